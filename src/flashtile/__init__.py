@@ -1,0 +1,25 @@
+"""flashtile: exact attention for PyTorch, forward and backward, in O(S) memory, with nothing to compile."""
+
+from .api import attention, attention_varlen
+from .errors import ArgumentError, AttentionError, AttentionWarning, BackendError
+from .explain import Explanation, explain
+from .expression import ScoreMod
+from .merge import merge_attention
+from .plan import BackendStatus, backends
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ArgumentError",
+    "AttentionError",
+    "AttentionWarning",
+    "BackendError",
+    "BackendStatus",
+    "Explanation",
+    "ScoreMod",
+    "attention",
+    "attention_varlen",
+    "backends",
+    "explain",
+    "merge_attention",
+]

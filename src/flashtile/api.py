@@ -1,0 +1,154 @@
+"""The public functions: what each argument means, and nothing else. `normalize` and `ops` do the work."""
+
+from torch import Tensor
+
+from . import ops
+from .normalize import Causal, ScoreModArgument, WindowArgument, normalize
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: Causal = False,
+    window: WindowArgument = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreModArgument = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, `softmax(scale * q k^T) v`, in O(S) memory, differentiable in every floating-point tensor.
+
+    The features act on the scores in this order: softcap, bias, ALiBi, score_mod, visibility. A row that sees no key
+    gives 0, with a log-sum-exp of -inf (or its sink).
+
+    Args:
+        q: queries `[B, Hq, Sq, D]`; float16, bfloat16, float32 or float64; D from 1 to 1024. Any strides.
+        k: keys `[B, Hkv, Sk, D]`, of q's dtype and device. Hq is a multiple of Hkv; query head h reads key/value head
+            `h // (Hq // Hkv)`.
+        v: values `[B, Hkv, Sk, Dv]`.
+        causal: `True` hides keys `j > i + Sk - Sq` (the last query sees every key); `"top_left"` hides `j > i`.
+        window: `(left, right)`: key j is visible iff `i + Sk - Sq - left <= j <= i + Sk - Sq + right`; `None` or -1
+            is unlimited. With `causal`, both hold (Beltagy et al., "Longformer", section 3.1).
+        mask: bool `[B, Hq, Sq, Sk]`, each dimension may be 1; True is visible.
+        scale: factor of the products; `D ** -0.5` if `None`.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, section 2).
+        bias: added to the scores; `[B, Hq, Sq, Sk]`, each dimension may be 1; q's dtype or float32. Its gradient takes
+            memory in proportion to it.
+        alibi_slopes: `[Hq]` or `[B, Hq]`; `slope * |i + Sk - Sq - j|` is subtracted (Press et al., "ALiBi", section 3).
+        sinks: `[Hq]`; `exp(sink)` joins each row's denominator (Xiao et al., "Attention sinks", section 3).
+        score_mod: a `flashtile.ScoreMod`, or a function `(score, b, h, q_idx, k_idx) -> score` of torch operations.
+        dropout_p: the probability of dropping a weight, `0 <= p < 1`. Which are dropped depends on the seed and the
+            positions alone: not on backend, device or layout.
+        dropout_seed: an int, or an int64 tensor of one element on q's device; by default drawn from torch's generator.
+        return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
+        deterministic: `True` gives the same bits for the same call; `None` follows
+            `torch.are_deterministic_algorithms_enabled()`.
+        backend: `"auto"` takes the fastest that accepts the call; a named one is never replaced by another.
+
+    Returns:
+        `out [B, Hq, Sq, Dv]` in q's dtype; with `return_lse` also `lse [B, Hq, Sq]`, natural logarithm, in float32
+        (float64 for float64 inputs).
+
+    Raises:
+        ArgumentError: an argument is not what it should be.
+        BackendError: no backend takes the call, or the named one does not.
+    """
+    tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    call = normalize(
+        tensors,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        score_mod=score_mod,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    out, lse = ops.attend(call)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    causal: Causal = False,
+    window: WindowArgument = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreModArgument = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over sequences of different lengths, packed one after another; each sees only itself.
+
+    Positions (of causal, window, bias, mask, ALiBi, score_mod and dropout) count from the start of each sequence.
+
+    Args:
+        q: queries `[Tq, Hq, D]`: the sequences' tokens one after another. Rows past `cu_seqlens_q[-1]` give 0.
+        k: keys `[Tk, Hkv, D]`; with `page_table`, pages `[num_pages, page_size, Hkv, D]`.
+        v: values `[Tk, Hkv, Dv]`, or pages `[num_pages, page_size, Hkv, Dv]`.
+        cu_seqlens_q: int32 `[B + 1]`, offsets of the sequences in q, starting with 0 and never falling.
+        cu_seqlens_k: the same for k; may be `None` if both `page_table` and `seqused_k` are given.
+        max_seqlen_q: at least the longest sequence's queries; `None` stands for all tokens, and reads nothing back.
+        max_seqlen_k: at least the longest sequence's keys.
+        seqused_k: int32 `[B]`, keys of each sequence that exist; the rest are never read.
+        page_table: int32 `[B, max_pages]`: keys `p * page_size` onwards of sequence b are page `page_table[b, p]`
+            (Kwon et al., "PagedAttention", section 4.1).
+        mask, bias: as in `attention`, against `[B, Hq, max_seqlen_q, max_seqlen_k]`.
+
+    The other arguments are those of `attention`.
+
+    Returns:
+        `out [Tq, Hq, Dv]`, and with `return_lse` also `lse [Hq, Tq]`.
+
+    Raises:
+        ArgumentError: an argument is not what it should be. Lengths and pages are read where they are on a CPU; on a
+            GPU, entries that point outside the tensors are keys that do not exist.
+        BackendError: no backend takes the call, or the named one does not.
+    """
+    tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    tensors |= {"seqused_k": seqused_k, "page_table": page_table}
+    call = normalize(
+        tensors,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        score_mod=score_mod,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=deterministic,
+        backend=backend,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
+    out, lse = ops.attend(call)
+    return (out, lse) if return_lse else out

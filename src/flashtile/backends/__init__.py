@@ -1,0 +1,1 @@
+"""The ways to compute a call, fastest first. Importing this package loads no backend."""

@@ -1,0 +1,59 @@
+"""How rows are normalised: the online softmax's state, the sink that enters it first, and the log-sum-exp merge.
+
+A row's state is its running maximum `m`, its denominator `l` relative to `m`, and its accumulator `acc` (Milakov and
+Gimelshein, "Online normalizer calculation for softmax", 2018). A row that has seen nothing has `m = -inf`, `l = 0`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RowState(NamedTuple):
+    m: Tensor  # [..., M, 1] running maximum of the scores
+    l: Tensor  # [..., M, 1] sum of exp(s - m)  # noqa: E741
+    acc: Tensor  # [..., M, Dv] sum of exp(s - m) * v
+
+
+def start(sink: Tensor | None, shape: tuple[int, ...], head_dim_v: int, like: Tensor) -> RowState:
+    """The state before the first key. A sink (`[H, 1, 1]`) is a key without a value: `m = sink, l = 1`."""
+    acc = like.new_zeros((*shape, head_dim_v))
+    if sink is None:
+        return RowState(like.new_full((*shape, 1), -torch.inf), like.new_zeros((*shape, 1)), acc)
+    m = sink.expand(*shape, 1)
+    return RowState(m, (m != -torch.inf).to(like.dtype), acc)
+
+
+def rescale(m_old: Tensor, m_new: Tensor) -> Tensor:
+    """The factor `exp(m_old - m_new)` that carries sums over to a new maximum; 1 also for `inf - inf`."""
+    return torch.where(m_old == m_new, 1.0, torch.exp(m_old - finite_or_zero(m_new)))
+
+
+def finite_or_zero(m: Tensor) -> Tensor:
+    """A maximum that is safe to subtract: with `-inf` replaced, `exp(-inf - m)` is 0 and not NaN."""
+    return torch.where(m == -torch.inf, 0.0, m)
+
+
+def finish(state: RowState) -> tuple[Tensor, Tensor]:
+    """`out [..., M, Dv]` and `lse [..., M, 1]`; a row that has seen nothing gives 0 and `-inf`."""
+    out = state.acc / torch.where(state.l == 0, 1.0, state.l)
+    lse = torch.where(torch.isinf(state.m), state.m, state.m + torch.log(state.l))
+    return out, lse
+
+
+def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint key sets, from each set's `out [..., Dv]` and `lse [..., 1]`.
+
+    Differentiable also where every part is empty: `log` never sees the 0 of a row without keys.
+    """
+    stacked = torch.stack(tuple(lses))  # [parts, ..., 1]
+    m = finite_or_zero(stacked.detach().amax(dim=0))  # [..., 1]
+    weights = torch.exp(stacked - m)  # [parts, ..., 1]
+    total = weights.sum(dim=0)  # [..., 1]
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    out = sum((w * o.to(w.dtype) for w, o in zip(weights, outs, strict=True)), start=torch.zeros_like(total)) / total
+    lse = torch.where(empty, -torch.inf, m + torch.log(total))
+    return out, lse

@@ -1,0 +1,20 @@
+"""What the reference backend takes: everything. It holds the whole score matrix."""
+
+from ...device import Device
+from ...problem import Problem
+from ..common.tiles import TileShape
+
+SUMMARY = "dense torch operations: the formulas as they are written, O(S^2) memory, to compare with"
+
+
+def unusable() -> str | None:
+    return None
+
+
+def declines(problem: Problem, device: Device) -> str | None:
+    return None
+
+
+def tile(problem: Problem, device: Device) -> TileShape:
+    """One tile: the whole call."""
+    return TileShape(problem.seqlen_q, problem.seqlen_k, problem.num_heads_kv, problem.batch)

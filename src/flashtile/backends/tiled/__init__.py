@@ -1,0 +1,1 @@
+"""Blockwise attention in torch operations: any device, every feature, O(S) memory."""

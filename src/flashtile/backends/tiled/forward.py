@@ -1,0 +1,60 @@
+"""FlashAttention-2's forward pass in torch operations (Dao, "FlashAttention-2", 2023, algorithm 1).
+
+For each block of query rows, key blocks stream by; the softmax is corrected whenever a larger score turns up, so the
+scores of one tile are all that is ever held.
+"""
+
+import torch
+from torch import Tensor
+
+from ...call import Call
+from ..common import softmax
+from ..common.scores import Scores
+from ..common.softmax import RowState
+from ..common.tiles import Rows, Side, Slab, TileShape, fold_groups, slabs, unfold_groups
+from .loop import row_blocks, tiles
+
+
+def forward(call: Call, shape: TileShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`out` in q's dtype, `[B, Hq, Sq, Dv]` or `[Tq, Hq, Dv]`, and `lse [..., 1]` in `dtype`."""
+    tensors = call.tensors
+    queries, keys = Side(call, keys=False), Side(call, keys=True)
+    num_heads = tensors.q.shape[1]
+    out = queries.buffer(tensors.q, num_heads, tensors.v.shape[-1], tensors.q.dtype)
+    lse = queries.buffer(tensors.q, num_heads, 1, dtype, fill=-torch.inf)
+    for slab in slabs(call, queries, keys, shape):
+        forward_slab(call, slab, shape, dtype, slab.query_rows(out), slab.query_rows(lse))
+    return queries.finished(out), queries.finished(lse)
+
+
+def forward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, out: Rows, lse: Rows) -> None:
+    tensors, settings = call.tensors, call.settings
+    scores = Scores(call, slab, dtype)
+    q, k, v = slab.query_rows(tensors.q), slab.key_rows(slab.keys.flat(tensors.k)), slab.key_rows(slab.keys.flat(tensors.v))
+    for rows in row_blocks(slab, shape):
+        q_i = fold_groups(q.load(rows).to(dtype) * settings.scale, slab.num_groups)  # [B, Hkv, G * M, D]
+        leading = (q_i.shape[0], slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, Hq, M
+        state = softmax.start(scores.sinks, leading, tensors.v.shape[-1], like=q_i)
+        for tile in tiles(slab, settings, scores, rows, shape):
+            k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
+            s = unfold_groups(q_i @ k_j.transpose(-1, -2), slab.num_groups)  # [B, Hq, M, N]
+            s = scores.forward(s, tile)
+            visible = scores.visible(tile, q.exists(rows), k.exists(tile.keys))
+            if visible is not None:
+                s = torch.where(visible, s, -torch.inf)
+            state = update(state, s, v_j, scores.keep(tile), slab.num_groups)
+        out_i, lse_i = softmax.finish(state)
+        out.store(rows, out_i)
+        lse.store(rows, lse_i)
+
+
+def update(state: RowState, s: Tensor, v: Tensor, keep: Tensor | None, num_groups: int) -> RowState:
+    """Take one tile of final scores into the rows' state; dropout acts on `p` after it has been counted in `l`."""
+    m = torch.maximum(state.m, s.amax(dim=-1, keepdim=True))  # [B, Hq, M, 1]
+    alpha = softmax.rescale(state.m, m)
+    p = torch.exp(s - softmax.finite_or_zero(m))  # [B, Hq, M, N]
+    l = state.l * alpha + p.sum(dim=-1, keepdim=True)  # noqa: E741
+    if keep is not None:
+        p = p * keep
+    pv = unfold_groups(fold_groups(p, num_groups) @ v, num_groups)  # [B, Hq, M, Dv]
+    return RowState(m, l, state.acc * alpha + pv)

@@ -1,0 +1,23 @@
+"""The tiled backend's two entries: shapes and dtypes of the operators around the blockwise loops."""
+
+from torch import Tensor
+
+from ...call import Call, Gradients, Needs
+from ...plan import Plan
+from ...problem import accumulation_dtype
+from ..common.boundary import lse_of_rows, rows_of_lse
+from . import backward as backward_pass
+from . import forward as forward_pass
+
+
+def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
+    out, lse = forward_pass.forward(call, plan.tile, accumulation_dtype(call.tensors.q.dtype))
+    return out, lse_of_rows(call, lse)
+
+
+def backward(
+    plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> Gradients:
+    dtype = accumulation_dtype(call.tensors.q.dtype)
+    rows = rows_of_lse(call, lse), None if dlse is None else rows_of_lse(call, dlse)
+    return backward_pass.backward(call, needs, plan.tile, dtype, dout, out, *rows)

@@ -1,0 +1,30 @@
+"""What the tiled backend takes, which is everything, and how large its tiles are."""
+
+from ...device import Device
+from ...problem import Problem
+from ..common.tiles import TileShape
+
+SUMMARY = "torch operations, block by block: any device, every feature"
+BLOCK_M, BLOCK_N = 256, 512
+# Scores of one tile over all its heads and sequences. A few tiles of this size are alive at a time, so it bounds the
+# memory; and it is large enough that a tile's work outweighs the cost of calling some thirty torch operations.
+TILE_SCORES = 2**20
+
+
+def unusable() -> str | None:
+    """Why this backend does not run on this machine; `None` if it does."""
+    return None
+
+
+def declines(problem: Problem, device: Device) -> str | None:
+    return None
+
+
+def tile(problem: Problem, device: Device) -> TileShape:
+    block_m = min(BLOCK_M, max(problem.seqlen_q, 1))
+    block_n = min(BLOCK_N, max(problem.seqlen_k, 1))
+    group = problem.num_heads_q // max(problem.num_heads_kv, 1)
+    pairs = TILE_SCORES // (block_m * block_n * max(group, 1))  # key/value heads times sequences
+    heads_kv = max(1, min(problem.num_heads_kv, pairs))
+    batch = max(1, min(problem.batch, pairs // heads_kv))
+    return TileShape(block_m, block_n, heads_kv, batch)

@@ -1,0 +1,121 @@
+"""One attention call as it passes through an operator: its tensors, its settings, its results.
+
+The operators' schemas are generated from these tuples, so that an argument is written down once.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .masks import Window
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call. Dense `q [B, Hq, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]`; varlen
+    `q [Tq, Hq, D]`, `k [Tk, Hkv, D]`, `v [Tk, Hkv, Dv]`; paged `k [num_pages, page_size, Hkv, D]`, `v` alike.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None  # bool, [B|1, H|1, Sq|1, Sk|1]
+    bias: Tensor | None = None  # [B|1, H|1, Sq|1, Sk|1]
+    alibi_slopes: Tensor | None = None  # [H] or [B, H]
+    sinks: Tensor | None = None  # [H]
+    dropout_seed: Tensor | None = None  # int64, one element
+    cu_seqlens_q: Tensor | None = None  # int32, [B + 1]; present iff the call is not dense
+    cu_seqlens_k: Tensor | None = None  # int32, [B + 1]
+    seqused_k: Tensor | None = None  # int32, [B]
+    page_table: Tensor | None = None  # int32, [B, max_pages]
+    score_mod_tensors: Sequence[Tensor] = ()
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return (*self[:-1], *self.score_mod_tensors)
+
+    @classmethod
+    def from_flat(cls, flat: Sequence[Tensor | None]) -> "Tensors":
+        named = len(cls._fields) - 1
+        return cls(*flat[:named], score_mod_tensors=tuple(flat[named:]))  # type: ignore[arg-type]
+
+
+class Settings(NamedTuple):
+    """The scalars of a call, normalised by `api`: causal has become a window, absent means `None`."""
+
+    scale: float
+    softcap: float | None = None
+    window_left: int | None = None
+    window_right: int | None = None
+    top_left: bool = False
+    dropout_p: float = 0.0
+    score_mod: str | None = None  # key of a registered function
+    max_seqlen_q: int | None = None  # varlen only
+    max_seqlen_k: int | None = None
+    deterministic: bool = False
+    backend: str = "auto"
+    # Where this call lies in a larger, sharded one. Positions, masks, ALiBi, dropout and score_mod count from here.
+    b0: int = 0
+    h0: int = 0
+    i0: int = 0
+    j0: int = 0
+    diagonal: int = 0  # what Sk - Sq of the whole exceeds Sk - Sq of this part by
+    num_heads: int | None = None  # query heads of the whole; None: those of q
+
+    @property
+    def window(self) -> Window:
+        return Window(self.window_left, self.window_right, self.top_left)
+
+
+class Call(NamedTuple):
+    tensors: Tensors
+    settings: Settings
+
+    @property
+    def layout(self) -> str:
+        if self.tensors.cu_seqlens_q is None:
+            return "dense"
+        return "varlen" if self.tensors.page_table is None else "paged"
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of the whole call, which the dropout counter runs over."""
+        return self.settings.num_heads or self.tensors.q.shape[1]
+
+
+class Needs(NamedTuple):
+    """Which gradients a caller asked for."""
+
+    q: bool = False
+    k: bool = False
+    v: bool = False
+    bias: bool = False
+    alibi_slopes: bool = False
+    sinks: bool = False
+    score_mod_tensors: tuple[bool, ...] = ()
+
+
+class Gradients(NamedTuple):
+    """What backward returns; a gradient that nobody asked for is `None`."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    score_mod_tensors: tuple[Tensor | None, ...] = ()
+
+
+def new_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised result with the rows of `like`: `[B, heads, S, width]` or `[T, heads, width]`.
+
+    A dense result keeps the order of heads and positions that `like` has in memory, so that the output of
+    `[B, S, H, D]` data seen through a transpose flattens to `[B, S, H * D]` without a copy.
+    """
+    if like.dim() == 3:
+        return like.new_empty((like.shape[0], heads, width), dtype=dtype)
+    batch, seqlen = like.shape[0], like.shape[2]
+    if like.stride(1) < like.stride(2):
+        return like.new_empty((batch, seqlen, heads, width), dtype=dtype).transpose(1, 2)
+    return like.new_empty((batch, heads, seqlen, width), dtype=dtype)

@@ -1,0 +1,196 @@
+"""Whether the tensors of a call fit together. Every failure names the argument, what was given and what would fit."""
+
+import torch
+from torch import Tensor
+
+from .call import Call
+from .errors import ArgumentError, describe
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+MAX_HEAD_DIM = 1024
+EXAMPLES = {
+    "dense": "flashtile.attention(q, k, v) with q [2, 8, 128, 64], k [2, 4, 256, 64], v [2, 4, 256, 64]",
+    "varlen": (
+        "flashtile.attention_varlen(q, k, v, cu, cu) with q, k, v [300, 8, 64] and "
+        "cu = torch.tensor([0, 100, 300], dtype=torch.int32)"
+    ),
+    "paged": (
+        "flashtile.attention_varlen(q, k, v, cu, None, seqused_k=lengths, page_table=table) with q [2, 8, 64], "
+        "k, v [32, 16, 8, 64], cu = [0, 1, 2], lengths = [40, 7] and table [2, 3], all int32"
+    ),
+}
+
+
+def tensors(call: Call) -> None:
+    """Shapes, dtypes, devices and layouts of everything but the broadcasts."""
+    t, layout = call.tensors, call.layout
+
+    def fail(argument: str, given: object, accepted: str) -> None:
+        raise ArgumentError(argument, given, accepted, EXAMPLES[layout])
+
+    named = {name: x for name, x in t._asdict().items() if isinstance(x, Tensor)}
+    named |= {f"score_mod.tensors[{n}]": x for n, x in enumerate(t.score_mod_tensors)}
+    for name, x in named.items():
+        if x.is_nested or x.layout is not torch.strided:
+            fail(name, x, "a strided tensor; for sequences of different lengths, flashtile.attention_varlen")
+        if x.device != t.q.device:
+            fail(name, x, f"a tensor on the device of q, {t.q.device}")
+
+    rank_q = 4 if layout == "dense" else 3
+    rank_k = 3 if layout == "varlen" else 4
+    shape_q = "[B, Hq, Sq, D]" if layout == "dense" else "[Tq, Hq, D]"
+    shape_k = {"dense": "[B, Hkv, Sk, {}]", "varlen": "[Tk, Hkv, {}]", "paged": "[num_pages, page_size, Hkv, {}]"}[layout]
+    for name, x, rank, shape in (
+        ("q", t.q, rank_q, shape_q),
+        ("k", t.k, rank_k, shape_k.format("D")),
+        ("v", t.v, rank_k, shape_k.format("Dv")),
+    ):
+        if x.dim() != rank:
+            fail(name, x, f"{rank} dimensions, {shape}")
+        if x.dtype not in DTYPES:
+            fail(name, x, "float16, bfloat16, float32 or float64")
+        if x.dtype != t.q.dtype:
+            fail(name, x, f"the dtype of q, {t.q.dtype}")
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            fail(name, x, f"a head dimension (the last) of 1 to {MAX_HEAD_DIM}")
+    heads_q, heads_kv = t.q.shape[1], t.k.shape[1 if layout == "dense" else -2]
+    if heads_q == 0:
+        fail("q", t.q, f"at least one head in {shape_q}")
+    if t.k.shape[-1] != t.q.shape[-1]:
+        fail("k", t.k, f"the head dimension of q, {t.q.shape[-1]}, in {shape_k.format('D')}")
+    if layout == "dense" and t.k.shape[0] != t.q.shape[0]:
+        fail("k", t.k, f"the batch of q, {t.q.shape[0]}, in {shape_k.format('D')}")
+    if heads_kv == 0 or heads_q % heads_kv != 0:
+        fail("k", t.k, f"a number of heads Hkv in {shape_k.format('D')} that divides the {heads_q} heads of q")
+    if t.v.shape[:-1] != t.k.shape[:-1]:
+        fail("v", t.v, f"the shape of k up to the last dimension, {list(t.k.shape[:-1])}")
+    if layout == "paged" and t.k.shape[1] == 0:
+        fail("k", t.k, "pages of at least one key, [num_pages, page_size, Hkv, D]")
+
+
+def broadcasts(call: Call, batch: int, seqlen_q: int, seqlen_k: int) -> None:
+    """The tensors that modify scores: mask, bias, slopes, sinks, and the seed."""
+    t = call.tensors
+    example = EXAMPLES[call.layout]
+    heads = t.q.shape[1]
+    full = (batch, heads, seqlen_q, seqlen_k)
+    floating = tuple({t.q.dtype, torch.float32})
+    for name, x, dtypes in (("mask", t.mask, (torch.bool,)), ("bias", t.bias, floating)):
+        if x is None:
+            continue
+        if x.dtype not in dtypes:
+            advice = "; an additive mask is a `bias`" if name == "mask" else ""
+            raise ArgumentError(name, x, f"dtype {one_of(dtypes)}{advice}", example)
+        if x.dim() != 4 or any(n not in (1, m) for n, m in zip(x.shape, full, strict=True)):
+            accepted = f"four dimensions [B, H, Sq, Sk] = {list(full)}, each of which may be 1"
+            raise ArgumentError(name, x, accepted, example)
+    for name, x, shapes in (
+        ("alibi_slopes", t.alibi_slopes, ((heads,), (batch, heads))),
+        ("sinks", t.sinks, ((heads,),)),
+    ):
+        if x is None:
+            continue
+        if x.dtype not in floating:
+            raise ArgumentError(name, x, f"dtype {one_of(floating)}", example)
+        if tuple(x.shape) not in shapes:
+            raise ArgumentError(name, x, "shape " + " or ".join(str(list(shape)) for shape in shapes), example)
+    if t.dropout_seed is not None and (t.dropout_seed.dtype != torch.int64 or t.dropout_seed.numel() != 1):
+        accepted = f"an int, or an int64 tensor of one element on {t.q.device}"
+        raise ArgumentError("dropout_seed", t.dropout_seed, accepted, example)
+
+
+def varlen_bounds(call: Call) -> tuple[int, int, int]:
+    """`batch`, `max_seqlen_q`, `max_seqlen_k` of a varlen call, with its index tensors checked; their values too
+    where they are on a CPU.
+    """
+    t, settings, example = call.tensors, call.settings, EXAMPLES[call.layout]
+    cu_q = t.cu_seqlens_q
+    assert cu_q is not None
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"):
+        x = getattr(t, name)
+        rank = 2 if name == "page_table" else 1
+        if x is not None and (x.dtype not in INDEX_DTYPES or x.dim() != rank):
+            raise ArgumentError(name, x, f"int32 (or int64), {rank} dimension{'s' * (rank > 1)}", example)
+    if cu_q.shape[0] == 0:
+        raise ArgumentError("cu_seqlens_q", cu_q, "[B + 1] offsets that start with 0", example)
+    batch = cu_q.shape[0] - 1
+    if t.cu_seqlens_k is None and (t.page_table is None or t.seqused_k is None):
+        accepted = "[B + 1] offsets; only with both `page_table` and `seqused_k` may it be None"
+        raise ArgumentError("cu_seqlens_k", None, accepted, example)
+    for name, length in (("cu_seqlens_k", batch + 1), ("seqused_k", batch), ("page_table", batch)):
+        x = getattr(t, name)
+        if x is not None and x.shape[0] != length:
+            accepted = f"first dimension {length}, for the {batch} sequences of cu_seqlens_q"
+            raise ArgumentError(name, x, accepted, example)
+    if t.page_table is None:
+        total_k = t.k.shape[0]
+    else:
+        total_k = t.page_table.shape[1] * t.k.shape[1]
+    max_q = t.q.shape[0] if settings.max_seqlen_q is None else settings.max_seqlen_q
+    max_k = total_k if settings.max_seqlen_k is None else settings.max_seqlen_k
+    if t.q.device.type == "cpu":
+        varlen_values(call, batch, max_q, max_k)
+    return batch, max_q, max_k
+
+
+def varlen_values(call: Call, batch: int, max_q: int, max_k: int) -> None:
+    """The values of index tensors on a CPU."""
+    t, example = call.tensors, EXAMPLES[call.layout]
+    assert t.cu_seqlens_q is not None
+    lengths_q = offsets("cu_seqlens_q", t.cu_seqlens_q, t.q.shape[0], max_q, example)
+    lengths_k = None
+    if t.cu_seqlens_k is not None:
+        total = t.k.shape[0] if t.page_table is None else None
+        limit = max_k if t.seqused_k is None else None
+        lengths_k = offsets("cu_seqlens_k", t.cu_seqlens_k, total, limit, example)
+    if t.seqused_k is not None:
+        used = t.seqused_k.tolist()
+        room = lengths_k if t.page_table is None else None
+        for b, n in enumerate(used):
+            most = max_k if room is None else min(room[b], max_k)
+            if not 0 <= n <= most:
+                raise ArgumentError("seqused_k", t.seqused_k, f"0 to {most} at sequence {b}, which has {n}", example)
+        lengths_k = used
+    if t.page_table is not None:
+        assert lengths_k is not None
+        pages(t.page_table, lengths_k, t.k.shape[0], t.k.shape[1], example)
+    assert len(lengths_q) == batch
+
+
+def offsets(name: str, x: Tensor, total: int | None, longest: int | None, example: str) -> list[int]:
+    """The lengths between cumulative offsets that start at 0, never fall, and end inside the tokens."""
+    values = x.tolist()
+    lengths = [end - start for start, end in zip(values, values[1:], strict=False)]
+    if values[0] != 0:
+        raise ArgumentError(name, x, f"offsets that start with 0; the first is {values[0]}", example)
+    for b, n in enumerate(lengths):
+        if n < 0:
+            raise ArgumentError(name, x, f"offsets that never fall; after {values[b]} comes {values[b + 1]}", example)
+        if longest is not None and n > longest:
+            limit = f"sequences of at most max_seqlen = {longest} tokens; sequence {b} has {n}"
+            raise ArgumentError(name, x, limit, example)
+    if total is not None and values[-1] > total:
+        raise ArgumentError(name, x, f"offsets up to the {total} tokens given; the last is {values[-1]}", example)
+    return lengths
+
+
+def pages(table: Tensor, lengths: list[int], num_pages: int, page_size: int, example: str) -> None:
+    """Every page that a sequence needs is in the table, and every entry it uses names a page."""
+    rows = table.tolist()
+    for b, length in enumerate(lengths):
+        needed = -(-length // page_size)
+        if needed > table.shape[1]:
+            accepted = f"at least {needed} pages of {page_size} keys for the {length} keys of sequence {b}"
+            raise ArgumentError("page_table", table, accepted, example)
+        for page in rows[b][:needed]:
+            if not 0 <= page < num_pages:
+                accepted = f"entries of 0 to {num_pages - 1}; sequence {b} uses {page}"
+                raise ArgumentError("page_table", table, accepted, example)
+
+
+def one_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+__all__ = ["broadcasts", "describe", "tensors", "varlen_bounds"]

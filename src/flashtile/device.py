@@ -1,0 +1,33 @@
+"""What a device is, as far as a plan depends on it."""
+
+import functools
+import platform
+from typing import NamedTuple
+
+import torch
+
+
+class Device(NamedTuple):
+    """A device as plans see it: equal devices get equal plans."""
+
+    type: str  # "cpu", "cuda", "mps", ...
+    name: str  # for people: "NVIDIA H200"
+    arch: str  # "sm_90", "gfx942", "x86_64", ...
+    cores: int  # streaming multiprocessors, compute units, or CPU threads that torch uses
+
+
+@functools.lru_cache(maxsize=64)
+def _describe(kind: str, index: int, threads: int) -> Device:
+    if kind == "cuda":
+        properties = torch.cuda.get_device_properties(index)
+        hip = getattr(properties, "gcnArchName", "").split(":")[0] if torch.version.hip else ""
+        arch = hip or f"sm_{properties.major}{properties.minor}"
+        return Device(kind, properties.name, arch, properties.multi_processor_count)
+    if kind == "cpu":
+        return Device(kind, f"CPU ({torch.backends.cpu.get_cpu_capability()})", platform.machine(), threads)
+    return Device(kind, kind, kind, 1)
+
+
+def describe_device(device: torch.device) -> Device:
+    index = device.index if device.index is not None else 0
+    return _describe(device.type, index, torch.get_num_threads() if device.type == "cpu" else 0)

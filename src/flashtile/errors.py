@@ -1,0 +1,47 @@
+"""What goes wrong, said so that the reader can mend it: the argument, what was given, what is accepted, a call that works."""
+
+from typing import Any
+
+import torch
+
+
+class AttentionError(ValueError):
+    """Any error that flashtile raises about a call; raised before a kernel runs."""
+
+
+class ArgumentError(AttentionError):
+    """One argument of a call is not what the call accepts.
+
+    `argument` is its name, so that a caller can tell errors apart without reading the message.
+    """
+
+    def __init__(self, argument: str, given: Any, accepted: str, example: str = "flashtile.attention(q, k, v)"):
+        self.argument = argument
+        super().__init__(
+            f"`{argument}` is {describe(given)}.\n  accepted: {accepted}\n  a call that works: {example}",
+        )
+
+
+class BackendError(AttentionError):
+    """No backend takes the call, or the named one declines it. `reasons` has one reason for each backend asked."""
+
+    def __init__(self, message: str, reasons: dict[str, str]):
+        self.reasons = reasons
+        lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+        super().__init__(message + lines)
+
+
+class AttentionWarning(UserWarning):
+    """A call that is right but slower than the machine allows."""
+
+
+def describe(value: Any) -> str:
+    """A value as an error message shows it: tensors by shape, dtype and device, never by their elements."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        layout = "" if value.layout is torch.strided else f" of layout {value.layout}"
+        if value.is_nested:
+            return f"a nested tensor ({dtype}, on {value.device})"
+        return f"a tensor {list(value.shape)} ({dtype}, on {value.device}){layout}"
+    text = repr(value)
+    return f"{type(value).__name__} {text}" if len(text) < 80 else f"{type(value).__name__} {text[:77]}..."

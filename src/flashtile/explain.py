@@ -1,0 +1,181 @@
+"""The plan of a call in words: what will run, how much work it is, what limits it, and why nothing else was chosen."""
+
+import functools
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Call
+from .device import describe_device
+from .masks import visible_pairs
+from .normalize import normalize
+from .plan import Plan, plan
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. `str(explanation)` is the text for people."""
+
+    problem: str
+    device: str
+    backend: str
+    tile: str
+    why_not: dict[str, str]  # backends asked before, and the reason each declined
+    visible_pairs: int  # of a query row and a key, over sequences and query heads; at most, where the host can't know
+    flops_forward: int  # 4 * pairs * D for D = Dv; 2 * pairs * (D + Dv) in general
+    flops_backward: int  # 2.5 times forward: five products instead of two
+    bytes_forward: int  # each input read and each output written once
+    intensity: float  # flops_forward / bytes_forward
+    matmul_flops: float  # per second, measured now on this device in this dtype
+    copy_bytes: float  # per second, read and written, measured now
+    limit: str  # "compute" or "memory"
+    seconds_at_limit: float  # what forward would take at the measured rate of its limit
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        why_not = "".join(f"\n  not {name}: {reason}" for name, reason in self.why_not.items())
+        return (
+            f"{self.problem}\n"
+            f"on {self.device}: backend {self.backend}, {self.tile}{why_not}\n"
+            f"forward {self.flops_forward / 1e9:.3g} GFLOP, backward {self.flops_backward / 1e9:.3g} GFLOP, "
+            f"{self.visible_pairs:,} visible pairs\n"
+            f"forward moves at least {self.bytes_forward / 1e6:.3g} MB: {self.intensity:.3g} FLOP per byte\n"
+            f"limited by {self.limit}: a matrix product reaches {self.matmul_flops / 1e9:.3g} GFLOP/s here and a copy "
+            f"{self.copy_bytes / 1e9:.3g} GB/s, so forward takes at least {self.seconds_at_limit * 1e3:.3g} ms"
+        )
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    **keywords: Any,
+) -> Explanation:
+    """What `attention` (or, with `cu_seqlens_q`, `attention_varlen`) would do with these arguments; runs none of it.
+
+    Measures a matrix product and a copy on the device for some milliseconds, once in a process, to say which of the
+    two limits the call (Williams et al., "Roofline", 2009).
+
+    Args:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, keywords: as the call itself takes them.
+
+    Raises:
+        AttentionError: as the call itself would.
+    """
+    call, backend = described_call(q, k, v, cu_seqlens_q, cu_seqlens_k, keywords)
+    problem = Problem.describe(call)
+    chosen = plan(problem, q.device, backend)
+    pairs = pairs_of(call, problem)
+    flops = 2 * pairs * (problem.head_dim + problem.head_dim_v)
+    moved = sum(x.numel() * x.element_size() for x in call.tensors.flat() if x is not None)
+    rows = q.numel() // max(problem.head_dim, 1)
+    moved += rows * (problem.head_dim_v * q.element_size() + (8 if q.dtype is torch.float64 else 4))
+    matmul_flops, copy_bytes = measured_rates(q.device.type, q.device.index, q.dtype)
+    compute, memory = flops / matmul_flops, moved / copy_bytes
+    return Explanation(
+        problem=in_words(problem),
+        device=describe_device(q.device).name,
+        backend=chosen.backend,
+        tile=tile_in_words(chosen),
+        why_not=dict(chosen.why),
+        visible_pairs=pairs,
+        flops_forward=flops,
+        flops_backward=flops * 5 // 2,
+        bytes_forward=moved,
+        intensity=flops / max(moved, 1),
+        matmul_flops=matmul_flops,
+        copy_bytes=copy_bytes,
+        limit="compute" if compute > memory else "memory",
+        seconds_at_limit=max(compute, memory),
+    )
+
+
+def described_call(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, keywords: dict[str, Any]
+) -> tuple[Call, str]:
+    """The normalised call of a public function's arguments; an argument that it does not take is a TypeError."""
+    tensor_names = ("mask", "bias", "alibi_slopes", "sinks")
+    defaults = dict.fromkeys(("window", "scale", "softcap", "score_mod", "dropout_seed", "deterministic"))
+    defaults |= {"causal": False, "dropout_p": 0.0, "backend": "auto"}
+    if cu_q is not None:
+        tensor_names += ("seqused_k", "page_table")
+        defaults |= {"max_seqlen_q": None, "max_seqlen_k": None}
+    unknown = set(keywords) - set(tensor_names) - set(defaults) - {"return_lse"}
+    if unknown:
+        raise TypeError(f"explain() got arguments that the call does not take: {', '.join(sorted(unknown))}")
+    tensors = {"q": q, "k": k, "v": v} | {name: keywords.get(name) for name in tensor_names}
+    if cu_q is not None:
+        tensors |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    given = defaults | {name: value for name, value in keywords.items() if name in defaults}
+    return normalize(tensors, **given), given["backend"]
+
+
+def pairs_of(call: Call, problem: Problem) -> int:
+    """Visible pairs by position; a bool mask is not counted, and device-side lengths count as their maximum."""
+    t, window = call.tensors, problem.window
+    if call.layout == "dense":
+        lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
+    elif t.q.device.type == "cpu":
+        assert t.cu_seqlens_q is not None
+        seqlens_k = t.cu_seqlens_k.diff() if t.seqused_k is None and t.cu_seqlens_k is not None else t.seqused_k
+        assert seqlens_k is not None
+        lengths = list(zip(t.cu_seqlens_q.diff().tolist(), seqlens_k.tolist(), strict=True))
+    else:
+        lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
+    counted = {pair: visible_pairs(window, *pair) for pair in set(lengths)}
+    return problem.num_heads_q * sum(counted[pair] for pair in lengths)
+
+
+def in_words(problem: Problem) -> str:
+    p = problem
+    dtype = str(p.dtype).removeprefix("torch.")
+    heads = f"{p.num_heads_q}/{p.num_heads_kv}" if p.num_heads_q != p.num_heads_kv else f"{p.num_heads_q}"
+    dim = f"{p.head_dim}/{p.head_dim_v}" if p.head_dim != p.head_dim_v else f"{p.head_dim}"
+    features = [name for name in ("softcap", "alibi", "sinks", "dropout", "deterministic") if getattr(p, name)]
+    features += [f"{name} with broadcast {x}" for name in ("mask", "bias") if (x := getattr(p, name)) is not None]
+    features += [f"score_mod {p.score_mod}"] if p.score_mod else []
+    if not p.window.unlimited:
+        features.append(f"window ({p.window.left}, {p.window.right}){' top-left causal' * p.window.top_left}")
+    return (
+        f"{p.layout} {dtype}, batch {p.batch}, heads {heads}, seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {dim}"
+        + "".join(f", {feature}" for feature in features)
+    )
+
+
+def tile_in_words(chosen: Plan) -> str:
+    return ", ".join(f"{name} {n}" for name, n in chosen.tile._asdict().items())
+
+
+@functools.cache
+def measured_rates(device_type: str, index: int | None, dtype: torch.dtype) -> tuple[float, float]:
+    """FLOP/s of a matrix product and bytes/s of a copy, the best of some."""
+    device = torch.device(device_type, index)
+    n = 512 if device_type == "cpu" else 4096
+    a = torch.ones((n, n), dtype=dtype, device=device)
+    x = torch.ones(2**26 if device_type == "cpu" else 2**28, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * n**3 / fastest(lambda: a @ a, device), 2 * x.numel() / fastest(lambda: y.copy_(x), device)
+
+
+def fastest(run: Any, device: torch.device, repeats: int = 5) -> float:
+    seconds = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,63 @@
+"""Which keys a query row may see by position, and which key blocks a block of rows has to visit.
+
+Causal is a window before it reaches a kernel: bottom-right causal closes the window's right side at 0. Only
+`top_left` needs a second bound, because it is anchored at row 0 and not at the last row.
+"""
+
+from typing import NamedTuple
+
+
+class Window(NamedTuple):
+    """Key `j` is visible to row `i` iff `i + diagonal - left <= j <= i + diagonal + right`, with
+    `diagonal = seqlen_k - seqlen_q`; `None` is unlimited. `top_left` asks for `j <= i` as well.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    top_left: bool = False
+
+    @property
+    def unlimited(self) -> bool:
+        return self.left is None and self.right is None and not self.top_left
+
+
+class KeyRange(NamedTuple):
+    """The keys that a block of rows visits: all of them lie in `[lo, hi)`; in `[full_lo, full_hi)` every row sees
+    every key, so those blocks run without mask code.
+    """
+
+    lo: int
+    full_lo: int
+    full_hi: int
+    hi: int
+
+
+def key_range(window: Window, first_row: int, last_row: int, seqlen_k: int, diagonal: int, shift: int = 0) -> KeyRange:
+    """Keys for the rows `first_row..last_row` (inclusive, positions in the whole sequence).
+
+    `shift` is the position of the first key held here, where keys are one shard of a longer sequence; the range
+    that comes back counts from that key.
+    """
+    lo, full_lo, full_hi, hi = 0, 0, seqlen_k, seqlen_k
+    if window.left is not None:
+        lo = first_row + diagonal - window.left - shift
+        full_lo = last_row + diagonal - window.left - shift
+    if window.right is not None:
+        full_hi = min(full_hi, first_row + diagonal + window.right + 1 - shift)
+        hi = min(hi, last_row + diagonal + window.right + 1 - shift)
+    if window.top_left:
+        full_hi = min(full_hi, first_row + 1 - shift)
+        hi = min(hi, last_row + 1 - shift)
+    lo = max(lo, 0)
+    hi = max(hi, lo)
+    full_lo = min(max(full_lo, lo), hi)
+    full_hi = min(max(full_hi, full_lo), hi)
+    return KeyRange(lo, full_lo, full_hi, hi)
+
+
+def visible_pairs(window: Window, seqlen_q: int, seqlen_k: int) -> int:
+    """How many (row, key) pairs the window leaves visible: what FLOPs are counted from."""
+    if window.unlimited:
+        return seqlen_q * seqlen_k
+    rows = (key_range(window, row, row, seqlen_k, seqlen_k - seqlen_q) for row in range(seqlen_q))
+    return sum(row.hi - row.lo for row in rows)

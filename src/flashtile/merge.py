@@ -1,0 +1,51 @@
+"""Attention over parts of the keys, put together again: what split-KV, cascades and rings have in common."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .backends.common.softmax import merge
+from .errors import ArgumentError
+
+EXAMPLE = (
+    "flashtile.merge_attention([out_a, out_b], [lse_a, lse_b]) with each `out, lse = flashtile.attention(..., "
+    "return_lse=True)` over other keys"
+)
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The attention over all keys, from attentions of the same queries over disjoint sets of keys.
+
+    Associative and commutative up to rounding; a part whose rows saw nothing (`lse = -inf`) changes nothing.
+    Differentiable in every argument (Dao et al., "FlashAttention", section 3.1: the block decomposition of softmax).
+
+    Args:
+        outs: one or more `[B, H, Sq, Dv]`, or varlen `[Tq, H, Dv]`.
+        lses: for each, its `[B, H, Sq]`, or varlen `[H, Tq]`, as `return_lse=True` gives it.
+
+    Returns:
+        `out` and `lse` in the shapes and dtypes of the parts.
+
+    Raises:
+        ArgumentError: the lists are empty or differ in length, or shapes, dtypes or devices differ.
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise ArgumentError("lses", lses, f"as many tensors as `outs` has, which is {len(outs)}, and at least one", EXAMPLE)
+    for argument, parts in (("outs", outs), ("lses", lses)):
+        for n, x in enumerate(parts):
+            if not isinstance(x, Tensor):
+                raise ArgumentError(f"{argument}[{n}]", x, "a torch.Tensor", EXAMPLE)
+            first = parts[0]
+            if (x.shape, x.dtype, x.device) != (first.shape, first.dtype, first.device):
+                raise ArgumentError(f"{argument}[{n}]", x, f"shape, dtype and device of `{argument}[0]`", EXAMPLE)
+    varlen = outs[0].dim() == 3
+    rows = outs[0].shape[:-1]
+    expected = torch.Size((rows[1], rows[0])) if varlen else rows
+    if outs[0].dim() not in (3, 4) or lses[0].shape != expected:
+        accepted = "the log-sum-exp of `outs`: [B, H, Sq] for [B, H, Sq, Dv], [H, Tq] for [Tq, H, Dv]"
+        raise ArgumentError("lses[0]", lses[0], accepted, EXAMPLE)
+    out, lse = merge(outs, [(x.t() if varlen else x)[..., None] for x in lses])
+    lse = lse[..., 0]
+    return out.to(outs[0].dtype), lse.t() if varlen else lse

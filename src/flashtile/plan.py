@@ -1,0 +1,90 @@
+"""Which backend runs a problem on a device, with what tiles, and why not the others."""
+
+import functools
+import importlib
+import os
+import warnings
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from .backends.reference import support as reference
+from .backends.tiled import support as tiled
+from .device import Device, describe_device
+from .errors import AttentionWarning, BackendError
+from .problem import Problem
+
+# Fastest first. `auto` takes the first that accepts the problem; it never takes `reference`, which is there to compare.
+SUPPORT: dict[str, Any] = {"tiled": tiled, "reference": reference}
+AUTO = ("tiled",)
+BACKEND_VARIABLE = "FLASHTILE_BACKEND"
+
+
+class Plan(NamedTuple):
+    """How a problem is run. `why` has, for each backend that was asked before, the reason it declined."""
+
+    backend: str
+    tile: Any
+    num_splits: int
+    why: tuple[tuple[str, str], ...]
+
+    def kernels(self) -> ModuleType:
+        """The backend's `forward(plan, call)` and `backward(plan, call, needs, ...)`, imported on first use."""
+        return importlib.import_module(f"flashtile.backends.{self.backend}.kernels")
+
+
+class BackendStatus(NamedTuple):
+    """One backend on this machine; `reason` says why it is not usable, and is `None` if it is."""
+
+    name: str
+    usable: bool
+    reason: str | None
+    summary: str
+
+
+def backends() -> tuple[BackendStatus, ...]:
+    """Every backend, fastest first: whether it is usable on this machine, and why not.
+
+    A usable backend may still decline a call; `flashtile.explain` says so for the call at hand.
+    """
+    return tuple(
+        BackendStatus(name, (reason := support.unusable()) is None, reason, support.SUMMARY)
+        for name, support in SUPPORT.items()
+    )
+
+
+def plan(problem: Problem, device: torch.device, backend: str = "auto") -> Plan:
+    """The plan of a problem; cached by its bucket.
+
+    Raises:
+        BackendError: the named backend does not exist or declines the problem. It is never replaced by another.
+    """
+    if backend == "auto":
+        backend = os.environ.get(BACKEND_VARIABLE, "auto")
+    chosen = _plan(problem.bucketed(), describe_device(device), backend)
+    if backend == "auto" and chosen.backend == "tiled" and device.type != "cpu":
+        _warn_once(f"attention on {device} runs in the `tiled` backend, which is slow", chosen.why)
+    return chosen
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: Problem, device: Device, backend: str) -> Plan:
+    if backend != "auto" and backend not in SUPPORT:
+        known = dict.fromkeys(SUPPORT, "exists")
+        raise BackendError(f"`backend` is {backend!r}. Accepted: 'auto', {', '.join(map(repr, SUPPORT))}", known)
+    reasons: dict[str, str] = {}
+    for name in AUTO if backend == "auto" else (backend,):
+        support = SUPPORT[name]
+        reason = support.unusable() or support.declines(problem, device)
+        if reason is None:
+            return Plan(name, support.tile(problem, device), 1, tuple(reasons.items()))
+        reasons[name] = reason
+    asked = "no backend takes this call" if backend == "auto" else f"backend {backend!r} does not take this call"
+    raise BackendError(f"{asked}: {problem} on {device.name}", reasons)
+
+
+@functools.cache
+def _warn_once(message: str, why: tuple[tuple[str, str], ...]) -> None:
+    reasons = "".join(f"\n  {name}: {reason}" for name, reason in why)
+    warnings.warn(message + reasons, AttentionWarning, stacklevel=2)
