@@ -11,9 +11,9 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .call import Call, Gradients, Needs, Settings, Tensors, new_rows
+from .errors import AttentionError
 from .plan import plan
 from .problem import Problem, accumulation_dtype
 
@@ -53,6 +53,8 @@ class Operators:
         LIBRARY.impl(f"{self.name}_backward", self.run_backward, "CompositeExplicitAutograd")
         torch.library.register_fake(f"flashtile::{self.name}_forward", self.fake_forward, lib=LIBRARY)
         torch.library.register_fake(f"flashtile::{self.name}_backward", self.fake_backward, lib=LIBRARY)
+        for operator in ("forward", "backward"):
+            torch.library.register_vmap(f"flashtile::{self.name}_{operator}", refuse_vmap, lib=LIBRARY)
         self.forward = getattr(torch.ops.flashtile, f"{self.name}_forward").default
         self.backward = getattr(torch.ops.flashtile, f"{self.name}_backward").default
 
@@ -108,6 +110,13 @@ class Operators:
         return in_schema(Gradients(*found[:6], score_mod_tensors=tuple(found[6:])), call)
 
 
+def refuse_vmap(*_: Any) -> Any:
+    raise AttentionError(
+        "torch.vmap over attention is not there yet.\n"
+        "  accepted: the batch as the first dimension of q, k and v: flashtile.attention(q, k, v)"
+    )
+
+
 def in_schema(gradients: Gradients, call: Call) -> tuple[Any, ...]:
     """Gradients as a schema of fixed arity returns them: in their inputs' dtypes, an empty tensor for what nobody
     asked for.
@@ -137,8 +146,20 @@ FLAT_FIELDS = Tensors._fields[:-1]
 DIFFERENTIABLE = tuple(FLAT_FIELDS.index(name) for name in Needs._fields[:6])
 
 
+def run_backward(layout: str, settings: Settings, needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """The backward operator on `out, lse, dout, dlse` and the flat tensors of a call."""
+    operators = OPERATORS[layout]
+    arguments = operators.arguments(Call(Tensors.from_flat(tensors[4:]), settings))
+    *found, modified = operators.backward(needs, *tensors[:4], *arguments)
+    return *found, *modified
+
+
 class Attention(torch.autograd.Function):
     """Autograd of both layouts; `tensors` is `Tensors.flat()`."""
+
+    @staticmethod
+    def vmap(*arguments: Any) -> Any:
+        return refuse_vmap(*arguments)
 
     @staticmethod
     def forward(layout: str, settings: Settings, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -153,19 +174,39 @@ class Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
-        score_mods = len(FLAT_FIELDS)
-        needs = [needed[n] for n in DIFFERENTIABLE] + list(needed[score_mods:])
-        operators = OPERATORS[ctx.layout]
-        arguments = operators.arguments(Call(Tensors.from_flat(tensors), ctx.settings))
-        *found, modified = operators.backward(needs, out, lse, dout, dlse, *arguments)
+        differentiable = (*DIFFERENTIABLE, *range(len(FLAT_FIELDS), len(tensors)))
+        needs = [needed[n] for n in differentiable]
+        arguments = (ctx.layout, ctx.settings, needs, out, lse, dout, dlse, *tensors)
+        # Dynamo takes no autograd.Function inside another's backward; compiled graphs refuse double backward themselves
+        compiling = torch.compiler.is_compiling()
+        found = run_backward(*arguments) if compiling else AttentionBackward.apply(*arguments)
         gradients: list[Tensor | None] = [None] * len(tensors)
-        for position, gradient in zip((*DIFFERENTIABLE, *range(score_mods, len(tensors))), (*found, *modified), strict=True):
+        for position, gradient in zip(differentiable, found, strict=True):  # type: ignore[arg-type]
             gradients[position] = gradient if needed[position] else None
         return None, None, *gradients
+
+
+class AttentionBackward(torch.autograd.Function):
+    """The backward operator as a node of its own, so that differentiating it again is noticed."""
+
+    @staticmethod
+    def forward(layout: str, settings: Settings, needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return run_backward(layout, settings, needs, *tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        raise AttentionError(
+            "second derivatives of attention are not there yet (backward was called through a gradient that was "
+            "made with create_graph=True, or torch.func transforms were nested).\n"
+            "  accepted: first derivatives, torch.autograd.grad or torch.func.grad"
+        )
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
