@@ -1,10 +1,12 @@
 """Whether the tensors of a call fit together. Every failure names the argument, what was given and what would fit."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from .call import Call
-from .errors import ArgumentError, describe
+from .errors import ArgumentError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -40,7 +42,9 @@ def tensors(call: Call) -> None:
     rank_q = 4 if layout == "dense" else 3
     rank_k = 3 if layout == "varlen" else 4
     shape_q = "[B, Hq, Sq, D]" if layout == "dense" else "[Tq, Hq, D]"
-    shape_k = {"dense": "[B, Hkv, Sk, {}]", "varlen": "[Tk, Hkv, {}]", "paged": "[num_pages, page_size, Hkv, {}]"}[layout]
+    shape_k = {"dense": "[B, Hkv, Sk, {}]", "varlen": "[Tk, Hkv, {}]", "paged": "[num_pages, page_size, Hkv, {}]"}[
+        layout
+    ]
     for name, x, rank, shape in (
         ("q", t.q, rank_q, shape_q),
         ("k", t.k, rank_k, shape_k.format("D")),
@@ -123,22 +127,19 @@ def varlen_bounds(call: Call) -> tuple[int, int, int]:
         if x is not None and x.shape[0] != length:
             accepted = f"first dimension {length}, for the {batch} sequences of cu_seqlens_q"
             raise ArgumentError(name, x, accepted, example)
-    if t.page_table is None:
-        total_k = t.k.shape[0]
-    else:
-        total_k = t.page_table.shape[1] * t.k.shape[1]
+    total_k = t.k.shape[0] if t.page_table is None else t.page_table.shape[1] * t.k.shape[1]
     max_q = t.q.shape[0] if settings.max_seqlen_q is None else settings.max_seqlen_q
     max_k = total_k if settings.max_seqlen_k is None else settings.max_seqlen_k
     if t.q.device.type == "cpu":
-        varlen_values(call, batch, max_q, max_k)
+        varlen_values(call, max_q, max_k)
     return batch, max_q, max_k
 
 
-def varlen_values(call: Call, batch: int, max_q: int, max_k: int) -> None:
+def varlen_values(call: Call, max_q: int, max_k: int) -> None:
     """The values of index tensors on a CPU."""
     t, example = call.tensors, EXAMPLES[call.layout]
     assert t.cu_seqlens_q is not None
-    lengths_q = offsets("cu_seqlens_q", t.cu_seqlens_q, t.q.shape[0], max_q, example)
+    offsets("cu_seqlens_q", t.cu_seqlens_q, t.q.shape[0], max_q, example)
     lengths_k = None
     if t.cu_seqlens_k is not None:
         total = t.k.shape[0] if t.page_table is None else None
@@ -155,13 +156,12 @@ def varlen_values(call: Call, batch: int, max_q: int, max_k: int) -> None:
     if t.page_table is not None:
         assert lengths_k is not None
         pages(t.page_table, lengths_k, t.k.shape[0], t.k.shape[1], example)
-    assert len(lengths_q) == batch
 
 
 def offsets(name: str, x: Tensor, total: int | None, longest: int | None, example: str) -> list[int]:
     """The lengths between cumulative offsets that start at 0, never fall, and end inside the tokens."""
     values = x.tolist()
-    lengths = [end - start for start, end in zip(values, values[1:], strict=False)]
+    lengths = [end - start for start, end in itertools.pairwise(values)]
     if values[0] != 0:
         raise ArgumentError(name, x, f"offsets that start with 0; the first is {values[0]}", example)
     for b, n in enumerate(lengths):
@@ -191,6 +191,3 @@ def pages(table: Tensor, lengths: list[int], num_pages: int, page_size: int, exa
 
 def one_of(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-
-
-__all__ = ["broadcasts", "describe", "tensors", "varlen_bounds"]

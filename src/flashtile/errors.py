@@ -1,4 +1,4 @@
-"""What goes wrong, said so that the reader can mend it: the argument, what was given, what is accepted, a call that works."""
+"""What goes wrong, said so that it can be mended: the argument, what was given, what is accepted, a call that works."""
 
 from typing import Any
 

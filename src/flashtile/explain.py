@@ -70,9 +70,9 @@ def explain(
     Raises:
         AttentionError: as the call itself would.
     """
-    call, backend = described_call(q, k, v, cu_seqlens_q, cu_seqlens_k, keywords)
+    call = described_call(q, k, v, cu_seqlens_q, cu_seqlens_k, keywords)
     problem = Problem.describe(call)
-    chosen = plan(problem, q.device, backend)
+    chosen = plan(problem, q.device, call.settings.backend)
     pairs = pairs_of(call, problem)
     flops = 2 * pairs * (problem.head_dim + problem.head_dim_v)
     moved = sum(x.numel() * x.element_size() for x in call.tensors.flat() if x is not None)
@@ -100,10 +100,12 @@ def explain(
 
 def described_call(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, keywords: dict[str, Any]
-) -> tuple[Call, str]:
+) -> Call:
     """The normalised call of a public function's arguments; an argument that it does not take is a TypeError."""
     tensor_names = ("mask", "bias", "alibi_slopes", "sinks")
-    defaults = dict.fromkeys(("window", "scale", "softcap", "score_mod", "dropout_seed", "deterministic"))
+    defaults: dict[str, Any] = dict.fromkeys(
+        ("window", "scale", "softcap", "score_mod", "dropout_seed", "deterministic")
+    )
     defaults |= {"causal": False, "dropout_p": 0.0, "backend": "auto"}
     if cu_q is not None:
         tensor_names += ("seqused_k", "page_table")
@@ -115,7 +117,7 @@ def described_call(
     if cu_q is not None:
         tensors |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     given = defaults | {name: value for name, value in keywords.items() if name in defaults}
-    return normalize(tensors, **given), given["backend"]
+    return normalize(tensors, **given)
 
 
 def pairs_of(call: Call, problem: Problem) -> int:
@@ -157,7 +159,7 @@ def tile_in_words(chosen: Plan) -> str:
 @functools.cache
 def measured_rates(device_type: str, index: int | None, dtype: torch.dtype) -> tuple[float, float]:
     """FLOP/s of a matrix product and bytes/s of a copy, the best of some."""
-    device = torch.device(device_type, index)
+    device = torch.device(device_type) if index is None else torch.device(device_type, index)
     n = 512 if device_type == "cpu" else 4096
     a = torch.ones((n, n), dtype=dtype, device=device)
     x = torch.ones(2**26 if device_type == "cpu" else 2**28, dtype=torch.uint8, device=device)

@@ -32,7 +32,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     """
     outs, lses = list(outs), list(lses)
     if not outs or len(outs) != len(lses):
-        raise ArgumentError("lses", lses, f"as many tensors as `outs` has, which is {len(outs)}, and at least one", EXAMPLE)
+        raise ArgumentError(
+            "lses", lses, f"as many tensors as `outs` has, which is {len(outs)}, and at least one", EXAMPLE
+        )
     for argument, parts in (("outs", outs), ("lses", lses)):
         for n, x in enumerate(parts):
             if not isinstance(x, Tensor):

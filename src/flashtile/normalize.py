@@ -111,7 +111,8 @@ def window_of(causal: Any, window: Any) -> Window:
         sides = window if isinstance(window, tuple | list) and len(window) == 2 else None
         if sides is None or any(not (n is None or (is_int(n) and n >= -1)) for n in sides):
             accepted = "None, or (left, right) of integers from 0, where None or -1 is unlimited"
-            raise ArgumentError("window", window, accepted, "flashtile.attention(q, k, v, causal=True, window=(127, 0))")
+            example = "flashtile.attention(q, k, v, causal=True, window=(127, 0))"
+            raise ArgumentError("window", window, accepted, example)
         left, right = (None if n is None or n == -1 else n for n in sides)
     if causal is False:
         return Window(left, right)
@@ -119,7 +120,8 @@ def window_of(causal: Any, window: Any) -> Window:
         return Window(left, 0)  # a right side above 0 would be hidden by causal
     if isinstance(causal, str) and causal == "top_left":
         return Window(left, right, top_left=True)
-    raise ArgumentError("causal", causal, "False, True (bottom-right) or 'top_left'", "flashtile.attention(q, k, v, causal=True)")
+    accepted = "False, True (bottom-right) or 'top_left'"
+    raise ArgumentError("causal", causal, accepted, "flashtile.attention(q, k, v, causal=True)")
 
 
 def scale_of(scale: Any, q: Tensor) -> float:
@@ -144,7 +146,8 @@ def seed_of(seed: Any, device: torch.device) -> Tensor:
         return seed
     if not is_int(seed) or not -(2**63) <= seed < 2**64:
         accepted = "an int of 64 bits, or an int64 tensor of one element"
-        raise ArgumentError("dropout_seed", seed, accepted, "flashtile.attention(q, k, v, dropout_p=0.1, dropout_seed=7)")
+        example = "flashtile.attention(q, k, v, dropout_p=0.1, dropout_seed=7)"
+        raise ArgumentError("dropout_seed", seed, accepted, example)
     return torch.full((1,), seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)
 
 
@@ -157,8 +160,9 @@ def score_mod_of(score_mod: ScoreModArgument) -> ScoreMod | None:
     return ScoreMod.of(score_mod)
 
 
-def number(argument: str, value: Any, accepted: str, accepts: Callable[[float], bool], example: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt) or not accepts(value):
+def number(argument: str, value: Any, accepted: str, accepts: Callable[[Any], bool], example: str) -> float:
+    a_number = isinstance(value, int | float | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
+    if not a_number or not accepts(value):
         raise ArgumentError(argument, value, accepted, f"flashtile.attention(q, k, v, {example})")
     return float(value)
 
@@ -178,7 +182,8 @@ def flag(argument: str, value: Any, default: bool) -> bool:
 
 def name(argument: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ArgumentError(argument, value, "the name of a backend, or 'auto'", "flashtile.attention(q, k, v, backend='auto')")
+        example = "flashtile.attention(q, k, v, backend='auto')"
+        raise ArgumentError(argument, value, "the name of a backend, or 'auto'", example)
     return value
 
 

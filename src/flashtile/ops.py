@@ -17,7 +17,7 @@ from .errors import AttentionError
 from .plan import plan
 from .problem import Problem, accumulation_dtype
 
-LIBRARY = torch.library.Library("flashtile", "DEF")  # noqa: TOR901
+LIBRARY = torch.library.Library("flashtile", "DEF")
 VARLEN_ONLY = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "max_seqlen_q", "max_seqlen_k")
 SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", Sequence[Tensor]: "Tensor[]"}
 

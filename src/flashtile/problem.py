@@ -1,6 +1,7 @@
 """What a call asks for, without its tensors: frozen, hashable, and all that a plan may depend on."""
 
 from dataclasses import dataclass, replace
+from typing import overload
 
 import torch
 
@@ -84,13 +85,19 @@ class Problem:
             batch=power_of_two(self.batch),
             seqlen_q=power_of_two(self.seqlen_q),
             seqlen_k=power_of_two(self.seqlen_k),
-            window=Window(*(None if n is None else power_of_two(n) for n in self.window[:2]), self.window.top_left),
+            window=self.window._replace(left=power_of_two(self.window.left), right=power_of_two(self.window.right)),
         )
 
 
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n`; 0 and 1 stay themselves."""
-    return n if n <= 1 else 1 << (n - 1).bit_length()
+@overload
+def power_of_two(n: int) -> int: ...
+@overload
+def power_of_two(n: int | None) -> int | None: ...
+
+
+def power_of_two(n: int | None) -> int | None:
+    """The smallest power of two that is at least `n`; 0, 1 and `None` stay themselves."""
+    return n if n is None or n <= 1 else 1 << (n - 1).bit_length()
 
 
 def alignment(*tensors: torch.Tensor) -> int:

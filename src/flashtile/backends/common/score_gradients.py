@@ -25,7 +25,13 @@ class FeatureGradients:
 
 
 def scores_backward(
-    scores: Scores, product: Tensor, ds: Tensor, visible: Tensor | None, tile: Tile, slab: Slab, gradients: FeatureGradients
+    scores: Scores,
+    product: Tensor,
+    ds: Tensor,
+    visible: Tensor | None,
+    tile: Tile,
+    slab: Slab,
+    gradients: FeatureGradients,
 ) -> Tensor:
     """`product = scale * <q, k>` and the gradient `ds` of the final score, both `[B, H, M, N]`, to the gradient of
     the product; adds what bias, slopes and score_mod tensors receive.

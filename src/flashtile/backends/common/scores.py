@@ -1,10 +1,10 @@
 """What a score becomes, and which pairs count: one forward line for each feature and, in mirrored order, its gradient.
 
-    s = scale * <q, k>                      s is formed by the caller's matrix product
-    s = softcap * tanh(s / softcap)         ds *= 1 - tanh(s / softcap) ** 2
-    s = s + bias                            dbias += ds, summed over broadcast dimensions
-    s = s - slope * |i + Sk - Sq - j|       dslope -= ds * |i + Sk - Sq - j|
-    s = score_mod(s, b, h, i, j)            by torch.autograd on the tile
+s = scale * <q, k>                      s is formed by the caller's matrix product
+s = softcap * tanh(s / softcap)         ds *= 1 - tanh(s / softcap) ** 2
+s = s + bias                            dbias += ds, summed over broadcast dimensions
+s = s - slope * |i + Sk - Sq - j|       dslope -= ds * |i + Sk - Sq - j|
+s = score_mod(s, b, h, i, j)            by torch.autograd on the tile
 """
 
 from collections.abc import Callable
@@ -43,8 +43,8 @@ class Scores:
         self.h = (heads + settings.h0)[:, None, None]  # [H, 1, 1]
         self.b = (batch + settings.b0)[:, None, None, None]  # [B, 1, 1, 1]
         self.softcap = settings.softcap
-        self.mask = slab_part(tensors.mask, slab)  # [B|1, H|1, Sq|1, Sk|1]
-        self.bias = slab_part(tensors.bias, slab)
+        self.mask = None if tensors.mask is None else slab_part(tensors.mask, slab)  # [B|1, H|1, Sq|1, Sk|1]
+        self.bias = None if tensors.bias is None else slab_part(tensors.bias, slab)  # [B|1, H|1, Sq|1, Sk|1]
         self.slopes = None
         if tensors.alibi_slopes is not None:
             self.slopes = slab_part(slopes_4d(tensors.alibi_slopes), slab).to(dtype)  # [B|1, H, 1, 1]
@@ -71,15 +71,12 @@ class Scores:
             in_window = window_visible(self.settings.window, *self.positions(tile), self.slab.diagonal)
             conditions += [] if in_window is None else [in_window]
         if self.mask is not None:
-            conditions.append(self.mask_part(tile))
+            conditions.append(tile_part(self.mask, tile))
         if query_exists is not None:
             conditions.append(query_exists[:, None, :, None])
         if key_exists is not None:
             conditions.append(key_exists[:, None, None, :])
         return all_of(conditions)
-
-    def mask_part(self, tile: Tile) -> Tensor:
-        return tile_part(self.mask, tile)
 
     def forward(self, s: Tensor, tile: Tile) -> Tensor:
         """`s = scale * <q, k>`, `[B, H, M, N]`, to the final score, without the mask."""
@@ -111,12 +108,12 @@ class Scores:
         first_key = tile.keys.start + self.settings.j0
         num_keys = tile.keys.stop - tile.keys.start
         sequence_head = self.b * self.num_heads + self.h  # [B, H, 1, 1]
-        return rng.keep_factor(
-            self.seed, self.settings.dropout_p, sequence_head, rows, first_key, num_keys, self.dtype
-        )
+        return rng.keep_factor(self.seed, self.settings.dropout_p, sequence_head, rows, first_key, num_keys, self.dtype)
 
 
-def call_score_mod(fn: Callable[..., Any], s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, tensors: list) -> Tensor:
+def call_score_mod(
+    fn: Callable[..., Any], s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, tensors: list
+) -> Tensor:
     """Run a user's function on a tile, and say what is wrong with it in terms of the call."""
     try:
         modified = fn(s, b, h[None], i, j, *tensors)
@@ -147,9 +144,7 @@ def slopes_4d(slopes: Tensor) -> Tensor:
 
 
 def slab_part(x: Tensor, slab: Slab) -> Tensor:
-    """A slab's part of a tensor `[B|1, H|1, ...]`; `None` stays `None`."""
-    if x is None:
-        return None
+    """A slab's part of a tensor `[B|1, H|1, ...]`."""
     batch = slab.batch if x.shape[0] != 1 else slice(None)
     heads = slab.heads_q if x.shape[1] != 1 else slice(None)
     return x[batch, heads]

@@ -8,7 +8,7 @@ gathered token indices, and positions that do not exist come as zeros and are wr
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -129,10 +129,6 @@ class Side:
         if self.num_tokens == 0:
             self.max_length = 0
 
-    def flat(self, x: Tensor) -> Tensor:
-        """`x` as slabs read it: pages become a list of tokens, everything else stays."""
-        return x.flatten(0, 1) if self.paged else x
-
     def buffer(self, like: Tensor, heads: int, width: int, dtype: torch.dtype, fill: float = 0.0) -> Tensor:
         """A tensor for results of this side, with the rows of `like`: `[B, H, S, width]` or `[T + 1, H, width]`."""
         if self.dense:
@@ -150,10 +146,13 @@ class Side:
         return self.max_length if self.dense else self.lengths[sequence]
 
     def rows(self, x: Tensor, batch: slice, heads: slice) -> Rows:
-        """Rows of some sequences and heads of `x`, a flat tensor of this side or one of its buffers."""
+        """Rows of some sequences and heads of `x`, a tensor of this side or one of its buffers."""
+        if self.paged and x.dim() == 4:
+            x = x.flatten(0, 1)  # [num_pages, page_size, H, D] to [T, H, D]; copies only where strides ask for it
         if self.dense:
             return DenseRows(x[batch, heads])
         if self.on_host and not self.paged:
+            assert self.firsts is not None
             first, length = self.firsts[batch.start], self.lengths[batch.start]
             return DenseRows(x[first : first + length, heads].transpose(0, 1)[None])  # [1, H, S, D]
         index = self.index
@@ -179,19 +178,35 @@ class Slab:
     @property
     def num_groups(self) -> int:
         """Query heads that share a key/value head."""
-        return (self.heads_q.stop - self.heads_q.start) // max(self.heads_kv.stop - self.heads_kv.start, 1)
+        return (self.heads_q.stop - self.heads_q.start) // (self.heads_kv.stop - self.heads_kv.start)
 
-    def query_rows(self, x: Tensor) -> Rows:
-        return self.queries.rows(x, self.batch, self.heads_q)
+    @overload
+    def query_rows(self, x: Tensor) -> Rows: ...
+    @overload
+    def query_rows(self, x: None) -> None: ...
+    @overload
+    def query_rows(self, x: Tensor | None) -> Rows | None: ...
 
-    def key_rows(self, x: Tensor) -> Rows:
-        return self.keys.rows(x, self.batch, self.heads_kv)
+    def query_rows(self, x: Tensor | None) -> Rows | None:
+        """This slab's rows of a tensor with q's rows and heads."""
+        return None if x is None else self.queries.rows(x, self.batch, self.heads_q)
+
+    @overload
+    def key_rows(self, x: Tensor) -> Rows: ...
+    @overload
+    def key_rows(self, x: None) -> None: ...
+    @overload
+    def key_rows(self, x: Tensor | None) -> Rows | None: ...
+
+    def key_rows(self, x: Tensor | None) -> Rows | None:
+        """This slab's rows of k, v, or a buffer with their rows and heads."""
+        return None if x is None else self.keys.rows(x, self.batch, self.heads_kv)
 
 
 def slabs(call: Call, queries: Side, keys: Side, shape: TileShape) -> Iterator[Slab]:
     """Cut a call along sequences and key/value heads; host-known lengths give a slab for each sequence."""
-    heads_kv = call.tensors.k.shape[1 if call.layout == "dense" else -2]
-    group = call.tensors.q.shape[1] // max(heads_kv, 1)
+    heads_kv = num_heads_kv(call)
+    group = call.tensors.q.shape[1] // heads_kv
     host_varlen = not queries.dense and queries.on_host
     step = 1 if host_varlen else shape.batch
     for b in range(0, queries.batch, step):
@@ -207,6 +222,10 @@ def slabs(call: Call, queries: Side, keys: Side, shape: TileShape) -> Iterator[S
             kv = slice(h, min(h + shape.heads_kv, heads_kv))
             q = slice(kv.start * group, kv.stop * group)
             yield Slab(queries, keys, batch, q, kv, seqlen_q, seqlen_k, diagonal + call.settings.diagonal)
+
+
+def num_heads_kv(call: Call) -> int:
+    return call.tensors.k.shape[1 if call.layout == "dense" else -2]
 
 
 def fold_groups(x: Tensor, num_groups: int) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 from ...call import Call, Gradients, Needs
 from ...plan import Plan
 from ...problem import accumulation_dtype
-from ..common.boundary import lse_of_rows, rows_of_lse
+from ..common.boundary import lse_of_rows
 from ..common.scores import Scores, Tile
 from ..common.softmax import finite_or_zero
 from ..common.tiles import Rows, Side, Slab, fold_groups, slabs, unfold_groups
@@ -30,7 +30,7 @@ def attend(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
     dtype = accumulation_dtype(t.q.dtype)
     scores = Scores(call, slab, dtype)
     tile = Tile(slice(0, slab.seqlen_q), slice(0, slab.seqlen_k), full=False)
-    q_rows, k_rows, v_rows = (slab.query_rows(t.q), *(slab.key_rows(slab.keys.flat(x)) for x in (t.k, t.v)))
+    q_rows, k_rows, v_rows = (slab.query_rows(t.q), *(slab.key_rows(x) for x in (t.k, t.v)))
     q = fold_groups(q_rows.load(tile.rows).to(dtype), groups)  # [B, Hkv, G * Sq, D]
     k, v = k_rows.load(tile.keys).to(dtype), v_rows.load(tile.keys).to(dtype)  # [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
     s = unfold_groups(q @ k.transpose(-1, -2) * settings.scale, groups)  # [B, Hq, Sq, Sk]

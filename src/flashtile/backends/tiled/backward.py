@@ -4,70 +4,75 @@ The probabilities of a tile are recomputed from the scores and the log-sum-exp. 
 blocks outside: dq of a row block is finished when its keys have passed, dk and dv are added up in place.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ...call import Call, Gradients, Needs
 from ..common.score_gradients import FeatureGradients, scores_backward
 from ..common.scores import Scores
-from ..common.tiles import Rows, Side, Slab, TileShape, fold_groups, slabs, unfold_groups
+from ..common.tiles import Rows, Side, Slab, TileShape, fold_groups, num_heads_kv, slabs, unfold_groups
 from .loop import row_blocks, tiles
 
 
-def backward(
-    call: Call,
-    needs: Needs,
-    shape: TileShape,
-    dtype: torch.dtype,
-    dout: Tensor | None,  # as q, with Dv
-    out: Tensor,
-    lse: Tensor,  # [..., 1]
-    dlse: Tensor | None,  # [..., 1]
-) -> Gradients:
-    """Gradients in the accumulation dtype and the callers' shapes."""
-    tensors = call.tensors
+class Saved(NamedTuple):
+    """What forward left and what arrives from above, in the shape of q's rows."""
+
+    out: Tensor  # [..., Dv]
+    lse: Tensor  # [..., 1]
+    dout: Tensor | None  # [..., Dv]
+    dlse: Tensor | None  # [..., 1]
+
+
+class Totals(NamedTuple):
+    """Where gradients are added up, in the accumulation dtype; `None` for what nobody asked for."""
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    features: FeatureGradients
+
+
+def backward(call: Call, needs: Needs, shape: TileShape, dtype: torch.dtype, saved: Saved) -> Gradients:
+    """Gradients in the accumulation dtype and the inputs' shapes."""
+    q, k, v = call.tensors.q, call.tensors.k, call.tensors.v
     queries, keys = Side(call, keys=False), Side(call, keys=True)
-    heads_kv = tensors.k.shape[1 if call.layout == "dense" else -2]
-    dq = queries.buffer(tensors.q, tensors.q.shape[1], tensors.q.shape[-1], dtype) if needs.q else None
-    dk = keys.buffer(tensors.k, heads_kv, tensors.k.shape[-1], dtype) if needs.k else None
-    dv = keys.buffer(tensors.v, heads_kv, tensors.v.shape[-1], dtype) if needs.v else None
-    features = FeatureGradients(call, needs, dtype)
+    totals = Totals(
+        queries.buffer(q, q.shape[1], q.shape[-1], dtype) if needs.q else None,
+        keys.buffer(k, num_heads_kv(call), k.shape[-1], dtype) if needs.k else None,
+        keys.buffer(v, num_heads_kv(call), v.shape[-1], dtype) if needs.v else None,
+        FeatureGradients(call, needs, dtype),
+    )
     for slab in slabs(call, queries, keys, shape):
-        given = [None if x is None else slab.query_rows(x) for x in (dout, out, lse, dlse)]
-        wanted = [None if dq is None else slab.query_rows(dq)]
-        wanted += [None if x is None else slab.key_rows(x) for x in (dk, dv)]
-        backward_slab(call, slab, shape, dtype, *given, *wanted, features)
+        backward_slab(call, slab, shape, dtype, saved, totals)
     return Gradients(
-        *(None if x is None else side.finished(x) for side, x in ((queries, dq), (keys, dk), (keys, dv))),
-        features.bias,
-        features.alibi_slopes,
-        features.sinks,
-        tuple(features.score_mod_tensors),
+        None if totals.dq is None else queries.finished(totals.dq),
+        None if totals.dk is None else keys.finished(totals.dk),
+        None if totals.dv is None else keys.finished(totals.dv),
+        totals.features.bias,
+        totals.features.alibi_slopes,
+        totals.features.sinks,
+        tuple(totals.features.score_mod_tensors),
     )
 
 
-def backward_slab(
-    call: Call,
-    slab: Slab,
-    shape: TileShape,
-    dtype: torch.dtype,
-    dout: Rows | None,
-    out: Rows,
-    lse: Rows,
-    dlse: Rows | None,
-    dq: Rows | None,
-    dk: Rows | None,
-    dv: Rows | None,
-    features: FeatureGradients,
-) -> None:
-    tensors, settings, groups = call.tensors, call.settings, slab.num_groups
+def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, saved: Saved, totals: Totals) -> None:
+    tensors, settings, groups, features = call.tensors, call.settings, slab.num_groups, totals.features
+    dq, dk, dv = slab.query_rows(totals.dq), slab.key_rows(totals.dk), slab.key_rows(totals.dv)
+    out, lse = slab.query_rows(saved.out), slab.query_rows(saved.lse)
+    dout, dlse = slab.query_rows(saved.dout), slab.query_rows(saved.dlse)
     scores = Scores(call, slab, dtype)
-    q, k, v = slab.query_rows(tensors.q), slab.key_rows(slab.keys.flat(tensors.k)), slab.key_rows(slab.keys.flat(tensors.v))
+    q, k, v = (
+        slab.query_rows(tensors.q),
+        slab.key_rows(tensors.k),
+        slab.key_rows(tensors.v),
+    )
     for rows in row_blocks(slab, shape):
         q_i = fold_groups(q.load(rows).to(dtype) * settings.scale, groups)  # [B, Hkv, G * M, D]
         lse_i = lse.load(rows)  # [B, Hq, M, 1]
         dout_i, delta = row_terms(rows, dout, out, lse_i, dlse, dtype)  # [B, Hq, M, Dv], [B, Hq, M, 1]
-        if features.sinks is not None:
+        if features.sinks is not None and scores.sinks is not None:
             p_sink = torch.where(lse_i == -torch.inf, 0, torch.exp(scores.sinks - lse_i))
             features.sinks[slab.heads_q] -= (p_sink * delta).sum(dim=(0, 2, 3))
         # exp(s - inf) is 0: a row that has seen nothing has no probabilities, whatever its scores are

@@ -30,7 +30,11 @@ def forward(call: Call, shape: TileShape, dtype: torch.dtype) -> tuple[Tensor, T
 def forward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, out: Rows, lse: Rows) -> None:
     tensors, settings = call.tensors, call.settings
     scores = Scores(call, slab, dtype)
-    q, k, v = slab.query_rows(tensors.q), slab.key_rows(slab.keys.flat(tensors.k)), slab.key_rows(slab.keys.flat(tensors.v))
+    q, k, v = (
+        slab.query_rows(tensors.q),
+        slab.key_rows(tensors.k),
+        slab.key_rows(tensors.v),
+    )
     for rows in row_blocks(slab, shape):
         q_i = fold_groups(q.load(rows).to(dtype) * settings.scale, slab.num_groups)  # [B, Hkv, G * M, D]
         leading = (q_i.shape[0], slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, Hq, M

@@ -8,6 +8,7 @@ from ...problem import accumulation_dtype
 from ..common.boundary import lse_of_rows, rows_of_lse
 from . import backward as backward_pass
 from . import forward as forward_pass
+from .backward import Saved
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -19,5 +20,6 @@ def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
     dtype = accumulation_dtype(call.tensors.q.dtype)
-    rows = rows_of_lse(call, lse), None if dlse is None else rows_of_lse(call, dlse)
-    return backward_pass.backward(call, needs, plan.tile, dtype, dout, out, *rows)
+    dlse_rows = None if dlse is None else rows_of_lse(call, dlse)
+    saved = Saved(out, rows_of_lse(call, lse), dout, dlse_rows)
+    return backward_pass.backward(call, needs, plan.tile, dtype, saved)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...call import Settings
 from ...masks import KeyRange, key_range
-from ..common.scores import Scores, Tile
+from ..common.scores import Scores, Tile, tile_part
 from ..common.tiles import Slab, TileShape
 
 
@@ -37,4 +37,4 @@ def hidden_by_mask(scores: Scores, tile: Tile) -> bool:
     """Whether a bool mask hides the whole tile; only asked where its values are on the host."""
     if scores.mask is None or scores.mask.device.type != "cpu":
         return False
-    return not bool(scores.mask_part(tile).any())
+    return not bool(tile_part(scores.mask, tile).any())
