@@ -2,6 +2,8 @@
 
 A row's state is its running maximum `m`, its denominator `l` relative to `m`, and its accumulator `acc` (Milakov and
 Gimelshein, "Online normalizer calculation for softmax", 2018). A row that has seen nothing has `m = -inf`, `l = 0`.
+
+The maximum cancels out of every result, so derivatives pass it by: it is always detached.
 """
 
 from collections.abc import Sequence
@@ -22,8 +24,9 @@ def start(sink: Tensor | None, shape: tuple[int, ...], head_dim_v: int, like: Te
     acc = like.new_zeros((*shape, head_dim_v))
     if sink is None:
         return RowState(like.new_full((*shape, 1), -torch.inf), like.new_zeros((*shape, 1)), acc)
-    m = sink.expand(*shape, 1)
-    return RowState(m, (m != -torch.inf).to(like.dtype), acc)
+    sink = sink.expand(*shape, 1)
+    m = sink.detach()
+    return RowState(m, torch.where(torch.isinf(m), (m > 0).to(like.dtype), torch.exp(sink - m)), acc)
 
 
 def rescale(m_old: Tensor, m_new: Tensor) -> Tensor:
@@ -38,9 +41,8 @@ def finite_or_zero(m: Tensor) -> Tensor:
 
 def finish(state: RowState) -> tuple[Tensor, Tensor]:
     """`out [..., M, Dv]` and `lse [..., M, 1]`; a row that has seen nothing gives 0 and `-inf`."""
-    out = state.acc / torch.where(state.l == 0, 1.0, state.l)
-    lse = torch.where(torch.isinf(state.m), state.m, state.m + torch.log(state.l))
-    return out, lse
+    l = torch.where(state.l == 0, 1.0, state.l)  # noqa: E741
+    return state.acc / l, torch.where(torch.isinf(state.m), state.m, state.m + torch.log(l))
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -55,5 +57,5 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     empty = total == 0
     total = torch.where(empty, 1.0, total)
     out = sum((w * o.to(w.dtype) for w, o in zip(weights, outs, strict=True)), start=torch.zeros_like(total)) / total
-    lse = torch.where(empty, -torch.inf, m + torch.log(total))
+    lse = torch.where(empty, -torch.inf, torch.where(m == torch.inf, m, m + torch.log(total)))
     return out, lse

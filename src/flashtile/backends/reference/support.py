@@ -17,4 +17,4 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 def tile(problem: Problem, device: Device) -> TileShape:
     """One tile: the whole call."""
-    return TileShape(problem.seqlen_q, problem.seqlen_k, problem.num_heads_kv, problem.batch)
+    return TileShape(problem.seqlen_q, problem.seqlen_k, problem.num_heads_kv, max(problem.batch, 1))

@@ -28,33 +28,36 @@ def forward(call: Call, shape: TileShape, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 def forward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, out: Rows, lse: Rows) -> None:
-    tensors, settings = call.tensors, call.settings
     scores = Scores(call, slab, dtype)
-    q, k, v = (
-        slab.query_rows(tensors.q),
-        slab.key_rows(tensors.k),
-        slab.key_rows(tensors.v),
-    )
     for rows in row_blocks(slab, shape):
-        q_i = fold_groups(q.load(rows).to(dtype) * settings.scale, slab.num_groups)  # [B, Hkv, G * M, D]
-        leading = (q_i.shape[0], slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, Hq, M
-        state = softmax.start(scores.sinks, leading, tensors.v.shape[-1], like=q_i)
-        for tile in tiles(slab, settings, scores, rows, shape):
-            k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
-            s = unfold_groups(q_i @ k_j.transpose(-1, -2), slab.num_groups)  # [B, Hq, M, N]
-            s = scores.forward(s, tile)
-            visible = scores.visible(tile, q.exists(rows), k.exists(tile.keys))
-            if visible is not None:
-                s = torch.where(visible, s, -torch.inf)
-            state = update(state, s, v_j, scores.keep(tile), slab.num_groups)
-        out_i, lse_i = softmax.finish(state)
+        out_i, lse_i = attend_rows(call, slab, shape, scores, rows)
         out.store(rows, out_i)
         lse.store(rows, lse_i)
 
 
+def attend_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows: slice) -> tuple[Tensor, Tensor]:
+    """`out [B, Hq, M, Dv]` and `lse [B, Hq, M, 1]` of one block of rows. A function of differentiable operations alone:
+    `transforms` differentiates this very code, in either direction and to any order.
+    """
+    tensors, groups, dtype = call.tensors, slab.num_groups, scores.dtype
+    q, k, v = slab.query_rows(tensors.q), slab.key_rows(tensors.k), slab.key_rows(tensors.v)
+    q_i = fold_groups(q.load(rows).to(dtype) * call.settings.scale, groups)  # [B, Hkv, G * M, D]
+    leading = (q_i.shape[0], slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, Hq, M
+    state = softmax.start(scores.sinks, leading, tensors.v.shape[-1], like=q_i)
+    for tile in tiles(slab, call.settings, scores, rows, shape):
+        k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
+        s = unfold_groups(q_i @ k_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
+        s = scores.forward(s, tile)
+        visible = scores.visible(tile, q.exists(rows), k.exists(tile.keys))
+        if visible is not None:
+            s = torch.where(visible, s, -torch.inf)
+        state = update(state, s, v_j, scores.keep(tile), groups)
+    return softmax.finish(state)
+
+
 def update(state: RowState, s: Tensor, v: Tensor, keep: Tensor | None, num_groups: int) -> RowState:
     """Take one tile of final scores into the rows' state; dropout acts on `p` after it has been counted in `l`."""
-    m = torch.maximum(state.m, s.amax(dim=-1, keepdim=True))  # [B, Hq, M, 1]
+    m = torch.maximum(state.m, s.detach().amax(dim=-1, keepdim=True))  # [B, Hq, M, 1]
     alpha = softmax.rescale(state.m, m)
     p = torch.exp(s - softmax.finite_or_zero(m))  # [B, Hq, M, N]
     l = state.l * alpha + p.sum(dim=-1, keepdim=True)  # noqa: E741
