@@ -1,8 +1,8 @@
-"""The public functions: what each argument means, and nothing else. `normalize` and `ops` do the work."""
+"""The public functions: what each argument means, and nothing else. `normalize` and `autograd` do the work."""
 
 from torch import Tensor
 
-from . import ops
+from .autograd import attend
 from .normalize import Causal, ScoreModArgument, WindowArgument, normalize
 
 
@@ -76,7 +76,7 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    out, lse = ops.attend(call)
+    out, lse = attend(call)
     return (out, lse) if return_lse else out
 
 
@@ -150,5 +150,5 @@ def attention_varlen(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    out, lse = ops.attend(call)
+    out, lse = attend(call)
     return (out, lse) if return_lse else out

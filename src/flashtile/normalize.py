@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .call import Call, Settings, Tensors
-from .errors import ArgumentError, AttentionError
+from .errors import ArgumentError
 from .expression import ScoreMod
 from .masks import Window
 
@@ -38,7 +38,6 @@ def normalize(
 ) -> Call:
     """The call of the public functions' arguments. `tensors` holds those that are tensors as they stand."""
     require_tensors(tensors)
-    refuse_forward_mode(tensors.values())
     tensors = in_autocast_dtype(tensors)
     q = tensors["q"]
     bounds = window_of(causal, window)
@@ -72,18 +71,6 @@ def require_tensors(tensors: dict[str, Any]) -> None:
         optional = argument not in ("q", "k", "v", "cu_seqlens_q")
         if not (isinstance(value, Tensor) or (optional and value is None)):
             raise ArgumentError(argument, value, "a torch.Tensor" + " or None" * optional)
-
-
-def refuse_forward_mode(tensors: Any) -> None:
-    """A custom operator would drop a tangent without a word, and a missing tangent is a wrong result."""
-    if torch.autograd.forward_ad._current_level < 0:
-        return
-    if any(x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        message = (
-            "forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) of attention are not there yet.\n"
-            "  accepted: reverse mode, torch.autograd.grad or torch.func.vjp"
-        )
-        raise AttentionError(message)
 
 
 def in_autocast_dtype(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -1,19 +1,19 @@
-"""The operators that torch sees: schemas, shape formulas for tracing, autograd, and the way down to a backend.
+"""The operators that torch sees: schemas, shape formulas for tracing, vmap, and the way down to a backend.
 
 Each layout has one forward and one backward operator, so that `torch.compile`, `torch.export` and graph capture see
 single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan, and a backend's kernels.
 """
 
 import contextlib
+import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
 from .call import Call, Gradients, Needs, Settings, Tensors, new_rows
-from .errors import AttentionError
 from .plan import plan
 from .problem import Problem, accumulation_dtype
 
@@ -54,7 +54,8 @@ class Operators:
         torch.library.register_fake(f"flashtile::{self.name}_forward", self.fake_forward, lib=LIBRARY)
         torch.library.register_fake(f"flashtile::{self.name}_backward", self.fake_backward, lib=LIBRARY)
         for operator in ("forward", "backward"):
-            torch.library.register_vmap(f"flashtile::{self.name}_{operator}", refuse_vmap, lib=LIBRARY)
+            op = getattr(torch.ops.flashtile, f"{self.name}_{operator}").default
+            torch.library.register_vmap(op, functools.partial(one_by_one, op), lib=LIBRARY)
         self.forward = getattr(torch.ops.flashtile, f"{self.name}_forward").default
         self.backward = getattr(torch.ops.flashtile, f"{self.name}_backward").default
 
@@ -110,11 +111,25 @@ class Operators:
         return in_schema(Gradients(*found[:6], score_mod_tensors=tuple(found[6:])), call)
 
 
-def refuse_vmap(*_: Any) -> Any:
-    raise AttentionError(
-        "torch.vmap over attention is not there yet.\n"
-        "  accepted: the batch as the first dimension of q, k and v: flashtile.attention(q, k, v)"
-    )
+def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    """An operator under torch.vmap: each example is a call of its own, so positions and dropout are those of that call."""
+
+    def example(x: Any, dim: Any, n: int) -> Any:
+        if isinstance(x, list | tuple) and isinstance(dim, list | tuple):
+            return [example(part, d, n) for part, d in zip(x, dim, strict=True)]
+        return x if dim is None else x.select(dim, n)
+
+    def stacked(*parts: Any) -> Any:
+        return [torch.stack(p) for p in zip(*parts, strict=True)] if isinstance(parts[0], list) else torch.stack(parts)
+
+    def dims(x: Any) -> Any:
+        return [0] * len(x) if isinstance(x, list) else 0
+
+    results = [
+        op(*(example(x, dim, n) for x, dim in zip(arguments, in_dims, strict=True))) for n in range(info.batch_size)
+    ]
+    outputs = tuple(stacked(*parts) for parts in zip(*results, strict=True))
+    return outputs, tuple(dims(x) for x in outputs)
 
 
 def in_schema(gradients: Gradients, call: Call) -> tuple[Any, ...]:
@@ -142,92 +157,3 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
 
 
 OPERATORS = {layout: Operators(layout) for layout in ("dense", "varlen")}
-FLAT_FIELDS = Tensors._fields[:-1]
-DIFFERENTIABLE = tuple(FLAT_FIELDS.index(name) for name in Needs._fields[:6])
-
-
-def run_backward(layout: str, settings: Settings, needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The backward operator on `out, lse, dout, dlse` and the flat tensors of a call."""
-    operators = OPERATORS[layout]
-    arguments = operators.arguments(Call(Tensors.from_flat(tensors[4:]), settings))
-    *found, modified = operators.backward(needs, *tensors[:4], *arguments)
-    return *found, *modified
-
-
-class Attention(torch.autograd.Function):
-    """Autograd of both layouts; `tensors` is `Tensors.flat()`."""
-
-    @staticmethod
-    def vmap(*arguments: Any) -> Any:
-        return refuse_vmap(*arguments)
-
-    @staticmethod
-    def forward(layout: str, settings: Settings, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        operators = OPERATORS[layout]
-        return operators.forward(*operators.arguments(Call(Tensors.from_flat(tensors), settings)))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        layout, settings, *tensors = inputs
-        ctx.layout, ctx.settings = layout, settings
-        ctx.save_for_backward(*tensors, *output)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
-        differentiable = (*DIFFERENTIABLE, *range(len(FLAT_FIELDS), len(tensors)))
-        needs = [needed[n] for n in differentiable]
-        arguments = (ctx.layout, ctx.settings, needs, out, lse, dout, dlse, *tensors)
-        # Dynamo takes no autograd.Function inside another's backward; compiled graphs refuse double backward themselves
-        compiling = torch.compiler.is_compiling()
-        found = run_backward(*arguments) if compiling else AttentionBackward.apply(*arguments)
-        gradients: list[Tensor | None] = [None] * len(tensors)
-        for position, gradient in zip(differentiable, found, strict=True):  # type: ignore[arg-type]
-            gradients[position] = gradient if needed[position] else None
-        return None, None, *gradients
-
-
-class AttentionBackward(torch.autograd.Function):
-    """The backward operator as a node of its own, so that differentiating it again is noticed."""
-
-    @staticmethod
-    def forward(layout: str, settings: Settings, needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return run_backward(layout, settings, needs, *tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        raise AttentionError(
-            "second derivatives of attention are not there yet (backward was called through a gradient that was "
-            "made with create_graph=True, or torch.func transforms were nested).\n"
-            "  accepted: first derivatives, torch.autograd.grad or torch.func.grad"
-        )
-
-
-def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a normalised call, differentiable where a tensor requires it."""
-    layout = "dense" if call.layout == "dense" else "varlen"
-    tensors = call.tensors.flat()
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        if torch.compiler.is_compiling():
-            tensors = distinct(tensors)
-        return Attention.apply(layout, call.settings, *tensors)  # type: ignore[return-value]
-    operators = OPERATORS[layout]
-    return operators.forward(*operators.arguments(call))
-
-
-def distinct(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Dynamo refuses an autograd.Function that gets one tensor twice, as in self-attention on `x, x, x`."""
-    seen: list[Tensor] = []
-    result: list[Tensor | None] = []
-    for x in tensors:
-        repeated = x is not None and any(x is y for y in seen)
-        if x is not None:
-            seen.append(x)
-        result.append(x.view_as(x) if repeated and x is not None else x)
-    return tuple(result)

@@ -104,11 +104,19 @@ def alignment(*tensors: torch.Tensor) -> int:
     """The largest power of two up to 16 that divides every stride and base address in bytes."""
     bits = 16
     for x in tensors:
-        bits |= x.data_ptr()
+        bits |= address(x)
         for stride, n in zip(x.stride()[:-1], x.shape[:-1], strict=True):
             if n > 1:
                 bits |= stride * x.element_size()
     return bits & -bits
+
+
+def address(x: torch.Tensor) -> int:
+    """The base address, or 1, which promises nothing, for a transform's wrapper that has no memory of its own."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:
+        return 1
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

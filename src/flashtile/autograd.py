@@ -1,0 +1,162 @@
+"""Differentiation: which derivative an operator computes, and which are left to differentiable operations.
+
+First reverse-mode derivatives have an operator. Everything else (forward mode, second derivatives, and what torch.func
+nests out of them) is computed by `backends.tiled.transforms`, block by block, in operations that PyTorch can see.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Call, Needs, Settings, Tensors
+from .ops import OPERATORS
+from .plan import plan
+from .problem import Problem
+
+FLAT_FIELDS = Tensors._fields[:-1]
+DIFFERENTIABLE = tuple(FLAT_FIELDS.index(name) for name in Needs._fields[:6])
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a normalised call, differentiable where a tensor requires it."""
+    layout = "dense" if call.layout == "dense" else "varlen"
+    flat = call.tensors.flat()
+    if in_forward_mode():
+        return attend_in_operations(call.settings, *flat)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat):
+        if torch.compiler.is_compiling():
+            flat = distinct(flat)
+        return Attention.apply(layout, call.settings, *flat)  # type: ignore[return-value]
+    operators = OPERATORS[layout]
+    return operators.forward(*operators.arguments(call))
+
+
+class Attention(torch.autograd.Function):
+    """Autograd of both layouts; `flat` is `Tensors.flat()`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(layout: str, settings: Settings, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
+        operators = OPERATORS[layout]
+        return operators.forward(*operators.arguments(Call(Tensors.from_flat(flat), settings)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        layout, settings, *flat = inputs
+        ctx.layout, ctx.settings = layout, settings
+        ctx.save_for_backward(*output, *flat)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        out, lse, *flat = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        positions = differentiable_positions(len(flat))
+        needs = [needed[n] for n in positions]
+        arguments = (ctx.layout, ctx.settings, needs, out, lse, dout, dlse, *flat)
+        # Dynamo takes no autograd.Function inside another's backward; compiled graphs refuse double backward themselves
+        compiling = torch.compiler.is_compiling()
+        found = run_backward(*arguments) if compiling else AttentionBackward.apply(*arguments)
+        gradients: list[Tensor | None] = [None] * len(flat)
+        for n, gradient in zip(positions, found, strict=True):  # type: ignore[arg-type]
+            gradients[n] = gradient if needed[n] else None
+        return None, None, *gradients
+
+
+class AttentionBackward(torch.autograd.Function):
+    """The backward operator as a node of its own, so that it can be differentiated again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(layout: str, settings: Settings, needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return run_backward(layout, settings, needs, *tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, ctx.settings, ctx.needs, _, _, *rest = inputs  # out and lse follow from the rest
+        ctx.save_for_backward(*rest)
+        ctx.save_for_forward(*rest)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        from .backends.tiled.transforms import pullback
+
+        inputs = ctx.saved_tensors  # dout, dlse, *flat
+        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[5:]) if needed]
+        given = [cotangent for cotangent, needed in zip(cotangents, ctx.needs, strict=True) if needed]
+        found = pullback(gradients_in_operations(ctx.settings, ctx.needs), len(inputs), wanted)(*inputs, *given)
+        gradients: list[Tensor | None] = [None] * len(inputs)
+        for n, gradient in zip(wanted, found, strict=True):
+            gradients[n] = gradient
+        return None, None, None, None, None, *gradients
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        from .backends.tiled.transforms import pushforward
+
+        inputs = ctx.saved_tensors
+        moving = [n for n, tangent in enumerate(tangents[5:]) if tangent is not None]
+        given = [tangents[5 + n] for n in moving]
+        fn = gradients_in_operations(ctx.settings, ctx.needs)
+        found = iter(pushforward(fn, len(inputs), moving)(*inputs, *given))
+        return tuple(next(found) if needed else inputs[2].new_empty(0) for needed in ctx.needs)
+
+
+def run_backward(layout: str, settings: Settings, needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """The backward operator on `out, lse, dout, dlse` and the flat tensors of a call."""
+    operators = OPERATORS[layout]
+    arguments = operators.arguments(Call(Tensors.from_flat(tensors[4:]), settings))
+    *found, modified = operators.backward(needs, *tensors[:4], *arguments)
+    return *found, *modified
+
+
+def attend_in_operations(settings: Settings, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` by operations that every transform sees through."""
+    from .backends.tiled import transforms
+
+    call = Call(Tensors.from_flat(flat), settings)
+    device = call.tensors.q.device
+    backend = "tiled" if settings.backend == "auto" else settings.backend
+    return transforms.attend(plan(Problem.describe(call), device, backend), call)
+
+
+def gradients_in_operations(settings: Settings, needs: list[bool]) -> Any:
+    """`(dout, dlse, *flat) ->` the gradients that `needs` asks for, in the order of `differentiable_positions`."""
+    from .backends.tiled.transforms import pullback
+
+    def gradients(dout: Tensor | None, dlse: Tensor | None, *flat: Tensor | None) -> tuple[Tensor, ...]:
+        def attention(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+            return attend_in_operations(settings._replace(backend="tiled"), *inputs)
+
+        wanted = [n for n, needed in zip(differentiable_positions(len(flat)), needs, strict=True) if needed]
+        return pullback(attention, len(flat), wanted)(*flat, dout, dlse)
+
+    return gradients
+
+
+def differentiable_positions(num_flat: int) -> tuple[int, ...]:
+    """Which of the flat tensors can have a gradient, in the order in which the backward operator returns it."""
+    return (*DIFFERENTIABLE, *range(len(FLAT_FIELDS), num_flat))
+
+
+def in_forward_mode() -> bool:
+    """Whether a forward-mode level is open: an operator would drop the tangent of a dual tensor without a word. Under
+    nested transforms the dual may be hidden inside a wrapper, so an open level is enough.
+    """
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def distinct(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Dynamo refuses an autograd.Function that gets one tensor twice, as in self-attention on `x, x, x`."""
+    seen: list[Tensor] = []
+    result: list[Tensor | None] = []
+    for x in tensors:
+        repeated = x is not None and any(x is y for y in seen)
+        if x is not None:
+            seen.append(x)
+        result.append(x.view_as(x) if repeated and x is not None else x)
+    return tuple(result)

@@ -1,0 +1,157 @@
+"""Attention that PyTorch's transforms see through: forward mode, second derivatives, vmap, in any nesting.
+
+The operators in `ops` are opaque, so they know first reverse-mode derivatives only. Here a call is made of plain torch
+operations, one block of rows at a time, each wrapped in `Recompute`: a checkpoint that works under every transform.
+Forward mode carries the tangent through the online softmax; whatever needs a graph recomputes one block at a time,
+so memory stays O(S) for every order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import eager_transforms
+
+from ...call import Call, Tensors
+from ...plan import Plan
+from ...problem import accumulation_dtype
+from ..common.boundary import lse_of_rows
+from ..common.scores import Scores
+from ..common.tiles import GatheredRows, Side, Slab, TileShape, slabs
+from .forward import attend_rows
+from .loop import row_blocks
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+class Recompute(torch.autograd.Function):
+    """`fn(*inputs)` that keeps only its inputs. Its derivatives are again `Recompute`, of `fn`'s vjp or jvp: so the
+    derivative of a derivative, to any order, holds one call's intermediate results at a time.
+
+    `fn` returns a tuple of tensors; its inputs are tensors or `None`.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(fn: Function, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        return fn(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.fn = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        gradients: list[Tensor | None] = [None] * len(inputs)
+        found = Recompute.apply(pullback(ctx.fn, len(inputs), wanted), *inputs, *cotangents)
+        for n, gradient in zip(wanted, found, strict=True):  # type: ignore[arg-type]
+            gradients[n] = gradient
+        return None, *gradients
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        inputs = ctx.saved_tensors
+        moving = [n for n, tangent in enumerate(tangents) if tangent is not None]
+        given = [tangents[n] for n in moving]
+        return Recompute.apply(pushforward(ctx.fn, len(inputs), moving), *inputs, *given)  # type: ignore[return-value]
+
+
+def of_some(fn: Function, inputs: Sequence[Tensor | None], chosen: Sequence[int]) -> Function:
+    """`fn` as a function of the chosen inputs alone."""
+
+    def of_chosen(*values: Tensor) -> tuple[Tensor, ...]:
+        filled = list(inputs)
+        for n, value in zip(chosen, values, strict=True):
+            filled[n] = value
+        return fn(*filled)
+
+    return of_chosen
+
+
+def pullback(fn: Function, num_inputs: int, wanted: list[int]) -> Function:
+    """`(*inputs, *cotangents) ->` the gradients of the wanted inputs; a cotangent that is `None` is zero."""
+
+    def gradients(*arguments: Tensor | None) -> tuple[Tensor, ...]:
+        inputs, cotangents = arguments[:num_inputs], arguments[num_inputs:]
+        primals = [inputs[n] for n in wanted]
+        outputs, pull = torch.func.vjp(of_some(fn, inputs, wanted), *primals)
+        return pull(tuple(torch.zeros_like(x) if dx is None else dx for x, dx in zip(outputs, cotangents, strict=True)))
+
+    return gradients
+
+
+def pushforward(fn: Function, num_inputs: int, moving: list[int]) -> Function:
+    """`(*inputs, *tangents) ->` the tangents of the outputs."""
+
+    def tangents(*arguments: Tensor | None) -> tuple[Tensor, ...]:
+        inputs, given = arguments[:num_inputs], arguments[num_inputs:]
+        primals = tuple(inputs[n] for n in moving)
+        moved = of_some(fn, inputs, moving)
+        if not in_plain_dual_level():
+            return torch.func.jvp(moved, primals, given)[1]
+        outputs, pull = torch.func.vjp(moved, *primals)  # the pullback is linear, and its own pullback the pushforward
+        _, push = torch.func.vjp(pull, tuple(torch.zeros_like(x) for x in outputs))
+        return push(given)[0]
+
+    return tangents
+
+
+def in_plain_dual_level() -> bool:
+    """Whether we are inside `torch.autograd.forward_ad.dual_level()`, where torch.func.jvp can't start another level."""
+    return torch.autograd.forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
+
+
+def attend(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a call, in the shapes of the operators, differentiable by every transform."""
+    tensors = call.tensors
+    dtype = accumulation_dtype(tensors.q.dtype)
+    queries, keys = Side(call, keys=False), Side(call, keys=True)
+    parts = [(slab, attend_slab(call, slab, plan.tile, dtype)) for slab in slabs(call, queries, keys, plan.tile)]
+    out = assembled([(slab, out) for slab, (out, _) in parts], queries, tensors, tensors.v.shape[-1], 0.0, dtype)
+    lse = assembled([(slab, lse) for slab, (_, lse) in parts], queries, tensors, 1, -torch.inf, dtype)
+    return out.to(tensors.q.dtype), lse_of_rows(call, lse)
+
+
+def attend_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`out [B, H, Sq, Dv]` and `lse [B, H, Sq, 1]` of a slab."""
+    num_heads = slab.heads_q.stop - slab.heads_q.start
+    empty = call.tensors.q.new_empty((slab.batch.stop - slab.batch.start, num_heads, 0, 1), dtype=dtype)
+    blocks = [(empty.expand(-1, -1, -1, call.tensors.v.shape[-1]), empty)]
+    for rows in row_blocks(slab, shape):
+
+        def block(*flat: Tensor | None, rows: slice = rows) -> tuple[Tensor, Tensor]:
+            part = call._replace(tensors=Tensors.from_flat(flat))
+            return attend_rows(part, slab, shape, Scores(part, slab, dtype), rows)
+
+        blocks.append(Recompute.apply(block, *call.tensors.flat()))  # type: ignore[arg-type]
+    out, lse = zip(*blocks, strict=True)
+    return torch.cat(out, dim=2), torch.cat(lse, dim=2)
+
+
+def assembled(
+    parts: list[tuple[Slab, Tensor]], queries: Side, tensors: Tensors, width: int, fill: float, dtype: torch.dtype
+) -> Tensor:
+    """The slabs' rows `[B, H, Sq, width]` in the shape of q, without writing in place: transforms forbid it."""
+    unseen = queries.buffer(tensors.q, tensors.q.shape[1], width, dtype, fill)
+    if not parts:
+        return queries.finished(unseen)
+    batches = {slab.batch.start: slab for slab, _ in parts}
+    whole = [(slab, torch.cat([x for s, x in parts if s.batch == slab.batch], dim=1)) for slab in batches.values()]
+    if queries.dense:
+        return torch.cat([x for _, x in whole])
+    tokens = [x.transpose(1, 2).flatten(0, 1) for _, x in whole]  # [B * Sq, H, width]
+    if queries.on_host:
+        seen = torch.cat(tokens)
+        return torch.cat((seen, queries.finished(unseen)[seen.shape[0] :]))
+    index = []
+    for slab, _ in whole:
+        rows = slab.query_rows(unseen)
+        assert isinstance(rows, GatheredRows)
+        index.append(rows.index.tokens(slice(0, slab.seqlen_q))[0].flatten())
+    return queries.finished(unseen.index_put((torch.cat(index),), torch.cat(tokens)))
