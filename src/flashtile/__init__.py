@@ -1,6 +1,6 @@
 """flashtile: exact attention for PyTorch, forward and backward, in O(S) memory, with nothing to compile."""
 
-from .api import attention, attention_varlen
+from .api import attention, attention_varlen, attention_with_kvcache
 from .errors import ArgumentError, AttentionError, AttentionWarning, BackendError
 from .explain import Explanation, explain
 from .expression import ScoreMod
@@ -19,6 +19,7 @@ __all__ = [
     "ScoreMod",
     "attention",
     "attention_varlen",
+    "attention_with_kvcache",
     "backends",
     "explain",
     "merge_attention",

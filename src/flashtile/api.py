@@ -3,7 +3,9 @@
 from torch import Tensor
 
 from .autograd import attend
-from .normalize import Causal, ScoreModArgument, WindowArgument, normalize
+from .cache import CACHE_REQUIRED, CacheTensors
+from .cache_ops import attend_with_cache
+from .normalize import Causal, ScoreModArgument, WindowArgument, normalize, require_tensors
 
 
 def attention(
@@ -151,4 +153,97 @@ def attention_varlen(
         max_seqlen_k=max_seqlen_k,
     )
     out, lse = attend(call)
+    return (out, lse) if return_lse else out
+
+
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    num_splits: int | None = None,
+    causal: Causal = False,
+    window: WindowArgument = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreModArgument = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append new keys and values to a cache, in place, and attend over all that it then holds; for inference.
+
+    Sequence b has `Sk[b] = cache_seqlens[b] + appended keys`; its queries are its last tokens, at the positions
+    `Sk[b] - Sq[b] + i`, for causal and window as for rotary. `cache_seqlens` itself is not changed: add the number of
+    appended keys before the next step. Under `torch.compile` and in CUDA graphs it is one operator that reads
+    nothing back.
+
+    Args:
+        q: queries `[B, Hq, Sq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`.
+        k_cache: `[B_cache, Hkv, S_max, D]`, or with `page_table` pages `[num_pages, page_size, Hkv, D]`, of any page
+            size; any strides.
+        v_cache: the same with Dv.
+        cache_seqlens: int32 `[B]`, keys in each sequence's cache before this call.
+        page_table: int32 `[B, max_pages]`, as in `attention_varlen`.
+        cache_batch_idx: int32 `[B]`, each sequence's row of a dense cache; `None` is 0, 1, 2, ...
+        leftpad_k: int32 `[B]`, positions at the front of each cache that hold no key. They count as positions, so
+            that indices and rotary angles are those of the cache's slots.
+        cu_seqlens_q: int32 `[B + 1]`, offsets of the sequences in packed q, and in packed k and v.
+        k, v: keys and values to append, `[B, Hkv, S_new, D]` and Dv; packed like q if q is packed.
+        rotary_cos, rotary_sin: `[S_rotary, rotary_dim / 2]`, rotary_dim at most D; q and the appended k are turned by
+            the angles of their positions (Su et al., "RoFormer", section 3.2.2). Kept in q's dtype after it.
+        rotary_interleaved: pairs are features (0, 1), (2, 3), ... (GPT-J); if False, (n, n + rotary_dim / 2)
+            (GPT-NeoX).
+        num_splits: into how many parts the keys are split, for backends that compute parts side by side; `None` lets
+            them choose. The result is the same up to rounding. `tiled` and `reference` take the keys in order.
+
+    The other arguments are those of `attention`; `mask` and `bias` broadcast to `[B, H, Sq, S_max]` (pages:
+    `max_pages * page_size`).
+
+    Returns:
+        `out` in the shape of q with Dv; with `return_lse` also `lse`, `[B, Hq, Sq]` or `[Hq, Tq]`.
+
+    Raises:
+        ArgumentError: an argument is not what it should be. On a CPU also a cache, page table or rotary table that is
+            too small, and entries outside the pages; on a GPU such keys do not exist and are not written.
+        AttentionError: a tensor requires a gradient, or forward-mode is active: this call has no derivatives.
+        BackendError: no backend takes the call, or the named one does not.
+    """
+    cache = CacheTensors(
+        k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, k, v, rotary_cos, rotary_sin
+    )
+    require_tensors(cache._asdict(), CACHE_REQUIRED)
+    tensors = {"q": q, "k": k_cache, "v": v_cache, "mask": mask, "bias": bias}
+    tensors |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q}
+    call = normalize(
+        tensors,
+        cached=True,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        score_mod=score_mod,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=deterministic,
+        backend=backend,
+        num_splits=num_splits,
+    )
+    out, lse = attend_with_cache(call, cache, rotary_interleaved)
     return (out, lse) if return_lse else out

@@ -15,6 +15,8 @@ from .masks import Window
 class Tensors(NamedTuple):
     """The tensors of a call. Dense `q [B, Hq, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]`; varlen
     `q [Tq, Hq, D]`, `k [Tk, Hkv, D]`, `v [Tk, Hkv, Dv]`; paged `k [num_pages, page_size, Hkv, D]`, `v` alike.
+
+    A dense KV cache is paged too, with pages as long as the cache.
     """
 
     q: Tensor
@@ -25,10 +27,11 @@ class Tensors(NamedTuple):
     alibi_slopes: Tensor | None = None  # [H] or [B, H]
     sinks: Tensor | None = None  # [H]
     dropout_seed: Tensor | None = None  # int64, one element
-    cu_seqlens_q: Tensor | None = None  # int32, [B + 1]; present iff the call is not dense
+    cu_seqlens_q: Tensor | None = None  # int32, [B + 1]; present iff q is packed
     cu_seqlens_k: Tensor | None = None  # int32, [B + 1]
     seqused_k: Tensor | None = None  # int32, [B]
     page_table: Tensor | None = None  # int32, [B, max_pages]
+    leftpad_k: Tensor | None = None  # int32, [B]; KV cache only
     score_mod_tensors: Sequence[Tensor] = ()
 
     def flat(self) -> tuple[Tensor | None, ...]:
@@ -52,6 +55,7 @@ class Settings(NamedTuple):
     score_mod: str | None = None  # key of a registered function
     max_seqlen_q: int | None = None  # varlen only
     max_seqlen_k: int | None = None
+    num_splits: int | None = None  # KV cache only
     deterministic: bool = False
     backend: str = "auto"
     # Where this call lies in a larger, sharded one. Positions, masks, ALiBi, dropout and score_mod count from here.
@@ -73,9 +77,10 @@ class Call(NamedTuple):
 
     @property
     def layout(self) -> str:
-        if self.tensors.cu_seqlens_q is None:
-            return "dense"
-        return "varlen" if self.tensors.page_table is None else "paged"
+        """Of the keys: "paged" has pages, with packed queries or, for a KV cache, dense ones."""
+        if self.tensors.page_table is not None:
+            return "paged"
+        return "dense" if self.tensors.cu_seqlens_q is None else "varlen"
 
     @property
     def num_heads(self) -> int:

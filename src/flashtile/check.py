@@ -39,9 +39,9 @@ def tensors(call: Call) -> None:
         if x.device != t.q.device:
             fail(name, x, f"a tensor on the device of q, {t.q.device}")
 
-    rank_q = 4 if layout == "dense" else 3
+    rank_q = 4 if t.cu_seqlens_q is None else 3
     rank_k = 3 if layout == "varlen" else 4
-    shape_q = "[B, Hq, Sq, D]" if layout == "dense" else "[Tq, Hq, D]"
+    shape_q = "[B, Hq, Sq, D]" if t.cu_seqlens_q is None else "[Tq, Hq, D]"
     shape_k = {"dense": "[B, Hkv, Sk, {}]", "varlen": "[Tk, Hkv, {}]", "paged": "[num_pages, page_size, Hkv, {}]"}[
         layout
     ]
@@ -109,16 +109,17 @@ def varlen_bounds(call: Call) -> tuple[int, int, int]:
     where they are on a CPU.
     """
     t, settings, example = call.tensors, call.settings, EXAMPLES[call.layout]
-    cu_q = t.cu_seqlens_q
-    assert cu_q is not None
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"):
         x = getattr(t, name)
         rank = 2 if name == "page_table" else 1
         if x is not None and (x.dtype not in INDEX_DTYPES or x.dim() != rank):
             raise ArgumentError(name, x, f"int32 (or int64), {rank} dimension{'s' * (rank > 1)}", example)
-    if cu_q.shape[0] == 0:
-        raise ArgumentError("cu_seqlens_q", cu_q, "[B + 1] offsets that start with 0", example)
-    batch = cu_q.shape[0] - 1
+    if t.cu_seqlens_q is None:  # a KV cache with dense queries
+        batch, total_q = t.q.shape[0], t.q.shape[2]
+    elif t.cu_seqlens_q.shape[0] == 0:
+        raise ArgumentError("cu_seqlens_q", t.cu_seqlens_q, "[B + 1] offsets that start with 0", example)
+    else:
+        batch, total_q = t.cu_seqlens_q.shape[0] - 1, t.q.shape[0]
     if t.cu_seqlens_k is None and (t.page_table is None or t.seqused_k is None):
         accepted = "[B + 1] offsets; only with both `page_table` and `seqused_k` may it be None"
         raise ArgumentError("cu_seqlens_k", None, accepted, example)
@@ -128,18 +129,19 @@ def varlen_bounds(call: Call) -> tuple[int, int, int]:
             accepted = f"first dimension {length}, for the {batch} sequences of cu_seqlens_q"
             raise ArgumentError(name, x, accepted, example)
     total_k = t.k.shape[0] if t.page_table is None else t.page_table.shape[1] * t.k.shape[1]
-    max_q = t.q.shape[0] if settings.max_seqlen_q is None else settings.max_seqlen_q
-    max_k = total_k if settings.max_seqlen_k is None else settings.max_seqlen_k
     if t.q.device.type == "cpu":
-        varlen_values(call, max_q, max_k)
+        varlen_values(call)
+    max_q = total_q if settings.max_seqlen_q is None else settings.max_seqlen_q
+    max_k = total_k if settings.max_seqlen_k is None else settings.max_seqlen_k
     return batch, max_q, max_k
 
 
-def varlen_values(call: Call, max_q: int, max_k: int) -> None:
+def varlen_values(call: Call) -> None:
     """The values of index tensors on a CPU."""
     t, example = call.tensors, EXAMPLES[call.layout]
-    assert t.cu_seqlens_q is not None
-    offsets("cu_seqlens_q", t.cu_seqlens_q, t.q.shape[0], max_q, example)
+    max_q, max_k = call.settings.max_seqlen_q, call.settings.max_seqlen_k
+    if t.cu_seqlens_q is not None:
+        offsets("cu_seqlens_q", t.cu_seqlens_q, t.q.shape[0], max_q, example)
     lengths_k = None
     if t.cu_seqlens_k is not None:
         total = t.k.shape[0] if t.page_table is None else None
@@ -149,9 +151,10 @@ def varlen_values(call: Call, max_q: int, max_k: int) -> None:
         used = t.seqused_k.tolist()
         room = lengths_k if t.page_table is None else None
         for b, n in enumerate(used):
-            most = max_k if room is None else min(room[b], max_k)
-            if not 0 <= n <= most:
-                raise ArgumentError("seqused_k", t.seqused_k, f"0 to {most} at sequence {b}, which has {n}", example)
+            limits = [limit for limit in (max_k, room[b] if room else None) if limit is not None]
+            if n < 0 or any(n > limit for limit in limits):
+                accepted = f"0 to {min(limits)}" if limits else "lengths from 0"
+                raise ArgumentError("seqused_k", t.seqused_k, f"{accepted} at sequence {b}, which has {n}", example)
         lengths_k = used
     if t.page_table is not None:
         assert lengths_k is not None

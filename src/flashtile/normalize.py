@@ -35,10 +35,14 @@ def normalize(
     backend: Any,
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
+    num_splits: Any = None,
+    cached: bool = False,
 ) -> Call:
-    """The call of the public functions' arguments. `tensors` holds those that are tensors as they stand."""
-    require_tensors(tensors)
-    tensors = in_autocast_dtype(tensors)
+    """The call of the public functions' arguments. `tensors` holds those that are tensors as they stand; `cached`
+    says that k and v are caches, which are written in place and so keep their dtype, and that q may be dense.
+    """
+    require_tensors(tensors, ("q", "k", "v") if cached else ("q", "k", "v", "cu_seqlens_q"))
+    tensors = in_autocast_dtype(tensors, ("q",) if cached else ("q", "k", "v"))
     q = tensors["q"]
     bounds = window_of(causal, window)
     dropout_p = number("dropout_p", dropout_p, "0 <= dropout_p < 1", lambda p: 0 <= p < 1, "dropout_p=0.1")
@@ -53,6 +57,7 @@ def normalize(
         score_mod=None if modifier is None else modifier.key,
         max_seqlen_q=length("max_seqlen_q", max_seqlen_q),
         max_seqlen_k=length("max_seqlen_k", max_seqlen_k),
+        num_splits=splits_of(num_splits),
         deterministic=flag("deterministic", deterministic, torch.are_deterministic_algorithms_enabled()),
         backend=name("backend", backend),
     )
@@ -66,23 +71,23 @@ def normalize(
     )
 
 
-def require_tensors(tensors: dict[str, Any]) -> None:
+def require_tensors(tensors: dict[str, Any], required: tuple[str, ...]) -> None:
     for argument, value in tensors.items():
-        optional = argument not in ("q", "k", "v", "cu_seqlens_q")
+        optional = argument not in required
         if not (isinstance(value, Tensor) or (optional and value is None)):
             raise ArgumentError(argument, value, "a torch.Tensor" + " or None" * optional)
 
 
-def in_autocast_dtype(tensors: dict[str, Any]) -> dict[str, Any]:
+def in_autocast_dtype(tensors: dict[str, Any], cast: tuple[str, ...]) -> dict[str, Any]:
     """Under torch.autocast, q, k and v take its dtype, as in scaled_dot_product_attention; fp64 stays as it is."""
     q = tensors["q"]
     if not torch.is_autocast_enabled(q.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(q.device.type)
     tensors = dict(tensors)
-    for argument in ("q", "k", "v"):
-        x = tensors[argument]
-        if x.dtype in (torch.float16, torch.bfloat16, torch.float32):
+    for argument in cast:
+        x = tensors.get(argument)
+        if x is not None and x.dtype in (torch.float16, torch.bfloat16, torch.float32):
             tensors[argument] = x.to(dtype)
     for argument in ("bias", "alibi_slopes", "sinks"):
         x = tensors.get(argument)
@@ -158,6 +163,13 @@ def length(argument: str, value: Any) -> int | None:
     if value is not None and (not is_int(value) or value < 0):
         example = f"flashtile.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, {argument}=128)"
         raise ArgumentError(argument, value, "an int from 0, or None for the total number of tokens", example)
+    return value
+
+
+def splits_of(value: Any) -> int | None:
+    if value is not None and (not is_int(value) or value < 1):
+        example = "flashtile.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, num_splits=4)"
+        raise ArgumentError("num_splits", value, "an int from 1, or None to choose", example)
     return value
 
 

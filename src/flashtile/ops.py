@@ -18,6 +18,7 @@ from .plan import plan
 from .problem import Problem, accumulation_dtype
 
 LIBRARY = torch.library.Library("flashtile", "DEF")
+CACHE_ONLY = ("leftpad_k", "num_splits")
 VARLEN_ONLY = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "max_seqlen_q", "max_seqlen_k")
 SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", Sequence[Tensor]: "Tensor[]"}
 
@@ -26,7 +27,7 @@ def schema(fields: type, layout: str) -> list[str]:
     """The schema arguments of `Tensors` or `Settings`, as far as the layout has them."""
     arguments = []
     for name, hint in get_type_hints(fields).items():
-        if layout == "dense" and name in VARLEN_ONLY:
+        if name in CACHE_ONLY or (layout == "dense" and name in VARLEN_ONLY):
             continue
         optional = isinstance(hint, types.UnionType)
         kind = SCHEMA_TYPES[hint.__args__[0] if optional else hint]
@@ -112,10 +113,10 @@ class Operators:
 
 
 def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    """An operator under torch.vmap: each example is a call of its own, so positions and dropout are those of that call."""
+    """An operator under torch.vmap: each example is a call of its own, with the positions and dropout of that call."""
 
     def example(x: Any, dim: Any, n: int) -> Any:
-        if isinstance(x, list | tuple) and isinstance(dim, list | tuple):
+        if isinstance(dim, list | tuple):
             return [example(part, d, n) for part, d in zip(x, dim, strict=True)]
         return x if dim is None else x.select(dim, n)
 

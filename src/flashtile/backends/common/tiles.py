@@ -52,6 +52,7 @@ class TokenIndex(NamedTuple):
     page_size: int
     length: Tensor  # [B]
     num_tokens: int
+    leftpad: Tensor | None = None  # [B] positions at the front that do not exist
 
     def tokens(self, positions: slice) -> tuple[Tensor, Tensor]:
         """Token of each position, and whether it exists; `[B, n]` each. What does not exist is at `num_tokens`."""
@@ -65,18 +66,26 @@ class TokenIndex(NamedTuple):
             page = self.page_table[:, column].long()
             token = page * self.page_size + position % self.page_size
             exists = (position < self.length[:, None]) & (page >= 0) & (token < self.num_tokens)
+        if self.leftpad is not None:
+            exists = exists & (position >= self.leftpad[:, None])
         return torch.where(exists, token, self.num_tokens), exists
 
 
 class GatheredRows:
-    """Positions are indices: `x` is `[T, H, D]`, or `[T + 1, H, D]` for a buffer that is written."""
+    """Positions are indices: `x` is `[T, H, D]` or pages `[P, page_size, H, D]`; a buffer that is written is
+    `[T + 1, H, D]`.
+    """
 
     def __init__(self, x: Tensor, index: TokenIndex):
         self.x, self.index = x, index
 
     def load(self, positions: slice) -> Tensor:
         token, exists = self.index.tokens(positions)
-        tile = self.x[token.clamp(max=self.index.num_tokens - 1)]  # [B, n, H, D]
+        token = token.clamp(max=self.index.num_tokens - 1)
+        pages = self.x.dim() == 4
+        tile = (
+            self.x[token // self.index.page_size, token % self.index.page_size] if pages else self.x[token]
+        )  # [B, n, H, D]
         return torch.where(exists[..., None, None], tile, 0).transpose(1, 2)
 
     def store(self, positions: slice, tile: Tensor) -> None:
@@ -100,9 +109,9 @@ class Side:
     def __init__(self, call: Call, *, keys: bool):
         tensors, settings = call.tensors, call.settings
         self.x = tensors.k if keys else tensors.q
-        self.dense = tensors.cu_seqlens_q is None
         self.paged = keys and tensors.page_table is not None
-        self.on_host = self.dense or self.x.device.type == "cpu"
+        self.dense = tensors.cu_seqlens_q is None and not self.paged
+        self.on_host = call.layout == "dense" or self.x.device.type == "cpu"
         if self.dense:
             self.batch, self.max_length = self.x.shape[0], self.x.shape[2]
             return
@@ -117,7 +126,8 @@ class Side:
         capacity = page_table.shape[1] * self.x.shape[1] if page_table is not None else self.num_tokens
         first = bounds[:-1].long() if bounds is not None and not self.paged else None
         page_size = self.x.shape[1] if self.paged else 1
-        self.index = TokenIndex(first, page_table, page_size, length.long(), self.num_tokens)
+        leftpad = tensors.leftpad_k if keys else None
+        self.index = TokenIndex(first, page_table, page_size, length.long(), self.num_tokens, leftpad)
         self.batch = length.shape[0]
         if self.on_host:
             self.lengths = [min(n, capacity) for n in self.index.length.tolist()]
@@ -145,21 +155,22 @@ class Side:
     def length(self, sequence: int) -> int:
         return self.max_length if self.dense else self.lengths[sequence]
 
+    def device_length(self, batch: slice) -> int | Tensor:
+        """Lengths that the host does not read, `[B, 1, 1, 1]`; dense ones are known."""
+        return self.max_length if self.dense else self.index.length[batch, None, None, None]
+
     def rows(self, x: Tensor, batch: slice, heads: slice) -> Rows:
         """Rows of some sequences and heads of `x`, a tensor of this side or one of its buffers."""
-        if self.paged and x.dim() == 4:
-            x = x.flatten(0, 1)  # [num_pages, page_size, H, D] to [T, H, D]; copies only where strides ask for it
         if self.dense:
             return DenseRows(x[batch, heads])
         if self.on_host and not self.paged:
             assert self.firsts is not None
             first, length = self.firsts[batch.start], self.lengths[batch.start]
             return DenseRows(x[first : first + length, heads].transpose(0, 1)[None])  # [1, H, S, D]
-        index = self.index
-        first = None if index.first is None else index.first[batch]
-        table = None if index.page_table is None else index.page_table[batch]
-        index = index._replace(first=first, page_table=table, length=index.length[batch])
-        return GatheredRows(x[:, heads], index)
+        per_sequence = ("first", "page_table", "length", "leftpad")
+        given = {name: y for name in per_sequence if (y := getattr(self.index, name)) is not None}
+        part = {name: y[batch] for name, y in given.items()}
+        return GatheredRows(x[..., heads, :], self.index._replace(**part))
 
 
 @dataclass(frozen=True)
@@ -178,7 +189,15 @@ class Slab:
     @property
     def num_groups(self) -> int:
         """Query heads that share a key/value head."""
-        return (self.heads_q.stop - self.heads_q.start) // (self.heads_kv.stop - self.heads_kv.start)
+        return (self.heads_q.stop - self.heads_q.start) // self.num_heads_kv
+
+    @property
+    def num_heads_kv(self) -> int:
+        return self.heads_kv.stop - self.heads_kv.start
+
+    @property
+    def num_sequences(self) -> int:
+        return self.batch.stop - self.batch.start
 
     @overload
     def query_rows(self, x: Tensor) -> Rows: ...
@@ -207,8 +226,8 @@ def slabs(call: Call, queries: Side, keys: Side, shape: TileShape) -> Iterator[S
     """Cut a call along sequences and key/value heads; host-known lengths give a slab for each sequence."""
     heads_kv = num_heads_kv(call)
     group = call.tensors.q.shape[1] // heads_kv
-    host_varlen = not queries.dense and queries.on_host
-    step = 1 if host_varlen else shape.batch
+    read_on_host = queries.on_host and call.layout != "dense"
+    step = 1 if read_on_host else shape.batch
     for b in range(0, queries.batch, step):
         batch = slice(b, min(b + step, queries.batch))
         if queries.on_host:
@@ -216,8 +235,7 @@ def slabs(call: Call, queries: Side, keys: Side, shape: TileShape) -> Iterator[S
             diagonal: int | Tensor = seqlen_k - seqlen_q
         else:
             seqlen_q, seqlen_k = queries.max_length, keys.max_length
-            lengths = keys.index.length[batch] - queries.index.length[batch]
-            diagonal = lengths[:, None, None, None]
+            diagonal = keys.device_length(batch) - queries.device_length(batch)
         for h in range(0, heads_kv, shape.heads_kv):
             kv = slice(h, min(h + shape.heads_kv, heads_kv))
             q = slice(kv.start * group, kv.stop * group)

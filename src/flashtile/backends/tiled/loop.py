@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ...call import Settings
 from ...masks import KeyRange, key_range
@@ -34,7 +35,9 @@ def keys_for(slab: Slab, settings: Settings, rows: slice) -> KeyRange:
 
 
 def hidden_by_mask(scores: Scores, tile: Tile) -> bool:
-    """Whether a bool mask hides the whole tile; only asked where its values are on the host."""
-    if scores.mask is None or scores.mask.device.type != "cpu":
+    """Whether a bool mask hides the whole tile; only asked where its values are on the host, and not under vmap,
+    where they differ from example to example.
+    """
+    if scores.mask is None or scores.mask.device.type != "cpu" or is_functorch_wrapped_tensor(scores.mask):
         return False
     return not bool(tile_part(scores.mask, tile).any())

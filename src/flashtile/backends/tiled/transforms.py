@@ -17,12 +17,13 @@ from ...call import Call, Tensors
 from ...plan import Plan
 from ...problem import accumulation_dtype
 from ..common.boundary import lse_of_rows
-from ..common.scores import Scores
-from ..common.tiles import GatheredRows, Side, Slab, TileShape, slabs
+from ..common.scores import Scores, slab_part, slopes_4d
+from ..common.tiles import GatheredRows, Side, Slab, TileShape, num_heads_kv, slabs
 from .forward import attend_rows
 from .loop import row_blocks
 
 Function = Callable[..., tuple[Tensor, ...]]
+ROW_BLOCK_SCORES = 2**22  # of one head; 16 MiB in fp32
 
 
 class Recompute(torch.autograd.Function):
@@ -80,7 +81,7 @@ def pullback(fn: Function, num_inputs: int, wanted: list[int]) -> Function:
     def gradients(*arguments: Tensor | None) -> tuple[Tensor, ...]:
         inputs, cotangents = arguments[:num_inputs], arguments[num_inputs:]
         primals = [inputs[n] for n in wanted]
-        outputs, pull = torch.func.vjp(of_some(fn, inputs, wanted), *primals)
+        outputs, pull = torch.func.vjp(of_some(fn, inputs, wanted), *primals)[:2]
         return pull(tuple(torch.zeros_like(x) if dx is None else dx for x, dx in zip(outputs, cotangents, strict=True)))
 
     return gradients
@@ -95,15 +96,17 @@ def pushforward(fn: Function, num_inputs: int, moving: list[int]) -> Function:
         moved = of_some(fn, inputs, moving)
         if not in_plain_dual_level():
             return torch.func.jvp(moved, primals, given)[1]
-        outputs, pull = torch.func.vjp(moved, *primals)  # the pullback is linear, and its own pullback the pushforward
-        _, push = torch.func.vjp(pull, tuple(torch.zeros_like(x) for x in outputs))
+        outputs, pull = torch.func.vjp(moved, *primals)[
+            :2
+        ]  # the pullback is linear, and its own pullback the pushforward
+        _, push = torch.func.vjp(pull, tuple(torch.zeros_like(x) for x in outputs))[:2]
         return push(given)[0]
 
     return tangents
 
 
 def in_plain_dual_level() -> bool:
-    """Whether we are inside `torch.autograd.forward_ad.dual_level()`, where torch.func.jvp can't start another level."""
+    """Whether we are inside `torch.autograd.forward_ad.dual_level()`, where torch.func.jvp cannot start a level."""
     return torch.autograd.forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
 
 
@@ -112,16 +115,51 @@ def attend(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     tensors = call.tensors
     dtype = accumulation_dtype(tensors.q.dtype)
     queries, keys = Side(call, keys=False), Side(call, keys=True)
-    parts = [(slab, attend_slab(call, slab, plan.tile, dtype)) for slab in slabs(call, queries, keys, plan.tile)]
+    shape = smaller(plan.tile, keys.max_length, tensors.q.shape[1] // num_heads_kv(call))
+    parts = [(slab, attend_slab(call, slab, shape, dtype)) for slab in slabs(call, queries, keys, shape)]
     out = assembled([(slab, out) for slab, (out, _) in parts], queries, tensors, tensors.v.shape[-1], 0.0, dtype)
     lse = assembled([(slab, lse) for slab, (_, lse) in parts], queries, tensors, 1, -torch.inf, dtype)
     return out.to(tensors.q.dtype), lse_of_rows(call, lse)
 
 
+def smaller(shape: TileShape, seqlen_k: int, num_groups: int) -> TileShape:
+    """Blocks for one head, with so few rows that all their scores, `[M, Sk]`, fit into a budget: a derivative of a
+    derivative keeps about a dozen tensors of that size.
+    """
+    rows = ROW_BLOCK_SCORES // max(seqlen_k * num_groups, 1)
+    return shape._replace(block_m=max(min(shape.block_m, rows), 1), heads_kv=1, batch=1)
+
+
+def narrowed(call: Call, slab: Slab) -> tuple[Call, Slab]:
+    """A dense call's part that a slab covers, as a call of its own: its gradients are then of the part's size."""
+    t, s = call.tensors, call.settings
+
+    def part(x: Tensor | None) -> Tensor | None:
+        return None if x is None else slab_part(x, slab)
+
+    slopes = None if t.alibi_slopes is None else slab_part(slopes_4d(t.alibi_slopes), slab)[..., 0, 0]
+    tensors = t._replace(
+        q=t.q[slab.batch, slab.heads_q],
+        k=t.k[slab.batch, slab.heads_kv],
+        v=t.v[slab.batch, slab.heads_kv],
+        mask=part(t.mask),
+        bias=part(t.bias),
+        alibi_slopes=slopes,
+        sinks=None if t.sinks is None else t.sinks[slab.heads_q],
+    )
+    first_b, first_h = s.b0 + slab.batch.start, s.h0 + slab.heads_q.start
+    inner = Call(tensors, s._replace(b0=first_b, h0=first_h, num_heads=call.num_heads))
+    whole = slabs(
+        inner, Side(inner, keys=False), Side(inner, keys=True), TileShape(1, 1, slab.num_heads_kv, slab.num_sequences)
+    )
+    return inner, next(whole)
+
+
 def attend_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`out [B, H, Sq, Dv]` and `lse [B, H, Sq, 1]` of a slab."""
-    num_heads = slab.heads_q.stop - slab.heads_q.start
-    empty = call.tensors.q.new_empty((slab.batch.stop - slab.batch.start, num_heads, 0, 1), dtype=dtype)
+    if call.layout == "dense":
+        call, slab = narrowed(call, slab)
+    empty = call.tensors.q.new_empty((slab.num_sequences, slab.num_heads_kv * slab.num_groups, 0, 1), dtype=dtype)
     blocks = [(empty.expand(-1, -1, -1, call.tensors.v.shape[-1]), empty)]
     for rows in row_blocks(slab, shape):
 

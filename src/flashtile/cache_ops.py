@@ -1,0 +1,97 @@
+"""The operator of `attention_with_kvcache`: one call that appends in place and attends, opaque to `torch.compile`.
+
+It reads nothing back from a GPU and its shapes follow from the arguments', so it can be captured in a CUDA graph.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_fake, register_vmap
+
+from .autograd import in_forward_mode
+from .cache import CacheTensors, append_and_rotate, paged_call
+from .call import Call, Settings, Tensors, new_rows
+from .errors import AttentionError
+from .ops import LIBRARY, without_autocast
+from .plan import plan
+from .problem import Problem, accumulation_dtype
+
+NAME = "attention_with_kvcache"
+FEATURES = ("cu_seqlens_q", "mask", "bias", "alibi_slopes", "sinks", "dropout_seed")
+OPTIONAL_CACHE = CacheTensors._fields[3:]
+SETTINGS = {
+    "scale": "float",
+    "softcap": "float?",
+    "window_left": "SymInt?",
+    "window_right": "SymInt?",
+    "top_left": "bool",
+    "dropout_p": "float",
+    "score_mod": "str?",
+    "num_splits": "SymInt?",
+    "backend": "str",
+}
+SCHEMA = ", ".join(
+    (
+        "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens",
+        *(f"Tensor? {name}" for name in (*OPTIONAL_CACHE, *FEATURES)),
+        "Tensor[] score_mod_tensors, bool rotary_interleaved",
+        *(f"{kind} {name}" for name, kind in SETTINGS.items()),
+    )
+)
+
+
+def arguments(q: Tensor, cache: CacheTensors, features: Tensors, settings: Settings, interleaved: bool) -> list[Any]:
+    """A call as the operator takes it."""
+    given = (getattr(features, name) for name in FEATURES)
+    scalars = (getattr(settings, name) for name in SETTINGS)
+    return [q, *cache, *given, list(features.score_mod_tensors), interleaved, *scalars]
+
+
+def attend_with_cache(call: Call, cache: CacheTensors, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a normalised call, whose k and v are the caches."""
+    given = [x for x in (*call.tensors.flat(), *cache) if x is not None]
+    if (torch.is_grad_enabled() and any(x.requires_grad for x in given)) or in_forward_mode():
+        raise AttentionError(
+            "attention_with_kvcache has no derivatives: it writes into its caches, and an argument requires a gradient "
+            "or forward mode is active.\n"
+            "  accepted: a call inside `with torch.no_grad():`; for training, flashtile.attention(q, k, v)"
+        )
+    q = call.tensors.q
+    if torch.is_autocast_enabled(q.device.type):
+        k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
+        cache = cache._replace(k=k, v=v)
+    operator = torch.ops.flashtile.attention_with_kvcache.default
+    return operator(*arguments(q, cache, call.tensors, call.settings, interleaved))
+
+
+def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    values = list(given)
+    cache = CacheTensors(*values[: len(CacheTensors._fields)])
+    rest = values[len(CacheTensors._fields) :]
+    named = dict(zip(FEATURES, rest, strict=False))
+    modifiers, interleaved, *scalars = rest[len(FEATURES) :]
+    features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
+    call = paged_call(cache, features, Settings(**dict(zip(SETTINGS, scalars, strict=True))))
+    chosen = plan(Problem.describe(call), q.device, call.settings.backend)
+    with without_autocast(q.device.type):
+        return chosen.kernels().forward(chosen, append_and_rotate(call, cache, interleaved))
+
+
+def fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = new_rows(q, q.shape[1], v_cache.shape[-1], q.dtype)
+    shape = q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return out, q.new_empty(shape, dtype=accumulation_dtype(q.dtype))
+
+
+def refuse_vmap(*_: Any) -> Any:
+    raise AttentionError(
+        "attention_with_kvcache writes into its caches, which torch.vmap does not allow.\n"
+        "  accepted: the batch as the first dimension of q, with cache_seqlens [B]"
+    )
+
+
+LIBRARY.define(f"{NAME}({SCHEMA}) -> (Tensor out, Tensor lse)")
+LIBRARY.impl(NAME, run, "CompositeExplicitAutograd")
+register_fake(f"flashtile::{NAME}", fake, lib=LIBRARY)
+register_vmap(f"flashtile::{NAME}", refuse_vmap, lib=LIBRARY)
