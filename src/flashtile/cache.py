@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import device
 from .call import Call, Settings, Tensors
 from .check import INDEX_DTYPES, pages
 from .errors import ArgumentError
@@ -56,7 +57,7 @@ def paged_call(cache: CacheTensors, features: Tensors, settings: Settings) -> Ca
     k_pages, v_pages, table = as_pages(cache, cache.cache_seqlens.shape[0])
     capacity = table.shape[1] * k_pages.shape[1]
     total = held(cache) + appended(cache, features)  # [B]
-    if features.q.device.type == "cpu":
+    if device.host_readable(features.q):
         check_values(cache, table, k_pages, total, capacity)
     tensors = features._replace(
         k=k_pages, v=v_pages, seqused_k=total.clamp(max=capacity), page_table=table, leftpad_k=cache.leftpad_k

@@ -5,6 +5,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from . import device
 from .call import Call
 from .errors import ArgumentError
 
@@ -129,7 +130,7 @@ def varlen_bounds(call: Call) -> tuple[int, int, int]:
             accepted = f"first dimension {length}, for the {batch} sequences of cu_seqlens_q"
             raise ArgumentError(name, x, accepted, example)
     total_k = t.k.shape[0] if t.page_table is None else t.page_table.shape[1] * t.k.shape[1]
-    if t.q.device.type == "cpu":
+    if device.host_readable(t.q):
         varlen_values(call)
     max_q = total_q if settings.max_seqlen_q is None else settings.max_seqlen_q
     max_k = total_k if settings.max_seqlen_k is None else settings.max_seqlen_k

@@ -28,6 +28,11 @@ def _describe(kind: str, index: int, threads: int) -> Device:
     return Device(kind, kind, kind, 1)
 
 
+def host_readable(x: torch.Tensor) -> bool:
+    """Whether the host may look at values: on a CPU only, for reading back from elsewhere waits for the device."""
+    return x.device.type == "cpu"
+
+
 def describe_device(device: torch.device) -> Device:
     index = device.index if device.index is not None else 0
     return _describe(device.type, index, torch.get_num_threads() if device.type == "cpu" else 0)

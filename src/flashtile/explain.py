@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .device import describe_device
+from .device import describe_device, host_readable
 from .masks import visible_pairs
 from .normalize import normalize
 from .plan import Plan, plan
@@ -125,7 +125,7 @@ def pairs_of(call: Call, problem: Problem) -> int:
     t, window = call.tensors, problem.window
     if call.layout == "dense":
         lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
-    elif t.q.device.type == "cpu":
+    elif host_readable(t.q):
         assert t.cu_seqlens_q is not None
         seqlens_k = t.cu_seqlens_k.diff() if t.seqused_k is None and t.cu_seqlens_k is not None else t.seqused_k
         assert seqlens_k is not None

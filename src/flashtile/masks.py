@@ -6,6 +6,8 @@ Causal is a window before it reaches a kernel: bottom-right causal closes the wi
 
 from typing import NamedTuple
 
+import torch
+
 
 class Window(NamedTuple):
     """Key `j` is visible to row `i` iff `i + diagonal - left <= j <= i + diagonal + right`, with
@@ -57,7 +59,13 @@ def key_range(window: Window, first_row: int, last_row: int, seqlen_k: int, diag
 
 def visible_pairs(window: Window, seqlen_q: int, seqlen_k: int) -> int:
     """How many (row, key) pairs the window leaves visible: what FLOPs are counted from."""
-    if window.unlimited:
-        return seqlen_q * seqlen_k
-    rows = (key_range(window, row, row, seqlen_k, seqlen_k - seqlen_q) for row in range(seqlen_q))
-    return sum(row.hi - row.lo for row in rows)
+    rows = torch.arange(seqlen_q)
+    diagonal = seqlen_k - seqlen_q
+    lo, hi = torch.zeros_like(rows), torch.full_like(rows, seqlen_k)
+    if window.left is not None:
+        lo = (rows + diagonal - window.left).clamp(min=0)
+    if window.right is not None:
+        hi = hi.minimum(rows + diagonal + window.right + 1)
+    if window.top_left:
+        hi = hi.minimum(rows + 1)
+    return int((hi - lo).clamp(min=0).sum())

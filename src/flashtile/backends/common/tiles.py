@@ -13,6 +13,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
+from ... import device
 from ...call import Call, new_rows
 
 
@@ -111,7 +112,7 @@ class Side:
         self.x = tensors.k if keys else tensors.q
         self.paged = keys and tensors.page_table is not None
         self.dense = tensors.cu_seqlens_q is None and not self.paged
-        self.on_host = call.layout == "dense" or self.x.device.type == "cpu"
+        self.on_host = call.layout == "dense" or device.host_readable(self.x)
         if self.dense:
             self.batch, self.max_length = self.x.shape[0], self.x.shape[2]
             return

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from ... import device
 from ...call import Settings
 from ...masks import KeyRange, key_range
 from ..common.scores import Scores, Tile, tile_part
@@ -38,6 +39,6 @@ def hidden_by_mask(scores: Scores, tile: Tile) -> bool:
     """Whether a bool mask hides the whole tile; only asked where its values are on the host, and not under vmap,
     where they differ from example to example.
     """
-    if scores.mask is None or scores.mask.device.type != "cpu" or is_functorch_wrapped_tensor(scores.mask):
+    if scores.mask is None or not device.host_readable(scores.mask) or is_functorch_wrapped_tensor(scores.mask):
         return False
     return not bool(tile_part(scores.mask, tile).any())

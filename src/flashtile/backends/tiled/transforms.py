@@ -23,7 +23,7 @@ from .forward import attend_rows
 from .loop import row_blocks
 
 Function = Callable[..., tuple[Tensor, ...]]
-ROW_BLOCK_SCORES = 2**22  # of one head; 16 MiB in fp32
+ROW_BLOCK_SCORES = 2**21  # of one head; 8 MiB in fp32
 
 
 class Recompute(torch.autograd.Function):
