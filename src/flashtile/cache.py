@@ -159,13 +159,11 @@ def append(
     page = table[tokens.sequence, column.clamp(0, max(table.shape[1] - 1, 0))].long()
     fits = tokens.exists & (column < table.shape[1]) & (page >= 0) & (page < num_pages)
     page, slot = page.clamp(0, num_pages - 1), position % page_size
-    substitute = fits.int().argmax()  # the first token that fits, if any does
-    some_fit = fits.any()
+    substitute = fits.int().argmax(dim=0, keepdim=True)  # [1] the first token that fits, if any does, else token 0
+    page, slot = (torch.where(fits, x, x[substitute]) for x in (page, slot))
     for cache, new in ((k_pages, k), (v_pages, v)):
-        other = torch.where(some_fit, new[substitute], cache[page[0], slot[0]])  # [Hkv, D]
-        new = torch.where(fits[:, None, None], new, other)
-        target = [torch.where(fits, x, torch.where(some_fit, x[substitute], x[0])) for x in (page, slot)]
-        cache.index_put_(tuple(target), new)
+        other = torch.where(fits.any(), new[substitute], cache[page[:1], slot[:1]])  # [1, Hkv, D]
+        cache.index_put_((page, slot), torch.where(fits[:, None, None], new, other))
 
 
 def check_values(cache: CacheTensors, table: Tensor, k_pages: Tensor, total: Tensor, capacity: int) -> None:

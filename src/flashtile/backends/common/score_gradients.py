@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...call import Call, Needs
-from .scores import Scores, Tile, in_dtype, slab_part, slopes_4d, tile_part
+from .scores import Scores, Tile, in_dtype, seen, slab_part, slopes_4d, tile_part
 from .tiles import Slab
 
 
@@ -60,7 +60,7 @@ def score_mod_backward(
     if scores.slopes is not None:
         before = before - scores.slopes * scores.distance(tile)
     with torch.enable_grad():
-        score = before.detach().requires_grad_()
+        score = seen(before, visible).detach().requires_grad_()
         tensors = [
             in_dtype(x, scores.dtype).detach().requires_grad_(total is not None)
             for x, total in zip(scores.score_mod_tensors, gradients.score_mod_tensors, strict=True)

@@ -78,8 +78,8 @@ class Scores:
             conditions.append(key_exists[:, None, None, :])
         return all_of(conditions)
 
-    def forward(self, s: Tensor, tile: Tile) -> Tensor:
-        """`s = scale * <q, k>`, `[B, H, M, N]`, to the final score, without the mask."""
+    def forward(self, s: Tensor, tile: Tile, visible: Tensor | None) -> Tensor:
+        """`s = scale * <q, k>`, `[B, H, M, N]`, to the final score; the caller masks it."""
         if self.softcap is not None:
             s = self.softcap * torch.tanh(s / self.softcap)
         if self.bias is not None:
@@ -87,7 +87,7 @@ class Scores:
         if self.slopes is not None:
             s = s - self.slopes * self.distance(tile)
         if self.score_mod is not None:
-            s = self.modify(s, tile, self.score_mod_tensors)
+            s = self.modify(seen(s, visible), tile, self.score_mod_tensors)
         return s
 
     def distance(self, tile: Tile) -> Tensor:
@@ -109,6 +109,11 @@ class Scores:
         num_keys = tile.keys.stop - tile.keys.start
         sequence_head = self.b * self.num_heads + self.h  # [B, H, 1, 1]
         return rng.keep_factor(self.seed, self.settings.dropout_p, sequence_head, rows, first_key, num_keys, self.dtype)
+
+
+def seen(s: Tensor, visible: Tensor | None) -> Tensor:
+    """Scores that a user's function may get: a NaN of a pair that nobody sees must not enter its derivatives."""
+    return s if visible is None else torch.where(visible, s, 0)
 
 
 def call_score_mod(

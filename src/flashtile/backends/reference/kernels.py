@@ -34,8 +34,8 @@ def attend(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
     q = fold_groups(q_rows.load(tile.rows).to(dtype), groups)  # [B, Hkv, G * Sq, D]
     k, v = k_rows.load(tile.keys).to(dtype), v_rows.load(tile.keys).to(dtype)  # [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
     s = unfold_groups(q @ k.transpose(-1, -2) * settings.scale, groups)  # [B, Hq, Sq, Sk]
-    s = scores.forward(s, tile)
     visible = scores.visible(tile, q_rows.exists(tile.rows), k_rows.exists(tile.keys))
+    s = scores.forward(s, tile, visible)
     if visible is not None:
         s = torch.where(visible, s, -torch.inf)
     if scores.sinks is not None:  # one more key, without a value

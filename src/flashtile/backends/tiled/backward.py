@@ -82,8 +82,8 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
         for tile in tiles(slab, settings, scores, rows, shape):
             k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
             product = unfold_groups(q_i @ k_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
-            p = torch.exp(scores.forward(product, tile) - lse_i)
             visible = scores.visible(tile, q.exists(rows), k.exists(tile.keys))
+            p = torch.exp(scores.forward(product, tile, visible) - lse_i)
             if visible is not None:
                 p = torch.where(visible, p, 0)
             dp = unfold_groups(dout_i @ v_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
@@ -94,6 +94,8 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
             if keep is not None:
                 dp = dp * keep
             ds = p * (dp - delta)
+            if visible is not None:
+                ds = torch.where(visible, ds, 0)  # not 0 * NaN, where a row's delta is NaN
             ds = scores_backward(scores, product, ds, visible, tile, slab, features)
             ds = fold_groups(ds, groups)  # [B, Hkv, G * M, N]
             if dk is not None:

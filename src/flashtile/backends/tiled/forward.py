@@ -47,8 +47,8 @@ def attend_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows: 
     for tile in tiles(slab, call.settings, scores, rows, shape):
         k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
         s = unfold_groups(q_i @ k_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
-        s = scores.forward(s, tile)
         visible = scores.visible(tile, q.exists(rows), k.exists(tile.keys))
+        s = scores.forward(s, tile, visible)
         if visible is not None:
             s = torch.where(visible, s, -torch.inf)
         state = update(state, s, v_j, scores.keep(tile), groups)
