@@ -1,0 +1,110 @@
+"""One call of a public function, with everything needed to run and to differentiate it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """A score modification before it becomes the public `ScoreMod`: `fn(score, b, h, q_idx, k_idx, *tensors)`.
+
+    `score` is [B, H, Sq, Sk]; the int64 indices b [B, 1, 1, 1], h [1, H, 1, 1], q_idx [Sq, 1], k_idx [Sk]
+    broadcast to it.
+    """
+
+    fn: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Case:
+    """A call of `function` with `arguments` by their public names, and the cotangents of its two results.
+
+    `dout` and `dlse` have the shapes of out and lse. With both None, or with `forward_only`, there is no backward.
+    """
+
+    function: str  # "attention" or "attention_varlen"
+    arguments: dict[str, Any]
+    dout: Tensor | None = None
+    dlse: Tensor | None = None
+    seed: int = 0
+    description: str = field(default="")
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.description:
+            self.description = describe(self)
+
+    @property
+    def differentiates(self) -> bool:
+        return not self.forward_only and (self.dout is not None or self.dlse is not None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.arguments["q"].dtype
+
+    def differentiable(self) -> dict[str, Tensor]:
+        """Every floating tensor among the arguments, under the name of its gradient without the leading "d"."""
+        named = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        for n, tensor in enumerate(getattr(self.arguments.get("score_mod"), "tensors", ())):
+            named[f"score_mod_{n}"] = tensor
+        return {name: tensor for name, tensor in named.items() if tensor.is_floating_point()}
+
+    def run(self, backend: str = "auto", **options: Any) -> dict[str, Tensor]:
+        """Results and gradients from the public function; an input that the graph does not use is an error.
+
+        `options` are passed on, `deterministic=True` for example.
+        """
+        import flashtile  # the oracle and the tolerances must not depend on it
+
+        leaves = {name: tensor.detach() for name, tensor in self.differentiable().items()}  # keeps the strides
+        if self.differentiates:
+            leaves = {name: tensor.requires_grad_() for name, tensor in leaves.items()}
+        arguments = {**self.arguments, **{name: leaf for name, leaf in leaves.items() if name in self.arguments}}
+        score_mod: Any = arguments.get("score_mod")
+        if hasattr(score_mod, "tensors"):
+            tensors = {f"score_mod_{n}": tensor for n, tensor in enumerate(score_mod.tensors)} | leaves
+            tensors = tuple(tensor for name, tensor in tensors.items() if name.startswith("score_mod_"))
+            arguments["score_mod"] = flashtile.ScoreMod(score_mod.fn, tensors)
+        out, lse = getattr(flashtile, self.function)(**arguments, return_lse=True, backend=backend, **options)
+        results = {"out": out.detach(), "lse": lse.detach()}
+        if self.differentiates:
+            pairs = [(x, dx) for x, dx in ((out, self.dout), (lse, self.dlse)) if dx is not None]
+            outputs, cotangents = zip(*pairs, strict=True)
+            gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+            results |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+        return results
+
+
+def describe(case: Case) -> str:
+    """Short text with everything that tells one problem from another."""
+    given = {name: value for name, value in case.arguments.items() if value is not None}
+    words = [case.function.removeprefix("attention_") if "_" in case.function else "dense", _dtype_name(case.dtype)]
+    for name in ("q", "k", "v"):
+        words.append(
+            f"{name}{list(given[name].shape)}" + ("" if given[name].is_contiguous() else f"@{given[name].stride()}")
+        )
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+        if name in given:
+            words.append(f"{name}={given[name].tolist()}")
+    for name, value in given.items():
+        if name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+            continue
+        if name == "score_mod":
+            words.append(f"score_mod={getattr(value, 'fn', value).__name__}")
+        elif isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point():
+            words.append(f"{name}=tensor({value.item()})")
+        elif isinstance(value, Tensor):
+            words.append(f"{name}:{_dtype_name(value.dtype)}{list(value.shape)}")
+        elif value is not False and not (name == "dropout_p" and value == 0.0):
+            words.append(name if value is True else f"{name}={value!r}".replace(" ", ""))
+    words.append(f"seed {case.seed}")
+    return " ".join(words)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

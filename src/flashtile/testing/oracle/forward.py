@@ -1,0 +1,86 @@
+"""Forward of one sequence in float64: docs/contract.md, section "The function", line by line, for all pairs at once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .modification import ScoreModification
+from .sequence import Sequence, relative_position, visible_pairs
+from .sums import Sums, pair_products
+from .weights import Weights
+
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Results and what backward needs; keys and values are repeated to the query heads that read them."""
+
+    k: Tensor  # [Hq, Sk, D]
+    v: Tensor  # [Hq, Sk, Dv]
+    tanh: Tensor | None  # of s / softcap, [Hq, Sq, Sk]
+    distance: Tensor  # |i + Sk - Sq - j|, [Sq, Sk]
+    modification: ScoreModification | None
+    visible: Tensor  # bool [Hq, Sq, Sk]: visible and with a score above -inf
+    p: Tensor  # [Hq, Sq, Sk], 0 where not visible
+    kept: Weights  # p after dropout
+    lse: Tensor  # [Hq, Sq]
+    A: Tensor  # [Hq, Sq]
+    out: Sums  # [Hq, Sq, Dv]
+
+
+def forward(x: Sequence) -> Forward:
+    k, v = x.k.repeat_interleave(x.group, 0), x.v.repeat_interleave(x.group, 0)
+    visible = visible_pairs(x)
+
+    s = x.scale * (x.q @ k.mT)  # [Hq, Sq, Sk]
+    magnitude = abs(x.scale) * (x.q.abs() @ k.abs().mT)  # the absolute values of all that a score is the sum of
+    tanh = None
+    if x.softcap:
+        tanh = torch.tanh(s / x.softcap)
+        s = x.softcap * tanh
+    if x.bias is not None:
+        s = s + x.bias
+        magnitude = magnitude + x.bias.abs()
+    distance = relative_position(x).abs().double()
+    if x.alibi_slopes is not None:
+        slopes = x.alibi_slopes[:, None, None]
+        s = s - slopes * distance
+        magnitude = magnitude + slopes.abs() * distance
+    modification = None
+    if x.score_fn is not None:
+        s = s.where(visible, 0.0)  # NaN in a key that nobody sees must not get into derivatives
+        modification = ScoreModification(x.score_fn, x.score_tensors, s, x.batch)
+        magnitude = magnitude + (modification.score - s).abs()
+        s = modification.score
+    s = s.where(visible, -INF)
+
+    lse = log_sum_exp(torch.cat([s, sink_column(x)], dim=2))
+    visible = visible & (s != -INF)  # a row with nothing but -inf sees nothing
+    p = (s - lse[:, :, None]).exp().where(visible, 0.0)
+    A = torch.cat([magnitude.where(visible, 0.0), torch.zeros_like(sink_column(x))], dim=2).amax(2)
+
+    kept = p if x.keep is None else p * x.keep
+    kept = Weights(value=kept, absolute=kept, root=kept)
+    out = pair_products(kept, v, visible, A, loose=~is_finite(v))
+    return Forward(k, v, tanh, distance, modification, visible, p, kept, lse, A, out)
+
+
+def sink_column(x: Sequence) -> Tensor:
+    """The sink as one more key's score, [Hq, Sq, 1]: -inf is no sink."""
+    num_heads_q, seqlen_q, _ = x.q.shape
+    sinks = x.q.new_full((num_heads_q,), -INF) if x.sinks is None else x.sinks
+    return sinks[:, None, None].expand(num_heads_q, seqlen_q, 1)
+
+
+def log_sum_exp(s: Tensor) -> Tensor:
+    """log(sum(exp(s))) over the last dimension: -inf for nothing but -inf, +inf if one score is, NaN if one is."""
+    shift = s.amax(-1)
+    shift = shift.where(shift.abs() != INF, 0.0)
+    return (s - shift[..., None]).exp().sum(-1).log() + shift
+
+
+def is_finite(x: Tensor) -> Tensor:
+    """Whether all elements of a head are: [H, ...] -> [H]."""
+    return x.isfinite().flatten(1).all(1)

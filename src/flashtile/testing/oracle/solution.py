@@ -1,0 +1,188 @@
+"""Reference results for a `Case`: float64 on the CPU, every sequence on its own, with what the error bound needs.
+
+Dense, packed and paged calls become the same thing here: tokens [T, H, D] and, for each sequence, the rows of its
+queries and keys among them. Each sequence goes through `forward` and `backward`; its results are added where its
+rows lie.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..case import Case
+from .backward import backward
+from .forward import INF, forward
+from .philox import keep_factors
+from .sequence import Sequence
+from .sums import Sums
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one result has to be, in its own shape.
+
+    `R`, `C` and `A` are those of docs/contract.md, section "Numbers"; `sums` says what they are made of. `A` counts all that
+    a score is the sum of: beside scale * sum|q||k| also |bias|, |slope| * distance and what score_mod changes. Results
+    that sum over rows (all gradients but dq) have the largest `A` among the rows that contribute to the element; a
+    tensor of score_mod the largest of the sequences that contribute. Of lse only `A` counts. `score_error` times
+    eps(acc) * A is how far a correctly computed score may be off: a dot product of D terms in the accumulation dtype.
+    """
+
+    reference: Tensor  # float64
+    dtype: torch.dtype  # what the public function returns
+    A: Tensor
+    R: Tensor | None = None  # None for lse
+    C: Tensor | None = None
+    loss: Tensor | None = None  # what is lost if every P and dS loses 1, for the bound's `tiny`
+    loose: Tensor | None = None  # bool: a NaN or infinity elsewhere in the same sequence and head may reach the element
+    score_error: float = 4.0
+
+
+def solve(case: Case) -> dict[str, Expected]:
+    """Expected results under the keys of `Case.run`: "out", "lse" and, if the case has a backward, "dq", "dk", ..."""
+    with torch.no_grad():
+        return _Solution(case).expected()
+
+
+class _Solution:
+    """The sums of one call in packed layout while its sequences are added up."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.given: dict[str, Any] = {name: _exact(value) for name, value in case.arguments.items()}
+        self.dense = case.function == "attention"
+        self.paged = self.given.get("page_table") is not None
+        self.score_tensors = tuple(_exact(t) for t in getattr(self.given.get("score_mod"), "tensors", ()))
+        self.q, self.k, self.v = (self._packed(self.given[name], name) for name in ("q", "k", "v"))  # [T, H, D]
+        out_shape = (*self.q.shape[:2], self.v.shape[2])  # [Tq, Hq, Dv]
+        self.dlse = torch.zeros(out_shape[:2], dtype=torch.float64)  # [Tq, Hq]
+        self.dout = None if case.dout is None else self._packed(_exact(case.dout), "out")
+        if case.dlse is not None:
+            self.dlse = self._packed(_exact(case.dlse), "lse")
+
+        self.lse = torch.full(out_shape[:2], -INF, dtype=torch.float64)  # rows of no sequence see nothing
+        self.A = torch.zeros(out_shape[:2], dtype=torch.float64)
+        self.sums = {"out": Sums.zeros(out_shape)}
+        if case.differentiates:
+            self.sums |= {
+                "dq": Sums.zeros(self.q.shape),
+                "dk": Sums.zeros(self.k.shape),
+                "dv": Sums.zeros(self.v.shape),
+            }
+            for name, tensor in case.differentiable().items():
+                if name not in ("q", "k", "v"):
+                    self.sums[f"d{name}"] = Sums.zeros(tensor.shape)
+
+    def expected(self) -> dict[str, Expected]:
+        for batch, (q_rows, k_rows) in enumerate(self._sequences()):
+            self._add_sequence(batch, q_rows, k_rows)
+        dtypes = {"out": self.case.dtype}
+        dtypes |= {f"d{name}": tensor.dtype for name, tensor in self.case.differentiable().items()}
+        results = {}
+        error = max(4.0, self.q.shape[-1] ** 0.5)
+        for name, sums in self.sums.items():
+            if name in ("out", "dq", "dk", "dv"):
+                sums = sums.map(lambda part, name=name: self._unpacked(part, name))
+            results[name] = Expected(
+                sums.total, dtypes[name], sums.A, sums.squares.sqrt(), sums.absolutes, sums.loss, sums.loose, error
+            )
+        lse_dtype = torch.float64 if self.case.dtype == torch.float64 else torch.float32
+        lse = Expected(self._unpacked(self.lse, "lse"), lse_dtype, self._unpacked(self.A, "lse"), score_error=error)
+        return {"out": results.pop("out"), "lse": lse, **results}
+
+    def _sequences(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each sequence the rows of its queries and of its keys among the packed tokens."""
+        if self.dense:
+            batch, _, seqlen_q, _ = self.given["q"].shape
+            seqlen_k = self.given["k"].shape[2]
+            for b in range(batch):
+                yield torch.arange(b * seqlen_q, (b + 1) * seqlen_q), torch.arange(b * seqlen_k, (b + 1) * seqlen_k)
+            return
+        starts_q, starts_k, used = self.given["cu_seqlens_q"], self.given["cu_seqlens_k"], self.given.get("seqused_k")
+        for b in range(len(starts_q) - 1):
+            seqlen_k = int(used[b]) if used is not None else int(starts_k[b + 1] - starts_k[b])
+            positions = torch.arange(seqlen_k)
+            if self.paged:
+                page_size = self.given["k"].shape[1]
+                k_rows = self.given["page_table"][b].long()[positions // page_size] * page_size + positions % page_size
+            else:
+                k_rows = int(starts_k[b]) + positions
+            yield torch.arange(int(starts_q[b]), int(starts_q[b + 1])), k_rows
+
+    def _add_sequence(self, batch: int, q_rows: Tensor, k_rows: Tensor) -> None:
+        given, shape = self.given, (self.q.shape[1], len(q_rows), len(k_rows))  # Hq, Sq, Sk
+        dropout_p, keep = given.get("dropout_p") or 0.0, None
+        if dropout_p > 0:
+            keep = torch.from_numpy(keep_factors(dropout_p, int(given["dropout_seed"]), batch, *shape))
+        slopes, scale, score_mod = given.get("alibi_slopes"), given.get("scale"), given.get("score_mod")
+        sequence = Sequence(
+            q=self.q[q_rows].transpose(0, 1),
+            k=self.k[k_rows].transpose(0, 1),
+            v=self.v[k_rows].transpose(0, 1),
+            batch=batch,
+            scale=self.q.shape[2] ** -0.5 if scale is None else scale,
+            causal=given.get("causal", False),
+            window=given.get("window"),
+            mask=self._local(given.get("mask"), batch, shape),
+            softcap=given.get("softcap"),
+            bias=self._local(given.get("bias"), batch, shape),
+            alibi_slopes=slopes[batch] if slopes is not None and slopes.ndim == 2 else slopes,
+            sinks=given.get("sinks"),
+            score_fn=getattr(score_mod, "fn", score_mod),
+            score_tensors=self.score_tensors,
+            keep=keep,
+            dout=None if self.dout is None else self.dout[q_rows].transpose(0, 1),
+            dlse=self.dlse[q_rows].transpose(0, 1),
+        )
+        results = forward(sequence)
+        self.lse[q_rows], self.A[q_rows] = results.lse.T, results.A.T
+        self.sums["out"].add_rows(q_rows, results.out)
+        for name, block in (backward(sequence, results) if self.case.differentiates else {}).items():
+            if name in ("dq", "dk", "dv"):
+                self.sums[name].add_rows(k_rows if name in ("dk", "dv") else q_rows, block)
+            elif name == "dbias":
+                index = self._local_index(given["bias"], batch, shape)
+                self.sums[name].add_at(index, block.map(lambda part: part[None]))
+            elif name == "dalibi_slopes" and given["alibi_slopes"].ndim == 2:
+                self.sums[name].add_at(slice(batch, batch + 1), block.map(lambda part: part[None]))
+            else:
+                self.sums[name].add_at(slice(None), block)
+
+    def _local_index(self, pairwise: Tensor, batch: int, shape: tuple[int, int, int]) -> tuple[slice, ...]:
+        """Where sequence `batch` lies in a tensor [B, H, Sq, Sk] whose dimensions may all be 1."""
+        wanted = (slice(batch, batch + 1), *(slice(0, n) for n in shape))
+        return tuple(slice(None) if size == 1 else part for size, part in zip(pairwise.shape, wanted, strict=True))
+
+    def _local(self, pairwise: Tensor | None, batch: int, shape: tuple[int, int, int]) -> Tensor | None:
+        return None if pairwise is None else pairwise[self._local_index(pairwise, batch, shape)][0]
+
+    def _packed(self, tensor: Tensor, name: str) -> Tensor:
+        """The public layout as tokens: [T, H, D], or [T, H] for lse."""
+        if self.dense:
+            return tensor.transpose(1, 2).flatten(0, 1)
+        if name == "lse":
+            return tensor.T
+        return tensor.flatten(0, 1) if self.paged and name in ("k", "v") else tensor
+
+    def _unpacked(self, tensor: Tensor, name: str) -> Tensor:
+        """Tokens back in the public layout of the result `name`."""
+        if self.dense:
+            batch = self.given["q"].shape[0]
+            seqlen = self.given["k" if name in ("dk", "dv") else "q"].shape[2]
+            return tensor.unflatten(0, (batch, seqlen)).transpose(1, 2)
+        if name == "lse":
+            return tensor.T
+        if self.paged and name in ("dk", "dv"):
+            return tensor.unflatten(0, self.given["k"].shape[:2])
+        return tensor
+
+
+def _exact(value: Any) -> Any:
+    """Floating tensors as float64, everything on the CPU."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach().cpu()
+    return value.double() if value.is_floating_point() else value

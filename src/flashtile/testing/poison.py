@@ -1,0 +1,102 @@
+"""Memory that shows when it is read before it is written, or read or written outside its tensor.
+
+`poisoned_allocation` replaces the allocating functions in `torch` and `torch.Tensor` themselves for the time of
+a `with` block. The other ways fail here:
+
+- A TorchDispatchMode or TorchFunctionMode is switched off while it handles an operator, so it does not see what the
+  implementation of a torch.library operator allocates, which is where backends do. Modes also belong to one
+  thread, and autograd runs the backward of CUDA operators in another.
+- `torch.utils.deterministic.fill_uninitialized_memory` needs `torch.use_deterministic_algorithms(True)`, which
+  makes other operators raise and is what `deterministic=None` follows: the code under test would take another path.
+
+Allocations inside ATen's own operators are not poisoned; those operators fill what they return.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+
+import torch
+from torch import Tensor
+
+ALLOCATORS = (
+    (torch, ("empty", "empty_like", "empty_strided", "empty_permuted")),
+    (Tensor, ("new_empty", "new_empty_strided")),
+)
+
+
+def poison_value(dtype: torch.dtype) -> float | int | bool:
+    """NaN for floating and complex dtypes, the largest value of integers, True for bool."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+@contextmanager
+def poisoned_allocation() -> Iterator[None]:
+    """Uninitialised tensors made from Python hold `poison_value` inside this block, in every thread."""
+
+    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(allocate)
+        def filled(*args, **kwargs) -> Tensor:
+            tensor = allocate(*args, **kwargs)
+            with torch.no_grad():
+                return tensor.fill_(poison_value(tensor.dtype)) if tensor.numel() else tensor
+
+        return filled
+
+    places = [(owner, name) for owner, names in ALLOCATORS for name in names]
+    originals = [vars(owner).get(name) for owner, name in places]  # None: inherited
+    try:
+        for owner, name in places:
+            setattr(owner, name, poisoned(getattr(owner, name)))
+        yield
+    finally:
+        for (owner, name), original in zip(places, originals, strict=True):
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A tensor with bands of poison before and behind it in memory."""
+
+    tensor: Tensor
+    before: Tensor  # one-dimensional
+    behind: Tensor
+
+    def intact(self) -> bool:
+        """Whether nothing was written to the bands."""
+        value = poison_value(self.tensor.dtype)
+        return all(
+            bool((band.isnan() if value != value else band == value).all()) for band in (self.before, self.behind)
+        )
+
+
+def with_guard_bands(values: Tensor, band: int = 1024) -> Guarded:
+    """A copy of `values` with the same strides, `band` elements of poison on both sides."""
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(values.shape, values.stride(), strict=True))
+    extent = extent if values.numel() else 0
+    buffer = torch.full((extent + 2 * band,), poison_value(values.dtype), dtype=values.dtype, device=values.device)
+    tensor = buffer.as_strided(values.shape, values.stride(), band)
+    if 0 in values.stride():  # the elements of an expanded tensor share memory: write each once
+        once = [slice(0, 1) if stride == 0 else slice(None) for stride in values.stride()]
+        tensor[tuple(once)] = values[tuple(once)]
+    else:
+        tensor.copy_(values)
+    return Guarded(tensor, buffer[:band], buffer[band + extent :])
+
+
+def in_larger_buffer(values: Tensor, margins: Sequence[tuple[int, int]]) -> Tensor:
+    """A copy of `values` inside a buffer of poison that is larger by (before, behind) in each dimension.
+
+    Unlike guard bands this changes the strides, and a read past the end of any row, head or batch meets poison.
+    """
+    shape = [before + n + behind for n, (before, behind) in zip(values.shape, margins, strict=True)]
+    buffer = torch.full(shape, poison_value(values.dtype), dtype=values.dtype, device=values.device)
+    inside = tuple(slice(before, before + n) for n, (before, _) in zip(values.shape, margins, strict=True))
+    buffer[inside] = values
+    return buffer[inside]
