@@ -1,0 +1,35 @@
+"""The command line: `flashtile env | explain | verify`. Nothing else imports this package, nor click and rich."""
+
+from typing import Any
+
+import click
+
+from .. import __version__
+from ..errors import AttentionError
+from .env import env
+from .explain import explain
+from .verify import verify
+
+
+class Refused(click.ClickException):
+    """A call that flashtile refuses, as a message without a traceback."""
+
+    exit_code = 2
+
+
+class Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AttentionError as error:
+            raise Refused(str(error)) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(__version__, prog_name="flashtile")
+def main() -> None:
+    """Exact attention for PyTorch: what runs on this machine, why, and whether it is right."""
+
+
+for command in (env, explain, verify):
+    main.add_command(command)

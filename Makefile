@@ -1,0 +1,25 @@
+# Targets for people; `make ci` is what has to pass before a change goes in.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install test lint types verify ci
+
+install:
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+
+test:
+	$(BIN)/python -m pytest -n auto
+
+lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types:
+	$(BIN)/pyright
+
+verify:
+	$(BIN)/flashtile verify
+
+ci:
+	.ci/run

@@ -1,0 +1,139 @@
+"""`flashtile env`: the machine as flashtile sees it. What cannot be found out is listed with the reason."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import click
+import torch
+
+from .. import __version__
+from ..device import describe_device
+from ..plan import BACKEND_VARIABLE, backends
+from .options import json_option, print_json
+
+PACKAGES = ("numpy", "triton", "llvmlite", "numba", "matplotlib", "flash_attn")
+VARIABLES = (BACKEND_VARIABLE,)
+
+
+@click.command()
+@json_option
+def env(as_json: bool) -> None:
+    """The machine: Python, CPU, GPUs, PyTorch, and which backends are usable.
+
+    Never fails. Put its output into a bug report.
+    """
+    found, unknown = survey()
+    if as_json:
+        print_json(found | {"unknown": unknown})
+        return
+    for name, value in found.items():
+        for n, line in enumerate(lines(value)):
+            click.echo(f"{'' if n else name:16}{line}")
+    for name, reason in unknown.items():
+        click.echo(f"{name:16}not found out: {reason}")
+
+
+def survey() -> tuple[dict[str, Any], dict[str, str]]:
+    """What every probe found, and for each that failed the reason."""
+    found: dict[str, Any] = {}
+    unknown: dict[str, str] = {}
+    for name, probe in PROBES.items():
+        try:
+            found[name] = probe()
+        except Exception as error:  # whatever a strange machine makes of it
+            unknown[name] = f"{type(error).__name__}: {error}"
+    return found, unknown
+
+
+def lines(value: Any) -> list[str]:
+    """A value as lines of text."""
+    if isinstance(value, dict):
+        return [f"{name}: {'-' if x is None else x}" for name, x in value.items()]
+    if isinstance(value, list):
+        return [", ".join(lines(x)) for x in value] or ["none"]
+    return ["-" if value is None else str(value)]
+
+
+def cpu_name() -> str:
+    if platform.system() == "Linux":
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+        return names[0] if names else platform.machine()
+    if platform.system() == "Darwin":
+        return output_of("sysctl", "-n", "machdep.cpu.brand_string")
+    return platform.processor()
+
+
+def memory() -> str:
+    return gibibytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def torch_build() -> dict[str, Any]:
+    return {"version": torch.__version__, "CUDA": torch.version.cuda, "HIP": torch.version.hip}
+
+
+def gpus() -> list[dict[str, Any]]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        device = describe_device(torch.device("cuda", index))
+        total = torch.cuda.get_device_properties(index).total_memory
+        found.append({"name": device.name, "arch": device.arch, "cores": device.cores, "memory": gibibytes(total)})
+    return found
+
+
+def gpu_driver() -> str | None:
+    if torch.cuda.device_count() == 0:
+        return None
+    if torch.version.hip:
+        with open("/sys/module/amdgpu/version") as file:
+            return file.read().strip()
+    return output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
+
+
+def packages() -> dict[str, str | None]:
+    """Versions of what is installed, without importing it; `None` for what is not."""
+
+    def version(name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {name: version(name) for name in PACKAGES}
+
+
+def usable_backends() -> dict[str, str]:
+    return {
+        status.name: f"usable ({status.summary})" if status.usable else f"not usable: {status.reason}"
+        for status in backends()
+    }
+
+
+def output_of(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+
+def gibibytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+PROBES: dict[str, Callable[[], Any]] = {
+    "flashtile": lambda: __version__,
+    "python": lambda: f"{platform.python_implementation()} {platform.python_version()}",
+    "platform": platform.platform,
+    "cpu": cpu_name,
+    "cpu cores": os.cpu_count,
+    "cpu capability": torch.backends.cpu.get_cpu_capability,
+    "torch threads": torch.get_num_threads,
+    "memory": memory,
+    "torch": torch_build,
+    "gpus": gpus,
+    "gpu driver": gpu_driver,
+    "packages": packages,
+    "backends": usable_backends,
+    "variables": lambda: {name: os.environ.get(name) for name in VARIABLES},
+}

@@ -1,0 +1,60 @@
+"""Options that commands share, and how results are printed."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import click
+import torch
+
+from ..check import DTYPES
+
+NAMED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+class Device(click.ParamType):
+    """A device on which a tensor can be made, here and now."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> torch.device:
+        try:
+            device = torch.device(value)
+            torch.zeros(1, device=device).item()
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            self.fail(f"{value!r} does not work here: {str(error).splitlines()[0]}", param, ctx)
+        return device
+
+
+class Dtype(click.Choice):
+    """A dtype by its name in torch."""
+
+    def __init__(self) -> None:
+        super().__init__(tuple(NAMED_DTYPES))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> torch.dtype:
+        return value if isinstance(value, torch.dtype) else NAMED_DTYPES[super().convert(value, param, ctx)]
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")(command)
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(representable(value), indent=2))
+
+
+def representable(value: Any) -> Any:
+    """A value as JSON knows it; it has no NaN and no infinity, so these become strings."""
+    if isinstance(value, dict):
+        return {str(key): representable(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [representable(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

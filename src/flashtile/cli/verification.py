@@ -1,0 +1,146 @@
+"""Random problems, run by backends and held against the fp64 oracle, in this process or in several."""
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ..errors import BackendError
+from ..testing.generate import random_case
+from ..testing.oracle import solve
+from ..testing.tolerance import Deviation, compare
+from .options import dtype_name
+
+CASES_PER_PROCESS = 50  # starting a process takes as long as some dozens of cases
+
+
+class Problems(NamedTuple):
+    """Which problems are examined, by which backends."""
+
+    seeds: range
+    backends: tuple[str, ...]
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...] | None  # None: all
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one backend made of one problem."""
+
+    backend: str
+    seed: int
+    dtype: str
+    description: str
+    deviations: tuple[Deviation, ...] = ()  # one for each result, worst first
+    error: str | None = None  # the exception, if one was raised
+    declined: str | None = None  # why the backend does not take this problem
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or any(not deviation.ok for deviation in self.deviations)
+
+
+@dataclass
+class Tally:
+    """The outcomes of one backend in one dtype so far."""
+
+    backend: str
+    dtype: str
+    cases: int = 0
+    failed: int = 0
+    declined: int = 0
+    worst: Deviation | None = None
+    worst_seed: int | None = None
+
+    def add(self, outcome: Outcome) -> None:
+        if outcome.declined is not None:
+            self.declined += 1
+            return
+        self.cases += 1
+        self.failed += outcome.failed
+        for deviation in outcome.deviations[:1]:
+            if self.worst is None or deviation.ratio > self.worst.ratio:
+                self.worst, self.worst_seed = deviation, outcome.seed
+
+
+@dataclass(frozen=True)
+class Report:
+    """All outcomes, and what follows from them."""
+
+    problems: Problems
+    outcomes: list[Outcome]
+    seconds: float
+
+    def tallies(self) -> list[Tally]:
+        """One for each backend and dtype, sorted."""
+        found: dict[tuple[str, str], Tally] = {}
+        for outcome in self.outcomes:
+            key = outcome.backend, outcome.dtype
+            found.setdefault(key, Tally(*key)).add(outcome)
+        return [found[key] for key in sorted(found)]
+
+    def failures(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.failed]
+
+    def unverified(self) -> list[str]:
+        """Backends that declined every problem."""
+        tried = {outcome.backend for outcome in self.outcomes if outcome.declined is None}
+        return [backend for backend in self.problems.backends if backend not in tried]
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures() and not self.unverified()
+
+
+def examine(problems: Problems, jobs: int) -> Iterator[list[Outcome]]:
+    """For each seed, in order, one outcome of each backend."""
+    jobs = min(jobs, len(problems.seeds) // CASES_PER_PROCESS)
+    if jobs <= 1:
+        with one_thread():
+            yield from map(partial(examine_one, problems), problems.seeds)
+        return
+    context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
+    with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from pool.map(partial(examine_one, problems), problems.seeds, chunksize=4)
+
+
+def examine_one(problems: Problems, seed: int) -> list[Outcome]:
+    """The problem of a seed, solved once by the oracle and run by every backend."""
+    dtypes = "any" if problems.dtypes is None else ", ".join(map(dtype_name, problems.dtypes))
+    try:
+        case = random_case(seed, device=problems.device, dtypes=problems.dtypes)
+        expected = solve(case)
+    except Exception as error:
+        message = f"no problem to compare with: {in_words(error)}"
+        return [Outcome(backend, seed, dtypes, f"seed {seed}", error=message) for backend in problems.backends]
+
+    def outcome(backend: str) -> Outcome:
+        known = partial(Outcome, backend, seed, dtype_name(case.dtype), case.description)
+        try:
+            return known(tuple(compare(case.run(backend), case, expected)))
+        except BackendError as error:
+            return known(declined=error.reasons.get(backend, str(error)))
+        except Exception as error:
+            return known(error=in_words(error))
+
+    return [outcome(backend) for backend in problems.backends]
+
+
+def in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: for tensors as small as these, handing work to others takes longer than doing it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,141 @@
+"""`flashtile verify`: does every backend compute what the contract says, on this machine, with this PyTorch?"""
+
+import os
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ..errors import BackendError
+from ..plan import backends as all_backends
+from .options import Device, Dtype, dtype_name, json_option, print_json
+from .verification import Outcome, Problems, Report, Tally, examine
+
+SHOWN_FAILURES = 20
+
+
+@click.command()
+@click.option("--backend", "backends", multiple=True, help="A backend by name; may be repeated.  [default: all usable]")
+@click.option("--cases", type=click.IntRange(1), default=200, help="How many random problems.")
+@click.option("--seed", "first", type=click.IntRange(0), default=0, help="The first problem's seed; the next are +1.")
+@click.option("--device", type=Device(), default="cpu")
+@click.option("--dtype", "dtypes", type=Dtype(), multiple=True, help="May be repeated.  [default: all]")
+@click.option("--jobs", type=click.IntRange(1), help="Processes.  [default: CPU cores, at most 8]")
+@json_option
+def verify(
+    backends: tuple[str, ...],
+    cases: int,
+    first: int,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Run random problems over the whole contract, forward and backward, and hold them against an fp64 oracle.
+
+    Every element of out, lse and each gradient has to be within its error bound. Ratios are errors in units of that
+    bound: 1 would be at its edge. The exit code is 1 if anything fails.
+    """
+    problems = Problems(range(first, first + cases), chosen(backends), device, dtypes or None)
+    start = time.perf_counter()
+    batches = with_progress(examine(problems, jobs or default_jobs()), cases)
+    outcomes = [outcome for batch in batches for outcome in batch]
+    report = Report(problems, outcomes, time.perf_counter() - start)
+    if as_json:
+        print_json(as_dict(report))
+    else:
+        print_report(report)
+    sys.exit(0 if report.passed else 1)
+
+
+def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The backends asked for, which must be usable here; without any, all that are."""
+    known = {status.name: status for status in all_backends()}
+    reasons = {name: known[name].reason if name in known else "there is no such backend" for name in names}
+    refused = {name: reason for name, reason in reasons.items() if reason is not None}
+    if refused:
+        raise BackendError(f"not to be verified here; backends: {', '.join(known)}", refused)
+    return tuple(dict.fromkeys(names)) or tuple(name for name, status in known.items() if status.usable)
+
+
+def default_jobs() -> int:
+    return min(os.cpu_count() or 1, 8)
+
+
+def with_progress(batches: Iterator[list[Outcome]], total: int) -> Iterator[list[Outcome]]:
+    """A progress bar on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    return iter(track(batches, "problems", total, console=console, transient=True, disable=not console.is_terminal))
+
+
+def repeat(problems: Problems, outcome: Outcome) -> str:
+    """The command that runs one failed problem again. A problem depends on the dtypes it is drawn from."""
+    words = ["flashtile", "verify", "--backend", outcome.backend]
+    if problems.device.type != "cpu":
+        words += ["--device", str(problems.device)]
+    for dtype in problems.dtypes or ():
+        words += ["--dtype", dtype_name(dtype)]
+    return shlex.join([*words, "--seed", str(outcome.seed), "--cases", "1"])
+
+
+def print_report(report: Report) -> None:
+    failures = report.failures()
+    for outcome in failures[:SHOWN_FAILURES]:
+        print_failure(report.problems, outcome)
+    if len(failures) > SHOWN_FAILURES:
+        click.echo(f"... and {len(failures) - SHOWN_FAILURES} more; --json has all of them\n")
+    print_tallies(report.tallies())
+    for backend in report.unverified():
+        click.echo(f"{backend} declined every problem: nothing is verified")
+    if failures or report.passed:
+        found = f"{len(failures)} of {len(report.outcomes)} runs failed" if failures else "all within their bounds"
+        problems = report.problems
+        click.echo(f"{len(problems.seeds)} problems on {problems.device}, {report.seconds:.1f} s: {found}")
+
+
+def print_failure(problems: Problems, outcome: Outcome) -> None:
+    click.echo(f"FAILED {outcome.backend}: {outcome.description}")
+    if outcome.error is not None:
+        click.echo(f"  {outcome.error}")
+    for deviation in outcome.deviations:
+        if not deviation.ok:
+            click.echo(f"  {deviation}")
+    click.echo(f"  again: {repeat(problems, outcome)}\n")
+
+
+def print_tallies(tallies: list[Tally]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("backend", "dtype", "cases", "failed", "declined", "worst ratio", "of", "seed"):
+        words = heading in ("backend", "dtype", "of")
+        table.add_column(heading, justify="left" if words else "right", no_wrap=words)
+    for tally in tallies:
+        worst = ("", "", "")
+        if tally.worst is not None:
+            worst = (f"{tally.worst.ratio:.3f}", tally.worst.name, str(tally.worst_seed))
+        table.add_row(tally.backend, tally.dtype, str(tally.cases), str(tally.failed), str(tally.declined), *worst)
+    Console().print(table)
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    problems = report.problems
+    refusals = Counter((outcome.backend, outcome.declined) for outcome in report.outcomes if outcome.declined)
+    return {
+        "passed": report.passed,
+        "device": str(problems.device),
+        "first_seed": problems.seeds.start,
+        "cases": len(problems.seeds),
+        "seconds": report.seconds,
+        "results": [asdict(tally) for tally in report.tallies()],
+        "failures": [asdict(outcome) | {"again": repeat(problems, outcome)} for outcome in report.failures()],
+        "declined": [{"backend": name, "reason": reason, "cases": n} for (name, reason), n in refusals.items()],
+        "unverified": report.unverified(),
+    }

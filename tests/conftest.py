@@ -1,0 +1,26 @@
+"""Settings that all tests share: hypothesis profiles, threads and seeds."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Examples are the same on every run, so that a red test is red for everyone. `--hypothesis-profile=thorough` looks for
+# new ones.
+slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile(
+    "default", max_examples=60, derandomize=True, deadline=None, suppress_health_check=slow_is_fine
+)
+settings.register_profile(
+    "thorough", max_examples=3000, deadline=None, suppress_health_check=slow_is_fine, print_blob=True
+)
+settings.load_profile("default")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)

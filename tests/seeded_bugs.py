@@ -1,0 +1,267 @@
+"""Mistakes that somebody could make in the tiled backend, and whether the random calls of the contract notice each.
+
+    python -m tests.seeded_bugs        # the table: each bug, and the first result and call that showed it
+
+A bug is planted by compiling the changed source of a module and giving the code of each changed function to the
+function that is already there, so that every module that imported it runs the changed one.
+"""
+
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+try:
+    from .checking import dense_case, features, lengths_on_the_device, tile_size
+except ImportError:  # pytest imports the tests as modules of their own
+    from checking import dense_case, features, lengths_on_the_device, tile_size
+
+from flashtile.testing.case import Case
+from flashtile.testing.generate import random_case
+from flashtile.testing.oracle import Expected, solve
+from flashtile.testing.tolerance import compare
+
+NUM_RANDOM, NUM_ON_DEVICE = 40, 12
+NUM_CALLS = 13 + NUM_RANDOM + NUM_ON_DEVICE
+
+
+class Bug(NamedTuple):
+    name: str
+    module: str  # below flashtile.backends
+    old: str
+    new: str
+
+
+SOFTCAP = """
+        if self.softcap is not None:
+            s = self.softcap * torch.tanh(s / self.softcap)"""
+BIAS = """
+        if self.bias is not None:
+            s = s + tile_part(self.bias, tile).to(self.dtype)"""
+
+BUGS = (
+    # which pairs
+    Bug(
+        "window: left off by one",
+        "common.masking",
+        "rows + diagonal - window.left",
+        "rows + diagonal - window.left + 1",
+    ),
+    Bug(
+        "window: right off by one",
+        "common.masking",
+        "rows + diagonal + window.right",
+        "rows + diagonal + window.right - 1",
+    ),
+    Bug("causal aligned at the top left", "common.masking", "rows + diagonal + window.right", "rows + window.right"),
+    Bug("top_left aligned at the bottom right", "common.masking", "keys <= rows)", "keys <= rows + diagonal)"),
+    Bug(
+        "visible blocks taken for full ones",
+        "tiled.loop",
+        "full=visited.full_lo <= keys.start",
+        "full=visited.lo <= keys.start",
+    ),
+    Bug(
+        "last key block forgotten",
+        "tiled.loop",
+        "range(first, visited.hi, shape.block_n)",
+        "range(first, visited.hi - 1, shape.block_n)",
+    ),
+    Bug("mask ignored", "common.scores", "if self.mask is not None:", "if self.mask is not None and False:"),
+    Bug(
+        "diagonal of varlen from the longest sequence",
+        "common.tiles",
+        "diagonal: int | Tensor = seqlen_k - seqlen_q",
+        "diagonal = keys.max_length - queries.max_length",
+    ),
+    Bug("seqused_k ignored", "common.tiles", "torch.minimum(used, length)", "length"),
+    Bug(
+        "page off by one",
+        "common.tiles",
+        "column = position // self.page_size",
+        "column = (position + 1) // self.page_size % self.page_table.shape[1]",
+    ),
+    Bug("keys past the end exist", "common.tiles", "(position < self.length[:, None]) & (page >= 0)", "(page >= 0)"),
+    Bug("shared pages overwrite one another", "common.tiles", "accumulate=True", "accumulate=False"),
+    Bug(
+        "heads of a group interleaved",
+        "common.tiles",
+        "x.unflatten(1, (-1, num_groups)).flatten(2, 3)",
+        "x.unflatten(1, (num_groups, -1)).transpose(1, 2).flatten(2, 3)",
+    ),
+    # what a score becomes
+    Bug(
+        "ALiBi distance without absolute value",
+        "common.scores",
+        "(rows + self.slab.diagonal - keys).abs()",
+        "(rows + self.slab.diagonal - keys)",
+    ),
+    Bug("ALiBi added", "common.scores", "s = s - self.slopes", "s = s + self.slopes"),
+    Bug("softcap after bias", "common.scores", SOFTCAP + BIAS, BIAS + SOFTCAP),
+    Bug("softcap without derivative", "common.score_gradients", "if scores.softcap is not None:", "if False:"),
+    Bug(
+        "dbias not reduced but overwritten",
+        "common.score_gradients",
+        "part += ds.sum_to_size(part.shape)",
+        "part.copy_(ds.sum_to_size(part.shape))",
+    ),
+    Bug("dslopes with the wrong sign", "common.score_gradients", "part -= (ds", "part += (ds"),
+    Bug(
+        "score_mod without derivative",
+        "common.score_gradients",
+        "return dscore if visible is None",
+        "return ds if visible is None",
+    ),
+    Bug(
+        "score_mod gradients of the last tile alone",
+        "common.score_gradients",
+        "total += dtensor",
+        "total.copy_(dtensor)",
+    ),
+    # how rows are normalised
+    Bug("acc not rescaled", "tiled.forward", "state.acc * alpha + pv", "state.acc + pv"),
+    Bug("l not rescaled", "tiled.forward", "state.l * alpha + p.sum", "state.l + p.sum"),
+    Bug(
+        "dropout before l",
+        "tiled.forward",
+        "l = state.l * alpha + p.sum(dim=-1, keepdim=True)",
+        "l = state.l * alpha + (p if keep is None else p * keep).sum(dim=-1, keepdim=True)",
+    ),
+    Bug("sink not in l", "common.softmax", "torch.exp(sink - m)", "torch.zeros_like(sink)"),
+    Bug("NaN in rows that see nothing", "common.softmax", "torch.where(m == -torch.inf, 0.0, m)", "m"),
+    Bug("lse without the maximum", "common.softmax", "state.m + torch.log(l)", "torch.log(l)"),
+    Bug(
+        "dropout counter without the sequence",
+        "common.scores",
+        "self.b * self.num_heads + self.h",
+        "0 * self.b + self.h",
+    ),
+    Bug(
+        "halves of the random words swapped",
+        "common.rng",
+        "(words & 0xFFFF, words >> 16)",
+        "(words >> 16, words & 0xFFFF)",
+    ),
+    Bug(
+        "kept probabilities not scaled up", "common.rng", "kept.to(dtype) * (65536 / (65536 - limit))", "kept.to(dtype)"
+    ),
+    Bug(
+        "scores rounded to bf16",
+        "tiled.forward",
+        "s = scores.forward(s, tile, visible)",
+        "s = scores.forward(s, tile, visible).bfloat16().to(s.dtype)",
+    ),
+    # backward
+    Bug("delta without dlse", "tiled.backward", "if dlse is not None:", "if False:"),
+    Bug("delta added", "tiled.backward", "ds = p * (dp - delta)", "ds = p * (dp + delta)"),
+    Bug("dropout not in dp", "tiled.backward", "dp = dp * keep", "dp = dp * 1"),
+    Bug("dropout not in dv", "tiled.backward", "kept = p if keep is None else p * keep", "kept = p"),
+    Bug(
+        "scale missing in dq",
+        "tiled.backward",
+        "unfold_groups(dq_i * settings.scale, groups)",
+        "unfold_groups(dq_i, groups)",
+    ),
+    Bug(
+        "scale twice in dk",
+        "tiled.backward",
+        "ds.transpose(-1, -2) @ q_i)",
+        "ds.transpose(-1, -2) @ q_i * settings.scale)",
+    ),
+    Bug(
+        "sink gradient with the wrong sign",
+        "tiled.backward",
+        "features.sinks[slab.heads_q] -= ",
+        "features.sinks[slab.heads_q] += ",
+    ),
+    Bug("hidden pairs have gradients", "tiled.backward", "p = torch.where(visible, p, 0)", "p = p"),
+)
+
+
+@contextmanager
+def planted(bug: Bug) -> Iterator[None]:
+    module = importlib.import_module(f"flashtile.backends.{bug.module}")
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    assert source.count(bug.old) == 1, f"{bug.name}: the source has moved on, so the bug has to follow it"
+    changed = dict(codes(compile(source.replace(bug.old, bug.new), module.__file__, "exec")))
+    originals = {f: f.__code__ for f in functions(module) if f.__code__ != changed[f.__qualname__]}
+    assert originals, f"{bug.name}: no function has changed"
+    try:
+        for function in originals:
+            function.__code__ = changed[function.__qualname__]
+        yield
+    finally:
+        for function, code in originals.items():
+            function.__code__ = code
+
+
+def codes(code: types.CodeType) -> Iterator[tuple[str, types.CodeType]]:
+    """All functions in compiled source, methods included, by qualified name."""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant.co_qualname, constant
+            yield from codes(constant)
+
+
+def functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
+    """The functions and methods that a module defines itself."""
+    for owner in (
+        module,
+        *(x for _, x in inspect.getmembers(module, inspect.isclass) if x.__module__ == module.__name__),
+    ):
+        for value in vars(owner).values():
+            if isinstance(value, types.FunctionType) and value.__code__.co_filename == module.__file__:
+                yield value
+
+
+class Call(NamedTuple):
+    """One call that every bug is tried on, and the tiles it runs in."""
+
+    case: Case
+    expected: dict[str, Expected]
+    block: int
+    on_device: bool = False  # as if lengths and pages were on a GPU
+
+
+@functools.cache
+def call(n: int) -> Call:
+    """First every feature alone, then random calls, then random packed calls whose lengths the host does not read."""
+    small = list(features().values())
+    if n < len(small):
+        case = dense_case(**small[n])
+        return Call(case, solve(case), block=4)
+    n -= len(small)
+    on_device = n >= NUM_RANDOM
+    case = random_case(n, function="attention_varlen" if on_device else None)
+    return Call(case, solve(case), block=32, on_device=on_device)
+
+
+def caught_by(num_calls: int = NUM_CALLS) -> str | None:
+    """The first wrong result of the fixed calls; `None` if all are right."""
+    for n in range(num_calls):
+        case, expected, block, on_device = call(n)
+        place = lengths_on_the_device() if on_device else nullcontext()
+        with place, tile_size(block, block, scores=4 * block**2):
+            try:
+                worst = compare(case.run("tiled"), case, expected)[0]
+            except (RuntimeError, IndexError) as error:  # a bug may also break shapes
+                return f"{type(error).__name__} in call {n}: {case.description}"
+        if not worst.ok:
+            return f"{worst.name} of call {n} ({worst.ratio:.3g} of the bound): {case.description}"
+    return None
+
+
+def main() -> None:
+    print(f"{'no bug':46} {caught_by() or 'all results are right'}")
+    for bug in BUGS:
+        with planted(bug):
+            print(f"{bug.name:46} {caught_by() or 'NOT CAUGHT'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

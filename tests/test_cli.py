@@ -1,0 +1,156 @@
+"""The command line: what it prints, in words and as JSON, and how it exits."""
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flashtile.backends.tiled import forward, kernels, support
+from flashtile.cli import main
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, words)
+
+
+def run_json(*words: str) -> dict:
+    result = run(*words, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def broken_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiled backend loses a tenth of every tile's values."""
+    right = forward.update
+
+    def wrong(*arguments):
+        state = right(*arguments)
+        return state._replace(acc=state.acc * 0.9)
+
+    monkeypatch.setattr(forward, "update", wrong)
+
+
+def test_env() -> None:
+    found = run_json("env")
+    assert found["torch"]["version"]
+    assert found["backends"]["tiled"].startswith("usable")
+    text = run("env").output
+    assert all(f"\n{name} " in f"\n{text}" for name in found if name != "unknown")
+
+
+def test_env_says_what_it_cannot_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise OSError("not on this machine")
+
+    module = importlib.import_module("flashtile.cli.env")
+    monkeypatch.setattr(module, "PROBES", dict.fromkeys(module.PROBES, fails))
+    assert set(run_json("env")["unknown"].values()) == {"OSError: not on this machine"}
+    result = run("env")
+    assert result.exit_code == 0
+    assert "not found out: OSError: not on this machine" in result.output
+
+
+def test_env_and_documentation_name_every_variable() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    variables = set(re.findall(r'"(FLASHTILE_[A-Z_]+)"', code))
+    assert variables == set(run_json("env")["variables"])
+    assert variables == set(re.findall(r"`(FLASHTILE_[A-Z_]+)`", (ROOT / "ENVIRONMENT.md").read_text()))
+
+
+def test_explain() -> None:
+    shapes = "--batch 2 --heads 6 --heads-kv 2 --seqlen-q 64 --seqlen-k 96 --head-dim 32 --head-dim-v 16"
+    features = "--causal --window 7, --softcap 30 --bias --alibi --sinks --dropout 0.1 --deterministic"
+    found = run_json("explain", *f"{shapes} {features} --dtype bfloat16 --backend tiled".split())
+    assert found["backend"] == "tiled"
+    words = ("bfloat16", "heads 6/2", "64 x 96", "head_dim 32/16", "window (7, 0)")
+    words += ("softcap", "bias", "alibi", "sinks", "dropout", "deterministic")
+    assert all(word in found["problem"] for word in words)
+    assert "backend tiled" in run("explain", "--seqlen-q", "64").output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["explain", "--heads", "6", "--heads-kv", "4"], "divides the 6 heads"),
+        (["explain", "--backend", "none"], "'none'"),
+        (["explain", "--window", "3"], "LEFT,RIGHT"),
+        (["explain", "--device", "nowhere"], "does not work here"),
+        (["verify", "--backend", "none"], "there is no such backend"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_refusals_are_messages(words: list[str], message: str) -> None:
+    result = run(*words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_verify() -> None:
+    found = run_json("verify", "--cases", "3", "--seed", "7", "--dtype", "float32", "--dtype", "bfloat16")
+    assert found["passed"]
+    assert not found["failures"]
+    assert {tally["backend"] for tally in found["results"]} == {"tiled", "reference"}
+    assert {tally["dtype"] for tally in found["results"]} <= {"float32", "bfloat16"}
+    assert sum(tally["cases"] for tally in found["results"]) == 6
+    assert "all within their bounds" in run("verify", "--cases", "1").output
+
+
+def test_verify_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashtile.cli.verification.CASES_PER_PROCESS", 2)
+    several, one = (run_json("verify", "--cases", "4", "--jobs", jobs) for jobs in ("2", "1"))
+    assert several["results"] == one["results"]
+
+
+@pytest.mark.usefixtures("broken_update")
+def test_verify_finds_a_broken_backend() -> None:
+    result = run("verify", "--cases", "2", "--seed", "3", "--dtype", "float32")
+    assert result.exit_code == 1
+    assert "FAILED tiled: " in result.stdout
+    assert "FAILED reference" not in result.stdout
+    again = re.search(r"again: flashtile (.*)", result.stdout)
+    assert again is not None
+    description = re.search(r"FAILED tiled: (.*)", result.stdout)
+    assert description is not None
+    repeated = run(*shlex.split(again[1]), "--json")
+    assert repeated.exit_code == 1
+    failures = json.loads(repeated.stdout)["failures"]
+    assert [(f["backend"], f["description"]) for f in failures] == [("tiled", description[1])]
+
+
+def test_verify_counts_an_exception_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(kernels, "forward", fails)
+    result = run("verify", "--backend", "tiled", "--cases", "1")
+    assert result.exit_code == 1
+    assert "RuntimeError: no kernel" in result.stdout
+    assert "1 of 1 runs failed" in result.stdout
+
+
+def test_verify_proves_nothing_where_everything_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = importlib.import_module("flashtile.plan")
+    plans._plan.cache_clear()
+    monkeypatch.setattr(support, "declines", lambda problem, device: "it is Sunday")
+    result = run("verify", "--backend", "tiled", "--cases", "1", "--json")
+    plans._plan.cache_clear()
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert found["unverified"] == ["tiled"]
+    assert found["declined"] == [{"backend": "tiled", "reason": "it is Sunday", "cases": 1}]
+
+
+def test_the_installed_command() -> None:
+    command = Path(sys.executable).with_name("flashtile")
+    result = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("flashtile, version ")

@@ -1,0 +1,240 @@
+"""torch.compile and torch.export around a call: one graph, the same numbers, and no compiling again."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from checking import offsets
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import flashtile
+from flashtile import ArgumentError, ScoreMod
+
+B, HQ, HKV, SQ, SK, D = 2, 4, 2, 12, 20, 8
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def leaf(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def dense_leaves(seqlen_q: int = SQ, seqlen_k: int = SK) -> list[Tensor]:
+    return [leaf(B, HQ, seqlen_q, D), leaf(B, HKV, seqlen_k, D, seed=1), leaf(B, HKV, seqlen_k, D, seed=2)]
+
+
+def results(function: Callable[..., Any], *leaves: Tensor) -> list[Tensor]:
+    """What a function returns, and the gradients of its leaves."""
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    total = sum(x.square().sum() for x in outputs)
+    return [*outputs, *torch.autograd.grad(total, leaves)]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+weight = leaf(HQ, seed=3)
+MOD = ScoreMod(lambda score, b, h, i, j, w: score * w[h] + 0.1 * (i - j), (weight,))
+CU_Q, CU_K = offsets(5, 0, 7), offsets(9, 3, 8)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return flashtile.attention(q, k, v, causal=True, return_lse=True)
+
+
+def with_features(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slopes: Tensor, sinks: Tensor) -> Any:
+    features = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks, "softcap": 5.0, "window": (4, 4)}
+    return flashtile.attention(q, k, v, **features)
+
+
+def with_score_mod(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Any:
+    return flashtile.attention(q, k, v, score_mod=MOD) + 0 * w.sum()
+
+
+def with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return flashtile.attention(q, k, v, dropout_p=0.3, dropout_seed=5)
+
+
+def on_one_tensor(x: Tensor) -> Any:
+    return flashtile.attention(x, x, x, causal=True)
+
+
+def on_views_of_one_tensor(x: Tensor) -> Any:
+    q, k, v = x.unflatten(-1, (3, D)).unbind(-2)
+    return flashtile.attention(q, k, v)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return flashtile.attention_varlen(q, k, v, CU_Q, CU_K, max_seqlen_q=7, max_seqlen_k=9, return_lse=True)
+
+
+def feature_leaves() -> list[Tensor]:
+    return [*dense_leaves(), leaf(1, HQ, 1, SK), leaf(HQ), leaf(HQ)]
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]]]] = {
+    "plain": (plain, dense_leaves),
+    "features": (with_features, feature_leaves),
+    "score_mod": (with_score_mod, lambda: [*dense_leaves(), weight]),
+    "dropout": (with_dropout, dense_leaves),
+    "one tensor": (on_one_tensor, lambda: [leaf(B, HQ, SQ, D)]),
+    "views of one tensor": (on_views_of_one_tensor, lambda: [leaf(B, HQ, SQ, 3 * D)]),
+    "varlen": (packed, lambda: [leaf(12, HQ, D), leaf(20, HKV, D), leaf(20, HKV, D)]),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_one_graph_same_numbers(name: str, dynamic: bool) -> None:
+    function, leaves = FUNCTIONS[name]
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for x, y in zip(results(compiled, *leaves()), results(function, *leaves()), strict=True):
+        torch.testing.assert_close(x, y)  # gradients of one tensor may be added up in another order
+
+
+def test_inductor() -> None:
+    """The default compiler once, on a block with operations around the call."""
+
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = (x @ w).unflatten(-1, (3, HQ, D)).permute(2, 0, 3, 1, 4)
+        out = flashtile.attention(q, k, v, causal=True)
+        return torch.nn.functional.gelu(out.transpose(1, 2).flatten(2))
+
+    leaves = [leaf(B, SQ, 16), (leaf(16, 3 * HQ * D) / 4).detach().requires_grad_()]
+    expected, found = results(block, *leaves), results(torch.compile(block, fullgraph=True), *leaves)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_default_seed_is_drawn_inside_the_graph() -> None:
+    """Each run of a compiled call has a mask of its own, and torch.manual_seed reproduces it."""
+    q, k, v = (x.detach() for x in dense_leaves())
+    compiled = torch.compile(lambda: flashtile.attention(q, k, v, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    torch.manual_seed(1)
+    first, second = compiled(), compiled()
+    torch.manual_seed(1)
+    assert torch.equal(compiled(), first)
+    assert not torch.equal(first, second)
+
+
+def test_bare_score_mod_says_what_to_write() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flashtile.attention(q, k, v, score_mod=lambda score, b, h, i, j: score)
+
+    with pytest.raises((ArgumentError, torch._dynamo.exc.Unsupported), match=r"ScoreMod"):
+        torch.compile(call, fullgraph=True, backend="eager")(*dense_leaves())
+
+
+def test_lengths_that_change_compile_once_more() -> None:
+    """The first new length makes the graph dynamic; after that, no length compiles again."""
+    counter = CompileCounter()
+    compiled = torch.compile(plain, fullgraph=True, backend=counter)
+    for seqlen in (10, 11, 13, 40, 41, 300):
+        inputs = dense_leaves(seqlen, seqlen + 2)
+        assert_same(list(compiled(*inputs)), list(plain(*inputs)))
+    assert counter.frame_count <= 2
+
+
+def test_lengths_of_packed_sequences_never_compile_again() -> None:
+    """They are values of a tensor; only the number of tokens and of sequences is part of a shape."""
+    counter = CompileCounter()
+    q, k, v = leaf(12, HQ, D), leaf(20, HKV, D), leaf(20, HKV, D)
+
+    def call(cu_q: Tensor, cu_k: Tensor) -> Any:
+        return flashtile.attention_varlen(q, k, v, cu_q, cu_k)
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for lengths_q, lengths_k in (((5, 7), (9, 11)), ((12, 0), (1, 19)), ((6, 6), (10, 10))):
+        arguments = offsets(*lengths_q), offsets(*lengths_k)
+        assert torch.equal(compiled(*arguments), call(*arguments))
+    assert counter.frame_count == 1
+
+
+def test_growing_decode_plans_once_for_each_bucket() -> None:
+    """A cache that grows by one key a step: plans change with the power of two, and the graph with nothing."""
+    counter = CompileCounter()
+    q, (_, k, v) = leaf(B, HQ, 1, D).detach(), (x.detach() for x in dense_leaves(1, 300))
+    compiled = torch.compile(lambda k, v: flashtile.attention(q, k, v, causal=True), dynamic=True, backend=counter)
+    flashtile.plan._plan.cache_clear()
+    for seqlen_k in range(100, 300, 7):
+        compiled(k[:, :, :seqlen_k], v[:, :, :seqlen_k])
+    assert counter.frame_count == 1
+    assert flashtile.plan._plan.cache_info().misses == 3  # up to 128, 256 and 512 keys
+
+
+def test_seed_and_scale_that_change() -> None:
+    """A seed in a tensor is data. (A new Python number is a new graph, or a dynamic one.)"""
+    counter = CompileCounter()
+    q, k, v = (x.detach() for x in dense_leaves())
+
+    def call(seed: Tensor) -> Tensor:
+        return flashtile.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for seed in range(4):
+        assert torch.equal(compiled(torch.tensor([seed])), call(torch.tensor([seed])))
+    assert counter.frame_count == 1
+
+
+BELOW_AUTOGRAD = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="torch.autograd inside a backward operator makes zeros in these graphs"
+)
+NOT_SEEN = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="requires_grad is False for Dynamo under torch.func.grad: all zeros"
+)
+
+
+@pytest.mark.parametrize(
+    ("way", "name", "backend"),
+    [
+        pytest.param("torch.func.grad", "plain", "tiled", marks=NOT_SEEN),
+        pytest.param("torch.func.grad", "plain", "reference", marks=NOT_SEEN),
+        pytest.param("torch.func.grad", "score_mod", "tiled", marks=NOT_SEEN),
+        ("compiled autograd", "plain", "tiled"),
+        pytest.param("compiled autograd", "plain", "reference", marks=BELOW_AUTOGRAD),
+        pytest.param("compiled autograd", "score_mod", "tiled", marks=BELOW_AUTOGRAD),
+    ],
+)
+def test_backward_inside_a_compiled_graph(way: str, name: str, backend: str) -> None:
+    """Backward as part of a forward graph runs below autograd: what it differentiates itself must not be lost."""
+    q, k, v = (x.detach() for x in dense_leaves())
+
+    def loss(q: Tensor) -> Tensor:
+        score_mod = MOD if name == "score_mod" else None
+        return flashtile.attention(q, k, v, score_mod=score_mod, backend=backend).square().sum()
+
+    expected = torch.func.grad(loss)(q)
+    if way == "torch.func.grad":
+        found = torch.compile(torch.func.grad(loss), backend="aot_eager")(q)
+    else:
+        x = q.clone().requires_grad_()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            loss(x).backward()
+        found = x.grad
+    torch.testing.assert_close(found, expected)
+
+
+def test_export() -> None:
+    """Non-strict export keeps the call as one operator."""
+
+    class Block(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flashtile.attention(q, k, v, causal=True)
+
+    inputs = tuple(x.detach() for x in dense_leaves())
+    length = torch.export.Dim("length", min=2, max=4096)
+    shapes = ({}, {2: length}, {2: length})
+    exported = torch.export.export(Block(), inputs, dynamic_shapes=shapes, strict=False)
+    assert sum("flashtile.attention_forward" in str(node.target) for node in exported.graph.nodes) == 1
+    longer = tuple(x.detach() for x in dense_leaves(SQ, SK + 11))
+    assert torch.equal(exported.module()(*longer), Block()(*longer))

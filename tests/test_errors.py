@@ -1,0 +1,232 @@
+"""Every wrong call raises an AttentionError before a kernel runs: the argument, what it got, what works."""
+
+import functools
+import types
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from _pytest.outcomes import Failed
+from torch import Tensor
+
+import flashtile
+from flashtile import ArgumentError, AttentionError
+from flashtile.errors import describe
+
+Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
+DENSE: dict[str, Any] = {"q": Q, "k": K, "v": V}
+
+
+def ints(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CU = ints(0, 3, 8)
+VARLEN: dict[str, Any] = {
+    "q": torch.randn(8, 4, 8),
+    "k": torch.randn(8, 2, 8),
+    "v": torch.randn(8, 2, 6),
+    "cu_seqlens_q": CU,
+    "cu_seqlens_k": CU,
+}
+PAGED: dict[str, Any] = VARLEN | {
+    "k": torch.randn(5, 4, 2, 8),
+    "v": torch.randn(5, 4, 2, 6),
+    "cu_seqlens_k": None,
+    "seqused_k": ints(5, 8),
+    "page_table": ints([0, 1], [2, 3]),
+}
+CALLS = {
+    "dense": functools.partial(flashtile.attention, **DENSE),
+    "varlen": functools.partial(flashtile.attention_varlen, **VARLEN),
+    "paged": functools.partial(flashtile.attention_varlen, **PAGED),
+}
+
+
+class Wrong(types.SimpleNamespace):
+    """One argument (or more) of a call that works, replaced by something that does not."""
+
+    call: str
+    argument: str  # the one the error must name
+    changes: dict[str, Any]
+    bug: tuple[type[BaseException], str] | None
+
+
+def wrong(argument: str, *values: Any, call: str = "dense", bug: Any = None, **others: Any) -> list[Wrong]:
+    return [Wrong(call=call, argument=argument, changes={argument: value} | others, bug=bug) for value in values]
+
+
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(4, 8)], layout=layout)
+
+
+MIXED_META = (Failed, "a tensor on the meta device makes the whole call run as shapes: the result is uninitialised")
+SUBCLASS = (Exception, "the dispatcher meets nested tensors before the check does")
+OUT_OF_RANGE = (AssertionError, "finite in float64, but not in the accumulation dtype: NaN without a word")
+TOO_LARGE = (RuntimeError, "an int that does not fit 64 bits fails in the operator's schema")
+
+# q, k, v: what is no tensor, wrong dimensions, dtypes, devices and layouts -----------------------------------------
+TENSORS = [
+    entry
+    for name, x in DENSE.items()
+    for entry in (
+        *wrong(name, None, 1.0, "q", [1.0], np.zeros((2, 2, 7, 8), np.float32)),
+        *wrong(name, x[0], x[None], torch.tensor(1.0), x[..., :0], x.flatten()),
+        *wrong(name, x.int(), x.bool(), x.to(torch.complex64), x.to(torch.float8_e4m3fn)),
+        *wrong(name, x.to_sparse(), x[0, 0].to_sparse_csr(), x.to_mkldnn()),
+        *wrong(name, nested(torch.strided), nested(torch.jagged), bug=SUBCLASS),
+    )
+]
+TENSORS += [
+    *wrong("k", Q.half(), Q.double(), K[:1], K[..., :7], torch.randn(2, 3, 7, 8), torch.randn(2, 8, 7, 8), K[:, :0]),
+    *wrong("v", K.half(), K[:1], K[:, :1], K[:, :, :6], torch.randn(2, 2, 7, 1025)),
+    *wrong("q", Q[:, :0]),
+    *wrong("q", torch.randn(2, 4, 5, 1025), k=torch.randn(2, 2, 7, 1025)),
+    *wrong("k", K.to("meta"), bug=MIXED_META),
+    *wrong("v", V.to("meta"), bug=MIXED_META),
+    *wrong("q", Q.to("meta"), bug=(RuntimeError, "autocast is asked about a device type that it does not know")),
+]
+
+# Settings ----------------------------------------------------------------------------------------------------------
+SETTINGS = [
+    *wrong("causal", None, 0, 1, "bottom_right", 2.0, torch.tensor(True), [True], np.bool_(True)),
+    *wrong("window", 3, (1,), (1, 2, 3), (-2, 0), (0, -5), (1.5, 0), ("a", 0), (True, 0), "ab", (float("inf"), 0)),
+    *wrong("window", torch.tensor([1, 2]), {1: 2, 3: 4}),
+    *wrong("window", (2**63, 0), (0, 2**70), bug=TOO_LARGE),
+    *wrong("scale", float("nan"), float("inf"), -float("inf"), "a", torch.tensor(1.0), True, 1j, [1]),
+    *wrong("scale", 10**400, bug=(OverflowError, "an int too large for a float")),
+    *wrong("scale", 1e39, bug=OUT_OF_RANGE),
+    *wrong("softcap", float("nan"), float("inf"), -1.0, "a", torch.tensor(1.0), True),
+    *wrong("softcap", 1e39, bug=OUT_OF_RANGE),
+    *wrong("dropout_p", -0.1, 1.0, 1.5, float("nan"), "a", None, True, torch.tensor(0.5)),
+    *wrong("dropout_seed", 1.5, "a", True, 2**64, -(2**63) - 1, np.int64(3), torch.tensor(3.0), dropout_p=0.5),
+    *wrong("dropout_seed", ints(3), torch.tensor([1, 2]), torch.zeros(0, dtype=torch.int64), dropout_p=0.5),
+    *wrong("dropout_seed", torch.tensor([3], device="meta"), dropout_p=0.5, bug=MIXED_META),
+    *wrong("deterministic", 1, 0, "yes", torch.tensor(True)),
+    *wrong("backend", None, 3, b"tiled"),
+]
+
+# Tensors that modify scores ----------------------------------------------------------------------------------------
+PAIRS = torch.randn(2, 4, 5, 7)
+MODIFIERS = [
+    entry
+    for name, good in {
+        "mask": PAIRS > 0,
+        "bias": PAIRS,
+        "alibi_slopes": PAIRS[0, :, 0, 0],
+        "sinks": PAIRS[0, :, 0, 0],
+    }.items()
+    for entry in (
+        *wrong(name, 1.0, "a", [[True]], np.zeros((2, 4, 5, 7))),
+        *wrong(name, good[0], good[None, None], good.to(torch.complex64), good.to_sparse()),
+        *wrong(name, good.to("meta"), bug=MIXED_META),
+    )
+]
+MODIFIERS += [
+    *wrong("mask", PAIRS, (PAIRS > 0).int(), (PAIRS > 0)[0], (PAIRS > 0)[:, :2], (PAIRS > 0)[..., :6]),
+    *wrong("bias", PAIRS.double(), PAIRS.half(), PAIRS > 0, PAIRS[0], PAIRS[:, :2], PAIRS[..., :6], PAIRS[..., :0]),
+    *wrong(
+        "alibi_slopes", torch.rand(4).double(), torch.rand(1, 4), torch.rand(2, 1), torch.rand(2, 4, 1), torch.rand(2)
+    ),
+    *wrong("sinks", torch.rand(4).half(), torch.rand(2, 4), torch.rand(1), torch.rand(5)),
+]
+
+# Lengths and pages -------------------------------------------------------------------------------------------------
+varlen, paged = functools.partial(wrong, call="varlen"), functools.partial(wrong, call="paged")
+LENGTHS = [
+    entry
+    for name in ("cu_seqlens_q", "cu_seqlens_k")
+    for entry in (
+        *varlen(name, None, [0, 3, 8], np.array([0, 3, 8]), CU.float(), CU.short(), CU[None], ints()),
+        *varlen(name, ints(0, 3, 9), ints(0, 5, 3), ints(1, 3, 8), ints(0, -1, 8), ints(0, 2**31 - 1, 8)),
+        *varlen(name, torch.tensor([0, 2**62, 8])),
+        *varlen(name, CU.to("meta"), bug=MIXED_META),
+    )
+]
+LENGTHS += [
+    *varlen("cu_seqlens_k", ints(0, 8), ints(0, 3, 5, 8), ints(0)),
+    *varlen("cu_seqlens_k", CU, cu_seqlens_q=ints(0, 8)),
+    *varlen("q", Q, VARLEN["q"][0]),
+    *varlen("k", K, PAGED["k"]),
+    *varlen("max_seqlen_q", -1, 2.0, "a", True, torch.tensor(5), np.int64(5)),
+    *varlen("max_seqlen_k", -1, 2.0, "a", True, torch.tensor(5), np.int64(5)),
+    *varlen("max_seqlen_q", 2**64, bug=TOO_LARGE),
+    *varlen("cu_seqlens_q", CU, max_seqlen_q=4),
+    *varlen("cu_seqlens_k", CU, max_seqlen_k=4),
+    *varlen("seqused_k", ints(4, 5), ints(-1, 5), ints(3), ints(3, 5, 1), ints(3, 5).float(), [3, 5], ints([3, 5])),
+    *varlen("bias", torch.randn(2, 4, 8, 8), max_seqlen_q=5),
+    *varlen("alibi_slopes", torch.rand(8, 4)),
+    *paged("page_table", PAGED["page_table"].float(), ints(0, 1), ints([0, 1]), "a"),
+    *paged("page_table", ints([0], [2]), max_seqlen_k=8),
+    *paged("page_table", ints([0, 1], [2, 5]), ints([0, -1], [2, 3]), ints([0, 1], [2, 2**31 - 1])),
+    *paged("seqused_k", ints(5, 9), ints(-1, 8), ints(5), ints(5, 8), max_seqlen_k=7),
+    *paged("cu_seqlens_k", None, seqused_k=None),
+    *varlen("cu_seqlens_k", None, seqused_k=ints(3, 5)),
+    *paged("page_table", ints([0], [2])),
+    *paged("cu_seqlens_k", ints(0, 5, 3), seqused_k=None),
+    *paged("k", VARLEN["k"], torch.randn(5, 4, 3, 8)),
+    *paged("k", torch.randn(5, 0, 2, 8), v=torch.randn(5, 0, 2, 6)),
+    *paged("v", torch.randn(5, 3, 2, 6), torch.randn(4, 4, 2, 6)),
+]
+
+
+def as_parameter(entry: Wrong) -> Any:
+    value = describe(entry.changes[entry.argument]).replace("\n", " ")
+    marks = [pytest.mark.xfail(strict=True, raises=entry.bug[0], reason=entry.bug[1])] if entry.bug else []
+    return pytest.param(entry, id=f"{entry.call} {entry.argument} {value}", marks=marks)
+
+
+@pytest.mark.parametrize("entry", [as_parameter(x) for x in (*TENSORS, *SETTINGS, *MODIFIERS, *LENGTHS)])
+def test_wrong_argument(entry: Wrong) -> None:
+    a_kernel_ran = AssertionError("a kernel ran")
+    kernel = mock.patch("flashtile.backends.tiled.forward.attend_rows", side_effect=a_kernel_ran)
+    with kernel, pytest.raises(AttentionError) as raised:
+        CALLS[entry.call](**entry.changes)
+    assert isinstance(raised.value, ArgumentError)
+    assert raised.value.argument == entry.argument
+    text = str(raised.value)
+    assert text.startswith(f"`{entry.argument}` is {describe(entry.changes[entry.argument])}")
+    assert "\n  accepted: " in text
+    assert "\n  a call that works: flashtile.attention" in text
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_calls_without_mistakes_work(call: str) -> None:
+    assert CALLS[call]().isfinite().all()
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="`normalize` shows calls of `attention` alone")
+@pytest.mark.parametrize("argument", ["window", "deterministic", "dropout_p", "k"])
+def test_example_is_a_call_of_the_same_function(argument: str) -> None:
+    """What works for `attention` would not help the caller of `attention_varlen`."""
+    with pytest.raises(ArgumentError, match=r"a call that works: flashtile\.attention_varlen\("):
+        CALLS["varlen"](**{argument: "wrong"})
+
+
+# What is no mistake ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "changes"),
+    [
+        ("dense", {"window": [1, 2]}),
+        ("dense", {"window": (-1, None)}),
+        ("dense", {"scale": 1}),
+        ("dense", {"scale": np.float64(0.5)}),
+        ("dense", {"softcap": 0}),
+        ("dense", {"dropout_p": 0}),
+        ("dense", {"bias": PAIRS[:1, :1, :1, :1]}),
+        ("dense", {"score_mod": functools.partial(lambda c, score, b, h, i, j: score * c, 2.0)}),
+        ("dense", {"k": K[:, :, :0], "v": V[:, :, :0]}),
+        ("varlen", {"cu_seqlens_q": CU.long(), "max_seqlen_k": 2**40}),
+        ("varlen", {"cu_seqlens_q": ints(0, 0, 0)}),
+        ("varlen", {"seqused_k": ints(0, 5)}),
+        ("paged", {"page_table": ints([0, 1, -7], [2, 3, 99])}),
+        ("paged", {"cu_seqlens_k": ints(0, 5, 13), "seqused_k": None}),
+        ("paged", {"k": torch.randn(0, 4, 2, 8), "v": torch.randn(0, 4, 2, 6), "seqused_k": ints(0, 0)}),
+    ],
+)
+def test_accepted(call: str, changes: dict[str, Any]) -> None:
+    assert CALLS[call](**changes).isfinite().all()

@@ -1,0 +1,85 @@
+"""explain: the plan of a call in words and numbers, and nothing run."""
+
+import json
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from checking import dense_case, offsets
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flashtile
+from flashtile import ArgumentError, BackendError
+from flashtile.masks import Window, visible_pairs
+
+ARGUMENTS = dense_case().arguments  # 2 sequences, 2 heads on 1, 7 rows, 9 keys, head_dim 8
+
+
+def test_runs_nothing() -> None:
+    with mock.patch("flashtile.backends.tiled.forward.attend_rows", side_effect=AssertionError("it ran")):
+        flashtile.explain(**ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pairs"),
+    [
+        ({}, 2 * 2 * 7 * 9),
+        ({"causal": True}, 2 * 2 * (3 + 4 + 5 + 6 + 7 + 8 + 9)),
+        ({"causal": "top_left"}, 2 * 2 * (1 + 2 + 3 + 4 + 5 + 6 + 7)),
+        ({"window": (1, 0)}, 2 * 2 * 7 * 2),
+    ],
+)
+def test_work(arguments: dict[str, Any], pairs: int) -> None:
+    """4 * visible pairs * head_dim operations forward, 2.5 times that backward; inputs and results move once."""
+    found = flashtile.explain(**ARGUMENTS, **arguments)
+    assert found.visible_pairs == pairs
+    assert found.flops_forward == 4 * pairs * 8
+    assert found.flops_backward == 10 * pairs * 8
+    q, k = 2 * 2 * 7 * 8, 2 * 9 * 8
+    assert found.bytes_forward == 4 * (q + 2 * k + q + 2 * 2 * 7)
+    assert found.intensity == found.flops_forward / found.bytes_forward
+    assert found.limit in ("compute", "memory")
+
+
+def test_work_of_packed_sequences() -> None:
+    q, k = torch.randn(7, 2, 8), torch.randn(9, 1, 8)
+    found = flashtile.explain(q, k, k, offsets(3, 4), offsets(4, 5), causal=True)
+    assert found.visible_pairs == 2 * ((2 + 3 + 4) + (2 + 3 + 4 + 5))
+
+
+def test_words() -> None:
+    found = flashtile.explain(**ARGUMENTS, softcap=5.0, window=(4, None), backend="reference")
+    assert found.backend == "reference"
+    for word in ("dense float32", "batch 2", "heads 2/1", "seqlen 7 x 9", "head_dim 8", "softcap", "window (4, None)"):
+        assert word in found.problem
+        assert word in str(found)
+    assert json.loads(json.dumps(found.as_dict()))["backend"] == "reference"
+
+
+def test_refuses_what_the_call_would_refuse() -> None:
+    with pytest.raises(ArgumentError, match="`scale` is"):
+        flashtile.explain(**ARGUMENTS, scale="large")
+    with pytest.raises(ArgumentError, match="`k` is"):
+        flashtile.explain(**ARGUMENTS | {"k": torch.randn(2, 1, 9, 7)})
+    with pytest.raises(BackendError):
+        flashtile.explain(**ARGUMENTS, backend="cuda")
+    with pytest.raises(TypeError, match="max_seqlen_q"):
+        flashtile.explain(**ARGUMENTS, max_seqlen_q=3)
+
+
+sides = st.none() | st.integers(0, 12)
+
+
+@given(window=st.builds(Window, sides, sides, st.booleans()), seqlen_q=st.integers(0, 12), seqlen_k=st.integers(0, 12))
+def test_visible_pairs(window: Window, seqlen_q: int, seqlen_k: int) -> None:
+    diagonal = seqlen_k - seqlen_q
+    counted = sum(
+        (window.left is None or j >= i + diagonal - window.left)
+        and (window.right is None or j <= i + diagonal + window.right)
+        and (not window.top_left or j <= i)
+        for i in range(seqlen_q)
+        for j in range(seqlen_k)
+    )
+    assert visible_pairs(window, seqlen_q, seqlen_k) == counted

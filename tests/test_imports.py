@@ -1,0 +1,160 @@
+"""`import flashtile` is light, and imports inside the package point one way."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import flashtile
+
+PACKAGE = Path(flashtile.__file__).parent
+HEAVY = {"triton", "llvmlite", "numba", "matplotlib", "transformers", "diffusers", "click", "rich", "numpy.testing"}
+LONGEST_IMPORT = 0.05  # seconds
+
+# Each line may import from the lines above it and from itself. What is named nowhere (testing, cli) may import all.
+LAYERS = (
+    ("errors",),
+    ("device", "masks"),
+    ("call", "expression*"),
+    ("check", "problem"),
+    ("backends", "backends.common*", "backends.*.support", "backends.tiled", "backends.reference"),
+    ("plan",),
+    ("backends.*",),
+    ("ops", "cache"),
+    ("autograd",),
+    ("cache_ops",),
+    ("normalize", "merge"),
+    ("api", "explain"),
+)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+
+
+def test_import_loads_nothing_heavy() -> None:
+    code = "import sys, torch; before = set(sys.modules); import flashtile; print(*(set(sys.modules) - before))"
+    loaded = python("-c", code).stdout.split()
+    assert "flashtile.api" in loaded
+    assert not {name for name in loaded if name in HEAVY or name.split(".")[0] in HEAVY}
+    assert not {name for name in loaded if name.startswith(("flashtile.testing", "flashtile.cli"))}
+    assert not {name for name in loaded if name.startswith("flashtile.backends.") and name.endswith(".kernels")}
+
+
+def test_import_is_quick() -> None:
+    """What `import flashtile` adds to `import torch`, in processor time (a busy machine changes it less), at best."""
+    code = "import time, torch; start = time.process_time(); import flashtile; print(time.process_time() - start)"
+    seconds = []
+    while len(seconds) < 3 and min(seconds, default=LONGEST_IMPORT) >= LONGEST_IMPORT:
+        seconds.append(float(python("-c", code).stdout))
+    assert min(seconds) < LONGEST_IMPORT
+
+
+# Directions ----------------------------------------------------------------------------------------------------------
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name without the leading `flashtile.`; the package itself is ''."""
+    names = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+MODULES = modules()
+
+
+def imports_of(name: str, *, at_import: bool) -> Iterator[str]:
+    """Modules of the package that a module imports, when it is imported itself or (`at_import=False`) ever."""
+    path = MODULES[name]
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    package = [part for part in package if part]
+    for node in statements(ast.parse(path.read_text()), at_import):
+        targets = []
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ["flashtile", *package[: len(package) - node.level + 1]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            targets = [".".join([*base, alias.name]) for alias in node.names]
+        for target in targets:
+            if target.split(".")[0] == "flashtile":
+                inner = target.removeprefix("flashtile").removeprefix(".")
+                yield inner if inner in MODULES else inner.rpartition(".")[0]
+
+
+def statements(node: ast.AST, at_import: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if at_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        yield child
+        yield from statements(child, at_import)
+
+
+def layer_of(name: str) -> int | None:
+    return next((n for n, layer in enumerate(LAYERS) if any(fnmatchcase(name, x) for x in layer)), None)
+
+
+def test_the_layers_name_the_modules_that_exist() -> None:
+    placed = {name: layer_of(name) for name in MODULES}
+    assert {n for n in placed.values() if n is not None} == set(range(len(LAYERS)))
+    assert placed["backends.tiled.support"] < placed["plan"] < placed["backends.tiled.kernels"]
+    assert placed["api"] == len(LAYERS) - 1
+
+
+def test_imports_point_one_way() -> None:
+    """At the top of a module and inside functions. (`plan` loads a backend's kernels by name, on first use.)"""
+    wrong = []
+    for name in MODULES:
+        own = layer_of(name)
+        for target in set(imports_of(name, at_import=False)):
+            other = layer_of(target)
+            if own is not None and target and (other is None or other > own):
+                wrong.append(f"{name} imports {target}")
+    assert not wrong
+
+
+def test_backends_import_neither_one_another_nor_what_is_above() -> None:
+    wrong = []
+    for name in MODULES:
+        parts = name.split(".")
+        if parts[0] != "backends" or len(parts) < 2:
+            continue
+        for target in set(imports_of(name, at_import=False)):
+            other = target.split(".")
+            foreign = other[0] == "backends" and len(other) > 1 and other[1] not in (parts[1], "common")
+            above = other[0] in ("ops", "autograd", "normalize", "api", "merge", "explain", "cli", "testing")
+            if foreign or above or target == "":
+                wrong.append(f"{name} imports {target or 'flashtile'}")
+    assert not wrong
+
+
+def test_no_cycles() -> None:
+    graph = {name: {t for t in imports_of(name, at_import=True) if t not in ("", name)} for name in MODULES}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for target in graph[name]:
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_the_oracle_is_independent() -> None:
+    """One mistake must not be in a backend and in what checks it: only `Case.run` calls the package."""
+    for name in MODULES:
+        if name.startswith("testing"):
+            outside = {t for t in imports_of(name, at_import=False) if not t.startswith("testing")}
+            assert outside <= ({""} if name == "testing.case" else set()), f"{name} imports {outside}"
+
+
+def test_nothing_but_the_command_line_imports_it() -> None:
+    users = {name for name in MODULES for t in imports_of(name, at_import=False) if t.split(".")[0] == "cli"}
+    assert all(name.startswith("cli") or name == "__main__" for name in users)

@@ -1,0 +1,129 @@
+"""Which backend a call gets: declared subsets, reasons, buckets, and no replacement behind the caller's back."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from calls import dense_call
+from checking import dense_case
+
+import flashtile
+from flashtile import AttentionWarning, BackendError
+from flashtile.plan import _warn_once, plan
+from flashtile.problem import Problem
+
+CPU = torch.device("cpu")
+Q, K, V = (dense_case().arguments[name] for name in ("q", "k", "v"))
+
+
+@pytest.fixture
+def tiled_declines() -> Iterator[None]:
+    flashtile.plan._plan.cache_clear()
+    with mock.patch("flashtile.backends.tiled.support.declines", return_value="not on Sundays"):
+        yield
+    flashtile.plan._plan.cache_clear()
+
+
+def test_backends() -> None:
+    """Each with a reason where it is not usable, fastest first."""
+    found = flashtile.backends()
+    assert [status.name for status in found][-2:] == ["tiled", "reference"]
+    assert all(status.usable == (status.reason is None) and status.summary for status in found)
+    with mock.patch("flashtile.backends.tiled.support.unusable", return_value="no tiles here"):
+        tiled = next(status for status in flashtile.backends() if status.name == "tiled")
+    assert (tiled.usable, tiled.reason) == (False, "no tiles here")
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_a_named_backend_runs(backend: str) -> None:
+    kernel = mock.patch(f"flashtile.backends.{backend}.kernels.forward", side_effect=RuntimeError("it ran"))
+    with kernel as forward, pytest.raises(RuntimeError, match="it ran"):
+        flashtile.attention(Q, K, V, backend=backend)
+    assert forward.call_args.args[0].backend == backend
+
+
+def test_auto_never_takes_the_reference(tiled_declines: None) -> None:
+    with pytest.raises(BackendError, match="no backend takes this call"):
+        flashtile.attention(Q, K, V)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "auto"])
+def test_declined(tiled_declines: None, backend: str) -> None:
+    """The error has each backend's reason; a named backend is never replaced by another."""
+    with pytest.raises(BackendError, match="tiled: not on Sundays") as raised:
+        flashtile.attention(Q, K, V, backend=backend)
+    assert raised.value.reasons == {"tiled": "not on Sundays"}
+
+
+@pytest.mark.parametrize("backend", ["", "cuda", "TILED", "auto "])
+def test_unknown(backend: str) -> None:
+    with pytest.raises(BackendError) as raised:
+        flashtile.attention(Q, K, V, backend=backend)
+    assert f"`backend` is {backend!r}" in str(raised.value)
+    assert "'auto', 'tiled', 'reference'" in str(raised.value)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="BackendError shows no call that works")
+@pytest.mark.parametrize("backend", ["cuda", "tiled", "auto"])
+def test_error_shows_a_call_that_works(tiled_declines: None, backend: str) -> None:
+    with pytest.raises(BackendError) as raised:
+        flashtile.attention(Q, K, V, backend=backend)
+    assert "a call that works" in str(raised.value)
+
+
+def test_environment_chooses_for_auto_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_BACKEND", "reference")
+    problem = Problem.describe(dense_call())
+    assert plan(problem, CPU).backend == "reference"
+    assert plan(problem, CPU, "tiled").backend == "tiled"
+    monkeypatch.setenv("FLASHTILE_BACKEND", "nonsense")
+    with pytest.raises(BackendError, match="nonsense"):
+        flashtile.attention(Q, K, V)
+
+
+def test_the_plan_depends_on_the_bucket_alone() -> None:
+    """Lengths, batch and window up to the next power of two; everything else makes another plan."""
+    problem = replace(Problem.describe(dense_call()), seqlen_k=100)
+    same = [replace(problem, seqlen_k=n) for n in (65, 101, 128)]
+    assert len({id(plan(p, CPU)) for p in (problem, *same)}) == 1
+    others = [{"seqlen_k": 129}, {"head_dim": 16}, {"dtype": torch.bfloat16}, {"dropout": True}, {"bias": (True,) * 4}]
+    others += [{"window": flashtile.masks.Window(1)}, {"score_mod": "f#1"}, {"alignment": 1}, {"num_heads_kv": 1}]
+    for changes in others:
+        assert plan(replace(problem, **changes), CPU) is not plan(problem, CPU)
+
+
+def test_strides_enter_a_plan_as_alignment_alone() -> None:
+    def described(x: torch.Tensor) -> Problem:
+        call = dense_call()
+        return Problem.describe(call._replace(tensors=call.tensors._replace(q=x, k=x, v=x)))
+
+    contiguous, transposed = torch.randn(2, 4, 8, 16), torch.randn(2, 8, 4, 16).transpose(1, 2)
+    assert described(contiguous) == described(transposed)
+    assert described(contiguous).alignment == 16
+    assert described(torch.randn(2, 4, 8, 17)[..., 1:]).alignment == 4
+    assert described(torch.randn(2, 4, 8, 16).half()[..., 1:]).alignment == 2
+
+
+def test_a_slow_choice_on_an_accelerator_is_told_once() -> None:
+    """There is no accelerator here: the choice is made for one, and nothing runs."""
+    problem, device = Problem.describe(dense_call()), torch.device("meta")
+    _warn_once.cache_clear()
+    with pytest.warns(AttentionWarning, match="slow"):
+        plan(problem, device)
+    plan(problem, device)  # a second warning would be an error, by pytest's settings
+    _warn_once.cache_clear()
+    plan(problem, device, "tiled")  # asked for by name
+
+
+@pytest.mark.parametrize(
+    ("given", "enabled", "expected"), [(None, False, False), (None, True, True), (False, True, False)]
+)
+def test_deterministic_follows_torch(given: bool | None, enabled: bool, expected: bool) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        assert dense_call(deterministic=given).settings.deterministic is expected
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,250 @@
+"""score_mod: what a function is given, which functions are the same, what they may read, and what is refused."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _pytest.outcomes import Failed
+from checking import BACKENDS, assert_right, dense_case, offsets, tile_size
+from torch import Tensor
+
+import flashtile
+from flashtile import ArgumentError, ScoreMod
+from flashtile.testing.case import ScoreFunction
+
+Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
+
+# What a function is given --------------------------------------------------------------------------------------------
+
+
+def scores_of(fn: Callable[..., Tensor], backend: str = "tiled") -> Tensor:
+    """The final scores of a call whose products are all zero, from out and lse of values that are unit vectors."""
+    q, k, v = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.eye(7).expand(2, 2, 7, 7)
+    with tile_size(2, 3, scores=12):
+        out, lse = flashtile.attention(q, k, v, score_mod=fn, return_lse=True, backend=backend)
+    return out.log() + lse[..., None]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_indices(backend: str) -> None:
+    """Sequence, query head (not the key's), query and key: int64, global, in this order."""
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert all(index.dtype == torch.int64 for index in (b, h, i, j))
+        return score + b / 100 + h / 10 + i + 10 * j
+
+    b, h, i, j = (torch.arange(n).view([-1 if d == dim else 1 for d in range(4)]) for dim, n in enumerate((2, 4, 5, 7)))
+    # Scores of 60 below the largest are lost in out: compare where they are not.
+    found, expected = scores_of(lambda *x: fn(*x) / 20, backend), (b / 100 + h / 10 + i + 10 * j) / 20
+    torch.testing.assert_close(found, expected.expand_as(found), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_indices_are_local_to_a_packed_sequence(backend: str) -> None:
+    q, k, v = torch.zeros(5, 1, 4), torch.zeros(7, 1, 4), torch.randn(7, 1, 4)
+    mod = ScoreMod(lambda score, b, h, i, j: score + i + 3 * j + 5 * b)
+    arguments = {"score_mod": mod, "return_lse": True, "backend": backend}
+    _, lse = flashtile.attention_varlen(q, k, v, offsets(2, 3), offsets(4, 3), **arguments)
+    expected = [torch.logsumexp(torch.arange(n) * 3.0, 0) + 5 * b for b, n in enumerate((4, 3))]
+    positions = torch.tensor([0, 1, 0, 1, 2])
+    sequence = torch.tensor([0, 0, 1, 1, 1])
+    torch.testing.assert_close(lse[0], torch.stack(expected)[sequence] + positions)
+
+
+def test_score_comes_after_softcap_bias_and_alibi_in_the_accumulation_dtype() -> None:
+    seen = []
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, table: Tensor) -> Tensor:
+        seen.append((score.dtype, table.dtype))
+        return score * score * table
+
+    arguments = {"softcap": 2.0, "bias": torch.randn(1, 2, 7, 9), "alibi_slopes": torch.tensor([0.2, 0.4])}
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        features = {n: x.to(dtype) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+        score_mod = ScoreMod(fn, (torch.tensor([0.1], dtype=dtype),))
+        seen.clear()
+        dense_case(dtype=dtype, forward_only=True, score_mod=score_mod, **features).run("tiled")
+        assert set(seen) == {(wide, wide)}
+        assert_right(dense_case(dtype=dtype, score_mod=ScoreFunction(fn, score_mod.tensors), **features))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda score, b, h, i, j: torch.tensor(0.5),
+        lambda score, b, h, i, j: 0.1 * (i - j),
+        lambda score, b, h, i, j: score > 0,
+        lambda score, b, h, i, j: score.detach(),
+    ],
+    ids=["one number", "of positions", "of another dtype", "without a gradient"],
+)
+def test_results_that_broadcast_or_ignore_the_score(fn: Callable[..., Tensor]) -> None:
+    assert_right(dense_case(score_mod=ScoreFunction(fn)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_function_gives_for_hidden_pairs_is_dropped(backend: str) -> None:
+    """It may be NaN, in forward and in its derivative."""
+    weight = torch.ones(2)
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, weight: Tensor) -> Tensor:
+        return score * weight[h] + torch.sqrt((i + 2 - j).to(score.dtype)) * weight[h]
+
+    def clamped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, weight: Tensor) -> Tensor:
+        return score * weight[h] + torch.sqrt((i + 2 - j).clamp(min=0).to(score.dtype)) * weight[h]
+
+    found, expected = (
+        dense_case(causal=True, score_mod=ScoreFunction(f, (weight,))).run(backend) for f in (fn, clamped)
+    )
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        torch.testing.assert_close(found[name], expected[name])
+
+
+# Which functions are the same, and what they may read ----------------------------------------------------------------
+
+
+def scaled_by(factor: float) -> Callable[..., Tensor]:
+    return lambda score, b, h, i, j: score * factor
+
+
+def test_equal_functions_are_one() -> None:
+    """A lambda written in a training loop is not a new program at every step."""
+    assert ScoreMod(scaled_by(2.0)).key == ScoreMod(scaled_by(2.0)).key
+    assert ScoreMod(scaled_by(2.0)).key != ScoreMod(scaled_by(3.0)).key
+    assert ScoreMod(scaled_by(1)).key != ScoreMod(scaled_by(True)).key != ScoreMod(scaled_by(1.0)).key
+
+
+def test_closures_and_defaults_that_differ_are_not_confused() -> None:
+    for factor in (2.0, 3.0, 2):
+        out = flashtile.attention(Q, K, V, score_mod=scaled_by(factor))
+        torch.testing.assert_close(out, flashtile.attention(Q, K, V, scale=factor * 8**-0.5))
+        out = flashtile.attention(Q, K, V, score_mod=lambda score, b, h, i, j, f=factor: score * f)
+        torch.testing.assert_close(out, flashtile.attention(Q, K, V, scale=factor * 8**-0.5))
+        out = flashtile.attention(Q, K, V, score_mod=functools.partial(lambda f, score, *_: score * f, factor))
+        torch.testing.assert_close(out, flashtile.attention(Q, K, V, scale=factor * 8**-0.5))
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="0.0 == -0.0, so the second takes the first's key")
+def test_signed_zeros_are_two_functions() -> None:
+    assert ScoreMod(scaled_by(0.0)).key != ScoreMod(scaled_by(-0.0)).key
+
+
+class Model:
+    def modify(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score * 2
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="each access makes a new method object, and so a new key")
+def test_a_method_is_one_function() -> None:
+    model = Model()
+    assert ScoreMod(model.modify).key == ScoreMod(model.modify).key
+    assert ScoreMod(model.modify).key != ScoreMod(Model().modify).key
+
+
+def test_captured_tensors_get_gradients() -> None:
+    """A tensor in a closure becomes one of the ScoreMod's tensors; another tensor there is no new function."""
+    weight = torch.rand(4, requires_grad=True)
+    flashtile.attention(Q, K, V, score_mod=lambda score, b, h, i, j: score * weight[h]).sum().backward()
+    expected = weight.detach().clone().requires_grad_()
+    mod = ScoreMod(lambda score, b, h, i, j, w: score * w[h], (expected,))
+    flashtile.attention(Q, K, V, score_mod=mod).sum().backward()
+    torch.testing.assert_close(weight.grad, expected.grad)
+
+    def of(weight: Tensor) -> ScoreMod:
+        return ScoreMod.of(lambda score, b, h, i, j: score * weight[h])
+
+    assert of(weight).key == of(expected).key
+
+
+@pytest.mark.xfail(strict=True, raises=Failed, reason="the check runs once, when the function is first seen")
+def test_a_global_tensor_that_comes_to_require_grad() -> None:
+    """Its gradient would be lost as silently as if it had required one from the start."""
+    table = torch.ones(4)
+    names: dict[str, Any] = {"table": table}
+    exec("def fn(score, b, h, i, j): return score + table[h]", names)
+    flashtile.attention(Q, K, V, score_mod=names["fn"])
+    table.requires_grad_()
+    with pytest.raises(ArgumentError, match="score_mod"):
+        flashtile.attention(Q, K, V, score_mod=names["fn"])
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+weight = torch.ones(4, requires_grad=True)
+
+
+def reads_global(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score * weight[h]
+
+
+@pytest.mark.parametrize(
+    ("fn", "told"),
+    [
+        (3, "int 3"),
+        ("relu", "str 'relu'"),
+        (lambda: 1, "TypeError"),
+        (lambda score, b, h, i: score, "TypeError"),
+        (lambda score, b, h, i, j, table: score, "TypeError"),
+        (lambda score, b, h, i, j: 1 / 0, "ZeroDivisionError"),
+        (lambda score, b, h, i, j: None, "returned NoneType"),
+        (lambda score, b, h, i, j: 1.0, "returned float"),
+        (lambda score, b, h, i, j: (score,), "returned tuple"),
+        (lambda score, b, h, i, j: torch.cat([score, score], -1), "it returned [2, 4, 5, 14]"),
+        (lambda score, b, h, i, j: score[None], "it returned [1, 2, 4, 5, 7]"),
+        (reads_global, "all passed as `tensors`"),
+        (ScoreMod(lambda score, b, h, i, j, t: score * t[h], (torch.ones(2),)), "IndexError"),
+        (ScoreMod(lambda score, b, h, i, j: score, (torch.ones(2),)), "TypeError"),
+        pytest.param(
+            lambda score, b, h, i, j: score.to(torch.complex64),
+            "complex64",
+            marks=pytest.mark.xfail(strict=True, raises=Failed, reason="imaginary parts are dropped"),
+        ),
+        pytest.param(
+            lambda score, b, h, i, j: score.to("meta"),
+            "meta",
+            marks=pytest.mark.xfail(strict=True, raises=RuntimeError, reason="the result's device is not checked"),
+        ),
+        pytest.param(
+            lambda score, b, h, i, j: score.to_sparse(),
+            "sparse",
+            marks=pytest.mark.xfail(strict=True, raises=RuntimeError, reason="the result's layout is not checked"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_wrong_score_mod(fn: Any, told: str, backend: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        flashtile.attention(Q, K, V, score_mod=fn, backend=backend)
+    assert raised.value.argument == "score_mod"
+    assert told in str(raised.value)
+    assert "a call that works: flashtile.attention(q, k, v, score_mod=flashtile.ScoreMod(" in str(raised.value)
+
+
+NO_ITERABLE = pytest.mark.xfail(strict=True, raises=TypeError, reason="`tensors` is not checked before it is iterated")
+
+
+@pytest.mark.parametrize(
+    "tensors", [(1.0,), [None], "ab", pytest.param(3, marks=NO_ITERABLE), pytest.param(None, marks=NO_ITERABLE)]
+)
+def test_tensors_of_a_score_mod(tensors: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"`score_mod\.tensors` is"):
+        ScoreMod(lambda score, *_: score, tensors)
+
+
+def test_one_tensor_in_place_of_several() -> None:
+    """`ScoreMod(fn, table)` would otherwise hand over the table's rows."""
+    with pytest.raises(ArgumentError, match="score_mod"):
+        flashtile.attention(
+            Q, K, V, score_mod=ScoreMod(lambda score, b, h, i, j, table: score + table[h], torch.ones(4))
+        )
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_tensors_of_a_score_mod_are_checked_like_others(index: int) -> None:
+    tensors = [torch.ones(4), torch.ones(4)]
+    tensors[index] = tensors[index].to_sparse()
+    mod = ScoreMod(lambda score, b, h, i, j, t, u: score, tensors)
+    with pytest.raises(ArgumentError, match=rf"`score_mod\.tensors\[{index}\]` is a tensor"):
+        flashtile.attention(Q, K, V, score_mod=mod)
