@@ -39,7 +39,11 @@ def paged_call() -> Call:
 
 def call_of(tensors: dict[str, Any], keywords: dict[str, Any]) -> Call:
     defaults = dict.fromkeys(("window", "scale", "softcap", "score_mod", "dropout_seed", "deterministic"))
-    return normalize(tensors, **defaults | {"causal": False, "dropout_p": 0.0, "backend": "auto"} | keywords)
+    return normalize(
+        "attention" if "cu_seqlens_q" not in tensors else "attention_varlen",
+        tensors,
+        **defaults | {"causal": False, "dropout_p": 0.0, "backend": "auto"} | keywords,
+    )
 
 
 def everything() -> dict[str, Any]:

@@ -146,9 +146,7 @@ BUGS = (
         "(words & 0xFFFF, words >> 16)",
         "(words >> 16, words & 0xFFFF)",
     ),
-    Bug(
-        "kept probabilities not scaled up", "common.rng", "kept.to(dtype) * (65536 / (65536 - limit))", "kept.to(dtype)"
-    ),
+    Bug("kept probabilities not scaled up", "common.rng", "return kept.to(dtype) * ", "return kept.to(dtype) + 0 * "),
     Bug(
         "scores rounded to bf16",
         "tiled.forward",

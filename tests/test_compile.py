@@ -186,42 +186,27 @@ def test_seed_and_scale_that_change() -> None:
     assert counter.frame_count == 1
 
 
-BELOW_AUTOGRAD = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="torch.autograd inside a backward operator makes zeros in these graphs"
-)
-NOT_SEEN = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="requires_grad is False for Dynamo under torch.func.grad: all zeros"
-)
-
-
-@pytest.mark.parametrize(
-    ("way", "name", "backend"),
-    [
-        pytest.param("torch.func.grad", "plain", "tiled", marks=NOT_SEEN),
-        pytest.param("torch.func.grad", "plain", "reference", marks=NOT_SEEN),
-        pytest.param("torch.func.grad", "score_mod", "tiled", marks=NOT_SEEN),
-        ("compiled autograd", "plain", "tiled"),
-        pytest.param("compiled autograd", "plain", "reference", marks=BELOW_AUTOGRAD),
-        pytest.param("compiled autograd", "score_mod", "tiled", marks=BELOW_AUTOGRAD),
-    ],
-)
-def test_backward_inside_a_compiled_graph(way: str, name: str, backend: str) -> None:
-    """Backward as part of a forward graph runs below autograd: what it differentiates itself must not be lost."""
+@pytest.mark.parametrize(("name", "backend"), [("plain", "tiled"), ("plain", "reference"), ("score_mod", "tiled")])
+def test_compiled_autograd(name: str, backend: str) -> None:
+    """There the backward operator runs below autograd: what it differentiates itself must not be lost."""
     q, k, v = (x.detach() for x in dense_leaves())
 
     def loss(q: Tensor) -> Tensor:
         score_mod = MOD if name == "score_mod" else None
         return flashtile.attention(q, k, v, score_mod=score_mod, backend=backend).square().sum()
 
-    expected = torch.func.grad(loss)(q)
-    if way == "torch.func.grad":
-        found = torch.compile(torch.func.grad(loss), backend="aot_eager")(q)
-    else:
-        x = q.clone().requires_grad_()
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
-            loss(x).backward()
-        found = x.grad
-    torch.testing.assert_close(found, expected)
+    x = q.clone().requires_grad_()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss(x).backward()
+    torch.testing.assert_close(x.grad, torch.func.grad(loss)(q))
+
+
+def test_compiled_func_grad_is_refused() -> None:
+    """PyTorch can not differentiate an operator by torch.func inside a graph. It must say so, and not give zeros."""
+    q, k, v = (x.detach() for x in dense_leaves())
+    compiled = torch.compile(torch.func.grad(lambda q: flashtile.attention(q, k, v).sum()), backend="aot_eager")
+    with pytest.raises(RuntimeError, match="setup_context"):
+        compiled(q)
 
 
 def test_export() -> None:

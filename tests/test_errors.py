@@ -8,7 +8,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from _pytest.outcomes import Failed
 from torch import Tensor
 
 import flashtile
@@ -51,21 +50,15 @@ class Wrong(types.SimpleNamespace):
     call: str
     argument: str  # the one the error must name
     changes: dict[str, Any]
-    bug: tuple[type[BaseException], str] | None
 
 
-def wrong(argument: str, *values: Any, call: str = "dense", bug: Any = None, **others: Any) -> list[Wrong]:
-    return [Wrong(call=call, argument=argument, changes={argument: value} | others, bug=bug) for value in values]
+def wrong(argument: str, *values: Any, call: str = "dense", **others: Any) -> list[Wrong]:
+    return [Wrong(call=call, argument=argument, changes={argument: value} | others) for value in values]
 
 
 def nested(layout: torch.layout) -> Tensor:
     return torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(4, 8)], layout=layout)
 
-
-MIXED_META = (Failed, "a tensor on the meta device makes the whole call run as shapes: the result is uninitialised")
-SUBCLASS = (Exception, "the dispatcher meets nested tensors before the check does")
-OUT_OF_RANGE = (AssertionError, "finite in float64, but not in the accumulation dtype: NaN without a word")
-TOO_LARGE = (RuntimeError, "an int that does not fit 64 bits fails in the operator's schema")
 
 # q, k, v: what is no tensor, wrong dimensions, dtypes, devices and layouts -----------------------------------------
 TENSORS = [
@@ -76,7 +69,7 @@ TENSORS = [
         *wrong(name, x[0], x[None], torch.tensor(1.0), x[..., :0], x.flatten()),
         *wrong(name, x.int(), x.bool(), x.to(torch.complex64), x.to(torch.float8_e4m3fn)),
         *wrong(name, x.to_sparse(), x[0, 0].to_sparse_csr(), x.to_mkldnn()),
-        *wrong(name, nested(torch.strided), nested(torch.jagged), bug=SUBCLASS),
+        *wrong(name, nested(torch.strided), nested(torch.jagged)),
     )
 ]
 TENSORS += [
@@ -84,9 +77,9 @@ TENSORS += [
     *wrong("v", K.half(), K[:1], K[:, :1], K[:, :, :6], torch.randn(2, 2, 7, 1025)),
     *wrong("q", Q[:, :0]),
     *wrong("q", torch.randn(2, 4, 5, 1025), k=torch.randn(2, 2, 7, 1025)),
-    *wrong("k", K.to("meta"), bug=MIXED_META),
-    *wrong("v", V.to("meta"), bug=MIXED_META),
-    *wrong("q", Q.to("meta"), bug=(RuntimeError, "autocast is asked about a device type that it does not know")),
+    *wrong("k", K.to("meta")),
+    *wrong("v", V.to("meta")),
+    *wrong("k", K, q=Q.to("meta")),
 ]
 
 # Settings ----------------------------------------------------------------------------------------------------------
@@ -94,16 +87,16 @@ SETTINGS = [
     *wrong("causal", None, 0, 1, "bottom_right", 2.0, torch.tensor(True), [True], np.bool_(True)),
     *wrong("window", 3, (1,), (1, 2, 3), (-2, 0), (0, -5), (1.5, 0), ("a", 0), (True, 0), "ab", (float("inf"), 0)),
     *wrong("window", torch.tensor([1, 2]), {1: 2, 3: 4}),
-    *wrong("window", (2**63, 0), (0, 2**70), bug=TOO_LARGE),
+    *wrong("window", (2**63, 0), (0, 2**70)),
     *wrong("scale", float("nan"), float("inf"), -float("inf"), "a", torch.tensor(1.0), True, 1j, [1]),
-    *wrong("scale", 10**400, bug=(OverflowError, "an int too large for a float")),
-    *wrong("scale", 1e39, bug=OUT_OF_RANGE),
+    *wrong("scale", 10**400),
+    *wrong("scale", 1e39),
     *wrong("softcap", float("nan"), float("inf"), -1.0, "a", torch.tensor(1.0), True),
-    *wrong("softcap", 1e39, bug=OUT_OF_RANGE),
+    *wrong("softcap", 1e39),
     *wrong("dropout_p", -0.1, 1.0, 1.5, float("nan"), "a", None, True, torch.tensor(0.5)),
     *wrong("dropout_seed", 1.5, "a", True, 2**64, -(2**63) - 1, np.int64(3), torch.tensor(3.0), dropout_p=0.5),
     *wrong("dropout_seed", ints(3), torch.tensor([1, 2]), torch.zeros(0, dtype=torch.int64), dropout_p=0.5),
-    *wrong("dropout_seed", torch.tensor([3], device="meta"), dropout_p=0.5, bug=MIXED_META),
+    *wrong("dropout_seed", torch.tensor([3], device="meta"), dropout_p=0.5),
     *wrong("deterministic", 1, 0, "yes", torch.tensor(True)),
     *wrong("backend", None, 3, b"tiled"),
 ]
@@ -121,7 +114,7 @@ MODIFIERS = [
     for entry in (
         *wrong(name, 1.0, "a", [[True]], np.zeros((2, 4, 5, 7))),
         *wrong(name, good[0], good[None, None], good.to(torch.complex64), good.to_sparse()),
-        *wrong(name, good.to("meta"), bug=MIXED_META),
+        *wrong(name, good.to("meta")),
     )
 ]
 MODIFIERS += [
@@ -142,7 +135,7 @@ LENGTHS = [
         *varlen(name, None, [0, 3, 8], np.array([0, 3, 8]), CU.float(), CU.short(), CU[None], ints()),
         *varlen(name, ints(0, 3, 9), ints(0, 5, 3), ints(1, 3, 8), ints(0, -1, 8), ints(0, 2**31 - 1, 8)),
         *varlen(name, torch.tensor([0, 2**62, 8])),
-        *varlen(name, CU.to("meta"), bug=MIXED_META),
+        *varlen(name, CU.to("meta")),
     )
 ]
 LENGTHS += [
@@ -152,7 +145,7 @@ LENGTHS += [
     *varlen("k", K, PAGED["k"]),
     *varlen("max_seqlen_q", -1, 2.0, "a", True, torch.tensor(5), np.int64(5)),
     *varlen("max_seqlen_k", -1, 2.0, "a", True, torch.tensor(5), np.int64(5)),
-    *varlen("max_seqlen_q", 2**64, bug=TOO_LARGE),
+    *varlen("max_seqlen_q", 2**64),
     *varlen("cu_seqlens_q", CU, max_seqlen_q=4),
     *varlen("cu_seqlens_k", CU, max_seqlen_k=4),
     *varlen("seqused_k", ints(4, 5), ints(-1, 5), ints(3), ints(3, 5, 1), ints(3, 5).float(), [3, 5], ints([3, 5])),
@@ -174,8 +167,7 @@ LENGTHS += [
 
 def as_parameter(entry: Wrong) -> Any:
     value = describe(entry.changes[entry.argument]).replace("\n", " ")
-    marks = [pytest.mark.xfail(strict=True, raises=entry.bug[0], reason=entry.bug[1])] if entry.bug else []
-    return pytest.param(entry, id=f"{entry.call} {entry.argument} {value}", marks=marks)
+    return pytest.param(entry, id=f"{entry.call} {entry.argument} {value}")
 
 
 @pytest.mark.parametrize("entry", [as_parameter(x) for x in (*TENSORS, *SETTINGS, *MODIFIERS, *LENGTHS)])
@@ -197,7 +189,6 @@ def test_the_calls_without_mistakes_work(call: str) -> None:
     assert CALLS[call]().isfinite().all()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="`normalize` shows calls of `attention` alone")
 @pytest.mark.parametrize("argument", ["window", "deterministic", "dropout_p", "k"])
 def test_example_is_a_call_of_the_same_function(argument: str) -> None:
     """What works for `attention` would not help the caller of `attention_varlen`."""

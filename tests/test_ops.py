@@ -10,7 +10,6 @@ from calls import HQ, SQ, B, D, dense_call, everything, paged_call, varlen_call
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
-from torch.testing._internal.optests.generate_tests import OpCheckError
 
 import flashtile
 from flashtile.call import Call, Settings, Tensors
@@ -48,12 +47,7 @@ def test_opcheck_of_forward(name: str) -> None:
     opcheck(operators.forward, tuple(operators.arguments(CALLS[name])))
 
 
-NO_AUTOGRAD = pytest.mark.xfail(
-    strict=True, raises=OpCheckError, reason="run below autograd, the gradient of a score_mod is zero without a word"
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=NO_AUTOGRAD if "every" in n else ()) for n in CALLS])
+@pytest.mark.parametrize("name", CALLS)
 def test_opcheck_of_backward(name: str) -> None:
     operators = OPERATORS["dense" if CALLS[name].layout == "dense" else "varlen"]
     opcheck(operators.backward, arguments_of_backward(CALLS[name]))

@@ -68,18 +68,7 @@ CASES = features()
 CASES = {n: CASES[n] for n in ("causal", "top_left", "window", "dropout")} | {"everything": None}
 
 
-PAST_THE_SHARD = pytest.mark.xfail(
-    strict=True, raises=IndexError, reason="key_range starts behind the last key of a shard that the window has passed"
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "dim"),
-    [
-        pytest.param(name, dim, marks=PAST_THE_SHARD if (name, dim) == ("window", "keys") else ())
-        for name, dim in itertools.product(CASES, SHARDS)
-    ],
-)
+@pytest.mark.parametrize(("name", "dim"), itertools.product(CASES, SHARDS))
 def test_parts_of_a_call_make_the_whole(name: str, dim: str) -> None:
     """Positions, masks, ALiBi, dropout and score_mod count from the whole call's origin; keys are put together by
     `merge_attention`. Gradients flow back through the slices.

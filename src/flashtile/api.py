@@ -5,7 +5,7 @@ from torch import Tensor
 from .autograd import attend
 from .cache import CACHE_REQUIRED, CacheTensors
 from .cache_ops import attend_with_cache
-from .normalize import Causal, ScoreModArgument, WindowArgument, normalize, require_tensors
+from .normalize import Causal, ScoreModArgument, WindowArgument, normalize, require_tensors, same_place
 
 
 def attention(
@@ -67,6 +67,7 @@ def attention(
     """
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     call = normalize(
+        "attention",
         tensors,
         causal=causal,
         window=window,
@@ -139,6 +140,7 @@ def attention_varlen(
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     tensors |= {"seqused_k": seqused_k, "page_table": page_table}
     call = normalize(
+        "attention_varlen",
         tensors,
         causal=causal,
         window=window,
@@ -228,12 +230,13 @@ def attention_with_kvcache(
     cache = CacheTensors(
         k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, k, v, rotary_cos, rotary_sin
     )
-    require_tensors(cache._asdict(), CACHE_REQUIRED)
+    require_tensors("attention_with_kvcache", cache._asdict(), CACHE_REQUIRED)
+    same_place("attention_with_kvcache", k_cache, cache._asdict())
     tensors = {"q": q, "k": k_cache, "v": v_cache, "mask": mask, "bias": bias}
     tensors |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q}
     call = normalize(
+        "attention_with_kvcache",
         tensors,
-        cached=True,
         causal=causal,
         window=window,
         scale=scale,

@@ -2,21 +2,20 @@
 
 First reverse-mode derivatives have an operator. Everything else (forward mode, second derivatives, and what torch.func
 nests out of them) is computed by `backends.tiled.transforms`, block by block, in operations that PyTorch can see.
+
+In eager mode an autograd.Function calls the operators: it is quicker than a derivative registered with an operator, and
+can be differentiated again. In a compiled graph there is the operator alone, with its registered derivative.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .call import Call, Needs, Settings, Tensors
+from .call import Call, Settings, Tensors, differentiable_positions
 from .ops import OPERATORS
 from .plan import plan
 from .problem import Problem
-
-FLAT_FIELDS = Tensors._fields[:-1]
-DIFFERENTIABLE = tuple(FLAT_FIELDS.index(name) for name in Needs._fields[:6])
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
@@ -25,12 +24,11 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     flat = call.tensors.flat()
     if in_forward_mode():
         return attend_in_operations(call.settings, *flat)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat):
-        if torch.compiler.is_compiling():
-            flat = distinct(flat)
-        return Attention.apply(layout, call.settings, *flat)  # type: ignore[return-value]
     operators = OPERATORS[layout]
-    return operators.forward(*operators.arguments(call))
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat)
+    if not differentiable or torch.compiler.is_compiling():  # in a graph, the operator's own derivative does
+        return operators.forward(*operators.arguments(call))
+    return Attention.apply(layout, call.settings, *flat)  # type: ignore[return-value]
 
 
 class Attention(torch.autograd.Function):
@@ -56,10 +54,7 @@ class Attention(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         positions = differentiable_positions(len(flat))
         needs = [needed[n] for n in positions]
-        arguments = (ctx.layout, ctx.settings, needs, out, lse, dout, dlse, *flat)
-        # Dynamo takes no autograd.Function inside another's backward; compiled graphs refuse double backward themselves
-        compiling = torch.compiler.is_compiling()
-        found = run_backward(*arguments) if compiling else AttentionBackward.apply(*arguments)
+        found = AttentionBackward.apply(ctx.layout, ctx.settings, needs, out, lse, dout, dlse, *flat)
         gradients: list[Tensor | None] = [None] * len(flat)
         for n, gradient in zip(positions, found, strict=True):  # type: ignore[arg-type]
             gradients[n] = gradient if needed[n] else None
@@ -73,7 +68,11 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(layout: str, settings: Settings, needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return run_backward(layout, settings, needs, *tensors)
+        operators = OPERATORS[layout]
+        given, flat = tensors[:4], tensors[4:]  # out, lse, dout, dlse
+        arguments = operators.arguments(Call(Tensors.from_flat(flat), settings))
+        *found, modified = operators.backward(needs, *given, *arguments)
+        return *found, *modified
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -106,14 +105,6 @@ class AttentionBackward(torch.autograd.Function):
         return tuple(next(found) if needed else inputs[2].new_empty(0) for needed in ctx.needs)
 
 
-def run_backward(layout: str, settings: Settings, needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The backward operator on `out, lse, dout, dlse` and the flat tensors of a call."""
-    operators = OPERATORS[layout]
-    arguments = operators.arguments(Call(Tensors.from_flat(tensors[4:]), settings))
-    *found, modified = operators.backward(needs, *tensors[:4], *arguments)
-    return *found, *modified
-
-
 def attend_in_operations(settings: Settings, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
     """`out` and `lse` by operations that every transform sees through."""
     from .backends.tiled import transforms
@@ -138,25 +129,8 @@ def gradients_in_operations(settings: Settings, needs: list[bool]) -> Any:
     return gradients
 
 
-def differentiable_positions(num_flat: int) -> tuple[int, ...]:
-    """Which of the flat tensors can have a gradient, in the order in which the backward operator returns it."""
-    return (*DIFFERENTIABLE, *range(len(FLAT_FIELDS), num_flat))
-
-
 def in_forward_mode() -> bool:
     """Whether a forward-mode level is open: an operator would drop the tangent of a dual tensor without a word. Under
     nested transforms the dual may be hidden inside a wrapper, so an open level is enough.
     """
     return torch.autograd.forward_ad._current_level >= 0
-
-
-def distinct(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Dynamo refuses an autograd.Function that gets one tensor twice, as in self-attention on `x, x, x`."""
-    seen: list[Tensor] = []
-    result: list[Tensor | None] = []
-    for x in tensors:
-        repeated = x is not None and any(x is y for y in seen)
-        if x is not None:
-            seen.append(x)
-        result.append(x.view_as(x) if repeated and x is not None else x)
-    return tuple(result)

@@ -202,11 +202,6 @@ def check_cache(cache: CacheTensors, features: Tensors) -> None:
     def fail(argument: str, accepted: str) -> None:
         raise ArgumentError(argument, getattr(cache, argument), accepted, EXAMPLE)
 
-    for name, x in cache._asdict().items():
-        if x is not None and (x.is_nested or x.layout is not torch.strided):
-            fail(name, "a strided tensor")
-        if x is not None and x.device != q.device:
-            fail(name, f"a tensor on the device of q, {q.device}")
     if q.dim() != (4 if features.cu_seqlens_q is None else 3):
         shape = "[B, Hq, Sq, D]; packed [Tq, Hq, D] with cu_seqlens_q"
         raise ArgumentError("q", q, shape, EXAMPLE)

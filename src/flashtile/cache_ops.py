@@ -13,7 +13,7 @@ from .autograd import in_forward_mode
 from .cache import CacheTensors, append_and_rotate, paged_call
 from .call import Call, Settings, Tensors, new_rows
 from .errors import AttentionError
-from .ops import LIBRARY, without_autocast
+from .ops import LIBRARY, inside_operator
 from .plan import plan
 from .problem import Problem, accumulation_dtype
 
@@ -74,7 +74,7 @@ def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
     call = paged_call(cache, features, Settings(**dict(zip(SETTINGS, scalars, strict=True))))
     chosen = plan(Problem.describe(call), q.device, call.settings.backend)
-    with without_autocast(q.device.type):
+    with inside_operator(q.device.type):
         return chosen.kernels().forward(chosen, append_and_rotate(call, cache, interleaved))
 
 

@@ -99,6 +99,14 @@ class Needs(NamedTuple):
     sinks: bool = False
     score_mod_tensors: tuple[bool, ...] = ()
 
+    def flat(self) -> tuple[bool, ...]:
+        return (*self[:-1], *self.score_mod_tensors)
+
+    @classmethod
+    def from_flat(cls, flat: Sequence[bool]) -> "Needs":
+        named = len(cls._fields) - 1
+        return cls(*flat[:named], score_mod_tensors=tuple(flat[named:]))
+
 
 class Gradients(NamedTuple):
     """What backward returns; a gradient that nobody asked for is `None`."""
@@ -110,6 +118,22 @@ class Gradients(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     score_mod_tensors: tuple[Tensor | None, ...] = ()
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return (*self[:-1], *self.score_mod_tensors)
+
+    @classmethod
+    def from_flat(cls, flat: Sequence[Tensor | None]) -> "Gradients":
+        named = len(cls._fields) - 1
+        return cls(*flat[:named], score_mod_tensors=tuple(flat[named:]))
+
+
+FLAT_FIELDS = Tensors._fields[:-1]
+
+
+def differentiable_positions(num_flat: int) -> tuple[int, ...]:
+    """Which of `Tensors.flat()` can have a gradient, in the order of `Needs.flat()` and `Gradients.flat()`."""
+    return (*(FLAT_FIELDS.index(name) for name in Needs._fields[:-1]), *range(len(FLAT_FIELDS), num_flat))
 
 
 def new_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:

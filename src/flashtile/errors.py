@@ -28,7 +28,19 @@ class BackendError(AttentionError):
     def __init__(self, message: str, reasons: dict[str, str]):
         self.reasons = reasons
         lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-        super().__init__(message + lines)
+        super().__init__(f"{message}{lines}\n  a call that works: {call_of('attention', 'backend=' + repr('auto'))}")
+
+
+CALLS = {
+    "attention": "flashtile.attention(q, k, v{})",
+    "attention_varlen": "flashtile.attention_varlen(q, k, v, cu_seqlens, cu_seqlens{})",
+    "attention_with_kvcache": "flashtile.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths{})",
+}
+
+
+def call_of(function: str, keyword: str = "") -> str:
+    """A call of a public function that works, as errors show it: `call_of("attention", "causal=True")`."""
+    return CALLS[function].format(keyword and f", {keyword}")
 
 
 class AttentionWarning(UserWarning):

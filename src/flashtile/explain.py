@@ -117,7 +117,7 @@ def described_call(
     if cu_q is not None:
         tensors |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     given = defaults | {name: value for name, value in keywords.items() if name in defaults}
-    return normalize(tensors, **given)
+    return normalize("attention" if cu_q is None else "attention_varlen", tensors, **given)
 
 
 def pairs_of(call: Call, problem: Problem) -> int:

@@ -50,7 +50,7 @@ def key_range(window: Window, first_row: int, last_row: int, seqlen_k: int, diag
     if window.top_left:
         full_hi = min(full_hi, first_row + 1 - shift)
         hi = min(hi, last_row + 1 - shift)
-    lo = max(lo, 0)
+    lo = min(max(lo, 0), seqlen_k)
     hi = max(hi, lo)
     full_lo = min(max(full_lo, lo), hi)
     full_hi = min(max(full_hi, full_lo), hi)

@@ -30,7 +30,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Raises:
         ArgumentError: the lists are empty or differ in length, or shapes, dtypes or devices differ.
     """
-    outs, lses = list(outs), list(lses)
+    for argument, parts in (("outs", outs), ("lses", lses)):
+        if isinstance(parts, Tensor) or not isinstance(parts, Sequence):
+            raise ArgumentError(argument, parts, "a list of tensors, one for each part", EXAMPLE)
     if not outs or len(outs) != len(lses):
         raise ArgumentError(
             "lses", lses, f"as many tensors as `outs` has, which is {len(outs)}, and at least one", EXAMPLE
@@ -42,11 +44,13 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
             first = parts[0]
             if (x.shape, x.dtype, x.device) != (first.shape, first.dtype, first.device):
                 raise ArgumentError(f"{argument}[{n}]", x, f"shape, dtype and device of `{argument}[0]`", EXAMPLE)
+    if outs[0].dim() not in (3, 4) or not outs[0].is_floating_point():
+        raise ArgumentError("outs[0]", outs[0], "floating-point, [B, H, Sq, Dv] or [Tq, H, Dv]", EXAMPLE)
     varlen = outs[0].dim() == 3
     rows = outs[0].shape[:-1]
     expected = torch.Size((rows[1], rows[0])) if varlen else rows
-    if outs[0].dim() not in (3, 4) or lses[0].shape != expected:
-        accepted = "the log-sum-exp of `outs`: [B, H, Sq] for [B, H, Sq, Dv], [H, Tq] for [Tq, H, Dv]"
+    if lses[0].shape != expected or not lses[0].is_floating_point() or lses[0].device != outs[0].device:
+        accepted = "floating-point, on the device of `outs`: [B, H, Sq] for [B, H, Sq, Dv], [H, Tq] for [Tq, H, Dv]"
         raise ArgumentError("lses[0]", lses[0], accepted, EXAMPLE)
     out, lse = merge(outs, [(x.t() if varlen else x)[..., None] for x in lses])
     lse = lse[..., 0]

@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from .call import Call, Settings, Tensors
-from .errors import ArgumentError
+from .errors import ArgumentError, call_of
 from .expression import ScoreMod
 from .masks import Window
 
 Causal = bool | Literal["top_left"]
 WindowArgument = tuple[int | None, int | None] | None
 ScoreModArgument = ScoreMod | Callable[..., Tensor] | None
-TENSORS = Tensors._fields[:-1]
+REQUIRED = ("q", "k", "v", "cu_seqlens_q")
+LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 def normalize(
+    function: str,
     tensors: dict[str, Any],
     *,
     causal: Any,
@@ -36,58 +38,69 @@ def normalize(
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
     num_splits: Any = None,
-    cached: bool = False,
 ) -> Call:
-    """The call of the public functions' arguments. `tensors` holds those that are tensors as they stand; `cached`
-    says that k and v are caches, which are written in place and so keep their dtype, and that q may be dense.
+    """The call of a public function's arguments. `tensors` holds those that are tensors as they stand; of a KV cache,
+    k and v are the caches.
     """
-    require_tensors(tensors, ("q", "k", "v") if cached else ("q", "k", "v", "cu_seqlens_q"))
-    tensors = in_autocast_dtype(tensors, ("q",) if cached else ("q", "k", "v"))
+    cached = function == "attention_with_kvcache"
+    require_tensors(function, tensors, REQUIRED[:3] if cached else REQUIRED)
     q = tensors["q"]
-    bounds = window_of(causal, window)
-    dropout_p = number("dropout_p", dropout_p, "0 <= dropout_p < 1", lambda p: 0 <= p < 1, "dropout_p=0.1")
+    # Caches are written in place, so they keep their dtype.
+    tensors = in_autocast_dtype(tensors, REQUIRED[:1] if cached else REQUIRED[:3])
+    bounds = window_of(function, causal, window)
+    drop = number(function, "dropout_p", dropout_p, "0 <= dropout_p < 1", lambda p: 0 <= p < 1, "0.1")
     modifier = score_mod_of(score_mod)
+    modifiers = () if modifier is None else modifier.tensors
+    seed = seed_of(function, dropout_seed, q.device) if drop > 0 else None
+    named = {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifiers)}
+    same_place(function, q, tensors | named | {"dropout_seed": seed})
     settings = Settings(
-        scale=scale_of(scale, q),
-        softcap=softcap_of(softcap),
+        scale=scale_of(function, scale, q),
+        softcap=softcap_of(function, softcap),
         window_left=bounds.left,
         window_right=bounds.right,
         top_left=bounds.top_left,
-        dropout_p=dropout_p,
+        dropout_p=drop,
         score_mod=None if modifier is None else modifier.key,
-        max_seqlen_q=length("max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=length("max_seqlen_k", max_seqlen_k),
-        num_splits=splits_of(num_splits),
-        deterministic=flag("deterministic", deterministic, torch.are_deterministic_algorithms_enabled()),
-        backend=name("backend", backend),
+        max_seqlen_q=integer(function, "max_seqlen_q", max_seqlen_q, 0, "the total number of tokens"),
+        max_seqlen_k=integer(function, "max_seqlen_k", max_seqlen_k, 0, "the total number of tokens"),
+        num_splits=integer(function, "num_splits", num_splits, 1, "as many as the backend chooses"),
+        deterministic=flag(function, "deterministic", deterministic, torch.are_deterministic_algorithms_enabled()),
+        backend=backend_name(function, backend),
     )
-    return Call(
-        Tensors(
-            **tensors,
-            dropout_seed=seed_of(dropout_seed, q.device) if dropout_p > 0 else None,
-            score_mod_tensors=() if modifier is None else modifier.tensors,
-        ),
-        settings,
-    )
+    return Call(Tensors(**tensors, dropout_seed=seed, score_mod_tensors=modifiers), settings)
 
 
-def require_tensors(tensors: dict[str, Any], required: tuple[str, ...]) -> None:
+def require_tensors(function: str, tensors: dict[str, Any], required: tuple[str, ...]) -> None:
     for argument, value in tensors.items():
         optional = argument not in required
         if not (isinstance(value, Tensor) or (optional and value is None)):
-            raise ArgumentError(argument, value, "a torch.Tensor" + " or None" * optional)
+            accepted = "a torch.Tensor" + " or None" * optional
+            raise ArgumentError(argument, value, accepted, call_of(function))
+
+
+def same_place(function: str, q: Tensor, tensors: dict[str, Any]) -> None:
+    """Strided tensors on one device: others would not even reach the operator, or run as something else."""
+    for argument, x in tensors.items():
+        if x is None:
+            continue
+        if x.is_nested or x.layout is not torch.strided:
+            accepted = "a strided tensor; for sequences of different lengths, flashtile.attention_varlen"
+            raise ArgumentError(argument, x, accepted, call_of(function))
+        if x.device != q.device:
+            raise ArgumentError(argument, x, f"a tensor on the device of q, {q.device}", call_of(function))
 
 
 def in_autocast_dtype(tensors: dict[str, Any], cast: tuple[str, ...]) -> dict[str, Any]:
     """Under torch.autocast, q, k and v take its dtype, as in scaled_dot_product_attention; fp64 stays as it is."""
-    q = tensors["q"]
-    if not torch.is_autocast_enabled(q.device.type):
+    device_type = tensors["q"].device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(device_type)
     tensors = dict(tensors)
     for argument in cast:
-        x = tensors.get(argument)
-        if x is not None and x.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        x = tensors[argument]
+        if x.dtype in (torch.float16, torch.bfloat16, torch.float32):
             tensors[argument] = x.to(dtype)
     for argument in ("bias", "alibi_slopes", "sinks"):
         x = tensors.get(argument)
@@ -96,16 +109,16 @@ def in_autocast_dtype(tensors: dict[str, Any], cast: tuple[str, ...]) -> dict[st
     return tensors
 
 
-def window_of(causal: Any, window: Any) -> Window:
+def window_of(function: str, causal: Any, window: Any) -> Window:
     left: int | None = None
     right: int | None = None
     if window is not None:
         sides = window if isinstance(window, tuple | list) and len(window) == 2 else None
-        if sides is None or any(not (n is None or (is_int(n) and n >= -1)) for n in sides):
+        if sides is None or any(not (n is None or (is_int(n) and -1 <= n < 2**63)) for n in sides):
             accepted = "None, or (left, right) of integers from 0, where None or -1 is unlimited"
-            example = "flashtile.attention(q, k, v, causal=True, window=(127, 0))"
-            raise ArgumentError("window", window, accepted, example)
-        left, right = (None if n is None or n == -1 else n for n in sides)
+            raise ArgumentError("window", window, accepted, call_of(function, "window=(127, 0)"))
+        # No sequence is that long, and sums of positions stay within 64 bits.
+        left, right = (None if n is None or n == -1 or n >= 2**31 else n for n in sides)
     if causal is False:
         return Window(left, right)
     if causal is True:
@@ -113,24 +126,25 @@ def window_of(causal: Any, window: Any) -> Window:
     if isinstance(causal, str) and causal == "top_left":
         return Window(left, right, top_left=True)
     accepted = "False, True (bottom-right) or 'top_left'"
-    raise ArgumentError("causal", causal, accepted, "flashtile.attention(q, k, v, causal=True)")
+    raise ArgumentError("causal", causal, accepted, call_of(function, "causal=True"))
 
 
-def scale_of(scale: Any, q: Tensor) -> float:
+def scale_of(function: str, scale: Any, q: Tensor) -> float:
     if scale is None:
         head_dim = q.shape[-1] if q.dim() > 0 else 1
         return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
-    return number("scale", scale, "a finite number, or None for head_dim ** -0.5", math.isfinite, "scale=0.125")
+    accepted = "a number that is finite in float32, or None for head_dim ** -0.5"
+    return number(function, "scale", scale, accepted, lambda x: abs(x) <= LARGEST_FLOAT, "0.125")
 
 
-def softcap_of(softcap: Any) -> float | None:
+def softcap_of(function: str, softcap: Any) -> float | None:
     if softcap is None:
         return None
-    accepted = "a finite number above 0; None or 0 is no softcap"
-    return number("softcap", softcap, accepted, lambda x: math.isfinite(x) and x >= 0, "softcap=50.0") or None
+    accepted = "a number above 0 that is finite in float32; None or 0 is no softcap"
+    return number(function, "softcap", softcap, accepted, lambda x: 0 <= x <= LARGEST_FLOAT, "50.0") or None
 
 
-def seed_of(seed: Any, device: torch.device) -> Tensor:
+def seed_of(function: str, seed: Any, device: torch.device) -> Tensor:
     """An int64 tensor of one element on `device`; drawn from torch's default generator if there is none."""
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
@@ -138,8 +152,7 @@ def seed_of(seed: Any, device: torch.device) -> Tensor:
         return seed
     if not is_int(seed) or not -(2**63) <= seed < 2**64:
         accepted = "an int of 64 bits, or an int64 tensor of one element"
-        example = "flashtile.attention(q, k, v, dropout_p=0.1, dropout_seed=7)"
-        raise ArgumentError("dropout_seed", seed, accepted, example)
+        raise ArgumentError("dropout_seed", seed, accepted, call_of(function, "dropout_p=0.1, dropout_seed=7"))
     return torch.full((1,), seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)
 
 
@@ -152,37 +165,32 @@ def score_mod_of(score_mod: ScoreModArgument) -> ScoreMod | None:
     return ScoreMod.of(score_mod)
 
 
-def number(argument: str, value: Any, accepted: str, accepts: Callable[[Any], bool], example: str) -> float:
+def number(
+    function: str, argument: str, value: Any, accepted: str, accepts: Callable[[Any], bool], example: str
+) -> float:
     a_number = isinstance(value, int | float | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
     if not a_number or not accepts(value):
-        raise ArgumentError(argument, value, accepted, f"flashtile.attention(q, k, v, {example})")
+        raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}={example}"))
     return float(value)
 
 
-def length(argument: str, value: Any) -> int | None:
-    if value is not None and (not is_int(value) or value < 0):
-        example = f"flashtile.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, {argument}=128)"
-        raise ArgumentError(argument, value, "an int from 0, or None for the total number of tokens", example)
+def integer(function: str, argument: str, value: Any, least: int, default: str) -> int | None:
+    if value is not None and (not is_int(value) or not least <= value < 2**63):
+        accepted = f"an int from {least}, or None for {default}"
+        raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}=128"))
     return value
 
 
-def splits_of(value: Any) -> int | None:
-    if value is not None and (not is_int(value) or value < 1):
-        example = "flashtile.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, num_splits=4)"
-        raise ArgumentError("num_splits", value, "an int from 1, or None to choose", example)
-    return value
-
-
-def flag(argument: str, value: Any, default: bool) -> bool:
+def flag(function: str, argument: str, value: Any, default: bool) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise ArgumentError(argument, value, "True, False or None", f"flashtile.attention(q, k, v, {argument}=True)")
+        raise ArgumentError(argument, value, "True, False or None", call_of(function, f"{argument}=True"))
     return default if value is None else value
 
 
-def name(argument: str, value: Any) -> str:
+def backend_name(function: str, value: Any) -> str:
     if not isinstance(value, str):
-        example = "flashtile.attention(q, k, v, backend='auto')"
-        raise ArgumentError(argument, value, "the name of a backend, or 'auto'", example)
+        accepted = "the name of a backend, or 'auto'"
+        raise ArgumentError("backend", value, accepted, call_of(function, "backend='auto'"))
     return value
 
 

@@ -7,13 +7,13 @@ single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
-from .call import Call, Gradients, Needs, Settings, Tensors, new_rows
+from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, new_rows
 from .plan import plan
 from .problem import Problem, accumulation_dtype
 
@@ -54,6 +54,9 @@ class Operators:
         LIBRARY.impl(f"{self.name}_backward", self.run_backward, "CompositeExplicitAutograd")
         torch.library.register_fake(f"flashtile::{self.name}_forward", self.fake_forward, lib=LIBRARY)
         torch.library.register_fake(f"flashtile::{self.name}_backward", self.fake_backward, lib=LIBRARY)
+        torch.library.register_autograd(
+            f"flashtile::{self.name}_forward", self.derivative, setup_context=self.remember, lib=LIBRARY
+        )
         for operator in ("forward", "backward"):
             op = getattr(torch.ops.flashtile, f"{self.name}_{operator}").default
             torch.library.register_vmap(op, functools.partial(one_by_one, op), lib=LIBRARY)
@@ -63,6 +66,7 @@ class Operators:
     def arguments(self, call: Call) -> list[Any]:
         """A call as the operators take it."""
         values = call.tensors._asdict() | call.settings._asdict()
+        values["score_mod_tensors"] = list(call.tensors.score_mod_tensors)
         return [values[name] for name in self.fields]
 
     def call(self, arguments: Sequence[Any]) -> Call:
@@ -75,7 +79,7 @@ class Operators:
         call = self.call(arguments)
         q = call.tensors.q
         chosen = plan(Problem.describe(call), q.device, call.settings.backend)
-        with without_autocast(q.device.type):
+        with inside_operator(q.device.type):
             return chosen.kernels().forward(chosen, call)
 
     def run_backward(
@@ -84,10 +88,26 @@ class Operators:
         call = self.call(arguments)
         q = call.tensors.q
         chosen = plan(Problem.describe(call), q.device, call.settings.backend)
-        with without_autocast(q.device.type):
-            wanted = Needs(*needs[:6], score_mod_tensors=tuple(needs[6:]))
-            found = chosen.kernels().backward(chosen, call, wanted, out, lse, dout, dlse)
+        with inside_operator(q.device.type):
+            found = chosen.kernels().backward(chosen, call, Needs.from_flat(needs), out, lse, dout, dlse)
         return in_schema(found, call)
+
+    def remember(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        call = self.call(inputs)
+        ctx.settings = call.settings
+        ctx.save_for_backward(*output, *call.tensors.flat())
+
+    def derivative(self, ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+        out, lse, *flat = ctx.saved_tensors
+        call = Call(Tensors.from_flat(flat), ctx.settings)
+        needed = self.call(ctx.needs_input_grad).tensors.flat()
+        positions = differentiable_positions(len(flat))
+        *found, modified = self.backward([needed[n] for n in positions], out, lse, dout, dlse, *self.arguments(call))
+        gradients: list[Tensor | None] = [None] * len(flat)
+        for n, gradient in zip(positions, (*found, *modified), strict=True):
+            gradients[n] = gradient if needed[n] else None
+        absent = Settings(*(None for _ in Settings._fields))  # type: ignore[arg-type]
+        return tuple(self.arguments(Call(Tensors.from_flat(gradients), absent)))
 
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         q, v = self.call(arguments).tensors.q, self.call(arguments).tensors.v
@@ -109,7 +129,7 @@ class Operators:
                 found.append(new_rows(x, x.shape[1], x.shape[-1], x.dtype))
             else:
                 found.append(x.new_empty(x.shape))
-        return in_schema(Gradients(*found[:6], score_mod_tensors=tuple(found[6:])), call)
+        return in_schema(Gradients.from_flat(found), call)
 
 
 def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -137,24 +157,31 @@ def in_schema(gradients: Gradients, call: Call) -> tuple[Any, ...]:
     """Gradients as a schema of fixed arity returns them: in their inputs' dtypes, an empty tensor for what nobody
     asked for.
     """
-    t = call.tensors
-
-    def given(gradient: Tensor | None, x: Tensor | None) -> Tensor:
-        return t.q.new_empty(0) if gradient is None or x is None else gradient.to(x.dtype)
-
-    inputs = (t.q, t.k, t.v, t.bias, t.alibi_slopes, t.sinks)
-    modifiers = gradients.score_mod_tensors or (None,) * len(t.score_mod_tensors)
-    return (
-        *(given(gradient, x) for gradient, x in zip(gradients[:6], inputs, strict=True)),
-        [given(gradient, x) for gradient, x in zip(modifiers, t.score_mod_tensors, strict=True)],
-    )
+    inputs, q = call.tensors.flat(), call.tensors.q
+    found: list[Tensor] = []
+    for gradient, n in zip(gradients.flat(), differentiable_positions(len(inputs)), strict=True):
+        x = inputs[n]
+        found.append(q.new_empty(0) if gradient is None or x is None else gradient.to(x.dtype))
+    named = len(Gradients._fields) - 1
+    return *found[:named], found[named:]
 
 
-def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """The operators' own products keep their dtypes; autocast has already acted on the arguments, in `api`."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
+@contextlib.contextmanager
+def inside_operator(device_type: str) -> Iterator[None]:
+    """What an operator's own work needs, wherever it is called from.
+
+    No autocast: that has already acted on the arguments, in `normalize`, and products in here keep their dtypes. And
+    torch.autograd, which a backend uses on a tile, also where the operator is called from below it (compiled graphs).
+    """
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        exclude = exclude - torch._C.DispatchKeySet(key)
+    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude))
+        if autocast:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 OPERATORS = {layout: Operators(layout) for layout in ("dense", "varlen")}

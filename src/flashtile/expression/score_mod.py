@@ -48,12 +48,17 @@ class ScoreMod:
     def __init__(self, fn: Callable[..., Tensor], tensors: Iterable[Tensor] = ()):
         if not callable(fn):
             raise ArgumentError("score_mod", fn, f"a function {SIGNATURE}, or a flashtile.ScoreMod", EXAMPLE)
+        if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+            raise ArgumentError(
+                "score_mod.tensors", tensors, "a tuple of tensors, which may have one: (tensor,)", EXAMPLE
+            )
         self.fn = fn
         self.tensors: tuple[Tensor, ...] = tuple(tensors)
         for tensor in self.tensors:
             if not isinstance(tensor, Tensor):
                 raise ArgumentError("score_mod.tensors", tensor, "tensors only", EXAMPLE)
-        self.key = _register(fn, _identity(fn), self.tensors)
+        _reject_undeclared_gradients(fn, self.tensors)
+        self.key = _register(fn, _identity(fn))
 
     @classmethod
     def of(cls, score_mod: "ScoreMod | Callable[..., Tensor]") -> "ScoreMod":
@@ -75,10 +80,9 @@ def score_mod_function(key: str) -> Callable[..., Tensor]:
     return _functions[key]
 
 
-def _register(fn: Callable[..., Tensor], identity: Hashable, tensors: tuple[Tensor, ...]) -> str:
+def _register(fn: Callable[..., Tensor], identity: Hashable) -> str:
     key = _keys.get(identity)
     if key is None:
-        _reject_undeclared_gradients(fn, tensors)
         key = f"{getattr(fn, '__name__', type(fn).__name__)}#{len(_keys)}"
         _keys[identity] = key
         _functions[key] = fn
@@ -96,6 +100,8 @@ def _identity(fn: Any) -> Hashable:
     lifted: tuple[int, ...] = ()
     if isinstance(fn, _Lifted):
         fn, lifted = fn.fn, tuple(fn.captured)
+    if isinstance(fn, types.MethodType):  # each access makes a new object of the same function and instance
+        return _identity(fn.__func__), _Same(fn.__self__)
     if not isinstance(fn, types.FunctionType):
         return _Same(fn)
     closure = fn.__closure__ or ()
@@ -120,7 +126,7 @@ class _Same:
 
 def _hashable(value: Any) -> Hashable:
     if isinstance(value, int | float | complex | str | bytes | bool | types.NoneType | torch.dtype | torch.device):
-        return type(value), value  # 1, 1.0 and True are equal, and mean different programs
+        return type(value), repr(value)  # 1, 1.0 and True are equal, as are 0.0 and -0.0, and mean different programs
     return _identity(value) if isinstance(value, types.FunctionType) else _Same(value)
 
 
@@ -151,7 +157,9 @@ def _reject_undeclared_gradients(fn: Callable[..., Tensor], tensors: tuple[Tenso
         try:
             device = tensors[0].device if tensors else torch.get_default_device()
             index = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
-            score = fn(index.to(torch.float32), index, index, index, index, *(tensor.detach() for tensor in tensors))
+            dtype = torch.float64 if any(x.dtype is torch.float64 for x in tensors) else torch.float32
+            values = (x.detach().to(dtype) if x.is_floating_point() else x for x in tensors)
+            score = fn(index.to(dtype), index, index, index, index, *values)
         except Exception:  # the call itself reports what fails on real scores, with their shapes
             return
     if isinstance(score, Tensor) and score.requires_grad:

@@ -55,4 +55,4 @@ def keep_factor(
     skip = first_key - first_group * KEYS_PER_COUNTER
     limit = threshold(dropout_p)
     kept = halves[..., skip : skip + num_keys] >= limit
-    return kept.to(dtype) * (65536 / (65536 - limit))
+    return kept.to(dtype) * (65536 / max(65536 - limit, 1))  # a threshold of 65536 keeps nothing

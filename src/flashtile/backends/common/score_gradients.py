@@ -53,7 +53,7 @@ def scores_backward(
 def score_mod_backward(
     scores: Scores, capped: Tensor, ds: Tensor, visible: Tensor | None, tile: Tile, gradients: FeatureGradients
 ) -> Tensor:
-    """The gradient of a user's function by torch.autograd on this tile alone."""
+    """The gradient of a user's function, by torch.autograd on this tile alone."""
     before = capped
     if scores.bias is not None:
         before = before + tile_part(scores.bias, tile).to(scores.dtype)
@@ -69,11 +69,8 @@ def score_mod_backward(
     wanted = [score, *(x for x in tensors if x.requires_grad)]
     if not modified.requires_grad:  # a function that ignores the score and every tensor we differentiate
         return torch.zeros_like(ds)
-    dscore, *dtensors = torch.autograd.grad(modified, wanted, ds, allow_unused=True)
+    dscore, *dtensors = torch.autograd.grad(modified, wanted, ds, allow_unused=True, materialize_grads=True)
     totals = [total for total in gradients.score_mod_tensors if total is not None]
     for total, dtensor in zip(totals, dtensors, strict=True):
-        if dtensor is not None:
-            total += dtensor
-    if dscore is None:
-        return torch.zeros_like(ds)
+        total += dtensor
     return dscore if visible is None else torch.where(visible, dscore, 0)

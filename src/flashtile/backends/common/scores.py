@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...call import Call
-from ...errors import ArgumentError, AttentionError
+from ...errors import ArgumentError, AttentionError, describe
 from ...expression import score_mod_function
 from ...expression.score_mod import EXAMPLE, SIGNATURE
 from ..common import rng
@@ -129,6 +129,9 @@ def call_score_mod(
         raise ArgumentError("score_mod", fn, accepted, EXAMPLE) from error
     if not isinstance(modified, Tensor):
         raise ArgumentError("score_mod", fn, f"{SIGNATURE}; it returned {type(modified).__name__}", EXAMPLE)
+    if modified.layout is not torch.strided or modified.device != s.device or modified.is_complex():
+        accepted = f"{SIGNATURE}, real and strided on {s.device}; it returned {describe(modified)}"
+        raise ArgumentError("score_mod", fn, accepted, EXAMPLE)
     try:
         fits = torch.broadcast_shapes(modified.shape, s.shape) == s.shape
     except RuntimeError:

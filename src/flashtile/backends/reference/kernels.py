@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ...call import Call, Gradients, Needs
+from ...call import Call, Gradients, Needs, Tensors, differentiable_positions
 from ...plan import Plan
 from ...problem import accumulation_dtype
 from ..common.boundary import lse_of_rows
-from ..common.scores import Scores, Tile
+from ..common.scores import Scores, Tile, in_dtype
 from ..common.softmax import finite_or_zero
 from ..common.tiles import Rows, Side, Slab, fold_groups, slabs, unfold_groups
 
@@ -58,34 +58,27 @@ def attend(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
-    """Forward once more on leaves, and torch.autograd through it; leaves in the accumulation dtype lose no bits."""
+    """Forward once more, on leaves in the accumulation dtype, which lose no bits; torch.autograd goes back."""
     dtype = accumulation_dtype(call.tensors.q.dtype)
-    leaves = {
-        name: x.detach().to(dtype).requires_grad_()
-        for name, x in call.tensors._asdict().items()
-        if isinstance(x, Tensor) and getattr(needs, name, False)
-    }
-    modifiers = [
-        x.detach().to(dtype).requires_grad_() if needed else x
-        for x, needed in zip(call.tensors.score_mod_tensors, needs.score_mod_tensors, strict=True)
-    ]
-    upcast = {name: getattr(call.tensors, name).detach().to(dtype) for name in ("q", "k", "v")} | leaves
-    recall = call._replace(tensors=call.tensors._replace(**upcast, score_mod_tensors=modifiers))
+    given = call.tensors.flat()
+    flat = [in_dtype(x, dtype) if n < 3 and x is not None else x for n, x in enumerate(given)]  # q, k, v
+    positions = differentiable_positions(len(given))
+    leaves: dict[int, Tensor] = {}
+    for n, needed in zip(positions, needs.flat(), strict=True):
+        x = given[n]
+        if needed and x is not None:
+            flat[n] = leaves[n] = in_dtype(x, dtype).detach().requires_grad_()
     with torch.enable_grad():
-        results = forward(plan, recall)
-    wanted = [*leaves.values(), *(x for x, needed in zip(modifiers, needs.score_mod_tensors, strict=True) if needed)]
-    found = iter(gradients(results, (dout, dlse), wanted, dtype))
-    named = {name: next(found) for name in leaves}
-    modified = tuple(next(found) if needed else None for needed in needs.score_mod_tensors)
-    return Gradients(**named, score_mod_tensors=modified)
-
-
-def gradients(
-    results: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...], wanted: list[Tensor], dtype: torch.dtype
-) -> tuple[Tensor, ...]:
-    """torch.autograd.grad, where a result may have no cotangent or, for want of keys, depend on nothing."""
-    pairs = [(x, dx.to(dtype)) for x, dx in zip(results, cotangents, strict=True) if dx is not None and x.requires_grad]
-    if not pairs or not wanted:
-        return tuple(torch.zeros_like(x) for x in wanted)
-    outputs, given = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, wanted, given, allow_unused=True, materialize_grads=True)
+        results = forward(plan, call._replace(tensors=Tensors.from_flat(flat)))
+    # Results without a cotangent are left out, and those that for want of keys depend on nothing.
+    pairs = [
+        (x, dx.to(dtype)) for x, dx in zip(results, (dout, dlse), strict=True) if dx is not None and x.requires_grad
+    ]
+    found = [torch.zeros_like(leaf) for leaf in leaves.values()]
+    if pairs and leaves:
+        outputs, cotangents = zip(*pairs, strict=True)
+        found = torch.autograd.grad(
+            outputs, list(leaves.values()), cotangents, allow_unused=True, materialize_grads=True
+        )
+    gradients = dict(zip(leaves, found, strict=True))
+    return Gradients.from_flat([gradients.get(n) for n in positions])

@@ -24,11 +24,11 @@ from .sums import Sums
 class Expected:
     """What one result has to be, in its own shape.
 
-    `R`, `C` and `A` are those of docs/contract.md, section "Numbers"; `sums` says what they are made of. `A` counts all that
-    a score is the sum of: beside scale * sum|q||k| also |bias|, |slope| * distance and what score_mod changes. Results
-    that sum over rows (all gradients but dq) have the largest `A` among the rows that contribute to the element; a
-    tensor of score_mod the largest of the sequences that contribute. Of lse only `A` counts. `score_error` times
-    eps(acc) * A is how far a correctly computed score may be off: a dot product of D terms in the accumulation dtype.
+    `R`, `C` and `A` are those of docs/contract.md, section "Numbers"; `sums` says what they are made of. `A` counts all
+    that a score is the sum of: beside scale * sum|q||k| also |bias|, |slope| * distance and what score_mod changes.
+    Results that sum over rows (all gradients but dq) have the largest `A` among the rows that contribute to the
+    element; a tensor of score_mod the largest of the sequences that contribute. Of lse only `A` counts.
+    `score_error` times eps(acc) * A is how far a correctly computed score may be off: a dot product of D terms.
     """
 
     reference: Tensor  # float64
