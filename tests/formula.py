@@ -4,6 +4,7 @@ An `Example` is one call as a function of its differentiable tensors alone, so t
 `example.fused` (the library, on small tiles) and to `example.formula`, and compare.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +96,7 @@ def packed_formula(
     """A loop of dense calls; tokens of no sequence give 0 and -inf."""
     outs, lses = [], []
     starts = cu_seqlens_q.tolist()
-    for n, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for n, (start, end) in enumerate(itertools.pairwise(starts)):
         keys = keys_of(n, k, cu_seqlens_k, seqused_k, page_table)
 
         def local(x: Tensor | None, shape: tuple[int, int, int]) -> Tensor | None:

@@ -55,5 +55,5 @@ def describe(value: Any) -> str:
         if value.is_nested:
             return f"a nested tensor ({dtype}, on {value.device})"
         return f"a tensor {list(value.shape)} ({dtype}, on {value.device}){layout}"
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text}" if len(text) < 80 else f"{type(value).__name__} {text[:77]}..."

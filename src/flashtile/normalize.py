@@ -49,7 +49,7 @@ def normalize(
     tensors = in_autocast_dtype(tensors, REQUIRED[:1] if cached else REQUIRED[:3])
     bounds = window_of(function, causal, window)
     drop = number(function, "dropout_p", dropout_p, "0 <= dropout_p < 1", lambda p: 0 <= p < 1, "0.1")
-    modifier = score_mod_of(score_mod)
+    modifier = score_mod_of(score_mod, q.device)
     modifiers = () if modifier is None else modifier.tensors
     seed = seed_of(function, dropout_seed, q.device) if drop > 0 else None
     named = {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifiers)}
@@ -156,8 +156,12 @@ def seed_of(function: str, seed: Any, device: torch.device) -> Tensor:
     return torch.full((1,), seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)
 
 
-def score_mod_of(score_mod: ScoreModArgument) -> ScoreMod | None:
-    if score_mod is None or isinstance(score_mod, ScoreMod):
+def score_mod_of(score_mod: ScoreModArgument, device: torch.device) -> ScoreMod | None:
+    if score_mod is None:
+        return None
+    if isinstance(score_mod, ScoreMod):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # what it reads may have changed since
+            score_mod.reject_undeclared_gradients(device)
         return score_mod
     if torch.compiler.is_compiling():
         example = "mod = flashtile.ScoreMod(fn, (tensor,)) outside, and score_mod=mod inside the compiled function"

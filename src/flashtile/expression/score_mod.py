@@ -57,7 +57,7 @@ class ScoreMod:
         for tensor in self.tensors:
             if not isinstance(tensor, Tensor):
                 raise ArgumentError("score_mod.tensors", tensor, "tensors only", EXAMPLE)
-        _reject_undeclared_gradients(fn, self.tensors)
+        self.reject_undeclared_gradients(self.tensors[0].device if self.tensors else torch.get_default_device())
         self.key = _register(fn, _identity(fn))
 
     @classmethod
@@ -70,6 +70,24 @@ class ScoreMod:
         cells = [cell.cell_contents for cell in score_mod.__closure__]
         captured = [n for n, value in enumerate(cells) if isinstance(value, Tensor)]
         return cls(_Lifted(score_mod, captured), [cells[n] for n in captured]) if captured else cls(score_mod)
+
+    def reject_undeclared_gradients(self, device: torch.device) -> None:
+        """A tensor that `fn` reads behind our back would lose its gradient: find out on a single score.
+
+        Raises:
+            ArgumentError: the new score requires a gradient, although neither the score nor `tensors` did.
+        """
+        dtype = torch.float64 if any(x.dtype is torch.float64 for x in self.tensors) else torch.float32
+        with torch.enable_grad():
+            try:
+                index = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
+                values = (x.detach().to(dtype) if x.is_floating_point() else x for x in self.tensors)
+                score = self.fn(index.to(dtype), index, index, index, index, *values)
+            except Exception:  # the call itself reports what fails on real scores, with their shapes
+                return
+        if isinstance(score, Tensor) and score.requires_grad:
+            accepted = "a function whose differentiable tensors are all passed as `tensors` of a flashtile.ScoreMod"
+            raise ArgumentError("score_mod", self.fn, accepted, EXAMPLE)
 
     def __repr__(self) -> str:
         return f"ScoreMod({self.key}, {len(self.tensors)} tensors)"
@@ -149,19 +167,3 @@ def _rebound(fn: types.FunctionType, cells: list[types.CellType]) -> types.Funct
     rebound = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells))
     rebound.__kwdefaults__ = fn.__kwdefaults__
     return rebound
-
-
-def _reject_undeclared_gradients(fn: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> None:
-    """A tensor that `fn` reads behind our back would lose its gradient: find out on a single score."""
-    with torch.enable_grad():
-        try:
-            device = tensors[0].device if tensors else torch.get_default_device()
-            index = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
-            dtype = torch.float64 if any(x.dtype is torch.float64 for x in tensors) else torch.float32
-            values = (x.detach().to(dtype) if x.is_floating_point() else x for x in tensors)
-            score = fn(index.to(dtype), index, index, index, index, *values)
-        except Exception:  # the call itself reports what fails on real scores, with their shapes
-            return
-    if isinstance(score, Tensor) and score.requires_grad:
-        accepted = "a function whose differentiable tensors are all passed as `tensors` of a flashtile.ScoreMod"
-        raise ArgumentError("score_mod", fn, accepted, EXAMPLE)
