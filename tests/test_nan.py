@@ -182,3 +182,16 @@ def test_out_and_lse_are_tensors_of_their_own() -> None:
     out, lse = flashtile.attention(q, q, q, return_lse=True)
     assert out.untyped_storage().nbytes() == out.numel() * 4
     assert lse.untyped_storage().nbytes() == lse.numel() * 4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_arrives_at_a_row_that_sees_nothing_goes_no_further(backend: str) -> None:
+    q, k, v = (torch.randn(1, 1, n, 4).requires_grad_() for n in (3, 2, 2))
+    mask = torch.tensor([True, False, True])[None, None, :, None]
+    out, lse = flashtile.attention(q, k, v, mask=mask, return_lse=True, backend=backend)
+    dout, dlse = torch.ones_like(out), torch.ones_like(lse)
+    dout[:, :, 1], dlse[:, :, 1] = torch.nan, torch.nan
+    found = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse), retain_graph=True)
+    expected = torch.autograd.grad((out, lse), (q, k, v), (dout.nan_to_num(), dlse.nan_to_num()))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)

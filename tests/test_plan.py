@@ -11,7 +11,7 @@ from checking import dense_case
 
 import flashtile
 from flashtile import AttentionWarning, BackendError
-from flashtile.plan import _warn_once, plan
+from flashtile.plan import _warn_once, plan, plan_call
 from flashtile.problem import Problem
 
 CPU = torch.device("cpu")
@@ -107,13 +107,15 @@ def test_strides_enter_a_plan_as_alignment_alone() -> None:
 
 def test_a_slow_choice_on_an_accelerator_is_told_once() -> None:
     """There is no accelerator here: the choice is made for one, and nothing runs."""
-    problem, device = Problem.describe(dense_call()), torch.device("meta")
+    call = dense_call()
+    q, k, v = (x.to("meta") for x in call.tensors[:3])
+    call = call._replace(tensors=call.tensors._replace(q=q, k=k, v=v))
     _warn_once.cache_clear()
     with pytest.warns(AttentionWarning, match="slow"):
-        plan(problem, device)
-    plan(problem, device)  # a second warning would be an error, by pytest's settings
+        plan_call(call)
+    plan_call(call)  # a second warning would be an error, by pytest's settings
     _warn_once.cache_clear()
-    plan(problem, device, "tiled")  # asked for by name
+    plan_call(call._replace(settings=call.settings._replace(backend="tiled")))  # asked for by name
 
 
 @pytest.mark.parametrize(

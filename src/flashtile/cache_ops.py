@@ -14,8 +14,8 @@ from .cache import CacheTensors, append_and_rotate, paged_call
 from .call import Call, Settings, Tensors, new_rows
 from .errors import AttentionError
 from .ops import LIBRARY, inside_operator
-from .plan import plan
-from .problem import Problem, accumulation_dtype
+from .plan import plan_call
+from .problem import accumulation_dtype
 
 NAME = "attention_with_kvcache"
 FEATURES = ("cu_seqlens_q", "mask", "bias", "alibi_slopes", "sinks", "dropout_seed")
@@ -73,7 +73,7 @@ def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     modifiers, interleaved, *scalars = rest[len(FEATURES) :]
     features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
     call = paged_call(cache, features, Settings(**dict(zip(SETTINGS, scalars, strict=True))))
-    chosen = plan(Problem.describe(call), q.device, call.settings.backend)
+    chosen = plan_call(call)
     with inside_operator(q.device.type):
         return chosen.kernels().forward(chosen, append_and_rotate(call, cache, interleaved))
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, new_rows
-from .plan import plan
-from .problem import Problem, accumulation_dtype
+from .plan import plan_call
+from .problem import accumulation_dtype
 
 LIBRARY = torch.library.Library("flashtile", "DEF")
 CACHE_ONLY = ("leftpad_k", "num_splits")
@@ -77,18 +77,16 @@ class Operators:
 
     def run_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         call = self.call(arguments)
-        q = call.tensors.q
-        chosen = plan(Problem.describe(call), q.device, call.settings.backend)
-        with inside_operator(q.device.type):
+        chosen = plan_call(call)
+        with inside_operator(call.tensors.q.device.type):
             return chosen.kernels().forward(chosen, call)
 
     def run_backward(
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Any, ...]:
         call = self.call(arguments)
-        q = call.tensors.q
-        chosen = plan(Problem.describe(call), q.device, call.settings.backend)
-        with inside_operator(q.device.type):
+        chosen = plan_call(call)
+        with inside_operator(call.tensors.q.device.type):
             found = chosen.kernels().backward(chosen, call, Needs.from_flat(needs), out, lse, dout, dlse)
         return in_schema(found, call)
 

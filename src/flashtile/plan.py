@@ -11,6 +11,7 @@ import torch
 
 from .backends.reference import support as reference
 from .backends.tiled import support as tiled
+from .call import Call
 from .device import Device, describe_device
 from .errors import AttentionWarning, BackendError
 from .problem import Problem
@@ -62,7 +63,17 @@ def plan(problem: Problem, device: torch.device, backend: str = "auto") -> Plan:
     """
     if backend == "auto":
         backend = os.environ.get(BACKEND_VARIABLE, "auto")
-    chosen = _plan(problem.bucketed(), describe_device(device), backend)
+    return _plan(problem.bucketed(), describe_device(device), backend)
+
+
+def plan_call(call: Call) -> Plan:
+    """The plan of a call that is about to run, which warns once if an accelerator gets nothing faster than `tiled`.
+
+    Raises:
+        ArgumentError, BackendError: as `Problem.describe` and `plan` do.
+    """
+    device, backend = call.tensors.q.device, call.settings.backend
+    chosen = plan(Problem.describe(call), device, backend)
     if backend == "auto" and chosen.backend == "tiled" and device.type != "cpu":
         _warn_once(f"attention on {device} runs in the `tiled` backend, which is slow", chosen.why)
     return chosen
@@ -71,7 +82,7 @@ def plan(problem: Problem, device: torch.device, backend: str = "auto") -> Plan:
 @functools.lru_cache(maxsize=1024)
 def _plan(problem: Problem, device: Device, backend: str) -> Plan:
     if backend != "auto" and backend not in SUPPORT:
-        known = dict.fromkeys(SUPPORT, "exists")
+        known = {name: support.SUMMARY for name, support in SUPPORT.items()}
         raise BackendError(f"`backend` is {backend!r}. Accepted: 'auto', {', '.join(map(repr, SUPPORT))}", known)
     reasons: dict[str, str] = {}
     for name in AUTO if backend == "auto" else (backend,):

@@ -6,7 +6,7 @@ from torch import Tensor
 from ...call import Call, Gradients, Needs, Tensors, differentiable_positions
 from ...plan import Plan
 from ...problem import accumulation_dtype
-from ..common.boundary import lse_of_rows
+from ..common.boundary import lse_of_rows, rows_of_lse
 from ..common.scores import Scores, Tile, in_dtype
 from ..common.softmax import finite_or_zero
 from ..common.tiles import Rows, Side, Slab, fold_groups, slabs, unfold_groups
@@ -68,6 +68,8 @@ def backward(
         x = given[n]
         if needed and x is not None:
             flat[n] = leaves[n] = in_dtype(x, dtype).detach().requires_grad_()
+    if dout is not None:  # a row that sees nothing passes nothing on, not even 0 * NaN
+        dout = torch.where(rows_of_lse(call, lse) == -torch.inf, 0, dout)
     with torch.enable_grad():
         results = forward(plan, call._replace(tensors=Tensors.from_flat(flat)))
     # Results without a cotangent are left out, and those that for want of keys depend on nothing.
