@@ -174,7 +174,7 @@ def inside_operator(device_type: str) -> Iterator[None]:
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         exclude = exclude - torch._C.DispatchKeySet(key)
-    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude))
         if autocast:

@@ -85,12 +85,17 @@ class ScoreMod:
                 score = self.fn(index.to(dtype), index, index, index, index, *values)
             except Exception:  # the call itself reports what fails on real scores, with their shapes
                 return
-        if isinstance(score, Tensor) and score.requires_grad:
+        if isinstance(score, Tensor) and (score.requires_grad or has_tangent(score)):
             accepted = "a function whose differentiable tensors are all passed as `tensors` of a flashtile.ScoreMod"
             raise ArgumentError("score_mod", self.fn, accepted, EXAMPLE)
 
     def __repr__(self) -> str:
         return f"ScoreMod({self.key}, {len(self.tensors)} tensors)"
+
+
+def has_tangent(x: Tensor) -> bool:
+    forward_ad = torch.autograd.forward_ad
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def score_mod_function(key: str) -> Callable[..., Tensor]:

@@ -26,7 +26,8 @@ def start(sink: Tensor | None, shape: tuple[int, ...], head_dim_v: int, like: Te
         return RowState(like.new_full((*shape, 1), -torch.inf), like.new_zeros((*shape, 1)), acc)
     sink = sink.expand(*shape, 1)
     m = sink.detach()
-    return RowState(m, torch.where(torch.isinf(m), (m > 0).to(like.dtype), torch.exp(sink - m)), acc)
+    relative = torch.where(torch.isinf(m), 0.0, sink - m)  # inf - inf would be NaN in every derivative
+    return RowState(m, torch.where(m == -torch.inf, 0.0, torch.exp(relative)), acc)
 
 
 def rescale(m_old: Tensor, m_new: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ through `Rows`, which turn a range of positions into a tile `[B, H, n, D]`. Wher
 gathered token indices, and positions that do not exist come as zeros and are written to a spare last row.
 """
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, overload
 
 import torch
@@ -109,36 +110,55 @@ class Side:
 
     def __init__(self, call: Call, *, keys: bool):
         tensors, settings = call.tensors, call.settings
-        self.x = tensors.k if keys else tensors.q
+        self.keys = keys
         self.paged = keys and tensors.page_table is not None
         self.dense = tensors.cu_seqlens_q is None and not self.paged
+        self.bind(call)
         self.on_host = call.layout == "dense" or device.host_readable(self.x)
         if self.dense:
             self.batch, self.max_length = self.x.shape[0], self.x.shape[2]
             return
-        bounds = tensors.cu_seqlens_k if keys else tensors.cu_seqlens_q
-        used = tensors.seqused_k if keys else None
-        length = used if bounds is None else (bounds[1:] - bounds[:-1]).clamp(min=0)
-        assert length is not None
-        if bounds is not None and used is not None:
-            length = used if self.paged else torch.minimum(used, length)
-        page_table = tensors.page_table if self.paged else None
-        self.num_tokens = self.x.shape[0] * self.x.shape[1] if self.paged else self.x.shape[0]
-        capacity = page_table.shape[1] * self.x.shape[1] if page_table is not None else self.num_tokens
-        first = bounds[:-1].long() if bounds is not None and not self.paged else None
-        page_size = self.x.shape[1] if self.paged else 1
-        leftpad = tensors.leftpad_k if keys else None
-        self.index = TokenIndex(first, page_table, page_size, length.long(), self.num_tokens, leftpad)
-        self.batch = length.shape[0]
+        self.batch = self.index.length.shape[0]
+        capacity = self.num_tokens
+        if self.index.page_table is not None:
+            capacity = self.index.page_table.shape[1] * self.index.page_size
         if self.on_host:
             self.lengths = [min(n, capacity) for n in self.index.length.tolist()]
-            self.firsts = first.tolist() if first is not None else None
+            self.firsts = None if self.index.first is None else self.index.first.tolist()
             self.max_length = max(self.lengths, default=0)
         else:
             asked = settings.max_seqlen_k if keys else settings.max_seqlen_q
             self.max_length = capacity if asked is None else min(asked, capacity)
         if self.num_tokens == 0:
             self.max_length = 0
+
+    def bind(self, call: Call) -> None:
+        """Take the tensors from `call`: what the host has read of them stays."""
+        tensors = call.tensors
+        self.x = tensors.k if self.keys else tensors.q
+        if self.dense:
+            return
+        bounds = tensors.cu_seqlens_k if self.keys else tensors.cu_seqlens_q
+        used = tensors.seqused_k if self.keys else None
+        length = used if bounds is None else (bounds[1:] - bounds[:-1]).clamp(min=0)
+        if bounds is not None and length is not None and used is not None:
+            length = used if self.paged else torch.minimum(used, length)
+        assert length is not None
+        self.num_tokens = self.x.shape[0] * self.x.shape[1] if self.paged else self.x.shape[0]
+        self.index = TokenIndex(
+            first=bounds[:-1].long() if bounds is not None and not self.paged else None,
+            page_table=tensors.page_table if self.paged else None,
+            page_size=self.x.shape[1] if self.paged else 1,
+            length=length.long(),
+            num_tokens=self.num_tokens,
+            leftpad=tensors.leftpad_k if self.keys else None,
+        )
+
+    def bound_to(self, call: Call) -> "Side":
+        """This side of the same call with other tensors, as transforms hand them over."""
+        side = copy.copy(self)
+        side.bind(call)
+        return side
 
     def buffer(self, like: Tensor, heads: int, width: int, dtype: torch.dtype, fill: float = 0.0) -> Tensor:
         """A tensor for results of this side, with the rows of `like`: `[B, H, S, width]` or `[T + 1, H, width]`."""
@@ -186,6 +206,14 @@ class Slab:
     seqlen_q: int  # the longest sequence's, where they differ
     seqlen_k: int
     diagonal: int | Tensor  # seqlen_k - seqlen_q of each sequence; an int, or [B, 1, 1, 1]
+
+    def bound_to(self, call: Call) -> "Slab":
+        """This slab of the same call with other tensors, as transforms hand them over."""
+        queries, keys = self.queries.bound_to(call), self.keys.bound_to(call)
+        diagonal = self.diagonal
+        if isinstance(diagonal, Tensor):
+            diagonal = keys.device_length(self.batch) - queries.device_length(self.batch) + call.settings.diagonal
+        return replace(self, queries=queries, keys=keys, diagonal=diagonal)
 
     @property
     def num_groups(self) -> int:

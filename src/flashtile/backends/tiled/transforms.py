@@ -165,7 +165,8 @@ def attend_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype) ->
 
         def block(*flat: Tensor | None, rows: slice = rows) -> tuple[Tensor, Tensor]:
             part = call._replace(tensors=Tensors.from_flat(flat))
-            return attend_rows(part, slab, shape, Scores(part, slab, dtype), rows)
+            bound = slab.bound_to(part)  # tensors of one transform's level must not be captured into another's
+            return attend_rows(part, bound, shape, Scores(part, bound, dtype), rows)
 
         blocks.append(Recompute.apply(block, *call.tensors.flat()))  # type: ignore[arg-type]
     out, lse = zip(*blocks, strict=True)
