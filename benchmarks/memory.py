@@ -1,61 +1,78 @@
-"""Peak memory of attention beyond its inputs and outputs, in a fresh process for each row.
+"""Peak memory of attention beyond its inputs and results, in a fresh process for each row.
 
-    python benchmarks/memory.py            # the contract's case: B=1, H=8, S=16384, D=64, float32, on the CPU
-    python benchmarks/memory.py --seqlen 8192 --backend reference
+    python benchmarks/memory.py                    # B=1, H=8, S=16384, D=64, float32, on the CPU
+    python benchmarks/memory.py --device cuda --what forward backward jvp double_backward
 
-Forward counts what the call allocates at its peak above q, k, v and out (with lse). Backward counts above those, dout
-and the three gradients. Bytes come from torch's own allocation events, so that the figure is exact and repeats.
+`forward` counts the most that the call has allocated at a time, less its results (out and lse); `backward` less the
+three gradients; `jvp` less out and its tangent; `double_backward` (a Hessian-vector product by reverse over reverse)
+less three gradients. Bytes are those of torch's allocators: on a CPU from the profiler's allocation events, on a GPU
+from the allocator's own peak. Both are exact and repeat.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
-import sys
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
+
+Results = tuple[Tensor, ...]
 
 
-class LiveBytes:
-    """Peak bytes that torch's CPU allocator hands out while the profiler watches."""
-
-    def __enter__(self) -> "LiveBytes":
-        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-        self.profiler.__enter__()
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.profiler.__exit__(*details)
-        live = self.peak = 0
-        events = self.profiler.profiler.kineto_results.events()
-        for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-            live += event.nbytes()
-            self.peak = max(self.peak, live)
+class Peak:
+    bytes: int = 0
 
 
-def size(*tensors: torch.Tensor) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
+@contextlib.contextmanager
+def peak_bytes(device: str) -> Iterator[Peak]:
+    """The most bytes allocated at a time inside, above what was allocated before."""
+    peak = Peak()
+    if device != "cpu":
+        torch.accelerator.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        yield peak
+        peak.bytes = torch.cuda.max_memory_allocated() - before
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield peak
+    live = 0
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak.bytes = max(peak.bytes, live)
 
 
-def measure(arguments: argparse.Namespace, causal: bool) -> dict[str, float]:
+def task(what: str, arguments: argparse.Namespace, causal: bool) -> Callable[[], Results]:
+    """What is measured, with everything before it already done."""
     from flashtile import attention
 
-    torch.set_num_threads(2)
     shape = (1, arguments.heads, arguments.seqlen, arguments.head_dim)
-    q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
-    with LiveBytes() as forward:
-        out, lse = attention(q, k, v, causal=causal, backend=arguments.backend, return_lse=True)
-    dout = torch.randn_like(out)
-    with LiveBytes() as backward:
-        gradients = torch.autograd.grad(out, (q, k, v), dout)
-    return {
-        "causal": causal,
-        "forward_mib": (forward.peak - size(out, lse)) / 2**20,
-        "backward_mib": (backward.peak - size(*gradients)) / 2**20,
-    }
+    inputs = [torch.randn(shape, device=arguments.device, requires_grad=True) for _ in range(3)]
+    others = [torch.randn_like(x) for x in inputs]
+
+    def call(*qkv: Tensor, **keywords: bool) -> Tensor:
+        return attention(*qkv, causal=causal, backend=arguments.backend, **keywords)  # type: ignore[return-value]
+
+    if what == "forward":
+        return lambda: call(*inputs, return_lse=True)  # type: ignore[return-value]
+    if what == "jvp":
+        detached = tuple(x.detach() for x in inputs)
+        return lambda: torch.func.jvp(call, detached, tuple(others))  # type: ignore[return-value]
+    out = call(*inputs)
+    if what == "backward":
+        return lambda: torch.autograd.grad(out, inputs, others[0], retain_graph=True)
+    gradients = torch.autograd.grad(out, inputs, others[0], create_graph=True)
+    return lambda: torch.autograd.grad(gradients, inputs, others, retain_graph=True)
 
 
-def run(arguments: argparse.Namespace, causal: bool, results: "multiprocessing.Queue") -> None:
-    results.put(measure(arguments, causal))
+def measure(what: str, arguments: argparse.Namespace, causal: bool, results: "multiprocessing.Queue[float]") -> None:
+    run = task(what, arguments, causal)
+    with peak_bytes(arguments.device) as peak:
+        kept = run()
+    results.put((peak.bytes - sum(x.numel() * x.element_size() for x in kept)) / 2**20)
 
 
 def main() -> None:
@@ -64,16 +81,20 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--backend", default="tiled")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--what", nargs="+", default=["forward", "backward"])
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    for causal in (False, True):
-        process = context.Process(target=run, args=(arguments, causal, results))
-        process.start()
-        row = results.get()
-        process.join()
-        print(json.dumps({"torch": torch.__version__, **vars(arguments), **row}), flush=True)
+    for what in arguments.what:
+        for causal in (False, True):
+            results: multiprocessing.Queue[float] = context.Queue()
+            process = context.Process(target=measure, args=(what, arguments, causal, results))
+            process.start()
+            mib = results.get(timeout=1800)
+            process.join()
+            row = vars(arguments) | {"what": what, "causal": causal, "mib": round(mib, 1), "torch": torch.__version__}
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -131,7 +131,7 @@ BUGS = (
         "l = state.l * alpha + p.sum(dim=-1, keepdim=True)",
         "l = state.l * alpha + (p if keep is None else p * keep).sum(dim=-1, keepdim=True)",
     ),
-    Bug("sink not in l", "common.softmax", "torch.exp(sink - m)", "torch.zeros_like(sink)"),
+    Bug("sink not in l", "common.softmax", "torch.exp(relative)", "torch.zeros_like(sink)"),
     Bug("NaN in rows that see nothing", "common.softmax", "torch.where(m == -torch.inf, 0.0, m)", "m"),
     Bug("lse without the maximum", "common.softmax", "state.m + torch.log(l)", "torch.log(l)"),
     Bug(

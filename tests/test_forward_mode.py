@@ -1,4 +1,4 @@
-"""Forward mode: the tangent of every input, against that of the formula. A zero or missing tangent is a wrong result."""
+"""Forward mode: the tangent of every input, against that of the formula. A zero or missing tangent is wrong."""
 
 from collections.abc import Callable
 from typing import Any

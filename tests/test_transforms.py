@@ -41,6 +41,26 @@ def several(x: Tensor, count: int = 3) -> Tensor:
     return torch.stack([x, *(randn(*x.shape, seed=10 + n).to(x.dtype) for n in range(count - 1))])
 
 
+def value(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *x: torch.sin(f(*x)).sum()
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_()
+
+
+def gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """By torch.autograd."""
+    x = leaf(x)
+    return torch.autograd.grad(function(x), x)[0]
+
+
+def second_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = leaf(x)
+    (first,) = torch.autograd.grad(function(x), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), x)[0]
+
+
 # torch.func.grad and its relatives ------------------------------------------------------------------------------------
 
 
@@ -122,16 +142,7 @@ def test_vmap_in_vmap_in_chunks() -> None:
             assert_close([x[m, n] for x in found], example.formula(q[m, n], k[m, 0], v[m, n]))
 
 
-GRAD_OF_VMAP = pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="requires_grad is False under vmap: the operator's own derivative has no vmap",
-)
-
-
-@pytest.mark.parametrize(
-    "position", [pytest.param(n, marks=GRAD_OF_VMAP) for n in range(3)] + [3], ids=["q", "k", "v", "not batched"]
-)
+@pytest.mark.parametrize("position", range(4), ids=["q", "k", "v", "not batched"])
 def test_grad_of_vmap(position: int) -> None:
     """vmap inside grad: a sum over examples, differentiated by what differs between them, and by what does not."""
     example = dense({"causal": True}, sinks=randn(HQ))
@@ -147,16 +158,13 @@ def test_grad_of_vmap(position: int) -> None:
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("order", [1, 2])
-def test_backward_through_vmap(order: int) -> None:
+def test_backward_through_vmap() -> None:
     """vmap in a graph of torch.autograd."""
-    example = dense({"causal": True})
+    example = dense({"causal": True}, sinks=randn(HQ))
 
     def derivative(function: Callable[..., Outputs]) -> tuple[Tensor, ...]:
-        leaves = [several(x).requires_grad_() for x in example.tensors]
-        total = vmap(loss(function))(*leaves).sum()
-        found = torch.autograd.grad(total, leaves, create_graph=order == 2)
-        return found if order == 1 else torch.autograd.grad(sum(x.square().sum() for x in found), leaves)
+        leaves = [leaf(several(x)) for x in example.tensors]
+        return torch.autograd.grad(vmap(loss(function))(*leaves).sum(), leaves)
 
     assert_close(derivative(example.fused), derivative(example.formula))
 
@@ -295,47 +303,67 @@ def test_export(name: str, strict: bool) -> None:
     assert_close(gradients(program), gradients(example.formula))
 
 
-def traced(how: str, example: Example) -> Callable[..., Tensor]:
-    def call(*tensors: Tensor) -> Tensor:
-        return flashtile.attention(*tensors, causal=True)
-
-    if how == "make_fx":
-        return make_fx(call)(*example.tensors)
+def program_of(how: str, function: Callable[..., Tensor], example: Example) -> Callable[..., Tensor]:
+    """The function with nothing but operators in it: no Python of ours looks at a call."""
 
     class Program(torch.nn.Module):
         def forward(self, *tensors: Tensor) -> Tensor:
-            return call(*tensors)
+            return function(*tensors)
 
+    if how == "make_fx":
+        return make_fx(function)(*example.tensors)
+    if how == "compile":
+        torch._dynamo.reset()
+        return torch.compile(function, backend="eager")
     return torch.export.export(Program(), example.tensors).module()
 
 
-OPERATOR_IN_FORWARD_MODE = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the operator of a traced program drops tangents under torch.func.jvp"
-)
-
-
 @pytest.mark.parametrize("how", ["make_fx", "export"])
-@pytest.mark.parametrize(
-    "transform", ["grad", pytest.param("jvp", marks=OPERATOR_IN_FORWARD_MODE), "duals", "double backward"]
-)
-def test_derivatives_of_a_traced_program(how: str, transform: str) -> None:
-    """The operator stands in the graph, where no Python of ours looks at the call: right, or an error."""
+@pytest.mark.parametrize("transform", ["grad", "jvp", "duals"])
+def test_first_derivatives_of_a_traced_program(how: str, transform: str) -> None:
     example = dense({"causal": True})
     q, k, v = example.tensors
-    program, tangent = traced(how, example), example.tangents()[0]
-
-    def derivative(function: Callable[[Tensor], Tensor]) -> Tensor:
-        if transform == "grad":
-            return grad(lambda q: function(q).square().sum())(q)
-        if transform == "jvp":
-            return jvp(function, (q,), (tangent,))[1]
-        if transform == "duals":
-            return tangent_of_dual(function, q, tangent)
-        x = q.clone().requires_grad_()
-        (first,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
-        return torch.autograd.grad(first.square().sum(), x)[0]
-
+    program = program_of(how, lambda *x: flashtile.attention(*x, causal=True), example)
+    tangent = example.tangents()[0]
+    derivative: Callable[[Callable[[Tensor], Tensor]], Tensor] = {
+        "grad": lambda f: grad(lambda q: f(q).square().sum())(q),
+        "jvp": lambda f: jvp(f, (q,), (tangent,))[1],
+        "duals": lambda f: tangent_of_dual(f, q, tangent),
+    }[transform]
     right_or_error(lambda: derivative(lambda q: program(q, k, v)), derivative(lambda q: example.formula(q, k, v)[0]))
+
+
+FACTOR = randn(HQ, seed=9)
+CURVED = flashtile.ScoreMod(lambda score, b, h, i, j, w: score * torch.sin(w[h]) + 0.1 * score.square(), (FACTOR,))
+
+TWICE = [("tiled", None), ("tiled", CURVED), ("reference", None)]
+
+
+@pytest.mark.parametrize("how", ["make_fx", "export", "compile", "vmap"])
+@pytest.mark.parametrize(
+    ("backend", "score_mod"),
+    TWICE,
+    ids=["tiled", "score_mod", "reference"],
+)
+def test_second_derivatives_of_operators(how: str, backend: str, score_mod: flashtile.ScoreMod | None) -> None:
+    """The derivative that is registered with an operator is an operator too: its derivative is right or an error."""
+    example = dense({"causal": True} | ({} if score_mod is None else {"score_mod": score_mod.fn}))
+    tensors = tuple(x.unsqueeze(1) for x in example.tensors)  # [B, 1, H, S, D]
+
+    def call(*tensors: Tensor) -> Tensor:
+        return flashtile.attention(*tensors, causal=True, score_mod=score_mod, backend=backend)
+
+    def formula(*tensors: Tensor) -> Tensor:
+        return dense_formula(*tensors, **example.fixed, score_mod_tensors=(FACTOR,) if score_mod else ())[0]
+
+    def run() -> Tensor:
+        if how == "vmap":
+            return second_gradient(lambda q: value(vmap(call))(q, *tensors[1:]), tensors[0]).squeeze(1)
+        program = program_of(how, call, example)
+        return second_gradient(lambda q: value(program)(q, *example.tensors[1:]), example.tensors[0])
+
+    expected = second_gradient(lambda q: value(formula)(q, *example.tensors[1:]), example.tensors[0])
+    right_or_error(run, expected)
 
 
 def tangent_of_dual(function: Callable[[Tensor], Tensor], x: Tensor, dx: Tensor) -> Tensor:
@@ -360,6 +388,7 @@ def right_or_error(run: Callable[[], Any], expected: Any) -> bool:
 def test_make_fx_of_a_transform(transform: str) -> None:
     """The derivative itself, traced into a graph of operations."""
     example = dense({"causal": True}, seqlen_q=2, seqlen_k=3)
+    example.tile = (64, 64)
     q, k, v = example.tensors
     dq, values = example.tangents()[0], several(v)
 
@@ -401,26 +430,6 @@ def formula(q: Tensor, bias: Tensor = BIAS) -> Tensor:
     return dense_formula(q, k[: q.shape[0]], v[: q.shape[0]], causal=True, bias=bias)[0]
 
 
-def value(f: Attention) -> Callable[..., Tensor]:
-    return lambda *x: torch.sin(f(*x)).sum()
-
-
-def leaf(x: Tensor) -> Tensor:
-    return x.clone().requires_grad_()
-
-
-def gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """By torch.autograd."""
-    x = leaf(x)
-    return torch.autograd.grad(function(x), x)[0]
-
-
-def second_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    x = leaf(x)
-    (first,) = torch.autograd.grad(function(x), x, create_graph=True)
-    return torch.autograd.grad(first.square().sum(), x)[0]
-
-
 def of_examples(f: Attention) -> Callable[[Tensor], Tensor]:
     return vmap(lambda x: f(x[None]))
 
@@ -441,13 +450,11 @@ COMBINATIONS: dict[str, Callable[[Attention, Compiler], Any]] = {
     "compile(vmap of grad)": lambda f, c: c(vmap(grad(lambda x: value(f)(x[None]))))(q),
     "compile(vmap of jvp)": lambda f, c: c(vmap(lambda x, dx: jvp(lambda x: f(x[None]), (x,), (dx,))[1]))(q, DQ),
     "compile(grad of vmap)": lambda f, c: c(grad(lambda q: torch.sin(of_examples(f)(q)).sum()))(q),
-    "compile(duals)": lambda f, c: c(lambda q: tangent_of_dual(f, q, DQ))(q),
     "compile(autograd.grad)": lambda f, c: c(lambda q: gradient(value(f), q))(q),
     "compile(second gradient)": lambda f, c: c(lambda q: second_gradient(value(f), q))(q),
     "grad(compile)": lambda f, c: grad(c(value(f)))(q),
     "vjp(compile)": lambda f, c: vjp(c(value(f)), q)[1](ONE)[0],
     "jvp(compile)": lambda f, c: jvp(c(f), (q,), (DQ,))[1],
-    "duals of compile": lambda f, c: tangent_of_dual(c(f), q, DQ),
     "jvp(grad(compile))": lambda f, c: jvp(grad(c(value(f))), (q,), (DQ,))[1],
     "grad(grad(compile))": lambda f, c: grad(lambda q: grad(c(value(f)))(q).square().sum())(q),
     "hessian(compile)": lambda f, c: hessian(c(value(f)))(q[:, :, :1]),

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 
 from .call import Call, Settings, Tensors, differentiable_positions
-from .ops import OPERATORS
+from .ops import OPERATORS, in_forward_mode
 from .plan import plan
 from .problem import Problem
 
@@ -25,10 +26,13 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     if in_forward_mode():
         return attend_in_operations(call.settings, *flat)
     operators = OPERATORS[layout]
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat)
-    if not differentiable or torch.compiler.is_compiling():  # in a graph, the operator's own derivative does
+    if torch.compiler.is_compiling():  # in a graph, the operator has its own derivative
         return operators.forward(*operators.arguments(call))
-    return Attention.apply(layout, call.settings, *flat)  # type: ignore[return-value]
+    # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper.
+    in_transform = maybe_current_level() is not None
+    if torch.is_grad_enabled() and (in_transform or any(x is not None and x.requires_grad for x in flat)):
+        return Attention.apply(layout, call.settings, *flat)  # type: ignore[return-value]
+    return operators.forward(*operators.arguments(call))
 
 
 class Attention(torch.autograd.Function):
@@ -127,10 +131,3 @@ def gradients_in_operations(settings: Settings, needs: list[bool]) -> Any:
         return pullback(attention, len(flat), wanted)(*flat, dout, dlse)
 
     return gradients
-
-
-def in_forward_mode() -> bool:
-    """Whether a forward-mode level is open: an operator would drop the tangent of a dual tensor without a word. Under
-    nested transforms the dual may be hidden inside a wrapper, so an open level is enough.
-    """
-    return torch.autograd.forward_ad._current_level >= 0

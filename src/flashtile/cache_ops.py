@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.library import register_fake, register_vmap
 
-from .autograd import in_forward_mode
 from .cache import CacheTensors, append_and_rotate, paged_call
 from .call import Call, Settings, Tensors, new_rows
 from .errors import AttentionError
-from .ops import LIBRARY, inside_operator
+from .ops import LIBRARY, in_forward_mode, inside_operator
 from .plan import plan_call
 from .problem import accumulation_dtype
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, new_rows
+from .errors import AttentionError
 from .plan import plan_call
 from .problem import accumulation_dtype
 
@@ -57,6 +58,7 @@ class Operators:
         torch.library.register_autograd(
             f"flashtile::{self.name}_forward", self.derivative, setup_context=self.remember, lib=LIBRARY
         )
+        torch.library.register_autograd(f"flashtile::{self.name}_backward", refuse_second_derivative, lib=LIBRARY)
         for operator in ("forward", "backward"):
             op = getattr(torch.ops.flashtile, f"{self.name}_{operator}").default
             torch.library.register_vmap(op, functools.partial(one_by_one, op), lib=LIBRARY)
@@ -76,6 +78,11 @@ class Operators:
         return Call(Tensors(**tensors), Settings(**values))
 
     def run_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        if in_forward_mode():  # `autograd` does not come here then: this is an operator in a traced program
+            raise AttentionError(
+                "a traced or compiled program that contains attention was called in forward mode, which would drop the "
+                "tangent.\n  accepted: forward mode around flashtile.attention(q, k, v) itself, untraced"
+            )
         call = self.call(arguments)
         chosen = plan_call(call)
         with inside_operator(call.tensors.q.device.type):
@@ -151,6 +158,20 @@ def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arg
     return outputs, tuple(dims(x) for x in outputs)
 
 
+def in_forward_mode() -> bool:
+    """Whether a forward-mode level is open: an operator would drop the tangent of a dual tensor without a word. Under
+    nested transforms the dual may be hidden inside a wrapper, so an open level is enough.
+    """
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def refuse_second_derivative(*_: Any) -> Any:
+    raise AttentionError(
+        "a traced or compiled program that contains attention can be differentiated once.\n"
+        "  accepted: second derivatives of flashtile.attention(q, k, v) itself, untraced"
+    )
+
+
 def in_schema(gradients: Gradients, call: Call) -> tuple[Any, ...]:
     """Gradients as a schema of fixed arity returns them: in their inputs' dtypes, an empty tensor for what nobody
     asked for.
@@ -168,8 +189,9 @@ def in_schema(gradients: Gradients, call: Call) -> tuple[Any, ...]:
 def inside_operator(device_type: str) -> Iterator[None]:
     """What an operator's own work needs, wherever it is called from.
 
-    No autocast: that has already acted on the arguments, in `normalize`, and products in here keep their dtypes. And
-    torch.autograd, which a backend uses on a tile, also where the operator is called from below it (compiled graphs).
+    No autocast: that has already acted on the arguments, in `normalize`, and products in here keep their dtypes. No
+    graph of the caller's. But torch.autograd, which a backend uses on a tile, also where the operator is called from
+    below it (compiled graphs).
     """
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
@@ -177,6 +199,7 @@ def inside_operator(device_type: str) -> Iterator[None]:
     autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude))
+        stack.enter_context(torch.no_grad())
         if autocast:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         yield

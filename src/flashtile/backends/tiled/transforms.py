@@ -127,7 +127,8 @@ def smaller(shape: TileShape, seqlen_k: int, num_groups: int) -> TileShape:
     derivative keeps about a dozen tensors of that size.
     """
     rows = ROW_BLOCK_SCORES // max(seqlen_k * num_groups, 1)
-    return shape._replace(block_m=max(min(shape.block_m, rows), 1), heads_kv=1, batch=1)
+    block_n = min(4 * shape.block_n, max(seqlen_k, 1))  # with few rows, longer tiles cost little memory
+    return shape._replace(block_m=max(min(shape.block_m, rows), 1), block_n=block_n, heads_kv=1, batch=1)
 
 
 def narrowed(call: Call, slab: Slab) -> tuple[Call, Slab]:
