@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._functorch import maybe_current_level
 
 from .call import Call, Settings, Tensors, differentiable_positions
+from .errors import AttentionError
 from .ops import OPERATORS, in_forward_mode
 from .plan import plan
 from .problem import Problem
@@ -24,6 +25,11 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     layout = "dense" if call.layout == "dense" else "varlen"
     flat = call.tensors.flat()
     if in_forward_mode():
+        if torch.compiler.is_compiling():  # a graph with a part of these operations has lost tangents (torch 2.11)
+            raise AttentionError(
+                "forward mode (torch.func.jvp, torch.autograd.forward_ad) around attention cannot be compiled.\n"
+                "  accepted: the same outside torch.compile"
+            )
         return attend_in_operations(call.settings, *flat)
     operators = OPERATORS[layout]
     if torch.compiler.is_compiling():  # in a graph, the operator has its own derivative
