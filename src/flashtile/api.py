@@ -5,7 +5,7 @@ from torch import Tensor
 from .autograd import attend
 from .cache import CACHE_REQUIRED, CacheTensors
 from .cache_ops import attend_with_cache
-from .normalize import Causal, ScoreModArgument, WindowArgument, normalize, require_tensors, same_place
+from .normalize import Causal, ScoreModArgument, WindowArgument, flag, normalize, require_tensors, same_place
 
 
 def attention(
@@ -230,6 +230,7 @@ def attention_with_kvcache(
     cache = CacheTensors(
         k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, k, v, rotary_cos, rotary_sin
     )
+    interleaved = flag("attention_with_kvcache", "rotary_interleaved", rotary_interleaved, None)
     require_tensors("attention_with_kvcache", cache._asdict(), CACHE_REQUIRED)
     same_place("attention_with_kvcache", k_cache, cache._asdict())
     tensors = {"q": q, "k": k_cache, "v": v_cache, "mask": mask, "bias": bias}
@@ -248,5 +249,5 @@ def attention_with_kvcache(
         backend=backend,
         num_splits=num_splits,
     )
-    out, lse = attend_with_cache(call, cache, rotary_interleaved)
+    out, lse = attend_with_cache(call, cache, interleaved)
     return (out, lse) if return_lse else out

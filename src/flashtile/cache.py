@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import device
-from .call import Call, Settings, Tensors
+from .call import Call, Settings, Tensors, new_rows
 from .check import INDEX_DTYPES, pages
 from .errors import ArgumentError
 from .problem import accumulation_dtype
@@ -80,7 +80,8 @@ def append_and_rotate(call: Call, cache: CacheTensors, interleaved: bool) -> Cal
     tokens = new_tokens(t.q, t.cu_seqlens_q, batch)
     # The queries are the last tokens of their sequence.
     first = held(cache) + appended(cache, t) - count(t.q, t.cu_seqlens_q)  # [B]
-    q = rotated(t.q, first[tokens.sequence] + tokens.place, cache, interleaved)
+    turned = rotated(t.q, first[tokens.sequence] + tokens.place, cache, interleaved)
+    q = new_rows(t.q, t.q.shape[1], t.q.shape[-1], t.q.dtype).copy_(turned)  # the result follows q's order in memory
     return call._replace(tensors=t._replace(q=q))
 
 

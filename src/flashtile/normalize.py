@@ -185,10 +185,14 @@ def integer(function: str, argument: str, value: Any, least: int, default: str) 
     return value
 
 
-def flag(function: str, argument: str, value: Any, default: bool) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise ArgumentError(argument, value, "True, False or None", call_of(function, f"{argument}=True"))
-    return default if value is None else value
+def flag(function: str, argument: str, value: Any, default: bool | None) -> bool:
+    """A bool; `None` is the default, if there is one."""
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, bool):
+        accepted = "True or False" if default is None else "True, False or None"
+        raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}=True"))
+    return value
 
 
 def backend_name(function: str, value: Any) -> str:

@@ -1,0 +1,331 @@
+"""Calls of attention_with_kvcache, and what has to come out of them, written from the contract sequence by sequence."""
+
+import random
+from typing import Any, NamedTuple
+
+import torch
+from checking import offsets
+from torch import Tensor
+
+import flashtile
+from flashtile.testing.case import Case, ScoreFunction
+from flashtile.testing.inputs import query_key_value
+from flashtile.testing.layouts import lay_out
+from flashtile.testing.oracle import solve
+from flashtile.testing.score_functions import random_score_function
+from flashtile.testing.tolerance import worst
+
+Arguments = dict[str, Any]
+NAN = torch.nan
+
+
+class Step(NamedTuple):
+    """The results of one call and the caches after it."""
+
+    out: Tensor
+    lse: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+
+
+def run(arguments: Arguments, **options: Any) -> Step:
+    """One call on copies of the caches, which keep their strides."""
+    given = arguments | {name: copy_of(arguments[name]) for name in ("k_cache", "v_cache")}
+    score_mod = given.get("score_mod")
+    if isinstance(score_mod, ScoreFunction):
+        given["score_mod"] = flashtile.ScoreMod(score_mod.fn, score_mod.tensors)
+    out, lse = flashtile.attention_with_kvcache(**given, return_lse=True, **options)
+    return Step(out, lse, given["k_cache"], given["v_cache"])
+
+
+def copy_of(x: Tensor) -> Tensor:
+    """A copy with the same strides, also where they leave gaps."""
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    copy = torch.full((extent,), NAN, dtype=x.dtype).as_strided(x.shape, x.stride())
+    return copy.copy_(x)
+
+
+def assert_right(arguments: Arguments, **options: Any) -> Step:
+    """Results within the contract's bound, new keys and values in their places, every other slot as it was."""
+    before = {name: arguments[name].clone() for name, x in arguments.items() if isinstance(x, Tensor)}
+    step = run(arguments, **options)
+    assert all(same_bits(before[name], arguments[name]) for name in before)  # only the caches are written
+    expected_k, expected_v, written = appended(arguments)
+    assert same_bits(step.v_cache, expected_v)
+    assert same_bits(step.k_cache[~written], expected_k[~written])
+    if arguments.get("rotary_cos") is None:
+        assert same_bits(step.k_cache, expected_k)
+    eps = torch.finfo(step.k_cache.dtype).eps
+    torch.testing.assert_close(step.k_cache[written], expected_k[written], rtol=2 * eps, atol=8 * eps)
+    case = as_packed(arguments, step.k_cache, step.v_cache)
+    expected, rows = solve(case), queries_of(arguments)
+    out = tokens_of(step.out)
+    lse = step.lse if step.out.dim() == 3 else step.lse.transpose(0, 1).flatten(1)  # [H, T]
+    assert not out[len(rows) :].any()  # tokens of no sequence
+    assert (lse[:, len(rows) :] == -torch.inf).all()
+    for name, x in (("out", out[: len(rows)]), ("lse", lse[:, : len(rows)])):
+        deviation = worst(x, expected[name], case.dtype, name)
+        assert deviation.ok, f"{deviation}\n{case.description}"
+    return step
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are equal where a NaN is equal to itself."""
+    if not x.is_floating_point():
+        return torch.equal(x, y)
+    return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(0, 1) if x.dim() == 4 else x
+
+
+def batch_of(arguments: Arguments) -> int:
+    return arguments["cache_seqlens"].shape[0]
+
+
+def rows_of(arguments: Arguments, name: str, b: int) -> Tensor:
+    """Sequence b's tokens `[S, H, D]` of q, k or v."""
+    x = arguments[name]
+    if x.dim() == 4:
+        return x[b].transpose(0, 1)
+    cu = arguments["cu_seqlens_q"].tolist()
+    return x[cu[b] : cu[b + 1]]
+
+
+def queries_of(arguments: Arguments) -> Tensor:
+    """Which tokens of q belong to a sequence."""
+    q = arguments["q"]
+    used = q.shape[0] * q.shape[2] if q.dim() == 4 else int(arguments["cu_seqlens_q"][-1])
+    return torch.arange(used)
+
+
+def lengths(arguments: Arguments) -> list[tuple[int, int]]:
+    """Keys before, and keys after, of each sequence."""
+    result = []
+    for b, held in enumerate(arguments["cache_seqlens"].tolist()):
+        new = 0 if arguments.get("k") is None else rows_of(arguments, "k", b).shape[0]
+        result.append((held, held + new))
+    return result
+
+
+def slots(arguments: Arguments, b: int) -> tuple[Tensor, Tensor]:
+    """Where sequence b's keys lie: page (or row of a dense cache) and slot of each position."""
+    position = torch.arange(lengths(arguments)[b][1])
+    table = arguments.get("page_table")
+    if table is not None:
+        size = arguments["k_cache"].shape[1]
+        return table[b].long()[position // size], position % size
+    rows = arguments.get("cache_batch_idx")
+    return torch.full_like(position, b if rows is None else int(rows[b])), position
+
+
+def as_tokens(cache: Tensor, arguments: Arguments) -> Tensor:
+    """`[page, slot, H, D]` as a view of either kind of cache."""
+    return cache if arguments.get("page_table") is not None else cache.transpose(1, 2)
+
+
+def turned(x: Tensor, positions: Tensor, arguments: Arguments) -> Tensor:
+    """Rotary by complex multiplication: `x [S, H, D]`, in float64, rounded to x's dtype."""
+    cos, sin = arguments.get("rotary_cos"), arguments.get("rotary_sin")
+    if cos is None or sin is None or x.shape[0] == 0:
+        return x
+    width = 2 * cos.shape[1]
+    angles = torch.complex(cos.double(), sin.double())[positions][:, None]  # [S, 1, R / 2]
+    pairs = x[..., :width].double()
+    if arguments.get("rotary_interleaved", True):
+        turned = torch.view_as_real(torch.view_as_complex(pairs.unflatten(-1, (-1, 2)).contiguous()) * angles)
+        turned = turned.flatten(-2)
+    else:
+        product = torch.complex(*pairs.unflatten(-1, (2, -1)).unbind(-2)) * angles
+        turned = torch.cat((product.real, product.imag), dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., width:]), dim=-1)
+
+
+def appended(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """The caches with the new keys and values, and which `[page, slot]` of the tokens' view, as a mask of the cache."""
+    k_cache, v_cache = arguments["k_cache"].clone(), arguments["v_cache"].clone()
+    written = torch.zeros(k_cache.shape, dtype=torch.bool)
+    if arguments.get("k") is None:
+        return k_cache, v_cache, written
+    for b, (before, after) in enumerate(lengths(arguments)):
+        page, slot = (x[before:] for x in slots(arguments, b))
+        k = turned(rows_of(arguments, "k", b), torch.arange(before, after), arguments)
+        as_tokens(k_cache, arguments)[page, slot] = k
+        as_tokens(v_cache, arguments)[page, slot] = rows_of(arguments, "v", b)
+        as_tokens(written, arguments)[page, slot] = True
+    return k_cache, v_cache, written
+
+
+FEATURES = ("causal", "window", "scale", "softcap", "bias", "alibi_slopes", "sinks", "score_mod")
+FEATURES += ("dropout_p", "dropout_seed")
+
+
+def as_packed(arguments: Arguments, k_cache: Tensor, v_cache: Tensor) -> Case:
+    """The attention over caches that hold everything, as a packed call for the oracle."""
+    q, k, v = [], [], []
+    ends = [after for _, after in lengths(arguments)]
+    for b, after in enumerate(ends):
+        rows = rows_of(arguments, "q", b)
+        q.append(turned(rows, torch.arange(after - rows.shape[0], after), arguments))
+        page, slot = slots(arguments, b)
+        k.append(as_tokens(k_cache, arguments)[page, slot])
+        v.append(as_tokens(v_cache, arguments)[page, slot])
+    capacity = max(ends, default=0)
+    mask = arguments.get("mask")
+    leftpad = arguments.get("leftpad_k")
+    if leftpad is not None:
+        exists = torch.arange(capacity) >= leftpad[:, None, None, None]
+        mask = exists if mask is None else exists & (mask if mask.shape[3] == 1 else mask[..., :capacity])
+    empty = arguments["q"].new_empty
+    heads_kv = as_tokens(k_cache, arguments).shape[2]
+    given: Arguments = {
+        "q": torch.cat([empty((0, arguments["q"].shape[1], arguments["q"].shape[-1])), *q]),
+        "k": torch.cat([empty((0, heads_kv, k_cache.shape[-1])), *k]),
+        "v": torch.cat([empty((0, heads_kv, v_cache.shape[-1])), *v]),
+        "cu_seqlens_q": offsets(*(x.shape[0] for x in q)),
+        "cu_seqlens_k": offsets(*ends),
+        "mask": mask,
+    }
+    return Case("attention_varlen", given | {name: arguments[name] for name in FEATURES if name in arguments})
+
+
+# Problems -------------------------------------------------------------------------------------------------------------
+
+
+def angles(length: int, width: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """`rotary_cos` and `rotary_sin`, `[length, width / 2]`."""
+    frequency = 100.0 ** -(torch.arange(width // 2) * 2 / width)
+    angle = torch.arange(length)[:, None] * frequency
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def problem(
+    *,
+    held: tuple[int, ...] = (3, 0, 8),
+    new: int | tuple[int, ...] | None = 2,
+    queries: int | tuple[int, ...] | None = None,
+    capacity: int = 12,
+    page_size: int | None = None,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 8,
+    head_dim_v: int = 6,
+    dtype: torch.dtype = torch.float32,
+    kind: str = "normal",
+    seed: int = 0,
+    **arguments: Any,
+) -> Arguments:
+    """A call whose caches hold NaN wherever no key is; with `page_size` they are shuffled pages. `new` and `queries`
+    are packed if they are tuples; `queries` default to `new`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    (hq, hkv), batch = heads, len(held)
+    queries = new if queries is None else queries
+    queries = 1 if queries is None else queries
+    new_each = new if isinstance(new, tuple) else (new or 0,) * batch
+
+    packed = isinstance(queries, tuple)
+    total_q = sum(queries) if isinstance(queries, tuple) else batch * queries
+    total_new = sum(new_each)
+    total_k = total_new + sum(held)  # tokens in the last dimension but one, the new ones first
+    shapes = ((hq, total_q, head_dim), (hkv, total_k, head_dim), (hkv, total_k, head_dim_v))
+    q, k, v = query_key_value(kind, shapes, dtype, generator)
+    given: Arguments = {"cache_seqlens": torch.tensor(held, dtype=torch.int32), "q": q.transpose(0, 1)}
+    if isinstance(queries, tuple):
+        given["cu_seqlens_q"] = offsets(*queries)
+    if new is not None:
+        given |= {"k": k[:, :total_new].transpose(0, 1), "v": v[:, :total_new].transpose(0, 1)}
+    for name in {"q", "k", "v"} & given.keys():
+        x = given[name]
+        if packed:  # and two tokens of no sequence
+            given[name] = torch.cat((x, x.new_full((2, *x.shape[1:]), NAN)))
+        else:
+            given[name] = x.unflatten(0, (batch, -1)).transpose(1, 2)
+    if page_size is None:
+        given["k_cache"] = torch.full((batch + 2, hkv, capacity, head_dim), NAN, dtype=dtype)
+        given["v_cache"] = torch.full((batch + 2, hkv, capacity, head_dim_v), NAN, dtype=dtype)
+    else:
+        columns = -(-capacity // page_size)
+        pages = torch.randperm(batch * columns + 2, generator=generator).int()
+        given["page_table"] = pages[: batch * columns].reshape(batch, columns)
+        given["k_cache"] = torch.full((len(pages), page_size, hkv, head_dim), NAN, dtype=dtype)
+        given["v_cache"] = torch.full((len(pages), page_size, hkv, head_dim_v), NAN, dtype=dtype)
+    given |= arguments
+    start = total_new
+    for b, n in enumerate(held):
+        page, slot = (x[:n] for x in slots(given, b))
+        as_tokens(given["k_cache"], given)[page, slot] = k[:, start : start + n].transpose(0, 1)
+        as_tokens(given["v_cache"], given)[page, slot] = v[:, start : start + n].transpose(0, 1)
+        start += n
+        if given.get("leftpad_k") is not None:
+            page, slot = (x[: int(given["leftpad_k"][b])] for x in (page, slot))
+            as_tokens(given["k_cache"], given)[page, slot] = NAN
+            as_tokens(given["v_cache"], given)[page, slot] = NAN
+    return given
+
+
+def random_problem(seed: int) -> Arguments:
+    """Any combination of everything."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def chance(p: float) -> bool:
+        return rng.random() < p
+
+    dtype = rng.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    batch, hkv = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3])
+    heads = (hkv * rng.choice([1, 1, 2, 4]), hkv)
+    head_dim = rng.choice([1, 2, 3, 8, 16, 40, 64])
+    capacity = rng.choice([5, 16, 33, 70])
+    packed, appends = chance(0.35), chance(0.75)
+    longest = min(capacity, rng.choice([1, 1, 2, 5]))
+    new: Any = tuple(rng.randint(0, longest) for _ in range(batch)) if packed else longest
+    new_each = new if packed else (new,) * batch
+    room = [capacity - (n if appends else 0) for n in new_each]
+    held = tuple(rng.choice([0, n, rng.randint(0, n)]) for n in room)
+    rotary = appends and head_dim >= 2 and chance(0.5)
+    arguments: Arguments = {}
+    if rotary:
+        width = rng.choice([2, head_dim // 2 * 2, max(2, head_dim // 4 * 2)])
+        cos, sin = angles(capacity + rng.randint(0, 3), width, rng.choice([dtype, torch.float32]))
+        arguments |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": chance(0.5)}
+    page_size = rng.choice([None, None, 1, 2, 3, 16, 100])
+    if page_size is None and chance(0.5):
+        arguments["cache_batch_idx"] = torch.randperm(batch + 2, generator=generator)[:batch].int()
+    if chance(0.3):
+        arguments["leftpad_k"] = torch.tensor([rng.randint(0, n) for n in held], dtype=torch.int32)
+    arguments["causal"] = rng.choice([False, True, True, "top_left"])
+    if chance(0.3):
+        arguments["window"] = (rng.choice([None, 0, 3, 20]), rng.choice([None, 0, 2]))
+    if chance(0.2):
+        arguments["softcap"] = rng.choice([1.0, 20.0])
+    if chance(0.2):
+        arguments["scale"] = rng.choice([0.3, -0.1])
+    if chance(0.2):
+        arguments["alibi_slopes"] = torch.rand((batch, heads[0])[rng.randint(0, 1) :], generator=generator)
+    if chance(0.2):
+        arguments["sinks"] = torch.randn(heads[0], generator=generator).to(dtype)
+    if chance(0.2):
+        of = (rng.randrange(100), batch, heads[0], dtype, "cpu", generator)
+        arguments["score_mod"] = random_score_function(*of)
+    if chance(0.2):
+        arguments |= {"dropout_p": 0.3, "dropout_seed": rng.getrandbits(60)}
+    columns = capacity if page_size is None else -(-capacity // page_size) * page_size
+    rows = sum(new_each) + 2 if packed else longest
+    full = (batch, heads[0], rows, columns)
+    for name in ("bias", "mask"):
+        if chance(0.2):
+            shape = [n if chance(0.6) else 1 for n in full]
+            drawn = torch.randn(shape, generator=generator)
+            arguments[name] = drawn.to(dtype) if name == "bias" else drawn < 0.8
+    if chance(0.3):
+        arguments["num_splits"] = rng.choice([1, 2, 7])
+    kind = rng.choice(["normal", "normal", "outliers"])
+    sizes: Arguments = {"held": held, "new": new if appends else None, "queries": new, "capacity": capacity}
+    sizes |= {"page_size": page_size, "heads": heads, "head_dim": head_dim, "head_dim_v": rng.choice([head_dim, 5])}
+    given = problem(**sizes, dtype=dtype, kind=kind, seed=seed, **arguments)
+    for name in ("q", "k", "v", "k_cache", "v_cache"):
+        if name in given and chance(0.4):
+            layout = rng.choice(["transposed", "sliced", "last_dim_strided"])
+            given[name] = lay_out(given[name], layout, rng)
+    return given
