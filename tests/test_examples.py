@@ -1,0 +1,78 @@
+"""The examples run, learn, and compute the derivatives that they claim to."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from click.testing import CliRunner
+from formula import dense_formula
+from torch import Tensor
+
+import flashtile
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*options: str) -> str:
+    result = CliRunner().invoke(load("meanflow_toy").main, options)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_meanflow_learns(tmp_path: Path) -> None:
+    """A hundred steps bring the samples closer to the data; with matplotlib there is a picture."""
+    picture = tmp_path / "moons.png"
+    output = run("--steps", "100", "--out", str(picture))
+    first, last = map(float, re.findall(r"(\d\.\d+) at the", output))
+    assert last < first
+    before, after, same = map(float, re.findall(r"(\d\.\d+) (?:before|after|for)", output))
+    assert after < before / 1.5
+    assert same < after
+    assert picture.exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_meanflow_repeats() -> None:
+    first, again, other = (run("--steps", "2", "--seed", seed, "--out", "") for seed in ("3", "3", "4"))
+    assert first == again != other
+
+
+def test_meanflow_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so and goes on."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else found(name))
+    output = run("--steps", "1", "--out", str(tmp_path / "moons.png"))
+    assert "flashtile[plot]" in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_meanflow_loss_has_the_gradient_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss contains a tangent of attention: both are compared with attention from its formula, in float64."""
+    example = load("meanflow_toy")
+    torch.set_default_dtype(torch.float64)
+    try:
+        network = example.MeanVelocity()
+
+        def loss_and_gradients() -> list[Tensor]:
+            torch.manual_seed(1)
+            loss = example.loss_of(network, example.two_moons(40))
+            return [loss, *torch.autograd.grad(loss, list(network.parameters()))]
+
+        found = loss_and_gradients()
+        monkeypatch.setattr(flashtile, "attention", lambda q, k, v: dense_formula(q, k, v)[0])
+        expected = loss_and_gradients()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
