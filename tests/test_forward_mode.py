@@ -10,7 +10,7 @@ from checking import lengths_on_the_device
 from formula import EXAMPLES, FP64, Example, Outputs, dense, dense_formula, everything, loss, packed, randn
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import flashtile
 
@@ -246,6 +246,9 @@ NESTED: dict[str, Callable[[Callable[..., Outputs], Example], Any]] = {
     "linearize": lambda f, e: linearize(f, *e.tensors)[1](*e.tangents()),
     "jacfwd": lambda f, e: jacfwd(lambda *x: f(*x)[0].sum((0, 1)), argnums=(0, 2))(*e.tensors),
     "jacfwd of jacrev": lambda f, e: jacfwd(jacrev(lambda q: loss(f)(q, *e.tensors[1:])))(e.tensors[0][:, :, :2]),
+    "vmap of hessian": lambda f, e: vmap(
+        hessian(lambda x: loss(f)(x[None], *(y[:1] for y in e.tensors[1:3]), e.tensors[3]))
+    )(e.tensors[0][:, :, :2]),
     "inside no_grad": lambda f, e: torch.no_grad()(lambda: jvp(f, e.tensors, e.tangents())[1])(),
     "inside inference_mode": lambda f, e: torch.inference_mode()(lambda: jvp(f, e.tensors, e.tangents())[1])(),
     "duals inside no_grad": lambda f, e: torch.no_grad()(lambda: tangents_of_duals(f, e.tensors, e.tangents()))(),

@@ -27,6 +27,7 @@ from test_device_lengths import NoReads
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import flashtile
@@ -244,6 +245,20 @@ def test_queries_are_the_last_tokens(queries: int) -> None:
     some = all_rows | {"q": all_rows["q"][:, :, 3 - queries :]}
     assert_right(some)
     torch.testing.assert_close(run(some).out, run(all_rows).out[:, :, 3 - queries :])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_queries_in_front_of_position_0_turn_as_there(interleaved: bool) -> None:
+    cos, sin = angles(12, 8)
+    arguments = problem(held=(2, 0), new=1, queries=4, rotary_interleaved=interleaved)
+    turning = arguments | {"rotary_cos": cos, "rotary_sin": sin}
+    by_hand = dict(arguments)
+    for name, first in (("q", (-1, -3)), ("k", (2, 0))):
+        x, places = arguments[name].transpose(1, 2), torch.arange(arguments[name].shape[2])
+        by_hand[name] = torch.stack(
+            [turned(x[b], (places + first[b]).clamp(min=0), turning).transpose(0, 1) for b in range(2)]
+        )
+    torch.testing.assert_close(run(turning).out, run(by_hand).out)
 
 
 # What it writes -------------------------------------------------------------------------------------------------------
@@ -503,18 +518,9 @@ def test_transforms_are_refused(name: str) -> None:
     refused(problem(), lambda x: TRANSFORMS[name](lambda q: call_in_place(x | {"q": q}), x["q"]))
 
 
-GRAD_IN_A_GRAPH = pytest.mark.xfail(strict=True, reason="Dynamo shows no requires_grad there: the gradient is zero")
-
-
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(
-    ("name", "inside"),
-    [
-        pytest.param(name, inside, marks=GRAD_IN_A_GRAPH if inside and name == "grad" else ())
-        for name in TRANSFORMS
-        for inside in (True, False)
-    ],
-)
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("inside", [True, False])
 def test_compiled_transforms_are_refused(name: str, inside: bool) -> None:
     """Compiled around a transform or under one: any error will do, but no zero derivative."""
     arguments = problem()
@@ -532,6 +538,24 @@ def test_compiled_transforms_are_refused(name: str, inside: bool) -> None:
 
     with pytest.raises((AttentionError, RuntimeError)):
         run()
+
+
+@pytest.mark.parametrize("how", ["make_fx", "export"])
+@pytest.mark.parametrize("name", [*TRANSFORMS, "requires_grad"])
+def test_traced_programs_are_refused(name: str, how: str) -> None:
+    """Where none of our Python is left but the operator's."""
+    arguments = problem()
+
+    class Program(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return flashtile.attention_with_kvcache(**arguments | {"q": q})  # type: ignore[return-value]
+
+    q = arguments["q"]
+    program = make_fx(Program())(q) if how == "make_fx" else torch.export.export(Program(), (q,)).module()
+    torch.testing.assert_close(program(q), run(arguments).out)
+    transformed = TRANSFORMS.get(name, lambda f, q: f(q.clone().requires_grad_()))
+    with pytest.raises(AttentionError, match="attention_with_kvcache"):
+        transformed(program, q)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -739,6 +763,27 @@ def test_negative_lengths_and_short_rotary_tables_stay_inside() -> None:
         keys = turned(arguments["k"][b].transpose(0, 1), angle, arguments)
         torch.testing.assert_close(caches["k_cache"][b, :, first : first + 2].transpose(0, 1), keys)
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("pad", [-1, 5, 99])
+def test_any_leftpad_hides_keys(pad: int) -> None:
+    """None of them, or all."""
+    arguments = problem(held=(3, 2), new=2)
+    _, out = on_the_device(arguments | {"leftpad_k": int32(pad, 0)})
+    expected = run(arguments).out
+    torch.testing.assert_close(out[1], expected[1])
+    if pad < 0:
+        torch.testing.assert_close(out[0], expected[0])
+    else:
+        assert not out[0].any()
+
+
+@pytest.mark.parametrize("offsets", [(0, 2, 1, 4), (0, 2, 3, 9), (0, -1, 3, 4), (0, 2**31 - 1, 3, 4)])
+def test_offsets_outside_of_q_touch_nothing_else(offsets: tuple[int, ...]) -> None:
+    """`on_the_device` looks at the guard bands of the caches."""
+    arguments = problem(new=(2, 1, 1), page_size=3, rotary_cos=COS, rotary_sin=SIN)
+    arguments["cu_seqlens_q"] = int32(*offsets)
+    assert on_the_device(arguments)[1].shape == (*arguments["q"].shape[:2], 6)
 
 
 @pytest.mark.parametrize("name", operator_calls())

@@ -2,24 +2,51 @@
 
 import re
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import Tensor
 
+import flashtile
 from flashtile.cli import main
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+def blocks(language: str, document: str = "README.md") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def test_the_python_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = blocks("python")
     exec(compile(example, "README.md", "exec"), {})
     assert "torch.Size([2, 8, 300, 64])" in capsys.readouterr().out
+
+
+def test_the_decode_loop_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    """And its outputs are those of one call with all tokens, as the text below it says."""
+    (example,) = blocks("python", "docs/kvcache.md")
+    seen: dict[str, Any] = {}
+    drawn: list[Tensor] = []
+    randn = torch.randn
+
+    def remembered(*shape: int) -> Tensor:
+        drawn.append(randn(*shape))
+        return drawn[-1]
+
+    with mock.patch("torch.randn", remembered):
+        exec(compile(example, "docs/kvcache.md", "exec"), seen)
+    assert "torch.Size([2, 8, 120, 64])" in capsys.readouterr().out
+    q, k, v = (torch.cat(drawn[n::3], dim=2) for n in range(3))
+    caches = (torch.zeros_like(seen["k_cache"]) for _ in range(2))
+    tables = {"rotary_cos": seen["angle"].cos(), "rotary_sin": seen["angle"].sin()}
+    none = torch.zeros(2, dtype=torch.int32)
+    whole = flashtile.attention_with_kvcache(q, *caches, cache_seqlens=none, k=k, v=v, causal=True, **tables)
+    torch.testing.assert_close(torch.cat(seen["outs"], dim=2), whole)
 
 
 def test_commands_exist() -> None:
@@ -37,6 +64,12 @@ def test_installation_blocks() -> None:
     for block in (verify, test):
         assert "venv" in block.splitlines()[0]
         assert "-c constraints.txt" in block
+
+
+def test_the_tests_that_tables_name_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "transforms.md").read_text()))
+    assert len(named) > 5
+    assert not [name for name in named if not (ROOT / "tests" / f"{name}.py").exists()]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -4,6 +4,7 @@ that should be none. Forward mode and second derivatives have files of their own
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,6 +274,28 @@ def test_batched_cotangents_of_autograd_raise() -> None:
         torch.autograd.functional.jacobian(lambda q: flashtile.attention(q, k, v), q.detach(), vectorize=True)
 
 
+def test_hooks_of_saved_tensors() -> None:
+    def loss_of(q: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy(), torch.from_numpy):
+            return value(fused)(q)
+
+    torch.testing.assert_close(gradient(loss_of, q), gradient(value(formula), q))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_derivatives(mode: Callable[[], Any]) -> None:
+    with mode():
+        out = fused(leaf(q))
+    assert out.grad_fn is None
+    torch.testing.assert_close(out.clone(), formula(q))
+
+
+def test_meta_tensors_have_shapes_alone() -> None:
+    out, lse = flashtile.attention(*(x.to("meta") for x in (q, k, v)), return_lse=True)
+    assert out.device == lse.device == torch.device("meta")
+    assert (out.shape, lse.shape) == ((*q.shape[:3], v.shape[3]), q.shape[:3])
+
+
 # Traced programs ------------------------------------------------------------------------------------------------------
 
 EXPORTED = ["plain", "window", "mask", "bias of keys", "slopes", "sinks", "dropout", "more queries than keys"]
@@ -301,6 +324,16 @@ def test_export(name: str, strict: bool) -> None:
         return torch.autograd.grad(loss(function)(*leaves), leaves)
 
     assert_close(gradients(program), gradients(example.formula))
+
+
+def test_a_program_is_saved_and_loaded(tmp_path: Path) -> None:
+    class Program(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flashtile.attention(q, k, v, causal=True)
+
+    torch.export.save(torch.export.export(Program(), (q, k, v)), tmp_path / "program.pt2")
+    loaded = torch.export.load(tmp_path / "program.pt2").module()
+    torch.testing.assert_close(loaded(q, k, v), dense_formula(q, k, v, causal=True)[0])
 
 
 def program_of(how: str, function: Callable[..., Tensor], example: Example) -> Callable[..., Tensor]:
@@ -465,8 +498,17 @@ COMBINATIONS: dict[str, Callable[[Attention, Compiler], Any]] = {
     "gradient of compile(jvp)": lambda f, c: gradient(c(lambda q: jvp(f, (q,), (DQ,))[1].square().sum()), q),
     "gradient of compile(grad)": lambda f, c: gradient(c(lambda q: grad(value(f))(q).square().sum()), q),
 }
-# What docs/transforms.md says to work, although no more than one graph may be asked for.
-WORK = {"compile(autograd.grad)", "compile(vmap)", "vmap(compile)", "gradient of compile(vmap)"}
+# What docs/transforms.md says to work; the first two in one graph.
+ONE_GRAPH = {"compile(vmap)", "gradient of compile(vmap)"}
+WORK = ONE_GRAPH | {
+    "compile(autograd.grad)",
+    "grad(compile)",
+    "vjp(compile)",
+    "grad(grad(compile))",
+    "hessian(compile)",
+    "vmap(compile)",
+    "grad(vmap(compile))",
+}
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -481,7 +523,29 @@ def test_compiled_combination(name: str, fullgraph: bool) -> None:
     run = COMBINATIONS[name]
     with tile_size(2, 3):
         right = right_or_error(lambda: run(fused, compiler), run(formula, lambda function: function))
-    assert right or fullgraph or name not in WORK
+    assert right or name not in (ONE_GRAPH if fullgraph else WORK)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_checkpoint_in_a_compiled_function(fullgraph: bool) -> None:
+    def checkpointed(q: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(value(fused), q, use_reentrant=False)
+
+    compiled = torch.compile(checkpointed, fullgraph=fullgraph, backend="aot_eager")
+    torch.testing.assert_close(gradient(compiled, q), gradient(value(formula), q))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("tensors", [(), (FACTOR,)], ids=["no tensors", "a tensor"])
+def test_a_score_mod_made_in_a_compiled_function(tensors: tuple[Tensor, ...], fullgraph: bool) -> None:
+    def call(q: Tensor) -> Tensor:
+        fn = (lambda score, b, h, i, j, w: score * w[h]) if tensors else (lambda score, b, h, i, j: score * 2)
+        return flashtile.attention(q, k, v, score_mod=flashtile.ScoreMod(fn, tensors))
+
+    compiled = torch.compile(call, fullgraph=fullgraph, backend="aot_eager")
+    assert not right_or_error(lambda: compiled(q), call(q)) or not fullgraph
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

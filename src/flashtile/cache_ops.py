@@ -3,6 +3,8 @@
 It reads nothing back from a GPU and its shapes follow from the arguments', so it can be captured in a CUDA graph.
 """
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,19 +51,32 @@ def arguments(q: Tensor, cache: CacheTensors, features: Tensors, settings: Setti
 
 def attend_with_cache(call: Call, cache: CacheTensors, interleaved: bool) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalised call, whose k and v are the caches."""
-    given = [x for x in (*call.tensors.flat(), *cache) if x is not None]
-    if (torch.is_grad_enabled() and any(x.requires_grad for x in given)) or in_forward_mode():
-        raise AttentionError(
-            "attention_with_kvcache has no derivatives: it writes into its caches, and an argument requires a gradient "
-            "or forward mode is active.\n"
-            "  accepted: a call inside `with torch.no_grad():`; for training, flashtile.attention(q, k, v)"
-        )
+    refuse_derivatives(call.tensors.flat(), cache)
     q = call.tensors.q
     if torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
         cache = cache._replace(k=k, v=v)
     operator = torch.ops.flashtile.attention_with_kvcache.default
     return operator(*arguments(q, cache, call.tensors, call.settings, interleaved))
+
+
+def refuse_derivatives(*tensors: Iterable[Any]) -> None:
+    wanted = any(isinstance(x, Tensor) and x.requires_grad for x in chain(*tensors))
+    if (wanted and torch.is_grad_enabled()) or in_forward_mode():
+        raise AttentionError(
+            "attention_with_kvcache has no derivatives: it writes into its caches, and an argument requires a gradient "
+            "or forward mode is active.\n"
+            "  accepted: a call inside `with torch.no_grad():`; for training, flashtile.attention(q, k, v)"
+        )
+
+
+def without_derivatives(*given: Any) -> tuple[Tensor, Tensor]:
+    """The operator as autograd meets it in a traced program, whose Python is gone: without this, the derivative would
+    be zero.
+    """
+    refuse_derivatives(given, *(x for x in given if isinstance(x, list | tuple)))
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.flashtile.attention_with_kvcache.default(*given)
 
 
 def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
@@ -92,5 +107,6 @@ def refuse_vmap(*_: Any) -> Any:
 
 LIBRARY.define(f"{NAME}({SCHEMA}) -> (Tensor out, Tensor lse)")
 LIBRARY.impl(NAME, run, "CompositeExplicitAutograd")
+LIBRARY.impl(NAME, without_derivatives, "Autograd")
 register_fake(f"flashtile::{NAME}", fake, lib=LIBRARY)
 register_vmap(f"flashtile::{NAME}", refuse_vmap, lib=LIBRARY)
