@@ -1,6 +1,5 @@
 """Calls of attention_with_kvcache, and what has to come out of them, written from the contract sequence by sequence."""
 
-import random
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +9,7 @@ from torch import Tensor
 import flashtile
 from flashtile.testing.case import Case, ScoreFunction
 from flashtile.testing.inputs import query_key_value
-from flashtile.testing.layouts import lay_out
 from flashtile.testing.oracle import solve
-from flashtile.testing.score_functions import random_score_function
 from flashtile.testing.tolerance import worst
 
 Arguments = dict[str, Any]
@@ -167,7 +164,7 @@ def as_packed(arguments: Arguments, k_cache: Tensor, v_cache: Tensor) -> Case:
     ends = [after for _, after in lengths(arguments)]
     for b, after in enumerate(ends):
         rows = rows_of(arguments, "q", b)
-        q.append(turned(rows, torch.arange(after - rows.shape[0], after), arguments))
+        q.append(turned(rows, torch.arange(after - rows.shape[0], after).clamp(min=0), arguments))
         page, slot = slots(arguments, b)
         k.append(as_tokens(k_cache, arguments)[page, slot])
         v.append(as_tokens(v_cache, arguments)[page, slot])
@@ -261,71 +258,4 @@ def problem(
             page, slot = (x[: int(given["leftpad_k"][b])] for x in (page, slot))
             as_tokens(given["k_cache"], given)[page, slot] = NAN
             as_tokens(given["v_cache"], given)[page, slot] = NAN
-    return given
-
-
-def random_problem(seed: int) -> Arguments:
-    """Any combination of everything."""
-    rng = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-
-    def chance(p: float) -> bool:
-        return rng.random() < p
-
-    dtype = rng.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64])
-    batch, hkv = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3])
-    heads = (hkv * rng.choice([1, 1, 2, 4]), hkv)
-    head_dim = rng.choice([1, 2, 3, 8, 16, 40, 64])
-    capacity = rng.choice([5, 16, 33, 70])
-    packed, appends = chance(0.35), chance(0.75)
-    longest = min(capacity, rng.choice([1, 1, 2, 5]))
-    new: Any = tuple(rng.randint(0, longest) for _ in range(batch)) if packed else longest
-    new_each = new if packed else (new,) * batch
-    room = [capacity - (n if appends else 0) for n in new_each]
-    held = tuple(rng.choice([0, n, rng.randint(0, n)]) for n in room)
-    rotary = appends and head_dim >= 2 and chance(0.5)
-    arguments: Arguments = {}
-    if rotary:
-        width = rng.choice([2, head_dim // 2 * 2, max(2, head_dim // 4 * 2)])
-        cos, sin = angles(capacity + rng.randint(0, 3), width, rng.choice([dtype, torch.float32]))
-        arguments |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": chance(0.5)}
-    page_size = rng.choice([None, None, 1, 2, 3, 16, 100])
-    if page_size is None and chance(0.5):
-        arguments["cache_batch_idx"] = torch.randperm(batch + 2, generator=generator)[:batch].int()
-    if chance(0.3):
-        arguments["leftpad_k"] = torch.tensor([rng.randint(0, n) for n in held], dtype=torch.int32)
-    arguments["causal"] = rng.choice([False, True, True, "top_left"])
-    if chance(0.3):
-        arguments["window"] = (rng.choice([None, 0, 3, 20]), rng.choice([None, 0, 2]))
-    if chance(0.2):
-        arguments["softcap"] = rng.choice([1.0, 20.0])
-    if chance(0.2):
-        arguments["scale"] = rng.choice([0.3, -0.1])
-    if chance(0.2):
-        arguments["alibi_slopes"] = torch.rand((batch, heads[0])[rng.randint(0, 1) :], generator=generator)
-    if chance(0.2):
-        arguments["sinks"] = torch.randn(heads[0], generator=generator).to(dtype)
-    if chance(0.2):
-        of = (rng.randrange(100), batch, heads[0], dtype, "cpu", generator)
-        arguments["score_mod"] = random_score_function(*of)
-    if chance(0.2):
-        arguments |= {"dropout_p": 0.3, "dropout_seed": rng.getrandbits(60)}
-    columns = capacity if page_size is None else -(-capacity // page_size) * page_size
-    rows = sum(new_each) + 2 if packed else longest
-    full = (batch, heads[0], rows, columns)
-    for name in ("bias", "mask"):
-        if chance(0.2):
-            shape = [n if chance(0.6) else 1 for n in full]
-            drawn = torch.randn(shape, generator=generator)
-            arguments[name] = drawn.to(dtype) if name == "bias" else drawn < 0.8
-    if chance(0.3):
-        arguments["num_splits"] = rng.choice([1, 2, 7])
-    kind = rng.choice(["normal", "normal", "outliers"])
-    sizes: Arguments = {"held": held, "new": new if appends else None, "queries": new, "capacity": capacity}
-    sizes |= {"page_size": page_size, "heads": heads, "head_dim": head_dim, "head_dim_v": rng.choice([head_dim, 5])}
-    given = problem(**sizes, dtype=dtype, kind=kind, seed=seed, **arguments)
-    for name in ("q", "k", "v", "k_cache", "v_cache"):
-        if name in given and chance(0.4):
-            layout = rng.choice(["transposed", "sliced", "last_dim_strided"])
-            given[name] = lay_out(given[name], layout, rng)
     return given

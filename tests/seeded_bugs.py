@@ -20,18 +20,19 @@ try:
 except ImportError:  # pytest imports the tests as modules of their own
     from checking import dense_case, features, lengths_on_the_device, tile_size
 
+from flashtile.errors import AttentionError
 from flashtile.testing.case import Case
 from flashtile.testing.generate import random_case
 from flashtile.testing.oracle import Expected, solve
 from flashtile.testing.tolerance import compare
 
-NUM_RANDOM, NUM_ON_DEVICE = 40, 12
-NUM_CALLS = 13 + NUM_RANDOM + NUM_ON_DEVICE
+NUM_RANDOM, NUM_ON_DEVICE, NUM_CACHED = 40, 12, 24
+NUM_CALLS = 13 + NUM_RANDOM + NUM_ON_DEVICE + NUM_CACHED
 
 
 class Bug(NamedTuple):
     name: str
-    module: str  # below flashtile.backends
+    module: str  # below flashtile
     old: str
     new: str
 
@@ -47,142 +48,189 @@ BUGS = (
     # which pairs
     Bug(
         "window: left off by one",
-        "common.masking",
+        "backends.common.masking",
         "rows + diagonal - window.left",
         "rows + diagonal - window.left + 1",
     ),
     Bug(
         "window: right off by one",
-        "common.masking",
+        "backends.common.masking",
         "rows + diagonal + window.right",
         "rows + diagonal + window.right - 1",
     ),
-    Bug("causal aligned at the top left", "common.masking", "rows + diagonal + window.right", "rows + window.right"),
-    Bug("top_left aligned at the bottom right", "common.masking", "keys <= rows)", "keys <= rows + diagonal)"),
+    Bug(
+        "causal aligned at the top left",
+        "backends.common.masking",
+        "rows + diagonal + window.right",
+        "rows + window.right",
+    ),
+    Bug("top_left aligned at the bottom right", "backends.common.masking", "keys <= rows)", "keys <= rows + diagonal)"),
     Bug(
         "visible blocks taken for full ones",
-        "tiled.loop",
+        "backends.tiled.loop",
         "full=visited.full_lo <= keys.start",
         "full=visited.lo <= keys.start",
     ),
     Bug(
         "last key block forgotten",
-        "tiled.loop",
+        "backends.tiled.loop",
         "range(first, visited.hi, shape.block_n)",
         "range(first, visited.hi - 1, shape.block_n)",
     ),
-    Bug("mask ignored", "common.scores", "if self.mask is not None:", "if self.mask is not None and False:"),
+    Bug("mask ignored", "backends.common.scores", "if self.mask is not None:", "if self.mask is not None and False:"),
     Bug(
         "diagonal of varlen from the longest sequence",
-        "common.tiles",
+        "backends.common.tiles",
         "diagonal: int | Tensor = seqlen_k - seqlen_q",
         "diagonal = keys.max_length - queries.max_length",
     ),
-    Bug("seqused_k ignored", "common.tiles", "torch.minimum(used, length)", "length"),
+    Bug("seqused_k ignored", "backends.common.tiles", "torch.minimum(used, length)", "length"),
     Bug(
         "page off by one",
-        "common.tiles",
+        "backends.common.tiles",
         "column = position // self.page_size",
         "column = (position + 1) // self.page_size % self.page_table.shape[1]",
     ),
-    Bug("keys past the end exist", "common.tiles", "(position < self.length[:, None]) & (page >= 0)", "(page >= 0)"),
-    Bug("shared pages overwrite one another", "common.tiles", "accumulate=True", "accumulate=False"),
+    Bug(
+        "keys past the end exist",
+        "backends.common.tiles",
+        "(position < self.length[:, None]) & (page >= 0)",
+        "(page >= 0)",
+    ),
+    Bug("shared pages overwrite one another", "backends.common.tiles", "accumulate=True", "accumulate=False"),
     Bug(
         "heads of a group interleaved",
-        "common.tiles",
+        "backends.common.tiles",
         "x.unflatten(1, (-1, num_groups)).flatten(2, 3)",
         "x.unflatten(1, (num_groups, -1)).transpose(1, 2).flatten(2, 3)",
     ),
     # what a score becomes
     Bug(
         "ALiBi distance without absolute value",
-        "common.scores",
+        "backends.common.scores",
         "(rows + self.slab.diagonal - keys).abs()",
         "(rows + self.slab.diagonal - keys)",
     ),
-    Bug("ALiBi added", "common.scores", "s = s - self.slopes", "s = s + self.slopes"),
-    Bug("softcap after bias", "common.scores", SOFTCAP + BIAS, BIAS + SOFTCAP),
-    Bug("softcap without derivative", "common.score_gradients", "if scores.softcap is not None:", "if False:"),
+    Bug("ALiBi added", "backends.common.scores", "s = s - self.slopes", "s = s + self.slopes"),
+    Bug("softcap after bias", "backends.common.scores", SOFTCAP + BIAS, BIAS + SOFTCAP),
+    Bug("softcap without derivative", "backends.common.score_gradients", "if scores.softcap is not None:", "if False:"),
     Bug(
         "dbias not reduced but overwritten",
-        "common.score_gradients",
+        "backends.common.score_gradients",
         "part += ds.sum_to_size(part.shape)",
         "part.copy_(ds.sum_to_size(part.shape))",
     ),
-    Bug("dslopes with the wrong sign", "common.score_gradients", "part -= (ds", "part += (ds"),
+    Bug("dslopes with the wrong sign", "backends.common.score_gradients", "part -= (ds", "part += (ds"),
     Bug(
         "score_mod without derivative",
-        "common.score_gradients",
+        "backends.common.score_gradients",
         "return dscore if visible is None",
         "return ds if visible is None",
     ),
     Bug(
         "score_mod gradients of the last tile alone",
-        "common.score_gradients",
+        "backends.common.score_gradients",
         "total += dtensor",
         "total.copy_(dtensor)",
     ),
     # how rows are normalised
-    Bug("acc not rescaled", "tiled.forward", "state.acc * alpha + pv", "state.acc + pv"),
-    Bug("l not rescaled", "tiled.forward", "state.l * alpha + p.sum", "state.l + p.sum"),
+    Bug("acc not rescaled", "backends.tiled.forward", "state.acc * alpha + pv", "state.acc + pv"),
+    Bug("l not rescaled", "backends.tiled.forward", "state.l * alpha + p.sum", "state.l + p.sum"),
     Bug(
         "dropout before l",
-        "tiled.forward",
+        "backends.tiled.forward",
         "l = state.l * alpha + p.sum(dim=-1, keepdim=True)",
         "l = state.l * alpha + (p if keep is None else p * keep).sum(dim=-1, keepdim=True)",
     ),
-    Bug("sink not in l", "common.softmax", "torch.exp(relative)", "torch.zeros_like(sink)"),
-    Bug("NaN in rows that see nothing", "common.softmax", "torch.where(m == -torch.inf, 0.0, m)", "m"),
-    Bug("lse without the maximum", "common.softmax", "state.m + torch.log(l)", "torch.log(l)"),
+    Bug("sink not in l", "backends.common.softmax", "torch.exp(relative)", "torch.zeros_like(sink)"),
+    Bug("NaN in rows that see nothing", "backends.common.softmax", "torch.where(m == -torch.inf, 0.0, m)", "m"),
+    Bug("lse without the maximum", "backends.common.softmax", "state.m + torch.log(l)", "torch.log(l)"),
     Bug(
         "dropout counter without the sequence",
-        "common.scores",
+        "backends.common.scores",
         "self.b * self.num_heads + self.h",
         "0 * self.b + self.h",
     ),
     Bug(
         "halves of the random words swapped",
-        "common.rng",
+        "backends.common.rng",
         "(words & 0xFFFF, words >> 16)",
         "(words >> 16, words & 0xFFFF)",
     ),
-    Bug("kept probabilities not scaled up", "common.rng", "return kept.to(dtype) * ", "return kept.to(dtype) + 0 * "),
+    Bug(
+        "kept probabilities not scaled up",
+        "backends.common.rng",
+        "return kept.to(dtype) * ",
+        "return kept.to(dtype) + 0 * ",
+    ),
     Bug(
         "scores rounded to bf16",
-        "tiled.forward",
+        "backends.tiled.forward",
         "s = scores.forward(s, tile, visible)",
         "s = scores.forward(s, tile, visible).bfloat16().to(s.dtype)",
     ),
     # backward
-    Bug("delta without dlse", "tiled.backward", "if dlse is not None:", "if False:"),
-    Bug("delta added", "tiled.backward", "ds = p * (dp - delta)", "ds = p * (dp + delta)"),
-    Bug("dropout not in dp", "tiled.backward", "dp = dp * keep", "dp = dp * 1"),
-    Bug("dropout not in dv", "tiled.backward", "kept = p if keep is None else p * keep", "kept = p"),
+    Bug("delta without dlse", "backends.tiled.backward", "if dlse is not None:", "if False:"),
+    Bug("delta added", "backends.tiled.backward", "ds = p * (dp - delta)", "ds = p * (dp + delta)"),
+    Bug("dropout not in dp", "backends.tiled.backward", "dp = dp * keep", "dp = dp * 1"),
+    Bug("dropout not in dv", "backends.tiled.backward", "kept = p if keep is None else p * keep", "kept = p"),
     Bug(
         "scale missing in dq",
-        "tiled.backward",
+        "backends.tiled.backward",
         "unfold_groups(dq_i * settings.scale, groups)",
         "unfold_groups(dq_i, groups)",
     ),
     Bug(
         "scale twice in dk",
-        "tiled.backward",
+        "backends.tiled.backward",
         "ds.transpose(-1, -2) @ q_i)",
         "ds.transpose(-1, -2) @ q_i * settings.scale)",
     ),
     Bug(
         "sink gradient with the wrong sign",
-        "tiled.backward",
+        "backends.tiled.backward",
         "features.sinks[slab.heads_q] -= ",
         "features.sinks[slab.heads_q] += ",
     ),
-    Bug("hidden pairs have gradients", "tiled.backward", "p = torch.where(visible, p, 0)", "p = p"),
+    Bug("hidden pairs have gradients", "backends.tiled.backward", "p = torch.where(visible, p, 0)", "p = p"),
+    # KV cache
+    Bug("keys appended one slot late", "cache", "+ tokens.place  # [T]", "+ tokens.place + 1  # [T]"),
+    Bug("appended keys not seen", "cache", "total = held(cache) + appended(cache, features)", "total = held(cache)"),
+    Bug("cache_batch_idx ignored", "cache", "if rows is None:", "if True:"),
+    Bug("leftpad ignored", "cache", "leftpad_k=cache.leftpad_k", "leftpad_k=None"),
+    Bug(
+        "values in another order",
+        "cache",
+        "tokens_of(cache.v), t.page_table",
+        "tokens_of(cache.v).flip(0), t.page_table",
+    ),
+    Bug("page of a new key off by one", "cache", "page_size\n    page =", "page_size + 1\n    page ="),
+    Bug("tokens of no sequence appended", "cache", "fits = tokens.exists & (column", "fits = (column"),
+    Bug("new tokens of wrong sequences", "cache", "token, right=True)", "token, right=False)"),
+    Bug("another slot written too", "cache", "for cache, new in", "v_pages[0, 0] = 0\n    for cache, new in"),
+    Bug(
+        "rotary: the other way",
+        "cache",
+        "(a * cos - b * sin, a * sin + b * cos)",
+        "(a * cos + b * sin, b * cos - a * sin)",
+    ),
+    Bug("rotary: conventions swapped", "cache", "if interleaved else turning", "if not interleaved else turning"),
+    Bug("rotary: keys not turned", "cache", "k = rotated(cache.k, position, cache, interleaved)", "k = cache.k"),
+    Bug(
+        "rotary: keys as if the cache were empty",
+        "cache",
+        "k = rotated(cache.k, position",
+        "k = rotated(cache.k, tokens.place",
+    ),
+    Bug("rotary: queries not the last tokens", "cache", "- count(t.q, t.cu_seqlens_q)", "- appended(cache, t)"),
+    Bug("rotary: the whole head dimension", "cache", "tokens[..., 2 * half :]", "tokens[..., 2 * half :] * 1.1"),
+    Bug("rotary: in the input dtype", "cache", "(table[position].to(dtype)", "(table[position].to(x.dtype)"),
 )
 
 
 @contextmanager
 def planted(bug: Bug) -> Iterator[None]:
-    module = importlib.import_module(f"flashtile.backends.{bug.module}")
+    module = importlib.import_module(f"flashtile.{bug.module}")
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
     assert source.count(bug.old) == 1, f"{bug.name}: the source has moved on, so the bug has to follow it"
@@ -228,14 +276,18 @@ class Call(NamedTuple):
 
 @functools.cache
 def call(n: int) -> Call:
-    """First every feature alone, then random calls, then random packed calls whose lengths the host does not read."""
+    """First every feature alone, then random calls, random packed calls whose lengths the host does not read, and calls
+    with a KV cache, of which it reads every other.
+    """
     small = list(features().values())
     if n < len(small):
         case = dense_case(**small[n])
         return Call(case, solve(case), block=4)
     n -= len(small)
-    on_device = n >= NUM_RANDOM
-    case = random_case(n, function="attention_varlen" if on_device else None)
+    cached = n >= NUM_RANDOM + NUM_ON_DEVICE
+    on_device = n >= NUM_RANDOM and (not cached or n % 2 == 1)
+    function = "attention_with_kvcache" if cached else "attention_varlen" if on_device else None
+    case = random_case(n, function=function)
     return Call(case, solve(case), block=32, on_device=on_device)
 
 
@@ -247,7 +299,7 @@ def caught_by(num_calls: int = NUM_CALLS) -> str | None:
         with place, tile_size(block, block, scores=4 * block**2):
             try:
                 worst = compare(case.run("tiled"), case, expected)[0]
-            except (RuntimeError, IndexError) as error:  # a bug may also break shapes
+            except (RuntimeError, IndexError, AttentionError) as error:  # a bug may also break shapes
                 return f"{type(error).__name__} in call {n}: {case.description}"
         if not worst.ok:
             return f"{worst.name} of call {n} ({worst.ratio:.3g} of the bound): {case.description}"

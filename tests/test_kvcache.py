@@ -10,17 +10,18 @@ from cached import (
     Arguments,
     angles,
     appended,
+    as_packed,
     as_tokens,
     assert_right,
     problem,
-    random_problem,
     run,
     same_bits,
     slots,
     tokens_of,
     turned,
 )
-from checking import BACKENDS, features, lengths_on_the_device, tile_size
+from checking import assert_right as oracle_right
+from checking import features, lengths_on_the_device, tile_size
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_device_lengths import NoReads
@@ -32,6 +33,8 @@ from torch.library import opcheck
 
 import flashtile
 from flashtile import ArgumentError, AttentionError
+from flashtile.testing.generate import random_case
+from flashtile.testing.oracle import solve
 from flashtile.testing.poison import with_guard_bands
 
 CACHES = ("k_cache", "v_cache")
@@ -44,19 +47,37 @@ def int32(*values: int) -> Tensor:
 # What it computes -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=2 * settings().max_examples)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_random_calls(backend: str, seed: int) -> None:
-    with tile_size(4, 16):
-        assert_right(random_problem(seed), backend=backend)
+def test_random_calls(seed: int) -> None:
+    """Results and caches against the fp64 oracle; whatever is not to be read is NaN."""
+    with tile_size(16, 48):
+        oracle_right(random_case(seed, function="attention_with_kvcache"))
 
 
-@settings(max_examples=settings().max_examples // 2)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_calls_with_lengths_on_the_device(seed: int) -> None:
     """The way of a GPU, where nothing is read back."""
-    with lengths_on_the_device(), tile_size(4, 16):
-        assert_right(random_problem(seed))
+    with lengths_on_the_device(), tile_size(16, 48):
+        oracle_right(random_case(seed, function="attention_with_kvcache"))
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_the_oracle_is_the_contract_sequence_by_sequence(seed: int) -> None:
+    """Two ways to write down what has to come out: the oracle's, and that of `cached`, as a packed call."""
+    case = random_case(seed, function="attention_with_kvcache")
+    expected = solve(case)
+    k_cache, v_cache, _ = appended(case.arguments)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        torch.testing.assert_close(expected[name].reference, cache.double(), equal_nan=True)
+    packed = solve(as_packed(case.arguments, k_cache, v_cache))
+    used = packed["out"].reference.shape[0]
+    out, lse = tokens_of(expected["out"].reference), expected["lse"].reference
+    lse = lse if lse.dim() == 2 else lse.transpose(0, 1).flatten(1)  # [H, T]
+    torch.testing.assert_close(out[:used], packed["out"].reference, equal_nan=True)
+    torch.testing.assert_close(lse[:, :used], packed["lse"].reference, equal_nan=True)
+    assert not out[used:].any()
+    assert (lse[:, used:] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("page_size", [None, 1, 2, 3, 5, 12, 64])

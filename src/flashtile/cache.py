@@ -69,6 +69,8 @@ def append_and_rotate(call: Call, cache: CacheTensors, interleaved: bool) -> Cal
     """Write the new keys and values into the caches, in place, and turn the queries to their positions."""
     t = call.tensors
     batch = cache.cache_seqlens.shape[0]
+    if batch == 0:  # packed tensors may still have tokens: of no sequence
+        return call
     if cache.k is not None and cache.v is not None:
         tokens = new_tokens(cache.k, t.cu_seqlens_q, batch)
         position = held(cache)[tokens.sequence] + tokens.place  # [T]

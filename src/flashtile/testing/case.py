@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .poison import Guarded, with_guard_bands
+
+CACHES = ("k_cache", "v_cache")
+
 
 @dataclass(frozen=True)
 class ScoreFunction:
@@ -25,9 +29,10 @@ class Case:
     """A call of `function` with `arguments` by their public names, and the cotangents of its two results.
 
     `dout` and `dlse` have the shapes of out and lse. With both None, or with `forward_only`, there is no backward.
+    Caches are as they are before the call.
     """
 
-    function: str  # "attention" or "attention_varlen"
+    function: str  # "attention", "attention_varlen" or "attention_with_kvcache"
     arguments: dict[str, Any]
     dout: Tensor | None = None
     dlse: Tensor | None = None
@@ -55,7 +60,10 @@ class Case:
         return {name: tensor for name, tensor in named.items() if tensor.is_floating_point()}
 
     def run(self, backend: str = "auto", **options: Any) -> dict[str, Tensor]:
-        """Results and gradients from the public function; an input that the graph does not use is an error.
+        """Results and gradients from the public function, and its caches as it has left them.
+
+        An input that the graph does not use is an error. So is a write outside of the caches, of which the call gets
+        copies with the same strides.
 
         `options` are passed on, `deterministic=True` for example.
         """
@@ -70,8 +78,10 @@ class Case:
             tensors = {f"score_mod_{n}": tensor for n, tensor in enumerate(score_mod.tensors)} | leaves
             tensors = tuple(tensor for name, tensor in tensors.items() if name.startswith("score_mod_"))
             arguments["score_mod"] = flashtile.ScoreMod(score_mod.fn, tensors)
+        caches = {name: with_guard_bands(arguments[name]) for name in CACHES if name in arguments}
+        arguments |= {name: guarded.tensor for name, guarded in caches.items()}
         out, lse = getattr(flashtile, self.function)(**arguments, return_lse=True, backend=backend, **options)
-        results = {"out": out.detach(), "lse": lse.detach()}
+        results = {"out": out.detach(), "lse": lse.detach()} | contents(caches)
         if self.differentiates:
             pairs = [(x, dx) for x, dx in ((out, self.dout), (lse, self.dlse)) if dx is not None]
             outputs, cotangents = zip(*pairs, strict=True)
@@ -80,19 +90,31 @@ class Case:
         return results
 
 
+def contents(caches: dict[str, Guarded]) -> dict[str, Tensor]:
+    for name, guarded in caches.items():
+        if not guarded.intact():
+            raise RuntimeError(f"something was written outside of {name}")
+    return {name: guarded.tensor for name, guarded in caches.items()}
+
+
+SHAPED = ("q", "k", "v", *CACHES)
+LISTED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_seqlens", "cache_batch_idx", "leftpad_k")
+
+
 def describe(case: Case) -> str:
     """Short text with everything that tells one problem from another."""
     given = {name: value for name, value in case.arguments.items() if value is not None}
-    words = [case.function.removeprefix("attention_") if "_" in case.function else "dense", _dtype_name(case.dtype)]
-    for name in ("q", "k", "v"):
-        words.append(
-            f"{name}{list(given[name].shape)}" + ("" if given[name].is_contiguous() else f"@{given[name].stride()}")
-        )
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+    kind = {"attention": "dense", "attention_varlen": "varlen", "attention_with_kvcache": "kvcache"}[case.function]
+    words = [kind, _dtype_name(case.dtype)]
+    for name in SHAPED:
+        if name in given:
+            x = given[name]
+            words.append(f"{name}{list(x.shape)}" + ("" if x.is_contiguous() else f"@{x.stride()}"))
+    for name in LISTED:
         if name in given:
             words.append(f"{name}={given[name].tolist()}")
     for name, value in given.items():
-        if name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+        if name in (*SHAPED, *LISTED):
             continue
         if name == "score_mod":
             words.append(f"score_mod={getattr(value, 'fn', value).__name__}")

@@ -1,20 +1,19 @@
-"""Random problems over the whole contract, each reproducible from its seed."""
+"""Random problems over the whole contract, each reproducible from its seed.
 
-import random
+Whatever a call must not read is NaN: tokens of no sequence, keys past a length, pages and slots that nobody uses.
+"""
+
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .case import Case
-from .inputs import KINDS, bias_values, query_key_value
-from .layouts import LAYOUTS, expanded_cotangent, lay_out
-from .score_functions import random_score_function
+from .draw import NAN, Draw
+from .generate_cache import cache_case
+from .layouts import expanded_cotangent
+from .pages import in_pages
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; what the oracle's time is proportional to
-AROUND = (16, 32, 64, 128, 256)  # tile sizes: lengths on both sides of them matter
-NAN = float("nan")
 
 
 def random_case(
@@ -25,146 +24,15 @@ def random_case(
     function: str | None = None,
 ) -> Case:
     """The problem number `seed`; the same values on every device."""
-    draw = _Draw(seed, torch.device(device), dtypes or DTYPES)
-    function = function or draw.pick({"attention": 6, "attention_varlen": 4})
-    if function == "attention":
-        return _dense_case(draw)
-    if function == "attention_varlen":
-        return _varlen_case(draw)
-    raise ValueError(f"function is {function!r}, should be 'attention' or 'attention_varlen'")
+    draw = Draw(seed, torch.device(device), dtypes or DTYPES)
+    makers = {"attention": _dense_case, "attention_varlen": _varlen_case, "attention_with_kvcache": cache_case}
+    function = function or draw.pick({"attention": 6, "attention_varlen": 4, "attention_with_kvcache": 3})
+    if function not in makers:
+        raise ValueError(f"function is {function!r}, should be one of {', '.join(map(repr, makers))}")
+    return makers[function](draw)
 
 
-class _Draw:
-    """The random choices that dense and varlen problems have in common."""
-
-    def __init__(self, seed: int, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
-        self.seed = seed
-        self.device = device
-        self.rng = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.dtype = self.rng.choice(dtypes)
-        self.kind = self.pick(dict(zip(KINDS, (6, 2, 2), strict=True)))
-        self.plain = self.chance(0.12)  # no feature at all: the fast paths
-        self.num_heads_kv = self.pick({1: 3, 2: 3, 3: 1})
-        self.num_heads_q = self.num_heads_kv * self.pick({1: 4, 2: 3, 3: 1, 4: 1})
-        self.head_dim = self._head_dim()
-        self.head_dim_v = self._head_dim() if self.chance(0.2) else self.head_dim
-
-    def chance(self, p: float) -> bool:
-        return self.rng.random() < p
-
-    def pick(self, weights: dict) -> Any:
-        return self.rng.choices(list(weights), list(weights.values()))[0]
-
-    def _head_dim(self) -> int:
-        common = {64: 10, 128: 6, 32: 6, 16: 4, 48: 2, 80: 2, 96: 3}
-        uncommon = {1: 1, 3: 1, 8: 2, 40: 1, 72: 1, 100: 1, 192: 1, 256: 1, 320: 0.5, 512: 0.5, 1024: 0.5}
-        if self.chance(0.1):
-            return self.rng.randint(1, 160)
-        return self.pick(common | uncommon)
-
-    def seqlen(self) -> int:
-        width = max(self.head_dim, self.head_dim_v)
-        longest = 300 if width <= 192 else 100 if width <= 320 else 40
-        kind = self.pick({"empty": 3, "one": 8, "near a tile": 32, "small": 22, "any": 35})
-        if kind == "near a tile":
-            return max(1, min(longest, self.rng.choice(AROUND) + self.rng.randint(-2, 2)))
-        return {"empty": 0, "one": 1, "small": self.rng.randint(2, 40), "any": self.rng.randint(1, longest)}[kind]
-
-    def affordable(self, pairs: int) -> bool:
-        return pairs * self.num_heads_q * (self.head_dim + self.head_dim_v + 64) <= PAIR_BUDGET * 192
-
-    def query_key_value(self, *shapes: tuple[int, ...]) -> list[Tensor]:
-        """q, k, v [..., H, S, D] on the CPU, rarely with one NaN, or an infinity in V."""
-        tensors = query_key_value(self.kind, shapes, self.dtype, self.generator)
-        if not self.plain and self.chance(0.04):
-            which = self.rng.randrange(3)
-            values = [NAN] if which < 2 else [NAN, float("inf"), -float("inf")]
-            if tensors[which].numel():
-                tensors[which].view(-1)[self.rng.randrange(tensors[which].numel())] = self.rng.choice(values)
-        return list(tensors)
-
-    def layout(self, values: Tensor, expandable: tuple[int, ...] | None = None) -> Tensor:
-        """`values` on the device, in some layout; `expandable` as in `lay_out`, () for none."""
-        layout = self.pick(dict(zip(LAYOUTS, (8, 4, 3, 0 if expandable == () else 1, 1), strict=True)))
-        return lay_out(values.to(self.device), layout, self.rng, expandable)
-
-    def pairwise_shape(self, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
-        """[B, H, Sq, Sk] with some dimensions 1."""
-        full = (batch, self.num_heads_q, seqlen_q, seqlen_k)
-        return tuple(n if self.chance(keep) else 1 for n, keep in zip(full, (0.5, 0.5, 0.6, 0.8), strict=True))
-
-    def features(self, lengths: list[tuple[int, int]], seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
-        """The keyword arguments that dense and varlen calls share.
-
-        `lengths` are Sq and Sk of each sequence, `seqlen_q` and `seqlen_k` the size of bias and mask.
-        """
-        rng, dtype, device, batch = self.rng, self.dtype, self.device, len(lengths)
-        if self.plain:
-            return {"causal": self.chance(0.5)}
-        features: dict[str, Any] = {"causal": self.pick({False: 58, True: 35, "top_left": 7})}
-        if self.chance(0.3):
-            features["window"] = tuple(self._window_side(seqlen_k) for _ in range(2))
-        if self.chance(0.3):
-            features["scale"] = self.pick({1 / self.head_dim: 3, 0.3 / self.head_dim**0.5: 3, 0.0: 0.3, -0.1: 0.3})
-        if self.chance(0.2):
-            features["softcap"] = rng.choice([1.0, 5.0, 20.0, 50.0])
-        if self.chance(0.15):
-            density = rng.choice([0.1, 0.5, 0.9, 0.99])
-            mask = torch.rand(self.pairwise_shape(batch, seqlen_q, seqlen_k), generator=self.generator) < density
-            features["mask"] = self.layout(mask)
-        if self.chance(0.2):
-            slopes = 2.0 ** -(8 * torch.rand(self.num_heads_q, generator=self.generator))
-            if self.chance(0.5):
-                slopes = slopes * torch.linspace(0.5, 1.5, batch)[:, None]
-            features["alibi_slopes"] = slopes.to(device)
-        if self.chance(0.2):
-            sinks = torch.randn(self.num_heads_q, generator=self.generator) * 3
-            sinks[torch.rand(self.num_heads_q, generator=self.generator) < 0.1] = -torch.inf
-            features["sinks"] = sinks.to(rng.choice([dtype, torch.float32])).to(device)
-        if self.chance(0.15):
-            choice = rng.randrange(100)
-            of = (choice, batch, self.num_heads_q, rng.choice([dtype, torch.float32]), device, self.generator)
-            features["score_mod"] = random_score_function(*of)
-        if self.chance(0.25):
-            # An infinite score times a tensor's element has a NaN gradient: no infinities before a score_mod.
-            kind = "normal" if "score_mod" in features else self.kind
-            bias = bias_values(kind, self.pairwise_shape(batch, seqlen_q, seqlen_k), dtype, self.generator)
-            bias = self._poisoned_bias(bias if self.chance(0.5) else bias.float(), lengths)
-            features["bias"] = self.layout(bias, (1,))
-        if self.chance(0.2):
-            features["dropout_p"] = rng.choice([1e-5, 0.1, 0.17, 0.5, 0.9])
-            seed = rng.choice([0, 1, 2**32 - 1, 2**63 - 1, rng.getrandbits(63)])
-            features["dropout_seed"] = torch.tensor([seed], device=device) if self.chance(0.3) else seed
-        return features
-
-    def _poisoned_bias(self, bias: Tensor, lengths: list[tuple[int, int]]) -> Tensor:
-        """NaN where no sequence has a pair."""
-        for b in range(bias.shape[0]):
-            users = lengths if bias.shape[0] == 1 else lengths[b : b + 1]
-            for dim in (2, 3):
-                used = max((pair[dim - 2] for pair in users), default=0)
-                if bias.shape[dim] > max(used, 1):
-                    bias[b].narrow(dim - 1, used, bias.shape[dim] - used).fill_(NAN)
-        return bias
-
-    def _window_side(self, seqlen_k: int) -> int | None:
-        return self.rng.choice([None, -1, 0, 1, self.rng.randint(0, 40), self.rng.randint(0, max(1, seqlen_k))])
-
-    def cotangents(self, out_shape: tuple[int, ...], lse_shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
-        """dout and dlse on the CPU or already laid out; sometimes one of them or both are absent."""
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        dout = dlse = None
-        if self.chance(0.9):
-            dout = torch.randn(out_shape, generator=self.generator, dtype=wide).to(self.dtype)
-            if dout.numel() and not self.plain and self.chance(0.01):
-                dout.view(-1)[self.rng.randrange(dout.numel())] = NAN
-        if self.chance(0.4 if dout is not None else 0.6):
-            dlse = torch.randn(lse_shape, generator=self.generator, dtype=wide)
-        return dout, dlse
-
-
-def _dense_case(draw: _Draw) -> Case:
+def _dense_case(draw: Draw) -> Case:
     batch = draw.pick({0: 1, 1: 10, 2: 8, 3: 3})
     seqlen_q, seqlen_k = draw.seqlen(), draw.seqlen()
     if draw.chance(0.4):
@@ -191,7 +59,7 @@ def _dense_case(draw: _Draw) -> Case:
     return Case("attention", arguments, dout, draw.layout(dlse) if dlse is not None else None, draw.seed)
 
 
-def _varlen_case(draw: _Draw) -> Case:
+def _varlen_case(draw: Draw) -> Case:
     rng, device = draw.rng, draw.device
     batch = draw.pick({0: 1, 1: 4, 2: 6, 3: 5, 5: 3, 8: 1})
     lengths_q = [0 if draw.chance(0.1) else draw.seqlen() for _ in range(batch)]
@@ -218,7 +86,7 @@ def _varlen_case(draw: _Draw) -> Case:
             k[start + n : start + length] = v[start + n : start + length] = NAN
     capacity = total_k  # what max_seqlen_k=None stands for
     if batch and draw.chance(0.35):
-        k, v, table = _paged(draw, k, v, starts_k.tolist(), used)
+        k, v, table = in_pages(draw, k, v, starts_k.tolist(), used, used)
         arguments["page_table"] = table.to(device)
         capacity = table.shape[1] * k.shape[1]
         if "seqused_k" in arguments and draw.chance(0.5):
@@ -249,23 +117,3 @@ def _varlen_case(draw: _Draw) -> Case:
         dlse[:, sum(lengths_q) :] = NAN
         dlse = draw.layout(dlse, (0,))
     return Case("attention_varlen", arguments, dout, dlse, draw.seed)
-
-
-def _paged(draw: _Draw, k: Tensor, v: Tensor, starts: list[int], used: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values moved to permuted pages [num_pages, page_size, Hkv, D], NaN wherever no key is, and the table."""
-    rng = draw.rng
-    page_size = rng.choice([1, 2, 3, 8, 16, 16, 32, 64])
-    needed = [-(-n // page_size) for n in used]
-    pages = list(range(sum(needed) + rng.randint(1, 4)))
-    rng.shuffle(pages)
-    unused_entry = rng.choice([pages[0], 0, -1, 2**30])  # never looked at
-    table = torch.full((len(used), max(needed) + rng.randint(0, 2)), unused_entry, dtype=torch.int32)
-    paged_k, paged_v = (x.new_full((len(pages), page_size, *x.shape[1:]), NAN) for x in (k, v))
-    for b, (start, n) in enumerate(zip(starts, used, strict=False)):
-        for page in range(needed[b]):
-            table[b, page] = slot = pages.pop()
-            first, last = start + page * page_size, start + min(n, (page + 1) * page_size)
-            paged_k[slot, : last - first], paged_v[slot, : last - first] = k[first:last], v[first:last]
-    if len(used) > 1 and used[0] >= page_size and used[1] >= page_size and draw.chance(0.15):
-        table[1, 0] = table[0, 0]  # two sequences with a common beginning
-    return paged_k, paged_v, table

@@ -62,18 +62,18 @@ def poisoned_allocation() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Guarded:
-    """A tensor with bands of poison before and behind it in memory."""
+    """A tensor inside a buffer that holds poison before it, behind it, and where its strides leave gaps."""
 
     tensor: Tensor
-    before: Tensor  # one-dimensional
-    behind: Tensor
+    buffer: Tensor  # one-dimensional
 
     def intact(self) -> bool:
-        """Whether nothing was written to the bands."""
+        """Whether nothing was written outside of the tensor."""
         value = poison_value(self.tensor.dtype)
-        return all(
-            bool((band.isnan() if value != value else band == value).all()) for band in (self.before, self.behind)
-        )
+        outside = self.buffer.clone()
+        inside = outside.as_strided(self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset())
+        each_once(inside).fill_(value)
+        return bool((outside.isnan() if value != value else outside == value).all())
 
 
 def with_guard_bands(values: Tensor, band: int = 1024) -> Guarded:
@@ -82,12 +82,13 @@ def with_guard_bands(values: Tensor, band: int = 1024) -> Guarded:
     extent = extent if values.numel() else 0
     buffer = torch.full((extent + 2 * band,), poison_value(values.dtype), dtype=values.dtype, device=values.device)
     tensor = buffer.as_strided(values.shape, values.stride(), band)
-    if 0 in values.stride():  # the elements of an expanded tensor share memory: write each once
-        once = [slice(0, 1) if stride == 0 else slice(None) for stride in values.stride()]
-        tensor[tuple(once)] = values[tuple(once)]
-    else:
-        tensor.copy_(values)
-    return Guarded(tensor, buffer[:band], buffer[band + extent :])
+    each_once(tensor).copy_(each_once(values))
+    return Guarded(tensor, buffer)
+
+
+def each_once(x: Tensor) -> Tensor:
+    """The part of an expanded tensor that holds each of its elements once: they share memory, which forbids writing."""
+    return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
 
 
 def in_larger_buffer(values: Tensor, margins: Sequence[tuple[int, int]]) -> Tensor:

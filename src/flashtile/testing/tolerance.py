@@ -62,6 +62,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def bound(expected: Expected, dtype: torch.dtype) -> Tensor:
     """Largest permitted |x - ref| for each element, float64; `dtype` is q's."""
+    limit = rounding_bound(expected, dtype)
+    limit = limit if expected.slack is None else limit + expected.slack
+    return limit if expected.exact is None else limit.where(~expected.exact, 0.0)
+
+
+def rounding_bound(expected: Expected, dtype: torch.dtype) -> Tensor:
+    """The formulas above."""
     acc = torch.finfo(accumulation_dtype(dtype))
     acc_eps = acc.eps * (2 if dtype == torch.float64 else 1)
     if expected.R is None or expected.C is None or expected.loss is None:

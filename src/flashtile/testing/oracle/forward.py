@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .modification import ScoreModification
 from .sequence import Sequence, relative_position, visible_pairs
-from .sums import Sums, pair_products
+from .sums import Sums, pair_products, visible_matmul
 from .weights import Weights
 
 INF = float("inf")
@@ -28,6 +28,7 @@ class Forward:
     lse: Tensor  # [Hq, Sq]
     A: Tensor  # [Hq, Sq]
     out: Sums  # [Hq, Sq, Dv]
+    slack: tuple[Tensor, Tensor] | None  # of out [Hq, Sq, Dv] and lse [Hq, Sq], from elements that round either way
 
 
 def forward(x: Sequence) -> Forward:
@@ -64,7 +65,24 @@ def forward(x: Sequence) -> Forward:
     kept = p if x.keep is None else p * x.keep
     kept = Weights(value=kept, absolute=kept, root=kept)
     out = pair_products(kept, v, visible, A, loose=~is_finite(v))
-    return Forward(k, v, tanh, distance, modification, visible, p, kept, lse, A, out)
+    slack = either_rounding(x, k, v, modification, visible, p, kept.value)
+    return Forward(k, v, tanh, distance, modification, visible, p, kept, lse, A, out, slack)
+
+
+def either_rounding(
+    x: Sequence, k: Tensor, v: Tensor, modification: ScoreModification | None, visible: Tensor, p: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """How far out and lse may move where elements of q and k may be rounded in two ways."""
+    if x.q_either is None or x.k_either is None:
+        return None
+    k_either = x.k_either.repeat_interleave(x.group, 0)
+    change = abs(x.scale) * (x.q_either @ (k.abs() + k_either).mT + x.q.abs() @ k_either.mT)  # of a score, at most
+    if modification is not None:
+        change = change * modification.derivative.abs()
+    change = change.where(visible, 0.0).expm1()  # of exp(s), relative
+    of_lse = (p * change).sum(2)
+    of_out = visible_matmul(kept * (change + of_lse[:, :, None]), v.abs(), visible)
+    return of_out, of_lse
 
 
 def sink_column(x: Sequence) -> Tensor:

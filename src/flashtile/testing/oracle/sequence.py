@@ -28,6 +28,8 @@ class Sequence:
     keep: Tensor | None  # dropout's factor of each probability, like scores
     dout: Tensor | None  # [Hq, Sq, Dv]; None: nothing asks for products with it, whatever NaN they would give
     dlse: Tensor  # [Hq, Sq]
+    q_either: Tensor | None = None  # [Hq, Sq, D] how far apart two roundings of an element lie that may both be right
+    k_either: Tensor | None = None  # [Hkv, Sk, D]
 
     @property
     def group(self) -> int:

@@ -1,12 +1,12 @@
 """Reference results for a `Case`: float64 on the CPU, every sequence on its own, with what the error bound needs.
 
-Dense, packed and paged calls become the same thing here: tokens [T, H, D] and, for each sequence, the rows of its
-queries and keys among them. Each sequence goes through `forward` and `backward`; its results are added where its
+Dense, packed, paged and cached calls become the same thing here: tokens [T, H, D] and, for each sequence, the rows of
+its queries and keys among them. Each sequence goes through `forward` and `backward`; its results are added where its
 rows lie.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..case import Case
 from .backward import backward
+from .cache import Cache
 from .forward import INF, forward
 from .philox import keep_factors
 from .sequence import Sequence
@@ -39,10 +40,14 @@ class Expected:
     loss: Tensor | None = None  # what is lost if every P and dS loses 1, for the bound's `tiny`
     loose: Tensor | None = None  # bool: a NaN or infinity elsewhere in the same sequence and head may reach the element
     score_error: float = 4.0
+    slack: Tensor | None = None  # what elements of q and k change that may be rounded in two ways
+    exact: Tensor | None = None  # bool: a copy, which has to be the same
 
 
 def solve(case: Case) -> dict[str, Expected]:
-    """Expected results under the keys of `Case.run`: "out", "lse" and, if the case has a backward, "dq", "dk", ..."""
+    """Expected results under the keys of `Case.run`: "out", "lse", then "dq", "dk", ... if the case has a backward, and
+    "k_cache" and "v_cache", as they are after the call, if it has caches.
+    """
     with torch.no_grad():
         return _Solution(case).expected()
 
@@ -53,10 +58,14 @@ class _Solution:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.given: dict[str, Any] = {name: _exact(value) for name, value in case.arguments.items()}
-        self.dense = case.function == "attention"
+        self.dense = self.given["q"].ndim == 4
         self.paged = self.given.get("page_table") is not None
         self.score_tensors = tuple(_exact(t) for t in getattr(self.given.get("score_mod"), "tensors", ()))
-        self.q, self.k, self.v = (self._packed(self.given[name], name) for name in ("q", "k", "v"))  # [T, H, D]
+        self.cache = Cache(self.given, case.dtype) if "k_cache" in self.given else None
+        if self.cache is None:
+            self.q, self.k, self.v = (self._packed(self.given[name], name) for name in ("q", "k", "v"))  # [T, H, D]
+        else:
+            self.q, self.k, self.v = self.cache.q.value, self.cache.k.value, self.cache.v.value
         out_shape = (*self.q.shape[:2], self.v.shape[2])  # [Tq, Hq, Dv]
         self.dlse = torch.zeros(out_shape[:2], dtype=torch.float64)  # [Tq, Hq]
         self.dout = None if case.dout is None else self._packed(_exact(case.dout), "out")
@@ -66,6 +75,7 @@ class _Solution:
         self.lse = torch.full(out_shape[:2], -INF, dtype=torch.float64)  # rows of no sequence see nothing
         self.A = torch.zeros(out_shape[:2], dtype=torch.float64)
         self.sums = {"out": Sums.zeros(out_shape)}
+        self.slack = torch.zeros(out_shape, dtype=torch.float64), torch.zeros(out_shape[:2], dtype=torch.float64)
         if case.differentiates:
             self.sums |= {
                 "dq": Sums.zeros(self.q.shape),
@@ -91,10 +101,28 @@ class _Solution:
             )
         lse_dtype = torch.float64 if self.case.dtype == torch.float64 else torch.float32
         lse = Expected(self._unpacked(self.lse, "lse"), lse_dtype, self._unpacked(self.A, "lse"), score_error=error)
-        return {"out": results.pop("out"), "lse": lse, **results}
+        out_slack, lse_slack = (self._unpacked(x, name) for x, name in zip(self.slack, ("out", "lse"), strict=True))
+        out, lse = replace(results.pop("out"), slack=out_slack), replace(lse, slack=lse_slack)
+        return {"out": out, "lse": lse, **results, **self._caches()}
+
+    def _caches(self) -> dict[str, Expected]:
+        """Copies, but for new keys that are turned."""
+        results = {}
+        for name in ("k_cache", "v_cache") if self.cache is not None else ():
+            assert self.cache is not None
+            tokens = self.cache.k if name == "k_cache" else self.cache.v
+            reference, magnitude = (self.cache.in_cache_layout(x) for x in (tokens.value, tokens.magnitude))
+            zeros, ones = torch.zeros_like(reference), torch.ones_like(reference)
+            exact = magnitude == 0
+            results[name] = Expected(reference, self.case.dtype, zeros, zeros, magnitude, loss=ones, exact=exact)
+        return results
 
     def _sequences(self) -> Iterator[tuple[Tensor, Tensor]]:
         """For each sequence the rows of its queries and of its keys among the packed tokens."""
+        if self.cache is not None:
+            for b in range(self.cache.batch):
+                yield self.cache.query_tokens(b), self.cache.key_slots(b)
+            return
         if self.dense:
             batch, _, seqlen_q, _ = self.given["q"].shape
             seqlen_k = self.given["k"].shape[2]
@@ -126,7 +154,7 @@ class _Solution:
             scale=self.q.shape[2] ** -0.5 if scale is None else scale,
             causal=given.get("causal", False),
             window=given.get("window"),
-            mask=self._local(given.get("mask"), batch, shape),
+            mask=self._mask(batch, shape),
             softcap=given.get("softcap"),
             bias=self._local(given.get("bias"), batch, shape),
             alibi_slopes=slopes[batch] if slopes is not None and slopes.ndim == 2 else slopes,
@@ -136,10 +164,14 @@ class _Solution:
             keep=keep,
             dout=None if self.dout is None else self.dout[q_rows].transpose(0, 1),
             dlse=self.dlse[q_rows].transpose(0, 1),
+            q_either=None if self.cache is None else self.cache.q.either[q_rows].transpose(0, 1),
+            k_either=None if self.cache is None else self.cache.k.either[k_rows].transpose(0, 1),
         )
         results = forward(sequence)
         self.lse[q_rows], self.A[q_rows] = results.lse.T, results.A.T
         self.sums["out"].add_rows(q_rows, results.out)
+        for total, part in zip(self.slack, results.slack or (), strict=False):
+            total[q_rows] = part.transpose(0, 1)
         for name, block in (backward(sequence, results) if self.case.differentiates else {}).items():
             if name in ("dq", "dk", "dv"):
                 self.sums[name].add_rows(k_rows if name in ("dk", "dv") else q_rows, block)
@@ -150,6 +182,16 @@ class _Solution:
                 self.sums[name].add_at(slice(batch, batch + 1), block.map(lambda part: part[None]))
             else:
                 self.sums[name].add_at(slice(None), block)
+
+    def _mask(self, batch: int, shape: tuple[int, int, int]) -> Tensor | None:
+        """What the caller's mask shows of the keys that are there."""
+        mask, hidden = self._local(self.given.get("mask"), batch, shape), 0
+        if self.cache is not None:
+            hidden = self.cache.hidden(batch)
+        if hidden == 0:
+            return mask
+        there = torch.arange(shape[2]) >= hidden
+        return there[None, None] if mask is None else mask & there
 
     def _local_index(self, pairwise: Tensor, batch: int, shape: tuple[int, int, int]) -> tuple[slice, ...]:
         """Where sequence `batch` lies in a tensor [B, H, Sq, Sk] whose dimensions may all be 1."""

@@ -1,0 +1,108 @@
+"""Random problems with a KV cache: dense or in pages, appended to or only read, with or without rotary positions."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .case import Case
+from .draw import NAN, Draw
+from .pages import in_pages
+
+
+def cache_case(draw: Draw) -> Case:
+    rng, device = draw.rng, draw.device
+    batch = draw.pick({0: 1, 1: 5, 2: 6, 3: 4, 5: 2})
+    packed, appends, paged = draw.chance(0.35), draw.chance(0.8), batch > 0 and draw.chance(0.5)
+    held, new, queries = _lengths(draw, batch, packed, appends)
+    total = [n + m for n, m in zip(held, new, strict=True)]  # keys after the call
+    spare = rng.randint(1, 5) if packed and draw.chance(0.3) else 0  # tokens of no sequence
+
+    k_shape = (draw.num_heads_kv, sum(total), draw.head_dim)
+    q, k, v = draw.query_key_value(
+        (draw.num_heads_q, sum(queries), draw.head_dim), k_shape, (*k_shape[:2], draw.head_dim_v)
+    )
+    q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))  # tokens first
+    starts = torch.tensor([0, *total]).cumsum(0).tolist()
+    arguments: dict[str, Any] = {"cache_seqlens": torch.tensor(held, dtype=torch.int32)}
+    tokens = {"q": q}
+    if appends:
+        added = [torch.arange(starts[b] + held[b], starts[b + 1]) for b in range(batch)]
+        index = torch.cat([torch.arange(0), *added])
+        tokens |= {"k": k[index], "v": v[index]}
+        k[index] = v[index] = NAN  # the slots that the call writes
+    if packed:
+        arguments["cu_seqlens_q"] = torch.tensor([0, *queries]).cumsum(0).int()
+    if draw.chance(0.3):
+        arguments["leftpad_k"] = torch.tensor([rng.randint(0, n) for n in total], dtype=torch.int32)
+        for start, n, pad in zip(starts, held, arguments["leftpad_k"].tolist(), strict=False):
+            k[start : start + min(n, pad)] = v[start : start + min(n, pad)] = NAN
+
+    if paged:
+        k_cache, v_cache, arguments["page_table"] = in_pages(draw, k, v, starts, total, held)
+        capacity = arguments["page_table"].shape[1] * k_cache.shape[1]
+    else:
+        k_cache, v_cache, rows = _dense_caches(draw, k, v, starts, total)
+        capacity = k_cache.shape[2]
+        if rows is not None:
+            arguments["cache_batch_idx"] = rows
+    if draw.head_dim > 1 and draw.chance(0.5):
+        arguments |= _rotary(draw, max(total, default=0))
+    arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    arguments |= {"k_cache": draw.layout(k_cache, ()), "v_cache": draw.layout(v_cache, ())}
+    for name, x in tokens.items():
+        if packed:
+            filler = NAN if name == "q" else 1.0  # a slot that this was written to would not show a NaN
+            x = torch.cat((x, x.new_full((spare, *x.shape[1:]), filler)))
+            arguments[name] = draw.layout(x, (1, 2))
+        else:
+            arguments[name] = draw.layout(x.unflatten(0, (batch, -1) if batch else (0, 1)).transpose(1, 2))
+
+    rows = sum(queries) + spare if packed else max(queries, default=1)
+    arguments |= draw.features(list(zip(queries, total, strict=True)), rows, capacity)
+    if draw.chance(0.3):
+        arguments["num_splits"] = rng.choice([1, 2, 7])
+    return Case("attention_with_kvcache", arguments, seed=draw.seed)
+
+
+def _lengths(draw: Draw, batch: int, packed: bool, appends: bool) -> tuple[list[int], list[int], list[int]]:
+    """Of each sequence: keys in the cache, keys to append, queries. The last two are the same everywhere if dense."""
+
+    def count() -> int:
+        return draw.pick({1: 4, 0: 0.3, draw.rng.randint(2, 9): 2, draw.seqlen(): 1})
+
+    new = [count() for _ in range(batch)] if packed else [count()] * batch
+    queries = list(new)
+    if not packed and draw.chance(0.2):
+        queries = [count()] * batch
+    new = new if appends else [0] * batch
+    held = [draw.pick({0: 1, draw.seqlen(): 5}) for _ in range(batch)]
+    while not draw.affordable(sum(n * (m + h) for n, m, h in zip(queries, new, held, strict=True))):
+        held, queries = [n // 2 for n in held], [n * 3 // 4 for n in queries]
+        new = queries if packed and appends else [n * 3 // 4 for n in new]
+    return held, new, queries
+
+
+def _dense_caches(
+    draw: Draw, k: Tensor, v: Tensor, starts: list[int], total: list[int]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`[B_cache, Hkv, S_max, D]`, NaN wherever no key is, and the row of each sequence."""
+    batch, capacity = len(total), max(1, max(total, default=0) + draw.rng.choice([0, 0, 1, 30]))
+    spare = draw.rng.randint(0, 2)
+    rows = torch.randperm(batch + spare, generator=draw.generator)[:batch].int() if draw.chance(0.4) else None
+    caches = [x.new_full((batch + spare, x.shape[1], capacity, x.shape[2]), NAN) for x in (k, v)]
+    for b, n in enumerate(total):
+        row = b if rows is None else int(rows[b])
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache[row, :, :n] = x[starts[b] : starts[b] + n].transpose(0, 1)
+    return *caches, rows
+
+
+def _rotary(draw: Draw, longest: int) -> dict[str, Any]:
+    """Angles as in RoFormer, of a part of the head dimension, for a few positions more than there are."""
+    pairs = draw.rng.choice([draw.head_dim // 2, draw.head_dim // 2, max(1, draw.head_dim // 4), 1])
+    frequency = 10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+    angle = torch.arange(max(1, longest) + draw.rng.randint(0, 3))[:, None] * frequency
+    dtype = draw.rng.choice([draw.dtype, torch.float32])
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    return {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": draw.chance(0.5)}

@@ -1,0 +1,110 @@
+"""A KV cache in float64: where keys lie, which are new, and rotary positions (docs/kvcache.md).
+
+Dense caches and pages become the same thing: tokens, one for each slot, and for each sequence the slots of its keys in
+order.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Tokens `[T, H, D]` as a call has to turn and round them."""
+
+    value: Tensor
+    magnitude: Tensor  # sum of the absolute values of what an element is the sum of; 0 where it is a copy
+    either: Tensor  # how far apart two roundings lie that may both be right
+
+
+class Cache:
+    """A call of attention_with_kvcache: its tokens before, and what has to be in the caches after."""
+
+    def __init__(self, given: dict[str, Any], dtype: torch.dtype) -> None:
+        self.given, self.dtype = given, dtype
+        self.paged = given.get("page_table") is not None
+        self.batch = len(given["cache_seqlens"])
+        self.k, self.v = (Turned(x, torch.zeros_like(x), torch.zeros_like(x)) for x in self._slots())
+        q = tokens(given["q"])
+        self.q = Turned(q.clone(), torch.zeros_like(q), torch.zeros_like(q))
+        for b in range(self.batch):
+            self._add_sequence(b)
+
+    def _slots(self) -> Iterator[Tensor]:
+        """k_cache and v_cache as `[slots, Hkv, D]`."""
+        for name in ("k_cache", "v_cache"):
+            yield (self.given[name] if self.paged else self.given[name].transpose(1, 2)).flatten(0, 1).clone()
+
+    def in_cache_layout(self, x: Tensor) -> Tensor:
+        """`[slots, Hkv, D]` in the shape of the caller's tensor."""
+        if self.paged:
+            return x.unflatten(0, self.given["k_cache"].shape[:2])
+        rows, _, length, _ = self.given["k_cache"].shape
+        return x.unflatten(0, (rows, length)).transpose(1, 2)
+
+    def _add_sequence(self, b: int) -> None:
+        keys = self.key_slots(b)
+        length, new = len(keys), self.new_tokens(b)
+        queries = self.query_tokens(b)
+        positions = (length - len(queries) + torch.arange(len(queries))).clamp(min=0)
+        self._put(self.q, queries, self.q.value[queries], positions)
+        if len(new):
+            k, v = (tokens(self.given[name])[new] for name in ("k", "v"))
+            self._put(self.k, keys[length - len(new) :], k, torch.arange(length - len(new), length))
+            self.v.value[keys[length - len(new) :]] = v
+
+    def query_tokens(self, b: int) -> Tensor:
+        return self._tokens_of(b, "q")
+
+    def new_tokens(self, b: int) -> Tensor:
+        return torch.arange(0) if self.given.get("k") is None else self._tokens_of(b, "k")
+
+    def _tokens_of(self, b: int, name: str) -> Tensor:
+        starts = self.given.get("cu_seqlens_q")
+        if starts is not None:
+            return torch.arange(int(starts[b]), int(starts[b + 1]))
+        length = self.given[name].shape[2]
+        return torch.arange(b * length, (b + 1) * length)
+
+    def key_slots(self, b: int) -> Tensor:
+        """The slot of each key of sequence b, those of this call included."""
+        position = torch.arange(int(self.given["cache_seqlens"][b]) + len(self.new_tokens(b)))
+        if self.paged:
+            page_size = self.given["k_cache"].shape[1]
+            return self.given["page_table"][b].long()[position // page_size] * page_size + position % page_size
+        rows = self.given.get("cache_batch_idx")
+        return (b if rows is None else int(rows[b])) * self.given["k_cache"].shape[2] + position
+
+    def hidden(self, b: int) -> int:
+        """How many positions at the front hold no key."""
+        leftpad = self.given.get("leftpad_k")
+        return 0 if leftpad is None else int(leftpad[b])
+
+    def _put(self, where: Turned, index: Tensor, x: Tensor, positions: Tensor) -> None:
+        """Write `x [S, H, D]`, turned by the angles of its positions and rounded, to the tokens `index`."""
+        cos, sin = self.given.get("rotary_cos"), self.given.get("rotary_sin")
+        value, magnitude = x.clone(), torch.zeros_like(x)
+        if cos is not None and sin is not None:
+            n = torch.arange(cos.shape[1])
+            first, second = n, n + len(n)
+            if self.given.get("rotary_interleaved", True):
+                first, second = 2 * n, 2 * n + 1
+            c, s = cos[positions][:, None], sin[positions][:, None]  # [S, 1, rotary_dim / 2]
+            a, b = x[..., first], x[..., second]
+            value[..., first], value[..., second] = a * c - b * s, a * s + b * c
+            magnitude[..., first], magnitude[..., second] = (a * c).abs() + (b * s).abs(), (a * s).abs() + (b * c).abs()
+        error = 3 * torch.finfo(torch.float64 if self.dtype == torch.float64 else torch.float32).eps * magnitude
+        where.value[index], where.magnitude[index] = self._rounded(value), magnitude
+        where.either[index] = (self._rounded(value + error) - self._rounded(value - error)).abs()
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype).double()
+
+
+def tokens(x: Tensor) -> Tensor:
+    """`[B, H, S, D]` or `[T, H, D]` as `[T, H, D]`."""
+    return x.transpose(1, 2).flatten(0, 1) if x.ndim == 4 else x
