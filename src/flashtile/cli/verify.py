@@ -42,8 +42,8 @@ def verify(
 ) -> None:
     """Run random problems over the whole contract, forward and backward, and hold them against an fp64 oracle.
 
-    Every element of out, lse and each gradient has to be within its error bound. Ratios are errors in units of that
-    bound: 1 would be at its edge. The exit code is 1 if anything fails.
+    Every element of out, lse, each gradient and the caches has to be within its error bound. Ratios are errors in units
+    of that bound: 1 would be at its edge. The exit code is 1 if anything fails.
     """
     problems = Problems(range(first, first + cases), chosen(backends), device, dtypes or None)
     start = time.perf_counter()

@@ -1,5 +1,5 @@
 """Random cases, the fp64 oracle that solves them, and the tolerances that judge a backend's answer.
 
-Import from the modules: `case`, `generate`, `oracle`, `tolerance`; `inputs`, `layouts`, `score_functions`, `poison` and
-`emulation` are their parts and aids.
+Import from the modules: `case`, `generate`, `oracle`, `tolerance`; `draw`, `generate_cache`, `pages`, `inputs`,
+`layouts`, `score_functions`, `poison` and `emulation` are their parts and aids.
 """

@@ -90,12 +90,14 @@ def _dense_caches(
     batch, capacity = len(total), max(1, max(total, default=0) + draw.rng.choice([0, 0, 1, 30]))
     spare = draw.rng.randint(0, 2)
     rows = torch.randperm(batch + spare, generator=draw.generator)[:batch].int() if draw.chance(0.4) else None
-    caches = [x.new_full((batch + spare, x.shape[1], capacity, x.shape[2]), NAN) for x in (k, v)]
-    for b, n in enumerate(total):
-        row = b if rows is None else int(rows[b])
-        for cache, x in zip(caches, (k, v), strict=True):
-            cache[row, :, :n] = x[starts[b] : starts[b] + n].transpose(0, 1)
-    return *caches, rows
+
+    def filled(x: Tensor) -> Tensor:
+        cache = x.new_full((batch + spare, x.shape[1], capacity, x.shape[2]), NAN)
+        for b, n in enumerate(total):
+            cache[b if rows is None else int(rows[b]), :, :n] = x[starts[b] : starts[b] + n].transpose(0, 1)
+        return cache
+
+    return filled(k), filled(v), rows
 
 
 def _rotary(draw: Draw, longest: int) -> dict[str, Any]:
