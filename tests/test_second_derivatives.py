@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from checking import lengths_on_the_device, tile_size
-from formula import EXAMPLES, Example, Outputs, dense, everything, loss, packed, paged, randn
+from formula import EXAMPLES, HKV, B, Example, Outputs, dense, everything, loss, packed, paged, randn
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.functional import hessian as autograd_hessian
@@ -15,6 +16,8 @@ from torch.autograd.functional import hvp, vhp
 from torch.func import grad, hessian, jvp, vjp
 
 import flashtile
+from flashtile.backends.tiled import transforms
+from flashtile.ops import OPERATORS
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -237,6 +240,19 @@ def test_dtypes(dtype: torch.dtype) -> None:
     for x, y in zip(found, expected, strict=True):
         assert x.dtype is dtype
         assert (x.double() - y).norm() <= tolerance * y.norm()
+
+
+def test_each_block_is_computed_once() -> None:
+    """A second derivative reads neither the results nor the gradients, so they are not computed again."""
+    q, k, v = leaves_of(dense().tensors)
+    out = flashtile.attention(q, k, v, causal=True)
+    gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), create_graph=True)
+    blocks = mock.patch.object(transforms, "attend_rows", wraps=transforms.attend_rows)
+    operator = mock.patch.object(OPERATORS["dense"], "backward", wraps=OPERATORS["dense"].backward)
+    with tile_size(2, 3), blocks as blocks, operator as operator:
+        torch.autograd.grad(gradients, (q, k, v), (q, k, v))
+    assert blocks.call_count == B * HKV * 3  # row blocks of a slab
+    assert operator.call_count == 0
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

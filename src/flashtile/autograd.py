@@ -61,6 +61,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         out, lse, *flat = ctx.saved_tensors
+        if dout is None and dlse is None:  # a second derivative passes here without a gradient of the results
+            return None, None, *(None for _ in flat)
         needed = ctx.needs_input_grad[2:]
         positions = differentiable_positions(len(flat))
         needs = [needed[n] for n in positions]
@@ -115,23 +117,28 @@ class AttentionBackward(torch.autograd.Function):
         return tuple(next(found) if needed else inputs[2].new_empty(0) for needed in ctx.needs)
 
 
-def attend_in_operations(settings: Settings, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend_in_operations(
+    settings: Settings, *flat: Tensor | None, second_derivatives_only: bool = False
+) -> tuple[Tensor, Tensor]:
     """`out` and `lse` by operations that every transform sees through."""
     from .backends.tiled import transforms
 
     call = Call(Tensors.from_flat(flat), settings)
     device = call.tensors.q.device
     backend = "tiled" if settings.backend == "auto" else settings.backend
-    return transforms.attend(plan(Problem.describe(call), device, backend), call)
+    chosen = plan(Problem.describe(call), device, backend)
+    return transforms.attend(chosen, call, second_derivatives_only=second_derivatives_only)
 
 
 def gradients_in_operations(settings: Settings, needs: list[bool]) -> Any:
-    """`(dout, dlse, *flat) ->` the gradients that `needs` asks for, in the order of `differentiable_positions`."""
+    """`(dout, dlse, *flat) ->` the gradients that `needs` asks for, in the order of `differentiable_positions`; to be
+    differentiated, for their values are not computed.
+    """
     from .backends.tiled.transforms import pullback
 
     def gradients(dout: Tensor | None, dlse: Tensor | None, *flat: Tensor | None) -> tuple[Tensor, ...]:
         def attention(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-            return attend_in_operations(settings._replace(backend="tiled"), *inputs)
+            return attend_in_operations(settings._replace(backend="tiled"), *inputs, second_derivatives_only=True)
 
         wanted = [n for n, needed in zip(differentiable_positions(len(flat)), needs, strict=True) if needed]
         return pullback(attention, len(flat), wanted)(*flat, dout, dlse)

@@ -7,7 +7,7 @@ so memory stays O(S) for every order.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,20 @@ Function = Callable[..., tuple[Tensor, ...]]
 ROW_BLOCK_SCORES = 2**21  # of one head; 8 MiB in fp32
 
 
+class Unread(NamedTuple):
+    """Results that nobody reads: zeros stand in for them.
+
+    The derivatives of attention's gradients depend neither on attention's results nor on the gradients' values.
+    Autograd needs their nodes, but computing them would take a third of the time.
+    """
+
+    like: tuple[tuple[torch.Size, torch.dtype], ...]
+    gradients_too: bool  # nobody reads these results' own gradients and tangents either, only what follows from those
+
+    def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.like)
+
+
 class Recompute(torch.autograd.Function):
     """`fn(*inputs)` that keeps only its inputs. Its derivatives are again `Recompute`, of `fn`'s vjp or jvp: so the
     derivative of a derivative, to any order, holds one call's intermediate results at a time.
@@ -36,31 +50,39 @@ class Recompute(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(fn: Function, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(fn: Function, unread: Unread | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        if unread is not None:
+            assert inputs[0] is not None
+            return unread.zeros(inputs[0].device)
         return fn(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.fn = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
+        ctx.fn, ctx.unread, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
-        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        unread = None
+        if ctx.unread is not None and ctx.unread.gradients_too:
+            unread = Unread(tuple((inputs[n].shape, inputs[n].dtype) for n in wanted), gradients_too=False)
         gradients: list[Tensor | None] = [None] * len(inputs)
-        found = Recompute.apply(pullback(ctx.fn, len(inputs), wanted), *inputs, *cotangents)
+        found = Recompute.apply(pullback(ctx.fn, len(inputs), wanted), unread, *inputs, *cotangents)
         for n, gradient in zip(wanted, found, strict=True):  # type: ignore[arg-type]
             gradients[n] = gradient
-        return None, *gradients
+        return None, None, *gradients
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         inputs = ctx.saved_tensors
         moving = [n for n, tangent in enumerate(tangents) if tangent is not None]
         given = [tangents[n] for n in moving]
-        return Recompute.apply(pushforward(ctx.fn, len(inputs), moving), *inputs, *given)  # type: ignore[return-value]
+        unread = ctx.unread if ctx.unread is not None and ctx.unread.gradients_too else None
+        fn = pushforward(ctx.fn, len(inputs), moving)
+        return Recompute.apply(fn, unread, *inputs, *given)  # type: ignore[return-value]
 
 
 def of_some(fn: Function, inputs: Sequence[Tensor | None], chosen: Sequence[int]) -> Function:
@@ -110,13 +132,17 @@ def in_plain_dual_level() -> bool:
     return torch.autograd.forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
 
 
-def attend(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a call, in the shapes of the operators, differentiable by every transform."""
+def attend(plan: Plan, call: Call, *, second_derivatives_only: bool = False) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a call, in the shapes of the operators, differentiable by every transform.
+
+    With `second_derivatives_only` nobody reads them nor their first derivatives, only derivatives of the gradients.
+    """
     tensors = call.tensors
     dtype = accumulation_dtype(tensors.q.dtype)
     queries, keys = Side(call, keys=False), Side(call, keys=True)
     shape = smaller(plan.tile, keys.max_length, tensors.q.shape[1] // num_heads_kv(call))
-    parts = [(slab, attend_slab(call, slab, shape, dtype)) for slab in slabs(call, queries, keys, shape)]
+    unread = second_derivatives_only
+    parts = [(slab, attend_slab(call, slab, shape, dtype, unread)) for slab in slabs(call, queries, keys, shape)]
     out = assembled([(slab, out) for slab, (out, _) in parts], queries, tensors, tensors.v.shape[-1], 0.0, dtype)
     lse = assembled([(slab, lse) for slab, (_, lse) in parts], queries, tensors, 1, -torch.inf, dtype)
     return out.to(tensors.q.dtype), lse_of_rows(call, lse)
@@ -156,7 +182,9 @@ def narrowed(call: Call, slab: Slab) -> tuple[Call, Slab]:
     return inner, next(whole)
 
 
-def attend_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def attend_slab(
+    call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, second_derivatives_only: bool
+) -> tuple[Tensor, Tensor]:
     """`out [B, H, Sq, Dv]` and `lse [B, H, Sq, 1]` of a slab."""
     if call.layout == "dense":
         call, slab = narrowed(call, slab)
@@ -169,7 +197,12 @@ def attend_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype) ->
             bound = slab.bound_to(part)  # tensors of one transform's level must not be captured into another's
             return attend_rows(part, bound, shape, Scores(part, bound, dtype), rows)
 
-        blocks.append(Recompute.apply(block, *call.tensors.flat()))  # type: ignore[arg-type]
+        unread = None
+        if second_derivatives_only:
+            leading = (*empty.shape[:2], rows.stop - rows.start)  # B, H, M
+            widths = (call.tensors.v.shape[-1], 1)
+            unread = Unread(tuple((torch.Size((*leading, n)), dtype) for n in widths), gradients_too=True)
+        blocks.append(Recompute.apply(block, unread, *call.tensors.flat()))  # type: ignore[arg-type]
     out, lse = zip(*blocks, strict=True)
     return torch.cat(out, dim=2), torch.cat(lse, dim=2)
 
