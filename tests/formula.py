@@ -196,9 +196,18 @@ TQ, TK = 10, 12  # the last tokens belong to no sequence
 TABLE = torch.tensor([[4, 0, 7], [2, 9, 9], [9, 9, 9], [1, 5, 9]], dtype=torch.int32)  # entry 9 is never looked at
 
 
-def dense(fixed: dict[str, Any] | None = None, *, seqlen_q: int = SQ, seqlen_k: int = SK, **extra: Tensor) -> Example:
-    inputs = {"q": randn(B, HQ, seqlen_q, D), "k": randn(B, HKV, seqlen_k, D, seed=1)}
-    return Example(inputs | {"v": randn(B, HKV, seqlen_k, DV, seed=2)} | extra, fixed or {})
+def dense(
+    fixed: dict[str, Any] | None = None,
+    *,
+    batch: int = B,
+    heads: tuple[int, int] = (HQ, HKV),
+    seqlen_q: int = SQ,
+    seqlen_k: int = SK,
+    **extra: Tensor,
+) -> Example:
+    hq, hkv = heads
+    inputs = {"q": randn(batch, hq, seqlen_q, D), "k": randn(batch, hkv, seqlen_k, D, seed=1)}
+    return Example(inputs | {"v": randn(batch, hkv, seqlen_k, DV, seed=2)} | extra, fixed or {})
 
 
 def packed(fixed: dict[str, Any] | None = None, **extra: Tensor) -> Example:

@@ -271,7 +271,8 @@ def cotangents(example: Example) -> tuple[Outputs, Outputs]:
 
 @pytest.mark.parametrize("name", NESTED)
 def test_nested(name: str) -> None:
-    example = dense({"causal": True}, sinks=randn(4))
+    sizes: dict[str, Any] = {"batch": 1, "heads": (2, 1)} if name == "linearize" else {}  # which traces each operation
+    example = dense({"causal": True}, **sizes, sinks=randn(*sizes.get("heads", (4, 2))[:1]))
     found, expected = (NESTED[name](f, example) for f in (example.fused, example.formula))
     assert all(x.any() for x in torch.utils._pytree.tree_leaves(expected))
     assert_close(found, expected)
