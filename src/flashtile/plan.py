@@ -11,14 +11,15 @@ import torch
 
 from .backends.reference import support as reference
 from .backends.tiled import support as tiled
+from .backends.triton import support as triton
 from .call import Call
 from .device import Device, describe_device
 from .errors import AttentionWarning, BackendError
 from .problem import Problem
 
 # Fastest first. `auto` takes the first that accepts the problem; it never takes `reference`, which is there to compare.
-SUPPORT: dict[str, Any] = {"tiled": tiled, "reference": reference}
-AUTO = ("tiled",)
+SUPPORT: dict[str, Any] = {"triton": triton, "tiled": tiled, "reference": reference}
+AUTO = ("triton", "tiled")
 BACKEND_VARIABLE = "FLASHTILE_BACKEND"
 
 
@@ -89,7 +90,8 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
         support = SUPPORT[name]
         reason = support.unusable() or support.declines(problem, device)
         if reason is None:
-            return Plan(name, support.tile(problem, device), 1, tuple(reasons.items()))
+            splits = support.num_splits(problem, device)
+            return Plan(name, support.tile(problem, device), splits, tuple(reasons.items()))
         reasons[name] = reason
     asked = "no backend takes this call" if backend == "auto" else f"backend {backend!r} does not take this call"
     raise BackendError(f"{asked}: {problem} on {device.name}", reasons)

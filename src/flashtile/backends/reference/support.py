@@ -18,3 +18,8 @@ def declines(problem: Problem, device: Device) -> str | None:
 def tile(problem: Problem, device: Device) -> TileShape:
     """One tile: the whole call."""
     return TileShape(problem.seqlen_q, problem.seqlen_k, problem.num_heads_kv, max(problem.batch, 1))
+
+
+def num_splits(problem: Problem, device: Device) -> int:
+    """Keys are taken in order, in one part."""
+    return 1

@@ -28,3 +28,8 @@ def tile(problem: Problem, device: Device) -> TileShape:
     heads_kv = max(1, min(problem.num_heads_kv, pairs))
     batch = max(1, min(problem.batch, pairs // heads_kv))
     return TileShape(block_m, block_n, heads_kv, batch)
+
+
+def num_splits(problem: Problem, device: Device) -> int:
+    """Keys are taken in order, in one part."""
+    return 1

@@ -1,0 +1,117 @@
+"""What a score becomes, and which pairs count: one forward line for each feature and, beside it, its gradient.
+
+s = scale * <q, k>                      s is formed by the caller's matrix product
+s = softcap * tanh(s / softcap)         ds *= 1 - tanh(s / softcap) ** 2
+s = s + bias                            dbias = ds
+s = s - slope * |i + Sk - Sq - j|       dslope = -ds * |i + Sk - Sq - j|
+
+Rows are `[M, 1]` and keys `[1, N]`, or rows `[1, M]` and keys `[N, 1]`: every line serves both orientations.
+A score_mod would come last; this backend declines it.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .softmax import LOG2E
+from .tiles import wide
+
+
+class Pairs(NamedTuple):
+    """A mask or bias `[B, H, Sq, Sk]`; `data` is `None` where there is none, the stride of a broadcast row or column is
+    `None`, that of a broadcast sequence or head 0.
+    """
+
+    data: tl.tensor | None
+    stride_b: tl.tensor | None
+    stride_h: tl.tensor | None
+    stride_m: tl.tensor | None
+    stride_n: tl.tensor | None
+    num_rows: tl.tensor
+
+
+class Features(NamedTuple):
+    """What changes the scores of one sequence and head; `None` where absent."""
+
+    multiplier: tl.tensor | None  # of the product; `None` where the softmax takes the scale
+    softcap: tl.tensor | None
+    mask: Pairs
+    bias: Pairs
+    slope: tl.tensor | None  # a number, or [M, 1]
+    sequence: tl.tensor  # int64
+    head: tl.tensor  # a number, or [M, 1]
+    shift: tl.tensor  # seqlen_k - seqlen_q, in an unsharded call
+
+
+class Score(NamedTuple):
+    t: tl.tensor  # the score in the softmax's units
+    tanh: tl.tensor  # of the capped score, for its derivative; without a softcap, the score
+
+
+@triton.jit
+def slope_of(slopes, sequence, head, stride_b):
+    return tl.load(slopes + sequence * stride_b + head).to(tl.float32)
+
+
+@triton.jit
+def load_pairs(x, features, rows, keys, inside, OTHER: tl.constexpr):
+    """`[M, N]`, or one row or column where the tensor is broadcast; `inside` is `None` where every key exists. Rows past
+    the last one repeat it.
+    """
+    pointers = x.data + (features.sequence * wide(x.stride_b, 1) + features.head * wide(x.stride_h, 1))
+    if x.stride_m is not None:
+        pointers += tl.minimum(rows, x.num_rows - 1) * wide(x.stride_m, 1)
+    if x.stride_n is None:
+        return tl.load(pointers)
+    elif inside is None:
+        return tl.load(pointers + keys * wide(x.stride_n, 1))
+    else:
+        return tl.load(pointers + keys * wide(x.stride_n, 1), mask=inside, other=OTHER)
+
+
+@triton.jit
+def forward(product, features, rows, keys, inside):
+    """The final score of `product = <q, k>`, not yet masked."""
+    t, tanh = product, product
+    if features.multiplier is not None:
+        t = t * features.multiplier
+    if features.softcap is not None:
+        tanh = hyperbolic_tangent(t / features.softcap)
+        t = features.softcap * tanh
+    if features.bias.data is not None:
+        t += load_pairs(features.bias, features, rows, keys, inside, 0.0).to(tl.float32)
+    if features.slope is not None:
+        t -= features.slope * distance(features, rows, keys)
+    return Score(t, tanh)
+
+
+@triton.jit
+def backward(ds, score, features):
+    """From the gradient of the final score to that of `scale * <q, k>`."""
+    if features.softcap is not None:
+        ds = ds * (1 - score.tanh * score.tanh)
+    return ds
+
+
+@triton.jit
+def distance(features, rows, keys):
+    """`|i + shift - j|`, fp32."""
+    return tl.abs((rows + features.shift).to(tl.float32) - keys.to(tl.float32))
+
+
+@triton.jit
+def hyperbolic_tangent(x):
+    """Within 3 units in the last place: a series where `1 - 2 / (e^2x + 1)` would cancel (Abramowitz and Stegun,
+    4.5.64).
+    """
+    square = x * x
+    series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    quotient = 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1)
+    return tl.where(square < 0.04, series, quotient)
+
+
+@triton.jit
+def shown(features, rows, keys, inside):
+    """Which pairs the mask shows."""
+    return load_pairs(features.mask, features, rows, keys, inside, 0) != 0

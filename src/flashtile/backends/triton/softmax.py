@@ -1,0 +1,54 @@
+"""How rows are normalised: the online softmax and the sink that enters it first.
+
+Scores arrive in units of which `factor > 0` makes base-2 logarithms: `p = exp2(t * factor - m * factor)` is one
+multiply-add and one exponential (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .tiles import Chunks
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+INFINITY = tl.constexpr(float("inf"))
+
+
+class RowState(NamedTuple):
+    m: tl.tensor  # [M] running maximum, -inf before anything is seen
+    l: tl.tensor  # [M] sum of exp2((t - m) * factor)
+    acc: Chunks  # [M, Dv] sum of exp2((t - m) * factor) * v
+
+
+@triton.jit
+def start(sinks, heads, factor, first, acc, M: tl.constexpr):
+    """The state before the first key. A sink is a key without a value, and belongs to the first part of the keys.
+    `heads [M]`.
+    """
+    m = tl.full([M], -float("inf"), tl.float32)
+    l = tl.zeros([M], tl.float32)  # noqa: E741
+    if sinks is not None:
+        m = l + tl.load(sinks + heads, mask=first, other=-INFINITY).to(tl.float32) * (LOG2E / factor)
+        l = tl.where(m == -INFINITY, 0.0, 1.0)  # noqa: E741
+    return RowState(m, l, acc)
+
+
+@triton.jit
+def update(state, t, factor):
+    """The new `m`, the factor `[M]` that carries old sums over to it, and `p [M, N]`."""
+    m = tl.maximum(state.m, tl.max(t, 1))
+    safe = tl.where(m == -INFINITY, 0.0, m)  # exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
+    p = tl.exp2(t * factor - (safe * factor)[:, None])
+    alpha = tl.where(state.m == m, 1.0, tl.exp2((state.m - safe) * factor))
+    return m, alpha, p
+
+
+@triton.jit
+def finish(state, factor):
+    """The factor `[M]` that makes `acc` the output, and `lse [M]`; rows that saw nothing give 0 and -inf."""
+    l = tl.where(state.l == 0, 1.0, state.l)  # noqa: E741
+    unbounded = (state.m == INFINITY) | (state.m == -INFINITY)
+    lse = tl.where(unbounded, state.m, (state.m * factor + tl.log2(l)) * LN2)
+    return 1.0 / l, lse

@@ -1,0 +1,59 @@
+"""What the Triton backend takes, why it declines the rest, and how large its tiles are."""
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+from ...device import Device
+from ...problem import Problem
+from . import tables
+from .tables import Tile
+
+SUMMARY = "Triton kernels: any GPU that Triton serves, every feature but score_mod"
+MAX_HEAD_DIM = 512
+LONGEST = 2**30  # positions are 32-bit integers, and sums of two of them must be
+MOST_SEQUENCES = 2**16  # packed; each program looks through all of them
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on tensors of a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def unusable() -> str | None:
+    """Why this backend does not run on this machine; `None` if it does."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (PyTorch's GPU builds bring it)"
+    if not torch.cuda.is_available() and not interpreted():
+        return "no GPU that PyTorch can use"
+    return None
+
+
+def declines(problem: Problem, device: Device) -> str | None:
+    """Why this backend does not take the problem; `None` if it does."""
+    if device.type != "cuda" and not interpreted():
+        return f"its kernels run on GPUs, not on {device.type}"
+    if device.arch.startswith("sm_") and int(device.arch[3:]) < 80:
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or newer; this one is {device.arch}"
+    if problem.dtype is torch.float64:
+        return "it computes in float32; float64 is for the tiled backend"
+    if problem.score_mod is not None:
+        return "it does not take a score_mod yet"
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        return f"head dimensions go up to {MAX_HEAD_DIM}"
+    if max(problem.seqlen_q, problem.seqlen_k) > LONGEST:
+        return f"sequences go up to {LONGEST} positions"
+    if problem.layout != "dense" and problem.batch > MOST_SEQUENCES:
+        return f"a packed batch has at most {MOST_SEQUENCES} sequences"
+    return None
+
+
+def tile(problem: Problem, device: Device) -> Tile:
+    return tables.tile(problem, device)
+
+
+def num_splits(problem: Problem, device: Device) -> int:
+    return tables.num_splits(problem, device)

@@ -1,0 +1,107 @@
+"""Tiles for each family of problems and chips, as measured or, where we have no such chip, as they fit.
+
+A chip's family follows from the shared memory that one program may take, and from how its matrix units are fed.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ...device import Device
+from ...problem import Problem, power_of_two
+
+
+class Launch(NamedTuple):
+    """One kernel's tile of query rows and keys, and how it is run."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+class Tile(NamedTuple):
+    """The kernels of one problem; `pack` query heads of a group are rows of one tile of forward."""
+
+    forward: Launch
+    dkdv: Launch
+    dq: Launch
+    pack: int = 1
+
+
+class Row(NamedTuple):
+    """The kernels for head dimensions up to `width`."""
+
+    width: int
+    forward: Launch
+    dkdv: Launch
+    dq: Launch
+
+
+SHARED_MEMORY = {  # KiB that one program may take
+    "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99,
+    "sm_121": 99, "gfx942": 64, "gfx950": 160,
+}  # fmt: skip
+SMALLEST = 64
+
+HALF = {  # float16 and bfloat16, by shared memory
+    227: (
+        Row(64, Launch(64, 64, 4, 3), Launch(64, 64, 4, 3), Launch(128, 64, 4, 3)),
+        Row(128, Launch(128, 128, 8, 3), Launch(32, 128, 8, 3), Launch(128, 64, 8, 3)),
+        Row(256, Launch(128, 64, 8, 2), Launch(64, 64, 8, 1), Launch(128, 32, 8, 2)),
+        Row(512, Launch(64, 32, 8, 2), Launch(32, 32, 8, 1), Launch(64, 16, 8, 1)),
+    ),
+    99: (
+        Row(64, Launch(128, 64, 4, 3), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2)),
+        Row(128, Launch(64, 64, 4, 2), Launch(32, 64, 4, 2), Launch(64, 32, 4, 2)),
+        Row(256, Launch(64, 32, 4, 2), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1)),
+        Row(512, Launch(32, 16, 4, 1), Launch(16, 16, 4, 1), Launch(16, 16, 4, 1)),
+    ),
+    64: (
+        Row(64, Launch(128, 64, 4, 1), Launch(64, 64, 4, 1), Launch(64, 64, 4, 1)),
+        Row(128, Launch(64, 64, 4, 1), Launch(32, 64, 4, 1), Launch(64, 32, 4, 1)),
+        Row(256, Launch(64, 32, 4, 1), Launch(16, 32, 4, 1), Launch(32, 16, 4, 1)),
+        Row(512, Launch(16, 16, 4, 1), Launch(16, 16, 4, 1), Launch(16, 16, 4, 1)),
+    ),
+}
+SINGLE = {  # float32; exact products have no matrix units, so registers bound the tiles
+    64: (
+        Row(64, Launch(64, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1)),
+        Row(128, Launch(32, 32, 4, 1), Launch(16, 32, 4, 1), Launch(32, 16, 4, 1)),
+        Row(256, Launch(16, 16, 4, 1), Launch(16, 16, 4, 1), Launch(16, 16, 4, 1)),
+        Row(512, Launch(16, 16, 8, 1), Launch(16, 16, 8, 1), Launch(16, 16, 8, 1)),
+    ),
+}
+INTERPRETER = Row(512, *(Launch(16, 16, 4, 1),) * 3)
+MOST_PACKED_ROWS = 64  # query rows of a group that become one tile
+LEAST_KEYS = 256  # of one part of a split row
+PROGRAMS_PER_CORE = 2
+
+
+def tile(problem: Problem, device: Device) -> Tile:
+    row = row_of(problem, device)
+    group = problem.num_heads_q // max(problem.num_heads_kv, 1)
+    packed_rows = max(problem.seqlen_q, 1) * group
+    if packed_rows > MOST_PACKED_ROWS:
+        return Tile(row.forward, row.dkdv, row.dq)
+    block_m = max(16, power_of_two(packed_rows))
+    return Tile(row.forward._replace(block_m=block_m, num_warps=4), row.dkdv, row.dq, pack=group)
+
+
+def row_of(problem: Problem, device: Device) -> Row:
+    if device.type == "cpu":
+        return INTERPRETER
+    table = SINGLE if problem.dtype is torch.float32 else HALF
+    memory = SHARED_MEMORY.get(device.arch, SMALLEST)
+    rows = table[max(size for size in table if size <= memory)]
+    width = max(problem.head_dim, problem.head_dim_v)
+    return next(row for row in rows if width <= row.width)
+
+
+def num_splits(problem: Problem, device: Device) -> int:
+    """Parts that the keys of a row are split into, so that few rows still fill the chip."""
+    chosen = tile(problem, device)
+    blocks = -(-max(problem.seqlen_q, 1) * chosen.pack // chosen.forward.block_m)
+    programs = max(1, blocks * problem.num_heads_q // chosen.pack * problem.batch)
+    wanted = device.cores * PROGRAMS_PER_CORE // programs
+    return max(1, min(wanted, problem.seqlen_k // LEAST_KEYS))

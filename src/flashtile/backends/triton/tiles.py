@@ -1,0 +1,297 @@
+"""Which rows and keys a program holds, and how a tile of them is read and multiplied.
+
+A sequence is described once for each program: dense, packed or paged, kernels see positions that count from 0.
+Rows of any width are held in one or two chunks whose widths are powers of two (96 = 64 + 32, 192 = 128 + 64), because
+that is what Triton's tensors can be; nothing is padded in memory.
+"""
+
+import inspect
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+POINTERS = frozenset(
+    "q k v out lse dout dlse mask bias slopes sinks seed cu_seqlens_q cu_seqlens_k seqused_k page_table leftpad_k "
+    "numbers dq dk dv dbias dslopes partial_out partial_lse".split()
+)
+
+
+def kernel(function: Any) -> Any:
+    """`triton.jit` whose numbers are plain numbers: a new length or stride never compiles a new kernel. Pointers stay
+    specialised by their alignment, and what is `None` is compiled away.
+    """
+    numbers = [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.annotation is not tl.constexpr and p.name not in POINTERS
+    ]
+    return triton.jit(function, do_not_specialize=numbers)
+
+
+class Chunks(NamedTuple):
+    """Rows of one tile: `[N, D]` as `a [N, D0]` and `b [N, D1]`; `b` is the number 0 where `D1` is."""
+
+    a: tl.tensor
+    b: tl.tensor
+
+
+class Rows(NamedTuple):
+    """The rows of one sequence and head in memory."""
+
+    data: tl.tensor  # pointer to position 0
+    stride: tl.tensor  # elements from row to row, int64
+
+
+class Span(NamedTuple):
+    """One block of rows of one sequence."""
+
+    sequence: tl.tensor
+    head: tl.tensor
+    start: tl.tensor  # the block's first position
+    first: tl.tensor  # token of the sequence's position 0; 0 where sequences are not packed
+    length: tl.tensor  # the sequence's positions
+
+
+class KeyRange(NamedTuple):
+    """The keys of one sequence that exist: positions `begin <= j < end`."""
+
+    first: tl.tensor  # token of position 0
+    length: tl.tensor  # Sk, which positions of queries are aligned to
+    begin: tl.tensor
+    end: tl.tensor
+
+
+class Pages(NamedTuple):
+    """Where the positions of one sequence lie in pages."""
+
+    table: tl.tensor  # pointer to the sequence's first entry
+    page_size: tl.tensor
+    num_pages: tl.tensor
+    stride_k: tl.tensor  # elements from page to page
+    stride_v: tl.tensor
+
+
+class KeySide(NamedTuple):
+    """Keys and values of one sequence and head."""
+
+    k: Rows
+    v: Rows
+    range: KeyRange
+    pages: Pages | None
+
+
+class KeyTile(NamedTuple):
+    """A block of keys: from `start` on in memory or, in pages, at `page` and `slot [N]`."""
+
+    start: tl.tensor
+    page: tl.tensor
+    slot: tl.tensor
+    exists: tl.tensor  # [N]
+
+
+@triton.jit
+def wide(stride, ALIGN: tl.constexpr):
+    """A stride in elements, from units of ALIGN elements: offsets are 64-bit, and the compiler sees their alignment."""
+    return stride.to(tl.int64) * ALIGN
+
+
+@triton.jit
+def block_of(
+    program, num_tiles, num_heads, cu_seqlens, batch, total, origin, PACK: tl.constexpr, BLOCK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """The block of rows that a program owns; blocks start at `origin <= 0`, each position has `PACK` rows. Programs
+    count through blocks, then heads, then (dense) sequences, so that those that run together share keys.
+
+    Packed: `num_tiles` counts the blocks of all sequences; after the last sequence come the tokens that belong to none,
+    as one more sequence. Past all of them, `length` is 0. The last rows of a causal sequence see the most keys: they go
+    first, so that short work fills the end.
+    """
+    tile, head = program % num_tiles, program // num_tiles
+    if cu_seqlens is None:
+        return Span(head // num_heads, head % num_heads, origin + (num_tiles - 1 - tile) * BLOCK, 0, total)
+    else:
+        n = tl.arange(0, SEQUENCES)
+        start = tl.load(cu_seqlens + n, mask=n <= batch, other=total).to(tl.int32)
+        stop = tl.load(cu_seqlens + n + 1, mask=n < batch, other=total).to(tl.int32)
+        start = tl.minimum(tl.maximum(start, 0), total)
+        length = tl.maximum(tl.minimum(stop, total) - start, 0)
+        blocks = tl.where((n <= batch) & (length > 0), tl.cdiv(length * PACK - origin, BLOCK), 0)
+        sequence = tl.sum((tl.cumsum(blocks, 0) <= tile).to(tl.int32), 0)
+        own = n == sequence  # nowhere, past the last block
+        before = tl.sum(tl.where(n < sequence, blocks, 0), 0)
+        count = tl.sum(tl.where(own, blocks, 0), 0)
+        length = tl.sum(tl.where(own, length, 0), 0)
+        first = tl.sum(tl.where(own, start, 0), 0)
+        block = tl.maximum(count - 1 - (tile - before), 0)
+        return Span(sequence, head, origin + block * BLOCK, first, length)
+
+
+@triton.jit
+def length_of(sequence, cu_seqlens, batch, total):
+    """First token and length of a sequence; past the last one, nothing."""
+    if cu_seqlens is None:
+        return 0, total
+    else:
+        exists = sequence < batch
+        start = tl.load(cu_seqlens + sequence, mask=exists, other=0).to(tl.int32)
+        stop = tl.load(cu_seqlens + sequence + 1, mask=exists, other=0).to(tl.int32)
+        start = tl.minimum(tl.maximum(start, 0), total)
+        return start, tl.where(exists, tl.maximum(stop - start, 0), 0)
+
+
+@triton.jit
+def keys_of(sequence, cu_seqlens, seqused, leftpad, batch, total, longest, PAGED: tl.constexpr):
+    """The keys of a sequence. `total` bounds what can be read: tokens, or positions that a page table has room for."""
+    exists = sequence < batch
+    if PAGED:
+        first = 0
+        length = tl.maximum(tl.load(seqused + sequence, mask=exists, other=0).to(tl.int32), 0)
+        end = tl.minimum(length, total)
+    else:
+        first, length = length_of(sequence, cu_seqlens, batch, total)
+        if seqused is not None:
+            length = tl.minimum(tl.load(seqused + sequence, mask=exists, other=0).to(tl.int32), length)
+        end = tl.minimum(length, total - first)
+    begin = 0
+    if leftpad is not None:
+        begin = tl.maximum(tl.load(leftpad + sequence, mask=exists, other=0).to(tl.int32), 0)
+    return KeyRange(first, length, begin, tl.minimum(end, longest))
+
+
+@triton.jit
+def one_page(table, num_pages, range):
+    """A table of one column, as a dense cache has it: where the sequence lies as a whole, and its keys. An entry outside
+    the pages holds none.
+    """
+    page = tl.load(table)
+    exists = (page >= 0) & (page < num_pages)
+    end = tl.where(exists, range.end, 0)
+    return tl.where(exists, page, 0).to(tl.int64), KeyRange(range.first, range.length, range.begin, end)
+
+
+@triton.jit
+def key_tile(side, start, N: tl.constexpr):
+    """The keys from position `start` on. Entries of a page table that point outside the pages hold no keys."""
+    position = start + tl.arange(0, N)
+    exists = (position >= side.range.begin) & (position < side.range.end)
+    if side.pages is None:
+        return KeyTile(start, 0, position, exists)
+    else:
+        page = tl.load(side.pages.table + position // side.pages.page_size, mask=exists, other=-1)
+        exists = exists & (page >= 0) & (page < side.pages.num_pages)
+        return KeyTile(start, tl.where(exists, page, 0).to(tl.int64), position % side.pages.page_size, exists)
+
+
+@triton.jit
+def load_k(side, tile, exists, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    if side.pages is None:
+        pointers = row_pointers(side.k, tile.start, N)
+    else:
+        pointers = (side.k.data + (tile.page * side.pages.stride_k + tile.slot * side.k.stride))[:, None]
+    return load_rows(pointers, exists, D, D0, D1)  # [N, D]
+
+
+@triton.jit
+def load_v(side, tile, exists, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    if side.pages is None:
+        pointers = row_pointers(side.v, tile.start, N)
+    else:
+        pointers = (side.v.data + (tile.page * side.pages.stride_v + tile.slot * side.v.stride))[:, None]
+    return load_rows(pointers, exists, D, D0, D1)  # [N, Dv]
+
+
+@triton.jit
+def row_pointers(x, first, N: tl.constexpr):
+    """Pointers `[N, 1]` to the rows from position `first` on: a scalar that moves and offsets that do not."""
+    return (x.data + first * x.stride) + tl.arange(0, N)[:, None] * x.stride
+
+
+@triton.jit
+def load_chunk(pointers, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    """Features `FIRST` to `FIRST + WIDTH` of rows `[N, 1]`; what is past `D` or does not exist is 0."""
+    d = FIRST + tl.arange(0, WIDTH)[None, :]
+    if FIRST + WIDTH > D:
+        if exists is None:
+            return tl.load(pointers + d, mask=d < D, other=0.0)
+        else:
+            return tl.load(pointers + d, mask=exists[:, None] & (d < D), other=0.0)
+    elif exists is None:
+        return tl.load(pointers + d)
+    else:
+        return tl.load(pointers + d, mask=exists[:, None], other=0.0)
+
+
+@triton.jit
+def load_rows(pointers, exists, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    """`[N, D]`; `exists [N]` is `None` where every row does."""
+    if D1 == 0:
+        return Chunks(load_chunk(pointers, exists, 0, D0, D), 0.0)
+    else:
+        return Chunks(load_chunk(pointers, exists, 0, D0, D), load_chunk(pointers, exists, D0, D1, D))
+
+
+@triton.jit
+def load_numbers(pointers, exists):
+    """Two numbers of each row, fp32 `[M]`: lse as a base-2 logarithm and delta. They lie side by side and are read as one
+    integer, for the layout in which a tile wants them makes each thread read many. Rows that do not exist get infinity,
+    which makes their probabilities 0; `exists` is `None` where every row does.
+    """
+    if exists is None:
+        pair = tl.load(pointers)
+    else:
+        pair = tl.load(pointers, mask=exists, other=0x7F800000)
+    return (pair & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True), (pair >> 32).to(tl.int32).to(
+        tl.float32, bitcast=True
+    )
+
+
+@triton.jit
+def store_chunk(pointers, x, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    d = FIRST + tl.arange(0, WIDTH)[None, :]
+    tl.store(pointers + d, x.to(pointers.dtype.element_ty), mask=exists[:, None] & (d < D))
+
+
+@triton.jit
+def store_rows(pointers, x, exists, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    store_chunk(pointers, x.a, exists, 0, D0, D)
+    if D1 > 0:
+        store_chunk(pointers, x.b, exists, D0, D1, D)
+
+
+@triton.jit
+def zeros(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    if D1 == 0:
+        return Chunks(tl.zeros([N, D0], tl.float32), 0.0)
+    else:
+        return Chunks(tl.zeros([N, D0], tl.float32), tl.zeros([N, D1], tl.float32))
+
+
+@triton.jit
+def scaled(x, factor, D1: tl.constexpr):
+    """`x [N, D]` times `factor`, a number or `[N, 1]`."""
+    if D1 == 0:
+        return Chunks(x.a * factor, x.b)
+    else:
+        return Chunks(x.a * factor, x.b * factor)
+
+
+@triton.jit
+def inner_products(x, y, D1: tl.constexpr, PRECISION: tl.constexpr):
+    """`x [M, D] @ y [N, D]^T`, fp32 `[M, N]`."""
+    s = tl.dot(x.a, y.a.T, input_precision=PRECISION)
+    if D1 > 0:
+        s = tl.dot(x.b, y.b.T, s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def add_product(acc, p, y, D1: tl.constexpr, PRECISION: tl.constexpr):
+    """`acc [M, D] + p [M, N] @ y [N, D]`."""
+    a = tl.dot(p.to(y.a.dtype), y.a, acc.a, input_precision=PRECISION)
+    if D1 == 0:
+        return Chunks(a, acc.b)
+    else:
+        return Chunks(a, tl.dot(p.to(y.b.dtype), y.b, acc.b, input_precision=PRECISION))
