@@ -154,7 +154,7 @@ def test_auto_says_once_that_a_slow_backend_was_chosen() -> None:
     from flashtile import plan
 
     plan._warn_once.cache_clear()
-    q = torch.randn(1, 1, 8, 8, device="cuda")
+    q = torch.randn(1, 1, 8, 8, device="cuda", dtype=torch.float64)
     with pytest.warns(flashtile.AttentionWarning, match="tiled"):
         flashtile.attention(q, q, q)
     with warnings.catch_warnings():

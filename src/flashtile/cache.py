@@ -5,6 +5,7 @@ column, `cache_batch_idx`. So one path serves both. Nothing here reads a GPU ten
 the cache is not written there, and on a CPU it is an error.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -56,11 +57,13 @@ def paged_call(cache: CacheTensors, features: Tensors, settings: Settings) -> Ca
     check_cache(cache, features)
     k_pages, v_pages, table = as_pages(cache, cache.cache_seqlens.shape[0])
     capacity = table.shape[1] * k_pages.shape[1]
-    total = held(cache) + appended(cache, features)  # [B]
+    total = cache.cache_seqlens  # [B]
+    if cache.k is not None:
+        total = total + appended(cache, features)
     if device.host_readable(features.q):
         check_values(cache, table, k_pages, total, capacity)
     tensors = features._replace(
-        k=k_pages, v=v_pages, seqused_k=total.clamp(max=capacity), page_table=table, leftpad_k=cache.leftpad_k
+        k=k_pages, v=v_pages, seqused_k=total, page_table=table, leftpad_k=cache.leftpad_k
     )
     return Call(tensors, settings._replace(max_seqlen_k=capacity))
 
@@ -103,8 +106,20 @@ def as_pages(cache: CacheTensors, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         return cache.k_cache, cache.v_cache, cache.page_table
     rows = cache.cache_batch_idx
     if rows is None:
-        rows = torch.arange(batch, device=cache.k_cache.device)
+        rows = rows_in_order(batch, cache.k_cache.device)
     return cache.k_cache.transpose(1, 2), cache.v_cache.transpose(1, 2), rows[:, None]
+
+
+def rows_in_order(batch: int, device: torch.device) -> Tensor:
+    """`0 .. batch - 1`, int32. Made once, unless that would be in the memory of a graph under capture."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.arange(batch, device=device, dtype=torch.int32)
+    return _rows_in_order(batch, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _rows_in_order(batch: int, device: torch.device) -> Tensor:
+    return torch.arange(batch, device=device, dtype=torch.int32)
 
 
 def new_tokens(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> NewTokens:

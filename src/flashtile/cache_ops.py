@@ -88,8 +88,10 @@ def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
     call = paged_call(cache, features, Settings(**dict(zip(SETTINGS, scalars, strict=True))))
     chosen = plan_call(call)
+    kernels = chosen.kernels()
+    prepare = getattr(kernels, "append_and_rotate", append_and_rotate)  # where a backend has its own
     with inside_operator(q.device.type):
-        return chosen.kernels().forward(chosen, append_and_rotate(call, cache, interleaved))
+        return kernels.forward(chosen, prepare(call, cache, interleaved))
 
 
 def fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

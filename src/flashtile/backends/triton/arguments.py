@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cache import CacheTensors
 from ...call import Call
 from ...problem import power_of_two
 from .support import LONGEST
@@ -96,9 +97,12 @@ def lse_gradient(dlse: Tensor | None) -> dict[str, Any]:
 
 
 def chunks(prefix: str, width: int) -> dict[str, int]:
-    """A width as one or two powers of two from 16 on: 96 is 64 + 32; 120 is better taken as 128."""
-    first = max(16, 1 << (width.bit_length() - 1))
-    rest = 0 if width <= first else max(16, power_of_two(width - first))
+    """A width as one or two powers of two from 32 on: 96 is 64 + 32; 120 is better taken as 128. (16 columns would do,
+    but ptxas miscompiles some matrix products that narrow on Hopper; `tests/offline` looks for that.)
+    """
+    least = 32
+    first = max(least, 1 << (width.bit_length() - 1))
+    rest = 0 if width <= first else max(least, power_of_two(width - first))
     if rest == first:
         first, rest = 2 * first, 0
     return {prefix: width, f"{prefix}0": first, f"{prefix}1": rest}
@@ -167,7 +171,7 @@ def sequences(call: Call) -> dict[str, Any]:
         "seqused_k": used_keys(call) if paged else t.seqused_k,
         "page_table": None if t.page_table is None else rows_last(t.page_table),
         "stride_table_b": None if t.page_table is None else rows_last(t.page_table).stride(0),
-        "page_size": t.k.shape[1] if several_pages else None,
+        "PAGE_SIZE": t.k.shape[1] if several_pages else 0,
         "num_pages": t.k.shape[0] if paged else None,
         "leftpad_k": t.leftpad_k,
         "batch": batch,
@@ -176,6 +180,57 @@ def sequences(call: Call) -> dict[str, Any]:
         "longest_k": total_k if s.max_seqlen_k is None else min(s.max_seqlen_k, LONGEST),
         "SEQUENCES": power_of_two(batch + 1) if packed else 1,
     }
+
+
+def new_tokens(call: Call, cache: CacheTensors, q: Tensor, turned: Tensor | None) -> dict[str, Any]:
+    """What `append.append_kernel` takes. Keys and values of `call` are pages, also of a dense cache."""
+    t = call.tensors
+    assert t.page_table is not None
+    packed = t.cu_seqlens_q is not None
+    new_k, new_v, cos, sin = (None if x is None else rows_last(x) for x in (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin))
+    batch = cache.cache_seqlens.shape[0]
+    total_q = q.shape[0] if packed else q.shape[2]
+    total_new = 0 if new_k is None else total_q if packed else new_k.shape[2]
+    table = rows_last(t.page_table)
+    return {
+        **rows("q", q, 1),
+        **optional_rows("turned", turned),
+        **optional_rows("new_k", new_k),
+        **optional_rows("new_v", new_v),
+        "k_cache": t.k,
+        "v_cache": t.v,
+        **{f"stride_{dim}_k": stride for dim, stride in zip(("page", "slot", "head"), t.k.stride(), strict=False)},
+        **{f"stride_{dim}_v": stride for dim, stride in zip(("page", "slot", "head"), t.v.stride(), strict=False)},
+        "cos": cos,
+        "sin": sin,
+        "stride_cos": None if cos is None else cos.stride(0),
+        "stride_sin": None if sin is None else sin.stride(0),
+        "rotary_positions": None if cos is None else cos.shape[0],
+        "lengths": cache.cache_seqlens,
+        "page_table": table,
+        "stride_table_b": table.stride(0),
+        "cu_seqlens_q": t.cu_seqlens_q,
+        "num_tiles": num_tiles(call, 1) if packed else max(total_q, total_new),
+        "batch": batch,
+        "num_heads_q": q.shape[1],
+        "num_heads_k": num_heads_k(call),
+        "total_q": total_q if packed else max(total_q, total_new),
+        "queries": total_q,
+        "appended": total_new,
+        "page_size": t.k.shape[1],
+        "num_pages": t.k.shape[0],
+        "num_columns": table.shape[1],
+        "D": q.shape[-1],
+        "WIDTH": power_of_two(q.shape[-1]),
+        "DV": t.v.shape[-1],
+        "WIDTH_V": power_of_two(t.v.shape[-1]),
+        "HALF": 0 if cos is None else cos.shape[1],
+        "SEQUENCES": power_of_two(batch + 1) if packed else 1,
+    }
+
+
+def optional_rows(name: str, x: Tensor | None) -> dict[str, Any]:
+    return {name: None} | {f"stride_{name}_{dim}": None for dim in "bhm"} if x is None else rows(name, x, 1)
 
 
 def used_keys(call: Call) -> Tensor:

@@ -82,11 +82,11 @@ def dkdv_kernel(
     stride_dv_b, stride_dv_h, stride_dv_n, stride_numbers_b, stride_numbers_h,
     stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slopes_b, stride_table_b,
-    num_tiles, batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, page_size, num_pages,
+    num_tiles, batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, num_pages,
     window_left, window_right, top_left, diagonal, i0, j0, b0, h0, num_heads, threshold, keep_scale,
     factor, multiplier, softcap, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    SEQUENCES: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    SEQUENCES: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys. Tiles are transposed, `[N, M]`: probabilities are the left operand of both sums."""
@@ -104,11 +104,11 @@ def dkdv_kernel(
         page, pages = b, None
         if page_table is not None:
             table = page_table + b * wide(stride_table_b, 1)
-            if page_size is None:
+            if PAGE_SIZE == 0:
                 page, range = one_page(table, num_pages, range)
             else:
                 page = 0
-                pages = Pages(table, page_size, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
+                pages = Pages(table, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
         k_head = k + span.head * wide(stride_k_h, ALIGN) + page * wide(stride_k_b, ALIGN)
         v_head = v + span.head * wide(stride_v_h, ALIGN) + page * wide(stride_v_b, ALIGN)
         side = KeySide(
@@ -117,9 +117,9 @@ def dkdv_kernel(
             range,
             pages,
         )
-        tile = key_tile(side, span.start, BLOCK_N)
-        k_j = load_k(side, tile, tile.exists, BLOCK_N, D, D0, D1)  # [N, D]
-        v_j = load_v(side, tile, tile.exists, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
+        tile = key_tile(side, span.start, PAGE_SIZE, BLOCK_N)
+        k_j = load_k(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
+        v_j = load_v(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
 
         shift = range.length - length_q + diagonal
         window = Window(window_left, window_right, top_left)

@@ -38,11 +38,11 @@ def dq_kernel(
     stride_numbers_b, stride_numbers_h, stride_lse_b, stride_lse_h,
     stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slopes_b, stride_table_b,
-    num_tiles, batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, page_size, num_pages,
+    num_tiles, batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, num_pages,
     window_left, window_right, top_left, diagonal, i0, j0, b0, h0, num_heads, threshold, keep_scale,
     factor, multiplier, softcap, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    SEQUENCES: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    SEQUENCES: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`dslopes` has the shape of lse; it is `None` where nobody wants it."""
@@ -61,11 +61,11 @@ def dq_kernel(
         page, pages = b, None
         if page_table is not None:
             table = page_table + b * wide(stride_table_b, 1)
-            if page_size is None:
+            if PAGE_SIZE == 0:
                 page, range = one_page(table, num_pages, range)
             else:
                 page = 0
-                pages = Pages(table, page_size, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
+                pages = Pages(table, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
         k_head = k + head_k * wide(stride_k_h, ALIGN) + page * wide(stride_k_b, ALIGN)
         v_head = v + head_k * wide(stride_v_h, ALIGN) + page * wide(stride_v_b, ALIGN)
         side = KeySide(
@@ -112,11 +112,11 @@ def dq_kernel(
         dq_i, dslope_i = zeros(BLOCK_M, D0, D1), tl.zeros([BLOCK_M], tl.float32)
         dq_i, dslope_i = dq_of_keys(
             dq_i, dslope_i, blocks, q_i, dout_i, lse_i, delta_i, side, rows, features, window, dropout, factor,
-            keep_scale, True, dslopes is not None, D, D0, D1, DV, DV0, DV1, BLOCK_N, PRECISION,
+            keep_scale, True, dslopes is not None, D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
         dq_i, dslope_i = dq_of_keys(
             dq_i, dslope_i, blocks, q_i, dout_i, lse_i, delta_i, side, rows, features, window, dropout, factor,
-            keep_scale, False, dslopes is not None, D, D0, D1, DV, DV0, DV1, BLOCK_N, PRECISION,
+            keep_scale, False, dslopes is not None, D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
         store_rows(dq_rows + token * wide(stride_dq_m, ALIGN), scaled(dq_i, scale, D1), exists, D, D0, D1)
         if dslopes is not None:
@@ -129,16 +129,16 @@ def dq_of_keys(
     dq_i, dslope_i, blocks, q_i, dout_i, lse_i, delta_i, side, rows, features, window, dropout, factor, keep_scale,
     MASKED: tl.constexpr, SLOPES: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what the blocks give that need masks, or those that do not."""
     for n in range(0, num_blocks(blocks, MASKED, BLOCK_N)):
         start_n = nth_block(blocks, n, MASKED, BLOCK_N)
-        tile = key_tile(side, start_n, BLOCK_N)
+        tile = key_tile(side, start_n, PAGE_SIZE, BLOCK_N)
         exists = tile.exists if MASKED or side.pages is not None else None
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
-        k_j = load_k(side, tile, exists, BLOCK_N, D, D0, D1)  # [N, D]
-        v_j = load_v(side, tile, exists, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
+        k_j = load_k(side, tile, exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
+        v_j = load_v(side, tile, exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
         ds = score_gradient(
             q_i, k_j, dout_i, v_j, lse_i, delta_i, rows, keys, start_n, exists, features, window, dropout, factor,
             keep_scale, MASKED, D1, DV1, BLOCK_N, PRECISION,

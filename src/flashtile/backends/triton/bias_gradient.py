@@ -22,11 +22,11 @@ def dbias_kernel(
     stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slopes_b, stride_table_b,
     tiles_h, tiles_m, tiles_n, shared_b, shared_h, shared_m, shared_n, bias_rows, bias_keys, splits,
-    batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, page_size, num_pages,
+    batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, num_pages,
     window_left, window_right, top_left, diagonal, i0, j0, b0, h0, num_heads, threshold, keep_scale,
     factor, multiplier, softcap,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    SEQUENCES: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    SEQUENCES: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`tiles_*` count the bias's own tiles, `shared_*` the sequences, heads, row and key blocks that share one: one of
@@ -52,11 +52,11 @@ def dbias_kernel(
         page, pages = b, None
         if page_table is not None:
             table = page_table + b * wide(stride_table_b, 1)
-            if page_size is None:
+            if PAGE_SIZE == 0:
                 page, range = one_page(table, num_pages, range)
             else:
                 page = 0
-                pages = Pages(table, page_size, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
+                pages = Pages(table, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
         k_head = k + head_k * wide(stride_k_h, ALIGN) + page * wide(stride_k_b, ALIGN)
         v_head = v + head_k * wide(stride_v_h, ALIGN) + page * wide(stride_v_b, ALIGN)
         side = KeySide(
@@ -94,10 +94,10 @@ def dbias_kernel(
         q_i = load_rows(q_rows + token * wide(stride_q_m, ALIGN), exists, D, D0, D1)  # [M, D]
         dout_i = load_rows(dout_rows + token * wide(stride_dout_m, ALIGN), exists, DV, DV0, DV1)  # [M, Dv]
         lse_i, delta_i = load_numbers(row_numbers + row, exists)  # [M]
-        tile = key_tile(side, first_key, BLOCK_N)
+        tile = key_tile(side, first_key, PAGE_SIZE, BLOCK_N)
         keys = first_key + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
-        k_j = load_k(side, tile, tile.exists, BLOCK_N, D, D0, D1)  # [N, D]
-        v_j = load_v(side, tile, tile.exists, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
+        k_j = load_k(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
+        v_j = load_v(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
         ds = score_gradient(
             q_i, k_j, dout_i, v_j, lse_i[:, None], delta_i[:, None], row[:, None], keys, first_key, tile.exists, features, window,
             dropout, factor, keep_scale, True, D1, DV1, BLOCK_N, PRECISION,

@@ -41,11 +41,11 @@ def forward_kernel(
     stride_out_b, stride_out_h, stride_out_m, stride_lse_b, stride_lse_h, stride_out_split, stride_lse_split,
     stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slopes_b, stride_table_b,
-    num_tiles, batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, page_size, num_pages,
+    num_tiles, batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, num_pages,
     window_left, window_right, top_left, diagonal, i0, j0, b0, h0, num_heads, threshold, keep_scale,
     factor, multiplier, softcap,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    PACK: tl.constexpr, SPLITS: tl.constexpr, SEQUENCES: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    PACK: tl.constexpr, SPLITS: tl.constexpr, SEQUENCES: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Strides of q, k, v and out come in units of ALIGN elements, so that the compiler knows how they are aligned.
@@ -76,11 +76,11 @@ def forward_kernel(
         page, pages = b, None
         if page_table is not None:
             table = page_table + b * wide(stride_table_b, 1)
-            if page_size is None:
+            if PAGE_SIZE == 0:
                 page, range = one_page(table, num_pages, range)
             else:
                 page = 0
-                pages = Pages(table, page_size, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
+                pages = Pages(table, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
         side = KeySide(
             Rows(k_head + page * wide(stride_k_b, ALIGN) + range.first * k_stride, k_stride),
             Rows(v_head + page * wide(stride_v_b, ALIGN) + range.first * v_stride, v_stride),
@@ -117,15 +117,16 @@ def forward_kernel(
             blocks = part_of(blocks, split, SPLITS, BLOCK_N)
 
         rows = position[:, None]
-        state = softmax.start(sinks, head, factor, split == 0, zeros(BLOCK_M, DV0, DV1), BLOCK_M)
+        with_sink = (split == 0) & (span.sequence < batch)
+        state = softmax.start(sinks, head, factor, with_sink, zeros(BLOCK_M, DV0, DV1), BLOCK_M)
         # The masked blocks first: then the compiler keeps the matrix products of the long loop asynchronous.
         state = attend(
             state, blocks, q_i, side, features, window, dropout, rows, factor, True,
-            D, D0, D1, DV, DV0, DV1, BLOCK_N, PRECISION,
+            D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
         state = attend(
             state, blocks, q_i, side, features, window, dropout, rows, factor, False,
-            D, D0, D1, DV, DV0, DV1, BLOCK_N, PRECISION,
+            D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
 
         weight, row_lse = softmax.finish(state, factor)
@@ -142,14 +143,14 @@ def forward_kernel(
 def attend(
     state, blocks, q_i, side, features, window, dropout, rows, factor, MASKED: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The rows' state after the blocks that need masks, or after those that do not."""
     for n in range(0, num_blocks(blocks, MASKED, BLOCK_N)):
         start_n = nth_block(blocks, n, MASKED, BLOCK_N)
-        tile = key_tile(side, start_n, BLOCK_N)
+        tile = key_tile(side, start_n, PAGE_SIZE, BLOCK_N)
         exists = tile.exists if MASKED or side.pages is not None else None
-        k_j = load_k(side, tile, exists, BLOCK_N, D, D0, D1)  # [N, D]
+        k_j = load_k(side, tile, exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         inside = None if exists is None else exists[None, :]
         s = scores.forward(inner_products(q_i, k_j, D1, PRECISION), features, rows, keys, inside)  # [M, N]
@@ -162,7 +163,7 @@ def attend(
         l = state.l * alpha + tl.sum(p, 1)  # noqa: E741
         if dropout is not None:
             p = tl.where(kept(dropout, rows, start_n, BLOCK_N), p, 0.0)
-        v_j = load_v(side, tile, exists, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
+        v_j = load_v(side, tile, exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
         acc = add_product(scaled(state.acc, alpha[:, None], DV1), p, v_j, DV1, PRECISION)
         state = RowState(m, l, acc)
     return state

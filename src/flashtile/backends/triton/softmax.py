@@ -23,14 +23,13 @@ class RowState(NamedTuple):
 
 
 @triton.jit
-def start(sinks, heads, factor, first, acc, M: tl.constexpr):
-    """The state before the first key. A sink is a key without a value, and belongs to the first part of the keys.
-    `heads [M]`.
+def start(sinks, heads, factor, with_sink, acc, M: tl.constexpr):
+    """The state before the first key. A sink is a key without a value; `heads [M]` names each row's.
     """
     m = tl.full([M], -float("inf"), tl.float32)
     l = tl.zeros([M], tl.float32)  # noqa: E741
     if sinks is not None:
-        m = l + tl.load(sinks + heads, mask=first, other=-INFINITY).to(tl.float32) * (LOG2E / factor)
+        m = l + tl.load(sinks + heads, mask=with_sink, other=-INFINITY).to(tl.float32) * (LOG2E / factor)
         l = tl.where(m == -INFINITY, 0.0, 1.0)  # noqa: E741
     return RowState(m, l, acc)
 

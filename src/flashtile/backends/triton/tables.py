@@ -66,9 +66,9 @@ HALF = {  # float16 and bfloat16, by shared memory
 }
 SINGLE = {  # float32; exact products have no matrix units, so registers bound the tiles
     64: (
-        Row(64, Launch(64, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1)),
-        Row(128, Launch(32, 32, 4, 1), Launch(16, 32, 4, 1), Launch(32, 16, 4, 1)),
-        Row(256, Launch(16, 16, 4, 1), Launch(16, 16, 4, 1), Launch(16, 16, 4, 1)),
+        Row(64, Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
+        Row(128, Launch(32, 32, 8, 1), Launch(16, 32, 8, 1), Launch(32, 16, 8, 1)),
+        Row(256, Launch(16, 32, 8, 1), Launch(16, 16, 8, 1), Launch(16, 16, 8, 1)),
         Row(512, Launch(16, 16, 8, 1), Launch(16, 16, 8, 1), Launch(16, 16, 8, 1)),
     ),
 }
@@ -95,7 +95,21 @@ def row_of(problem: Problem, device: Device) -> Row:
     memory = SHARED_MEMORY.get(device.arch, SMALLEST)
     rows = table[max(size for size in table if size <= memory)]
     width = max(problem.head_dim, problem.head_dim_v)
-    return next(row for row in rows if width <= row.width)
+    return fitted(next(row for row in rows if width <= row.width), problem)
+
+
+def fitted(row: Row, problem: Problem) -> Row:
+    """Smaller tiles for features that hold a tile of their own in shared memory or registers: a bias or mask for every
+    pair in all kernels, dropout and ALiBi in forward, whose tiles are the largest.
+    """
+    of_pairs = any(x is not None and not (x[2] or x[3]) for x in (problem.bias, problem.mask))
+    forward, dkdv, dq = row.forward, row.dkdv, row.dq
+    if of_pairs or problem.dropout or problem.alibi:
+        forward = forward._replace(block_n=max(16, forward.block_n // 2))
+    if of_pairs:
+        dkdv = dkdv._replace(block_m=max(16, dkdv.block_m // 2))
+        dq = dq._replace(block_n=max(16, dq.block_n // 2))
+    return Row(row.width, forward, dkdv, dq)
 
 
 def num_splits(problem: Problem, device: Device) -> int:

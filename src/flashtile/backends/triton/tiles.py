@@ -14,7 +14,7 @@ import triton.language as tl
 
 POINTERS = frozenset(
     "q k v out lse dout dlse mask bias slopes sinks seed cu_seqlens_q cu_seqlens_k seqused_k page_table leftpad_k "
-    "numbers dq dk dv dbias dslopes partial_out partial_lse".split()
+    "numbers dq dk dv dbias dslopes partial_out partial_lse turned k_cache v_cache new_k new_v cos sin lengths".split()
 )
 
 
@@ -67,7 +67,6 @@ class Pages(NamedTuple):
     """Where the positions of one sequence lie in pages."""
 
     table: tl.tensor  # pointer to the sequence's first entry
-    page_size: tl.tensor
     num_pages: tl.tensor
     stride_k: tl.tensor  # elements from page to page
     stride_v: tl.tensor
@@ -83,7 +82,9 @@ class KeySide(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """A block of keys: from `start` on in memory or, in pages, at `page` and `slot [N]`."""
+    """A block of keys: from `start` on in memory or, in pages, at `page` and `slot`; `[N]`, or numbers where the block
+    lies in one page.
+    """
 
     start: tl.tensor
     page: tl.tensor
@@ -173,34 +174,47 @@ def one_page(table, num_pages, range):
 
 
 @triton.jit
-def key_tile(side, start, N: tl.constexpr):
+def key_tile(side, start, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
     """The keys from position `start` on. Entries of a page table that point outside the pages hold no keys."""
     position = start + tl.arange(0, N)
     exists = (position >= side.range.begin) & (position < side.range.end)
     if side.pages is None:
-        return KeyTile(start, 0, position, exists)
+        return KeyTile(start, 0, 0, exists)
     else:
-        page = tl.load(side.pages.table + position // side.pages.page_size, mask=exists, other=-1)
-        exists = exists & (page >= 0) & (page < side.pages.num_pages)
-        return KeyTile(start, tl.where(exists, page, 0).to(tl.int64), position % side.pages.page_size, exists)
+        if PAGE_SIZE % N == 0:
+            inside = (start >= 0) & (start < side.range.end)
+            page = tl.load(side.pages.table + start // PAGE_SIZE, mask=inside, other=-1)
+            slot = start % PAGE_SIZE
+        else:
+            page = tl.load(side.pages.table + position // PAGE_SIZE, mask=exists, other=-1)
+            slot = position % PAGE_SIZE
+        in_pages = (page >= 0) & (page < side.pages.num_pages)
+        return KeyTile(start, tl.where(in_pages, page, 0).to(tl.int64), slot, exists & in_pages)
 
 
 @triton.jit
-def load_k(side, tile, exists, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    if side.pages is None:
-        pointers = row_pointers(side.k, tile.start, N)
+def key_pointers(x, page_stride, pages, tile, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
+    """Pointers `[N, 1]` to a block of rows of k or v."""
+    if pages is None:
+        return row_pointers(x, tile.start, N)
+    elif PAGE_SIZE % N == 0:
+        return row_pointers(Rows(x.data + tile.page * page_stride, x.stride), tile.slot, N)
     else:
-        pointers = (side.k.data + (tile.page * side.pages.stride_k + tile.slot * side.k.stride))[:, None]
-    return load_rows(pointers, exists, D, D0, D1)  # [N, D]
+        return (x.data + (tile.page * page_stride + tile.slot * x.stride))[:, None]
 
 
 @triton.jit
-def load_v(side, tile, exists, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    if side.pages is None:
-        pointers = row_pointers(side.v, tile.start, N)
-    else:
-        pointers = (side.v.data + (tile.page * side.pages.stride_v + tile.slot * side.v.stride))[:, None]
-    return load_rows(pointers, exists, D, D0, D1)  # [N, Dv]
+def load_k(side, tile, exists, PAGE_SIZE: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
+           D1: tl.constexpr):  # fmt: skip
+    stride = None if side.pages is None else side.pages.stride_k
+    return load_rows(key_pointers(side.k, stride, side.pages, tile, PAGE_SIZE, N), exists, D, D0, D1)  # [N, D]
+
+
+@triton.jit
+def load_v(side, tile, exists, PAGE_SIZE: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
+           D1: tl.constexpr):  # fmt: skip
+    stride = None if side.pages is None else side.pages.stride_v
+    return load_rows(key_pointers(side.v, stride, side.pages, tile, PAGE_SIZE, N), exists, D, D0, D1)  # [N, Dv]
 
 
 @triton.jit

@@ -1,0 +1,119 @@
+"""One recorded launch, compiled for an architecture: shared memory, registers, spills."""
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .launches import OPTIONS, Launch
+
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32",
+    torch.int64: "i64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compiled:
+    name: str
+    shared: int  # bytes
+    registers: int | None  # of a thread; NVIDIA only
+    spilled: int | None  # bytes of a thread
+    serialized: bool  # whether ptxas gave up the asynchrony of matrix products
+    unset: tuple[str, ...]  # instructions that read a uniform register which nothing has written: a wrong compilation
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def target_of(arch: str) -> GPUTarget:
+    return GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
+
+
+def compile_launch(launch: Launch, arch: str) -> Compiled:
+    given = {name: x for name, x in launch.arguments.items() if name not in OPTIONS}
+    signature, constants, attributes = {}, {}, {}
+    for n, parameter in enumerate(launch.kernel.params):
+        value = given[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[(n,)] = value
+        else:
+            signature[parameter.name] = type_of(value)
+            if isinstance(value, torch.Tensor):  # a GPU's allocations are aligned
+                attributes[(n,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {name: launch.arguments[name] for name in OPTIONS if name in launch.arguments}
+    kernel = triton.compile(source, target=target_of(arch), options=options)
+    shared = kernel.metadata.shared
+    if "ptx" not in kernel.asm:
+        return Compiled(launch.name, shared, None, None, False, ())
+    log = assembled(kernel.asm["ptx"], arch)
+    registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
+    assert registers is not None, log
+    assert spilled is not None, log
+    return Compiled(launch.name, shared, int(registers[1]), int(spilled[1]), "C7515" in log or "C7514" in log, unset_registers(disassembled(kernel.asm["cubin"])))
+
+
+def assembled(ptx: str, arch: str) -> str:
+    """What ptxas says of a kernel."""
+    named = re.search(r"\.target\s+(\w+)", ptx)
+    assert named is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        ptxas = PTXAS.with_name("ptxas-blackwell") if named[1].startswith("sm_1") else PTXAS
+        command = [str(ptxas), "-v", f"--gpu-name={named[1]}", str(source), "-o", os.devnull]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def disassembled(cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(cubin)
+        command = [str(PTXAS.with_name("nvdisasm")), "-c", str(binary)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(?P<name>[A-Z0-9_.]+)\s*(?P<operands>.*?);")
+WRITES_UNIFORM = ("U", "R2UR", "S2UR", "S2R", "REDUX", "VOTEU", "LDCU", "CS2UR")
+
+
+def unset_registers(sass: str) -> tuple[str, ...]:
+    """Instructions that read a uniform register before any instruction above them writes it.
+
+    ptxas 12.8 compiles some wgmma whose second operand is 16 columns wide like that: the operand's descriptor is then
+    garbage, and the kernel reads outside its shared memory.
+    """
+    written: set[int] = set()
+    found = []
+    for line in sass.splitlines():
+        if (match := INSTRUCTION.search(line)) is None:
+            continue
+        name, operands = match["name"], match["operands"]
+        registers = [int(n) for n in re.findall(r"\bUR(\d+)\b", operands)]
+        writes = re.match(r"UR(\d+)\b", operands) if name.startswith(WRITES_UNIFORM) else None
+        for register in registers[1:] if writes else registers:
+            first = register + 2 if f"gdesc[UR{register}]" in operands else register  # the upper half is operand B
+            needed = {first, first + 1} if f"desc[UR{register}]" in operands else {first}
+            if not needed <= written:
+                found.append(f"{name} {operands}")
+                written |= needed
+        if writes:
+            register = int(writes[1])
+            written |= {register, register + 1} if ".64" in name or ".WIDE" in name else {register}
+    return tuple(found)

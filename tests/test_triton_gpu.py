@@ -1,0 +1,226 @@
+"""The Triton backend on a GPU: `pytest -m gpu tests/test_triton_gpu.py`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from variants import VARIANTS
+
+import flashtile
+from flashtile.testing.case import Case
+from flashtile.testing.oracle import solve
+from flashtile.testing.poison import poisoned_allocation
+from flashtile.testing.tolerance import compare
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+PROBLEMS = 8  # of each variant
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_random_problems_are_within_the_bound(name: str) -> None:
+    failures = []
+    for seed in range(PROBLEMS):
+        case = VARIANTS[name].case(seed, "cuda")
+        with poisoned_allocation():
+            results = {key: x.cpu() for key, x in case.run("triton").items()}
+        failures += [f"{case.description}\n  {x}" for x in compare(results, case, solve(case)) if not x.ok]
+    assert not failures, "\n".join(failures)
+
+
+def test_there_are_at_most_forty_variants() -> None:
+    assert len(VARIANTS) <= 40
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    for name in ("hdim 128 causal, grouped heads", "everything", "packed"):
+        case = VARIANTS[name].case(3, "cuda")
+        first = case.run("triton")
+        for _ in range(50):
+            again = case.run("triton")
+            assert all(torch.equal(first[key].nan_to_num(), again[key].nan_to_num()) for key in first), name
+
+
+def dense(batch: int, heads: int, seqlen: int, head_dim: int = 64, **options: Any) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (batch, heads, seqlen, head_dim)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator, **options) for _ in range(3)]
+
+
+def close(x: torch.Tensor, y: torch.Tensor) -> None:
+    torch.testing.assert_close(x.float(), y.float(), atol=2e-2, rtol=2e-2)
+
+
+def test_auto_takes_triton() -> None:
+    q, k, v = dense(1, 1, 40)
+    assert flashtile.explain(q, k, v).backend == "triton"
+    assert torch.equal(flashtile.attention(q, k, v), flashtile.attention(q, k, v, backend="triton"))
+
+
+@pytest.fixture
+def roomy() -> Iterator[None]:
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of GPU memory")
+    yield
+    torch.cuda.empty_cache()
+
+
+def test_more_elements_than_32_bits_count(roomy: None) -> None:
+    """The last sequence lies past element 2**31 of q, k, v, out and every gradient."""
+    batch, heads, seqlen = 35, 32, 32768
+    q, k, v = (torch.zeros(batch, heads, seqlen, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    assert q[-1].storage_offset() > 2**31
+    small = dense(1, heads, seqlen)
+    for x, y in zip((q, k, v), small, strict=True):
+        x[-1] = y[0]
+    part = [x[-1:].requires_grad_() for x in (q, k, v)]
+    # Rows see few keys: the sizes matter here, not the work.
+    whole = flashtile.attention(q, k, v, window=(64, 0))
+    close(whole[-1:], flashtile.attention(*small, window=(64, 0)))
+    out = flashtile.attention(*part, window=(64, 0))
+    gradients = torch.autograd.grad(out.float().square().sum(), part)
+    leaves = [x.requires_grad_() for x in small]
+    expected = torch.autograd.grad(flashtile.attention(*leaves, window=(64, 0)).float().square().sum(), leaves)
+    for x, y in zip(gradients, expected, strict=True):
+        close(x, y)
+
+
+def test_strides_past_32_bits(roomy: None) -> None:
+    """Rows that are 2**29 elements apart, so that a tile's own offsets pass 2**31."""
+    buffer = torch.zeros(8 * 2**29, device="cuda", dtype=torch.bfloat16)
+    values = dense(1, 1, 8)
+    far = [buffer[64 * n :].as_strided((1, 1, 8, 64), (8 * 2**29, 8 * 2**29, 2**29, 1)) for n in range(3)]
+    for x, y in zip(far, values, strict=True):
+        x.copy_(y)
+    leaves, near = [x.detach().requires_grad_() for x in far], [x.requires_grad_() for x in values]
+    out, expected = flashtile.attention(*leaves, causal=True), flashtile.attention(*near, causal=True)
+    close(out, expected)
+    for x, y in zip(
+        torch.autograd.grad(out.float().square().sum(), leaves),
+        torch.autograd.grad(expected.float().square().sum(), near),
+        strict=True,
+    ):
+        close(x, y)
+
+
+def test_cotangents_with_any_strides() -> None:
+    """Stride 0 everywhere, as `.sum().backward()` makes it, and every second feature of a larger tensor."""
+    q, k, v = (x.requires_grad_() for x in dense(2, 4, 130))
+    out = flashtile.attention(q, k, v, causal=True)
+    ones = torch.ones((), device="cuda", dtype=torch.bfloat16).expand(out.shape)
+    wide = torch.randn(2, 4, 130, 128, device="cuda", dtype=torch.bfloat16)
+    for dout in (ones, wide[..., ::2]):
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        expected = torch.autograd.grad(out, (q, k, v), dout.contiguous(), retain_graph=True)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_forward_and_backward_in_a_captured_graph() -> None:
+    q, k, v = (x.requires_grad_() for x in dense(2, 4, 130))
+    dout = torch.randn_like(q)
+
+    def step() -> list[torch.Tensor]:
+        out = flashtile.attention(q, k, v, causal=True)
+        return [out, *torch.autograd.grad(out, (q, k, v), dout)]
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in (q, k, v, dout):
+            x.normal_()
+    graph.replay()
+    for x, y in zip(captured, step(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_growing_cache_does_not_recompile() -> None:
+    from flashtile.backends.triton.forward import forward_kernel
+
+    def compiled() -> int:
+        return sum(len(caches[0]) for caches in forward_kernel.device_caches.values())
+
+    q = dense(1, 8, 1)[0]
+    k, v = (torch.randn(1, 2, 1100, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    flashtile.attention(q, k[:, :, :520].contiguous(), v[:, :, :520].contiguous())
+    before = compiled()
+    for n in (521, 544, 600, 777, 1000):
+        flashtile.attention(q, k[:, :, :n].contiguous(), v[:, :, :n].contiguous())
+    assert compiled() == before
+
+
+@torch.no_grad()
+def test_a_fixed_split_makes_rows_independent_of_their_batch() -> None:
+    """`num_splits` given: a sequence's bits are the same alone and among others, whatever their lengths."""
+    q = torch.randn(9, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(9, 2, 700, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    lengths = torch.tensor([700, 1, 64, 65, 300, 512, 0, 699, 128], dtype=torch.int32, device="cuda")
+    for num_splits in (1, 3, 5):
+
+        def run(chosen: slice, splits: int = num_splits) -> torch.Tensor:
+            given = (x[chosen].clone() for x in (q, k, v))
+            return flashtile.attention_with_kvcache(*given, cache_seqlens=lengths[chosen], num_splits=splits)
+
+        together = run(slice(0, 9))
+        for n in range(9):
+            assert torch.equal(run(slice(n, n + 1))[0], together[n])
+
+
+@torch.no_grad()
+def test_splits_agree_to_rounding() -> None:
+    q = torch.randn(2, 8, 3, 64, device="cuda")
+    k, v = (torch.randn(2, 2, 900, 64, device="cuda") for _ in range(2))
+    lengths = torch.tensor([900, 431], dtype=torch.int32, device="cuda")
+    given = {"cache_seqlens": lengths, "causal": True, "sinks": torch.randn(8, device="cuda"), "return_lse": True}
+    expected = flashtile.attention_with_kvcache(q, k, v, **given, num_splits=1)
+    for num_splits in (None, 2, 7, 32):
+        found = flashtile.attention_with_kvcache(q, k, v, **given, num_splits=num_splits)
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_table_entries_outside_the_pages_hold_no_keys() -> None:
+    q = torch.randn(2, 4, 1, 64, device="cuda")
+    k, v = (torch.randn(6, 16, 2, 64, device="cuda") for _ in range(2))
+    lengths = torch.tensor([48, 40], dtype=torch.int32, device="cuda")
+    table = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32, device="cuda")
+    bad = torch.tensor([[0, 1, 2], [3, 2**31 - 1, -7]], dtype=torch.int32, device="cuda")
+    expected = flashtile.attention_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table)
+    found = flashtile.attention_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=bad)
+    assert torch.equal(found[0], expected[0])
+    fewer = torch.tensor([48, 16], dtype=torch.int32, device="cuda")
+    torch.testing.assert_close(
+        found[1], flashtile.attention_with_kvcache(q, k, v, cache_seqlens=fewer, page_table=table)[1]
+    )
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_the_second_gpu_while_the_first_is_current() -> None:
+    given = [x.to("cuda:1").requires_grad_() for x in dense(1, 2, 300)]
+    here = [x.detach().to("cuda:0").requires_grad_() for x in given]
+    with torch.cuda.device(0):
+        out = flashtile.attention(*given, causal=True, backend="triton")
+        gradients = torch.autograd.grad(out.float().sum(), given)
+    assert out.device == given[0].device
+    expected = flashtile.attention(*here, causal=True, backend="triton")
+    assert torch.equal(out.cpu(), expected.cpu())
+    for x, y in zip(gradients, torch.autograd.grad(expected.float().sum(), here), strict=True):
+        assert torch.equal(x.cpu(), y.cpu())
+
+
+def test_one_problem_from_each_end() -> None:
+    """Shapes that broke other libraries, all in one variant: Sq > Sk, one token, zero lengths between long ones."""
+    offsets_q = torch.tensor([0, 0, 300, 300, 301, 430], dtype=torch.int32)
+    offsets_k = torch.tensor([0, 7, 7, 200, 201, 220], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 2, 64, generator=generator).bfloat16().cuda() for n in (430, 220, 220))
+    arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": offsets_q.cuda(), "cu_seqlens_k": offsets_k.cuda()}
+    dout, dlse = torch.randn(430, 2, 64).bfloat16().cuda(), torch.randn(2, 430).cuda()
+    case = Case("attention_varlen", arguments | {"causal": True}, dout, dlse)
+    with poisoned_allocation():
+        results = {key: x.cpu() for key, x in case.run("triton").items()}
+    worst = compare(results, case, solve(case))[0]
+    assert worst.ok, worst
