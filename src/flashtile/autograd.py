@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import maybe_current_level
+from torch._functorch.utils import unwrap_dead_wrappers
 
 from .call import Call, Settings, Tensors, differentiable_positions
 from .errors import AttentionError
@@ -41,7 +42,19 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     return operators.forward(*operators.arguments(call))
 
 
-class Attention(torch.autograd.Function):
+class DirectFunction(torch.autograd.Function):
+    """`Function.apply` binds its arguments to the names of `forward` each time, which takes longer than all else that a
+    call does before it is in the operator; without a transform of torch.func it need not.
+    """
+
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        if maybe_current_level() is not None or torch.compiler.is_compiling():
+            return super().apply(*arguments)
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))
+
+
+class Attention(DirectFunction):
     """Autograd of both layouts; `flat` is `Tensors.flat()`."""
 
     generate_vmap_rule = True
@@ -73,7 +86,7 @@ class Attention(torch.autograd.Function):
         return None, None, *gradients
 
 
-class AttentionBackward(torch.autograd.Function):
+class AttentionBackward(DirectFunction):
     """The backward operator as a node of its own, so that it can be differentiated again."""
 
     generate_vmap_rule = True

@@ -3,7 +3,7 @@
 The operators' schemas are generated from these tuples, so that an argument is written down once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,6 +82,10 @@ class Call(NamedTuple):
             return "paged"
         return "dense" if self.tensors.cu_seqlens_q is None else "varlen"
 
+    def signature(self) -> tuple[Hashable, ...]:
+        """All that a plan and its launches depend on, short of the values of tensors."""
+        return (self.settings, self.tensors.q.device, *map(memory_of, self.tensors.flat()))
+
     @property
     def num_heads(self) -> int:
         """Query heads of the whole call, which the dropout counter runs over."""
@@ -134,6 +138,11 @@ FLAT_FIELDS = Tensors._fields[:-1]
 def differentiable_positions(num_flat: int) -> tuple[int, ...]:
     """Which of `Tensors.flat()` can have a gradient, in the order of `Needs.flat()` and `Gradients.flat()`."""
     return (*(FLAT_FIELDS.index(name) for name in Needs._fields[:-1]), *range(len(FLAT_FIELDS), num_flat))
+
+
+def memory_of(x: Tensor | None) -> Hashable:
+    """How a tensor lies in memory, short of where."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
 def new_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -4,10 +4,9 @@ Each layout has one forward and one backward operator, so that `torch.compile`, 
 single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan, and a backend's kernels.
 """
 
-import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -21,6 +20,7 @@ from .problem import accumulation_dtype
 LIBRARY = torch.library.Library("flashtile", "DEF")
 CACHE_ONLY = ("leftpad_k", "num_splits")
 VARLEN_ONLY = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "max_seqlen_q", "max_seqlen_k")
+AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
 SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", Sequence[Tensor]: "Tensor[]"}
 
 
@@ -185,24 +185,38 @@ def in_schema(gradients: Gradients, call: Call) -> tuple[Any, ...]:
     return *found[:named], found[named:]
 
 
-@contextlib.contextmanager
-def inside_operator(device_type: str) -> Iterator[None]:
+class inside_operator:  # noqa: N801
     """What an operator's own work needs, wherever it is called from.
 
     No autocast: that has already acted on the arguments, in `normalize`, and products in here keep their dtypes. No
     graph of the caller's. But torch.autograd, which a backend uses on a tile, also where the operator is called from
     below it (compiled graphs).
     """
-    exclude = torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
-        exclude = exclude - torch._C.DispatchKeySet(key)
-    autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude))
-        stack.enter_context(torch.no_grad())
-        if autocast:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
+
+    def __init__(self, device_type: str):
+        self.autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+        self.device_type = device_type
+
+    def __enter__(self) -> None:
+        exclude = torch._C._dispatch_tls_local_exclude_set()
+        self.guard = None
+        if any(exclude.has(key) for key in AUTOGRAD_KEYS):
+            for key in AUTOGRAD_KEYS:
+                exclude = exclude - torch._C.DispatchKeySet(key)
+            self.guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
+            self.guard.__enter__()
+        self.grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        if self.autocast:
+            self.no_autocast = torch.autocast(self.device_type, enabled=False)
+            self.no_autocast.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.autocast:
+            self.no_autocast.__exit__(*error)
+        torch._C._set_grad_enabled(self.grad)
+        if self.guard is not None:
+            self.guard.__exit__(*error)
 
 
 OPERATORS = {layout: Operators(layout) for layout in ("dense", "varlen")}

@@ -21,6 +21,7 @@ from .problem import Problem
 SUPPORT: dict[str, Any] = {"triton": triton, "tiled": tiled, "reference": reference}
 AUTO = ("triton", "tiled")
 BACKEND_VARIABLE = "FLASHTILE_BACKEND"
+MOST_PLANS = 4096
 
 
 class Plan(NamedTuple):
@@ -56,6 +57,9 @@ def backends() -> tuple[BackendStatus, ...]:
     )
 
 
+_PLANS: dict[Any, Plan] = {}
+
+
 def plan(problem: Problem, device: torch.device, backend: str = "auto") -> Plan:
     """The plan of a problem; cached by its bucket.
 
@@ -73,10 +77,25 @@ def plan_call(call: Call) -> Plan:
     Raises:
         ArgumentError, BackendError: as `Problem.describe` and `plan` do.
     """
-    device, backend = call.tensors.q.device, call.settings.backend
-    chosen = plan(Problem.describe(call), device, backend)
-    if backend == "auto" and chosen.backend == "tiled" and device.type != "cpu":
+    chosen = _plan_of_signature(call)
+    device = call.tensors.q.device
+    if chosen.backend == "tiled" and call.settings.backend == "auto" and device.type != "cpu":
         _warn_once(f"attention on {device} runs in the `tiled` backend, which is slow", chosen.why)
+    return chosen
+
+
+def _plan_of_signature(call: Call) -> Plan:
+    device, backend = call.tensors.q.device, call.settings.backend
+    if device.type != "cuda":
+        return plan(Problem.describe(call), device, backend)
+    # Nothing reads a GPU's tensors, so that calls of one signature have one plan, and pass or fail alike.
+    signature = (call.signature(), os.environ.get(BACKEND_VARIABLE))
+    chosen = _PLANS.get(signature)
+    if chosen is None:
+        chosen = plan(Problem.describe(call), device, backend)
+        if len(_PLANS) >= MOST_PLANS:
+            del _PLANS[next(iter(_PLANS))]
+        _PLANS[signature] = chosen
     return chosen
 
 

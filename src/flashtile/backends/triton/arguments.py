@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache import CacheTensors
 from ...call import Call
 from ...problem import power_of_two
 from .support import LONGEST
 from .tables import Launch
 
 LOG2E = math.log2(math.e)
+MOST_BIAS_SPLITS = 16  # copies of the bias's gradient, added up at the end
+ENOUGH_PROGRAMS = 1024
 
 
 def rows_last(x: Tensor) -> Tensor:
@@ -33,9 +34,9 @@ def inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> dict[str,
     """What forward and backward kernels have in common. `q`, `k` and `v` have contiguous features."""
     paged = call.tensors.page_table is not None
     return {
-        **rows("q", q, align),
-        **rows("k", k, align, keys=True, paged=paged),
-        **rows("v", v, align, keys=True, paged=paged),
+        **strides("q", q, align),
+        **strides("k", k, align, keys=True, paged=paged),
+        **strides("v", v, align, keys=True, paged=paged),
         **features(call),
         **sequences(call),
         **chunks("D", q.shape[-1]),
@@ -57,9 +58,9 @@ def tiled(launch: Launch, tiles: int) -> dict[str, int]:
     }
 
 
-def rows(name: str, x: Tensor, align: int, *, keys: bool = False, paged: bool = False) -> dict[str, Any]:
-    """A tensor `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]` with its strides between sequences (or
-    pages), heads and rows, in units of `align`.
+def strides(name: str, x: Tensor, align: int, *, keys: bool = False, paged: bool = False) -> dict[str, Any]:
+    """Of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`, between sequences (or pages), heads and rows, in
+    units of `align`.
     """
     if paged:
         batch, row, head = x.stride()[:3]
@@ -68,53 +69,96 @@ def rows(name: str, x: Tensor, align: int, *, keys: bool = False, paged: bool = 
     else:
         batch, (row, head) = 0, x.stride()[:2]
     of = {"b": batch, "h": head, "n" if keys else "m": row}
-    return {name: x} | {f"stride_{name}_{dim}": stride // align for dim, stride in of.items()}
+    return {f"stride_{name}_{dim}": stride // align for dim, stride in of.items()}
 
 
-def lse_rows(name: str, x: Tensor | None) -> dict[str, Any]:
-    """One number a row: contiguous `[B, H, S]` or `[H, T]`."""
+def lse_strides(x: Tensor | None) -> dict[str, Any]:
+    """Of one number a row: contiguous `[B, H, S]` or `[H, T]`."""
     if x is None:
-        return {name: None, "stride_lse_b": None, "stride_lse_h": None}
-    return {name: x, "stride_lse_b": x.stride(0) if x.dim() == 3 else 0, "stride_lse_h": x.stride(-2)}
+        return {"stride_lse_b": None, "stride_lse_h": None}
+    return {"stride_lse_b": x.stride(0) if x.dim() == 3 else 0, "stride_lse_h": x.stride(-2)}
 
 
-def number_rows(x: Tensor) -> dict[str, Any]:
-    """Two numbers a row, `[B, H, S, 2]` or `[H, T, 2]` as fp32, or one integer that holds both; strides in units of two
-    rows, which lie on 16 bytes.
-    """
+def number_strides(x: Tensor) -> dict[str, int]:
+    """Of two numbers a row, `[B, H, S, 2]` or `[H, T, 2]`, in units of two rows, which lie on 16 bytes."""
     *batch, head, _, _ = x.stride()
-    row_pair = 2 * x.shape[-1]
-    batch_stride = batch[0] // row_pair if batch else 0
-    return {"numbers": x, "stride_numbers_b": batch_stride, "stride_numbers_h": head // row_pair}
+    return {"stride_numbers_b": batch[0] // 4 if batch else 0, "stride_numbers_h": head // 4}
 
 
-def lse_gradient(dlse: Tensor | None) -> dict[str, Any]:
-    """A gradient of lse, with any strides."""
+def dlse_strides(dlse: Tensor | None) -> dict[str, Any]:
+    """Of a gradient of lse, which may be any."""
     if dlse is None:
-        return {"dlse": None, "stride_dlse_b": None, "stride_dlse_h": None, "stride_dlse_m": None}
+        return {"stride_dlse_b": None, "stride_dlse_h": None, "stride_dlse_m": None}
     *batch, head, row = dlse.stride()
-    return {"dlse": dlse, "stride_dlse_b": batch[0] if batch else 0, "stride_dlse_h": head, "stride_dlse_m": row}
+    return {"stride_dlse_b": batch[0] if batch else 0, "stride_dlse_h": head, "stride_dlse_m": row}
+
+
+def bias_tiles(call: Call, bias: Tensor, launch: Launch) -> dict[str, int]:
+    """How the bias's own tiles and what shares them are counted (`bias_gradient`)."""
+    origin = call.settings.j0 % 8 if call.settings.dropout_p > 0 else 0
+    batch, heads, seqlen_q, seqlen_k = pairs_shape(call)
+    counts = (batch, heads, -(-seqlen_q // launch.block_m), -(-(seqlen_k + origin) // launch.block_n))
+    own = [1 if n == 1 else count for n, count in zip(bias.shape, counts, strict=True)]
+    shared = [count // mine for mine, count in zip(own, counts, strict=True)]
+    programs, turns = math.prod(own), math.prod(shared)
+    splits = max(1, min(MOST_BIAS_SPLITS, turns, ENOUGH_PROGRAMS // max(programs, 1)))
+    return {
+        "programs": programs * splits if turns > 0 else 0,
+        "splits": splits,
+        **{f"tiles_{dim}": n for dim, n in zip("hmn", own[1:], strict=True)},
+        **{f"shared_{dim}": n for dim, n in zip("bhmn", shared, strict=True)},
+        "bias_rows": bias.shape[2],
+        "bias_keys": bias.shape[3],
+        "BLOCK_M": launch.block_m,
+        "BLOCK_N": launch.block_n,
+        "num_warps": launch.num_warps,
+        "num_stages": 1,
+    }
+
+
+def dbias_strides(x: Tensor) -> dict[str, Any]:
+    """Of `[splits, B, H, Sq, Sk]`; a broadcast row or column has none."""
+    found: dict[str, Any] = {"stride_dbias_split": x.stride(0)}
+    for dim, n, stride in zip("bhmn", x.shape[1:], x.stride()[1:], strict=True):
+        found[f"stride_dbias_{dim}"] = stride if n > 1 or dim in "bh" else None
+    return found
 
 
 def chunks(prefix: str, width: int) -> dict[str, int]:
-    """A width as one or two powers of two from 32 on: 96 is 64 + 32; 120 is better taken as 128. (16 columns would do,
-    but ptxas miscompiles some matrix products that narrow on Hopper; `tests/offline` looks for that.)
-    """
-    least = 32
-    first = max(least, 1 << (width.bit_length() - 1))
-    rest = 0 if width <= first else max(least, power_of_two(width - first))
+    """A width as one or two powers of two from 16 on: 96 is 64 + 32; 120 is better taken as 128."""
+    first = max(16, 1 << (width.bit_length() - 1))
+    rest = 0 if width <= first else max(16, power_of_two(width - first))
     if rest == first:
         first, rest = 2 * first, 0
     return {prefix: width, f"{prefix}0": first, f"{prefix}1": rest}
 
 
-def pairs(name: str, x: Tensor | None) -> dict[str, Any]:
-    """A mask or bias; broadcast rows and columns have no stride, broadcast sequences and heads one of 0."""
+def pointers(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor | None]:
+    """The tensors that forward and backward kernels have in common."""
+    t = call.tensors
+    paged = t.page_table is not None
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "mask": None if t.mask is None else t.mask.view(torch.uint8),
+        "bias": t.bias,
+        "slopes": None if t.alibi_slopes is None else t.alibi_slopes.contiguous(),
+        "seed": t.dropout_seed if call.settings.dropout_p > 0 else None,
+        "cu_seqlens_q": t.cu_seqlens_q,
+        "cu_seqlens_k": None if paged else t.cu_seqlens_k,
+        "seqused_k": used_keys(call) if paged else t.seqused_k,
+        "page_table": None if t.page_table is None else rows_last(t.page_table),
+        "leftpad_k": t.leftpad_k,
+    }
+
+
+def pair_strides(name: str, x: Tensor | None) -> dict[str, Any]:
+    """Of a mask or bias; broadcast rows and columns have none, broadcast sequences and heads one of 0."""
     if x is None:
-        return {name: None} | {f"stride_{name}_{dim}": None for dim in "bhmn"}
-    given = dict(zip("bhmn", zip(x.shape, x.stride(), strict=True), strict=True))
-    found: dict[str, Any] = {name: x.view(torch.uint8) if x.dtype is torch.bool else x}
-    for dim, (n, stride) in given.items():
+        return {f"stride_{name}_{dim}": None for dim in "bhmn"}
+    found = {}
+    for dim, n, stride in zip("bhmn", x.shape, x.stride(), strict=True):
         found[f"stride_{name}_{dim}"] = stride if n > 1 else None if dim in "mn" else 0
     return found
 
@@ -128,15 +172,13 @@ def features(call: Call) -> dict[str, Any]:
     dropped = round(s.dropout_p * 65536)
     rows = next((x.shape[2] for x in (t.bias, t.mask) if x is not None and x.shape[2] > 1), 1)
     return {
-        **pairs("mask", t.mask),
-        **pairs("bias", t.bias),
+        **pair_strides("mask", t.mask),
+        **pair_strides("bias", t.bias),
         "rows_of_pairs": rows,
-        "slopes": None if slopes is None else slopes.contiguous(),
         "stride_slopes_b": None if slopes is None else (slopes.shape[1] if slopes.dim() == 2 else 0),
         "factor": s.scale * LOG2E if folded else LOG2E,
         "multiplier": None if folded else s.scale,
         "softcap": s.softcap,
-        "seed": t.dropout_seed if s.dropout_p > 0 else None,
         "threshold": dropped if s.dropout_p > 0 else None,
         "keep_scale": 65536 / max(65536 - dropped, 1) if s.dropout_p > 0 else None,
         "window_left": None if s.window_left is None else min(s.window_left, LONGEST),
@@ -166,14 +208,9 @@ def sequences(call: Call) -> dict[str, Any]:
         total_k = t.k.shape[0] if packed else t.k.shape[2]
     several_pages = t.page_table is not None and t.page_table.shape[1] > 1
     return {
-        "cu_seqlens_q": t.cu_seqlens_q,
-        "cu_seqlens_k": t.cu_seqlens_k if not paged else None,
-        "seqused_k": used_keys(call) if paged else t.seqused_k,
-        "page_table": None if t.page_table is None else rows_last(t.page_table),
         "stride_table_b": None if t.page_table is None else rows_last(t.page_table).stride(0),
         "PAGE_SIZE": t.k.shape[1] if several_pages else 0,
         "num_pages": t.k.shape[0] if paged else None,
-        "leftpad_k": t.leftpad_k,
         "batch": batch,
         "total_q": total_q,
         "total_k": total_k,
@@ -182,41 +219,34 @@ def sequences(call: Call) -> dict[str, Any]:
     }
 
 
-def new_tokens(call: Call, cache: CacheTensors, q: Tensor, turned: Tensor | None) -> dict[str, Any]:
-    """What `append.append_kernel` takes. Keys and values of `call` are pages, also of a dense cache."""
+def new_tokens(call: Call, given: dict[str, Tensor | None]) -> dict[str, Any]:
+    """The numbers of `append.append_kernel`. Keys and values of `call` are pages, also of a dense cache."""
     t = call.tensors
-    assert t.page_table is not None
     packed = t.cu_seqlens_q is not None
-    new_k, new_v, cos, sin = (None if x is None else rows_last(x) for x in (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin))
-    batch = cache.cache_seqlens.shape[0]
-    total_q = q.shape[0] if packed else q.shape[2]
-    total_new = 0 if new_k is None else total_q if packed else new_k.shape[2]
-    table = rows_last(t.page_table)
+    q, table, cos, sin, new_k = given["q"], given["page_table"], given["cos"], given["sin"], given["new_k"]
+    assert q is not None
+    assert table is not None
+    queries = q.shape[0] if packed else q.shape[2]
+    appended = 0 if new_k is None else queries if packed else new_k.shape[2]
+    batch = table.shape[0]
     return {
-        **rows("q", q, 1),
-        **optional_rows("turned", turned),
-        **optional_rows("new_k", new_k),
-        **optional_rows("new_v", new_v),
-        "k_cache": t.k,
-        "v_cache": t.v,
-        **{f"stride_{dim}_k": stride for dim, stride in zip(("page", "slot", "head"), t.k.stride(), strict=False)},
-        **{f"stride_{dim}_v": stride for dim, stride in zip(("page", "slot", "head"), t.v.stride(), strict=False)},
-        "cos": cos,
-        "sin": sin,
+        **strides("q", q, 1),
+        **optional_strides("turned", given["turned"]),
+        **optional_strides("new_k", new_k),
+        **optional_strides("new_v", given["new_v"]),
+        **{f"stride_{dim}_k": stride for dim, stride in zip(("page", "slot", "head"), t.k.stride()[:3], strict=True)},
+        **{f"stride_{dim}_v": stride for dim, stride in zip(("page", "slot", "head"), t.v.stride()[:3], strict=True)},
         "stride_cos": None if cos is None else cos.stride(0),
         "stride_sin": None if sin is None else sin.stride(0),
         "rotary_positions": None if cos is None else cos.shape[0],
-        "lengths": cache.cache_seqlens,
-        "page_table": table,
         "stride_table_b": table.stride(0),
-        "cu_seqlens_q": t.cu_seqlens_q,
-        "num_tiles": num_tiles(call, 1) if packed else max(total_q, total_new),
+        "num_tiles": num_tiles(call, 1) if packed else max(queries, appended),
         "batch": batch,
         "num_heads_q": q.shape[1],
         "num_heads_k": num_heads_k(call),
-        "total_q": total_q if packed else max(total_q, total_new),
-        "queries": total_q,
-        "appended": total_new,
+        "total_q": queries if packed else max(queries, appended),
+        "queries": queries,
+        "appended": appended,
         "page_size": t.k.shape[1],
         "num_pages": t.k.shape[0],
         "num_columns": table.shape[1],
@@ -229,8 +259,8 @@ def new_tokens(call: Call, cache: CacheTensors, q: Tensor, turned: Tensor | None
     }
 
 
-def optional_rows(name: str, x: Tensor | None) -> dict[str, Any]:
-    return {name: None} | {f"stride_{name}_{dim}": None for dim in "bhm"} if x is None else rows(name, x, 1)
+def optional_strides(name: str, x: Tensor | None) -> dict[str, Any]:
+    return {f"stride_{name}_{dim}": None for dim in "bhm"} if x is None else strides(name, x, 1)
 
 
 def used_keys(call: Call) -> Tensor:

@@ -1,6 +1,7 @@
 """The Triton backend's two entries: results are allocated, arguments packed, kernels launched on the tensors' device."""
 
 import contextlib
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ...cache import CacheTensors
 from ...cache import append_and_rotate as in_operations
-from ...call import Call, Gradients, Needs, new_rows
+from ...call import Call, Gradients, Needs, memory_of, new_rows
 from ...plan import Plan
 from ...problem import power_of_two
 from . import arguments as args
@@ -19,58 +20,61 @@ from .backward_rows import dq_kernel
 from .bias_gradient import dbias_kernel
 from .combine import combine_kernel
 from .forward import forward_kernel
+from .launch import launch
 from .tables import Launch
 
-MOST_BIAS_SPLITS = 16
+ROWS_AT_ONCE = 64
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     q, k, v = (args.rows_last(x) for x in call.tensors[:3])
     out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
     lse = q.new_empty(args.lse_shape(q), dtype=torch.float32)
-    splits = call.settings.num_splits or plan.num_splits
+    launch_shape: Launch = plan.tile.forward
+    pack, splits = plan.tile.pack, call.settings.num_splits or plan.num_splits
+    found, found_lse = out, lse
     if splits > 1:
         # The parts' results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
-        partial_lse = lse.new_empty((splits, *lse.shape))
-        partial_out = lse.new_empty((*partial_lse.shape, v.shape[-1]))
-    else:
-        partial_lse, partial_out = lse[None], None
-    found = out if partial_out is None else partial_out[0] if out.dim() == 4 else partial_out[0].transpose(0, 1)
-    launch: Launch = plan.tile.forward
-    pack = plan.tile.pack
-    align = args.alignment([q, k, v, found])
-    tiles = args.num_tiles(call, launch.block_m, pack)
-    programs = tiles * (q.shape[1] // pack) * args.dense_batch(q) * splits
-    if programs == 0:
-        return out, lse
-    with on_device(q):
-        forward_kernel[(programs,)](
+        found_lse = lse.new_empty((splits, *lse.shape))
+        found = lse.new_empty((*found_lse.shape, v.shape[-1]))
+
+    def numbers() -> tuple[int, dict[str, Any]]:
+        part = out if splits == 1 else found[0] if out.dim() == 4 else found[0].transpose(0, 1)
+        align = args.alignment([q, k, v, part])
+        tiles = args.num_tiles(call, launch_shape.block_m, pack)
+        programs = tiles * (q.shape[1] // pack) * args.dense_batch(q) * splits
+        return programs, {
             **args.inputs(call, q, k, v, align),
-            **args.rows("out", found, align),
-            **args.lse_rows("lse", partial_lse[0]),
-            **args.tiled(launch, tiles),
-            sinks=call.tensors.sinks,
-            stride_out_split=0 if partial_out is None else partial_out.stride(0),
-            stride_lse_split=partial_lse.stride(0),
-            PACK=pack,
-            SPLITS=splits,
-        )
-        if partial_out is not None:
-            rows_of_lse = args.lse_rows("lse", lse)
-            combine_kernel[(lse.numel(),)](
-                **args.rows("out", out, 1),
-                **rows_of_lse,
-                partial_out=partial_out,
-                partial_lse=partial_lse,
-                stride_lse_split=partial_lse.stride(0),
-                num_heads_q=q.shape[1],
-                total_q=lse.shape[-1],
-                DV=v.shape[-1],
-                WIDTH=power_of_two(v.shape[-1]),
-                SPLITS=splits,
-                PARTS=power_of_two(splits),
-                num_warps=4,
-            )
+            **args.strides("out", part, align),
+            **args.lse_strides(lse),
+            **args.tiled(launch_shape, tiles),
+            "stride_out_split": found.stride(0),
+            "stride_lse_split": found_lse.stride(0),
+            "PACK": pack,
+            "SPLITS": splits,
+        }
+
+    def numbers_of_parts() -> tuple[int, dict[str, Any]]:
+        return lse.numel(), {
+            **args.strides("out", out, 1),
+            **args.lse_strides(lse),
+            "stride_lse_split": found_lse.stride(0),
+            "num_heads_q": q.shape[1],
+            "total_q": lse.shape[-1],
+            "DV": v.shape[-1],
+            "WIDTH": power_of_two(v.shape[-1]),
+            "SPLITS": splits,
+            "PARTS": power_of_two(splits),
+            "num_warps": 4,
+        }
+
+    signature = (plan.tile, splits, torch.get_float32_matmul_precision(), call.signature())
+    with on_device(q):
+        pointers = {**args.pointers(call, q, k, v), "sinks": call.tensors.sinks, "out": found, "lse": found_lse}
+        launch(forward_kernel, signature, pointers, numbers)
+        if splits > 1:
+            parts = {"partial_out": found, "partial_lse": found_lse, "out": out, "lse": lse}
+            launch(combine_kernel, signature, parts, numbers_of_parts)
     return out, lse
 
 
@@ -83,11 +87,32 @@ def append_and_rotate(call: Call, cache: CacheTensors, interleaved: bool) -> Cal
         return in_operations(call, cache, interleaved)
     q = args.rows_last(t.q)
     turned = None if cache.rotary_cos is None else new_rows(q, q.shape[1], q.shape[-1], q.dtype)
-    given = args.new_tokens(call, cache, q, turned)
-    programs = given["num_tiles"] * (given["num_heads_q"] + given["num_heads_k"]) * args.dense_batch(q)
-    if programs > 0:
-        with on_device(q):
-            append_kernel[(programs,)](**given, INTERLEAVED=interleaved, num_warps=1)
+    new_k, new_v, cos, sin = (
+        None if x is None else args.rows_last(x) for x in (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
+    )
+    assert t.page_table is not None
+    pointers = {
+        "q": q,
+        "turned": turned,
+        "k_cache": t.k,
+        "v_cache": t.v,
+        "new_k": new_k,
+        "new_v": new_v,
+        "cos": cos,
+        "sin": sin,
+        "lengths": cache.cache_seqlens,
+        "page_table": args.rows_last(t.page_table),
+        "cu_seqlens_q": t.cu_seqlens_q,
+    }
+
+    def numbers() -> tuple[int, dict[str, Any]]:
+        given = args.new_tokens(call, pointers)
+        programs = given["num_tiles"] * (given["num_heads_q"] + given["num_heads_k"]) * args.dense_batch(q)
+        return programs, given | {"INTERLEAVED": interleaved, "num_warps": 1}
+
+    signature = (interleaved, call.signature(), *map(memory_of, cache))
+    with on_device(q):
+        launch(append_kernel, signature, pointers, numbers)
     return call if turned is None else call._replace(tensors=t._replace(q=turned))
 
 
@@ -97,111 +122,125 @@ def backward(
     q, k, v, out = (args.rows_last(x) for x in (*call.tensors[:3], out))
     lse = lse.contiguous()
     dout = out.new_zeros(out.shape[-1]).expand(out.shape) if dout is None else args.rows_last(dout)
-    dq = new_rows(q, q.shape[1], q.shape[-1], q.dtype) if needs.q or needs.alibi_slopes else None
-    dk, dv = (new_key_rows(call, x) for x in (k, v)) if needs.k or needs.v else (None, None)
-    align = args.alignment([x for x in (q, k, v, out, dout, dq, dk, dv) if x is not None])
+    given = (plan.tile, torch.get_float32_matmul_precision(), call.signature())
+    pass_ = BackwardPass(call, (*given, *map(memory_of, (out, dout, dlse))), q, k, v, dout)
     with on_device(q):
-        numbers = row_numbers(out, dout, lse, dlse, align)
-        given = {
-            **args.inputs(call, q, k, v, align),
-            **args.rows("dout", dout, align),
-            **args.number_rows(numbers.view(torch.int64)),
-        }
-        if dk is not None and dv is not None:
-            launch_dkdv(plan.tile.dkdv, call, given, dk, dv, align)
-        dslopes = torch.empty_like(lse) if needs.alibi_slopes else None
-        if dq is not None:
-            launch_dq(plan.tile.dq, call, given, dq, dslopes, align)
-        dbias = launch_dbias(plan.tile.dq, call, given) if needs.bias else None
+        pass_.prepare_rows(out, lse, dlse)
+        dk, dv = pass_.keys(plan.tile.dkdv) if needs.k or needs.v else (None, None)
+        slopes = needs.alibi_slopes
+        dq, dslopes = pass_.rows(plan.tile.dq, lse, slopes) if needs.q or slopes else (None, None)
+        dbias = pass_.bias(plan.tile.dq) if needs.bias else None
+        dsinks = sink_gradient(call, lse, pass_.delta) if needs.sinks else None
     return Gradients(
         q=dq if needs.q else None,
         k=in_pages(call, k, dk) if needs.k and dk is not None else None,
         v=in_pages(call, v, dv) if needs.v and dv is not None else None,
         bias=dbias,
         alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes),
-        sinks=sink_gradient(call, lse, numbers[..., : lse.shape[-1], 1]) if needs.sinks else None,
+        sinks=dsinks,
     )
 
 
-def row_numbers(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, align: int) -> Tensor:
-    """Two numbers a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T (`backward.delta_kernel`)."""
-    *leading, total_q = lse.shape
-    numbers = lse.new_empty((*leading, total_q + total_q % 2, 2))
-    block = 64
-    tiles = -(-total_q // block)
-    programs = tiles * (lse.numel() // max(total_q, 1))
-    if programs > 0:
-        delta_kernel[(programs,)](
-            **args.rows("out", out, align),
-            **args.rows("dout", dout, align),
-            **args.lse_rows("lse", lse),
-            **args.lse_gradient(dlse),
-            **args.number_rows(numbers),
-            **args.chunks("DV", out.shape[-1]),
-            num_tiles=tiles,
-            num_heads_q=out.shape[1],
-            total_q=total_q,
-            ALIGN=align,
-            BLOCK_M=block,
-            num_warps=4,
-        )
-    return numbers
+class BackwardPass:
+    """The launches of one backward pass, and what they have in common."""
 
+    def __init__(self, call: Call, signature: Hashable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor):
+        self.call, self.signature = call, signature
+        self.q, self.k, self.v, self.dout = q, k, v, dout
+        self.pointers = {**args.pointers(call, q, k, v), "dout": dout}
+        self.numbers_of_rows = dout  # set by prepare_rows
 
-def launch_dkdv(launch: Launch, call: Call, given: dict[str, Any], dk: Tensor, dv: Tensor, align: int) -> None:
-    tiles = args.num_key_tiles(call, launch.block_n)
-    programs = tiles * args.num_heads_k(call) * args.dense_batch(dk)
-    if programs > 0:
-        dkdv_kernel[(programs,)](
-            **given,
-            **args.rows("dk", dk, align, keys=True),
-            **args.rows("dv", dv, align, keys=True),
-            **args.tiled(launch, tiles),
-            scale=call.settings.scale,
-        )
+    def inputs(self, *results: Tensor) -> tuple[dict[str, Any], int]:
+        """What every kernel takes, and the alignment in whose units strides come."""
+        align = args.alignment([self.q, self.k, self.v, self.dout, *results])
+        return {
+            **args.inputs(self.call, self.q, self.k, self.v, align),
+            **args.strides("dout", self.dout, align),
+            **args.number_strides(self.numbers_of_rows),
+        }, align
 
+    @property
+    def delta(self) -> Tensor:
+        """`[B, H, S]` or `[H, T]`."""
+        return self.numbers_of_rows[..., : self.dout.shape[-2 if self.dout.dim() == 4 else 0], 1]
 
-def launch_dq(
-    launch: Launch, call: Call, given: dict[str, Any], dq: Tensor, dslopes: Tensor | None, align: int
-) -> None:
-    tiles = args.num_tiles(call, launch.block_m)
-    programs = tiles * dq.shape[1] * args.dense_batch(dq)
-    if programs > 0:
-        dq_kernel[(programs,)](
-            **given,
-            **args.rows("dq", dq, align),
-            **args.tiled(launch, tiles),
-            **args.lse_rows("dslopes", dslopes),
-            scale=call.settings.scale,
-        )
+    def prepare_rows(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+        """Two numbers a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T (`backward.delta_kernel`)."""
+        *leading, total_q = lse.shape
+        self.numbers_of_rows = lse.new_empty((*leading, total_q + total_q % 2, 2))
 
+        def numbers() -> tuple[int, dict[str, Any]]:
+            align = args.alignment([out, self.dout])
+            tiles = -(-total_q // ROWS_AT_ONCE)
+            return tiles * (lse.numel() // max(total_q, 1)), {
+                **args.strides("out", out, align),
+                **args.strides("dout", self.dout, align),
+                **args.lse_strides(lse),
+                **args.dlse_strides(dlse),
+                **args.number_strides(self.numbers_of_rows),
+                **args.chunks("DV", out.shape[-1]),
+                "num_tiles": tiles,
+                "num_heads_q": out.shape[1],
+                "total_q": total_q,
+                "ALIGN": align,
+                "BLOCK_M": ROWS_AT_ONCE,
+                "num_warps": 4,
+            }
 
-def launch_dbias(launch: Launch, call: Call, given: dict[str, Any]) -> Tensor:
-    bias = call.tensors.bias
-    assert bias is not None
-    full = args.pairs_shape(call)
-    origin = call.settings.j0 % 8 if given["threshold"] is not None else 0
-    blocks = (1, 1, launch.block_m, launch.block_n)
-    counts = [-(-(n + (origin if dim == 3 else 0)) // block) for dim, (n, block) in enumerate(zip(full, blocks, strict=True))]
-    own = [1 if n == 1 else count for n, count in zip(bias.shape, counts, strict=True)]
-    shared = [count // mine if mine == 1 else 1 for mine, count in zip(own, counts, strict=True)]
-    programs = own[0] * own[1] * own[2] * own[3]
-    turns = shared[0] * shared[1] * shared[2] * shared[3]
-    splits = max(1, min(MOST_BIAS_SPLITS, turns, 1024 // max(programs, 1)))
-    dbias = torch.zeros((splits, *bias.shape), dtype=torch.float32, device=bias.device)
-    steps = dict(zip("bhmn", zip(bias.shape, dbias.stride()[1:], strict=True), strict=True))
-    if programs * turns > 0:
-        dbias_kernel[(programs * splits,)](
-            **given,
-            dbias=dbias,
-            stride_dbias_split=dbias.stride(0),
-            **{f"stride_dbias_{x}": step if n > 1 or x in "bh" else None for x, (n, step) in steps.items()},
-            tiles_h=own[1], tiles_m=own[2], tiles_n=own[3],
-            shared_b=shared[0], shared_h=shared[1], shared_m=shared[2], shared_n=shared[3],
-            bias_rows=bias.shape[2], bias_keys=bias.shape[3], splits=splits,
-            BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, num_warps=launch.num_warps, num_stages=1,
-        )  # fmt: skip
-    return dbias.sum(dim=0)
+        pointers = {"out": out, "dout": self.dout, "lse": lse, "dlse": dlse, "numbers": self.numbers_of_rows}
+        launch(delta_kernel, self.signature, pointers, numbers)
+        self.pointers["numbers"] = self.numbers_of_rows.view(torch.int64)
+
+    def keys(self, shape: Launch) -> tuple[Tensor, Tensor]:
+        """dk and dv, by position where keys are paged."""
+        dk, dv = (new_key_rows(self.call, x) for x in (self.k, self.v))
+
+        def numbers() -> tuple[int, dict[str, Any]]:
+            given, align = self.inputs(dk, dv)
+            tiles = args.num_key_tiles(self.call, shape.block_n)
+            return tiles * args.num_heads_k(self.call) * args.dense_batch(dk), {
+                **given,
+                **args.strides("dk", dk, align, keys=True),
+                **args.strides("dv", dv, align, keys=True),
+                **args.tiled(shape, tiles),
+                "scale": self.call.settings.scale,
+            }
+
+        launch(dkdv_kernel, self.signature, {**self.pointers, "dk": dk, "dv": dv}, numbers)
+        return dk, dv
+
+    def rows(self, shape: Launch, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
+        """dq, and what each row gives to its slope, shaped as lse."""
+        dq = new_rows(self.q, self.q.shape[1], self.q.shape[-1], self.q.dtype)
+        dslopes = torch.empty_like(lse) if slopes else None
+
+        def numbers() -> tuple[int, dict[str, Any]]:
+            given, align = self.inputs(dq)
+            tiles = args.num_tiles(self.call, shape.block_m)
+            return tiles * dq.shape[1] * args.dense_batch(dq), {
+                **given,
+                **args.strides("dq", dq, align),
+                **args.lse_strides(dslopes),
+                **args.tiled(shape, tiles),
+                "scale": self.call.settings.scale,
+            }
+
+        launch(dq_kernel, (slopes, self.signature), {**self.pointers, "dq": dq, "dslopes": dslopes}, numbers)
+        return dq, dslopes
+
+    def bias(self, shape: Launch) -> Tensor:
+        """dbias, fp32 and shaped as the bias."""
+        bias = self.call.tensors.bias
+        assert bias is not None
+        tiles = args.bias_tiles(self.call, bias, shape)
+        dbias = torch.zeros((tiles["splits"], *bias.shape), dtype=torch.float32, device=bias.device)
+
+        def numbers() -> tuple[int, dict[str, Any]]:
+            given, _ = self.inputs()
+            return tiles.pop("programs"), {**given, **tiles, **args.dbias_strides(dbias)}
+
+        launch(dbias_kernel, self.signature, {**self.pointers, "dbias": dbias}, numbers)
+        return dbias.sum(dim=0)
 
 
 def sink_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ SINGLE = {  # float32; exact products have no matrix units, so registers bound t
     ),
 }
 INTERPRETER = Row(512, *(Launch(16, 16, 4, 1),) * 3)
+LEAST_COPY = 4  # bytes
 MOST_PACKED_ROWS = 64  # query rows of a group that become one tile
 LEAST_KEYS = 256  # of one part of a split row
 PROGRAMS_PER_CORE = 2
@@ -95,15 +96,20 @@ def row_of(problem: Problem, device: Device) -> Row:
     memory = SHARED_MEMORY.get(device.arch, SMALLEST)
     rows = table[max(size for size in table if size <= memory)]
     width = max(problem.head_dim, problem.head_dim_v)
-    return fitted(next(row for row in rows if width <= row.width), problem)
+    return fitted(next(row for row in rows if width <= row.width), problem, device)
 
 
-def fitted(row: Row, problem: Problem) -> Row:
+def fitted(row: Row, problem: Problem, device: Device) -> Row:
     """Smaller tiles for features that hold a tile of their own in shared memory or registers: a bias or mask for every
-    pair in all kernels, dropout and ALiBi in forward, whose tiles are the largest.
+    pair in all kernels, dropout and ALiBi in forward, whose tiles are the largest. And, on Hopper, for rows that cannot
+    be copied asynchronously: ptxas miscompiles some warpgroup products of such tiles (`tests/offline` looks for that),
+    and tiles of 32 rows do without.
     """
     of_pairs = any(x is not None and not (x[2] or x[3]) for x in (problem.bias, problem.mask))
     forward, dkdv, dq = row.forward, row.dkdv, row.dq
+    if problem.alignment < LEAST_COPY and device.arch == "sm_90":
+        forward, dq = (x._replace(block_m=32, num_warps=4) for x in (forward, dq))
+        dkdv = dkdv._replace(block_n=32, num_warps=4)
     if of_pairs or problem.dropout or problem.alibi:
         forward = forward._replace(block_n=max(16, forward.block_n // 2))
     if of_pairs:

@@ -1,0 +1,56 @@
+"""Launching a kernel, and launching it again: what follows from shapes and settings is worked out once.
+
+A kernel has some sixty arguments, and Triton looks at each before a launch to find what it has compiled for them. Calls
+repeat: for a signature seen before, the compiled kernel and all its numbers are known, and only pointers are new.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+MOST_PREPARED = 4096
+
+Pointers = dict[str, Tensor | None]
+
+
+class Prepared:
+    """A compiled kernel with the arguments of one signature."""
+
+    def __init__(self, compiled: CompiledKernel, programs: int, names: list[str], arguments: dict[str, Any]):
+        self.run = compiled[(programs, 1, 1)]
+        self.pointers = [(n, name) for n, name in enumerate(names) if isinstance(arguments.get(name), Tensor)]
+        self.arguments = [arguments.get(name) for name in names]
+        for n, _ in self.pointers:
+            self.arguments[n] = None  # tensors are not kept alive
+
+    def launch(self, pointers: Pointers) -> None:
+        arguments = self.arguments.copy()
+        for n, name in self.pointers:
+            arguments[n] = pointers[name]
+        self.run(*arguments)
+
+
+prepared: dict[Hashable, Prepared | None] = {}
+
+
+def launch(
+    kernel: Any, signature: Hashable, pointers: Pointers, numbers: Callable[[], tuple[int, dict[str, Any]]]
+) -> None:
+    """Run `kernel` on the current device and stream. `numbers()` gives the programs and every argument that is no
+    pointer; `signature` is what they depend on.
+    """
+    key = (kernel.fn.__name__, signature)
+    if key in prepared:
+        known = prepared[key]
+        if known is not None:
+            known.launch(pointers)
+        return
+    programs, arguments = numbers()
+    arguments = arguments | pointers
+    compiled = kernel[(programs,)](**arguments) if programs > 0 else None
+    if programs == 0 or isinstance(compiled, CompiledKernel):
+        if len(prepared) >= MOST_PREPARED:
+            del prepared[next(iter(prepared))]
+        prepared[key] = None if programs == 0 else Prepared(compiled, programs, kernel.arg_names, arguments)
