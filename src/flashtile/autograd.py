@@ -51,7 +51,7 @@ class DirectFunction(torch.autograd.Function):
     def apply(cls, *arguments: Any) -> Any:
         if maybe_current_level() is not None or torch.compiler.is_compiling():
             return super().apply(*arguments)
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
 
 
 class Attention(DirectFunction):

@@ -62,9 +62,7 @@ def paged_call(cache: CacheTensors, features: Tensors, settings: Settings) -> Ca
         total = total + appended(cache, features)
     if device.host_readable(features.q):
         check_values(cache, table, k_pages, total, capacity)
-    tensors = features._replace(
-        k=k_pages, v=v_pages, seqused_k=total, page_table=table, leftpad_k=cache.leftpad_k
-    )
+    tensors = features._replace(k=k_pages, v=v_pages, seqused_k=total, page_table=table, leftpad_k=cache.leftpad_k)
     return Call(tensors, settings._replace(max_seqlen_k=capacity))
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from .launches import OPTIONS, Launch
 
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32",
     torch.int64: "i64",
@@ -66,7 +67,9 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
     assert registers is not None, log
     assert spilled is not None, log
-    return Compiled(launch.name, shared, int(registers[1]), int(spilled[1]), "C7515" in log or "C7514" in log, unset_registers(disassembled(kernel.asm["cubin"])))
+    # Only Hopper's warpgroup products take their operands' descriptors from uniform registers, as this reads them.
+    unset = unset_registers(disassembled(kernel.asm["cubin"])) if arch == "sm_90" else ()
+    return Compiled(launch.name, shared, int(registers[1]), int(spilled[1]), "C7515" in log or "C7514" in log, unset)
 
 
 def assembled(ptx: str, arch: str) -> str:
@@ -76,8 +79,7 @@ def assembled(ptx: str, arch: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        ptxas = PTXAS.with_name("ptxas-blackwell") if named[1].startswith("sm_1") else PTXAS
-        command = [str(ptxas), "-v", f"--gpu-name={named[1]}", str(source), "-o", os.devnull]
+        command = [get_ptxas(int(arch[3:])).path, "-v", f"--gpu-name={named[1]}", str(source), "-o", os.devnull]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
@@ -85,7 +87,7 @@ def disassembled(cubin: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(cubin)
-        command = [str(PTXAS.with_name("nvdisasm")), "-c", str(binary)]
+        command = [str(TOOLS / "nvdisasm"), "-c", str(binary)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -1,4 +1,4 @@
-"""New tokens of a KV cache in one launch: queries and keys turned to their positions, keys and values written in place."""
+"""New tokens of a KV cache in one launch: queries and keys turned to their positions, keys and values written there."""
 
 import triton
 import triton.language as tl
@@ -41,26 +41,26 @@ def append_kernel(
                     x, d, exists, position, cos, sin, stride_cos, stride_sin, rotary_positions, D, HALF, INTERLEAVED
                 )
                 found = turned + b * wide(stride_turned_b, 1) + span.head * wide(stride_turned_h, 1)
-                tl.store(found + token * wide(stride_turned_m, 1) + d, y, mask=exists & (d < D))
+                tl.store(found + token * wide(stride_turned_m, 1) + d, y, mask=d < tl.where(exists, D, 0))
         elif new_k is not None:
             head = span.head - num_heads_q
             position = held + place
             column = position // page_size
-            exists = (place < appended) & (column < num_columns)
-            page = tl.load(page_table + b * wide(stride_table_b, 1) + column, mask=exists, other=-1).to(tl.int64)
-            exists = exists & (page >= 0) & (page < num_pages)
+            nearest = tl.minimum(column, num_columns - 1)
+            page = tl.load(page_table + b * wide(stride_table_b, 1) + nearest).to(tl.int64)
+            exists = (place < appended) & (column < num_columns) & (page >= 0) & (page < num_pages)
             slot = position % page_size
             x = new_k + b * wide(stride_new_k_b, 1) + head * wide(stride_new_k_h, 1) + token * wide(stride_new_k_m, 1)
             y = rotated(
                 x, d, exists, position, cos, sin, stride_cos, stride_sin, rotary_positions, D, HALF, INTERLEAVED
             )
             found = k_cache + page * wide(stride_page_k, 1) + slot * wide(stride_slot_k, 1)
-            tl.store(found + head * wide(stride_head_k, 1) + d, y, mask=exists & (d < D))
+            tl.store(found + head * wide(stride_head_k, 1) + d, y, mask=d < tl.where(exists, D, 0))
             dv = tl.arange(0, WIDTH_V)
             x = new_v + b * wide(stride_new_v_b, 1) + head * wide(stride_new_v_h, 1) + token * wide(stride_new_v_m, 1)
             found = v_cache + page * wide(stride_page_v, 1) + slot * wide(stride_slot_v, 1)
-            values = tl.load(x + dv, mask=exists & (dv < DV))
-            tl.store(found + head * wide(stride_head_v, 1) + dv, values, mask=exists & (dv < DV))
+            values = tl.load(x + dv, mask=dv < tl.where(exists, DV, 0))
+            tl.store(found + head * wide(stride_head_v, 1) + dv, values, mask=dv < tl.where(exists, DV, 0))
 
 
 @triton.jit
@@ -71,11 +71,11 @@ def rotated(
     """The features `d` of a token, the first `2 * HALF` turned by its position's angles (Su et al., "RoFormer", section
     3.2.2): pairs (0, 1), (2, 3), ... if INTERLEAVED, else feature n with n + HALF.
     """
-    given = tl.load(x + d, mask=exists & (d < D), other=0.0)
+    given = tl.load(x + d, mask=d < tl.where(exists, D, 0), other=0.0)
     if HALF == 0:
         return given
     else:
-        turning = exists & (d < 2 * HALF)
+        turning = d < tl.where(exists, 2 * HALF, 0)
         if INTERLEAVED:
             angle, other, first = d // 2, d ^ 1, d % 2 == 0
         else:

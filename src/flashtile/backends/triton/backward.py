@@ -1,8 +1,8 @@
 """FlashAttention-2's backward pass (Dao, "FlashAttention-2", 2023, algorithm 2) without atomics, in three kernels.
 
-`delta_kernel` prepares two numbers for each row. `dkdv_kernel` owns a block of keys and walks over the rows that see it,
-`dq_kernel` owns a block of rows and walks over its keys. Each recomputes the probabilities of a tile: seven products
-instead of five, but every result has one writer, and the same call gives the same bits.
+`delta_kernel` prepares two numbers for each row. `dkdv_kernel` owns a block of keys and walks over the rows that see
+it, `dq_kernel` (`backward_rows`) owns a block of rows and walks over its keys. Each recomputes the probabilities of a
+tile: seven products instead of five, but every result has one writer, and the same call gives the same bits.
 """
 
 import triton
@@ -25,8 +25,8 @@ from .tiles import (
     key_tile,
     keys_of,
     length_of,
-    load_numbers,
     load_k,
+    load_numbers,
     load_rows,
     load_v,
     one_page,
@@ -61,9 +61,7 @@ def delta_kernel(
     delta = tl.sum(out_i.a.to(tl.float32) * dout_i.a.to(tl.float32), 1)
     if DV1 > 0:
         delta += tl.sum(out_i.b.to(tl.float32) * dout_i.b.to(tl.float32), 1)
-    lse_i = tl.load(
-        lse + b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + row, mask=exists, other=-INFINITY
-    )
+    lse_i = tl.load(lse + b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + row, mask=exists, other=-INFINITY)
     if dlse is not None:
         given = dlse + b * wide(stride_dlse_b, 1) + head * wide(stride_dlse_h, 1) + row * wide(stride_dlse_m, 1)
         delta -= tl.load(given, mask=exists, other=0.0).to(tl.float32)
@@ -97,7 +95,7 @@ def dkdv_kernel(
     if span.start < span.length:
         b = tl.where(span.sequence < batch, span.sequence, 0).to(tl.int64)
         first_q, length_q = length_of(span.sequence, cu_seqlens_q, batch, total_q)
-        range = keys_of(
+        key_range = keys_of(
             span.sequence, cu_seqlens_k, seqused_k, leftpad_k, batch, total_k, longest_k, page_table is not None
         )
         k_stride, v_stride = wide(stride_k_n, ALIGN), wide(stride_v_n, ALIGN)
@@ -105,23 +103,23 @@ def dkdv_kernel(
         if page_table is not None:
             table = page_table + b * wide(stride_table_b, 1)
             if PAGE_SIZE == 0:
-                page, range = one_page(table, num_pages, range)
+                page, key_range = one_page(table, num_pages, key_range)
             else:
                 page = 0
                 pages = Pages(table, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
         k_head = k + span.head * wide(stride_k_h, ALIGN) + page * wide(stride_k_b, ALIGN)
         v_head = v + span.head * wide(stride_v_h, ALIGN) + page * wide(stride_v_b, ALIGN)
         side = KeySide(
-            Rows(k_head + range.first * k_stride, k_stride),
-            Rows(v_head + range.first * v_stride, v_stride),
-            range,
+            Rows(k_head + key_range.first * k_stride, k_stride),
+            Rows(v_head + key_range.first * v_stride, v_stride),
+            key_range,
             pages,
         )
         tile = key_tile(side, span.start, PAGE_SIZE, BLOCK_N)
         k_j = load_k(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
         v_j = load_v(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
 
-        shift = range.length - length_q + diagonal
+        shift = key_range.length - length_q + diagonal
         window = Window(window_left, window_right, top_left)
         last = tl.minimum(span.start + BLOCK_N, side.range.end) - 1
         rows_seen = tl.where(last >= span.start, length_q, 0)  # a block without keys is seen by no row
@@ -185,7 +183,7 @@ def dkdv_of_rows(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what the blocks of rows give that need masks, or those that do not."""
-    for n in range(0, num_blocks(blocks, MASKED, BLOCK_M)):
+    for n in range(num_blocks(blocks, MASKED, BLOCK_M)):
         start_m = nth_block(blocks, n, MASKED, BLOCK_M)
         row = start_m + tl.arange(0, BLOCK_M)
         exists = row < length_q if MASKED else None

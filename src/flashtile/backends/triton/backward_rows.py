@@ -46,15 +46,13 @@ def dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`dslopes` has the shape of lse; it is `None` where nobody wants it."""
-    span = block_of(
-        tl.program_id(0), num_tiles, num_heads_q, cu_seqlens_q, batch, total_q, 0, 1, BLOCK_M, SEQUENCES
-    )
+    span = block_of(tl.program_id(0), num_tiles, num_heads_q, cu_seqlens_q, batch, total_q, 0, 1, BLOCK_M, SEQUENCES)
     if span.start < span.length:
         position = span.start + tl.arange(0, BLOCK_M)  # [M]
         exists = position < span.length
         head, head_k = span.head, span.head // (num_heads_q // num_heads_k)
         b = tl.where(span.sequence < batch, span.sequence, 0).to(tl.int64)
-        range = keys_of(
+        key_range = keys_of(
             span.sequence, cu_seqlens_k, seqused_k, leftpad_k, batch, total_k, longest_k, page_table is not None
         )
         k_stride, v_stride = wide(stride_k_n, ALIGN), wide(stride_v_n, ALIGN)
@@ -62,16 +60,16 @@ def dq_kernel(
         if page_table is not None:
             table = page_table + b * wide(stride_table_b, 1)
             if PAGE_SIZE == 0:
-                page, range = one_page(table, num_pages, range)
+                page, key_range = one_page(table, num_pages, key_range)
             else:
                 page = 0
                 pages = Pages(table, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
         k_head = k + head_k * wide(stride_k_h, ALIGN) + page * wide(stride_k_b, ALIGN)
         v_head = v + head_k * wide(stride_v_h, ALIGN) + page * wide(stride_v_b, ALIGN)
         side = KeySide(
-            Rows(k_head + range.first * k_stride, k_stride),
-            Rows(v_head + range.first * v_stride, v_stride),
-            range,
+            Rows(k_head + key_range.first * k_stride, k_stride),
+            Rows(v_head + key_range.first * v_stride, v_stride),
+            key_range,
             pages,
         )
         slope = None
@@ -85,7 +83,7 @@ def dq_kernel(
             slope,
             b,
             head,
-            range.length - span.length + diagonal,
+            key_range.length - span.length + diagonal,
         )
         window = Window(window_left, window_right, top_left)
         dropout = None
@@ -105,9 +103,7 @@ def dq_kernel(
 
         last = tl.minimum(span.start + BLOCK_M, span.length) - 1
         origin = 0 if threshold is None else -(j0 % 8)
-        blocks = key_blocks(
-            window, span.start, last, features.shift, side.range.begin, side.range.end, origin, BLOCK_N
-        )
+        blocks = key_blocks(window, span.start, last, features.shift, side.range.begin, side.range.end, origin, BLOCK_N)
         rows = position[:, None]
         dq_i, dslope_i = zeros(BLOCK_M, D0, D1), tl.zeros([BLOCK_M], tl.float32)
         dq_i, dslope_i = dq_of_keys(
@@ -132,7 +128,7 @@ def dq_of_keys(
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what the blocks give that need masks, or those that do not."""
-    for n in range(0, num_blocks(blocks, MASKED, BLOCK_N)):
+    for n in range(num_blocks(blocks, MASKED, BLOCK_N)):
         start_n = nth_block(blocks, n, MASKED, BLOCK_N)
         tile = key_tile(side, start_n, PAGE_SIZE, BLOCK_N)
         exists = tile.exists if MASKED or side.pages is not None else None

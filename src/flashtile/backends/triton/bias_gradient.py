@@ -2,14 +2,27 @@
 score gradients of all sequences, heads, rows and keys that share it. No atomics: one writer, one order.
 """
 
-import triton
 import triton.language as tl
 
 from .backward_rows import score_gradient
 from .masking import Window
 from .rng import Dropout, words_of
 from .scores import Features, Pairs, slope_of
-from .tiles import KeySide, Pages, Rows, kernel, key_tile, keys_of, length_of, load_k, load_numbers, load_rows, load_v, one_page, wide
+from .tiles import (
+    KeySide,
+    Pages,
+    Rows,
+    kernel,
+    key_tile,
+    keys_of,
+    length_of,
+    load_k,
+    load_numbers,
+    load_rows,
+    load_v,
+    one_page,
+    wide,
+)
 
 
 @kernel
@@ -46,29 +59,29 @@ def dbias_kernel(
         tile_m, turn = own_m + turn % shared_m, turn // shared_m
         head, b = own_h + turn % shared_h, (own_b + turn // shared_h).to(tl.int64)
         first_q, length_q = length_of(b, cu_seqlens_q, batch, total_q)
-        range = keys_of(b, cu_seqlens_k, seqused_k, leftpad_k, batch, total_k, longest_k, page_table is not None)
+        key_range = keys_of(b, cu_seqlens_k, seqused_k, leftpad_k, batch, total_k, longest_k, page_table is not None)
         head_k = head // (num_heads_q // num_heads_k)
         k_stride, v_stride = wide(stride_k_n, ALIGN), wide(stride_v_n, ALIGN)
         page, pages = b, None
         if page_table is not None:
             table = page_table + b * wide(stride_table_b, 1)
             if PAGE_SIZE == 0:
-                page, range = one_page(table, num_pages, range)
+                page, key_range = one_page(table, num_pages, key_range)
             else:
                 page = 0
                 pages = Pages(table, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
         k_head = k + head_k * wide(stride_k_h, ALIGN) + page * wide(stride_k_b, ALIGN)
         v_head = v + head_k * wide(stride_v_h, ALIGN) + page * wide(stride_v_b, ALIGN)
         side = KeySide(
-            Rows(k_head + range.first * k_stride, k_stride),
-            Rows(v_head + range.first * v_stride, v_stride),
-            range,
+            Rows(k_head + key_range.first * k_stride, k_stride),
+            Rows(v_head + key_range.first * v_stride, v_stride),
+            key_range,
             pages,
         )
         row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         first_key = origin + tile_n * BLOCK_N
         exists = row < length_q
-        shift = range.length - length_q + diagonal
+        shift = key_range.length - length_q + diagonal
         slope = None
         if slopes is not None:
             slope = slope_of(slopes, b, head, stride_slopes_b)
@@ -99,8 +112,8 @@ def dbias_kernel(
         k_j = load_k(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
         v_j = load_v(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
         ds = score_gradient(
-            q_i, k_j, dout_i, v_j, lse_i[:, None], delta_i[:, None], row[:, None], keys, first_key, tile.exists, features, window,
-            dropout, factor, keep_scale, True, D1, DV1, BLOCK_N, PRECISION,
+            q_i, k_j, dout_i, v_j, lse_i[:, None], delta_i[:, None], row[:, None], keys, first_key, tile.exists,
+            features, window, dropout, factor, keep_scale, True, D1, DV1, BLOCK_N, PRECISION,
         )  # fmt: skip
         total += tl.where(exists[:, None], ds.t, 0.0)
 

@@ -12,8 +12,8 @@ def combine_kernel(
     stride_out_b, stride_out_h, stride_out_m, stride_lse_b, stride_lse_h, stride_lse_split, num_heads_q, total_q,
     DV: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`partial_lse [SPLITS, ...]` is shaped as lse, `partial_out [SPLITS, ..., Dv]` contiguous with the same rows. PARTS
-    is the power of two from SPLITS on, WIDTH that from Dv on.
+    """`partial_lse [SPLITS, ...]` is shaped as lse, `partial_out [SPLITS, ..., Dv]` contiguous with the same rows.
+    PARTS is the power of two from SPLITS on, WIDTH that from Dv on.
     """
     row = tl.program_id(0) % total_q
     head = tl.program_id(0) // total_q % num_heads_q

@@ -45,17 +45,15 @@ def forward_kernel(
     window_left, window_right, top_left, diagonal, i0, j0, b0, h0, num_heads, threshold, keep_scale,
     factor, multiplier, softcap,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    PACK: tl.constexpr, SPLITS: tl.constexpr, SEQUENCES: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACK: tl.constexpr, SPLITS: tl.constexpr, SEQUENCES: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Strides of q, k, v and out come in units of ALIGN elements, so that the compiler knows how they are aligned.
     `total_q`, `total_k` are tokens, or positions of a dense sequence. `factor` makes base-2 logarithms of scores,
     `multiplier` makes scores of products.
     """
     split, program = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    span = block_of(
-        program, num_tiles, num_heads_q // PACK, cu_seqlens_q, batch, total_q, 0, PACK, BLOCK_M, SEQUENCES
-    )
+    span = block_of(program, num_tiles, num_heads_q // PACK, cu_seqlens_q, batch, total_q, 0, PACK, BLOCK_M, SEQUENCES)
     if span.start < span.length * PACK:
         row = span.start + tl.arange(0, BLOCK_M)
         position, head = row // PACK, span.head * PACK + row % PACK  # [M]
@@ -67,7 +65,7 @@ def forward_kernel(
         q_rows = q + b * wide(stride_q_b, ALIGN) + head * wide(stride_q_h, ALIGN) + token * wide(stride_q_m, ALIGN)
         q_i = load_rows(q_rows[:, None], exists, D, D0, D1)  # [M, D]
 
-        range = keys_of(
+        key_range = keys_of(
             span.sequence, cu_seqlens_k, seqused_k, leftpad_k, batch, total_k, longest_k, page_table is not None
         )
         k_stride, v_stride = wide(stride_k_n, ALIGN), wide(stride_v_n, ALIGN)
@@ -77,17 +75,17 @@ def forward_kernel(
         if page_table is not None:
             table = page_table + b * wide(stride_table_b, 1)
             if PAGE_SIZE == 0:
-                page, range = one_page(table, num_pages, range)
+                page, key_range = one_page(table, num_pages, key_range)
             else:
                 page = 0
                 pages = Pages(table, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
         side = KeySide(
-            Rows(k_head + page * wide(stride_k_b, ALIGN) + range.first * k_stride, k_stride),
-            Rows(v_head + page * wide(stride_v_b, ALIGN) + range.first * v_stride, v_stride),
-            range,
+            Rows(k_head + page * wide(stride_k_b, ALIGN) + key_range.first * k_stride, k_stride),
+            Rows(v_head + page * wide(stride_v_b, ALIGN) + key_range.first * v_stride, v_stride),
+            key_range,
             pages,
         )
-        shift = range.length - span.length + diagonal
+        shift = key_range.length - span.length + diagonal
         column = head[:, None]  # [M, 1]
         slope = None
         if slopes is not None:
@@ -110,9 +108,7 @@ def forward_kernel(
 
         last = tl.minimum((span.start + BLOCK_M - 1) // PACK, span.length - 1)
         origin = 0 if threshold is None else -(j0 % 8)
-        blocks = key_blocks(
-            window, span.start // PACK, last, shift, side.range.begin, side.range.end, origin, BLOCK_N
-        )
+        blocks = key_blocks(window, span.start // PACK, last, shift, side.range.begin, side.range.end, origin, BLOCK_N)
         if SPLITS > 1:
             blocks = part_of(blocks, split, SPLITS, BLOCK_N)
 
@@ -135,7 +131,9 @@ def forward_kernel(
         out_rows = out + split * wide(stride_out_split, 1) + b * wide(stride_out_b, ALIGN)
         out_rows += head * wide(stride_out_h, ALIGN) + token * wide(stride_out_m, ALIGN)
         store_rows(out_rows[:, None], scaled(state.acc, weight[:, None], DV1), exists, DV, DV0, DV1)
-        lse_rows = lse + split * wide(stride_lse_split, 1) + b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + token
+        lse_rows = (
+            lse + split * wide(stride_lse_split, 1) + b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + token
+        )
         tl.store(lse_rows, row_lse, mask=exists)
 
 
@@ -146,7 +144,7 @@ def attend(
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The rows' state after the blocks that need masks, or after those that do not."""
-    for n in range(0, num_blocks(blocks, MASKED, BLOCK_N)):
+    for n in range(num_blocks(blocks, MASKED, BLOCK_N)):
         start_n = nth_block(blocks, n, MASKED, BLOCK_N)
         tile = key_tile(side, start_n, PAGE_SIZE, BLOCK_N)
         exists = tile.exists if MASKED or side.pages is not None else None

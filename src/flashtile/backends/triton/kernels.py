@@ -1,4 +1,4 @@
-"""The Triton backend's two entries: results are allocated, arguments packed, kernels launched on the tensors' device."""
+"""The Triton backend's entries: results are allocated, arguments packed, kernels launched on the tensors' device."""
 
 import contextlib
 from collections.abc import Hashable
@@ -73,7 +73,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
         pointers = {**args.pointers(call, q, k, v), "sinks": call.tensors.sinks, "out": found, "lse": found_lse}
         launch(forward_kernel, signature, pointers, numbers)
         if splits > 1:
-            parts = {"partial_out": found, "partial_lse": found_lse, "out": out, "lse": lse}
+            parts: dict[str, Tensor | None] = {"partial_out": found, "partial_lse": found_lse, "out": out, "lse": lse}
             launch(combine_kernel, signature, parts, numbers_of_parts)
     return out, lse
 
@@ -83,14 +83,15 @@ def append_and_rotate(call: Call, cache: CacheTensors, interleaved: bool) -> Cal
     if cache.k is None and cache.rotary_cos is None:
         return call
     t = call.tensors
-    if t.k.stride(-1) != 1 or t.v.stride(-1) != 1:  # a copy of the cache would not be the cache
+    assert t.page_table is not None
+    # A copy of the cache would not be the cache; and a table without columns has nothing to look at.
+    if t.k.stride(-1) != 1 or t.v.stride(-1) != 1 or t.page_table.shape[1] == 0:
         return in_operations(call, cache, interleaved)
     q = args.rows_last(t.q)
     turned = None if cache.rotary_cos is None else new_rows(q, q.shape[1], q.shape[-1], q.dtype)
     new_k, new_v, cos, sin = (
         None if x is None else args.rows_last(x) for x in (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
     )
-    assert t.page_table is not None
     pointers = {
         "q": q,
         "turned": turned,
@@ -271,7 +272,7 @@ def sum_to_heads(rows: Tensor) -> Tensor:
 
 
 def new_key_rows(call: Call, x: Tensor) -> Tensor:
-    """Uninitialised gradients for k or v. Pages may be shared: their gradients come by position first, `[B, H, S, D]`."""
+    """Uninitialised gradients for k or v. Pages may be shared: theirs come by position first, `[B, H, S, D]`."""
     if call.layout == "dense":
         return new_rows(x, x.shape[1], x.shape[-1], x.dtype)
     if call.layout == "varlen":

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
 MOST_PREPARED = 4096
 
@@ -18,7 +17,7 @@ Pointers = dict[str, Tensor | None]
 class Prepared:
     """A compiled kernel with the arguments of one signature."""
 
-    def __init__(self, compiled: CompiledKernel, programs: int, names: list[str], arguments: dict[str, Any]):
+    def __init__(self, compiled: Any, programs: int, names: list[str], arguments: dict[str, Any]):
         self.run = compiled[(programs, 1, 1)]
         self.pointers = [(n, name) for n, name in enumerate(names) if isinstance(arguments.get(name), Tensor)]
         self.arguments = [arguments.get(name) for name in names]
@@ -50,7 +49,8 @@ def launch(
     programs, arguments = numbers()
     arguments = arguments | pointers
     compiled = kernel[(programs,)](**arguments) if programs > 0 else None
-    if programs == 0 or isinstance(compiled, CompiledKernel):
-        if len(prepared) >= MOST_PREPARED:
-            del prepared[next(iter(prepared))]
-        prepared[key] = None if programs == 0 else Prepared(compiled, programs, kernel.arg_names, arguments)
+    if compiled is None and programs > 0:  # Triton's interpreter: nothing was compiled
+        return
+    if len(prepared) >= MOST_PREPARED:
+        del prepared[next(iter(prepared))]
+    prepared[key] = None if compiled is None else Prepared(compiled, programs, kernel.arg_names, arguments)

@@ -56,18 +56,19 @@ def slope_of(slopes, sequence, head, stride_b):
 
 @triton.jit
 def load_pairs(x, features, rows, keys, inside, OTHER: tl.constexpr):
-    """`[M, N]`, or one row or column where the tensor is broadcast; `inside` is `None` where every key exists. Rows past
-    the last one repeat it.
+    """`[M, N]`, or one row or column where the tensor is broadcast; `inside` is `None` where every key exists. Rows
+    past the last one repeat it.
     """
     pointers = x.data + (features.sequence * wide(x.stride_b, 1) + features.head * wide(x.stride_h, 1))
     if x.stride_m is not None:
         pointers += tl.minimum(rows, x.num_rows - 1) * wide(x.stride_m, 1)
     if x.stride_n is None:
         return tl.load(pointers)
-    elif inside is None:
-        return tl.load(pointers + keys * wide(x.stride_n, 1))
     else:
-        return tl.load(pointers + keys * wide(x.stride_n, 1), mask=inside, other=OTHER)
+        if inside is None:
+            return tl.load(pointers + keys * wide(x.stride_n, 1))
+        else:
+            return tl.load(pointers + keys * wide(x.stride_n, 1), mask=inside, other=OTHER)
 
 
 @triton.jit

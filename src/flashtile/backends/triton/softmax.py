@@ -18,18 +18,17 @@ INFINITY = tl.constexpr(float("inf"))
 
 class RowState(NamedTuple):
     m: tl.tensor  # [M] running maximum, -inf before anything is seen
-    l: tl.tensor  # [M] sum of exp2((t - m) * factor)
+    l: tl.tensor  # [M] sum of exp2((t - m) * factor)  # noqa: E741
     acc: Chunks  # [M, Dv] sum of exp2((t - m) * factor) * v
 
 
 @triton.jit
 def start(sinks, heads, factor, with_sink, acc, M: tl.constexpr):
-    """The state before the first key. A sink is a key without a value; `heads [M]` names each row's.
-    """
+    """The state before the first key. A sink is a key without a value; `heads [M]` names each row's."""
     m = tl.full([M], -float("inf"), tl.float32)
     l = tl.zeros([M], tl.float32)  # noqa: E741
     if sinks is not None:
-        m = l + tl.load(sinks + heads, mask=with_sink, other=-INFINITY).to(tl.float32) * (LOG2E / factor)
+        m = tl.where(with_sink, tl.load(sinks + heads).to(tl.float32) * (LOG2E / factor), m)
         l = tl.where(m == -INFINITY, 0.0, 1.0)  # noqa: E741
     return RowState(m, l, acc)
 

@@ -38,6 +38,7 @@ class Row(NamedTuple):
     dq: Launch
 
 
+KIB = 1024
 SHARED_MEMORY = {  # KiB that one program may take
     "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99,
     "sm_121": 99, "gfx942": 64, "gfx950": 160,
@@ -75,8 +76,8 @@ SINGLE = {  # float32; exact products have no matrix units, so registers bound t
 INTERPRETER = Row(512, *(Launch(16, 16, 4, 1),) * 3)
 LEAST_COPY = 4  # bytes
 MOST_PACKED_ROWS = 64  # query rows of a group that become one tile
-LEAST_KEYS = 256  # of one part of a split row
-PROGRAMS_PER_CORE = 2
+KEYS_TIMES_WIDTH = 8192  # of a tile that decodes
+LEAST_KEYS = 128  # of one part of a split row
 
 
 def tile(problem: Problem, device: Device) -> Tile:
@@ -85,8 +86,14 @@ def tile(problem: Problem, device: Device) -> Tile:
     packed_rows = max(problem.seqlen_q, 1) * group
     if packed_rows > MOST_PACKED_ROWS:
         return Tile(row.forward, row.dkdv, row.dq)
-    block_m = max(16, power_of_two(packed_rows))
-    return Tile(row.forward._replace(block_m=block_m, num_warps=4), row.dkdv, row.dq, pack=group)
+    return Tile(decoding(row, packed_rows), row.dkdv, row.dq, pack=group)
+
+
+def decoding(row: Row, packed_rows: int) -> Launch:
+    """Few rows: reading keys is all the work, so that tiles are small enough for two programs on a core."""
+    given = row.forward
+    block_n = min(given.block_n, max(16, KEYS_TIMES_WIDTH // row.width))
+    return Launch(max(16, power_of_two(packed_rows)), block_n, 4, given.num_stages)
 
 
 def row_of(problem: Problem, device: Device) -> Row:
@@ -101,16 +108,18 @@ def row_of(problem: Problem, device: Device) -> Row:
 
 def fitted(row: Row, problem: Problem, device: Device) -> Row:
     """Smaller tiles for features that hold a tile of their own in shared memory or registers: a bias or mask for every
-    pair in all kernels, dropout and ALiBi in forward, whose tiles are the largest. And, on Hopper, for rows that cannot
-    be copied asynchronously: ptxas miscompiles some warpgroup products of such tiles (`tests/offline` looks for that),
-    and tiles of 32 rows do without.
+    pair in all kernels, any bias, dropout and ALiBi in forward, whose tiles are the largest.
+
+    And, on Hopper, for rows that cannot be copied asynchronously: ptxas miscompiles some warpgroup products of such
+    tiles (`tests/offline` looks for that), and tiles of 32 rows do without.
     """
-    of_pairs = any(x is not None and not (x[2] or x[3]) for x in (problem.bias, problem.mask))
+    given = [x for x in (problem.bias, problem.mask) if x is not None]
+    of_pairs = any(not (x[2] or x[3]) for x in given)
     forward, dkdv, dq = row.forward, row.dkdv, row.dq
     if problem.alignment < LEAST_COPY and device.arch == "sm_90":
         forward, dq = (x._replace(block_m=32, num_warps=4) for x in (forward, dq))
         dkdv = dkdv._replace(block_n=32, num_warps=4)
-    if of_pairs or problem.dropout or problem.alibi:
+    if given or problem.dropout or problem.alibi:
         forward = forward._replace(block_n=max(16, forward.block_n // 2))
     if of_pairs:
         dkdv = dkdv._replace(block_m=max(16, dkdv.block_m // 2))
@@ -123,5 +132,5 @@ def num_splits(problem: Problem, device: Device) -> int:
     chosen = tile(problem, device)
     blocks = -(-max(problem.seqlen_q, 1) * chosen.pack // chosen.forward.block_m)
     programs = max(1, blocks * problem.num_heads_q // chosen.pack * problem.batch)
-    wanted = device.cores * PROGRAMS_PER_CORE // programs
+    wanted = device.cores // programs
     return max(1, min(wanted, problem.seqlen_k // LEAST_KEYS))

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-
-POINTERS = frozenset(
-    "q k v out lse dout dlse mask bias slopes sinks seed cu_seqlens_q cu_seqlens_k seqused_k page_table leftpad_k "
-    "numbers dq dk dv dbias dslopes partial_out partial_lse turned k_cache v_cache new_k new_v cos sin lengths".split()
-)
+# Of all kernels; what has another name is a number.
+POINTERS = {
+    "q", "k", "v", "out", "lse", "dout", "dlse", "numbers", "dq", "dk", "dv", "dbias", "dslopes",
+    "mask", "bias", "slopes", "sinks", "seed",
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "leftpad_k",
+    "partial_out", "partial_lse",
+    "turned", "k_cache", "v_cache", "new_k", "new_v", "cos", "sin", "lengths",
+}  # fmt: skip
 
 
 def kernel(function: Any) -> Any:
@@ -163,14 +166,14 @@ def keys_of(sequence, cu_seqlens, seqused, leftpad, batch, total, longest, PAGED
 
 
 @triton.jit
-def one_page(table, num_pages, range):
-    """A table of one column, as a dense cache has it: where the sequence lies as a whole, and its keys. An entry outside
-    the pages holds none.
+def one_page(table, num_pages, key_range):
+    """A table of one column, as a dense cache has it: where the sequence lies as a whole, and its keys. An entry
+    outside the pages holds none.
     """
     page = tl.load(table)
     exists = (page >= 0) & (page < num_pages)
-    end = tl.where(exists, range.end, 0)
-    return tl.where(exists, page, 0).to(tl.int64), KeyRange(range.first, range.length, range.begin, end)
+    end = tl.where(exists, key_range.end, 0)
+    return tl.where(exists, page, 0).to(tl.int64), KeyRange(key_range.first, key_range.length, key_range.begin, end)
 
 
 @triton.jit
@@ -182,14 +185,15 @@ def key_tile(side, start, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
         return KeyTile(start, 0, 0, exists)
     else:
         if PAGE_SIZE % N == 0:
-            inside = (start >= 0) & (start < side.range.end)
-            page = tl.load(side.pages.table + start // PAGE_SIZE, mask=inside, other=-1)
-            slot = start % PAGE_SIZE
+            nearest = tl.maximum(tl.minimum(start, side.range.end - 1), 0)
+            page = tl.load(side.pages.table + nearest // PAGE_SIZE)
+            end = tl.where((page >= 0) & (page < side.pages.num_pages), side.range.end, 0)
+            page = tl.where(end > 0, page, 0)
+            return KeyTile(start, page.to(tl.int64), start % PAGE_SIZE, exists & (position < end))
         else:
             page = tl.load(side.pages.table + position // PAGE_SIZE, mask=exists, other=-1)
-            slot = position % PAGE_SIZE
-        in_pages = (page >= 0) & (page < side.pages.num_pages)
-        return KeyTile(start, tl.where(in_pages, page, 0).to(tl.int64), slot, exists & in_pages)
+            in_pages = (page >= 0) & (page < side.pages.num_pages)
+            return KeyTile(start, tl.where(in_pages, page, 0).to(tl.int64), position % PAGE_SIZE, exists & in_pages)
 
 
 @triton.jit
@@ -197,10 +201,11 @@ def key_pointers(x, page_stride, pages, tile, PAGE_SIZE: tl.constexpr, N: tl.con
     """Pointers `[N, 1]` to a block of rows of k or v."""
     if pages is None:
         return row_pointers(x, tile.start, N)
-    elif PAGE_SIZE % N == 0:
-        return row_pointers(Rows(x.data + tile.page * page_stride, x.stride), tile.slot, N)
     else:
-        return (x.data + (tile.page * page_stride + tile.slot * x.stride))[:, None]
+        if PAGE_SIZE % N == 0:
+            return row_pointers(Rows(x.data + tile.page * page_stride, x.stride), tile.slot, N)
+        else:
+            return (x.data + (tile.page * page_stride + tile.slot * x.stride))[:, None]
 
 
 @triton.jit
@@ -230,12 +235,12 @@ def load_chunk(pointers, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl
     if FIRST + WIDTH > D:
         if exists is None:
             return tl.load(pointers + d, mask=d < D, other=0.0)
-        else:
-            return tl.load(pointers + d, mask=exists[:, None] & (d < D), other=0.0)
-    elif exists is None:
-        return tl.load(pointers + d)
+        return tl.load(pointers + d, mask=exists[:, None] & (d < D), other=0.0)
     else:
-        return tl.load(pointers + d, mask=exists[:, None], other=0.0)
+        if exists is None:
+            return tl.load(pointers + d)
+        else:
+            return tl.load(pointers + d, mask=exists[:, None], other=0.0)
 
 
 @triton.jit
@@ -249,17 +254,13 @@ def load_rows(pointers, exists, D: tl.constexpr, D0: tl.constexpr, D1: tl.conste
 
 @triton.jit
 def load_numbers(pointers, exists):
-    """Two numbers of each row, fp32 `[M]`: lse as a base-2 logarithm and delta. They lie side by side and are read as one
-    integer, for the layout in which a tile wants them makes each thread read many. Rows that do not exist get infinity,
-    which makes their probabilities 0; `exists` is `None` where every row does.
+    """Two numbers of each row, fp32 `[M]`: lse as a base-2 logarithm and delta. They lie side by side and are read as
+    one integer, for the layout in which a tile wants them makes each thread read many. Rows that do not exist get
+    infinity, which makes their probabilities 0; `exists` is `None` where every row does.
     """
-    if exists is None:
-        pair = tl.load(pointers)
-    else:
-        pair = tl.load(pointers, mask=exists, other=0x7F800000)
-    return (pair & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True), (pair >> 32).to(tl.int32).to(
-        tl.float32, bitcast=True
-    )
+    pair = tl.load(pointers) if exists is None else tl.load(pointers, mask=exists, other=0x7F800000)
+    low, high = (pair & 0xFFFFFFFF).to(tl.int32), (pair >> 32).to(tl.int32)
+    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -1,0 +1,88 @@
+"""The Triton kernels in Triton's interpreter, on CPU tensors: the contract on small shapes. `tests/test_interpreter.py`
+runs this in a process of its own, for the interpreter is a mode of the whole process.
+
+bf16 products are wrong there, so that fp16 and fp32 stand for all.
+"""
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from checking import offsets
+from variants import VARIANTS
+
+import flashtile
+from flashtile.testing.generate import random_case
+from flashtile.testing.oracle import solve
+from flashtile.testing.poison import poisoned_allocation
+from flashtile.testing.tolerance import compare
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities that the contract allows
+]
+LENGTHS = (1, 15, 17, 33)
+CHOSEN = (
+    "hdim 64 causal", "hdim 96", "hdim 33/5", "fp32", "fp32 everything", "top left", "window", "negative scale",
+    "softcap",
+    "bias", "bias of heads and keys", "bias of sequences and rows", "one bias", "mask", "slopes", "slopes of sequences",
+    "sinks", "dropout", "packed", "packed window", "packed everything", "paged", "one query", "packed, three queries",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_variants(name: str) -> None:
+    variant = VARIANTS[name]
+    variant = replace(variant, dtype=torch.float32 if variant.dtype is torch.float32 else torch.float16)
+    variant = replace(variant, head_dim=min(variant.head_dim, 96))
+    case = variant.case(1, "cpu", LENGTHS)
+    with poisoned_allocation():
+        results = case.run("triton")
+    wrong = [str(x) for x in compare(results, case, solve(case)) if not x.ok]
+    assert not wrong, "\n".join([case.description, *wrong])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_caches(seed: int) -> None:
+    """Dense caches and pages, appended and rotated tokens, packed queries, splits."""
+    rng = random.Random(seed)
+    case = random_case(seed, dtypes=(torch.float16, torch.float32), function="attention_with_kvcache")
+    if max(case.arguments["q"].shape[-1], case.arguments["k_cache"].shape[-2]) > 160:
+        pytest.skip("large")
+    if case.arguments.get("score_mod") is not None:
+        case.arguments["score_mod"] = None
+    case.arguments["num_splits"] = rng.choice((None, 1, 3))
+    expected = solve(case)
+    wrong = [str(x) for x in compare(case.run("triton"), case, expected) if not x.ok]
+    assert not wrong, "\n".join([case.description, *wrong])
+
+
+def test_shards_count_from_where_they_lie() -> None:
+    """Positions, windows, ALiBi and dropout of a part of a larger call, whose keys begin anywhere in a counter."""
+    from flashtile.explain import described_call
+    from flashtile.plan import plan_call
+
+    q, k, v = (torch.randn(2, 2, n, 16) for n in (20, 37, 37))
+    given = {"causal": True, "alibi_slopes": torch.rand(2), "dropout_p": 0.3, "dropout_seed": 9, "window": (30, 0)}
+    for i0, j0 in ((0, 0), (3, 5), (17, 8)):
+        results = []
+        for backend in ("triton", "reference"):
+            call = described_call(q, k, v, None, None, given | {"backend": backend})
+            settings = call.settings._replace(b0=1, h0=2, i0=i0, j0=j0, diagonal=9, num_heads=7)
+            chosen = plan_call(call._replace(settings=settings))
+            results.append(chosen.kernels().forward(chosen, call._replace(settings=settings)))
+        for x, y in zip(*results, strict=True):
+            torch.testing.assert_close(x, y, atol=2e-6, rtol=2e-6)
+
+
+def test_offsets_outside_the_tokens_are_keys_that_do_not_exist() -> None:
+    from unittest import mock
+
+    q, k, v = (torch.randn(30, 2, 16) for _ in range(3))
+    good, bad = offsets(10, 1, 19), torch.tensor([0, 10, 11, 1000], dtype=torch.int32)
+    expected = flashtile.attention_varlen(q, k, v, good, good, backend="triton")
+    with mock.patch("flashtile.device.host_readable", return_value=False):
+        found = flashtile.attention_varlen(q, k, v, bad, bad, backend="triton")
+    assert torch.equal(found, expected)

@@ -1,0 +1,57 @@
+"""Compile the shipped kernels for every architecture: `PYTHONPATH=tests python -m offline --full --out FILE.csv`."""
+
+import csv
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import triton
+from rich.console import Console
+from rich.progress import track
+
+from flashtile.backends.triton.tables import KIB, SHARED_MEMORY
+
+from .compiled import compile_launch
+from .families import ARCHITECTURES, FAMILIES, call_of_family
+from .launches import launches_of
+
+
+@click.command()
+@click.option("--full", is_flag=True, help="Every family; else one.")
+@click.option("--arch", "architectures", multiple=True, help="May be repeated.  [default: all]")
+@click.option("--out", type=click.Path(path_type=Path), help="A CSV file of the results.")
+def main(full: bool, architectures: tuple[str, ...], out: Path | None) -> None:
+    """Exit code 1 if a kernel does not compile, takes more shared memory than its chip has, or is compiled wrongly."""
+    work = [
+        (arch, family, launch)
+        for family in (FAMILIES if full else FAMILIES[:1])
+        for arch in architectures or ARCHITECTURES
+        for launch in launches_of(call_of_family(family), arch)
+    ]
+    rows, wrong = [], []
+    for arch, family, launch in track(work, "compiling", console=Console(stderr=True)):
+        start = time.perf_counter()
+        try:
+            found = asdict(compile_launch(launch, arch))
+        except Exception as error:
+            wrong.append(f"{arch} {family} {launch.name}: {type(error).__name__}: {str(error)[-300:]}")
+            continue
+        if found["shared"] > SHARED_MEMORY[arch] * KIB:
+            wrong.append(f"{arch} {family} {launch.name}: {found['shared']} bytes of shared memory")
+        if found["unset"]:
+            wrong.append(f"{arch} {family} {launch.name}: reads registers that nothing has written")
+        seconds = round(time.perf_counter() - start, 1)
+        rows.append({"triton": triton.__version__, "arch": arch, "family": family, **found, "seconds": seconds})
+    if out is not None and rows:
+        with out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    click.echo("\n".join([*wrong, f"{len(rows)} kernels compiled, {len(wrong)} wrong, Triton {triton.__version__}"]))
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Shipped kernels compile for GPUs that are not here, one launch for each architecture; `python -m offline --full` does
+all of them.
+"""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from offline.compiled import compile_launch, unset_registers
+from offline.families import ARCHITECTURES, call_of_family
+from offline.launches import launches_of
+
+from flashtile.backends.triton.tables import KIB, SHARED_MEMORY
+
+CHOSEN = {  # family and kernel for each
+    "sm_80": ("hdim 64 causal", "dkdv"),
+    "sm_86": ("one query", "forward"),
+    "sm_89": ("bias", "forward"),
+    "sm_90": ("hdim 128", "forward"),
+    "sm_100": ("packed", "forward"),
+    "sm_120": ("slopes", "dq"),
+    "gfx942": ("hdim 64 causal", "forward"),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiles_within_the_chip(arch: str) -> None:
+    family, kernel = CHOSEN[arch]
+    (launch,) = [x for x in launches_of(call_of_family(family), arch) if x.name == kernel]
+    found = compile_launch(launch, arch)
+    assert 0 < found.shared <= SHARED_MEMORY[arch] * KIB
+    assert not found.unset
+
+
+def test_the_long_loop_stays_asynchronous_on_hopper() -> None:
+    """ptxas serializes matrix products when it finds no way to keep their operands apart, and says so."""
+    (launch,) = [x for x in launches_of(call_of_family("hdim 64 causal"), "sm_90") if x.name == "forward"]
+    found = compile_launch(launch, "sm_90")
+    assert not found.serialized
+    assert found.spilled == 0
+
+
+def test_a_register_that_nothing_has_written_is_found() -> None:
+    good = "/*0010*/ ULDC.64 UR4, c[0x0][0x208] ;\n/*0020*/ LDG.E R2, desc[UR4][R2.64] ;"
+    bad = "/*0030*/ UIADD3 UR26, UP0, UR26, 0x20, URZ ;"
+    assert unset_registers(good) == ()
+    assert len(unset_registers(good + "\n" + bad)) == 1
+    assert len(unset_registers("/*0010*/ HGMMA.64x16x16.F32 R56, R28, gdesc[UR24].tnspB, R56 ;")) == 1
