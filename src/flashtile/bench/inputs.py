@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..testing.case import Case
 from ..testing.inputs import query_key_value
+from .captured import HEAD_DIM, HEADS, captured
 from .cell import Cell
 
 
@@ -47,10 +48,27 @@ def query_key_values(cell: Cell, shapes: list[tuple[int, ...]], normal: Any, dev
     """q, k, v with tokens before heads; of the kind `cell.inputs`."""
     if cell.inputs == "normal":
         return tuple(normal(*shape) for shape in shapes)
+    if cell.inputs == "captured":
+        return captured_values(cell, seed, device)
     generator = torch.Generator().manual_seed(seed)  # heads before tokens, as the testing inputs are
     swapped = tuple((*shape[:-3], shape[-2], shape[-3], shape[-1]) for shape in shapes)
     made = query_key_value(cell.inputs, swapped, cell.torch_dtype, generator)
     return tuple(x.transpose(-3, -2).contiguous().to(device) for x in made)
+
+
+def captured_values(cell: Cell, seed: int, device: torch.device) -> list[Tensor]:
+    """q, k, v [B, S, H, D] of the trained model, as many of its heads as the cell has.
+
+    Raises:
+        ValueError: the cell has other heads than the model.
+    """
+    square = not cell.lengths and cell.keys == cell.seqlen_q and cell.num_heads_kv == cell.heads
+    if not square or cell.heads > HEADS or (cell.head_dim, cell.width_v) != (HEAD_DIM, HEAD_DIM):
+        raise ValueError(
+            f"captured inputs are dense, with up to {HEADS} heads of {HEAD_DIM} and as many keys as queries"
+        )
+    found = captured(cell.batch, cell.seqlen_q, seed)
+    return [x[:, : cell.heads].transpose(1, 2).to(device, cell.torch_dtype).contiguous() for x in found]
 
 
 def features(cell: Cell, device: torch.device, normal: Any) -> dict[str, Any]:

@@ -30,17 +30,16 @@ def tables(results: Results) -> Iterator[Table]:
 def table(results: Results, measure: str, cells: list[Cell]) -> Table:
     unit, scale = unit_of(results, cells)
     grid = Table(title=f"{TITLES[measure]}, {unit}", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    grid.add_column("")
     grid.add_column("", no_wrap=True)
-    headings = ["median", "20%", "80%", f"× {results.reference}" if results.reference else "", "host µs"]
-    for heading in headings:
+    host = any(row.host_seconds is not None for row in results.rows if row.cell in cells)
+    reference = f"× {results.reference}" if results.reference else ""
+    for heading in ("median", "20%", "80%", reference, "host µs" if host else ""):
         grid.add_column(heading, justify="right", no_wrap=True)
     for cell in cells:
         rows = [row for row in results.rows if row.cell == cell and row.status in (OK, WRONG)]
-        for n, row in enumerate(rows):
-            grid.add_row("" if n else cell.label(), row.provider, *entries(row, scale))
-        if not rows:
-            grid.add_row(cell.label(), Text("nothing measured", style="dim"))
+        grid.add_row(Text(cell.label(), style="" if rows else "dim"))
+        for row in rows:
+            grid.add_row(f"  {row.provider}", *entries(row, scale))
     return grid
 
 

@@ -1,6 +1,7 @@
 """Random problems over the whole contract, each reproducible from its seed."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; what the oracle's time is proportional to
 AROUND = (16, 32, 64, 128, 256)  # tile sizes: lengths on both sides of them matter
 NAN = float("nan")
+# Queries, keys and values of given shapes [..., S, D], in place of random ones.
+Values = Callable[[tuple[tuple[int, ...], ...], torch.dtype, random.Random], tuple[Tensor, Tensor, Tensor]]
 
 
 def random_case(
@@ -23,9 +26,10 @@ def random_case(
     device: torch.device | str = "cpu",
     dtypes: tuple[torch.dtype, ...] | None = None,
     function: str | None = None,
+    values: Values | None = None,
 ) -> Case:
-    """The problem number `seed`; the same values on every device."""
-    draw = _Draw(seed, torch.device(device), dtypes or DTYPES)
+    """The problem number `seed`; the same values on every device. q, k and v come from `values` if it is given."""
+    draw = _Draw(seed, torch.device(device), dtypes or DTYPES, values)
     function = function or draw.pick({"attention": 6, "attention_varlen": 4})
     if function == "attention":
         return _dense_case(draw)
@@ -37,8 +41,9 @@ def random_case(
 class _Draw:
     """The random choices that dense and varlen problems have in common."""
 
-    def __init__(self, seed: int, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+    def __init__(self, seed: int, device: torch.device, dtypes: tuple[torch.dtype, ...], values: Values | None) -> None:
         self.seed = seed
+        self.values = values
         self.device = device
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -76,7 +81,10 @@ class _Draw:
 
     def query_key_value(self, *shapes: tuple[int, ...]) -> list[Tensor]:
         """q, k, v [..., H, S, D] on the CPU, rarely with one NaN, or an infinity in V."""
-        tensors = query_key_value(self.kind, shapes, self.dtype, self.generator)
+        if self.values is None:
+            tensors = query_key_value(self.kind, shapes, self.dtype, self.generator)
+        else:
+            tensors = self.values(shapes, self.dtype, self.rng)
         if not self.plain and self.chance(0.04):
             which = self.rng.randrange(3)
             values = [NAN] if which < 2 else [NAN, float("inf"), -float("inf")]
