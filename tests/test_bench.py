@@ -107,7 +107,7 @@ def test_the_sweeps_of_the_project(path: Path) -> None:
 
 def test_cells_travel_as_json() -> None:
     cell = Cell(window=(3, 0), lengths=(3, 4), seqlen_q=4)
-    job = Job(cell, "plain", "cpu")
+    job = Job((cell, SMALL), "plain", "cpu")
     assert Job.from_json(job.as_json()) == job
 
 
@@ -367,20 +367,23 @@ def test_unknown_providers_are_refused() -> None:
 # Fresh processes -----------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_a_fresh_process() -> None:
+def test_memory_of_a_fresh_process(tmp_path: Path) -> None:
     scores = 2 * 1024 * 1024 * 4
-    cell = Cell(measure="forward_memory", heads=2, seqlen_q=1024, head_dim=16)
+    cells = tuple(Cell(measure="forward_memory", heads=2, seqlen_q=n, head_dim=16) for n in (512, 1024))
     for name, least, most in (("plain", scores, 4 * scores), ("sdpa:flash", 1, scores)):
-        (finding,) = samples(Job(cell, name, "cpu"), 1)
-        assert least <= finding["value"] <= most, finding
+        short, long = in_fresh_process(Job(cells, name, "cpu"), str(tmp_path))
+        assert least <= long["value"] <= most, long
+        assert short["value"] < long["value"]
 
 
 def test_first_calls_and_failures_of_fresh_processes(tmp_path: Path) -> None:
     cell = replace(SMALL, measure="first_call_cold")
-    finding = in_fresh_process(Job(cell, "flashtile", "cpu"), str(tmp_path))
+    (finding,) = samples(Job((cell,), "flashtile", "cpu"), 1)
     assert 1e-4 < finding["value"] < 60
-    assert "declined" in in_fresh_process(Job(cell, "fa4", "cpu"), str(tmp_path))
-    assert "error" in in_fresh_process(Job(cell, "nobody", "cpu"), str(tmp_path))
+    (finding,) = in_fresh_process(Job((cell,), "fa4", "cpu"), str(tmp_path))
+    assert "declined" in finding
+    (finding,) = in_fresh_process(Job((cell,), "nobody", "cpu"), str(tmp_path))
+    assert "there is no provider" in finding["error"]
 
 
 # The command ---------------------------------------------------------------------------------------------------------

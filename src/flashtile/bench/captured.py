@@ -18,13 +18,22 @@ HEADS, HEAD_DIM = Shape().layers * Shape().heads, Shape().head_dim
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-@functools.cache
+trained: list[ByteGPT] = []  # the one of this process, once there is one
+
+
+def use(model: ByteGPT) -> None:
+    """Capture from this model from now on, instead of one that is trained when it is first needed."""
+    trained[:] = [model]
+
+
 def trained_model(steps: int = STEPS) -> ByteGPT:
     """The model that tensors are captured from; on the CPU."""
-    model = new_model()
-    for _ in train(model, sdpa_attention, steps):
-        pass
-    return model
+    if not trained:
+        model = new_model()
+        for _ in train(model, sdpa_attention, steps):
+            pass
+        use(model)
+    return trained[0]
 
 
 def captured(batch: int, seqlen: int, seed: int = 0, model: ByteGPT | None = None) -> Triple:

@@ -27,26 +27,26 @@ CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_CACH
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement of one provider."""
+    """Measurements of one provider, one after another in one process."""
 
-    cell: Cell
+    cells: tuple[Cell, ...]
     provider: str
     device: str
     fa3_library: str | None = None
 
     def as_json(self) -> str:
-        return json.dumps({**vars(self), "cell": self.cell.as_dict()})
+        return json.dumps({**vars(self), "cells": [cell.as_dict() for cell in self.cells]})
 
     @classmethod
     def from_json(cls, text: str) -> "Job":
         values = json.loads(text)
-        return cls(**values | {"cell": Cell.from_dict(values["cell"])})
+        return cls(**values | {"cells": tuple(map(Cell.from_dict, values["cells"]))})
 
 
 def samples(job: Job, runs: int) -> Iterator[dict[str, Any]]:
-    """One finding for each of `runs` processes. Caches of compiled code are empty for each `first_call_cold`; before
-    `first_call_warm` one process fills them. A finding has a `value`, seconds or bytes, or the reason under
-    `declined` or `error`.
+    """The finding of a job's one cell in each of `runs` processes: a `value`, seconds or bytes, or the reason under
+    `declined` or `error`. Caches of compiled code are empty for each `first_call_cold`; before `first_call_warm` one
+    process fills them.
     """
     with contextlib.ExitStack() as stack:
 
@@ -54,41 +54,49 @@ def samples(job: Job, runs: int) -> Iterator[dict[str, Any]]:
             return stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
 
         shared = caches()
-        if job.cell.measure == "first_call_warm":
+        (cell,) = job.cells
+        if cell.measure == "first_call_warm":
             in_fresh_process(job, shared)
         for _ in range(runs):
-            finding = in_fresh_process(job, caches() if job.cell.measure == "first_call_cold" else shared)
+            (finding,) = in_fresh_process(job, caches() if cell.measure == "first_call_cold" else shared)
             yield finding
             if "value" not in finding:
                 return
 
 
-def in_fresh_process(job: Job, caches: str) -> dict[str, Any]:
+def in_fresh_process(job: Job, caches: str) -> list[dict[str, Any]]:
+    """One finding for each cell."""
     command = [sys.executable, "-m", "flashtile.bench.fresh", job.as_json()]
     environment = os.environ | {name: str(Path(caches, name)) for name in CACHE_VARIABLES}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     except subprocess.TimeoutExpired:
-        return {"error": f"gave up after {PATIENCE} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        return [{"error": f"gave up after {PATIENCE} s"}] * len(job.cells)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
     if done.returncode or not lines:
         words = done.stderr.strip().splitlines()
-        return {"error": f"the process ended with {done.returncode}: {words[-1] if words else 'no word'}"}
+        return [{"error": f"the process ended with {done.returncode}: {words[-1] if words else 'no word'}"}] * len(
+            job.cells
+        )
     return json.loads(lines[-1])
 
 
-def measure(job: Job) -> dict[str, Any]:
+def measure(job: Job) -> list[dict[str, Any]]:
     """In the fresh process."""
     device = torch.device(job.device)
     warm_up(device)
     (provider,) = make([job.provider], Path(job.fa3_library) if job.fa3_library else None)
-    reason = provider.unusable(device)
-    if reason is not None:
-        return {"declined": reason}
+    return [measure_one(cell, provider, device) for cell in job.cells]
+
+
+def measure_one(cell: Cell, provider: Provider, device: torch.device) -> dict[str, Any]:
     try:
-        if job.cell.measure in FIRST_CALLS:
-            return first_call(job.cell, provider, device)
-        return {"value": peak_bytes_of(job.cell, provider, device)}
+        reason = provider.unusable(device)
+        if reason is not None:
+            raise Declined(reason)
+        if cell.measure in FIRST_CALLS:
+            return {"value": first_call(cell, provider, device)}
+        return {"value": peak_bytes_of(cell, provider, device)}
     except Declined as reason:
         return {"declined": str(reason)}
     except Exception as error:
@@ -101,7 +109,7 @@ def warm_up(device: torch.device) -> None:
     (x @ x).sum().item()
 
 
-def first_call(cell: Cell, provider: Provider, device: torch.device) -> dict[str, Any]:
+def first_call(cell: Cell, provider: Provider, device: torch.device) -> float:
     """Seconds from having the tensors to having the result. What the library imports and compiles counts; torch, and
     flashtile's own light import, are there already.
     """
@@ -110,7 +118,7 @@ def first_call(cell: Cell, provider: Provider, device: torch.device) -> dict[str
     provider.prepare(case).forward()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-    return {"value": time.perf_counter() - start}
+    return time.perf_counter() - start
 
 
 def peak_bytes_of(cell: Cell, provider: Provider, device: torch.device) -> int:

@@ -15,6 +15,7 @@ import torch
 from .clocks import Clock, Run
 from .sweep import Timing
 
+FEWEST_ROUNDS = 3
 MOST_CALLS = 200  # in one sample: a GPU's queue holds about a thousand kernels
 
 
@@ -46,7 +47,10 @@ def interleave(clock: Clock, entrants: Sequence[Entrant], timing: Timing, failed
             calibrate(clock, entrant, timing.sample_seconds)
         except Exception as error:
             entrant.failure = failed(error)
+    start = time.perf_counter()
     for turn in range(timing.rounds):
+        if turn >= FEWEST_ROUNDS and timing.most_seconds and time.perf_counter() - start > timing.most_seconds:
+            break
         first = turn % max(len(entrants), 1)
         for entrant in (*entrants[first:], *entrants[:first]):
             if entrant.failure is not None:

@@ -129,7 +129,7 @@ class Bench:
 
     def measure_fresh(self, row: Row) -> None:
         library = str(self.library) if self.library else None
-        job = Job(row.cell, row.provider, str(self.device), library)
+        job = Job((row.cell,), row.provider, str(self.device), library)
         row.timing = "fresh process" + (", wall clock" if row.cell.measure in FIRST_CALLS else "")
         runs = self.timing.fresh_runs if row.cell.measure in FIRST_CALLS else 1  # allocators count exactly
         for finding in samples(job, runs):

@@ -37,6 +37,7 @@ class Timing:
     sample_seconds: float = 0.05
     rest_seconds: float = 0.02
     fresh_runs: int = 3  # processes for each figure that needs a fresh one
+    most_seconds: float | None = None  # of one cell; then rounds after the third are left out
 
 
 @dataclass(frozen=True)

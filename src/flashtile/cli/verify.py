@@ -21,8 +21,8 @@ from rich.table import Table
 from ..bench.captured import Source, captured
 from ..errors import BackendError
 from ..plan import backends as all_backends
-from .options import Device, Dtype, dtype_name, json_option, print_json
-from .verification import Outcome, Problems, Report, Tally, examine
+from ..verification import Outcome, Problems, Report, Tally, dtype_name, examine
+from .options import Device, Dtype, json_option, print_json
 
 SHOWN_FAILURES = 20
 

@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..bench.captured import Source
-from ..errors import BackendError
-from ..testing.generate import random_case
-from ..testing.oracle import solve
-from ..testing.tolerance import Deviation, compare
-from .options import dtype_name
+from .bench.captured import Source
+from .errors import BackendError
+from .testing.generate import random_case
+from .testing.oracle import solve
+from .testing.tolerance import Deviation, compare
 
 CASES_PER_PROCESS = 50  # starting a process takes as long as some dozens of cases
 
@@ -133,6 +132,10 @@ def examine_one(problems: Problems, seed: int) -> list[Outcome]:
             return known(error=in_words(error))
 
     return [outcome(backend) for backend in problems.backends]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def in_words(error: Exception) -> str:
