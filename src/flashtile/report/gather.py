@@ -13,7 +13,7 @@ from ..bench.cell import INPUTS
 from ..bench.origin import origin
 from ..bench.providers import make
 from . import errors, gate, memory, planner, speed, training
-from .measured import OWN
+from .measured import providers
 from .section import Section
 from .settings import Settings
 
@@ -42,7 +42,7 @@ def gather(settings: Settings, machine: dict[str, Any]) -> Report:
             bar.update(task, completed=total)
     order = ("gate", "speed", "losses", "memory", "errors", "planner", "training")
     found.sort(key=lambda section: order.index(section.name))
-    about = origin(settings.device, make((OWN, *settings.peers)), machine)
+    about = origin(settings.device, make(providers(settings)), machine)
     return Report(found, about, time.perf_counter() - start)
 
 

@@ -8,6 +8,7 @@ from ..bench.results import OK, Row
 from ..bench.rounds import Band
 from ..bench.run import Bench
 from ..bench.sweep import Sweep
+from ..plan import backends
 from .section import Series
 from .settings import Settings
 
@@ -17,8 +18,14 @@ NAMES |= {"plain": "plain torch", "fa2": "FlashAttention-2", "fa3": "FlashAttent
 
 
 def rows_of(settings: Settings, cells: Sequence[Cell], advance: Callable[[], None]) -> list[Row]:
-    work = Bench(settings.device, make((OWN, *settings.peers)), settings.timing, settings.reference, None)
+    work = Bench(settings.device, make(providers(settings)), settings.timing, settings.reference, None)
     return list(work.run(Sweep("report", tuple(cells)), lambda cell: advance()))
+
+
+def providers(settings: Settings) -> tuple[str, ...]:
+    """flashtile, on a GPU also each of its kernels that is usable there, and the others."""
+    kernels = [status.name for status in backends() if status.usable and status.name not in ("tiled", "reference")]
+    return (OWN, *(f"{OWN}:{name}" for name in kernels if settings.device.type != "cpu"), *settings.peers)
 
 
 def name_of(provider: str) -> str:

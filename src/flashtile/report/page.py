@@ -39,12 +39,12 @@ def title_of(report: Report) -> str:
 
 def commands(report: Report) -> list[tuple[str, str]]:
     """What was run, and what repeats its parts at length."""
-    device = "" if report.about["device"].startswith("CPU") else " --device cuda"
+    device, sweep = ("", "cpu") if report.about["device"].startswith("CPU") else (" --device cuda", "features")
     return [
         (report.about["command"], "this page"),
         (f"flashtile verify{device} --cases 1000", "the gate, longer"),
         (f"flashtile verify{device} --cases 1000 --inputs captured", "the same with captured values"),
-        (f"flashtile bench{device} --sweep benchmarks/cpu.toml", "speed, first calls and memory, from a checkout"),
+        (f"flashtile bench{device} --sweep benchmarks/{sweep}.toml", "speed, first calls and memory, from a checkout"),
         ("python examples/train_bytes.py --attention sdpa", "training with the other attention, from a checkout"),
         (f"flashtile explain{device} --help", "what one call would run"),
     ]

@@ -147,7 +147,7 @@ def compared(rows: list[Row]) -> list[tuple[Cell, str, Band, Band]]:
     found = []
     for cell in dict.fromkeys(row.cell for row in rows):
         ran = {row.provider: row for row in rows if row.cell == cell and row.status == OK}
-        others = [(band(row.samples).median, name) for name, row in ran.items() if name != OWN]
+        others = [(band(row.samples).median, name) for name, row in ran.items() if name.partition(":")[0] != OWN]
         if OWN in ran and others:
             peer = min(others)[1]
             own = ran[OWN].samples

@@ -27,7 +27,7 @@ def trained(settings: Settings, advance: Callable[[], None]) -> Section:
     seconds = time.perf_counter() - start
     captured.use(model)
     tokens = len(losses) * BATCH * SEQLEN
-    tensors = dict(zip(("q", "k", "v"), captured.captured(1, 512), strict=True))
+    tensors: dict[str, Tensor] = dict(zip("qkv", captured.captured(1, 512), strict=True))
     tensors["normal numbers"] = torch.randn(tensors["q"].shape, generator=torch.Generator().manual_seed(0))
     rows = [(name, *outliers(x)) for name, x in tensors.items()]
     steps = [float(n) for n in range(1, len(losses) + 1)]

@@ -59,7 +59,11 @@ class CudaClock:
             with torch.cuda.graph(graph):
                 for run in runs:
                     run()
-        return graph.replay
+
+        def replay(kept: Sequence[Run] = tuple(runs)) -> None:  # their tensors have to stay where the graph reads them
+            graph.replay()
+
+        return replay
 
     def state(self) -> dict[str, Any]:
         """As nvidia-smi reads it; empty where there is none."""

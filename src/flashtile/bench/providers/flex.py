@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._functorch import config as functorch
 
 from ...testing.case import Case
-from .provider import Declined, Prepared, Provider, effective_window, from_autograd, group_of, require
+from .provider import Declined, Prepared, Provider, effective_window, features, from_autograd, group_of, require
 
 TAKES = {"causal", "window", "softcap", "bias", "mask", "alibi_slopes", "grouped heads", "packed sequences"}
 TAKES |= {"Dv other than D"}
@@ -17,6 +17,10 @@ TAKES |= {"Dv other than D"}
 class Flex(Provider):
     name = "flex"
 
+    def __init__(self) -> None:
+        self.compiled_for: tuple[Any, ...] = ()
+        self.attend: Callable[..., Tensor] = no_call
+
     def prepare(self, case: Case, decode: bool = False) -> Prepared:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -24,6 +28,9 @@ class Flex(Provider):
         given, device = case.arguments, case.arguments["q"].device
         if case.differentiates and device.type == "cpu":
             raise Declined("FlexAttention has no backward on a CPU")
+        key = (*(x.shape for x in qkv(case)), case.dtype, device)
+        if decode and not features(case) - {"grouped heads"} and self.compiled_for == key:
+            return from_autograd(self.attend, case)  # other caches of the same shape
         torch._dynamo.reset()  # one call of one shape each time: nothing may reach the limit of recompilations
         settings = {"donated_buffer": False}  # the graph is kept, to run backward more than once
         packed = case.function == "attention_varlen"
@@ -46,7 +53,12 @@ class Flex(Provider):
 
         with functorch.patch(settings), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             attend(*(x.requires_grad_(case.differentiates) for x in map(Tensor.detach, qkv(case))))  # compiles
+        self.compiled_for, self.attend = key, attend
         return from_autograd(attend, case)
+
+
+def no_call(*_: Tensor) -> Tensor:
+    raise RuntimeError("nothing is compiled")
 
 
 def qkv(case: Case) -> list[Tensor]:
