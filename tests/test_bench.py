@@ -272,6 +272,13 @@ def test_rounds_interleave_and_rotate_with_equal_rests(monkeypatch: pytest.Monke
     assert [len(entrant.seconds) for entrant in entrants] == [4, 4, 4]
 
 
+def test_a_slow_cell_has_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    entrant = Entrant("a", lambda: "a")
+    monkeypatch.setattr("flashtile.bench.rounds.time.perf_counter", iter(range(99)).__next__)
+    interleave(Ticks(), [entrant], Timing(rounds=9, rest_seconds=0, most_seconds=0.5), str)
+    assert len(entrant.seconds) == 3
+
+
 def test_an_entrant_that_fails_is_dropped_and_the_others_go_on() -> None:
     turns = iter(range(99))
 

@@ -110,11 +110,14 @@ class Results:
         """In the order in which they were measured."""
         return list(dict.fromkeys(row.cell for row in self.rows if row.cell.measure in (measures or TIMED)))
 
-    def row(self, cell: Cell, provider: str) -> Row | None:
-        return next((row for row in self.rows if row.cell == cell and row.provider == provider), None)
 
-    def providers(self) -> list[str]:
-        return list(dict.fromkeys(row.provider for row in self.rows))
+def three_digits(x: float | None) -> str:
+    """As tables show figures: 1,234, 56.7, 0.0123, 1.2e-05; nothing for `None`."""
+    if x is None:
+        return ""
+    if abs(x) >= 100:
+        return f"{x:,.0f}"
+    return f"{x:.3g}"
 
 
 def sample_lines(row: Row) -> list[dict[str, Any]]:

@@ -32,8 +32,7 @@ class Entrant:
 
 
 def calibrate(clock: Clock, entrant: Entrant, sample_seconds: float) -> None:
-    """How many runs make a sample of `sample_seconds`; what is compiled or allocated at first is done here."""
-    entrant.run()
+    """How many runs make a sample of `sample_seconds`. What is compiled or allocated at first is done by then."""
     once = clock.seconds(entrant.run, 1)
     if once < sample_seconds / 4:
         once = clock.seconds(entrant.run, 3)

@@ -21,6 +21,7 @@ from .sweep import Sweep, Timing
 
 READ_CACHES = 3  # what decoding reads in one sample, in sizes of the last level of cache
 MOST_COPIES = 64
+HOST_CALLS = 5
 
 
 class Bench:
@@ -106,9 +107,9 @@ class Bench:
             backward, dout = prepared.backward, case.dout
             if backward is None or dout is None:
                 raise Declined("no backward")
-            row.host_seconds = self.host_seconds(lambda: backward(dout))
+            row.host_seconds = self.clock.host_seconds(lambda: backward(dout), HOST_CALLS)
             return Entrant(row.provider, lambda: backward(dout))
-        row.host_seconds = self.host_seconds(prepared.forward)
+        row.host_seconds = self.clock.host_seconds(prepared.forward, HOST_CALLS)
         if row.cell.measure == "forward":
             return Entrant(row.provider, prepared.forward)
         copies = self.copies(row.cell)
@@ -120,10 +121,6 @@ class Bench:
     def copies(self, cell: Cell) -> int:
         """How many caches of keys and values are read in turn, so that none is still in the device's own cache."""
         return max(1, min(MOST_COPIES, -(-READ_CACHES * self.clock.cache_bytes // cell.kv_bytes)))
-
-    def host_seconds(self, run: Callable[[], object]) -> float | None:
-        run()
-        return self.clock.host_seconds(run, 5)
 
     # In processes of their own ---------------------------------------------------------------------------------------
 
@@ -151,13 +148,6 @@ class Bench:
             except Exception:
                 self.lost = f"the device's context was lost before, by {found}"
         return found
-
-
-def seconds_left(sweep: Sweep, providers: int) -> float:
-    """At least how long the rounds of a sweep take."""
-    timing = sweep.timing
-    timed = sum(cell.measure in TIMED for cell in sweep.cells)
-    return timed * providers * timing.rounds * (timing.sample_seconds + timing.rest_seconds)
 
 
 def stamp() -> str:

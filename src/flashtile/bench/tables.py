@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .cell import MEASURES, Cell
-from .results import DECLINED, FAILED, OK, WRONG, Results, Row
+from .results import DECLINED, FAILED, OK, WRONG, Results, Row, three_digits
 from .rounds import Band
 
 TITLES = {
@@ -47,11 +47,11 @@ def entries(row: Row, scale: float) -> list[Text]:
     found = figure(row)
     if found is None:
         return [Text("wrong", style="red")]
-    texts = [Text(short(x / scale)) for x in found]
+    texts = [Text(three_digits(x / scale)) for x in found]
     if len(row.samples) == 1:
         texts[1:] = [Text(""), Text("")]
     texts.append(Text("" if row.ratio is None else f"{row.ratio.median:.2f}"))
-    return [*texts, Text("" if row.host_seconds is None else short(row.host_seconds * 1e6))]
+    return [*texts, Text("" if row.host_seconds is None else three_digits(row.host_seconds * 1e6))]
 
 
 def figure(row: Row) -> Band | None:
@@ -72,13 +72,6 @@ def unit_of(results: Results, cells: list[Cell]) -> tuple[str, float]:
     if measure.endswith("memory"):
         return ("GiB", 2**30) if min(figures, default=0) >= 2**30 else ("MiB", 2**20)
     return "s", 1.0
-
-
-def short(x: float) -> str:
-    """Three digits."""
-    if x >= 100:
-        return f"{x:,.0f}"
-    return f"{x:.3g}"
 
 
 def reasons(results: Results) -> Iterator[tuple[str, str, str, int]]:

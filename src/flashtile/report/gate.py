@@ -6,9 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..bench.captured import Source, captured
+from ..bench.results import three_digits
 from ..plan import backends
 from ..verification import Outcome, Problems, Report, examine
-from .section import Section, Table, three_digits
+from .section import Section, Table
 from .settings import Settings
 
 

@@ -33,17 +33,19 @@ class Report:
 
 def gather(settings: Settings, machine: dict[str, Any]) -> Report:
     """`machine` is what `flashtile env` finds."""
-    start, found = time.perf_counter(), []
+    start, found, parts = time.perf_counter(), [], {}
     with progress() as bar:
         for words, total, measure in steps(settings):
             task = bar.add_task(words, total=total)
+            begun = time.perf_counter()
             made = measure(settings, lambda task=task: bar.advance(task))
             found += made if isinstance(made, tuple) else [made]
             bar.update(task, completed=total)
+            parts[words] = time.perf_counter() - begun
     order = ("gate", "speed", "losses", "memory", "errors", "planner", "training")
     found.sort(key=lambda section: order.index(section.name))
     about = origin(settings.device, make(providers(settings)), machine)
-    return Report(found, about, time.perf_counter() - start)
+    return Report(found, about | {"seconds": parts}, time.perf_counter() - start)
 
 
 def steps(settings: Settings) -> Iterator[tuple[str, int, Callable[..., Any]]]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from ..bench.cell import Cell
 from ..bench.fresh import Job, in_fresh_process
+from ..bench.results import three_digits
 from .measured import OWN, name_of
-from .section import Plot, Section, Series, Table, three_digits
+from .section import Plot, Section, Series, Table
 from .settings import Settings
 
 DENSE = "plain"

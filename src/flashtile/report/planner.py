@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from .. import explain
+from ..bench.results import three_digits
 from ..explain import Explanation
 from ..plan import backends
-from .section import Section, Table, three_digits
+from .section import Section, Table
 from .settings import Settings
 
 # Shapes of q and of k and v, [B, H, S, D], and the other arguments.

@@ -56,7 +56,7 @@ def svg_of(plot: Plot) -> str:
     return themed(file.getvalue(), plot)
 
 
-def lines(axes, plot: Plot) -> None:
+def lines(axes: Any, plot: Plot) -> None:
     for n, series in enumerate(plot.series):
         color, marker = (MUTED, None) if series.dashed else (SERIES[n % len(SERIES)], MARKERS[n % len(MARKERS)])
         if len(series.x) > 30:
@@ -78,7 +78,7 @@ def lines(axes, plot: Plot) -> None:
         axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
 
 
-def dots(axes, plot: Plot) -> None:
+def dots(axes: Any, plot: Plot) -> None:
     """Rows from top to bottom."""
     axes.set_xscale("log")
     for n, series in enumerate(plot.series):
@@ -100,7 +100,7 @@ def dots(axes, plot: Plot) -> None:
         axes.minorticks_off()
 
 
-def style(axes, plot: Plot) -> None:
+def style(axes: Any, plot: Plot) -> None:
     axes.patch.set_gid("axes-area")
     axes.set_axisbelow(True)
     axes.grid(True, which="major", color=GRID, lw=0.8)

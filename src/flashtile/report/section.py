@@ -53,12 +53,3 @@ class Section:
     notes: list[str] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     ok: bool = True
-
-
-def three_digits(x: float | None) -> str:
-    """As tables show figures: 1,234, 56.7, 0.0123, 1.2e-05; nothing for `None`."""
-    if x is None:
-        return ""
-    if abs(x) >= 100:
-        return f"{x:,.0f}"
-    return f"{x:.3g}"

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..bench.cell import Cell
-from ..bench.results import OK, WRONG, Row
+from ..bench.results import OK, WRONG, Row, three_digits
 from ..bench.rounds import Band, band, ratios
 from .measured import OWN, name_of, reasons, rows_of, series_of
-from .section import Plot, Section, Series, Table, three_digits
+from .section import Plot, Section, Series, Table
 from .settings import Settings
 
 DECODE_KEYS = 4096

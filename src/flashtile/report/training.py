@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..bench import captured
 from ..bench.byte_gpt import flashtile_attention, new_model, train
-from .section import Plot, Section, Series, Table, three_digits
+from ..bench.results import three_digits
+from .section import Plot, Section, Series, Table
 from .settings import Settings
 
 BATCH, SEQLEN = 8, 128

@@ -77,4 +77,4 @@ class CudaClock:
         return dict(zip(QUERIES, (x.strip() for x in found.stdout.splitlines()[0].split(",")), strict=False))
 
     def uuid(self) -> str:
-        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+        return "GPU-" + str(torch.cuda.get_device_properties(self.device).uuid).removeprefix("GPU-")
