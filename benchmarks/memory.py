@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flashtile.bench.fresh import peak_bytes
+from flashtile.bench.memory import peak_bytes
 
 Results = tuple[Tensor, ...]
 

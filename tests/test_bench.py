@@ -381,6 +381,8 @@ def test_memory_of_a_fresh_process(tmp_path: Path) -> None:
         short, long = in_fresh_process(Job(cells, name, "cpu"), str(tmp_path))
         assert least <= long["value"] <= most, long
         assert short["value"] < long["value"]
+        if long["resident_bytes"] is not None:
+            assert least / 2 <= long["resident_bytes"] <= most + 64 * 2**20
 
 
 def test_first_calls_and_failures_of_fresh_processes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ import torch
 
 from .cell import FIRST_CALLS, Cell
 from .inputs import make_case
-from .providers import Declined, Prepared, Provider, make
+from .memory import peak_memory
+from .providers import Declined, Provider, make
 
 PATIENCE = 900  # seconds until a process is given up
 CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_CACHE_DIR", "XDG_CACHE_HOME")
@@ -44,9 +45,9 @@ class Job:
 
 
 def samples(job: Job, runs: int) -> Iterator[dict[str, Any]]:
-    """The finding of a job's one cell in each of `runs` processes: a `value`, seconds or bytes, or the reason under
-    `declined` or `error`. Caches of compiled code are empty for each `first_call_cold`; before `first_call_warm` one
-    process fills them.
+    """The finding of a job's one cell in each of `runs` processes: a `value`, seconds or bytes (with `resident_bytes`), or
+    the reason under `declined` or `error`. Caches of compiled code are empty for each `first_call_cold`; before
+    `first_call_warm` one process fills them.
     """
     with contextlib.ExitStack() as stack:
 
@@ -96,7 +97,7 @@ def measure_one(cell: Cell, provider: Provider, device: torch.device) -> dict[st
             raise Declined(reason)
         if cell.measure in FIRST_CALLS:
             return {"value": first_call(cell, provider, device)}
-        return {"value": peak_bytes_of(cell, provider, device)}
+        return peak_memory(cell, provider, device)
     except Declined as reason:
         return {"declined": str(reason)}
     except Exception as error:
@@ -119,60 +120,6 @@ def first_call(cell: Cell, provider: Provider, device: torch.device) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter() - start
-
-
-def peak_bytes_of(cell: Cell, provider: Provider, device: torch.device) -> int:
-    """The most bytes allocated at a time during a call, less the results that stay: what the method needs for itself.
-
-    Forward keeps nothing for a backward. Backward is counted from where forward has ended.
-    """
-    prepared = provider.prepare(make_case(cell, device))
-    run: Callable[[], Any] = prepared.forward
-    if cell.differentiates:
-        run = backward_of(prepared, cell, device)
-    with peak_bytes(device) as peak:
-        kept = run()
-    results = kept if isinstance(kept, tuple) else (kept,)
-    return peak.bytes - sum(x.numel() * x.element_size() for x in results)
-
-
-def backward_of(prepared: Prepared, cell: Cell, device: torch.device) -> Callable[[], Any]:
-    """Backward of a forward that is already done: the first run, not counted, does it."""
-    dout = make_case(cell, device, seed=1).dout
-    if prepared.backward is None or dout is None:
-        raise Declined("no backward")
-    backward = prepared.backward
-    backward(dout)
-    return lambda: backward(dout)
-
-
-class Peak:
-    bytes: int = 0
-
-
-@contextlib.contextmanager
-def peak_bytes(device: torch.device) -> Iterator[Peak]:
-    """The most bytes allocated at a time inside, above what was allocated before.
-
-    On a GPU the allocator's own peak; on a CPU from the allocation events that torch's profiler records.
-    """
-    peak = Peak()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        yield peak
-        torch.accelerator.synchronize(device)
-        peak.bytes = torch.cuda.max_memory_allocated(device) - before
-        return
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield peak
-    live = 0
-    recorded: Any = profiler.profiler
-    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak.bytes = max(peak.bytes, live)
 
 
 if __name__ == "__main__":

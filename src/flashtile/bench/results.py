@@ -31,6 +31,7 @@ class Row:
     samples: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)  # speed in units of the reference's, round by round
     host_seconds: float | None = None
+    resident_bytes: float | None = None  # how far the process has grown: memory on a CPU
     clocks: dict[str, Any] = field(default_factory=dict)  # read after the cell's last round
 
     @property
@@ -77,7 +78,8 @@ class Row:
         bands |= {"flops_per_second": self.flops_per_second, "bytes_per_second": self.bytes_per_second}
         for name, found in bands.items():
             record |= {f"{name}{end}": x for end, x in zip(("", "_p20", "_p80"), found or (None,) * 3, strict=True)}
-        return record | {"host_seconds": self.host_seconds} | {f"clock {name}": x for name, x in self.clocks.items()}
+        record |= {"host_seconds": self.host_seconds, "resident_bytes": self.resident_bytes}
+        return record | {f"clock {name}": x for name, x in self.clocks.items()}
 
 
 def words(numbers: tuple[int, ...] | None) -> str:

@@ -136,6 +136,7 @@ class Bench:
                 row.samples = []
                 return
             row.samples.append(finding["value"])
+            row.resident_bytes = finding.get("resident_bytes")
 
     def in_words(self, error: Exception) -> str:
         """An exception in a line. On a GPU also finds out whether its context has been lost with it."""
