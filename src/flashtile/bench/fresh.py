@@ -45,8 +45,8 @@ class Job:
 
 
 def samples(job: Job, runs: int) -> Iterator[dict[str, Any]]:
-    """The finding of a job's one cell in each of `runs` processes: a `value`, seconds or bytes (with `resident_bytes`), or
-    the reason under `declined` or `error`. Caches of compiled code are empty for each `first_call_cold`; before
+    """The finding of a job's one cell in each of `runs` processes: a `value` in seconds or bytes (with `resident_bytes`)
+    or the reason under `declined` or `error`. Caches of compiled code are empty for each `first_call_cold`; before
     `first_call_warm` one process fills them.
     """
     with contextlib.ExitStack() as stack:
