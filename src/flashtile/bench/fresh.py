@@ -45,9 +45,9 @@ class Job:
 
 
 def samples(job: Job, runs: int) -> Iterator[dict[str, Any]]:
-    """The finding of a job's one cell in each of `runs` processes: a `value` in seconds or bytes (with `resident_bytes`)
-    or the reason under `declined` or `error`. Caches of compiled code are empty for each `first_call_cold`; before
-    `first_call_warm` one process fills them.
+    """The finding of a job's one cell in each of `runs` processes: a `value` in seconds or bytes, or the reason under
+    `declined` or `error`. Caches of compiled code are empty for each `first_call_cold`; before `first_call_warm` one
+    process fills them.
     """
     with contextlib.ExitStack() as stack:
 
