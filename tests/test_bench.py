@@ -192,6 +192,19 @@ def test_one_wrong_row_among_those_compared_is_found() -> None:
     assert not verdict_of(Spoilt(one_row), LARGE).ok
 
 
+def test_a_gradient_that_is_not_finite_is_found_outside_the_parts() -> None:
+    def one_row(name: str, x: Tensor) -> Tensor:
+        if name == "dk":
+            x[0, 0, 1] = float("nan")
+        return x
+
+    cell = replace(LARGE, measure="backward", seqlen_q=900, window=(20, 0), causal=True)
+    assert all(part.first > 21 for part in parts(make_case(cell, CPU)))
+    found = verdict_of(Spoilt(one_row), cell)
+    assert not found.ok
+    assert "dk is not finite" in found.reason
+
+
 def test_what_is_not_written_is_found() -> None:
     class Unwritten(Spoilt):
         def prepare(self, case: Case, decode: bool = False) -> Prepared:

@@ -216,6 +216,14 @@ def test_a_failure_is_shown_and_is_the_exit_code(made: Any, monkeypatch: pytest.
     assert "FAILED" in result.output
 
 
+def test_a_slow_gate_examines_less_and_says_so() -> None:
+    settings = replace(settings_for(torch.device("cpu"), True), cases=30, captured_cases=30, gate_seconds=0.0)
+    found = gate(settings, lambda: None)
+    assert found.ok
+    assert "10 random problems" in found.summary
+    assert "10 with captured values" in found.summary
+
+
 def test_what_the_report_needs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     find: Callable[..., Any] = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))

@@ -65,6 +65,8 @@ class Checker:
         for part in parts(case):
             small, results = cut(case, part), {"out": pick(case, part, "out", out)}
             for name, x in gradients(prepared, case, cotangent(case, part) if case.differentiates else None).items():
+                if not bool(x.isfinite().all()):
+                    return Verdict(False, float("inf"), "every element", f"{name} is not finite everywhere")
                 results[name] = pick(case, part, name[1:], x)
             found += self.worst_of(f"{case.description}: {part}", small, results)
         return judge(found, " and ".join(map(str, parts(case))))

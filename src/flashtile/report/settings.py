@@ -31,6 +31,7 @@ class Settings:
     error_seqlen: int = 256
     cases: int = 120  # random problems of the gate
     captured_cases: int = 40
+    gate_seconds: float = 15.0  # of each kind; problems after these are left out
     steps: int = STEPS
     training_seconds: float = 20.0  # steps after these are left out
 
@@ -57,6 +58,8 @@ def settings_for(device: torch.device, quick: bool) -> Settings:
             timing=QUICK if quick else LONG,
             cases=120 if quick else 1000,
             captured_cases=40 if quick else 300,
+            gate_seconds=15.0 if quick else 600.0,
+            training_seconds=20.0 if quick else 600.0,
         )
     return Settings(
         device=device,
@@ -72,4 +75,5 @@ def settings_for(device: torch.device, quick: bool) -> Settings:
         tokens=16384,
         cases=120 if quick else 1000,
         captured_cases=40 if quick else 300,
+        gate_seconds=40.0 if quick else 600.0,
     )
