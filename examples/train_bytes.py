@@ -1,7 +1,8 @@
 """Train a small byte-level GPT on the English help text that ships with Python, and let it write.
 
     python examples/train_bytes.py                                   # flashtile, 300 steps, about a minute on two cores
-    python examples/train_bytes.py --attention sdpa                  # the same losses, step by step, within rounding
+    python examples/train_bytes.py --attention sdpa                  # the same losses within rounding
+    python examples/train_bytes.py --dtype float64                   # where rounding stays small to the last step
 
 Training calls `flashtile.attention`, the sample is written through `flashtile.attention_with_kvcache`. The model and
 its training loop are in `flashtile.bench.byte_gpt`, which also serves `flashtile verify`, `bench` and `report` as a
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -26,6 +28,7 @@ from flashtile.bench.byte_gpt import ATTENTIONS, new_model, train
 @click.option("--seqlen", type=click.IntRange(2), default=128)
 @click.option("--seed", type=int, default=0)
 @click.option("--device", default="cpu")
+@click.option("--dtype", type=click.Choice(("float32", "float64")), default="float32")
 @click.option("--prompt", default="The statement ")
 @click.option("--sample", type=click.IntRange(0), default=300, help="Bytes to write after training.")
 @click.option("--losses", type=click.Path(dir_okay=False, path_type=Path), help="Write the loss of each step here.")
@@ -36,12 +39,13 @@ def main(
     seqlen: int,
     seed: int,
     device: str,
+    dtype: str,
     prompt: str,
     sample: int,
     losses: Path | None,
 ) -> None:
     """Train a byte-level GPT on Python's help topics, then print a sample of what it writes."""
-    model = new_model(seed, device)
+    model = new_model(seed, device, getattr(torch, dtype))
     found, start = [], time.perf_counter()
     for loss in with_progress(train(model, ATTENTIONS[attention], steps, batch=batch, seqlen=seqlen, seed=seed), steps):
         found.append(loss)

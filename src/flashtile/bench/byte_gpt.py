@@ -94,7 +94,7 @@ class ByteGPT(nn.Module):
 
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
         """tokens [B, S] -> logits [B, S, 256]."""
-        cos, sin = rotary_tables(tokens.shape[1], self.shape.head_dim, tokens.device)
+        cos, sin = rotary_tables(tokens.shape[1], self.shape.head_dim, self.embedding.weight)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin, attend)
@@ -110,7 +110,7 @@ class ByteGPT(nn.Module):
         generator = torch.Generator(device).manual_seed(seed)
         seqlen = len(prompt) + count
         caches = [Cache(1, seqlen, self.shape, self.embedding.weight) for _ in self.blocks]
-        cos, sin = rotary_tables(seqlen, self.shape.head_dim, device)
+        cos, sin = rotary_tables(seqlen, self.shape.head_dim, self.embedding.weight)
         lengths = torch.zeros(1, dtype=torch.int32, device=device)
         tokens = torch.tensor([list(prompt)], device=device)
         for _ in range(count):
@@ -133,11 +133,11 @@ def initialize(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
 
 
-def rotary_tables(seqlen: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position's angles, [S, D / 2]."""
-    frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
-    angles = torch.arange(seqlen, device=device)[:, None] * frequencies
-    return angles.cos(), angles.sin()
+def rotary_tables(seqlen: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of each position's angles, [S, D / 2], on the device and in the dtype of `like`."""
+    frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=like.device) / head_dim)
+    angles = torch.arange(seqlen, device=like.device)[:, None] * frequencies
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -182,8 +182,8 @@ def train(
         yield loss.item()
 
 
-def new_model(seed: int = 0, device: torch.device | str = "cpu") -> ByteGPT:
+def new_model(seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> ByteGPT:
     """The same weights for a seed, on every device; the default generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return ByteGPT().to(device)
+        return ByteGPT().to(device, dtype)

@@ -72,6 +72,7 @@ def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: 
         print_json(as_dict(found))
     else:
         for section in found.sections:
-            click.echo(f"{section.title}{'' if section.ok else ' FAILED'}\n  {section.summary}")
+            click.echo(f"{section.title}{'' if section.ok else ' FAILED'}")
+            click.echo(click.wrap_text(section.summary, 100, "  ", "  "))
         click.echo(f"\n{path} in {found.seconds:.0f} s; the figures are beside it as JSON and CSV")
     sys.exit(0 if found.ok else 1)
