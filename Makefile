@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install test lint types verify ci
+.PHONY: install test lint types verify report ci
 
 install:
 	$(PYTHON) -m venv .venv
@@ -20,6 +20,9 @@ types:
 
 verify:
 	$(BIN)/flashtile verify
+
+report:
+	$(BIN)/flashtile report --quick
 
 ci:
 	.ci/run

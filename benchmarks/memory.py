@@ -10,39 +10,16 @@ from the allocator's own peak. Both are exact and repeat.
 """
 
 import argparse
-import contextlib
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from flashtile.bench.memory import peak_bytes
+
 Results = tuple[Tensor, ...]
-
-
-class Peak:
-    bytes: int = 0
-
-
-@contextlib.contextmanager
-def peak_bytes(device: str) -> Iterator[Peak]:
-    """The most bytes allocated at a time inside, above what was allocated before."""
-    peak = Peak()
-    if device != "cpu":
-        torch.accelerator.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        yield peak
-        peak.bytes = torch.cuda.max_memory_allocated() - before
-        return
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield peak
-    live = 0
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak.bytes = max(peak.bytes, live)
 
 
 def task(what: str, arguments: argparse.Namespace, causal: bool) -> Callable[[], Results]:
@@ -70,7 +47,7 @@ def task(what: str, arguments: argparse.Namespace, causal: bool) -> Callable[[],
 
 def measure(what: str, arguments: argparse.Namespace, causal: bool, results: "multiprocessing.Queue[float]") -> None:
     run = task(what, arguments, causal)
-    with peak_bytes(arguments.device) as peak:
+    with peak_bytes(torch.device(arguments.device)) as peak:
         kept = run()
     results.put((peak.bytes - sum(x.numel() * x.element_size() for x in kept)) / 2**20)
 

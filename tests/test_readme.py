@@ -51,17 +51,17 @@ def test_the_decode_loop_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -
 
 def test_commands_exist() -> None:
     text = "".join(document.read_text() for document in DOCUMENTS)
-    for command in ("env", "explain", "verify"):
+    for command in ("env", "explain", "verify", "bench", "report"):
         assert f"flashtile {command}" in text
         assert CliRunner().invoke(main, [command, "--help"]).exit_code == 0
 
 
 def test_installation_blocks() -> None:
-    """`.ci/run` takes the commands from here: the first block verifies, the second tests."""
-    verify, test = blocks("sh")
-    assert verify.splitlines()[-1].endswith("flashtile verify")
+    """`.ci/run` takes the commands from here: the first block makes the report, the second tests."""
+    report, test = blocks("sh")
+    assert report.splitlines()[-1].endswith("flashtile report --quick")
     assert "pytest" in test.splitlines()[-1]
-    for block in (verify, test):
+    for block in (report, test):
         assert "venv" in block.splitlines()[0]
         assert "-c constraints.txt" in block
 
@@ -74,6 +74,7 @@ def test_the_tests_that_tables_name_exist() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_to_files(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)", document.read_text())
+    text = document.read_text()
+    links = [*re.findall(r"\]\(([^)#]+)", text), *re.findall(r'<img src="([^"]+)"', text)]
     missing = [x for x in links if not x.startswith("https://") and not (document.parent / x).exists()]
     assert not missing

@@ -1,4 +1,4 @@
-"""The command line: `flashtile env | explain | verify`. Nothing else imports this package, nor click and rich."""
+"""The command line, `flashtile COMMAND`. Nothing else imports this package, nor click."""
 
 from typing import Any
 
@@ -6,8 +6,10 @@ import click
 
 from .. import __version__
 from ..errors import AttentionError
+from .bench import bench
 from .env import env
 from .explain import explain
+from .report import report
 from .verify import verify
 
 
@@ -31,5 +33,5 @@ def main() -> None:
     """Exact attention for PyTorch: what runs on this machine, why, and whether it is right."""
 
 
-for command in (env, explain, verify):
+for command in (env, explain, verify, bench, report):
     main.add_command(command)

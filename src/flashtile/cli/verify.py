@@ -3,10 +3,13 @@
 import os
 import shlex
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,10 +18,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ..bench.captured import Source, captured
 from ..errors import BackendError
 from ..plan import backends as all_backends
-from .options import Device, Dtype, dtype_name, json_option, print_json
-from .verification import Outcome, Problems, Report, Tally, examine
+from ..verification import Outcome, Problems, Report, Tally, dtype_name, examine
+from .options import Device, Dtype, json_option, print_json
 
 SHOWN_FAILURES = 20
 
@@ -29,6 +33,12 @@ SHOWN_FAILURES = 20
 @click.option("--seed", "first", type=click.IntRange(0), default=0, help="The first problem's seed; the next are +1.")
 @click.option("--device", type=Device(), default="cpu")
 @click.option("--dtype", "dtypes", type=Dtype(), multiple=True, help="May be repeated.  [default: all]")
+@click.option(
+    "--inputs",
+    type=click.Choice(("random", "captured")),
+    default="random",
+    help="Values of q, k and v: random, or those of a small GPT that is trained for some seconds first.",
+)
 @click.option("--jobs", type=click.IntRange(1), help="Processes.  [default: CPU cores, at most 8]")
 @json_option
 def verify(
@@ -37,6 +47,7 @@ def verify(
     first: int,
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
+    inputs: str,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -46,10 +57,12 @@ def verify(
     of that bound: 1 would be at its edge. The exit code is 1 if anything fails.
     """
     problems = Problems(range(first, first + cases), chosen(backends), device, dtypes or None)
-    start = time.perf_counter()
-    batches = with_progress(examine(problems, jobs or default_jobs()), cases)
-    outcomes = [outcome for batch in batches for outcome in batch]
-    report = Report(problems, outcomes, time.perf_counter() - start)
+    with captured_values(inputs) as path:
+        problems = problems._replace(captured=path)
+        start = time.perf_counter()
+        batches = with_progress(examine(problems, jobs or default_jobs()), cases)
+        outcomes = [outcome for batch in batches for outcome in batch]
+        report = Report(problems, outcomes, time.perf_counter() - start)
     if as_json:
         print_json(as_dict(report))
     else:
@@ -67,6 +80,18 @@ def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) or tuple(name for name, status in known.items() if status.usable)
 
 
+@contextmanager
+def captured_values(inputs: str) -> Iterator[Path | None]:
+    """A file of captured values for as long as problems are made; `None` for random ones."""
+    if inputs == "random":
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "captured.pt")
+        Source(captured(batch=2, seqlen=512)).save(path)
+        yield path
+
+
 def default_jobs() -> int:
     return min(os.cpu_count() or 1, 8)
 
@@ -82,6 +107,8 @@ def repeat(problems: Problems, outcome: Outcome) -> str:
     words = ["flashtile", "verify", "--backend", outcome.backend]
     if problems.device.type != "cpu":
         words += ["--device", str(problems.device)]
+    if problems.captured is not None:
+        words += ["--inputs", "captured"]
     for dtype in problems.dtypes or ():
         words += ["--dtype", dtype_name(dtype)]
     return shlex.join([*words, "--seed", str(outcome.seed), "--cases", "1"])

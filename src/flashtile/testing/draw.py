@@ -1,6 +1,7 @@
 """The random choices that problems of every kind have in common."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +14,18 @@ from .score_functions import random_score_function
 PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; what the oracle's time is proportional to
 AROUND = (16, 32, 64, 128, 256)  # tile sizes: lengths on both sides of them matter
 NAN = float("nan")
+# Queries, keys and values of given shapes [..., S, D], in place of random ones.
+Values = Callable[[tuple[tuple[int, ...], ...], torch.dtype, random.Random], tuple[Tensor, Tensor, Tensor]]
 
 
 class Draw:
     """A stream of choices from a seed, and what all problems choose first."""
 
-    def __init__(self, seed: int, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+    def __init__(
+        self, seed: int, device: torch.device, dtypes: tuple[torch.dtype, ...], values: Values | None = None
+    ) -> None:
         self.seed = seed
+        self.values = values
         self.device = device
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -57,7 +63,10 @@ class Draw:
 
     def query_key_value(self, *shapes: tuple[int, ...]) -> list[Tensor]:
         """q, k, v [..., H, S, D] on the CPU, rarely with one NaN, or an infinity in V."""
-        tensors = query_key_value(self.kind, shapes, self.dtype, self.generator)
+        if self.values is None:
+            tensors = query_key_value(self.kind, shapes, self.dtype, self.generator)
+        else:
+            tensors = self.values(shapes, self.dtype, self.rng)
         if not self.plain and self.chance(0.04):
             which = self.rng.randrange(3)
             values = [NAN] if which < 2 else [NAN, float("inf"), -float("inf")]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .case import Case
-from .draw import NAN, Draw
+from .draw import NAN, Draw, Values
 from .generate_cache import cache_case
 from .layouts import expanded_cotangent
 from .pages import in_pages
@@ -22,9 +22,10 @@ def random_case(
     device: torch.device | str = "cpu",
     dtypes: tuple[torch.dtype, ...] | None = None,
     function: str | None = None,
+    values: Values | None = None,
 ) -> Case:
-    """The problem number `seed`; the same values on every device."""
-    draw = Draw(seed, torch.device(device), dtypes or DTYPES)
+    """The problem number `seed`; the same values on every device. q, k and v come from `values` if it is given."""
+    draw = Draw(seed, torch.device(device), dtypes or DTYPES, values)
     makers = {"attention": _dense_case, "attention_varlen": _varlen_case, "attention_with_kvcache": cache_case}
     function = function or draw.pick({"attention": 6, "attention_varlen": 4, "attention_with_kvcache": 3})
     if function not in makers:

@@ -6,15 +6,16 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ..errors import BackendError
-from ..testing.generate import random_case
-from ..testing.oracle import solve
-from ..testing.tolerance import Deviation, compare
-from .options import dtype_name
+from .bench.captured import Source
+from .errors import BackendError
+from .testing.generate import random_case
+from .testing.oracle import solve
+from .testing.tolerance import Deviation, compare
 
 CASES_PER_PROCESS = 50  # starting a process takes as long as some dozens of cases
 
@@ -26,6 +27,7 @@ class Problems(NamedTuple):
     backends: tuple[str, ...]
     device: torch.device
     dtypes: tuple[torch.dtype, ...] | None  # None: all
+    captured: Path | None = None  # a file of `Source`, for values that are not random
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def examine_one(problems: Problems, seed: int) -> list[Outcome]:
     """The problem of a seed, solved once by the oracle and run by every backend."""
     dtypes = "any" if problems.dtypes is None else ", ".join(map(dtype_name, problems.dtypes))
     try:
-        case = random_case(seed, device=problems.device, dtypes=problems.dtypes)
+        values = None if problems.captured is None else Source.load(problems.captured)
+        case = random_case(seed, device=problems.device, dtypes=problems.dtypes, values=values)
         expected = solve(case)
     except Exception as error:
         message = f"no problem to compare with: {in_words(error)}"
@@ -129,6 +132,10 @@ def examine_one(problems: Problems, seed: int) -> list[Outcome]:
             return known(error=in_words(error))
 
     return [outcome(backend) for backend in problems.backends]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def in_words(error: Exception) -> str:

@@ -1,0 +1,52 @@
+"""Time on a CPU, and on a device without a clock of its own: the wall clock around finished work."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import Run
+
+COMMON_CACHE = 32 * 2**20
+
+
+class CpuClock:
+    kind = "wall clock"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def cache_bytes(self) -> int:
+        """As the kernel tells; 32 MiB where it does not."""
+        sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+        kibibytes = [int(size[:-1]) for size in sizes if size.endswith("K")]
+        return max(kibibytes, default=COMMON_CACHE // 1024) * 1024
+
+    def wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def seconds(self, run: Run, calls: int) -> float:
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        self.wait()
+        return (time.perf_counter() - start) / calls
+
+    def host_seconds(self, run: Run, calls: int) -> None:
+        return None
+
+    def replayable(self, runs: Sequence[Run]) -> Run:
+        def replay() -> None:
+            for run in runs:
+                run()
+
+        return replay
+
+    def state(self) -> dict[str, Any]:
+        return {"load": os.getloadavg()[0]} if hasattr(os, "getloadavg") else {}

@@ -1,0 +1,126 @@
+"""Measurements that need a process of their own: the first call's latency, and peak memory.
+
+`in_fresh_process` starts `python -m flashtile.bench.fresh JOB`, which prints one line of JSON.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cell import FIRST_CALLS, Cell
+from .inputs import make_case
+from .memory import peak_memory
+from .providers import Declined, Provider, make
+
+PATIENCE = 900  # seconds until a process is given up
+CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_CACHE_DIR", "XDG_CACHE_HOME")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Measurements of one provider, one after another in one process."""
+
+    cells: tuple[Cell, ...]
+    provider: str
+    device: str
+    fa3_library: str | None = None
+
+    def as_json(self) -> str:
+        return json.dumps({**vars(self), "cells": [cell.as_dict() for cell in self.cells]})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        values = json.loads(text)
+        return cls(**values | {"cells": tuple(map(Cell.from_dict, values["cells"]))})
+
+
+def samples(job: Job, runs: int) -> Iterator[dict[str, Any]]:
+    """The finding of a job's one cell in each of `runs` processes: a `value` in seconds or bytes, or the reason under
+    `declined` or `error`. Caches of compiled code are empty for each `first_call_cold`; before `first_call_warm` one
+    process fills them.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def caches() -> str:
+            return stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+
+        shared = caches()
+        (cell,) = job.cells
+        if cell.measure == "first_call_warm":
+            in_fresh_process(job, shared)
+        for _ in range(runs):
+            (finding,) = in_fresh_process(job, caches() if cell.measure == "first_call_cold" else shared)
+            yield finding
+            if "value" not in finding:
+                return
+
+
+def in_fresh_process(job: Job, caches: str) -> list[dict[str, Any]]:
+    """One finding for each cell."""
+    command = [sys.executable, "-m", "flashtile.bench.fresh", job.as_json()]
+    environment = os.environ | {name: str(Path(caches, name)) for name in CACHE_VARIABLES}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
+    except subprocess.TimeoutExpired:
+        return [{"error": f"gave up after {PATIENCE} s"}] * len(job.cells)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
+    if done.returncode or not lines:
+        words = done.stderr.strip().splitlines()
+        return [{"error": f"the process ended with {done.returncode}: {words[-1] if words else 'no word'}"}] * len(
+            job.cells
+        )
+    return json.loads(lines[-1])
+
+
+def measure(job: Job) -> list[dict[str, Any]]:
+    """In the fresh process."""
+    device = torch.device(job.device)
+    warm_up(device)
+    (provider,) = make([job.provider], Path(job.fa3_library) if job.fa3_library else None)
+    return [measure_one(cell, provider, device) for cell in job.cells]
+
+
+def measure_one(cell: Cell, provider: Provider, device: torch.device) -> dict[str, Any]:
+    try:
+        reason = provider.unusable(device)
+        if reason is not None:
+            raise Declined(reason)
+        if cell.measure in FIRST_CALLS:
+            return {"value": first_call(cell, provider, device)}
+        return peak_memory(cell, provider, device)
+    except Declined as reason:
+        return {"declined": str(reason)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+
+
+def warm_up(device: torch.device) -> None:
+    """What every process pays once, whoever computes attention."""
+    x = torch.ones((64, 64), device=device)
+    (x @ x).sum().item()
+
+
+def first_call(cell: Cell, provider: Provider, device: torch.device) -> float:
+    """Seconds from having the tensors to having the result. What the library imports and compiles counts; torch, and
+    flashtile's own light import, are there already.
+    """
+    case = make_case(cell, device)
+    start = time.perf_counter()
+    provider.prepare(case).forward()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(Job.from_json(sys.argv[1]))))

@@ -1,0 +1,45 @@
+"""Where results come from: versions, commit, command line. Figures without these cannot be repeated."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..device import describe_device
+from .clocks import clock_of
+from .providers import Provider
+
+
+def origin(device: torch.device, providers: list[Provider], machine: dict[str, Any]) -> dict[str, Any]:
+    """`machine` is what `flashtile env` finds."""
+    found: dict[str, Any] = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
+    found |= {"command": command_line(), "threads": torch.get_num_threads()}
+    found["versions"] = {p.name: p.version() for p in providers if p.unusable(device) is None}
+    return found | {"clocks before": clock_of(device).state(), "machine": machine}
+
+
+def device_name(device: torch.device) -> str:
+    return describe_device(device).name
+
+
+def command_line() -> str:
+    """As a shell takes it, with the program's name alone."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def commit() -> str | None:
+    """Of the checkout that the package lies in, with "+" where it has been changed; `None` outside one."""
+    try:
+        found = git("rev-parse", "--short=12", "HEAD")
+        return found + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def git(*words: str) -> str:
+    folder = Path(__file__).parent
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=20, check=True)
+    return done.stdout.strip()

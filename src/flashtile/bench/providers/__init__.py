@@ -1,0 +1,46 @@
+"""The libraries that are compared, one file each, behind one interface."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...plan import backends
+from .flash_attn_2 import FlashAttention2
+from .flash_attn_3 import FlashAttention3
+from .flash_attn_4 import FlashAttention4
+from .flex import Flex
+from .own import Flashtile
+from .plain import Plain
+from .provider import Declined, Prepared, Provider
+from .sdpa import BACKENDS, Sdpa
+from .torch_varlen import TorchVarlen
+
+__all__ = ["Declined", "Prepared", "Provider", "all_names", "make"]
+
+
+def all_names() -> tuple[str, ...]:
+    """Every provider that can be named: `flashtile` is what `backend="auto"` takes, `flashtile:NAME` one backend."""
+    own = ("flashtile", *(f"flashtile:{status.name}" for status in backends()))
+    return (*own, *(f"sdpa:{name}" for name in BACKENDS), "flex", "plain", "torch_varlen", "fa2", "fa3", "fa4")
+
+
+def make(names: Sequence[str], fa3_library: Path | None = None) -> list[Provider]:
+    """Providers by name; none twice. A backend of flashtile that does not exist is a provider that says so.
+
+    Raises:
+        ValueError: no provider has that name.
+    """
+    simple = {"flex": Flex, "plain": Plain, "torch_varlen": TorchVarlen, "fa2": FlashAttention2, "fa4": FlashAttention4}
+    made: list[Provider] = []
+    for name in dict.fromkeys(names):
+        family, _, backend = name.partition(":")
+        if family == "flashtile":
+            made.append(Flashtile(backend or "auto"))
+        elif family == "sdpa" and backend in BACKENDS:
+            made.append(Sdpa(backend))
+        elif name == "fa3":
+            made.append(FlashAttention3(fa3_library))
+        elif name in simple:
+            made.append(simple[name]())
+        else:
+            raise ValueError(f"there is no provider {name!r}; there are {', '.join(all_names())}")
+    return made

@@ -1,0 +1,61 @@
+"""flashtile itself: `backend="auto"`, or one backend by name."""
+
+import torch
+from torch import Tensor
+
+from ... import __version__, attention, attention_varlen, attention_with_kvcache
+from ...errors import BackendError
+from ...explain import described_call, tile_in_words
+from ...plan import backends, plan
+from ...problem import Problem
+from ...testing.case import Case
+from .provider import Declined, Prepared, Provider, from_autograd
+
+
+class Flashtile(Provider):
+    contract_dropout = True
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.name = "flashtile" if backend == "auto" else f"flashtile:{backend}"
+
+    def version(self) -> str:
+        return __version__
+
+    def unusable(self, device: torch.device) -> str | None:
+        if self.backend == "auto":
+            return None
+        known = {status.name: status for status in backends()}
+        if self.backend not in known:
+            return f"there is no backend {self.backend!r}; there are {', '.join(known)}"
+        return known[self.backend].reason
+
+    def prepare(self, case: Case, decode: bool = False) -> Prepared:
+        rest = {name: x for name, x in case.arguments.items() if name not in ("q", "k", "v")}
+        function = attention if case.function == "attention" else attention_varlen
+        try:
+            detail = self.chosen(case)
+        except BackendError as error:
+            raise Declined(error.reasons.get(self.backend, str(error))) from error
+        if decode:
+            k = case.arguments["k"]
+            lengths = torch.full((k.shape[0],), k.shape[2], dtype=torch.int32, device=k.device)
+
+            def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return attention_with_kvcache(q, k, v, cache_seqlens=lengths, backend=self.backend, **rest)  # type: ignore[return-value]
+
+            return from_autograd(step, case, detail)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return function(q, k, v, backend=self.backend, **rest)  # type: ignore[return-value]
+
+        return from_autograd(attend, case, detail)
+
+    def chosen(self, case: Case) -> str:
+        """The backend and its tiles, as the planner chooses them."""
+        given = dict(case.arguments)
+        q, k, v = (given.pop(name) for name in ("q", "k", "v"))
+        cu_q, cu_k = given.pop("cu_seqlens_q", None), given.pop("cu_seqlens_k", None)
+        call = described_call(q, k, v, cu_q, cu_k, given)
+        found = plan(Problem.describe(call), q.device, self.backend)
+        return f"{found.backend}: {tile_in_words(found)}"

@@ -1,0 +1,161 @@
+"""What a provider is: a library that computes attention, or says why it does not compute this one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...testing.case import Case
+
+FREE_PART = 0.5  # of the free memory that a provider may plan to fill
+
+
+class Declined(Exception):  # noqa: N818  it is an answer, not an error
+    """Why a provider does not compute a case."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One case, ready to run as often as one likes.
+
+    `forward()` gives out in the case's own layout; `backward(dout)` dq, dk, dv, of a forward that it has done itself.
+    `detail` is what the provider chose, in words.
+    """
+
+    forward: Callable[[], Tensor]
+    backward: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+    detail: str = ""
+
+
+class Provider(ABC):
+    """A library under the name that sweeps use for it."""
+
+    name: str
+    contract_dropout = False  # whether dropout draws the random numbers of the contract, so that it can be checked
+
+    def unusable(self, device: torch.device) -> str | None:
+        """Why the library does not run on this machine or device at all; `None` if it may."""
+        return None
+
+    def version(self) -> str:
+        return f"torch {torch.__version__}"
+
+    @abstractmethod
+    def prepare(self, case: Case, decode: bool = False) -> Prepared:
+        """The case, bound to the library's call. With `decode`, keys and values are a cache that is full.
+
+        Raises:
+            Declined: the library has no such call.
+        """
+
+
+def from_autograd(attend: Callable[..., Tensor], case: Case, detail: str = "") -> Prepared:
+    """`attend(q, k, v) -> out` with PyTorch's own backward, of the case's tensors in its own layout."""
+    leaves = [case.arguments[name].detach() for name in ("q", "k", "v")]
+    if not case.differentiates:
+        return Prepared(lambda: attend(*leaves), None, detail)
+    leaves = [x.requires_grad_() for x in leaves]
+    graph: list[Tensor] = []
+
+    def backward(dout: Tensor) -> tuple[Tensor, ...]:
+        if not graph:
+            graph.append(attend(*leaves))
+        return torch.autograd.grad(graph[0], leaves, dout, retain_graph=True)
+
+    return Prepared(lambda: attend(*leaves), backward, detail)
+
+
+def features(case: Case) -> set[str]:
+    """What a library has to have for this case."""
+    given = case.arguments
+    q, k, v = (given[name] for name in ("q", "k", "v"))
+    found = {name for name in ("softcap", "bias", "mask", "alibi_slopes", "sinks") if given.get(name) is not None}
+    found |= {"causal"} if given.get("causal") else set()
+    found |= {"window"} if given.get("window") else set()
+    found |= {"dropout"} if given.get("dropout_p") else set()
+    found |= {"packed sequences"} if case.function == "attention_varlen" else set()
+    found |= {"Dv other than D"} if q.shape[-1] != v.shape[-1] else set()
+    heads = 1 if q.dim() == 4 else -2
+    found |= {"grouped heads"} if q.shape[heads] != k.shape[heads] else set()
+    return found
+
+
+def require(case: Case, library: str, allowed: set[str]) -> None:
+    """Decline a case with a feature that is not among those that the library's call takes."""
+    missing = features(case) - allowed
+    if missing:
+        raise Declined(f"{library} takes no {', no '.join(sorted(missing))}")
+
+
+def effective_window(case: Case) -> tuple[int, int]:
+    """`(left, right)` with causal in it; -1 is unlimited. Bottom-right aligned, as in the contract."""
+    left, right = case.arguments.get("window") or (-1, -1)
+    if case.arguments.get("causal"):
+        right = 0 if right < 0 else min(right, 0)
+    return left, right
+
+
+def softmax_scale(case: Case) -> float:
+    return case.arguments["q"].shape[-1] ** -0.5
+
+
+def group_of(case: Case) -> int:
+    """Query heads for each head of keys and values."""
+    q, k = case.arguments["q"], case.arguments["k"]
+    heads = 1 if q.dim() == 4 else -2
+    return q.shape[heads] // k.shape[heads]
+
+
+def require_free_memory(case: Case, scores: float, what: str) -> None:
+    """Decline a dense case whose `scores` matrices [B, H, Sq, Sk] (in fp32, a number of them) would fill the memory."""
+    q, k = case.arguments["q"], case.arguments["k"]
+    wanted = scores * 4 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    free = free_bytes(q.device)
+    if free is not None and wanted > FREE_PART * free:
+        raise Declined(f"{what} of {wanted / 2**30:.1f} GiB beside {free / 2**30:.1f} GiB of free memory")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+
+
+def visible_pairs(case: Case) -> Tensor | None:
+    """Bool [Sq, Sk] of a dense case's causal and window; `None` if they hide nothing."""
+    q, k = case.arguments["q"], case.arguments["k"]
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    left, right = effective_window(case)
+    if left < 0 and (right < 0 or seqlen_q == 1):
+        return None
+    distance = relative_position(seqlen_q, seqlen_k, q.device)
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        visible &= distance <= left
+    if right >= 0:
+        visible &= distance >= -right
+    return visible
+
+
+def relative_position(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """i + Sk - Sq - j, int64 [Sq, Sk]."""
+    rows = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
+    return rows - torch.arange(seqlen_k, device=device)
+
+
+def call_with_known(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """A call without the keywords that are `None`: versions of a library differ in those that they know."""
+    return function(*arguments, **{name: value for name, value in keywords.items() if value is not None})
+
+
+def first_of(result: Any) -> Tensor:
+    """out of a call that returns out, or out with more."""
+    return result[0] if isinstance(result, tuple | list) else result

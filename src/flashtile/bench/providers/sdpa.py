@@ -1,0 +1,93 @@
+"""`torch.nn.functional.scaled_dot_product_attention`, one provider for each of its backends."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...testing.case import Case
+from .provider import (
+    Declined,
+    Prepared,
+    Provider,
+    from_autograd,
+    group_of,
+    relative_position,
+    require,
+    require_free_memory,
+    visible_pairs,
+)
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+TAKES = {"causal", "window", "bias", "mask", "alibi_slopes", "dropout", "grouped heads", "Dv other than D"}
+
+
+class Sdpa(Provider):
+    def __init__(self, backend: str) -> None:
+        self.name, self.backend = f"sdpa:{backend}", BACKENDS[backend]
+
+    def prepare(self, case: Case, decode: bool = False) -> Prepared:
+        require(case, "scaled_dot_product_attention", TAKES)
+        given = case.arguments
+        square = given["q"].shape[2] == given["k"].shape[2]
+        is_causal = bool(given.get("causal")) and square and not given.get("window")
+        mask = dense_mask(case, with_window=not is_causal)
+        if mask is not None and is_causal:  # the call takes one or the other
+            is_causal, mask = False, dense_mask(case, with_window=True)
+        if self.backend is SDPBackend.MATH:
+            require_free_memory(case, 5 if case.differentiates else 3, "score matrices")
+        keywords: dict[str, Any] = {"dropout_p": given.get("dropout_p", 0.0), "is_causal": is_causal}
+        keywords["enable_gqa"] = group_of(case) > 1
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(self.backend):
+                return scaled_dot_product_attention(q, k, v, mask, **keywords)
+
+        prepared = from_autograd(attend, case)
+        first_call(prepared.forward)
+        words = "a mask [.., Sq, Sk] in memory" if mask is not None and mask.shape[2] > 1 else ""
+        return Prepared(prepared.forward, prepared.backward, words)
+
+
+def first_call(run: Callable[[], Tensor]) -> None:
+    """Turn PyTorch's error that no kernel takes the call into a refusal, with the reasons that it warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            run()
+        except RuntimeError as error:
+            words = str(error).splitlines()[0]
+            if not words.startswith(("No available kernel", "No viable backend")):
+                raise
+            reasons = [str(warning.message).split(" (Triggered")[0] for warning in caught]
+            raise Declined(" ".join([words.split(". ")[0] + ".", *reasons])) from error
+
+
+def dense_mask(case: Case, *, with_window: bool) -> Tensor | None:
+    """Everything that is added to scores or hides them as one tensor that broadcasts to [B, H, Sq, Sk]: bool where
+    nothing is added, else q's dtype.
+    """
+    given = case.arguments
+    q, k = given["q"], given["k"]
+    visible, added = given.get("mask"), given.get("bias")
+    window = visible_pairs(case) if with_window else None
+    if window is not None:
+        require_free_memory(case, 1 / (q.shape[0] * q.shape[1]), "a mask")
+        visible = window[None, None] if visible is None else visible & window
+    if given.get("alibi_slopes") is not None:
+        require_free_memory(case, 2 / q.shape[0], "a bias")
+        distance = relative_position(q.shape[2], k.shape[2], q.device).abs()
+        slopes = -given["alibi_slopes"][None, :, None, None] * distance
+        added = slopes.to(q.dtype) if added is None else added + slopes.to(q.dtype)
+    if added is None or visible is None:
+        return visible if added is None else added
+    return added.masked_fill(~visible, -torch.inf)

@@ -1,0 +1,86 @@
+"""Interleaving: in each round every entrant is timed once, after the same rest, in an order that moves on each round.
+
+What the machine does to all of them alike (clock rates, heat, other load) then falls on all of them alike, and the
+ratio of two entrants within one round is steadier than either figure.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .clocks import Clock, Run
+from .sweep import Timing
+
+FEWEST_ROUNDS = 3
+MOST_CALLS = 200  # in one sample: a GPU's queue holds about a thousand kernels
+
+
+@dataclass
+class Entrant:
+    """What one provider runs, and what it took. `failure` is why it was dropped."""
+
+    name: str
+    run: Run
+    calls_in_run: int = 1  # calls of the provider that one `run` does
+    calls: int = 1  # runs in one sample
+    seconds: list[float] = field(default_factory=list)  # of one call of the provider, for each round
+    failure: str | None = None
+
+
+def calibrate(clock: Clock, entrant: Entrant, sample_seconds: float) -> None:
+    """How many runs make a sample of `sample_seconds`. What is compiled or allocated at first is done by then."""
+    once = clock.seconds(entrant.run, 1)
+    if once < sample_seconds / 4:
+        once = clock.seconds(entrant.run, 3)
+    entrant.calls = max(1, min(MOST_CALLS, math.ceil(sample_seconds / max(once, 1e-9))))
+
+
+def interleave(clock: Clock, entrants: Sequence[Entrant], timing: Timing, failed: Callable[[Exception], str]) -> None:
+    """Time every entrant in every round. One that raises is dropped, with the words that `failed` finds."""
+    for entrant in entrants:
+        try:
+            calibrate(clock, entrant, timing.sample_seconds)
+        except Exception as error:
+            entrant.failure = failed(error)
+    start = time.perf_counter()
+    for turn in range(timing.rounds):
+        if turn >= FEWEST_ROUNDS and timing.most_seconds and time.perf_counter() - start > timing.most_seconds:
+            break
+        first = turn % max(len(entrants), 1)
+        for entrant in (*entrants[first:], *entrants[:first]):
+            if entrant.failure is not None:
+                continue
+            time.sleep(timing.rest_seconds)
+            try:
+                seconds = clock.seconds(entrant.run, entrant.calls)
+            except Exception as error:
+                entrant.failure = failed(error)
+                continue
+            entrant.seconds.append(seconds / entrant.calls_in_run)
+
+
+class Band(NamedTuple):
+    """A median with its 20% and 80% quantiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def map(self, change: Callable[[float], float]) -> "Band":
+        """Under a monotone change; a falling one swaps the ends."""
+        ends = change(self.low), change(self.high)
+        return Band(change(self.median), min(ends), max(ends))
+
+
+def band(samples: Sequence[float]) -> Band:
+    found = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64))
+    return Band(*found.tolist())
+
+
+def ratios(seconds: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Speed in units of the reference's, round by round: above 1 is faster than it."""
+    return [theirs / own for own, theirs in zip(seconds, reference, strict=False)]

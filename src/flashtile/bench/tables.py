@@ -1,0 +1,86 @@
+"""Results as tables for a terminal: a line for each provider on each cell, then what has no speed."""
+
+from collections.abc import Iterator
+
+from rich.table import Table
+from rich.text import Text
+
+from .cell import MEASURES, Cell
+from .results import DECLINED, FAILED, OK, WRONG, Results, Row, three_digits
+from .rounds import Band
+
+TITLES = {
+    "forward": "Forward",
+    "backward": "Backward",
+    "decode": "Decode: bytes of K and V read",
+    "first_call_cold": "First call in a fresh process, caches empty",
+    "first_call_warm": "First call in a fresh process, caches filled",
+    "forward_memory": "Peak memory of forward, beyond inputs and results",
+    "backward_memory": "Peak memory of backward, beyond inputs and results",
+}
+
+
+def tables(results: Results) -> Iterator[Table]:
+    for measure in MEASURES:
+        cells = results.cells(measure)
+        if cells:
+            yield table(results, measure, cells)
+
+
+def table(results: Results, measure: str, cells: list[Cell]) -> Table:
+    unit, scale = unit_of(results, cells)
+    grid = Table(title=f"{TITLES[measure]}, {unit}", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    grid.add_column("", no_wrap=True)
+    host = any(row.host_seconds is not None for row in results.rows if row.cell in cells)
+    reference = f"× {results.reference}" if results.reference else ""
+    for heading in ("median", "20%", "80%", reference, "host µs" if host else ""):
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for cell in cells:
+        rows = [row for row in results.rows if row.cell == cell and row.status in (OK, WRONG)]
+        grid.add_row(Text(cell.label(), style="" if rows else "dim"))
+        for row in rows:
+            grid.add_row(f"  {row.provider}", *entries(row, scale))
+    return grid
+
+
+def entries(row: Row, scale: float) -> list[Text]:
+    found = figure(row)
+    if found is None:
+        return [Text("wrong", style="red")]
+    texts = [Text(three_digits(x / scale)) for x in found]
+    if len(row.samples) == 1:
+        texts[1:] = [Text(""), Text("")]
+    texts.append(Text("" if row.ratio is None else f"{row.ratio.median:.2f}"))
+    return [*texts, Text("" if row.host_seconds is None else three_digits(row.host_seconds * 1e6))]
+
+
+def figure(row: Row) -> Band | None:
+    """What a row is compared by: a rate where there is one, else seconds or bytes."""
+    return row.flops_per_second or row.bytes_per_second or row.value
+
+
+def unit_of(results: Results, cells: list[Cell]) -> tuple[str, float]:
+    """The unit in which the largest figure of the cells is at least one, and what it is worth."""
+    rows = [row for row in results.rows if row.cell in cells]
+    figures = [found.median for row in rows if (found := figure(row)) is not None]
+    largest = max(figures, default=0.0)
+    measure = cells[0].measure
+    if measure in ("forward", "backward"):
+        return ("TFLOP/s", 1e12) if largest >= 1e12 else ("GFLOP/s", 1e9)
+    if measure == "decode":
+        return "GB/s", 1e9
+    if measure.endswith("memory"):
+        return ("GiB", 2**30) if min(figures, default=0) >= 2**30 else ("MiB", 2**20)
+    return "s", 1.0
+
+
+def reasons(results: Results) -> Iterator[tuple[str, str, str, int]]:
+    """Status, provider, reason and number of cells, of what has no speed; wrong results first."""
+    counted: dict[tuple[str, str, str], int] = {}
+    for row in results.rows:
+        if row.status != OK:
+            key = row.status, row.provider, row.reason
+            counted[key] = counted.get(key, 0) + 1
+    order = {WRONG: 0, FAILED: 1, DECLINED: 2}
+    for (status, provider, reason), n in sorted(counted.items(), key=lambda item: order[item[0][0]]):
+        yield status, provider, reason, n

@@ -1,0 +1,110 @@
+"""`flashtile bench`: this library beside others, on the same inputs, each result checked before it is timed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .env import survey
+from .options import Device, json_option, print_json
+
+DEFAULT_CELLS = (
+    {"measure": ["forward", "backward"], "seqlen_q": [512, 2048], "causal": [False, True]},
+    {"measure": ["decode"], "seqlen_q": 1, "seqlen_k": 4096},
+)
+
+
+@click.command()
+@click.option("--device", type=Device(), default="cpu")
+@click.option(
+    "--sweep",
+    "sweep_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A TOML file of benchmarks/.  [default: a small sweep]",
+)
+@click.option("--providers", help="Names with commas between.  [default: the sweep's, or all]")
+@click.option(
+    "--cells",
+    "filters",
+    multiple=True,
+    metavar="FIELD=VALUE...",
+    help="Only cells where every FIELD has one of the values, as in 'measure=forward head_dim=64|128'. May be "
+    "repeated: a cell that one filter lets through is measured.",
+)
+@click.option("--rounds", type=click.IntRange(1), help="[default: the sweep's]")
+@click.option("--sample-seconds", type=click.FloatRange(0, min_open=True), help="[default: the sweep's]")
+@click.option("--reference", help="The provider that ratios are against.  [default: the sweep's]")
+@click.option(
+    "--fa3-library",
+    type=click.Path(path_type=Path),
+    help="FlashAttention-3's compiled operators; a libcudart.so.12 beside it is loaded first.",
+)
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Write results.json, .csv and samples.csv."
+)
+@json_option
+def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, as_json: bool, **options: Any) -> None:
+    """Time attention of several libraries on the same inputs, interleaved in this process.
+
+    Every result is first compared with an fp64 oracle; a wrong one has no speed. In each round every provider is timed
+    once after the same rest. Figures are medians over rounds with their 20% and 80% quantiles; FLOPs are those of
+    visible pairs, 2.5 times as many backward. What cannot be measured is listed with its reason.
+    """
+    from ..bench.origin import origin
+    from ..bench.providers import all_names, make
+    from ..bench.results import Results
+    from ..bench.run import Bench, stamp
+    from ..bench.sweep import Sweep, expand, load
+
+    device: torch.device = options["device"]
+    try:
+        sweep = load(sweep_file) if sweep_file else Sweep("default", tuple(c for t in DEFAULT_CELLS for c in expand(t)))
+        sweep = sweep.only(filters)
+        names = (options["providers"] or "").replace(",", " ").split()
+        providers = make(names or sweep.providers or all_names(), options["fa3_library"])
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    given = {name: options[name] for name in ("rounds", "sample_seconds") if options[name] is not None}
+    timing = replace(sweep.timing, **given)
+    reference = options["reference"] or sweep.reference
+    about = origin(device, providers, survey()[0]) | {"sweep": str(sweep_file or "default"), "started": stamp()}
+    results = Results(sweep.name, reference, about)
+    work = Bench(device, providers, timing, reference, options["fa3_library"])
+    with progress() as bar:
+        task = bar.add_task(sweep.name, total=len(sweep.cells))
+        for row in work.run(sweep, lambda cell: bar.advance(task)):
+            results.rows.append(row)
+            bar.update(task, description=row.cell.label())
+            if out is not None:
+                results.write(out)  # what is there survives whatever comes next
+    about |= {"ended": stamp(), "clocks after": work.clock.state()}
+    if out is not None:
+        results.write(out)
+    if as_json:
+        print_json(results.as_dict())
+    else:
+        print_results(results)
+
+
+def progress() -> Progress:
+    """On stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def print_results(results: Any) -> None:
+    from ..bench.tables import reasons, tables
+
+    console = Console()
+    for grid in tables(results):
+        console.print(grid, "")
+    for status, provider, reason, count in reasons(results):
+        cells = "1 cell" if count == 1 else f"{count} cells"
+        console.print(f"{provider}: {status}, {cells}: {reason}", markup=False, highlight=False)
+    about = results.about
+    console.print(f"\n{about['device']}, torch {about['torch']}, commit {about['commit']}: {about['command']}")

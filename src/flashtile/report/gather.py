@@ -1,0 +1,67 @@
+"""Everything that a report measures, in order, each part with its own progress."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..bench.cell import INPUTS
+from ..bench.origin import origin
+from ..bench.providers import make
+from . import errors, gate, memory, planner, speed, training
+from .measured import providers
+from .section import Section
+from .settings import Settings
+
+Advance = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Report:
+    sections: list[Section]
+    about: dict[str, Any]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return all(section.ok for section in self.sections)
+
+
+def gather(settings: Settings, machine: dict[str, Any]) -> Report:
+    """`machine` is what `flashtile env` finds."""
+    start, found, parts = time.perf_counter(), [], {}
+    with progress() as bar:
+        for words, total, measure in steps(settings):
+            task = bar.add_task(words, total=total)
+            begun = time.perf_counter()
+            made = measure(settings, lambda task=task: bar.advance(task))
+            found += made if isinstance(made, tuple) else [made]
+            bar.update(task, completed=total)
+            parts[words] = time.perf_counter() - begun
+    order = ("gate", "speed", "losses", "memory", "errors", "planner", "training")
+    found.sort(key=lambda section: order.index(section.name))
+    about = origin(settings.device, make(providers(settings)), machine)
+    return Report(found, about | {"seconds": parts}, time.perf_counter() - start)
+
+
+def steps(settings: Settings) -> Iterator[tuple[str, int, Callable[..., Any]]]:
+    """What is shown, how many steps it has, and what does it. Training is first, because others use its tensors."""
+    yield "training a small model", settings.steps, training.trained
+    yield "correctness gate", settings.cases + settings.captured_cases, gate.gate
+    yield "speed", len(speed.cells(settings)) + len(speed.further_cells(settings)), speed.speed
+    yield "memory", 2, memory.memory
+    yield "error against fp64", len(errors.DTYPES) * len(INPUTS), errors.errors
+    yield "plans", len(planner.CALLS), planner.planner
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """Bars on stderr where that is a terminal; elsewhere nothing."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        yield bar

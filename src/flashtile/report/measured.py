@@ -1,0 +1,50 @@
+"""Sweeps of `flashtile bench` inside a report: the rows, the names that people read, and the lines of a plot."""
+
+from collections.abc import Callable, Sequence
+
+from ..bench.cell import Cell
+from ..bench.providers import make
+from ..bench.results import OK, Row
+from ..bench.rounds import Band
+from ..bench.run import Bench
+from ..bench.sweep import Sweep
+from ..plan import backends
+from .section import Series
+from .settings import Settings
+
+OWN = "flashtile"
+NAMES = {"sdpa:flash": "SDPA flash", "sdpa:math": "SDPA math", "sdpa:cudnn": "SDPA cuDNN", "flex": "FlexAttention"}
+NAMES |= {"plain": "plain torch", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
+
+
+def rows_of(settings: Settings, cells: Sequence[Cell], advance: Callable[[], None]) -> list[Row]:
+    work = Bench(settings.device, make(providers(settings)), settings.timing, settings.reference, None)
+    return list(work.run(Sweep("report", tuple(cells)), lambda cell: advance()))
+
+
+def providers(settings: Settings) -> tuple[str, ...]:
+    """flashtile, on a GPU also each of its kernels that is usable there, and the others."""
+    kernels = [status.name for status in backends() if status.usable and status.name not in ("tiled", "reference")]
+    return (OWN, *(f"{OWN}:{name}" for name in kernels if settings.device.type != "cpu"), *settings.peers)
+
+
+def name_of(provider: str) -> str:
+    return NAMES.get(provider, provider)
+
+
+def series_of(rows: Sequence[Row], figure: Callable[[Row], Band | None], scale: float) -> list[Series]:
+    """A line for each provider that has figures: over sequence length, in units of `scale`."""
+    lines = []
+    for provider in dict.fromkeys(row.provider for row in rows):
+        found = [(row.cell.seqlen_q, band) for row in rows if row.provider == provider and (band := figure(row))]
+        if found:
+            seqlens, bands = zip(*found, strict=True)
+            median, low, high = ([x / scale for x in values] for values in zip(*bands, strict=True))
+            lines.append(Series(name_of(provider), [float(n) for n in seqlens], median, low, high))
+    return lines
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """Why providers have no figures, each reason once."""
+    found = {(row.provider, row.status, row.reason): row.cell for row in rows if row.status != OK}
+    return [f"{name_of(name)} {status} at {cell.label()}: {why}" for (name, status, why), cell in found.items()]

@@ -1,0 +1,120 @@
+"""Peak memory against sequence length, this library beside the dense method, each in a process of its own."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ..bench.cell import Cell
+from ..bench.fresh import Job, in_fresh_process
+from ..bench.results import three_digits
+from .measured import OWN, name_of
+from .section import Plot, Section, Series, Table
+from .settings import Settings
+
+DENSE = "plain"
+MIB = 2**20
+
+
+def memory(settings: Settings, advance: Callable[[], None]) -> Section:
+    found: dict[tuple[str, str], dict[int, float]] = {}  # bytes by measure, provider and length
+    notes = []
+    for provider in (OWN, DENSE):
+        cells = [cell_of(settings, measure, n) for measure in MEASURES for n in settings.memory_seqlens]
+        for cell, finding in zip(cells, findings(settings, provider, cells), strict=True):
+            if "value" in finding:
+                found.setdefault((cell.measure, provider), {})[cell.seqlen_q] = finding["value"]
+            else:
+                reason = finding.get("declined") or finding.get("error")
+                notes.append(f"{name_of(provider)} at {cell.label()}: {reason}")
+        advance()
+    plots = [plot_of(settings, measure, found) for measure in MEASURES]
+    return Section(
+        name="memory",
+        title="Memory against sequence length",
+        summary=summary_of(settings, found),
+        plots=plots,
+        tables=[table_of(settings, found)],
+        notes=list(dict.fromkeys(notes)),
+        records=[
+            {"measure": measure, "provider": provider, "seqlen": n, "bytes": x}
+            for (measure, provider), values in found.items()
+            for n, x in values.items()
+        ],
+    )
+
+
+MEASURES = ("forward_memory", "backward_memory")
+
+
+def cell_of(settings: Settings, measure: str, seqlen: int) -> Cell:
+    heads, head_dim, dtype = settings.memory_heads, settings.head_dim, settings.dtype
+    return Cell(measure=measure, heads=heads, seqlen_q=seqlen, head_dim=head_dim, dtype=dtype)
+
+
+def findings(settings: Settings, provider: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as caches:
+        return in_fresh_process(Job(tuple(cells), provider, str(settings.device)), str(Path(caches)))
+
+
+def inputs_bytes(settings: Settings, seqlen: int) -> float:
+    """Of q, k, v and out."""
+    cell = cell_of(settings, "forward_memory", seqlen)
+    return 4 * cell.heads * seqlen * cell.head_dim * cell.torch_dtype.itemsize
+
+
+def slope(values: dict[int, float]) -> float | None:
+    """Of log(bytes) over log(length), least squares over the upper half of the lengths: the exponent of growth."""
+    points = [(math.log(n), math.log(x)) for n, x in sorted(values.items()) if x > 0]
+    points = points[len(points) // 2 - (len(points) < 4) :] if len(points) > 2 else points
+    if len(points) < 2:
+        return None
+    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+
+
+def plot_of(settings: Settings, measure: str, found: dict[tuple[str, str], dict[int, float]]) -> Plot:
+    lines = []
+    for provider in (OWN, DENSE):
+        values = {n: x for n, x in found.get((measure, provider), {}).items() if x > 0}
+        if values:
+            exponent = slope(values)
+            grown = "" if exponent is None else f", S^{exponent:.1f}"
+            points = sorted(values.items())
+            lengths, mib = [float(n) for n, _ in points], [x / MIB for _, x in points]
+            lines.append(Series(f"{name_of(provider)}{grown}", lengths, mib))
+    lengths = [float(n) for n in settings.memory_seqlens]
+    inputs = [inputs_bytes(settings, n) / MIB for n in settings.memory_seqlens]
+    lines.append(Series("q, k, v, out, S^1", lengths, inputs, dashed=True))
+    title = f"{measure.removesuffix('_memory').capitalize()}, MiB beyond inputs and results"
+    return Plot(measure, title, lines, "sequence length", log_y=True)
+
+
+def summary_of(settings: Settings, found: dict[tuple[str, str], dict[int, float]]) -> str:
+    longest = settings.memory_seqlens[-1]
+    words = [
+        f"{settings.memory_heads} heads of {settings.head_dim}, {settings.dtype}, not causal; the most bytes that "
+        "torch's allocator has given out at a time, less inputs and results."
+    ]
+    for measure in MEASURES:
+        own, dense = (found.get((measure, name), {}) for name in (OWN, DENSE))
+        if longest in own and longest in dense:
+            which, less, more = measure.removesuffix("_memory").capitalize(), own[longest] / MIB, dense[longest] / MIB
+            words.append(
+                f"{which} at {longest:,}: {three_digits(less)} MiB, where the dense method takes {three_digits(more)}."
+            )
+    return " ".join(words)
+
+
+def table_of(settings: Settings, found: dict[tuple[str, str], dict[int, float]]) -> Table:
+    keys = [(measure, provider) for measure in MEASURES for provider in (OWN, DENSE)]
+    columns = ("length", *(f"{m.removesuffix('_memory')}, {name_of(p)}" for m, p in keys), "q, k, v and out")
+    rows = []
+    for n in settings.memory_seqlens:
+        bytes_of = [found.get(key, {}).get(n) for key in keys] + [inputs_bytes(settings, n)]
+        rows.append((f"{n:,}", *("–" if x is None else three_digits(x / MIB) for x in bytes_of)))
+    exponents = [slope(found.get(key, {})) for key in keys]
+    rows.append(("grows as", *("–" if e is None else f"S^{e:.2f}" for e in exponents), "S^1.00"))
+    return Table(columns, rows, frozenset(range(len(columns))), "MiB. The exponents are fitted to the longer half.")

@@ -1,0 +1,94 @@
+"""The page and the files beside it: report.html, report.json, results.csv and one CSV for each other section."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..bench.results import write_csv
+from .gather import Report
+from .plots import standalone, svg_of
+from .section import Section
+
+TEMPLATE = Path(__file__).with_name("page.html")
+
+
+def render(report: Report) -> tuple[str, dict[str, str]]:
+    """The HTML, which refers to nothing outside, and every plot by its name."""
+    from jinja2 import Environment
+
+    svgs = {plot.name: svg_of(plot) for section in report.sections for plot in section.plots}
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    facts = {name: x for name, x in report.about.items() if name not in ("machine", "command")}
+    page = template.render(
+        report=report,
+        title=title_of(report),
+        sections=report.sections,
+        svgs=svgs,
+        machine=flat(facts | report.about["machine"]),
+        repeat=commands(report),
+    )
+    return page, svgs
+
+
+def title_of(report: Report) -> str:
+    """The device as people know it."""
+    device, machine = report.about["device"], report.about["machine"]
+    return f"{machine['cpu']}, {device}" if device.startswith("CPU") and machine.get("cpu") else device
+
+
+def commands(report: Report) -> list[tuple[str, str]]:
+    """What was run, and what repeats its parts at length."""
+    device, sweep = ("", "cpu") if report.about["device"].startswith("CPU") else (" --device cuda", "features")
+    return [
+        (report.about["command"], "this page"),
+        (f"flashtile verify{device} --cases 1000", "the gate, longer"),
+        (f"flashtile verify{device} --cases 1000 --inputs captured", "the same with captured values"),
+        (f"flashtile bench{device} --sweep benchmarks/{sweep}.toml", "speed, first calls and memory, from a checkout"),
+        ("python examples/train_bytes.py --attention sdpa", "training with the other attention, from a checkout"),
+        (f"flashtile explain{device} --help", "what one call would run"),
+    ]
+
+
+def flat(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Nested facts as lines."""
+    lines = []
+    for name, x in values.items():
+        if isinstance(x, dict):
+            x = ", ".join(f"{key} {word(y)}" for key, y in x.items()) or "–"
+        elif isinstance(x, list):
+            x = "; ".join(", ".join(map(str, y.values())) if isinstance(y, dict) else str(y) for y in x) or "none"
+        lines.append((name, word(x)))
+    return lines
+
+
+def word(x: Any) -> str:
+    return "–" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x)
+
+
+def write(report: Report, folder: Path, images: bool = False) -> Path:
+    """All files into `folder`; with `images` also each plot as an SVG of its own. The path of the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page, svgs = render(report)
+    path = folder / "report.html"
+    path.write_text(page, encoding="utf-8")
+    (folder / "report.json").write_text(json.dumps(as_dict(report), indent=1, default=str) + "\n")
+    for section in report.sections:
+        if section.records:
+            write_csv(folder / f"{section.name}.csv", section.records)
+    for name, svg in svgs.items() if images else ():
+        (folder / f"{name}.svg").write_text(standalone(svg), encoding="utf-8")
+    return path
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    return {
+        "ok": report.ok,
+        "seconds": report.seconds,
+        "about": report.about,
+        "sections": {section.name: section_dict(section) for section in report.sections},
+    }
+
+
+def section_dict(section: Section) -> dict[str, Any]:
+    return {"ok": section.ok, "summary": section.summary, "notes": section.notes, "records": section.records}

@@ -1,0 +1,79 @@
+"""How much a report measures: as data, so that a run of two minutes and a long one differ in numbers alone."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..bench.captured import HEAD_DIM, HEADS, STEPS
+from ..bench.cell import Cell
+from ..bench.sweep import Timing
+
+QUICK = Timing(rounds=5, sample_seconds=0.05, rest_seconds=0.01, most_seconds=4.0)
+LONG = Timing(rounds=15, sample_seconds=0.1, rest_seconds=0.02)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`tokens` in all for speed on a GPU (batch = tokens / seqlen); `None` is a batch of 1."""
+
+    device: torch.device
+    dtype: str
+    heads: int
+    head_dim: int
+    inputs: str
+    seqlens: tuple[int, ...]
+    memory_seqlens: tuple[int, ...]
+    peers: tuple[str, ...]
+    reference: str
+    timing: Timing
+    tokens: int | None = None
+    memory_heads: int = 4
+    error_seqlen: int = 256
+    cases: int = 120  # random problems of the gate
+    captured_cases: int = 40
+    gate_seconds: float = 15.0  # of each kind; problems after these are left out
+    steps: int = STEPS
+    training_seconds: float = 20.0  # steps after these are left out
+
+    def speed_cell(self, seqlen: int, measure: str, **fields: object) -> Cell:
+        batch = 1 if self.tokens is None else max(1, self.tokens // seqlen)
+        plain: dict[str, object] = {"batch": batch, "heads": self.heads, "seqlen_q": seqlen, "head_dim": self.head_dim}
+        plain |= {"dtype": self.dtype, "causal": True, "inputs": self.inputs, "measure": measure}
+        return Cell(**plain | fields)  # type: ignore[arg-type]
+
+
+def settings_for(device: torch.device, quick: bool) -> Settings:
+    """Those of a kind of device. Quick ones end within two minutes on two cores."""
+    if device.type == "cpu":
+        return Settings(
+            device=device,
+            dtype="float32",
+            heads=HEADS,
+            head_dim=HEAD_DIM,
+            inputs="captured",
+            seqlens=(256, 512, 1024, 2048) if quick else (128, 256, 512, 1024, 2048, 4096, 8192),
+            memory_seqlens=(256, 512, 1024, 2048, 4096),
+            peers=("sdpa:flash", "plain") if quick else ("sdpa:flash", "sdpa:math", "flex", "plain"),
+            reference="sdpa:flash",
+            timing=QUICK if quick else LONG,
+            cases=120 if quick else 1000,
+            captured_cases=40 if quick else 300,
+            gate_seconds=15.0 if quick else 600.0,
+            training_seconds=20.0 if quick else 600.0,
+        )
+    return Settings(
+        device=device,
+        dtype="bfloat16",
+        heads=16,
+        head_dim=128,
+        inputs="normal",
+        seqlens=(512, 1024, 4096, 16384),
+        memory_seqlens=(1024, 2048, 4096, 8192, 16384),
+        peers=("sdpa:cudnn", "sdpa:flash") if quick else ("sdpa:cudnn", "sdpa:flash", "flex", "fa2", "fa3", "fa4"),
+        reference="sdpa:cudnn",
+        timing=QUICK if quick else LONG,
+        tokens=16384,
+        cases=120 if quick else 1000,
+        captured_cases=40 if quick else 300,
+        gate_seconds=40.0 if quick else 600.0,
+    )
