@@ -15,7 +15,7 @@ LONGEST_IMPORT = 0.05  # seconds
 
 # Each line may import from the lines above it and from itself. What is named nowhere (testing, cli) may import all.
 LAYERS = (
-    ("errors",),
+    ("errors", "iomodel"),
     ("device", "masks"),
     ("call", "expression*"),
     ("check", "problem"),
@@ -153,6 +153,17 @@ def test_the_oracle_is_independent() -> None:
         if name.startswith("testing"):
             outside = {t for t in imports_of(name, at_import=False) if not t.startswith("testing")}
             assert outside <= ({""} if name == "testing.case" else set()), f"{name} imports {outside}"
+
+
+def test_the_ladder_stands_alone() -> None:
+    """Its files are read one by one: they import nothing else of the package, and only the command line runs them."""
+    steps = {name for name in MODULES if name.split(".")[0] == "ladder"}
+    assert len(steps) > 1
+    for name in MODULES:
+        for target in set(imports_of(name, at_import=False)):
+            inside = target.split(".")[0] == "ladder"
+            assert inside or name not in steps, f"{name} imports {target or 'flashtile'}"
+            assert name in steps or name.startswith("cli") or not inside, f"{name} imports {target}"
 
 
 def test_nothing_but_the_command_line_imports_it() -> None:

@@ -79,9 +79,9 @@ def attention(
 
     Raises:
         CompilerError: there is no working C++ compiler.
-        TypeError: the tensors are not float32 on the CPU.
+        TypeError, ValueError: the tensors are not float32 on the CPU, or not of one shape.
     """
-    q, k, v = (float32(x) for x in (q, k, v))  # [N, d]
+    q, k, v = (float32(x, q.shape) for x in (q, k, v))  # [N, d]
     n, d = q.shape
     out, lse = torch.empty_like(q), q.new_empty(n)  # [N, d], [N]
     size = c_size(n, d, causal, scale)
@@ -106,8 +106,9 @@ def backward(
     graph: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv `[N, d]`. With `graph=True` forward runs again, and its graph is walked back."""
-    q, k, v, out, lse, dout = (float32(x) for x in (q, k, v, out, lse, dout))
     n, d = q.shape
+    q, k, v, out, dout = (float32(x, q.shape) for x in (q, k, v, out, dout))  # [N, d]
+    lse = float32(lse, q.shape[:1])  # [N]
     dq, dk, dv = (torch.zeros_like(q) for _ in range(3))  # [N, d]
     size = c_size(n, d, causal, scale)
     if graph:
@@ -123,9 +124,12 @@ def c_size(n: int, d: int, causal: bool, scale: float | None) -> tuple[Any, ...]
     return ctypes.c_int64(n), ctypes.c_int64(d), int(causal), ctypes.c_float(scale)
 
 
-def float32(x: Tensor) -> Tensor:
+def float32(x: Tensor, shape: torch.Size) -> Tensor:
+    """Contiguous, and what the C++ code takes it for: it cannot tell."""
     if x.dtype is not torch.float32 or x.device.type != "cpu":
         raise TypeError(f"step 3 takes float32 tensors on the CPU; one is {x.dtype} on {x.device}")
+    if x.shape != shape:
+        raise ValueError(f"step 3 takes q, k, v of one shape [N, d]; q says {list(shape)}, one is {list(x.shape)}")
     return x.detach().contiguous()
 
 

@@ -30,8 +30,9 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """`[N, d]` to out `[N, d]` and lse `[N]`."""
     s = hide_future(scaled(q, scale) @ k.mT, causal)  # [N, N]
+    lse = torch.logsumexp(s, dim=-1)  # [N]; before P, for it needs N² numbers for a moment
     p = torch.softmax(s, dim=-1)  # [N, N]
-    return p @ v, torch.logsumexp(s, dim=-1)  # [N, d], [N]
+    return p @ v, lse  # [N, d], [N]
 
 
 def attention_in_kernels(

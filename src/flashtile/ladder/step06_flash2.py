@@ -47,7 +47,9 @@ def attention(
         q_i = scale * q[rows]  # [Br, d]
         m, l = q_i.new_full((len(q_i),), -math.inf), q_i.new_zeros(len(q_i))  # [Br]  # noqa: E741
         acc = torch.zeros_like(q_i)  # [Br, d]
-        for keys in cut(0, rows.stop if causal else n, block_n):
+        for keys in cut(0, n, block_n):
+            if causal and keys.start >= rows.stop:
+                break
             k_j, v_j = k[keys], v[keys]  # [Bc, d]
             s = hide_future(q_i @ k_j.mT, rows, keys, causal)  # [Br, Bc]
             m_new = torch.maximum(m, s.amax(dim=1))  # [Br]
