@@ -1,4 +1,4 @@
-"""The command line: `flashtile env | explain | verify`. Nothing else imports this package, nor click and rich."""
+"""The command line: `flashtile env | explain | ladder | verify`. Nothing else imports this, nor click and rich."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from .. import __version__
 from ..errors import AttentionError
 from .env import env
 from .explain import explain
+from .ladder import ladder
 from .verify import verify
 
 
@@ -31,5 +32,5 @@ def main() -> None:
     """Exact attention for PyTorch: what runs on this machine, why, and whether it is right."""
 
 
-for command in (env, explain, verify):
+for command in (env, explain, ladder, verify):
     main.add_command(command)

@@ -1,0 +1,131 @@
+"""`flashtile ladder`: every step from pure Python to the product, measured on this machine beside published figures."""
+
+import importlib.util
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table as Printed
+
+from ..device import describe_device
+from .env import packages
+from .ladder_measure import Table
+from .ladder_tables import TABLES
+from .options import Device, json_option, print_json
+
+
+@click.command()
+@click.option("--device", type=Device(), default="cpu")
+@click.option(
+    "--table", "names", type=click.Choice(tuple(TABLES)), multiple=True, help="May be repeated.  [default: all]"
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="A picture of step against time; png, svg."
+)
+@json_option
+def ladder(device: torch.device, names: tuple[str, ...], plot: Path | None, as_json: bool) -> None:
+    """Measure every step of the ladder, from pure Python to `flashtile.attention`.
+
+    docs/ladder.md explains the steps; their code is in flashtile/ladder.
+    """
+    if plot is not None:
+        refuse_plot_without(names)
+    start = time.perf_counter()
+    tables = measure(names or tuple(TABLES), device)
+    found = {"machine": machine(device), "tables": {table.name: vars(table) for table in tables}}
+    if plot is not None:
+        from .ladder_plot import draw
+
+        draw(next(table for table in tables if table.name == "stack"), plot)
+    seconds = time.perf_counter() - start
+    if as_json:
+        print_json(found | {"seconds": seconds})
+        return
+    for table in tables:
+        print_table(table)
+    click.echo(", ".join(f"{name} {value}" for name, value in machine(device).items() if value is not None))
+    click.echo(f"{seconds:.0f} s" + (f"; plot in {plot}" if plot else ""))
+
+
+def refuse_plot_without(names: tuple[str, ...]) -> None:
+    """Before anything is measured: the plot needs the table of all steps, and matplotlib."""
+    if names and "stack" not in names:
+        raise click.UsageError("--plot draws the table `stack`: add --table stack, or leave --table out")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--plot needs matplotlib: pip install 'flashtile[plot]'")
+
+
+def measure(names: tuple[str, ...], device: torch.device) -> list[Table]:
+    """The tables asked for, with a line of progress on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    tables = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        for name in dict.fromkeys(names):
+            measurement = TABLES[name](device)
+            while True:
+                try:
+                    progress.update(task, description=f"{name}: {next(measurement)}")
+                except StopIteration as finished:
+                    tables.append(finished.value)
+                    break
+    return tables
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    versions = packages()
+    return {
+        "device": describe_device(device).name,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": versions["triton"],
+    }
+
+
+def print_table(table: Table) -> None:
+    """Rows under their keys; those of `stack` with a column for each length."""
+    rows = pivoted(table.rows) if table.name == "stack" else table.rows
+    printed = Printed(title=table.title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    if rows:
+        for heading in rows[0]:
+            words = isinstance(rows[0][heading], str) and heading != "published"
+            printed.add_column(heading.replace("_", " "), justify="left" if words else "right", no_wrap=words)
+        for row in rows:
+            printed.add_row(*(in_figures(value) for value in row.values()))
+    console = Console(width=max(Console().width, 120))
+    console.print(printed)
+    for note in table.notes:
+        console.print(note, highlight=False, markup=False)
+    console.print()
+
+
+def pivoted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each step: a column for each N, with the published time in brackets; then the longest N's time for
+    a row of q, and the largest error.
+    """
+    steps: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        published = "" if row["published_ms"] is None else f" ({row['published_ms']:.3f})"
+        step = steps.setdefault(row["step"], {"step": row["step"]})
+        step[f"N = {row['n']}"] = f"{in_figures(row['ms'])}{published}"
+    for name, step in steps.items():
+        own = [row for row in rows if row["step"] == name]
+        step["µs a row"] = 1e3 * own[-1]["ms"] / own[-1]["n"]
+        step["error"] = max(row["error"] for row in own)
+    return list(steps.values())
+
+
+def in_figures(value: Any) -> str:
+    """Three figures of a number."""
+    if value is None:
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
