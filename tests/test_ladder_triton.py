@@ -4,6 +4,7 @@ Whether Triton interprets is settled when it is imported, so the interpreter run
 """
 
 import difflib
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -114,7 +115,6 @@ def test_on_a_gpu() -> None:
 REFUSALS = {
     "no GPU": ("", "Triton compiles for GPUs alone"),
     "no Triton": ("sys.modules['triton'] = None", "Triton is not installed: `pip install triton`"),
-    "switched on too late": ("import triton; os.environ['TRITON_INTERPRET'] = '1'", "set it before Python starts"),
 }
 
 
@@ -125,7 +125,7 @@ def test_says_what_is_missing(name: str) -> None:
     if not triton_or_not.INSTALLED and name != "no Triton":
         pytest.skip("Triton is not installed")
     code = f"""
-import os, sys
+import sys
 {before}
 import torch
 from flashtile.ladder import STEPS
@@ -142,6 +142,22 @@ for step in STEPS:
     assert len(lines) == 3
     assert all(line.startswith("TritonUnavailableError") and message in line for line in lines)
     assert "0 active drivers" not in result.stdout
+
+
+@needs_triton
+def test_an_interpreter_switched_on_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own functions were compiled ones when it was imported, and this kernel is an interpreted one."""
+    if triton_or_not.interprets(triton_or_not.tl.cdiv):
+        pytest.skip("Triton interprets in this process")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    path = Path(step08_triton_lite.__file__)
+    spec = importlib.util.spec_from_file_location("flashtile.ladder.step08_again", path)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    with pytest.raises(triton_or_not.TritonUnavailableError, match="set it before Python starts"):
+        again.attention(*torch.randn(3, 64, 16))
 
 
 def test_lite_and_online_differ_in_nine_lines_for_two() -> None:

@@ -44,7 +44,7 @@ def error_of(out: Any, q: Tensor, k: Tensor, v: Tensor) -> float:
     """The largest difference of an element of `out` from attention in fp64."""
     if isinstance(out, list):
         out = torch.tensor([[getattr(x, "data", x) for x in row] for row in out], dtype=torch.float64)
-    right, _ = step04_standard.attention(*(x.cpu().double() for x in (q, k, v)))
+    right, _ = step04_standard.attention(q.cpu().double(), k.cpu().double(), v.cpu().double())
     return float((out.cpu().reshape(right.shape) - right).abs().max())
 
 

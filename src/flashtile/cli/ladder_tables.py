@@ -54,7 +54,7 @@ def long(device: torch.device) -> Measurement:
         for name, run in runs.items():
             yield f"{name}, N = {n}"
             _, peak = live_and_peak_bytes(run, device)
-            row = {"n": n, "step": name, "ms": milliseconds(run, 0.5), "extra_mib": peak / MIB}
+            row = {"n": n, "step": name, "ms": milliseconds(run, 0.4), "extra_mib": peak / MIB}
             standard = standard or row
             fused = row is not standard
             row["error"] = error_of(first(run()), q, k, v)
@@ -84,7 +84,8 @@ def lite(device: torch.device) -> Measurement:
         table.notes.append("Not measured: " + str(triton_or_not.unavailable(None, device)))
         return table
     yield where
-    errors = lite_errors(device) if device.type == "cuda" else interpreted_lite_errors()
+    measure = lite_errors if device.type == "cuda" else interpreted_lite_errors
+    errors = measure(device, tuple(LITE_PUBLISHED))
     for n, (of_lite, of_online) in errors.items():
         published = {"published_lite": LITE_PUBLISHED[n], "published_online": ONLINE_PUBLISHED}
         table.rows.append(
@@ -93,9 +94,10 @@ def lite(device: torch.device) -> Measurement:
     return table
 
 
-def lite_errors(device: torch.device) -> dict[int, tuple[float, float]]:
+def lite_errors(device: torch.device, lengths: tuple[int, ...]) -> dict[int, tuple[float, float]]:
+    """For each N the errors of lite and of online."""
     found = {}
-    for n in LITE_PUBLISHED:
+    for n in lengths:
         q, k, v = inputs(n, 64, device)
         of_lite, of_online = (
             error_of(step.attention(q, k, v)[0], q, k, v) for step in (step08_triton_lite, step08_triton_online)
@@ -104,10 +106,10 @@ def lite_errors(device: torch.device) -> dict[int, tuple[float, float]]:
     return found
 
 
-def interpreted_lite_errors() -> dict[int, tuple[float, float]]:
+def interpreted_lite_errors(device: torch.device, lengths: tuple[int, ...]) -> dict[int, tuple[float, float]]:
     """The same in another process: the interpreter has to be switched on before Triton is imported."""
     code = "import json, torch; from flashtile.cli.ladder_tables import lite_errors; "
-    code += "print(json.dumps(lite_errors(torch.device('cpu'))))"
+    code += f"print(json.dumps(lite_errors(torch.device({str(device)!r}), {lengths})))"
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     if result.returncode != 0:
@@ -177,7 +179,7 @@ def tiles(device: torch.device) -> Measurement:
         table.rows.append(row)
     table.notes.append(
         "Bytes are those that the steps' own slices move (the tests count them). Times are of loops of torch "
-        "operations, where the number of operations decides, not the bytes."
+        "operations, where the number of calls decides, not the bytes."
     )
     return table
 
