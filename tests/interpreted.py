@@ -1,4 +1,5 @@
-"""Step 8 of the ladder in Triton's interpreter, which has to be switched on before Triton is imported: run as
+"""Steps 7 and 8 of the ladder in Numba's simulator and Triton's interpreter, which have to be switched on before Numba
+or Triton is imported. Run as
 
     TRITON_INTERPRET=1 python interpreted.py CASES RESULTS
 
@@ -6,7 +7,11 @@ CASES is a file of `torch.save` with a list of (module, arguments of `attention`
 """
 
 import importlib
+import os
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +22,15 @@ def main(cases: str, results: str) -> None:
         step = importlib.import_module(f"flashtile.ladder.{module}")
         found.append(step.attention(**arguments))
     torch.save(found, results)
+
+
+def interpreted(calls: list[tuple[str, dict[str, Any]]], folder: Path, **variables: str) -> list[Any]:
+    """The results of `attention` of (module, arguments), in a process with these environment variables."""
+    torch.save(calls, folder / "cases")
+    command = [sys.executable, __file__, str(folder / "cases"), str(folder / "results")]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+    assert result.returncode == 0, result.stderr
+    return torch.load(folder / "results")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,29 @@
 """Every step of the ladder against the fp64 oracle, forward and backward; and what steps are said to get wrong."""
 
+import importlib.util
 import inspect
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checking import dense_case
+from interpreted import interpreted
 from torch import Tensor
 
-from flashtile.ladder import STEPS, step01_softmax, step02_autograd, step03_cpp, step05_flash1, step10_variants
+from flashtile.ladder import (
+    STEPS,
+    step01_softmax,
+    step02_autograd,
+    step03_cpp,
+    step05_flash1,
+    step07_numba,
+    step10_variants,
+)
 from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
 
@@ -95,7 +106,6 @@ RUNS = {
     "variants": Run("step10_variants", 150),
     "variants, even": Run("step10_variants", 128),
     "variants fp64": Run("step10_variants", 150, double),
-    "variants, deterministic": Run("step10_variants", 200),
 }
 CPP = {
     f"{name} {flags[0]}": Run("step03_cpp", 40, keywords=(("flags", flags), ("graph", graph)))
@@ -128,15 +138,15 @@ def test_against_the_oracle(name: str, causal: bool) -> None:
     run = RUNS[name]
     for kind in KINDS:
         case, tensors = problem(run, kind, causal=causal)
-        deterministic = {"deterministic": True} if "deterministic" in name else {}
-        if deterministic:
-            out, lse = step10_variants.attention(*tensors[:3], causal)
-            gradients = step10_variants.backward(*tensors[:3], out, lse, tensors[3], causal, **deterministic)
-            found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
-            worst = compare({name: x[None, None] for name, x in found.items()}, case)[0]
-            assert worst.ok, worst
-        else:
-            check(run, case, tensors, causal=causal)
+        check(run, case, tensors, causal=causal)
+
+
+def test_deterministic_variant_against_the_oracle() -> None:
+    case, (q, k, v, dout) = problem(RUNS["variants"], "normal", causal=True)
+    out, lse = step10_variants.attention(q, k, v, True)
+    gradients = step10_variants.backward(q, k, v, out, lse, dout, True, deterministic=True, workers=2)
+    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+    assert compare({name: x[None, None] for name, x in found.items()}, case)[0].ok
 
 
 @needs_compiler
@@ -302,6 +312,61 @@ def test_flash1_dropout_needs_a_state() -> None:
     q = torch.randn(3, 4)
     with pytest.raises(TypeError, match="rng_state"):
         step05_flash1.attention(q, q, q, dropout_p=0.5)
+
+
+# Step 7 --------------------------------------------------------------------------------------------------------------
+
+needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="Numba is not installed")
+NUMBA = {
+    "numba": Run("step07_numba", 130, backward=False),
+    "numba, short": Run("step07_numba", 9, backward=False),
+    "numba fp64": Run("step07_numba", 130, double, backward=False),
+}
+
+
+@needs_numba
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", NUMBA)
+def test_numba_against_the_oracle(name: str, causal: bool) -> None:
+    for kind in KINDS:
+        case, tensors = problem(NUMBA[name], kind, causal=causal)
+        check(NUMBA[name], case, tensors, causal=causal)
+    case, tensors = problem(NUMBA[name], "normal", scale=-0.4)
+    check(NUMBA[name], case, tensors, scale=-0.4)
+
+
+@needs_numba
+def test_numba_for_cuda_in_the_simulator(tmp_path: Path) -> None:
+    """Over partial blocks, with the barriers that it needs: the simulator runs threads as threads."""
+    given = [problem(Run("", n), kind, causal=causal) for n, kind, causal in NUMBA_CUDA]
+    calls = [
+        ("step07_numba_cuda", dict(zip("qkv", tensors[:3], strict=True)) | {"causal": case.arguments["causal"]})
+        for case, tensors in given
+    ]
+    results = interpreted(calls, tmp_path, NUMBA_ENABLE_CUDASIM="1")
+    for (case, _), (out, lse) in zip(given, results, strict=True):
+        case.forward_only = True
+        worst = compare({"out": out[None, None], "lse": lse[None, None]}, case)[0]
+        assert worst.ok, worst
+
+
+NUMBA_CUDA = ((1, "normal", False), (33, "normal", False), (33, "ramp", True), (64, "outliers", True))
+
+
+@pytest.mark.parametrize("module", ["step07_numba", "step07_numba_cuda"])
+def test_without_numba_step_7_says_so(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step07 = step(module)
+    step07_numba.compiled.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(step07_numba.NumbaUnavailableError, match="`pip install numba`"):
+        step07.attention(*torch.randn(3, 5, 4))
+
+
+def test_numba_for_cuda_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step("step07_numba_cuda"), "require_numba", lambda: None)
+    monkeypatch.delenv("NUMBA_ENABLE_CUDASIM", raising=False)
+    with pytest.raises(step07_numba.NumbaUnavailableError, match="NUMBA_ENABLE_CUDASIM=1 before Python starts"):
+        step("step07_numba_cuda").attention(*torch.randn(3, 5, 4))
 
 
 # Step 10 -------------------------------------------------------------------------------------------------------------

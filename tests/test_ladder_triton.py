@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checking import dense_case
+from interpreted import interpreted
 from torch import Tensor
 
 from flashtile.ladder import step08_triton_lite, step08_triton_lse, step08_triton_online, triton_or_not
@@ -91,18 +92,10 @@ def sum_of_tile_attentions(case: Case) -> Tensor:
     return sum((torch.softmax(q @ k_j.mT / q.shape[-1] ** 0.5, 1) @ v_j for k_j, v_j in parts), torch.zeros_like(q))
 
 
-def python(*words: str, **variables: str) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
-
-
 @needs_triton
 def test_in_the_interpreter(tmp_path: Path) -> None:
-    torch.save([(module, arguments(case)) for module, case in PROBLEMS], tmp_path / "cases")
-    script = Path(__file__).with_name("interpreted.py")
-    result = python(str(script), str(tmp_path / "cases"), str(tmp_path / "results"), TRITON_INTERPRET="1")
-    assert result.returncode == 0, result.stderr
-    assert_right_but_lite(torch.load(tmp_path / "results"))
+    calls = [(module, arguments(case)) for module, case in PROBLEMS]
+    assert_right_but_lite(interpreted(calls, tmp_path, TRITON_INTERPRET="1"))
 
 
 @pytest.mark.gpu
@@ -136,7 +129,8 @@ for step in STEPS:
         except RuntimeError as error:
             print(type(error).__name__, error)
 """
-    result = python("-c", code)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert len(lines) == 3

@@ -4,6 +4,7 @@ Published figures, here and in `ladder_tables`, come from teaching material on F
 not this one: they are there to compare orders of magnitude.
 """
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..ladder import (
     step04_standard,
     step05_flash1,
     step06_flash2,
+    step07_numba,
     step08_triton_lse,
 )
 from .ladder_measure import Measurement, Run, Table, error_of, first, inputs, milliseconds, product, triton_compiles
@@ -55,15 +57,17 @@ Prepare = Callable[[Tensor, Tensor, Tensor], Run]  # from q, k, v `[N, d]`
 
 
 def stack_steps(device: torch.device) -> dict[str, Prepare]:
-    """The steps that run here. Python and C++ run on the CPU, whatever the device."""
+    """The steps that run here. Python, C++ and Numba run on the CPU, whatever the device."""
     steps: dict[str, Prepare] = {"2 scalar autograd": on_values, "2 Python floats": on_floats}
     if step03_cpp.compiler() is not None:
-        steps["3 C++ Value*, -O2"] = in_cpp(step03_cpp.O2, graph=True)
-        steps["3 C++ -O2"] = in_cpp(step03_cpp.O2, graph=False)
-        steps["3 C++ -O3 native"] = in_cpp(step03_cpp.O3, graph=False)
+        steps["3 C++ Value*, -O2"] = on_cpu(step03_cpp.attention, flags=step03_cpp.O2, graph=True)
+        steps["3 C++ -O2"] = on_cpu(step03_cpp.attention, flags=step03_cpp.O2)
+        steps["3 C++ -O3 native"] = on_cpu(step03_cpp.attention, flags=step03_cpp.O3)
     steps["4 standard PyTorch"] = on_tensors(step04_standard.attention)
     steps["5 FlashAttention-1"] = on_tensors(step05_flash1.attention)
     steps["6 FlashAttention-2"] = on_tensors(step06_flash2.attention)
+    if importlib.util.find_spec("numba") is not None:
+        steps["7 Numba"] = on_cpu(step07_numba.attention)
     if triton_compiles(device):
         steps["8 Triton, lse"] = on_tensors(step08_triton_lse.attention)
     steps["11 flashtile.attention"] = on_tensors(product)
@@ -80,10 +84,10 @@ def on_floats(q: Tensor, k: Tensor, v: Tensor) -> Run:
     return lambda: step02_floats.attention(a, b, c)
 
 
-def in_cpp(flags: tuple[str, ...], graph: bool) -> Prepare:
+def on_cpu(function: Callable[..., Any], **keywords: Any) -> Prepare:
     def prepare(q: Tensor, k: Tensor, v: Tensor) -> Run:
         a, b, c = (x.cpu() for x in (q, k, v))
-        return lambda: step03_cpp.attention(a, b, c, flags=flags, graph=graph)
+        return lambda: function(a, b, c, **keywords)
 
     return prepare
 
@@ -96,6 +100,8 @@ def missing_steps(device: torch.device) -> list[str]:
     notes = []
     if step03_cpp.compiler() is None:
         notes.append("Step 3 is missing: no C++ compiler (c++, g++ or clang++ on the PATH, or CXX).")
+    if importlib.util.find_spec("numba") is None:
+        notes.append("Step 7 is missing: Numba is not installed (pip install 'flashtile[numba]').")
     if triton_compiles(device):
         notes.append("Step 8's lite and online take N in multiples of 64; published for lite: 0.020 to 0.036 ms.")
     else:

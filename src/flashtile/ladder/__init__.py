@@ -41,20 +41,21 @@ class Step(NamedTuple):
         return importlib.import_module(f"{__name__}.{self.module}")
 
 
+CPP, NUMBA, TRITON = "a C++ compiler", "Numba", "Triton"
 STEPS = (
     Step(1, "softmax, online", "step01_softmax", "a sum over keys can be taken in one pass, in any grouping"),
     Step(
         2, "scalar autograd", "step02_autograd", "every number is an object that records how it came about", False, True
     ),
     Step(2, "Python floats", "step02_floats", "no graph: the derivative is written by hand", False, True),
-    Step(3, "C++", "step03_cpp", "the same loops, compiled", True, True, "a C++ compiler"),
+    Step(3, "C++", "step03_cpp", "the same loops, compiled", True, True, CPP),
     Step(4, "standard PyTorch", "step04_standard", "three matrix operations; S and P lie in memory", True, True),
     Step(5, "FlashAttention-1", "step05_flash1", "tiles; S and P never leave the small memory", True, True),
     Step(6, "FlashAttention-2", "step06_flash2", "rows outside: the output is written once", True, True),
-    Step(
-        8, "Triton, lite", "step08_triton_lite", "one kernel; a softmax for each tile, which is wrong", needs="Triton"
-    ),
-    Step(8, "Triton, online", "step08_triton_online", "the online softmax: nine lines for two", needs="Triton"),
-    Step(8, "Triton, lse", "step08_triton_lse", "log-sum-exp, causal, any length", needs="Triton"),
-    Step(10, "compiled variants", "step10_variants", "one specialised kernel for each set of features"),
+    Step(7, "Numba", "step07_numba", "the tile's own loops, compiled from Python", needs=NUMBA),
+    Step(7, "Numba for CUDA", "step07_numba_cuda", "a thread for each row, tiles in shared memory", needs=NUMBA),
+    Step(8, "Triton, lite", "step08_triton_lite", "one kernel; a softmax for each tile, which is wrong", needs=TRITON),
+    Step(8, "Triton, online", "step08_triton_online", "the online softmax: nine lines for two", needs=TRITON),
+    Step(8, "Triton, lse", "step08_triton_lse", "log-sum-exp, causal, any length", needs=TRITON),
+    Step(10, "compiled variants", "step10_variants", "one specialised kernel for each set of features", True, True),
 )
