@@ -98,6 +98,34 @@ def test_in_the_interpreter(tmp_path: Path) -> None:
     assert_right_but_lite(interpreted(calls, tmp_path, TRITON_INTERPRET="1"))
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    ("module", "arch"), [(step08_triton_lite, 80), (step08_triton_online, 90), (step08_triton_lse, 80)]
+)
+def test_compiles_for_a_gpu_that_is_not_here(
+    module: Any, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To machine code with tensor-core products: Triton's interpreter takes more than its compiler does."""
+    if triton_or_not.interprets(module.kernel):
+        pytest.skip("Triton interprets in this process")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pointers = dict.fromkeys("QKVO", "*fp16") | {"LSE": "*fp32"}
+    types = pointers | {"N": "i32", "scale": "fp32", "scale_log2": "fp32"}
+    constants = {"D": 32, "BLOCK_M": 64, "BLOCK_N": 64, "CAUSAL": True, "EVEN": False}
+    names = module.kernel.arg_names
+    source = ASTSource(
+        module.kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={name: value for name, value in constants.items() if name in names},
+    )
+    compiled = triton_or_not.triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_stages": 2})
+    assert "mma" in compiled.asm["ptx"]
+    assert compiled.asm["cubin"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_on_a_gpu() -> None:

@@ -53,8 +53,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: floa
         raise ValueError("this step has no causal; step08_triton_lse has")
     check(kernel, q, k, v, multiple_of=BLOCK_M)
     n, d = q.shape
+    scale = 1 / math.sqrt(d) if scale is None else scale
     out = torch.empty((n, d), dtype=q.dtype, device=q.device)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    grid = (n // BLOCK_M,)
     with on(q.device):
-        kernel[(n // BLOCK_M,)](q, k, v, out, n, 1 / math.sqrt(d) if scale is None else scale, d, BLOCK_M, BLOCK_N)
+        kernel[grid](q, k, v, out, n, scale, d, BLOCK_M, BLOCK_N, num_stages=2)
     return out, None

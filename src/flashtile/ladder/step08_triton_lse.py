@@ -125,7 +125,7 @@ def attention(
     lse = torch.empty((n,), dtype=torch.float32, device=q.device)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     scale_log2 = (1 / math.sqrt(d) if scale is None else scale) * LOG2_E
+    grid, even = ((n + BLOCK_M - 1) // BLOCK_M,), n % BLOCK_N == 0
     with on(q.device):
-        grid = (triton.cdiv(n, BLOCK_M),)
-        kernel[grid](q, k, v, out, lse, n, scale_log2, d, BLOCK_M, BLOCK_N, causal, n % BLOCK_N == 0)
+        kernel[grid](q, k, v, out, lse, n, scale_log2, d, BLOCK_M, BLOCK_N, causal, even, num_stages=2)
     return out, lse
