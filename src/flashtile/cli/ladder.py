@@ -13,6 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as Printed
 
 from ..device import describe_device
+from ..ladder.triton_or_not import on
 from .env import packages
 from .ladder_measure import Table
 from .ladder_tables import TABLES
@@ -33,6 +34,8 @@ def ladder(device: torch.device, names: tuple[str, ...], plot: Path | None, as_j
 
     docs/ladder.md explains the steps; their code is in flashtile/ladder.
     """
+    if device.type not in ("cpu", "cuda"):
+        raise click.UsageError(f"--device {device}: times and memory are measured on the CPU and on CUDA devices")
     if plot is not None:
         refuse_plot_without(names)
     start = time.perf_counter()
@@ -65,7 +68,8 @@ def measure(names: tuple[str, ...], device: torch.device) -> list[Table]:
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     tables = []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with on(device), progress:
         task = progress.add_task("", total=None)
         for name in dict.fromkeys(names):
             measurement = TABLES[name](device)
@@ -92,7 +96,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def print_table(table: Table) -> None:
     """Rows under their keys; those of `stack` with a column for each length."""
     rows = pivoted(table.rows) if table.name == "stack" else table.rows
-    printed = Printed(title=table.title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    printed = Printed(box=None, pad_edge=False, header_style="bold")
     if rows:
         for heading in rows[0]:
             words = isinstance(rows[0][heading], str) and heading != "published"
@@ -100,6 +104,7 @@ def print_table(table: Table) -> None:
         for row in rows:
             printed.add_row(*(in_figures(value) for value in row.values()))
     console = Console(width=max(Console().width, 120))
+    console.print(table.title, style="bold")
     console.print(printed)
     for note in table.notes:
         console.print(note, highlight=False, markup=False)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
 from .ladder_measure import Table
@@ -24,4 +25,5 @@ def draw(stack: Table, path: Path) -> None:
     axes.set_xticks(range(len(steps)), steps, rotation=30, ha="right")
     axes.grid(axis="y", alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "flashtile"}):  # text as text, and no random names
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

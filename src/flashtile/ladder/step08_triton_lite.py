@@ -5,7 +5,7 @@ what lay in Python variables lies in registers and shared memory. The formula of
 
     O_i = sum over key tiles j of  softmax(scale Q_i K_jᵀ) V_j                                     (not attention)
 
-Why it is faster. Some thirty launches for each tile become one for the whole call.
+Why it is faster. Thirteen launches for each tile become one for the whole call.
 
 Why it is wrong. Each tile is normalised on its own, so each row's weights sum to the number of tiles instead of 1. With
 one tile (N <= 64) it is attention; with two the error is as large as the result. It is kept to be compared with
