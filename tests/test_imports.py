@@ -163,7 +163,14 @@ def test_the_ladder_stands_alone() -> None:
         for target in set(imports_of(name, at_import=False)):
             inside = target.split(".")[0] == "ladder"
             assert inside or name not in steps, f"{name} imports {target or 'flashtile'}"
-            assert name in steps or name.startswith("cli") or not inside, f"{name} imports {target}"
+            assert name in steps or name.startswith("cli.ladder") or not inside, f"{name} imports {target}"
+
+
+def test_only_its_own_command_waits_for_the_ladder() -> None:
+    """Its steps import Triton, which takes a second."""
+    loaded = python("-c", "import sys, flashtile.cli; print(*sys.modules)").stdout.split()
+    assert "flashtile.cli.ladder" in loaded
+    assert not {name for name in loaded if name.split(".")[0] == "triton" or name.startswith("flashtile.ladder")}
 
 
 def test_nothing_but_the_command_line_imports_it() -> None:

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from flashtile import iomodel
 from flashtile.cli import ladder_stack, ladder_tables, main
+from flashtile.cli.ladder import NAMES
 from flashtile.iomodel import Shape
 from flashtile.ladder import step03_cpp, triton_or_not
 
@@ -88,6 +89,10 @@ def test_long() -> None:
     assert (standard["published_mib"], fused["published_mib"], fused["published_saving"]) == (8, 0.25, 32)
 
 
+def test_names() -> None:
+    assert tuple(ladder_tables.TABLES) == NAMES
+
+
 def test_intensity() -> None:
     tables = run_json("--table", "intensity")["tables"]
     rows = {(row["n"], row["algorithm"]): row for row in tables["intensity"]["rows"]}
@@ -138,7 +143,7 @@ def test_plot(tmp_path: Path) -> None:
 
 def test_plot_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is measured."""
-    for name in ladder_tables.TABLES:
+    for name in NAMES:
         monkeypatch.setitem(ladder_tables.TABLES, name, lambda device: pytest.fail("it measured"))
     result = run("--table", "long", "--plot", str(tmp_path / "x.png"))
     assert result.exit_code == 2

@@ -1,10 +1,13 @@
-"""`flashtile ladder`: every step from pure Python to the product, measured on this machine beside published figures."""
+"""`flashtile ladder`: every step from pure Python to the product, measured on this machine beside published figures.
+
+The steps are imported when the command runs: Triton alone takes a second, which other commands need not wait for.
+"""
 
 import importlib.util
 import platform
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
@@ -13,18 +16,18 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as Printed
 
 from ..device import describe_device
-from ..ladder.triton_or_not import on
 from .env import packages
-from .ladder_measure import Table
-from .ladder_tables import TABLES
 from .options import Device, json_option, print_json
+
+if TYPE_CHECKING:
+    from .ladder_measure import Table
+
+NAMES = ("stack", "long", "lite", "intensity", "tiles")
 
 
 @click.command()
 @click.option("--device", type=Device(), default="cpu")
-@click.option(
-    "--table", "names", type=click.Choice(tuple(TABLES)), multiple=True, help="May be repeated.  [default: all]"
-)
+@click.option("--table", "names", type=click.Choice(NAMES), multiple=True, help="May be repeated.  [default: all]")
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="A picture of step against time; png, svg."
 )
@@ -32,14 +35,16 @@ from .options import Device, json_option, print_json
 def ladder(device: torch.device, names: tuple[str, ...], plot: Path | None, as_json: bool) -> None:
     """Measure every step of the ladder, from pure Python to `flashtile.attention`.
 
-    docs/ladder.md explains the steps; their code is in flashtile/ladder.
+    Tables: `stack`, all steps at d = 16; `long`, time and memory of standard and fused attention at d = 64; `lite`, the
+    error of a softmax that is local to its tile; `intensity`, operations for each byte, from the model; `tiles`, bytes
+    and time of the two loop orders. docs/ladder.md explains them and the steps; the code is in flashtile/ladder.
     """
     if device.type not in ("cpu", "cuda"):
         raise click.UsageError(f"--device {device}: times and memory are measured on the CPU and on CUDA devices")
     if plot is not None:
         refuse_plot_without(names)
     start = time.perf_counter()
-    tables = measure(names or tuple(TABLES), device)
+    tables = measure(names or NAMES, device)
     found = {"machine": machine(device), "tables": {table.name: vars(table) for table in tables}}
     if plot is not None:
         from .ladder_plot import draw
@@ -63,8 +68,11 @@ def refuse_plot_without(names: tuple[str, ...]) -> None:
         raise click.UsageError("--plot needs matplotlib: pip install 'flashtile[plot]'")
 
 
-def measure(names: tuple[str, ...], device: torch.device) -> list[Table]:
+def measure(names: tuple[str, ...], device: torch.device) -> "list[Table]":
     """The tables asked for, with a line of progress on stderr, where that is a terminal."""
+    from ..ladder.triton_or_not import on
+    from .ladder_tables import TABLES
+
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     tables = []
@@ -93,7 +101,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def print_table(table: Table) -> None:
+def print_table(table: "Table") -> None:
     """Rows under their keys; those of `stack` with a column for each length."""
     rows = pivoted(table.rows) if table.name == "stack" else table.rows
     printed = Printed(box=None, pad_edge=False, header_style="bold")
