@@ -69,10 +69,11 @@ def test_stack_finds_a_step_that_is_wrong() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_stack_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step03_cpp, "library", step03_cpp.library.__wrapped__)  # without what it has compiled
     monkeypatch.setattr(step03_cpp, "compiler", lambda: None)
     table = run_json("--table", "stack")["tables"]["stack"]
     assert not any(row["step"].startswith("3") for row in table["rows"])
-    assert any("no C++ compiler" in note for note in table["notes"])
+    assert any("Step 3 is missing" in note and "found no compiler" in note for note in table["notes"])
 
 
 @pytest.mark.usefixtures("small")
@@ -122,6 +123,14 @@ def test_lite_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [row["lite"] for row in rows[1:]]
     assert errors[0] > 0.1
     assert errors == sorted(errors)
+
+
+@pytest.mark.skipif(not triton_or_not.INSTALLED, reason="Triton is not installed")
+def test_lite_where_the_interpreter_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    table = run_json("--table", "lite")["tables"]["lite"]
+    assert not table["rows"]
+    assert "failed in Triton's interpreter" in table["notes"][0]
 
 
 def test_lite_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ Prepare = Callable[[Tensor, Tensor, Tensor], Run]  # from q, k, v `[N, d]`
 def stack_steps(device: torch.device) -> dict[str, Prepare]:
     """The steps that run here. Python, C++ and Numba run on the CPU, whatever the device."""
     steps: dict[str, Prepare] = {"2 scalar autograd": on_values, "2 Python floats": on_floats}
-    if step03_cpp.compiler() is not None:
+    if cpp_problem() is None:
         steps["3 C++ Value*, -O2"] = on_cpu(step03_cpp.attention, flags=step03_cpp.O2, graph=True)
         steps["3 C++ -O2"] = on_cpu(step03_cpp.attention, flags=step03_cpp.O2)
         steps["3 C++ -O3 native"] = on_cpu(step03_cpp.attention, flags=step03_cpp.O3)
@@ -96,10 +96,20 @@ def on_tensors(function: Callable[..., Any]) -> Prepare:
     return lambda q, k, v: lambda: function(q, k, v)
 
 
+def cpp_problem() -> str | None:
+    """Why step 3 cannot be compiled here; `None` if it is."""
+    try:
+        for flags in (step03_cpp.O2, step03_cpp.O3):
+            step03_cpp.library(flags)
+    except step03_cpp.CompilerError as error:
+        return str(error)
+    return None
+
+
 def missing_steps(device: torch.device) -> list[str]:
     notes = []
-    if step03_cpp.compiler() is None:
-        notes.append("Step 3 is missing: no C++ compiler (c++, g++ or clang++ on the PATH, or CXX).")
+    if (problem := cpp_problem()) is not None:
+        notes.append(f"Step 3 is missing: {problem}")
     if importlib.util.find_spec("numba") is None:
         notes.append("Step 7 is missing: Numba is not installed (pip install 'flashtile[numba]').")
     if triton_compiles(device):

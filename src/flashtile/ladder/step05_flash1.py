@@ -9,7 +9,7 @@ the online softmax of step 1; with m~, P~ = exp(S - m~) and l~ = rowsum(P~) of t
 Why it is faster. K and V are read once, and Q, O, l, m once for each of the Tc = N / Bc key blocks. Blocks are as large
 as the on-chip memory of M elements lets four of them be, Bc = ceil(M / 4d) keys, so Tc = 4 N d / M and all reads and
 writes together are in Theta(N² d² / M): standard attention's N² divided by M / d², which is 12 for d = 64 and
-48 K elements. Memory beyond inputs and results is that of a tile.
+48 K elements. Memory beyond inputs and results is that of a tile, l and m.
 
 Backward makes the tiles of P again from q, k and lse: more operations, and yet faster, because nothing of size N² is
 read. Dropout too is made again: what is kept for backward is the state of the random number generator.
