@@ -27,7 +27,7 @@ class Explanation:
     why_not: dict[str, str]  # backends asked before, and the reason each declined
     visible_pairs: int  # of a query row and a key, over sequences and query heads; at most, where the host can't know
     flops_forward: int  # 4 * pairs * D for D = Dv; 2 * pairs * (D + Dv) in general
-    flops_backward: int  # 2.5 times forward: five products instead of two
+    flops_backward: int  # five products instead of two: 2.5 times forward for D = Dv
     bytes_forward: int  # each input read and each output written once
     intensity: float  # flops_forward / bytes_forward
     matmul_flops: float  # per second, measured now on this device in this dtype
@@ -70,16 +70,18 @@ def explain(
     Raises:
         AttentionError: as the call itself would.
     """
+    from .iomodel import Machine, backward_flops, forward_flops, least_bytes, roofline  # not at `import flashtile`
+
     call = described_call(q, k, v, cu_seqlens_q, cu_seqlens_k, keywords)
     problem = Problem.describe(call)
     chosen = plan(problem, q.device, call.settings.backend)
     pairs = pairs_of(call, problem)
-    flops = 2 * pairs * (problem.head_dim + problem.head_dim_v)
-    moved = sum(x.numel() * x.element_size() for x in call.tensors.flat() if x is not None)
+    flops = forward_flops(pairs, problem.head_dim, problem.head_dim_v)
+    inputs = sum(x.numel() * x.element_size() for x in call.tensors.flat() if x is not None)
     rows = q.numel() // max(problem.head_dim, 1)
-    moved += rows * (problem.head_dim_v * q.element_size() + (8 if q.dtype is torch.float64 else 4))
-    matmul_flops, copy_bytes = measured_rates(q.device.type, q.device.index, q.dtype)
-    compute, memory = flops / matmul_flops, moved / copy_bytes
+    moved = least_bytes(inputs, rows, problem.head_dim_v, q.element_size())
+    machine = Machine(*measured_rates(q.device.type, q.device.index, q.dtype))
+    bound = roofline(flops, moved, machine)
     return Explanation(
         problem=in_words(problem),
         device=describe_device(q.device).name,
@@ -88,13 +90,13 @@ def explain(
         why_not=dict(chosen.why),
         visible_pairs=pairs,
         flops_forward=flops,
-        flops_backward=flops * 5 // 2,
+        flops_backward=backward_flops(pairs, problem.head_dim, problem.head_dim_v),
         bytes_forward=moved,
         intensity=flops / max(moved, 1),
-        matmul_flops=matmul_flops,
-        copy_bytes=copy_bytes,
-        limit="compute" if compute > memory else "memory",
-        seconds_at_limit=max(compute, memory),
+        matmul_flops=machine.flops_per_second,
+        copy_bytes=machine.bytes_per_second,
+        limit=bound.limit,
+        seconds_at_limit=bound.seconds,
     )
 
 

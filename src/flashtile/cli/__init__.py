@@ -9,6 +9,7 @@ from ..errors import AttentionError
 from .bench import bench
 from .env import env
 from .explain import explain
+from .ladder import ladder
 from .report import report
 from .verify import verify
 
@@ -33,5 +34,5 @@ def main() -> None:
     """Exact attention for PyTorch: what runs on this machine, why, and whether it is right."""
 
 
-for command in (env, explain, verify, bench, report):
+for command in (env, explain, verify, bench, report, ladder):
     main.add_command(command)

@@ -1,0 +1,144 @@
+"""`flashtile ladder`: every step from pure Python to the product, measured on this machine beside published figures.
+
+The steps are imported when the command runs: Triton alone takes a second, which other commands need not wait for.
+"""
+
+import importlib.util
+import platform
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table as Printed
+
+from ..device import describe_device
+from .env import packages
+from .options import Device, json_option, print_json
+
+if TYPE_CHECKING:
+    from .ladder_measure import Table
+
+NAMES = ("stack", "long", "lite", "intensity", "tiles")
+
+
+@click.command()
+@click.option("--device", type=Device(), default="cpu")
+@click.option("--table", "names", type=click.Choice(NAMES), multiple=True, help="May be repeated.  [default: all]")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="A picture of step against time; png, svg."
+)
+@json_option
+def ladder(device: torch.device, names: tuple[str, ...], plot: Path | None, as_json: bool) -> None:
+    """Measure every step of the ladder, from pure Python to `flashtile.attention`.
+
+    Tables: `stack`, all steps at d = 16; `long`, time and memory of standard and fused attention at d = 64; `lite`, the
+    error of a softmax that is local to its tile; `intensity`, operations for each byte, from the model; `tiles`, bytes
+    and time of the two loop orders. docs/ladder.md explains them and the steps; the code is in flashtile/ladder.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise click.UsageError(f"--device {device}: times and memory are measured on the CPU and on CUDA devices")
+    if plot is not None:
+        refuse_plot_without(names)
+    start = time.perf_counter()
+    tables = measure(names or NAMES, device)
+    found = {"machine": machine(device), "tables": {table.name: vars(table) for table in tables}}
+    if plot is not None:
+        from .ladder_plot import draw
+
+        draw(next(table for table in tables if table.name == "stack"), plot)
+    seconds = time.perf_counter() - start
+    if as_json:
+        print_json(found | {"seconds": seconds})
+        return
+    for table in tables:
+        print_table(table)
+    click.echo(", ".join(f"{name} {value}" for name, value in machine(device).items() if value is not None))
+    click.echo(f"{seconds:.0f} s" + (f"; plot in {plot}" if plot else ""))
+
+
+def refuse_plot_without(names: tuple[str, ...]) -> None:
+    """Before anything is measured: the plot needs the table of all steps, and matplotlib."""
+    if names and "stack" not in names:
+        raise click.UsageError("--plot draws the table `stack`: add --table stack, or leave --table out")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--plot needs matplotlib: pip install 'flashtile[plot]'")
+
+
+def measure(names: tuple[str, ...], device: torch.device) -> "list[Table]":
+    """The tables asked for, with a line of progress on stderr, where that is a terminal."""
+    from ..ladder.triton_or_not import on
+    from .ladder_tables import TABLES
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    tables = []
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with on(device), progress:
+        task = progress.add_task("", total=None)
+        for name in dict.fromkeys(names):
+            measurement = TABLES[name](device)
+            while True:
+                try:
+                    progress.update(task, description=f"{name}: {next(measurement)}")
+                except StopIteration as finished:
+                    tables.append(finished.value)
+                    break
+    return tables
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    versions = packages()
+    return {
+        "device": describe_device(device).name,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": versions["triton"],
+    }
+
+
+def print_table(table: "Table") -> None:
+    """Rows under their keys; those of `stack` with a column for each length."""
+    rows = pivoted(table.rows) if table.name == "stack" else table.rows
+    printed = Printed(box=None, pad_edge=False, header_style="bold")
+    if rows:
+        for heading in rows[0]:
+            words = isinstance(rows[0][heading], str) and heading != "published"
+            printed.add_column(heading.replace("_", " "), justify="left" if words else "right", no_wrap=words)
+        for row in rows:
+            printed.add_row(*(in_figures(value) for value in row.values()))
+    console = Console(width=max(Console().width, 120))
+    console.print(table.title, style="bold")
+    console.print(printed)
+    for note in table.notes:
+        console.print(note, highlight=False, markup=False)
+    console.print()
+
+
+def pivoted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each step: a column for each N, with the published time in brackets; then the longest N's time for
+    a row of q, and the largest error.
+    """
+    steps: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        published = "" if row["published_ms"] is None else f" ({row['published_ms']:.3f})"
+        step = steps.setdefault(row["step"], {"step": row["step"]})
+        step[f"N = {row['n']}"] = f"{in_figures(row['ms'])}{published}"
+    for name, step in steps.items():
+        own = [row for row in rows if row["step"] == name]
+        step["µs a row"] = 1e3 * own[-1]["ms"] / own[-1]["n"]
+        step["error"] = max(row["error"] for row in own)
+    return list(steps.values())
+
+
+def in_figures(value: Any) -> str:
+    """Three figures of a number."""
+    if value is None:
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

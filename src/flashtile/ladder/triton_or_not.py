@@ -1,0 +1,71 @@
+"""What the three files of step 8 need of Triton, in a form that can be imported without it.
+
+Without Triton, `triton` and `tl` are stand-ins that let the kernels be defined and read. `check` runs before each
+launch and says what is missing, so that nobody meets an error from inside Triton for want of a GPU.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+triton: Any
+tl: Any
+try:
+    triton, tl = import_module("triton"), import_module("triton.language")
+except ImportError:
+    triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
+
+INSTALLED = hasattr(triton, "__version__")
+HEAD_DIMS = (16, 32, 64, 128)  # tl.dot takes no less than 16; two stages of 128 in float32 take 112 KB of shared memory
+
+
+class TritonUnavailableError(RuntimeError):
+    """Step 8 cannot run here; the message says what is missing."""
+
+
+def interprets(function: Any) -> bool:
+    """Whether a jit function is run by Triton's interpreter; that is settled when it is defined."""
+    return not isinstance(function, triton.runtime.JITFunction)
+
+
+def unavailable(kernel: Any, device: torch.device) -> str | None:
+    """Why the kernel does not run on tensors of the device; `None` if it does."""
+    if not INSTALLED:
+        return "Triton is not installed: `pip install triton` (Linux; PyTorch's CUDA builds bring it along)"
+    if interprets(kernel) != interprets(tl.cdiv):
+        return "TRITON_INTERPRET has changed since Triton was imported: set it before Python starts"
+    if device.type == "cuda" or (device.type == "cpu" and interprets(kernel)):
+        return None
+    return (
+        f"the tensors are on {device}, and Triton compiles for GPUs alone. Move them to one, or set TRITON_INTERPRET=1 "
+        "before Python starts: then Triton's interpreter runs the kernel on CPU tensors"
+    )
+
+
+def check(kernel: Any, q: Tensor, k: Tensor, v: Tensor, multiple_of: int = 1) -> None:
+    """Before a launch.
+
+    Raises:
+        TritonUnavailableError: no kernel runs on the tensors' device.
+        ValueError: shapes or dtypes that this step does not take.
+    """
+    reason = unavailable(kernel, q.device)
+    if reason is not None:
+        raise TritonUnavailableError(f"step 8 of the ladder is Triton, which cannot run this call: {reason}")
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    n, d = q.shape
+    if len(set(shapes)) != 1 or d not in HEAD_DIMS or n == 0 or n % multiple_of:
+        lengths = f"N a multiple of {multiple_of}" if multiple_of > 1 else "N at least 1"
+        raise ValueError(f"q, k, v are {shapes}; this step takes [N, d] for all three, d in {HEAD_DIMS}, {lengths}")
+    dtypes = {x.dtype for x in (q, k, v)}
+    if len(dtypes) != 1 or q.dtype not in (torch.float16, torch.float32):
+        raise ValueError(f"q, k, v are {dtypes}; this step takes float32 or float16")
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,212 @@
+"""Step 8 of the ladder: results in Triton's interpreter and on a GPU, and what is said where neither is there.
+
+Whether Triton interprets is settled when it is imported, so the interpreter runs in a process of its own.
+"""
+
+import difflib
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checking import dense_case
+from interpreted import interpreted
+from torch import Tensor
+
+from flashtile.ladder import step08_triton_lite, step08_triton_lse, step08_triton_online, triton_or_not
+from flashtile.testing.case import Case
+from flashtile.testing.tolerance import compare
+
+TILE = step08_triton_lite.BLOCK_M
+needs_triton = pytest.mark.skipif(not triton_or_not.INSTALLED, reason="Triton is not installed")
+
+
+def problems() -> list[tuple[str, Case]]:
+    """A step with a case: online and lse for every length that they take, lite for one tile and for more."""
+    found = []
+
+    def add(
+        module: str, n: int, d: int, dtype: torch.dtype = torch.float32, kind: str = "normal", **given: Any
+    ) -> None:
+        case = dense_case(
+            batch=1,
+            num_heads_q=1,
+            seqlen_q=n,
+            seqlen_k=n,
+            head_dim=d,
+            dtype=dtype,
+            kind=kind,
+            forward_only=True,
+            **given,
+        )
+        found.append((module, case))
+
+    for n in (TILE, 2 * TILE, 4 * TILE):
+        add("step08_triton_lite", n, 64)
+        add("step08_triton_online", n, 64)
+    add("step08_triton_online", 2 * TILE, 32, torch.float16)
+    add("step08_triton_online", 3 * TILE, 128, kind="ramp")
+    add("step08_triton_online", 2 * TILE, 16, scale=-0.4)
+    for n in (1, TILE - 1, TILE, TILE + 1, 200):
+        for causal in (False, True):
+            add("step08_triton_lse", n, 32, causal=causal)
+    add("step08_triton_lse", 150, 64, torch.float16, causal=True)
+    for kind in ("outliers", "ramp", "ties"):
+        add("step08_triton_lse", 150, 16, kind=kind, causal=True)
+    add("step08_triton_lse", 70, 16, scale=-0.4)
+    return found
+
+
+PROBLEMS = problems()
+
+
+def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
+    """Of a step's `attention`: one head."""
+    given = {name: case.arguments[name][0, 0].to(device) for name in "qkv"}
+    return given | {name: case.arguments[name] for name in ("causal", "scale") if name in case.arguments}
+
+
+def assert_right_but_lite(results: list[tuple[Tensor, Tensor | None]]) -> None:
+    """Within the contract's bound; "lite" is right in one tile, and far from it in more."""
+    for (module, case), (out, lse) in zip(PROBLEMS, results, strict=True):
+        assert (lse is not None) == (module == "step08_triton_lse")
+        found = {"out": out.cpu()[None, None]} | ({} if lse is None else {"lse": lse.cpu()[None, None]})
+        deviations = {deviation.name: deviation for deviation in compare(found, case) if deviation.name in found}
+        if module == "step08_triton_lite" and len(out) > TILE:
+            assert deviations["out"].ratio > 1e4
+            torch.testing.assert_close(out.cpu(), sum_of_tile_attentions(case).float())
+            continue
+        for deviation in deviations.values():
+            assert deviation.ok, f"{module}: {deviation}\n{case.description}"
+
+
+def sum_of_tile_attentions(case: Case) -> Tensor:
+    """What "lite" computes, as its page says."""
+    q, k, v = (case.arguments[name][0, 0].double() for name in "qkv")
+    parts = zip(k.split(TILE), v.split(TILE), strict=True)
+    return sum((torch.softmax(q @ k_j.mT / q.shape[-1] ** 0.5, 1) @ v_j for k_j, v_j in parts), torch.zeros_like(q))
+
+
+@needs_triton
+def test_in_the_interpreter(tmp_path: Path) -> None:
+    calls = [(module, arguments(case)) for module, case in PROBLEMS]
+    assert_right_but_lite(interpreted(calls, tmp_path, TRITON_INTERPRET="1"))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("module", "arch"), [(step08_triton_lite, 80), (step08_triton_online, 90), (step08_triton_lse, 80)]
+)
+def test_compiles_for_a_gpu_that_is_not_here(
+    module: Any, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To machine code with tensor-core products: Triton's interpreter takes more than its compiler does."""
+    if triton_or_not.interprets(module.kernel):
+        pytest.skip("Triton interprets in this process")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pointers = dict.fromkeys("QKVO", "*fp16") | {"LSE": "*fp32"}
+    types = pointers | {"N": "i32", "scale": "fp32", "scale_log2": "fp32"}
+    constants = {"D": 32, "BLOCK_M": 64, "BLOCK_N": 64, "CAUSAL": True, "EVEN": False}
+    names = module.kernel.arg_names
+    source = ASTSource(
+        module.kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={name: value for name, value in constants.items() if name in names},
+    )
+    compiled = triton_or_not.triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_stages": 2})
+    assert "mma" in compiled.asm["ptx"]
+    assert compiled.asm["cubin"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_on_a_gpu() -> None:
+    modules = {m.__name__.rpartition(".")[2]: m for m in (step08_triton_lite, step08_triton_online, step08_triton_lse)}
+    assert_right_but_lite([modules[module].attention(**arguments(case, "cuda")) for module, case in PROBLEMS])
+
+
+REFUSALS = {
+    "no GPU": ("", "Triton compiles for GPUs alone"),
+    "no Triton": ("sys.modules['triton'] = None", "Triton is not installed: `pip install triton`"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_says_what_is_missing(name: str) -> None:
+    """All three modules import everywhere; none lets Triton's own error through."""
+    before, message = REFUSALS[name]
+    if not triton_or_not.INSTALLED and name != "no Triton":
+        pytest.skip("Triton is not installed")
+    code = f"""
+import sys
+{before}
+import torch
+from flashtile.ladder import STEPS
+for step in STEPS:
+    if step.number == 8:
+        try:
+            step.load().attention(*torch.randn(3, 64, 16))
+        except RuntimeError as error:
+            print(type(error).__name__, error)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("TritonUnavailableError") and message in line for line in lines)
+    assert "0 active drivers" not in result.stdout
+
+
+@needs_triton
+def test_an_interpreter_switched_on_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own functions were compiled ones when it was imported, and this kernel is an interpreted one."""
+    if triton_or_not.interprets(triton_or_not.tl.cdiv):
+        pytest.skip("Triton interprets in this process")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    path = Path(step08_triton_lite.__file__)
+    spec = importlib.util.spec_from_file_location("flashtile.ladder.step08_again", path)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    with pytest.raises(triton_or_not.TritonUnavailableError, match="set it before Python starts"):
+        again.attention(*torch.randn(3, 64, 16))
+
+
+def test_lite_and_online_differ_in_nine_lines_for_two() -> None:
+    """The kernels and all around them; the page says so."""
+    one, other = (
+        inspect.getsource(m).partition('"""\n# pyright')[2].splitlines()
+        for m in (step08_triton_lite, step08_triton_online)
+    )
+    marks = [line[0] for line in difflib.ndiff(one, other) if line[0] in "+-" and "`[N, d]` to out" not in line]
+    assert (marks.count("+"), marks.count("-")) == (9, 2)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("module", "shape", "changes", "message"),
+    [
+        (step08_triton_lite, (100, 64), {}, "multiple of 64"),
+        (step08_triton_online, (64, 24), {}, "d in"),
+        (step08_triton_online, (64, 16), {"causal": True}, "no causal"),
+        (step08_triton_lse, (0, 16), {}, "N at least 1"),
+        (step08_triton_lse, (5, 16), {"dtype": torch.bfloat16}, "float32 or float16"),
+    ],
+)
+def test_limits_are_errors(
+    module: Any, shape: tuple[int, int], changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_or_not, "unavailable", lambda kernel, device: None)
+    q = torch.zeros(shape, dtype=changes.pop("dtype", torch.float32))
+    with pytest.raises(ValueError, match=message):
+        module.attention(q, q, q, **changes)
