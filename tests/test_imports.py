@@ -50,6 +50,7 @@ LAYERS = (
     ("bench*",),
     ("verification",),
     ("report*",),
+    ("ladder*",),
     ("cli*",),
 )
 

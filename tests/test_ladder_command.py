@@ -35,7 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder_tables, "LONG_LENGTHS", (1024,))
     monkeypatch.setattr(ladder_tables, "TILES_LENGTH", 256)
     for module in (ladder_stack, ladder_tables):
-        monkeypatch.setattr(module, "milliseconds", lambda run, seconds=0.0: 1.0)
+        monkeypatch.setattr(module, "milliseconds", lambda run, device, seconds=0.0: 1.0)
 
 
 @pytest.mark.usefixtures("small")

@@ -13,7 +13,7 @@ from offline.launches import launches_of
 from flashtile.backends.triton.tables import KIB, SHARED_MEMORY
 
 CHOSEN = {  # family and kernel for each
-    "sm_80": ("hdim 64 causal", "dkdv"),
+    "sm_80": ("hdim 33/5", "dkdv"),
     "sm_86": ("one query", "forward"),
     "sm_89": ("bias", "forward"),
     "sm_90": ("hdim 128", "forward"),

@@ -38,23 +38,20 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper.
     in_transform = maybe_current_level() is not None
     if torch.is_grad_enabled() and (in_transform or any(x is not None and x.requires_grad for x in flat)):
-        return Attention.apply(layout, call.settings, *flat)  # type: ignore[return-value]
+        return applied(Attention, layout, call.settings, *flat)  # type: ignore[return-value]
     return operators.forward(*operators.arguments(call))
 
 
-class DirectFunction(torch.autograd.Function):
-    """`Function.apply` binds its arguments to the names of `forward` each time, which takes longer than all else that a
-    call does before it is in the operator; without a transform of torch.func it need not.
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply`, which binds its arguments to the names of `forward` each time. That takes longer than all else
+    that a call does before it is in the operator; without a transform of torch.func it need not.
     """
-
-    @classmethod
-    def apply(cls, *arguments: Any) -> Any:
-        if maybe_current_level() is not None or torch.compiler.is_compiling():
-            return super().apply(*arguments)
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
+    if maybe_current_level() is not None or torch.compiler.is_compiling():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
 
 
-class Attention(DirectFunction):
+class Attention(torch.autograd.Function):
     """Autograd of both layouts; `flat` is `Tensors.flat()`."""
 
     generate_vmap_rule = True
@@ -79,14 +76,14 @@ class Attention(DirectFunction):
         needed = ctx.needs_input_grad[2:]
         positions = differentiable_positions(len(flat))
         needs = [needed[n] for n in positions]
-        found = AttentionBackward.apply(ctx.layout, ctx.settings, needs, out, lse, dout, dlse, *flat)
+        found = applied(AttentionBackward, ctx.layout, ctx.settings, needs, out, lse, dout, dlse, *flat)
         gradients: list[Tensor | None] = [None] * len(flat)
         for n, gradient in zip(positions, found, strict=True):  # type: ignore[arg-type]
             gradients[n] = gradient if needed[n] else None
         return None, None, *gradients
 
 
-class AttentionBackward(DirectFunction):
+class AttentionBackward(torch.autograd.Function):
     """The backward operator as a node of its own, so that it can be differentiated again."""
 
     generate_vmap_rule = True
@@ -137,9 +134,10 @@ def attend_in_operations(
     from .backends.tiled import transforms
 
     call = Call(Tensors.from_flat(flat), settings)
-    device = call.tensors.q.device
-    backend = "tiled" if settings.backend == "auto" else settings.backend
-    chosen = plan(Problem.describe(call), device, backend)
+    problem, device = Problem.describe(call), call.tensors.q.device
+    if settings.backend != "auto":
+        plan(problem, device, settings.backend)  # a backend that is asked for has to take the call
+    chosen = plan(problem, device, "reference" if settings.backend == "reference" else "tiled")
     return transforms.attend(chosen, call, second_derivatives_only=second_derivatives_only)
 
 

@@ -86,3 +86,19 @@ def test_offsets_outside_the_tokens_are_keys_that_do_not_exist() -> None:
     with mock.patch("flashtile.device.host_readable", return_value=False):
         found = flashtile.attention_varlen(q, k, v, bad, bad, backend="triton")
     assert torch.equal(found, expected)
+
+
+def test_derivatives_that_kernels_do_not_have() -> None:
+    """Forward mode and second derivatives of a call that names this backend are those of `tiled`."""
+    q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+    found = []
+    for backend in ("triton", "tiled"):
+
+        def attend(q: torch.Tensor, backend: str = backend) -> torch.Tensor:
+            return flashtile.attention(q, k, v, causal=True, backend=backend)
+
+        _, tangent = torch.func.jvp(attend, (q.detach(),), (torch.ones_like(q),))
+        (dq,) = torch.autograd.grad(attend(q).square().sum(), q, create_graph=True)
+        found.append((tangent, dq, *torch.autograd.grad(dq.square().sum(), (q, k, v))))
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)

@@ -1,14 +1,16 @@
 """What the tables of `flashtile ladder` are made of: inputs, times, errors, rows."""
 
+import gc
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from .. import attention
+from ..explain import fastest
 from ..ladder import step04_standard, step08_triton_lse, triton_or_not
 
 
@@ -33,11 +35,22 @@ def inputs(n: int, d: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor
     return q, k, v
 
 
-def milliseconds(run: Run, seconds: float = 0.2) -> float:
-    """The fastest of the runs during about this time: whatever else the machine does only adds to it."""
+def milliseconds(run: Run, device: torch.device, seconds: float = 0.2) -> float:
+    """The fastest of the runs during this time, one at least, after one that warms up: whatever else the machine does
+    only adds to a time. Python's search for cycles, which step 2's many objects set off, waits until the end.
+    """
     run()
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return min(timer.blocked_autorange(min_run_time=seconds).times) * 1e3
+    searches = gc.isenabled()
+    gc.disable()
+    try:
+        end = time.perf_counter() + seconds
+        best = fastest(run, device, repeats=1)
+        while time.perf_counter() < end:
+            best = min(best, fastest(run, device, repeats=1))
+    finally:
+        if searches:
+            gc.enable()
+    return best * 1e3
 
 
 def error_of(out: Any, q: Tensor, k: Tensor, v: Tensor) -> float:

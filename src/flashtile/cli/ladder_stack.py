@@ -41,7 +41,7 @@ def stack(device: torch.device) -> Measurement:
             q, k, v = inputs(n, 16, device)
             run = prepare(q, k, v)
             out = run()
-            row = {"step": name, "n": n, "ms": milliseconds(run), "error": error_of(first(out), q, k, v)}
+            row = {"step": name, "n": n, "ms": milliseconds(run, device), "error": error_of(first(out), q, k, v)}
             table.rows.append(row | {"published_ms": STACK_PUBLISHED.get(name, {}).get(n)})
     table.notes += missing_steps(device)
     table.notes.append(

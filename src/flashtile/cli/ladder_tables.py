@@ -54,7 +54,7 @@ def long(device: torch.device) -> Measurement:
         for name, run in runs.items():
             yield f"{name}, N = {n}"
             _, peak = live_and_peak_bytes(run, device)
-            row = {"n": n, "step": name, "ms": milliseconds(run, 0.4), "extra_mib": peak / MIB}
+            row = {"n": n, "step": name, "ms": milliseconds(run, device, 0.4), "extra_mib": peak / MIB}
             standard = standard or row
             fused = row is not standard
             row["error"] = error_of(first(run()), q, k, v)
@@ -183,7 +183,7 @@ def tiles(device: torch.device) -> Measurement:
         row = {"on_chip": name, "tile": f"{rows} x {keys}"}
         row |= {"flash1_mb_read": one.read / 1e6, "flash1_mb_written": one.written / 1e6}
         row |= {"flash2_mb_read": two.read / 1e6, "flash2_mb_written": two.written / 1e6}
-        row |= {"flash1_ms": milliseconds(run_one), "flash2_ms": milliseconds(run_two)}
+        row |= {"flash1_ms": milliseconds(run_one, device), "flash2_ms": milliseconds(run_two, device)}
         table.rows.append(row)
     table.notes.append(
         "Bytes are those that the steps' own slices move (the tests count them). Times are of loops of torch "

@@ -64,11 +64,10 @@ def load_pairs(x, features, rows, keys, inside, OTHER: tl.constexpr):
         pointers += tl.minimum(rows, x.num_rows - 1) * wide(x.stride_m, 1)
     if x.stride_n is None:
         return tl.load(pointers)
+    elif inside is None:
+        return tl.load(pointers + keys * wide(x.stride_n, 1))
     else:
-        if inside is None:
-            return tl.load(pointers + keys * wide(x.stride_n, 1))
-        else:
-            return tl.load(pointers + keys * wide(x.stride_n, 1), mask=inside, other=OTHER)
+        return tl.load(pointers + keys * wide(x.stride_n, 1), mask=inside, other=OTHER)
 
 
 @triton.jit

@@ -19,6 +19,9 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def __str__(self) -> str:
+        return f"{self.block_m} x {self.block_n} ({self.num_warps} warps, {self.num_stages} stages)"
+
 
 class Tile(NamedTuple):
     """The kernels of one problem; `pack` query heads of a group are rows of one tile of forward."""

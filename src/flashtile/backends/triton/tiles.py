@@ -183,17 +183,16 @@ def key_tile(side, start, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
     exists = (position >= side.range.begin) & (position < side.range.end)
     if side.pages is None:
         return KeyTile(start, 0, 0, exists)
+    elif PAGE_SIZE % N == 0:
+        nearest = tl.maximum(tl.minimum(start, side.range.end - 1), 0)
+        page = tl.load(side.pages.table + nearest // PAGE_SIZE)
+        end = tl.where((page >= 0) & (page < side.pages.num_pages), side.range.end, 0)
+        page = tl.where(end > 0, page, 0)
+        return KeyTile(start, page.to(tl.int64), start % PAGE_SIZE, exists & (position < end))
     else:
-        if PAGE_SIZE % N == 0:
-            nearest = tl.maximum(tl.minimum(start, side.range.end - 1), 0)
-            page = tl.load(side.pages.table + nearest // PAGE_SIZE)
-            end = tl.where((page >= 0) & (page < side.pages.num_pages), side.range.end, 0)
-            page = tl.where(end > 0, page, 0)
-            return KeyTile(start, page.to(tl.int64), start % PAGE_SIZE, exists & (position < end))
-        else:
-            page = tl.load(side.pages.table + position // PAGE_SIZE, mask=exists, other=-1)
-            in_pages = (page >= 0) & (page < side.pages.num_pages)
-            return KeyTile(start, tl.where(in_pages, page, 0).to(tl.int64), position % PAGE_SIZE, exists & in_pages)
+        page = tl.load(side.pages.table + position // PAGE_SIZE, mask=exists, other=-1)
+        in_pages = (page >= 0) & (page < side.pages.num_pages)
+        return KeyTile(start, tl.where(in_pages, page, 0).to(tl.int64), position % PAGE_SIZE, exists & in_pages)
 
 
 @triton.jit
@@ -201,11 +200,10 @@ def key_pointers(x, page_stride, pages, tile, PAGE_SIZE: tl.constexpr, N: tl.con
     """Pointers `[N, 1]` to a block of rows of k or v."""
     if pages is None:
         return row_pointers(x, tile.start, N)
+    elif PAGE_SIZE % N == 0:
+        return row_pointers(Rows(x.data + tile.page * page_stride, x.stride), tile.slot, N)
     else:
-        if PAGE_SIZE % N == 0:
-            return row_pointers(Rows(x.data + tile.page * page_stride, x.stride), tile.slot, N)
-        else:
-            return (x.data + (tile.page * page_stride + tile.slot * x.stride))[:, None]
+        return (x.data + (tile.page * page_stride + tile.slot * x.stride))[:, None]
 
 
 @triton.jit
@@ -235,12 +233,12 @@ def load_chunk(pointers, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl
     if FIRST + WIDTH > D:
         if exists is None:
             return tl.load(pointers + d, mask=d < D, other=0.0)
-        return tl.load(pointers + d, mask=exists[:, None] & (d < D), other=0.0)
-    else:
-        if exists is None:
-            return tl.load(pointers + d)
         else:
-            return tl.load(pointers + d, mask=exists[:, None], other=0.0)
+            return tl.load(pointers + d, mask=exists[:, None] & (d < D), other=0.0)
+    elif exists is None:
+        return tl.load(pointers + d)
+    else:
+        return tl.load(pointers + d, mask=exists[:, None], other=0.0)
 
 
 @triton.jit

@@ -1,0 +1,46 @@
+"""A picture of one result file of `flashtile bench`: `python benchmarks/plot.py results.csv picture.svg`."""
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+
+import click
+import matplotlib.pyplot as plt
+
+plt.rcParams["svg.fonttype"] = "none"  # text stays text
+
+
+@click.command()
+@click.argument("results", type=click.Path(exists=True, path_type=Path))
+@click.argument("picture", type=click.Path(path_type=Path))
+def main(results: Path, picture: Path) -> None:
+    """TFLOP/s of visible pairs, medians with 20% and 80% quantiles; a panel for each head dimension and mask."""
+    panels: dict[tuple[str, str], dict[str, list[tuple[int, float, float, float]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    with results.open() as file:
+        for row in csv.DictReader(file):
+            if row["status"] == "ok" and row["flops_per_second"]:
+                speed = [float(row[f"flops_per_second{suffix}"]) / 1e12 for suffix in ("", "_p20", "_p80")]
+                panel = (row["head_dim"], "causal" if row["causal"] == "True" else "full")
+                panels[panel][row["provider"]].append((int(row["seqlen_q"]), *speed))
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.2), sharey=True, squeeze=False)
+    for axis, (panel, providers) in zip(axes[0], panels.items(), strict=True):
+        for provider, points in providers.items():
+            seqlen, median, low, high = zip(*sorted(points), strict=True)
+            thick = 2.5 if provider == "flashtile" else 1.2
+            axis.plot(seqlen, median, marker="o", markersize=3, linewidth=thick, label=provider)
+            axis.fill_between(seqlen, low, high, alpha=0.2)
+        axis.set_xscale("log", base=2)
+        axis.set_title(f"head_dim {panel[0]}, {panel[1]}", fontsize=10)
+        axis.set_xlabel("sequence length")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylim(bottom=0)  # of all panels, once they hold everything
+    axes[0][0].set_ylabel("TFLOP/s")
+    axes[0][0].legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(picture)
+
+
+if __name__ == "__main__":
+    main()
