@@ -140,9 +140,17 @@ def differentiable_positions(num_flat: int) -> tuple[int, ...]:
     return (*(FLAT_FIELDS.index(name) for name in Needs._fields[:-1]), *range(len(FLAT_FIELDS), num_flat))
 
 
+def address(x: Tensor) -> int:
+    """The base address, or 1, which promises nothing, for a transform's wrapper that has no memory of its own."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:
+        return 1
+
+
 def memory_of(x: Tensor | None) -> Hashable:
     """How a tensor lies in memory, short of where."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+    return None if x is None else (x.shape, x.stride(), x.dtype, address(x) % 16)
 
 
 def new_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ from typing import overload
 import torch
 
 from . import check
-from .call import Call
+from .call import Call, address
 from .masks import Window
 
 
@@ -109,14 +109,6 @@ def alignment(*tensors: torch.Tensor) -> int:
             if n > 1:
                 bits |= stride * x.element_size()
     return bits & -bits
-
-
-def address(x: torch.Tensor) -> int:
-    """The base address, or 1, which promises nothing, for a transform's wrapper that has no memory of its own."""
-    try:
-        return x.data_ptr()
-    except RuntimeError:
-        return 1
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
