@@ -15,13 +15,12 @@ from .scores import Features, Pairs, slope_of
 from .softmax import INFINITY, LOG2E
 from .tiles import (
     Chunks,
-    KeySide,
-    Pages,
     Rows,
     add_product,
     block_of,
     inner_products,
     kernel,
+    key_side,
     key_tile,
     keys_of,
     length_of,
@@ -29,7 +28,6 @@ from .tiles import (
     load_numbers,
     load_rows,
     load_v,
-    one_page,
     row_pointers,
     scaled,
     store_rows,
@@ -98,23 +96,11 @@ def dkdv_kernel(
         key_range = keys_of(
             span.sequence, cu_seqlens_k, seqused_k, leftpad_k, batch, total_k, longest_k, page_table is not None
         )
-        k_stride, v_stride = wide(stride_k_n, ALIGN), wide(stride_v_n, ALIGN)
-        page, pages = b, None
-        if page_table is not None:
-            table = page_table + b * wide(stride_table_b, 1)
-            if PAGE_SIZE == 0:
-                page, key_range = one_page(table, num_pages, key_range)
-            else:
-                page = 0
-                pages = Pages(table, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
-        k_head = k + span.head * wide(stride_k_h, ALIGN) + page * wide(stride_k_b, ALIGN)
-        v_head = v + span.head * wide(stride_v_h, ALIGN) + page * wide(stride_v_b, ALIGN)
-        side = KeySide(
-            Rows(k_head + key_range.first * k_stride, k_stride),
-            Rows(v_head + key_range.first * v_stride, v_stride),
-            key_range,
-            pages,
-        )
+        side = key_side(
+            k + span.head * wide(stride_k_h, ALIGN), v + span.head * wide(stride_v_h, ALIGN), b, key_range,
+            page_table, num_pages, wide(stride_k_b, ALIGN), wide(stride_k_n, ALIGN),
+            wide(stride_v_b, ALIGN), wide(stride_v_n, ALIGN), stride_table_b, PAGE_SIZE,
+        )  # fmt: skip
         tile = key_tile(side, span.start, PAGE_SIZE, BLOCK_N)
         k_j = load_k(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
         v_j = load_v(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]

@@ -8,20 +8,17 @@ from .masking import Window, in_window, key_blocks, nth_block, num_blocks
 from .rng import Dropout, kept, words_of
 from .scores import Features, Pairs, Score, slope_of
 from .tiles import (
-    KeySide,
-    Pages,
-    Rows,
     add_product,
     block_of,
     inner_products,
     kernel,
+    key_side,
     key_tile,
     keys_of,
     load_k,
     load_numbers,
     load_rows,
     load_v,
-    one_page,
     scaled,
     store_rows,
     wide,
@@ -55,23 +52,11 @@ def dq_kernel(
         key_range = keys_of(
             span.sequence, cu_seqlens_k, seqused_k, leftpad_k, batch, total_k, longest_k, page_table is not None
         )
-        k_stride, v_stride = wide(stride_k_n, ALIGN), wide(stride_v_n, ALIGN)
-        page, pages = b, None
-        if page_table is not None:
-            table = page_table + b * wide(stride_table_b, 1)
-            if PAGE_SIZE == 0:
-                page, key_range = one_page(table, num_pages, key_range)
-            else:
-                page = 0
-                pages = Pages(table, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
-        k_head = k + head_k * wide(stride_k_h, ALIGN) + page * wide(stride_k_b, ALIGN)
-        v_head = v + head_k * wide(stride_v_h, ALIGN) + page * wide(stride_v_b, ALIGN)
-        side = KeySide(
-            Rows(k_head + key_range.first * k_stride, k_stride),
-            Rows(v_head + key_range.first * v_stride, v_stride),
-            key_range,
-            pages,
-        )
+        side = key_side(
+            k + head_k * wide(stride_k_h, ALIGN), v + head_k * wide(stride_v_h, ALIGN), b, key_range,
+            page_table, num_pages, wide(stride_k_b, ALIGN), wide(stride_k_n, ALIGN),
+            wide(stride_v_b, ALIGN), wide(stride_v_n, ALIGN), stride_table_b, PAGE_SIZE,
+        )  # fmt: skip
         slope = None
         if slopes is not None:
             slope = slope_of(slopes, b, head, stride_slopes_b)
@@ -131,7 +116,7 @@ def dq_of_keys(
     for n in range(num_blocks(blocks, MASKED, BLOCK_N)):
         start_n = nth_block(blocks, n, MASKED, BLOCK_N)
         tile = key_tile(side, start_n, PAGE_SIZE, BLOCK_N)
-        exists = tile.exists if MASKED or side.pages is not None else None
+        exists = tile.exists if MASKED or PAGE_SIZE > 0 else None
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         k_j = load_k(side, tile, exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
         v_j = load_v(side, tile, exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]

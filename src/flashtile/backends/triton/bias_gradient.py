@@ -9,10 +9,8 @@ from .masking import Window
 from .rng import Dropout, words_of
 from .scores import Features, Pairs, slope_of
 from .tiles import (
-    KeySide,
-    Pages,
-    Rows,
     kernel,
+    key_side,
     key_tile,
     keys_of,
     length_of,
@@ -20,7 +18,6 @@ from .tiles import (
     load_numbers,
     load_rows,
     load_v,
-    one_page,
     wide,
 )
 
@@ -61,23 +58,11 @@ def dbias_kernel(
         first_q, length_q = length_of(b, cu_seqlens_q, batch, total_q)
         key_range = keys_of(b, cu_seqlens_k, seqused_k, leftpad_k, batch, total_k, longest_k, page_table is not None)
         head_k = head // (num_heads_q // num_heads_k)
-        k_stride, v_stride = wide(stride_k_n, ALIGN), wide(stride_v_n, ALIGN)
-        page, pages = b, None
-        if page_table is not None:
-            table = page_table + b * wide(stride_table_b, 1)
-            if PAGE_SIZE == 0:
-                page, key_range = one_page(table, num_pages, key_range)
-            else:
-                page = 0
-                pages = Pages(table, num_pages, wide(stride_k_b, ALIGN), wide(stride_v_b, ALIGN))
-        k_head = k + head_k * wide(stride_k_h, ALIGN) + page * wide(stride_k_b, ALIGN)
-        v_head = v + head_k * wide(stride_v_h, ALIGN) + page * wide(stride_v_b, ALIGN)
-        side = KeySide(
-            Rows(k_head + key_range.first * k_stride, k_stride),
-            Rows(v_head + key_range.first * v_stride, v_stride),
-            key_range,
-            pages,
-        )
+        side = key_side(
+            k + head_k * wide(stride_k_h, ALIGN), v + head_k * wide(stride_v_h, ALIGN), b, key_range,
+            page_table, num_pages, wide(stride_k_b, ALIGN), wide(stride_k_n, ALIGN),
+            wide(stride_v_b, ALIGN), wide(stride_v_n, ALIGN), stride_table_b, PAGE_SIZE,
+        )  # fmt: skip
         row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         first_key = origin + tile_n * BLOCK_N
         exists = row < length_q

@@ -66,22 +66,18 @@ class KeyRange(NamedTuple):
     end: tl.tensor
 
 
-class Pages(NamedTuple):
-    """Where the positions of one sequence lie in pages."""
-
-    table: tl.tensor  # pointer to the sequence's first entry
-    num_pages: tl.tensor
-    stride_k: tl.tensor  # elements from page to page
-    stride_v: tl.tensor
-
-
 class KeySide(NamedTuple):
-    """Keys and values of one sequence and head."""
+    """Keys and values of one sequence and head. In pages (PAGE_SIZE > 0), `k` and `v` point to the head in the first
+    one; else the last four are the number 0.
+    """
 
     k: Rows
     v: Rows
     range: KeyRange
-    pages: Pages | None
+    table: tl.tensor  # pointer to the sequence's first entry
+    num_pages: tl.tensor
+    page_stride_k: tl.tensor  # elements from page to page
+    page_stride_v: tl.tensor
 
 
 class KeyTile(NamedTuple):
@@ -177,28 +173,48 @@ def one_page(table, num_pages, key_range):
 
 
 @triton.jit
+def key_side(
+    k, v, b, key_range, page_table, num_pages, stride_k_b, stride_k_n, stride_v_b, stride_v_n, stride_table_b,
+    PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """`k` and `v` point to the head in the first sequence or page. PAGE_SIZE is 0 without pages, and for a page table
+    of one column.
+    """
+    if PAGE_SIZE > 0:
+        table = page_table + b * wide(stride_table_b, 1)
+        return KeySide(Rows(k, stride_k_n), Rows(v, stride_v_n), key_range, table, num_pages, stride_k_b, stride_v_b)
+    else:
+        page = b
+        if page_table is not None:
+            page, key_range = one_page(page_table + b * wide(stride_table_b, 1), num_pages, key_range)
+        k_rows = Rows(k + page * stride_k_b + key_range.first * stride_k_n, stride_k_n)
+        v_rows = Rows(v + page * stride_v_b + key_range.first * stride_v_n, stride_v_n)
+        return KeySide(k_rows, v_rows, key_range, 0, 0, 0, 0)
+
+
+@triton.jit
 def key_tile(side, start, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
     """The keys from position `start` on. Entries of a page table that point outside the pages hold no keys."""
     position = start + tl.arange(0, N)
     exists = (position >= side.range.begin) & (position < side.range.end)
-    if side.pages is None:
+    if PAGE_SIZE == 0:
         return KeyTile(start, 0, 0, exists)
     elif PAGE_SIZE % N == 0:
         nearest = tl.maximum(tl.minimum(start, side.range.end - 1), 0)
-        page = tl.load(side.pages.table + nearest // PAGE_SIZE)
-        end = tl.where((page >= 0) & (page < side.pages.num_pages), side.range.end, 0)
+        page = tl.load(side.table + nearest // PAGE_SIZE)
+        end = tl.where((page >= 0) & (page < side.num_pages), side.range.end, 0)
         page = tl.where(end > 0, page, 0)
         return KeyTile(start, page.to(tl.int64), start % PAGE_SIZE, exists & (position < end))
     else:
-        page = tl.load(side.pages.table + position // PAGE_SIZE, mask=exists, other=-1)
-        in_pages = (page >= 0) & (page < side.pages.num_pages)
+        page = tl.load(side.table + position // PAGE_SIZE, mask=exists, other=-1)
+        in_pages = (page >= 0) & (page < side.num_pages)
         return KeyTile(start, tl.where(in_pages, page, 0).to(tl.int64), position % PAGE_SIZE, exists & in_pages)
 
 
 @triton.jit
-def key_pointers(x, page_stride, pages, tile, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
+def key_pointers(x, page_stride, tile, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
     """Pointers `[N, 1]` to a block of rows of k or v."""
-    if pages is None:
+    if PAGE_SIZE == 0:
         return row_pointers(x, tile.start, N)
     elif PAGE_SIZE % N == 0:
         return row_pointers(Rows(x.data + tile.page * page_stride, x.stride), tile.slot, N)
@@ -209,15 +225,13 @@ def key_pointers(x, page_stride, pages, tile, PAGE_SIZE: tl.constexpr, N: tl.con
 @triton.jit
 def load_k(side, tile, exists, PAGE_SIZE: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
            D1: tl.constexpr):  # fmt: skip
-    stride = None if side.pages is None else side.pages.stride_k
-    return load_rows(key_pointers(side.k, stride, side.pages, tile, PAGE_SIZE, N), exists, D, D0, D1)  # [N, D]
+    return load_rows(key_pointers(side.k, side.page_stride_k, tile, PAGE_SIZE, N), exists, D, D0, D1)  # [N, D]
 
 
 @triton.jit
 def load_v(side, tile, exists, PAGE_SIZE: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
            D1: tl.constexpr):  # fmt: skip
-    stride = None if side.pages is None else side.pages.stride_v
-    return load_rows(key_pointers(side.v, stride, side.pages, tile, PAGE_SIZE, N), exists, D, D0, D1)  # [N, Dv]
+    return load_rows(key_pointers(side.v, side.page_stride_v, tile, PAGE_SIZE, N), exists, D, D0, D1)  # [N, Dv]
 
 
 @triton.jit
