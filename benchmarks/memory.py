@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flashtile.bench.memory import peak_bytes
+from flashtile.bench.allocation import live_and_peak_bytes
 
 Results = tuple[Tensor, ...]
 
@@ -47,9 +47,9 @@ def task(what: str, arguments: argparse.Namespace, causal: bool) -> Callable[[],
 
 def measure(what: str, arguments: argparse.Namespace, causal: bool, results: "multiprocessing.Queue[float]") -> None:
     run = task(what, arguments, causal)
-    with peak_bytes(torch.device(arguments.device)) as peak:
-        kept = run()
-    results.put((peak.bytes - sum(x.numel() * x.element_size() for x in kept)) / 2**20)
+    kept: list[tuple[Tensor, ...]] = []
+    _, peak = live_and_peak_bytes(lambda: kept.append(run()), torch.device(arguments.device))
+    results.put((peak - sum(x.numel() * x.element_size() for x in kept[0])) / 2**20)
 
 
 def main() -> None:

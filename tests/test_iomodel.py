@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import iomodel
-from flashtile.cli.allocation import live_and_peak_bytes
+from flashtile.bench.allocation import live_and_peak_bytes
 from flashtile.iomodel import Machine, Shape, Work
 from flashtile.ladder import step04_standard, step05_flash1, step06_flash2
 

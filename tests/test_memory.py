@@ -5,8 +5,6 @@ the same on every run, in backward's thread too. The resident size of a process 
 else in it; a TorchDispatchMode sees nothing of what happens inside an operator.
 """
 
-import gc
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -21,20 +19,11 @@ from torch import Tensor
 import flashtile
 from flashtile.backends.common.scores import Tile
 from flashtile.backends.tiled import loop
+from flashtile.bench.allocation import live_and_peak_bytes
 from flashtile.masks import Window, key_range
 
 H, D, BLOCK = 2, 16, 256
 TILE_BYTES = H * BLOCK * BLOCK * 4  # fp32 scores of one tile over both heads
-
-
-def live_and_peak_bytes(run: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that `run` leaves allocated (its results), and the most that it had allocated at a time."""
-    gc.collect()  # what an earlier run has left over must not be freed in this one
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = run()  # noqa: F841  alive until the profiler has stopped
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
-    return sum(sizes), max(itertools.accumulate(sizes), default=0)
 
 
 def leaves(seqlen: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """Second derivatives: double backward, Hessian-vector products every way round, and what they cost in memory."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -17,6 +16,7 @@ from torch.func import grad, hessian, jvp, vjp
 
 import flashtile
 from flashtile.backends.tiled import transforms
+from flashtile.bench.allocation import live_and_peak_bytes
 from flashtile.ops import OPERATORS
 
 
@@ -259,11 +259,8 @@ def test_each_block_is_computed_once() -> None:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most that `run` has allocated at a time, counted from the allocator's own events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    """The most that `run` has allocated at a time."""
+    return live_and_peak_bytes(run)[1]
 
 
 def attention_loss(*tensors: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """Peak memory of one call: as the allocator counts it, and on Linux also as the whole process grows."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .allocation import live_and_peak_bytes
 from .cell import Cell
 from .inputs import make_case
 from .providers import Declined, Prepared, Provider
@@ -24,11 +24,11 @@ def peak_memory(cell: Cell, provider: Provider, device: torch.device) -> dict[st
     prepared = provider.prepare(make_case(cell, device))
     run = backward_of(prepared, cell, device) if cell.differentiates else prepared.forward
     grown = resident_growth(run) if device.type == "cpu" else None
-    with peak_bytes(device) as peak:
-        kept = run()
-    results = kept if isinstance(kept, tuple) else (kept,)
+    kept: list[Any] = []
+    _, peak = live_and_peak_bytes(lambda: kept.append(run()), device)
+    results = kept[0] if isinstance(kept[0], tuple) else kept
     stay = sum(x.numel() * x.element_size() for x in results)
-    return {"value": peak.bytes - stay, "resident_bytes": None if grown is None else max(0, grown - stay)}
+    return {"value": peak - stay, "resident_bytes": None if grown is None else max(0, grown - stay)}
 
 
 def backward_of(prepared: Prepared, cell: Cell, device: torch.device) -> Callable[[], Any]:
@@ -55,32 +55,3 @@ def resident_growth(run: Callable[[], Any]) -> int | None:
 def status_bytes(name: str) -> int:
     lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
     return int(lines[name].split()[0]) * 1024
-
-
-class Peak:
-    bytes: int = 0
-
-
-@contextlib.contextmanager
-def peak_bytes(device: torch.device) -> Iterator[Peak]:
-    """The most bytes allocated at a time inside, above what was allocated before.
-
-    On a GPU the allocator's own peak; on a CPU from the allocation events that torch's profiler records.
-    """
-    peak = Peak()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        yield peak
-        torch.accelerator.synchronize(device)
-        peak.bytes = torch.cuda.max_memory_allocated(device) - before
-        return
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield peak
-    live = 0
-    recorded: Any = profiler.profiler
-    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak.bytes = max(peak.bytes, live)

@@ -11,6 +11,7 @@ import torch
 
 from .. import explain as explain_call
 from .. import iomodel
+from ..bench.allocation import live_and_peak_bytes
 from ..explain import measured_rates
 from ..iomodel import Machine, Shape, Work, roofline
 from ..ladder import (
@@ -22,7 +23,6 @@ from ..ladder import (
     step08_triton_online,
     triton_or_not,
 )
-from .allocation import live_and_peak_bytes
 from .ladder_measure import Measurement, Run, Table, error_of, first, inputs, milliseconds, product, triton_compiles
 from .ladder_stack import stack
 
