@@ -3,13 +3,15 @@
 import functools
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...device import Device
 from ...problem import Problem
-from . import tables
-from .tables import Tile
+
+if TYPE_CHECKING:
+    from .tables import Tile
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature but score_mod"
 MAX_HEAD_DIM = 512
@@ -51,9 +53,13 @@ def declines(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def tile(problem: Problem, device: Device) -> Tile:
+def tile(problem: Problem, device: Device) -> "Tile":
+    from . import tables  # `import flashtile` does without them
+
     return tables.tile(problem, device)
 
 
 def num_splits(problem: Problem, device: Device) -> int:
+    from . import tables
+
     return tables.num_splits(problem, device)
