@@ -92,7 +92,7 @@ class Operators:
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Any, ...]:
         call = self.call(arguments)
-        chosen = plan_call(call)
+        chosen = plan_call(call, backward=True)
         with inside_operator(call.tensors.q.device.type):
             found = chosen.kernels().backward(chosen, call, Needs.from_flat(needs), out, lse, dout, dlse)
         return in_schema(found, call)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .backends.hopper import support as hopper
 from .backends.reference import support as reference
 from .backends.tiled import support as tiled
 from .backends.triton import support as triton
@@ -18,14 +19,15 @@ from .errors import AttentionWarning, BackendError
 from .problem import Problem
 
 # Fastest first. `auto` takes the first that accepts the problem; it never takes `reference`, which is there to compare.
-SUPPORT: dict[str, Any] = {"triton": triton, "tiled": tiled, "reference": reference}
-AUTO = ("triton", "tiled")
+SUPPORT: dict[str, Any] = {"hopper": hopper, "triton": triton, "tiled": tiled, "reference": reference}
+AUTO = ("hopper", "triton", "tiled")
 BACKEND_VARIABLE = "FLASHTILE_BACKEND"
 MOST_PLANS = 4096
 
 
 class Plan(NamedTuple):
-    """How a problem is run. `why` has, for each backend that was asked before, the reason it declined."""
+    """How one pass of a problem is run: what forward leaves for backward is the same in every backend, so that each pass
+    has its own plan. `why` has, for each backend that was asked before, the reason it declined."""
 
     backend: str
     tile: Any
@@ -60,39 +62,39 @@ def backends() -> tuple[BackendStatus, ...]:
 _PLANS: dict[Any, Plan] = {}
 
 
-def plan(problem: Problem, device: torch.device, backend: str = "auto") -> Plan:
-    """The plan of a problem; cached by its bucket.
+def plan(problem: Problem, device: torch.device, backend: str = "auto", *, backward: bool = False) -> Plan:
+    """The plan of a problem's forward or backward pass; cached by its bucket.
 
     Raises:
         BackendError: the named backend does not exist or declines the problem. It is never replaced by another.
     """
     if backend == "auto":
         backend = os.environ.get(BACKEND_VARIABLE, "auto")
-    return _plan(problem.bucketed(), describe_device(device), backend)
+    return _plan(problem.bucketed(), describe_device(device), backend, backward)
 
 
-def plan_call(call: Call) -> Plan:
+def plan_call(call: Call, *, backward: bool = False) -> Plan:
     """The plan of a call that is about to run, which warns once if an accelerator gets nothing faster than `tiled`.
 
     Raises:
         ArgumentError, BackendError: as `Problem.describe` and `plan` do.
     """
-    chosen = _plan_of_signature(call)
+    chosen = _plan_of_signature(call, backward)
     device = call.tensors.q.device
     if chosen.backend == "tiled" and call.settings.backend == "auto" and device.type != "cpu":
         _warn_once(f"attention on {device} runs in the `tiled` backend, which is slow", chosen.why)
     return chosen
 
 
-def _plan_of_signature(call: Call) -> Plan:
+def _plan_of_signature(call: Call, backward: bool) -> Plan:
     device, backend = call.tensors.q.device, call.settings.backend
     if device.type != "cuda":
-        return plan(Problem.describe(call), device, backend)
+        return plan(Problem.describe(call), device, backend, backward=backward)
     # Nothing reads a GPU's tensors, so that calls of one signature have one plan, and pass or fail alike.
-    signature = (call.signature(), os.environ.get(BACKEND_VARIABLE))
+    signature = (backward, call.signature(), os.environ.get(BACKEND_VARIABLE))
     chosen = _PLANS.get(signature)
     if chosen is None:
-        chosen = plan(Problem.describe(call), device, backend)
+        chosen = plan(Problem.describe(call), device, backend, backward=backward)
         if len(_PLANS) >= MOST_PLANS:
             del _PLANS[next(iter(_PLANS))]
         _PLANS[signature] = chosen
@@ -100,7 +102,7 @@ def _plan_of_signature(call: Call) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(problem: Problem, device: Device, backend: str) -> Plan:
+def _plan(problem: Problem, device: Device, backend: str, backward: bool) -> Plan:
     if backend != "auto" and backend not in SUPPORT:
         known = {name: support.SUMMARY for name, support in SUPPORT.items()}
         raise BackendError(f"`backend` is {backend!r}. Accepted: 'auto', {', '.join(map(repr, SUPPORT))}", known)
@@ -108,6 +110,8 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
     for name in AUTO if backend == "auto" else (backend,):
         support = SUPPORT[name]
         reason = support.unusable() or support.declines(problem, device)
+        if backward and reason is None and hasattr(support, "declines_backward"):
+            reason = support.declines_backward(problem, device)
         if reason is None:
             splits = support.num_splits(problem, device)
             return Plan(name, support.tile(problem, device), splits, tuple(reasons.items()))

@@ -13,6 +13,7 @@ from ...cache import append_and_rotate as in_operations
 from ...call import Call, Gradients, Needs, memory_of, new_rows
 from ...plan import Plan
 from ...problem import power_of_two
+from ..common.launch import launch
 from . import arguments as args
 from .append import append_kernel
 from .backward import delta_kernel, dkdv_kernel
@@ -20,7 +21,6 @@ from .backward_rows import dq_kernel
 from .bias_gradient import dbias_kernel
 from .combine import combine_kernel
 from .forward import forward_kernel
-from .launch import launch
 from .tables import Launch
 
 ROWS_AT_ONCE = 64

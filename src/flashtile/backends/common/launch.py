@@ -4,22 +4,22 @@ A kernel has some sixty arguments, and Triton looks at each before a launch to f
 repeat: for a signature seen before, the compiled kernel and all its numbers are known, and only pointers are new.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 MOST_PREPARED = 4096
 
-Pointers = dict[str, Tensor | None]
+Pointers = Mapping[str, Tensor | Any | None]  # tensors, or descriptors of tensors
 
 
 class Prepared:
     """A compiled kernel with the arguments of one signature."""
 
-    def __init__(self, compiled: Any, programs: int, names: list[str], arguments: dict[str, Any]):
+    def __init__(self, compiled: Any, programs: int, names: list[str], arguments: dict[str, Any], pointers: Pointers):
         self.run = compiled[(programs, 1, 1)]
-        self.pointers = [(n, name) for n, name in enumerate(names) if isinstance(arguments.get(name), Tensor)]
+        self.pointers = [(n, name) for n, name in enumerate(names) if pointers.get(name) is not None]
         self.arguments = [arguments.get(name) for name in names]
         for n, _ in self.pointers:
             self.arguments[n] = None  # tensors are not kept alive
@@ -47,10 +47,10 @@ def launch(
             known.launch(pointers)
         return
     programs, arguments = numbers()
-    arguments = arguments | pointers
+    arguments = {**arguments, **pointers}
     compiled = kernel[(programs,)](**arguments) if programs > 0 else None
     if compiled is None and programs > 0:  # Triton's interpreter: nothing was compiled
         return
     if len(prepared) >= MOST_PREPARED:
         del prepared[next(iter(prepared))]
-    prepared[key] = None if compiled is None else Prepared(compiled, programs, kernel.arg_names, arguments)
+    prepared[key] = None if compiled is None else Prepared(compiled, programs, kernel.arg_names, arguments, pointers)

@@ -1,0 +1,75 @@
+"""How rows are normalised: the online softmax and the sink that enters it first.
+
+Scores arrive in units of which `factor > 0` makes base-2 logarithms: `p = exp2(t * factor - m * factor)` is one
+multiply-add and one exponential (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+
+A thread holds 2 neighbouring columns of every 8, and its row's other columns are held by 3 more threads. Sums stay
+apart by thread, `[M, 4]`, until the row is finished: only the maximum is exchanged in each step.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+INFINITY = gl.constexpr(float("inf"))
+
+
+@gluon.jit
+def sums_by_thread(p):
+    """`[M, N] -> [M, 4]`: the sum of what each thread of a row holds."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(gl.reshape(p, [M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def sums_of_rows(sums, layout: gl.constexpr):
+    """`[M, 4] -> [M]`."""
+    return gl.convert_layout(gl.sum(sums, 1), layout)
+
+
+@gluon.jit
+def start(sinks, head, factor, M: gl.constexpr, layout: gl.constexpr):
+    """The running maximum and sum `[M]` before the first key. A sink is a key without a value."""
+    m = gl.full([M], -INFINITY, gl.float32, layout)
+    l = gl.zeros([M], gl.float32, layout)  # noqa: E741
+    if sinks is not None:
+        sink = gl.load(sinks + head).to(gl.float32) * (LOG2E / factor)
+        m = gl.full([M], sink, gl.float32, layout)
+        l = gl.full([M], gl.where(sink == -INFINITY, 0.0, 1.0), gl.float32, layout)  # noqa: E741
+    return m, l
+
+
+@gluon.jit
+def spread(l, sums):  # noqa: E741
+    """A sum of each row `[M]` as sums by thread `[M, 4]`."""
+    return scaled_sums(gl.full_like(sums, 0.25), l)
+
+
+@gluon.jit
+def scaled_sums(sums, factor):
+    """Sums `[M, 4]` times a factor `[M]`."""
+    same = gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    return sums * gl.expand_dims(same, 1)
+
+
+@gluon.jit
+def update(m, t, factor):
+    """The new running maximum `[M]`, the factor `[M]` that carries old sums over to it, and `p [M, N]`."""
+    m_new = gl.maximum(m, gl.max(t, 1))
+    safe = gl.where(m_new == -INFINITY, 0.0, m_new) * factor  # exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
+    alpha = gl.exp2(m * factor - safe)
+    p = gl.exp2(t * factor - gl.expand_dims(safe, 1))
+    return m_new, alpha, p
+
+
+@gluon.jit
+def finish(m, l, factor):  # noqa: E741
+    """The factor `[M]` that makes the accumulator the output, and `lse [M]`; rows that saw nothing give 0 and -inf.
+    The running maximum overlooks NaN, the sum does not.
+    """
+    positive = gl.where(l == 0, 1.0, l)
+    unbounded = (m == INFINITY) | ((m == -INFINITY) & (l == 0))
+    lse = gl.where(unbounded, m, (gl.where(m == -INFINITY, 0.0, m) * factor + gl.log2(positive)) * LN2)
+    return 1.0 / positive, lse

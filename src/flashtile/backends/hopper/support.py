@@ -1,0 +1,68 @@
+"""What the Hopper backend takes, and why it declines the rest."""
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...device import Device
+from ...problem import Problem
+from .versions import unsupported
+
+if TYPE_CHECKING:
+    from .tables import Tile
+
+SUMMARY = "Gluon kernels for Hopper GPUs: the fastest forward pass at head dimensions 64 and 128"
+ARCHITECTURE = "sm_90"
+HEAD_DIMS = (64, 128)
+COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
+DECODING_ROWS = 64
+
+
+@functools.cache
+def unusable() -> str | None:
+    """Why this backend does not run on this machine; `None` if it does."""
+    if (reason := unsupported()) is not None:
+        return reason
+    if not torch.cuda.is_available():
+        return "no GPU that PyTorch can use"
+    if not any(torch.cuda.get_device_capability(n) == (9, 0) for n in range(torch.cuda.device_count())):
+        return "no Hopper GPU (compute capability 9.0)"
+    return None
+
+
+def declines(problem: Problem, device: Device) -> str | None:
+    """Why this backend does not take the problem; `None` if it does."""
+    if device.arch != ARCHITECTURE:
+        return f"its kernels are for Hopper GPUs ({ARCHITECTURE}), not for {device.arch}"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return "it computes with bfloat16 and float16 inputs"
+    if problem.layout != "dense":
+        return "it takes dense sequences only"
+    if problem.head_dim not in HEAD_DIMS or problem.head_dim_v != problem.head_dim:
+        return f"head dimensions are {' or '.join(map(str, HEAD_DIMS))}, those of q and v equal"
+    given = ("mask", "bias", "score_mod", "dropout")
+    if (absent := [name for name in given if getattr(problem, name)]) != []:
+        return f"it does not take {' or '.join(absent)}"
+    if problem.alignment < COPY_ALIGNMENT:
+        return f"rows of q, k and v have to lie on {COPY_ALIGNMENT} bytes for the copy engine"
+    if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
+        return "the call is empty"
+    if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= DECODING_ROWS:
+        return "a few rows are decoded faster with the keys split among programs"
+    return None
+
+
+def declines_backward(problem: Problem, device: Device) -> str | None:
+    return "its backward pass is not there yet"
+
+
+def tile(problem: Problem, device: Device) -> "Tile":
+    from . import tables  # `import flashtile` does without them
+
+    return tables.tile(problem, device)
+
+
+def num_splits(problem: Problem, device: Device) -> int:
+    """Keys are taken in order, in one part."""
+    return 1

@@ -1,0 +1,82 @@
+"""The Hopper backend on its GPU: `pytest -m gpu tests/test_hopper_gpu.py`.
+
+A barrier that is never signalled would hang: run it with a limit on time (`timeout 600 pytest ...`).
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from variants import CAUSAL, FP16, LENGTHS, Variant, all_of, fixed, sinks, slopes, slopes_of_sequences
+
+import flashtile
+from flashtile.backends.hopper import support
+from flashtile.testing.oracle import solve
+from flashtile.testing.poison import poisoned_allocation
+from flashtile.testing.tolerance import compare
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(support.unusable() is not None, reason=f"{support.unusable()}")]
+PROBLEMS = 8  # of each variant
+LONGER = (*LENGTHS, 192, 193, 255, 256, 383, 384, 385, 511, 513, 640)
+
+FEATURES = {
+    "full": fixed(),
+    "causal": CAUSAL,
+    "top left": fixed(causal="top_left", window=(None, 60)),
+    "window": fixed(window=(40, 25)),
+    "causal window": fixed(causal=True, window=(150, None)),
+    "softcap": fixed(causal=True, softcap=3.0),
+    "slopes": all_of(CAUSAL, slopes),
+    "slopes of sequences": slopes_of_sequences,
+    "sinks": all_of(CAUSAL, sinks),
+    "everything": all_of(fixed(causal=True, window=(200, None), softcap=20.0, scale=0.2), slopes, sinks),
+}
+VARIANTS = {f"{name} {dim}": Variant(given, head_dim=dim) for name, given in FEATURES.items() for dim in (64, 128)}
+VARIANTS |= {
+    "grouped heads 64": Variant(CAUSAL, heads=(6, 2)),
+    "grouped heads 128": Variant(head_dim=128, heads=(4, 1), transposed=True),
+    "fp16 64": Variant(CAUSAL, FP16, transposed=True),
+    "fp16 128": Variant(CAUSAL, FP16, head_dim=128),
+    "negative scale": Variant(fixed(scale=-0.1), head_dim=128),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_random_problems_are_within_the_bound(name: str) -> None:
+    failures = []
+    for seed in range(PROBLEMS):
+        case = replace(VARIANTS[name].case(seed, "cuda", (*LONGER[8:],)), forward_only=True)
+        if case.arguments["q"].shape[2] * VARIANTS[name].heads[0] // VARIANTS[name].heads[1] <= support.DECODING_ROWS:
+            continue
+        with poisoned_allocation():
+            results = {key: x.cpu() for key, x in case.run("hopper").items()}
+        failures += [f"{case.description}\n  {x}" for x in compare(results, case, solve(case)) if not x.ok]
+    assert not failures, "\n".join(failures)
+
+
+def test_expanded_keys() -> None:
+    q = torch.randn(2, 4, 200, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 1, 300, 64, device="cuda", dtype=torch.bfloat16).expand(2, 4, 300, 64) for _ in range(2))
+    out = flashtile.attention(q, k, v, backend="hopper")
+    assert torch.equal(out, flashtile.attention(q, k.contiguous(), v.contiguous(), backend="hopper"))
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    for shape in ((2, 5, 700, 64), (3, 3, 513, 128), (1, 16, 2048, 128)):
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        first = flashtile.attention(q, k, v, causal=True, backend="hopper")
+        for _ in range(100):
+            assert torch.equal(first, flashtile.attention(q, k, v, causal=True, backend="hopper"))
+
+
+def test_a_captured_call_is_replayed() -> None:
+    q, k, v = (torch.randn(1, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    flashtile.attention(q, k, v, causal=True, backend="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flashtile.attention(q, k, v, causal=True, backend="hopper")
+    for _ in range(3):
+        for x in (q, k, v):
+            x.normal_()
+        graph.replay()
+        assert torch.equal(out, flashtile.attention(q, k, v, causal=True, backend="hopper"))
