@@ -16,7 +16,7 @@ from .tables import ROWS, Launch
 
 LOG2E = math.log2(math.e)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-SECTION_BYTES = 24 * 2**20  # keys and values that the L2 cache keeps while heads share it
+SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while heads share it
 FARTHEST = 2**30  # of a window; positions are 32-bit integers, and sums of two of them must be
 
 

@@ -1,13 +1,13 @@
 """What the Hopper backend takes, and why it declines the rest."""
 
 import functools
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...device import Device
 from ...problem import Problem
-from .versions import unsupported
 
 if TYPE_CHECKING:
     from .tables import Tile
@@ -17,13 +17,18 @@ ARCHITECTURE = "sm_90"
 HEAD_DIMS = (64, 128)
 COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
 DECODING_ROWS = 64
+OLDEST, TOO_NEW = (3, 6), (3, 8)  # versions of Triton, whose Gluon is experimental
 
 
 @functools.cache
 def unusable() -> str | None:
     """Why this backend does not run on this machine; `None` if it does."""
-    if (reason := unsupported()) is not None:
-        return reason
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "triton is not installed (PyTorch's GPU builds bring it)"
+    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < TOO_NEW:
+        return f"its kernels are for Triton 3.6 and 3.7; this is {version}"
     if not torch.cuda.is_available():
         return "no GPU that PyTorch can use"
     if not any(torch.cuda.get_device_capability(n) == (9, 0) for n in range(torch.cuda.device_count())):

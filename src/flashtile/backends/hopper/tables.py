@@ -19,7 +19,6 @@ class Launch:
     block_n: int
     consumers: int
     stages: int
-    q_in_registers: bool
     consumer_registers: int
     copy_registers: int
 
@@ -36,8 +35,8 @@ class Tile(NamedTuple):
 
 
 FORWARD = {
-    64: Launch(64, 128, 3, 2, False, 160, 32),
-    128: Launch(128, 128, 2, 2, True, 240, 24),
+    64: Launch(64, 128, 3, 2, 160, 32),
+    128: Launch(128, 128, 2, 2, 240, 24),
 }
 
 
