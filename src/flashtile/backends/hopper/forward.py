@@ -20,12 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import scores, softmax, tables
 from .masking import Window, key_blocks, visible
 from .pipeline import Ring, fill, new_ring, release, rows_of, wait_full
-from .schedule import Lengths, Work, new_queue, schedule, take_tile
+from .schedule import Lengths, Work, new_queue, schedule, take_tile, want_tile
 from .scores import Features
 from .softmax import INFINITY
 from .versions import kernel, thread_barrier
 
 ROWS = gl.constexpr(tables.ROWS)  # of one warpgroup
+NOTICE = gl.constexpr(2)  # blocks of keys before the end of a tile, the next one is asked for
 TILES_OF_Q = gl.constexpr(2)  # in shared memory, for each consumer
 
 
@@ -110,34 +111,46 @@ def forward_kernel(
 
 @gluon.jit
 def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr):
-    """The warp that copies. Values follow their keys by one block: they are needed that much later."""
+    """The warp that copies. Values follow their keys by one block, over the edges of tiles too: they are needed that
+    much later.
+    """
     BLOCK_N: gl.constexpr = TILE.block_n
-    CONSUMERS: gl.constexpr = TILE.consumers
     STAGES: gl.constexpr = TILE.stages
-    q, k, v = inputs.q, inputs.k, inputs.v
+    k, v = inputs.k, inputs.v
     tile_count = 0
     block_count = 0
-    tile = take_tile(queue, tile_count)
+    tile = take_tile(queue, 0)
     while tile.b >= 0:
-        start = (tile.hi - 1) * BLOCK_N
-        fill(k, k_desc, [tile.b, tile.head_k, start, 0], block_count, STAGES)
-        for c in gl.static_range(CONSUMERS):
-            slot = q_slot(tile_count, c, CONSUMERS)
-            mbarrier.wait(q.empty.index(slot), (tile_count // TILES_OF_Q & 1) ^ 1)
-            mbarrier.expect(q.full.index(slot), q_desc.block_type.nbytes)
-            row = tile.first_row + c * ROWS
-            tma.async_copy_global_to_shared(
-                q_desc, [tile.b, tile.head, row, 0], q.full.index(slot), q.data.index(slot)
-            )
-        for _ in range(tile.lo + 1, tile.hi):
-            fill(k, k_desc, [tile.b, tile.head_k, start - BLOCK_N, 0], block_count + 1, STAGES)
-            fill(v, v_desc, [tile.b, tile.head_k, start, 0], block_count, STAGES)
-            start -= BLOCK_N
+        key = (tile.hi - 1) * BLOCK_N
+        if tile_count == 0:
+            fill(k, k_desc, [tile.b, tile.head_k, key, 0], 0, STAGES)
+            copy_q(q_desc, inputs.q, tile, 0, TILE)
+        want_tile(queue, tile.hi - tile.lo <= NOTICE)
+        for above in range(tile.lo + 1, tile.hi):
+            want_tile(queue, above == tile.hi - NOTICE)
+            fill(k, k_desc, [tile.b, tile.head_k, key - BLOCK_N, 0], block_count + 1, STAGES)
+            fill(v, v_desc, [tile.b, tile.head_k, key, 0], block_count, STAGES)
+            key -= BLOCK_N
             block_count += 1
-        fill(v, v_desc, [tile.b, tile.head_k, start, 0], block_count, STAGES)
-        block_count += 1
+        b, head_k = tile.b, tile.head_k
         tile_count += 1
         tile = take_tile(queue, tile_count)
+        if tile.b >= 0:
+            fill(k, k_desc, [tile.b, tile.head_k, (tile.hi - 1) * BLOCK_N, 0], block_count + 1, STAGES)
+            copy_q(q_desc, inputs.q, tile, tile_count, TILE)
+        fill(v, v_desc, [b, head_k, key, 0], block_count, STAGES)
+        block_count += 1
+
+
+@gluon.jit
+def copy_q(q_desc, q, tile, tile_count, TILE: gl.constexpr):
+    CONSUMERS: gl.constexpr = TILE.consumers
+    for c in gl.static_range(CONSUMERS):
+        slot = q_slot(tile_count, c, CONSUMERS)
+        mbarrier.wait(q.empty.index(slot), (tile_count // TILES_OF_Q & 1) ^ 1)
+        mbarrier.expect(q.full.index(slot), q_desc.block_type.nbytes)
+        row = tile.first_row + c * ROWS
+        tma.async_copy_global_to_shared(q_desc, [tile.b, tile.head, row, 0], q.full.index(slot), q.data.index(slot))
 
 
 @gluon.jit

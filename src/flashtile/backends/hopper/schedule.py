@@ -1,8 +1,9 @@
 """Which tile of rows a program computes next: persistent programs take numbers from a counter, longest work first.
 
 Tiles are counted in sections of heads whose keys and values fit the L2 cache together. Within a section, the tiles with
-the most keys to see come first, so that short ones fill the end. One warp does all of this ahead of the others and puts
-what it finds into shared memory.
+the most keys to see come first, so that short ones fill the end. One warp does all of this while the others work, and
+puts what it finds into shared memory. It asks late: a program that took its next tile early would keep it from one that
+is done earlier.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .masking import key_blocks
 from .pipeline import barriers
 
-AHEAD = gl.constexpr(4)  # tiles
+SLOTS = gl.constexpr(2)  # of the queue
 FIELDS = gl.constexpr(7)
 
 
@@ -51,16 +52,17 @@ class Tile(NamedTuple):
 class Queue(NamedTuple):
     """The tiles of one program, on their way from the scheduling warp to the others."""
 
-    data: gl.shared_memory_descriptor  # [AHEAD * FIELDS, 1] int32
-    full: gl.shared_memory_descriptor  # [AHEAD, 1] barriers
+    data: gl.shared_memory_descriptor  # [SLOTS * FIELDS, 1] int32
+    full: gl.shared_memory_descriptor  # [SLOTS, 1] barriers
     empty: gl.shared_memory_descriptor
+    wanted: gl.shared_memory_descriptor  # [1, 1] barrier: the last tile is nearly done
 
 
 @gluon.jit
 def new_queue(READERS: gl.constexpr):
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    data = gl.allocate_shared_memory(gl.int32, [AHEAD * FIELDS, 1], shared)
-    return Queue(data, barriers(AHEAD, 1), barriers(AHEAD, READERS))
+    data = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], shared)
+    return Queue(data, barriers(SLOTS, 1), barriers(SLOTS, READERS), barriers(1, 1))
 
 
 @gluon.jit
@@ -75,6 +77,7 @@ def schedule(queue, work, lengths, window, BLOCK_M: gl.constexpr, BLOCK_N: gl.co
         last_row = gl.minimum(first_row + BLOCK_M, lengths.seqlen_q) - 1
         blocks = key_blocks(window, first_row, last_row, lengths.shift, lengths.seqlen_k, BLOCK_N)
         put_tile(queue, put, Tile(b, head, head // lengths.group, any_head, first_row, blocks.lo, blocks.hi))
+        mbarrier.wait(queue.wanted.index(0), put & 1)
         put += 1
         n = next_number(work)
     put_tile(queue, put, Tile(-1, 0, 0, 0, 0, 0, 1))
@@ -103,18 +106,24 @@ def next_number(work):
 def put_tile(queue, n, tile):
     """The n-th tile of the program."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    slot = n % AHEAD
-    mbarrier.wait(queue.empty.index(slot), (n // AHEAD & 1) ^ 1)
+    slot = n % SLOTS
+    mbarrier.wait(queue.empty.index(slot), (n // SLOTS & 1) ^ 1)
     for field in gl.static_range(FIELDS):
         queue.data.index(slot * FIELDS + field).store(gl.full([1], tile[field], gl.int32, one))
     mbarrier.arrive(queue.full.index(slot), count=1)
 
 
 @gluon.jit
+def want_tile(queue, pred):
+    """Say that the next tile will soon be needed, once for each tile that was taken."""
+    mbarrier.arrive(queue.wanted.index(0), count=1, pred=pred)
+
+
+@gluon.jit
 def take_tile(queue, n):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    slot = n % AHEAD
-    mbarrier.wait(queue.full.index(slot), n // AHEAD & 1)
+    slot = n % SLOTS
+    mbarrier.wait(queue.full.index(slot), n // SLOTS & 1)
     first = slot * FIELDS
     tile = Tile(
         gl.max(queue.data.index(first).load(one), 0),
