@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from variants import CAUSAL, FP16, LENGTHS, Variant, all_of, fixed, sinks, slopes, slopes_of_sequences
+from hopper_variants import LONGER, VARIANTS
 
 import flashtile
 from flashtile.backends.hopper import support
@@ -17,35 +17,13 @@ from flashtile.testing.tolerance import compare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(support.unusable() is not None, reason=f"{support.unusable()}")]
 PROBLEMS = 8  # of each variant
-LONGER = (*LENGTHS, 192, 193, 255, 256, 383, 384, 385, 511, 513, 640)
-
-FEATURES = {
-    "full": fixed(),
-    "causal": CAUSAL,
-    "top left": fixed(causal="top_left", window=(None, 60)),
-    "window": fixed(window=(40, 25)),
-    "causal window": fixed(causal=True, window=(150, None)),
-    "softcap": fixed(causal=True, softcap=3.0),
-    "slopes": all_of(CAUSAL, slopes),
-    "slopes of sequences": slopes_of_sequences,
-    "sinks": all_of(CAUSAL, sinks),
-    "everything": all_of(fixed(causal=True, window=(200, None), softcap=20.0, scale=0.2), slopes, sinks),
-}
-VARIANTS = {f"{name} {dim}": Variant(given, head_dim=dim) for name, given in FEATURES.items() for dim in (64, 128)}
-VARIANTS |= {
-    "grouped heads 64": Variant(CAUSAL, heads=(6, 2)),
-    "grouped heads 128": Variant(head_dim=128, heads=(4, 1), transposed=True),
-    "fp16 64": Variant(CAUSAL, FP16, transposed=True),
-    "fp16 128": Variant(CAUSAL, FP16, head_dim=128),
-    "negative scale": Variant(fixed(scale=-0.1), head_dim=128),
-}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_random_problems_are_within_the_bound(name: str) -> None:
     failures = []
     for seed in range(PROBLEMS):
-        case = replace(VARIANTS[name].case(seed, "cuda", (*LONGER[8:],)), forward_only=True)
+        case = replace(VARIANTS[name].case(seed, "cuda", LONGER), forward_only=True)
         if case.arguments["q"].shape[2] * VARIANTS[name].heads[0] // VARIANTS[name].heads[1] <= support.DECODING_ROWS:
             continue
         with poisoned_allocation():

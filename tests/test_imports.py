@@ -38,6 +38,8 @@ LAYERS = (
         "backends.reference",
         "backends.triton",
         "backends.triton.tables",
+        "backends.hopper",
+        "backends.hopper.tables",
     ),
     ("plan",),
     ("backends.*",),

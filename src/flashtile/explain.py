@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .call import Call
 from .device import describe_device, host_readable
+from .errors import BackendError
 from .masks import visible_pairs
 from .normalize import normalize
 from .plan import Plan, plan
@@ -25,6 +26,8 @@ class Explanation:
     backend: str
     tile: str
     why_not: dict[str, str]  # backends asked before, and the reason each declined
+    backward: str  # the backend of the backward pass
+    backward_tile: str
     visible_pairs: int  # of a query row and a key, over sequences and query heads; at most, where the host can't know
     flops_forward: int  # 4 * pairs * D for D = Dv; 2 * pairs * (D + Dv) in general
     flops_backward: int  # five products instead of two: 2.5 times forward for D = Dv
@@ -40,9 +43,11 @@ class Explanation:
 
     def __str__(self) -> str:
         why_not = "".join(f"\n  not {name}: {reason}" for name, reason in self.why_not.items())
+        backward = f"backward: backend {self.backward}, {self.backward_tile}\n" if self.backward != self.backend else ""
         return (
             f"{self.problem}\n"
             f"on {self.device}: backend {self.backend}, {self.tile}{why_not}\n"
+            f"{backward}"
             f"forward {self.flops_forward / 1e9:.3g} GFLOP, backward {self.flops_backward / 1e9:.3g} GFLOP, "
             f"{self.visible_pairs:,} visible pairs\n"
             f"forward moves at least {self.bytes_forward / 1e6:.3g} MB: {self.intensity:.3g} FLOP per byte\n"
@@ -75,6 +80,7 @@ def explain(
     call = described_call(q, k, v, cu_seqlens_q, cu_seqlens_k, keywords)
     problem = Problem.describe(call)
     chosen = plan(problem, q.device, call.settings.backend)
+    backward = backward_plan(problem, q.device, call.settings.backend)
     pairs = pairs_of(call, problem)
     flops = forward_flops(pairs, problem.head_dim, problem.head_dim_v)
     inputs = sum(x.numel() * x.element_size() for x in call.tensors.flat() if x is not None)
@@ -88,6 +94,8 @@ def explain(
         backend=chosen.backend,
         tile=tile_in_words(chosen),
         why_not=dict(chosen.why),
+        backward="none" if backward is None else backward.backend,
+        backward_tile="" if backward is None else tile_in_words(backward),
         visible_pairs=pairs,
         flops_forward=flops,
         flops_backward=backward_flops(pairs, problem.head_dim, problem.head_dim_v),
@@ -98,6 +106,14 @@ def explain(
         limit=bound.limit,
         seconds_at_limit=bound.seconds,
     )
+
+
+def backward_plan(problem: Problem, device: torch.device, backend: str) -> Plan | None:
+    """`None` where the named backend has no backward pass for the problem."""
+    try:
+        return plan(problem, device, backend, backward=True)
+    except BackendError:
+        return None
 
 
 def described_call(

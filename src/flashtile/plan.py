@@ -26,8 +26,9 @@ MOST_PLANS = 4096
 
 
 class Plan(NamedTuple):
-    """How one pass of a problem is run: what forward leaves for backward is the same in every backend, so that each pass
-    has its own plan. `why` has, for each backend that was asked before, the reason it declined."""
+    """How one pass of a problem is run. What forward leaves for backward is the same in every backend: each pass has a
+    plan of its own. `why` has, for each backend that was asked before, the reason it declined.
+    """
 
     backend: str
     tile: Any

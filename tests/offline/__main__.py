@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+import hopper_variants as hopper
 import triton
 from rich.console import Console
 from rich.progress import track
@@ -15,7 +16,7 @@ from flashtile.backends.triton.tables import KIB, SHARED_MEMORY
 
 from .compiled import compile_launch
 from .families import ARCHITECTURES, FAMILIES, call_of_family
-from .launches import launches_of
+from .launches import hopper_launches_of, launches_of
 
 
 @click.command()
@@ -24,17 +25,25 @@ from .launches import launches_of
 @click.option("--out", type=click.Path(path_type=Path), help="A CSV file of the results.")
 def main(full: bool, architectures: tuple[str, ...], out: Path | None) -> None:
     """Exit code 1 if a kernel does not compile, takes more shared memory than its chip has, or is compiled wrongly."""
+    chosen = architectures or ARCHITECTURES
     work = [
         (arch, family, launch)
         for family in (FAMILIES if full else FAMILIES[:1])
-        for arch in architectures or ARCHITECTURES
+        for arch in chosen
         for launch in launches_of(call_of_family(family), arch)
     ]
+    if "sm_90" in chosen:
+        work += [
+            ("sm_90", f"{name}, hdim {head_dim}, {seqlen} keys", launch)
+            for name, head_dim, seqlen in (hopper.FAMILIES if full else hopper.FAMILIES[:1])
+            for launch in hopper_launches_of(hopper.call_of_family(name, head_dim, seqlen))
+        ]
     rows, wrong = [], []
     for arch, family, launch in track(work, "compiling", console=Console(stderr=True)):
         start = time.perf_counter()
         try:
             found = asdict(compile_launch(launch, arch))
+            del found["sass"]
         except Exception as error:
             wrong.append(f"{arch} {family} {launch.name}: {type(error).__name__}: {str(error)[-300:]}")
             continue

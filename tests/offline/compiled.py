@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .launches import OPTIONS, Launch
 
@@ -31,11 +33,14 @@ class Compiled:
     spilled: int | None  # bytes of a thread
     serialized: bool  # whether ptxas gave up the asynchrony of matrix products
     unset: tuple[str, ...]  # instructions that read a uniform register which nothing has written: a wrong compilation
+    sass: str = field(default="", repr=False)  # Hopper only
 
 
 def type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
@@ -57,7 +62,8 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
             signature[parameter.name] = type_of(value)
             if isinstance(value, torch.Tensor):  # a GPU's allocations are aligned
                 attributes[(n,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = language(launch.kernel, signature, constants, attributes)
     options = {name: launch.arguments[name] for name in OPTIONS if name in launch.arguments}
     kernel = triton.compile(source, target=target_of(arch), options=options)
     shared = kernel.metadata.shared
@@ -68,8 +74,9 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     assert registers is not None, log
     assert spilled is not None, log
     # Only Hopper's warpgroup products take their operands' descriptors from uniform registers, as this reads them.
-    unset = unset_registers(disassembled(kernel.asm["cubin"])) if arch == "sm_90" else ()
-    return Compiled(launch.name, shared, int(registers[1]), int(spilled[1]), "C7515" in log or "C7514" in log, unset)
+    sass = disassembled(kernel.asm["cubin"]) if arch == "sm_90" else ""
+    serialized = "C7515" in log or "C7514" in log
+    return Compiled(launch.name, shared, int(registers[1]), int(spilled[1]), serialized, unset_registers(sass), sass)
 
 
 def assembled(ptx: str, arch: str) -> str:

@@ -9,6 +9,8 @@ from unittest import mock
 import torch
 from triton.runtime.jit import JITFunction
 
+from flashtile.backends.hopper import kernels as hopper
+from flashtile.backends.hopper import support as hopper_support
 from flashtile.backends.triton import kernels, support
 from flashtile.call import Call, Needs
 from flashtile.device import Device
@@ -53,4 +55,15 @@ def launches_of(call: Call, arch: str, *, backward: bool = True) -> list[Launch]
         if backward and t.leftpad_k is None:
             features = (t.bias is not None, t.alibi_slopes is not None, t.sinks is not None)
             kernels.backward(plan, call, Needs(True, True, True, *features), out, lse, torch.empty_like(out), None)
+    return found
+
+
+def hopper_launches_of(call: Call) -> list[Launch]:
+    """What the Hopper backend's forward pass of a call on CPU tensors would launch on an H200."""
+    problem = Problem.describe(call)
+    device = Device("cuda", "H200", "sm_90", CORES["sm_90"])
+    reason = hopper_support.declines(problem, device)
+    assert reason is None, reason
+    with recorded() as found:
+        hopper.forward(Plan("hopper", hopper_support.tile(problem, device), 1, ()), call)
     return found

@@ -5,8 +5,10 @@ repeat: for a signature seen before, the compiled kernel and all its numbers are
 """
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 MOST_PREPARED = 4096
@@ -54,3 +56,8 @@ def launch(
     if len(prepared) >= MOST_PREPARED:
         del prepared[next(iter(prepared))]
     prepared[key] = None if compiled is None else Prepared(compiled, programs, kernel.arg_names, arguments, pointers)
+
+
+def on_device(x: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device and its current stream."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()

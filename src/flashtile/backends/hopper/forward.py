@@ -1,8 +1,8 @@
 """FlashAttention's forward pass on Hopper (Shah et al., "FlashAttention-3", 2024, section 3), in Gluon.
 
-One warp schedules, one copies q, k and v by TMA, two or three warpgroups of 64 rows each compute. In each step the product of q with
-one block of keys and that of the block before with its values are both in flight while the softmax runs. A tile's last
-step is the next one's first: the matrix units do not wait between tiles.
+One warp schedules, one copies q, k and v by TMA, two or three warpgroups of 64 rows each compute. In each step the
+product of q with one block of keys and that of the block before with its values are both in flight while the softmax
+runs. A tile's last step is the next one's first: the matrix units do not wait between tiles.
 """
 
 from typing import NamedTuple
@@ -257,9 +257,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, lengths, window, sco
             s = warpgroup_mma_wait(1, deps=(s,))
             release(k, block_count, STAGES)
             here = Place(place.first_row, place.block + tile.lo - above, place.full_lo, place.full_hi)
-            m, alpha, p = softmax.update(
-                m, scored(s, here, tile, lengths, window, scoring, s_layout), scoring.factor
-            )
+            m, alpha, p = softmax.update(m, scored(s, here, tile, lengths, window, scoring, s_layout), scoring.factor)
             l = softmax.scaled_sums(l, alpha) + softmax.sums_by_thread(p)  # noqa: E741
             wait_full(v, block_count, STAGES)  # not needed yet: it keeps the wait below after the exponentials
             acc, p, l = warpgroup_mma_wait(0, deps=(acc, p, l))  # noqa: E741

@@ -1,5 +1,6 @@
 """The Hopper backend's entries: results are allocated, tensors described to the copy engine, kernels launched."""
 
+import functools
 import math
 from typing import Any
 
@@ -9,15 +10,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...call import Call, new_rows
+from ...device import describe_device
 from ...plan import Plan
-from ..common.launch import launch
+from ..common.launch import launch, on_device
 from .forward import forward_kernel
+from .support import LONGEST
 from .tables import ROWS, Launch
 
 LOG2E = math.log2(math.e)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while heads share it
-FARTHEST = 2**30  # of a window; positions are 32-bit integers, and sums of two of them must be
+MOST_COUNTERS = 256
+SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while others pass
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -26,7 +29,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     slopes, sinks = call.tensors.alibi_slopes, call.tensors.sinks
-    with torch.cuda.device(q.device):
+    with on_device(q):
         pointers = {
             "q_desc": boxes(q, ROWS),
             "k_desc": boxes(k, tile.block_n),
@@ -47,10 +50,9 @@ def numbers(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:
     batch, heads, seqlen_q, _ = t.q.shape
     heads_k, seqlen_k = t.k.shape[1:3]
     blocks = -(-seqlen_q // tile.block_m)
-    cores = torch.cuda.get_device_properties(t.q.device).multi_processor_count
     # The softmax can take the scale where nothing stands between the product and the exponential.
     folded = s.scale > 0 and s.softcap is None and t.alibi_slopes is None
-    return min(cores, blocks * heads * batch), {
+    return min(describe_device(t.q.device).cores, blocks * heads * batch), {
         "stride_slopes_b": 0 if t.alibi_slopes is None or t.alibi_slopes.dim() == 1 else heads,
         "num_tiles": blocks * heads * batch,
         "num_blocks": blocks,
@@ -61,8 +63,8 @@ def numbers(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:
         "seqlen_q": seqlen_q,
         "seqlen_k": seqlen_k,
         "diagonal": s.diagonal + s.i0 - s.j0,
-        "window_left": None if s.window_left is None else min(s.window_left, FARTHEST),
-        "window_right": None if s.window_right is None else min(s.window_right, FARTHEST),
+        "window_left": None if s.window_left is None else min(s.window_left, LONGEST),
+        "window_right": None if s.window_right is None else min(s.window_right, LONGEST),
         "top_left": s.i0 - s.j0 if s.top_left else None,
         "factor": s.scale * LOG2E if folded else LOG2E,
         "multiplier": None if folded else s.scale,
@@ -90,9 +92,16 @@ def boxes(x: Tensor, rows: int) -> TensorDescriptor:
     """`[B, H, S, D]` as the copy engine sees it, in boxes of `rows`: what a box holds past the last row is 0, and is
     not written.
     """
-    box = [1, 1, rows, x.shape[-1]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
+    found = object.__new__(TensorDescriptor)  # whose own checks, repeated for each call, take longer than the launch
+    found.__dict__.update(box_fields(x.shape, x.stride(), x.dtype, rows), base=x)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def box_fields(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> dict[str, Any]:
+    box = [1, 1, rows, shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[dtype])
+    return {"shape": list(shape), "strides": list(strides), "block_shape": box, "layout": layout, "padding": "zero"}
 
 
 counters: dict[tuple[torch.device, int], Tensor] = {}
@@ -102,9 +111,11 @@ def counter(device: torch.device) -> Tensor:
     """A zero that a launch counts with and leaves at zero. Launches on one stream take turns with it; a captured launch
     may be replayed beside others, and has its own.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    if key not in counters:
-        counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return counters[key]
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        key = (device, torch.cuda.current_stream(device).cuda_stream)
+        if key not in counters:
+            if len(counters) >= MOST_COUNTERS:
+                del counters[next(iter(counters))]
+            counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        return counters[key]
+    return torch.zeros(1, dtype=torch.int32, device=device)

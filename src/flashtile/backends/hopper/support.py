@@ -17,18 +17,26 @@ ARCHITECTURE = "sm_90"
 HEAD_DIMS = (64, 128)
 COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
 DECODING_ROWS = 64
+LONGEST = 2**30  # positions are 32-bit integers, and sums of two of them must be
 OLDEST, TOO_NEW = (3, 6), (3, 8)  # versions of Triton, whose Gluon is experimental
 
 
-@functools.cache
-def unusable() -> str | None:
-    """Why this backend does not run on this machine; `None` if it does."""
+def unsupported() -> str | None:
+    """Why the installed Triton cannot compile these kernels; `None` if it can."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return "triton is not installed (PyTorch's GPU builds bring it)"
     if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < TOO_NEW:
         return f"its kernels are for Triton 3.6 and 3.7; this is {version}"
+    return None
+
+
+@functools.cache
+def unusable() -> str | None:
+    """Why this backend does not run on this machine; `None` if it does."""
+    if (reason := unsupported()) is not None:
+        return reason
     if not torch.cuda.is_available():
         return "no GPU that PyTorch can use"
     if not any(torch.cuda.get_device_capability(n) == (9, 0) for n in range(torch.cuda.device_count())):
@@ -53,6 +61,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"rows of q, k and v have to lie on {COPY_ALIGNMENT} bytes for the copy engine"
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
         return "the call is empty"
+    if max(problem.seqlen_q, problem.seqlen_k) > LONGEST:
+        return f"sequences go up to {LONGEST} positions"
     if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= DECODING_ROWS:
         return "a few rows are decoded faster with the keys split among programs"
     return None

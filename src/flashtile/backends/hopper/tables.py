@@ -7,6 +7,7 @@ from ...device import Device
 from ...problem import Problem
 
 ROWS = 64  # of one warpgroup
+MANY_KEYS = 3072  # of a row, from which on wide tiles pay
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,23 @@ class Tile(NamedTuple):
     forward: Launch
 
 
-FORWARD = {
-    64: Launch(64, 128, 3, 2, 160, 32),
-    128: Launch(128, 128, 2, 2, 240, 24),
-}
+NARROW = {64: Launch(64, 128, 2, 3, 240, 24), 128: Launch(128, 128, 2, 2, 240, 24)}
+WIDE = Launch(64, 128, 3, 2, 160, 32)  # reads keys less often, and wastes more at the diagonal
 
 
 def tile(problem: Problem, device: Device) -> Tile:
-    return Tile(FORWARD[problem.head_dim])
+    features = problem.softcap or problem.alibi  # take more registers than three warpgroups have
+    if problem.head_dim == WIDE.width and keys_of_a_row(problem) >= MANY_KEYS and not features:
+        return Tile(WIDE)
+    return Tile(NARROW[problem.head_dim])
+
+
+def keys_of_a_row(problem: Problem) -> int:
+    """How many keys a row sees, about."""
+    window = problem.window
+    keys = problem.seqlen_k
+    if window.right is not None or window.top_left:
+        keys //= 2
+    if window.left is not None:
+        keys = min(keys, window.left + 1 + (keys if window.right is None else window.right))
+    return keys

@@ -1,8 +1,6 @@
 """The Triton backend's entries: results are allocated, arguments packed, kernels launched on the tensors' device."""
 
-import contextlib
 from collections.abc import Hashable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from ...cache import append_and_rotate as in_operations
 from ...call import Call, Gradients, Needs, memory_of, new_rows
 from ...plan import Plan
 from ...problem import power_of_two
-from ..common.launch import launch
+from ..common.launch import launch, on_device
 from . import arguments as args
 from .append import append_kernel
 from .backward import delta_kernel, dkdv_kernel
@@ -293,8 +291,3 @@ def in_pages(call: Call, pages: Tensor, by_position: Tensor) -> Tensor:
     total = pages.new_zeros((pages.shape[0] + 1, *pages.shape[1:]), dtype=torch.float32)
     given = by_position.unflatten(2, (-1, page_size)).permute(0, 2, 3, 1, 4)  # [B, columns, page_size, H, D]
     return total.index_put_((page,), given.float(), accumulate=True)[:-1]  # sorted, hence deterministic
-
-
-def on_device(x: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device and its current stream."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,38 @@
+"""Named problems for the Hopper backend's kernels, and the calls whose kernels are compiled without a GPU."""
+
+import torch
+from variants import CAUSAL, FP16, LENGTHS, Draw, Sizes, Variant, all_of, fixed, sinks, slopes, slopes_of_sequences
+
+from flashtile.call import Call
+from flashtile.explain import described_call
+
+LONGER = (*LENGTHS[8:], 192, 193, 255, 256, 383, 384, 385, 511, 513, 640)  # around every tile
+
+FEATURES = {
+    "full": fixed(),
+    "causal": CAUSAL,
+    "top left": fixed(causal="top_left", window=(None, 60)),
+    "window": fixed(window=(40, 25)),
+    "causal window": fixed(causal=True, window=(150, None)),
+    "softcap": fixed(causal=True, softcap=3.0),
+    "slopes": all_of(CAUSAL, slopes),
+    "slopes of sequences": slopes_of_sequences,
+    "sinks": all_of(CAUSAL, sinks),
+    "everything": all_of(fixed(causal=True, window=(200, None), softcap=20.0, scale=0.2), slopes, sinks),
+}
+VARIANTS = {f"{name} {dim}": Variant(given, head_dim=dim) for name, given in FEATURES.items() for dim in (64, 128)}
+VARIANTS |= {
+    "grouped heads 64": Variant(CAUSAL, heads=(6, 2)),
+    "grouped heads 128": Variant(head_dim=128, heads=(4, 1), transposed=True),
+    "fp16 64": Variant(CAUSAL, FP16, transposed=True),
+    "fp16 128": Variant(CAUSAL, FP16, head_dim=128),
+    "negative scale": Variant(fixed(scale=-0.1), head_dim=128),
+}
+SHORT, LONG = 512, 8192  # lengths with different tiles
+FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
+
+
+def call_of_family(name: str, head_dim: int, seqlen: int) -> Call:
+    q, k, v = (torch.empty(1, 2, seqlen, head_dim, dtype=torch.bfloat16) for _ in range(3))
+    given = FEATURES[name](Draw(0, (seqlen,)), Sizes(1, 2, seqlen, seqlen, q.dtype))
+    return described_call(q, k, v, None, None, given)

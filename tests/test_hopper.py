@@ -1,0 +1,105 @@
+"""The Hopper backend without a GPU: what it takes, and how ptxas compiles its kernels."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from hopper_variants import LONG, SHORT, call_of_family
+from offline.compiled import Compiled, compile_launch
+from offline.launches import hopper_launches_of
+
+from flashtile.backends.hopper import support
+from flashtile.backends.hopper.tables import NARROW, WIDE
+from flashtile.device import Device
+from flashtile.problem import Problem
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
+SHARED_MEMORY = 227 * 1024
+CHOSEN = (("causal", 64, LONG), ("sinks", 128, SHORT))
+pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
+
+
+def problem(**changes: object) -> Problem:
+    return replace(Problem.describe(call_of_family("causal", 64, SHORT)), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float32}, "bfloat16 and float16"),
+        ({"layout": "varlen"}, "dense"),
+        ({"head_dim": 96, "head_dim_v": 96}, "64 or 128"),
+        ({"head_dim_v": 128}, "equal"),
+        ({"dropout": True, "bias": (True, True, False, False)}, "bias or dropout"),
+        ({"alignment": 8}, "16 bytes"),
+        ({"seqlen_k": 0}, "empty"),
+        ({"seqlen_q": 2**31}, "positions"),
+        ({"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoded"),
+    ],
+)
+def test_what_is_declined(changes: dict, reason: str) -> None:
+    declined = support.declines(problem(**changes), H200)
+    assert declined is not None
+    assert reason in declined
+
+
+def test_what_is_taken() -> None:
+    assert support.declines(problem(), H200) is None
+    assert "not for sm_100" in str(support.declines(problem(), H200._replace(arch="sm_100")))
+
+
+def test_tiles_follow_the_keys_that_a_row_sees() -> None:
+    def chosen(name: str, head_dim: int, seqlen: int) -> object:
+        return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
+
+    assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is WIDE
+    assert chosen("full", 64, SHORT) is chosen("window", 64, LONG) is chosen("softcap", 64, LONG) is NARROW[64]
+    assert chosen("full", 128, LONG) is NARROW[128]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple, Compiled]:
+    return {family: compile_launch(*hopper_launches_of(call_of_family(*family)), "sm_90") for family in CHOSEN}
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> None:
+    found = compiled[family]
+    assert found.shared <= SHARED_MEMORY
+    assert found.spilled == 0
+    assert not found.serialized
+    assert not found.unset
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+def test_exponentials_run_beside_products(compiled: dict[tuple, Compiled], family: tuple) -> None:
+    """In each step, the exponentials come before the wait for the values' product: else nothing would overlap."""
+    loops = inner_loops(compiled[family].sass)
+    assert len(loops) == (3 if family[1] == 64 else 2)  # one for each warpgroup
+    for order in loops:
+        waits = [n for n, word in enumerate(order) if "DEPBAR" in word]
+        assert [order[n][-1] for n in waits] == ["1", "0"]  # for the scores, then for the values
+        assert order.index("HGMMA") < waits[0]
+        between = order[waits[0] : waits[1]].count("MUFU.EX2")
+        assert between >= 0.9 * order.count("MUFU.EX2") > 0
+
+
+def inner_loops(sass: str) -> list[list[str]]:
+    """Products, exponentials and waits for products, in order, of the innermost loops that have at most two waits: the
+    steps inside a tile. (Where a wait for a copy tries again, it too jumps back, out of the middle of a step.)
+    """
+    lines, labels, found = sass.splitlines(), {}, []
+    for n, line in enumerate(lines):
+        if (label := re.match(r"(\.L_x_\d+):", line.strip())) is not None:
+            labels[label[1]] = n
+        jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+        if jump is not None and jump[1] in labels:
+            body = "\n".join(lines[labels[jump[1]] : n])
+            order = re.findall(r"HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", body)
+            if order[:1] == ["HGMMA"] and "MUFU.EX2" in order and sum("DEPBAR" in word for word in order) <= 2:
+                found.append((labels[jump[1]], n, order))
+    return [x[2] for x in found if not any(y is not x and x[0] <= y[0] and y[1] <= x[1] for y in found)]
