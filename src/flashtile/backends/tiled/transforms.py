@@ -23,6 +23,9 @@ from .forward import attend_rows
 from .loop import row_blocks
 
 Function = Callable[..., tuple[Tensor, ...]]
+# Where torch.compile gives up on a function, it goes on with the functions that this one calls, or that autograd calls for
+# it. Of these it makes graphs in which levels of torch.func are mixed up and tangents are lost (torch 2.11).
+untraced = torch.compiler.disable
 ROW_BLOCK_SCORES = 2**21  # of one head; 8 MiB in fp32
 
 
@@ -50,6 +53,7 @@ class Recompute(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @untraced
     def forward(fn: Function, unread: Unread | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         if unread is not None:
             assert inputs[0] is not None
@@ -63,6 +67,7 @@ class Recompute(torch.autograd.Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         wanted = [n for n, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
@@ -76,6 +81,7 @@ class Recompute(torch.autograd.Function):
         return None, None, *gradients
 
     @staticmethod
+    @untraced
     def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         inputs = ctx.saved_tensors
         moving = [n for n, tangent in enumerate(tangents) if tangent is not None]
@@ -132,6 +138,7 @@ def in_plain_dual_level() -> bool:
     return torch.autograd.forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
 
 
+@untraced
 def attend(plan: Plan, call: Call, *, second_derivatives_only: bool = False) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a call, in the shapes of the operators, differentiable by every transform.
 
