@@ -23,8 +23,8 @@ from .forward import attend_rows
 from .loop import row_blocks
 
 Function = Callable[..., tuple[Tensor, ...]]
-# Where torch.compile gives up on a function, it goes on with the functions that this one calls, or that autograd calls for
-# it. Of these it makes graphs in which levels of torch.func are mixed up and tangents are lost (torch 2.11).
+# Where torch.compile gives up on a function, it goes on with those that this one calls, or that autograd calls for it.
+# Of these it makes graphs in which levels of torch.func are mixed up and tangents are lost (torch 2.11).
 untraced = torch.compiler.disable
 ROW_BLOCK_SCORES = 2**21  # of one head; 8 MiB in fp32
 
