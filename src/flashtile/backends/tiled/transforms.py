@@ -7,7 +7,7 @@ so memory stays O(S) for every order.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,15 @@ from .forward import attend_rows
 from .loop import row_blocks
 
 Function = Callable[..., tuple[Tensor, ...]]
-# Where torch.compile gives up on a function, it goes on with those that this one calls, or that autograd calls for it.
-# Of these it makes graphs in which levels of torch.func are mixed up and tangents are lost (torch 2.11).
-untraced = torch.compiler.disable
+F = TypeVar("F", bound=Callable[..., Any])
 ROW_BLOCK_SCORES = 2**21  # of one head; 8 MiB in fp32
+
+
+def untraced(function: F) -> F:
+    """Where torch.compile gives up on a function, it goes on with those that this one calls, or that autograd calls for
+    it. Of these it makes graphs in which levels of torch.func are mixed up and tangents are lost (torch 2.11).
+    """
+    return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 class Unread(NamedTuple):
