@@ -83,6 +83,13 @@ def test_infinities_spread_as_in_the_oracle(name: str, value: float) -> None:
         torch.testing.assert_close(results[key], expected[key], equal_nan=True)
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(3, 0), (0, 3)])
+def test_a_bias_without_elements(seqlen_q: int, seqlen_k: int) -> None:
+    case = dense_case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=torch.zeros(1, 2, seqlen_q, seqlen_k))
+    wrong = [str(x) for x in compare(case.run("triton"), case, solve(case)) if not x.ok]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_caches(seed: int) -> None:
     """Dense caches and pages, appended and rotated tokens, packed queries, splits."""
