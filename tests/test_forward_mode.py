@@ -250,7 +250,6 @@ NESTED: dict[str, Callable[[Callable[..., Outputs], Example], Any]] = {
         hessian(lambda x: loss(f)(x[None], *(y[:1] for y in e.tensors[1:3]), e.tensors[3]))
     )(e.tensors[0][:, :, :2]),
     "inside no_grad": lambda f, e: torch.no_grad()(lambda: jvp(f, e.tensors, e.tangents())[1])(),
-    "inside inference_mode": lambda f, e: torch.inference_mode()(lambda: jvp(f, e.tensors, e.tangents())[1])(),
     "duals inside no_grad": lambda f, e: torch.no_grad()(lambda: tangents_of_duals(f, e.tensors, e.tangents()))(),
     "torch.autograd.functional.jvp": lambda f, e: torch.autograd.functional.jvp(f, e.tensors, e.tangents())[1],
     "forward-mode jacobian": lambda f, e: torch.autograd.functional.jacobian(
@@ -276,6 +275,33 @@ def test_nested(name: str) -> None:
     found, expected = (NESTED[name](f, example) for f in (example.fused, example.formula))
     assert all(x.any() for x in torch.utils._pytree.tree_leaves(expected))
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("how", ["jvp", "jvp of grad", "linearize", "duals"])
+def test_inference_mode(how: str) -> None:
+    """Right where PyTorch keeps tangents; where it loses those of a plain product too, an error."""
+    example = dense({"causal": True}, batch=1, heads=(2, 1))
+    q, dq = example.tensors[0], example.tangents()[0]
+
+    def derivative(f: Callable[[Tensor], Tensor]) -> Tensor | None:
+        if how == "duals":
+            with forward_ad.dual_level():
+                return forward_ad.unpack_dual(f(forward_ad.make_dual(q, dq))).tangent
+        if how == "linearize":
+            return linearize(f, q)[1](dq)
+        return jvp(grad(lambda q: f(q).square().sum()) if how == "jvp of grad" else f, (q,), (dq,))[1]
+
+    def of_queries(f: Callable[..., Outputs]) -> Callable[[Tensor], Tensor]:
+        return lambda q: f(q, *example.tensors[1:])[0]
+
+    expected = derivative(of_queries(example.formula))
+    with torch.inference_mode():
+        product = derivative(lambda q: q * q)
+        if product is not None and product.any():
+            assert_close(derivative(of_queries(example.fused)), expected)
+        else:
+            with pytest.raises(flashtile.AttentionError, match="inference mode"):
+                derivative(of_queries(example.fused))
 
 
 def test_dual_cotangent_of_a_graph_from_before() -> None:

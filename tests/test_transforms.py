@@ -501,13 +501,22 @@ COMBINATIONS: dict[str, Callable[[Attention, Compiler], Any]] = {
 # What docs/transforms.md says to work; the first two in one graph.
 ONE_GRAPH = {"compile(vmap)", "gradient of compile(vmap)"}
 WORK = ONE_GRAPH | {
+    "compile(jvp)",
+    "compile(jacfwd)",
+    "compile(hessian)",
+    "compile(grad of jvp)",
+    "compile(jvp of grad)",
+    "compile(vmap of jvp)",
     "compile(autograd.grad)",
     "grad(compile)",
     "vjp(compile)",
+    "jvp(compile)",
+    "jvp(grad(compile))",
     "grad(grad(compile))",
     "hessian(compile)",
     "vmap(compile)",
     "grad(vmap(compile))",
+    "gradient of compile(jvp)",
 }
 
 

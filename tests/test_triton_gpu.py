@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from infinite import infinite_case
 from variants import VARIANTS
 
 import flashtile
@@ -26,6 +27,15 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
             results = {key: x.cpu() for key, x in case.run("triton").items()}
         failures += [f"{case.description}\n  {x}" for x in compare(results, case, solve(case)) if not x.ok]
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("seqlen_k", [1, 64, 130])
+def test_rows_of_nan_and_infinities(seqlen_k: int, num_splits: int) -> None:
+    case = infinite_case(seqlen_k, num_splits, "cuda")
+    results = {key: x.cpu() for key, x in case.run("triton").items()}
+    wrong = [str(x) for x in compare(results, case, solve(case)) if not x.ok]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_there_are_at_most_forty_variants() -> None:

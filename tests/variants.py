@@ -13,7 +13,9 @@ from checking import offsets
 from torch import Tensor
 
 from flashtile.testing.case import Case
+from flashtile.testing.draw import poisoned_bias
 from flashtile.testing.inputs import KINDS, query_key_value
+from flashtile.testing.poison import in_larger_buffer
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 200, 257)  # around every tile
 
@@ -101,6 +103,7 @@ class Variant:
     layout: str = "dense"  # "packed", "used" (packed, and fewer keys than there is room for) or "paged"
     seqlen_q: int | None = None
     transposed: bool = False  # [B, S, H, D] in memory
+    apart: bool = False  # packed rows an odd number of elements apart, with NaN between them
     longest: int = 257
     page_size: int = 16
 
@@ -148,11 +151,16 @@ class Variant:
             if self.layout == "used":
                 arguments["seqused_k"] = torch.tensor(lengths_k, dtype=torch.int32)
         arguments = {"q": given[0].transpose(0, 1)} | arguments
+        if self.apart:
+            arguments |= {name: in_larger_buffer(arguments[name], ((1, 0), (0, 1), (0, 3))) for name in "qk"}
         arguments |= {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
         if self.layout == "used":
             arguments["max_seqlen_k"] = longest_k + 5
             sizes = Sizes(batch, heads_q, longest_q, longest_k + 5, self.dtype)
-        return self.finished("attention_varlen", arguments, sizes, draw, seed, device)
+        case = self.finished("attention_varlen", arguments, sizes, draw, seed, device)
+        if "bias" in case.arguments:
+            poisoned_bias(case.arguments["bias"], list(zip(lengths_q, lengths_k, strict=True)))
+        return case
 
     def finished(self, function: str, arguments: dict, sizes: Sizes, draw: Draw, seed: int, device: str) -> Case:
         arguments = arguments | self.features(draw, sizes)
@@ -199,6 +207,9 @@ VARIANTS = {
     "everything": Variant(EVERYTHING, heads=(4, 2)),
     "packed": Variant(CAUSAL, layout="packed", heads=(4, 2)),
     "packed window": Variant(fixed(window=(50, 10)), layout="packed", head_dim=128),
+    "packed, hdim 48 apart": Variant(
+        all_of(CAUSAL, bias(True, True, True, False)), head_dim=48, heads=(6, 3), layout="packed", apart=True
+    ),
     "packed everything": Variant(all_of(EVERYTHING, slopes_of_sequences), layout="used", heads=(4, 2)),
     "paged": Variant(CAUSAL, layout="paged", heads=(4, 2)),
     "paged everything": Variant(EVERYTHING, FP16, layout="paged", page_size=3),

@@ -26,11 +26,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     layout = "dense" if call.layout == "dense" else "varlen"
     flat = call.tensors.flat()
     if in_forward_mode():
-        if torch.compiler.is_compiling():  # a graph with a part of these operations has lost tangents (torch 2.11)
-            raise AttentionError(
-                "forward mode (torch.func.jvp, torch.autograd.forward_ad) around attention cannot be compiled.\n"
-                "  accepted: the same outside torch.compile"
-            )
+        refuse_lost_tangents()
         return attend_in_operations(call.settings, *flat)
     operators = OPERATORS[layout]
     if torch.compiler.is_compiling():  # in a graph, the operator has its own derivative
@@ -40,6 +36,19 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and (in_transform or any(x is not None and x.requires_grad for x in flat)):
         return applied(Attention, layout, call.settings, *flat)  # type: ignore[return-value]
     return operators.forward(*operators.arguments(call))
+
+
+def refuse_lost_tangents() -> None:
+    """Where PyTorch itself loses tangents without a word."""
+    if torch.compiler.is_compiling():  # in a graph with a part of these operations (torch 2.11)
+        where, accepted = "cannot be compiled", "the same outside torch.compile"
+    elif torch.is_inference_mode_enabled():  # torch.func.jvp has left it, from torch 2.12 on
+        where, accepted = "has no tangents in inference mode", "the same inside torch.no_grad"
+    else:
+        return
+    raise AttentionError(
+        f"forward mode (torch.func.jvp, torch.autograd.forward_ad) around attention {where}.\n  accepted: {accepted}"
+    )
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:

@@ -6,11 +6,15 @@ bf16 products are wrong there, so that fp16 and fp32 stand for all.
 
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
-from checking import offsets
+from checking import dense_case, offsets
+from infinite import INF, NAN, infinite_case
 from variants import VARIANTS
 
 import flashtile
@@ -28,7 +32,8 @@ CHOSEN = (
     "hdim 64 causal", "hdim 96", "hdim 33/5", "fp32", "fp32 everything", "top left", "window", "negative scale",
     "softcap",
     "bias", "bias of heads and keys", "bias of sequences and rows", "one bias", "mask", "slopes", "slopes of sequences",
-    "sinks", "dropout", "packed", "packed window", "packed everything", "paged", "one query", "packed, three queries",
+    "sinks", "dropout", "packed", "packed window", "packed, hdim 48 apart", "packed everything", "paged", "one query",
+    "packed, three queries",
 )  # fmt: skip
 
 
@@ -37,11 +42,52 @@ def test_variants(name: str) -> None:
     variant = VARIANTS[name]
     variant = replace(variant, dtype=torch.float32 if variant.dtype is torch.float32 else torch.float16)
     variant = replace(variant, head_dim=min(variant.head_dim, 96))
-    case = variant.case(1, "cpu", LENGTHS)
-    with poisoned_allocation():
-        results = case.run("triton")
-    wrong = [str(x) for x in compare(results, case, solve(case)) if not x.ok]
+    for seed in (1,) if variant.layout == "dense" else (0, 2):  # sequences of which some have rows and keys
+        case = variant.case(seed, "cpu", LENGTHS)
+        with poisoned_allocation():
+            results = case.run("triton")
+        wrong = [str(x) for x in compare(results, case, solve(case)) if not x.ok]
+        assert not wrong, "\n".join([case.description, *wrong])
+
+
+@pytest.fixture
+def maxima_of_a_gpu() -> Iterator[None]:
+    """`max(x, NaN)` is x on a GPU, and NaN in Triton's interpreter."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def drop_nan(builder: InterpreterBuilder, x: object, y: object) -> object:
+        return builder.binary_op(x, y, np.fmax)
+
+    with mock.patch.object(InterpreterBuilder, "create_maxnumf", drop_nan):
+        yield
+
+
+@pytest.mark.usefixtures("maxima_of_a_gpu")
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("seqlen_k", [16, 67])
+def test_rows_of_nan_and_infinities(seqlen_k: int, num_splits: int) -> None:
+    case = infinite_case(seqlen_k, num_splits, "cpu")
+    wrong = [str(x) for x in compare(case.run("triton"), case, solve(case)) if not x.ok]
     assert not wrong, "\n".join([case.description, *wrong])
+
+
+@pytest.mark.usefixtures("maxima_of_a_gpu")
+@pytest.mark.parametrize("value", [INF, NAN])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_infinities_spread_as_in_the_oracle(name: str, value: float) -> None:
+    """Also to where dropout takes away the only value with a weight."""
+    case = dense_case(seqlen_q=3, dropout_p=0.5, dropout_seed=3, forward_only=True)
+    case.arguments[name][0, 0, 1, 0] = value
+    results, expected = case.run("triton"), case.run("reference")
+    for key in ("out", "lse"):
+        torch.testing.assert_close(results[key], expected[key], equal_nan=True)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(3, 0), (0, 3)])
+def test_a_bias_without_elements(seqlen_q: int, seqlen_k: int) -> None:
+    case = dense_case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=torch.zeros(1, 2, seqlen_q, seqlen_k))
+    wrong = [str(x) for x in compare(case.run("triton"), case, solve(case)) if not x.ok]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -78,8 +124,6 @@ def test_shards_count_from_where_they_lie() -> None:
 
 
 def test_offsets_outside_the_tokens_are_keys_that_do_not_exist() -> None:
-    from unittest import mock
-
     q, k, v = (torch.randn(30, 2, 16) for _ in range(3))
     good, bad = offsets(10, 1, 19), torch.tensor([0, 10, 11, 1000], dtype=torch.int32)
     expected = flashtile.attention_varlen(q, k, v, good, good, backend="triton")

@@ -11,7 +11,7 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942
 FAMILIES = (
     "hdim 64 causal", "hdim 128", "hdim 256 transposed", "hdim 96", "hdim 192/128", "hdim 512", "hdim 33/5", "fp32",
     "fp32 hdim 128", "softcap", "bias", "bias of heads and keys", "mask", "slopes", "dropout", "everything", "packed",
-    "paged", "one query",
+    "packed, hdim 48 apart", "packed everything", "paged", "one query",
 )  # fmt: skip
 
 

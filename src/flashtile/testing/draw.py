@@ -120,23 +120,13 @@ class Draw:
             # An infinite score times a tensor's element has a NaN gradient: no infinities before a score_mod.
             kind = "normal" if "score_mod" in features else self.kind
             bias = bias_values(kind, self.pairwise_shape(batch, seqlen_q, seqlen_k), dtype, self.generator)
-            bias = self._poisoned_bias(bias if self.chance(0.5) else bias.float(), lengths)
+            bias = poisoned_bias(bias if self.chance(0.5) else bias.float(), lengths)
             features["bias"] = self.layout(bias, (1,))
         if self.chance(0.2):
             features["dropout_p"] = rng.choice([1e-5, 0.1, 0.17, 0.5, 0.9])
             seed = rng.choice([0, 1, 2**32 - 1, 2**63 - 1, rng.getrandbits(63)])
             features["dropout_seed"] = torch.tensor([seed], device=device) if self.chance(0.3) else seed
         return features
-
-    def _poisoned_bias(self, bias: Tensor, lengths: list[tuple[int, int]]) -> Tensor:
-        """NaN where no sequence has a pair."""
-        for b in range(bias.shape[0]):
-            users = lengths if bias.shape[0] == 1 else lengths[b : b + 1]
-            for dim in (2, 3):
-                used = max((pair[dim - 2] for pair in users), default=0)
-                if bias.shape[dim] > max(used, 1):
-                    bias[b].narrow(dim - 1, used, bias.shape[dim] - used).fill_(NAN)
-        return bias
 
     def _window_side(self, seqlen_k: int) -> int | None:
         return self.rng.choice([None, -1, 0, 1, self.rng.randint(0, 40), self.rng.randint(0, max(1, seqlen_k))])
@@ -152,3 +142,14 @@ class Draw:
         if self.chance(0.4 if dout is not None else 0.6):
             dlse = torch.randn(lse_shape, generator=self.generator, dtype=wide)
         return dout, dlse
+
+
+def poisoned_bias(bias: Tensor, lengths: list[tuple[int, int]]) -> Tensor:
+    """The bias with NaN where no sequence has a pair; `lengths` are Sq and Sk of each."""
+    for b in range(bias.shape[0]):
+        users = lengths if bias.shape[0] == 1 else lengths[b : b + 1]
+        for dim in (2, 3):
+            used = max((pair[dim - 2] for pair in users), default=0)
+            if bias.shape[dim] > max(used, 1):
+                bias[b].narrow(dim - 1, used, bias.shape[dim] - used).fill_(NAN)
+    return bias

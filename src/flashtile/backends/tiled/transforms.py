@@ -7,7 +7,7 @@ so memory stays O(S) for every order.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,15 @@ from .forward import attend_rows
 from .loop import row_blocks
 
 Function = Callable[..., tuple[Tensor, ...]]
+F = TypeVar("F", bound=Callable[..., Any])
 ROW_BLOCK_SCORES = 2**21  # of one head; 8 MiB in fp32
+
+
+def untraced(function: F) -> F:
+    """Where torch.compile gives up on a function, it goes on with those that this one calls, or that autograd calls for
+    it. Of these it makes graphs in which levels of torch.func are mixed up and tangents are lost (torch 2.11).
+    """
+    return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 class Unread(NamedTuple):
@@ -50,6 +58,7 @@ class Recompute(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @untraced
     def forward(fn: Function, unread: Unread | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         if unread is not None:
             assert inputs[0] is not None
@@ -63,6 +72,7 @@ class Recompute(torch.autograd.Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         wanted = [n for n, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
@@ -76,6 +86,7 @@ class Recompute(torch.autograd.Function):
         return None, None, *gradients
 
     @staticmethod
+    @untraced
     def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         inputs = ctx.saved_tensors
         moving = [n for n, tangent in enumerate(tangents) if tangent is not None]
@@ -132,6 +143,7 @@ def in_plain_dual_level() -> bool:
     return torch.autograd.forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
 
 
+@untraced
 def attend(plan: Plan, call: Call, *, second_derivatives_only: bool = False) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a call, in the shapes of the operators, differentiable by every transform.
 

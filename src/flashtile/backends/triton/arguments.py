@@ -99,7 +99,7 @@ def bias_tiles(call: Call, bias: Tensor, launch: Launch) -> dict[str, int]:
     batch, heads, seqlen_q, seqlen_k = pairs_shape(call)
     counts = (batch, heads, -(-seqlen_q // launch.block_m), -(-(seqlen_k + origin) // launch.block_n))
     own = [1 if n == 1 else count for n, count in zip(bias.shape, counts, strict=True)]
-    shared = [count // mine for mine, count in zip(own, counts, strict=True)]
+    shared = [count // max(mine, 1) for mine, count in zip(own, counts, strict=True)]
     programs, turns = math.prod(own), math.prod(shared)
     splits = max(1, min(MOST_BIAS_SPLITS, turns, ENOUGH_PROGRAMS // max(programs, 1)))
     return {

@@ -177,7 +177,10 @@ def dkdv_of_rows(
         lse_i, delta_i = load_numbers(row_numbers + row, exists)  # [M]
         s = scores.forward(inner_products(k_j, q_i, D1, PRECISION), features, row[None, :], keys, holds[:, None])
         p = tl.exp2(s.t * factor - lse_i[None, :])  # [N, M]
-        visible = in_window(window, row[None, :], keys, features.shift, holds[:, None]) if MASKED else None
+        visible = None
+        if MASKED:  # a row past the last one sees nothing: it would read another's bias, and 0 * NaN is NaN
+            pairs = holds[:, None] & exists[None, :]
+            visible = in_window(window, row[None, :], keys, features.shift, pairs)
         if features.mask.data is not None:
             in_mask = scores.shown(features, row[None, :], keys, holds[:, None])
             visible = in_mask if visible is None else visible & in_mask

@@ -23,14 +23,13 @@ def combine_kernel(
     parts = at + part * wide(stride_lse_split, 1)  # [P]
     lse_p = tl.load(partial_lse + parts, mask=part < SPLITS, other=-INFINITY)
     m = tl.max(lse_p, 0)
-    safe = tl.where((m == -INFINITY) | (m == INFINITY), 0.0, m)
-    weights = tl.exp2((lse_p - safe) * LOG2E)  # [P]
+    # The maximum drops NaN, the sum does not. Equal infinities have no difference; parts without keys hold 0.
+    weights = tl.where(lse_p == m, 1.0, tl.exp2((lse_p - m) * LOG2E))  # [P]
     total = tl.sum(weights, 0)
     d = tl.arange(0, WIDTH)
     inside = (part < SPLITS)[:, None] & (d < DV)[None, :]
     out_p = tl.load(partial_out + parts[:, None] * DV + d[None, :], mask=inside, other=0.0)  # [P, Dv]
-    # A part without keys has weight 0, and its output is 0.
-    merged = tl.sum(weights[:, None] * out_p, 0) / tl.where(total == 0, 1.0, total)
+    merged = tl.sum(weights[:, None] * out_p, 0) / total
     found = out + b * wide(stride_out_b, 1) + head * wide(stride_out_h, 1) + row * wide(stride_out_m, 1)
     tl.store(found + d, merged.to(out.dtype.element_ty), mask=d < DV)
-    tl.store(lse + at, tl.where(safe == m, safe + tl.log2(total) * LN2, m))
+    tl.store(lse + at, m + tl.log2(total) * LN2)

@@ -14,6 +14,8 @@ from .tiles import Chunks
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INFINITY = tl.constexpr(float("inf"))
+NAN = tl.constexpr(float("nan"))
+LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 class RowState(NamedTuple):
@@ -35,11 +37,15 @@ def start(sinks, heads, factor, with_sink, acc, M: tl.constexpr):
 
 @triton.jit
 def update(state, t, factor):
-    """The new `m`, the factor `[M]` that carries old sums over to it, and `p [M, N]`."""
+    """The new `m`, the factor `[M]` that carries old sums over to it, and `p [M, N]`.
+
+    A GPU's maximum drops NaN, sums do not. What is subtracted is finite, so that `p` of -inf is 0, that of +inf +inf
+    and that of nothing but NaN is NaN: `l` then tells what a row has seen.
+    """
     m = tl.maximum(state.m, tl.max(t, 1))
-    safe = tl.where(m == -INFINITY, 0.0, m)  # exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
-    p = tl.exp2(t * factor - (safe * factor)[:, None])
-    alpha = tl.where(state.m == m, 1.0, tl.exp2((state.m - safe) * factor))
+    shift = tl.minimum(tl.maximum(m * factor, -LARGEST), LARGEST)
+    p = tl.exp2(t * factor - shift[:, None])
+    alpha = tl.where(state.m == m, 1.0, tl.exp2(state.m * factor - shift))
     return m, alpha, p
 
 
@@ -47,6 +53,5 @@ def update(state, t, factor):
 def finish(state, factor):
     """The factor `[M]` that makes `acc` the output, and `lse [M]`; rows that saw nothing give 0 and -inf."""
     l = tl.where(state.l == 0, 1.0, state.l)  # noqa: E741
-    unbounded = (state.m == INFINITY) | (state.m == -INFINITY)
-    lse = tl.where(unbounded, state.m, (state.m * factor + tl.log2(l)) * LN2)
-    return 1.0 / l, lse
+    weight = tl.where(l == INFINITY, NAN, 1.0 / l)  # a score of +inf has no share, also where dropout took its value
+    return weight, (state.m * factor + tl.log2(l)) * LN2
