@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from flashtile import iomodel
-from flashtile.cli import ladder_stack, ladder_tables, main
+from flashtile.cli import ladder_long, ladder_stack, ladder_tables, main
 from flashtile.cli.ladder import NAMES
 from flashtile.iomodel import Shape
 from flashtile.ladder import step03_cpp, triton_or_not
@@ -32,9 +32,9 @@ def run_json(*words: str) -> dict[str, Any]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences, and no time spent on times."""
     monkeypatch.setattr(ladder_stack, "STACK_LENGTHS", (8, 16))
-    monkeypatch.setattr(ladder_tables, "LONG_LENGTHS", (1024,))
+    monkeypatch.setattr(ladder_long, "LONG_LENGTHS", (1024,))
     monkeypatch.setattr(ladder_tables, "TILES_LENGTH", 256)
-    for module in (ladder_stack, ladder_tables):
+    for module in (ladder_stack, ladder_long, ladder_tables):
         monkeypatch.setattr(module, "milliseconds", lambda run, device, seconds=0.0: 1.0)
 
 

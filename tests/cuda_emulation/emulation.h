@@ -57,7 +57,7 @@ std::vector<Lane> exchange;  // [2, threads]: what lanes show each other, in tur
 std::vector<int> turn;       // of each thread
 Fiber* current;
 ucontext_t scheduler;
-Index block_index, block_size;
+Index block_index, block_size, grid_size;
 std::function<void()> body;
 enum Order { FORWARD, BACKWARD, SHUFFLED } order;
 
@@ -102,6 +102,7 @@ void run_fiber() {
 #define threadIdx (emulated::current->index)
 #define blockIdx (emulated::block_index)
 #define blockDim (emulated::block_size)
+#define gridDim (emulated::grid_size)
 
 static inline void __syncthreads() { emulated::wait(0); }
 static inline void __syncwarp() { emulated::wait(1 + emulated::current->number / 32); }
@@ -292,6 +293,7 @@ template <typename... Arguments>
 const char* launch(void (*kernel)(Arguments...), void** arguments, const int* sizes, int which) {
     problem = nullptr;
     order = Order(which);
+    grid_size = {sizes[0], sizes[1], 1};
     block_size = {sizes[2], sizes[3], 1};
     fibers = std::vector<Fiber>(sizes[2] * sizes[3]);
     launch(kernel, arguments, sizes[0], sizes[1], std::index_sequence_for<Arguments...>());

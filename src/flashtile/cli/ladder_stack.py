@@ -20,8 +20,8 @@ from ..ladder import (
     step05_flash1,
     step06_flash2,
     step07_numba,
-    step08_triton_lse,
 )
+from .ladder_gpu import gpu_steps, missing_gpu_steps
 from .ladder_measure import Measurement, Run, Table, error_of, first, inputs, milliseconds, product, triton_compiles
 
 STACK_LENGTHS = (8, 16, 32, 64)
@@ -68,8 +68,7 @@ def stack_steps(device: torch.device) -> dict[str, Prepare]:
     steps["6 FlashAttention-2"] = on_tensors(step06_flash2.attention)
     if importlib.util.find_spec("numba") is not None:
         steps["7 Numba"] = on_cpu(step07_numba.attention)
-    if triton_compiles(device):
-        steps["8 Triton, lse"] = on_tensors(step08_triton_lse.attention)
+    steps |= gpu_steps(device)
     steps["11 flashtile.attention"] = on_tensors(product)
     return steps
 
@@ -112,6 +111,8 @@ def missing_steps(device: torch.device) -> list[str]:
         notes.append(f"Step 3 is missing: {problem}")
     if importlib.util.find_spec("numba") is None:
         notes.append("Step 7 is missing: Numba is not installed (pip install 'flashtile[numba]').")
+    if device.type == "cuda":
+        notes += missing_gpu_steps(device)
     if triton_compiles(device):
         notes.append("Step 8's lite and online take N in multiples of 64; published for lite: 0.020 to 0.036 ms.")
     else:
@@ -119,4 +120,6 @@ def missing_steps(device: torch.device) -> list[str]:
             "Step 8 is missing: without a GPU its times would be those of an interpreter. Published for lite: 0.020 to "
             "0.036 ms."
         )
+    if device.type != "cuda":
+        notes.append("Step 9 is missing: it needs a GPU.")
     return notes
