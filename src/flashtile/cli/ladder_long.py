@@ -23,12 +23,12 @@ MOST = {"6 FlashAttention-2": 8192, "9 CUDA C++, rows": 8192, NUMBA: 16384}
 CHECKED_ROWS = 64  # of q, whose results are compared: fp64 over all rows of a long sequence would not fit
 
 
-def long(device: torch.device) -> Measurement:
+def long(device: torch.device, lengths: tuple[int, ...] | None = None, seconds: float = 0.4) -> Measurement:
     table = Table("long", "Long sequences: one head, d = 64, standard (step 4) against fused")
-    longer = LONGER_LENGTHS if device.type == "cuda" else ()
+    lengths = lengths or LONG_LENGTHS + (LONGER_LENGTHS if device.type == "cuda" else ())
     if device.type == "cuda":
         table.notes += missing_gpu_steps(device)
-    for n in LONG_LENGTHS + longer:
+    for n in lengths:
         q, k, v = inputs(n, 64, device)
         runs: dict[str, Run] = {
             "4 standard PyTorch": lambda q=q, k=k, v=v: step04_standard.attention(q, k, v),
@@ -43,7 +43,7 @@ def long(device: torch.device) -> Measurement:
                 continue
             yield f"{name}, N = {n}"
             try:
-                row = long_row(n, name, run, device, (q, k, v))
+                row = long_row(name, run, device, (q, k, v), seconds)
             except torch.OutOfMemoryError as error:
                 table.notes.append(f"{name} does not fit at N = {n}: {str(error).splitlines()[0]}")
                 continue
@@ -58,10 +58,12 @@ def long(device: torch.device) -> Measurement:
     return table
 
 
-def long_row(n: int, name: str, run: Run, device: torch.device, qkv: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
+def long_row(
+    name: str, run: Run, device: torch.device, qkv: tuple[Tensor, Tensor, Tensor], seconds: float
+) -> dict[str, Any]:
     q, k, v = qkv
     _, peak = live_and_peak_bytes(run, device)
-    row = {"n": n, "step": name, "ms": milliseconds(run, device, 0.4), "extra_mib": peak / MIB}
+    row = {"n": len(q), "step": name, "ms": milliseconds(run, device, seconds), "extra_mib": peak / MIB}
     out = first(run()).reshape(q.shape)
     return row | {"error": error_of(out[-CHECKED_ROWS:], q[-CHECKED_ROWS:], k, v)}
 

@@ -33,23 +33,30 @@ STACK_PUBLISHED: dict[str, dict[int, float]] = {  # milliseconds
 }
 
 
-def stack(device: torch.device) -> Measurement:
+def stack(device: torch.device, lengths: tuple[int, ...] | None = None, seconds: float = 0.2) -> Measurement:
+    """Every step at each of the lengths, for this many seconds each."""
+    lengths = lengths or STACK_LENGTHS
     table = Table("stack", "The whole stack: forward of one head, d = 16, milliseconds (in brackets: published)")
     for name, prepare in stack_steps(device).items():
-        for n in STACK_LENGTHS:
+        for n in lengths:
             yield f"{name}, N = {n}"
             q, k, v = inputs(n, 16, device)
             run = prepare(q, k, v)
             out = run()
-            row = {"step": name, "n": n, "ms": milliseconds(run, device), "error": error_of(first(out), q, k, v)}
+            row = {
+                "step": name,
+                "n": n,
+                "ms": milliseconds(run, device, seconds),
+                "error": error_of(first(out), q, k, v),
+            }
             table.rows.append(row | {"published_ms": STACK_PUBLISHED.get(name, {}).get(n)})
     table.notes += missing_steps(device)
     table.notes.append(
         "The published times of step 2 grow as N, not as N²: as one query row over N keys would. Here all N rows are "
         "computed."
     )
-    q, k, v = (x[None, None] for x in inputs(STACK_LENGTHS[-1], 16, device))
-    table.notes.append(f"Step 11 at N = {STACK_LENGTHS[-1]}: {explain_call(q, k, v)}")
+    q, k, v = (x[None, None] for x in inputs(lengths[-1], 16, device))
+    table.notes.append(f"Step 11 at N = {lengths[-1]}: {explain_call(q, k, v)}")
     return table
 
 
