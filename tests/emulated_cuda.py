@@ -52,7 +52,7 @@ def launch(order: str, source: Source, name: str, grid: tuple[int, int], block: 
     assert all(x.is_contiguous() for x in given if isinstance(x, Tensor))
     values = [cuda_launch.as_c(x) for x in given]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(x) for x in values))
-    problem = compiled(source, name).run(pointers, (ctypes.c_int * 4)(*grid, *block), ORDERS[order])
+    problem = compiled(source._replace(flags=()), name).run(pointers, (ctypes.c_int * 4)(*grid, *block), ORDERS[order])
     if problem is not None:
         raise EmulationError(problem.decode())
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ STEPS = {
     "tensor cores": step09_cuda_tensor_cores,
 }
 BUGS = step09_cuda_registers.BUGS
+PAGE = Path(__file__).parents[1] / "docs" / "ladder.md"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
@@ -222,11 +224,14 @@ def test_nvcc_compiles_what_nvrtc_does() -> None:
         assert step.NAME.encode() in compile_with("nvcc", step.source_for(32, dtype), 80)
 
 
-def test_bugs_are_single_places() -> None:
+def test_bugs_are_single_lines_and_the_page_shows_them() -> None:
+    page = PAGE.read_text(encoding="utf-8")
     for bug in BUGS:
         plain, changed = (step09_cuda_registers.source_for(16, bug=b).text for b in (None, bug))
         lines = [(a, b) for a, b in zip(plain.splitlines(), changed.splitlines(), strict=True) if a != b]
         assert len(lines) == 1
+        for mark, line in zip("-+", lines[0], strict=True):
+            assert f"\n{mark}{line.partition('  // ')[0]}\n" in page
     with pytest.raises(ValueError, match="not there once"):
         _ = cuda_compile.source("step09_cuda_rows.cu", replaced=("float", "double")).text
 

@@ -86,7 +86,7 @@ def prepare(
         raise ValueError(f"q, k, v are {found}; this kernel takes one of {dtypes} for all")
     q, k, v = (aligned(x.detach().contiguous()) for x in (q, k, v))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    scale = 1 / math.sqrt(d) if scale is None else scale
+    scale = 1 / math.sqrt(d) if scale is None else float(scale)  # which tells `as_c` its type
     return Call(q, k, v, torch.empty_like(q), lse, batch * heads, heads // heads_kv, scale, causal)
 
 
