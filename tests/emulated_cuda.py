@@ -40,7 +40,7 @@ def compiled(source: Source, name: str) -> ctypes.CDLL:
         macros = [f"-D{macro}={value}" for macro, value in source.macros]
         if not any(macro == "HALF" for macro, _ in source.macros):
             macros.append("-DHALF=f16")
-        command = [path, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{FOLDER}", "-include", str(HEADER), *macros]
+        command = [path, "-std=c++14", "-O1", "-w", "-fPIC", "-shared", f"-I{FOLDER}", "-include", str(HEADER), *macros]
         done = subprocess.run([*command, str(file), "-o", str(library)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         loaded = ctypes.CDLL(str(library))

@@ -146,6 +146,35 @@ def test_table_of_step_9() -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("small_gpu")
+def test_steps_of_a_gpu_in_other_tables() -> None:
+    """What `stack` and `long` run: each in the dtype that it takes, on the same q, k and v."""
+    q, k, v = (torch.randn(40, 64) for _ in range(3))
+    expected, _ = step04_standard.attention(q.double(), k.double(), v.double())
+    steps = ladder_gpu.gpu_steps(CPU)
+    assert list(steps) == list(ladder_gpu.STEP_9)
+    for (name, prepare), (_, dtype) in zip(steps.items(), ladder_gpu.STEP_9.values(), strict=True):
+        out, _ = prepare(q, k, v)()
+        assert out.dtype is dtype
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-3 if "float16" in name else 1e-5)
+
+
+def test_steps_that_a_machine_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ladder_gpu.gpu_steps(CPU) == {}
+    missing = ladder_gpu.missing_gpu_steps(CPU)
+    assert [words.partition(": ")[0] for words in missing] == ["Step 7 for CUDA is missing", "Step 9 is missing"]
+
+    def broken(*_: Any) -> None:
+        raise OSError("libNVVM cannot be found.\nMore")
+
+    monkeypatch.setattr(ladder_gpu.step07_numba_cuda, "attention", broken)
+    ladder_gpu.numba_problem.cache_clear()
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    assert ladder_gpu.numba_problem(torch.device("cuda")) == "OSError: libNVVM cannot be found."
+    ladder_gpu.numba_problem.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_gpu")
 def test_tables_of_memory() -> None:
     loads = finished(ladder_gpu.coalescing(CPU)).rows
     assert [row["stride"] for row in loads] == list(memory_patterns.STRIDES)

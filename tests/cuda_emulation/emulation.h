@@ -13,9 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
-#include <random>
 #include <utility>
 #include <vector>
 
@@ -58,7 +56,10 @@ std::vector<int> turn;       // of each thread
 Fiber* current;
 ucontext_t scheduler;
 Index block_index, block_size, grid_size;
-std::function<void()> body;
+struct Body {
+    virtual void run() = 0;
+};
+Body* body;
 enum Order { FORWARD, BACKWARD, SHUFFLED } order;
 
 const char* problem;  // what is wrong with the kernel, if anything
@@ -92,7 +93,7 @@ Lane* show(const Lane& mine) {
 int lane() { return current->number % 32; }
 
 void run_fiber() {
-    body();
+    body->run();
     current->finished = true;
     swapcontext(&current->context, &scheduler);
 }
@@ -252,7 +253,16 @@ bool resume(Fiber& fiber) {
     return true;
 }
 
-void run_block(std::mt19937& random) {
+// A linear congruential generator is random enough for taking turns.
+void shuffle(std::vector<int>& sequence) {
+    static uint64_t state = 1;
+    for (size_t i = sequence.size(); i > 1; i--) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        std::swap(sequence[i - 1], sequence[(state >> 33) % i]);
+    }
+}
+
+void run_block() {
     prepare_block();
     const int threads = fibers.size(), warps = (threads + 31) / 32;
     std::vector<int> sequence(threads);
@@ -261,7 +271,7 @@ void run_block(std::mt19937& random) {
     while (!problem && !all_finished()) {
         bool progress = false;
         if (order == SHUFFLED) {
-            std::shuffle(sequence.begin(), sequence.end(), random);
+            shuffle(sequence);
             for (int i : sequence) progress |= !problem && resume(fibers[i]);
         } else {
             for (int w = 0; w < warps; w++) {
@@ -276,28 +286,37 @@ void run_block(std::mt19937& random) {
     }
 }
 
-template <typename... Arguments, size_t... I>
-void launch(void (*kernel)(Arguments...), void** arguments, int grid_x, int grid_y, std::index_sequence<I...>) {
-    body = [=] { kernel(*(std::remove_reference_t<Arguments>*)arguments[I]...); };
-    std::mt19937 random(0);
-    for (int y = 0; y < grid_y && !problem; y++) {
-        for (int x = 0; x < grid_x && !problem; x++) {
-            block_index = {x, y, 0};
-            run_block(random);
-        }
-    }
-}
+template <typename... Arguments>
+struct Launch : Body {
+    void (*kernel)(Arguments...);
+    void** arguments;
 
-// What is wrong, or null.
+    template <size_t... I>
+    void call(std::index_sequence<I...>) {
+        kernel(*(std::remove_reference_t<Arguments>*)arguments[I]...);
+    }
+    void run() override { call(std::index_sequence_for<Arguments...>()); }
+};
+
+// Block by block; what is wrong, or null.
 template <typename... Arguments>
 const char* launch(void (*kernel)(Arguments...), void** arguments, const int* sizes, int which) {
+    Launch<Arguments...> launched;
+    launched.kernel = kernel;
+    launched.arguments = arguments;
+    body = &launched;
     problem = nullptr;
     order = Order(which);
     grid_size = {sizes[0], sizes[1], 1};
     block_size = {sizes[2], sizes[3], 1};
-    fibers = std::vector<Fiber>(sizes[2] * sizes[3]);
-    launch(kernel, arguments, sizes[0], sizes[1], std::index_sequence_for<Arguments...>());
-    fibers.clear();
+    const size_t threads = sizes[2] * sizes[3];
+    if (fibers.size() != threads) fibers = std::vector<Fiber>(threads);  // else the last launch's, and their stacks
+    for (int y = 0; y < grid_size.y && !problem; y++) {
+        for (int x = 0; x < grid_size.x && !problem; x++) {
+            block_index = {x, y, 0};
+            run_block();
+        }
+    }
     return problem;
 }
 

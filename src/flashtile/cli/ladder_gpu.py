@@ -77,7 +77,8 @@ def numba_problem(device: torch.device) -> str | None:
         q = torch.zeros((1, 16), device=device)
         step07_numba_cuda.attention(q, q, q)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}"
+        words = str(error).strip()
+        return f"{type(error).__name__}: {words.splitlines()[0]}" if words else type(error).__name__
     return None
 
 
