@@ -1,7 +1,7 @@
 // CUDA C++ for one block at a time on a CPU: step 9's kernels compiled as ordinary C++, to check their arithmetic of
 // indices, their barriers and their use of tensor-core instructions where there is no GPU. Included before a kernel.
 //
-// Each thread of a block is a fiber, which runs until it waits for others. A missing barrier shows in one of the orders:
+// Each thread of a block is a fiber, which runs until it waits for others. A missing barrier shows in one of the orders,
 // forward and backward, where a warp gets as far ahead of the others as barriers let it, and shuffled, where threads
 // take turns at random. Shared memory is NaN when a block starts. What cp.async copies arrives as late as it may, when
 // the thread waits for it; going backward, at once. Instructions of a warp follow the PTX manual's description of which
@@ -143,8 +143,9 @@ static inline unsigned narrowed(float x) {
         const unsigned middle = (low + high) / 2;
         (size >= widened(middle) ? low : high) = middle;
     }
-    const double step = high == infinity ? widened(low) - (double)widened(low - 1) : widened(high) - (double)widened(low);
-    const double above = size - widened(low);
+    const double here = widened(low);
+    const double step = high == infinity ? here - widened(low - 1) : widened(high) - here;
+    const double above = size - here;
     const bool up = above > step / 2 || (above == step / 2 && low % 2 == 1);
     return sign | (up ? high : low);
 }
@@ -157,7 +158,7 @@ static inline void copy_now(const Copy& copy) {
 }
 
 static inline void copy_16_bytes(void* to, const void* from, bool there) {
-    if ((uintptr_t)to % 16 || (there && (uintptr_t)from % 16)) emulated::fail("cp.async: an address is not a multiple of 16");
+    if ((uintptr_t)to % 16 || (uintptr_t)from % 16) emulated::fail("cp.async: an address is not a multiple of 16");
     if (emulated::order == emulated::BACKWARD) copy_now({to, from, there});
     else emulated::current->copies.push_back({to, from, there});
 }
@@ -222,7 +223,8 @@ namespace emulated {
 
 void prepare_block() {
     const int threads = fibers.size();
-    if (__start_emulated_shared) std::memset(__start_emulated_shared, 0xff, __stop_emulated_shared - __start_emulated_shared);
+    const size_t shared_bytes = __stop_emulated_shared - __start_emulated_shared;
+    if (shared_bytes) std::memset(__start_emulated_shared, 0xff, shared_bytes);
     barriers.assign(1 + (threads + 31) / 32, Barrier());
     barriers[0].size = threads;
     for (int i = 0; i < threads; i++) barriers[1 + i / 32].size++;
@@ -277,7 +279,9 @@ void run_block() {
             for (int w = 0; w < warps; w++) {
                 for (bool further = true; further;) {
                     further = false;
-                    for (int i = 32 * w; i < min(32 * w + 32, threads); i++) further |= !problem && resume(fibers[sequence[i]]);
+                    for (int i = 32 * w; i < min(32 * w + 32, threads); i++) {
+                        further |= !problem && resume(fibers[sequence[i]]);
+                    }
                     progress |= further;
                 }
             }

@@ -43,7 +43,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK * BLOCK) attention_registers(
     float acc[ROWS][COLUMNS], m[ROWS], l[ROWS];  // each of the 32 threads of a row has its m and l
     for (int i = 0; i < ROWS; i++) {
         const int row = first + y + BLOCK * i;
-        for (int c = x; c < D; c += BLOCK) q_tile[y + BLOCK * i][c] = row < n ? scale * q[(long long)row * D + c] : 0.0f;
+        for (int c = x; c < D; c += BLOCK) {
+            q_tile[y + BLOCK * i][c] = row < n ? scale * q[(long long)row * D + c] : 0.0f;
+        }
         for (int c = 0; c < COLUMNS; c++) acc[i][c] = 0.0f;
         m[i] = MINUS_INFINITY;
         l[i] = 0.0f;

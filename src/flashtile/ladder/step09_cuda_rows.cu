@@ -56,7 +56,7 @@ extern "C" __global__ void attention_rows(
                 m_row = m_new;
             }
 #pragma unroll
-            for (int c = 0; c < D; c++) out[(long long)row * D + c] = acc[c] / l_row;  // after each block, as in the paper
+            for (int c = 0; c < D; c++) out[(long long)row * D + c] = acc[c] / l_row;  // for each block, as in the paper
             m[row] = m_row;
             l[row] = l_row;
         }
