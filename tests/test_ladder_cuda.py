@@ -190,6 +190,7 @@ def test_every_barrier_is_needed(name: str, barrier: str, monkeypatch: pytest.Mo
 
 # Machine code --------------------------------------------------------------------------------------------------------
 
+NO_SPILLS = ("--ptxas-options=--warn-on-spills", "--ptxas-options=--warning-as-error")
 COMPILERS = {"nvrtc": cuda_compile.by_nvrtc, "nvcc": cuda_compile.by_nvcc}
 
 
@@ -202,13 +203,13 @@ def compile_with(compiler: str, source: cuda_compile.Source, arch: int) -> bytes
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("name", STEPS)
 def test_compiles_for_a_gpu_that_is_not_here(name: str, arch: int) -> None:
-    """By whichever compiler is there; the one that is a Python package comes with the tests' requirements."""
+    """By whichever compiler is there (NVRTC's package is among the tests' requirements), with all in registers."""
     if cuda_compile.nvrtc() is None and cuda_compile.nvcc() is None:
         pytest.skip("there is neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc")
     step = STEPS[name]
     for dtype in dtypes_of(name):
         for d in {16, min(128, max(step.HEAD_DIMS))}:
-            code = cuda_compile.cubin(step.source_for(d, dtype), arch)
+            code = cuda_compile.cubin(step.source_for(d, dtype)._replace(flags=NO_SPILLS), arch)
             assert code[:4] == b"\x7fELF"
             assert step.NAME.encode() in code
 
@@ -217,6 +218,15 @@ def test_compiles_for_a_gpu_that_is_not_here(name: str, arch: int) -> None:
 def test_what_a_compiler_says_is_quoted(compiler: str) -> None:
     source = step09_cuda_warps.source_for(16)._replace(replaced=("float m_all", "flot m_all"))
     with pytest.raises(CudaUnavailableError, match='identifier "flot" is undefined'):
+        compile_with(compiler, source, 90)
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_spills_are_seen(compiler: str) -> None:
+    """q and acc of a row of 128 are more numbers than a thread has registers: hence the limit of that step."""
+    macros = {"HEAD_DIM": 128, "BLOCK_N": 32}
+    source = cuda_compile.source("step09_cuda_rows.cu", *NO_SPILLS, **macros)
+    with pytest.raises(CudaUnavailableError, match="Registers are spilled"):
         compile_with(compiler, source, 90)
 
 

@@ -11,7 +11,14 @@ from emulated_cuda import emulation, needs_compiler
 
 from flashtile.cli import ladder_gpu, ladder_long, ladder_rounding
 from flashtile.cli.ladder_measure import Measurement, Table
-from flashtile.ladder import cuda_launch, memory_patterns, rounding, step04_standard
+from flashtile.ladder import (
+    cuda_compile,
+    cuda_launch,
+    memory_patterns,
+    rounding,
+    step04_standard,
+    step09_cuda_warps,
+)
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -107,6 +114,24 @@ def test_kernels_without_padding_are_right_too(name: str) -> None:
         expected, lse = padded.step.attention(q, k, v)
     assert torch.equal(call.out, expected)
     assert torch.equal(call.lse, lse)
+
+
+def test_what_a_gpu_measures_compiles() -> None:
+    if cuda_compile.nvrtc() is None and cuda_compile.nvcc() is None:
+        pytest.skip("there is neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc")
+    padded = memory_patterns.PADDED["tensor cores"]
+    sources = {
+        "read_columns": cuda_compile.source("memory_patterns.cu"),
+        "read_shared_columns": cuda_compile.source("memory_patterns.cu", PADDING=1),
+        padded.step.NAME: padded.step.source_for(64, padded.dtype)._replace(replaced=(padded.text, padded.without)),
+    }
+    codes = [cuda_compile.cubin(source, 90) for source in sources.values()]
+    assert all(name.encode() in code for name, code in zip(sources, codes, strict=True))
+    warps = step09_cuda_warps.source_for(64)
+    plain, *changed = (
+        cuda_compile.cubin(warps._replace(flags=flags), 90) for flags in ((), *((x,) for x in ladder_rounding.FLAGS))
+    )
+    assert all(code != plain for code in changed), "the flags say something to the compiler"
 
 
 # Tables of a GPU, with nothing but the GPU replaced -------------------------------------------------------------------
