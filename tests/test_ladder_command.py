@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from flashtile import iomodel
-from flashtile.cli import ladder_stack, ladder_tables, main
+from flashtile.cli import ladder_long, ladder_stack, ladder_tables, main
 from flashtile.cli.ladder import NAMES
 from flashtile.iomodel import Shape
 from flashtile.ladder import step03_cpp, triton_or_not
@@ -32,9 +32,9 @@ def run_json(*words: str) -> dict[str, Any]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences, and no time spent on times."""
     monkeypatch.setattr(ladder_stack, "STACK_LENGTHS", (8, 16))
-    monkeypatch.setattr(ladder_tables, "LONG_LENGTHS", (1024,))
+    monkeypatch.setattr(ladder_long, "LONG_LENGTHS", (1024,))
     monkeypatch.setattr(ladder_tables, "TILES_LENGTH", 256)
-    for module in (ladder_stack, ladder_tables):
+    for module in (ladder_stack, ladder_long, ladder_tables):
         monkeypatch.setattr(module, "milliseconds", lambda run, device, seconds=0.0: 1.0)
 
 
@@ -80,13 +80,16 @@ def test_stack_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long() -> None:
     """Memory is measured, and is what the model says; out is a result and counts."""
     rows = {row["step"]: row for row in run_json("--table", "long")["tables"]["long"]["rows"]}
-    standard, fused = rows["4 standard PyTorch"], rows["6 FlashAttention-2"]
+    standard, three, fused = (rows[name] for name in ("4 standard PyTorch", "4 without lse", "6 FlashAttention-2"))
     results = iomodel.result_bytes(1024, 64, 4)
     work = iomodel.standard_forward(Shape.square(1024, 64))
     assert standard["extra_mib"] * 2**20 == pytest.approx(work.peak + results, rel=0.01)
     blocks = iomodel.blocks_peak(iomodel.FLASH2_FORWARD, Shape.square(1024, 64), 128, 128)
     assert fused["extra_mib"] * 2**20 == pytest.approx(blocks + results, rel=0.05)
-    assert fused["saving"] == pytest.approx(standard["extra_mib"] / fused["extra_mib"])
+    assert three["extra_mib"] * 2**20 == pytest.approx(work.peak, rel=0.01)
+    assert fused["saving"] == pytest.approx(three["extra_mib"] / fused["extra_mib"])
+    assert (standard["speedup"], three["speedup"]) == (None, None)
+    assert three["error"] == pytest.approx(standard["error"], rel=0.5)
     assert (standard["published_mib"], fused["published_mib"], fused["published_saving"]) == (8, 0.25, 32)
 
 

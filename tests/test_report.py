@@ -33,7 +33,7 @@ from flashtile.report.settings import settings_for
 SVG = "{http://www.w3.org/2000/svg}"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 SMALL = ["--seqlens", "48,96", "--memory-seqlens", "64,128", "--cases", "3", "--steps", "3", "--rounds", "2"]
-TITLES = ("gate", "speed", "losses", "memory", "errors", "planner", "training")
+TITLES = ("gate", "speed", "losses", "memory", "errors", "planner", "training", "ladder")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def coordinates(group: ElementTree.Element) -> list[tuple[float, float]]:
 def test_every_plot_has_its_points_within_its_axes(made: Any) -> None:
     report, _, _ = made
     plots = [plot for section in report.sections for plot in section.plots]
-    assert len(plots) == 8
+    assert len(plots) == 9
     for plot in plots:
         found = points_within_axes(svg_of(plot), plot.name)
         assert len(found) == len(plot.series)
@@ -132,7 +132,7 @@ def test_plots_take_their_colours_from_the_page(made: Any) -> None:
     _, folder, _ = made
     page = (folder / "report.html").read_text()
     pictures = [path.read_text() for path in folder.glob("*.svg")]
-    assert len(pictures) == 8
+    assert len(pictures) == 9
     for text in (page, *pictures):
         assert not [color for color in VARIABLES if color in text]
         assert "prefers-color-scheme: dark" in text
@@ -178,7 +178,7 @@ def test_the_page_needs_nothing_else(made: Any) -> None:
     assert all(reference.startswith("#") for reference in page.references)
     assert "@import" not in text
     assert not re.findall(r"url\((?!#)", text)
-    assert page.tags.count("svg") == 8
+    assert page.tags.count("svg") == 9
 
 
 def test_names_on_the_page_are_unique_and_references_lead_somewhere(made: Any) -> None:
@@ -338,8 +338,8 @@ def test_nothing_overflows_and_no_plot_is_empty(made: Any, tmp_path: Path) -> No
     _, folder, _ = made
     views = rendered((folder / "report.html").read_text(), tmp_path)
     assert [(view["width"], len(view["plots"])) for view in sorted(views, key=lambda v: v["width"])] == [
-        (360, 8),
-        (1600, 8),
+        (360, 9),
+        (1600, 9),
     ]
     assert not problems(views)
 

@@ -22,12 +22,20 @@ from .options import Device, json_option, print_json
 if TYPE_CHECKING:
     from .ladder_measure import Table
 
-NAMES = ("stack", "long", "lite", "intensity", "tiles")
+EVERYWHERE = ("stack", "long", "lite", "intensity", "tiles", "rounding")
+ON_A_GPU = ("cuda", "coalescing", "banks")
+NAMES = EVERYWHERE + ON_A_GPU
 
 
 @click.command()
 @click.option("--device", type=Device(), default="cpu")
-@click.option("--table", "names", type=click.Choice(NAMES), multiple=True, help="May be repeated.  [default: all]")
+@click.option(
+    "--table",
+    "names",
+    type=click.Choice(NAMES),
+    multiple=True,
+    help="May be repeated.  [default: all that the device has]",
+)
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="A picture of step against time; png, svg."
 )
@@ -37,14 +45,16 @@ def ladder(device: torch.device, names: tuple[str, ...], plot: Path | None, as_j
 
     Tables: `stack`, all steps at d = 16; `long`, time and memory of standard and fused attention at d = 64; `lite`, the
     error of a softmax that is local to its tile; `intensity`, operations for each byte, from the model; `tiles`, bytes
-    and time of the two loop orders. docs/ladder.md explains them and the steps; the code is in flashtile/ladder.
+    and time of the two loop orders; `rounding`, how far equal formulas differ. On a GPU also `cuda`, step 9's kernels,
+    and `coalescing` and `banks`, what orders of memory accesses cost. docs/ladder.md explains them and the steps; the
+    code is in flashtile/ladder.
     """
     if device.type not in ("cpu", "cuda"):
         raise click.UsageError(f"--device {device}: times and memory are measured on the CPU and on CUDA devices")
     if plot is not None:
         refuse_plot_without(names)
     start = time.perf_counter()
-    tables = measure(names or NAMES, device)
+    tables = measure(names or (NAMES if device.type == "cuda" else EVERYWHERE), device)
     found = {"machine": machine(device), "tables": {table.name: vars(table) for table in tables}}
     if plot is not None:
         from .ladder_plot import draw

@@ -20,8 +20,8 @@ from ..ladder import (
     step05_flash1,
     step06_flash2,
     step07_numba,
-    step08_triton_lse,
 )
+from .ladder_gpu import gpu_steps, missing_gpu_steps
 from .ladder_measure import Measurement, Run, Table, error_of, first, inputs, milliseconds, product, triton_compiles
 
 STACK_LENGTHS = (8, 16, 32, 64)
@@ -33,23 +33,30 @@ STACK_PUBLISHED: dict[str, dict[int, float]] = {  # milliseconds
 }
 
 
-def stack(device: torch.device) -> Measurement:
+def stack(device: torch.device, lengths: tuple[int, ...] | None = None, seconds: float = 0.2) -> Measurement:
+    """Every step at each of the lengths, for this many seconds each."""
+    lengths = lengths or STACK_LENGTHS
     table = Table("stack", "The whole stack: forward of one head, d = 16, milliseconds (in brackets: published)")
     for name, prepare in stack_steps(device).items():
-        for n in STACK_LENGTHS:
+        for n in lengths:
             yield f"{name}, N = {n}"
             q, k, v = inputs(n, 16, device)
             run = prepare(q, k, v)
             out = run()
-            row = {"step": name, "n": n, "ms": milliseconds(run, device), "error": error_of(first(out), q, k, v)}
+            row = {
+                "step": name,
+                "n": n,
+                "ms": milliseconds(run, device, seconds),
+                "error": error_of(first(out), q, k, v),
+            }
             table.rows.append(row | {"published_ms": STACK_PUBLISHED.get(name, {}).get(n)})
     table.notes += missing_steps(device)
     table.notes.append(
         "The published times of step 2 grow as N, not as N²: as one query row over N keys would. Here all N rows are "
         "computed."
     )
-    q, k, v = (x[None, None] for x in inputs(STACK_LENGTHS[-1], 16, device))
-    table.notes.append(f"Step 11 at N = {STACK_LENGTHS[-1]}: {explain_call(q, k, v)}")
+    q, k, v = (x[None, None] for x in inputs(lengths[-1], 16, device))
+    table.notes.append(f"Step 11 at N = {lengths[-1]}: {explain_call(q, k, v)}")
     return table
 
 
@@ -68,8 +75,7 @@ def stack_steps(device: torch.device) -> dict[str, Prepare]:
     steps["6 FlashAttention-2"] = on_tensors(step06_flash2.attention)
     if importlib.util.find_spec("numba") is not None:
         steps["7 Numba"] = on_cpu(step07_numba.attention)
-    if triton_compiles(device):
-        steps["8 Triton, lse"] = on_tensors(step08_triton_lse.attention)
+    steps |= gpu_steps(device)
     steps["11 flashtile.attention"] = on_tensors(product)
     return steps
 
@@ -112,6 +118,8 @@ def missing_steps(device: torch.device) -> list[str]:
         notes.append(f"Step 3 is missing: {problem}")
     if importlib.util.find_spec("numba") is None:
         notes.append("Step 7 is missing: Numba is not installed (pip install 'flashtile[numba]').")
+    if device.type == "cuda":
+        notes += missing_gpu_steps(device)
     if triton_compiles(device):
         notes.append("Step 8's lite and online take N in multiples of 64; published for lite: 0.020 to 0.036 ms.")
     else:
@@ -119,4 +127,6 @@ def missing_steps(device: torch.device) -> list[str]:
             "Step 8 is missing: without a GPU its times would be those of an interpreter. Published for lite: 0.020 to "
             "0.036 ms."
         )
+    if device.type != "cuda":
+        notes.append("Step 9 is missing: it needs a GPU.")
     return notes

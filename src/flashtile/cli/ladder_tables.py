@@ -1,75 +1,29 @@
-"""The other tables of `flashtile ladder`: long sequences, lite against online, intensity, tiles."""
+"""All tables of `flashtile ladder`, and here those of lite against online, intensity and tiles."""
 
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from .. import explain as explain_call
 from .. import iomodel
-from ..bench.allocation import live_and_peak_bytes
 from ..explain import measured_rates
 from ..iomodel import Machine, Shape, Work, roofline
 from ..ladder import (
-    step04_standard,
     step05_flash1,
     step06_flash2,
     step08_triton_lite,
-    step08_triton_lse,
     step08_triton_online,
     triton_or_not,
 )
-from .ladder_measure import Measurement, Run, Table, error_of, first, inputs, milliseconds, product, triton_compiles
+from .ladder_gpu import banks, coalescing, cuda
+from .ladder_long import long
+from .ladder_measure import Measurement, Table, error_of, inputs, milliseconds
+from .ladder_rounding import rounding
 from .ladder_stack import stack
-
-MIB = 2**20
-
-# Long sequences at d = 64 ---------------------------------------------------------------------------------------------
-
-LONG_LENGTHS = (1024, 2048, 4096)
-LONG_PUBLISHED = {  # speed-up, MB of standard, MB of fused
-    1024: (2.1, 8.0, 0.25),
-    2048: (1.6, 32.0, 0.5),
-    4096: (3.6, 128.0, 1.0),
-}
-
-
-def long(device: torch.device) -> Measurement:
-    table = Table("long", "Long sequences: one head, d = 64, standard (step 4) against fused")
-    for n in LONG_LENGTHS:
-        q, k, v = inputs(n, 64, device)
-        runs: dict[str, Run] = {
-            "4 standard PyTorch": lambda q=q, k=k, v=v: step04_standard.attention(q, k, v),
-            "6 FlashAttention-2": lambda q=q, k=k, v=v: step06_flash2.attention(q, k, v),
-            "11 flashtile.attention": lambda q=q, k=k, v=v: product(q, k, v),
-        }
-        if triton_compiles(device):
-            runs["8 Triton, lse"] = lambda q=q, k=k, v=v: step08_triton_lse.attention(q, k, v)
-        speedup, standard_mb, fused_mb = LONG_PUBLISHED[n]
-        standard: dict[str, Any] = {}
-        for name, run in runs.items():
-            yield f"{name}, N = {n}"
-            _, peak = live_and_peak_bytes(run, device)
-            row = {"n": n, "step": name, "ms": milliseconds(run, device, 0.4), "extra_mib": peak / MIB}
-            standard = standard or row
-            fused = row is not standard
-            row["error"] = error_of(first(run()), q, k, v)
-            row["speedup"] = standard["ms"] / row["ms"] if fused else None
-            row["saving"] = standard["extra_mib"] / row["extra_mib"] if fused else None
-            row["published_speedup"] = speedup if fused else None
-            row["published_mib"] = fused_mb if fused else standard_mb
-            row["published_saving"] = standard_mb / fused_mb if fused else None
-            table.rows.append(row)
-    table.notes.append(
-        "extra_mib is what the call allocates at most, results included (out alone: N d floats). Published: S and P "
-        "against out. Where tiles are tensors of torch, they count; in a kernel they would not."
-    )
-    return table
-
 
 # Lite against online --------------------------------------------------------------------------------------------------
 
@@ -205,4 +159,8 @@ TABLES: dict[str, Callable[[torch.device], Measurement]] = {
     "lite": lite,
     "intensity": intensity,
     "tiles": tiles,
+    "rounding": rounding,
+    "cuda": cuda,
+    "coalescing": coalescing,
+    "banks": banks,
 }

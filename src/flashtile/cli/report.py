@@ -57,6 +57,7 @@ def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: 
     from ..report.gather import gather
     from ..report.page import as_dict, write
     from ..report.settings import settings_for
+    from .ladder_report import ladder, tables_of
 
     settings = settings_for(device, quick)
     given = {name: x for name in ("seqlens", "memory_seqlens", "cases", "steps") if (x := options[name]) is not None}
@@ -66,7 +67,7 @@ def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: 
         given["timing"] = replace(settings.timing, rounds=options["rounds"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttentionWarning)  # the page says which backend runs
-        found = gather(replace(settings, **given), survey()[0])
+        found = gather(replace(settings, **given), survey()[0], (("ladder", len(tables_of(settings)), ladder),))
     path = write(found, out, images)
     if as_json:
         print_json(as_dict(found))

@@ -41,7 +41,7 @@ class Step(NamedTuple):
         return importlib.import_module(f"{__name__}.{self.module}")
 
 
-CPP, NUMBA, TRITON = "a C++ compiler", "Numba", "Triton"
+CPP, NUMBA, TRITON, CUDA = "a C++ compiler", "Numba", "Triton", "an NVIDIA GPU; NVRTC or nvcc"
 STEPS = (
     Step(1, "softmax, online", "step01_softmax", "a sum over keys can be taken in one pass, in any grouping"),
     Step(
@@ -57,5 +57,11 @@ STEPS = (
     Step(8, "Triton, lite", "step08_triton_lite", "one kernel; a softmax for each tile, which is wrong", needs=TRITON),
     Step(8, "Triton, online", "step08_triton_online", "the online softmax: nine lines for two", needs=TRITON),
     Step(8, "Triton, lse", "step08_triton_lse", "log-sum-exp, causal, any length", needs=TRITON),
+    Step(9, "CUDA C++, rows", "step09_cuda_rows", "threads and shared memory, written out", needs=CUDA),
+    Step(9, "CUDA C++, warps", "step09_cuda_warps", "a block for each row, sums by warp shuffles", needs=CUDA),
+    Step(
+        9, "CUDA C++, registers", "step09_cuda_registers", "32 x 32 threads, tiles in arrays of registers", needs=CUDA
+    ),
+    Step(9, "CUDA C++, tensor cores", "step09_cuda_tensor_cores", "products of tiles as instructions", needs=CUDA),
     Step(10, "compiled variants", "step10_variants", "one specialised kernel for each set of features", True, True),
 )

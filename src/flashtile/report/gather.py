@@ -18,6 +18,7 @@ from .section import Section
 from .settings import Settings
 
 Advance = Callable[[], None]
+Step = tuple[str, int, Callable[..., Any]]  # what is shown, how many steps it has, and what makes its section
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class Report:
         return all(section.ok for section in self.sections)
 
 
-def gather(settings: Settings, machine: dict[str, Any]) -> Report:
-    """`machine` is what `flashtile env` finds."""
+def gather(settings: Settings, machine: dict[str, Any], further: tuple[Step, ...] = ()) -> Report:
+    """`machine` is what `flashtile env` finds; `further` are steps whose sections come last."""
     start, found, parts = time.perf_counter(), [], {}
     with progress() as bar:
-        for words, total, measure in steps(settings):
+        for words, total, measure in (*steps(settings), *further):
             task = bar.add_task(words, total=total)
             begun = time.perf_counter()
             made = measure(settings, lambda task=task: bar.advance(task))
@@ -43,13 +44,13 @@ def gather(settings: Settings, machine: dict[str, Any]) -> Report:
             bar.update(task, completed=total)
             parts[words] = time.perf_counter() - begun
     order = ("gate", "speed", "losses", "memory", "errors", "planner", "training")
-    found.sort(key=lambda section: order.index(section.name))
+    found.sort(key=lambda section: order.index(section.name) if section.name in order else len(order))
     about = origin(settings.device, make(providers(settings)), machine)
     return Report(found, about | {"seconds": parts}, time.perf_counter() - start)
 
 
-def steps(settings: Settings) -> Iterator[tuple[str, int, Callable[..., Any]]]:
-    """What is shown, how many steps it has, and what does it. Training is first, because others use its tensors."""
+def steps(settings: Settings) -> Iterator[Step]:
+    """Training is first, because others use its tensors."""
     yield "training a small model", settings.steps, training.trained
     yield "correctness gate", settings.cases + settings.captured_cases, gate.gate
     yield "speed", len(speed.cells(settings)) + len(speed.further_cells(settings)), speed.speed

@@ -1,6 +1,7 @@
 """How much a report measures: as data, so that a run of two minutes and a long one differ in numbers alone."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -9,6 +10,12 @@ from ..bench.cell import Cell
 from ..bench.sweep import Timing
 
 QUICK = Timing(rounds=5, sample_seconds=0.05, rest_seconds=0.01, most_seconds=4.0)
+LONG_LADDER: dict[str, Any] = {
+    "stack_seqlens": (8, 16, 32, 64),
+    "long_seqlens": (1024, 2048, 4096),
+    "ladder_seconds": 0.2,
+    "further_tables": True,
+}
 LONG = Timing(rounds=15, sample_seconds=0.1, rest_seconds=0.02)
 
 
@@ -34,6 +41,10 @@ class Settings:
     gate_seconds: float = 15.0  # of each kind; problems after these are left out
     steps: int = STEPS
     training_seconds: float = 20.0  # steps after these are left out
+    stack_seqlens: tuple[int, ...] = (16, 64)  # of every step of the ladder
+    long_seqlens: tuple[int, ...] = (1024,)  # of its fused steps
+    ladder_seconds: float = 0.05  # for each step and length
+    further_tables: bool = False  # of the ladder
 
     def speed_cell(self, seqlen: int, measure: str, **fields: object) -> Cell:
         batch = 1 if self.tokens is None else max(1, self.tokens // seqlen)
@@ -60,6 +71,7 @@ def settings_for(device: torch.device, quick: bool) -> Settings:
             captured_cases=40 if quick else 300,
             gate_seconds=15.0 if quick else 600.0,
             training_seconds=20.0 if quick else 600.0,
+            **({} if quick else LONG_LADDER),
         )
     return Settings(
         device=device,
@@ -76,4 +88,5 @@ def settings_for(device: torch.device, quick: bool) -> Settings:
         cases=120 if quick else 1000,
         captured_cases=40 if quick else 300,
         gate_seconds=40.0 if quick else 600.0,
+        **({} if quick else LONG_LADDER),
     )

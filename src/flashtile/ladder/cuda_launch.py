@@ -1,0 +1,169 @@
+"""Step 9's kernels on a GPU: machine code to a function, arguments to a launch on PyTorch's stream.
+
+The CUDA driver, `libcuda.so.1`, is called through ctypes. It comes with every GPU, so nothing has to be installed.
+"""
+
+import ctypes
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cuda_compile import CudaUnavailableError, Source, cubin
+
+LEAST_CAPABILITY = (8, 0)  # cp.async and bfloat16 products
+MOST_HEADS = 65535  # blocks along y
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why no kernel of step 9 runs on tensors of the device; `None` if they do. (A compiler is asked for after.)"""
+    if device.type != "cuda":
+        return f"the tensors are on {device}: move them to an NVIDIA GPU"
+    if torch.version.hip is not None:
+        return "this is a PyTorch for AMD GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        return f"the GPU has compute capability {capability}, and these kernels need {LEAST_CAPABILITY}"
+    return None
+
+
+class Call(NamedTuple):
+    """What all kernels of step 9 take; heads of all sequences lie one after the other."""
+
+    q: Tensor  # [heads, N, d], contiguous; or [N, d]
+    k: Tensor  # [heads / group, N, d]
+    v: Tensor
+    out: Tensor  # as q
+    lse: Tensor  # [heads, N], float32
+    heads: int
+    group: int  # query heads that share a key head
+    scale: float
+    causal: bool
+
+    @property
+    def n(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.q, self.k, self.v, self.out, self.lse, self.group, self.n, self.scale, int(self.causal)
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    *,
+    head_dims: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> Call:
+    """Check and allocate: q `[N, d]` with k, v of its shape, or q `[B, H, N, d]` with k, v `[B, H / group, N, d]`.
+
+    Raises:
+        CudaUnavailableError: the tensors are not on a GPU that runs these kernels.
+        ValueError: shapes or dtypes that this step does not take.
+    """
+    reason = unavailable(q.device)
+    if reason is not None:
+        raise CudaUnavailableError(f"step 9 of the ladder is CUDA C++, which cannot run this call: {reason}")
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    if q.ndim not in (2, 4) or k.shape != v.shape or k.ndim != q.ndim or q.shape[-2:] != k.shape[-2:]:
+        raise ValueError(f"q, k, v are {shapes}; step 9 takes [N, d], or [B, heads, N, d], with one N for all")
+    n, d = q.shape[-2:]
+    if d not in head_dims or n == 0:
+        raise ValueError(f"q, k, v are {shapes}; this kernel takes d in {head_dims}, N at least 1")
+    batch, heads, heads_kv = (q.shape[0], q.shape[1], k.shape[1]) if q.ndim == 4 else (1, 1, 1)
+    if q.ndim == 4 and (k.shape[0] != batch or heads_kv == 0 or heads % heads_kv):
+        raise ValueError(f"q, k, v are {shapes}; query heads have to be a multiple of key heads, in one batch")
+    if not 0 < batch * heads <= MOST_HEADS:
+        raise ValueError(f"{batch} x {heads} heads; step 9 takes 1 to {MOST_HEADS} in all")
+    found = {x.dtype for x in (q, k, v)}
+    if len(found) != 1 or q.dtype not in dtypes:
+        raise ValueError(f"q, k, v are {found}; this kernel takes one of {dtypes} for all")
+    q, k, v = (aligned(x.detach().contiguous()) for x in (q, k, v))
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    scale = 1 / math.sqrt(d) if scale is None else float(scale)  # which tells `as_c` its type
+    return Call(q, k, v, torch.empty_like(q), lse, batch * heads, heads // heads_kv, scale, causal)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """At an address that is a multiple of 16, as `cp.async` wants it; a part of another tensor may not be."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+class Kernel(NamedTuple):
+    """A compiled function on one GPU, and what it takes of it."""
+
+    function: ctypes.c_void_p
+    context: ctypes.c_void_p
+    registers: int  # for each thread
+    spilled_bytes: int  # for each thread: what found no room in registers
+    shared_bytes: int  # for each block
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaUnavailableError(f"step 9 of the ladder needs NVIDIA's driver: {error}") from error
+    return library
+
+
+def succeed(status: int) -> None:
+    if status != 0:
+        words = ctypes.c_char_p()
+        driver().cuGetErrorString(status, ctypes.byref(words))
+        raise RuntimeError(f"CUDA: {words.value.decode() if words.value else status}")
+
+
+@functools.cache
+def kernel(source: Source, name: str, index: int) -> Kernel:
+    """The function `name` of the source, compiled for GPU `index` and loaded there; once."""
+    major, minor = torch.cuda.get_device_capability(index)
+    code = cubin(source, 10 * major + minor)
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    succeed(driver().cuInit(0))
+    succeed(driver().cuDeviceGet(ctypes.byref(device), index))
+    succeed(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))  # the one that PyTorch uses
+    succeed(driver().cuCtxSetCurrent(context))
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    succeed(driver().cuModuleLoadData(ctypes.byref(module), code))
+    succeed(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+    shared, local, registers = (attribute(function, number) for number in (1, 3, 4))
+    return Kernel(function, context, registers, local, shared)
+
+
+def attribute(function: ctypes.c_void_p, number: int) -> int:
+    value = ctypes.c_int()
+    succeed(driver().cuFuncGetAttribute(ctypes.byref(value), number, function))
+    return value.value
+
+
+def launch(
+    source: Source, name: str, grid: tuple[int, int], block: tuple[int, int], *arguments: Tensor | int | float
+) -> None:
+    """Queue one launch on the current stream of the first argument's GPU."""
+    device = next(x.device for x in arguments if isinstance(x, Tensor))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    loaded = kernel(source, name, index)
+    values = [as_c(x) for x in arguments]
+    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(x) for x in values))
+    stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
+    succeed(driver().cuCtxSetCurrent(loaded.context))
+    succeed(driver().cuLaunchKernel(loaded.function, *grid, 1, *block, 1, 0, stream, pointers, None))
+
+
+def as_c(x: Tensor | int | float) -> Any:
+    """As the kernel declares it: a pointer, an int or a float."""
+    if isinstance(x, Tensor):
+        return ctypes.c_void_p(x.data_ptr())
+    return ctypes.c_int(x) if isinstance(x, int) else ctypes.c_float(x)
+
+
+def blocks(n: int, block: int) -> int:
+    return (n + block - 1) // block

@@ -1,0 +1,268 @@
+"""What the ladder's pages on memory and rounding measure: the kernels do what is said, and the figures say what is."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulated_cuda import emulation, needs_compiler
+
+from flashtile.cli import ladder_gpu, ladder_long, ladder_rounding
+from flashtile.cli.ladder_measure import Measurement, Table
+from flashtile.ladder import (
+    cuda_compile,
+    cuda_launch,
+    memory_patterns,
+    rounding,
+    step04_standard,
+    step09_cuda_warps,
+)
+
+CPU = torch.device("cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+def finished(measurement: Measurement) -> Table:
+    """The table, when it is measured."""
+    while True:
+        try:
+            next(measurement)
+        except StopIteration as done:
+            return done.value
+
+
+# Rounding ------------------------------------------------------------------------------------------------------------
+
+
+def float32(*values: float) -> Any:
+    return np.array(values, np.float32)
+
+
+def test_a_fused_multiply_add_rounds_once() -> None:
+    """(1 + e)(1 - e) - 1 = -e²: a product of its own rounds to 1, and nothing is left."""
+    e = 2.0**-20
+    factors = float32(1 + e), float32(1 - e), float32(-1)
+    assert rounding.multiply_add(*factors, fused=True)[0] == -(e**2)
+    assert rounding.multiply_add(*factors, fused=False)[0] == 0
+
+
+def test_the_order_of_a_sum() -> None:
+    """2^24 absorbs a 1 in float32, but not a 2."""
+    ones = np.ones((4, 1), np.float32)
+    for row, expected in (((2.0**24, 1, 1, 0), (0, 2, 2)), ((1, 1, 2.0**24, 0), (2, 0, 2))):
+        found = [rounding.product(float32(*row)[None], ones, True, order)[0, 0] for order in rounding.ORDERS]
+        assert tuple(x - 2.0**24 for x in found[:2]) == expected[:2]
+    pairs = rounding.product(float32(2.0**24, 1, 1, 1)[None], ones, True, "pairs")[0, 0]
+    assert pairs - 2.0**24 == 2
+
+
+@pytest.mark.parametrize("keywords", [{}, *rounding.CHANGES.values()], ids=str)
+def test_each_way_to_round_is_attention(keywords: dict[str, Any]) -> None:
+    q, k, v = (torch.randn(50, 16) for _ in range(3))
+    out, lse = rounding.attention(q.numpy(), k.numpy(), v.numpy(), 0.25, **keywords)
+    expected = step04_standard.attention(q.double(), k.double(), v.double())
+    for x, y in zip((out, lse), expected, strict=True):
+        assert x.dtype == np.float32
+        torch.testing.assert_close(torch.from_numpy(x).double(), y, rtol=0, atol=3e-6)
+
+
+def test_the_table_of_rounding() -> None:
+    """Everything moves the results, nothing by much; unscaled scores, which are larger, move further."""
+    rows = finished(ladder_rounding.rounding(CPU)).rows
+    for scale, most in ((64**-0.5, 3e-6), (1.0, 1e-4)):
+        own = {row["change"]: row for row in rows if row["scale"] == scale}
+        assert set(own) == {"none", *rounding.CHANGES}
+        assert own.pop("none")["out_moves_by"] == 0
+        assert all(0 < row["out_moves_by"] < most and 0 < row["lse_moves_by"] < most for row in own.values())
+    assert max(row["out_moves_by"] for row in rows if row["scale"] == 1) > 3e-6
+    assert all(row["out_error"] < 1e-4 for row in rows)
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_columns_read_every_number_once() -> None:
+    x = (2.0 ** torch.arange(16)).repeat(4)[torch.randperm(64)]  # a sum says how often each power is in it
+    with emulation():
+        for stride in (1, 2, 8, 32):
+            for blocks, threads in ((1, 32), (3, 64)):
+                assert memory_patterns.read_columns(x, stride, blocks, threads).sum() == x.sum()
+        with pytest.raises(ValueError, match="power of 2"):
+            memory_patterns.read_columns(x, 24, 1, 32)
+
+
+@needs_compiler
+@pytest.mark.parametrize("padding", [0, 1])
+def test_shared_columns_add_up_rows(padding: int) -> None:
+    x = torch.randint(-9, 9, (32, 32)).float()
+    with emulation():
+        found = memory_patterns.read_shared_columns(x, padding, 3, blocks=2)
+    assert torch.equal(found, 3 * x.sum(dim=1).expand(2, 32))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", memory_patterns.PADDED)
+def test_kernels_without_padding_are_right_too(name: str) -> None:
+    padded = memory_patterns.PADDED[name]
+    q, k, v = (torch.randn(70, 16).to(padded.dtype) for _ in range(3))
+    with emulation():
+        call = cuda_launch.prepare(q, k, v, False, None, head_dims=(16,), dtypes=(padded.dtype,))
+        padded.run(call)
+        expected, lse = padded.step.attention(q, k, v)
+    assert torch.equal(call.out, expected)
+    assert torch.equal(call.lse, lse)
+
+
+def test_what_a_gpu_measures_compiles() -> None:
+    if cuda_compile.nvrtc() is None and cuda_compile.nvcc() is None:
+        pytest.skip("there is neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc")
+    padded = memory_patterns.PADDED["tensor cores"]
+    sources = {
+        "read_columns": cuda_compile.source("memory_patterns.cu"),
+        "read_shared_columns": cuda_compile.source("memory_patterns.cu", PADDING=1),
+        padded.step.NAME: padded.step.source_for(64, padded.dtype)._replace(replaced=(padded.text, padded.without)),
+    }
+    codes = [cuda_compile.cubin(source, 90) for source in sources.values()]
+    assert all(name.encode() in code for name, code in zip(sources, codes, strict=True))
+    warps = step09_cuda_warps.source_for(64)
+    plain, *changed = (
+        cuda_compile.cubin(warps._replace(flags=flags), 90) for flags in ((), *((x,) for x in ladder_rounding.FLAGS))
+    )
+    assert all(code != plain for code in changed), "the flags say something to the compiler"
+
+
+# Tables of a GPU, with nothing but the GPU replaced -------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short sequences in the emulation; every call takes a millisecond."""
+
+    def run_once(run: Callable[[], Any], *_: Any, **__: Any) -> float:
+        run()
+        return 1.0
+
+    monkeypatch.setattr(ladder_gpu, "cuda_problem", lambda device: None)
+    monkeypatch.setattr(ladder_rounding, "cuda_problem", lambda device: None)
+    monkeypatch.setattr(ladder_gpu, "compiled", lambda *_: cuda_launch.Kernel(None, None, 40, 0, 1024))  # type: ignore[arg-type]
+    monkeypatch.setattr(ladder_gpu, "CUDA_LENGTHS", (40,))
+    monkeypatch.setattr(ladder_gpu, "CUDA_HEADS", 2)
+    for name, value in {"NUMBERS": 2**10, "BLOCKS": 2, "THREADS": 32, "REPEATS": 2, "SHAPE": (1, 1, 40, 16)}.items():
+        monkeypatch.setattr(memory_patterns, name, value)
+    monkeypatch.setattr(memory_patterns, "fastest_ms", run_once)
+    for module in (ladder_gpu, ladder_long):
+        monkeypatch.setattr(module, "milliseconds", run_once)
+    with emulation():
+        yield
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_gpu")
+def test_table_of_step_9() -> None:
+    rows = finished(ladder_gpu.cuda(CPU)).rows
+    assert [row["step"][:2] for row in rows] == ["9 "] * 4 + ["11"] * 2
+    assert all(row["error"] < (2e-3 if "float16" in row["step"] else 1e-5) for row in rows)
+    assert rows[0]["tflops"] == pytest.approx(4 * 2 * 40 * 40 * 64 / 1e-3 / 1e12)
+    assert [row["registers"] for row in rows] == [40] * 4 + [None] * 2
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_gpu")
+def test_steps_of_a_gpu_in_other_tables() -> None:
+    """What `stack` and `long` run: each in the dtype that it takes, on the same q, k and v."""
+    q, k, v = (torch.randn(40, 64) for _ in range(3))
+    expected, _ = step04_standard.attention(q.double(), k.double(), v.double())
+    steps = ladder_gpu.gpu_steps(CPU)
+    assert list(steps) == list(ladder_gpu.STEP_9)
+    for (name, prepare), (_, dtype) in zip(steps.items(), ladder_gpu.STEP_9.values(), strict=True):
+        out, _ = prepare(q, k, v)()
+        assert out.dtype is dtype
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-3 if "float16" in name else 1e-5)
+
+
+def test_steps_that_a_machine_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ladder_gpu.gpu_steps(CPU) == {}
+    missing = ladder_gpu.missing_gpu_steps(CPU)
+    assert [words.partition(": ")[0] for words in missing] == ["Step 7 for CUDA is missing", "Step 9 is missing"]
+
+    def broken(*_: Any) -> None:
+        raise OSError("libNVVM cannot be found.\nMore")
+
+    monkeypatch.setattr(ladder_gpu.step07_numba_cuda, "attention", broken)
+    ladder_gpu.numba_problem.cache_clear()
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    assert ladder_gpu.numba_problem(torch.device("cuda")) == "OSError: libNVVM cannot be found."
+    ladder_gpu.numba_problem.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_gpu")
+def test_tables_of_memory() -> None:
+    loads = finished(ladder_gpu.coalescing(CPU)).rows
+    assert [row["stride"] for row in loads] == list(memory_patterns.STRIDES)
+    assert all(row["gb_per_s_used"] == pytest.approx(4 * 2**10 / 1e-3 / 1e9) for row in loads)
+    banks = finished(ladder_gpu.banks(CPU)).rows
+    assert [row["kernel"] for row in banks] == ["columns of a tile", "step 9, registers", "step 9, tensor cores"]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_gpu")
+def test_table_of_rounding_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder_rounding, "ROUNDING_SHAPE", (20, 16))
+    rows = [row for row in finished(ladder_rounding.rounding(CPU)).rows if row["where"] == "GPU"]
+    assert [row["change"] for row in rows] == ["none", *ladder_rounding.FLAGS] * 2
+    assert {row["scale"] for row in rows} == {1.0, 0.25}
+    assert all(row["out_error"] < 1e-5 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["cuda", "coalescing", "banks"])
+def test_without_a_gpu_they_say_so(name: str) -> None:
+    table = finished(getattr(ladder_gpu, name)(CPU))
+    assert not table.rows
+    assert "move them to an NVIDIA GPU" in table.notes[0]
+
+
+@pytest.mark.usefixtures("small_gpu")
+def test_long_sequences_that_do_not_fit_or_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 GiB.\nMore")
+
+    monkeypatch.setattr(ladder_long, "LONG_LENGTHS", (128, 256))
+    monkeypatch.setattr(ladder_long, "MOST", {"6 FlashAttention-2": 128})
+    monkeypatch.setattr(ladder_long, "gpu_steps", lambda device: {})
+    right = step04_standard.attention
+    monkeypatch.setattr(step04_standard, "attention", lambda q, k, v: {128: right, 256: no_room}[len(k)](q, k, v))
+    softmax = torch.softmax
+    monkeypatch.setattr(torch, "softmax", lambda s, dim: {128: softmax, 256: no_room}[len(s)](s, dim=dim))
+    monkeypatch.setattr(ladder_long, "error_of", lambda *_: 0.0)
+    table = finished(ladder_long.long(CPU))
+    names = [(row["n"], row["step"]) for row in table.rows]
+    assert names[:3] == [(128, "4 standard PyTorch"), (128, "4 without lse"), (128, "6 FlashAttention-2")]
+    assert names[3:] == [(128, "11 flashtile.attention"), (256, "11 flashtile.attention")]
+    assert table.rows[2]["speedup"] == 1
+    assert table.rows[-1]["speedup"] is None
+    assert "does not fit at N = 256: CUDA out of memory. Tried to allocate 16 GiB." in " ".join(table.notes)
+    assert "6 FlashAttention-2 is left out at N = 256" in " ".join(table.notes)
+    assert all(row.keys() == table.rows[0].keys() for row in table.rows)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_memory_on_a_gpu() -> None:
+    """Strided loads and conflicts cost what their pages say, at least in part."""
+    device = torch.device("cuda")
+    loads = list(memory_patterns.coalescing(device))
+    assert loads[-1]["slower"] > 3
+    x = torch.ones(2**12, device=device)
+    for stride in memory_patterns.STRIDES:
+        assert memory_patterns.read_columns(x, stride, 4, 64).sum().item() == 2**12
+    banks = {row["kernel"]: row["slower"] for row in memory_patterns.bank_conflicts(device)}
+    assert banks["columns of a tile"] > 5
+    assert all(math.isfinite(slower) for slower in banks.values())
+    tile = torch.randint(-9, 9, (32, 32), device=device).float()
+    for padding in (0, 1):
+        found = memory_patterns.read_shared_columns(tile, padding, 3, blocks=2)
+        assert torch.equal(found, 3 * tile.sum(dim=1).expand(2, 32))
