@@ -32,6 +32,18 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("name", ["causal 64", "full 128", "sinks 128"])
+def test_nan_and_infinite_keys(name: str) -> None:
+    case = replace(VARIANTS[name].case(1, "cuda", (130, 200)), forward_only=True)
+    k = case.arguments["k"].clone()
+    k[0, 0, 70, 3], k[0, 1, 5, 7], k[-1, -1, 100, 1] = torch.nan, torch.inf, -torch.inf
+    k[-1, 0, :, 2] = torch.nan
+    case.arguments["k"] = k
+    results = {key: x.cpu() for key, x in case.run("hopper").items()}
+    wrong = [str(x) for x in compare(results, case, solve(case)) if not x.ok]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_expanded_keys() -> None:
     q = torch.randn(2, 4, 200, 64, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 300, 64, device="cuda", dtype=torch.bfloat16).expand(2, 4, 300, 64) for _ in range(2))

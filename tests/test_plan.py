@@ -62,7 +62,7 @@ def test_unknown(backend: str) -> None:
     with pytest.raises(BackendError) as raised:
         flashtile.attention(Q, K, V, backend=backend)
     assert f"`backend` is {backend!r}" in str(raised.value)
-    assert "'auto', 'triton', 'tiled', 'reference'" in str(raised.value)
+    assert "'auto', 'hopper', 'triton', 'tiled', 'reference'" in str(raised.value)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tiled", "auto"])

@@ -13,6 +13,8 @@ from triton.experimental.gluon import language as gl
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 INFINITY = gl.constexpr(float("inf"))
+NAN = gl.constexpr(float("nan"))
+LARGEST = gl.constexpr(3.4028234663852886e38)
 
 
 @gluon.jit
@@ -56,20 +58,21 @@ def scaled_sums(sums, factor):
 
 @gluon.jit
 def update(m, t, factor):
-    """The new running maximum `[M]`, the factor `[M]` that carries old sums over to it, and `p [M, N]`."""
+    """The new running maximum `[M]`, the factor `[M]` that carries old sums over to it, and `p [M, N]`.
+
+    A GPU's maximum drops NaN, sums do not. What is subtracted is finite, so that `p` of -inf is 0, that of +inf +inf
+    and that of nothing but NaN is NaN: sums then tell what a row has seen.
+    """
     m_new = gl.maximum(m, gl.max(t, 1))
-    safe = gl.where(m_new == -INFINITY, 0.0, m_new) * factor  # exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
-    alpha = gl.exp2(m * factor - safe)
-    p = gl.exp2(t * factor - gl.expand_dims(safe, 1))
+    shift = gl.minimum(gl.maximum(m_new * factor, -LARGEST), LARGEST)
+    alpha = gl.where(m == m_new, 1.0, gl.exp2(m * factor - shift))
+    p = gl.exp2(t * factor - gl.expand_dims(shift, 1))
     return m_new, alpha, p
 
 
 @gluon.jit
 def finish(m, l, factor):  # noqa: E741
-    """The factor `[M]` that makes the accumulator the output, and `lse [M]`; rows that saw nothing give 0 and -inf.
-    The running maximum overlooks NaN, the sum does not.
-    """
-    positive = gl.where(l == 0, 1.0, l)
-    unbounded = (m == INFINITY) | ((m == -INFINITY) & (l == 0))
-    lse = gl.where(unbounded, m, (gl.where(m == -INFINITY, 0.0, m) * factor + gl.log2(positive)) * LN2)
-    return 1.0 / positive, lse
+    """The factor `[M]` that makes the accumulator the output, and `lse [M]`; rows that saw nothing give 0 and -inf."""
+    l = gl.where(l == 0, 1.0, l)  # noqa: E741
+    weight = gl.where(l == INFINITY, NAN, 1.0 / l)  # a score of +inf has no share
+    return weight, (m * factor + gl.log2(l)) * LN2
