@@ -1,13 +1,15 @@
 """Named problems for the Hopper backend's kernels, and the calls whose kernels are compiled without a GPU."""
 
 import torch
+from offline.families import call_of
 from variants import CAUSAL, FP16, LENGTHS, Draw, Sizes, Variant, all_of, fixed, sinks, slopes, slopes_of_sequences
 
 from flashtile.call import Call
 from flashtile.explain import described_call
 
-LONGER = (*LENGTHS[8:], 192, 193, 255, 256, 383, 384, 385, 511, 513, 640)  # around every tile
+LONGER = (*LENGTHS[9:], 192, 193, 255, 256, 383, 384, 385, 511, 513, 640)  # around every tile
 
+NUMBERS = fixed(causal=True, window=(200, None), softcap=20.0, scale=0.2)
 FEATURES = {
     "full": fixed(),
     "causal": CAUSAL,
@@ -18,8 +20,9 @@ FEATURES = {
     "slopes": all_of(CAUSAL, slopes),
     "slopes of sequences": slopes_of_sequences,
     "sinks": all_of(CAUSAL, sinks),
-    "everything": all_of(fixed(causal=True, window=(200, None), softcap=20.0, scale=0.2), slopes, sinks),
+    "everything": all_of(NUMBERS, slopes, sinks),
 }
+EVERYTHING = all_of(NUMBERS, slopes_of_sequences, sinks)
 VARIANTS = {f"{name} {dim}": Variant(given, head_dim=dim) for name, given in FEATURES.items() for dim in (64, 128)}
 VARIANTS |= {
     "grouped heads 64": Variant(CAUSAL, heads=(6, 2)),
@@ -27,12 +30,19 @@ VARIANTS |= {
     "fp16 64": Variant(CAUSAL, FP16, transposed=True),
     "fp16 128": Variant(CAUSAL, FP16, head_dim=128),
     "negative scale": Variant(fixed(scale=-0.1), head_dim=128),
+    "packed 64": Variant(CAUSAL, layout="packed", heads=(6, 2)),
+    "packed 128": Variant(layout="packed", head_dim=128),
+    "packed window 128": Variant(fixed(window=(50, 10)), layout="packed", head_dim=128, heads=(4, 2)),
+    "packed everything 64": Variant(EVERYTHING, layout="used"),
 }
 SHORT, LONG = 512, 8192  # lengths with different tiles
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
+FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
 
 
 def call_of_family(name: str, head_dim: int, seqlen: int) -> Call:
+    if name in VARIANTS:
+        return call_of(VARIANTS[name])
     q, k, v = (torch.empty(1, 2, seqlen, head_dim, dtype=torch.bfloat16) for _ in range(3))
     given = FEATURES[name](Draw(0, (seqlen,)), Sizes(1, 2, seqlen, seqlen, q.dtype))
     return described_call(q, k, v, None, None, given)

@@ -19,7 +19,7 @@ from flashtile.problem import Problem
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 SHARED_MEMORY = 227 * 1024
-CHOSEN = (("causal", 64, LONG), ("sinks", 128, SHORT))
+CHOSEN = (("causal", 64, LONG), ("sinks", 128, SHORT), ("packed everything 64", 64, SHORT))
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 
 
@@ -31,7 +31,7 @@ def problem(**changes: object) -> Problem:
     ("changes", "reason"),
     [
         ({"dtype": torch.float32}, "bfloat16 and float16"),
-        ({"layout": "varlen"}, "dense"),
+        ({"layout": "paged"}, "pages"),
         ({"head_dim": 96, "head_dim_v": 96}, "64 or 128"),
         ({"head_dim_v": 128}, "equal"),
         ({"dropout": True, "bias": (True, True, False, False)}, "bias or dropout"),
@@ -79,7 +79,7 @@ def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> 
 def test_exponentials_run_beside_products(compiled: dict[tuple, Compiled], family: tuple) -> None:
     """In each step, the exponentials come before the wait for the values' product: else nothing would overlap."""
     loops = inner_loops(compiled[family].sass)
-    assert len(loops) == (3 if family[1] == 64 else 2)  # one for each warpgroup
+    assert len(loops) == (3 if family[2] == LONG else 2)  # one for each warpgroup
     for order in loops:
         waits = [n for n, word in enumerate(order) if "DEPBAR" in word]
         assert [order[n][-1] for n in waits] == ["1", "0"]  # for the scores, then for the values

@@ -24,7 +24,7 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
     failures = []
     for seed in range(PROBLEMS):
         case = replace(VARIANTS[name].case(seed, "cuda", LONGER), forward_only=True)
-        if case.arguments["q"].shape[2] * VARIANTS[name].heads[0] // VARIANTS[name].heads[1] <= support.DECODING_ROWS:
+        if case.arguments.get("max_seqlen_q", LONGER[0]) < LONGER[0]:  # nothing to compute but zero-length sequences
             continue
         with poisoned_allocation():
             results = {key: x.cpu() for key, x in case.run("hopper").items()}

@@ -20,13 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import scores, softmax, tables
 from .masking import Window, key_blocks, visible
 from .pipeline import Ring, fill, new_ring, release, rows_of, wait_full
-from .schedule import Lengths, Work, new_queue, schedule, take_tile, want_tile
+from .schedule import Sequences, Work, new_queue, schedule, take_tile, want_tile
 from .scores import Features
 from .softmax import INFINITY
 from .versions import kernel, thread_barrier
 
 ROWS = gl.constexpr(tables.ROWS)  # of one warpgroup
 NOTICE = gl.constexpr(2)  # blocks of keys before the end of a tile, the next one is asked for
+END = gl.constexpr(tables.END)
 TILES_OF_Q = gl.constexpr(2)  # in shared memory, for each consumer
 
 
@@ -48,7 +49,7 @@ class Place(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """`factor` makes base-2 logarithms of scores, `multiplier` scores of products."""
+    """What scores become. `factor` makes base-2 logarithms of scores, `multiplier` scores of products."""
 
     factor: gl.tensor
     multiplier: gl.tensor | None
@@ -56,21 +57,27 @@ class Scoring(NamedTuple):
     slopes: gl.tensor | None  # pointer, [H] or [B, H]
     stride_slopes_b: gl.tensor
     sinks: gl.tensor | None  # pointer, [H]
+    diagonal: gl.tensor  # what is added to seqlen_k - seqlen_q
+    batch: gl.tensor  # sequences
 
 
 class Results(NamedTuple):
     out: gl.tensor  # descriptor
     staged: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, D]
-    lse: gl.tensor  # pointer, [B, H, Sq]
+    lse: gl.tensor  # pointer, [B, H, Sq] or [H, T]
+    stride_lse: gl.tensor  # from head to head
 
 
 @kernel
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse, slopes, sinks, counter,
-    stride_slopes_b, num_tiles, num_blocks, all_heads, section, num_heads, group, seqlen_q, seqlen_k, diagonal,
-    window_left, window_right, top_left, factor, multiplier, softcap, TILE: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, lse, slopes, sinks, counter, cu_seqlens_q, cu_seqlens_k, seqused_k,
+    stride_slopes_b, stride_lse, num_tiles, num_blocks, all_heads, section, num_heads, group, batch,
+    seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left, factor, multiplier, softcap, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Boxes of q and out are [1, 1, ROWS, D], those of k and v [1, 1, BLOCK_N, D]."""
+    """Boxes of q and out are [1, 1, ROWS, D], those of k and v [1, 1, BLOCK_N, D]; one more dimension where sequences
+    are packed. `seqlen_q` and `seqlen_k` are their tokens then.
+    """
+    PACKED: gl.constexpr = cu_seqlens_q is not None
     q = new_ring(q_desc, TILES_OF_Q * TILE.consumers, 1)
     k = new_ring(k_desc, TILE.stages, TILE.consumers)
     v = new_ring(v_desc, TILE.stages, TILE.consumers)
@@ -79,18 +86,18 @@ def forward_kernel(
     staged = gl.allocate_shared_memory(out_desc.dtype, [TILE.consumers] + out_desc.block_type.shape, out_desc.layout)
     fence_async_shared()
 
-    work = Work(num_tiles, num_blocks, all_heads, section, counter)
-    lengths = Lengths(num_heads, group, seqlen_q, seqlen_k, seqlen_k - seqlen_q + diagonal)
+    work = Work(num_tiles, num_blocks, all_heads, section, counter, num_heads, group, diagonal)
+    sequences = Sequences(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     window = Window(window_left, window_right, top_left)
-    scoring = Scoring(factor, multiplier, softcap, slopes, stride_slopes_b, sinks)
-    results = Results(out_desc, staged, lse)
+    scoring = Scoring(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, diagonal, batch)
+    results = Results(out_desc, staged, lse, stride_lse)
     if TILE.consumers == 2:
         gl.warp_specialize(
             [
-                (consume, (0, inputs, results, queue, lengths, window, scoring, TILE)),
-                (consume, (gl.constexpr(1), inputs, results, queue, lengths, window, scoring, TILE)),
-                (copy, (q_desc, k_desc, v_desc, inputs, queue, TILE)),
-                (schedule, (queue, work, lengths, window, gl.constexpr(TILE.block_m), gl.constexpr(TILE.block_n))),
+                (consume, (0, inputs, results, queue, window, scoring, TILE, PACKED)),
+                (consume, (gl.constexpr(1), inputs, results, queue, window, scoring, TILE, PACKED)),
+                (copy, (q_desc, k_desc, v_desc, inputs, queue, TILE, PACKED)),
+                (schedule, (queue, work, sequences, window, TILE, PACKED)),
             ],
             [4, 1, 1],
             [TILE.consumer_registers, TILE.copy_registers, TILE.copy_registers],
@@ -98,11 +105,11 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, inputs, results, queue, lengths, window, scoring, TILE)),
-                (consume, (gl.constexpr(1), inputs, results, queue, lengths, window, scoring, TILE)),
-                (consume, (gl.constexpr(2), inputs, results, queue, lengths, window, scoring, TILE)),
-                (copy, (q_desc, k_desc, v_desc, inputs, queue, TILE)),
-                (schedule, (queue, work, lengths, window, gl.constexpr(TILE.block_m), gl.constexpr(TILE.block_n))),
+                (consume, (0, inputs, results, queue, window, scoring, TILE, PACKED)),
+                (consume, (gl.constexpr(1), inputs, results, queue, window, scoring, TILE, PACKED)),
+                (consume, (gl.constexpr(2), inputs, results, queue, window, scoring, TILE, PACKED)),
+                (copy, (q_desc, k_desc, v_desc, inputs, queue, TILE, PACKED)),
+                (schedule, (queue, work, sequences, window, TILE, PACKED)),
             ],
             [4, 4, 1, 1],
             [TILE.consumer_registers, TILE.consumer_registers, TILE.copy_registers, TILE.copy_registers],
@@ -110,7 +117,7 @@ def forward_kernel(
 
 
 @gluon.jit
-def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr):
+def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.constexpr):
     """The warp that copies. Values follow their keys by one block, over the edges of tiles too: they are needed that
     much later.
     """
@@ -123,34 +130,60 @@ def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr):
     while tile.b >= 0:
         key = (tile.hi - 1) * BLOCK_N
         if tile_count == 0:
-            fill(k, k_desc, [tile.b, tile.head_k, key, 0], 0, STAGES)
-            copy_q(q_desc, inputs.q, tile, 0, TILE)
+            fill(k, k_desc, keys_at(tile, key, PACKED), 0, STAGES)
+            copy_q(q_desc, inputs.q, tile, 0, TILE, PACKED)
         want_tile(queue, tile.hi - tile.lo <= NOTICE)
         for above in range(tile.lo + 1, tile.hi):
             want_tile(queue, above == tile.hi - NOTICE)
-            fill(k, k_desc, [tile.b, tile.head_k, key - BLOCK_N, 0], block_count + 1, STAGES)
-            fill(v, v_desc, [tile.b, tile.head_k, key, 0], block_count, STAGES)
+            fill(k, k_desc, keys_at(tile, key - BLOCK_N, PACKED), block_count + 1, STAGES)
+            fill(v, v_desc, keys_at(tile, key, PACKED), block_count, STAGES)
             key -= BLOCK_N
             block_count += 1
-        b, head_k = tile.b, tile.head_k
+        last = tile
         tile_count += 1
         tile = take_tile(queue, tile_count)
         if tile.b >= 0:
-            fill(k, k_desc, [tile.b, tile.head_k, (tile.hi - 1) * BLOCK_N, 0], block_count + 1, STAGES)
-            copy_q(q_desc, inputs.q, tile, tile_count, TILE)
-        fill(v, v_desc, [b, head_k, key, 0], block_count, STAGES)
+            fill(k, k_desc, keys_at(tile, (tile.hi - 1) * BLOCK_N, PACKED), block_count + 1, STAGES)
+            copy_q(q_desc, inputs.q, tile, tile_count, TILE, PACKED)
+        fill(v, v_desc, keys_at(last, key, PACKED), block_count, STAGES)
         block_count += 1
 
 
 @gluon.jit
-def copy_q(q_desc, q, tile, tile_count, TILE: gl.constexpr):
+def copy_q(q_desc, q, tile, tile_count, TILE: gl.constexpr, PACKED: gl.constexpr):
     CONSUMERS: gl.constexpr = TILE.consumers
     for c in gl.static_range(CONSUMERS):
         slot = q_slot(tile_count, c, CONSUMERS)
         mbarrier.wait(q.empty.index(slot), (tile_count // TILES_OF_Q & 1) ^ 1)
         mbarrier.expect(q.full.index(slot), q_desc.block_type.nbytes)
-        row = tile.first_row + c * ROWS
-        tma.async_copy_global_to_shared(q_desc, [tile.b, tile.head, row, 0], q.full.index(slot), q.data.index(slot))
+        at = rows_at(tile, tile.first_row + c * ROWS, PACKED)
+        tma.async_copy_global_to_shared(q_desc, at, q.full.index(slot), q.data.index(slot))
+
+
+@gluon.jit
+def rows_at(tile, row, PACKED: gl.constexpr):
+    """Coordinates of a box of q or out."""
+    if PACKED:
+        return packed(tile.head, row, tile.token_q, tile.seqlen_q)
+    else:
+        return (tile.b, tile.head, row, 0)
+
+
+@gluon.jit
+def keys_at(tile, key, PACKED: gl.constexpr):
+    """Coordinates of a box of k or v."""
+    if PACKED:
+        return packed(tile.head_k, key, tile.token_k, tile.seqlen_k)
+    else:
+        return (tile.b, tile.head_k, key, 0)
+
+
+@gluon.jit
+def packed(head, row, token, seqlen):
+    """Coordinates of a box of a packed sequence, whose rows end where the tensor's fourth dimension does
+    (`kernels.packed_boxes`).
+    """
+    return (END, token + seqlen, head, END - seqlen + row, 0)
 
 
 @gluon.jit
@@ -159,32 +192,42 @@ def q_slot(tile_count, consumer, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def place_in(tile, consumer: gl.constexpr, window, lengths, BLOCK_N: gl.constexpr):
+def place_in(tile, consumer: gl.constexpr, window, scoring, BLOCK_N: gl.constexpr):
     """The consumer's rows of a tile, and the tile's first block of keys."""
     first_row = tile.first_row + consumer * ROWS
-    own = key_blocks(window, first_row, first_row + (ROWS - 1), lengths.shift, lengths.seqlen_k, BLOCK_N)
+    own = key_blocks(window, first_row, first_row + (ROWS - 1), shift_of(tile, scoring), tile.seqlen_k, BLOCK_N)
     return Place(first_row, tile.hi - 1, own.full_lo, own.full_hi)
 
 
 @gluon.jit
-def scored(s, place, tile, lengths, window, scoring, layout: gl.constexpr):
+def shift_of(tile, scoring):
+    """What aligns rows with keys: the diagonal is `key = row + shift`."""
+    return tile.seqlen_k - tile.seqlen_q + scoring.diagonal
+
+
+@gluon.jit
+def scored(s, place, tile, window, scoring, layout: gl.constexpr):
     """Final scores `[ROWS, BLOCK_N]` of the place's products."""
     BLOCK_N: gl.constexpr = s.shape[1]
     rows = place.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     keys = place.block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
     slope = None
     if scoring.slopes is not None:
-        slope = gl.load(scoring.slopes + tile.b * scoring.stride_slopes_b + tile.head).to(gl.float32)
-    t = scores.forward(s, Features(scoring.multiplier, scoring.softcap, slope, lengths.shift), rows, keys)
+        b = gl.minimum(tile.b, scoring.batch - 1)  # rows that belong to no sequence have no slope, and see no key
+        slope = gl.load(scoring.slopes + b * scoring.stride_slopes_b + tile.head).to(gl.float32)
+    shift = shift_of(tile, scoring)
+    t = scores.forward(s, Features(scoring.multiplier, scoring.softcap, slope, shift), rows, keys)
     if (place.block >= place.full_hi) | (place.block < place.full_lo):
-        t = gl.where(visible(window, rows, keys, lengths.shift, lengths.seqlen_k), t, -INFINITY)
+        t = gl.where(visible(window, rows, keys, shift, tile.seqlen_k), t, -INFINITY)
     return t
 
 
 @gluon.jit
 def first_softmax(t, tile, scoring):
     """Maximum `[ROWS]`, sums by thread and probabilities after a tile's first block."""
-    m, l_start = softmax.start(scoring.sinks, tile.head, scoring.factor, t.shape[0], gl.SliceLayout(1, t.type.layout))
+    with_sink = tile.b < scoring.batch
+    layout: gl.constexpr = gl.SliceLayout(1, t.type.layout)
+    m, l_start = softmax.start(scoring.sinks, tile.head, scoring.factor, with_sink, t.shape[0], layout)
     m, alpha, p = softmax.update(m, t, scoring.factor)
     l = softmax.sums_by_thread(p)  # noqa: E741
     return m, l + softmax.spread(l_start * alpha, l), p
@@ -197,25 +240,25 @@ def as_operand(p, o_layout: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store(results, acc, m, l, tile, first_row, consumer: gl.constexpr, lengths, scoring):  # noqa: E741
+def store(results, acc, m, l, tile, first_row, consumer: gl.constexpr, scoring, PACKED: gl.constexpr):  # noqa: E741
     """The results of 64 rows whose keys are all seen."""
     D: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = m.type.layout
     weight, row_lse = softmax.finish(m, softmax.sums_of_rows(l, layout), scoring.factor)
     rows = first_row + gl.arange(0, ROWS, layout)
-    start = results.lse + tile.any_head.to(gl.int64) * lengths.seqlen_q
-    gl.store(start + rows, row_lse, mask=rows < lengths.seqlen_q)
+    start = results.lse + tile.lse_head.to(gl.int64) * results.stride_lse + tile.token_q
+    gl.store(start + rows, row_lse, mask=rows < tile.seqlen_q)
     out = acc * gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(1, acc.type.layout)), 1)
     staged = results.staged.index(consumer)
     tma.store_wait(0)  # the last tile's results have left
     thread_barrier()
     staged.reshape([ROWS, D]).store(out.to(results.out.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(results.out, [tile.b, tile.head, first_row, 0], staged)
+    tma.async_copy_shared_to_global(results.out, rows_at(tile, first_row, PACKED), staged)
 
 
 @gluon.jit
-def consume(consumer: gl.constexpr, inputs, results, queue, lengths, window, scoring, TILE: gl.constexpr):
+def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TILE: gl.constexpr, PACKED: gl.constexpr):
     """A warpgroup that computes 64 rows of each tile."""
     WIDTH: gl.constexpr = TILE.width
     BLOCK_N: gl.constexpr = TILE.block_n
@@ -231,7 +274,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, lengths, window, sco
     tile_count = 0
     block_count = 0
     tile = take_tile(queue, 0)
-    place = place_in(tile, consumer, window, lengths, BLOCK_N)
+    place = place_in(tile, consumer, window, scoring, BLOCK_N)
     mbarrier.wait(q.full.index(consumer), 0)
     q_i = rows_of(q, consumer, Q_SLOTS, ROWS, WIDTH)
     wait_full(k, 0, STAGES)
@@ -239,7 +282,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, lengths, window, sco
     s = warpgroup_mma(q_i, k_j, nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k, 0, STAGES)
-    m, l, p = first_softmax(scored(s, place, tile, lengths, window, scoring, s_layout), tile, scoring)  # noqa: E741
+    m, l, p = first_softmax(scored(s, place, tile, window, scoring, s_layout), tile, scoring)  # noqa: E741
     p_i = as_operand(p, o_layout, dtype)
     acc = gl.zeros([ROWS, WIDTH], gl.float32, o_layout)
     wait_full(v, 0, STAGES)
@@ -257,7 +300,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, lengths, window, sco
             s = warpgroup_mma_wait(1, deps=(s,))
             release(k, block_count, STAGES)
             here = Place(place.first_row, place.block + tile.lo - above, place.full_lo, place.full_hi)
-            m, alpha, p = softmax.update(m, scored(s, here, tile, lengths, window, scoring, s_layout), scoring.factor)
+            m, alpha, p = softmax.update(m, scored(s, here, tile, window, scoring, s_layout), scoring.factor)
             l = softmax.scaled_sums(l, alpha) + softmax.sums_by_thread(p)  # noqa: E741
             wait_full(v, block_count, STAGES)  # not needed yet: it keeps the wait below after the exponentials
             acc, p, l = warpgroup_mma_wait(0, deps=(acc, p, l))  # noqa: E741
@@ -269,7 +312,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, lengths, window, sco
         mbarrier.arrive(q.empty.index(q_slot(tile_count, consumer, CONSUMERS)), count=1)
         tile_count += 1
         tile = take_tile(queue, tile_count)
-        place = place_in(tile, consumer, window, lengths, BLOCK_N)
+        place = place_in(tile, consumer, window, scoring, BLOCK_N)
         # Each branch computes what it multiplies: ptxas 12.8 loses operands' descriptors that cross a branch.
         if tile.b >= 0:
             # The same step over the edge between two tiles.
@@ -284,7 +327,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, lengths, window, sco
             s = warpgroup_mma_wait(1, deps=(s,))
             release(k, block_count + 1, STAGES)
             m, l, p = first_softmax(  # noqa: E741
-                scored(s, place, tile, lengths, window, scoring, s_layout), tile, scoring
+                scored(s, place, tile, window, scoring, s_layout), tile, scoring
             )
             wait_full(v, block_count + 1, STAGES)
             acc, p, l = warpgroup_mma_wait(0, deps=(acc, p, l))  # noqa: E741
@@ -295,6 +338,6 @@ def consume(consumer: gl.constexpr, inputs, results, queue, lengths, window, sco
             acc = warpgroup_mma_wait(0, deps=(acc,))
         release(v, block_count, STAGES)
         block_count += 1
-        store(results, acc, done_m, done_l, done, done_row, consumer, lengths, scoring)
+        store(results, acc, done_m, done_l, done, done_row, consumer, scoring, PACKED)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, o_layout)
     tma.store_wait(0)

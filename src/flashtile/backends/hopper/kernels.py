@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ...plan import Plan
 from ..common.launch import launch, on_device
 from .forward import forward_kernel
 from .support import LONGEST
-from .tables import ROWS, Launch
+from .tables import END, ROWS, Launch
 
 LOG2E = math.log2(math.e)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -25,21 +26,26 @@ SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while othe
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     tile: Launch = plan.tile.forward
-    q, k, v = (rows_last(x) for x in call.tensors[:3])
+    q, k, v = call.tensors[0], *(rows_last(x) for x in call.tensors[1:3])
     out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    slopes, sinks = call.tensors.alibi_slopes, call.tensors.sinks
+    packed = call.layout == "varlen"
+    lse = q.new_empty((q.shape[1], q.shape[0]) if packed else q.shape[:-1], dtype=torch.float32)
+    if q.numel() == 0:
+        return out, lse
+    q = rows_last(q)
+    described = packed_boxes if packed else boxes
     with on_device(q):
         pointers = {
-            "q_desc": boxes(q, ROWS),
-            "k_desc": boxes(k, tile.block_n),
-            "v_desc": boxes(v, tile.block_n),
-            "out_desc": boxes(out, ROWS),
+            "q_desc": described(q, ROWS),
+            "k_desc": described(k, tile.block_n),
+            "v_desc": described(v, tile.block_n),
+            "out_desc": described(out, ROWS),
             "lse": lse,
-            "slopes": None if slopes is None else slopes.contiguous(),
-            "sinks": None if sinks is None else sinks.contiguous(),
-            "counter": counter(q.device),
+            "counter": counter(q.device, packed),
         }
+        for name in ("slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+            x = getattr(call.tensors, "alibi_slopes" if name == "slopes" else name)
+            pointers[name] = None if x is None else x.contiguous()
         launch(forward_kernel, (tile, call.signature()), pointers, lambda: numbers(call, tile))
     return out, lse
 
@@ -47,21 +53,15 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 def numbers(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:
     """Programs, and the arguments of the kernel that are no tensors."""
     t, s = call.tensors, call.settings
-    batch, heads, seqlen_q, _ = t.q.shape
-    heads_k, seqlen_k = t.k.shape[1:3]
-    blocks = -(-seqlen_q // tile.block_m)
+    group = t.q.shape[1] // t.k.shape[1]
     # The softmax can take the scale where nothing stands between the product and the exponential.
     folded = s.scale > 0 and s.softcap is None and t.alibi_slopes is None
-    return min(describe_device(t.q.device).cores, blocks * heads * batch), {
-        "stride_slopes_b": 0 if t.alibi_slopes is None or t.alibi_slopes.dim() == 1 else heads,
-        "num_tiles": blocks * heads * batch,
-        "num_blocks": blocks,
-        "all_heads": heads * batch,
-        "section": section(call, heads // heads_k),
-        "num_heads": heads,
-        "group": heads // heads_k,
-        "seqlen_q": seqlen_q,
-        "seqlen_k": seqlen_k,
+    lengths = dense_lengths(call, tile, group) if t.cu_seqlens_q is None else packed_lengths(call, tile)
+    return min(describe_device(t.q.device).cores, lengths["num_tiles"]), {
+        **lengths,
+        "stride_slopes_b": 0 if t.alibi_slopes is None or t.alibi_slopes.dim() == 1 else t.q.shape[1],
+        "num_heads": t.q.shape[1],
+        "group": group,
         "diagonal": s.diagonal + s.i0 - s.j0,
         "window_left": None if s.window_left is None else min(s.window_left, LONGEST),
         "window_right": None if s.window_right is None else min(s.window_right, LONGEST),
@@ -71,6 +71,38 @@ def numbers(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:
         "softcap": s.softcap,
         "TILE": tile,
         "num_warps": 4,
+    }
+
+
+def dense_lengths(call: Call, tile: Launch, group: int) -> dict[str, int]:
+    batch, heads, seqlen_q, _ = call.tensors.q.shape
+    blocks = -(-seqlen_q // tile.block_m)
+    return {
+        "num_tiles": blocks * heads * batch,
+        "num_blocks": blocks,
+        "all_heads": heads * batch,
+        "section": section(call, group),
+        "batch": batch,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": call.tensors.k.shape[2],
+        "stride_lse": seqlen_q,
+    }
+
+
+def packed_lengths(call: Call, tile: Launch) -> dict[str, int]:
+    """Tokens; tiles as many as there can be, those of tokens that belong to no sequence included."""
+    tokens, heads, _ = call.tensors.q.shape
+    assert call.tensors.cu_seqlens_q is not None
+    batch = call.tensors.cu_seqlens_q.shape[0] - 1
+    return {
+        "num_tiles": (tokens // tile.block_m + batch + 1) * heads,
+        "num_blocks": 0,
+        "all_heads": 0,
+        "section": 0,
+        "batch": batch,
+        "seqlen_q": tokens,
+        "seqlen_k": call.tensors.k.shape[0],
+        "stride_lse": tokens,
     }
 
 
@@ -84,7 +116,11 @@ def section(call: Call, group: int) -> int:
 
 
 def rows_last(x: Tensor) -> Tensor:
-    """The tensor with contiguous features, which costs a copy if they were not."""
+    """The tensor with contiguous features, which costs a copy if they were not. The copy engine knows no tensor without
+    rows: it gets one that nothing reads.
+    """
+    if x.shape[0] == 0:
+        return x.new_zeros((1, *x.shape[1:]))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -92,30 +128,45 @@ def boxes(x: Tensor, rows: int) -> TensorDescriptor:
     """`[B, H, S, D]` as the copy engine sees it, in boxes of `rows`: what a box holds past the last row is 0, and is
     not written.
     """
+    return descriptor(x, x.shape, x.stride(), (1, 1, rows, x.shape[-1]))
+
+
+def packed_boxes(x: Tensor, rows: int) -> TensorDescriptor:
+    """`[T, H, D]` as the copy engine sees it, so that boxes end with any sequence, not only with the last token.
+
+    Token `first + i` of a sequence that ends before token `stop` has the coordinates `(END, stop, head, END - length +
+    i, 0)`. Addresses are computed modulo 2**64, where `END` times the first stride and `END` times the fourth one are
+    0 together; and the fourth dimension has END entries, so that `i >= length` lies outside.
+    """
+    token, head = x.stride()[:2]
+    strides = (2**34 - token, token, head, token, 1)
+    return descriptor(x, (2**31 - 1, 2**31 - 1, x.shape[1], END, x.shape[-1]), strides, (1, 1, 1, rows, x.shape[-1]))
+
+
+def descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> TensorDescriptor:
     found = object.__new__(TensorDescriptor)  # whose own checks, repeated for each call, take longer than the launch
-    found.__dict__.update(box_fields(x.shape, x.stride(), x.dtype, rows), base=x)
+    found.__dict__.update(base=x, shape=list(shape), strides=list(strides), block_shape=list(box), padding="zero")
+    found.layout = layout_of(tuple(box), x.dtype)
     return found
 
 
-@functools.lru_cache(maxsize=4096)
-def box_fields(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> dict[str, Any]:
-    box = [1, 1, rows, shape[-1]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[dtype])
-    return {"shape": list(shape), "strides": list(strides), "block_shape": box, "layout": layout, "padding": "zero"}
+@functools.cache
+def layout_of(box: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(box), DTYPES[dtype])
 
 
 counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def counter(device: torch.device) -> Tensor:
-    """A zero that a launch counts with and leaves at zero. Launches on one stream take turns with it; a captured launch
-    may be replayed beside others, and has its own.
+def counter(device: torch.device, packed: bool) -> Tensor:
+    """A zero that a launch counts with. One of dense sequences leaves it at zero, so that launches on a stream share it.
+    A captured one may be replayed beside others, and has its own.
     """
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        key = (device, torch.cuda.current_stream(device).cuda_stream)
-        if key not in counters:
-            if len(counters) >= MOST_COUNTERS:
-                del counters[next(iter(counters))]
-            counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-        return counters[key]
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    if packed or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in counters:
+        if len(counters) >= MOST_COUNTERS:
+            del counters[next(iter(counters))]
+        counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counters[key]

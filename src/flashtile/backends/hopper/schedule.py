@@ -4,6 +4,9 @@ Tiles are counted in sections of heads whose keys and values fit the L2 cache to
 the most keys to see come first, so that short ones fill the end. One warp does all of this while the others work, and
 puts what it finds into shared memory. It asks late: a program that took its next tile early would keep it from one that
 is done earlier.
+
+Packed sequences have as many tiles as their lengths ask for. Numbers count through heads, then through the blocks of a
+sequence, then through sequences; the numbers of a program only grow, so that it walks along the sequences once.
 """
 
 from typing import NamedTuple
@@ -16,37 +19,47 @@ from .masking import key_blocks
 from .pipeline import barriers
 
 SLOTS = gl.constexpr(2)  # of the queue
-FIELDS = gl.constexpr(7)
+FIELDS = gl.constexpr(11)
 
 
 class Work(NamedTuple):
     """The tiles of one launch."""
 
-    count: gl.tensor
-    blocks: gl.tensor  # of rows, for each head
-    heads: gl.tensor  # of all sequences
-    section: gl.tensor  # heads that are worked on together
-    counter: gl.tensor  # pointer to a zero, which the launch leaves as it was
-
-
-class Lengths(NamedTuple):
+    count: gl.tensor  # at most, where sequences are packed
+    blocks: gl.tensor  # dense: of rows, for each head
+    all_heads: gl.tensor  # dense: of all sequences
+    section: gl.tensor  # dense: heads that are worked on together
+    counter: gl.tensor  # pointer to a zero, which a dense launch leaves as it was
     num_heads: gl.tensor  # query heads
     group: gl.tensor  # of them that share a key head
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-    shift: gl.tensor  # seqlen_k - seqlen_q, in an unsharded call
+    diagonal: gl.tensor  # what is added to seqlen_k - seqlen_q
+
+
+class Sequences(NamedTuple):
+    """Lengths of dense sequences; or pointers to those of packed ones, and how many tokens there are in all."""
+
+    q: gl.tensor
+    k: gl.tensor
+    cu_q: gl.tensor | None  # [batch + 1]
+    cu_k: gl.tensor | None
+    used_k: gl.tensor | None  # [batch]
+    batch: gl.tensor
 
 
 class Tile(NamedTuple):
     """A block of rows of one head, and its blocks of keys `lo <= n < hi`."""
 
-    b: gl.tensor  # -1: there is none left
+    b: gl.tensor  # -1: there is none left; the number of sequences: its rows belong to none
     head: gl.tensor
     head_k: gl.tensor
-    any_head: gl.tensor  # the head, counted through all sequences
+    lse_head: gl.tensor  # the row of lse, which is [B * H, Sq] or [H, T]
     first_row: gl.tensor
     lo: gl.tensor
     hi: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    token_q: gl.tensor  # of row 0; 0 where sequences are not packed
+    token_k: gl.tensor
 
 
 class Queue(NamedTuple):
@@ -66,40 +79,104 @@ def new_queue(READERS: gl.constexpr):
 
 
 @gluon.jit
-def schedule(queue, work, lengths, window, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def schedule(queue, work, sequences, window, TILE: gl.constexpr, PACKED: gl.constexpr):
     """The warp that schedules."""
+    BLOCK_M: gl.constexpr = TILE.block_m
+    BLOCK_N: gl.constexpr = TILE.block_n
+    if PACKED:
+        schedule_packed(queue, work, sequences, window, BLOCK_M, BLOCK_N)
+    else:
+        schedule_dense(queue, work, sequences, window, BLOCK_M, BLOCK_N)
+
+
+@gluon.jit
+def schedule_dense(queue, work, sequences, window, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     n = gl.program_id(0)
     put = 0
     while n < work.count:
         any_head, block = position_of(work, n)
-        b, head = any_head // lengths.num_heads, any_head % lengths.num_heads
+        b, head = any_head // work.num_heads, any_head % work.num_heads
         first_row = block * BLOCK_M
-        last_row = gl.minimum(first_row + BLOCK_M, lengths.seqlen_q) - 1
-        blocks = key_blocks(window, first_row, last_row, lengths.shift, lengths.seqlen_k, BLOCK_N)
-        put_tile(queue, put, Tile(b, head, head // lengths.group, any_head, first_row, blocks.lo, blocks.hi))
+        blocks = blocks_of(first_row, sequences.q, sequences.k, work, window, BLOCK_M, BLOCK_N)
+        tile = Tile(
+            b, head, head // work.group, any_head, first_row, blocks.lo, blocks.hi, sequences.q, sequences.k, 0, 0
+        )  # fmt: skip
+        put_tile(queue, put, tile)
         mbarrier.wait(queue.wanted.index(0), put & 1)
         put += 1
         n = next_number(work)
-    put_tile(queue, put, Tile(-1, 0, 0, 0, 0, 0, 1))
+        if n == gl.num_programs(0) + work.count - 1:  # the last to ask
+            gl.store(work.counter, 0)
+    put_tile(queue, put, Tile(-1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0))
+
+
+@gluon.jit
+def schedule_packed(queue, work, sequences, window, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    n = gl.program_id(0)
+    put = 0
+    b = 0
+    before = 0  # blocks of the sequences before
+    token_q, seqlen_q = span_of(sequences.cu_q, 0, sequences.batch, sequences.q)
+    while n < work.count:
+        block = n // work.num_heads
+        while (block >= before + gl.cdiv(seqlen_q, BLOCK_M)) & (b <= sequences.batch):
+            before += gl.cdiv(seqlen_q, BLOCK_M)
+            b += 1
+            token_q, seqlen_q = span_of(sequences.cu_q, b, sequences.batch, sequences.q)
+        if b <= sequences.batch:
+            head = n % work.num_heads
+            token_k, seqlen_k = span_of(sequences.cu_k, b, sequences.batch, sequences.k)
+            if sequences.used_k is not None:
+                used = gl.load(sequences.used_k + gl.minimum(b, sequences.batch - 1))
+                seqlen_k = gl.minimum(seqlen_k, gl.maximum(used, 0))
+            if b == sequences.batch:
+                seqlen_k = 0
+            first_row = (before + gl.cdiv(seqlen_q, BLOCK_M) - 1 - block) * BLOCK_M
+            blocks = blocks_of(first_row, seqlen_q, seqlen_k, work, window, BLOCK_M, BLOCK_N)
+            tile = Tile(
+                b, head, head // work.group, head, first_row, blocks.lo, blocks.hi, seqlen_q, seqlen_k, token_q, token_k
+            )  # fmt: skip
+            put_tile(queue, put, tile)
+            mbarrier.wait(queue.wanted.index(0), put & 1)
+            put += 1
+            n = next_number(work)
+        else:
+            n = work.count
+    put_tile(queue, put, Tile(-1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0))
+
+
+@gluon.jit
+def span_of(cu_seqlens, b, batch, total):
+    """First token and length of a packed sequence. After the last one come the tokens that belong to none."""
+    start = gl.load(cu_seqlens + gl.minimum(b, batch))
+    stop = gl.load(cu_seqlens + gl.minimum(b + 1, batch))
+    start = gl.minimum(gl.maximum(start, 0), total)
+    stop = gl.minimum(stop, total)
+    if b >= batch:
+        stop = total
+    return start, gl.maximum(stop - start, 0)
+
+
+@gluon.jit
+def blocks_of(first_row, seqlen_q, seqlen_k, work, window, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    last_row = gl.minimum(first_row + BLOCK_M, seqlen_q) - 1
+    return key_blocks(window, first_row, last_row, seqlen_k - seqlen_q + work.diagonal, seqlen_k, BLOCK_N)
 
 
 @gluon.jit
 def position_of(work, n):
-    """Head, counted through all sequences, and block of rows."""
+    """Head, counted through all dense sequences, and block of rows."""
     size = work.section * work.blocks
     first = n // size * work.section
-    heads = gl.minimum(work.section, work.heads - first)
+    heads = gl.minimum(work.section, work.all_heads - first)
     rest = n % size
     return first + rest % heads, work.blocks - 1 - rest // heads
 
 
 @gluon.jit
 def next_number(work):
-    """The next tile that no other program has. Each tile asks once, so that the last one to ask knows it."""
-    asked = gl.atomic_add(work.counter, 1, sem="relaxed")
-    if asked == work.count - 1:
-        gl.store(work.counter, 0)
-    return gl.num_programs(0) + asked
+    """The next tile that no other program has. Each tile asks once."""
+    return gl.num_programs(0) + gl.atomic_add(work.counter, 1, sem="relaxed")
 
 
 @gluon.jit
@@ -133,6 +210,10 @@ def take_tile(queue, n):
         gl.max(queue.data.index(first + 4).load(one), 0),
         gl.max(queue.data.index(first + 5).load(one), 0),
         gl.max(queue.data.index(first + 6).load(one), 0),
+        gl.max(queue.data.index(first + 7).load(one), 0),
+        gl.max(queue.data.index(first + 8).load(one), 0),
+        gl.max(queue.data.index(first + 9).load(one), 0),
+        gl.max(queue.data.index(first + 10).load(one), 0),
     )
     mbarrier.arrive(queue.empty.index(slot), count=1)
     return tile

@@ -32,12 +32,12 @@ def sums_of_rows(sums, layout: gl.constexpr):
 
 
 @gluon.jit
-def start(sinks, head, factor, M: gl.constexpr, layout: gl.constexpr):
+def start(sinks, head, factor, with_sink, M: gl.constexpr, layout: gl.constexpr):
     """The running maximum and sum `[M]` before the first key. A sink is a key without a value."""
     m = gl.full([M], -INFINITY, gl.float32, layout)
     l = gl.zeros([M], gl.float32, layout)  # noqa: E741
     if sinks is not None:
-        sink = gl.load(sinks + head).to(gl.float32) * (LOG2E / factor)
+        sink = gl.where(with_sink, gl.load(sinks + head).to(gl.float32) * (LOG2E / factor), -INFINITY)
         m = gl.full([M], sink, gl.float32, layout)
         l = gl.full([M], gl.where(sink == -INFINITY, 0.0, 1.0), gl.float32, layout)  # noqa: E741
     return m, l

@@ -50,8 +50,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"its kernels are for Hopper GPUs ({ARCHITECTURE}), not for {device.arch}"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return "it computes with bfloat16 and float16 inputs"
-    if problem.layout != "dense":
-        return "it takes dense sequences only"
+    if problem.layout == "paged":
+        return "it does not take pages"
     if problem.head_dim not in HEAD_DIMS or problem.head_dim_v != problem.head_dim:
         return f"head dimensions are {' or '.join(map(str, HEAD_DIMS))}, those of q and v equal"
     given = ("mask", "bias", "score_mod", "dropout")

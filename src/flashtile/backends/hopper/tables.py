@@ -7,6 +7,7 @@ from ...device import Device
 from ...problem import Problem
 
 ROWS = 64  # of one warpgroup
+END = 2**30  # of the dimension in which packed rows are described to the copy engine
 MANY_KEYS = 3072  # of a row, from which on wide tiles pay
 
 

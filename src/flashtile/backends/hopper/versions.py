@@ -6,7 +6,15 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-TENSORS = {"lse", "slopes", "sinks", "counter"}  # of all kernels, beside descriptors
+TENSORS = {
+    "lse",
+    "slopes",
+    "sinks",
+    "counter",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_k",
+}  # of all kernels, beside descriptors
 
 # Of the threads of one partition.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
