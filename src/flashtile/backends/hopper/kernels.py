@@ -159,8 +159,8 @@ counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def counter(device: torch.device, packed: bool) -> Tensor:
-    """A zero that a launch counts with. One of dense sequences leaves it at zero, so that launches on a stream share it.
-    A captured one may be replayed beside others, and has its own.
+    """A zero that a launch counts with. One of dense sequences leaves it at zero: launches on a stream share it.
+    A captured one may run beside others, and has its own.
     """
     if packed or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
