@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .backends.cpu import support as cpu
 from .backends.reference import support as reference
 from .backends.tiled import support as tiled
 from .backends.triton import support as triton
@@ -18,8 +19,8 @@ from .errors import AttentionWarning, BackendError
 from .problem import Problem
 
 # Fastest first. `auto` takes the first that accepts the problem; it never takes `reference`, which is there to compare.
-SUPPORT: dict[str, Any] = {"triton": triton, "tiled": tiled, "reference": reference}
-AUTO = ("triton", "tiled")
+SUPPORT: dict[str, Any] = {"triton": triton, "cpu": cpu, "tiled": tiled, "reference": reference}
+AUTO = ("triton", "cpu", "tiled")
 BACKEND_VARIABLE = "FLASHTILE_BACKEND"
 MOST_PLANS = 4096
 

@@ -1,0 +1,199 @@
+"""From a call to a kernel's variant and argument block."""
+
+import ctypes
+import functools
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...call import Call
+from ...problem import accumulation_dtype
+from .targets import Target
+from .tiles import SEQUENCE, UNLIMITED
+from .variant import FIELDS, REALS, Variant
+from .workspace import BLOCK
+
+Block = ctypes.c_int64 * len(FIELDS)
+NAMES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+def rows_last(x: Tensor) -> Tensor:
+    """The tensor with contiguous features, which costs a copy if they were not."""
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def variant_of(call: Call, target: Target, rows: int) -> Variant:
+    t, s = call.tensors, call.settings
+    size = 8 if t.q.dtype is torch.float64 else 4
+    needed = -(-rows * size // target.vector_bytes)
+    return Variant(
+        dtype=NAMES[t.q.dtype],
+        vectors=1 if needed <= 1 else target.vectors,
+        softcap=s.softcap is not None,
+        bias=None if t.bias is None else NAMES[t.bias.dtype],
+        alibi=t.alibi_slopes is not None,
+        mask=t.mask is not None,
+        dropout=s.dropout_p > 0,
+    )
+
+
+ABSENT = dict.fromkeys(FIELDS, 0)
+
+
+class Lengths(NamedTuple):
+    """The table of sequences (`tiles.SEQUENCE`), and what follows from it."""
+
+    table: np.ndarray
+    batch: int
+    tasks: int
+    longest: int  # keys
+    covered: int  # tokens of packed queries that belong to a sequence
+
+
+def lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
+    if call.layout == "dense":
+        q, k = call.tensors.q, call.tensors.k
+        return dense_lengths(q.shape[0], q.shape[2], k.shape[2], heads_kv, groups, rows)
+    return packed_lengths(call, heads_kv, groups, rows)
+
+
+def chunk(longest: int, splits: int) -> int:
+    """Keys of a split, in whole blocks."""
+    return -(-longest // (splits * BLOCK)) * BLOCK if splits > 1 else UNLIMITED
+
+
+@functools.lru_cache(maxsize=256)
+def dense_lengths(batch: int, seqlen_q: int, seqlen_k: int, heads_kv: int, groups: int, rows: int) -> Lengths:
+    tiles = -(-seqlen_q * groups // rows)
+    table = np.zeros((batch + 1, len(SEQUENCE)), dtype=np.int64)
+    table[:, SEQUENCE.index("first_task")] = np.arange(batch + 1) * (tiles * heads_kv)
+    table[:, SEQUENCE.index("seqlen_q")] = seqlen_q
+    table[:, SEQUENCE.index("seqlen_k")] = seqlen_k
+    return Lengths(table, batch, batch * tiles * heads_kv, seqlen_k, 0)
+
+
+def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
+    """Of packed or paged sequences; `cu_seqlens` and the rest are on the host, and checked."""
+    t = call.tensors
+
+    def numbers(x: Tensor) -> np.ndarray:
+        return x.detach().numpy().astype(np.int64)
+
+    if t.cu_seqlens_q is None:  # a KV cache with dense queries
+        batch = t.q.shape[0]
+        q_first, seqlen_q = np.zeros(batch, dtype=np.int64), np.full(batch, t.q.shape[2], dtype=np.int64)
+        covered = 0
+    else:
+        bounds = numbers(t.cu_seqlens_q)
+        q_first, seqlen_q, covered = bounds[:-1], np.diff(bounds), int(bounds[-1])
+        batch = len(q_first)
+    k_first = np.zeros(batch, dtype=np.int64)
+    seqlen_k = None if t.seqused_k is None else numbers(t.seqused_k)
+    if t.cu_seqlens_k is not None and t.page_table is None:
+        bounds = numbers(t.cu_seqlens_k)
+        k_first, room = bounds[:-1], np.diff(bounds)
+        seqlen_k = room if seqlen_k is None else np.minimum(seqlen_k, room)
+    elif seqlen_k is None:
+        assert t.cu_seqlens_k is not None
+        seqlen_k = np.diff(numbers(t.cu_seqlens_k))
+    tasks = -(-seqlen_q * groups // rows) * heads_kv
+    table = np.zeros((batch + 1, len(SEQUENCE)), dtype=np.int64)
+    table[1:, 0] = np.cumsum(tasks)
+    columns = {"q_first": q_first, "k_first": k_first, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    if t.leftpad_k is not None:
+        columns["leftpad"] = numbers(t.leftpad_k)
+    for name, column in columns.items():
+        table[:-1, SEQUENCE.index(name)] = column
+    return Lengths(table, batch, int(table[-1, 0]), int(seqlen_k.max(initial=0)), covered)
+
+
+def strides(name: str, x: Tensor, paged: bool = False) -> dict[str, int]:
+    """Of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`: between sequences (or pages), heads and rows."""
+    if paged:
+        batch, row, head = x.stride()[:3]
+    elif x.dim() == 4:
+        batch, head, row = x.stride()[:3]
+    else:
+        batch, (row, head) = 0, x.stride()[:2]
+    return {f"{name}_b": batch, f"{name}_h": head, f"{name}_s": row}
+
+
+def pair_strides(name: str, x: Tensor) -> dict[str, int]:
+    """Of a mask or bias, with 0 along what is broadcast."""
+    return {
+        f"{name}_{dim}": 0 if n == 1 else stride for dim, n, stride in zip("bhij", x.shape, x.stride(), strict=True)
+    }
+
+
+def inputs(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> tuple[dict[str, Any], list[Any]]:
+    """What every kernel is told of a call, and what has to stay alive while it runs."""
+    t, s = call.tensors, call.settings
+    paged = t.page_table is not None
+    heads_kv = k.shape[1 if call.layout == "dense" else -2]
+    values = {
+        **ABSENT,
+        **strides("q", q),
+        **strides("k", k, paged),
+        **strides("v", v, paged),
+        "q": q.data_ptr(),
+        "k": k.data_ptr(),
+        "v": v.data_ptr(),
+        "num_heads_kv": heads_kv,
+        "groups": q.shape[1] // heads_kv,
+        "head_dim": q.shape[-1],
+        "head_dim_v": v.shape[-1],
+        "window_left": UNLIMITED if s.window_left is None else min(s.window_left, UNLIMITED),
+        "window_right": UNLIMITED if s.window_right is None else min(s.window_right, UNLIMITED),
+        "top_left": 0 if s.top_left else UNLIMITED,
+        "diagonal": s.diagonal,
+        "i0": s.i0,
+        "j0": s.j0,
+        "b0": s.b0,
+        "h0": s.h0,
+        "num_heads": call.num_heads,
+        "page_size": 1,
+        "factor": s.scale / s.softcap if s.softcap is not None else s.scale * variant.unit,
+    }
+    alive: list[Any] = [q, k, v]
+
+    def add(name: str, x: Tensor, dtype: torch.dtype) -> None:
+        x = x.detach().to(dtype).contiguous()
+        alive.append(x)
+        values[name] = x.data_ptr()
+
+    if s.softcap is not None:
+        values["softcap_scale"] = s.softcap * variant.unit
+    for name, x in (("mask", t.mask), ("bias", t.bias)):
+        if x is not None:
+            values |= pair_strides(name, x)
+            values[name] = x.data_ptr()
+    real = accumulation_dtype(q.dtype)
+    if t.alibi_slopes is not None:
+        add("slopes", t.alibi_slopes, real)
+        values["slopes_b"] = t.alibi_slopes.shape[1] if t.alibi_slopes.dim() == 2 else 0
+    if t.sinks is not None:
+        add("sinks", t.sinks, real)
+    if s.dropout_p > 0:
+        assert t.dropout_seed is not None
+        dropped = round(s.dropout_p * 65536)
+        add("seed", t.dropout_seed, torch.int64)
+        values |= {"threshold": dropped, "keep_scale": 65536 / max(65536 - dropped, 1)}
+    if t.page_table is not None:
+        add("page_table", t.page_table, torch.int64)
+        values |= {"page_size": k.shape[1], "page_columns": t.page_table.shape[1]}
+    return values, alive
+
+
+def block_of(values: dict[str, Any]) -> Any:
+    """The argument block, 8 bytes for each of `FIELDS`."""
+    for name in REALS:
+        values[name] = struct.unpack("q", struct.pack("d", values[name]))[0]
+    return Block(*values.values())

@@ -1,0 +1,173 @@
+"""FlashAttention-2's forward pass (Dao, "FlashAttention-2", 2023, algorithm 1), for CPUs.
+
+A task is a few panels of query rows. Blocks of keys stream by; for each, every panel that sees any of it makes its
+scores, takes them into the rows' softmax and adds the values, while the block is in the nearest cache.
+"""
+
+
+from .codegen import ADDRESS, BYTE, Code, Value
+from .formats import STORED
+from .masking import hidden, in_mask, in_window, mask_shows_any
+from .products import Panel, emit_scores, emit_values, scores, values
+from .rng import drop
+from .scores import Tables, modified
+from .softmax import finish, probabilities, start
+from .targets import Target
+from .tiles import Keys, Task, fill_rows, locate, read_keys, turn_in, turn_out
+from .variant import Arguments, Variant
+from .workspace import BLOCK, Workspace
+
+NAME = "attend"
+
+
+def source(variant: Variant, target: Target) -> str:
+    """The kernel's module. `attend(block)` works on tasks until none is left; any number of threads may call it."""
+    code = Code(target, variant.real)
+    panel = Panel(code, variant.vectors)
+    emit_scores(code, panel)
+    emit_values(code, panel)
+    with code.function(NAME, ADDRESS, public=True) as (block,):
+        a = Arguments(code, block)
+        counter = a.pointer("counter", BYTE)
+        thread = code.next_of(counter + 64)
+        memory = a.pointer("workspace", BYTE) + thread * a.number("work_size")
+        sizes = (a.number(name) for name in ("panels", "head_dim", "head_dim_v"))
+        w = Workspace(code, memory, panel.rows, *sizes)
+        with code.forever() as done:
+            number = code.next_of(counter)
+            code.leave_if(number >= a.number("tasks"), done)
+            Forward(code, a, variant, panel, locate(code, a, panel, number), w).run()
+    return str(code.module)
+
+
+class Forward:
+    """The emission of one task."""
+
+    def __init__(self, code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, w: Workspace):
+        self.code, self.a, self.variant, self.panel, self.task, self.w = code, a, variant, panel, task, w
+
+    def run(self) -> None:
+        code, w, rows = self.code, self.w, self.panel.rows
+        left = (self.task.num_rows - self.task.first_row + (rows - 1)) // rows
+        panels = code.minimum(self.a.number("panels"), left)
+        lo, hi = code.variable(code.whole(2**40)), code.variable(code.whole(0))
+        with code.loop(0, panels) as p:
+            self.begin(p)
+            lo.set(code.minimum(lo.get(), w.bounds[p * 4]))
+            hi.set(code.maximum(hi.get(), w.bounds[p * 4 + 3]))
+        with code.loop(lo.get() // BLOCK * BLOCK, hi.get(), BLOCK) as block:
+            first, last = code.maximum(block, lo.get()), code.minimum(block + BLOCK, hi.get())
+            with code.when(first < last):
+                k, v = (
+                    read_keys(code, self.a, self.variant, self.task, side, first, last, scratch)
+                    for side, scratch in (("k", w.k), ("v", w.v))
+                )
+                with code.loop(0, panels) as p:
+                    self.take(p, first, last, k, v)
+        with code.loop(0, panels) as p:
+            self.end(p)
+
+    def begin(self, p: Value) -> None:
+        """A panel's tables, its queries as lanes, and an empty state."""
+        code, a, w, panel = self.code, self.a, self.w, self.panel
+        fill_rows(code, a, self.variant, panel, self.task, w, p)
+        start(code, a, self.variant, panel, self.task, w, p)
+        depth, width = a.number("head_dim"), a.number("head_dim_v")
+        q = w.q + p * depth * panel.rows
+        factor, rows_at = a.real("factor"), w.q_at + p * panel.rows
+        turn_in(code, panel, a.pointer("q"), rows_at, depth, code.whole(1), self.variant.dtype, q, factor)
+        out = w.out + p * width * panel.rows
+        with code.loop(0, width * panel.rows, code.lanes) as n:
+            out.store(code.reals(), n)
+
+    def take(self, p: Value, block_first: Value, block_last: Value, k: Keys, v: Keys) -> None:
+        """The keys of a block that a panel sees."""
+        code, w = self.code, self.w
+        lo, full_lo, full_hi, hi = (w.bounds[p * 4 + n] for n in range(4))
+        first, last = code.maximum(block_first, lo), code.minimum(block_last, hi)
+        count, skipped = last - first, first - block_first
+        with code.when(count > 0):
+            show = self.load_pairs(p, first, count)
+            with code.when(show):
+                k = k._replace(first=k.first + k.stride * skipped)
+                v = v._replace(first=v.first + v.stride * skipped)
+                self.attend(p, first, count, (first < full_lo) | (last > full_hi), k, v)
+
+    def load_pairs(self, p: Value, first: Value, count: Value) -> Value:
+        """Turn in the block's part of bias and mask; whether the mask shows any of it."""
+        code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
+        for name, dtype in (("mask", "bool" if variant.mask else None), ("bias", variant.bias)):
+            if dtype is None:
+                continue
+            step, table = a.number(f"{name}_j"), getattr(w, f"{name}_at") + p * panel.rows
+            at = a.pointer(name, STORED[dtype]) + first * step
+            turn_in(code, panel, at, table, count, step, dtype, getattr(w, name), code.number(1))
+        return mask_shows_any(code, panel, w.mask, count) if variant.mask else code.whole(0).equals(0)
+
+    def attend(self, p: Value, first: Value, count: Value, edge: Value, k: Keys, v: Keys) -> None:
+        code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
+        depth, width = a.number("head_dim"), a.number("head_dim_v")
+        m, l = w.m + p * panel.rows, w.l + p * panel.rows  # noqa: E741
+        panel.store(panel.load(m), w.new_m)
+        scores(code, panel, k.first, k.stride, count, w.q + p * depth * panel.rows, depth, w.scores, w.new_m)
+        if variant.modifies:
+            with code.either(edge) as (then, otherwise):
+                with then:
+                    self.modify(p, first, count, m, edge=True)
+                with otherwise:
+                    self.modify(p, first, count, m, edge=False)
+        else:
+            with code.when(edge):
+                self.modify(p, first, count, m, edge=True)
+        probabilities(code, variant, panel, w.scores, count, w, m, l)
+        if variant.dropout:
+            rows = p * panel.rows
+            drop(code, a, panel, w.scores, first, count, w.position + rows, w.sequence_head + rows)
+        out = w.out + p * width * panel.rows
+        values(code, panel, w.scores, v.first, v.stride, count, out, width, w.alpha)
+
+    def modify(self, p: Value, first: Value, count: Value, m, edge: bool) -> None:
+        """Products to final scores, in place, and their maximum."""
+        code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
+        rows = p * panel.rows
+        tables = Tables(w.bias, w.place + rows, w.slope + rows)
+        low, high = w.low + rows, w.high + rows
+        largest = [code.variable(x) for x in panel.load(m)]
+        with code.loop(0, count) as j:
+            found = []
+            for n, (s, top) in enumerate(zip(panel.load(w.scores, j), largest, strict=True)):
+                row = n * code.lanes
+                s = modified(code, a, variant, tables, panel, s, row, first + j, j)
+                if edge:
+                    s = hidden(code, s, in_window(code, low, high, row, first + j))
+                if variant.mask:
+                    s = hidden(code, s, in_mask(w.mask + j * panel.rows, row))
+                top.set(code.maximum(s, top.get()))
+                found.append(s)
+            panel.store(found, w.scores, j)
+        panel.store([x.get() for x in largest], w.new_m)
+
+    def end(self, p: Value) -> None:
+        """A panel's output and log-sum-exp, turned back into rows."""
+        code, a, w, panel, task = self.code, self.a, self.w, self.panel, self.task
+        width = a.number("head_dim_v")
+        out, rows = w.out + p * width * panel.rows, p * panel.rows
+        l = w.l + rows  # noqa: E741
+        finish(code, self.variant, panel, width, out, w.m + rows, l)
+        lse_at, out_at = w.lse_at + rows, w.out_at + rows
+        with code.either(a.number("splits") > 1) as (parts, whole):
+            with parts:
+                before = task.split * a.number("seqlen_total")
+                with code.loop(0, panel.rows) as r:
+                    out_at[r] = (before + lse_at[r]) * width
+                    lse_at[r] = before + lse_at[r]
+                real = "float64" if self.variant.dtype == "float64" else "float32"
+                turn_out(code, panel, out, width, real, a.pointer("partial_out"), out_at)
+                self.store_lse(l, a.pointer("partial_lse"), lse_at)
+            with whole:
+                turn_out(code, panel, out, width, self.variant.dtype, a.pointer("out"), out_at)
+                self.store_lse(l, a.pointer("lse"), lse_at)
+
+    def store_lse(self, lse, to, rows_at) -> None:
+        with self.code.loop(0, self.panel.rows) as r:
+            to[rows_at[r]] = lse[r]

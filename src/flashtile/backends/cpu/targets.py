@@ -1,0 +1,54 @@
+"""What LLVM compiles for: a processor, its vectors, and how many of them the kernels hold at a time."""
+
+import functools
+import os
+import platform
+from typing import Any, NamedTuple
+
+VARIABLE = "FLASHTILE_CPU_VECTORS"
+
+
+class Target(NamedTuple):
+    """A processor as generators and the compiler see it."""
+
+    triple: str
+    cpu: str
+    features: str  # LLVM's list, "+avx2,-avx512f,..."
+    vector_bytes: int
+    vectors: int  # of a row of accumulators: query rows in the lanes of this many vectors ...
+    rows: int  # ... by this many keys or value features
+    fma: bool
+    half: bool  # converts float16 in hardware
+
+
+# By name, widest first: what a processor must have, and the accumulators that fit into its registers.
+WIDTHS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "avx512": (("avx512f", "avx512bw", "avx512dq", "avx512vl"), {"vector_bytes": 64, "vectors": 4, "rows": 6}),
+    "avx2": (("avx2", "fma", "f16c"), {"vector_bytes": 32, "vectors": 2, "rows": 6}),
+    "baseline": ((), {"vector_bytes": 16, "vectors": 2, "rows": 6}),
+    "neon": (("neon",), {"vector_bytes": 16, "vectors": 4, "rows": 6}),
+}
+GENERIC = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86-64", "neon": "generic"}
+
+
+def named(width: str, triple: str, cpu: str | None = None, features: str = "") -> Target:
+    """A target by its vectors; without `cpu`, any processor that has them."""
+    hardware = width != "baseline"
+    return Target(triple, cpu or GENERIC[width], features, **WIDTHS[width][1], fma=hardware, half=hardware)
+
+
+@functools.cache
+def host() -> Target:
+    """This machine's; the environment variable `FLASHTILE_CPU_VECTORS` asks for narrower vectors."""
+    from llvmlite import binding as llvm
+
+    triple = llvm.get_process_triple()
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return named("neon", triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+    has = llvm.get_host_cpu_features()
+    asked = os.environ.get(VARIABLE)
+    usable = [width for width, (needs, _) in WIDTHS.items() if width != "neon" and all(has.get(x) for x in needs)]
+    if asked in usable and asked != usable[0]:
+        return named(asked, triple)
+    has["prefer-256-bit"] = False  # LLVM would split our vectors
+    return named(usable[0], triple, llvm.get_host_cpu_name(), has.flatten())

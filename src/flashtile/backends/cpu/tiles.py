@@ -1,0 +1,199 @@
+"""Which rows and keys a task has: dense, packed or paged sequences, heads that share keys, and splits over keys.
+
+The query heads that share a key head are packed: row `r` of a sequence is position `r // groups` of the group's head
+`r % groups`. A task is a few panels of such rows with one key head and one split of the keys. For each row a table
+says where it lies and which keys it sees, so that nothing later knows of sequences, heads or layouts. Rows past the
+last one are copies of it: they are computed and stored twice, to the same bits.
+"""
+
+from typing import NamedTuple
+
+from .codegen import INT, LONG, Code, Pointer, Value
+from .formats import STORED, load, load_vector, store, store_vector, transposed
+from .products import Panel
+from .variant import Arguments, Variant
+from .workspace import Workspace
+
+SEQUENCE = ("first_task", "q_first", "k_first", "seqlen_q", "seqlen_k", "leftpad")  # a row of the table of sequences
+UNLIMITED = 2**40  # of a window's side
+
+
+class Task(NamedTuple):
+    """A task's sequence, key head, rows and keys."""
+
+    b: Value
+    kv_head: Value
+    split: Value
+    first_row: Value  # of the packed rows
+    num_rows: Value  # of the sequence, packed
+    q_first: Value  # tokens in front of the sequence
+    k_first: Value
+    diagonal: Value  # seqlen_k - seqlen_q of the whole sequence
+    first_key: Value  # of this split
+    last_key: Value
+
+
+def locate(code: Code, a: Arguments, panel: Panel, task: Value) -> Task:
+    splits, groups, heads = a.number("splits"), a.number("groups"), a.number("num_heads_kv")
+    split, task = task % splits, task // splits
+    sequences = a.pointer("sequences", LONG)
+    # The last sequence that begins at or before this task.
+    low, high = code.variable(code.whole(0)), code.variable(a.number("batch"))
+    with code.forever() as found:
+        code.leave_if(high.get() - low.get() <= 1, found)
+        middle = (low.get() + high.get()) // 2
+        before = sequences[middle * len(SEQUENCE)] <= task
+        low.set(code.select(before, middle, low.get()))
+        high.set(code.select(before, high.get(), middle))
+    b = low.get()
+    first_task, q_first, k_first, seqlen_q, seqlen_k, leftpad = (
+        sequences[b * len(SEQUENCE) + n] for n in range(len(SEQUENCE))
+    )
+    num_rows, tile_rows = seqlen_q * groups, a.number("panels") * panel.rows
+    tiles = (num_rows + tile_rows - 1) // tile_rows
+    within = task - first_task
+    first_key = split * a.number("chunk")
+    return Task(
+        b=b,
+        kv_head=within // tiles,
+        split=split,
+        first_row=(tiles - 1 - within % tiles) * tile_rows,  # under a causal mask the longest first
+        num_rows=num_rows,
+        q_first=q_first,
+        k_first=k_first,
+        diagonal=seqlen_k - seqlen_q + a.number("diagonal"),
+        first_key=code.maximum(first_key, leftpad),
+        last_key=code.minimum(first_key + a.number("chunk"), seqlen_k) - 1,
+    )
+
+
+def fill_rows(code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, w: Workspace, p: Value) -> None:
+    """The tables of panel `p`, and its bounds `[lo, full_lo, full_hi, hi)`: keys outside `[lo, hi)` no row sees, those
+    in `[full_lo, full_hi)` every row.
+    """
+    lo, full_lo = code.variable(code.whole(UNLIMITED)), code.variable(code.whole(0))
+    full_hi, hi = code.variable(code.whole(UNLIMITED)), code.variable(code.whole(0))
+    with code.loop(0, panel.rows) as r:
+        row = packed_row(code, panel, task, p, r)
+        i, h = position_and_head(a, task, row)
+        at = p * panel.rows + r
+        token = task.q_first + i
+        lse_at = task.b * a.number("lse_b") + h * a.number("lse_h") + token * a.number("lse_s")
+        w.q_at[at] = task.b * a.number("q_b") + h * a.number("q_h") + token * a.number("q_s")
+        w.out_at[at] = task.b * a.number("out_b") + h * a.number("out_h") + token * a.number("out_s")
+        w.lse_at[at] = lse_at
+        if variant.bias is not None:
+            w.bias_at[at] = task.b * a.number("bias_b") + h * a.number("bias_h") + i * a.number("bias_i")
+        if variant.mask:
+            w.mask_at[at] = task.b * a.number("mask_b") + h * a.number("mask_h") + i * a.number("mask_i")
+        position = i + a.number("i0")
+        place = position + task.diagonal - a.number("j0")  # as far along the keys as the row is
+        low = code.maximum(place - a.number("window_left"), task.first_key)
+        right = code.minimum(place + a.number("window_right"), position - a.number("j0") + a.number("top_left"))
+        high = code.minimum(right, task.last_key)
+        low = code.minimum(low, task.last_key + 1)
+        high = code.maximum(high, -1)
+        w.low[at], w.high[at] = code.convert(low, INT), code.convert(high, INT)
+        lo.set(code.minimum(lo.get(), low))
+        full_lo.set(code.maximum(full_lo.get(), low))
+        full_hi.set(code.minimum(full_hi.get(), high + 1))
+        hi.set(code.maximum(hi.get(), high + 1))
+        if variant.alibi:
+            w.place[at] = code.convert(place, INT)
+            w.slope[at] = a.pointer("slopes")[task.b * a.number("slopes_b") + h] * variant.unit
+        if variant.dropout:
+            w.position[at] = code.convert(position, INT)
+            sequence_head = (task.b + a.number("b0")) * a.number("num_heads") + h + a.number("h0")
+            w.sequence_head[at] = code.convert(sequence_head, INT)
+    for n, bound in enumerate((lo, full_lo, full_hi, hi)):
+        w.bounds[p * 4 + n] = bound.get()
+
+
+def packed_row(code: Code, panel: Panel, task: Task, p: Value, r: Value) -> Value:
+    return code.minimum(task.first_row + p * panel.rows + r, task.num_rows - 1)
+
+
+def position_and_head(a: Arguments, task: Task, row: Value) -> tuple[Value, Value]:
+    groups = a.number("groups")
+    return row // groups, task.kv_head * groups + row % groups
+
+
+def turn_in(
+    code: Code, panel: Panel, source: Pointer, rows_at: Pointer, count: Value, step: Value, name: str, to: Pointer, factor: Value
+) -> None:
+    """`to[d] = factor * source[rows_at + d * step]` for `d < count`: rows become lanes.
+
+    Squares of as many rows and columns as a vector has lanes are turned over in registers; a column at a time does
+    what is left, and what is not contiguous.
+    """
+    whole = code.select(step.equals(1), count // code.lanes * code.lanes, 0)
+    with code.loop(0, whole, code.lanes) as d:
+        with code.loop(0, panel.rows, code.lanes) as r:
+            square = [load_vector(code, source, rows_at[r + n] + d, name) for n in range(code.lanes)]
+            for n, column in enumerate(transposed(code, square)):
+                to.store(column * factor, (d + n) * panel.rows + r)
+    with code.loop(whole, count) as d:
+        with code.loop(0, panel.rows) as r:
+            to[d * panel.rows + r] = load(code, source, rows_at[r] + d * step, name) * factor
+
+
+def turn_out(code: Code, panel: Panel, source: Pointer, count: Value, name: str, to: Pointer, rows_at: Pointer) -> None:
+    """`to[rows_at + d] = source[d]` for `d < count`: lanes become rows again."""
+    whole = count // code.lanes * code.lanes
+    with code.loop(0, whole, code.lanes) as d:
+        with code.loop(0, panel.rows, code.lanes) as r:
+            square = [source.vector((d + n) * panel.rows + r) for n in range(code.lanes)]
+            for n, row in enumerate(transposed(code, square)):
+                store_vector(code, row, to, rows_at[r + n] + d, name)
+    with code.loop(whole, count) as d:
+        with code.loop(0, panel.rows) as r:
+            store(code, source[d * panel.rows + r], to, rows_at[r] + d, name)
+
+
+class Keys(NamedTuple):
+    """Where a block of keys, or of their values, can be read as reals."""
+
+    first: Pointer
+    stride: Value
+
+
+def read_keys(
+    code: Code, a: Arguments, variant: Variant, task: Task, side: str, first: Value, last: Value, scratch: Pointer
+) -> Keys:
+    """Keys `first..last`, exclusive, of `side` "k" or "v": where they lie if they are reals in rows of one stride,
+    otherwise copied to `scratch`.
+    """
+    source, table, page_size = a.pointer(side), a.pointer("page_table", LONG), a.number("page_size")
+    width = a.number("head_dim" if side == "k" else "head_dim_v")
+    step, of_head = a.number(f"{side}_s"), task.kv_head * a.number(f"{side}_h")
+    paged = table.absent().equals(0)
+
+    def row(j: Value) -> Value:
+        at = code.variable(task.b * a.number(f"{side}_b") + of_head + (task.k_first + j) * step)
+        with code.when(paged):
+            page = table[task.b * a.number("page_columns") + j // page_size]
+            at.set(page * a.number(f"{side}_b") + of_head + j % page_size * step)
+        return at.get()
+
+    found, stride = code.variable(Value(code, scratch.ir)), code.variable(width)
+
+    def copy() -> None:
+        with code.loop(first, last) as j:
+            at, to = row(j), scratch + (j - first) * width
+            whole = width // code.lanes * code.lanes
+            with code.loop(0, whole, code.lanes) as d:
+                to.store(load_vector(code, source, at + d, variant.dtype), d)
+            with code.loop(whole, width) as d:
+                to[d] = load(code, source, at + d, variant.dtype)
+
+    if STORED[variant.dtype] is not code.real:
+        copy()
+        return Keys(scratch, width)
+    together = table.absent() | (first // page_size).equals((last - 1) // page_size)
+    with code.either(together) as (then, otherwise):
+        with then:
+            found.set(Value(code, (source + row(first)).ir))
+            stride.set(step)
+        with otherwise:
+            copy()
+    return Keys(code.pointer(found.get()), stride.get())
