@@ -74,7 +74,7 @@ def test_explain() -> None:
     words = ("bfloat16", "heads 6/2", "64 x 96", "head_dim 32/16", "window (7, 0)")
     words += ("softcap", "bias", "alibi", "sinks", "dropout", "deterministic")
     assert all(word in found["problem"] for word in words)
-    assert "backend tiled" in run("explain", "--seqlen-q", "64").output
+    assert "backend cpu" in run("explain", "--seqlen-q", "64").output
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_verify() -> None:
     found = run_json("verify", "--cases", "3", "--seed", "7", "--dtype", "float32", "--dtype", "bfloat16")
     assert found["passed"]
     assert not found["failures"]
-    assert {tally["backend"] for tally in found["results"]} == {"tiled", "reference"}
+    assert {tally["backend"] for tally in found["results"]} == {"cpu", "tiled", "reference"}
     assert {tally["dtype"] for tally in found["results"]} <= {"float32", "bfloat16"}
-    assert sum(tally["cases"] for tally in found["results"]) == 6
+    assert sum(tally["cases"] for tally in found["results"]) == 9
     assert "all within their bounds" in run("verify", "--cases", "1").output
 
 

@@ -137,8 +137,8 @@ def test_hidden_blocks_are_not_visited(arguments: dict[str, Any], visited: int) 
     """Of 8 x 8 tiles, in forward and in backward."""
     inputs = leaves(64)
     with tile_size(8, 8):
-        assert len(visited_tiles(lambda: flashtile.attention(*inputs, **arguments))) == visited
-        out = flashtile.attention(*inputs, **arguments)
+        assert len(visited_tiles(lambda: flashtile.attention(*inputs, **arguments, backend="tiled"))) == visited
+        out = flashtile.attention(*inputs, **arguments, backend="tiled")
         assert len(visited_tiles(backward_of(out, inputs))) == visited
 
 
@@ -146,7 +146,7 @@ def test_blocks_without_hidden_pairs_run_no_mask_code() -> None:
     """Under causal only the 8 tiles on the diagonal ask which pairs are visible."""
     q, k, v = leaves(64)
     with tile_size(8, 8), mock.patch("flashtile.backends.common.scores.window_visible", return_value=None) as asked:
-        flashtile.attention(q, k, v, causal=True)
+        flashtile.attention(q, k, v, causal=True, backend="tiled")
     assert asked.call_count == 8
 
 

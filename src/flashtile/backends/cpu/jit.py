@@ -17,9 +17,9 @@ from typing import Any
 
 from llvmlite import binding as llvm
 
+from .support import CACHE_VARIABLE
 from .targets import Target
 
-VARIABLE = "FLASHTILE_CACHE_DIR"
 CHECKSUM = hashlib.sha256().digest_size
 _LOCK = threading.Lock()
 _LOADED: list[Any] = []  # machine code lives as long as its engine
@@ -27,7 +27,7 @@ _LOADED: list[Any] = []  # machine code lives as long as its engine
 
 def cache_directory() -> Path:
     """Where object files are: `$FLASHTILE_CACHE_DIR`, else `flashtile` in the user's cache directory."""
-    given = os.environ.get(VARIABLE)
+    given = os.environ.get(CACHE_VARIABLE)
     if given:
         return Path(given) / "cpu"
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

@@ -5,7 +5,9 @@ import os
 import platform
 from typing import Any, NamedTuple
 
-VARIABLE = "FLASHTILE_CPU_VECTORS"
+from ...errors import BackendError
+from .support import VECTORS_VARIABLE
+
 
 
 class Target(NamedTuple):
@@ -37,18 +39,21 @@ def named(width: str, triple: str, cpu: str | None = None, features: str = "") -
     return Target(triple, cpu or GENERIC[width], features, **WIDTHS[width][1], fma=hardware, half=hardware)
 
 
-@functools.cache
 def host() -> Target:
     """This machine's; the environment variable `FLASHTILE_CPU_VECTORS` asks for narrower vectors."""
+    return _host(os.environ.get(VECTORS_VARIABLE))
+
+
+@functools.cache
+def _host(asked: str | None) -> Target:
     from llvmlite import binding as llvm
 
-    triple = llvm.get_process_triple()
-    if platform.machine().lower() in ("arm64", "aarch64"):
-        return named("neon", triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
-    has = llvm.get_host_cpu_features()
-    asked = os.environ.get(VARIABLE)
-    usable = [width for width, (needs, _) in WIDTHS.items() if width != "neon" and all(has.get(x) for x in needs)]
-    if asked in usable and asked != usable[0]:
+    triple, cpu, has = llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
+    widths = ("neon",) if platform.machine().lower() in ("arm64", "aarch64") else ("avx512", "avx2", "baseline")
+    usable = [width for width in widths if all(has.get(x) for x in WIDTHS[width][0])]
+    if asked is not None and asked not in usable:
+        raise BackendError(f"{VECTORS_VARIABLE} is {asked!r}. Accepted here: {', '.join(map(repr, usable))}", {})
+    if asked is not None and asked != usable[0]:
         return named(asked, triple)
     has["prefer-256-bit"] = False  # LLVM would split our vectors
-    return named(usable[0], triple, llvm.get_host_cpu_name(), has.flatten())
+    return named(usable[0], triple, cpu, has.flatten())
