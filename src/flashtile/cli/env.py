@@ -11,8 +11,8 @@ import click
 import torch
 
 from .. import __version__
-from ..device import describe_device
 from ..backends.cpu.support import CACHE_VARIABLE, VECTORS_VARIABLE
+from ..device import describe_device
 from ..plan import BACKEND_VARIABLE, backends
 from .options import json_option, print_json
 

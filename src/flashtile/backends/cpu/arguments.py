@@ -194,6 +194,6 @@ def inputs(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> tup
 
 def block_of(values: dict[str, Any]) -> Any:
     """The argument block, 8 bytes for each of `FIELDS`."""
-    for name in REALS:
+    for name in REALS.split():
         values[name] = struct.unpack("q", struct.pack("d", values[name]))[0]
     return Block(*values.values())

@@ -14,18 +14,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from llvmlite import ir
+from llvmlite import ir as llvm
 
 from .targets import Target
 
-BIT, BYTE, SHORT, INT, LONG = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
-FLOAT, DOUBLE, HALF, VOID, ADDRESS = ir.FloatType(), ir.DoubleType(), ir.HalfType(), ir.VoidType(), ir.PointerType()
+BIT, BYTE, SHORT, INT, LONG = (llvm.IntType(n) for n in (1, 8, 16, 32, 64))
+FLOAT, DOUBLE, HALF, VOID, ADDRESS = (
+    llvm.FloatType(),
+    llvm.DoubleType(),
+    llvm.HalfType(),
+    llvm.VoidType(),
+    llvm.PointerType(),
+)
 SIZES = {BYTE: 1, SHORT: 2, HALF: 2, INT: 4, FLOAT: 4, LONG: 8, DOUBLE: 8}
 FLOATING = (FLOAT, DOUBLE, HALF)
 
 
-def element(kind: ir.Type) -> ir.Type:
-    return kind.element if isinstance(kind, ir.VectorType) else kind
+def element(kind: llvm.Type) -> llvm.Type:
+    return kind.element if isinstance(kind, llvm.VectorType) else kind
 
 
 class Value:
@@ -33,7 +39,7 @@ class Value:
 
     __slots__ = ("code", "ir")
 
-    def __init__(self, code: "Code", value: ir.Value):
+    def __init__(self, code: "Code", value: llvm.Value):
         self.code, self.ir = code, value
 
     def _binary(self, other: Any, integer: str, floating: str | None = None, swap: bool = False) -> "Value":
@@ -116,7 +122,7 @@ class Pointer:
 
     __slots__ = ("code", "ir", "kind")
 
-    def __init__(self, code: "Code", address: ir.Value, kind: ir.Type):
+    def __init__(self, code: "Code", address: llvm.Value, kind: llvm.Type):
         self.code, self.ir, self.kind = code, address, kind
 
     def __add__(self, i: "Value | int") -> "Pointer":
@@ -131,14 +137,14 @@ class Pointer:
         self.code.ir.store(self.code.scalar(x, self.kind).ir, (self + i).ir, align=SIZES[self.kind])
 
     def vector(self, i: "Value | int" = 0) -> Value:
-        kind = ir.VectorType(self.kind, self.code.lanes)
+        kind = llvm.VectorType(self.kind, self.code.lanes)
         return Value(self.code, self.code.ir.load((self + i).ir, typ=kind, align=SIZES[self.kind]))
 
     def store(self, x: Value, i: "Value | int" = 0) -> None:
         """Of a vector, in full."""
         self.code.ir.store(x.ir, (self + i).ir, align=SIZES[self.kind])
 
-    def of(self, kind: ir.Type) -> "Pointer":
+    def of(self, kind: llvm.Type) -> "Pointer":
         return Pointer(self.code, self.ir, kind)
 
     def bytes(self, n: "Value | int") -> "Pointer":
@@ -146,7 +152,7 @@ class Pointer:
         return (self.of(BYTE) + n).of(self.kind)
 
     def absent(self) -> Value:
-        return Value(self.code, self.code.ir.icmp_unsigned("==", self.ir, ir.Constant(ADDRESS, None)))
+        return Value(self.code, self.code.ir.icmp_unsigned("==", self.ir, llvm.Constant(ADDRESS, None)))
 
 
 class Variable:
@@ -168,17 +174,17 @@ class Variable:
 
 
 class Function(NamedTuple):
-    ir: ir.Function
-    parameters: tuple[ir.Type, ...]
+    ir: llvm.Function
+    parameters: tuple[llvm.Type, ...]
 
 
 class Code:
     """A module under construction, and the place in it where the next instruction goes."""
 
-    ir: ir.IRBuilder
+    ir: llvm.IRBuilder
 
-    def __init__(self, target: Target, real: ir.Type):
-        self.module = ir.Module("flashtile")
+    def __init__(self, target: Target, real: llvm.Type):
+        self.module = llvm.Module("flashtile")
         self.module.triple = target.triple
         self.target, self.real = target, real
         self.lanes = target.vector_bytes // SIZES[real]
@@ -188,10 +194,10 @@ class Code:
 
     # Values ----------------------------------------------------------------------------------------------------------
 
-    def constant(self, x: float, kind: ir.Type) -> Value:
+    def constant(self, x: float, kind: llvm.Type) -> Value:
         number = float(x) if element(kind) in FLOATING else int(x)
-        content = [number] * kind.count if isinstance(kind, ir.VectorType) else number
-        return Value(self, ir.Constant(kind, content))
+        content = [number] * kind.count if isinstance(kind, llvm.VectorType) else number
+        return Value(self, llvm.Constant(kind, content))
 
     def whole(self, x: "Value | int") -> Value:
         """An index, 64 bits wide."""
@@ -202,25 +208,25 @@ class Code:
 
     def reals(self, x: float = 0.0) -> Value:
         """A vector of one number."""
-        return self.constant(x, ir.VectorType(self.real, self.lanes))
+        return self.constant(x, llvm.VectorType(self.real, self.lanes))
 
-    def numbered(self, kind: ir.Type) -> Value:
+    def numbered(self, kind: llvm.Type) -> Value:
         """The vector 0, 1, 2, ..."""
-        return Value(self, ir.Constant(ir.VectorType(kind, self.lanes), list(range(self.lanes))))
+        return Value(self, llvm.Constant(llvm.VectorType(kind, self.lanes), list(range(self.lanes))))
 
-    def scalar(self, x: "Value | float", kind: ir.Type) -> Value:
+    def scalar(self, x: "Value | float", kind: llvm.Type) -> Value:
         return x if isinstance(x, Value) else self.constant(x, kind)
 
     def repeated(self, x: Value) -> Value:
         """A scalar in all lanes."""
-        if isinstance(x.ir.type, ir.VectorType):
+        if isinstance(x.ir.type, llvm.VectorType):
             return x
-        kind = ir.VectorType(x.ir.type, self.lanes)
-        one = self.ir.insert_element(ir.Constant(kind, ir.Undefined), x.ir, ir.Constant(INT, 0))
-        zeros = ir.Constant(ir.VectorType(INT, self.lanes), [0] * self.lanes)
-        return Value(self, self.ir.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros))
+        kind = llvm.VectorType(x.ir.type, self.lanes)
+        one = self.ir.insert_element(llvm.Constant(kind, llvm.Undefined), x.ir, llvm.Constant(INT, 0))
+        zeros = llvm.Constant(llvm.VectorType(INT, self.lanes), [0] * self.lanes)
+        return Value(self, self.ir.shuffle_vector(one, llvm.Constant(kind, llvm.Undefined), zeros))
 
-    def alike(self, a: Any, b: Any) -> tuple[ir.Value, ir.Value]:
+    def alike(self, a: Any, b: Any) -> tuple[llvm.Value, llvm.Value]:
         """Two operands in one type: numbers become constants, scalars vectors."""
         if not isinstance(a, Value):
             return self.constant(a, b.ir.type).ir, b.ir
@@ -258,25 +264,25 @@ class Code:
     def intrinsic(self, name: str, *operands: Value) -> Value:
         kind = operands[0].ir.type
         kinds = [x.ir.type for x in operands]
-        function = self.module.declare_intrinsic(f"{name}.{suffix(kind)}", (), ir.FunctionType(kind, kinds))
+        function = self.module.declare_intrinsic(f"{name}.{suffix(kind)}", (), llvm.FunctionType(kind, kinds))
         return Value(self, self.ir.call(function, [x.ir for x in operands]))
 
     def reduced(self, name: str, x: Value) -> Value:
         """One number from a vector: `and`, `or`, `smax`, `smin`, ..."""
         kind = x.ir.type
         full = f"llvm.vector.reduce.{name}.{suffix(kind)}"
-        function = self.module.declare_intrinsic(full, (), ir.FunctionType(kind.element, [kind]))
+        function = self.module.declare_intrinsic(full, (), llvm.FunctionType(kind.element, [kind]))
         return Value(self, self.ir.call(function, [x.ir]))
 
     def any(self, condition: Value) -> Value:
         return self.reduced("or", condition)
 
-    def convert(self, x: Value, kind: ir.Type, signed: bool = True) -> Value:
+    def convert(self, x: Value, kind: llvm.Type, signed: bool = True) -> Value:
         """To another type of number, in the same number of lanes."""
         source, old = x.ir.type, element(x.ir.type)
         if old is kind:
             return x
-        wanted = ir.VectorType(kind, source.count) if isinstance(source, ir.VectorType) else kind
+        wanted = llvm.VectorType(kind, source.count) if isinstance(source, llvm.VectorType) else kind
         wider = kind in SIZES and old in SIZES and SIZES[kind] > SIZES[old]
         if old in FLOATING:
             name = ("fpext" if wider else "fptrunc") if kind in FLOATING else "fptosi"
@@ -288,14 +294,14 @@ class Code:
             name = "trunc"
         return Value(self, getattr(self.ir, name)(x.ir, wanted))
 
-    def same_bits(self, x: Value, kind: ir.Type) -> Value:
+    def same_bits(self, x: Value, kind: llvm.Type) -> Value:
         source = x.ir.type
-        wanted = ir.VectorType(kind, source.count) if isinstance(source, ir.VectorType) else kind
+        wanted = llvm.VectorType(kind, source.count) if isinstance(source, llvm.VectorType) else kind
         return Value(self, self.ir.bitcast(x.ir, wanted))
 
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
         """Lanes of two vectors, those of `b` counted on from those of `a`."""
-        mask = ir.Constant(ir.VectorType(INT, len(lanes)), list(lanes))
+        mask = llvm.Constant(llvm.VectorType(INT, len(lanes)), list(lanes))
         return Value(self, self.ir.shuffle_vector(a.ir, b.ir, mask))
 
     # Control ---------------------------------------------------------------------------------------------------------
@@ -321,7 +327,7 @@ class Code:
         self.ir.position_at_end(done)
 
     @contextmanager
-    def forever(self) -> Iterator[ir.Block]:
+    def forever(self) -> Iterator[llvm.Block]:
         """A loop that ends by `leave_if`."""
         body, done = self.ir.append_basic_block("body"), self.ir.append_basic_block("done")
         self.ir.branch(body)
@@ -330,7 +336,7 @@ class Code:
         self.ir.branch(body)
         self.ir.position_at_end(done)
 
-    def leave_if(self, condition: Value, done: ir.Block) -> None:
+    def leave_if(self, condition: Value, done: llvm.Block) -> None:
         more = self.ir.append_basic_block("more")
         self.ir.cbranch(condition.ir, done, more)
         self.ir.position_at_end(more)
@@ -349,16 +355,16 @@ class Code:
     # Functions -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def function(self, name: str, *kinds: ir.Type, public: bool = False) -> Iterator[list[Value]]:
+    def function(self, name: str, *kinds: llvm.Type, public: bool = False) -> Iterator[list[Value]]:
         """Emit a function without result; what is yielded are its arguments, addresses without an element type."""
-        function = ir.Function(self.module, ir.FunctionType(VOID, kinds), name)
+        function = llvm.Function(self.module, llvm.FunctionType(VOID, kinds), name)
         function.attributes.add("nounwind")
         if not public:
             function.linkage = "internal"
             function.attributes.add("noinline")
         self.functions[name] = Function(function, kinds)
         outer = getattr(self, "ir", None)
-        self.ir = ir.IRBuilder(function.append_basic_block("entry"))
+        self.ir = llvm.IRBuilder(function.append_basic_block("entry"))
         yield [Value(self, argument) for argument in function.args]
         self.ir.ret_void()
         if outer is not None:
@@ -367,16 +373,16 @@ class Code:
     def call(self, name: str, *given: "Value | Pointer") -> None:
         self.ir.call(self.functions[name].ir, [x.ir for x in given])
 
-    def pointer(self, x: Value, kind: ir.Type | None = None) -> Pointer:
+    def pointer(self, x: Value, kind: llvm.Type | None = None) -> Pointer:
         return Pointer(self, x.ir, self.real if kind is None else kind)
 
     def next_of(self, counter: Pointer) -> Value:
         """The counter's value, which goes up by one for all threads."""
-        return Value(self, self.ir.atomic_rmw("add", counter.ir, ir.Constant(LONG, 1), "monotonic"))
+        return Value(self, self.ir.atomic_rmw("add", counter.ir, llvm.Constant(LONG, 1), "monotonic"))
 
 
-def suffix(kind: ir.Type) -> str:
+def suffix(kind: llvm.Type) -> str:
     """How an intrinsic's name spells a type."""
-    if isinstance(kind, ir.VectorType):
+    if isinstance(kind, llvm.VectorType):
         return f"v{kind.count}{suffix(kind.element)}"
-    return {FLOAT: "f32", DOUBLE: "f64", HALF: "f16"}.get(kind) or f"i{kind.width}"
+    return {FLOAT: "f32", DOUBLE: "f64", HALF: "f16"}.get(kind) or str(kind)

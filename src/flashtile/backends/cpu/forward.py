@@ -4,7 +4,6 @@ A task is a few panels of query rows. Blocks of keys stream by; for each, every 
 scores, takes them into the rows' softmax and adds the values, while the block is in the nearest cache.
 """
 
-
 from .codegen import ADDRESS, BYTE, Code, Value
 from .formats import STORED
 from .masking import hidden, in_mask, in_window, mask_shows_any

@@ -6,7 +6,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ...call import Call, Gradients, Needs, new_rows
+from ...call import Call, new_rows
 from ...plan import Plan
 from ...problem import accumulation_dtype
 from ..common.softmax import merge

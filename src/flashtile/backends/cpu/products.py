@@ -56,9 +56,7 @@ def emit_values(code: Code, panel: Panel) -> None:
             p, v, o, alpha = (code.pointer(given[n]) for n in (0, 1, 4, 5))
             stride, count = given[2], given[3]
             scale = panel.load(alpha)
-            total = [
-                [code.variable(x * a) for x, a in zip(panel.load(o, d), scale, strict=True)] for d in range(rows)
-            ]
+            total = [[code.variable(x * a) for x, a in zip(panel.load(o, d), scale, strict=True)] for d in range(rows)]
             with code.loop(0, count) as j:
                 p_j = panel.load(p, j)
                 v_j = v + stride * j
@@ -70,7 +68,9 @@ def emit_values(code: Code, panel: Panel) -> None:
                 panel.store([x.get() for x in total[d]], o, d)
 
 
-def scores(code: Code, panel: Panel, k: Pointer, stride: Value, count: Value, q: Pointer, depth: Value, s: Pointer, m: Pointer) -> None:
+def scores(
+    code: Code, panel: Panel, k: Pointer, stride: Value, count: Value, q: Pointer, depth: Value, s: Pointer, m: Pointer
+) -> None:
     """`s [count, panel]`, and the maximum `m`, of `count` keys."""
 
     def part(j: Value, rows: int) -> None:
@@ -79,7 +79,17 @@ def scores(code: Code, panel: Panel, k: Pointer, stride: Value, count: Value, q:
     in_parts(code, count, part)
 
 
-def values(code: Code, panel: Panel, p: Pointer, v: Pointer, stride: Value, count: Value, o: Pointer, width: Value, alpha: Pointer) -> None:
+def values(
+    code: Code,
+    panel: Panel,
+    p: Pointer,
+    v: Pointer,
+    stride: Value,
+    count: Value,
+    o: Pointer,
+    width: Value,
+    alpha: Pointer,
+) -> None:
     """`o [width, panel]` scaled by `alpha`, plus the product of `count` probabilities and values."""
 
     def part(d: Value, rows: int) -> None:

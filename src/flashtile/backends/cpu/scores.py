@@ -23,8 +23,10 @@ class Tables(NamedTuple):
     slope: Pointer  # [rows]
 
 
-def modified(code: Code, a: Arguments, variant: Variant, t: Tables, panel: Panel, s: Value, n: int, j: Value, block_j: Value) -> Value:
-    """The final scores of one vector of rows, `n` rows into the panel, with key `j`, which is number `block_j` of its block."""
+def modified(
+    code: Code, a: Arguments, variant: Variant, t: Tables, panel: Panel, s: Value, n: int, j: Value, block_j: Value
+) -> Value:
+    """The final scores of a vector of rows, `n` rows into the panel, with key `j`, number `block_j` of its block."""
     if variant.softcap:
         s = tanh(code, s) * a.real("softcap_scale")
     if variant.bias is not None:

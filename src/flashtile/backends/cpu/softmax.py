@@ -28,7 +28,14 @@ def start(code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, 
 
 
 def probabilities(
-    code: Code, variant: Variant, panel: Panel, s: Pointer, count: Value, w: Workspace, m: Pointer, l: Pointer  # noqa: E741
+    code: Code,
+    variant: Variant,
+    panel: Panel,
+    s: Pointer,
+    count: Value,
+    w: Workspace,
+    m: Pointer,
+    l: Pointer,  # noqa: E741
 ) -> None:
     """Scores `s [count, panel]` to `exp(s - new_m)`, in place. `m` and `l` follow the new maximum, and `alpha` is the
     factor that carries earlier sums over.

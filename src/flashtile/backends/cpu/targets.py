@@ -9,7 +9,6 @@ from ...errors import BackendError
 from .support import VECTORS_VARIABLE
 
 
-
 class Target(NamedTuple):
     """A processor as generators and the compiler see it."""
 

@@ -34,7 +34,7 @@ class Task(NamedTuple):
 
 
 def locate(code: Code, a: Arguments, panel: Panel, task: Value) -> Task:
-    splits, groups, heads = a.number("splits"), a.number("groups"), a.number("num_heads_kv")
+    splits, groups = a.number("splits"), a.number("groups")
     split, task = task % splits, task // splits
     sequences = a.pointer("sequences", LONG)
     # The last sequence that begins at or before this task.
@@ -119,7 +119,15 @@ def position_and_head(a: Arguments, task: Task, row: Value) -> tuple[Value, Valu
 
 
 def turn_in(
-    code: Code, panel: Panel, source: Pointer, rows_at: Pointer, count: Value, step: Value, name: str, to: Pointer, factor: Value
+    code: Code,
+    panel: Panel,
+    source: Pointer,
+    rows_at: Pointer,
+    count: Value,
+    step: Value,
+    name: str,
+    to: Pointer,
+    factor: Value,
 ) -> None:
     """`to[d] = factor * source[rows_at + d * step]` for `d < count`: rows become lanes.
 
@@ -127,27 +135,23 @@ def turn_in(
     what is left, and what is not contiguous.
     """
     whole = code.select(step.equals(1), count // code.lanes * code.lanes, 0)
-    with code.loop(0, whole, code.lanes) as d:
-        with code.loop(0, panel.rows, code.lanes) as r:
-            square = [load_vector(code, source, rows_at[r + n] + d, name) for n in range(code.lanes)]
-            for n, column in enumerate(transposed(code, square)):
-                to.store(column * factor, (d + n) * panel.rows + r)
-    with code.loop(whole, count) as d:
-        with code.loop(0, panel.rows) as r:
-            to[d * panel.rows + r] = load(code, source, rows_at[r] + d * step, name) * factor
+    with code.loop(0, whole, code.lanes) as d, code.loop(0, panel.rows, code.lanes) as r:
+        square = [load_vector(code, source, rows_at[r + n] + d, name) for n in range(code.lanes)]
+        for n, column in enumerate(transposed(code, square)):
+            to.store(column * factor, (d + n) * panel.rows + r)
+    with code.loop(whole, count) as d, code.loop(0, panel.rows) as r:
+        to[d * panel.rows + r] = load(code, source, rows_at[r] + d * step, name) * factor
 
 
 def turn_out(code: Code, panel: Panel, source: Pointer, count: Value, name: str, to: Pointer, rows_at: Pointer) -> None:
     """`to[rows_at + d] = source[d]` for `d < count`: lanes become rows again."""
     whole = count // code.lanes * code.lanes
-    with code.loop(0, whole, code.lanes) as d:
-        with code.loop(0, panel.rows, code.lanes) as r:
-            square = [source.vector((d + n) * panel.rows + r) for n in range(code.lanes)]
-            for n, row in enumerate(transposed(code, square)):
-                store_vector(code, row, to, rows_at[r + n] + d, name)
-    with code.loop(whole, count) as d:
-        with code.loop(0, panel.rows) as r:
-            store(code, source[d * panel.rows + r], to, rows_at[r] + d, name)
+    with code.loop(0, whole, code.lanes) as d, code.loop(0, panel.rows, code.lanes) as r:
+        square = [source.vector((d + n) * panel.rows + r) for n in range(code.lanes)]
+        for n, row in enumerate(transposed(code, square)):
+            store_vector(code, row, to, rows_at[r + n] + d, name)
+    with code.loop(whole, count) as d, code.loop(0, panel.rows) as r:
+        store(code, source[d * panel.rows + r], to, rows_at[r] + d, name)
 
 
 class Keys(NamedTuple):

@@ -1,4 +1,4 @@
-"""A thread's own memory: the tables of its rows, turned queries and outputs, one block of scores, of keys and values."""
+"""A thread's own memory: the tables of its rows, turned queries and outputs, a block of scores, keys and values."""
 
 from collections.abc import Iterator
 from typing import Any
