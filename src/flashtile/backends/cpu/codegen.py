@@ -39,7 +39,7 @@ class Value:
 
     __slots__ = ("code", "ir")
 
-    def __init__(self, code: "Code", value: llvm.Value):
+    def __init__(self, code: "Code", value: Any):
         self.code, self.ir = code, value
 
     def _binary(self, other: Any, integer: str, floating: str | None = None, swap: bool = False) -> "Value":
@@ -122,7 +122,7 @@ class Pointer:
 
     __slots__ = ("code", "ir", "kind")
 
-    def __init__(self, code: "Code", address: llvm.Value, kind: llvm.Type):
+    def __init__(self, code: "Code", address: Any, kind: llvm.Type):
         self.code, self.ir, self.kind = code, address, kind
 
     def __add__(self, i: "Value | int") -> "Pointer":
@@ -181,7 +181,7 @@ class Function(NamedTuple):
 class Code:
     """A module under construction, and the place in it where the next instruction goes."""
 
-    ir: llvm.IRBuilder
+    ir: Any  # llvmlite's builder
 
     def __init__(self, target: Target, real: llvm.Type):
         self.module = llvm.Module("flashtile")
@@ -226,7 +226,7 @@ class Code:
         zeros = llvm.Constant(llvm.VectorType(INT, self.lanes), [0] * self.lanes)
         return Value(self, self.ir.shuffle_vector(one, llvm.Constant(kind, llvm.Undefined), zeros))
 
-    def alike(self, a: Any, b: Any) -> tuple[llvm.Value, llvm.Value]:
+    def alike(self, a: Any, b: Any) -> tuple[Any, Any]:
         """Two operands in one type: numbers become constants, scalars vectors."""
         if not isinstance(a, Value):
             return self.constant(a, b.ir.type).ir, b.ir
