@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, new_rows
 from .errors import AttentionError
-from .plan import plan_backward, plan_call
+from .plan import plan_call
 from .problem import accumulation_dtype
 
 LIBRARY = torch.library.Library("flashtile", "DEF")
@@ -92,7 +92,7 @@ class Operators:
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Any, ...]:
         call = self.call(arguments)
-        chosen = plan_backward(call)
+        chosen = plan_call(call)
         with inside_operator(call.tensors.q.device.type):
             found = chosen.kernels().backward(chosen, call, Needs.from_flat(needs), out, lse, dout, dlse)
         return in_schema(found, call)

@@ -85,15 +85,6 @@ def plan_call(call: Call) -> Plan:
     return chosen
 
 
-def plan_backward(call: Call) -> Plan:
-    """The plan of a call's backward pass: forward's, unless that backend leaves backward to another. `out` and `lse`
-    mean the same in all of them.
-    """
-    chosen = plan_call(call)
-    other = getattr(SUPPORT[chosen.backend], "BACKWARD", chosen.backend)
-    return chosen if other == chosen.backend else plan(Problem.describe(call), call.tensors.q.device, other)
-
-
 def _plan_of_signature(call: Call) -> Plan:
     device, backend = call.tensors.q.device, call.settings.backend
     if device.type != "cuda":

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...call import Call
+from ...call import Call, Needs
 from ...problem import accumulation_dtype
 from .targets import Target
 from .tiles import SEQUENCE, UNLIMITED
@@ -45,6 +45,8 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
     )
 
 
+ENOUGH_OWNERS = 16  # tasks of a backward pass: with fewer, keys are split
+LEAST_KEYS = 256  # of a split
 ABSENT = dict.fromkeys(FIELDS, 0)
 
 
@@ -115,6 +117,26 @@ def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths
     return Lengths(table, batch, int(table[-1, 0]), int(seqlen_k.max(initial=0)), covered)
 
 
+class Owners(NamedTuple):
+    """How backward is shared out: a task owns its keys' gradients, and all of a bias's elements that it adds to."""
+
+    tasks: int
+    splits: int  # of the keys
+    share_b: int  # 1 if one task goes through all sequences
+    share_h: int
+
+
+def owners(call: Call, needs: Needs, lengths: Lengths) -> Owners:
+    """The number of threads has no say: it would change the result."""
+    t = call.tensors
+    shared = [needs.bias and t.bias is not None and n == 1 for n in (t.bias.shape if t.bias is not None else ())]
+    share_b, share_h, _, share_j = shared or (False,) * 4
+    heads = t.k.shape[1 if call.layout == "dense" else -2]
+    count = (1 if share_b else lengths.batch) * (1 if share_h else heads)
+    splits = 1 if share_j else max(1, min(ENOUGH_OWNERS // max(count, 1), lengths.longest // LEAST_KEYS))
+    return Owners(count * splits if lengths.batch else 0, splits, int(share_b), int(share_h))
+
+
 def strides(name: str, x: Tensor, paged: bool = False) -> dict[str, int]:
     """Of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`: between sequences (or pages), heads and rows."""
     if paged:
@@ -124,6 +146,12 @@ def strides(name: str, x: Tensor, paged: bool = False) -> dict[str, int]:
     else:
         batch, (row, head) = 0, x.stride()[:2]
     return {f"{name}_b": batch, f"{name}_h": head, f"{name}_s": row}
+
+
+def lse_strides(lse: Tensor) -> dict[str, int]:
+    """Of one number a row: contiguous `[B, H, S]` or `[H, T]`."""
+    batch = lse.stride(0) if lse.dim() == 3 else 0
+    return {"lse_b": batch, "lse_h": lse.stride(-2), "lse_s": 1, "seqlen_total": lse.numel()}
 
 
 def pair_strides(name: str, x: Tensor) -> dict[str, int]:

@@ -4,17 +4,17 @@ A task is a few panels of query rows. Blocks of keys stream by; for each, every 
 scores, takes them into the rows' softmax and adds the values, while the block is in the nearest cache.
 """
 
-from .codegen import ADDRESS, BYTE, Code, Value
-from .formats import STORED
-from .masking import hidden, in_mask, in_window, mask_shows_any
+from .codegen import ADDRESS, Code, Pointer, Value
+from .masking import hidden, in_mask, in_window
+from .passes import Pass, own_memory, store_rows, tasks
 from .products import Panel, emit_scores, emit_values, scores, values
 from .rng import drop
-from .scores import Tables, modified
+from .scores import modified
 from .softmax import finish, probabilities, start
 from .targets import Target
-from .tiles import Keys, Task, fill_rows, locate, read_keys, turn_in, turn_out
+from .tiles import Keys, fill_rows, locate, read_keys, rows_left, turn_in, turn_out
 from .variant import Arguments, Variant
-from .workspace import BLOCK, Workspace
+from .workspace import BLOCK, Workspace, forward_pieces
 
 NAME = "attend"
 
@@ -27,23 +27,15 @@ def source(variant: Variant, target: Target) -> str:
     emit_values(code, panel)
     with code.function(NAME, ADDRESS, public=True) as (block,):
         a = Arguments(code, block)
-        counter = a.pointer("counter", BYTE)
-        thread = code.next_of(counter + 64)
-        memory = a.pointer("workspace", BYTE) + thread * a.number("work_size")
         sizes = (a.number(name) for name in ("panels", "head_dim", "head_dim_v"))
-        w = Workspace(code, memory, panel.rows, *sizes)
-        with code.forever() as done:
-            number = code.next_of(counter)
-            code.leave_if(number >= a.number("tasks"), done)
-            Forward(code, a, variant, panel, locate(code, a, panel, number), w).run()
+        w = Workspace(own_memory(code, a), forward_pieces(code.real, panel.rows, *sizes))
+        with tasks(code, a) as number:
+            Forward(code, a, variant, panel, w, locate(code, a, panel, number)).run()
     return str(code.module)
 
 
-class Forward:
+class Forward(Pass):
     """The emission of one task."""
-
-    def __init__(self, code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, w: Workspace):
-        self.code, self.a, self.variant, self.panel, self.task, self.w = code, a, variant, panel, task, w
 
     def run(self) -> None:
         code, w, rows = self.code, self.w, self.panel.rows
@@ -92,17 +84,6 @@ class Forward:
                 v = v._replace(first=v.first + v.stride * skipped)
                 self.attend(p, first, count, (first < full_lo) | (last > full_hi), k, v)
 
-    def load_pairs(self, p: Value, first: Value, count: Value) -> Value:
-        """Turn in the block's part of bias and mask; whether the mask shows any of it."""
-        code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
-        for name, dtype in (("mask", "bool" if variant.mask else None), ("bias", variant.bias)):
-            if dtype is None:
-                continue
-            step, table = a.number(f"{name}_j"), getattr(w, f"{name}_at") + p * panel.rows
-            at = a.pointer(name, STORED[dtype]) + first * step
-            turn_in(code, panel, at, table, count, step, dtype, getattr(w, name), code.number(1))
-        return mask_shows_any(code, panel, w.mask, count) if variant.mask else code.whole(0).equals(0)
-
     def attend(self, p: Value, first: Value, count: Value, edge: Value, k: Keys, v: Keys) -> None:
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
         depth, width = a.number("head_dim"), a.number("head_dim_v")
@@ -125,18 +106,18 @@ class Forward:
         out = w.out + p * width * panel.rows
         values(code, panel, w.scores, v.first, v.stride, count, out, width, w.alpha)
 
-    def modify(self, p: Value, first: Value, count: Value, m, edge: bool) -> None:
+    def modify(self, p: Value, first: Value, count: Value, m: Pointer, edge: bool) -> None:
         """Products to final scores, in place, and their maximum."""
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
         rows = p * panel.rows
-        tables = Tables(w.bias, w.place + rows, w.slope + rows)
+        tables = self.score_tables(p)
         low, high = w.low + rows, w.high + rows
         largest = [code.variable(x) for x in panel.load(m)]
         with code.loop(0, count) as j:
             found = []
             for n, (s, top) in enumerate(zip(panel.load(w.scores, j), largest, strict=True)):
                 row = n * code.lanes
-                s = modified(code, a, variant, tables, panel, s, row, first + j, j)
+                s = modified(code, a, variant, tables, panel, s, row, first + j, j).score
                 if edge:
                     s = hidden(code, s, in_window(code, low, high, row, first + j))
                 if variant.mask:
@@ -153,7 +134,7 @@ class Forward:
         out, rows = w.out + p * width * panel.rows, p * panel.rows
         l = w.l + rows  # noqa: E741
         finish(code, self.variant, panel, width, out, w.m + rows, l)
-        lse_at, out_at = w.lse_at + rows, w.out_at + rows
+        lse_at, out_at, rows_there = w.lse_at + rows, w.out_at + rows, rows_left(code, panel, task, p)
         with code.either(a.number("splits") > 1) as (parts, whole):
             with parts:
                 before = task.split * a.number("seqlen_total")
@@ -161,12 +142,8 @@ class Forward:
                     out_at[r] = (before + lse_at[r]) * width
                     lse_at[r] = before + lse_at[r]
                 real = "float64" if self.variant.dtype == "float64" else "float32"
-                turn_out(code, panel, out, width, real, a.pointer("partial_out"), out_at)
-                self.store_lse(l, a.pointer("partial_lse"), lse_at)
+                turn_out(code, panel, out, width, real, a.pointer("partial_out"), out_at, rows_there)
+                store_rows(code, l, a.pointer("partial_lse"), lse_at, rows_there)
             with whole:
-                turn_out(code, panel, out, width, self.variant.dtype, a.pointer("out"), out_at)
-                self.store_lse(l, a.pointer("lse"), lse_at)
-
-    def store_lse(self, lse, to, rows_at) -> None:
-        with self.code.loop(0, self.panel.rows) as r:
-            to[rows_at[r]] = lse[r]
+                turn_out(code, panel, out, width, self.variant.dtype, a.pointer("out"), out_at, rows_there)
+                store_rows(code, l, a.pointer("lse"), lse_at, rows_there)

@@ -6,11 +6,12 @@ import functools
 import torch
 from torch import Tensor
 
-from ...call import Call, new_rows
+from ...call import Call, Gradients, Needs, new_rows
 from ...plan import Plan
 from ...problem import accumulation_dtype
 from ..common.softmax import merge
 from . import arguments as args
+from . import backward as backward_pass
 from . import forward as forward_pass
 from . import targets, threads, workspace
 from .jit import function_address
@@ -21,6 +22,11 @@ from .variant import Variant
 @functools.lru_cache(maxsize=1024)
 def forward_address(variant: Variant, target: Target) -> int:
     return function_address(forward_pass.source(variant, target), forward_pass.NAME, target)
+
+
+@functools.lru_cache(maxsize=1024)
+def backward_address(variant: Variant, target: Target) -> int:
+    return function_address(backward_pass.source(variant, target), backward_pass.NAME, target)
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -38,22 +44,19 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     if splits > 1:
         partial_out, partial_lse = lse.new_empty((splits, *lse.shape, v.shape[-1])), lse.new_empty((splits, *lse.shape))
         values |= {"partial_out": partial_out.data_ptr(), "partial_lse": partial_lse.data_ptr()}
-    work_size = workspace.size(variant.real, rows, panels, q.shape[-1], v.shape[-1])
+    pieces = workspace.forward_pieces(variant.real, rows, panels, q.shape[-1], v.shape[-1])
     values |= {
         **args.strides("out", out),
         "out": out.data_ptr(),
         "lse": lse.data_ptr(),
-        "lse_b": lse.stride(0) if lse.dim() == 3 else 0,
-        "lse_h": lse.stride(-2),
-        "lse_s": 1,
-        "seqlen_total": lse.numel(),
+        **args.lse_strides(lse),
         "sequences": lengths.table.ctypes.data,
         "tasks": lengths.tasks * splits,
         "batch": lengths.batch,
         "panels": panels,
         "splits": splits,
         "chunk": args.chunk(lengths.longest, splits),
-        "work_size": work_size,
+        "work_size": workspace.size(pieces),
     }
     run(forward_address(variant, target), values)
     if splits > 1:
@@ -65,6 +68,128 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
         lse[:, lengths.covered :] = -torch.inf
     del alive
     return out, lse
+
+
+def backward(
+    plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> Gradients:
+    if call.layout == "paged":
+        packed, token = without_pages(call)
+        found = backward(plan, packed, needs, out, lse, dout, dlse)
+        dk, dv = (in_pages(dx, token, x) for dx, x in ((found.k, call.tensors.k), (found.v, call.tensors.v)))
+        return found._replace(k=dk, v=dv)
+    t = call.tensors
+    q, k, v, out = (args.rows_last(x) for x in (t.q, t.k, t.v, out))
+    real = accumulation_dtype(q.dtype)
+    dout = out.new_zeros(out.shape[-1]).expand(out.shape) if dout is None else args.rows_last(dout.to(out.dtype))
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(real).contiguous()
+    target = targets.host()
+    variant = args.variant_of(call, target, plan.tile.rows)
+    variant = variant._replace(bias_gradient=needs.bias, slope_gradient=needs.alibi_slopes)
+    values, alive = args.inputs(call, variant, q, k, v)
+    lanes = target.vector_bytes // real.itemsize
+    rows = variant.vectors * lanes
+    lengths = args.lengths(call, values["num_heads_kv"], values["groups"], rows)
+    owners = args.owners(call, needs, lengths)
+    splits = owners.splits
+    delta = torch.zeros_like(lse)
+    dslopes = lse.new_zeros((splits, *lse.shape)) if needs.alibi_slopes else None
+    dbias = t.bias.new_zeros(t.bias.shape, dtype=real) if needs.bias and t.bias is not None else None
+    dq = new_rows(q, q.shape[1], q.shape[-1], real) if needs.q else None
+    parts = dq[None] if dq is None or splits == 1 else dq.new_empty((splits, *dq.shape))
+    dk, dv = (
+        new_rows(x, values["num_heads_kv"], workspace.whole(x.shape[-1], lanes), real).zero_() if needed else None
+        for x, needed in ((k, needs.k), (v, needs.v))
+    )
+    given = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, "delta": delta, "dslopes": dslopes, "dbias": dbias}
+    results = {"dq": parts, "dk": dk, "dv": dv}
+    values |= {name: x.data_ptr() for name, x in (given | results).items() if x is not None}
+    for name, x in {"out": out, "dout": dout, "dk": dk, "dv": dv, "dq": None if parts is None else parts[0]}.items():
+        values |= {} if x is None else args.strides(name, x)
+    if parts is not None:
+        values["dq_split"] = parts.stride(0)
+    if dbias is not None:
+        values |= args.pair_strides("dbias", dbias)
+    pieces = workspace.backward_pieces(variant.real, rows, lanes, q.shape[-1], v.shape[-1])
+    values |= {
+        **args.lse_strides(lse),
+        "scale": call.settings.scale,
+        "sequences": lengths.table.ctypes.data,
+        "tasks": owners.tasks,
+        "batch": lengths.batch,
+        "panels": 1,
+        "splits": splits,
+        "chunk": args.chunk(lengths.longest, splits),
+        "share_b": owners.share_b,
+        "share_h": owners.share_h,
+        "work_size": workspace.size(pieces),
+    }
+    run(backward_address(variant, target), values)
+    del alive
+    if dq is not None and parts is not None:
+        if splits > 1:
+            torch.sum(parts, 0, out=dq)
+        if dq.dim() == 3:
+            dq[lengths.covered :] = 0
+    return Gradients(
+        q=dq,
+        k=without_padding(k, dk),
+        v=without_padding(v, dv),
+        bias=dbias,
+        alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0), lengths),
+        sinks=sink_gradient(call, lse, delta) if needs.sinks else None,
+    )
+
+
+def without_padding(like: Tensor, dx: Tensor | None) -> Tensor | None:
+    """A gradient whose rows are whole vectors, as wide as its input."""
+    if dx is None or dx.shape[-1] == like.shape[-1]:
+        return dx
+    return new_rows(like, like.shape[1], like.shape[-1], dx.dtype).copy_(dx[..., : like.shape[-1]])
+
+
+def sink_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink is a key without a value: `ds = p * (0 - delta)`, summed over rows."""
+    assert call.tensors.sinks is not None
+    sinks = call.tensors.sinks.to(lse.dtype)[:, None]  # [H, 1]
+    p = torch.where(lse == -torch.inf, 0, torch.exp(sinks - lse))  # [B, H, S] or [H, T]
+    return -(p * delta).sum(dim=-1).reshape(-1, sinks.shape[0]).sum(dim=0)
+
+
+def slope_gradient(call: Call, of_rows: Tensor, lengths: args.Lengths) -> Tensor:
+    """What rows add to their slopes, `[B, H, S]` or packed `[H, T]`, as `[H]` or `[B, H]`."""
+    slopes, bounds = call.tensors.alibi_slopes, call.tensors.cu_seqlens_q
+    assert slopes is not None
+    if bounds is None:
+        of_rows = of_rows.sum(dim=-1)
+    else:
+        sequence = torch.repeat_interleave(torch.arange(lengths.batch), bounds.diff().long())  # [T]
+        found = of_rows.new_zeros((lengths.batch, of_rows.shape[0]))
+        of_rows = found.index_add_(0, sequence, of_rows[:, : lengths.covered].t().contiguous())
+    return of_rows if slopes.dim() == 2 else of_rows.sum(dim=0)
+
+
+def without_pages(call: Call) -> tuple[Call, Tensor]:
+    """A paged call with its keys packed, and the place in the pages of each packed token."""
+    t = call.tensors
+    assert t.page_table is not None
+    assert t.seqused_k is not None or t.cu_seqlens_k is not None
+    page_size = t.k.shape[1]
+    used = t.seqused_k if t.seqused_k is not None else t.cu_seqlens_k.diff()  # type: ignore[union-attr]
+    bounds = torch.nn.functional.pad(used.long().cumsum(0), (1, 0))  # [B + 1]
+    sequence = torch.repeat_interleave(torch.arange(len(used)), used.long())  # [T]
+    position = torch.arange(int(bounds[-1])) - bounds[sequence]
+    token = t.page_table.long()[sequence, position // page_size] * page_size + position % page_size
+    k, v = (x.flatten(0, 1)[token] for x in (t.k, t.v))  # [T, Hkv, D]
+    return call._replace(tensors=t._replace(k=k, v=v, cu_seqlens_k=bounds, seqused_k=None, page_table=None)), token
+
+
+def in_pages(dx: Tensor | None, token: Tensor, like: Tensor) -> Tensor | None:
+    """A gradient of packed keys as one of pages; sequences may share a page."""
+    if dx is None:
+        return None
+    pages = dx.new_zeros((like.shape[0] * like.shape[1], *dx.shape[1:]))
+    return pages.index_add_(0, token, dx).unflatten(0, like.shape[:2])
 
 
 def run(address: int, values: dict) -> None:

@@ -5,6 +5,8 @@ numbers of the other matrix, read one at a time for all lanes: `rows` keys in th
 product with V.
 """
 
+from collections.abc import Callable
+
 from .codegen import ADDRESS, LONG, Code, Pointer, Value
 
 PARTS = (6, 4, 2, 1)  # rows of accumulators at a time: any number is a sum of these
@@ -68,6 +70,48 @@ def emit_values(code: Code, panel: Panel) -> None:
                 panel.store([x.get() for x in total[d]], o, d)
 
 
+STRIPS = (4, 2, 1)  # vectors of features at a time
+
+
+def emit_accumulate(code: Code, panel: Panel) -> None:
+    """`accumulate_R_N(p, x, x_stride, y, y_stride)`: `y[j] += sum_r p[j, r] x[r]` for R keys and N vectors of features,
+    which are the lanes here: `x [panel, ...]` and `y` are rows of whole vectors.
+    """
+    for rows in PARTS:
+        for strip in STRIPS:
+            with code.function(f"accumulate_{rows}_{strip}", ADDRESS, ADDRESS, LONG, ADDRESS, LONG) as given:
+                p, x, y = (code.pointer(given[n]) for n in (0, 1, 3))
+                x_stride, y_stride = given[2], given[4]
+                lanes = [n * code.lanes for n in range(strip)]
+                total = [[code.variable(code.reals()) for _ in lanes] for _ in range(rows)]
+                with code.loop(0, panel.rows) as r:
+                    x_r = x + x_stride * r
+                    vectors = [x_r.vector(n) for n in lanes]
+                    for j in range(rows):
+                        p_jr = code.repeated(p[r + j * panel.rows])
+                        for vector, sum_of_key in zip(vectors, total[j], strict=True):
+                            sum_of_key.set(code.multiply_add(vector, p_jr, sum_of_key.get()))
+                for j in range(rows):
+                    y_j = y + y_stride * j
+                    for n, sum_of_key in zip(lanes, total[j], strict=True):
+                        y_j.store(y_j.vector(n) + sum_of_key.get(), n)
+
+
+def accumulate(
+    code: Code, panel: Panel, p: Pointer, count: Value, x: Pointer, width: Value, y: Pointer, y_stride: Value
+) -> None:
+    """`y [count, width] += p [count, panel] @ x [panel, width]`, `width` in whole vectors."""
+
+    def keys(j: Value, rows: int) -> None:
+        def strips(n: Value, strip: int) -> None:
+            d = n * code.lanes
+            code.call(f"accumulate_{rows}_{strip}", p + j * panel.rows, x + d, width, y + y_stride * j + d, y_stride)
+
+        in_parts(code, width // code.lanes, strips, STRIPS)
+
+    in_parts(code, count, keys, PARTS)
+
+
 def scores(
     code: Code, panel: Panel, k: Pointer, stride: Value, count: Value, q: Pointer, depth: Value, s: Pointer, m: Pointer
 ) -> None:
@@ -76,7 +120,7 @@ def scores(
     def part(j: Value, rows: int) -> None:
         code.call(f"scores_{rows}", k + stride * j, stride, q, s + j * panel.rows, depth, m)
 
-    in_parts(code, count, part)
+    in_parts(code, count, part, PARTS)
 
 
 def values(
@@ -95,17 +139,17 @@ def values(
     def part(d: Value, rows: int) -> None:
         code.call(f"values_{rows}", p, v + d, stride, count, o + d * panel.rows, alpha)
 
-    in_parts(code, width, part)
+    in_parts(code, width, part, PARTS)
 
 
-def in_parts(code: Code, count: Value, part) -> None:
-    """`part(start, rows)` over `count`: as many of the largest as fit, then what is left."""
-    most, *smaller = PARTS
+def in_parts(code: Code, count: Value, part: Callable[[Value, int], None], sizes: tuple[int, ...]) -> None:
+    """`part(start, size)` over `count`: as many of the largest size as fit, then what is left."""
+    most, *smaller = sizes
     whole = count // most * most
     with code.loop(0, whole, most) as start:
         part(start, most)
     done = code.variable(whole)
-    for rows in smaller:
-        with code.when(count - done.get() >= rows):
-            part(done.get(), rows)
-            done.set(done.get() + rows)
+    for size in smaller:
+        with code.when(count - done.get() >= size):
+            part(done.get(), size)
+            done.set(done.get() + size)

@@ -23,17 +23,31 @@ class Tables(NamedTuple):
     slope: Pointer  # [rows]
 
 
+class Modified(NamedTuple):
+    """A vector of final scores, and what their gradient needs."""
+
+    score: Value
+    capped: Value | None  # tanh(s / softcap)
+
+
 def modified(
     code: Code, a: Arguments, variant: Variant, t: Tables, panel: Panel, s: Value, n: int, j: Value, block_j: Value
-) -> Value:
+) -> Modified:
     """The final scores of a vector of rows, `n` rows into the panel, with key `j`, number `block_j` of its block."""
+    capped = None
     if variant.softcap:
-        s = tanh(code, s) * a.real("softcap_scale")
+        capped = tanh(code, s)
+        s = capped * a.real("softcap_scale")
     if variant.bias is not None:
         s = s + t.bias.vector(block_j * panel.rows + n)
     if variant.alibi:
         s = s - t.slope.vector(n) * distance(code, t.place, n, j)
-    return s
+    return Modified(s, capped)
+
+
+def gradient_of_product(forward: Modified, ds: Value) -> Value:
+    """From the gradient of the final scores to that of the products. A bias receives `ds`, a slope `-ds * distance`."""
+    return ds if forward.capped is None else ds * (1.0 - forward.capped * forward.capped)
 
 
 def distance(code: Code, place: Pointer, n: int, j: Value) -> Value:

@@ -10,8 +10,7 @@ import torch
 from ...device import Device
 from ...problem import Problem
 
-SUMMARY = "LLVM kernels for CPUs: every feature but score_mod, head dimensions to 512; backward runs in `tiled`"
-BACKWARD = "tiled"
+SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature but score_mod, head dimensions to 512"
 MAX_HEAD_DIM = 512
 LONGEST = 2**30  # positions are 32-bit integers, and sums of two of them must be
 CACHE_VARIABLE, VECTORS_VARIABLE = "FLASHTILE_CACHE_DIR", "FLASHTILE_CPU_VECTORS"

@@ -3,7 +3,7 @@
 The query heads that share a key head are packed: row `r` of a sequence is position `r // groups` of the group's head
 `r % groups`. A task is a few panels of such rows with one key head and one split of the keys. For each row a table
 says where it lies and which keys it sees, so that nothing later knows of sequences, heads or layouts. Rows past the
-last one are copies of it: they are computed and stored twice, to the same bits.
+last one are copies of it, which nobody stores.
 """
 
 from typing import NamedTuple
@@ -33,32 +33,39 @@ class Task(NamedTuple):
     last_key: Value
 
 
-def locate(code: Code, a: Arguments, panel: Panel, task: Value) -> Task:
-    splits, groups = a.number("splits"), a.number("groups")
-    split, task = task % splits, task // splits
+def locate(code: Code, a: Arguments, panel: Panel, number: Value) -> Task:
+    """A task of the forward pass by its number: splits of one tile lie together, then tiles of one head."""
+    splits = a.number("splits")
+    split, number = number % splits, number // splits
     sequences = a.pointer("sequences", LONG)
     # The last sequence that begins at or before this task.
     low, high = code.variable(code.whole(0)), code.variable(a.number("batch"))
     with code.forever() as found:
         code.leave_if(high.get() - low.get() <= 1, found)
         middle = (low.get() + high.get()) // 2
-        before = sequences[middle * len(SEQUENCE)] <= task
+        before = sequences[middle * len(SEQUENCE)] <= number
         low.set(code.select(before, middle, low.get()))
         high.set(code.select(before, high.get(), middle))
     b = low.get()
-    first_task, q_first, k_first, seqlen_q, seqlen_k, leftpad = (
-        sequences[b * len(SEQUENCE) + n] for n in range(len(SEQUENCE))
-    )
-    num_rows, tile_rows = seqlen_q * groups, a.number("panels") * panel.rows
-    tiles = (num_rows + tile_rows - 1) // tile_rows
-    within = task - first_task
+    within = number - sequences[b * len(SEQUENCE)]
+    tile_rows = a.number("panels") * panel.rows
+    tiles = (
+        sequences[b * len(SEQUENCE) + SEQUENCE.index("seqlen_q")] * a.number("groups") + tile_rows - 1
+    ) // tile_rows
+    first_row = (tiles - 1 - within % tiles) * tile_rows  # under a causal mask the longest first
+    return task_of(code, a, b, within // tiles, split, first_row)
+
+
+def task_of(code: Code, a: Arguments, b: Value, kv_head: Value, split: Value, first_row: Value) -> Task:
+    sequences = a.pointer("sequences", LONG)
+    _, q_first, k_first, seqlen_q, seqlen_k, leftpad = (sequences[b * len(SEQUENCE) + n] for n in range(len(SEQUENCE)))
     first_key = split * a.number("chunk")
     return Task(
         b=b,
-        kv_head=within // tiles,
+        kv_head=kv_head,
         split=split,
-        first_row=(tiles - 1 - within % tiles) * tile_rows,  # under a causal mask the longest first
-        num_rows=num_rows,
+        first_row=first_row,
+        num_rows=seqlen_q * a.number("groups"),
         q_first=q_first,
         k_first=k_first,
         diagonal=seqlen_k - seqlen_q + a.number("diagonal"),
@@ -109,6 +116,11 @@ def fill_rows(code: Code, a: Arguments, variant: Variant, panel: Panel, task: Ta
         w.bounds[p * 4 + n] = bound.get()
 
 
+def rows_left(code: Code, panel: Panel, task: Task, p: Value) -> Value:
+    """Rows of panel `p` that are not copies."""
+    return code.minimum(task.num_rows - task.first_row - p * panel.rows, panel.rows)
+
+
 def packed_row(code: Code, panel: Panel, task: Task, p: Value, r: Value) -> Value:
     return code.minimum(task.first_row + p * panel.rows + r, task.num_rows - 1)
 
@@ -143,14 +155,32 @@ def turn_in(
         to[d * panel.rows + r] = load(code, source, rows_at[r] + d * step, name) * factor
 
 
-def turn_out(code: Code, panel: Panel, source: Pointer, count: Value, name: str, to: Pointer, rows_at: Pointer) -> None:
-    """`to[rows_at + d] = source[d]` for `d < count`: lanes become rows again."""
+def copy_rows(
+    code: Code, panel: Panel, source: Pointer, rows_at: Pointer, count: Value, name: str, to: Pointer, width: Value
+) -> None:
+    """`to[r, d] = source[rows_at[r] + d]` for `d < count`, and 0 from there to `width`."""
     whole = count // code.lanes * code.lanes
-    with code.loop(0, whole, code.lanes) as d, code.loop(0, panel.rows, code.lanes) as r:
+    with code.loop(0, panel.rows) as r:
+        row, at = to + r * width, rows_at[r]
+        with code.loop(0, whole, code.lanes) as d:
+            row.store(load_vector(code, source, at + d, name), d)
+        with code.loop(whole, count) as d:
+            row[d] = load(code, source, at + d, name)
+        with code.loop(count, width) as d:
+            row[d] = code.number(0)
+
+
+def turn_out(
+    code: Code, panel: Panel, source: Pointer, count: Value, name: str, to: Pointer, rows_at: Pointer, rows: Value | int
+) -> None:
+    """`to[rows_at + d] = source[d]` for `d < count` and the first `rows` rows: lanes become rows again."""
+    whole = count // code.lanes * code.lanes
+    with code.loop(0, whole, code.lanes) as d, code.loop(0, rows, code.lanes) as r:
         square = [source.vector((d + n) * panel.rows + r) for n in range(code.lanes)]
         for n, row in enumerate(transposed(code, square)):
-            store_vector(code, row, to, rows_at[r + n] + d, name)
-    with code.loop(whole, count) as d, code.loop(0, panel.rows) as r:
+            with code.when(r + n < rows):
+                store_vector(code, row, to, rows_at[r + n] + d, name)
+    with code.loop(whole, count) as d, code.loop(0, rows) as r:
         store(code, source[d * panel.rows + r], to, rows_at[r] + d, name)
 
 
