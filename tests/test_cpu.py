@@ -29,9 +29,9 @@ from flashtile.testing.inputs import KINDS
 from flashtile.testing.layouts import LAYOUTS, lay_out
 from flashtile.testing.poison import poisoned_allocation
 
-arguments, forward, jit, kernels, targets, threads = (
+arguments, backward, forward, jit, targets, threads = (
     importlib.import_module(f"flashtile.backends.cpu.{name}")
-    for name in ("arguments", "forward", "jit", "kernels", "targets", "threads")
+    for name in ("arguments", "backward", "forward", "jit", "targets", "threads")
 )
 support = importlib.import_module("flashtile.backends.cpu.support")
 FEATURES = {name: given for name, given in features().items() if name != "score_mod"}
@@ -60,8 +60,9 @@ def right(case: Case) -> None:
 
 
 def right_or_declined(case: Case) -> None:
-    if "score_mod" in case.arguments:
-        with pytest.raises(BackendError, match="score_mod"):
+    widths = [x.shape[-1] for name, x in case.arguments.items() if name in ("q", "v", "v_cache")]
+    if "score_mod" in case.arguments or max(widths) > support.MAX_HEAD_DIM:
+        with pytest.raises(BackendError, match=r"score_mod|head dimensions"):
             case.run("cpu")
     else:
         right(case)
@@ -139,6 +140,33 @@ def test_every_broadcast_and_stride_of_mask_and_bias(which: str) -> None:
         shape = [n if keep else 1 for n, keep in zip((2, 2, 20, 40), kept, strict=True)]
         given = torch.randn(shape[::-1]).permute(3, 2, 1, 0) if turned else torch.randn(shape)
         right(dense_case(seqlen_q=20, seqlen_k=40, **{which: given > -0.7 if which == "mask" else given}))
+
+
+def test_gradients_of_shared_tensors() -> None:
+    """A bias that is broadcast in any way, with keys split where its elements are not shared; slopes of sequences."""
+    for kept in itertools.product((False, True), repeat=4):
+        shape = [n if keep else 1 for n, keep in zip((2, 4, 70, 800), kept, strict=True)]
+        given = {"bias": torch.randn(shape), "alibi_slopes": torch.rand(2, 4) * 0.1}
+        shape = {"num_heads_q": 4, "num_heads_kv": 2, "seqlen_q": 70, "seqlen_k": 800, "head_dim": 20}
+        right(dense_case(**shape, **given, softcap=3.0, sinks=torch.randn(4)))
+
+
+def test_only_the_gradients_that_are_asked_for() -> None:
+    case = dense_case(**FEATURES["bias"] | FEATURES["sinks"] | FEATURES["alibi_slopes"], seqlen_q=7, seqlen_k=9)
+    every = case.run("cpu")
+    for name in ("q", "k", "v", "bias", "sinks", "alibi_slopes"):
+        leaf = case.arguments[name].detach().requires_grad_()
+        out, lse = flashtile.attention(**case.arguments | {name: leaf}, return_lse=True, backend="cpu")
+        (found,) = torch.autograd.grad((out, lse), leaf, (case.dout, case.dlse))
+        assert torch.equal(found, every[f"d{name}"])
+
+
+def test_pages_that_sequences_share() -> None:
+    pages = {"k": torch.randn(5, 4, 2, 8), "v": torch.randn(5, 4, 2, 8), "cu_seqlens_k": None}
+    table = torch.tensor([[0, 3, 1], [3, 4, 0]], dtype=torch.int32)
+    given = {"q": torch.randn(9, 4, 8), "cu_seqlens_q": offsets(4, 5), "page_table": table}
+    given |= pages | {"seqused_k": torch.tensor([11, 7], dtype=torch.int32), "causal": True}
+    right(Case("attention_varlen", given, torch.randn(9, 4, 8), torch.randn(4, 9)))
 
 
 def test_long_sequences() -> None:
@@ -244,7 +272,7 @@ def num_threads(n: int) -> Iterator[None]:
 
 
 CALLS = [
-    dense_case(seqlen_q=300, seqlen_k=300, head_dim=24, causal=True, dropout_p=0.2, dropout_seed=3),
+    dense_case(seqlen_q=300, seqlen_k=600, head_dim=24, causal=True, dropout_p=0.2, dropout_seed=3),
     dense_case(batch=1, num_heads_q=4, seqlen_q=1, seqlen_k=4000, head_dim=24),  # split over keys
 ]
 
@@ -258,7 +286,7 @@ def test_same_bits_on_any_number_of_threads(openmp: bool, monkeypatch: pytest.Mo
         for n in (1, 2, 3):
             with num_threads(n):
                 found.append(case.run("cpu"))
-        assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in ("out", "lse"))
+        assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in other)
 
 
 def test_calls_from_several_python_threads() -> None:
@@ -266,7 +294,7 @@ def test_calls_from_several_python_threads() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda n: CALLS[n % 2].run("cpu"), range(24)))
     for n, results in enumerate(found):
-        assert all(torch.equal(results[name], expected[n % 2][name]) for name in ("out", "lse"))
+        assert all(torch.equal(results[name], expected[n % 2][name]) for name in results)
 
 
 def test_a_forked_child_answers() -> None:
@@ -341,11 +369,10 @@ def test_kernels_for_arm_compile() -> None:
     llvm.initialize_all_asmprinters()
     target = targets.named("neon", "aarch64-unknown-linux-gnu")
     everything = arguments.Variant("float16", 4, softcap=True, bias="float32", alibi=True, mask=True, dropout=True)
-    for variant in (VARIANT, everything):
-        machine = jit.target_machine(target)
-        module = llvm.parse_assembly(forward.source(variant, target))
-        assert "fmla" in machine.emit_assembly(module)
-        assert jit.compiled(forward.source(variant, target), machine)[:4] == b"\x7fELF"
+    for pass_, variant in itertools.product((forward, backward), (VARIANT, everything)):
+        machine, source = jit.target_machine(target), pass_.source(variant, target)
+        assert "fmla" in machine.emit_assembly(llvm.parse_assembly(source))
+        assert jit.compiled(source, machine)[:4] == b"\x7fELF"
 
 
 def test_vectors_that_the_processor_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,6 +370,15 @@ class Code:
         if outer is not None:
             self.ir = outer
 
+    @contextmanager
+    def shared_function(self, name: str, *kinds: llvm.Type) -> Iterator[list[Value]]:
+        """As `function`; where it is there already, what is yielded is empty and there is nothing to emit."""
+        if name in self.functions:
+            yield []
+        else:
+            with self.function(name, *kinds) as given:
+                yield given
+
     def call(self, name: str, *given: "Value | Pointer") -> None:
         self.ir.call(self.functions[name].ir, [x.ir for x in given])
 

@@ -96,7 +96,7 @@ def backward(
     dslopes = lse.new_zeros((splits, *lse.shape)) if needs.alibi_slopes else None
     dbias = t.bias.new_zeros(t.bias.shape, dtype=real) if needs.bias and t.bias is not None else None
     dq = new_rows(q, q.shape[1], q.shape[-1], real) if needs.q else None
-    parts = dq[None] if dq is None or splits == 1 else dq.new_empty((splits, *dq.shape))
+    parts = None if dq is None else dq[None] if splits == 1 else dq.new_empty((splits, *dq.shape))
     dk, dv = (
         new_rows(x, values["num_heads_kv"], workspace.whole(x.shape[-1], lanes), real).zero_() if needed else None
         for x, needed in ((k, needs.k), (v, needs.v))

@@ -8,7 +8,7 @@ last one are copies of it, which nobody stores.
 
 from typing import NamedTuple
 
-from .codegen import INT, LONG, Code, Pointer, Value
+from .codegen import ADDRESS, INT, LONG, Code, Pointer, Value
 from .formats import STORED, load, load_vector, store, store_vector, transposed
 from .products import Panel
 from .variant import Arguments, Variant
@@ -146,13 +146,19 @@ def turn_in(
     Squares of as many rows and columns as a vector has lanes are turned over in registers; a column at a time does
     what is left, and what is not contiguous.
     """
-    whole = code.select(step.equals(1), count // code.lanes * code.lanes, 0)
-    with code.loop(0, whole, code.lanes) as d, code.loop(0, panel.rows, code.lanes) as r:
-        square = [load_vector(code, source, rows_at[r + n] + d, name) for n in range(code.lanes)]
-        for n, column in enumerate(transposed(code, square)):
-            to.store(column * factor, (d + n) * panel.rows + r)
-    with code.loop(whole, count) as d, code.loop(0, panel.rows) as r:
-        to[d * panel.rows + r] = load(code, source, rows_at[r] + d * step, name) * factor
+    kinds = (ADDRESS, ADDRESS, LONG, LONG, ADDRESS, code.real)
+    with code.shared_function(f"turn_in_{name}", *kinds) as given:
+        if given:
+            source_, rows_at_, to_ = code.pointer(given[0]), code.pointer(given[1], LONG), code.pointer(given[4])
+            count_, step_, factor_ = given[2], given[3], given[5]
+            whole = code.select(step_.equals(1), count_ // code.lanes * code.lanes, 0)
+            with code.loop(0, whole, code.lanes) as d, code.loop(0, panel.rows, code.lanes) as r:
+                square = [load_vector(code, source_, rows_at_[r + n] + d, name) for n in range(code.lanes)]
+                for n, column in enumerate(transposed(code, square)):
+                    to_.store(column * factor_, (d + n) * panel.rows + r)
+            with code.loop(whole, count_) as d, code.loop(0, panel.rows) as r:
+                to_[d * panel.rows + r] = load(code, source_, rows_at_[r] + d * step_, name) * factor_
+    code.call(f"turn_in_{name}", source, rows_at, count, step, to, factor)
 
 
 def copy_rows(
@@ -171,17 +177,23 @@ def copy_rows(
 
 
 def turn_out(
-    code: Code, panel: Panel, source: Pointer, count: Value, name: str, to: Pointer, rows_at: Pointer, rows: Value | int
+    code: Code, panel: Panel, source: Pointer, count: Value, name: str, to: Pointer, rows_at: Pointer, rows: Value
 ) -> None:
     """`to[rows_at + d] = source[d]` for `d < count` and the first `rows` rows: lanes become rows again."""
-    whole = count // code.lanes * code.lanes
-    with code.loop(0, whole, code.lanes) as d, code.loop(0, rows, code.lanes) as r:
-        square = [source.vector((d + n) * panel.rows + r) for n in range(code.lanes)]
-        for n, row in enumerate(transposed(code, square)):
-            with code.when(r + n < rows):
-                store_vector(code, row, to, rows_at[r + n] + d, name)
-    with code.loop(whole, count) as d, code.loop(0, rows) as r:
-        store(code, source[d * panel.rows + r], to, rows_at[r] + d, name)
+    kinds = (ADDRESS, LONG, ADDRESS, ADDRESS, LONG)
+    with code.shared_function(f"turn_out_{name}", *kinds) as given:
+        if given:
+            source_, to_, rows_at_ = code.pointer(given[0]), code.pointer(given[2]), code.pointer(given[3], LONG)
+            count_, rows_ = given[1], given[4]
+            whole = count_ // code.lanes * code.lanes
+            with code.loop(0, whole, code.lanes) as d, code.loop(0, rows_, code.lanes) as r:
+                square = [source_.vector((d + n) * panel.rows + r) for n in range(code.lanes)]
+                for n, row in enumerate(transposed(code, square)):
+                    with code.when(r + n < rows_):
+                        store_vector(code, row, to_, rows_at_[r + n] + d, name)
+            with code.loop(whole, count_) as d, code.loop(0, rows_) as r:
+                store(code, source_[d * panel.rows + r], to_, rows_at_[r] + d, name)
+    code.call(f"turn_out_{name}", source, count, to, rows_at, rows)
 
 
 class Keys(NamedTuple):
