@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...call import Call, Needs
 from ...problem import accumulation_dtype
+from .formats import BYTES
 from .targets import Target
 from .tiles import SEQUENCE, UNLIMITED
 from .variant import FIELDS, REALS, Variant
@@ -43,6 +44,13 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
         mask=t.mask is not None,
         dropout=s.dropout_p > 0,
     )
+
+
+def few(call: Call, variant: Variant, target: Target, rows: int) -> bool:
+    """Whether a sequence's rows fill few lanes, and its features whole vectors (`decode`)."""
+    lanes = target.vector_bytes // BYTES[variant.real_name]
+    widths = (call.tensors.q.shape[-1], call.tensors.v.shape[-1])
+    return variant.vectors == 1 and 2 * rows <= lanes and all(n % lanes == 0 for n in widths)
 
 
 ENOUGH_OWNERS = 16  # tasks of a backward pass: with fewer, keys are split

@@ -230,9 +230,8 @@ class Backward(Pass):
         code, a, w, panel, task = self.code, self.a, self.w, self.panel, self.task
         there = rows_left(code, panel, task, code.whole(0))
         dq = a.pointer("dq")
-        real = "float64" if self.variant.dtype == "float64" else "float32"
         with code.when(dq.absent().equals(0)):
-            turn_out(code, panel, w.dq, a.number("head_dim"), real, dq, w.dq_at, there)
+            turn_out(code, panel, w.dq, a.number("head_dim"), self.variant.real_name, dq, w.dq_at, there)
         if self.variant.slope_gradient:
             dslopes = a.pointer("dslopes") + task.split * a.number("seqlen_total")
             with code.loop(0, there) as r:

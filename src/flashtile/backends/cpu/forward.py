@@ -10,7 +10,7 @@ from .passes import Pass, own_memory, store_rows, tasks
 from .products import Panel, emit_scores, emit_values, scores, values
 from .rng import drop
 from .scores import modified
-from .softmax import finish, probabilities, start
+from .softmax import finish, normalized, probabilities, start
 from .targets import Target
 from .tiles import Keys, fill_rows, locate, read_keys, rows_left, turn_in, turn_out
 from .variant import Arguments, Variant
@@ -19,23 +19,13 @@ from .workspace import BLOCK, Workspace, forward_pieces
 NAME = "attend"
 
 
-def source(variant: Variant, target: Target) -> str:
-    """The kernel's module. `attend(block)` works on tasks until none is left; any number of threads may call it."""
-    code = Code(target, variant.real)
-    panel = Panel(code, variant.vectors)
-    emit_scores(code, panel)
-    emit_values(code, panel)
-    with code.function(NAME, ADDRESS, public=True) as (block,):
-        a = Arguments(code, block)
-        sizes = (a.number(name) for name in ("panels", "head_dim", "head_dim_v"))
-        w = Workspace(own_memory(code, a), forward_pieces(code.real, panel.rows, *sizes))
-        with tasks(code, a) as number:
-            Forward(code, a, variant, panel, w, locate(code, a, panel, number)).run()
-    return str(code.module)
-
-
 class Forward(Pass):
     """The emission of one task."""
+
+    @staticmethod
+    def emit_products(code: Code, panel: Panel, variant: Variant) -> None:
+        emit_scores(code, panel)
+        emit_values(code, panel)
 
     def run(self) -> None:
         code, w, rows = self.code, self.w, self.panel.rows
@@ -49,10 +39,7 @@ class Forward(Pass):
         with code.loop(lo.get() // BLOCK * BLOCK, hi.get(), BLOCK) as block:
             first, last = code.maximum(block, lo.get()), code.minimum(block + BLOCK, hi.get())
             with code.when(first < last):
-                k, v = (
-                    read_keys(code, self.a, self.variant, self.task, side, first, last, scratch)
-                    for side, scratch in (("k", w.k), ("v", w.v))
-                )
+                k, v = (self.read(side, first, last) for side in ("k", "v"))
                 with code.loop(0, panels) as p:
                     self.take(p, first, last, k, v)
         with code.loop(0, panels) as p:
@@ -63,13 +50,45 @@ class Forward(Pass):
         code, a, w, panel = self.code, self.a, self.w, self.panel
         fill_rows(code, a, self.variant, panel, self.task, w, p)
         start(code, a, self.variant, panel, self.task, w, p)
-        depth, width = a.number("head_dim"), a.number("head_dim_v")
-        q = w.q + p * depth * panel.rows
-        factor, rows_at = a.real("factor"), w.q_at + p * panel.rows
-        turn_in(code, panel, a.pointer("q"), rows_at, depth, code.whole(1), self.variant.dtype, q, factor)
+        width = a.number("head_dim_v")
         out = w.out + p * width * panel.rows
         with code.loop(0, width * panel.rows, code.lanes) as n:
             out.store(code.reals(), n)
+        self.load_queries(p)
+
+    # What decoding does in another way: queries and outputs as lanes, keys and values as reals.
+
+    def load_queries(self, p: Value) -> None:
+        a, w, depth, rows = self.a, self.w, self.a.number("head_dim"), p * self.panel.rows
+        q, one = w.q + rows * depth, self.code.whole(1)
+        dtype = self.variant.dtype
+        turn_in(self.code, self.panel, a.pointer("q"), w.q_at + rows, depth, one, dtype, q, a.real("factor"))
+
+    def read(self, side: str, first: Value, last: Value) -> Keys:
+        return read_keys(self.code, self.a, self.variant, self.task, side, first, last, getattr(self.w, side))
+
+    def score_product(self, p: Value, k: Keys, count: Value) -> None:
+        """The block's scores, and their maximum in `new_m`."""
+        w, depth = self.w, self.a.number("head_dim")
+        q = w.q + p * depth * self.panel.rows
+        scores(self.code, self.panel, k.first, k.stride, count, q, depth, w.scores, w.new_m)
+
+    def value_product(self, p: Value, v: Keys, count: Value) -> None:
+        """The accumulators, scaled by `alpha`, and the block's probabilities times its values."""
+        w, width = self.w, self.a.number("head_dim_v")
+        out = w.out + p * width * self.panel.rows
+        values(self.code, self.panel, w.scores, v.first, v.stride, count, out, width, w.alpha)
+
+    def store_output(self, p: Value, dtype: str, to: Pointer, rows_at: Pointer) -> None:
+        code, w, panel, width = self.code, self.w, self.panel, self.a.number("head_dim_v")
+        out, lse = w.out + p * width * panel.rows, panel.load(w.l + p * panel.rows)
+        inverse = panel.load(w.alpha)
+        with code.loop(0, width) as d:
+            found = zip(panel.load(out, d), inverse, lse, strict=True)
+            panel.store([normalized(code, *x) for x in found], out, d)
+        turn_out(code, panel, out, width, dtype, to, rows_at, rows_left(code, panel, self.task, p))
+
+    # What it does in the same way.
 
     def take(self, p: Value, block_first: Value, block_last: Value, k: Keys, v: Keys) -> None:
         """The keys of a block that a panel sees."""
@@ -86,10 +105,9 @@ class Forward(Pass):
 
     def attend(self, p: Value, first: Value, count: Value, edge: Value, k: Keys, v: Keys) -> None:
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
-        depth, width = a.number("head_dim"), a.number("head_dim_v")
         m, l = w.m + p * panel.rows, w.l + p * panel.rows  # noqa: E741
         panel.store(panel.load(m), w.new_m)
-        scores(code, panel, k.first, k.stride, count, w.q + p * depth * panel.rows, depth, w.scores, w.new_m)
+        self.score_product(p, k, count)
         if variant.modifies:
             with code.either(edge) as (then, otherwise):
                 with then:
@@ -103,8 +121,7 @@ class Forward(Pass):
         if variant.dropout:
             rows = p * panel.rows
             drop(code, a, panel, w.scores, first, count, w.position + rows, w.sequence_head + rows)
-        out = w.out + p * width * panel.rows
-        values(code, panel, w.scores, v.first, v.stride, count, out, width, w.alpha)
+        self.value_product(p, v, count)
 
     def modify(self, p: Value, first: Value, count: Value, m: Pointer, edge: bool) -> None:
         """Products to final scores, in place, and their maximum."""
@@ -130,20 +147,32 @@ class Forward(Pass):
     def end(self, p: Value) -> None:
         """A panel's output and log-sum-exp, turned back into rows."""
         code, a, w, panel, task = self.code, self.a, self.w, self.panel, self.task
-        width = a.number("head_dim_v")
-        out, rows = w.out + p * width * panel.rows, p * panel.rows
-        l = w.l + rows  # noqa: E741
-        finish(code, self.variant, panel, width, out, w.m + rows, l)
-        lse_at, out_at, rows_there = w.lse_at + rows, w.out_at + rows, rows_left(code, panel, task, p)
+        rows = p * panel.rows
+        l, lse_at, out_at = w.l + rows, w.lse_at + rows, w.out_at + rows  # noqa: E741
+        there = rows_left(code, panel, task, p)
+        finish(code, self.variant, panel, w.m + rows, l, w.alpha)
         with code.either(a.number("splits") > 1) as (parts, whole):
             with parts:
                 before = task.split * a.number("seqlen_total")
-                with code.loop(0, panel.rows) as r:
-                    out_at[r] = (before + lse_at[r]) * width
+                with code.loop(0, there) as r:
                     lse_at[r] = before + lse_at[r]
-                real = "float64" if self.variant.dtype == "float64" else "float32"
-                turn_out(code, panel, out, width, real, a.pointer("partial_out"), out_at, rows_there)
-                store_rows(code, l, a.pointer("partial_lse"), lse_at, rows_there)
+                    out_at[r] = lse_at[r] * a.number("head_dim_v")
+                self.store_output(p, self.variant.real_name, a.pointer("partial_out"), out_at)
+                store_rows(code, l, a.pointer("partial_lse"), lse_at, there)
             with whole:
-                turn_out(code, panel, out, width, self.variant.dtype, a.pointer("out"), out_at, rows_there)
-                store_rows(code, l, a.pointer("lse"), lse_at, rows_there)
+                self.store_output(p, self.variant.dtype, a.pointer("out"), out_at)
+                store_rows(code, l, a.pointer("lse"), lse_at, there)
+
+
+def source(variant: Variant, target: Target, emission: type[Forward] = Forward) -> str:
+    """The kernel's module. `attend(block)` works on tasks until none is left; any number of threads may call it."""
+    code = Code(target, variant.real)
+    panel = Panel(code, variant.vectors)
+    emission.emit_products(code, panel, variant)
+    with code.function(NAME, ADDRESS, public=True) as (block,):
+        a = Arguments(code, block)
+        sizes = (a.number(name) for name in ("panels", "head_dim", "head_dim_v"))
+        w = Workspace(own_memory(code, a), forward_pieces(code.real, panel.rows, *sizes))
+        with tasks(code, a) as number:
+            emission(code, a, variant, panel, w, locate(code, a, panel, number)).run()
+    return str(code.module)

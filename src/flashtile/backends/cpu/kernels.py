@@ -14,6 +14,7 @@ from . import arguments as args
 from . import backward as backward_pass
 from . import forward as forward_pass
 from . import targets, threads, workspace
+from .decode import Decode
 from .jit import function_address
 from .targets import Target
 from .variant import Variant
@@ -21,7 +22,8 @@ from .variant import Variant
 
 @functools.lru_cache(maxsize=1024)
 def forward_address(variant: Variant, target: Target) -> int:
-    return function_address(forward_pass.source(variant, target), forward_pass.NAME, target)
+    emission = Decode if variant.few else forward_pass.Forward
+    return function_address(forward_pass.source(variant, target, emission), forward_pass.NAME, target)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -36,6 +38,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0]), dtype=real)
     target = targets.host()
     variant = args.variant_of(call, target, plan.tile.rows)
+    variant = variant._replace(few=args.few(call, variant, target, plan.tile.rows))
     values, alive = args.inputs(call, variant, q, k, v)
     rows = variant.vectors * target.vector_bytes // (8 if real is torch.float64 else 4)
     panels = -(-plan.tile.rows // rows)

@@ -70,7 +70,9 @@ def emit_values(code: Code, panel: Panel) -> None:
                 panel.store([x.get() for x in total[d]], o, d)
 
 
-STRIPS = (4, 2, 1)  # vectors of features at a time
+def strips(code: Code) -> tuple[int, ...]:
+    """Vectors of features at a time: as many as there are registers for."""
+    return tuple(n for n in (4, 2, 1) if n <= code.target.vectors)
 
 
 def emit_accumulate(code: Code, panel: Panel) -> None:
@@ -78,7 +80,7 @@ def emit_accumulate(code: Code, panel: Panel) -> None:
     which are the lanes here: `x [panel, ...]` and `y` are rows of whole vectors.
     """
     for rows in PARTS:
-        for strip in STRIPS:
+        for strip in strips(code):
             with code.function(f"accumulate_{rows}_{strip}", ADDRESS, ADDRESS, LONG, ADDRESS, LONG) as given:
                 p, x, y = (code.pointer(given[n]) for n in (0, 1, 3))
                 x_stride, y_stride = given[2], given[4]
@@ -103,11 +105,11 @@ def accumulate(
     """`y [count, width] += p [count, panel] @ x [panel, width]`, `width` in whole vectors."""
 
     def keys(j: Value, rows: int) -> None:
-        def strips(n: Value, strip: int) -> None:
+        def features(n: Value, strip: int) -> None:
             d = n * code.lanes
             code.call(f"accumulate_{rows}_{strip}", p + j * panel.rows, x + d, width, y + y_stride * j + d, y_stride)
 
-        in_parts(code, width // code.lanes, strips, STRIPS)
+        in_parts(code, width // code.lanes, features, strips(code))
 
     in_parts(code, count, keys, PARTS)
 

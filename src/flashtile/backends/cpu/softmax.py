@@ -85,16 +85,17 @@ def settle_infinities(code: Code, panel: Panel, s: Pointer, count: Value, new_m:
         panel.store(settled, s, j)
 
 
-def finish(code: Code, variant: Variant, panel: Panel, width: Value, out: Pointer, m: Pointer, l: Pointer) -> None:  # noqa: E741
-    """The accumulators `out [width, panel]` to the output, in place, and `l` to the log-sum-exp."""
-    denominators = panel.load(l)
-    seen = [x.differs(0) for x in denominators]
-    inverse = [1.0 / x for x in denominators]
-    with code.loop(0, width) as d:
-        divided = [x * y for x, y in zip(panel.load(out, d), inverse, strict=True)]
-        panel.store([code.select(c, x, 0.0) for c, x in zip(seen, divided, strict=True)], out, d)
-    lse = []
-    for x, y, c in zip(panel.load(m), denominators, seen, strict=True):
+def finish(code: Code, variant: Variant, panel: Panel, m: Pointer, l: Pointer, inverse: Pointer) -> None:  # noqa: E741
+    """What accumulators are to be multiplied by, `1 / l`, and in place of `l` the log-sum-exp."""
+    lse, inverses = [], []
+    for x, y in zip(panel.load(m), panel.load(l), strict=True):
         found = x + log2(code, y) * LN2 if variant.natural else (x + log2(code, y)) * LN2
-        lse.append(code.select(c, found, -math.inf))
+        lse.append(code.select(y.differs(0), found, -math.inf))
+        inverses.append(1.0 / y)
+    panel.store(inverses, inverse)
     panel.store(lse, l)
+
+
+def normalized(code: Code, x: Value, inverse: Value, lse: Value) -> Value:
+    """An accumulator to an output: 0 for a row that has seen nothing."""
+    return code.select(lse.differs(-math.inf), x * inverse, 0.0)

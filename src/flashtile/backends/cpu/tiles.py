@@ -197,49 +197,63 @@ def turn_out(
 
 
 class Keys(NamedTuple):
-    """Where a block of keys, or of their values, can be read as reals."""
+    """Where a block of keys, or of their values, can be read: rows of one stride."""
 
     first: Pointer
     stride: Value
 
 
 def read_keys(
-    code: Code, a: Arguments, variant: Variant, task: Task, side: str, first: Value, last: Value, scratch: Pointer
+    code: Code,
+    a: Arguments,
+    variant: Variant,
+    task: Task,
+    side: str,
+    first: Value,
+    last: Value,
+    scratch: Pointer,
+    dtype: str | None = None,
 ) -> Keys:
-    """Keys `first..last`, exclusive, of `side` "k" or "v": where they lie if they are reals in rows of one stride,
-    otherwise copied to `scratch`.
+    """Keys `first..last`, exclusive, of `side` "k" or "v", as `dtype` or else as reals: where they lie if they are that
+    already and have one stride, otherwise copied to `scratch`.
     """
-    source, table, page_size = a.pointer(side), a.pointer("page_table", LONG), a.number("page_size")
+    wanted = variant.real_name if dtype is None else dtype
+    kind = STORED[wanted]
+    source, table = a.pointer(side, kind), a.pointer("page_table", LONG)
+    page_size, step = a.number("page_size"), a.number(f"{side}_s")
     width = a.number("head_dim" if side == "k" else "head_dim_v")
-    step, of_head = a.number(f"{side}_s"), task.kv_head * a.number(f"{side}_h")
-    paged = table.absent().equals(0)
+    of_head, scratch = task.kv_head * a.number(f"{side}_h"), scratch.of(kind)
 
-    def row(j: Value) -> Value:
+    def place(j: Value) -> Value:
         at = code.variable(task.b * a.number(f"{side}_b") + of_head + (task.k_first + j) * step)
-        with code.when(paged):
+        with code.when(table.absent().equals(0)):
             page = table[task.b * a.number("page_columns") + j // page_size]
             at.set(page * a.number(f"{side}_b") + of_head + j % page_size * step)
         return at.get()
 
-    found, stride = code.variable(Value(code, scratch.ir)), code.variable(width)
-
     def copy() -> None:
+        whole = width // code.lanes * code.lanes
         with code.loop(first, last) as j:
-            at, to = row(j), scratch + (j - first) * width
-            whole = width // code.lanes * code.lanes
+            at, to = place(j), scratch + (j - first) * width
             with code.loop(0, whole, code.lanes) as d:
-                to.store(load_vector(code, source, at + d, variant.dtype), d)
+                x = (
+                    source.vector(at + d)
+                    if wanted == variant.dtype
+                    else load_vector(code, source, at + d, variant.dtype)
+                )
+                to.store(x, d)
             with code.loop(whole, width) as d:
-                to[d] = load(code, source, at + d, variant.dtype)
+                to[d] = source[at + d] if wanted == variant.dtype else load(code, source, at + d, variant.dtype)
 
-    if STORED[variant.dtype] is not code.real:
+    if wanted != variant.dtype:
         copy()
         return Keys(scratch, width)
+    found, stride = code.variable(Value(code, scratch.ir)), code.variable(width)
     together = table.absent() | (first // page_size).equals((last - 1) // page_size)
     with code.either(together) as (then, otherwise):
         with then:
-            found.set(Value(code, (source + row(first)).ir))
+            found.set(Value(code, (source + place(first)).ir))
             stride.set(step)
         with otherwise:
             copy()
-    return Keys(code.pointer(found.get()), stride.get())
+    return Keys(code.pointer(found.get(), kind), stride.get())

@@ -20,11 +20,16 @@ class Variant(NamedTuple):
     dropout: bool = False
     bias_gradient: bool = False  # backward only
     slope_gradient: bool = False
+    few: bool = False  # forward only: rows for `decode`
 
     @property
     def real(self) -> ir.Type:
         """Of scores, sums and accumulators."""
         return DOUBLE if self.dtype == "float64" else FLOAT
+
+    @property
+    def real_name(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
 
     @property
     def modifies(self) -> bool:
