@@ -71,13 +71,13 @@ def right_or_declined(case: Case) -> None:
 # The contract ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1), function=st.sampled_from(["attention", "attention_varlen"]))
 def test_random_calls(seed: int, function: str) -> None:
     right_or_declined(random_case(seed, function=function))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_calls_with_a_cache(seed: int) -> None:
     right_or_declined(random_case(seed, function="attention_with_kvcache"))
@@ -239,7 +239,7 @@ def run_guarded(*words: str) -> subprocess.CompletedProcess:
 def test_nothing_is_touched_outside_of_tensors(width: str) -> None:
     """Random calls in a process of their own, every tensor of theirs between protected pages."""
     first = 1000 * WIDTHS.index(width)
-    found = run_guarded(str(first), str(first + 25))
+    found = run_guarded(str(first), str(first + 12))
     assert found.returncode == 0, found.stdout.splitlines()[-1:] + found.stderr.splitlines()[-3:]
 
 
@@ -354,10 +354,16 @@ def test_a_directory_that_cannot_be_written_is_no_error(cache: Path, monkeypatch
 
 
 def test_eight_processes_at_once(tmp_path: Path) -> None:
-    code = "import torch, flashtile; q = torch.ones(1, 1, 4, 8); assert (flashtile.attention(q, q, q) == 1).all()"
+    """Forked from one that has loaded everything, so that they meet."""
+    code = (
+        "import os, torch, flashtile, llvmlite.binding; q = torch.ones(1, 1, 4, 8); children = []\n"
+        "for _ in range(8):\n"
+        "    children.append(os.fork())\n"
+        "    if children[-1] == 0: os._exit(0 if (flashtile.attention(q, q, q) == 1).all() else 1)\n"
+        "assert all(os.waitpid(child, 0)[1] == 0 for child in children)"
+    )
     environment = os.environ | {support.CACHE_VARIABLE: str(tmp_path)}
-    started = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(8)]
-    assert [process.wait() for process in started] == [0] * 8
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=100, check=False).returncode == 0
     assert len(list((tmp_path / "cpu").iterdir())) == 1
 
 
