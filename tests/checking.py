@@ -22,12 +22,12 @@ BACKENDS = ("tiled", "reference")
 @contextmanager
 def tile_size(block_m: int, block_n: int, scores: int = 2**20) -> Iterator[None]:
     """Tiles of `block_m` rows and `block_n` keys in the tiled backend, and as many heads as `scores` scores hold."""
-    plan._plan.cache_clear()
+    plan.forget_plans()
     try:
         with mock.patch.multiple(support, BLOCK_M=block_m, BLOCK_N=block_n, TILE_SCORES=scores):
             yield
     finally:
-        plan._plan.cache_clear()
+        plan.forget_plans()
 
 
 def assert_right(case: Case, *backends: str, **options: Any) -> None:

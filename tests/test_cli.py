@@ -140,10 +140,10 @@ def test_verify_counts_an_exception_as_a_failure(monkeypatch: pytest.MonkeyPatch
 
 def test_verify_proves_nothing_where_everything_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = importlib.import_module("flashtile.plan")
-    plans._plan.cache_clear()
+    plans.forget_plans()
     monkeypatch.setattr(support, "declines", lambda problem, device: "it is Sunday")
     result = run("verify", "--backend", "tiled", "--cases", "1", "--json")
-    plans._plan.cache_clear()
+    plans.forget_plans()
     found = json.loads(result.stdout)
     assert result.exit_code == 1
     assert found["unverified"] == ["tiled"]

@@ -20,13 +20,13 @@ Q, K, V = (dense_case().arguments[name] for name in ("q", "k", "v"))
 
 @pytest.fixture
 def tiled_declines() -> Iterator[None]:
-    flashtile.plan._plan.cache_clear()
+    flashtile.plan.forget_plans()
     with (
         mock.patch("flashtile.backends.cpu.support.declines", return_value="not on Sundays either"),
         mock.patch("flashtile.backends.tiled.support.declines", return_value="not on Sundays"),
     ):
         yield
-    flashtile.plan._plan.cache_clear()
+    flashtile.plan.forget_plans()
 
 
 def test_backends() -> None:

@@ -61,6 +61,12 @@ def backends() -> tuple[BackendStatus, ...]:
 _PLANS: dict[Any, Plan] = {}
 
 
+def forget_plans() -> None:
+    """Plan every problem anew: for tests that change what a support module says."""
+    _PLANS.clear()
+    _plan.cache_clear()
+
+
 def plan(problem: Problem, device: torch.device, backend: str = "auto") -> Plan:
     """The plan of a problem; cached by its bucket.
 
@@ -87,10 +93,11 @@ def plan_call(call: Call) -> Plan:
 
 def _plan_of_signature(call: Call) -> Plan:
     device, backend = call.tensors.q.device, call.settings.backend
-    if device.type != "cuda":
+    if device.type != "cuda" and call.layout != "dense":
         return plan(Problem.describe(call), device, backend)
-    # Nothing reads a GPU's tensors, so that calls of one signature have one plan, and pass or fail alike.
-    signature = (call.signature(), os.environ.get(BACKEND_VARIABLE))
+    # Nothing reads a GPU's tensors, nor those of a dense call: calls of one signature have one plan, and pass or fail
+    # alike.
+    signature = (call.signature(), describe_device(device), os.environ.get(BACKEND_VARIABLE))
     chosen = _PLANS.get(signature)
     if chosen is None:
         chosen = plan(Problem.describe(call), device, backend)

@@ -191,13 +191,17 @@ class Code:
         # Integers as wide as a real, whose bits they are.
         self.bits = LONG if real is DOUBLE else INT
         self.functions: dict[str, Function] = {}
+        self.constants: dict[tuple[str, str], Value] = {}
 
     # Values ----------------------------------------------------------------------------------------------------------
 
     def constant(self, x: float, kind: llvm.Type) -> Value:
         number = float(x) if element(kind) in FLOATING else int(x)
-        content = [number] * kind.count if isinstance(kind, llvm.VectorType) else number
-        return Value(self, llvm.Constant(kind, content))
+        key = (str(kind), repr(number))
+        if key not in self.constants:  # llvmlite takes its time to make one
+            content = [number] * kind.count if isinstance(kind, llvm.VectorType) else number
+            self.constants[key] = Value(self, llvm.Constant(kind, content))
+        return self.constants[key]
 
     def whole(self, x: "Value | int") -> Value:
         """An index, 64 bits wide."""

@@ -9,7 +9,6 @@ from torch import Tensor
 from ...call import Call, Gradients, Needs, new_rows
 from ...plan import Plan
 from ...problem import accumulation_dtype
-from ..common.softmax import merge
 from . import arguments as args
 from . import backward as backward_pass
 from . import forward as forward_pass
@@ -47,7 +46,6 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     if splits > 1:
         partial_out, partial_lse = lse.new_empty((splits, *lse.shape, v.shape[-1])), lse.new_empty((splits, *lse.shape))
         values |= {"partial_out": partial_out.data_ptr(), "partial_lse": partial_lse.data_ptr()}
-    pieces = workspace.forward_pieces(variant.real, rows, panels, q.shape[-1], v.shape[-1])
     values |= {
         **args.strides("out", out),
         "out": out.data_ptr(),
@@ -59,13 +57,11 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
         "panels": panels,
         "splits": splits,
         "chunk": args.chunk(lengths.longest, splits),
-        "work_size": workspace.size(pieces),
+        "work_size": workspace.forward_size(variant, rows, panels, q.shape[-1], v.shape[-1]),
     }
     run(forward_address(variant, target), values)
     if splits > 1:
-        merged, merged_lse = merge(partial_out.unbind(), partial_lse[..., None].unbind())
-        out.copy_(merged if out.dim() == 4 else merged.transpose(0, 1))
-        lse.copy_(merged_lse[..., 0])
+        combine(partial_out, partial_lse, out if out.dim() == 4 else out.transpose(0, 1), lse)
     if q.dim() == 3 and lengths.covered < q.shape[0]:  # tokens of no sequence
         out[lengths.covered :] = 0
         lse[:, lengths.covered :] = -torch.inf
@@ -193,6 +189,17 @@ def in_pages(dx: Tensor | None, token: Tensor, like: Tensor) -> Tensor | None:
         return None
     pages = dx.new_zeros((like.shape[0] * like.shape[1], *dx.shape[1:]))
     return pages.index_add_(0, token, dx).unflatten(0, like.shape[:2])
+
+
+def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Splits `[splits, ..., Dv]` and `[splits, ...]` to their union: means, weighted by `exp(lse)`. To be the largest
+    is a weight of 1 also where that is infinite.
+    """
+    m = partial_lse.amax(dim=0)
+    weights = torch.where(partial_lse == m, 1, torch.exp(partial_lse - m))
+    total = weights.sum(dim=0)
+    out.copy_((partial_out * weights[..., None]).sum(dim=0) / total[..., None])
+    lse.copy_(m + torch.log(total))
 
 
 def run(address: int, values: dict) -> None:
