@@ -56,6 +56,7 @@ def few(call: Call, variant: Variant, target: Target, rows: int) -> bool:
 ENOUGH_OWNERS = 16  # tasks of a backward pass: with fewer, keys are split
 LEAST_KEYS = 256  # of a split
 ABSENT = dict.fromkeys(FIELDS, 0)
+PLACE = {name: n for n, name in enumerate(FIELDS)}
 
 
 class Lengths(NamedTuple):
@@ -169,8 +170,23 @@ def pair_strides(name: str, x: Tensor) -> dict[str, int]:
     }
 
 
-def inputs(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> tuple[dict[str, Any], list[Any]]:
-    """What every kernel is told of a call, and what has to stay alive while it runs."""
+def addresses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[dict[str, int], list[Tensor]]:
+    """Where the tensors of a call are, and copies of theirs that have to stay alive."""
+    t, real = call.tensors, accumulation_dtype(q.dtype)
+    seed = t.dropout_seed if call.settings.dropout_p > 0 else None
+    converted = (
+        ("slopes", t.alibi_slopes, real),
+        ("sinks", t.sinks, real),
+        ("seed", seed, torch.int64),
+        ("page_table", t.page_table, torch.int64),
+    )
+    alive = {name: x.detach().to(dtype).contiguous() for name, x, dtype in converted if x is not None}
+    given = {"q": q, "k": k, "v": v, "mask": t.mask, "bias": t.bias, **alive}
+    return {name: x.data_ptr() for name, x in given.items() if x is not None}, list(alive.values())
+
+
+def numbers(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """What every kernel is told of a call beside that; it follows from shapes, strides and settings alone."""
     t, s = call.tensors, call.settings
     paged = t.page_table is not None
     heads_kv = k.shape[1 if call.layout == "dense" else -2]
@@ -179,9 +195,6 @@ def inputs(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> tup
         **strides("q", q),
         **strides("k", k, paged),
         **strides("v", v, paged),
-        "q": q.data_ptr(),
-        "k": k.data_ptr(),
-        "v": v.data_ptr(),
         "num_heads_kv": heads_kv,
         "groups": q.shape[1] // heads_kv,
         "head_dim": q.shape[-1],
@@ -197,35 +210,19 @@ def inputs(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> tup
         "num_heads": call.num_heads,
         "page_size": 1,
         "factor": s.scale / s.softcap if s.softcap is not None else s.scale * variant.unit,
+        "scale": s.scale,
+        "softcap_scale": 0 if s.softcap is None else s.softcap * variant.unit,
     }
-    alive: list[Any] = [q, k, v]
-
-    def add(name: str, x: Tensor, dtype: torch.dtype) -> None:
-        x = x.detach().to(dtype).contiguous()
-        alive.append(x)
-        values[name] = x.data_ptr()
-
-    if s.softcap is not None:
-        values["softcap_scale"] = s.softcap * variant.unit
     for name, x in (("mask", t.mask), ("bias", t.bias)):
-        if x is not None:
-            values |= pair_strides(name, x)
-            values[name] = x.data_ptr()
-    real = accumulation_dtype(q.dtype)
+        values |= {} if x is None else pair_strides(name, x)
     if t.alibi_slopes is not None:
-        add("slopes", t.alibi_slopes, real)
         values["slopes_b"] = t.alibi_slopes.shape[1] if t.alibi_slopes.dim() == 2 else 0
-    if t.sinks is not None:
-        add("sinks", t.sinks, real)
     if s.dropout_p > 0:
-        assert t.dropout_seed is not None
         dropped = round(s.dropout_p * 65536)
-        add("seed", t.dropout_seed, torch.int64)
         values |= {"threshold": dropped, "keep_scale": 65536 / max(65536 - dropped, 1)}
     if t.page_table is not None:
-        add("page_table", t.page_table, torch.int64)
         values |= {"page_size": k.shape[1], "page_columns": t.page_table.shape[1]}
-    return values, alive
+    return values
 
 
 def block_of(values: dict[str, Any]) -> Any:
@@ -233,3 +230,11 @@ def block_of(values: dict[str, Any]) -> Any:
     for name in REALS.split():
         values[name] = struct.unpack("q", struct.pack("d", values[name]))[0]
     return Block(*values.values())
+
+
+def filled(block: Any, places: dict[str, int]) -> Any:
+    """A copy of the block with these addresses."""
+    copy = Block.from_buffer_copy(block)
+    for name, address in places.items():
+        copy[PLACE[name]] = address
+    return copy

@@ -2,6 +2,8 @@
 
 import ctypes
 import functools
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from .jit import function_address
 from .targets import Target
 from .variant import Variant
 
+MOST_LAUNCHES = 1024
+
 
 @functools.lru_cache(maxsize=1024)
 def forward_address(variant: Variant, target: Target) -> int:
@@ -30,26 +34,71 @@ def backward_address(variant: Variant, target: Target) -> int:
     return function_address(backward_pass.source(variant, target), backward_pass.NAME, target)
 
 
+class Launch(NamedTuple):
+    """A kernel and all that it is told, short of addresses."""
+
+    function: int
+    block: Any
+    tasks: int
+    work_size: int
+    lengths: args.Lengths
+    splits: int = 1
+
+
+_LAUNCHES: dict[Hashable, Launch] = {}
+
+
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     q, k, v = (args.rows_last(x) for x in call.tensors[:3])
-    real = accumulation_dtype(q.dtype)
     out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
-    lse = q.new_empty(q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0]), dtype=real)
+    lse = q.new_empty(q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0]), dtype=accumulation_dtype(q.dtype))
+    launch = forward_launch(plan, call, q, k, v, out, lse)
+    places, alive = args.addresses(call, q, k, v)
+    places |= {"out": out.data_ptr(), "lse": lse.data_ptr()}
+    splits = launch.splits
+    if splits > 1:
+        partial_out, partial_lse = lse.new_empty((splits, *lse.shape, v.shape[-1])), lse.new_empty((splits, *lse.shape))
+        places |= {"partial_out": partial_out.data_ptr(), "partial_lse": partial_lse.data_ptr()}
+        run(launch, places)
+        combine(partial_out, partial_lse, out if out.dim() == 4 else out.transpose(0, 1), lse)
+    else:
+        run(launch, places)
+    del alive
+    covered = launch.lengths.covered
+    if q.dim() == 3 and covered < q.shape[0]:  # tokens of no sequence
+        out[covered:] = 0
+        lse[:, covered:] = -torch.inf
+    return out, lse
+
+
+def forward_launch(plan: Plan, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Launch:
+    """Dense calls of one signature are told the same; packed ones follow from the values of their lengths."""
     target = targets.host()
+    if call.layout != "dense":
+        return new_forward_launch(plan, call, target, q, k, v, out, lse)
+    key = (plan.tile, plan.num_splits, target, call.signature())
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        launch = new_forward_launch(plan, call, target, q, k, v, out, lse)
+        if len(_LAUNCHES) >= MOST_LAUNCHES:
+            _LAUNCHES.pop(next(iter(_LAUNCHES)), None)
+        _LAUNCHES[key] = launch
+    return launch
+
+
+def new_forward_launch(
+    plan: Plan, call: Call, target: Target, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> Launch:
     variant = args.variant_of(call, target, plan.tile.rows)
     variant = variant._replace(few=args.few(call, variant, target, plan.tile.rows))
-    values, alive = args.inputs(call, variant, q, k, v)
-    rows = variant.vectors * target.vector_bytes // (8 if real is torch.float64 else 4)
+    values = args.numbers(call, variant, q, k, v)
+    rows = variant.vectors * target.vector_bytes // lse.element_size()
     panels = -(-plan.tile.rows // rows)
     lengths = args.lengths(call, values["num_heads_kv"], values["groups"], panels * rows)
     splits = call.settings.num_splits or plan.num_splits
-    if splits > 1:
-        partial_out, partial_lse = lse.new_empty((splits, *lse.shape, v.shape[-1])), lse.new_empty((splits, *lse.shape))
-        values |= {"partial_out": partial_out.data_ptr(), "partial_lse": partial_lse.data_ptr()}
+    pieces = workspace.forward_pieces(variant.real, rows, panels, q.shape[-1], v.shape[-1])
     values |= {
         **args.strides("out", out),
-        "out": out.data_ptr(),
-        "lse": lse.data_ptr(),
         **args.lse_strides(lse),
         "sequences": lengths.table.ctypes.data,
         "tasks": lengths.tasks * splits,
@@ -57,16 +106,10 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
         "panels": panels,
         "splits": splits,
         "chunk": args.chunk(lengths.longest, splits),
-        "work_size": workspace.forward_size(variant, rows, panels, q.shape[-1], v.shape[-1]),
+        "work_size": workspace.size(pieces),
     }
-    run(forward_address(variant, target), values)
-    if splits > 1:
-        combine(partial_out, partial_lse, out if out.dim() == 4 else out.transpose(0, 1), lse)
-    if q.dim() == 3 and lengths.covered < q.shape[0]:  # tokens of no sequence
-        out[lengths.covered :] = 0
-        lse[:, lengths.covered :] = -torch.inf
-    del alive
-    return out, lse
+    function = forward_address(variant, target)
+    return Launch(function, args.block_of(values), values["tasks"], values["work_size"], lengths, splits)
 
 
 def backward(
@@ -85,7 +128,7 @@ def backward(
     target = targets.host()
     variant = args.variant_of(call, target, plan.tile.rows)
     variant = variant._replace(bias_gradient=needs.bias, slope_gradient=needs.alibi_slopes)
-    values, alive = args.inputs(call, variant, q, k, v)
+    values = args.numbers(call, variant, q, k, v)
     lanes = target.vector_bytes // real.itemsize
     rows = variant.vectors * lanes
     lengths = args.lengths(call, values["num_heads_kv"], values["groups"], rows)
@@ -102,7 +145,8 @@ def backward(
     )
     given = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, "delta": delta, "dslopes": dslopes, "dbias": dbias}
     results = {"dq": parts, "dk": dk, "dv": dv}
-    values |= {name: x.data_ptr() for name, x in (given | results).items() if x is not None}
+    places, alive = args.addresses(call, q, k, v)
+    places |= {name: x.data_ptr() for name, x in (given | results).items() if x is not None}
     for name, x in {"out": out, "dout": dout, "dk": dk, "dv": dv, "dq": None if parts is None else parts[0]}.items():
         values |= {} if x is None else args.strides(name, x)
     if parts is not None:
@@ -112,7 +156,6 @@ def backward(
     pieces = workspace.backward_pieces(variant.real, rows, lanes, q.shape[-1], v.shape[-1])
     values |= {
         **args.lse_strides(lse),
-        "scale": call.settings.scale,
         "sequences": lengths.table.ctypes.data,
         "tasks": owners.tasks,
         "batch": lengths.batch,
@@ -123,7 +166,8 @@ def backward(
         "share_h": owners.share_h,
         "work_size": workspace.size(pieces),
     }
-    run(backward_address(variant, target), values)
+    function = backward_address(variant, target)
+    run(Launch(function, args.block_of(values), owners.tasks, values["work_size"], lengths), places)
     del alive
     if dq is not None and parts is not None:
         if splits > 1:
@@ -202,12 +246,12 @@ def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) 
     lse.copy_(m + torch.log(total))
 
 
-def run(address: int, values: dict) -> None:
-    count = min(torch.get_num_threads(), values["tasks"])
+def run(launch: Launch, places: dict[str, int]) -> None:
+    count = min(torch.get_num_threads(), launch.tasks)
     if count == 0:
         return
-    memory = torch.empty(count * values["work_size"], dtype=torch.uint8)
+    memory = torch.empty(count * launch.work_size, dtype=torch.uint8)
     counters = (ctypes.c_int64 * 16)()  # of tasks taken and, on a cache line of its own, of threads
-    values |= {"workspace": memory.data_ptr(), "counter": ctypes.addressof(counters)}
-    block = args.block_of(values)
-    threads.run(address, ctypes.addressof(block), count)
+    places |= {"workspace": memory.data_ptr(), "counter": ctypes.addressof(counters)}
+    block = args.filled(launch.block, places)
+    threads.run(launch.function, ctypes.addressof(block), count)

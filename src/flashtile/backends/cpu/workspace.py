@@ -1,13 +1,11 @@
 """A thread's own memory: the tables of its rows, turned queries and outputs, a block of scores, keys and values."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
 
 from .codegen import BYTE, INT, LONG, SIZES, Pointer
-from .variant import Variant
 
 BLOCK = 96  # keys at a time: their scores stay in the first-level cache
 DROPOUT_KEYS = 8  # keys that share a random counter; a block may begin and end inside such a group
@@ -70,11 +68,6 @@ def backward_pieces(real: ir.Type, rows: int, lanes: int, head_dim: Any, head_di
 def whole(n: Any, step: int) -> Any:
     """`n` rounded up to a multiple."""
     return (n + (step - 1)) // step * step
-
-
-@functools.lru_cache(maxsize=256)
-def forward_size(variant: Variant, rows: int, panels: int, head_dim: int, head_dim_v: int) -> int:
-    return size(forward_pieces(variant.real, rows, panels, head_dim, head_dim_v))
 
 
 def size(pieces: Pieces) -> int:
