@@ -82,7 +82,22 @@ class Backward(Pass):
         self.end()
 
     def begin(self) -> None:
-        """The panel's queries and output gradients, as lanes and as rows, its numbers, and empty sums."""
+        """Empty sums; and if any key is seen, or `delta` is to be stored, the panel's numbers, queries and output
+        gradients.
+        """
+        code, w, panel = self.code, self.w, self.panel
+        with code.when((w.bounds[0] < w.bounds[3]) | self.task.split.equals(0)):
+            self.load_rows()
+            self.row_numbers()
+        with code.loop(0, self.a.number("head_dim") * panel.rows, code.lanes) as n:
+            w.dq.store(code.reals(), n)
+        panel.store([code.reals(1.0)] * panel.vectors, w.alpha)
+        if self.variant.slope_gradient:
+            panel.store([code.reals()] * panel.vectors, w.dslope)
+        self.rows_of("dq", w.dq_at)
+
+    def load_rows(self) -> None:
+        """Queries and output gradients, as lanes and as rows, and the sums `delta` of output times gradient."""
         code, a, w, panel, dtype = self.code, self.a, self.w, self.panel, self.variant.dtype
         depth, width, one = a.number("head_dim"), a.number("head_dim_v"), code.whole(1)
         q, out, dout = a.pointer("q"), a.pointer("out"), a.pointer("dout")
@@ -98,13 +113,6 @@ class Backward(Pass):
             for x, y, total in zip(panel.load(w.out, d), panel.load(w.dout, d), delta, strict=True):
                 total.set(code.multiply_add(x, y, total.get()))
         panel.store([x.get() for x in delta], w.delta)
-        self.row_numbers()
-        with code.loop(0, depth * panel.rows, code.lanes) as n:
-            w.dq.store(code.reals(), n)
-        panel.store([code.reals(1.0)] * panel.vectors, w.alpha)
-        if self.variant.slope_gradient:
-            panel.store([code.reals()] * panel.vectors, w.dslope)
-        self.rows_of("dq", w.dq_at)
 
     def rows_of(self, name: str, to: Pointer) -> None:
         """Where the panel's rows are in a tensor with strides of its own."""

@@ -18,7 +18,7 @@ MACHINES = ("x86_64", "amd64", "arm64", "aarch64")
 ROWS = 256  # of a task: as many as still leave its queries, outputs and a block of keys in the second-level cache
 ROW_BYTES = 2**18
 SPLIT_KEYS = 768  # keys of a split, at least
-ENOUGH_TASKS = 64
+ENOUGH_TASKS = 32
 
 
 class Tile(NamedTuple):
