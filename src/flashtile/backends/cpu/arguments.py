@@ -54,6 +54,7 @@ def few(call: Call, variant: Variant, target: Target, rows: int) -> bool:
 
 
 ENOUGH_OWNERS = 16  # tasks of a backward pass: with fewer, keys are split
+WORK_OF_A_THREAD = 2**21  # products of two numbers: some 30 microseconds
 LEAST_KEYS = 256  # of a split
 ABSENT = dict.fromkeys(FIELDS, 0)
 PLACE = {name: n for n, name in enumerate(FIELDS)}
@@ -124,6 +125,12 @@ def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths
     for name, column in columns.items():
         table[:-1, SEQUENCE.index(name)] = column
     return Lengths(table, batch, int(table[-1, 0]), int(seqlen_k.max(initial=0)), covered)
+
+
+def most_threads(call: Call, lengths: Lengths, rows: int) -> int:
+    """As many as have enough to do that waking them pays."""
+    width = call.tensors.q.shape[-1] + call.tensors.v.shape[-1]
+    return 1 + lengths.tasks * rows * lengths.longest * width // WORK_OF_A_THREAD
 
 
 class Owners(NamedTuple):

@@ -42,6 +42,7 @@ class Launch(NamedTuple):
     tasks: int
     work_size: int
     lengths: args.Lengths
+    most_threads: int
     splits: int = 1
 
 
@@ -109,7 +110,8 @@ def new_forward_launch(
         "work_size": workspace.size(pieces),
     }
     function = forward_address(variant, target)
-    return Launch(function, args.block_of(values), values["tasks"], values["work_size"], lengths, splits)
+    most = args.most_threads(call, lengths, min(plan.tile.rows, panels * rows))
+    return Launch(function, args.block_of(values), values["tasks"], values["work_size"], lengths, most, splits)
 
 
 def backward(
@@ -167,7 +169,8 @@ def backward(
         "work_size": workspace.size(pieces),
     }
     function = backward_address(variant, target)
-    run(Launch(function, args.block_of(values), owners.tasks, values["work_size"], lengths), places)
+    most = args.most_threads(call, lengths, rows)
+    run(Launch(function, args.block_of(values), owners.tasks, values["work_size"], lengths, most), places)
     del alive
     if dq is not None and parts is not None:
         if splits > 1:
@@ -247,7 +250,7 @@ def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) 
 
 
 def run(launch: Launch, places: dict[str, int]) -> None:
-    count = min(torch.get_num_threads(), launch.tasks)
+    count = min(torch.get_num_threads(), launch.tasks, launch.most_threads)
     if count == 0:
         return
     memory = torch.empty(count * launch.work_size, dtype=torch.uint8)
