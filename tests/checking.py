@@ -1,5 +1,6 @@
 """What the tests have in common: small calls with any set of features, tiles of any size, and the check of a result."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -104,7 +105,8 @@ def features() -> dict[str, dict[str, Any]]:
 @contextmanager
 def lengths_on_the_device() -> Iterator[None]:
     """The path that lengths and pages on a GPU take, where the host reads none of their values: gathered rows, every
-    block visited, and entries outside the tensors taken for keys that do not exist.
+    block visited, and entries outside the tensors taken for keys that do not exist. CPU kernels never meet that.
     """
-    with mock.patch("flashtile.device.host_readable", return_value=False):
+    tiled = mock.patch.dict(os.environ, {"FLASHTILE_BACKEND": "tiled"})
+    with tiled, mock.patch("flashtile.device.host_readable", return_value=False):
         yield
