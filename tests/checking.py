@@ -1,5 +1,6 @@
 """What the tests have in common: small calls with any set of features, tiles of any size, and the check of a result."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,12 +23,12 @@ BACKENDS = ("tiled", "reference")
 @contextmanager
 def tile_size(block_m: int, block_n: int, scores: int = 2**20) -> Iterator[None]:
     """Tiles of `block_m` rows and `block_n` keys in the tiled backend, and as many heads as `scores` scores hold."""
-    plan._plan.cache_clear()
+    plan.forget_plans()
     try:
         with mock.patch.multiple(support, BLOCK_M=block_m, BLOCK_N=block_n, TILE_SCORES=scores):
             yield
     finally:
-        plan._plan.cache_clear()
+        plan.forget_plans()
 
 
 def assert_right(case: Case, *backends: str, **options: Any) -> None:
@@ -104,7 +105,8 @@ def features() -> dict[str, dict[str, Any]]:
 @contextmanager
 def lengths_on_the_device() -> Iterator[None]:
     """The path that lengths and pages on a GPU take, where the host reads none of their values: gathered rows, every
-    block visited, and entries outside the tensors taken for keys that do not exist.
+    block visited, and entries outside the tensors taken for keys that do not exist. CPU kernels never meet that.
     """
-    with mock.patch("flashtile.device.host_readable", return_value=False):
+    tiled = mock.patch.dict(os.environ, {"FLASHTILE_BACKEND": "tiled"})
+    with tiled, mock.patch("flashtile.device.host_readable", return_value=False):
         yield

@@ -74,7 +74,7 @@ def test_explain() -> None:
     words = ("bfloat16", "heads 6/2", "64 x 96", "head_dim 32/16", "window (7, 0)")
     words += ("softcap", "bias", "alibi", "sinks", "dropout", "deterministic")
     assert all(word in found["problem"] for word in words)
-    assert "backend tiled" in run("explain", "--seqlen-q", "64").output
+    assert "backend cpu" in run("explain", "--seqlen-q", "64").output
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_verify() -> None:
     found = run_json("verify", "--cases", "3", "--seed", "7", "--dtype", "float32", "--dtype", "bfloat16")
     assert found["passed"]
     assert not found["failures"]
-    assert {tally["backend"] for tally in found["results"]} == {"tiled", "reference"}
+    assert {tally["backend"] for tally in found["results"]} == {"cpu", "tiled", "reference"}
     assert {tally["dtype"] for tally in found["results"]} <= {"float32", "bfloat16"}
-    assert sum(tally["cases"] for tally in found["results"]) == 6
+    assert sum(tally["cases"] for tally in found["results"] if tally["backend"] != "cpu") == 6
     assert "all within their bounds" in run("verify", "--cases", "1").output
 
 
@@ -140,10 +140,10 @@ def test_verify_counts_an_exception_as_a_failure(monkeypatch: pytest.MonkeyPatch
 
 def test_verify_proves_nothing_where_everything_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = importlib.import_module("flashtile.plan")
-    plans._plan.cache_clear()
+    plans.forget_plans()
     monkeypatch.setattr(support, "declines", lambda problem, device: "it is Sunday")
     result = run("verify", "--backend", "tiled", "--cases", "1", "--json")
-    plans._plan.cache_clear()
+    plans.forget_plans()
     found = json.loads(result.stdout)
     assert result.exit_code == 1
     assert found["unverified"] == ["tiled"]

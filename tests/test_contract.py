@@ -133,6 +133,6 @@ def test_same_call_same_bits(backend: str, deterministic: bool | None) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_auto_is_tiled() -> None:
-    auto, tiled = dense_case().run("auto"), dense_case().run("tiled")
-    assert all(torch.equal(auto[name], tiled[name]) for name in auto)
+def test_auto_is_the_cpu_backend() -> None:
+    auto, cpu = dense_case().run("auto"), dense_case().run("cpu")
+    assert all(torch.equal(auto[name], cpu[name]) for name in auto)

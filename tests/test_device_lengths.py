@@ -97,7 +97,7 @@ def test_device_lengths_are_never_read(paged: bool) -> None:
     optional = dict.fromkeys(("mask", "bias", "alibi_slopes", "sinks", "seqused_k", "page_table"))
     keywords = dict.fromkeys(("window", "scale", "softcap", "score_mod", "dropout_seed", "deterministic"))
     call = normalize("attention_varlen", optional | tensors, **keywords, causal=True, dropout_p=0.5, backend="tiled")
-    chosen = plan(Problem.describe(call), torch.device("cpu"))
+    chosen = plan(Problem.describe(call), torch.device("cpu"), "tiled")
     with lengths_on_the_device(), NoReads(), mock.patch.object(Tensor, "tolist", side_effect=AssertionError):
         out, lse = kernels.forward(chosen, call)
         gradients = kernels.backward(chosen, call, Needs(True, True, True), out, lse, case.dout, case.dlse)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hopper_variants import LONG, SHORT, call_of_family
 from offline.compiled import Compiled, compile_launch
 from offline.launches import hopper_launches_of
 
+from flashtile import plan
 from flashtile.backends.hopper import support
 from flashtile.backends.hopper.tables import NARROW, WIDE
 from flashtile.device import Device
@@ -38,13 +40,30 @@ def problem(**changes: object) -> Problem:
         ({"alignment": 8}, "16 bytes"),
         ({"seqlen_k": 0}, "empty"),
         ({"seqlen_q": 2**31}, "positions"),
-        ({"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoded"),
     ],
 )
 def test_what_is_declined(changes: dict, reason: str) -> None:
     declined = support.declines(problem(**changes), H200)
     assert declined is not None
     assert reason in declined
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"layout": "varlen"}, "not verified"), ({"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoded")],
+)
+def test_what_auto_leaves_to_others(changes: dict, reason: str) -> None:
+    assert support.declines(problem(**changes), H200) is None
+    assert support.yields(problem(), H200) is None
+    assert reason in str(support.yields(problem(**changes), H200))
+    with mock.patch.object(support, "unusable", return_value=None):
+        assert plan._plan.__wrapped__(problem(**changes), H200, "hopper", False).backend == "hopper"
+        with mock.patch("flashtile.backends.triton.support.unusable", return_value=None):
+            chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", False)
+            assert chosen.backend == "triton"
+            assert reason in dict(chosen.why)["hopper"]
+            assert plan._plan.__wrapped__(problem(), H200, "auto", False).backend == "hopper"
+            assert plan._plan.__wrapped__(problem(), H200, "auto", True).backend == "triton"
 
 
 def test_what_is_taken() -> None:

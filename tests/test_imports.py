@@ -36,6 +36,7 @@ LAYERS = (
         "backends.*.support",
         "backends.tiled",
         "backends.reference",
+        "backends.cpu",
         "backends.triton",
         "backends.triton.tables",
         "backends.hopper",

@@ -67,8 +67,8 @@ def test_memory_beyond_inputs_and_results(name: str) -> None:
         features = FEATURES[name](seqlen)
         wanted = [q, k, v, *(x for x in features.values() if isinstance(x, Tensor) and x.requires_grad)]
         with tile_size(BLOCK, BLOCK):
-            beyond["forward"].append(beyond_results(lambda: flashtile.attention(q, k, v, **features)))  # noqa: B023
-            out = flashtile.attention(q, k, v, **features)
+            beyond["forward"].append(beyond_results(lambda: flashtile.attention(q, k, v, **features, backend="tiled")))  # noqa: B023
+            out = flashtile.attention(q, k, v, **features, backend="tiled")
             beyond["backward"].append(beyond_results(backward_of(out, wanted)))
     most = 2 if name == "dropout" else 1  # the random numbers of a tile are several int64 for each score
     for (short, long), tiles in zip(beyond.values(), (4, 8), strict=True):
@@ -80,7 +80,7 @@ def test_low_precision_accumulates_in_proportion_to_the_inputs() -> None:
     """bf16 gradients are added up in fp32: beside the tiles, twice the bytes of q, k and v."""
     inputs = leaves(1024, torch.bfloat16)
     with tile_size(BLOCK, BLOCK):
-        out = flashtile.attention(*inputs)
+        out = flashtile.attention(*inputs, backend="tiled")
         beyond = beyond_results(backward_of(out, inputs))
     assert beyond < 8 * TILE_BYTES + 3 * H * 1024 * D * 4
 
@@ -89,16 +89,29 @@ def test_packed_sequences() -> None:
     cu = offsets(500, 0, 700, 36)
     q, k, v = (torch.randn(1236, H, D).requires_grad_() for _ in range(3))
     with tile_size(BLOCK, BLOCK):
-        assert beyond_results(lambda: flashtile.attention_varlen(q, k, v, cu, cu)) < 8 * TILE_BYTES
-        out = flashtile.attention_varlen(q, k, v, cu, cu)
+        assert beyond_results(lambda: flashtile.attention_varlen(q, k, v, cu, cu, backend="tiled")) < 8 * TILE_BYTES
+        out = flashtile.attention_varlen(q, k, v, cu, cu, backend="tiled")
         assert beyond_results(backward_of(out, [q, k, v])) < 8 * TILE_BYTES
 
 
 def test_what_forward_keeps_for_backward() -> None:
     """out and lse; the inputs are there anyway."""
     q, k, v = leaves(1024)
-    kept, _ = live_and_peak_bytes(lambda: flashtile.attention(q, k, v, causal=True))
+    kept, _ = live_and_peak_bytes(lambda: flashtile.attention(q, k, v, causal=True, backend="tiled"))
     assert kept <= H * 1024 * (D + 1) * 4 + 1024
+
+
+def test_the_cpu_backend() -> None:
+    """Forward: each thread's tile, and no more for a longer sequence. Backward: dq once for each split of the keys, of
+    which there are at most 16, and numbers of rows.
+    """
+    beyond = []
+    for seqlen in (2048, 8192):
+        inputs = leaves(seqlen)
+        run = lambda: flashtile.attention(*inputs, causal=True, backend="cpu")  # noqa: B023, E731
+        beyond.append(beyond_results(run))
+        assert beyond_results(backward_of(run(), inputs)) < 18 * inputs[0].nbytes + 2**20 * torch.get_num_threads()
+    assert beyond[1] <= beyond[0] < 2**20 * torch.get_num_threads()
 
 
 # Blocks ------------------------------------------------------------------------------------------------------------
@@ -137,8 +150,8 @@ def test_hidden_blocks_are_not_visited(arguments: dict[str, Any], visited: int) 
     """Of 8 x 8 tiles, in forward and in backward."""
     inputs = leaves(64)
     with tile_size(8, 8):
-        assert len(visited_tiles(lambda: flashtile.attention(*inputs, **arguments))) == visited
-        out = flashtile.attention(*inputs, **arguments)
+        assert len(visited_tiles(lambda: flashtile.attention(*inputs, **arguments, backend="tiled"))) == visited
+        out = flashtile.attention(*inputs, **arguments, backend="tiled")
         assert len(visited_tiles(backward_of(out, inputs))) == visited
 
 
@@ -146,7 +159,7 @@ def test_blocks_without_hidden_pairs_run_no_mask_code() -> None:
     """Under causal only the 8 tiles on the diagonal ask which pairs are visible."""
     q, k, v = leaves(64)
     with tile_size(8, 8), mock.patch("flashtile.backends.common.scores.window_visible", return_value=None) as asked:
-        flashtile.attention(q, k, v, causal=True)
+        flashtile.attention(q, k, v, causal=True, backend="tiled")
     assert asked.call_count == 8
 
 

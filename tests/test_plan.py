@@ -20,10 +20,13 @@ Q, K, V = (dense_case().arguments[name] for name in ("q", "k", "v"))
 
 @pytest.fixture
 def tiled_declines() -> Iterator[None]:
-    flashtile.plan._plan.cache_clear()
-    with mock.patch("flashtile.backends.tiled.support.declines", return_value="not on Sundays"):
+    flashtile.plan.forget_plans()
+    with (
+        mock.patch("flashtile.backends.cpu.support.declines", return_value="not on Sundays either"),
+        mock.patch("flashtile.backends.tiled.support.declines", return_value="not on Sundays"),
+    ):
         yield
-    flashtile.plan._plan.cache_clear()
+    flashtile.plan.forget_plans()
 
 
 def test_backends() -> None:
@@ -62,7 +65,7 @@ def test_unknown(backend: str) -> None:
     with pytest.raises(BackendError) as raised:
         flashtile.attention(Q, K, V, backend=backend)
     assert f"`backend` is {backend!r}" in str(raised.value)
-    assert "'auto', 'hopper', 'triton', 'tiled', 'reference'" in str(raised.value)
+    assert "'auto', 'hopper', 'triton', 'cpu', 'tiled', 'reference'" in str(raised.value)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tiled", "auto"])

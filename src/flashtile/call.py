@@ -84,7 +84,8 @@ class Call(NamedTuple):
 
     def signature(self) -> tuple[Hashable, ...]:
         """All that a plan and its launches depend on, short of the values of tensors."""
-        return (self.settings, self.tensors.q.device, *map(memory_of, self.tensors.flat()))
+        memory = [None if x is None else memory_of(x) for x in self.tensors.flat()]
+        return (self.settings, self.tensors.q.device, *memory)
 
     @property
     def num_heads(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .backends.cpu import support as cpu
 from .backends.hopper import support as hopper
 from .backends.reference import support as reference
 from .backends.tiled import support as tiled
@@ -19,8 +20,10 @@ from .errors import AttentionWarning, BackendError
 from .problem import Problem
 
 # Fastest first. `auto` takes the first that accepts the problem; it never takes `reference`, which is there to compare.
-SUPPORT: dict[str, Any] = {"hopper": hopper, "triton": triton, "tiled": tiled, "reference": reference}
-AUTO = ("hopper", "triton", "tiled")
+SUPPORT: dict[str, Any] = {
+    "hopper": hopper, "triton": triton, "cpu": cpu, "tiled": tiled, "reference": reference,
+}  # fmt: skip
+AUTO = ("hopper", "triton", "cpu", "tiled")
 BACKEND_VARIABLE = "FLASHTILE_BACKEND"
 MOST_PLANS = 4096
 
@@ -63,6 +66,12 @@ def backends() -> tuple[BackendStatus, ...]:
 _PLANS: dict[Any, Plan] = {}
 
 
+def forget_plans() -> None:
+    """Plan every problem anew: for tests that change what a support module says."""
+    _PLANS.clear()
+    _plan.cache_clear()
+
+
 def plan(problem: Problem, device: torch.device, backend: str = "auto", *, backward: bool = False) -> Plan:
     """The plan of a problem's forward or backward pass; cached by its bucket.
 
@@ -89,10 +98,11 @@ def plan_call(call: Call, *, backward: bool = False) -> Plan:
 
 def _plan_of_signature(call: Call, backward: bool) -> Plan:
     device, backend = call.tensors.q.device, call.settings.backend
-    if device.type != "cuda":
+    if device.type != "cuda" and call.layout != "dense":
         return plan(Problem.describe(call), device, backend, backward=backward)
-    # Nothing reads a GPU's tensors, so that calls of one signature have one plan, and pass or fail alike.
-    signature = (backward, call.signature(), os.environ.get(BACKEND_VARIABLE))
+    # Nothing reads a GPU's tensors, nor those of a dense call: calls of one signature have one plan, and pass or fail
+    # alike.
+    signature = (backward, call.signature(), describe_device(device), os.environ.get(BACKEND_VARIABLE))
     chosen = _PLANS.get(signature)
     if chosen is None:
         chosen = plan(Problem.describe(call), device, backend, backward=backward)
@@ -111,14 +121,21 @@ def _plan(problem: Problem, device: Device, backend: str, backward: bool) -> Pla
     for name in AUTO if backend == "auto" else (backend,):
         support = SUPPORT[name]
         reason = support.unusable() or support.declines(problem, device)
-        if backward and reason is None and hasattr(support, "declines_backward"):
-            reason = support.declines_backward(problem, device)
+        if reason is None and backward:
+            reason = optional(support, "declines_backward", problem, device)
+        if reason is None and backend == "auto":
+            reason = optional(support, "yields", problem, device)
         if reason is None:
             splits = support.num_splits(problem, device)
             return Plan(name, support.tile(problem, device), splits, tuple(reasons.items()))
         reasons[name] = reason
     asked = "no backend takes this call" if backend == "auto" else f"backend {backend!r} does not take this call"
     raise BackendError(f"{asked}: {problem} on {device.name}", reasons)
+
+
+def optional(support: Any, question: str, problem: Problem, device: Device) -> str | None:
+    """The answer to a question that not every support module is asked."""
+    return getattr(support, question)(problem, device) if hasattr(support, question) else None
 
 
 @functools.cache

@@ -11,12 +11,13 @@ import click
 import torch
 
 from .. import __version__
+from ..backends.cpu.support import CACHE_VARIABLE, VECTORS_VARIABLE
 from ..device import describe_device
 from ..plan import BACKEND_VARIABLE, backends
 from .options import json_option, print_json
 
 PACKAGES = ("numpy", "triton", "llvmlite", "numba", "matplotlib", "flash_attn")
-VARIABLES = (BACKEND_VARIABLE,)
+VARIABLES = (BACKEND_VARIABLE, CACHE_VARIABLE, VECTORS_VARIABLE)
 
 
 @click.command()

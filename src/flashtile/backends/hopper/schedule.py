@@ -142,6 +142,10 @@ def schedule_packed(queue, work, sequences, window, BLOCK_M: gl.constexpr, BLOCK
             n = next_number(work)
         else:
             n = work.count
+    if put == 0:  # the others count on one tile: this one has no rows
+        put_tile(queue, put, Tile(sequences.batch, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0))
+        mbarrier.wait(queue.wanted.index(0), 0)
+        put += 1
     put_tile(queue, put, Tile(-1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0))
 
 

@@ -63,13 +63,20 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "the call is empty"
     if max(problem.seqlen_q, problem.seqlen_k) > LONGEST:
         return f"sequences go up to {LONGEST} positions"
-    if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= DECODING_ROWS:
-        return "a few rows are decoded faster with the keys split among programs"
     return None
 
 
 def declines_backward(problem: Problem, device: Device) -> str | None:
     return "its backward pass is not there yet"
+
+
+def yields(problem: Problem, device: Device) -> str | None:
+    """Why `auto` leaves a problem to the next backend that this one could take."""
+    if problem.layout == "varlen":
+        return "its packed sequences are not verified yet; ask for it by name"
+    if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= DECODING_ROWS:
+        return "a few rows are decoded faster with the keys split among programs"
+    return None
 
 
 def tile(problem: Problem, device: Device) -> "Tile":

@@ -1,0 +1,247 @@
+"""From a call to a kernel's variant and argument block."""
+
+import ctypes
+import functools
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...call import Call, Needs
+from ...problem import accumulation_dtype
+from .formats import BYTES
+from .targets import Target
+from .tiles import SEQUENCE, UNLIMITED
+from .variant import FIELDS, REALS, Variant
+from .workspace import BLOCK
+
+Block = ctypes.c_int64 * len(FIELDS)
+NAMES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+def rows_last(x: Tensor) -> Tensor:
+    """The tensor with contiguous features, which costs a copy if they were not."""
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def variant_of(call: Call, target: Target, rows: int) -> Variant:
+    t, s = call.tensors, call.settings
+    size = 8 if t.q.dtype is torch.float64 else 4
+    needed = -(-rows * size // target.vector_bytes)
+    return Variant(
+        dtype=NAMES[t.q.dtype],
+        vectors=1 if needed <= 1 else target.vectors,
+        softcap=s.softcap is not None,
+        bias=None if t.bias is None else NAMES[t.bias.dtype],
+        alibi=t.alibi_slopes is not None,
+        mask=t.mask is not None,
+        dropout=s.dropout_p > 0,
+    )
+
+
+def few(call: Call, variant: Variant, target: Target, rows: int) -> bool:
+    """Whether a sequence's rows fill few lanes, and its features whole vectors (`decode`)."""
+    lanes = target.vector_bytes // BYTES[variant.real_name]
+    widths = (call.tensors.q.shape[-1], call.tensors.v.shape[-1])
+    return variant.vectors == 1 and 2 * rows <= lanes and all(n % lanes == 0 for n in widths)
+
+
+ENOUGH_OWNERS = 16  # tasks of a backward pass: with fewer, keys are split
+WORK_OF_A_THREAD = 2**21  # products of two numbers: some 30 microseconds
+LEAST_KEYS = 256  # of a split
+ABSENT = dict.fromkeys(FIELDS, 0)
+PLACE = {name: n for n, name in enumerate(FIELDS)}
+
+
+class Lengths(NamedTuple):
+    """The table of sequences (`tiles.SEQUENCE`), and what follows from it."""
+
+    table: np.ndarray
+    batch: int
+    tasks: int
+    longest: int  # keys
+    covered: int  # tokens of packed queries that belong to a sequence
+
+
+def lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
+    if call.layout == "dense":
+        q, k = call.tensors.q, call.tensors.k
+        return dense_lengths(q.shape[0], q.shape[2], k.shape[2], heads_kv, groups, rows)
+    return packed_lengths(call, heads_kv, groups, rows)
+
+
+def chunk(longest: int, splits: int) -> int:
+    """Keys of a split, in whole blocks."""
+    return -(-longest // (splits * BLOCK)) * BLOCK if splits > 1 else UNLIMITED
+
+
+@functools.lru_cache(maxsize=256)
+def dense_lengths(batch: int, seqlen_q: int, seqlen_k: int, heads_kv: int, groups: int, rows: int) -> Lengths:
+    tiles = -(-seqlen_q * groups // rows)
+    table = np.zeros((batch + 1, len(SEQUENCE)), dtype=np.int64)
+    table[:, SEQUENCE.index("first_task")] = np.arange(batch + 1) * (tiles * heads_kv)
+    table[:, SEQUENCE.index("seqlen_q")] = seqlen_q
+    table[:, SEQUENCE.index("seqlen_k")] = seqlen_k
+    return Lengths(table, batch, batch * tiles * heads_kv, seqlen_k, 0)
+
+
+def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
+    """Of packed or paged sequences; `cu_seqlens` and the rest are on the host, and checked."""
+    t = call.tensors
+
+    def numbers(x: Tensor) -> np.ndarray:
+        return x.detach().numpy().astype(np.int64)
+
+    if t.cu_seqlens_q is None:  # a KV cache with dense queries
+        batch = t.q.shape[0]
+        q_first, seqlen_q = np.zeros(batch, dtype=np.int64), np.full(batch, t.q.shape[2], dtype=np.int64)
+        covered = 0
+    else:
+        bounds = numbers(t.cu_seqlens_q)
+        q_first, seqlen_q, covered = bounds[:-1], np.diff(bounds), int(bounds[-1])
+        batch = len(q_first)
+    k_first = np.zeros(batch, dtype=np.int64)
+    seqlen_k = None if t.seqused_k is None else numbers(t.seqused_k)
+    if t.cu_seqlens_k is not None and t.page_table is None:
+        bounds = numbers(t.cu_seqlens_k)
+        k_first, room = bounds[:-1], np.diff(bounds)
+        seqlen_k = room if seqlen_k is None else np.minimum(seqlen_k, room)
+    elif seqlen_k is None:
+        assert t.cu_seqlens_k is not None
+        seqlen_k = np.diff(numbers(t.cu_seqlens_k))
+    tasks = -(-seqlen_q * groups // rows) * heads_kv
+    table = np.zeros((batch + 1, len(SEQUENCE)), dtype=np.int64)
+    table[1:, 0] = np.cumsum(tasks)
+    columns = {"q_first": q_first, "k_first": k_first, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    if t.leftpad_k is not None:
+        columns["leftpad"] = numbers(t.leftpad_k)
+    for name, column in columns.items():
+        table[:-1, SEQUENCE.index(name)] = column
+    return Lengths(table, batch, int(table[-1, 0]), int(seqlen_k.max(initial=0)), covered)
+
+
+def most_threads(call: Call, lengths: Lengths, rows: int) -> int:
+    """As many as have enough to do that waking them pays."""
+    width = call.tensors.q.shape[-1] + call.tensors.v.shape[-1]
+    return 1 + lengths.tasks * rows * lengths.longest * width // WORK_OF_A_THREAD
+
+
+class Owners(NamedTuple):
+    """How backward is shared out: a task owns its keys' gradients, and all of a bias's elements that it adds to."""
+
+    tasks: int
+    splits: int  # of the keys
+    share_b: int  # 1 if one task goes through all sequences
+    share_h: int
+
+
+def owners(call: Call, needs: Needs, lengths: Lengths) -> Owners:
+    """The number of threads has no say: it would change the result."""
+    t = call.tensors
+    shared = [needs.bias and t.bias is not None and n == 1 for n in (t.bias.shape if t.bias is not None else ())]
+    share_b, share_h, _, share_j = shared or (False,) * 4
+    heads = t.k.shape[1 if call.layout == "dense" else -2]
+    count = (1 if share_b else lengths.batch) * (1 if share_h else heads)
+    splits = 1 if share_j else max(1, min(ENOUGH_OWNERS // max(count, 1), lengths.longest // LEAST_KEYS))
+    return Owners(count * splits if lengths.batch else 0, splits, int(share_b), int(share_h))
+
+
+def strides(name: str, x: Tensor, paged: bool = False) -> dict[str, int]:
+    """Of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`: between sequences (or pages), heads and rows."""
+    if paged:
+        batch, row, head = x.stride()[:3]
+    elif x.dim() == 4:
+        batch, head, row = x.stride()[:3]
+    else:
+        batch, (row, head) = 0, x.stride()[:2]
+    return {f"{name}_b": batch, f"{name}_h": head, f"{name}_s": row}
+
+
+def lse_strides(lse: Tensor) -> dict[str, int]:
+    """Of one number a row: contiguous `[B, H, S]` or `[H, T]`."""
+    batch = lse.stride(0) if lse.dim() == 3 else 0
+    return {"lse_b": batch, "lse_h": lse.stride(-2), "lse_s": 1, "seqlen_total": lse.numel()}
+
+
+def pair_strides(name: str, x: Tensor) -> dict[str, int]:
+    """Of a mask or bias, with 0 along what is broadcast."""
+    return {
+        f"{name}_{dim}": 0 if n == 1 else stride for dim, n, stride in zip("bhij", x.shape, x.stride(), strict=True)
+    }
+
+
+def addresses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[dict[str, int], list[Tensor]]:
+    """Where the tensors of a call are, and copies of theirs that have to stay alive."""
+    t, real = call.tensors, accumulation_dtype(q.dtype)
+    seed = t.dropout_seed if call.settings.dropout_p > 0 else None
+    converted = (
+        ("slopes", t.alibi_slopes, real),
+        ("sinks", t.sinks, real),
+        ("seed", seed, torch.int64),
+        ("page_table", t.page_table, torch.int64),
+    )
+    alive = {name: x.detach().to(dtype).contiguous() for name, x, dtype in converted if x is not None}
+    given = {"q": q, "k": k, "v": v, "mask": t.mask, "bias": t.bias, **alive}
+    return {name: x.data_ptr() for name, x in given.items() if x is not None}, list(alive.values())
+
+
+def numbers(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """What every kernel is told of a call beside that; it follows from shapes, strides and settings alone."""
+    t, s = call.tensors, call.settings
+    paged = t.page_table is not None
+    heads_kv = k.shape[1 if call.layout == "dense" else -2]
+    values = {
+        **ABSENT,
+        **strides("q", q),
+        **strides("k", k, paged),
+        **strides("v", v, paged),
+        "num_heads_kv": heads_kv,
+        "groups": q.shape[1] // heads_kv,
+        "head_dim": q.shape[-1],
+        "head_dim_v": v.shape[-1],
+        "window_left": UNLIMITED if s.window_left is None else min(s.window_left, UNLIMITED),
+        "window_right": UNLIMITED if s.window_right is None else min(s.window_right, UNLIMITED),
+        "top_left": 0 if s.top_left else UNLIMITED,
+        "diagonal": s.diagonal,
+        "i0": s.i0,
+        "j0": s.j0,
+        "b0": s.b0,
+        "h0": s.h0,
+        "num_heads": call.num_heads,
+        "page_size": 1,
+        "factor": s.scale / s.softcap if s.softcap is not None else s.scale * variant.unit,
+        "scale": s.scale,
+        "softcap_scale": 0 if s.softcap is None else s.softcap * variant.unit,
+    }
+    for name, x in (("mask", t.mask), ("bias", t.bias)):
+        values |= {} if x is None else pair_strides(name, x)
+    if t.alibi_slopes is not None:
+        values["slopes_b"] = t.alibi_slopes.shape[1] if t.alibi_slopes.dim() == 2 else 0
+    if s.dropout_p > 0:
+        dropped = round(s.dropout_p * 65536)
+        values |= {"threshold": dropped, "keep_scale": 65536 / max(65536 - dropped, 1)}
+    if t.page_table is not None:
+        values |= {"page_size": k.shape[1], "page_columns": t.page_table.shape[1]}
+    return values
+
+
+def block_of(values: dict[str, Any]) -> Any:
+    """The argument block, 8 bytes for each of `FIELDS`."""
+    for name in REALS.split():
+        values[name] = struct.unpack("q", struct.pack("d", values[name]))[0]
+    return Block(*values.values())
+
+
+def filled(block: Any, places: dict[str, int]) -> Any:
+    """A copy of the block with these addresses."""
+    copy = Block.from_buffer_copy(block)
+    for name, address in places.items():
+        copy[PLACE[name]] = address
+    return copy

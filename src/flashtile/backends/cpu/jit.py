@@ -1,0 +1,102 @@
+"""From IR to machine code in memory, by way of a cache on disk.
+
+An object file is named by the hash of everything that it follows from: the IR, the processor and its features, and
+LLVM's version. Files are written aside and moved into place, so that processes that compile at once do not disturb one
+another; one that is cut short or changed fails its checksum and is made again. A directory that cannot be written is
+no error: then every process compiles.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from llvmlite import binding as llvm
+
+from .support import CACHE_VARIABLE
+from .targets import Target
+
+CHECKSUM = hashlib.sha256().digest_size
+_LOCK = threading.Lock()
+_LOADED: list[Any] = []  # machine code lives as long as its engine
+
+
+def cache_directory() -> Path:
+    """Where object files are: `$FLASHTILE_CACHE_DIR`, else `flashtile` in the user's cache directory."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given) / "cpu"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "flashtile" / "cpu"
+
+
+def function_address(source: str, name: str, target: Target) -> int:
+    """The address of a function of a module, compiled for the host."""
+    with _LOCK:
+        key = hashlib.sha256(repr((source, target, llvm.llvm_version_info)).encode()).hexdigest()
+        path = cache_directory() / f"{key[:32]}.o"
+        machine = target_machine(target)
+        code = read(path)
+        if code is None:
+            code = compiled(source, machine)
+            write(path, code)
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        _LOADED.append(engine)
+        return engine.get_function_address(name)
+
+
+def target_machine(target: Target) -> Any:
+    initialize()
+    found = llvm.Target.from_triple(target.triple)
+    return found.create_target_machine(
+        cpu=target.cpu, features=target.features, opt=2, jit=target.triple == llvm.get_process_triple()
+    )
+
+
+@functools.cache
+def initialize() -> None:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+def compiled(source: str, machine: Any) -> bytes:
+    """An object file. The generators wrote the vectors and the loops as they should be, so few passes are left: they
+    take a tenth of the time of LLVM's own choice, for the same speed.
+    """
+    module = llvm.parse_assembly(source)
+    module.verify()
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_sroa_pass()  # variables into registers
+    passes.add_instruction_combine_pass()
+    passes.add_simplify_cfg_pass()
+    passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
+    return machine.emit_object(module)
+
+
+def read(path: Path) -> bytes | None:
+    """An object file's content; `None` where there is none that is whole."""
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        return None
+    checksum, code = stored[:CHECKSUM], stored[CHECKSUM:]
+    return code if code and hashlib.sha256(code).digest() == checksum else None
+
+
+def write(path: Path, code: bytes) -> None:
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+            os.replace(aside, path)
+        except OSError:
+            os.unlink(aside)
+            raise

@@ -1,0 +1,157 @@
+"""The matrix products, as loops over small blocks of accumulators that stay in registers.
+
+Lanes run over query rows; `vectors` of them side by side are a panel. Each step multiplies the panel's vectors by a few
+numbers of the other matrix, read one at a time for all lanes: `rows` keys in the product with K, `rows` features in the
+product with V.
+"""
+
+from collections.abc import Callable
+
+from .codegen import ADDRESS, LONG, Code, Pointer, Value
+
+PARTS = (6, 4, 2, 1)  # rows of accumulators at a time: any number is a sum of these
+
+
+class Panel:
+    """`vectors` vectors side by side: one number for each of a panel's query rows."""
+
+    def __init__(self, code: Code, vectors: int):
+        self.code, self.vectors, self.rows = code, vectors, vectors * code.lanes
+
+    def load(self, p: Pointer, i: Value | int = 0) -> list[Value]:
+        """`p` points at panels, `i` counts them."""
+        at = p + self.code.whole(i) * self.rows
+        return [at.vector(n * self.code.lanes) for n in range(self.vectors)]
+
+    def store(self, x: list[Value], p: Pointer, i: Value | int = 0) -> None:
+        at = p + self.code.whole(i) * self.rows
+        for n, vector in enumerate(x):
+            at.store(vector, n * self.code.lanes)
+
+
+def emit_scores(code: Code, panel: Panel) -> None:
+    """`scores_R(k, stride, q, s, depth, m)`: `s[j] = sum_d k[j, d] q[d]` for R keys, and `m` grows to their maximum."""
+    for rows in PARTS:
+        with code.function(f"scores_{rows}", ADDRESS, LONG, ADDRESS, ADDRESS, LONG, ADDRESS) as given:
+            k, q, s, m = (code.pointer(given[n]) for n in (0, 2, 3, 5))
+            stride, depth = given[1], given[4]
+            keys = [k + stride * j for j in range(rows)]
+            total = [[code.variable(code.reals()) for _ in range(panel.vectors)] for _ in range(rows)]
+            with code.loop(0, depth) as d:
+                q_d = panel.load(q, d)
+                for j in range(rows):
+                    k_jd = code.repeated(keys[j][d])
+                    for n in range(panel.vectors):
+                        total[j][n].set(code.multiply_add(q_d[n], k_jd, total[j][n].get()))
+            largest = panel.load(m)
+            for j in range(rows):
+                found = [x.get() for x in total[j]]
+                panel.store(found, s, j)
+                largest = [code.maximum(x, y) for x, y in zip(found, largest, strict=True)]
+            panel.store(largest, m)
+
+
+def emit_values(code: Code, panel: Panel) -> None:
+    """`values_R(p, v, stride, count, o, alpha)`: `o[d] = alpha o[d] + sum_j p[j] v[j, d]` for R features."""
+    for rows in PARTS:
+        with code.function(f"values_{rows}", ADDRESS, ADDRESS, LONG, LONG, ADDRESS, ADDRESS) as given:
+            p, v, o, alpha = (code.pointer(given[n]) for n in (0, 1, 4, 5))
+            stride, count = given[2], given[3]
+            scale = panel.load(alpha)
+            total = [[code.variable(x * a) for x, a in zip(panel.load(o, d), scale, strict=True)] for d in range(rows)]
+            with code.loop(0, count) as j:
+                p_j = panel.load(p, j)
+                v_j = v + stride * j
+                for d in range(rows):
+                    v_jd = code.repeated(v_j[d])
+                    for n in range(panel.vectors):
+                        total[d][n].set(code.multiply_add(p_j[n], v_jd, total[d][n].get()))
+            for d in range(rows):
+                panel.store([x.get() for x in total[d]], o, d)
+
+
+def strips(code: Code) -> tuple[int, ...]:
+    """Vectors of features at a time: as many as there are registers for."""
+    return tuple(n for n in (4, 2, 1) if n <= code.target.vectors)
+
+
+def emit_accumulate(code: Code, panel: Panel) -> None:
+    """`accumulate_R_N(p, x, x_stride, y, y_stride)`: `y[j] += sum_r p[j, r] x[r]` for R keys and N vectors of features,
+    which are the lanes here: `x [panel, ...]` and `y` are rows of whole vectors.
+    """
+    for rows in PARTS:
+        for strip in strips(code):
+            with code.function(f"accumulate_{rows}_{strip}", ADDRESS, ADDRESS, LONG, ADDRESS, LONG) as given:
+                p, x, y = (code.pointer(given[n]) for n in (0, 1, 3))
+                x_stride, y_stride = given[2], given[4]
+                lanes = [n * code.lanes for n in range(strip)]
+                total = [[code.variable(code.reals()) for _ in lanes] for _ in range(rows)]
+                with code.loop(0, panel.rows) as r:
+                    x_r = x + x_stride * r
+                    vectors = [x_r.vector(n) for n in lanes]
+                    for j in range(rows):
+                        p_jr = code.repeated(p[r + j * panel.rows])
+                        for vector, sum_of_key in zip(vectors, total[j], strict=True):
+                            sum_of_key.set(code.multiply_add(vector, p_jr, sum_of_key.get()))
+                for j in range(rows):
+                    y_j = y + y_stride * j
+                    for n, sum_of_key in zip(lanes, total[j], strict=True):
+                        y_j.store(y_j.vector(n) + sum_of_key.get(), n)
+
+
+def accumulate(
+    code: Code, panel: Panel, p: Pointer, count: Value, x: Pointer, width: Value, y: Pointer, y_stride: Value
+) -> None:
+    """`y [count, width] += p [count, panel] @ x [panel, width]`, `width` in whole vectors."""
+
+    def keys(j: Value, rows: int) -> None:
+        def features(n: Value, strip: int) -> None:
+            d = n * code.lanes
+            code.call(f"accumulate_{rows}_{strip}", p + j * panel.rows, x + d, width, y + y_stride * j + d, y_stride)
+
+        in_parts(code, width // code.lanes, features, strips(code))
+
+    in_parts(code, count, keys, PARTS)
+
+
+def scores(
+    code: Code, panel: Panel, k: Pointer, stride: Value, count: Value, q: Pointer, depth: Value, s: Pointer, m: Pointer
+) -> None:
+    """`s [count, panel]`, and the maximum `m`, of `count` keys."""
+
+    def part(j: Value, rows: int) -> None:
+        code.call(f"scores_{rows}", k + stride * j, stride, q, s + j * panel.rows, depth, m)
+
+    in_parts(code, count, part, PARTS)
+
+
+def values(
+    code: Code,
+    panel: Panel,
+    p: Pointer,
+    v: Pointer,
+    stride: Value,
+    count: Value,
+    o: Pointer,
+    width: Value,
+    alpha: Pointer,
+) -> None:
+    """`o [width, panel]` scaled by `alpha`, plus the product of `count` probabilities and values."""
+
+    def part(d: Value, rows: int) -> None:
+        code.call(f"values_{rows}", p, v + d, stride, count, o + d * panel.rows, alpha)
+
+    in_parts(code, width, part, PARTS)
+
+
+def in_parts(code: Code, count: Value, part: Callable[[Value, int], None], sizes: tuple[int, ...]) -> None:
+    """`part(start, size)` over `count`: as many of the largest size as fit, then what is left."""
+    most, *smaller = sizes
+    whole = count // most * most
+    with code.loop(0, whole, most) as start:
+        part(start, most)
+    done = code.variable(whole)
+    for size in smaller:
+        with code.when(count - done.get() >= size):
+            part(done.get(), size)
+            done.set(done.get() + size)

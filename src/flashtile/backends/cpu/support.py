@@ -1,0 +1,68 @@
+"""What the CPU backend takes, why it declines the rest, and how large its tiles are."""
+
+import functools
+import importlib.util
+import platform
+from typing import NamedTuple
+
+import torch
+
+from ...device import Device
+from ...problem import Problem
+
+SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature but score_mod, head dimensions to 512"
+MAX_HEAD_DIM = 512
+LONGEST = 2**30  # positions are 32-bit integers, and sums of two of them must be
+CACHE_VARIABLE, VECTORS_VARIABLE = "FLASHTILE_CACHE_DIR", "FLASHTILE_CPU_VECTORS"
+MACHINES = ("x86_64", "amd64", "arm64", "aarch64")
+ROWS = 256  # of a task: as many as still leave its queries, outputs and a block of keys in the second-level cache
+ROW_BYTES = 2**18
+SPLIT_KEYS = 768  # keys of a split, at least
+ENOUGH_TASKS = 32
+
+
+class Tile(NamedTuple):
+    """Query rows of a task, with the heads of a group packed, and keys of a block."""
+
+    rows: int
+    keys: int
+
+
+@functools.cache
+def unusable() -> str | None:
+    """Why this backend does not run on this machine; `None` if it does."""
+    if importlib.util.find_spec("llvmlite") is None:
+        return "llvmlite is not installed"
+    if platform.machine().lower() not in MACHINES:
+        return f"it has no kernels for {platform.machine()}"
+    return None
+
+
+def declines(problem: Problem, device: Device) -> str | None:
+    """Why this backend does not take the problem; `None` if it does."""
+    if device.type != "cpu":
+        return f"its kernels run on CPUs, not on {device.type}"
+    if problem.score_mod is not None:
+        return "it does not take a score_mod yet"
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        return f"head dimensions go up to {MAX_HEAD_DIM}"
+    if max(problem.seqlen_q, problem.seqlen_k) > LONGEST:
+        return f"sequences go up to {LONGEST} positions"
+    return None
+
+
+def tile(problem: Problem, device: Device) -> Tile:
+    size = 8 if problem.dtype is torch.float64 else 4
+    fitting = ROW_BYTES // ((problem.head_dim + problem.head_dim_v) * size)
+    rows = problem.seqlen_q * problem.num_heads_q // max(problem.num_heads_kv, 1)
+    # A quarter of the rows at most, so that there are tasks to share out.
+    return Tile(max(1, min(ROWS, fitting, rows if rows <= 64 else max(64, rows // 4))), 96)
+
+
+def num_splits(problem: Problem, device: Device) -> int:
+    """Parts of the keys, when there are few rows. The number of threads has no say: it would change the result."""
+    rows = problem.seqlen_q * problem.num_heads_q // max(problem.num_heads_kv, 1)
+    if rows > 64:
+        return 1
+    tasks = max(problem.batch * problem.num_heads_kv, 1)
+    return max(1, min(problem.seqlen_k // SPLIT_KEYS, ENOUGH_TASKS // tasks))

@@ -1,0 +1,58 @@
+"""What LLVM compiles for: a processor, its vectors, and how many of them the kernels hold at a time."""
+
+import functools
+import os
+import platform
+from typing import Any, NamedTuple
+
+from ...errors import BackendError
+from .support import VECTORS_VARIABLE
+
+
+class Target(NamedTuple):
+    """A processor as generators and the compiler see it."""
+
+    triple: str
+    cpu: str
+    features: str  # LLVM's list, "+avx2,-avx512f,..."
+    vector_bytes: int
+    vectors: int  # of a row of accumulators: query rows in the lanes of this many vectors ...
+    rows: int  # ... by this many keys or value features
+    fma: bool
+    half: bool  # converts float16 in hardware
+
+
+# By name, widest first: what a processor must have, and the accumulators that fit into its registers.
+WIDTHS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "avx512": (("avx512f", "avx512bw", "avx512dq", "avx512vl"), {"vector_bytes": 64, "vectors": 4, "rows": 6}),
+    "avx2": (("avx2", "fma", "f16c"), {"vector_bytes": 32, "vectors": 2, "rows": 6}),
+    "baseline": ((), {"vector_bytes": 16, "vectors": 2, "rows": 6}),
+    "neon": (("neon",), {"vector_bytes": 16, "vectors": 4, "rows": 6}),
+}
+GENERIC = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86-64", "neon": "generic"}
+
+
+def named(width: str, triple: str, cpu: str | None = None, features: str = "") -> Target:
+    """A target by its vectors; without `cpu`, any processor that has them."""
+    hardware = width != "baseline"
+    return Target(triple, cpu or GENERIC[width], features, **WIDTHS[width][1], fma=hardware, half=hardware)
+
+
+def host() -> Target:
+    """This machine's; the environment variable `FLASHTILE_CPU_VECTORS` asks for narrower vectors."""
+    return _host(os.environ.get(VECTORS_VARIABLE))
+
+
+@functools.cache
+def _host(asked: str | None) -> Target:
+    from llvmlite import binding as llvm
+
+    triple, cpu, has = llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
+    widths = ("neon",) if platform.machine().lower() in ("arm64", "aarch64") else ("avx512", "avx2", "baseline")
+    usable = [width for width in widths if all(has.get(x) for x in WIDTHS[width][0])]
+    if asked is not None and asked not in usable:
+        raise BackendError(f"{VECTORS_VARIABLE} is {asked!r}. Accepted here: {', '.join(map(repr, usable))}", {})
+    if asked is not None and asked != usable[0]:
+        return named(asked, triple)
+    has["prefer-256-bit"] = False  # LLVM would split our vectors
+    return named(usable[0], triple, cpu, has.flatten())

@@ -1,0 +1,63 @@
+"""Running a compiled function on several threads at once, which share out its tasks among themselves.
+
+PyTorch's OpenMP threads are there already: a parallel region of our own on the library that PyTorch has loaded costs
+some microseconds and never has more threads than cores. Without OpenMP (Windows, some builds for macOS), threads of
+our own call the function. A forked process has neither: its one thread does all of the work.
+"""
+
+import ctypes
+import functools
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+_FORKED = False
+WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _after_fork() -> None:
+    global _FORKED
+    _FORKED = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@functools.cache
+def openmp() -> Any | None:
+    """`GOMP_parallel` of the OpenMP library in this process, under the name that GNU's, LLVM's and Intel's have."""
+    names = ("libgomp", "libiomp5", "libomp")
+    if sys.platform != "linux":
+        return None
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if line.count("/")}
+    for path in sorted(paths):
+        if os.path.basename(path).startswith(names):
+            parallel = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+            if parallel is not None:
+                parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+                parallel.restype = None
+                return parallel
+    return None
+
+
+@functools.cache
+def own_threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="flashtile")
+
+
+def run(address: int, block: int, threads: int) -> None:
+    """Call `void f(void *block)` on `threads` threads and wait for all of them; the GIL is free meanwhile."""
+    if threads <= 1 or _FORKED:
+        WORKER(address)(block)
+        return
+    parallel = openmp()
+    if parallel is not None:
+        parallel(address, block, threads, 0)
+        return
+    worker = WORKER(address)
+    others = [own_threads(threads - 1).submit(worker, block) for _ in range(threads - 1)]
+    worker(block)
+    wait(others)

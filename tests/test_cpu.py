@@ -1,0 +1,387 @@
+"""The CPU backend: the contract on every width of vectors, tails, threads, processes, its cache of machine code."""
+
+import importlib
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from checking import assert_right, dense_case, features, offsets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_nan import BLIND
+
+import flashtile
+from flashtile import BackendError
+from flashtile.testing.case import Case
+from flashtile.testing.generate import random_case
+from flashtile.testing.inputs import KINDS
+from flashtile.testing.layouts import LAYOUTS, lay_out
+from flashtile.testing.poison import poisoned_allocation
+
+arguments, backward, forward, jit, targets, threads = (
+    importlib.import_module(f"flashtile.backends.cpu.{name}")
+    for name in ("arguments", "backward", "forward", "jit", "targets", "threads")
+)
+support = importlib.import_module("flashtile.backends.cpu.support")
+FEATURES = {name: given for name, given in features().items() if name != "score_mod"}
+WIDTHS = ("avx512", "avx2", "baseline")
+INF, NAN = torch.inf, torch.nan
+
+
+def usable(width: str) -> bool:
+    with mock.patch.dict(os.environ, {support.VECTORS_VARIABLE: width}):
+        try:
+            return targets.host() is not None
+        except BackendError:
+            return False
+
+
+@pytest.fixture(params=WIDTHS)
+def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if not usable(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    monkeypatch.setenv(support.VECTORS_VARIABLE, request.param)
+    return request.param
+
+
+def right(case: Case) -> None:
+    assert_right(case, "cpu")
+
+
+def right_or_declined(case: Case) -> None:
+    widths = [x.shape[-1] for name, x in case.arguments.items() if name in ("q", "v", "v_cache")]
+    if "score_mod" in case.arguments or max(widths) > support.MAX_HEAD_DIM:
+        with pytest.raises(BackendError, match=r"score_mod|head dimensions"):
+            case.run("cpu")
+    else:
+        right(case)
+
+
+# The contract ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32 - 1), function=st.sampled_from(["attention", "attention_varlen"]))
+def test_random_calls(seed: int, function: str) -> None:
+    right_or_declined(random_case(seed, function=function))
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_random_calls_with_a_cache(seed: int) -> None:
+    right_or_declined(random_case(seed, function="attention_with_kvcache"))
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature_alone_and_with_every_other(name: str) -> None:
+    for other in FEATURES:
+        if other >= name:
+            right(dense_case(seqlen_q=7, seqlen_k=9, **FEATURES[name] | FEATURES[other]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_and_inputs_on_every_width(dtype: torch.dtype, width: str) -> None:
+    for kind, seed in itertools.product(KINDS, range(6)):  # the adversarial kind has six patterns
+        right(dense_case(seqlen_q=70, seqlen_k=101, head_dim=33, dtype=dtype, kind=kind, seed=seed, causal=True))
+
+
+def test_every_feature_on_every_width(width: str) -> None:
+    """In one call, with blocks that are full, at an edge and hidden; float32 and the conversions of half precision."""
+    for dtype, vectors in ((torch.float32, 150), (torch.bfloat16, 150), (torch.float16, 1)):
+        given = {
+            "window": (40, 30),
+            "mask": torch.rand(2, 1, vectors, 230) < 0.7,
+            "bias": torch.randn(1, 4, vectors, 230).to(dtype),
+            "alibi_slopes": torch.rand(2, 4),
+            "sinks": torch.randn(4),
+            "softcap": 2.0,
+            "dropout_p": 0.3,
+            "dropout_seed": 7,
+        }
+        shape = {"num_heads_q": 4, "num_heads_kv": 2, "seqlen_q": vectors, "seqlen_k": 230}
+        right(dense_case(**shape, head_dim=40, head_dim_v=24, dtype=dtype, **given))
+
+
+@pytest.mark.parametrize("visibility", [{}, {"causal": True}, {"window": (5, 3)}], ids=str)
+def test_tails(visibility: dict[str, Any]) -> None:
+    """Every residue of rows, keys and head dimensions modulo a vector, and of keys and features modulo the rows of
+    accumulators.
+    """
+    for n in range(1, 34):
+        right(dense_case(batch=1, seqlen_q=n, seqlen_k=97 + n, head_dim=n, head_dim_v=34 - n, **visibility))
+
+
+def test_head_dimensions() -> None:
+    for head_dim, head_dim_v in ((1, 512), (512, 1), (256, 128)):
+        right(dense_case(seqlen_q=70, seqlen_k=100, head_dim=head_dim, head_dim_v=head_dim_v, causal=True))
+
+
+def test_strides() -> None:
+    for name, layout, dtype in itertools.product("qkv", LAYOUTS, (torch.float32, torch.bfloat16)):
+        case = dense_case(dtype=dtype)
+        case.arguments[name] = lay_out(case.arguments[name], layout, random.Random(layout))
+        right(case)
+
+
+@pytest.mark.parametrize("which", ["mask", "bias"])
+def test_every_broadcast_and_stride_of_mask_and_bias(which: str) -> None:
+    for kept, turned in itertools.product(itertools.product((False, True), repeat=4), (False, True)):
+        shape = [n if keep else 1 for n, keep in zip((2, 2, 20, 40), kept, strict=True)]
+        given = torch.randn(shape[::-1]).permute(3, 2, 1, 0) if turned else torch.randn(shape)
+        right(dense_case(seqlen_q=20, seqlen_k=40, **{which: given > -0.7 if which == "mask" else given}))
+
+
+def test_gradients_of_shared_tensors() -> None:
+    """A bias that is broadcast in any way, with keys split where its elements are not shared; slopes of sequences."""
+    for kept in itertools.product((False, True), repeat=4):
+        shape = [n if keep else 1 for n, keep in zip((2, 4, 70, 800), kept, strict=True)]
+        given = {"bias": torch.randn(shape), "alibi_slopes": torch.rand(2, 4) * 0.1}
+        shape = {"num_heads_q": 4, "num_heads_kv": 2, "seqlen_q": 70, "seqlen_k": 800, "head_dim": 20}
+        right(dense_case(**shape, **given, softcap=3.0, sinks=torch.randn(4)))
+
+
+def test_only_the_gradients_that_are_asked_for() -> None:
+    case = dense_case(**FEATURES["bias"] | FEATURES["sinks"] | FEATURES["alibi_slopes"], seqlen_q=7, seqlen_k=9)
+    every = case.run("cpu")
+    for name in ("q", "k", "v", "bias", "sinks", "alibi_slopes"):
+        leaf = case.arguments[name].detach().requires_grad_()
+        out, lse = flashtile.attention(**case.arguments | {name: leaf}, return_lse=True, backend="cpu")
+        (found,) = torch.autograd.grad((out, lse), leaf, (case.dout, case.dlse))
+        assert torch.equal(found, every[f"d{name}"])
+
+
+def test_pages_that_sequences_share() -> None:
+    pages = {"k": torch.randn(5, 4, 2, 8), "v": torch.randn(5, 4, 2, 8), "cu_seqlens_k": None}
+    table = torch.tensor([[0, 3, 1], [3, 4, 0]], dtype=torch.int32)
+    given = {"q": torch.randn(9, 4, 8), "cu_seqlens_q": offsets(4, 5), "page_table": table}
+    given |= pages | {"seqused_k": torch.tensor([11, 7], dtype=torch.int32), "causal": True}
+    right(Case("attention_varlen", given, torch.randn(9, 4, 8), torch.randn(4, 9)))
+
+
+def test_long_sequences() -> None:
+    """Several panels to a task, several blocks of keys, hidden ones between."""
+    for visibility in ({}, {"causal": True}, {"window": (100, 50)}, {"causal": "top_left"}):
+        right(dense_case(batch=1, seqlen_q=1100, seqlen_k=900, head_dim=16, **visibility))
+
+
+def test_few_rows_split_the_keys() -> None:
+    for sinks, dtype in itertools.product((None, torch.tensor([1.0, -INF, INF, 9.0])), (torch.float32, torch.bfloat16)):
+        shape = {"batch": 1, "num_heads_q": 4, "num_heads_kv": 2, "seqlen_q": 3, "seqlen_k": 5000}
+        right(dense_case(**shape, dtype=dtype, causal=True, **({} if sinks is None else {"sinks": sinks})))
+
+
+@pytest.mark.parametrize("sinks", [None, (0.5, -INF)], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("cause", [cause for cause in BLIND if "score_mod" not in cause])
+def test_rows_that_see_nothing(cause: str, sinks: tuple | None) -> None:
+    right(dense_case(**BLIND[cause] | ({} if sinks is None else {"sinks": torch.tensor(sinks)})))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nan_and_infinities(name: str, width: str) -> None:
+    for bad, (row, feature) in itertools.product((NAN, INF, -INF), ((0, 0), (5, 3), (6, 7))):
+        case = dense_case(seqlen_q=7, seqlen_k=9, causal=True, forward_only=True)
+        case.arguments[name][:, 0, row, feature] = bad
+        right(case)
+
+
+def test_extreme_scores_and_sinks() -> None:
+    """Infinite biases and sinks, and biases that stand for infinity."""
+    lowest = torch.finfo(torch.float32).min
+    for value, sink in itertools.product((INF, -INF, lowest, NAN), (None, INF, -INF)):
+        bias = torch.randn(1, 1, 7, 9)
+        bias[..., 2, 3], bias[..., 4, :] = value, value
+        sinks = {} if sink is None else {"sinks": torch.tensor([sink, 0.0])}
+        right(dense_case(bias=bias, forward_only=True, **sinks))
+
+
+def test_results_do_not_depend_on_what_memory_held() -> None:
+    given = FEATURES["window"] | FEATURES["dropout"] | FEATURES["mask"] | {"seqlen_q": 7, "seqlen_k": 9}
+    clean = dense_case(forward_only=True, **given).run("cpu")
+    with poisoned_allocation():
+        poisoned = dense_case(forward_only=True, **given).run("cpu")
+    assert all(torch.equal(clean[name], x) for name, x in poisoned.items())
+
+
+def test_packed_sequences_and_tokens_of_none() -> None:
+    cu_q, cu_k = offsets(100, 0, 3, 70), offsets(90, 5, 0, 130)
+    q, k, v = torch.randn(180, 4, 40), torch.randn(230, 2, 40), torch.randn(230, 2, 24)
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "causal": True}
+    right(Case("attention_varlen", given, torch.randn(180, 4, 24), torch.randn(4, 180)))
+
+
+def test_score_mod_is_declined_with_a_reason() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(BackendError, match="cpu: it does not take a score_mod yet"):
+        flashtile.attention(q, q, q, score_mod=lambda s, b, h, i, j: s, backend="cpu")
+    assert flashtile.explain(q, q, q, score_mod=lambda s, b, h, i, j: s).backend == "tiled"
+    assert flashtile.explain(q, q, q).backend == "cpu"
+
+
+# Memory outside of tensors --------------------------------------------------------------------------------------------
+
+
+def run_guarded(*words: str) -> subprocess.CompletedProcess:
+    program = [sys.executable, str(Path(__file__).parent / "guarded.py"), *words]
+    return subprocess.run(program, capture_output=True, text=True, check=False)
+
+
+def test_nothing_is_touched_outside_of_tensors(width: str) -> None:
+    """Random calls in a process of their own, every tensor of theirs between protected pages."""
+    first = 1000 * WIDTHS.index(width)
+    found = run_guarded(str(first), str(first + 12))
+    assert found.returncode == 0, found.stdout.splitlines()[-1:] + found.stderr.splitlines()[-3:]
+
+
+def test_the_guard_would_notice() -> None:
+    """A call with a longer sequence than its tensors have."""
+    code = (
+        "import importlib, torch, guarded, flashtile; from unittest import mock;"
+        "from flashtile.backends.cpu import arguments as a; lengths = a.dense_lengths;"
+        "wrong = lambda b, q, k, *rest: lengths(b, q, k + 1, *rest);"
+        "q = guarded.guarded(torch.randn(1, 1, 8, 1024 // 4 * 2), False);"
+        "mock.patch.object(a, 'dense_lengths', wrong).start();"
+        "flashtile.attention(q, q, q, backend='cpu')"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, env=environment)
+    assert found.returncode in (-signal.SIGSEGV, -signal.SIGBUS)
+
+
+# Threads and processes ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def num_threads(n: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+CALLS = [
+    dense_case(seqlen_q=300, seqlen_k=600, head_dim=24, causal=True, dropout_p=0.2, dropout_seed=3),
+    dense_case(batch=1, num_heads_q=4, seqlen_q=1, seqlen_k=4000, head_dim=24),  # split over keys
+]
+
+
+@pytest.mark.parametrize("openmp", [True, False], ids=["OpenMP", "own threads"])
+def test_same_bits_on_any_number_of_threads(openmp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not openmp:
+        monkeypatch.setattr(threads, "openmp", lambda: None)
+    for case in CALLS:
+        found = []
+        for n in (1, 2, 3):
+            with num_threads(n):
+                found.append(case.run("cpu"))
+        assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in other)
+
+
+def test_calls_from_several_python_threads() -> None:
+    expected = [case.run("cpu") for case in CALLS]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: CALLS[n % 2].run("cpu"), range(24)))
+    for n, results in enumerate(found):
+        assert all(torch.equal(results[name], expected[n % 2][name]) for name in results)
+
+
+def test_a_forked_child_answers() -> None:
+    """On one thread: another parallel region would wait for threads that it does not have."""
+    code = (
+        "import os, torch, flashtile; torch.set_num_threads(2); q = torch.randn(1, 4, 200, 16);"
+        "expected = flashtile.attention(q, q, q, backend='cpu'); child = os.fork();\n"
+        "if child == 0: os._exit(0 if torch.equal(flashtile.attention(q, q, q, backend='cpu'), expected) else 1)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+# Machine code ---------------------------------------------------------------------------------------------------------
+
+VARIANT = arguments.Variant("float32", 1)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(support.CACHE_VARIABLE, str(tmp_path))
+    return tmp_path / "cpu"
+
+
+def load() -> int:
+    return jit.function_address(forward.source(VARIANT, targets.host()), forward.NAME, targets.host())
+
+
+def never(*_: Any) -> bytes:
+    raise AssertionError("it compiled")
+
+
+def test_object_files_are_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load()
+    assert len(list(cache.iterdir())) == 1
+    monkeypatch.setattr(jit, "compiled", never)
+    assert load()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "empty"])
+def test_damaged_object_files_are_made_again(damage: str, cache: Path) -> None:
+    load()
+    (path,) = cache.iterdir()
+    whole = path.read_bytes()
+    changed = bytearray(whole)
+    changed[len(whole) // 2] ^= 1
+    path.write_bytes({"truncated": whole[:-100], "changed": bytes(changed), "empty": b""}[damage])
+    assert load()
+    assert path.read_bytes() == whole
+
+
+def test_a_directory_that_cannot_be_written_is_no_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.parent.joinpath("cpu").write_text("a file where the directory should be")
+    assert load()
+    monkeypatch.setattr(jit.tempfile, "mkstemp", mock.Mock(side_effect=PermissionError))
+    assert load()
+
+
+def test_eight_processes_at_once(tmp_path: Path) -> None:
+    """Forked from one that has loaded everything, so that they meet."""
+    code = (
+        "import os, torch, flashtile, llvmlite.binding; q = torch.ones(1, 1, 4, 8); children = []\n"
+        "for _ in range(8):\n"
+        "    children.append(os.fork())\n"
+        "    if children[-1] == 0: os._exit(0 if (flashtile.attention(q, q, q) == 1).all() else 1)\n"
+        "assert all(os.waitpid(child, 0)[1] == 0 for child in children)"
+    )
+    environment = os.environ | {support.CACHE_VARIABLE: str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=100, check=False).returncode == 0
+    assert len(list((tmp_path / "cpu").iterdir())) == 1
+
+
+def test_kernels_for_arm_compile() -> None:
+    """For a processor that is not here: its object file is what the test looks at."""
+    from llvmlite import binding as llvm
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = targets.named("neon", "aarch64-unknown-linux-gnu")
+    everything = arguments.Variant("float16", 4, softcap=True, bias="float32", alibi=True, mask=True, dropout=True)
+    for pass_, variant in itertools.product((forward, backward), (VARIANT, everything)):
+        machine, source = jit.target_machine(target), pass_.source(variant, target)
+        assert "fmla" in machine.emit_assembly(llvm.parse_assembly(source))
+        assert jit.compiled(source, machine)[:4] == b"\x7fELF"
+
+
+def test_vectors_that_the_processor_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(support.VECTORS_VARIABLE, "mmx")
+    with pytest.raises(BackendError, match="FLASHTILE_CPU_VECTORS is 'mmx'"):
+        dense_case().run("cpu")
