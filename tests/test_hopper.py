@@ -53,10 +53,10 @@ def test_what_is_declined(changes: dict, reason: str) -> None:
     [({"layout": "varlen"}, "not verified"), ({"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoded")],
 )
 def test_what_auto_leaves_to_others(changes: dict, reason: str) -> None:
-    assert support.declines(problem(**changes), H200) is None
-    assert support.yields(problem(), H200) is None
-    assert reason in str(support.yields(problem(**changes), H200))
-    with mock.patch.object(support, "unusable", return_value=None):
+    with mock.patch.multiple(support, unusable=lambda: None, triton_version=lambda: (3, 6)):
+        assert support.declines(problem(**changes), H200) is None
+        assert support.yields(problem(), H200) is None
+        assert reason in str(support.yields(problem(**changes), H200))
         assert plan._plan.__wrapped__(problem(**changes), H200, "hopper", False).backend == "hopper"
         with mock.patch("flashtile.backends.triton.support.unusable", return_value=None):
             chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", False)
@@ -64,6 +64,14 @@ def test_what_auto_leaves_to_others(changes: dict, reason: str) -> None:
             assert reason in dict(chosen.why)["hopper"]
             assert plan._plan.__wrapped__(problem(), H200, "auto", False).backend == "hopper"
             assert plan._plan.__wrapped__(problem(), H200, "auto", True).backend == "triton"
+
+
+def test_auto_leaves_what_has_not_run_with_this_triton() -> None:
+    with mock.patch.object(support, "triton_version", return_value=(3, 9)):
+        assert "Triton 3.6 only, not 3.9" in str(support.yields(problem(), H200))
+        assert support.unsupported() is None
+    with mock.patch.object(support, "triton_version", return_value=(4, 0)):
+        assert "this is 4.0" in str(support.unsupported())
 
 
 def test_what_is_taken() -> None:
@@ -75,7 +83,10 @@ def test_tiles_follow_the_keys_that_a_row_sees() -> None:
     def chosen(name: str, head_dim: int, seqlen: int) -> object:
         return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
-    assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is WIDE
+    with mock.patch("flashtile.backends.hopper.tables.triton_version", return_value=(3, 6)):
+        assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is WIDE
+    with mock.patch("flashtile.backends.hopper.tables.triton_version", return_value=(3, 7)):
+        assert chosen("full", 64, LONG) is NARROW[64]
     assert chosen("full", 64, SHORT) is chosen("window", 64, LONG) is chosen("softcap", 64, LONG) is NARROW[64]
     assert chosen("full", 128, LONG) is NARROW[128]
 
@@ -98,7 +109,9 @@ def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> 
 def test_exponentials_run_beside_products(compiled: dict[tuple, Compiled], family: tuple) -> None:
     """In each step, the exponentials come before the wait for the values' product: else nothing would overlap."""
     loops = inner_loops(compiled[family].sass)
-    assert len(loops) == (3 if family[2] == LONG else 2)  # one for each warpgroup
+    assert (
+        len(loops) == hopper_launches_of(call_of_family(*family))[0].arguments["TILE"].consumers
+    )  # one for each warpgroup
     for order in loops:
         waits = [n for n, word in enumerate(order) if "DEPBAR" in word]
         assert [order[n][-1] for n in waits] == ["1", "0"]  # for the scores, then for the values

@@ -40,6 +40,7 @@ LAYERS = (
         "backends.triton",
         "backends.triton.tables",
         "backends.hopper",
+        "backends.hopper.installed",
         "backends.hopper.tables",
     ),
     ("plan",),

@@ -23,7 +23,7 @@ from .pipeline import Ring, fill, new_ring, release, rows_of, wait_full
 from .schedule import Sequences, Work, new_queue, schedule, take_tile, want_tile
 from .scores import Features
 from .softmax import INFINITY
-from .versions import kernel, thread_barrier
+from .versions import kernel, load_box, store_box, thread_barrier
 
 ROWS = gl.constexpr(tables.ROWS)  # of one warpgroup
 NOTICE = gl.constexpr(2)  # blocks of keys before the end of a tile, the next one is asked for
@@ -157,7 +157,7 @@ def copy_q(q_desc, q, tile, tile_count, TILE: gl.constexpr, PACKED: gl.constexpr
         mbarrier.wait(q.empty.index(slot), (tile_count // TILES_OF_Q & 1) ^ 1)
         mbarrier.expect(q.full.index(slot), q_desc.block_type.nbytes)
         at = rows_at(tile, tile.first_row + c * ROWS, PACKED)
-        tma.async_copy_global_to_shared(q_desc, at, q.full.index(slot), q.data.index(slot))
+        load_box(q_desc, at, q.full.index(slot), q.data.index(slot))
 
 
 @gluon.jit
@@ -254,7 +254,7 @@ def store(results, acc, m, l, tile, first_row, consumer: gl.constexpr, scoring, 
     thread_barrier()
     staged.reshape([ROWS, D]).store(out.to(results.out.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(results.out, rows_at(tile, first_row, PACKED), staged)
+    store_box(results.out, rows_at(tile, first_row, PACKED), staged)
 
 
 @gluon.jit

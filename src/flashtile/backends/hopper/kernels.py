@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon import language as gl  # pyright: ignore[reportMissingImports]
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
 from ...call import Call, new_rows
 from ...device import describe_device

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .versions import load_box
 
 
 class Ring(NamedTuple):
@@ -39,7 +41,7 @@ def fill(ring, desc, coordinates, n, STAGES: gl.constexpr):
     slot, phase = n % STAGES, (n // STAGES) & 1
     mbarrier.wait(ring.empty.index(slot), phase ^ 1)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, coordinates, ring.full.index(slot), ring.data.index(slot))
+    load_box(desc, coordinates, ring.full.index(slot), ring.data.index(slot))
 
 
 @gluon.jit

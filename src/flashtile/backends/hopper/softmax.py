@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 INFINITY = gl.constexpr(float("inf"))
-NAN = gl.constexpr(float("nan"))
 LARGEST = gl.constexpr(3.4028234663852886e38)
 
 
@@ -74,5 +73,5 @@ def update(m, t, factor):
 def finish(m, l, factor):  # noqa: E741
     """The factor `[M]` that makes the accumulator the output, and `lse [M]`; rows that saw nothing give 0 and -inf."""
     l = gl.where(l == 0, 1.0, l)  # noqa: E741
-    weight = gl.where(l == INFINITY, NAN, 1.0 / l)  # a score of +inf has no share
+    weight = gl.where(l == INFINITY, float("nan"), 1.0 / l)  # a score of +inf has no share
     return weight, (m * factor + gl.log2(l)) * LN2

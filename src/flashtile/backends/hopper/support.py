@@ -1,13 +1,13 @@
 """What the Hopper backend takes, and why it declines the rest."""
 
 import functools
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...device import Device
 from ...problem import Problem
+from .installed import triton_version
 
 if TYPE_CHECKING:
     from .tables import Tile
@@ -18,18 +18,22 @@ HEAD_DIMS = (64, 128)
 COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
 DECODING_ROWS = 64
 LONGEST = 2**30  # positions are 32-bit integers, and sums of two of them must be
-OLDEST, TOO_NEW = (3, 6), (3, 8)  # versions of Triton, whose Gluon is experimental
+OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton, whose Gluon is experimental
+VERIFIED = (3, 6)  # on a GPU
 
 
 def unsupported() -> str | None:
     """Why the installed Triton cannot compile these kernels; `None` if it can."""
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
+    version = triton_version()
+    if version is None:
         return "triton is not installed (PyTorch's GPU builds bring it)"
-    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < TOO_NEW:
-        return f"its kernels are for Triton 3.6 and 3.7; this is {version}"
+    if not OLDEST <= version <= NEWEST:
+        return f"its kernels are for Triton {in_words(OLDEST)} to {in_words(NEWEST)}; this is {in_words(version)}"
     return None
+
+
+def in_words(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 @functools.cache
@@ -72,6 +76,11 @@ def declines_backward(problem: Problem, device: Device) -> str | None:
 
 def yields(problem: Problem, device: Device) -> str | None:
     """Why `auto` leaves a problem to the next backend that this one could take."""
+    version = triton_version()
+    if version is not None and version != VERIFIED:
+        return (
+            f"its kernels have run with Triton {in_words(VERIFIED)} only, not {in_words(version)}; ask for it by name"
+        )
     if problem.layout == "varlen":
         return "its packed sequences are not verified yet; ask for it by name"
     if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= DECODING_ROWS:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ...device import Device
 from ...problem import Problem
+from .installed import triton_version
 
 ROWS = 64  # of one warpgroup
 END = 2**30  # of the dimension in which packed rows are described to the copy engine
@@ -38,11 +39,13 @@ class Tile(NamedTuple):
 
 NARROW = {64: Launch(64, 128, 2, 3, 240, 24), 128: Launch(128, 128, 2, 2, 240, 24)}
 WIDE = Launch(64, 128, 3, 2, 160, 32)  # reads keys less often, and wastes more at the diagonal
+WITHOUT_SPILLS = (3, 6)  # newer versions of Triton keep more in registers than WIDE has
 
 
 def tile(problem: Problem, device: Device) -> Tile:
     features = problem.softcap or problem.alibi  # take more registers than three warpgroups have
-    if problem.head_dim == WIDE.width and keys_of_a_row(problem) >= MANY_KEYS and not features:
+    fits = triton_version() == WITHOUT_SPILLS and not features
+    if problem.head_dim == WIDE.width and keys_of_a_row(problem) >= MANY_KEYS and fits:
         return Tile(WIDE)
     return Tile(NARROW[problem.head_dim])
 

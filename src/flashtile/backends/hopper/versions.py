@@ -5,6 +5,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 TENSORS = {
     "lse",
@@ -18,6 +19,10 @@ TENSORS = {
 
 # Of the threads of one partition.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+# By the copy engine.
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 def is_tensor(name: str) -> bool:

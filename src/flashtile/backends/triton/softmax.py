@@ -14,7 +14,6 @@ from .tiles import Chunks
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INFINITY = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
 LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
@@ -53,5 +52,7 @@ def update(state, t, factor):
 def finish(state, factor):
     """The factor `[M]` that makes `acc` the output, and `lse [M]`; rows that saw nothing give 0 and -inf."""
     l = tl.where(state.l == 0, 1.0, state.l)  # noqa: E741
-    weight = tl.where(l == INFINITY, NAN, 1.0 / l)  # a score of +inf has no share, also where dropout took its value
+    weight = tl.where(
+        l == INFINITY, float("nan"), 1.0 / l
+    )  # a score of +inf has no share, also where dropout took its value
     return weight, (state.m * factor + tl.log2(l)) * LN2
