@@ -17,26 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from . import scores, softmax, tables
+from . import scores, softmax
+from .copying import ROWS, TILES_OF_Q, Inputs, copy, q_slot, rows_at
 from .masking import Window, key_blocks, visible
-from .pipeline import Ring, fill, new_ring, release, rows_of, wait_full
-from .schedule import Sequences, Work, new_queue, schedule, take_tile, want_tile
+from .pipeline import new_ring, release, rows_of, wait_full
+from .schedule import Sequences, Work, new_queue, schedule, take_tile
 from .scores import Features
 from .softmax import INFINITY
-from .versions import kernel, load_box, store_box, thread_barrier
-
-ROWS = gl.constexpr(tables.ROWS)  # of one warpgroup
-NOTICE = gl.constexpr(2)  # blocks of keys before the end of a tile, the next one is asked for
-END = gl.constexpr(tables.END)
-TILES_OF_Q = gl.constexpr(2)  # in shared memory, for each consumer
-
-
-class Inputs(NamedTuple):
-    """What the copying warp hands to the computing ones."""
-
-    q: Ring  # TILES_OF_Q slots for each consumer
-    k: Ring
-    v: Ring
+from .versions import kernel, store_box, thread_barrier
 
 
 class Place(NamedTuple):
@@ -114,81 +102,6 @@ def forward_kernel(
             [4, 4, 1, 1],
             [TILE.consumer_registers, TILE.consumer_registers, TILE.copy_registers, TILE.copy_registers],
         )
-
-
-@gluon.jit
-def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.constexpr):
-    """The warp that copies. Values follow their keys by one block, over the edges of tiles too: they are needed that
-    much later.
-    """
-    BLOCK_N: gl.constexpr = TILE.block_n
-    STAGES: gl.constexpr = TILE.stages
-    k, v = inputs.k, inputs.v
-    tile_count = 0
-    block_count = 0
-    tile = take_tile(queue, 0)
-    while tile.b >= 0:
-        key = (tile.hi - 1) * BLOCK_N
-        if tile_count == 0:
-            fill(k, k_desc, keys_at(tile, key, PACKED), 0, STAGES)
-            copy_q(q_desc, inputs.q, tile, 0, TILE, PACKED)
-        want_tile(queue, tile.hi - tile.lo <= NOTICE)
-        for above in range(tile.lo + 1, tile.hi):
-            want_tile(queue, above == tile.hi - NOTICE)
-            fill(k, k_desc, keys_at(tile, key - BLOCK_N, PACKED), block_count + 1, STAGES)
-            fill(v, v_desc, keys_at(tile, key, PACKED), block_count, STAGES)
-            key -= BLOCK_N
-            block_count += 1
-        last = tile
-        tile_count += 1
-        tile = take_tile(queue, tile_count)
-        if tile.b >= 0:
-            fill(k, k_desc, keys_at(tile, (tile.hi - 1) * BLOCK_N, PACKED), block_count + 1, STAGES)
-            copy_q(q_desc, inputs.q, tile, tile_count, TILE, PACKED)
-        fill(v, v_desc, keys_at(last, key, PACKED), block_count, STAGES)
-        block_count += 1
-
-
-@gluon.jit
-def copy_q(q_desc, q, tile, tile_count, TILE: gl.constexpr, PACKED: gl.constexpr):
-    CONSUMERS: gl.constexpr = TILE.consumers
-    for c in gl.static_range(CONSUMERS):
-        slot = q_slot(tile_count, c, CONSUMERS)
-        mbarrier.wait(q.empty.index(slot), (tile_count // TILES_OF_Q & 1) ^ 1)
-        mbarrier.expect(q.full.index(slot), q_desc.block_type.nbytes)
-        at = rows_at(tile, tile.first_row + c * ROWS, PACKED)
-        load_box(q_desc, at, q.full.index(slot), q.data.index(slot))
-
-
-@gluon.jit
-def rows_at(tile, row, PACKED: gl.constexpr):
-    """Coordinates of a box of q or out."""
-    if PACKED:
-        return packed(tile.head, row, tile.token_q, tile.seqlen_q)
-    else:
-        return (tile.b, tile.head, row, 0)
-
-
-@gluon.jit
-def keys_at(tile, key, PACKED: gl.constexpr):
-    """Coordinates of a box of k or v."""
-    if PACKED:
-        return packed(tile.head_k, key, tile.token_k, tile.seqlen_k)
-    else:
-        return (tile.b, tile.head_k, key, 0)
-
-
-@gluon.jit
-def packed(head, row, token, seqlen):
-    """Coordinates of a box of a packed sequence, whose rows end where the tensor's fourth dimension does
-    (`kernels.packed_boxes`).
-    """
-    return (END, token + seqlen, head, END - seqlen + row, 0)
-
-
-@gluon.jit
-def q_slot(tile_count, consumer, CONSUMERS: gl.constexpr):
-    return tile_count % TILES_OF_Q * CONSUMERS + consumer
 
 
 @gluon.jit
