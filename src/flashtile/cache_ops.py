@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import register_fake, register_vmap
 
 from .cache import CacheTensors, append_and_rotate, paged_call
-from .call import Call, Settings, Tensors, new_rows
+from .call import Call, Settings, Tensors, lse_shape, new_rows
 from .errors import AttentionError
 from .ops import LIBRARY, in_forward_mode, inside_operator
 from .plan import plan_call
@@ -96,8 +96,7 @@ def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
 
 def fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = new_rows(q, q.shape[1], v_cache.shape[-1], q.dtype)
-    shape = q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0])
-    return out, q.new_empty(shape, dtype=accumulation_dtype(q.dtype))
+    return out, q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
 
 
 def refuse_vmap(*_: Any) -> Any:

@@ -154,6 +154,11 @@ def memory_of(x: Tensor | None) -> Hashable:
     return None if x is None else (x.shape, x.stride(), x.dtype, address(x) % 16)
 
 
+def lse_shape(q: Tensor) -> tuple[int, ...]:
+    """`[B, H, S]` of dense queries, `[H, T]` of packed ones."""
+    return tuple(q.shape[:-1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
 def new_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised result with the rows of `like`: `[B, heads, S, width]` or `[T, heads, width]`.
 

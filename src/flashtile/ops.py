@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, new_rows
+from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, lse_shape, new_rows
 from .errors import AttentionError
 from .plan import plan_call
 from .problem import accumulation_dtype
@@ -117,8 +117,7 @@ class Operators:
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         q, v = self.call(arguments).tensors.q, self.call(arguments).tensors.v
         out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
-        shape = q.shape[:-1] if self.layout == "dense" else (q.shape[1], q.shape[0])
-        return out, q.new_empty(shape, dtype=accumulation_dtype(q.dtype))
+        return out, q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
 
     def fake_backward(
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any

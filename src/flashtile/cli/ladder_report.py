@@ -3,16 +3,14 @@
 It is the command line that puts it there, since nothing else may import the ladder.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from ..ladder.triton_or_not import on
 from ..report.section import Plot, Section, Series
 from ..report.section import Table as Shown
 from ..report.settings import Settings
+from ..verification import one_thread
 from .ladder import EVERYWHERE, NAMES, in_figures, pivoted
 from .ladder_measure import Measurement, Table
 from .ladder_stack import stack
@@ -30,7 +28,7 @@ def tables_of(settings: Settings) -> tuple[str, ...]:
 
 def ladder(settings: Settings, advance: Callable[[], None]) -> Section:
     tables = {}
-    with on(settings.device), one_thread():
+    with on(settings.device), one_thread():  # as the steps before PyTorch's have it
         for name in tables_of(settings):
             tables[name] = finished(measurement(name, settings))
             advance()
@@ -48,17 +46,6 @@ def ladder(settings: Settings, advance: Callable[[], None]) -> Section:
         records=[{"table": name} | row for name, table in tables.items() for row in table.rows],
         ok=all(row["error"] < 1e-2 for row in steps.rows),
     )
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """As the steps before PyTorch's have it; and threads that wait for each other say little about small problems."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def measurement(name: str, settings: Settings) -> Measurement:

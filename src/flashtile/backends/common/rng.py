@@ -33,6 +33,11 @@ def threshold(dropout_p: float) -> int:
     return round(dropout_p * 65536)
 
 
+def keep_scale(limit: int) -> float:
+    """What a probability that is kept is multiplied by; a threshold of 65536 keeps nothing."""
+    return 65536 / max(65536 - limit, 1)
+
+
 def keep_factor(
     seed: Tensor,  # int64, one element
     dropout_p: float,
@@ -55,4 +60,4 @@ def keep_factor(
     skip = first_key - first_group * KEYS_PER_COUNTER
     limit = threshold(dropout_p)
     kept = halves[..., skip : skip + num_keys] >= limit
-    return kept.to(dtype) * (65536 / max(65536 - limit, 1))  # a threshold of 65536 keeps nothing
+    return kept.to(dtype) * keep_scale(limit)

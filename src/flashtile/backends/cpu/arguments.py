@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ...call import Call, Needs
 from ...problem import accumulation_dtype
+from ..common.arguments import slopes_stride, strides_of
+from ..common.rng import keep_scale, threshold
 from .formats import BYTES
 from .targets import Target
 from .tiles import SEQUENCE, UNLIMITED
@@ -24,11 +26,6 @@ NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-
-
-def rows_last(x: Tensor) -> Tensor:
-    """The tensor with contiguous features, which costs a copy if they were not."""
-    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
 def variant_of(call: Call, target: Target, rows: int) -> Variant:
@@ -155,12 +152,7 @@ def owners(call: Call, needs: Needs, lengths: Lengths) -> Owners:
 
 def strides(name: str, x: Tensor, paged: bool = False) -> dict[str, int]:
     """Of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`: between sequences (or pages), heads and rows."""
-    if paged:
-        batch, row, head = x.stride()[:3]
-    elif x.dim() == 4:
-        batch, head, row = x.stride()[:3]
-    else:
-        batch, (row, head) = 0, x.stride()[:2]
+    batch, head, row = strides_of(x, paged)
     return {f"{name}_b": batch, f"{name}_h": head, f"{name}_s": row}
 
 
@@ -223,10 +215,10 @@ def numbers(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> di
     for name, x in (("mask", t.mask), ("bias", t.bias)):
         values |= {} if x is None else pair_strides(name, x)
     if t.alibi_slopes is not None:
-        values["slopes_b"] = t.alibi_slopes.shape[1] if t.alibi_slopes.dim() == 2 else 0
+        values["slopes_b"] = slopes_stride(t.alibi_slopes)
     if s.dropout_p > 0:
-        dropped = round(s.dropout_p * 65536)
-        values |= {"threshold": dropped, "keep_scale": 65536 / max(65536 - dropped, 1)}
+        limit = threshold(s.dropout_p)
+        values |= {"threshold": limit, "keep_scale": keep_scale(limit)}
     if t.page_table is not None:
         values |= {"page_size": k.shape[1], "page_columns": t.page_table.shape[1]}
     return values

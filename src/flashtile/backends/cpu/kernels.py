@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...call import Call, Gradients, Needs, new_rows
+from ...call import Call, Gradients, Needs, lse_shape, new_rows
 from ...plan import Plan
 from ...problem import accumulation_dtype
+from ..common.arguments import rows_last
 from . import arguments as args
 from . import backward as backward_pass
 from . import forward as forward_pass
@@ -50,9 +51,9 @@ _LAUNCHES: dict[Hashable, Launch] = {}
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
-    q, k, v = (args.rows_last(x) for x in call.tensors[:3])
+    q, k, v = (rows_last(x) for x in call.tensors[:3])
     out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
-    lse = q.new_empty(q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0]), dtype=accumulation_dtype(q.dtype))
+    lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
     launch = forward_launch(plan, call, q, k, v, out, lse)
     places, alive = args.addresses(call, q, k, v)
     places |= {"out": out.data_ptr(), "lse": lse.data_ptr()}
@@ -123,9 +124,9 @@ def backward(
         dk, dv = (in_pages(dx, token, x) for dx, x in ((found.k, call.tensors.k), (found.v, call.tensors.v)))
         return found._replace(k=dk, v=dv)
     t = call.tensors
-    q, k, v, out = (args.rows_last(x) for x in (t.q, t.k, t.v, out))
+    q, k, v, out = (rows_last(x) for x in (t.q, t.k, t.v, out))
     real = accumulation_dtype(q.dtype)
-    dout = out.new_zeros(out.shape[-1]).expand(out.shape) if dout is None else args.rows_last(dout.to(out.dtype))
+    dout = out.new_zeros(out.shape[-1]).expand(out.shape) if dout is None else rows_last(dout.to(out.dtype))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(real).contiguous()
     target = targets.host()
     variant = args.variant_of(call, target, plan.tile.rows)

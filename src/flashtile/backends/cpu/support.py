@@ -9,10 +9,10 @@ import torch
 
 from ...device import Device
 from ...problem import Problem
+from ..common.arguments import too_long
 
 SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature but score_mod, head dimensions to 512"
 MAX_HEAD_DIM = 512
-LONGEST = 2**30  # positions are 32-bit integers, and sums of two of them must be
 CACHE_VARIABLE, VECTORS_VARIABLE = "FLASHTILE_CACHE_DIR", "FLASHTILE_CPU_VECTORS"
 MACHINES = ("x86_64", "amd64", "arm64", "aarch64")
 ROWS = 256  # of a task: as many as still leave its queries, outputs and a block of keys in the second-level cache
@@ -46,9 +46,7 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it does not take a score_mod yet"
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
-    if max(problem.seqlen_q, problem.seqlen_k) > LONGEST:
-        return f"sequences go up to {LONGEST} positions"
-    return None
+    return too_long(problem)
 
 
 def tile(problem: Problem, device: Device) -> Tile:

@@ -1,7 +1,6 @@
 """The Hopper backend's entries: results are allocated, tensors described to the copy engine, kernels launched."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,15 +9,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl  # pyright: ignore[reportMissingImports]
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
-from ...call import Call, new_rows
+from ...call import Call, lse_shape, new_rows
 from ...device import describe_device
 from ...plan import Plan
+from ..common.arguments import rows_last, score_units, slopes_stride, window_numbers
 from ..common.launch import launch, on_device
 from .forward import forward_kernel
-from .support import LONGEST
 from .tables import END, ROWS, Launch
 
-LOG2E = math.log2(math.e)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 MOST_COUNTERS = 256
 SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while others pass
@@ -26,13 +24,12 @@ SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while othe
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     tile: Launch = plan.tile.forward
-    q, k, v = call.tensors[0], *(rows_last(x) for x in call.tensors[1:3])
+    q, k, v = (rows_last(x) for x in call.tensors[:3])
     out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
-    packed = call.layout == "varlen"
-    lse = q.new_empty((q.shape[1], q.shape[0]) if packed else q.shape[:-1], dtype=torch.float32)
+    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
     if q.numel() == 0:
         return out, lse
-    q = rows_last(q)
+    packed = call.layout == "varlen"
     described = packed_boxes if packed else boxes
     with on_device(q):
         pointers = {
@@ -52,23 +49,16 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 
 def numbers(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:
     """Programs, and the arguments of the kernel that are no tensors."""
-    t, s = call.tensors, call.settings
+    t = call.tensors
     group = t.q.shape[1] // t.k.shape[1]
-    # The softmax can take the scale where nothing stands between the product and the exponential.
-    folded = s.scale > 0 and s.softcap is None and t.alibi_slopes is None
     lengths = dense_lengths(call, tile, group) if t.cu_seqlens_q is None else packed_lengths(call, tile)
     return min(describe_device(t.q.device).cores, lengths["num_tiles"]), {
         **lengths,
-        "stride_slopes_b": 0 if t.alibi_slopes is None or t.alibi_slopes.dim() == 1 else t.q.shape[1],
+        **score_units(call),
+        **window_numbers(call),
+        "stride_slopes_b": 0 if t.alibi_slopes is None else slopes_stride(t.alibi_slopes),
         "num_heads": t.q.shape[1],
         "group": group,
-        "diagonal": s.diagonal + s.i0 - s.j0,
-        "window_left": None if s.window_left is None else min(s.window_left, LONGEST),
-        "window_right": None if s.window_right is None else min(s.window_right, LONGEST),
-        "top_left": s.i0 - s.j0 if s.top_left else None,
-        "factor": s.scale * LOG2E if folded else LOG2E,
-        "multiplier": None if folded else s.scale,
-        "softcap": s.softcap,
         "TILE": tile,
         "num_warps": 4,
     }
@@ -115,15 +105,6 @@ def section(call: Call, group: int) -> int:
     return group * max(1, SECTION_BYTES // of_one)
 
 
-def rows_last(x: Tensor) -> Tensor:
-    """The tensor with contiguous features, which costs a copy if they were not. The copy engine knows no tensor without
-    rows: it gets one that nothing reads.
-    """
-    if x.shape[0] == 0:
-        return x.new_zeros((1, *x.shape[1:]))
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def boxes(x: Tensor, rows: int) -> TensorDescriptor:
     """`[B, H, S, D]` as the copy engine sees it, in boxes of `rows`: what a box holds past the last row is 0, and is
     not written.
@@ -136,8 +117,10 @@ def packed_boxes(x: Tensor, rows: int) -> TensorDescriptor:
 
     Token `first + i` of a sequence that ends before token `stop` has the coordinates `(END, stop, head, END - length +
     i, 0)`. Addresses are computed modulo 2**64, where `END` times the first stride and `END` times the fourth one are
-    0 together; and the fourth dimension has END entries, so that `i >= length` lies outside.
+    0 together; and the fourth dimension has END entries, so that `i >= length` lies outside. The copy engine knows no
+    tensor without rows: it gets one that nothing reads.
     """
+    x = x if len(x) > 0 else x.new_zeros((1, *x.shape[1:]))
     token, head = x.stride()[:2]
     strides = (2**34 - token, token, head, token, 1)
     return descriptor(x, (2**31 - 1, 2**31 - 1, x.shape[1], END, x.shape[-1]), strides, (1, 1, 1, rows, x.shape[-1]))

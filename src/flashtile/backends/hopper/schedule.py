@@ -107,7 +107,7 @@ def schedule_dense(queue, work, sequences, window, BLOCK_M: gl.constexpr, BLOCK_
         n = next_number(work)
         if n == gl.num_programs(0) + work.count - 1:  # the last to ask
             gl.store(work.counter, 0)
-    put_tile(queue, put, Tile(-1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0))
+    put_tile(queue, put, without_rows(-1))
 
 
 @gluon.jit
@@ -143,10 +143,15 @@ def schedule_packed(queue, work, sequences, window, BLOCK_M: gl.constexpr, BLOCK
         else:
             n = work.count
     if put == 0:  # the others count on one tile: this one has no rows
-        put_tile(queue, put, Tile(sequences.batch, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0))
+        put_tile(queue, put, without_rows(sequences.batch))
         mbarrier.wait(queue.wanted.index(0), 0)
         put += 1
-    put_tile(queue, put, Tile(-1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0))
+    put_tile(queue, put, without_rows(-1))
+
+
+@gluon.jit
+def without_rows(b):
+    return Tile(b, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0)
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
-"""What a score becomes: one forward line for each feature and, beside it, its gradient.
+"""What a score becomes, one line for each feature; their gradients will stand beside them.
 
 s = scale * <q, k>                      s is formed by the caller's matrix product
-s = softcap * tanh(s / softcap)         ds *= 1 - tanh(s / softcap) ** 2
+s = softcap * tanh(s / softcap)
 s = s - slope * |i + Sk - Sq - j|
 """
 

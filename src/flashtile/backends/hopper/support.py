@@ -7,6 +7,7 @@ import torch
 
 from ...device import Device
 from ...problem import Problem
+from ..common.arguments import too_long
 from .installed import triton_version
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ ARCHITECTURE = "sm_90"
 HEAD_DIMS = (64, 128)
 COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
 DECODING_ROWS = 64
-LONGEST = 2**30  # positions are 32-bit integers, and sums of two of them must be
 OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton, whose Gluon is experimental
 VERIFIED = (3, 6)  # on a GPU
 
@@ -65,9 +65,7 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"rows of q, k and v have to lie on {COPY_ALIGNMENT} bytes for the copy engine"
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
         return "the call is empty"
-    if max(problem.seqlen_q, problem.seqlen_k) > LONGEST:
-        return f"sequences go up to {LONGEST} positions"
-    return None
+    return too_long(problem)
 
 
 def declines_backward(problem: Problem, device: Device) -> str | None:

@@ -7,15 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-TENSORS = {
-    "lse",
-    "slopes",
-    "sinks",
-    "counter",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_k",
-}  # of all kernels, beside descriptors
+# Of all kernels, beside descriptors.
+TENSORS = {"lse", "slopes", "sinks", "counter", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"}
 
 # Of the threads of one partition.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier

@@ -8,17 +8,12 @@ from torch import Tensor
 
 from ...call import Call
 from ...problem import power_of_two
-from .support import LONGEST
+from ..common.arguments import LONGEST, rows_last, score_units, slopes_stride, strides_of, window_numbers
+from ..common.rng import keep_scale, threshold
 from .tables import Launch
 
-LOG2E = math.log2(math.e)
 MOST_BIAS_SPLITS = 16  # copies of the bias's gradient, added up at the end
 ENOUGH_PROGRAMS = 1024
-
-
-def rows_last(x: Tensor) -> Tensor:
-    """The tensor with contiguous features, which costs a copy if they were not."""
-    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
 def alignment(tensors: list[Tensor]) -> int:
@@ -62,12 +57,7 @@ def strides(name: str, x: Tensor, align: int, *, keys: bool = False, paged: bool
     """Of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`, between sequences (or pages), heads and rows, in
     units of `align`.
     """
-    if paged:
-        batch, row, head = x.stride()[:3]
-    elif x.dim() == 4:
-        batch, head, row = x.stride()[:3]
-    else:
-        batch, (row, head) = 0, x.stride()[:2]
+    batch, head, row = strides_of(x, paged)
     of = {"b": batch, "h": head, "n" if keys else "m": row}
     return {f"stride_{name}_{dim}": stride // align for dim, stride in of.items()}
 
@@ -166,25 +156,17 @@ def pair_strides(name: str, x: Tensor | None) -> dict[str, Any]:
 def features(call: Call) -> dict[str, Any]:
     """Everything that modifies scores, with the softmax's units (`scores`, `softmax`)."""
     t, s = call.tensors, call.settings
-    # The softmax can take the scale where nothing stands between the product and the exponential.
-    folded = t.bias is None and t.alibi_slopes is None and s.softcap is None and s.scale > 0
-    slopes = t.alibi_slopes
-    dropped = round(s.dropout_p * 65536)
+    limit = threshold(s.dropout_p) if s.dropout_p > 0 else None
     rows = next((x.shape[2] for x in (t.bias, t.mask) if x is not None and x.shape[2] > 1), 1)
     return {
         **pair_strides("mask", t.mask),
         **pair_strides("bias", t.bias),
         "rows_of_pairs": rows,
-        "stride_slopes_b": None if slopes is None else (slopes.shape[1] if slopes.dim() == 2 else 0),
-        "factor": s.scale * LOG2E if folded else LOG2E,
-        "multiplier": None if folded else s.scale,
-        "softcap": s.softcap,
-        "threshold": dropped if s.dropout_p > 0 else None,
-        "keep_scale": 65536 / max(65536 - dropped, 1) if s.dropout_p > 0 else None,
-        "window_left": None if s.window_left is None else min(s.window_left, LONGEST),
-        "window_right": None if s.window_right is None else min(s.window_right, LONGEST),
-        "top_left": s.i0 - s.j0 if s.top_left else None,
-        "diagonal": s.diagonal + s.i0 - s.j0,
+        **score_units(call),
+        **window_numbers(call),
+        "stride_slopes_b": None if t.alibi_slopes is None else slopes_stride(t.alibi_slopes),
+        "threshold": limit,
+        "keep_scale": None if limit is None else keep_scale(limit),
         "i0": s.i0,
         "j0": s.j0,
         "b0": s.b0,
@@ -298,10 +280,6 @@ def num_heads_k(call: Call) -> int:
 def dense_batch(x: Tensor) -> int:
     """Sequences that the grid counts; packed ones are found by the programs."""
     return x.shape[0] if x.dim() == 4 else 1
-
-
-def lse_shape(q: Tensor) -> tuple[int, ...]:
-    return tuple(q.shape[:-1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
 
 
 def pairs_shape(call: Call) -> tuple[int, int, int, int]:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ...cache import CacheTensors
 from ...cache import append_and_rotate as in_operations
-from ...call import Call, Gradients, Needs, memory_of, new_rows
+from ...call import Call, Gradients, Needs, lse_shape, memory_of, new_rows
 from ...plan import Plan
 from ...problem import power_of_two
+from ..common.arguments import rows_last
 from ..common.launch import launch, on_device
 from . import arguments as args
 from .append import append_kernel
@@ -25,9 +26,9 @@ ROWS_AT_ONCE = 64
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
-    q, k, v = (args.rows_last(x) for x in call.tensors[:3])
+    q, k, v = (rows_last(x) for x in call.tensors[:3])
     out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
-    lse = q.new_empty(args.lse_shape(q), dtype=torch.float32)
+    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
     launch_shape: Launch = plan.tile.forward
     pack, splits = plan.tile.pack, call.settings.num_splits or plan.num_splits
     found, found_lse = out, lse
@@ -85,10 +86,10 @@ def append_and_rotate(call: Call, cache: CacheTensors, interleaved: bool) -> Cal
     # A copy of the cache would not be the cache; and a table without columns has nothing to look at.
     if t.k.stride(-1) != 1 or t.v.stride(-1) != 1 or t.page_table.shape[1] == 0:
         return in_operations(call, cache, interleaved)
-    q = args.rows_last(t.q)
+    q = rows_last(t.q)
     turned = None if cache.rotary_cos is None else new_rows(q, q.shape[1], q.shape[-1], q.dtype)
     new_k, new_v, cos, sin = (
-        None if x is None else args.rows_last(x) for x in (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
+        None if x is None else rows_last(x) for x in (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
     )
     pointers = {
         "q": q,
@@ -100,7 +101,7 @@ def append_and_rotate(call: Call, cache: CacheTensors, interleaved: bool) -> Cal
         "cos": cos,
         "sin": sin,
         "lengths": cache.cache_seqlens,
-        "page_table": args.rows_last(t.page_table),
+        "page_table": rows_last(t.page_table),
         "cu_seqlens_q": t.cu_seqlens_q,
     }
 
@@ -118,9 +119,9 @@ def append_and_rotate(call: Call, cache: CacheTensors, interleaved: bool) -> Cal
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
-    q, k, v, out = (args.rows_last(x) for x in (*call.tensors[:3], out))
+    q, k, v, out = (rows_last(x) for x in (*call.tensors[:3], out))
     lse = lse.contiguous()
-    dout = out.new_zeros(out.shape[-1]).expand(out.shape) if dout is None else args.rows_last(dout)
+    dout = out.new_zeros(out.shape[-1]).expand(out.shape) if dout is None else rows_last(dout)
     given = (plan.tile, torch.get_float32_matmul_precision(), call.signature())
     pass_ = BackwardPass(call, (*given, *map(memory_of, (out, dout, dlse))), q, k, v, dout)
     with on_device(q):

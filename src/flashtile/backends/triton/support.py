@@ -9,13 +9,13 @@ import torch
 
 from ...device import Device
 from ...problem import Problem
+from ..common.arguments import too_long
 
 if TYPE_CHECKING:
     from .tables import Tile
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature but score_mod"
 MAX_HEAD_DIM = 512
-LONGEST = 2**30  # positions are 32-bit integers, and sums of two of them must be
 MOST_SEQUENCES = 2**16  # packed; each program looks through all of them
 
 
@@ -46,8 +46,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it does not take a score_mod yet"
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
-    if max(problem.seqlen_q, problem.seqlen_k) > LONGEST:
-        return f"sequences go up to {LONGEST} positions"
+    if (reason := too_long(problem)) is not None:
+        return reason
     if problem.layout != "dense" and problem.batch > MOST_SEQUENCES:
         return f"a packed batch has at most {MOST_SEQUENCES} sequences"
     return None
