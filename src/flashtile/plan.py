@@ -18,6 +18,7 @@ from .call import Call
 from .device import Device, describe_device
 from .errors import AttentionWarning, BackendError
 from .problem import Problem
+from .remember import remember
 
 # Fastest first. `auto` takes the first that accepts the problem; it never takes `reference`, which is there to compare.
 SUPPORT: dict[str, Any] = {
@@ -106,9 +107,7 @@ def _plan_of_signature(call: Call, backward: bool) -> Plan:
     chosen = _PLANS.get(signature)
     if chosen is None:
         chosen = plan(Problem.describe(call), device, backend, backward=backward)
-        if len(_PLANS) >= MOST_PLANS:
-            del _PLANS[next(iter(_PLANS))]
-        _PLANS[signature] = chosen
+        remember(_PLANS, signature, chosen, MOST_PLANS)
     return chosen
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...remember import remember
+
 MOST_PREPARED = 4096
 
 Pointers = Mapping[str, Tensor | Any | None]  # tensors, or descriptors of tensors
@@ -53,9 +55,8 @@ def launch(
     compiled = kernel[(programs,)](**arguments) if programs > 0 else None
     if compiled is None and programs > 0:  # Triton's interpreter: nothing was compiled
         return
-    if len(prepared) >= MOST_PREPARED:
-        del prepared[next(iter(prepared))]
-    prepared[key] = None if compiled is None else Prepared(compiled, programs, kernel.arg_names, arguments, pointers)
+    known = None if compiled is None else Prepared(compiled, programs, kernel.arg_names, arguments, pointers)
+    remember(prepared, key, known, MOST_PREPARED)
 
 
 def on_device(x: Tensor) -> AbstractContextManager:

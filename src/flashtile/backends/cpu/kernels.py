@@ -11,6 +11,7 @@ from torch import Tensor
 from ...call import Call, Gradients, Needs, lse_shape, new_rows
 from ...plan import Plan
 from ...problem import accumulation_dtype
+from ...remember import remember
 from ..common.arguments import rows_last
 from . import arguments as args
 from . import backward as backward_pass
@@ -82,9 +83,7 @@ def forward_launch(plan: Plan, call: Call, q: Tensor, k: Tensor, v: Tensor, out:
     launch = _LAUNCHES.get(key)
     if launch is None:
         launch = new_forward_launch(plan, call, target, q, k, v, out, lse)
-        if len(_LAUNCHES) >= MOST_LAUNCHES:
-            _LAUNCHES.pop(next(iter(_LAUNCHES)), None)
-        _LAUNCHES[key] = launch
+        remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
     return launch
 
 

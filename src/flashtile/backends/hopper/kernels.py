@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright:
 from ...call import Call, lse_shape, new_rows
 from ...device import describe_device
 from ...plan import Plan
+from ...remember import remember
 from ..common.arguments import rows_last, score_units, slopes_stride, window_numbers
 from ..common.launch import launch, on_device
 from .forward import forward_kernel
@@ -148,8 +149,6 @@ def counter(device: torch.device, packed: bool) -> Tensor:
     if packed or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
-    if key not in counters:
-        if len(counters) >= MOST_COUNTERS:
-            del counters[next(iter(counters))]
-        counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return counters[key]
+    if (known := counters.get(key)) is not None:
+        return known
+    return remember(counters, key, torch.zeros(1, dtype=torch.int32, device=device), MOST_COUNTERS)
