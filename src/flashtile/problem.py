@@ -9,6 +9,8 @@ from . import check
 from .call import Call, address
 from .masks import Window
 
+LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -87,6 +89,13 @@ class Problem:
             seqlen_k=power_of_two(self.seqlen_k),
             window=self.window._replace(left=power_of_two(self.window.left), right=power_of_two(self.window.right)),
         )
+
+
+def too_long(problem: Problem) -> str | None:
+    """Why kernels that count in 32 bits decline a problem."""
+    if max(problem.seqlen_q, problem.seqlen_k) > LONGEST:
+        return f"sequences go up to {LONGEST} positions"
+    return None
 
 
 @overload

@@ -1,4 +1,4 @@
-"""What the host's side of several backends with kernels asks of a call: limits, rows, and the units of scores."""
+"""What the host's side of several backends with kernels asks of a call: rows, windows, and the units of scores."""
 
 import math
 from typing import Any
@@ -6,17 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from ...call import Call
-from ...problem import Problem
+from ...problem import LONGEST
 
-LONGEST = 2**30  # positions are 32-bit integers, and sums of two of them must be
 LOG2E = math.log2(math.e)
-
-
-def too_long(problem: Problem) -> str | None:
-    """Why kernels that count in 32 bits decline a problem."""
-    if max(problem.seqlen_q, problem.seqlen_k) > LONGEST:
-        return f"sequences go up to {LONGEST} positions"
-    return None
 
 
 def rows_last(x: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...device import Device
-from ...problem import Problem
-from ..common.arguments import too_long
+from ...problem import Problem, too_long
 
 SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature but score_mod, head dimensions to 512"
 MAX_HEAD_DIM = 512

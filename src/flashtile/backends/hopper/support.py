@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...device import Device
-from ...problem import Problem
-from ..common.arguments import too_long
+from ...problem import Problem, too_long
 from .installed import triton_version
 
 if TYPE_CHECKING:

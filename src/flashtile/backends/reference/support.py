@@ -1,8 +1,12 @@
 """What the reference backend takes: everything. It holds the whole score matrix."""
 
+from typing import TYPE_CHECKING
+
 from ...device import Device
 from ...problem import Problem
-from ..common.tiles import TileShape
+
+if TYPE_CHECKING:
+    from ..common.tiles import TileShape
 
 SUMMARY = "dense torch operations: the formulas as they are written, O(S^2) memory, to compare with"
 
@@ -15,8 +19,10 @@ def declines(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def tile(problem: Problem, device: Device) -> TileShape:
+def tile(problem: Problem, device: Device) -> "TileShape":
     """One tile: the whole call."""
+    from ..common.tiles import TileShape  # `import flashtile` does without it
+
     return TileShape(problem.seqlen_q, problem.seqlen_k, problem.num_heads_kv, max(problem.batch, 1))
 
 

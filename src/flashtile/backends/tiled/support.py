@@ -1,8 +1,12 @@
 """What the tiled backend takes, which is everything, and how large its tiles are."""
 
+from typing import TYPE_CHECKING
+
 from ...device import Device
 from ...problem import Problem
-from ..common.tiles import TileShape
+
+if TYPE_CHECKING:
+    from ..common.tiles import TileShape
 
 SUMMARY = "torch operations, block by block: any device, every feature"
 BLOCK_M, BLOCK_N = 256, 512
@@ -20,7 +24,9 @@ def declines(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def tile(problem: Problem, device: Device) -> TileShape:
+def tile(problem: Problem, device: Device) -> "TileShape":
+    from ..common.tiles import TileShape  # `import flashtile` does without it
+
     block_m = min(BLOCK_M, max(problem.seqlen_q, 1))
     block_n = min(BLOCK_N, max(problem.seqlen_k, 1))
     group = problem.num_heads_q // max(problem.num_heads_kv, 1)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ...call import Call
-from ...problem import power_of_two
-from ..common.arguments import LONGEST, rows_last, score_units, slopes_stride, strides_of, window_numbers
+from ...problem import LONGEST, power_of_two
+from ..common.arguments import rows_last, score_units, slopes_stride, strides_of, window_numbers
 from ..common.rng import keep_scale, threshold
 from .tables import Launch
 

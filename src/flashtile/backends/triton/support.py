@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...device import Device
-from ...problem import Problem
-from ..common.arguments import too_long
+from ...problem import Problem, too_long
 
 if TYPE_CHECKING:
     from .tables import Tile
