@@ -3,12 +3,14 @@
 import inspect
 from typing import Any
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Of all kernels, beside descriptors.
-TENSORS = {"lse", "slopes", "sinks", "counter", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"}
+TENSORS = {"lse", "slopes", "sinks", "counter", "turns", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"}
 
 # Of the threads of one partition.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -16,6 +18,16 @@ thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barr
 # By the copy engine.
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+@_core.builtin
+def _add_box(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+    """What `tma.async_atomic_add` is, in versions that have the instruction and no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+add_box = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _add_box
 
 
 def is_tensor(name: str) -> bool:
