@@ -86,7 +86,7 @@ class BackwardPass:
             }
 
         pointers = {
-            "out": out, "dout": self.dout, "lse": lse, "dlse": dlse, "start_data": self.start, "delta_data": self.delta
+            "out": out, "dout": self.dout, "lse": lse, "dlse": dlse, "start": self.start, "delta": self.delta
         }  # fmt: skip
         self.run_launch(prepare_kernel, pointers, numbers, out, dlse)
 
@@ -152,5 +152,5 @@ class BackwardPass:
                 "num_warps": WARPS,
             }
 
-        self.run_launch(finish_kernel, {"sums_data": self.sums, "turns_data": self.turns, "dq": dq}, numbers)
+        self.run_launch(finish_kernel, {"sums": self.sums, "turns": self.turns, "dq": dq}, numbers)
         return dq

@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,7 +11,10 @@ from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Of all kernels, beside descriptors.
-TENSORS = {"lse", "slopes", "sinks", "counter", "turns", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"}
+TENSORS = {
+    "lse", "slopes", "sinks", "counter", "turns", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
+    "out", "dout", "dlse", "start", "delta", "sums", "dq",
+}  # fmt: skip
 
 # Of the threads of one partition.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -38,6 +42,14 @@ def kernel(function: Any) -> Any:
     """`gluon.jit` whose numbers are plain numbers: a new length or stride never compiles a new kernel. What is `None`
     is compiled away.
     """
+    return gluon.jit(function, do_not_specialize=numbers_of(function))
+
+
+def triton_kernel(function: Any) -> Any:
+    """The same in Triton's own language."""
+    return triton.jit(function, do_not_specialize=numbers_of(function))
+
+
+def numbers_of(function: Any) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
-    numbers = [p.name for p in parameters if p.annotation is not gl.constexpr and not is_tensor(p.name)]
-    return gluon.jit(function, do_not_specialize=numbers)
+    return [p.name for p in parameters if p.annotation is not gl.constexpr and not is_tensor(p.name)]

@@ -18,7 +18,6 @@ POINTERS = {
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "leftpad_k",
     "partial_out", "partial_lse",
     "turned", "k_cache", "v_cache", "new_k", "new_v", "cos", "sin", "lengths",
-    "start_data", "delta_data", "sums_data", "turns_data",
 }  # fmt: skip
 
 
