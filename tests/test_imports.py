@@ -40,7 +40,7 @@ LAYERS = (
         "backends.triton",
         "backends.triton.tables",
         "backends.hopper",
-        "backends.hopper.installed",
+        "backends.common.installed",
         "backends.hopper.tables",
     ),
     ("plan",),

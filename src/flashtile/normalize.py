@@ -3,8 +3,9 @@
 Everything here is traced by Dynamo, so it looks at Python values and types only; shapes are checked in the operator.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -45,50 +46,92 @@ def normalize(
     cached = function == "attention_with_kvcache"
     require_tensors(function, tensors, REQUIRED[:3] if cached else REQUIRED)
     q = tensors["q"]
+    same_place(function, q, tensors)
     # Caches are written in place, so they keep their dtype.
     tensors = in_autocast_dtype(tensors, REQUIRED[:1] if cached else REQUIRED[:3])
+    head_dim = q.shape[-1] if q.dim() > 0 else 1
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    lengths = (max_seqlen_q, max_seqlen_k, num_splits)
+    settings = settings_of(
+        function, head_dim, causal, window, scale, softcap, dropout_p, *lengths, deterministic, backend
+    )
+    seed = seed_of(function, dropout_seed, q.device) if settings.dropout_p > 0 else None
+    modifiers: Sequence[Tensor] = ()
+    if score_mod is not None:
+        modifier = score_mod_of(score_mod, q.device)
+        modifiers, settings = modifier.tensors, settings._replace(score_mod=modifier.key)
+        same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifiers)})
+    if seed is not None:
+        same_place(function, q, {"dropout_seed": seed})
+    return Call(Tensors(**tensors, dropout_seed=seed, score_mod_tensors=modifiers), settings)
+
+
+def settings_of(function: str, head_dim: int, causal: Any, window: Any, *others: Any) -> Settings:
+    """The settings of a call's scalars. Scalars repeat, and what they mean is remembered. Not under a trace, and not
+    for windows that might be told from equal ones by their elements' types, which tell an error.
+    """
+    plain = window is None or (type(window) is tuple and all(n is None or type(n) is int for n in window))
+    if plain and not torch.compiler.is_compiling():
+        try:
+            return known_settings(function, head_dim, causal, window, *others)
+        except TypeError:  # something without a hash: it is not accepted, or a symbol of a trace
+            pass
+    return new_settings(function, head_dim, causal, window, *others)
+
+
+def new_settings(
+    function: str,
+    head_dim: int,
+    causal: Any,
+    window: Any,
+    scale: Any,
+    softcap: Any,
+    dropout_p: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    num_splits: Any,
+    deterministic: Any,
+    backend: Any,
+) -> Settings:
     bounds = window_of(function, causal, window)
-    drop = number(function, "dropout_p", dropout_p, "0 <= dropout_p < 1", lambda p: 0 <= p < 1, "0.1")
-    modifier = score_mod_of(score_mod, q.device)
-    modifiers = () if modifier is None else modifier.tensors
-    seed = seed_of(function, dropout_seed, q.device) if drop > 0 else None
-    named = {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifiers)}
-    same_place(function, q, tensors | named | {"dropout_seed": seed})
-    settings = Settings(
-        scale=scale_of(function, scale, q),
+    return Settings(
+        scale=scale_of(function, scale, head_dim),
         softcap=softcap_of(function, softcap),
         window_left=bounds.left,
         window_right=bounds.right,
         top_left=bounds.top_left,
-        dropout_p=drop,
-        score_mod=None if modifier is None else modifier.key,
+        dropout_p=number(function, "dropout_p", dropout_p, "0 <= dropout_p < 1", lambda p: 0 <= p < 1, "0.1"),
         max_seqlen_q=integer(function, "max_seqlen_q", max_seqlen_q, 0, "the total number of tokens"),
         max_seqlen_k=integer(function, "max_seqlen_k", max_seqlen_k, 0, "the total number of tokens"),
         num_splits=integer(function, "num_splits", num_splits, 1, "as many as the backend chooses"),
-        deterministic=flag(function, "deterministic", deterministic, torch.are_deterministic_algorithms_enabled()),
+        deterministic=flag(function, "deterministic", deterministic, "True, False or None"),
         backend=backend_name(function, backend),
     )
-    return Call(Tensors(**tensors, dropout_seed=seed, score_mod_tensors=modifiers), settings)
+
+
+known_settings = functools.lru_cache(maxsize=1024, typed=True)(new_settings)
 
 
 def require_tensors(function: str, tensors: dict[str, Any], required: tuple[str, ...]) -> None:
     for argument, value in tensors.items():
-        optional = argument not in required
-        if not (isinstance(value, Tensor) or (optional and value is None)):
-            accepted = "a torch.Tensor" + " or None" * optional
-            raise ArgumentError(argument, value, accepted, call_of(function))
+        if isinstance(value, Tensor) or (value is None and argument not in required):
+            continue
+        accepted = "a torch.Tensor" + " or None" * (argument not in required)
+        raise ArgumentError(argument, value, accepted, call_of(function))
 
 
 def same_place(function: str, q: Tensor, tensors: dict[str, Any]) -> None:
     """Strided tensors on one device: others would not even reach the operator, or run as something else."""
+    device = q.device
     for argument, x in tensors.items():
         if x is None:
             continue
         if x.is_nested or x.layout is not torch.strided:
             accepted = "a strided tensor; for sequences of different lengths, flashtile.attention_varlen"
             raise ArgumentError(argument, x, accepted, call_of(function))
-        if x.device != q.device:
-            raise ArgumentError(argument, x, f"a tensor on the device of q, {q.device}", call_of(function))
+        if x.device != device:
+            raise ArgumentError(argument, x, f"a tensor on the device of q, {device}", call_of(function))
 
 
 def in_autocast_dtype(tensors: dict[str, Any], cast: tuple[str, ...]) -> dict[str, Any]:
@@ -129,9 +172,8 @@ def window_of(function: str, causal: Any, window: Any) -> Window:
     raise ArgumentError("causal", causal, accepted, call_of(function, "causal=True"))
 
 
-def scale_of(function: str, scale: Any, q: Tensor) -> float:
+def scale_of(function: str, scale: Any, head_dim: int) -> float:
     if scale is None:
-        head_dim = q.shape[-1] if q.dim() > 0 else 1
         return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
     accepted = "a number that is finite in float32, or None for head_dim ** -0.5"
     return number(function, "scale", scale, accepted, lambda x: abs(x) <= LARGEST_FLOAT, "0.125")
@@ -156,9 +198,7 @@ def seed_of(function: str, seed: Any, device: torch.device) -> Tensor:
     return torch.full((1,), seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)
 
 
-def score_mod_of(score_mod: ScoreModArgument, device: torch.device) -> ScoreMod | None:
-    if score_mod is None:
-        return None
+def score_mod_of(score_mod: ScoreMod | Callable[..., Tensor], device: torch.device) -> ScoreMod:
     if isinstance(score_mod, ScoreMod):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # what it reads may have changed since
             score_mod.reject_undeclared_gradients(device)
@@ -185,12 +225,8 @@ def integer(function: str, argument: str, value: Any, least: int, default: str) 
     return value
 
 
-def flag(function: str, argument: str, value: Any, default: bool | None) -> bool:
-    """A bool; `None` is the default, if there is one."""
-    if value is None and default is not None:
-        return default
+def flag(function: str, argument: str, value: Any, accepted: str) -> bool:
     if not isinstance(value, bool):
-        accepted = "True or False" if default is None else "True, False or None"
         raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}=True"))
     return value
 

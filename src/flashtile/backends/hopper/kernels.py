@@ -9,12 +9,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl  # pyright: ignore[reportMissingImports]
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
-from ...call import Call, lse_shape, new_rows
+from ...call import Call
 from ...device import describe_device
 from ...plan import Plan
 from ...remember import remember
-from ..common.arguments import rows_last, score_units, slopes_stride, window_numbers
-from ..common.launch import launch, on_device
+from ..common.arguments import new_results, rows_last, score_units, slopes_stride, window_numbers
+from ..common.launch import current_stream, launch, on_device
+from ..common.pointers import Described
 from .forward import forward_kernel
 from .tables import END, ROWS, Launch
 
@@ -26,18 +27,17 @@ SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while othe
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     tile: Launch = plan.tile.forward
     q, k, v = (rows_last(x) for x in call.tensors[:3])
-    out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
-    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
+    out, lse = new_results(call, q, v.shape[-1])
     if q.numel() == 0:
         return out, lse
     packed = call.layout == "varlen"
     described = packed_boxes if packed else boxes
     with on_device(q):
         pointers = {
-            "q_desc": described(q, ROWS),
-            "k_desc": described(k, tile.block_n),
-            "v_desc": described(v, tile.block_n),
-            "out_desc": described(out, ROWS),
+            "q_desc": Described(q, described, ROWS),
+            "k_desc": Described(k, described, tile.block_n),
+            "v_desc": Described(v, described, tile.block_n),
+            "out_desc": Described(out, described, ROWS),
             "lse": lse,
             "counter": counter(q.device, packed),
         }
@@ -148,7 +148,7 @@ def counter(device: torch.device, packed: bool) -> Tensor:
     """
     if packed or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    key = (device, current_stream())
     if (known := counters.get(key)) is not None:
         return known
     return remember(counters, key, torch.zeros(1, dtype=torch.int32, device=device), MOST_COUNTERS)
