@@ -26,7 +26,7 @@ LONGEST_IMPORT = 0.05  # seconds
 
 # Each line may import from the lines above it and from itself.
 LAYERS = (
-    ("errors", "remember", "iomodel*"),
+    ("errors", "remember", "observed", "iomodel*"),
     ("device", "masks"),
     ("call", "expression*"),
     ("check", "problem", "cache"),

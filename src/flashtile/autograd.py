@@ -15,7 +15,8 @@ from torch._C._functorch import maybe_current_level, unwrap_if_dead
 
 from .call import Call, Settings, Tensors, differentiable_positions
 from .errors import AttentionError
-from .ops import OPERATORS, in_forward_mode
+from .observed import in_forward_mode
+from .ops import OPERATORS
 from .plan import plan
 from .problem import Problem
 
@@ -23,12 +24,13 @@ from .problem import Problem
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalised call, differentiable where a tensor requires it."""
     layout = "dense" if call.layout == "dense" else "varlen"
-    if in_forward_mode():
-        refuse_lost_tangents()
-        return attend_in_operations(call.settings, *call.tensors.flat())
     operators = OPERATORS[layout]
-    if torch.compiler.is_compiling():  # in a graph, the operator has its own derivative
-        return operators.forward(*operators.arguments(call))
+    if not call.unobserved:
+        if in_forward_mode():
+            refuse_lost_tangents()
+            return attend_in_operations(call.settings, *call.tensors.flat())
+        if torch.compiler.is_compiling():  # in a graph, the operator has its own derivative
+            return operators.forward(*operators.arguments(call))
     if torch.is_grad_enabled():
         flat = call.tensors.flat()
         # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper.

@@ -14,7 +14,8 @@ from torch.library import register_fake, register_vmap
 from .cache import CacheTensors, append_and_rotate, paged_call
 from .call import Call, Settings, Tensors, lse_shape, new_rows
 from .errors import AttentionError
-from .ops import LIBRARY, in_forward_mode, inside_operator, unobserved
+from .observed import in_forward_mode, unobserved
+from .ops import LIBRARY, inside_operator
 from .plan import plan_call
 from .problem import accumulation_dtype
 
@@ -56,8 +57,7 @@ def attend_with_cache(call: Call, cache: CacheTensors, interleaved: bool) -> tup
     if cache.k is not None and torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
         cache = cache._replace(k=k, v=v)
-    tensors = (*call.tensors[:-1], *call.tensors.score_mod_tensors, *cache)
-    if not torch.compiler.is_compiling() and unobserved(*tensors):
+    if call.unobserved and unobserved(*cache):
         return attend(call.tensors, call.settings, cache, interleaved)
     operator = torch.ops.flashtile.attention_with_kvcache.default
     return operator(*arguments(q, cache, call.tensors, call.settings, interleaved))

@@ -77,11 +77,12 @@ class Settings(NamedTuple):
 class Call:
     """One call: its tensors, and its settings."""
 
-    __slots__ = ("_signature", "settings", "tensors")
+    __slots__ = ("_signature", "settings", "tensors", "unobserved")
 
-    def __init__(self, tensors: Tensors, settings: Settings, signature: int | None = None):
+    def __init__(self, tensors: Tensors, settings: Settings, signature: int | None = None, *, unobserved: bool = False):
         self.tensors, self.settings = tensors, settings
         self._signature = signature  # where the call follows from another one, whose it is
+        self.unobserved = unobserved  # whether it is known that only kernels will look at it
 
     def _replace(self, *, tensors: Tensors | None = None, settings: Settings | None = None) -> "Call":
         return Call(tensors or self.tensors, settings or self.settings)

@@ -5,16 +5,18 @@ Everything here is traced by Dynamo, so it looks at Python values and types only
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .call import Call, Settings, Tensors
+from .call import MOST_SIGNATURES, Call, Settings, Tensors
 from .errors import ArgumentError, call_of
 from .expression import ScoreMod
 from .masks import Window
+from .observed import unobserved
+from .remember import remember
 
 Causal = bool | Literal["top_left"]
 WindowArgument = tuple[int | None, int | None] | None
@@ -44,27 +46,50 @@ def normalize(
     k and v are the caches.
     """
     cached = function == "attention_with_kvcache"
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    scalars = (causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, num_splits, deterministic)
+    plain = score_mod is None and not torch.compiler.is_compiling() and unobserved(*tensors.values())
+    repeats = plain and not cached  # what a cache adds to a call is not seen here
+    if repeats and (call := call_like_before(function, tensors, (*scalars, backend))) is not None:
+        return call
     require_tensors(function, tensors, REQUIRED[:3] if cached else REQUIRED)
     q = tensors["q"]
     same_place(function, q, tensors)
     # Caches are written in place, so they keep their dtype.
     tensors = in_autocast_dtype(tensors, REQUIRED[:1] if cached else REQUIRED[:3])
-    head_dim = q.shape[-1] if q.dim() > 0 else 1
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    lengths = (max_seqlen_q, max_seqlen_k, num_splits)
-    settings = settings_of(
-        function, head_dim, causal, window, scale, softcap, dropout_p, *lengths, deterministic, backend
-    )
-    seed = seed_of(function, dropout_seed, q.device) if settings.dropout_p > 0 else None
-    modifiers: Sequence[Tensor] = ()
+    settings = settings_of(function, q.shape[-1] if q.dim() > 0 else 1, *scalars, backend)
+    if settings.dropout_p > 0:
+        seed = seed_of(function, dropout_seed, q.device)
+        same_place(function, q, {"dropout_seed": seed})
+        tensors = tensors | {"dropout_seed": seed}
     if score_mod is not None:
         modifier = score_mod_of(score_mod, q.device)
-        modifiers, settings = modifier.tensors, settings._replace(score_mod=modifier.key)
-        same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifiers)})
-    if seed is not None:
-        same_place(function, q, {"dropout_seed": seed})
-    return Call(Tensors(**tensors, dropout_seed=seed, score_mod_tensors=modifiers), settings)
+        same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
+        tensors = tensors | {"score_mod_tensors": modifier.tensors}
+        settings = settings._replace(score_mod=modifier.key)
+    call = Call(Tensors(**tensors), settings, unobserved=plain and settings.dropout_p == 0)
+    if repeats and call.unobserved:
+        remember(_CHECKED, (function, call.signature()), None, MOST_SIGNATURES)
+    return call
+
+
+_CHECKED: dict[tuple[str, int], None] = {}  # signatures of calls whose arguments are what they should be
+
+
+def call_like_before(function: str, tensors: dict[str, Any], scalars: tuple[Any, ...]) -> Call | None:
+    """The call of arguments that only kernels will look at, if such ones have been checked."""
+    q = tensors["q"]
+    if q is None or q.dim() == 0 or torch._C._is_any_autocast_enabled():
+        return None
+    try:
+        settings = settings_of(function, q.shape[-1], *scalars)
+        if settings.dropout_p > 0:
+            return None
+        call = Call(Tensors(**tensors), settings, unobserved=True)
+        return call if (function, call.signature()) in _CHECKED else None
+    except RuntimeError:  # sparse and nested tensors have no strides
+        return None
 
 
 def settings_of(function: str, head_dim: int, causal: Any, window: Any, *others: Any) -> Settings:

@@ -12,11 +12,10 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
-from torch.nn import Parameter
 
 from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, lse_shape, new_rows
 from .errors import AttentionError
+from .observed import in_forward_mode, unobserved
 from .plan import plan_call
 from .problem import accumulation_dtype
 
@@ -24,7 +23,6 @@ LIBRARY = torch.library.Library("flashtile", "DEF")
 CACHE_ONLY = ("leftpad_k", "num_splits")
 VARLEN_ONLY = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "max_seqlen_q", "max_seqlen_k")
 AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
-PLAIN = (Tensor, Parameter)
 SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", Sequence[Tensor]: "Tensor[]"}
 
 
@@ -83,7 +81,7 @@ class Operators:
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor]:
         """`out` and `lse`, through the operator if anything but its kernels would look at the call."""
-        if unobserved(*call.tensors[:-1], *call.tensors.score_mod_tensors):
+        if call.unobserved or unobserved(*call.tensors[:-1], *call.tensors.score_mod_tensors):
             return attend(call)
         return self.forward(*self.arguments(call))
 
@@ -171,29 +169,6 @@ def differentiate(
     ]
 
 
-def unobserved(*tensors: Tensor | None) -> bool:
-    """Whether only an operator's kernels would look at a call with these tensors. PyTorch takes longer to find that out
-    than a call does otherwise, so operators are not asked for then.
-
-    Modes, transforms, traces and profilers look at calls; and a tensor may be more than its memory: of a subclass, a
-    transform's wrapper, to be negated, all zeros, or without any.
-    """
-    if (
-        maybe_current_level() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-    ):
-        return False
-    for x in tensors:
-        if x is not None and (
-            type(x) not in PLAIN or x.is_neg() or x.is_meta or x._is_zerotensor() or is_functorch_wrapped_tensor(x)
-        ):
-            return False
-    return True
-
-
 def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """An operator under torch.vmap: each example is a call of its own, with the positions and dropout of that call."""
 
@@ -213,13 +188,6 @@ def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arg
     ]
     outputs = tuple(stacked(*parts) for parts in zip(*results, strict=True))
     return outputs, tuple(dims(x) for x in outputs)
-
-
-def in_forward_mode() -> bool:
-    """Whether a forward-mode level is open: an operator would drop the tangent of a dual tensor without a word. Under
-    nested transforms the dual may be hidden inside a wrapper, so an open level is enough.
-    """
-    return torch.autograd.forward_ad._current_level >= 0
 
 
 def refuse_second_derivative(*_: Any) -> Any:

@@ -26,7 +26,8 @@ SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while othe
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     tile: Launch = plan.tile.forward
-    q, k, v = (rows_last(x) for x in call.tensors[:3])
+    t = call.tensors
+    q, k, v = rows_last(t.q), rows_last(t.k), rows_last(t.v)
     out, lse = new_results(call, q, v.shape[-1])
     if q.numel() == 0:
         return out, lse
@@ -40,12 +41,18 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
             "out_desc": Described(out, described, ROWS),
             "lse": lse,
             "counter": counter(q.device, packed),
+            "slopes": contiguous(t.alibi_slopes),
+            "sinks": contiguous(t.sinks),
+            "cu_seqlens_q": contiguous(t.cu_seqlens_q),
+            "cu_seqlens_k": contiguous(t.cu_seqlens_k),
+            "seqused_k": contiguous(t.seqused_k),
         }
-        for name in ("slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
-            x = getattr(call.tensors, "alibi_slopes" if name == "slopes" else name)
-            pointers[name] = None if x is None else x.contiguous()
         launch(forward_kernel, (tile, call.signature()), pointers, lambda: numbers(call, tile))
     return out, lse
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def numbers(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:

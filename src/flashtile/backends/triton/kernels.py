@@ -68,7 +68,8 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
         }
 
     signature = (plan.tile, splits, args.precision(q.dtype), call.signature())
-    pointers = args.pointers(call, q, k, v) | {"sinks": t.sinks, "out": found, "lse": found_lse}
+    pointers = args.pointers(call, q, k, v)
+    pointers |= {"sinks": t.sinks, "out": found, "lse": found_lse}
     with on_device(q):
         launch(forward_kernel, signature, pointers, numbers)
         if splits > 1:
