@@ -26,7 +26,7 @@ LONGEST_IMPORT = 0.05  # seconds
 
 # Each line may import from the lines above it and from itself.
 LAYERS = (
-    ("errors", "remember", "iomodel*"),
+    ("errors", "remember", "observed", "iomodel*"),
     ("device", "masks"),
     ("call", "expression*"),
     ("check", "problem", "cache"),
@@ -39,8 +39,9 @@ LAYERS = (
         "backends.cpu",
         "backends.triton",
         "backends.triton.tables",
+        "backends.triton.tuned",
         "backends.hopper",
-        "backends.hopper.installed",
+        "backends.common.installed",
         "backends.hopper.tables",
     ),
     ("plan",),
@@ -52,7 +53,7 @@ LAYERS = (
     ("api", "explain"),
     ("testing*",),
     ("bench*",),
-    ("verification",),
+    ("verification", "tuning*"),
     ("report*",),
     ("ladder*",),
     ("cli*",),

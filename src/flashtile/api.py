@@ -230,9 +230,10 @@ def attention_with_kvcache(
     cache = CacheTensors(
         k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, k, v, rotary_cos, rotary_sin
     )
-    interleaved = flag("attention_with_kvcache", "rotary_interleaved", rotary_interleaved, None)
-    require_tensors("attention_with_kvcache", cache._asdict(), CACHE_REQUIRED)
-    same_place("attention_with_kvcache", k_cache, cache._asdict())
+    interleaved = flag("attention_with_kvcache", "rotary_interleaved", rotary_interleaved, "True or False")
+    cached = cache._asdict()
+    require_tensors("attention_with_kvcache", cached, CACHE_REQUIRED)
+    same_place("attention_with_kvcache", k_cache, cached)
     tensors = {"q": q, "k": k_cache, "v": v_cache, "mask": mask, "bias": bias}
     tensors |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q}
     call = normalize(

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
-from torch._functorch.utils import unwrap_dead_wrappers
+from torch._C._functorch import maybe_current_level, unwrap_if_dead
 
 from .call import Call, Settings, Tensors, differentiable_positions
 from .errors import AttentionError
-from .ops import OPERATORS, in_forward_mode
+from .observed import in_forward_mode
+from .ops import OPERATORS
 from .plan import plan
 from .problem import Problem
 
@@ -24,18 +24,19 @@ from .problem import Problem
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalised call, differentiable where a tensor requires it."""
     layout = "dense" if call.layout == "dense" else "varlen"
-    flat = call.tensors.flat()
-    if in_forward_mode():
-        refuse_lost_tangents()
-        return attend_in_operations(call.settings, *flat)
     operators = OPERATORS[layout]
-    if torch.compiler.is_compiling():  # in a graph, the operator has its own derivative
-        return operators.forward(*operators.arguments(call))
-    # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper.
-    in_transform = maybe_current_level() is not None
-    if torch.is_grad_enabled() and (in_transform or any(x is not None and x.requires_grad for x in flat)):
-        return applied(Attention, layout, call.settings, *flat)  # type: ignore[return-value]
-    return operators.forward(*operators.arguments(call))
+    if not call.unobserved:
+        if in_forward_mode():
+            refuse_lost_tangents()
+            return attend_in_operations(call.settings, *call.tensors.flat())
+        if torch.compiler.is_compiling():  # in a graph, the operator has its own derivative
+            return operators.forward(*operators.arguments(call))
+    if torch.is_grad_enabled():
+        flat = call.tensors.flat()
+        # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper.
+        if maybe_current_level() is not None or any(x.requires_grad for x in flat if x is not None):
+            return applied(Attention, layout, call.settings, *flat)  # type: ignore[return-value]
+    return operators.attend(call)
 
 
 def refuse_lost_tangents() -> None:
@@ -51,13 +52,19 @@ def refuse_lost_tangents() -> None:
     )
 
 
+def in_graph() -> bool:
+    """Whether a transform of torch.func or a compiler looks on."""
+    return maybe_current_level() is not None or torch.compiler.is_compiling()
+
+
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`function.apply`, which binds its arguments to the names of `forward` each time. That takes longer than all else
-    that a call does before it is in the operator; without a transform of torch.func it need not.
+    that a call does before its kernels; without a transform of torch.func it need not.
     """
-    if maybe_current_level() is not None or torch.compiler.is_compiling():
+    if in_graph():
         return function.apply(*arguments)
-    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
+    arguments = tuple([unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments])
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 class Attention(torch.autograd.Function):
@@ -67,8 +74,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(layout: str, settings: Settings, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
-        operators = OPERATORS[layout]
-        return operators.forward(*operators.arguments(Call(Tensors.from_flat(flat), settings)))
+        return OPERATORS[layout].attend(Call(Tensors.from_flat(flat), settings))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -85,9 +91,13 @@ class Attention(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         positions = differentiable_positions(len(flat))
         needs = [needed[n] for n in positions]
-        found = applied(AttentionBackward, ctx.layout, ctx.settings, needs, out, lse, dout, dlse, *flat)
+        if torch.is_grad_enabled() or in_graph() or in_forward_mode():
+            found = applied(AttentionBackward, ctx.layout, ctx.settings, needs, out, lse, dout, dlse, *flat)
+        else:  # nobody differentiates this again
+            call = Call(Tensors.from_flat(flat), ctx.settings)
+            found = OPERATORS[ctx.layout].differentiate(needs, out, lse, dout, dlse, call)
         gradients: list[Tensor | None] = [None] * len(flat)
-        for n, gradient in zip(positions, found, strict=True):  # type: ignore[arg-type]
+        for n, gradient in zip(positions, found, strict=True):
             gradients[n] = gradient if needed[n] else None
         return None, None, *gradients
 
@@ -99,11 +109,12 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(layout: str, settings: Settings, needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        operators = OPERATORS[layout]
-        given, flat = tensors[:4], tensors[4:]  # out, lse, dout, dlse
-        arguments = operators.arguments(Call(Tensors.from_flat(flat), settings))
-        *found, modified = operators.backward(needs, *given, *arguments)
-        return *found, *modified
+        out, lse, dout, dlse, *flat = tensors
+        assert out is not None
+        assert lse is not None
+        call = Call(Tensors.from_flat(flat), settings)
+        found = OPERATORS[layout].differentiate(needs, out, lse, dout, dlse, call)
+        return tuple(out.new_empty(0) if gradient is None else gradient for gradient in found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from . import device
-from .call import Call, Settings, Tensors, new_rows
+from .call import MOST_SIGNATURES, Call, Settings, Tensors, new_rows, signature
 from .check import INDEX_DTYPES, pages
 from .errors import ArgumentError
 from .problem import accumulation_dtype
+from .remember import remember
 
 EXAMPLE = (
     "flashtile.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, k=k, v=v, causal=True) with "
@@ -54,16 +55,24 @@ def paged_call(cache: CacheTensors, features: Tensors, settings: Settings) -> Ca
 
     `features` has q, `cu_seqlens_q` and the tensors that modify scores; its k and v are placeholders.
     """
-    check_cache(cache, features)
+    number = signature(("paged", settings), features.q, *features[3:-1], *features[-1], *cache)
+    known = _CHECKED.get(number)
+    if known is None:
+        check_cache(cache, features)
     k_pages, v_pages, table = as_pages(cache, cache.cache_seqlens.shape[0])
-    capacity = table.shape[1] * k_pages.shape[1]
+    if known is None:
+        known = settings._replace(max_seqlen_k=table.shape[1] * k_pages.shape[1])
+        remember(_CHECKED, number, known, MOST_SIGNATURES)
     total = cache.cache_seqlens  # [B]
     if cache.k is not None:
         total = total + appended(cache, features)
     if device.host_readable(features.q):
-        check_values(cache, table, k_pages, total, capacity)
+        check_values(cache, table, k_pages, total, table.shape[1] * k_pages.shape[1])
     tensors = features._replace(k=k_pages, v=v_pages, seqused_k=total, page_table=table, leftpad_k=cache.leftpad_k)
-    return Call(tensors, settings._replace(max_seqlen_k=capacity))
+    return Call(tensors, known, number)
+
+
+_CHECKED: dict[int, Settings] = {}  # settings of the paged call, by the signature of a KV-cache call that is right
 
 
 def append_and_rotate(call: Call, cache: CacheTensors, interleaved: bool) -> Call:
@@ -103,21 +112,20 @@ def as_pages(cache: CacheTensors, batch: int) -> tuple[Tensor, Tensor, Tensor]:
     if cache.page_table is not None:
         return cache.k_cache, cache.v_cache, cache.page_table
     rows = cache.cache_batch_idx
-    if rows is None:
-        rows = rows_in_order(batch, cache.k_cache.device)
-    return cache.k_cache.transpose(1, 2), cache.v_cache.transpose(1, 2), rows[:, None]
+    table = rows_in_order(batch, cache.k_cache.device) if rows is None else rows[:, None]
+    return cache.k_cache.transpose(1, 2), cache.v_cache.transpose(1, 2), table
 
 
 def rows_in_order(batch: int, device: torch.device) -> Tensor:
-    """`0 .. batch - 1`, int32. Made once, unless that would be in the memory of a graph under capture."""
+    """`0 .. batch - 1`, int32 `[B, 1]`. Made once, unless that would be in the memory of a graph under capture."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.arange(batch, device=device, dtype=torch.int32)
+        return torch.arange(batch, device=device, dtype=torch.int32)[:, None]
     return _rows_in_order(batch, device)
 
 
 @functools.lru_cache(maxsize=64)
 def _rows_in_order(batch: int, device: torch.device) -> Tensor:
-    return torch.arange(batch, device=device, dtype=torch.int32)
+    return torch.arange(batch, device=device, dtype=torch.int32)[:, None]
 
 
 def new_tokens(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> NewTokens:

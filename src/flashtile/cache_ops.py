@@ -14,7 +14,8 @@ from torch.library import register_fake, register_vmap
 from .cache import CacheTensors, append_and_rotate, paged_call
 from .call import Call, Settings, Tensors, lse_shape, new_rows
 from .errors import AttentionError
-from .ops import LIBRARY, in_forward_mode, inside_operator
+from .observed import in_forward_mode, unobserved
+from .ops import LIBRARY, inside_operator
 from .plan import plan_call
 from .problem import accumulation_dtype
 
@@ -51,18 +52,20 @@ def arguments(q: Tensor, cache: CacheTensors, features: Tensors, settings: Setti
 
 def attend_with_cache(call: Call, cache: CacheTensors, interleaved: bool) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalised call, whose k and v are the caches."""
-    refuse_derivatives(call.tensors.flat(), cache)
+    refuse_derivatives(call.tensors[:-1], call.tensors.score_mod_tensors, cache)
     q = call.tensors.q
-    if torch.is_autocast_enabled(q.device.type):
+    if cache.k is not None and torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
         cache = cache._replace(k=k, v=v)
+    if call.unobserved and unobserved(*cache):
+        return attend(call.tensors, call.settings, cache, interleaved)
     operator = torch.ops.flashtile.attention_with_kvcache.default
     return operator(*arguments(q, cache, call.tensors, call.settings, interleaved))
 
 
 def refuse_derivatives(*tensors: Iterable[Any]) -> None:
-    wanted = any(isinstance(x, Tensor) and x.requires_grad for x in chain(*tensors))
-    if (wanted and torch.is_grad_enabled()) or in_forward_mode():
+    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in chain(*tensors))
+    if wanted or in_forward_mode():
         raise AttentionError(
             "attention_with_kvcache has no derivatives: it writes into its caches, and an argument requires a gradient "
             "or forward mode is active.\n"
@@ -86,11 +89,16 @@ def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     named = dict(zip(FEATURES, rest, strict=False))
     modifiers, interleaved, *scalars = rest[len(FEATURES) :]
     features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
-    call = paged_call(cache, features, Settings(**dict(zip(SETTINGS, scalars, strict=True))))
+    return attend(features, Settings(**dict(zip(SETTINGS, scalars, strict=True))), cache, interleaved)
+
+
+def attend(features: Tensors, settings: Settings, cache: CacheTensors, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """What the operator does."""
+    call = paged_call(cache, features, settings)
     chosen = plan_call(call)
     kernels = chosen.kernels()
     prepare = getattr(kernels, "append_and_rotate", append_and_rotate)  # where a backend has its own
-    with inside_operator(q.device.type):
+    with inside_operator(features.q):
         return kernels.forward(chosen, prepare(call, cache, interleaved))
 
 

@@ -3,6 +3,8 @@
 The operators' schemas are generated from these tuples, so that an argument is written down once.
 """
 
+import functools
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .masks import Window
+from .remember import remember
 
 
 class Tensors(NamedTuple):
@@ -71,9 +74,18 @@ class Settings(NamedTuple):
         return Window(self.window_left, self.window_right, self.top_left)
 
 
-class Call(NamedTuple):
-    tensors: Tensors
-    settings: Settings
+class Call:
+    """One call: its tensors, and its settings."""
+
+    __slots__ = ("_signature", "settings", "tensors", "unobserved")
+
+    def __init__(self, tensors: Tensors, settings: Settings, signature: int | None = None, *, unobserved: bool = False):
+        self.tensors, self.settings = tensors, settings
+        self._signature = signature  # where the call follows from another one, whose it is
+        self.unobserved = unobserved  # whether it is known that only kernels will look at it
+
+    def _replace(self, *, tensors: Tensors | None = None, settings: Settings | None = None) -> "Call":
+        return Call(tensors or self.tensors, settings or self.settings)
 
     @property
     def layout(self) -> str:
@@ -82,10 +94,13 @@ class Call(NamedTuple):
             return "paged"
         return "dense" if self.tensors.cu_seqlens_q is None else "varlen"
 
-    def signature(self) -> tuple[Hashable, ...]:
-        """All that a plan and its launches depend on, short of the values of tensors."""
-        memory = [None if x is None else memory_of(x) for x in self.tensors.flat()]
-        return (self.settings, self.tensors.q.device, *memory)
+    def signature(self) -> int:
+        """A number that stands for all that a plan and its launches depend on, short of the values of tensors: calls
+        have the same one if nothing else tells them apart.
+        """
+        if self._signature is None:
+            self._signature = signature(self.settings, *self.tensors[:-1], *self.tensors.score_mod_tensors)
+        return self._signature
 
     @property
     def num_heads(self) -> int:
@@ -136,6 +151,7 @@ class Gradients(NamedTuple):
 FLAT_FIELDS = Tensors._fields[:-1]
 
 
+@functools.cache
 def differentiable_positions(num_flat: int) -> tuple[int, ...]:
     """Which of `Tensors.flat()` can have a gradient, in the order of `Needs.flat()` and `Gradients.flat()`."""
     return (*(FLAT_FIELDS.index(name) for name in Needs._fields[:-1]), *range(len(FLAT_FIELDS), num_flat))
@@ -151,7 +167,27 @@ def address(x: Tensor) -> int:
 
 def memory_of(x: Tensor | None) -> Hashable:
     """How a tensor lies in memory, short of where."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, address(x) % 16)
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, address(x) % 16)
+
+
+_SIGNATURES: dict[Hashable, int] = {}
+_NUMBERS = itertools.count()
+MOST_SIGNATURES = 4096
+
+
+def signature(settings: Hashable, *tensors: Tensor | None) -> int:
+    """The number of all calls with these settings and such tensors. What is remembered of a call is kept under it: a
+    number is compared at once, all that it stands for is not.
+    """
+    try:  # as memory_of, which a loop for each call would wait for
+        key = (
+            settings,
+            *[None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors],
+        )
+    except RuntimeError:
+        key = (settings, *map(memory_of, tensors))
+    known = _SIGNATURES.get(key)
+    return remember(_SIGNATURES, key, next(_NUMBERS), MOST_SIGNATURES) if known is None else known
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:
@@ -167,7 +203,7 @@ def new_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor
     """
     if like.dim() == 3:
         return like.new_empty((like.shape[0], heads, width), dtype=dtype)
-    batch, seqlen = like.shape[0], like.shape[2]
-    if like.stride(1) < like.stride(2):
-        return like.new_empty((batch, seqlen, heads, width), dtype=dtype).transpose(1, 2)
-    return like.new_empty((batch, heads, seqlen, width), dtype=dtype)
+    batch, _, seqlen, _ = like.shape
+    head, row = (width, heads * width) if like.stride(1) < like.stride(2) else (seqlen * width, width)
+    strides = (heads * seqlen * width, head, row, 1)
+    return like.new_empty_strided((batch, heads, seqlen, width), strides, dtype=dtype)

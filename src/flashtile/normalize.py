@@ -3,6 +3,7 @@
 Everything here is traced by Dynamo, so it looks at Python values and types only; shapes are checked in the operator.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,10 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .call import Call, Settings, Tensors
+from .call import MOST_SIGNATURES, Call, Settings, Tensors
 from .errors import ArgumentError, call_of
 from .expression import ScoreMod
 from .masks import Window
+from .observed import unobserved
+from .remember import remember
 
 Causal = bool | Literal["top_left"]
 WindowArgument = tuple[int | None, int | None] | None
@@ -43,52 +46,117 @@ def normalize(
     k and v are the caches.
     """
     cached = function == "attention_with_kvcache"
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    scalars = (causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, num_splits, deterministic)
+    plain = score_mod is None and not torch.compiler.is_compiling() and unobserved(*tensors.values())
+    repeats = plain and not cached  # what a cache adds to a call is not seen here
+    if repeats and (call := call_like_before(function, tensors, (*scalars, backend))) is not None:
+        return call
     require_tensors(function, tensors, REQUIRED[:3] if cached else REQUIRED)
     q = tensors["q"]
+    same_place(function, q, tensors)
     # Caches are written in place, so they keep their dtype.
     tensors = in_autocast_dtype(tensors, REQUIRED[:1] if cached else REQUIRED[:3])
+    settings = settings_of(function, q.shape[-1] if q.dim() > 0 else 1, *scalars, backend)
+    if settings.dropout_p > 0:
+        seed = seed_of(function, dropout_seed, q.device)
+        same_place(function, q, {"dropout_seed": seed})
+        tensors = tensors | {"dropout_seed": seed}
+    if score_mod is not None:
+        modifier = score_mod_of(score_mod, q.device)
+        same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
+        tensors = tensors | {"score_mod_tensors": modifier.tensors}
+        settings = settings._replace(score_mod=modifier.key)
+    call = Call(Tensors(**tensors), settings, unobserved=plain and settings.dropout_p == 0)
+    if repeats and call.unobserved:
+        remember(_CHECKED, (function, call.signature()), None, MOST_SIGNATURES)
+    return call
+
+
+_CHECKED: dict[tuple[str, int], None] = {}  # signatures of calls whose arguments are what they should be
+
+
+def call_like_before(function: str, tensors: dict[str, Any], scalars: tuple[Any, ...]) -> Call | None:
+    """The call of arguments that only kernels will look at, if such ones have been checked."""
+    q = tensors["q"]
+    if q is None or q.dim() == 0 or torch._C._is_any_autocast_enabled():
+        return None
+    try:
+        settings = settings_of(function, q.shape[-1], *scalars)
+        if settings.dropout_p > 0:
+            return None
+        call = Call(Tensors(**tensors), settings, unobserved=True)
+        return call if (function, call.signature()) in _CHECKED else None
+    except RuntimeError:  # sparse and nested tensors have no strides
+        return None
+
+
+def settings_of(function: str, head_dim: int, causal: Any, window: Any, *others: Any) -> Settings:
+    """The settings of a call's scalars. Scalars repeat, and what they mean is remembered. Not under a trace, and not
+    for windows that might be told from equal ones by their elements' types, which tell an error.
+    """
+    plain = window is None or (type(window) is tuple and all(n is None or type(n) is int for n in window))
+    if plain and not torch.compiler.is_compiling():
+        try:
+            return known_settings(function, head_dim, causal, window, *others)
+        except TypeError:  # something without a hash: it is not accepted, or a symbol of a trace
+            pass
+    return new_settings(function, head_dim, causal, window, *others)
+
+
+def new_settings(
+    function: str,
+    head_dim: int,
+    causal: Any,
+    window: Any,
+    scale: Any,
+    softcap: Any,
+    dropout_p: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    num_splits: Any,
+    deterministic: Any,
+    backend: Any,
+) -> Settings:
     bounds = window_of(function, causal, window)
-    drop = number(function, "dropout_p", dropout_p, "0 <= dropout_p < 1", lambda p: 0 <= p < 1, "0.1")
-    modifier = score_mod_of(score_mod, q.device)
-    modifiers = () if modifier is None else modifier.tensors
-    seed = seed_of(function, dropout_seed, q.device) if drop > 0 else None
-    named = {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifiers)}
-    same_place(function, q, tensors | named | {"dropout_seed": seed})
-    settings = Settings(
-        scale=scale_of(function, scale, q),
+    return Settings(
+        scale=scale_of(function, scale, head_dim),
         softcap=softcap_of(function, softcap),
         window_left=bounds.left,
         window_right=bounds.right,
         top_left=bounds.top_left,
-        dropout_p=drop,
-        score_mod=None if modifier is None else modifier.key,
+        dropout_p=number(function, "dropout_p", dropout_p, "0 <= dropout_p < 1", lambda p: 0 <= p < 1, "0.1"),
         max_seqlen_q=integer(function, "max_seqlen_q", max_seqlen_q, 0, "the total number of tokens"),
         max_seqlen_k=integer(function, "max_seqlen_k", max_seqlen_k, 0, "the total number of tokens"),
         num_splits=integer(function, "num_splits", num_splits, 1, "as many as the backend chooses"),
-        deterministic=flag(function, "deterministic", deterministic, torch.are_deterministic_algorithms_enabled()),
+        deterministic=flag(function, "deterministic", deterministic, "True, False or None"),
         backend=backend_name(function, backend),
     )
-    return Call(Tensors(**tensors, dropout_seed=seed, score_mod_tensors=modifiers), settings)
+
+
+known_settings = functools.lru_cache(maxsize=1024, typed=True)(new_settings)
 
 
 def require_tensors(function: str, tensors: dict[str, Any], required: tuple[str, ...]) -> None:
     for argument, value in tensors.items():
-        optional = argument not in required
-        if not (isinstance(value, Tensor) or (optional and value is None)):
-            accepted = "a torch.Tensor" + " or None" * optional
-            raise ArgumentError(argument, value, accepted, call_of(function))
+        if isinstance(value, Tensor) or (value is None and argument not in required):
+            continue
+        accepted = "a torch.Tensor" + " or None" * (argument not in required)
+        raise ArgumentError(argument, value, accepted, call_of(function))
 
 
 def same_place(function: str, q: Tensor, tensors: dict[str, Any]) -> None:
     """Strided tensors on one device: others would not even reach the operator, or run as something else."""
+    device = q.device
     for argument, x in tensors.items():
         if x is None:
             continue
         if x.is_nested or x.layout is not torch.strided:
             accepted = "a strided tensor; for sequences of different lengths, flashtile.attention_varlen"
             raise ArgumentError(argument, x, accepted, call_of(function))
-        if x.device != q.device:
-            raise ArgumentError(argument, x, f"a tensor on the device of q, {q.device}", call_of(function))
+        if x.device != device:
+            raise ArgumentError(argument, x, f"a tensor on the device of q, {device}", call_of(function))
 
 
 def in_autocast_dtype(tensors: dict[str, Any], cast: tuple[str, ...]) -> dict[str, Any]:
@@ -129,9 +197,8 @@ def window_of(function: str, causal: Any, window: Any) -> Window:
     raise ArgumentError("causal", causal, accepted, call_of(function, "causal=True"))
 
 
-def scale_of(function: str, scale: Any, q: Tensor) -> float:
+def scale_of(function: str, scale: Any, head_dim: int) -> float:
     if scale is None:
-        head_dim = q.shape[-1] if q.dim() > 0 else 1
         return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
     accepted = "a number that is finite in float32, or None for head_dim ** -0.5"
     return number(function, "scale", scale, accepted, lambda x: abs(x) <= LARGEST_FLOAT, "0.125")
@@ -156,9 +223,7 @@ def seed_of(function: str, seed: Any, device: torch.device) -> Tensor:
     return torch.full((1,), seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)
 
 
-def score_mod_of(score_mod: ScoreModArgument, device: torch.device) -> ScoreMod | None:
-    if score_mod is None:
-        return None
+def score_mod_of(score_mod: ScoreMod | Callable[..., Tensor], device: torch.device) -> ScoreMod:
     if isinstance(score_mod, ScoreMod):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # what it reads may have changed since
             score_mod.reject_undeclared_gradients(device)
@@ -185,12 +250,8 @@ def integer(function: str, argument: str, value: Any, least: int, default: str) 
     return value
 
 
-def flag(function: str, argument: str, value: Any, default: bool | None) -> bool:
-    """A bool; `None` is the default, if there is one."""
-    if value is None and default is not None:
-        return default
+def flag(function: str, argument: str, value: Any, accepted: str) -> bool:
     if not isinstance(value, bool):
-        accepted = "True or False" if default is None else "True, False or None"
         raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}=True"))
     return value
 

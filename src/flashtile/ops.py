@@ -7,6 +7,7 @@ single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan
 import functools
 import types
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_type_hints
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, lse_shape, new_rows
 from .errors import AttentionError
+from .observed import in_forward_mode, unobserved
 from .plan import plan_call
 from .problem import accumulation_dtype
 
@@ -77,25 +79,34 @@ class Operators:
         tensors = {name: values.pop(name) for name in Tensors._fields if name in values}
         return Call(Tensors(**tensors), Settings(**values))
 
+    def attend(self, call: Call) -> tuple[Tensor, Tensor]:
+        """`out` and `lse`, through the operator if anything but its kernels would look at the call."""
+        if call.unobserved or unobserved(*call.tensors[:-1], *call.tensors.score_mod_tensors):
+            return attend(call)
+        return self.forward(*self.arguments(call))
+
+    def differentiate(
+        self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Call
+    ) -> Sequence[Tensor | None]:
+        """The gradients that `needs` asks for, likewise; for the others anything."""
+        if unobserved(out, lse, dout, dlse, *call.tensors[:-1], *call.tensors.score_mod_tensors):
+            return differentiate(needs, out, lse, dout, dlse, call)
+        *found, modified = self.backward(needs, out, lse, dout, dlse, *self.arguments(call))
+        return *found, *modified
+
     def run_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         if in_forward_mode():  # `autograd` does not come here then: this is an operator in a traced program
             raise AttentionError(
                 "a traced or compiled program that contains attention was called in forward mode, which would drop the "
                 "tangent.\n  accepted: forward mode around flashtile.attention(q, k, v) itself, untraced"
             )
-        call = self.call(arguments)
-        chosen = plan_call(call)
-        with inside_operator(call.tensors.q.device.type):
-            return chosen.kernels().forward(chosen, call)
+        return attend(self.call(arguments))
 
     def run_backward(
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Any, ...]:
         call = self.call(arguments)
-        chosen = plan_call(call, backward=True)
-        with inside_operator(call.tensors.q.device.type):
-            found = chosen.kernels().backward(chosen, call, Needs.from_flat(needs), out, lse, dout, dlse)
-        return in_schema(found, call)
+        return in_schema(differentiate(needs, out, lse, dout, dlse, call), call)
 
     def remember(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         call = self.call(inputs)
@@ -133,7 +144,29 @@ class Operators:
                 found.append(new_rows(x, x.shape[1], x.shape[-1], x.dtype))
             else:
                 found.append(x.new_empty(x.shape))
-        return in_schema(Gradients.from_flat(found), call)
+        return in_schema(found, call)
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """What the forward operators do."""
+    chosen = plan_call(call)
+    with inside_operator(call.tensors.q):
+        return chosen.kernels().forward(chosen, call)
+
+
+def differentiate(
+    needs: Sequence[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Call
+) -> list[Tensor | None]:
+    """What the backward operators do: gradients in their inputs' dtypes, `None` for what nobody asked for."""
+    chosen = plan_call(call, backward=True)
+    with inside_operator(call.tensors.q):
+        found = chosen.kernels().backward(chosen, call, Needs.from_flat(needs), out, lse, dout, dlse)
+    inputs = call.tensors.flat()
+    return [
+        None if gradient is None or x is None else gradient if gradient.dtype is x.dtype else gradient.to(x.dtype)
+        for gradient, n in zip(found.flat(), differentiable_positions(len(inputs)), strict=True)
+        for x in (inputs[n],)
+    ]
 
 
 def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -157,13 +190,6 @@ def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arg
     return outputs, tuple(dims(x) for x in outputs)
 
 
-def in_forward_mode() -> bool:
-    """Whether a forward-mode level is open: an operator would drop the tangent of a dual tensor without a word. Under
-    nested transforms the dual may be hidden inside a wrapper, so an open level is enough.
-    """
-    return torch.autograd.forward_ad._current_level >= 0
-
-
 def refuse_second_derivative(*_: Any) -> Any:
     raise AttentionError(
         "a traced or compiled program that contains attention can be differentiated once.\n"
@@ -171,28 +197,28 @@ def refuse_second_derivative(*_: Any) -> Any:
     )
 
 
-def in_schema(gradients: Gradients, call: Call) -> tuple[Any, ...]:
-    """Gradients as a schema of fixed arity returns them: in their inputs' dtypes, an empty tensor for what nobody
-    asked for.
-    """
-    inputs, q = call.tensors.flat(), call.tensors.q
-    found: list[Tensor] = []
-    for gradient, n in zip(gradients.flat(), differentiable_positions(len(inputs)), strict=True):
-        x = inputs[n]
-        found.append(q.new_empty(0) if gradient is None or x is None else gradient.to(x.dtype))
+def in_schema(gradients: Sequence[Tensor | None], call: Call) -> tuple[Any, ...]:
+    """Gradients as a schema of fixed arity returns them, with an empty tensor for what nobody asked for."""
+    found = [call.tensors.q.new_empty(0) if gradient is None else gradient for gradient in gradients]
     named = len(Gradients._fields) - 1
     return *found[:named], found[named:]
 
 
-class inside_operator:  # noqa: N801
+def inside_operator(q: Tensor) -> AbstractContextManager[None]:
     """What an operator's own work needs, wherever it is called from.
 
     No autocast: that has already acted on the arguments, in `normalize`, and products in here keep their dtypes. No
     graph of the caller's. But torch.autograd, which a backend uses on a tile, also where the operator is called from
     below it (compiled graphs).
     """
+    below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD_KEYS[0])
+    autocast = torch._C._is_any_autocast_enabled()
+    return Inside(q.device.type) if below_autograd or autocast or torch.is_grad_enabled() else ALREADY_INSIDE
 
+
+class Inside(AbstractContextManager[None]):
     def __init__(self, device_type: str):
+        # meta has no autocast to ask about
         self.autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
         self.device_type = device_type
 
@@ -218,4 +244,5 @@ class inside_operator:  # noqa: N801
             self.guard.__exit__(*error)
 
 
+ALREADY_INSIDE = nullcontext()
 OPERATORS = {layout: Operators(layout) for layout in ("dense", "varlen")}

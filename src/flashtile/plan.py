@@ -15,7 +15,7 @@ from .backends.reference import support as reference
 from .backends.tiled import support as tiled
 from .backends.triton import support as triton
 from .call import Call
-from .device import Device, describe_device
+from .device import Device, describe_device, host_readable
 from .errors import AttentionWarning, BackendError
 from .problem import Problem
 from .remember import remember
@@ -41,7 +41,12 @@ class Plan(NamedTuple):
 
     def kernels(self) -> ModuleType:
         """The backend's `forward(plan, call)` and `backward(plan, call, needs, ...)`, imported on first use."""
-        return importlib.import_module(f"flashtile.backends.{self.backend}.kernels")
+        return kernels_of(self.backend)
+
+
+@functools.cache
+def kernels_of(backend: str) -> ModuleType:
+    return importlib.import_module(f"flashtile.backends.{backend}.kernels")
 
 
 class BackendStatus(NamedTuple):
@@ -91,23 +96,22 @@ def plan_call(call: Call, *, backward: bool = False) -> Plan:
         ArgumentError, BackendError: as `Problem.describe` and `plan` do.
     """
     chosen = _plan_of_signature(call, backward)
-    device = call.tensors.q.device
-    if chosen.backend == "tiled" and call.settings.backend == "auto" and device.type != "cpu":
-        _warn_once(f"attention on {device} runs in the `tiled` backend, which is slow", chosen.why)
+    if chosen.backend == "tiled" and call.settings.backend == "auto" and call.tensors.q.device.type != "cpu":
+        _warn_once(f"attention on {call.tensors.q.device} runs in the `tiled` backend, which is slow", chosen.why)
     return chosen
 
 
 def _plan_of_signature(call: Call, backward: bool) -> Plan:
-    device, backend = call.tensors.q.device, call.settings.backend
-    if device.type != "cuda" and call.layout != "dense":
-        return plan(Problem.describe(call), device, backend, backward=backward)
-    # Nothing reads a GPU's tensors, nor those of a dense call: calls of one signature have one plan, and pass or fail
-    # alike.
-    signature = (backward, call.signature(), describe_device(device), os.environ.get(BACKEND_VARIABLE))
-    chosen = _PLANS.get(signature)
+    q, backend = call.tensors.q, call.settings.backend
+    if call.layout != "dense" and host_readable(q):  # whose lengths are checked, and say how long the call is
+        return plan(Problem.describe(call), q.device, backend, backward=backward)
+    # Nothing reads the tensors: calls of one signature have one plan, and pass or fail alike.
+    variable = os.environ.get(BACKEND_VARIABLE) if backend == "auto" else None
+    key = (call.signature(), backward, variable, torch.get_num_threads())
+    chosen = _PLANS.get(key)
     if chosen is None:
-        chosen = plan(Problem.describe(call), device, backend, backward=backward)
-        remember(_PLANS, signature, chosen, MOST_PLANS)
+        chosen = plan(Problem.describe(call), q.device, backend, backward=backward)
+        remember(_PLANS, key, chosen, MOST_PLANS)
     return chosen
 
 

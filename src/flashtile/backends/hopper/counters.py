@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ...remember import remember
+from ..common.launch import current_stream
 
 MOST_COUNTERS = 256
 
@@ -16,7 +17,7 @@ def counter(device: torch.device, packed: bool) -> Tensor:
     """
     if packed or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    key = (device, current_stream())
     if (known := counters.get(key)) is not None:
         return known
     return remember(counters, key, torch.zeros(1, dtype=torch.int32, device=device), MOST_COUNTERS)

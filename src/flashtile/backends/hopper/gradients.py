@@ -11,11 +11,12 @@ from ...plan import Plan
 from ..common.arguments import rows_last, score_units, strides_of, window_numbers
 from ..common.gradients import sink_gradient
 from ..common.launch import launch, on_device
+from ..common.pointers import Described
 from .backward import backward_kernel
 from .counters import counter
-from .descriptors import boxes, copyable, matrix, numbers_of_rows
+from .descriptors import boxes, copyable, numbers_of_rows, sums
 from .rows import finish_kernel, prepare_kernel
-from .tables import COLUMNS, ROWS, BackwardLaunch
+from .tables import ROWS, BackwardLaunch
 
 ALIGN = 8  # elements: what copyable tensors' strides are multiples of
 SECTION_BYTES = 24 * 2**20  # rows and sums that the L2 cache keeps
@@ -49,6 +50,7 @@ class BackwardPass:
 
     def __init__(self, tile: BackwardLaunch, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor):
         self.tile, self.call = tile, call
+        self.signature = (tile, call.signature(), memory_of(dout))
         self.q, self.k, self.v, self.dout = q, k, v, dout
         self.batch, self.num_heads, self.seqlen_q, self.width = q.shape
         self.num_tiles = -(-self.seqlen_q // tile.block_m)
@@ -66,8 +68,7 @@ class BackwardPass:
         return {"num_tiles": self.num_tiles, "num_heads": self.num_heads, "seqlen_q": self.seqlen_q}
 
     def run_launch(self, kernel: Any, pointers: dict[str, Any], numbers: Any, *given: Any) -> None:
-        signature = (self.tile, self.call.signature(), *map(memory_of, (self.dout, *given)))
-        launch(kernel, signature, pointers, numbers)
+        launch(kernel, (self.signature, *map(memory_of, given)), pointers, numbers)
 
     def prepare(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
         def numbers() -> tuple[int, dict[str, Any]]:
@@ -94,15 +95,15 @@ class BackwardPass:
         dk, dv = (new_rows(x, x.shape[1], x.shape[-1], x.dtype) for x in (self.k, self.v))
         rows = self.tile.block_m
         pointers = {
-            "q_desc": boxes(self.q, rows),
-            "k_desc": boxes(self.k, ROWS),
-            "v_desc": boxes(self.v, ROWS),
-            "dout_desc": boxes(self.dout, rows),
-            "start_desc": numbers_of_rows(self.start, rows),
-            "delta_desc": numbers_of_rows(self.delta, rows),
-            "dq_desc": matrix(self.sums, ROWS, COLUMNS),
-            "dk_desc": boxes(dk, ROWS),
-            "dv_desc": boxes(dv, ROWS),
+            "q_desc": Described(self.q, boxes, rows),
+            "k_desc": Described(self.k, boxes, ROWS),
+            "v_desc": Described(self.v, boxes, ROWS),
+            "dout_desc": Described(self.dout, boxes, rows),
+            "start_desc": Described(self.start, numbers_of_rows, rows),
+            "delta_desc": Described(self.delta, numbers_of_rows, rows),
+            "dq_desc": Described(self.sums, sums, ROWS),
+            "dk_desc": Described(dk, boxes, ROWS),
+            "dv_desc": Described(dv, boxes, ROWS),
             "counter": counter(self.q.device, False),
             "turns": self.turns,
         }

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...call import Call, lse_shape, new_rows
+from ...call import Call
 from ...device import describe_device
 from ...plan import Plan
-from ..common.arguments import rows_last, score_units, slopes_stride, window_numbers
+from ..common.arguments import new_results, rows_last, score_units, slopes_stride, window_numbers
 from ..common.launch import launch, on_device
+from ..common.pointers import Described
 from .counters import counter
 from .descriptors import boxes, packed_boxes
 from .forward import forward_kernel
@@ -23,27 +23,33 @@ SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while othe
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     tile: Launch = plan.tile.forward
-    q, k, v = (rows_last(x) for x in call.tensors[:3])
-    out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
-    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
+    t = call.tensors
+    q, k, v = rows_last(t.q), rows_last(t.k), rows_last(t.v)
+    out, lse = new_results(call, q, v.shape[-1])
     if q.numel() == 0:
         return out, lse
     packed = call.layout == "varlen"
     described = packed_boxes if packed else boxes
     with on_device(q):
         pointers = {
-            "q_desc": described(q, ROWS),
-            "k_desc": described(k, tile.block_n),
-            "v_desc": described(v, tile.block_n),
-            "out_desc": described(out, ROWS),
+            "q_desc": Described(q, described, ROWS),
+            "k_desc": Described(k, described, tile.block_n),
+            "v_desc": Described(v, described, tile.block_n),
+            "out_desc": Described(out, described, ROWS),
             "lse": lse,
             "counter": counter(q.device, packed),
+            "slopes": contiguous(t.alibi_slopes),
+            "sinks": contiguous(t.sinks),
+            "cu_seqlens_q": contiguous(t.cu_seqlens_q),
+            "cu_seqlens_k": contiguous(t.cu_seqlens_k),
+            "seqused_k": contiguous(t.seqused_k),
         }
-        for name in ("slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
-            x = getattr(call.tensors, "alibi_slopes" if name == "slopes" else name)
-            pointers[name] = None if x is None else x.contiguous()
         launch(forward_kernel, (tile, call.signature()), pointers, lambda: numbers(call, tile))
     return out, lse
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def numbers(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:

@@ -7,7 +7,7 @@ import torch
 
 from ...device import Device
 from ...problem import Problem, too_long
-from .installed import triton_version
+from ..common.installed import triton_version
 
 if TYPE_CHECKING:
     from .tables import Tile

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ...device import Device
 from ...problem import Problem
-from .installed import triton_version
+from ..common.installed import triton_version
 
 ROWS = 64  # of one warpgroup
 COLUMNS = 64  # of dq, that one warpgroup computes

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ...cache import CacheTensors
 from ...cache import append_and_rotate as in_operations
-from ...call import Call, Gradients, Needs, lse_shape, memory_of, new_rows
+from ...call import Call, Gradients, Needs, memory_of, new_rows
 from ...plan import Plan
 from ...problem import power_of_two
-from ..common.arguments import rows_last
+from ..common.arguments import new_results, rows_last
 from ..common.gradients import sink_gradient, sum_to_heads
 from ..common.launch import launch, on_device
 from . import arguments as args
@@ -27,9 +27,9 @@ ROWS_AT_ONCE = 64
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
-    q, k, v = (rows_last(x) for x in call.tensors[:3])
-    out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
-    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
+    t = call.tensors
+    q, k, v = rows_last(t.q), rows_last(t.k), rows_last(t.v)
+    out, lse = new_results(call, q, v.shape[-1])
     launch_shape: Launch = plan.tile.forward
     pack, splits = plan.tile.pack, call.settings.num_splits or plan.num_splits
     found, found_lse = out, lse
@@ -68,9 +68,10 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
             "num_warps": 4,
         }
 
-    signature = (plan.tile, splits, torch.get_float32_matmul_precision(), call.signature())
+    signature = (plan.tile, splits, args.precision(q.dtype), call.signature())
+    pointers = args.pointers(call, q, k, v)
+    pointers |= {"sinks": t.sinks, "out": found, "lse": found_lse}
     with on_device(q):
-        pointers = {**args.pointers(call, q, k, v), "sinks": call.tensors.sinks, "out": found, "lse": found_lse}
         launch(forward_kernel, signature, pointers, numbers)
         if splits > 1:
             parts: dict[str, Tensor | None] = {"partial_out": found, "partial_lse": found_lse, "out": out, "lse": lse}
@@ -89,9 +90,8 @@ def append_and_rotate(call: Call, cache: CacheTensors, interleaved: bool) -> Cal
         return in_operations(call, cache, interleaved)
     q = rows_last(t.q)
     turned = None if cache.rotary_cos is None else new_rows(q, q.shape[1], q.shape[-1], q.dtype)
-    new_k, new_v, cos, sin = (
-        None if x is None else rows_last(x) for x in (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
-    )
+    given = (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
+    new_k, new_v, cos, sin = [None if x is None else rows_last(x) for x in given]
     pointers = {
         "q": q,
         "turned": turned,
@@ -111,10 +111,9 @@ def append_and_rotate(call: Call, cache: CacheTensors, interleaved: bool) -> Cal
         programs = given["num_tiles"] * (given["num_heads_q"] + given["num_heads_k"]) * args.dense_batch(q)
         return programs, given | {"INTERLEAVED": interleaved, "num_warps": 1}
 
-    signature = (interleaved, call.signature(), *map(memory_of, cache))
     with on_device(q):
-        launch(append_kernel, signature, pointers, numbers)
-    return call if turned is None else call._replace(tensors=t._replace(q=turned))
+        launch(append_kernel, (interleaved, call.signature()), pointers, numbers)
+    return call if turned is None else Call(t._replace(q=turned), call.settings, call.signature())
 
 
 def backward(
@@ -123,7 +122,7 @@ def backward(
     q, k, v, out = (rows_last(x) for x in (*call.tensors[:3], out))
     lse = lse.contiguous()
     dout = out.new_zeros(out.shape[-1]).expand(out.shape) if dout is None else rows_last(dout)
-    given = (plan.tile, torch.get_float32_matmul_precision(), call.signature())
+    given = (plan.tile, args.precision(q.dtype), call.signature())
     pass_ = BackwardPass(call, (*given, *map(memory_of, (out, dout, dlse))), q, k, v, dout)
     with on_device(q):
         pass_.prepare_rows(out, lse, dlse)

@@ -9,6 +9,7 @@ import torch
 
 from ...device import Device
 from ...problem import Problem, power_of_two
+from . import tuned
 
 
 class Launch(NamedTuple):
@@ -18,9 +19,11 @@ class Launch(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    tuned: bool = False  # found by `flashtile tune` on this machine
 
     def __str__(self) -> str:
-        return f"{self.block_m} x {self.block_n} ({self.num_warps} warps, {self.num_stages} stages)"
+        tuned = ", tuned on this machine" * self.tuned
+        return f"{self.block_m} x {self.block_n} ({self.num_warps} warps, {self.num_stages} stages{tuned})"
 
 
 class Tile(NamedTuple):
@@ -88,6 +91,7 @@ def tile(problem: Problem, device: Device) -> Tile:
     group = problem.num_heads_q // max(problem.num_heads_kv, 1)
     packed_rows = max(problem.seqlen_q, 1) * group
     if packed_rows > MOST_PACKED_ROWS:
+        row = row if needs_room(problem, device) else tuned_row(row, problem.dtype, device)
         return Tile(row.forward, row.dkdv, row.dq)
     return Tile(decoding(row, packed_rows), row.dkdv, row.dq, pack=group)
 
@@ -102,11 +106,32 @@ def decoding(row: Row, packed_rows: int) -> Launch:
 def row_of(problem: Problem, device: Device) -> Row:
     if device.type == "cpu":
         return INTERPRETER
-    table = SINGLE if problem.dtype is torch.float32 else HALF
+    return fitted(shipped(problem.dtype, max(problem.head_dim, problem.head_dim_v), device), problem, device)
+
+
+def shipped(dtype: torch.dtype, width: int, device: Device) -> Row:
+    """The kernels for plain problems of a width."""
+    table = SINGLE if dtype is torch.float32 else HALF
     memory = SHARED_MEMORY.get(device.arch, SMALLEST)
     rows = table[max(size for size in table if size <= memory)]
-    width = max(problem.head_dim, problem.head_dim_v)
-    return fitted(next(row for row in rows if width <= row.width), problem, device)
+    return next(row for row in rows if width <= row.width)
+
+
+def needs_room(problem: Problem, device: Device) -> bool:
+    """Whether a problem may want more shared memory for a tile than the plain ones, on which tiles are tuned."""
+    misaligned = problem.alignment < LEAST_COPY and device.arch == "sm_90"
+    given = (problem.bias, problem.mask, problem.page_size)
+    return misaligned or problem.dropout or problem.alibi or any(x is not None for x in given)
+
+
+def tuned_row(row: Row, dtype: torch.dtype, device: Device) -> Row:
+    """The row with what `flashtile tune` has found for it on this machine."""
+    found = tuned.launches(device, family(dtype), row.width) if device.type == "cuda" else {}
+    return row._replace(**{kernel: Launch(*numbers, tuned=True) for kernel, numbers in found.items()})
+
+
+def family(dtype: torch.dtype) -> str:
+    return "single" if dtype is torch.float32 else "half"
 
 
 def fitted(row: Row, problem: Problem, device: Device) -> Row:

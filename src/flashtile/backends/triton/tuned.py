@@ -1,0 +1,116 @@
+"""Tiles that `flashtile tune` found on this machine: a file in the user's directory, read once in a process.
+
+An entry is for one chip, one version of Triton, one family of dtypes, one width of the shipped tables and one kernel.
+Entries for anything else are left alone; a file that is not what it should be is told once and not used.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...device import Device
+from ...errors import AttentionWarning
+from ..common.installed import triton_version
+
+DIRECTORY_VARIABLE = "FLASHTILE_CACHE_DIR"
+FILE = "triton-tiles.json"
+FORMAT = 1
+KERNELS = ("forward", "dkdv", "dq")
+FAMILIES = ("half", "single")
+BLOCKS, WARPS, STAGES = (16, 32, 64, 128, 256), (1, 2, 4, 8), range(1, 8)
+
+
+class Entry(NamedTuple):
+    """One kernel's tile: query rows, keys, warps and stages; with what was measured, for people."""
+
+    device: str
+    arch: str
+    triton: str  # major and minor
+    family: str  # of dtypes: float16 and bfloat16, or float32
+    width: int  # of the row of the shipped table that it stands for
+    kernel: str
+    launch: tuple[int, int, int, int]
+    measured: dict[str, Any]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self[:6]
+
+
+def path() -> Path:
+    """`$FLASHTILE_CACHE_DIR`, else `flashtile` in the user's cache directory, with the file's name."""
+    given = os.environ.get(DIRECTORY_VARIABLE)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return (Path(given) if given else Path(base) / "flashtile") / FILE
+
+
+def launches(device: Device, family: str, width: int) -> dict[str, tuple[int, int, int, int]]:
+    """The tiles found for one row of the shipped tables, by kernel."""
+    here = (device.name, device.arch, installed(), family, width)
+    return {entry.kernel: entry.launch for entry in entries(path()) if entry.key[:5] == here}
+
+
+def installed() -> str:
+    return ".".join(map(str, triton_version() or ()))
+
+
+@functools.cache
+def entries(file: Path) -> tuple[Entry, ...]:
+    """What a file has; nothing, with a warning, if it cannot be read as such."""
+    try:
+        return parsed(file.read_text())
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"{file} is not used: {reason}\n  `flashtile tune` writes a new one", AttentionWarning, stacklevel=2
+        )
+        return ()
+
+
+def parsed(text: str) -> tuple[Entry, ...]:
+    """The entries of a file's text.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is not such a file.
+    """
+    found = json.loads(text)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"the format should be {FORMAT}")
+    return tuple(checked(Entry(**entry | {"launch": tuple(entry["launch"])})) for entry in found["entries"])
+
+
+def checked(entry: Entry) -> Entry:
+    block_m, block_n, warps, stages = entry.launch
+    known = entry.kernel in KERNELS and entry.family in FAMILIES
+    if not known or block_m not in BLOCKS or block_n not in BLOCKS or warps not in WARPS or stages not in STAGES:
+        raise ValueError(f"no kernel is run as {entry.kernel} {entry.family} {entry.launch}")
+    return entry
+
+
+def save(entry: Entry) -> Path:
+    """Put an entry into the file, in the place of one with its key. A file that cannot be read is written anew."""
+    file = path()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionWarning)
+        entries.cache_clear()
+        kept = [other for other in entries(file) if other.key != entry.key]
+    text = json.dumps({"format": FORMAT, "entries": [x._asdict() for x in (*kept, checked(entry))]}, indent=1) + "\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=file.parent)
+    try:
+        with os.fdopen(handle, "w") as written:
+            written.write(text)
+        os.replace(aside, file)  # a process that reads meanwhile sees the whole file, old or new
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
+    entries.cache_clear()
+    return file

@@ -1,0 +1,123 @@
+"""`flashtile tune`: searches tiles for this GPU, and saves those that are faster than the shipped ones."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+import torch
+
+from ..backends.triton import support
+from ..device import describe_device
+from .options import Device, Dtype, json_option, print_json
+
+if TYPE_CHECKING:
+    from ..tuning.search import Found
+    from ..tuning.trial import Subject
+
+PASSES = {"forward": ("forward",), "backward": ("dkdv", "dq"), "dkdv": ("dkdv",), "dq": ("dq",)}
+
+
+class OnAGpu(click.Command):
+    """A command that first says why there is no GPU for it, whatever its options are."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not {"-h", "--help"} & set(args) and (reason := no_gpu()) is not None:
+            raise click.UsageError(f"tiles are searched on a GPU that runs Triton's kernels: {reason}")
+        return super().parse_args(ctx, args)
+
+
+def no_gpu() -> str | None:
+    if (reason := support.unusable()) is not None:
+        return reason
+    return "they run in Triton's interpreter here" if support.interpreted() else None
+
+
+@click.command(cls=OnAGpu)
+@click.option("--head-dim", "head_dims", type=click.IntRange(1, 512), multiple=True, default=(128,), help="Repeatable.")
+@click.option("--pass", "passes", type=click.Choice(tuple(PASSES)), multiple=True, help="[default: forward, backward]")
+@click.option("--dtype", type=Dtype(), default="bfloat16")
+@click.option("--seqlen", type=click.IntRange(128), default=4096, help="Rows and keys of the timed calls.")
+@click.option("--seconds", type=click.FloatRange(1), default=60.0, help="For the search of one kernel, about.")
+@click.option("--device", type=Device(), default="cuda")
+@click.option("--dry-run", is_flag=True, help="Save nothing.")
+@json_option
+def tune(
+    head_dims: tuple[int, ...],
+    passes: tuple[str, ...],
+    dtype: torch.dtype,
+    seqlen: int,
+    seconds: float,
+    device: torch.device,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Search tiles of the Triton kernels for this GPU, and save those that are faster than the shipped ones.
+
+    From the shipped tile the search goes to neighbours that are faster, as long as time is left. A tile is timed only
+    after its results are within the contract's bound of an fp64 oracle. What is found is for this GPU and this version
+    of Triton, for all plain calls up to the width of its row in the shipped table: 64, 128, 256 or 512. Later processes
+    use it, and `flashtile explain` says so. No call ever searches.
+    """
+    from ..tuning.trial import Subject
+
+    if dtype is torch.float64:
+        raise click.UsageError("--dtype float64: the Triton kernels do not take it")
+    kernels = dict.fromkeys(kernel for name in passes or ("forward", "backward") for kernel in PASSES[name])
+    rows = []
+    for head_dim in head_dims:
+        for kernel in kernels:
+            subject = Subject(kernel, dtype, head_dim, seqlen, device)
+            found, saved = searched(subject, seconds, dry_run)
+            rows.append(asdict(found) | {"kernel": kernel, "head_dim": head_dim, "saved": saved})
+            if not as_json:
+                print_found(subject, found, saved)
+    if as_json:
+        print_json({"device": describe_device(device)._asdict(), "dtype": dtype, "found": rows})
+
+
+def searched(subject: "Subject", seconds: float, dry_run: bool) -> "tuple[Found, str | None]":
+    """What was found, and the file that has it now."""
+    from ..tuning.search import TuningError, search
+    from ..tuning.trial import GpuTrial
+
+    try:
+        found = search(getattr(subject.shipped(), subject.kernel), GpuTrial(subject), seconds)
+    except TuningError as error:
+        raise click.ClickException(str(error)) from error
+    if found.best == found.shipped or dry_run:
+        return found, None
+    return found, str(save(subject, found))
+
+
+def save(subject: "Subject", found: "Found") -> Any:
+    from ..backends.triton import tables, tuned
+
+    device = describe_device(subject.device)
+    before, after = found.seconds
+    measured = {"head_dim": subject.head_dim, "dtype": str(subject.dtype).removeprefix("torch.")}
+    measured |= {"seqlen": subject.seqlen, "shipped": found.shipped[:4], "shipped_ms": before * 1e3, "ms": after * 1e3}
+    return tuned.save(
+        tuned.Entry(
+            device.name,
+            device.arch,
+            tuned.installed(),
+            tables.family(subject.dtype),
+            subject.shipped().width,
+            subject.kernel,
+            found.best[:4],
+            measured,
+        )
+    )
+
+
+def print_found(subject: "Subject", found: "Found", saved: str | None) -> None:
+    click.echo(f"{subject.kernel}, head_dim {subject.head_dim}, {str(subject.dtype).removeprefix('torch.')}")
+    for tried in found.tried:
+        outcome = f"{-tried.gain:+.1%} time" if tried.gain is not None else f"refused, {tried.refused}"
+        click.echo(f"  {tried.launch}: {outcome}")
+    end = "" if found.finished else "; time was up before all neighbours were tried"
+    if found.best == found.shipped:
+        click.echo(f"  the shipped tile stays: {found.shipped}{end}")
+        return
+    click.echo(f"  {found.best} takes {found.gain:.1%} less time than the shipped {found.shipped}{end}")
+    click.echo(f"  saved in {saved}" if saved else "  not saved")

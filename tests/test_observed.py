@@ -1,0 +1,112 @@
+"""Calls whose operator nobody would look at go straight to the kernels; all others are operators that PyTorch sees."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtile
+from flashtile.ops import OPERATORS, unobserved
+
+Q, K, V = (torch.randn(1, 2, 8, 16) for _ in range(3))
+CACHE = torch.randn(2, 1, 2, 16, 16)
+LENGTHS = torch.tensor([5], dtype=torch.int32)
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+@contextmanager
+def operator_calls() -> Iterator[mock.Mock]:
+    """Calls of the dense forward operator from eager code."""
+    with mock.patch.object(OPERATORS["dense"], "forward", wraps=OPERATORS["dense"].forward) as operator:
+        yield operator
+
+
+def test_a_plain_call_needs_no_operator() -> None:
+    with operator_calls() as operator:
+        flashtile.attention(Q, torch.nn.Parameter(K), V)
+    assert operator.call_count == 0
+    assert unobserved(Q, None, torch.nn.Parameter(K))
+
+
+@pytest.mark.parametrize("looking", [Recording, Functions, profile])
+def test_what_looks_at_calls_sees_an_operator(looking: Callable[[], Any]) -> None:
+    expected = flashtile.attention(Q, K, V)
+    with operator_calls() as operator, looking():
+        found = flashtile.attention(Q, K, V)
+    assert operator.call_count == 1
+    assert torch.equal(found, expected)
+
+
+def test_a_mode_sees_both_passes_and_the_cache() -> None:
+    leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+    with Recording() as mode:
+        flashtile.attention(*leaves).sum().backward()
+        flashtile.attention_with_kvcache(Q[:, :, :1], *CACHE, cache_seqlens=LENGTHS)
+    seen = [name for name in mode.names if name.startswith("attention")]
+    assert seen == ["attention_forward", "attention_backward", "attention_with_kvcache"]
+
+
+def test_a_profile_has_the_operator() -> None:
+    with profile() as profiled:
+        flashtile.attention(Q, K, V)
+    assert "flashtile::attention_forward" in {event.key for event in profiled.key_averages()}
+
+
+def more_than_memory() -> dict[str, Tensor]:
+    """Tensors whose elements are not what lies in their memory."""
+    return {
+        "negated": torch.randn(1, 2, 8, 16, dtype=torch.cfloat).conj().imag,
+        "zeros": torch._efficientzerotensor((1, 2, 8, 16)),
+        "subclass": torch.randn(1, 2, 8, 16).as_subclass(Subclass),
+    }
+
+
+@pytest.mark.parametrize("name", more_than_memory())
+def test_tensors_that_are_more_than_their_memory(name: str) -> None:
+    x = more_than_memory()[name]
+    plain = torch.empty(x.shape).copy_(x)
+    with operator_calls() as operator:
+        found = flashtile.attention(Q, K, x)
+    assert operator.call_count == 1
+    assert torch.equal(found, flashtile.attention(Q, K, plain))
+
+
+def test_tensors_without_memory() -> None:
+    assert flashtile.attention(*(x.to("meta") for x in (Q, K, V))).is_meta
+
+
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and reads shapes
+def test_a_trace_has_the_operator() -> None:
+    traced = torch.jit.trace(lambda *x: flashtile.attention(*x), (Q, K, V), check_trace=False)
+    assert "flashtile::attention_forward" in str(traced.graph)
+
+
+def test_a_wrapper_that_outlived_its_transform() -> None:
+    kept: list[Tensor] = []
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(Q)
+    assert torch.equal(flashtile.attention(kept[0].detach(), K, V), flashtile.attention(Q, K, V))
