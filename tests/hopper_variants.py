@@ -45,7 +45,7 @@ VARIANTS |= {
     for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128")
 }
 VARIANTS = {name: replace(variant, longest=max(LONGER)) for name, variant in VARIANTS.items()}
-FORWARD_ONLY = ("slopes", "everything", "packed")  # Triton has their backward pass
+FORWARD_ONLY = ("slopes", "everything", "packed", "softcap 64")  # Triton has their backward pass
 SHORT, LONG = 512, 8192  # lengths with different tiles
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]

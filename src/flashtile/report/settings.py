@@ -87,6 +87,6 @@ def settings_for(device: torch.device, quick: bool) -> Settings:
         tokens=16384,
         cases=120 if quick else 1000,
         captured_cases=40 if quick else 300,
-        gate_seconds=40.0 if quick else 600.0,
+        gate_seconds=12.0 if quick else 600.0,
         **({} if quick else LONG_LADDER),
     )

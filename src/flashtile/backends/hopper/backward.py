@@ -20,14 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import scores
 from .backward_copying import BackwardInputs, Sources, copy_backward, new_rows
-from .backward_schedule import KeyWork, schedule_keys, take_keys
+from .backward_schedule import KeyWork, first_rows, next_rows, schedule_keys, take_keys
 from .backward_sums import COLUMNS, HALVES, Sums, add_sums
 from .copying import ROWS, keys_at
 from .masking import Window, row_blocks, visible
 from .pipeline import afresh, barriers, both_warpgroups, new_ring, release, rows_of, wait_full
 from .schedule import Sequences, new_queue
 from .scores import Features
-from .versions import kernel, store_box, thread_barrier
+from .versions import kernel, same_memory, store_box, thread_barrier
 
 DS_STAGES = gl.constexpr(2)
 
@@ -136,7 +136,7 @@ def compute(
             wait_full(v, tile_count * HALVES + h, HALVES)
         tma.store_wait(0)  # the last tile's dk has left
         thread_barrier()
-        m = tile.lo
+        m = first_rows(tile, TILE.downwards)
         steps = group * (tile.hi - tile.lo)
         s = nothing
         if EARLY and steps > 0:
@@ -193,7 +193,7 @@ def compute(
                 dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(rows.empty.index(slot), count=1)
             count += 1
-            m = gl.where(m + 1 == tile.hi, tile.lo, m + 1)  # then the group's next head
+            m = next_rows(m, tile, TILE.downwards)
         for h in gl.static_range(HALVES):
             release(k, tile_count * HALVES + h, HALVES)
             release(v, tile_count * HALVES + h, HALVES)
@@ -251,7 +251,7 @@ def product_with_keys(ds, k, stage, half: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def store_keys(desc, at, x, staged):
     """dk or dv of 64 keys."""
-    box = staged._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    box = same_memory(staged, desc.dtype, desc.block_type.shape, desc.layout)
     tma.store_wait(0)
     thread_barrier()
     box.reshape([x.shape[0], x.shape[1]]).store(x.to(desc.dtype))

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .backward_schedule import take_keys
+from .backward_schedule import first_rows, next_rows, take_keys
 from .backward_sums import HALVES
 from .copying import NOTICE, ROWS, keys_at, rows_at
 from .pipeline import Ring, barriers, fill
@@ -72,7 +72,7 @@ def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr
             copy_keys(inputs.v, sources.v, tile, tile_count, PACKED)
         head = tile.head_k * group
         first = tile.sums_row // BLOCK_M
-        m = tile.lo
+        m = first_rows(tile, TILE.downwards)
         left = steps
         while left > 0:
             want_tile(queue, left == NOTICE)
@@ -91,9 +91,8 @@ def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr
                 copy_keys(inputs.v, sources.v, tile, tile_count, PACKED)
             count += 1
             left -= 1
-            m += 1
-            if m == tile.hi:
-                m = tile.lo
+            m = next_rows(m, tile, TILE.downwards)
+            if m == first_rows(tile, TILE.downwards):
                 head += 1
                 first += padded_rows // BLOCK_M
         tile_count += 1

@@ -1,7 +1,13 @@
 """Which block of keys a program of the backward pass computes next.
 
-Blocks are counted through the heads of a section first, from the last keys of each to the first. A program waits for no
-work but such that has been taken before its own (`backward_sums`), so that waiting never goes in a circle.
+Blocks are counted through the heads of a section first. A program waits for no work but such that has been taken before
+its own (`backward_sums`), so that waiting never goes in a circle.
+
+Upwards, blocks of keys are taken from the last to the first and rows passed from the first to the last: beside a
+diagonal, a block begins with rows that the one after it has passed before, and nobody waits, but the longest work comes
+last. Downwards, it is the other way round: the longest work comes first, and each block has to come a step after the
+one before, which is shorter by a diagonal's blocks of rows; if these are two or more, programs that are a step apart
+once stay so.
 """
 
 from typing import NamedTuple
@@ -53,7 +59,7 @@ def schedule_keys(queue, work, sequences, window, TILE: gl.constexpr):
     put = 0
     shift = sequences.k - sequences.q + work.diagonal
     while n < work.count:
-        any_head, block = place_of(work, n)
+        any_head, block = place_of(work, n, TILE.downwards)
         b, head = any_head // work.num_heads_k, any_head % work.num_heads_k
         first_key = block * BLOCK_N
         last_key = gl.minimum(first_key + BLOCK_N, sequences.k) - 1
@@ -70,13 +76,34 @@ def schedule_keys(queue, work, sequences, window, TILE: gl.constexpr):
 
 
 @gluon.jit
-def place_of(work, n):
+def place_of(work, n, DOWNWARDS: gl.constexpr):
     """Head, counted through all sequences, and block."""
     size = work.section * work.blocks
     first = n // size * work.section
     heads = gl.minimum(work.section, work.all_heads - first)
     rest = n % size
-    return first + rest % heads, work.blocks - 1 - rest // heads
+    block = rest // heads
+    if not DOWNWARDS:
+        block = work.blocks - 1 - block
+    return first + rest % heads, block
+
+
+@gluon.jit
+def first_rows(tile, DOWNWARDS: gl.constexpr):
+    """The block of rows that a block of keys begins with."""
+    if DOWNWARDS:
+        return tile.hi - 1
+    else:
+        return tile.lo
+
+
+@gluon.jit
+def next_rows(m, tile, DOWNWARDS: gl.constexpr):
+    """The block of rows after m; after the last one the first, of the group's next head."""
+    if DOWNWARDS:
+        return gl.where(m == tile.lo, tile.hi, m) - 1
+    else:
+        return gl.where(m + 1 == tile.hi, tile.lo, m + 1)
 
 
 @gluon.jit

@@ -1,12 +1,8 @@
 """The warp that adds what each block of keys gives to dq to its sums in memory.
 
-Sums have one order, so that the same call gives the same bits: a block of rows has a counter of how many blocks of keys
-have added to it, from the last keys to the first, and each waits for its turn. The first one writes: nothing has to be
+Sums have one order, that in which blocks of keys are taken, so that the same call gives the same bits: a block of rows
+has a counter of how many have added to it, and each waits for its turn. The first one writes: nothing has to be
 cleared.
-
-Hardly anybody waits. Beside a diagonal, a block of keys begins with rows that the block after it has passed before.
-Elsewhere all blocks begin with the first rows, but programs that once are a step behind each other take up their next
-work, and pass all rows, a step behind each other.
 """
 
 from typing import NamedTuple
@@ -16,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import tables
-from .backward_schedule import take_keys
+from .backward_schedule import first_rows, next_rows, take_keys
 from .masking import blocks_seen
 from .pipeline import results_landed
 from .versions import add_box, store_box, thread_barrier
@@ -42,14 +38,14 @@ def add_sums(dq_desc, sums, queue, turns, window, group, padded_rows, TILE: gl.c
     tile = take_keys(queue, 0)
     while tile.b >= 0:
         n = tile.first_key // TILE.block_n
-        m = tile.lo
+        m = first_rows(tile, TILE.downwards)
         row = tile.sums_row
         for _ in range(group * (tile.hi - tile.lo)):
             mbarrier.wait(sums.full.index(0), count & 1)
             at = row + m * BLOCK_M
             counter = turns + at // BLOCK_M
-            seen = blocks_seen(window, m * BLOCK_M + (BLOCK_M - 1), tile.shift, tile.seqlen_k, TILE.block_n)
-            turn = seen - 1 - n
+            seen = blocks_seen(window, m * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, TILE.block_n)
+            turn = n - seen.lo if TILE.downwards else seen.hi - 1 - n
             wait_for_turn(counter, turn)
             if turn == 0:
                 send(dq_desc, sums, at, True, TILE)
@@ -60,9 +56,8 @@ def add_sums(dq_desc, sums, queue, turns, window, group, padded_rows, TILE: gl.c
             gl.atomic_add(counter, 1, sem="release", scope="gpu")
             mbarrier.arrive(sums.empty.index(0), count=1)
             count += 1
-            m += 1
-            if m == tile.hi:  # the group's next head
-                m = tile.lo
+            m = next_rows(m, tile, TILE.downwards)
+            if m == first_rows(tile, TILE.downwards):
                 row += padded_rows
         tile_count += 1
         tile = take_keys(queue, tile_count)

@@ -71,16 +71,17 @@ def row_blocks(window, first_key, last_key, shift, seqlen_q, BLOCK_M: gl.constex
 
 
 @gluon.jit
-def blocks_seen(window, last_row, shift, seqlen_k, BLOCK_N: gl.constexpr):
-    """The number of the last block of keys, and 1, to which `row_blocks` gives the block of rows that ends with
-    `last_row`.
-    """
-    keys = seqlen_k
+def blocks_seen(window, first_row, shift, seqlen_k, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The blocks of keys to which `row_blocks` gives the block of rows that begins with `first_row`."""
+    first_key, keys = 0, seqlen_k
+    if window.left is not None:
+        first_key = gl.maximum(first_row + shift - window.left, 0)
     if window.right is not None:
-        keys = gl.minimum(keys, last_row + shift + window.right + 1)
+        keys = gl.minimum(keys, first_row + BLOCK_M + shift + window.right)
     if window.top_left is not None:
-        keys = gl.minimum(keys, last_row + window.top_left + 1)
-    return gl.cdiv(gl.maximum(keys, 0), BLOCK_N)
+        keys = gl.minimum(keys, first_row + BLOCK_M + window.top_left)
+    lo, hi = first_key // BLOCK_N, gl.cdiv(gl.maximum(keys, 0), BLOCK_N)
+    return Blocks(lo, lo, hi, hi)
 
 
 @gluon.jit

@@ -73,6 +73,8 @@ def declines_backward(problem: Problem, device: Device) -> str | None:
         return "its backward pass does not take packed sequences"
     if problem.alibi:
         return "its backward pass does not take ALiBi slopes"
+    if problem.softcap and problem.head_dim == 64:
+        return "its backward pass is slower with a softcap at head dimension 64"
     return None
 
 

@@ -1,6 +1,6 @@
 """Tiles of the Hopper kernels, as measured on an H200."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...device import Device
@@ -41,13 +41,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-    """The backward kernel's tile: 128 keys, `block_m` query rows at a time in `stages`."""
+    """The backward kernel's tile: 128 keys, `block_m` query rows at a time in `stages`; and the order of its work
+    (`backward_schedule`).
+    """
 
     width: int
     block_m: int
     stages: int
     consumer_registers: int
     copy_registers: int
+    downwards: bool
     block_n: int = 2 * ROWS
 
     def __str__(self) -> str:
@@ -66,7 +69,7 @@ class Tile(NamedTuple):
 
 NARROW = {64: Launch(64, 128, 2, 3, 240, 24), 128: Launch(128, 128, 2, 2, 240, 24)}
 WIDE = Launch(64, 128, 3, 2, 160, 32)  # reads keys less often, and wastes more at the diagonal
-BACKWARD = {64: BackwardLaunch(64, 128, 2, 240, 24), 128: BackwardLaunch(128, 64, 2, 240, 24)}
+BACKWARD = {64: BackwardLaunch(64, 128, 2, 240, 24, False), 128: BackwardLaunch(128, 64, 2, 240, 24, False)}
 WITHOUT_SPILLS = (3, 6)  # newer versions of Triton keep more in registers than WIDE has
 
 
@@ -74,7 +77,12 @@ def tile(problem: Problem, device: Device) -> Tile:
     features = problem.softcap or problem.alibi  # take more registers than three warpgroups have
     fits = triton_version() == WITHOUT_SPILLS and not features
     wide = problem.head_dim == WIDE.width and keys_of_a_row(problem) >= MANY_KEYS and fits
-    return Tile(WIDE if wide else NARROW[problem.head_dim], BACKWARD[problem.head_dim])
+    backward = BACKWARD[problem.head_dim]
+    longest_first = backward.block_m < backward.block_n and not problem.window.unlimited
+    return Tile(
+        WIDE if wide else NARROW[problem.head_dim],
+        replace(backward, downwards=longest_first),
+    )
 
 
 def keys_of_a_row(problem: Problem) -> int:

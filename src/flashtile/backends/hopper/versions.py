@@ -34,6 +34,13 @@ def _add_box(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> N
 add_box = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _add_box
 
 
+@_core.builtin
+def same_memory(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """Shared memory as if it had been allocated otherwise: a method whose name is private in some versions."""
+    plain = _core._unwrap_if_constexpr
+    return _semantic.memdesc_reinterpret(memory, plain(dtype), [plain(n) for n in shape], plain(layout))
+
+
 def is_tensor(name: str) -> bool:
     return name in TENSORS or name.endswith("_desc")
 
