@@ -17,9 +17,10 @@ from .formats import BYTES
 from .targets import Target
 from .tiles import SEQUENCE, UNLIMITED
 from .variant import FIELDS, REALS, Variant
-from .workspace import BLOCK
+from .workspace import BLOCK, LINE
 
-Block = ctypes.c_int64 * len(FIELDS)
+COUNTERS_AT = len(FIELDS) + LINE // 8  # of tasks taken and of threads, behind a block on cache lines of their own
+Block = ctypes.c_int64 * (COUNTERS_AT + 2 * LINE // 8)
 NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -172,16 +173,36 @@ def pair_strides(name: str, x: Tensor) -> dict[str, int]:
 def addresses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[dict[str, int], list[Tensor]]:
     """Where the tensors of a call are, and copies of theirs that have to stay alive."""
     t, real = call.tensors, accumulation_dtype(q.dtype)
-    seed = t.dropout_seed if call.settings.dropout_p > 0 else None
-    converted = (
+    places = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
+    alive = []
+    for name, x, dtype in (
+        ("mask", t.mask, None),
+        ("bias", t.bias, None),
         ("slopes", t.alibi_slopes, real),
         ("sinks", t.sinks, real),
-        ("seed", seed, torch.int64),
+        ("seed", t.dropout_seed if call.settings.dropout_p > 0 else None, torch.int64),
         ("page_table", t.page_table, torch.int64),
-    )
-    alive = {name: x.detach().to(dtype).contiguous() for name, x, dtype in converted if x is not None}
-    given = {"q": q, "k": k, "v": v, "mask": t.mask, "bias": t.bias, **alive}
-    return {name: x.data_ptr() for name, x in given.items() if x is not None}, list(alive.values())
+    ):
+        if x is not None:
+            x = x if dtype is None else x.detach().to(dtype).contiguous()
+            places[name] = x.data_ptr()
+            alive.append(x)
+    return places, alive
+
+
+class Layout(NamedTuple):
+    """How a result lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Layout":
+        return cls(x.shape, x.stride(), x.dtype)
+
+    def new(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
 
 
 def numbers(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
@@ -228,12 +249,13 @@ def block_of(values: dict[str, Any]) -> Any:
     """The argument block, 8 bytes for each of `FIELDS`."""
     for name in REALS.split():
         values[name] = struct.unpack("q", struct.pack("d", values[name]))[0]
-    return Block(*values.values())
+    return Block(*values.values())  # and zeros
 
 
 def filled(block: Any, places: dict[str, int]) -> Any:
-    """A copy of the block with these addresses."""
+    """A copy of the block with these addresses, and counters of its own at 0."""
     copy = Block.from_buffer_copy(block)
     for name, address in places.items():
         copy[PLACE[name]] = address
+    copy[PLACE["counter"]] = ctypes.addressof(copy) + COUNTERS_AT * 8
     return copy

@@ -39,29 +39,38 @@ def backward_address(variant: Variant, target: Target) -> int:
 class Launch(NamedTuple):
     """A kernel and all that it is told, short of addresses."""
 
-    function: int
+    function: Any
     block: Any
-    tasks: int
+    most_threads: int
     work_size: int
     lengths: args.Lengths
-    most_threads: int
     splits: int = 1
+    results: tuple[args.Layout, ...] = ()
 
 
 _LAUNCHES: dict[Hashable, Launch] = {}
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
-    q, k, v = (rows_last(x) for x in call.tensors[:3])
-    out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
-    lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
-    launch = forward_launch(plan, call, q, k, v, out, lse)
+    t = call.tensors
+    q, k, v = rows_last(t.q), rows_last(t.k), rows_last(t.v)
+    # Dense calls of one signature are told the same; packed ones follow from the values of their lengths.
+    key = (plan.tile, plan.num_splits, targets.asked(), call.signature()) if call.layout == "dense" else None
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
+        lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
+        launch = forward_launch(plan, call, q, k, v, out, lse)
+        if key is not None:
+            remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
+    else:
+        out, lse = (layout.new() for layout in launch.results)
     places, alive = args.addresses(call, q, k, v)
-    places |= {"out": out.data_ptr(), "lse": lse.data_ptr()}
-    splits = launch.splits
-    if splits > 1:
-        partial_out, partial_lse = lse.new_empty((splits, *lse.shape, v.shape[-1])), lse.new_empty((splits, *lse.shape))
-        places |= {"partial_out": partial_out.data_ptr(), "partial_lse": partial_lse.data_ptr()}
+    places["out"], places["lse"] = out.data_ptr(), lse.data_ptr()
+    if launch.splits > 1:
+        shape = (launch.splits, *lse.shape)
+        partial_out, partial_lse = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)
+        places["partial_out"], places["partial_lse"] = partial_out.data_ptr(), partial_lse.data_ptr()
         run(launch, places)
         combine(partial_out, partial_lse, out if out.dim() == 4 else out.transpose(0, 1), lse)
     else:
@@ -75,21 +84,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def forward_launch(plan: Plan, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Launch:
-    """Dense calls of one signature are told the same; packed ones follow from the values of their lengths."""
     target = targets.host()
-    if call.layout != "dense":
-        return new_forward_launch(plan, call, target, q, k, v, out, lse)
-    key = (plan.tile, plan.num_splits, target, call.signature())
-    launch = _LAUNCHES.get(key)
-    if launch is None:
-        launch = new_forward_launch(plan, call, target, q, k, v, out, lse)
-        remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
-    return launch
-
-
-def new_forward_launch(
-    plan: Plan, call: Call, target: Target, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> Launch:
     variant = args.variant_of(call, target, plan.tile.rows)
     variant = variant._replace(few=args.few(call, variant, target, plan.tile.rows))
     values = args.numbers(call, variant, q, k, v)
@@ -111,7 +106,16 @@ def new_forward_launch(
     }
     function = forward_address(variant, target)
     most = args.most_threads(call, lengths, min(plan.tile.rows, panels * rows))
-    return Launch(function, args.block_of(values), values["tasks"], values["work_size"], lengths, most, splits)
+    results = (args.Layout.of(out), args.Layout.of(lse))
+    return Launch(
+        threads.WORKER(function),
+        args.block_of(values),
+        min(values["tasks"], most),
+        values["work_size"],
+        lengths,
+        splits,
+        results,
+    )
 
 
 def backward(
@@ -170,7 +174,8 @@ def backward(
     }
     function = backward_address(variant, target)
     most = args.most_threads(call, lengths, rows)
-    run(Launch(function, args.block_of(values), owners.tasks, values["work_size"], lengths, most), places)
+    most = min(owners.tasks, most)
+    run(Launch(threads.WORKER(function), args.block_of(values), most, values["work_size"], lengths), places)
     del alive
     if dq is not None and parts is not None:
         if splits > 1:
@@ -250,11 +255,10 @@ def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) 
 
 
 def run(launch: Launch, places: dict[str, int]) -> None:
-    count = min(torch.get_num_threads(), launch.tasks, launch.most_threads)
+    count = min(torch.get_num_threads(), launch.most_threads)
     if count == 0:
         return
-    memory = torch.empty(count * launch.work_size, dtype=torch.uint8)
-    counters = (ctypes.c_int64 * 16)()  # of tasks taken and, on a cache line of its own, of threads
-    places |= {"workspace": memory.data_ptr(), "counter": ctypes.addressof(counters)}
+    memory = torch.empty(count * launch.work_size, dtype=torch.uint8, device="cpu")
+    places["workspace"] = memory.data_ptr()
     block = args.filled(launch.block, places)
     threads.run(launch.function, ctypes.addressof(block), count)
