@@ -4,6 +4,7 @@ import importlib
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,9 +30,9 @@ from flashtile.testing.inputs import KINDS
 from flashtile.testing.layouts import LAYOUTS, lay_out
 from flashtile.testing.poison import poisoned_allocation
 
-arguments, backward, forward, jit, targets, threads = (
+arguments, backward, forward, jit, targets, threads, variants = (
     importlib.import_module(f"flashtile.backends.cpu.{name}")
-    for name in ("arguments", "backward", "forward", "jit", "targets", "threads")
+    for name in ("arguments", "backward", "forward", "jit", "targets", "threads", "variant")
 )
 support = importlib.import_module("flashtile.backends.cpu.support")
 FEATURES = {name: given for name, given in features().items() if name != "score_mod"}
@@ -320,10 +321,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load() -> int:
-    return jit.function_address(forward.source(VARIANT, targets.host()), forward.NAME, targets.host())
+    host = targets.host()
+    return jit.function_address(variants.FORWARD, VARIANT, host, lambda: forward.source(VARIANT, host))
 
 
-def never(*_: Any) -> bytes:
+def never(*_: Any) -> Any:
     raise AssertionError("it compiled")
 
 
@@ -331,7 +333,23 @@ def test_object_files_are_used_again(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert load()
     assert len(list(cache.iterdir())) == 1
     monkeypatch.setattr(jit, "compiled", never)
+    monkeypatch.setattr(forward, "source", never)
     assert load()
+
+
+def test_other_generators_have_other_object_files(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their files name an object file. What was written by some that changed meanwhile is not kept."""
+    copied = cache.parent / "package"
+    shutil.copytree(jit.PACKAGE, copied)
+    assert jit.generators(copied) == jit.GENERATORS
+    copied.joinpath("scores.py").write_text("# another\n")
+    assert jit.generators(copied) != jit.GENERATORS
+    monkeypatch.setattr(jit, "PACKAGE", copied)
+    assert load()
+    assert not cache.exists()
+    monkeypatch.setattr(jit, "GENERATORS", jit.generators(copied))
+    assert load()
+    assert len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "empty"])

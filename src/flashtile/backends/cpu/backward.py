@@ -30,10 +30,8 @@ from .tiles import (
     turn_in,
     turn_out,
 )
-from .variant import Arguments, Variant
+from .variant import BACKWARD, Arguments, Variant
 from .workspace import BLOCK, Workspace, backward_pieces, whole
-
-NAME = "differentiate"
 
 
 def source(variant: Variant, target: Target) -> str:
@@ -43,7 +41,7 @@ def source(variant: Variant, target: Target) -> str:
     emit_scores(code, panel)
     emit_values(code, panel)
     emit_accumulate(code, panel)
-    with code.function(NAME, ADDRESS, public=True) as (block,):
+    with code.function(BACKWARD, ADDRESS, public=True) as (block,):
         a = Arguments(code, block)
         sizes = (a.number(name) for name in ("head_dim", "head_dim_v"))
         w = Workspace(own_memory(code, a), backward_pieces(code.real, panel.rows, code.lanes, *sizes))

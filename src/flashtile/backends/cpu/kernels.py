@@ -1,4 +1,7 @@
-"""The CPU backend's entries: results are allocated, arguments packed, a kernel is run on PyTorch's threads."""
+"""The CPU backend's entries: results are allocated, arguments packed, a kernel is run on PyTorch's threads.
+
+The generators are imported when a kernel has to be compiled.
+"""
 
 import ctypes
 import functools
@@ -14,26 +17,32 @@ from ...problem import accumulation_dtype
 from ...remember import remember
 from ..common.arguments import rows_last
 from . import arguments as args
-from . import backward as backward_pass
-from . import forward as forward_pass
 from . import targets, threads, workspace
-from .decode import Decode
 from .jit import function_address
 from .targets import Target
-from .variant import Variant
+from .variant import BACKWARD, FORWARD, Variant
 
 MOST_LAUNCHES = 1024
 
 
 @functools.lru_cache(maxsize=1024)
 def forward_address(variant: Variant, target: Target) -> int:
-    emission = Decode if variant.few else forward_pass.Forward
-    return function_address(forward_pass.source(variant, target, emission), forward_pass.NAME, target)
+    def source() -> str:
+        from . import decode, forward
+
+        return forward.source(variant, target, decode.Decode if variant.few else forward.Forward)
+
+    return function_address(FORWARD, variant, target, source)
 
 
 @functools.lru_cache(maxsize=1024)
 def backward_address(variant: Variant, target: Target) -> int:
-    return function_address(backward_pass.source(variant, target), backward_pass.NAME, target)
+    def source() -> str:
+        from . import backward
+
+        return backward.source(variant, target)
+
+    return function_address(BACKWARD, variant, target, source)
 
 
 class Launch(NamedTuple):

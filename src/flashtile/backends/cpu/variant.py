@@ -7,6 +7,8 @@ from llvmlite import ir
 from .codegen import ADDRESS, DOUBLE, FLOAT, LONG, Code, Pointer, Value
 from .elementary import LOG2E
 
+FORWARD, BACKWARD = "attend", "differentiate"  # the kernels' names
+
 
 class Variant(NamedTuple):
     """Two calls with equal variants run the same machine code; everything else is a number that it is given."""
