@@ -10,8 +10,9 @@ A bias that is shared by sequences or heads has its gradient in one task too, wh
 
 import math
 
-from .codegen import ADDRESS, Code, Pointer, Value
+from .codegen import ADDRESS, LONG, Code, Pointer, Value
 from .elementary import exp2
+from .formats import lanes_summed, load, load_vector
 from .masking import in_mask, in_window
 from .passes import Pass, own_memory, tasks
 from .products import Panel, accumulate, emit_accumulate, emit_scores, emit_values, scores, values
@@ -86,6 +87,7 @@ class Backward(Pass):
         code, w, panel = self.code, self.w, self.panel
         with code.when((w.bounds[0] < w.bounds[3]) | self.task.split.equals(0)):
             self.load_rows()
+            self.sum_deltas()
             self.row_numbers()
         with code.loop(0, self.a.number("head_dim") * panel.rows, code.lanes) as n:
             w.dq.store(code.reals(), n)
@@ -95,22 +97,32 @@ class Backward(Pass):
         self.rows_of("dq", w.dq_at)
 
     def load_rows(self) -> None:
-        """Queries and output gradients, as lanes and as rows, and the sums `delta` of output times gradient."""
+        """Queries and output gradients, as lanes and as rows."""
         code, a, w, panel, dtype = self.code, self.a, self.w, self.panel, self.variant.dtype
         depth, width, one = a.number("head_dim"), a.number("head_dim_v"), code.whole(1)
-        q, out, dout = a.pointer("q"), a.pointer("out"), a.pointer("dout")
+        q, dout = a.pointer("q"), a.pointer("dout")
         dout_at = w.dq_at  # before it is needed for dq
         self.rows_of("dout", dout_at)
         turn_in(code, panel, q, w.q_at, depth, one, dtype, w.q, a.real("factor"))
-        turn_in(code, panel, out, w.out_at, width, one, dtype, w.out, code.number(1))
         turn_in(code, panel, dout, dout_at, width, one, dtype, w.dout, code.number(1))
         copy_rows(code, panel, q, w.q_at, depth, dtype, w.q_rows, whole(depth, code.lanes))
         copy_rows(code, panel, dout, dout_at, width, dtype, w.dout_rows, whole(width, code.lanes))
-        delta = [code.variable(code.reals()) for _ in range(panel.vectors)]
-        with code.loop(0, width) as d:
-            for x, y, total in zip(panel.load(w.out, d), panel.load(w.dout, d), delta, strict=True):
-                total.set(code.multiply_add(x, y, total.get()))
-        panel.store([x.get() for x in delta], w.delta)
+
+    def sum_deltas(self) -> None:
+        """`delta`, the sum of a row's output times its gradient: lanes over features, as many rows as fill a vector."""
+        code, a, w, panel, dtype = self.code, self.a, self.w, self.panel, self.variant.dtype
+        width, out = a.number("head_dim_v"), a.pointer("out")
+        padded, full = whole(width, code.lanes), width // code.lanes * code.lanes
+        with code.loop(0, panel.rows, code.lanes) as first:
+            rows = [first + n for n in range(code.lanes)]
+            total = [code.variable(code.reals()) for _ in rows]
+            with code.loop(0, full, code.lanes) as d:
+                for r, x in zip(rows, total, strict=True):
+                    out_d = load_vector(code, out, w.out_at[r] + d, dtype)
+                    x.set(code.multiply_add(out_d, (w.dout_rows + r * padded).vector(d), x.get()))
+            (w.delta + first).store(lanes_summed(code, [x.get() for x in total]))
+        with code.loop(full, width) as d, code.loop(0, panel.rows) as r:
+            w.delta[r] = w.delta[r] + load(code, out, w.out_at[r] + d, dtype) * w.dout_rows[r * padded + d]
 
     def rows_of(self, name: str, to: Pointer) -> None:
         """Where the panel's rows are in a tensor with strides of its own."""
@@ -217,7 +229,18 @@ class Backward(Pass):
         with code.when(to.absent().equals(0)):
             head = task.b * a.number(f"{name}_b") + task.kv_head * a.number(f"{name}_h")
             at = to + (head + (task.k_first + first) * step)
-            accumulate(code, self.panel, p, count, x, whole(width, code.lanes), at, step)
+            from_row = code.variable(code.whole(0))
+
+            def first_row(j: Value) -> Value:
+                """The first that sees key `j`: later rows see as far at least."""
+                with code.forever() as found:
+                    row = from_row.get()
+                    sees = code.convert(self.w.high[row], LONG) >= first + j
+                    code.leave_if(sees | row.equals(self.panel.rows - 1), found)
+                    from_row.set(row + 1)
+                return from_row.get()
+
+            accumulate(code, self.panel, p, count, x, whole(width, code.lanes), at, step, first_row)
 
     def add_to_bias(self, first: Value, count: Value) -> None:
         """One number after another: rows, keys and heads may share an element."""

@@ -56,7 +56,6 @@ def backward_pieces(real: ir.Type, rows: int, lanes: int, head_dim: Any, head_di
     yield "q", head_dim * rows, real  # [D, rows]
     yield "dq", head_dim * rows, real
     yield "dout", head_dim_v * rows, real  # [Dv, rows]
-    yield "out", head_dim_v * rows, real
     yield "q_rows", whole(head_dim, lanes) * rows, real  # [rows, D], rounded up to whole vectors
     yield "dout_rows", whole(head_dim_v, lanes) * rows, real
     yield "dscores", BLOCK * rows, real  # [keys, rows]
