@@ -10,10 +10,11 @@ A bias that is shared by sequences or heads has its gradient in one task too, wh
 
 import math
 
-from .codegen import ADDRESS, LONG, Code, Pointer, Value
+from .codegen import Code
 from .elementary import exp2
 from .formats import lanes_summed, load, load_vector
 from .masking import in_mask, in_window
+from .operands import ADDRESS, LONG, Pointer, Value
 from .passes import Pass, own_memory, tasks
 from .products import Panel, accumulate, emit_accumulate, emit_scores, emit_values, scores, values
 from .rng import drop

@@ -6,9 +6,10 @@ dtype, and the rows of a group share each vector that is read. Everything betwee
 
 import itertools
 
-from .codegen import ADDRESS, LONG, Code, Pointer, Value
+from .codegen import Code
 from .formats import STORED, lanes_summed, load_vector, store_vector
 from .forward import Forward
+from .operands import ADDRESS, LONG, Pointer, Value
 from .products import Panel, in_parts, strips
 from .softmax import normalized
 from .tiles import Keys, copy_rows, read_keys, rows_left

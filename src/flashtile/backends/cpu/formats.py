@@ -1,6 +1,7 @@
 """How numbers lie in memory: float32, float64, bfloat16, float16 and bools, read and written as the kernel's reals."""
 
-from .codegen import BYTE, DOUBLE, FLOAT, HALF, INT, SHORT, Code, Pointer, Value
+from .codegen import Code
+from .operands import BYTE, DOUBLE, FLOAT, HALF, INT, SHORT, Pointer, Value
 
 STORED = {"float32": FLOAT, "float64": DOUBLE, "bfloat16": SHORT, "float16": SHORT, "bool": BYTE}
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bool": 1}

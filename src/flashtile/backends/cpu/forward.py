@@ -4,8 +4,9 @@ A task is a few panels of query rows. Blocks of keys stream by; for each, every 
 scores, takes them into the rows' softmax and adds the values, while the block is in the nearest cache.
 """
 
-from .codegen import ADDRESS, Code, Pointer, Value
+from .codegen import Code
 from .masking import hidden, in_mask, in_window
+from .operands import ADDRESS, Pointer, Value
 from .passes import Pass, own_memory, store_rows, tasks
 from .products import Panel, emit_scores, emit_values, scores, values
 from .rng import drop

@@ -49,7 +49,7 @@ def generators(package: Any) -> str:
     return found.hexdigest()
 
 
-PACKAGE = resources.files(__package__)
+PACKAGE = resources.files("flashtile.backends.cpu")
 GENERATORS = generators(PACKAGE)  # as they are imported
 
 

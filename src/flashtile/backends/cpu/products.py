@@ -7,7 +7,8 @@ product with V.
 
 from collections.abc import Callable
 
-from .codegen import ADDRESS, LONG, Code, Pointer, Value
+from .codegen import Code
+from .operands import ADDRESS, LONG, Pointer, Value
 
 PARTS = (6, 4, 2, 1)  # rows of accumulators at a time: any number is a sum of these
 
