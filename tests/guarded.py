@@ -17,6 +17,12 @@ from torch import Tensor
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
+ALLOCATORS = (
+    (torch, "empty"),
+    (torch, "empty_strided"),
+    (Tensor, "new_empty"),
+    (Tensor, "new_empty_strided"),
+)
 KEPT: list[mmap.mmap] = []  # mappings live as long as the process: tensors point into them
 
 
@@ -49,7 +55,7 @@ def guarded_allocation(in_front: bool) -> Iterator[None]:
         return lambda *args, **kwargs: guarded(allocate(*args, **kwargs), in_front)
 
     with ExitStack() as patches:
-        for owner, name in ((torch, "empty"), (torch, "empty_strided"), (Tensor, "new_empty")):
+        for owner, name in ALLOCATORS:
             patches.enter_context(mock.patch.object(owner, name, guard(getattr(owner, name))))
         yield
 

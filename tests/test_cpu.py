@@ -162,6 +162,17 @@ def test_only_the_gradients_that_are_asked_for() -> None:
         assert torch.equal(found, every[f"d{name}"])
 
 
+def test_gradients_of_results_that_differ_in_strides_alone() -> None:
+    """What is remembered of a call is that of its strides."""
+    leaves = [torch.randn(2, 4, 33, 16, requires_grad=True) for _ in range(3)]
+    for seen in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
+        out = flashtile.attention(*(seen(x) for x in leaves), causal=True, backend="cpu")
+        dout = torch.randn(2, 1, 1, 16).expand(out.shape)
+        douts = dout, dout.contiguous(), dout.transpose(1, 3).contiguous().transpose(1, 3)
+        first, *others = (torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts)
+        assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+
+
 def test_pages_that_sequences_share() -> None:
     pages = {"k": torch.randn(5, 4, 2, 8), "v": torch.randn(5, 4, 2, 8), "cu_seqlens_k": None}
     table = torch.tensor([[0, 3, 1], [3, 4, 0]], dtype=torch.int32)

@@ -44,6 +44,10 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
     )
 
 
+def heads_kv(call: Call) -> int:
+    return call.tensors.k.shape[1 if call.layout == "dense" else -2]
+
+
 def few(call: Call, variant: Variant, target: Target, rows: int) -> bool:
     """Whether a sequence's rows fill few lanes, and its features whole vectors (`decode`)."""
     lanes = target.vector_bytes // BYTES[variant.real_name]
@@ -145,8 +149,7 @@ def owners(call: Call, needs: Needs, lengths: Lengths) -> Owners:
     t = call.tensors
     shared = [needs.bias and t.bias is not None and n == 1 for n in (t.bias.shape if t.bias is not None else ())]
     share_b, share_h, _, share_j = shared or (False,) * 4
-    heads = t.k.shape[1 if call.layout == "dense" else -2]
-    count = (1 if share_b else lengths.batch) * (1 if share_h else heads)
+    count = (1 if share_b else lengths.batch) * (1 if share_h else heads_kv(call))
     splits = 1 if share_j else max(1, min(ENOUGH_OWNERS // max(count, 1), lengths.longest // LEAST_KEYS))
     return Owners(count * splits if lengths.batch else 0, splits, int(share_b), int(share_h))
 
@@ -209,14 +212,13 @@ def numbers(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> di
     """What every kernel is told of a call beside that; it follows from shapes, strides and settings alone."""
     t, s = call.tensors, call.settings
     paged = t.page_table is not None
-    heads_kv = k.shape[1 if call.layout == "dense" else -2]
     values = {
         **ABSENT,
         **strides("q", q),
         **strides("k", k, paged),
         **strides("v", v, paged),
-        "num_heads_kv": heads_kv,
-        "groups": q.shape[1] // heads_kv,
+        "num_heads_kv": heads_kv(call),
+        "groups": q.shape[1] // heads_kv(call),
         "head_dim": q.shape[-1],
         "head_dim_v": v.shape[-1],
         "window_left": UNLIMITED if s.window_left is None else min(s.window_left, UNLIMITED),

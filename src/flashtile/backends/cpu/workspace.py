@@ -1,6 +1,7 @@
 """A thread's own memory: the tables of its rows, turned queries and outputs, a block of scores, keys and values."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -69,9 +70,10 @@ def whole(n: Any, step: int) -> Any:
     return (n + (step - 1)) // step * step
 
 
-def size(pieces: Pieces) -> int:
-    """Bytes of one thread's memory."""
-    return sum(whole(count * SIZES[kind], LINE) for _, count, kind in pieces)
+@functools.lru_cache(maxsize=1024)
+def size(pieces: Callable[..., Pieces], *given: Any) -> int:
+    """Bytes of one thread's memory, of `pieces(*given)`."""
+    return sum(whole(count * SIZES[kind], LINE) for _, count, kind in pieces(*given))
 
 
 class Workspace:
