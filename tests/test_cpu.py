@@ -218,11 +218,17 @@ def test_extreme_scores_and_sinks() -> None:
 
 
 def test_results_do_not_depend_on_what_memory_held() -> None:
-    given = FEATURES["window"] | FEATURES["dropout"] | FEATURES["mask"] | {"seqlen_q": 7, "seqlen_k": 9}
-    clean = dense_case(forward_only=True, **given).run("cpu")
-    with poisoned_allocation():
-        poisoned = dense_case(forward_only=True, **given).run("cpu")
-    assert all(torch.equal(clean[name], x) for name, x in poisoned.items())
+    given = FEATURES["window"] | FEATURES["dropout"]
+    for sizes in (
+        {"seqlen_q": 7, "seqlen_k": 9} | FEATURES["mask"],
+        {"seqlen_q": 0},
+        {"seqlen_q": 300, "head_dim": 13},
+    ):
+        case = dense_case(**{"seqlen_k": 1100} | given | sizes)
+        clean = case.run("cpu")
+        with poisoned_allocation():
+            poisoned = case.run("cpu")
+        assert all(torch.equal(clean[name], x) for name, x in poisoned.items())
 
 
 def test_packed_sequences_and_tokens_of_none() -> None:

@@ -22,6 +22,7 @@ from .scores import distance, gradient_of_product, modified
 from .targets import Target
 from .tiles import (
     Keys,
+    Task,
     copy_rows,
     fill_rows,
     packed_row,
@@ -56,11 +57,28 @@ def source(variant: Variant, target: Target) -> str:
             own_b, own_h = owner // owners_h, owner % owners_h
             last_b, last_h = code.select(share_b, batch, own_b + 1), code.select(share_h, heads, own_h + 1)
             with code.loop(own_b, last_b) as b, code.loop(own_h, last_h) as h:
-                rows = task_of(code, a, b, h, split, zero).num_rows
-                with code.loop(0, rows, panel.rows) as first_row:
+                keys = task_of(code, a, b, h, split, zero)
+                clear_gradient(code, a, keys, "dk", a.number("head_dim"))
+                clear_gradient(code, a, keys, "dv", a.number("head_dim_v"))
+                with code.loop(0, keys.num_rows, panel.rows) as first_row:
                     task = task_of(code, a, b, h, split, first_row)
                     Backward(code, a, variant, panel, w, task).run()
     return str(code.module)
+
+
+def gradient_of_keys(a: Arguments, task: Task, name: str, first: Value) -> Pointer:
+    """The row of dk or dv that belongs to a task's key `first`."""
+    step, head = a.number(f"{name}_s"), task.b * a.number(f"{name}_b") + task.kv_head * a.number(f"{name}_h")
+    return a.pointer(name) + (head + (task.k_first + first) * step)
+
+
+def clear_gradient(code: Code, a: Arguments, task: Task, name: str, width: Value) -> None:
+    """Begin the rows of a task's keys with 0, right before they are added to."""
+    step = a.number(f"{name}_s")
+    with code.when(a.pointer(name).absent().equals(0)):
+        at = gradient_of_keys(a, task, name, task.first_key)
+        with code.loop(0, task.last_key + 1 - task.first_key) as j, code.loop(0, width, code.lanes) as d:
+            (at + j * step).store(code.reals(), d)
 
 
 class Backward(Pass):
@@ -225,11 +243,9 @@ class Backward(Pass):
 
     def key_gradient(self, name: str, first: Value, count: Value, p: Pointer, x: Pointer, width: Value) -> None:
         """Add a block's part of dk or dv, `p @ x`, to the keys' rows, which are whole vectors."""
-        code, a, task = self.code, self.a, self.task
-        to, step = a.pointer(name), a.number(f"{name}_s")
-        with code.when(to.absent().equals(0)):
-            head = task.b * a.number(f"{name}_b") + task.kv_head * a.number(f"{name}_h")
-            at = to + (head + (task.k_first + first) * step)
+        code, a = self.code, self.a
+        with code.when(a.pointer(name).absent().equals(0)):
+            at, step = gradient_of_keys(a, self.task, name, first), a.number(f"{name}_s")
             from_row = code.variable(code.whole(0))
 
             def first_row(j: Value) -> Value:

@@ -198,12 +198,16 @@ def backward_tasks(plan: Plan, call: Call, needs: Needs) -> tuple[Variant, args.
 
 
 def gradient_memory(call: Call, needs: Needs, lse: Tensor, splits: int) -> Written:
-    """Uninitialised where it is stored once, 0 where it is added to."""
+    """Uninitialised as far as the kernel stores all of it. Packed keys and queries may belong to no sequence."""
     t, real = call.tensors, lse.dtype
     dk, dv = (
-        new_rows(x, args.heads_kv(call), workspace.whole(x.shape[-1], lanes(call)), real).zero_() if needed else None
+        new_rows(x, args.heads_kv(call), workspace.whole(x.shape[-1], lanes(call)), real) if needed else None
         for x, needed in ((t.k, needs.k), (t.v, needs.v))
     )
+    if call.layout != "dense":
+        for x in (dk, dv):
+            if x is not None:
+                x.zero_()
     return Written(
         delta=torch.zeros_like(lse),
         dq=parts_of_dq(t.q, real, splits) if needs.q else None,
