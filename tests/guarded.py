@@ -8,7 +8,7 @@ import mmap
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,6 +17,12 @@ from torch import Tensor
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
+ALLOCATORS = (
+    (torch, "empty"),
+    (torch, "empty_strided"),
+    (Tensor, "new_empty"),
+    (Tensor, "new_empty_strided"),
+)
 KEPT: list[mmap.mmap] = []  # mappings live as long as the process: tensors point into them
 
 
@@ -44,12 +50,13 @@ def guarded(x: Tensor, in_front: bool) -> Tensor:
 @contextmanager
 def guarded_allocation(in_front: bool) -> Iterator[None]:
     """What Python code allocates for results and scratch is guarded inside this block."""
-    empty, new_empty = torch.empty, Tensor.new_empty
 
     def guard(allocate: Any) -> Any:
         return lambda *args, **kwargs: guarded(allocate(*args, **kwargs), in_front)
 
-    with mock.patch.object(torch, "empty", guard(empty)), mock.patch.object(Tensor, "new_empty", guard(new_empty)):
+    with ExitStack() as patches:
+        for owner, name in ALLOCATORS:
+            patches.enter_context(mock.patch.object(owner, name, guard(getattr(owner, name))))
         yield
 
 

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,9 +30,9 @@ from flashtile.testing.inputs import KINDS
 from flashtile.testing.layouts import LAYOUTS, lay_out
 from flashtile.testing.poison import poisoned_allocation
 
-arguments, backward, forward, jit, targets, threads = (
+arguments, backward, forward, jit, targets, threads, variants = (
     importlib.import_module(f"flashtile.backends.cpu.{name}")
-    for name in ("arguments", "backward", "forward", "jit", "targets", "threads")
+    for name in ("arguments", "backward", "forward", "jit", "targets", "threads", "variant")
 )
 support = importlib.import_module("flashtile.backends.cpu.support")
 FEATURES = {name: given for name, given in features().items() if name != "score_mod"}
@@ -161,6 +162,17 @@ def test_only_the_gradients_that_are_asked_for() -> None:
         assert torch.equal(found, every[f"d{name}"])
 
 
+def test_gradients_of_results_that_differ_in_strides_alone() -> None:
+    """What is remembered of a call is that of its strides."""
+    leaves = [torch.randn(2, 4, 33, 16, requires_grad=True) for _ in range(3)]
+    for seen in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
+        out = flashtile.attention(*(seen(x) for x in leaves), causal=True, backend="cpu")
+        dout = torch.randn(2, 1, 1, 16).expand(out.shape)
+        douts = dout, dout.contiguous(), dout.transpose(1, 3).contiguous().transpose(1, 3)
+        first, *others = (torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts)
+        assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+
+
 def test_pages_that_sequences_share() -> None:
     pages = {"k": torch.randn(5, 4, 2, 8), "v": torch.randn(5, 4, 2, 8), "cu_seqlens_k": None}
     table = torch.tensor([[0, 3, 1], [3, 4, 0]], dtype=torch.int32)
@@ -206,11 +218,17 @@ def test_extreme_scores_and_sinks() -> None:
 
 
 def test_results_do_not_depend_on_what_memory_held() -> None:
-    given = FEATURES["window"] | FEATURES["dropout"] | FEATURES["mask"] | {"seqlen_q": 7, "seqlen_k": 9}
-    clean = dense_case(forward_only=True, **given).run("cpu")
-    with poisoned_allocation():
-        poisoned = dense_case(forward_only=True, **given).run("cpu")
-    assert all(torch.equal(clean[name], x) for name, x in poisoned.items())
+    given = FEATURES["window"] | FEATURES["dropout"]
+    for sizes in (
+        {"seqlen_q": 7, "seqlen_k": 9} | FEATURES["mask"],
+        {"seqlen_q": 0},
+        {"seqlen_q": 300, "head_dim": 13},
+    ):
+        case = dense_case(**{"seqlen_k": 1100} | given | sizes)
+        clean = case.run("cpu")
+        with poisoned_allocation():
+            poisoned = case.run("cpu")
+        assert all(torch.equal(clean[name], x) for name, x in poisoned.items())
 
 
 def test_packed_sequences_and_tokens_of_none() -> None:
@@ -320,10 +338,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load() -> int:
-    return jit.function_address(forward.source(VARIANT, targets.host()), forward.NAME, targets.host())
+    host = targets.host()
+    return jit.function_address(variants.FORWARD, VARIANT, host, lambda: forward.source(VARIANT, host))
 
 
-def never(*_: Any) -> bytes:
+def never(*_: Any) -> Any:
     raise AssertionError("it compiled")
 
 
@@ -331,7 +350,23 @@ def test_object_files_are_used_again(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert load()
     assert len(list(cache.iterdir())) == 1
     monkeypatch.setattr(jit, "compiled", never)
+    monkeypatch.setattr(forward, "source", never)
     assert load()
+
+
+def test_other_generators_have_other_object_files(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their files name an object file. What was written by some that changed meanwhile is not kept."""
+    copied = cache.parent / "package"
+    shutil.copytree(jit.PACKAGE, copied)
+    assert jit.generators(copied) == jit.GENERATORS
+    copied.joinpath("scores.py").write_text("# another\n")
+    assert jit.generators(copied) != jit.GENERATORS
+    monkeypatch.setattr(jit, "PACKAGE", copied)
+    assert load()
+    assert not cache.exists()
+    monkeypatch.setattr(jit, "GENERATORS", jit.generators(copied))
+    assert load()
+    assert len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "empty"])

@@ -4,7 +4,8 @@ Vector lanes run over query rows. A tile of scores is kept transposed, keys by r
 lie in memory, one number at a time for all lanes, and maxima and sums of rows need no operation across lanes; only
 queries and outputs are turned over, once for each tile.
 
-`codegen` is the language (vectors, loops, functions), `elementary` its exp2, log and tanh, `formats` how numbers lie in
-memory, `products` the two matrix products. `tiles`, `masking`, `scores`, `softmax` and `rng` have the four axes of an
-attention call, and `forward` puts them together.
+`codegen` is the language (loops, branches, functions) and `operands` what it computes with (numbers, vectors,
+pointers); `elementary` has exp2, log and tanh, `formats` how numbers lie in memory, `products` the matrix products.
+`tiles`, `masking`, `scores`, `softmax` and `rng` have the four axes of an attention call, and `forward` puts them
+together.
 """

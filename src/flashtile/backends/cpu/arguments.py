@@ -17,9 +17,10 @@ from .formats import BYTES
 from .targets import Target
 from .tiles import SEQUENCE, UNLIMITED
 from .variant import FIELDS, REALS, Variant
-from .workspace import BLOCK
+from .workspace import BLOCK, LINE
 
-Block = ctypes.c_int64 * len(FIELDS)
+COUNTERS_AT = len(FIELDS) + LINE // 8  # of tasks taken and of threads, behind a block on cache lines of their own
+Block = ctypes.c_int64 * (COUNTERS_AT + 2 * LINE // 8)
 NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -41,6 +42,10 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
         mask=t.mask is not None,
         dropout=s.dropout_p > 0,
     )
+
+
+def heads_kv(call: Call) -> int:
+    return call.tensors.k.shape[1 if call.layout == "dense" else -2]
 
 
 def few(call: Call, variant: Variant, target: Target, rows: int) -> bool:
@@ -144,8 +149,7 @@ def owners(call: Call, needs: Needs, lengths: Lengths) -> Owners:
     t = call.tensors
     shared = [needs.bias and t.bias is not None and n == 1 for n in (t.bias.shape if t.bias is not None else ())]
     share_b, share_h, _, share_j = shared or (False,) * 4
-    heads = t.k.shape[1 if call.layout == "dense" else -2]
-    count = (1 if share_b else lengths.batch) * (1 if share_h else heads)
+    count = (1 if share_b else lengths.batch) * (1 if share_h else heads_kv(call))
     splits = 1 if share_j else max(1, min(ENOUGH_OWNERS // max(count, 1), lengths.longest // LEAST_KEYS))
     return Owners(count * splits if lengths.batch else 0, splits, int(share_b), int(share_h))
 
@@ -172,30 +176,49 @@ def pair_strides(name: str, x: Tensor) -> dict[str, int]:
 def addresses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[dict[str, int], list[Tensor]]:
     """Where the tensors of a call are, and copies of theirs that have to stay alive."""
     t, real = call.tensors, accumulation_dtype(q.dtype)
-    seed = t.dropout_seed if call.settings.dropout_p > 0 else None
-    converted = (
+    places = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
+    alive = []
+    for name, x, dtype in (
+        ("mask", t.mask, None),
+        ("bias", t.bias, None),
         ("slopes", t.alibi_slopes, real),
         ("sinks", t.sinks, real),
-        ("seed", seed, torch.int64),
+        ("seed", t.dropout_seed if call.settings.dropout_p > 0 else None, torch.int64),
         ("page_table", t.page_table, torch.int64),
-    )
-    alive = {name: x.detach().to(dtype).contiguous() for name, x, dtype in converted if x is not None}
-    given = {"q": q, "k": k, "v": v, "mask": t.mask, "bias": t.bias, **alive}
-    return {name: x.data_ptr() for name, x in given.items() if x is not None}, list(alive.values())
+    ):
+        if x is not None:
+            x = x if dtype is None else x.detach().to(dtype).contiguous()
+            places[name] = x.data_ptr()
+            alive.append(x)
+    return places, alive
+
+
+class Layout(NamedTuple):
+    """How a result lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Layout":
+        return cls(x.shape, x.stride(), x.dtype)
+
+    def new(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
 
 
 def numbers(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     """What every kernel is told of a call beside that; it follows from shapes, strides and settings alone."""
     t, s = call.tensors, call.settings
     paged = t.page_table is not None
-    heads_kv = k.shape[1 if call.layout == "dense" else -2]
     values = {
         **ABSENT,
         **strides("q", q),
         **strides("k", k, paged),
         **strides("v", v, paged),
-        "num_heads_kv": heads_kv,
-        "groups": q.shape[1] // heads_kv,
+        "num_heads_kv": heads_kv(call),
+        "groups": q.shape[1] // heads_kv(call),
         "head_dim": q.shape[-1],
         "head_dim_v": v.shape[-1],
         "window_left": UNLIMITED if s.window_left is None else min(s.window_left, UNLIMITED),
@@ -228,12 +251,13 @@ def block_of(values: dict[str, Any]) -> Any:
     """The argument block, 8 bytes for each of `FIELDS`."""
     for name in REALS.split():
         values[name] = struct.unpack("q", struct.pack("d", values[name]))[0]
-    return Block(*values.values())
+    return Block(*values.values())  # and zeros
 
 
 def filled(block: Any, places: dict[str, int]) -> Any:
-    """A copy of the block with these addresses."""
+    """A copy of the block with these addresses, and counters of its own at 0."""
     copy = Block.from_buffer_copy(block)
     for name, address in places.items():
         copy[PLACE[name]] = address
+    copy[PLACE["counter"]] = ctypes.addressof(copy) + COUNTERS_AT * 8
     return copy

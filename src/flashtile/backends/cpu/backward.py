@@ -10,9 +10,11 @@ A bias that is shared by sequences or heads has its gradient in one task too, wh
 
 import math
 
-from .codegen import ADDRESS, Code, Pointer, Value
+from .codegen import Code
 from .elementary import exp2
+from .formats import lanes_summed, load, load_vector
 from .masking import in_mask, in_window
+from .operands import ADDRESS, LONG, Pointer, Value
 from .passes import Pass, own_memory, tasks
 from .products import Panel, accumulate, emit_accumulate, emit_scores, emit_values, scores, values
 from .rng import drop
@@ -20,6 +22,7 @@ from .scores import distance, gradient_of_product, modified
 from .targets import Target
 from .tiles import (
     Keys,
+    Task,
     copy_rows,
     fill_rows,
     packed_row,
@@ -30,10 +33,8 @@ from .tiles import (
     turn_in,
     turn_out,
 )
-from .variant import Arguments, Variant
+from .variant import BACKWARD, Arguments, Variant
 from .workspace import BLOCK, Workspace, backward_pieces, whole
-
-NAME = "differentiate"
 
 
 def source(variant: Variant, target: Target) -> str:
@@ -43,7 +44,7 @@ def source(variant: Variant, target: Target) -> str:
     emit_scores(code, panel)
     emit_values(code, panel)
     emit_accumulate(code, panel)
-    with code.function(NAME, ADDRESS, public=True) as (block,):
+    with code.function(BACKWARD, ADDRESS, public=True) as (block,):
         a = Arguments(code, block)
         sizes = (a.number(name) for name in ("head_dim", "head_dim_v"))
         w = Workspace(own_memory(code, a), backward_pieces(code.real, panel.rows, code.lanes, *sizes))
@@ -56,11 +57,28 @@ def source(variant: Variant, target: Target) -> str:
             own_b, own_h = owner // owners_h, owner % owners_h
             last_b, last_h = code.select(share_b, batch, own_b + 1), code.select(share_h, heads, own_h + 1)
             with code.loop(own_b, last_b) as b, code.loop(own_h, last_h) as h:
-                rows = task_of(code, a, b, h, split, zero).num_rows
-                with code.loop(0, rows, panel.rows) as first_row:
+                keys = task_of(code, a, b, h, split, zero)
+                clear_gradient(code, a, keys, "dk", a.number("head_dim"))
+                clear_gradient(code, a, keys, "dv", a.number("head_dim_v"))
+                with code.loop(0, keys.num_rows, panel.rows) as first_row:
                     task = task_of(code, a, b, h, split, first_row)
                     Backward(code, a, variant, panel, w, task).run()
     return str(code.module)
+
+
+def gradient_of_keys(a: Arguments, task: Task, name: str, first: Value) -> Pointer:
+    """The row of dk or dv that belongs to a task's key `first`."""
+    step, head = a.number(f"{name}_s"), task.b * a.number(f"{name}_b") + task.kv_head * a.number(f"{name}_h")
+    return a.pointer(name) + (head + (task.k_first + first) * step)
+
+
+def clear_gradient(code: Code, a: Arguments, task: Task, name: str, width: Value) -> None:
+    """Begin the rows of a task's keys with 0, right before they are added to."""
+    step = a.number(f"{name}_s")
+    with code.when(a.pointer(name).absent().equals(0)):
+        at = gradient_of_keys(a, task, name, task.first_key)
+        with code.loop(0, task.last_key + 1 - task.first_key) as j, code.loop(0, width, code.lanes) as d:
+            (at + j * step).store(code.reals(), d)
 
 
 class Backward(Pass):
@@ -88,6 +106,7 @@ class Backward(Pass):
         code, w, panel = self.code, self.w, self.panel
         with code.when((w.bounds[0] < w.bounds[3]) | self.task.split.equals(0)):
             self.load_rows()
+            self.sum_deltas()
             self.row_numbers()
         with code.loop(0, self.a.number("head_dim") * panel.rows, code.lanes) as n:
             w.dq.store(code.reals(), n)
@@ -97,22 +116,32 @@ class Backward(Pass):
         self.rows_of("dq", w.dq_at)
 
     def load_rows(self) -> None:
-        """Queries and output gradients, as lanes and as rows, and the sums `delta` of output times gradient."""
+        """Queries and output gradients, as lanes and as rows."""
         code, a, w, panel, dtype = self.code, self.a, self.w, self.panel, self.variant.dtype
         depth, width, one = a.number("head_dim"), a.number("head_dim_v"), code.whole(1)
-        q, out, dout = a.pointer("q"), a.pointer("out"), a.pointer("dout")
+        q, dout = a.pointer("q"), a.pointer("dout")
         dout_at = w.dq_at  # before it is needed for dq
         self.rows_of("dout", dout_at)
         turn_in(code, panel, q, w.q_at, depth, one, dtype, w.q, a.real("factor"))
-        turn_in(code, panel, out, w.out_at, width, one, dtype, w.out, code.number(1))
         turn_in(code, panel, dout, dout_at, width, one, dtype, w.dout, code.number(1))
         copy_rows(code, panel, q, w.q_at, depth, dtype, w.q_rows, whole(depth, code.lanes))
         copy_rows(code, panel, dout, dout_at, width, dtype, w.dout_rows, whole(width, code.lanes))
-        delta = [code.variable(code.reals()) for _ in range(panel.vectors)]
-        with code.loop(0, width) as d:
-            for x, y, total in zip(panel.load(w.out, d), panel.load(w.dout, d), delta, strict=True):
-                total.set(code.multiply_add(x, y, total.get()))
-        panel.store([x.get() for x in delta], w.delta)
+
+    def sum_deltas(self) -> None:
+        """`delta`, the sum of a row's output times its gradient: lanes over features, as many rows as fill a vector."""
+        code, a, w, panel, dtype = self.code, self.a, self.w, self.panel, self.variant.dtype
+        width, out = a.number("head_dim_v"), a.pointer("out")
+        padded, full = whole(width, code.lanes), width // code.lanes * code.lanes
+        with code.loop(0, panel.rows, code.lanes) as first:
+            rows = [first + n for n in range(code.lanes)]
+            total = [code.variable(code.reals()) for _ in rows]
+            with code.loop(0, full, code.lanes) as d:
+                for r, x in zip(rows, total, strict=True):
+                    out_d = load_vector(code, out, w.out_at[r] + d, dtype)
+                    x.set(code.multiply_add(out_d, (w.dout_rows + r * padded).vector(d), x.get()))
+            (w.delta + first).store(lanes_summed(code, [x.get() for x in total]))
+        with code.loop(full, width) as d, code.loop(0, panel.rows) as r:
+            w.delta[r] = w.delta[r] + load(code, out, w.out_at[r] + d, dtype) * w.dout_rows[r * padded + d]
 
     def rows_of(self, name: str, to: Pointer) -> None:
         """Where the panel's rows are in a tensor with strides of its own."""
@@ -214,12 +243,21 @@ class Backward(Pass):
 
     def key_gradient(self, name: str, first: Value, count: Value, p: Pointer, x: Pointer, width: Value) -> None:
         """Add a block's part of dk or dv, `p @ x`, to the keys' rows, which are whole vectors."""
-        code, a, task = self.code, self.a, self.task
-        to, step = a.pointer(name), a.number(f"{name}_s")
-        with code.when(to.absent().equals(0)):
-            head = task.b * a.number(f"{name}_b") + task.kv_head * a.number(f"{name}_h")
-            at = to + (head + (task.k_first + first) * step)
-            accumulate(code, self.panel, p, count, x, whole(width, code.lanes), at, step)
+        code, a = self.code, self.a
+        with code.when(a.pointer(name).absent().equals(0)):
+            at, step = gradient_of_keys(a, self.task, name, first), a.number(f"{name}_s")
+            from_row = code.variable(code.whole(0))
+
+            def first_row(j: Value) -> Value:
+                """The first that sees key `j`: later rows see as far at least."""
+                with code.forever() as found:
+                    row = from_row.get()
+                    sees = code.convert(self.w.high[row], LONG) >= first + j
+                    code.leave_if(sees | row.equals(self.panel.rows - 1), found)
+                    from_row.set(row + 1)
+                return from_row.get()
+
+            accumulate(code, self.panel, p, count, x, whole(width, code.lanes), at, step, first_row)
 
     def add_to_bias(self, first: Value, count: Value) -> None:
         """One number after another: rows, keys and heads may share an element."""

@@ -6,9 +6,10 @@ dtype, and the rows of a group share each vector that is read. Everything betwee
 
 import itertools
 
-from .codegen import ADDRESS, LONG, Code, Pointer, Value
-from .formats import STORED, load_vector, store_vector
+from .codegen import Code
+from .formats import STORED, lanes_summed, load_vector, store_vector
 from .forward import Forward
+from .operands import ADDRESS, LONG, Pointer, Value
 from .products import Panel, in_parts, strips
 from .softmax import normalized
 from .tiles import Keys, copy_rows, read_keys, rows_left
@@ -19,18 +20,6 @@ ROWS = (4, 2, 1)  # query rows that share what is read
 
 def groups_of_rows(code: Code) -> tuple[int, ...]:
     return tuple(n for n in ROWS if n <= code.lanes)
-
-
-def lanes_summed(code: Code, vectors: list[Value]) -> Value:
-    """As many vectors as each has lanes, to one vector of their sums: neighbours are folded, again and again."""
-    n, half = code.lanes, 1
-    while len(vectors) > 1:
-        low = [lane if not lane & half else n + lane - half for lane in range(n)]
-        high = [lane + half if not lane & half else n + lane for lane in range(n)]
-        folded = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [code.shuffle(a, b, low) + code.shuffle(a, b, high) for a, b in folded]
-        half *= 2
-    return vectors[0]
 
 
 def emit_scores(code: Code, panel: Panel, dtype: str) -> None:

@@ -5,7 +5,8 @@ import math
 
 import numpy as np
 
-from .codegen import DOUBLE, Code, Value
+from .codegen import Code
+from .operands import DOUBLE, Value
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 

@@ -1,6 +1,7 @@
 """How numbers lie in memory: float32, float64, bfloat16, float16 and bools, read and written as the kernel's reals."""
 
-from .codegen import BYTE, DOUBLE, FLOAT, HALF, INT, SHORT, Code, Pointer, Value
+from .codegen import Code
+from .operands import BYTE, DOUBLE, FLOAT, HALF, INT, SHORT, Pointer, Value
 
 STORED = {"float32": FLOAT, "float64": DOUBLE, "bfloat16": SHORT, "float16": SHORT, "bool": BYTE}
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bool": 1}
@@ -86,3 +87,15 @@ def transposed(code: Code, rows: list[Value]) -> list[Value]:
         rows = turned
         half //= 2
     return rows
+
+
+def lanes_summed(code: Code, vectors: list[Value]) -> Value:
+    """As many vectors as each has lanes, to one vector of their sums: neighbours are folded, again and again."""
+    n, half = code.lanes, 1
+    while len(vectors) > 1:
+        low = [lane if not lane & half else n + lane - half for lane in range(n)]
+        high = [lane + half if not lane & half else n + lane for lane in range(n)]
+        folded = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [code.shuffle(a, b, low) + code.shuffle(a, b, high) for a, b in folded]
+        half *= 2
+    return vectors[0]

@@ -4,8 +4,9 @@ A task is a few panels of query rows. Blocks of keys stream by; for each, every 
 scores, takes them into the rows' softmax and adds the values, while the block is in the nearest cache.
 """
 
-from .codegen import ADDRESS, Code, Pointer, Value
+from .codegen import Code
 from .masking import hidden, in_mask, in_window
+from .operands import ADDRESS, Pointer, Value
 from .passes import Pass, own_memory, store_rows, tasks
 from .products import Panel, emit_scores, emit_values, scores, values
 from .rng import drop
@@ -13,10 +14,8 @@ from .scores import modified
 from .softmax import finish, normalized, probabilities, start
 from .targets import Target
 from .tiles import Keys, fill_rows, locate, read_keys, rows_left, turn_in, turn_out
-from .variant import Arguments, Variant
+from .variant import FORWARD, Arguments, Variant
 from .workspace import BLOCK, Workspace, forward_pieces
-
-NAME = "attend"
 
 
 class Forward(Pass):
@@ -169,7 +168,7 @@ def source(variant: Variant, target: Target, emission: type[Forward] = Forward) 
     code = Code(target, variant.real)
     panel = Panel(code, variant.vectors)
     emission.emit_products(code, panel, variant)
-    with code.function(NAME, ADDRESS, public=True) as (block,):
+    with code.function(FORWARD, ADDRESS, public=True) as (block,):
         a = Arguments(code, block)
         sizes = (a.number(name) for name in ("panels", "head_dim", "head_dim_v"))
         w = Workspace(own_memory(code, a), forward_pieces(code.real, panel.rows, *sizes))

@@ -1,9 +1,10 @@
 """From IR to machine code in memory, by way of a cache on disk.
 
-An object file is named by the hash of everything that it follows from: the IR, the processor and its features, and
-LLVM's version. Files are written aside and moved into place, so that processes that compile at once do not disturb one
-another; one that is cut short or changed fails its checksum and is made again. A directory that cannot be written is
-no error: then every process compiles.
+An object file is named by the hash of everything that it follows from: the generators and what they are given, the
+processor and its features, and LLVM's version. So a process that finds it writes no IR, which would take longer than
+all else before its first call. Files are written aside and moved into place, so that processes that compile at once do
+not disturb one another; one that is cut short or changed fails its checksum and is made again. A directory that cannot
+be written is no error: then every process compiles.
 """
 
 import contextlib
@@ -12,13 +13,18 @@ import hashlib
 import os
 import tempfile
 import threading
+from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import llvmlite
+import numpy as np
 from llvmlite import binding as llvm
 
 from .support import CACHE_VARIABLE
 from .targets import Target
+from .variant import Variant
 
 CHECKSUM = hashlib.sha256().digest_size
 _LOCK = threading.Lock()
@@ -34,16 +40,31 @@ def cache_directory() -> Path:
     return Path(base) / "flashtile" / "cpu"
 
 
-def function_address(source: str, name: str, target: Target) -> int:
-    """The address of a function of a module, compiled for the host."""
+def generators(package: Any) -> str:
+    """A hash of what IR is written by: a package's files, and the libraries that they use."""
+    found = hashlib.sha256(repr((llvmlite.__version__, np.__version__)).encode())
+    for file in sorted(package.iterdir(), key=lambda file: file.name):
+        if file.is_file():
+            found.update(file.name.encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+PACKAGE = resources.files("flashtile.backends.cpu")
+GENERATORS = generators(PACKAGE)  # as they are imported
+
+
+def function_address(name: str, variant: Variant, target: Target, source: Callable[[], str]) -> int:
+    """The address of the kernel `name` that `source` writes for a variant and the host, its target."""
     with _LOCK:
-        key = hashlib.sha256(repr((source, target, llvm.llvm_version_info)).encode()).hexdigest()
+        given = (GENERATORS, name, variant, target, llvm.llvm_version_info)
+        key = hashlib.sha256(repr(given).encode()).hexdigest()
         path = cache_directory() / f"{key[:32]}.o"
         machine = target_machine(target)
         code = read(path)
         if code is None:
-            code = compiled(source, machine)
-            write(path, code)
+            code = compiled(source(), machine)
+            if generators(PACKAGE) == GENERATORS:  # or else they were edited meanwhile
+                write(path, code)
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()

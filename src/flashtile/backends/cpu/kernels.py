@@ -1,4 +1,7 @@
-"""The CPU backend's entries: results are allocated, arguments packed, a kernel is run on PyTorch's threads."""
+"""The CPU backend's entries: results are allocated, arguments packed, a kernel is run on PyTorch's threads.
+
+The generators are imported when a kernel has to be compiled.
+"""
 
 import ctypes
 import functools
@@ -14,54 +17,75 @@ from ...problem import accumulation_dtype
 from ...remember import remember
 from ..common.arguments import rows_last
 from . import arguments as args
-from . import backward as backward_pass
-from . import forward as forward_pass
 from . import targets, threads, workspace
-from .decode import Decode
+from .gradients import in_pages, sink_gradient, slope_gradient, without_padding, without_pages
 from .jit import function_address
 from .targets import Target
-from .variant import Variant
+from .variant import BACKWARD, FORWARD, Variant
 
 MOST_LAUNCHES = 1024
 
 
 @functools.lru_cache(maxsize=1024)
 def forward_address(variant: Variant, target: Target) -> int:
-    emission = Decode if variant.few else forward_pass.Forward
-    return function_address(forward_pass.source(variant, target, emission), forward_pass.NAME, target)
+    def source() -> str:
+        from . import decode, forward
+
+        return forward.source(variant, target, decode.Decode if variant.few else forward.Forward)
+
+    return function_address(FORWARD, variant, target, source)
 
 
 @functools.lru_cache(maxsize=1024)
 def backward_address(variant: Variant, target: Target) -> int:
-    return function_address(backward_pass.source(variant, target), backward_pass.NAME, target)
+    def source() -> str:
+        from . import backward
+
+        return backward.source(variant, target)
+
+    return function_address(BACKWARD, variant, target, source)
 
 
 class Launch(NamedTuple):
     """A kernel and all that it is told, short of addresses."""
 
-    function: int
+    function: Any
     block: Any
-    tasks: int
+    most_threads: int
     work_size: int
     lengths: args.Lengths
-    most_threads: int
     splits: int = 1
+    results: tuple[args.Layout, ...] = ()
 
 
 _LAUNCHES: dict[Hashable, Launch] = {}
 
 
+def lanes(call: Call) -> int:
+    """Reals in a vector."""
+    return targets.host().vector_bytes // accumulation_dtype(call.tensors.q.dtype).itemsize
+
+
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
-    q, k, v = (rows_last(x) for x in call.tensors[:3])
-    out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
-    lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
-    launch = forward_launch(plan, call, q, k, v, out, lse)
+    t = call.tensors
+    q, k, v = rows_last(t.q), rows_last(t.k), rows_last(t.v)
+    # Dense calls of one signature are told the same; packed ones follow from the values of their lengths.
+    key = (plan.tile, plan.num_splits, targets.asked(), call.signature()) if call.layout == "dense" else None
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
+        lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
+        launch = forward_launch(plan, call, q, k, v, out, lse)
+        if key is not None:
+            remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
+    else:
+        out, lse = (layout.new() for layout in launch.results)
     places, alive = args.addresses(call, q, k, v)
-    places |= {"out": out.data_ptr(), "lse": lse.data_ptr()}
-    splits = launch.splits
-    if splits > 1:
-        partial_out, partial_lse = lse.new_empty((splits, *lse.shape, v.shape[-1])), lse.new_empty((splits, *lse.shape))
-        places |= {"partial_out": partial_out.data_ptr(), "partial_lse": partial_lse.data_ptr()}
+    places["out"], places["lse"] = out.data_ptr(), lse.data_ptr()
+    if launch.splits > 1:
+        shape = (launch.splits, *lse.shape)
+        partial_out, partial_lse = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)
+        places["partial_out"], places["partial_lse"] = partial_out.data_ptr(), partial_lse.data_ptr()
         run(launch, places)
         combine(partial_out, partial_lse, out if out.dim() == 4 else out.transpose(0, 1), lse)
     else:
@@ -75,29 +99,15 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def forward_launch(plan: Plan, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Launch:
-    """Dense calls of one signature are told the same; packed ones follow from the values of their lengths."""
     target = targets.host()
-    if call.layout != "dense":
-        return new_forward_launch(plan, call, target, q, k, v, out, lse)
-    key = (plan.tile, plan.num_splits, target, call.signature())
-    launch = _LAUNCHES.get(key)
-    if launch is None:
-        launch = new_forward_launch(plan, call, target, q, k, v, out, lse)
-        remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
-    return launch
-
-
-def new_forward_launch(
-    plan: Plan, call: Call, target: Target, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> Launch:
     variant = args.variant_of(call, target, plan.tile.rows)
     variant = variant._replace(few=args.few(call, variant, target, plan.tile.rows))
     values = args.numbers(call, variant, q, k, v)
-    rows = variant.vectors * target.vector_bytes // lse.element_size()
+    rows = variant.vectors * lanes(call)
     panels = -(-plan.tile.rows // rows)
     lengths = args.lengths(call, values["num_heads_kv"], values["groups"], panels * rows)
     splits = call.settings.num_splits or plan.num_splits
-    pieces = workspace.forward_pieces(variant.real, rows, panels, q.shape[-1], v.shape[-1])
+    widths = q.shape[-1], v.shape[-1]
     values |= {
         **args.strides("out", out),
         **args.lse_strides(lse),
@@ -107,11 +117,31 @@ def new_forward_launch(
         "panels": panels,
         "splits": splits,
         "chunk": args.chunk(lengths.longest, splits),
-        "work_size": workspace.size(pieces),
+        "work_size": workspace.size(workspace.forward_pieces, variant.real, rows, panels, *widths),
     }
     function = forward_address(variant, target)
     most = args.most_threads(call, lengths, min(plan.tile.rows, panels * rows))
-    return Launch(function, args.block_of(values), values["tasks"], values["work_size"], lengths, most, splits)
+    results = (args.Layout.of(out), args.Layout.of(lse))
+    return Launch(
+        threads.WORKER(function),
+        args.block_of(values),
+        min(values["tasks"], most),
+        values["work_size"],
+        lengths,
+        splits,
+        results,
+    )
+
+
+class Written(NamedTuple):
+    """What a backward kernel writes; `None` for a gradient that nobody asked for."""
+
+    delta: Tensor
+    dq: Tensor | None  # for each split of the keys
+    dk: Tensor | None  # in rows of whole vectors
+    dv: Tensor | None
+    dbias: Tensor | None
+    dslopes: Tensor | None  # for each split and row
 
 
 def backward(
@@ -124,118 +154,110 @@ def backward(
         return found._replace(k=dk, v=dv)
     t = call.tensors
     q, k, v, out = (rows_last(x) for x in (t.q, t.k, t.v, out))
-    real = accumulation_dtype(q.dtype)
     dout = out.new_zeros(out.shape[-1]).expand(out.shape) if dout is None else rows_last(dout.to(out.dtype))
-    lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(real).contiguous()
-    target = targets.host()
-    variant = args.variant_of(call, target, plan.tile.rows)
-    variant = variant._replace(bias_gradient=needs.bias, slope_gradient=needs.alibi_slopes)
-    values = args.numbers(call, variant, q, k, v)
-    lanes = target.vector_bytes // real.itemsize
-    rows = variant.vectors * lanes
-    lengths = args.lengths(call, values["num_heads_kv"], values["groups"], rows)
-    owners = args.owners(call, needs, lengths)
-    splits = owners.splits
-    delta = torch.zeros_like(lse)
-    dslopes = lse.new_zeros((splits, *lse.shape)) if needs.alibi_slopes else None
-    dbias = t.bias.new_zeros(t.bias.shape, dtype=real) if needs.bias and t.bias is not None else None
-    dq = new_rows(q, q.shape[1], q.shape[-1], real) if needs.q else None
-    parts = None if dq is None else dq[None] if splits == 1 else dq.new_empty((splits, *dq.shape))
-    dk, dv = (
-        new_rows(x, values["num_heads_kv"], workspace.whole(x.shape[-1], lanes), real).zero_() if needed else None
-        for x, needed in ((k, needs.k), (v, needs.v))
-    )
-    given = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, "delta": delta, "dslopes": dslopes, "dbias": dbias}
-    results = {"dq": parts, "dk": dk, "dv": dv}
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(lse.dtype).contiguous()
+    key = None
+    if call.layout == "dense":  # as in forward
+        key = (plan.tile, needs, targets.asked(), call.signature(), out.stride(), dout.stride())
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        variant, lengths, owners = backward_tasks(plan, call, needs)
+        written = gradient_memory(call, needs, lse, owners.splits)
+        launch = backward_launch(call, variant, lengths, owners, (q, k, v, out, dout), lse, written)
+        if key is not None:
+            remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
+    else:
+        written = gradient_memory(call, needs, lse, launch.splits)
     places, alive = args.addresses(call, q, k, v)
-    places |= {name: x.data_ptr() for name, x in (given | results).items() if x is not None}
-    for name, x in {"out": out, "dout": dout, "dk": dk, "dv": dv, "dq": None if parts is None else parts[0]}.items():
+    given = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, **written._asdict()}
+    places |= {name: x.data_ptr() for name, x in given.items() if x is not None}
+    run(launch, places)
+    del alive
+    dq, dslopes = written.dq, written.dslopes
+    if dq is not None:
+        dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(q, q.shape[1], q.shape[-1], dq.dtype))
+        if dq.dim() == 3:
+            dq[launch.lengths.covered :] = 0
+    return Gradients(
+        q=dq,
+        k=without_padding(k, written.dk),
+        v=without_padding(v, written.dv),
+        bias=written.dbias,
+        alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0), launch.lengths),
+        sinks=sink_gradient(call, lse, written.delta) if needs.sinks else None,
+    )
+
+
+def backward_tasks(plan: Plan, call: Call, needs: Needs) -> tuple[Variant, args.Lengths, args.Owners]:
+    """What is compiled in, and how the work is shared out."""
+    variant = args.variant_of(call, targets.host(), plan.tile.rows)
+    variant = variant._replace(bias_gradient=needs.bias, slope_gradient=needs.alibi_slopes)
+    heads_kv = args.heads_kv(call)
+    lengths = args.lengths(call, heads_kv, call.tensors.q.shape[1] // heads_kv, variant.vectors * lanes(call))
+    return variant, lengths, args.owners(call, needs, lengths)
+
+
+def gradient_memory(call: Call, needs: Needs, lse: Tensor, splits: int) -> Written:
+    """Uninitialised as far as the kernel stores all of it. Packed keys and queries may belong to no sequence."""
+    t, real = call.tensors, lse.dtype
+    dk, dv = (
+        new_rows(x, args.heads_kv(call), workspace.whole(x.shape[-1], lanes(call)), real) if needed else None
+        for x, needed in ((t.k, needs.k), (t.v, needs.v))
+    )
+    if call.layout != "dense":
+        for x in (dk, dv):
+            if x is not None:
+                x.zero_()
+    return Written(
+        delta=torch.zeros_like(lse),
+        dq=parts_of_dq(t.q, real, splits) if needs.q else None,
+        dk=dk,
+        dv=dv,
+        dbias=t.bias.new_zeros(t.bias.shape, dtype=real) if needs.bias and t.bias is not None else None,
+        dslopes=lse.new_zeros((splits, *lse.shape)) if needs.alibi_slopes else None,
+    )
+
+
+def parts_of_dq(q: Tensor, real: torch.dtype, splits: int) -> Tensor:
+    """`dq` itself, if there is one split."""
+    if splits == 1:
+        return new_rows(q, q.shape[1], q.shape[-1], real)[None]
+    return q.new_empty((splits, *q.shape), dtype=real)
+
+
+def backward_launch(
+    call: Call,
+    variant: Variant,
+    lengths: args.Lengths,
+    owners: args.Owners,
+    read: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    lse: Tensor,
+    written: Written,
+) -> Launch:
+    q, k, v, out, dout = read
+    values = args.numbers(call, variant, q, k, v)
+    dq, dbias = written.dq, written.dbias
+    of_rows = {"out": out, "dout": dout, "dk": written.dk, "dv": written.dv, "dq": None if dq is None else dq[0]}
+    for name, x in of_rows.items():
         values |= {} if x is None else args.strides(name, x)
-    if parts is not None:
-        values["dq_split"] = parts.stride(0)
-    if dbias is not None:
-        values |= args.pair_strides("dbias", dbias)
-    pieces = workspace.backward_pieces(variant.real, rows, lanes, q.shape[-1], v.shape[-1])
+    rows, widths = variant.vectors * lanes(call), (q.shape[-1], v.shape[-1])
     values |= {
         **args.lse_strides(lse),
+        **({} if dbias is None else args.pair_strides("dbias", dbias)),
+        "dq_split": 0 if dq is None else dq.stride(0),
         "sequences": lengths.table.ctypes.data,
         "tasks": owners.tasks,
         "batch": lengths.batch,
         "panels": 1,
-        "splits": splits,
-        "chunk": args.chunk(lengths.longest, splits),
+        "splits": owners.splits,
+        "chunk": args.chunk(lengths.longest, owners.splits),
         "share_b": owners.share_b,
         "share_h": owners.share_h,
-        "work_size": workspace.size(pieces),
+        "work_size": workspace.size(workspace.backward_pieces, variant.real, rows, lanes(call), *widths),
     }
-    function = backward_address(variant, target)
-    most = args.most_threads(call, lengths, rows)
-    run(Launch(function, args.block_of(values), owners.tasks, values["work_size"], lengths, most), places)
-    del alive
-    if dq is not None and parts is not None:
-        if splits > 1:
-            torch.sum(parts, 0, out=dq)
-        if dq.dim() == 3:
-            dq[lengths.covered :] = 0
-    return Gradients(
-        q=dq,
-        k=without_padding(k, dk),
-        v=without_padding(v, dv),
-        bias=dbias,
-        alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0), lengths),
-        sinks=sink_gradient(call, lse, delta) if needs.sinks else None,
-    )
-
-
-def without_padding(like: Tensor, dx: Tensor | None) -> Tensor | None:
-    """A gradient whose rows are whole vectors, as wide as its input."""
-    if dx is None or dx.shape[-1] == like.shape[-1]:
-        return dx
-    return new_rows(like, like.shape[1], like.shape[-1], dx.dtype).copy_(dx[..., : like.shape[-1]])
-
-
-def sink_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink is a key without a value: `ds = p * (0 - delta)`, summed over rows."""
-    assert call.tensors.sinks is not None
-    sinks = call.tensors.sinks.to(lse.dtype)[:, None]  # [H, 1]
-    p = torch.where(lse == -torch.inf, 0, torch.exp(sinks - lse))  # [B, H, S] or [H, T]
-    return -(p * delta).sum(dim=-1).reshape(-1, sinks.shape[0]).sum(dim=0)
-
-
-def slope_gradient(call: Call, of_rows: Tensor, lengths: args.Lengths) -> Tensor:
-    """What rows add to their slopes, `[B, H, S]` or packed `[H, T]`, as `[H]` or `[B, H]`."""
-    slopes, bounds = call.tensors.alibi_slopes, call.tensors.cu_seqlens_q
-    assert slopes is not None
-    if bounds is None:
-        of_rows = of_rows.sum(dim=-1)
-    else:
-        sequence = torch.repeat_interleave(torch.arange(lengths.batch), bounds.diff().long())  # [T]
-        found = of_rows.new_zeros((lengths.batch, of_rows.shape[0]))
-        of_rows = found.index_add_(0, sequence, of_rows[:, : lengths.covered].t().contiguous())
-    return of_rows if slopes.dim() == 2 else of_rows.sum(dim=0)
-
-
-def without_pages(call: Call) -> tuple[Call, Tensor]:
-    """A paged call with its keys packed, and the place in the pages of each packed token."""
-    t = call.tensors
-    assert t.page_table is not None
-    assert t.seqused_k is not None or t.cu_seqlens_k is not None
-    page_size = t.k.shape[1]
-    used = t.seqused_k if t.seqused_k is not None else t.cu_seqlens_k.diff()  # type: ignore[union-attr]
-    bounds = torch.nn.functional.pad(used.long().cumsum(0), (1, 0))  # [B + 1]
-    sequence = torch.repeat_interleave(torch.arange(len(used)), used.long())  # [T]
-    position = torch.arange(int(bounds[-1])) - bounds[sequence]
-    token = t.page_table.long()[sequence, position // page_size] * page_size + position % page_size
-    k, v = (x.flatten(0, 1)[token] for x in (t.k, t.v))  # [T, Hkv, D]
-    return call._replace(tensors=t._replace(k=k, v=v, cu_seqlens_k=bounds, seqused_k=None, page_table=None)), token
-
-
-def in_pages(dx: Tensor | None, token: Tensor, like: Tensor) -> Tensor | None:
-    """A gradient of packed keys as one of pages; sequences may share a page."""
-    if dx is None:
-        return None
-    pages = dx.new_zeros((like.shape[0] * like.shape[1], *dx.shape[1:]))
-    return pages.index_add_(0, token, dx).unflatten(0, like.shape[:2])
+    worker = threads.WORKER(backward_address(variant, targets.host()))
+    most = min(owners.tasks, args.most_threads(call, lengths, rows))
+    return Launch(worker, args.block_of(values), most, values["work_size"], lengths, owners.splits)
 
 
 def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -250,11 +272,10 @@ def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) 
 
 
 def run(launch: Launch, places: dict[str, int]) -> None:
-    count = min(torch.get_num_threads(), launch.tasks, launch.most_threads)
+    count = min(torch.get_num_threads(), launch.most_threads)
     if count == 0:
         return
-    memory = torch.empty(count * launch.work_size, dtype=torch.uint8)
-    counters = (ctypes.c_int64 * 16)()  # of tasks taken and, on a cache line of its own, of threads
-    places |= {"workspace": memory.data_ptr(), "counter": ctypes.addressof(counters)}
+    memory = torch.empty(count * launch.work_size, dtype=torch.uint8, device="cpu")
+    places["workspace"] = memory.data_ptr()
     block = args.filled(launch.block, places)
     threads.run(launch.function, ctypes.addressof(block), count)

@@ -4,7 +4,8 @@ bool mask.
 
 import math
 
-from .codegen import INT, Code, Pointer, Value
+from .codegen import Code
+from .operands import INT, Pointer, Value
 from .products import Panel
 
 

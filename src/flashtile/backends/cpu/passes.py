@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .codegen import BYTE, Code, Pointer, Value
+from .codegen import Code
 from .formats import STORED
 from .masking import mask_shows_any
+from .operands import BYTE, Pointer, Value
 from .products import Panel
 from .scores import Tables
 from .tiles import Task, turn_in

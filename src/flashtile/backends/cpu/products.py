@@ -7,7 +7,8 @@ product with V.
 
 from collections.abc import Callable
 
-from .codegen import ADDRESS, LONG, Code, Pointer, Value
+from .codegen import Code
+from .operands import ADDRESS, LONG, Pointer, Value
 
 PARTS = (6, 4, 2, 1)  # rows of accumulators at a time: any number is a sum of these
 
@@ -76,17 +77,18 @@ def strips(code: Code) -> tuple[int, ...]:
 
 
 def emit_accumulate(code: Code, panel: Panel) -> None:
-    """`accumulate_R_N(p, x, x_stride, y, y_stride)`: `y[j] += sum_r p[j, r] x[r]` for R keys and N vectors of features,
-    which are the lanes here: `x [panel, ...]` and `y` are rows of whole vectors.
+    """`accumulate_R_N(p, x, x_stride, y, y_stride, first)`: `y[j] += sum_r p[j, r] x[r]` over the panel's rows from
+    `first` on, for R keys and N vectors of features, which are the lanes here: `x [panel, ...]` and `y` are rows of
+    whole vectors.
     """
     for rows in PARTS:
         for strip in strips(code):
-            with code.function(f"accumulate_{rows}_{strip}", ADDRESS, ADDRESS, LONG, ADDRESS, LONG) as given:
+            with code.function(f"accumulate_{rows}_{strip}", ADDRESS, ADDRESS, LONG, ADDRESS, LONG, LONG) as given:
                 p, x, y = (code.pointer(given[n]) for n in (0, 1, 3))
-                x_stride, y_stride = given[2], given[4]
+                x_stride, y_stride, first = given[2], given[4], given[5]
                 lanes = [n * code.lanes for n in range(strip)]
                 total = [[code.variable(code.reals()) for _ in lanes] for _ in range(rows)]
-                with code.loop(0, panel.rows) as r:
+                with code.loop(first, panel.rows) as r:
                     x_r = x + x_stride * r
                     vectors = [x_r.vector(n) for n in lanes]
                     for j in range(rows):
@@ -100,14 +102,27 @@ def emit_accumulate(code: Code, panel: Panel) -> None:
 
 
 def accumulate(
-    code: Code, panel: Panel, p: Pointer, count: Value, x: Pointer, width: Value, y: Pointer, y_stride: Value
+    code: Code,
+    panel: Panel,
+    p: Pointer,
+    count: Value,
+    x: Pointer,
+    width: Value,
+    y: Pointer,
+    y_stride: Value,
+    first_row: Callable[[Value], Value],
 ) -> None:
-    """`y [count, width] += p [count, panel] @ x [panel, width]`, `width` in whole vectors."""
+    """`y [count, width] += p [count, panel] @ x [panel, width]`, `width` in whole vectors. Rows in front of
+    `first_row(j)` have nothing for the keys from `j` on.
+    """
 
     def keys(j: Value, rows: int) -> None:
+        first = first_row(j)
+
         def features(n: Value, strip: int) -> None:
             d = n * code.lanes
-            code.call(f"accumulate_{rows}_{strip}", p + j * panel.rows, x + d, width, y + y_stride * j + d, y_stride)
+            at = y + y_stride * j + d
+            code.call(f"accumulate_{rows}_{strip}", p + j * panel.rows, x + d, width, at, y_stride, first)
 
         in_parts(code, width // code.lanes, features, strips(code))
 

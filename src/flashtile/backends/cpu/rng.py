@@ -2,7 +2,8 @@
 SC 2011), a vector of rows at a time. Eight keys share a counter; any part of the mask can be made alone.
 """
 
-from .codegen import INT, LONG, Code, Pointer, Value
+from .codegen import Code
+from .operands import INT, LONG, Pointer, Value
 from .products import Panel
 from .variant import Arguments
 from .workspace import DROPOUT_KEYS

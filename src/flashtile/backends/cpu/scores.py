@@ -9,8 +9,9 @@ A `score_mod` will be one more line, emitted from its expression.
 
 from typing import NamedTuple
 
-from .codegen import INT, Code, Pointer, Value
+from .codegen import Code
 from .elementary import tanh
+from .operands import INT, Pointer, Value
 from .products import Panel
 from .variant import Arguments, Variant
 

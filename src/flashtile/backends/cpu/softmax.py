@@ -6,8 +6,9 @@ A sink is a key without a value: it is the state that a row starts with. A row t
 
 import math
 
-from .codegen import Code, Pointer, Value
+from .codegen import Code
 from .elementary import LN2, exp2, log2
+from .operands import Pointer, Value
 from .products import Panel
 from .tiles import Task, packed_row, position_and_head
 from .variant import Arguments, Variant

@@ -38,9 +38,14 @@ def named(width: str, triple: str, cpu: str | None = None, features: str = "") -
     return Target(triple, cpu or GENERIC[width], features, **WIDTHS[width][1], fma=hardware, half=hardware)
 
 
+def asked() -> str | None:
+    """The width that the environment variable `FLASHTILE_CPU_VECTORS` asks for."""
+    return os.environ.get(VECTORS_VARIABLE)
+
+
 def host() -> Target:
-    """This machine's; the environment variable `FLASHTILE_CPU_VECTORS` asks for narrower vectors."""
-    return _host(os.environ.get(VECTORS_VARIABLE))
+    """This machine's, with narrower vectors if these are asked for."""
+    return _host(asked())
 
 
 @functools.cache

@@ -48,16 +48,15 @@ def own_threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="flashtile")
 
 
-def run(address: int, block: int, threads: int) -> None:
-    """Call `void f(void *block)` on `threads` threads and wait for all of them; the GIL is free meanwhile."""
+def run(worker: Any, block: int, threads: int) -> None:
+    """Call `worker`, a `WORKER`, on `threads` threads and wait for all of them; the GIL is free meanwhile."""
     if threads <= 1 or _FORKED:
-        WORKER(address)(block)
+        worker(block)
         return
     parallel = openmp()
     if parallel is not None:
-        parallel(address, block, threads, 0)
+        parallel(worker, block, threads, 0)
         return
-    worker = WORKER(address)
     others = [own_threads(threads - 1).submit(worker, block) for _ in range(threads - 1)]
     worker(block)
     wait(others)

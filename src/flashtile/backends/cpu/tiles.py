@@ -8,8 +8,9 @@ last one are copies of it, which nobody stores.
 
 from typing import NamedTuple
 
-from .codegen import ADDRESS, INT, LONG, Code, Pointer, Value
+from .codegen import Code
 from .formats import STORED, load, load_vector, store, store_vector, transposed
+from .operands import ADDRESS, INT, LONG, Pointer, Value
 from .products import Panel
 from .variant import Arguments, Variant
 from .workspace import Workspace

@@ -4,8 +4,11 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from .codegen import ADDRESS, DOUBLE, FLOAT, LONG, Code, Pointer, Value
+from .codegen import Code
 from .elementary import LOG2E
+from .operands import ADDRESS, DOUBLE, FLOAT, LONG, Pointer, Value
+
+FORWARD, BACKWARD = "attend", "differentiate"  # the kernels' names
 
 
 class Variant(NamedTuple):

@@ -1,11 +1,12 @@
 """A thread's own memory: the tables of its rows, turned queries and outputs, a block of scores, keys and values."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
 
-from .codegen import BYTE, INT, LONG, SIZES, Pointer
+from .operands import BYTE, INT, LONG, SIZES, Pointer
 
 BLOCK = 96  # keys at a time: their scores stay in the first-level cache
 DROPOUT_KEYS = 8  # keys that share a random counter; a block may begin and end inside such a group
@@ -56,7 +57,6 @@ def backward_pieces(real: ir.Type, rows: int, lanes: int, head_dim: Any, head_di
     yield "q", head_dim * rows, real  # [D, rows]
     yield "dq", head_dim * rows, real
     yield "dout", head_dim_v * rows, real  # [Dv, rows]
-    yield "out", head_dim_v * rows, real
     yield "q_rows", whole(head_dim, lanes) * rows, real  # [rows, D], rounded up to whole vectors
     yield "dout_rows", whole(head_dim_v, lanes) * rows, real
     yield "dscores", BLOCK * rows, real  # [keys, rows]
@@ -70,9 +70,10 @@ def whole(n: Any, step: int) -> Any:
     return (n + (step - 1)) // step * step
 
 
-def size(pieces: Pieces) -> int:
-    """Bytes of one thread's memory."""
-    return sum(whole(count * SIZES[kind], LINE) for _, count, kind in pieces)
+@functools.lru_cache(maxsize=1024)
+def size(pieces: Callable[..., Pieces], *given: Any) -> int:
+    """Bytes of one thread's memory, of `pieces(*given)`."""
+    return sum(whole(count * SIZES[kind], LINE) for _, count, kind in pieces(*given))
 
 
 class Workspace:

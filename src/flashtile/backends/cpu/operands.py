@@ -1,0 +1,165 @@
+"""What kernels are written with: types, values with arithmetic, typed pointers, variables. Each knows the
+`codegen.Code` that it belongs to, and adds its instructions there.
+
+Numbers become constants of the type they meet, and scalars that meet a vector are repeated in all its lanes. Variables
+live on the stack until LLVM's `sroa` pass puts them into registers. Arithmetic is IEEE: nothing may be reassociated or
+assumed finite.
+"""
+
+from typing import Any
+
+from llvmlite import ir as llvm
+
+BIT, BYTE, SHORT, INT, LONG = (llvm.IntType(n) for n in (1, 8, 16, 32, 64))
+FLOAT, DOUBLE, HALF, VOID, ADDRESS = (
+    llvm.FloatType(),
+    llvm.DoubleType(),
+    llvm.HalfType(),
+    llvm.VoidType(),
+    llvm.PointerType(),
+)
+SIZES = {BYTE: 1, SHORT: 2, HALF: 2, INT: 4, FLOAT: 4, LONG: 8, DOUBLE: 8}
+FLOATING = (FLOAT, DOUBLE, HALF)
+
+
+def element(kind: llvm.Type) -> llvm.Type:
+    return kind.element if isinstance(kind, llvm.VectorType) else kind
+
+
+class Value:
+    """A number or a vector of numbers in the program. Integers are signed."""
+
+    __slots__ = ("code", "ir")
+
+    def __init__(self, code: Any, value: Any):
+        self.code, self.ir = code, value
+
+    def _binary(self, other: Any, integer: str, floating: str | None = None, swap: bool = False) -> "Value":
+        a, b = self.code.alike(self, other)
+        a, b = (b, a) if swap else (a, b)
+        name = floating if floating is not None and element(a.type) in FLOATING else integer
+        return Value(self.code, getattr(self.code.ir, name)(a, b))
+
+    def __add__(self, other: Any) -> "Value":
+        return self._binary(other, "add", "fadd")
+
+    def __sub__(self, other: Any) -> "Value":
+        return self._binary(other, "sub", "fsub")
+
+    def __mul__(self, other: Any) -> "Value":
+        return self._binary(other, "mul", "fmul")
+
+    def __rsub__(self, other: Any) -> "Value":
+        return self._binary(other, "sub", "fsub", swap=True)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __truediv__(self, other: Any) -> "Value":
+        return self._binary(other, "sdiv", "fdiv")
+
+    def __rtruediv__(self, other: Any) -> "Value":
+        return self._binary(other, "sdiv", "fdiv", swap=True)
+
+    def __floordiv__(self, other: Any) -> "Value":
+        """Of integers, neither of which is negative."""
+        return self._binary(other, "udiv")
+
+    def __mod__(self, other: Any) -> "Value":
+        return self._binary(other, "urem")
+
+    def __and__(self, other: Any) -> "Value":
+        return self._binary(other, "and_")
+
+    def __or__(self, other: Any) -> "Value":
+        return self._binary(other, "or_")
+
+    def __xor__(self, other: Any) -> "Value":
+        return self._binary(other, "xor")
+
+    def __lshift__(self, other: Any) -> "Value":
+        return self._binary(other, "shl")
+
+    def __rshift__(self, other: Any) -> "Value":
+        """Without sign."""
+        return self._binary(other, "lshr")
+
+    def _compare(self, operator: str, other: Any) -> "Value":
+        a, b = self.code.alike(self, other)
+        # Ordered: a comparison with NaN is false, except !=.
+        floating = self.code.ir.fcmp_unordered if operator == "!=" else self.code.ir.fcmp_ordered
+        compare = floating if element(a.type) in FLOATING else self.code.ir.icmp_signed
+        return Value(self.code, compare(operator, a, b))
+
+    def __lt__(self, other: Any) -> "Value":
+        return self._compare("<", other)
+
+    def __le__(self, other: Any) -> "Value":
+        return self._compare("<=", other)
+
+    def __gt__(self, other: Any) -> "Value":
+        return self._compare(">", other)
+
+    def __ge__(self, other: Any) -> "Value":
+        return self._compare(">=", other)
+
+    def equals(self, other: Any) -> "Value":
+        return self._compare("==", other)
+
+    def differs(self, other: Any) -> "Value":
+        return self._compare("!=", other)
+
+
+class Pointer:
+    """The address of elements of one type; `p[i]` is an element, `p.vector(i)` as many as a vector has lanes."""
+
+    __slots__ = ("code", "ir", "kind")
+
+    def __init__(self, code: Any, address: Any, kind: llvm.Type):
+        self.code, self.ir, self.kind = code, address, kind
+
+    def __add__(self, i: "Value | int") -> "Pointer":
+        step = self.code.ir.gep(self.ir, [self.code.whole(i).ir], source_etype=self.kind)
+        step.type = ADDRESS  # llvmlite types the result by its element
+        return Pointer(self.code, step, self.kind)
+
+    def __getitem__(self, i: "Value | int") -> Value:
+        return Value(self.code, self.code.ir.load((self + i).ir, typ=self.kind, align=SIZES[self.kind]))
+
+    def __setitem__(self, i: "Value | int", x: Value) -> None:
+        self.code.ir.store(self.code.scalar(x, self.kind).ir, (self + i).ir, align=SIZES[self.kind])
+
+    def vector(self, i: "Value | int" = 0) -> Value:
+        kind = llvm.VectorType(self.kind, self.code.lanes)
+        return Value(self.code, self.code.ir.load((self + i).ir, typ=kind, align=SIZES[self.kind]))
+
+    def store(self, x: Value, i: "Value | int" = 0) -> None:
+        """Of a vector, in full."""
+        self.code.ir.store(x.ir, (self + i).ir, align=SIZES[self.kind])
+
+    def of(self, kind: llvm.Type) -> "Pointer":
+        return Pointer(self.code, self.ir, kind)
+
+    def bytes(self, n: "Value | int") -> "Pointer":
+        """This address and `n` bytes."""
+        return (self.of(BYTE) + n).of(self.kind)
+
+    def absent(self) -> Value:
+        return Value(self.code, self.code.ir.icmp_unsigned("==", self.ir, llvm.Constant(ADDRESS, None)))
+
+
+class Variable:
+    """A value that changes, on the stack as far as IR goes and in a register after `sroa`."""
+
+    __slots__ = ("code", "kind", "slot")
+
+    def __init__(self, code: Any, start: Value):
+        self.code, self.kind = code, start.ir.type
+        with code.ir.goto_entry_block():
+            self.slot = code.ir.alloca(self.kind)
+        self.set(start)
+
+    def get(self) -> Value:
+        return Value(self.code, self.code.ir.load(self.slot, typ=self.kind))
+
+    def set(self, x: Value) -> None:
+        self.code.ir.store(x.ir, self.slot)
