@@ -1,5 +1,7 @@
 """Named problems for the Hopper backend's kernels, and the calls whose kernels are compiled without a GPU."""
 
+from dataclasses import replace
+
 import torch
 from offline.families import call_of
 from variants import CAUSAL, FP16, LENGTHS, Draw, Sizes, Variant, all_of, fixed, sinks, slopes, slopes_of_sequences
@@ -22,6 +24,7 @@ FEATURES = {
     "sinks": all_of(CAUSAL, sinks),
     "everything": all_of(NUMBERS, slopes, sinks),
 }
+DETERMINISTIC = fixed(deterministic=True)
 EVERYTHING = all_of(NUMBERS, slopes_of_sequences, sinks)
 VARIANTS = {f"{name} {dim}": Variant(given, head_dim=dim) for name, given in FEATURES.items() for dim in (64, 128)}
 VARIANTS |= {
@@ -35,6 +38,14 @@ VARIANTS |= {
     "packed window 128": Variant(fixed(window=(50, 10)), layout="packed", head_dim=128, heads=(4, 2)),
     "packed everything 64": Variant(EVERYTHING, layout="used"),
 }
+VARIANTS |= {
+    f"deterministic {name}": replace(
+        VARIANTS[name], features=all_of(VARIANTS[name].features, fixed(deterministic=True))
+    )
+    for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128")
+}
+VARIANTS = {name: replace(variant, longest=max(LONGER)) for name, variant in VARIANTS.items()}
+FORWARD_ONLY = ("slopes", "everything", "packed")  # Triton has their backward pass
 SHORT, LONG = 512, 8192  # lengths with different tiles
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]

@@ -22,6 +22,8 @@ from flashtile.problem import Problem
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 SHARED_MEMORY = 227 * 1024
 CHOSEN = (("causal", 64, LONG), ("sinks", 128, SHORT), ("packed everything 64", 64, SHORT))
+BACKWARD = (("causal", 64, SHORT), ("full", 128, SHORT))
+SPILLED = 400  # bytes of a thread's backward pass at most: what masks need, outside of the blocks that need none
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 
 
@@ -50,7 +52,7 @@ def test_what_is_declined(changes: dict, reason: str) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"layout": "varlen"}, "not verified"), ({"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoded")],
+    [({"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoded")],
 )
 def test_what_auto_leaves_to_others(changes: dict, reason: str) -> None:
     with mock.patch.multiple(support, unusable=lambda: None, triton_version=lambda: (3, 6)):
@@ -63,7 +65,12 @@ def test_what_auto_leaves_to_others(changes: dict, reason: str) -> None:
             assert chosen.backend == "triton"
             assert reason in dict(chosen.why)["hopper"]
             assert plan._plan.__wrapped__(problem(), H200, "auto", False).backend == "hopper"
-            assert plan._plan.__wrapped__(problem(), H200, "auto", True).backend == "triton"
+            assert plan._plan.__wrapped__(problem(), H200, "auto", True).backend == "hopper"
+            assert plan._plan.__wrapped__(problem(layout="varlen"), H200, "auto", False).backend == "hopper"
+            for changes, reason in (({"layout": "varlen"}, "packed"), ({"alibi": True}, "ALiBi")):
+                chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", True)
+                assert chosen.backend == "triton"
+                assert reason in dict(chosen.why)["hopper"]
 
 
 def test_auto_leaves_what_has_not_run_with_this_triton() -> None:
@@ -91,9 +98,34 @@ def test_tiles_follow_the_keys_that_a_row_sees() -> None:
     assert chosen("full", 128, LONG) is NARROW[128]
 
 
+def compiled_of(family: tuple, name: str) -> Compiled:
+    [launch] = [launch for launch in hopper_launches_of(call_of_family(*family)) if launch.name == name]
+    return compile_launch(launch, "sm_90")
+
+
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple, Compiled]:
-    return {family: compile_launch(*hopper_launches_of(call_of_family(*family)), "sm_90") for family in CHOSEN}
+    return {family: compiled_of(family, "forward") for family in CHOSEN}
+
+
+@pytest.mark.parametrize("family", BACKWARD)
+def test_backward_compiles_for_hopper(family: tuple) -> None:
+    """Exponentials run beside the product that comes after that of the scores."""
+    found = compiled_of(family, "backward")
+    assert found.shared <= SHARED_MEMORY
+    assert found.spilled is not None
+    assert found.spilled <= SPILLED
+    assert not found.serialized
+    assert not found.unset
+    steps = inner_loops(found.sass, most_waits=4)
+    assert len(steps) >= 2  # one for each warpgroup
+    for order in steps:
+        waits = [n for n, word in enumerate(order) if "DEPBAR" in word]
+        # For dout's product with v; for dv, before the next scores are begun; for dk and dq; for those scores.
+        assert [order[n][-1] for n in waits] == ["0", "3", "1", "0"]
+        assert order.index("HGMMA") < waits[0]
+        assert "HGMMA" in order[waits[1] : waits[2]]
+        assert order[: waits[0]].count("MUFU.EX2") >= 0.9 * order.count("MUFU.EX2") > 0
 
 
 @pytest.mark.parametrize("family", CHOSEN)
@@ -120,8 +152,8 @@ def test_exponentials_run_beside_products(compiled: dict[tuple, Compiled], famil
         assert between >= 0.9 * order.count("MUFU.EX2") > 0
 
 
-def inner_loops(sass: str) -> list[list[str]]:
-    """Products, exponentials and waits for products, in order, of the innermost loops that have at most two waits: the
+def inner_loops(sass: str, most_waits: int = 2) -> list[list[str]]:
+    """Products, exponentials and waits for products, in order, of the innermost loops that have so many waits: the
     steps inside a tile. (Where a wait for a copy tries again, it too jumps back, out of the middle of a step.)
     """
     lines, labels, found = sass.splitlines(), {}, []
@@ -132,6 +164,6 @@ def inner_loops(sass: str) -> list[list[str]]:
         if jump is not None and jump[1] in labels:
             body = "\n".join(lines[labels[jump[1]] : n])
             order = re.findall(r"HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", body)
-            if order[:1] == ["HGMMA"] and "MUFU.EX2" in order and sum("DEPBAR" in word for word in order) <= 2:
+            if order[:1] == ["HGMMA"] and "MUFU.EX2" in order and sum("DEPBAR" in word for word in order) <= most_waits:
                 found.append((labels[jump[1]], n, order))
     return [x[2] for x in found if not any(y is not x and x[0] <= y[0] and y[1] <= x[1] for y in found)]

@@ -75,7 +75,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     assert spilled is not None, log
     # Only Hopper's warpgroup products take their operands' descriptors from uniform registers, as this reads them.
     sass = disassembled(kernel.asm["cubin"]) if arch == "sm_90" else ""
-    serialized = "C7515" in log or "C7514" in log
+    serialized = "are serialized" in log
     return Compiled(launch.name, shared, int(registers[1]), int(spilled[1]), serialized, unset_registers(sass), sass)
 
 

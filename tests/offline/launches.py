@@ -59,11 +59,15 @@ def launches_of(call: Call, arch: str, *, backward: bool = True) -> list[Launch]
 
 
 def hopper_launches_of(call: Call) -> list[Launch]:
-    """What the Hopper backend's forward pass of a call on CPU tensors would launch on an H200."""
+    """What the Hopper backend would launch on an H200 for a call on CPU tensors; backward if it takes that."""
     problem = Problem.describe(call)
     device = Device("cuda", "H200", "sm_90", CORES["sm_90"])
     reason = hopper_support.declines(problem, device)
     assert reason is None, reason
+    plan = Plan("hopper", hopper_support.tile(problem, device), 1, ())
     with recorded() as found:
-        hopper.forward(Plan("hopper", hopper_support.tile(problem, device), 1, ()), call)
+        out, lse = hopper.forward(plan, call)
+        if hopper_support.declines_backward(problem, device) is None:
+            needs = Needs(True, True, True, sinks=call.tensors.sinks is not None)
+            hopper.backward(plan, call, needs, out, lse, torch.empty_like(out), None)
     return found

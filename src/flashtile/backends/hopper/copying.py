@@ -69,22 +69,22 @@ def copy_q(q_desc, q, tile, tile_count, TILE: gl.constexpr, PACKED: gl.constexpr
         slot = q_slot(tile_count, c, CONSUMERS)
         mbarrier.wait(q.empty.index(slot), (tile_count // TILES_OF_Q & 1) ^ 1)
         mbarrier.expect(q.full.index(slot), q_desc.block_type.nbytes)
-        at = rows_at(tile, tile.first_row + c * ROWS, PACKED)
+        at = rows_at(tile, tile.head, tile.first_row + c * ROWS, PACKED)
         load_box(q_desc, at, q.full.index(slot), q.data.index(slot))
 
 
 @gluon.jit
-def rows_at(tile, row, PACKED: gl.constexpr):
-    """Coordinates of a box of q or out."""
+def rows_at(tile, head, row, PACKED: gl.constexpr):
+    """Coordinates of a box of q, out or dout."""
     if PACKED:
-        return packed(tile.head, row, tile.token_q, tile.seqlen_q)
+        return packed(head, row, tile.token_q, tile.seqlen_q)
     else:
-        return (tile.b, tile.head, row, 0)
+        return (tile.b, head, row, 0)
 
 
 @gluon.jit
 def keys_at(tile, key, PACKED: gl.constexpr):
-    """Coordinates of a box of k or v."""
+    """Coordinates of a box of k, v, dk or dv."""
     if PACKED:
         return packed(tile.head_k, key, tile.token_k, tile.seqlen_k)
     else:

@@ -122,14 +122,14 @@ def shift_of(tile, scoring):
 def scored(s, place, tile, window, scoring, layout: gl.constexpr):
     """Final scores `[ROWS, BLOCK_N]` of the place's products."""
     BLOCK_N: gl.constexpr = s.shape[1]
-    rows = place.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    keys = place.block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+    rows = gl.expand_dims(place.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
+    keys = gl.expand_dims(place.block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout)), 0)
     slope = None
     if scoring.slopes is not None:
         b = gl.minimum(tile.b, scoring.batch - 1)  # rows that belong to no sequence have no slope, and see no key
         slope = gl.load(scoring.slopes + b * scoring.stride_slopes_b + tile.head).to(gl.float32)
     shift = shift_of(tile, scoring)
-    t = scores.forward(s, Features(scoring.multiplier, scoring.softcap, slope, shift), rows, keys)
+    t = scores.forward(s, Features(scoring.multiplier, scoring.softcap, slope, shift), rows, keys).t
     if (place.block >= place.full_hi) | (place.block < place.full_lo):
         t = gl.where(visible(window, rows, keys, shift, tile.seqlen_k), t, -INFINITY)
     return t
@@ -167,7 +167,7 @@ def store(results, acc, m, l, tile, first_row, consumer: gl.constexpr, scoring, 
     thread_barrier()
     staged.reshape([ROWS, D]).store(out.to(results.out.dtype))
     fence_async_shared()
-    store_box(results.out, rows_at(tile, first_row, PACKED), staged)
+    store_box(results.out, rows_at(tile, tile.head, first_row, PACKED), staged)
 
 
 @gluon.jit

@@ -1,26 +1,23 @@
 """The Hopper backend's entries: results are allocated, tensors described to the copy engine, kernels launched."""
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl  # pyright: ignore[reportMissingImports]
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
 from ...call import Call
 from ...device import describe_device
 from ...plan import Plan
-from ...remember import remember
 from ..common.arguments import new_results, rows_last, score_units, slopes_stride, window_numbers
-from ..common.launch import current_stream, launch, on_device
+from ..common.launch import launch, on_device
 from ..common.pointers import Described
+from .counters import counter
+from .descriptors import boxes, packed_boxes
 from .forward import forward_kernel
-from .tables import END, ROWS, Launch
+from .gradients import backward
+from .tables import ROWS, Launch
 
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-MOST_COUNTERS = 256
+__all__ = ["backward", "forward"]
+
 SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while others pass
 
 
@@ -111,51 +108,3 @@ def section(call: Call, group: int) -> int:
     k, v = call.tensors.k, call.tensors.v
     of_one = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
     return group * max(1, SECTION_BYTES // of_one)
-
-
-def boxes(x: Tensor, rows: int) -> TensorDescriptor:
-    """`[B, H, S, D]` as the copy engine sees it, in boxes of `rows`: what a box holds past the last row is 0, and is
-    not written.
-    """
-    return descriptor(x, x.shape, x.stride(), (1, 1, rows, x.shape[-1]))
-
-
-def packed_boxes(x: Tensor, rows: int) -> TensorDescriptor:
-    """`[T, H, D]` as the copy engine sees it, so that boxes end with any sequence, not only with the last token.
-
-    Token `first + i` of a sequence that ends before token `stop` has the coordinates `(END, stop, head, END - length +
-    i, 0)`. Addresses are computed modulo 2**64, where `END` times the first stride and `END` times the fourth one are
-    0 together; and the fourth dimension has END entries, so that `i >= length` lies outside. The copy engine knows no
-    tensor without rows: it gets one that nothing reads.
-    """
-    x = x if len(x) > 0 else x.new_zeros((1, *x.shape[1:]))
-    token, head = x.stride()[:2]
-    strides = (2**34 - token, token, head, token, 1)
-    return descriptor(x, (2**31 - 1, 2**31 - 1, x.shape[1], END, x.shape[-1]), strides, (1, 1, 1, rows, x.shape[-1]))
-
-
-def descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> TensorDescriptor:
-    found = object.__new__(TensorDescriptor)  # whose own checks, repeated for each call, take longer than the launch
-    found.__dict__.update(base=x, shape=list(shape), strides=list(strides), block_shape=list(box), padding="zero")
-    found.layout = layout_of(tuple(box), x.dtype)
-    return found
-
-
-@functools.cache
-def layout_of(box: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(box), DTYPES[dtype])
-
-
-counters: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def counter(device: torch.device, packed: bool) -> Tensor:
-    """A zero that a launch counts with. One of dense sequences leaves it at zero: launches on a stream share it.
-    A captured one may run beside others, and has its own.
-    """
-    if packed or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, current_stream())
-    if (known := counters.get(key)) is not None:
-        return known
-    return remember(counters, key, torch.zeros(1, dtype=torch.int32, device=device), MOST_COUNTERS)

@@ -1,4 +1,4 @@
-"""Which key blocks a tile of rows visits and which pairs in them are visible: `[lo, full_lo, full_hi, hi)`.
+"""Which blocks a tile visits and which pairs in them are visible: `[lo, full_lo, full_hi, hi)`.
 
 Blocks of `[full_lo, full_hi)` run without any mask code, blocks outside `[lo, hi)` are not visited. Key `j` is visible
 to row `i` iff `i + shift - left <= j <= i + shift + right`, with `shift = seqlen_k - seqlen_q` in an unsharded call.
@@ -19,7 +19,7 @@ class Window(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Numbers of key blocks."""
+    """Numbers of blocks of keys, or of rows."""
 
     lo: gl.tensor
     full_lo: gl.tensor
@@ -51,14 +51,46 @@ def key_blocks(window, first_row, last_row, shift, seqlen_k, BLOCK_N: gl.constex
 
 
 @gluon.jit
-def visible(window, rows, keys, shift, seqlen_k):
-    """Bool `[M, N]` for rows `[M]` and keys `[N]`, each in its slice of the scores' layout."""
-    i, j = gl.expand_dims(rows, 1), gl.expand_dims(keys, 0)
-    shown = j < seqlen_k
+def row_blocks(window, first_key, last_key, shift, seqlen_q, BLOCK_M: gl.constexpr):
+    """Blocks of rows that see keys of `first_key..last_key`: the inverse of `key_blocks`, but that there may be none. A
+    block that the last row cuts is masked.
+    """
+    lo, full_lo, full_hi, hi = 0, 0, seqlen_q, seqlen_q
     if window.left is not None:
-        shown = shown & (j >= i + (shift - window.left))
+        full_hi = gl.minimum(full_hi, first_key - shift + window.left + 1)
+        hi = gl.minimum(hi, last_key - shift + window.left + 1)
     if window.right is not None:
-        shown = shown & (j <= i + (shift + window.right))
+        lo = gl.maximum(lo, first_key - shift - window.right)
+        full_lo = gl.maximum(full_lo, last_key - shift - window.right)
     if window.top_left is not None:
-        shown = shown & (j <= i + window.top_left)
+        lo = gl.maximum(lo, first_key - window.top_left)
+        full_lo = gl.maximum(full_lo, last_key - window.top_left)
+    first = lo // BLOCK_M
+    last = gl.cdiv(gl.maximum(hi, 0), BLOCK_M)
+    return Blocks(first, gl.cdiv(full_lo, BLOCK_M), gl.maximum(full_hi, 0) // BLOCK_M, gl.maximum(last, first))
+
+
+@gluon.jit
+def blocks_seen(window, last_row, shift, seqlen_k, BLOCK_N: gl.constexpr):
+    """The number of the last block of keys, and 1, to which `row_blocks` gives the block of rows that ends with
+    `last_row`.
+    """
+    keys = seqlen_k
+    if window.right is not None:
+        keys = gl.minimum(keys, last_row + shift + window.right + 1)
+    if window.top_left is not None:
+        keys = gl.minimum(keys, last_row + window.top_left + 1)
+    return gl.cdiv(gl.maximum(keys, 0), BLOCK_N)
+
+
+@gluon.jit
+def visible(window, rows, keys, shift, seqlen_k):
+    """Bool `[M, N]` for rows `[M, 1]` and keys `[1, N]`, or transposed."""
+    shown = keys < seqlen_k
+    if window.left is not None:
+        shown = shown & (keys >= rows + (shift - window.left))
+    if window.right is not None:
+        shown = shown & (keys <= rows + (shift + window.right))
+    if window.top_left is not None:
+        shown = shown & (keys <= rows + window.top_left)
     return shown

@@ -58,3 +58,30 @@ def release(ring, n, STAGES: gl.constexpr):
 def rows_of(ring, n, STAGES: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """The n-th box as a matrix in shared memory `[ROWS, WIDTH]`."""
     return ring.data.index(n % STAGES).reshape([ROWS, WIDTH])
+
+
+@gluon.jit
+def both_warpgroups():
+    """Waits until two warpgroups are here. Triton numbers its own barriers from below."""
+    gl.inline_asm_elementwise(
+        "bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def results_landed():
+    """Waits until what this warpgroup gave to the copy engine has arrived in memory, not only left."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.program_id(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def afresh(n):
+    """`n`, of which the compiler knows nothing: what follows from it is not computed ahead of a loop and kept."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)

@@ -101,13 +101,13 @@ def schedule_dense(queue, work, sequences, window, BLOCK_M: gl.constexpr, BLOCK_
         tile = Tile(
             b, head, head // work.group, any_head, first_row, blocks.lo, blocks.hi, sequences.q, sequences.k, 0, 0
         )  # fmt: skip
-        put_tile(queue, put, tile)
+        put_fields(queue, put, tile)
         mbarrier.wait(queue.wanted.index(0), put & 1)
         put += 1
         n = next_number(work)
         if n == gl.num_programs(0) + work.count - 1:  # the last to ask
             gl.store(work.counter, 0)
-    put_tile(queue, put, without_rows(-1))
+    put_fields(queue, put, without_rows(-1))
 
 
 @gluon.jit
@@ -136,17 +136,17 @@ def schedule_packed(queue, work, sequences, window, BLOCK_M: gl.constexpr, BLOCK
             tile = Tile(
                 b, head, head // work.group, head, first_row, blocks.lo, blocks.hi, seqlen_q, seqlen_k, token_q, token_k
             )  # fmt: skip
-            put_tile(queue, put, tile)
+            put_fields(queue, put, tile)
             mbarrier.wait(queue.wanted.index(0), put & 1)
             put += 1
             n = next_number(work)
         else:
             n = work.count
     if put == 0:  # the others count on one tile: this one has no rows
-        put_tile(queue, put, without_rows(sequences.batch))
+        put_fields(queue, put, without_rows(sequences.batch))
         mbarrier.wait(queue.wanted.index(0), 0)
         put += 1
-    put_tile(queue, put, without_rows(-1))
+    put_fields(queue, put, without_rows(-1))
 
 
 @gluon.jit
@@ -189,8 +189,8 @@ def next_number(work):
 
 
 @gluon.jit
-def put_tile(queue, n, tile):
-    """The n-th tile of the program."""
+def put_fields(queue, n, tile):
+    """The n-th tile of the program, whatever its FIELDS mean."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = n % SLOTS
     mbarrier.wait(queue.empty.index(slot), (n // SLOTS & 1) ^ 1)
@@ -207,11 +207,22 @@ def want_tile(queue, pred):
 
 @gluon.jit
 def take_tile(queue, n):
+    found = taken(queue, n)
+    tile = Tile(
+        found[0], found[1], found[2], found[3], found[4], found[5], found[6], found[7], found[8], found[9], found[10]
+    )  # fmt: skip
+    mbarrier.arrive(queue.empty.index(n % SLOTS), count=1)
+    return tile
+
+
+@gluon.jit
+def taken(queue, n):
+    """The n-th tile's fields, of which the queue's slot is still to be let go."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = n % SLOTS
     mbarrier.wait(queue.full.index(slot), n // SLOTS & 1)
     first = slot * FIELDS
-    tile = Tile(
+    return (
         gl.max(queue.data.index(first).load(one), 0),
         gl.max(queue.data.index(first + 1).load(one), 0),
         gl.max(queue.data.index(first + 2).load(one), 0),
@@ -224,5 +235,3 @@ def take_tile(queue, n):
         gl.max(queue.data.index(first + 9).load(one), 0),
         gl.max(queue.data.index(first + 10).load(one), 0),
     )
-    mbarrier.arrive(queue.empty.index(slot), count=1)
-    return tile

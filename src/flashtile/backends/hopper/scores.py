@@ -1,8 +1,10 @@
-"""What a score becomes, one line for each feature; their gradients will stand beside them.
+"""What a score becomes, one forward line for each feature and, beside it, its gradient.
 
 s = scale * <q, k>                      s is formed by the caller's matrix product
-s = softcap * tanh(s / softcap)
+s = softcap * tanh(s / softcap)         ds *= 1 - tanh(s / softcap) ** 2
 s = s - slope * |i + Sk - Sq - j|
+
+Rows are `[M, 1]` and keys `[1, N]`, or rows `[1, M]` and keys `[N, 1]`: every line serves both orientations.
 """
 
 from typing import NamedTuple
@@ -22,18 +24,31 @@ class Features(NamedTuple):
     shift: gl.tensor  # seqlen_k - seqlen_q, in an unsharded call
 
 
+class Score(NamedTuple):
+    t: gl.tensor  # the score in the softmax's units
+    tanh: gl.tensor  # of the capped score, for its derivative; without a softcap, the score
+
+
 @gluon.jit
 def forward(product, features, rows, keys):
-    """The final score of `product = <q, k>`, not yet masked, for rows `[M]` and keys `[N]`."""
-    t = product
+    """The final score of `product = <q, k>`, not yet masked."""
+    t, tanh = product, product
     if features.multiplier is not None:
         t = t * features.multiplier
     if features.softcap is not None:
-        t = features.softcap * hyperbolic_tangent(t / features.softcap)
+        tanh = hyperbolic_tangent(t / features.softcap)
+        t = features.softcap * tanh
     if features.slope is not None:
-        i, j = gl.expand_dims(rows + features.shift, 1), gl.expand_dims(keys, 0)
-        t -= features.slope * gl.abs(i.to(gl.float32) - j.to(gl.float32))
-    return t
+        t -= features.slope * gl.abs((rows + features.shift).to(gl.float32) - keys.to(gl.float32))
+    return Score(t, tanh)
+
+
+@gluon.jit
+def derivative(p, score, features):
+    """`p` times the derivative of the final score by `scale * <q, k>`."""
+    if features.softcap is not None:
+        p = p * (1 - score.tanh * score.tanh)
+    return p
 
 
 @gluon.jit

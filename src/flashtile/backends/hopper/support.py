@@ -12,7 +12,7 @@ from ..common.installed import triton_version
 if TYPE_CHECKING:
     from .tables import Tile
 
-SUMMARY = "Gluon kernels for Hopper GPUs: the fastest forward pass at head dimensions 64 and 128"
+SUMMARY = "Gluon kernels for Hopper GPUs: the fastest at head dimensions 64 and 128"
 ARCHITECTURE = "sm_90"
 HEAD_DIMS = (64, 128)
 COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
@@ -68,7 +68,12 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 
 def declines_backward(problem: Problem, device: Device) -> str | None:
-    return "its backward pass is not there yet"
+    """Why its backward pass does not take a problem that its forward pass does."""
+    if problem.layout == "varlen":
+        return "its backward pass does not take packed sequences"
+    if problem.alibi:
+        return "its backward pass does not take ALiBi slopes"
+    return None
 
 
 def yields(problem: Problem, device: Device) -> str | None:
@@ -78,8 +83,6 @@ def yields(problem: Problem, device: Device) -> str | None:
         return (
             f"its kernels have run with Triton {in_words(VERIFIED)} only, not {in_words(version)}; ask for it by name"
         )
-    if problem.layout == "varlen":
-        return "its packed sequences are not verified yet; ask for it by name"
     if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= DECODING_ROWS:
         return "a few rows are decoded faster with the keys split among programs"
     return None

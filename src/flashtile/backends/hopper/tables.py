@@ -8,6 +8,7 @@ from ...problem import Problem
 from ..common.installed import triton_version
 
 ROWS = 64  # of one warpgroup
+COLUMNS = 64  # of dq, that one warpgroup computes
 END = 2**30  # of the dimension in which packed rows are described to the copy engine
 MANY_KEYS = 3072  # of a row, from which on wide tiles pay
 
@@ -32,22 +33,48 @@ class Launch:
     def __str__(self) -> str:
         return f"{self.block_m} x {self.block_n} ({self.consumers} warpgroups, {self.stages} stages)"
 
+    @property
+    def cache_key(self) -> str:
+        """By which Triton tells compiled kernels apart; without it, by the words above."""
+        return repr(self)
+
+
+@dataclass(frozen=True)
+class BackwardLaunch:
+    """The backward kernel's tile: 128 keys, `block_m` query rows at a time in `stages`."""
+
+    width: int
+    block_m: int
+    stages: int
+    consumer_registers: int
+    copy_registers: int
+    block_n: int = 2 * ROWS
+
+    def __str__(self) -> str:
+        return f"{self.block_n} keys x {self.block_m} rows (2 warpgroups, {self.stages} stages)"
+
+    @property
+    def cache_key(self) -> str:
+        """As that of `Launch`."""
+        return repr(self)
+
 
 class Tile(NamedTuple):
     forward: Launch
+    backward: BackwardLaunch
 
 
 NARROW = {64: Launch(64, 128, 2, 3, 240, 24), 128: Launch(128, 128, 2, 2, 240, 24)}
 WIDE = Launch(64, 128, 3, 2, 160, 32)  # reads keys less often, and wastes more at the diagonal
+BACKWARD = {64: BackwardLaunch(64, 128, 2, 240, 24), 128: BackwardLaunch(128, 64, 2, 240, 24)}
 WITHOUT_SPILLS = (3, 6)  # newer versions of Triton keep more in registers than WIDE has
 
 
 def tile(problem: Problem, device: Device) -> Tile:
     features = problem.softcap or problem.alibi  # take more registers than three warpgroups have
     fits = triton_version() == WITHOUT_SPILLS and not features
-    if problem.head_dim == WIDE.width and keys_of_a_row(problem) >= MANY_KEYS and fits:
-        return Tile(WIDE)
-    return Tile(NARROW[problem.head_dim])
+    wide = problem.head_dim == WIDE.width and keys_of_a_row(problem) >= MANY_KEYS and fits
+    return Tile(WIDE if wide else NARROW[problem.head_dim], BACKWARD[problem.head_dim])
 
 
 def keys_of_a_row(problem: Problem) -> int:

@@ -3,12 +3,18 @@
 import inspect
 from typing import Any
 
+import triton
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Of all kernels, beside descriptors.
-TENSORS = {"lse", "slopes", "sinks", "counter", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"}
+TENSORS = {
+    "lse", "slopes", "sinks", "counter", "turns", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
+    "out", "dout", "dlse", "start", "delta", "sums", "dq",
+}  # fmt: skip
 
 # Of the threads of one partition.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -16,6 +22,16 @@ thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barr
 # By the copy engine.
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+@_core.builtin
+def _add_box(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+    """What `tma.async_atomic_add` is, in versions that have the instruction and no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+add_box = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _add_box
 
 
 def is_tensor(name: str) -> bool:
@@ -26,6 +42,14 @@ def kernel(function: Any) -> Any:
     """`gluon.jit` whose numbers are plain numbers: a new length or stride never compiles a new kernel. What is `None`
     is compiled away.
     """
+    return gluon.jit(function, do_not_specialize=numbers_of(function))
+
+
+def triton_kernel(function: Any) -> Any:
+    """The same in Triton's own language."""
+    return triton.jit(function, do_not_specialize=numbers_of(function))
+
+
+def numbers_of(function: Any) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
-    numbers = [p.name for p in parameters if p.annotation is not gl.constexpr and not is_tensor(p.name)]
-    return gluon.jit(function, do_not_specialize=numbers)
+    return [p.name for p in parameters if p.annotation is not gl.constexpr and not is_tensor(p.name)]

@@ -12,6 +12,7 @@ from ...call import Call, Gradients, Needs, memory_of, new_rows
 from ...plan import Plan
 from ...problem import power_of_two
 from ..common.arguments import new_results, rows_last
+from ..common.gradients import sink_gradient, sum_to_heads
 from ..common.launch import launch, on_device
 from . import arguments as args
 from .append import append_kernel
@@ -242,14 +243,6 @@ class BackwardPass:
         return dbias.sum(dim=0)
 
 
-def sink_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
-    """`dsink = -sum of p_sink * delta` over rows, `[H]`."""
-    assert call.tensors.sinks is not None
-    sinks = call.tensors.sinks.float()[:, None]  # [H, 1]
-    p_sink = torch.where(lse == -torch.inf, 0, torch.exp(sinks - lse))  # [(B,) H, S]
-    return -sum_to_heads(p_sink * delta)
-
-
 def slope_gradient(call: Call, rows: Tensor) -> Tensor:
     """`[H]` or `[B, H]`, from what each row gives, shaped as lse."""
     slopes, cu_seqlens = call.tensors.alibi_slopes, call.tensors.cu_seqlens_q
@@ -262,11 +255,6 @@ def slope_gradient(call: Call, rows: Tensor) -> Tensor:
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)  # [T]; B for tokens of none
     total = rows.new_zeros((slopes.shape[0] + 1, slopes.shape[1]))
     return total.index_put_((sequence,), rows.t(), accumulate=True)[:-1]  # sorted, hence deterministic
-
-
-def sum_to_heads(rows: Tensor) -> Tensor:
-    """`[B, H, S]` or `[H, T]` to `[H]`."""
-    return rows.sum(dim=(0, 2) if rows.dim() == 3 else 1)
 
 
 def new_key_rows(call: Call, x: Tensor) -> Tensor:

@@ -1,0 +1,107 @@
+"""The warp that copies for the backward pass: a block of keys, then all rows that see it."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .backward_schedule import take_keys
+from .backward_sums import HALVES
+from .copying import NOTICE, ROWS, keys_at, rows_at
+from .pipeline import Ring, barriers, fill
+from .schedule import want_tile
+from .versions import load_box
+
+
+class RowRing(NamedTuple):
+    """Blocks of rows on their way to the warpgroups that compute. q comes with one number of each row, dout with the
+    other; one barrier lets go of all four.
+    """
+
+    q: gl.shared_memory_descriptor  # [STAGES, *box]
+    dout: gl.shared_memory_descriptor  # [STAGES, *box]
+    start: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32: what makes log-probabilities of scores
+    delta: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32, negated
+    q_full: gl.shared_memory_descriptor  # [STAGES, 1] barriers
+    dout_full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Sources(NamedTuple):
+    """Descriptors of what is copied."""
+
+    q: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
+    dout: gl.tensor
+    start: gl.tensor
+    delta: gl.tensor
+
+
+class BackwardInputs(NamedTuple):
+    rows: RowRing
+    k: Ring  # HALVES slots
+    v: Ring
+
+
+@gluon.jit
+def new_rows(q_desc, numbers_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+    q = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
+    dout = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
+    start = gl.allocate_shared_memory(gl.float32, [STAGES] + numbers_desc.block_type.shape, numbers_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES] + numbers_desc.block_type.shape, numbers_desc.layout)
+    full = barriers(STAGES, 1)
+    return RowRing(q, dout, start, delta, full, barriers(STAGES, 1), barriers(STAGES, READERS))
+
+
+@gluon.jit
+def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr, PACKED: gl.constexpr):
+    """The warp that copies."""
+    BLOCK_M: gl.constexpr = TILE.block_m
+    STAGES: gl.constexpr = TILE.stages
+    rows = inputs.rows
+    tile_count = 0
+    count = 0  # of blocks of rows
+    tile = take_keys(queue, 0)
+    while tile.b >= 0:
+        steps = group * (tile.hi - tile.lo)
+        want_tile(queue, steps < NOTICE)
+        if steps == 0:
+            copy_keys(inputs.k, sources.k, tile, tile_count, PACKED)
+            copy_keys(inputs.v, sources.v, tile, tile_count, PACKED)
+        head = tile.head_k * group
+        first = tile.sums_row // BLOCK_M
+        m = tile.lo
+        left = steps
+        while left > 0:
+            want_tile(queue, left == NOTICE)
+            slot, phase = count % STAGES, (count // STAGES) & 1
+            at = rows_at(tile, head, m * BLOCK_M, PACKED)
+            mbarrier.wait(rows.empty.index(slot), phase ^ 1)
+            mbarrier.expect(rows.q_full.index(slot), sources.q.block_type.nbytes + BLOCK_M * 4)
+            load_box(sources.q, at, rows.q_full.index(slot), rows.q.index(slot))
+            load_box(sources.start, (first + m, 0), rows.q_full.index(slot), rows.start.index(slot))
+            if left == steps:
+                copy_keys(inputs.k, sources.k, tile, tile_count, PACKED)
+            mbarrier.expect(rows.dout_full.index(slot), sources.q.block_type.nbytes + BLOCK_M * 4)
+            load_box(sources.dout, at, rows.dout_full.index(slot), rows.dout.index(slot))
+            load_box(sources.delta, (first + m, 0), rows.dout_full.index(slot), rows.delta.index(slot))
+            if left == steps:
+                copy_keys(inputs.v, sources.v, tile, tile_count, PACKED)
+            count += 1
+            left -= 1
+            m += 1
+            if m == tile.hi:
+                m = tile.lo
+                head += 1
+                first += padded_rows // BLOCK_M
+        tile_count += 1
+        tile = take_keys(queue, tile_count)
+
+
+@gluon.jit
+def copy_keys(ring, desc, tile, tile_count, PACKED: gl.constexpr):
+    for half in gl.static_range(HALVES):
+        at = keys_at(tile, tile.first_key + half * ROWS, PACKED)
+        fill(ring, desc, at, tile_count * HALVES + half, HALVES)

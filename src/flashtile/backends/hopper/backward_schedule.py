@@ -1,0 +1,89 @@
+"""Which block of keys a program of the backward pass computes next.
+
+Blocks are counted through the heads of a section first, from the last keys of each to the first. A program waits for no
+work but such that has been taken before its own (`backward_sums`), so that waiting never goes in a circle.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .masking import row_blocks
+from .schedule import SLOTS, next_number, put_fields, taken
+
+
+class KeyWork(NamedTuple):
+    """The blocks of keys of one launch."""
+
+    count: gl.tensor
+    blocks: gl.tensor  # of keys, for each head
+    all_heads: gl.tensor  # of keys, of all sequences
+    section: gl.tensor  # heads that are worked on together
+    counter: gl.tensor  # pointer to a zero, which a launch leaves as it was
+    num_heads_k: gl.tensor
+    group: gl.tensor  # of query heads that share a key head
+    padded_rows: gl.tensor  # for each query head in the buffer of sums
+    diagonal: gl.tensor  # what is added to seqlen_k - seqlen_q
+
+
+class KeyTile(NamedTuple):
+    """A block of keys of one head, and the blocks of rows `lo <= m < hi` that see it."""
+
+    b: gl.tensor  # -1: there is none left
+    head_k: gl.tensor
+    first_key: gl.tensor
+    lo: gl.tensor
+    hi: gl.tensor
+    sums_row: gl.tensor  # row 0 of the group's first head, in what has padded rows
+    shift: gl.tensor  # aligns rows with keys: the diagonal is `key = row + shift`
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    token_q: gl.tensor  # of row 0; 0 where sequences are not packed
+    token_k: gl.tensor
+
+
+@gluon.jit
+def schedule_keys(queue, work, sequences, window, TILE: gl.constexpr):
+    """The warp that schedules."""
+    BLOCK_M: gl.constexpr = TILE.block_m
+    BLOCK_N: gl.constexpr = TILE.block_n
+    n = gl.program_id(0)
+    put = 0
+    shift = sequences.k - sequences.q + work.diagonal
+    while n < work.count:
+        any_head, block = place_of(work, n)
+        b, head = any_head // work.num_heads_k, any_head % work.num_heads_k
+        first_key = block * BLOCK_N
+        last_key = gl.minimum(first_key + BLOCK_N, sequences.k) - 1
+        rows = row_blocks(window, first_key, last_key, shift, sequences.q, BLOCK_M)
+        sums_row = any_head * work.group * work.padded_rows
+        tile = KeyTile(b, head, first_key, rows.lo, rows.hi, sums_row, shift, sequences.q, sequences.k, 0, 0)
+        put_fields(queue, put, tile)
+        mbarrier.wait(queue.wanted.index(0), put & 1)
+        put += 1
+        n = next_number(work)
+        if n == gl.num_programs(0) + work.count - 1:  # the last to ask
+            gl.store(work.counter, 0)
+    put_fields(queue, put, KeyTile(-1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0))
+
+
+@gluon.jit
+def place_of(work, n):
+    """Head, counted through all sequences, and block."""
+    size = work.section * work.blocks
+    first = n // size * work.section
+    heads = gl.minimum(work.section, work.all_heads - first)
+    rest = n % size
+    return first + rest % heads, work.blocks - 1 - rest // heads
+
+
+@gluon.jit
+def take_keys(queue, n):
+    found = taken(queue, n)
+    tile = KeyTile(
+        found[0], found[1], found[2], found[3], found[4], found[5], found[6], found[7], found[8], found[9], found[10]
+    )  # fmt: skip
+    mbarrier.arrive(queue.empty.index(n % SLOTS), count=1)
+    return tile

@@ -1,0 +1,71 @@
+"""How tensors are described to the copy engine (TMA)."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl  # pyright: ignore[reportMissingImports]
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright: ignore[reportMissingImports]
+
+from ...problem import alignment
+from ..common.arguments import rows_last
+from .support import COPY_ALIGNMENT
+from .tables import COLUMNS, END
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+def boxes(x: Tensor, rows: int) -> TensorDescriptor:
+    """`[B, H, S, D]` as the copy engine sees it, in boxes of `rows`: what a box holds past the last row is 0, and is
+    not written. Nothing is read at the stride of a single entry, which need not be aligned.
+    """
+    strides = [stride if n > 1 else COPY_ALIGNMENT for n, stride in zip(x.shape, x.stride(), strict=True)]
+    return descriptor(x, x.shape, [*strides[:-1], 1], (1, 1, rows, x.shape[-1]))
+
+
+def sums(x: Tensor, rows: int) -> TensorDescriptor:
+    """The sums of dq `[rows of all heads, D]`."""
+    return descriptor(x, x.shape, x.stride(), (rows, COLUMNS))
+
+
+def packed_boxes(x: Tensor, rows: int) -> TensorDescriptor:
+    """`[T, H, D]` as the copy engine sees it, so that boxes end with any sequence, not only with the last token.
+
+    Token `first + i` of a sequence that ends before token `stop` has the coordinates `(END, stop, head, END - length +
+    i, 0)`. Addresses are computed modulo 2**64, where `END` times the first stride and `END` times the fourth one are
+    0 together; and the fourth dimension has END entries, so that `i >= length` lies outside. The copy engine knows no
+    tensor without rows: it gets one that nothing reads.
+    """
+    x = x if len(x) > 0 else x.new_zeros((1, *x.shape[1:]))
+    token, head = x.stride()[:2]
+    strides = (2**34 - token, token, head, token, 1)
+    return descriptor(x, (2**31 - 1, 2**31 - 1, x.shape[1], END, x.shape[-1]), strides, (1, 1, 1, rows, x.shape[-1]))
+
+
+def numbers_of_rows(x: Tensor, rows: int) -> TensorDescriptor:
+    """One fp32 number for each row, in boxes of `rows`: contiguous, and `rows` of them divide what a head has."""
+    x = x.view(-1, rows)
+    found = descriptor(x, x.shape, x.stride(), (1, rows))
+    found.layout = PLAIN
+    return found
+
+
+def descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> TensorDescriptor:
+    found = object.__new__(TensorDescriptor)  # whose own checks, repeated for each call, take longer than the launch
+    found.__dict__.update(base=x, shape=list(shape), strides=list(strides), block_shape=list(box), padding="zero")
+    found.layout = layout_of(tuple(box), x.dtype)
+    return found
+
+
+@functools.cache
+def layout_of(box: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(box), DTYPES[dtype])
+
+
+def copyable(x: Tensor) -> Tensor:
+    """The tensor with contiguous features and rows on 16 bytes, which costs a copy if they were not."""
+    x = rows_last(x)
+    return x if alignment(x) >= COPY_ALIGNMENT else x.contiguous().clone() if x.is_contiguous() else x.contiguous()

@@ -1,0 +1,69 @@
+"""What the backward pass needs of each row before its kernel runs, and what becomes of the sums that it leaves.
+
+In Triton. Each sequence begins with a block of rows here, so that no block holds rows of two: those past its last one
+are padding.
+"""
+
+import triton
+import triton.language as tl
+
+from .versions import triton_kernel
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def wide(stride, ALIGN: tl.constexpr):
+    """A stride in elements, from units of ALIGN elements: offsets are 64-bit, and the compiler sees their alignment."""
+    return stride.to(tl.int64) * ALIGN
+
+
+@triton_kernel
+def prepare_kernel(
+    out, dout, lse, dlse, start, delta,
+    stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
+    stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m,
+    num_tiles, num_heads, seqlen_q, WIDTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """`start = -lse`, a base-2 logarithm, and `-delta = dlse - sum(dout * out)`. Padding and rows that saw nothing get
+    -inf, so that their probabilities come out as 0, and 0.
+    """
+    tile, any_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
+    b, head = (any_head // num_heads).to(tl.int64), any_head % num_heads
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = row < seqlen_q
+    feature = tl.arange(0, WIDTH)[None, :]
+    x = out + b * wide(stride_out_b, ALIGN) + head * wide(stride_out_h, ALIGN)
+    dx = dout + b * wide(stride_dout_b, ALIGN) + head * wide(stride_dout_h, ALIGN)
+    out_i = tl.load(x + row[:, None] * wide(stride_out_m, ALIGN) + feature, mask=exists[:, None], other=0.0)
+    dout_i = tl.load(dx + row[:, None] * wide(stride_dout_m, ALIGN) + feature, mask=exists[:, None], other=0.0)
+    negative = -tl.sum(out_i.to(tl.float32) * dout_i.to(tl.float32), 1)
+    lse_i = tl.load(lse + b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + row, mask=exists, other=-INFINITY)
+    if dlse is not None:
+        given = dlse + b * wide(stride_dlse_b, 1) + head * wide(stride_dlse_h, 1) + row * wide(stride_dlse_m, 1)
+        negative += tl.load(given, mask=exists, other=0.0).to(tl.float32)
+    empty = lse_i == -INFINITY
+    at = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(start + at, tl.where(empty, -INFINITY, -LOG2E * lse_i))
+    tl.store(delta + at, tl.where(empty, 0.0, negative))
+
+
+@triton_kernel
+def finish_kernel(
+    sums, turns, dq, stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, scale,
+    WIDTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dq from its sums. Nothing has been written for a block of rows whose counter of turns is 0: it sees no key."""
+    tile, any_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
+    b, head = (any_head // num_heads).to(tl.int64), any_head % num_heads
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    feature = tl.arange(0, WIDTH)[None, :]
+    at = tl.program_id(0).to(tl.int64) * (BLOCK_M * WIDTH) + tl.arange(0, BLOCK_M)[:, None] * WIDTH + feature
+    exists = (row < seqlen_q)[:, None]
+    written = exists & (tl.load(turns + tl.program_id(0)) > 0)
+    total = tl.load(sums + at, mask=written, other=0.0)
+    x = dq + b * wide(stride_dq_b, ALIGN) + head * wide(stride_dq_h, ALIGN)
+    tl.store(
+        x + row[:, None] * wide(stride_dq_m, ALIGN) + feature, (total * scale).to(dq.dtype.element_ty), mask=exists
+    )
