@@ -26,9 +26,23 @@ def microseconds(run: Callable[[], Any]) -> float:
     return round(seconds / CALLS * 1e6, 1)
 
 
-def main() -> None:
+def dense(seqlen: int) -> None:
+    """`[1, 8, seqlen, 64]`: up to 64 rows are decoded by Triton's kernels, 128 are Hopper's on a Hopper GPU."""
+    q, k, v, dout = (torch.randn(1, 8, seqlen, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    attends = {"attention": flashtile.attention, "scaled_dot_product_attention": scaled_dot_product_attention}
+    for name, attend in attends.items():
+        with torch.no_grad():
+            print(f"{name}, {seqlen} rows", microseconds(lambda: attend(q, k, v)))  # noqa: B023
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for name, attend in attends.items():
+        out = attend(*leaves)
+        print(f"{name}, {seqlen} rows, with gradients", microseconds(lambda: attend(*leaves)))  # noqa: B023
+        backward = microseconds(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))  # noqa: B023
+        print(f"{name}, {seqlen} rows, backward", backward)
+
+
+def decoding() -> None:
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    q, k, v, dout = (torch.randn(1, 8, 64, 64, **options) for _ in range(4))
     cache, new = torch.randn(4, 8, 512, 64, **options), torch.randn(4, 8, 1, 64, **options)
     lengths = torch.full((4,), 100, dtype=torch.int32, device="cuda")
 
@@ -36,19 +50,14 @@ def main() -> None:
         return flashtile.attention_with_kvcache(new, cache, cache, cache_seqlens=lengths, **appended)
 
     with torch.no_grad():
-        print("attention", microseconds(lambda: flashtile.attention(q, k, v)))
-        print("scaled_dot_product_attention", microseconds(lambda: scaled_dot_product_attention(q, k, v)))
         print("attention_with_kvcache", microseconds(step))
         print("attention_with_kvcache, appending", microseconds(lambda: step(k=new, v=new)))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    for name, attend in (
-        ("attention", flashtile.attention),
-        ("scaled_dot_product_attention", scaled_dot_product_attention),
-    ):
-        out = attend(*leaves)
-        print(f"{name}, with gradients", microseconds(lambda: attend(*leaves)))  # noqa: B023
-        backward = microseconds(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))  # noqa: B023
-        print(f"{name}, backward", backward)
+
+
+def main() -> None:
+    for seqlen in (64, 128):
+        dense(seqlen)
+    decoding()
 
 
 if __name__ == "__main__":

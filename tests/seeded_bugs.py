@@ -196,7 +196,7 @@ BUGS = (
     # KV cache
     Bug("keys appended one slot late", "cache", "+ tokens.place  # [T]", "+ tokens.place + 1  # [T]"),
     Bug("appended keys not seen", "cache", "total = total + appended(cache, features)", "total = total"),
-    Bug("cache_batch_idx ignored", "cache", "if rows is None:", "if True:"),
+    Bug("cache_batch_idx ignored", "cache", "if rows is None else", "if True else"),
     Bug("leftpad ignored", "cache", "leftpad_k=cache.leftpad_k", "leftpad_k=None"),
     Bug(
         "values in another order",

@@ -59,6 +59,16 @@ def test_stack() -> None:
 
 
 @pytest.mark.usefixtures("small")
+def test_stack_has_the_first_triton_kernel_where_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; here step 6 stands for the kernel."""
+    monkeypatch.setattr(ladder_stack, "STACK_LENGTHS", (8, 64))
+    monkeypatch.setattr(ladder_stack, "triton_compiles", lambda device: True)
+    monkeypatch.setattr(ladder_stack.step08_triton_lite, "attention", ladder_stack.step06_flash2.attention)
+    rows = run_json("--table", "stack")["tables"]["stack"]["rows"]
+    assert [row["n"] for row in rows if row["step"] == ladder_stack.LITE] == [64]
+
+
+@pytest.mark.usefixtures("small")
 def test_stack_finds_a_step_that_is_wrong() -> None:
     """The errors come from the runs that are timed."""
     right = ladder_stack.step06_flash2.attention

@@ -13,6 +13,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
+from flashtile.errors import ArgumentError
 from flashtile.ops import OPERATORS, unobserved
 
 Q, K, V = (torch.randn(1, 2, 8, 16) for _ in range(3))
@@ -110,3 +111,22 @@ def test_a_wrapper_that_outlived_its_transform() -> None:
     kept: list[Tensor] = []
     torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(Q)
     assert torch.equal(flashtile.attention(kept[0].detach(), K, V), flashtile.attention(Q, K, V))
+
+
+def test_a_call_that_autocast_made_right_is_wrong_without_it() -> None:
+    q, k, v = (torch.randn(1, 2, 1, 16) for _ in range(3))
+    caches = torch.zeros(2, 1, 2, 16, 16, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        flashtile.attention_with_kvcache(q, *caches, cache_seqlens=LENGTHS, k=k, v=v)
+    with pytest.raises(ArgumentError, match="dtype of q"):
+        flashtile.attention_with_kvcache(q.bfloat16(), *caches, cache_seqlens=LENGTHS, k=k, v=v)
+
+
+def test_right_arguments_of_one_function_are_not_those_of_another() -> None:
+    flashtile.attention(Q, K, V)
+    with pytest.raises(ArgumentError, match="cu_seqlens_q"):
+        flashtile.attention_varlen(Q, K, V, None, None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="causal"):
+        flashtile.attention(Q, K, V, causal=0)  # type: ignore[arg-type]  # equal to False
+    with pytest.raises(ArgumentError, match="window"):
+        flashtile.attention(Q, K, V, window=(1.0, 2))  # type: ignore[arg-type]

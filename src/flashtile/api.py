@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from .autograd import attend
-from .cache import CACHE_REQUIRED, CacheTensors
+from .cache import CacheTensors
 from .cache_ops import attend_with_cache
-from .normalize import Causal, ScoreModArgument, WindowArgument, flag, normalize, require_tensors, same_place
+from .normalize import Causal, ScoreModArgument, WindowArgument, flag, normalize
 
 
 def attention(
@@ -231,9 +231,6 @@ def attention_with_kvcache(
         k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, k, v, rotary_cos, rotary_sin
     )
     interleaved = flag("attention_with_kvcache", "rotary_interleaved", rotary_interleaved, "True or False")
-    cached = cache._asdict()
-    require_tensors("attention_with_kvcache", cached, CACHE_REQUIRED)
-    same_place("attention_with_kvcache", k_cache, cached)
     tensors = {"q": q, "k": k_cache, "v": v_cache, "mask": mask, "bias": bias}
     tensors |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q}
     call = normalize(
@@ -249,6 +246,7 @@ def attention_with_kvcache(
         deterministic=deterministic,
         backend=backend,
         num_splits=num_splits,
+        cache=cache,
     )
     out, lse = attend_with_cache(call, cache, interleaved)
     return (out, lse) if return_lse else out

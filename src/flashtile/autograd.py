@@ -35,7 +35,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         flat = call.tensors.flat()
         # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper.
         if maybe_current_level() is not None or any(x.requires_grad for x in flat if x is not None):
-            return applied(Attention, layout, call.settings, *flat)  # type: ignore[return-value]
+            return applied(Attention, layout, call, *flat)  # type: ignore[return-value]
     return operators.attend(call)
 
 
@@ -68,18 +68,18 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 class Attention(torch.autograd.Function):
-    """Autograd of both layouts; `flat` is `Tensors.flat()`."""
+    """Autograd of both layouts; `flat` is `call.tensors.flat()`, wrapped by whatever transform looks on."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(layout: str, settings: Settings, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
-        return OPERATORS[layout].attend(Call(Tensors.from_flat(flat), settings))
+    def forward(layout: str, call: Call, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
+        return OPERATORS[layout].attend(call if call.unobserved else Call(Tensors.from_flat(flat), call.settings))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        layout, settings, *flat = inputs
-        ctx.layout, ctx.settings = layout, settings
+        layout, call, *flat = inputs
+        ctx.layout, ctx.settings = layout, call.settings
         ctx.save_for_backward(*output, *flat)
         ctx.set_materialize_grads(False)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import device
-from .call import MOST_SIGNATURES, Call, Settings, Tensors, new_rows, signature
+from .call import MOST_SIGNATURES, Call, Settings, Tensors, new_rows
 from .check import INDEX_DTYPES, pages
 from .errors import ArgumentError
 from .problem import accumulation_dtype
@@ -50,12 +50,13 @@ class NewTokens(NamedTuple):
     exists: Tensor  # bool [T]
 
 
-def paged_call(cache: CacheTensors, features: Tensors, settings: Settings) -> Call:
+def paged_call(given: Call, cache: CacheTensors) -> Call:
     """The attention over what the caches hold once the new tokens are appended; appends nothing yet.
 
-    `features` has q, `cu_seqlens_q` and the tensors that modify scores; its k and v are placeholders.
+    `given` has q, `cu_seqlens_q` and the tensors that modify scores; its k and v are placeholders, and its signature is
+    that of the cache too.
     """
-    number = signature(("paged", settings), features.q, *features[3:-1], *features[-1], *cache)
+    features, settings, number = given.tensors, given.settings, given.signature()
     known = _CHECKED.get(number)
     if known is None:
         check_cache(cache, features)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.library import register_fake, register_vmap
 
 from .cache import CacheTensors, append_and_rotate, paged_call
-from .call import Call, Settings, Tensors, lse_shape, new_rows
+from .call import Call, Settings, Tensors, lse_shape, new_rows, signature
 from .errors import AttentionError
-from .observed import in_forward_mode, unobserved
+from .observed import in_forward_mode
 from .ops import LIBRARY, inside_operator
 from .plan import plan_call
 from .problem import accumulation_dtype
@@ -57,8 +57,8 @@ def attend_with_cache(call: Call, cache: CacheTensors, interleaved: bool) -> tup
     if cache.k is not None and torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
         cache = cache._replace(k=k, v=v)
-    if call.unobserved and unobserved(*cache):
-        return attend(call.tensors, call.settings, cache, interleaved)
+    if call.unobserved:
+        return attend(call, cache, interleaved)
     operator = torch.ops.flashtile.attention_with_kvcache.default
     return operator(*arguments(q, cache, call.tensors, call.settings, interleaved))
 
@@ -89,16 +89,18 @@ def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     named = dict(zip(FEATURES, rest, strict=False))
     modifiers, interleaved, *scalars = rest[len(FEATURES) :]
     features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
-    return attend(features, Settings(**dict(zip(SETTINGS, scalars, strict=True))), cache, interleaved)
+    settings = Settings(**dict(zip(SETTINGS, scalars, strict=True)))
+    number = signature(("operator", settings), q, *features[3:-1], *modifiers, *cache)
+    return attend(Call(features, settings, number), cache, interleaved)
 
 
-def attend(features: Tensors, settings: Settings, cache: CacheTensors, interleaved: bool) -> tuple[Tensor, Tensor]:
+def attend(given: Call, cache: CacheTensors, interleaved: bool) -> tuple[Tensor, Tensor]:
     """What the operator does."""
-    call = paged_call(cache, features, settings)
+    call = paged_call(given, cache)
     chosen = plan_call(call)
     kernels = chosen.kernels()
     prepare = getattr(kernels, "append_and_rotate", append_and_rotate)  # where a backend has its own
-    with inside_operator(features.q):
+    with inside_operator(call.tensors.q):
         return kernels.forward(chosen, prepare(call, cache, interleaved))
 
 

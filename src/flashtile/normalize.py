@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .call import MOST_SIGNATURES, Call, Settings, Tensors
+from .cache import CACHE_REQUIRED, CacheTensors
+from .call import MOST_SIGNATURES, Call, Settings, Tensors, signature
 from .errors import ArgumentError, call_of
 from .expression import ScoreMod
 from .masks import Window
@@ -41,23 +42,31 @@ def normalize(
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
     num_splits: Any = None,
+    cache: CacheTensors | None = None,
 ) -> Call:
     """The call of a public function's arguments. `tensors` holds those that are tensors as they stand; of a KV cache,
-    k and v are the caches.
+    k and v are the caches, and what else it has is in `cache`.
     """
-    cached = function == "attention_with_kvcache"
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     scalars = (causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, num_splits, deterministic)
-    plain = score_mod is None and not torch.compiler.is_compiling() and unobserved(*tensors.values())
-    repeats = plain and not cached  # what a cache adds to a call is not seen here
-    if repeats and (call := call_like_before(function, tensors, (*scalars, backend))) is not None:
+    beside = () if cache is None else cache[2:]
+    plain = (
+        score_mod is None
+        and not torch.compiler.is_compiling()
+        and not torch._C._is_any_autocast_enabled()  # which makes another call of the same arguments
+        and unobserved(*tensors.values(), *beside)
+    )
+    if plain and (call := call_like_before(function, tensors, beside, (*scalars, backend))) is not None:
         return call
-    require_tensors(function, tensors, REQUIRED[:3] if cached else REQUIRED)
+    if cache is not None:  # first, for k and v have other names in it
+        require_tensors(function, cache._asdict(), CACHE_REQUIRED)
+        same_place(function, cache.k_cache, cache._asdict())
+    require_tensors(function, tensors, REQUIRED if cache is None else REQUIRED[:3])
     q = tensors["q"]
     same_place(function, q, tensors)
     # Caches are written in place, so they keep their dtype.
-    tensors = in_autocast_dtype(tensors, REQUIRED[:1] if cached else REQUIRED[:3])
+    tensors = in_autocast_dtype(tensors, REQUIRED[:3] if cache is None else REQUIRED[:1])
     settings = settings_of(function, q.shape[-1] if q.dim() > 0 else 1, *scalars, backend)
     if settings.dropout_p > 0:
         seed = seed_of(function, dropout_seed, q.device)
@@ -68,28 +77,36 @@ def normalize(
         same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
         tensors = tensors | {"score_mod_tensors": modifier.tensors}
         settings = settings._replace(score_mod=modifier.key)
-    call = Call(Tensors(**tensors), settings, unobserved=plain and settings.dropout_p == 0)
-    if repeats and call.unobserved:
-        remember(_CHECKED, (function, call.signature()), None, MOST_SIGNATURES)
-    return call
+    if plain and settings.dropout_p == 0:
+        call = plain_call(function, Tensors(**tensors), beside, settings)
+        remember(_CHECKED, call.signature(), None, MOST_SIGNATURES)
+        return call
+    return Call(Tensors(**tensors), settings)
 
 
-_CHECKED: dict[tuple[str, int], None] = {}  # signatures of calls whose arguments are what they should be
+_CHECKED: dict[int, None] = {}  # signatures of calls whose arguments are what they should be
 
 
-def call_like_before(function: str, tensors: dict[str, Any], scalars: tuple[Any, ...]) -> Call | None:
+def call_like_before(
+    function: str, tensors: dict[str, Any], beside: tuple[Tensor | None, ...], scalars: tuple[Any, ...]
+) -> Call | None:
     """The call of arguments that only kernels will look at, if such ones have been checked."""
     q = tensors["q"]
-    if q is None or q.dim() == 0 or torch._C._is_any_autocast_enabled():
+    if q is None or q.dim() == 0:
         return None
     try:
         settings = settings_of(function, q.shape[-1], *scalars)
         if settings.dropout_p > 0:
             return None
-        call = Call(Tensors(**tensors), settings, unobserved=True)
-        return call if (function, call.signature()) in _CHECKED else None
+        call = plain_call(function, Tensors(**tensors), beside, settings)
     except RuntimeError:  # sparse and nested tensors have no strides
         return None
+    return call if call.signature() in _CHECKED else None
+
+
+def plain_call(function: str, tensors: Tensors, beside: tuple[Tensor | None, ...], settings: Settings) -> Call:
+    number = signature((function, settings), *tensors[:-1], *beside)
+    return Call(tensors, settings, number, unobserved=True)
 
 
 def settings_of(function: str, head_dim: int, causal: Any, window: Any, *others: Any) -> Settings:

@@ -56,7 +56,8 @@ def tune(
     From the shipped tile the search goes to neighbours that are faster, as long as time is left. A tile is timed only
     after its results are within the contract's bound of an fp64 oracle. What is found is for this GPU and this version
     of Triton, for all plain calls up to the width of its row in the shipped table: 64, 128, 256 or 512. Later processes
-    use it, and `flashtile explain` says so. No call ever searches.
+    use it, and `flashtile explain` says so; it is in `triton-tiles.json` in the user's cache directory, or in
+    $FLASHTILE_CACHE_DIR. No call ever searches.
     """
     from ..tuning.trial import Subject
 
