@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtile import iomodel, iomodel_gpu
+from flashtile.backends.hopper.tables import NARROW
 from flashtile.backends.triton import tables
 from flashtile.iomodel import Shape, Work
 
@@ -34,6 +35,7 @@ class Case:
     seqlen: int
     head_dim: int
     causal: bool = False
+    backend: str = "triton"
 
     @property
     def shape(self) -> Shape:
@@ -44,7 +46,8 @@ class Case:
     def predicted(self) -> Work:
         row = next(row for row in tables.HALF[227] if row.width >= self.head_dim)
         if self.kind == "forward":
-            return iomodel_gpu.kernel_forward(self.shape, row.forward.block_m)
+            tile = NARROW[self.head_dim] if self.backend == "hopper" else row.forward
+            return iomodel_gpu.kernel_forward(self.shape, tile.block_m)
         if self.kind == "backward":
             return iomodel_gpu.kernel_backward(self.shape, row.dq.block_m, row.dkdv.block_n)
         if self.kind == "decode":
@@ -53,11 +56,12 @@ class Case:
 
 
 CASES = {
-    "forward, 4k": Case("forward", 32, 16, 16, 4096, 128),
-    "forward, 4k, causal": Case("forward", 32, 16, 16, 4096, 128, causal=True),
-    "forward, 16k, grouped": Case("forward", 8, 32, 8, 16384, 128, causal=True),
-    "forward, 64k": Case("forward", 2, 16, 16, 65536, 128, causal=True),
-    "forward, 4k, d = 64": Case("forward", 32, 32, 32, 4096, 64),
+    "forward, 4k": Case("forward", 32, 16, 16, 4096, 128, backend="hopper"),
+    "forward, 4k, causal": Case("forward", 32, 16, 16, 4096, 128, causal=True, backend="hopper"),
+    "forward, 16k, grouped": Case("forward", 8, 32, 8, 16384, 128, causal=True, backend="hopper"),
+    "forward, 64k": Case("forward", 2, 16, 16, 65536, 128, causal=True, backend="hopper"),
+    "forward, 1k, d = 64": Case("forward", 128, 32, 32, 1024, 64, backend="hopper"),
+    "forward, 4k, d = 64": Case("forward", 32, 32, 32, 4096, 64, backend="hopper"),
     "backward, 4k, causal": Case("backward", 32, 16, 16, 4096, 128, causal=True),
     "backward, 16k, causal": Case("backward", 8, 16, 16, 16384, 128, causal=True),
     "decode, 8k": Case("decode", 64, 32, 8, 8192, 128),
@@ -93,9 +97,9 @@ def prepared(case: Case) -> Callable[[], Any]:
     q = torch.randn(case.batch, case.heads, shape.seqlen_q, case.head_dim, **options)
     k, v = (torch.randn(case.batch, case.heads_kv, case.seqlen, case.head_dim, **options) for _ in range(2))
     if case.kind != "backward":
-        return lambda: flashtile.attention(q, k, v, causal=case.causal)
+        return lambda: flashtile.attention(q, k, v, causal=case.causal, backend=case.backend)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = flashtile.attention(*leaves, causal=case.causal)
+    out = flashtile.attention(*leaves, causal=case.causal, backend=case.backend)
     dout = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
