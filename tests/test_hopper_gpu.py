@@ -60,6 +60,34 @@ def test_repeats_are_bitwise_equal() -> None:
             assert torch.equal(first, flashtile.attention(q, k, v, causal=True, backend="hopper"))
 
 
+def test_gradients_repeat_bitwise() -> None:
+    """With and without `deterministic`: more programs than multiprocessors, several heads at work at a time."""
+    for shape, causal in (((2, 5, 700, 64), True), ((3, 24, 1025, 128), True), ((2, 8, 1500, 128), False)):
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        out = flashtile.attention(q, k, v, causal=causal, backend="hopper")
+        dout = torch.randn_like(out)
+        first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        for _ in range(30):
+            again = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+            assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.parametrize("name", ["sum", "transposed", "every second feature", "off by one"])
+def test_gradients_of_outputs_that_lie_anyhow(name: str) -> None:
+    q, k, v = (torch.randn(2, 4, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = flashtile.attention(q, k, v, causal=True, backend="hopper")
+    wide = torch.randn(2, 4, 200, 129, device="cuda", dtype=torch.bfloat16)
+    dout = {
+        "sum": torch.ones((), device="cuda", dtype=torch.bfloat16).expand(out.shape),
+        "transposed": torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2),
+        "every second feature": wide[..., :128:2],
+        "off by one": wide[..., 1:65],
+    }[name]
+    found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    expected = torch.autograd.grad(out, (q, k, v), dout.contiguous())
+    assert all(map(torch.equal, found, expected))
+
+
 def test_a_captured_call_is_replayed() -> None:
     q, k, v = (torch.randn(1, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     flashtile.attention(q, k, v, causal=True, backend="hopper")

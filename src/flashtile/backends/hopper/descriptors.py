@@ -68,4 +68,4 @@ def layout_of(box: tuple[int, ...], dtype: torch.dtype) -> Any:
 def copyable(x: Tensor) -> Tensor:
     """The tensor with contiguous features and rows on 16 bytes, which costs a copy if they were not."""
     x = rows_last(x)
-    return x if alignment(x) >= COPY_ALIGNMENT else x.contiguous().clone() if x.is_contiguous() else x.contiguous()
+    return x if alignment(x) >= COPY_ALIGNMENT else x.clone(memory_format=torch.contiguous_format)
