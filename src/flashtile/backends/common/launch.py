@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
+from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
 from ...remember import remember
 from .installed import triton_version

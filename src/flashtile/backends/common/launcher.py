@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from triton import knobs
-from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
-from triton.runtime import driver
+from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
+from triton.backends.nvidia.driver import (  # pyright: ignore[reportMissingImports]
+    CudaLauncher,
+    make_tensordesc_arg,
+)
+from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
 from ...remember import remember
 from .pointers import Pointers, taken
