@@ -90,7 +90,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
         combine(partial_out, partial_lse, out if out.dim() == 4 else out.transpose(0, 1), lse)
     else:
         run(launch, places)
-    del alive
+    del alive, k, v  # see `run`
     covered = launch.lengths.covered
     if q.dim() == 3 and covered < q.shape[0]:  # tokens of no sequence
         out[covered:] = 0
@@ -172,7 +172,7 @@ def backward(
     given = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, **written._asdict()}
     places |= {name: x.data_ptr() for name, x in given.items() if x is not None}
     run(launch, places)
-    del alive
+    del alive, given
     dq, dslopes = written.dq, written.dslopes
     if dq is not None:
         dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(q, q.shape[1], q.shape[-1], dq.dtype))
@@ -272,6 +272,9 @@ def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) 
 
 
 def run(launch: Launch, places: dict[str, int]) -> None:
+    """Run a kernel. It knows addresses alone: what lies there has to be a name in use until afterwards. Dynamo, which may
+    find itself in these functions after a graph break, lets go of names that nothing mentions any more.
+    """
     count = min(torch.get_num_threads(), launch.most_threads)
     if count == 0:
         return
@@ -279,3 +282,4 @@ def run(launch: Launch, places: dict[str, int]) -> None:
     places["workspace"] = memory.data_ptr()
     block = args.filled(launch.block, places)
     threads.run(launch.function, ctypes.addressof(block), count)
+    del memory, block
