@@ -272,7 +272,7 @@ def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) 
 
 
 def run(launch: Launch, places: dict[str, int]) -> None:
-    """Run a kernel. It knows addresses alone: what lies there has to be a name in use until afterwards. Dynamo, which may
+    """Run a kernel. It knows addresses alone: what lies there needs a name in use until afterwards. Dynamo, which may
     find itself in these functions after a graph break, lets go of names that nothing mentions any more.
     """
     count = min(torch.get_num_threads(), launch.most_threads)
