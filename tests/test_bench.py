@@ -395,7 +395,8 @@ def test_memory_of_a_fresh_process(tmp_path: Path) -> None:
         assert least <= long["value"] <= most, long
         assert short["value"] < long["value"]
         if long["resident_bytes"] is not None:
-            assert least / 2 <= long["resident_bytes"] <= most + 64 * 2**20
+            # Pages that the process has already may be enough for little memory.
+            assert least // 2 <= long["resident_bytes"] <= most + 64 * 2**20
 
 
 def test_first_calls_and_failures_of_fresh_processes(tmp_path: Path) -> None:
