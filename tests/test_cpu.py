@@ -24,6 +24,8 @@ from test_nan import BLIND
 
 import flashtile
 from flashtile import BackendError
+from flashtile.backends.common import user_files
+from flashtile.backends.common.user_files import CACHE_VARIABLE
 from flashtile.testing.case import Case
 from flashtile.testing.generate import random_case
 from flashtile.testing.inputs import KINDS
@@ -333,7 +335,7 @@ VARIANT = arguments.Variant("float32", 1)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(support.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     return tmp_path / "cpu"
 
 
@@ -384,7 +386,7 @@ def test_damaged_object_files_are_made_again(damage: str, cache: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_no_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.parent.joinpath("cpu").write_text("a file where the directory should be")
     assert load()
-    monkeypatch.setattr(jit.tempfile, "mkstemp", mock.Mock(side_effect=PermissionError))
+    monkeypatch.setattr(user_files.tempfile, "mkstemp", mock.Mock(side_effect=PermissionError))
     assert load()
 
 
@@ -397,7 +399,7 @@ def test_eight_processes_at_once(tmp_path: Path) -> None:
         "    if children[-1] == 0: os._exit(0 if (flashtile.attention(q, q, q) == 1).all() else 1)\n"
         "assert all(os.waitpid(child, 0)[1] == 0 for child in children)"
     )
-    environment = os.environ | {support.CACHE_VARIABLE: str(tmp_path)}
+    environment = os.environ | {CACHE_VARIABLE: str(tmp_path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=100, check=False).returncode == 0
     assert len(list((tmp_path / "cpu").iterdir())) == 1
 

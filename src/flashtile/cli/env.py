@@ -11,7 +11,8 @@ import click
 import torch
 
 from .. import __version__
-from ..backends.cpu.support import CACHE_VARIABLE, VECTORS_VARIABLE
+from ..backends.common.user_files import CACHE_VARIABLE
+from ..backends.cpu.support import VECTORS_VARIABLE
 from ..device import describe_device
 from ..plan import BACKEND_VARIABLE, backends
 from .options import json_option, print_json

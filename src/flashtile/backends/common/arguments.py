@@ -50,6 +50,30 @@ def strides_of(x: Tensor, paged: bool = False) -> tuple[int, int, int]:
     return batch, head, row
 
 
+def strides(name: str, x: Tensor, align: int, *, keys: bool = False, paged: bool = False) -> dict[str, Any]:
+    """Of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`, between sequences (or pages), heads and rows, in
+    units of `align`.
+    """
+    batch, head, row = strides_of(x, paged)
+    of = {"b": batch, "h": head, "n" if keys else "m": row}
+    return {f"stride_{name}_{dim}": stride // align for dim, stride in of.items()}
+
+
+def lse_strides(x: Tensor | None) -> dict[str, Any]:
+    """Of one number a row: contiguous `[B, H, S]` or `[H, T]`."""
+    if x is None:
+        return {"stride_lse_b": None, "stride_lse_h": None}
+    return {"stride_lse_b": x.stride(0) if x.dim() == 3 else 0, "stride_lse_h": x.stride(-2)}
+
+
+def dlse_strides(dlse: Tensor | None) -> dict[str, Any]:
+    """Of a gradient of lse, which may be any."""
+    if dlse is None:
+        return {"stride_dlse_b": None, "stride_dlse_h": None, "stride_dlse_m": None}
+    *batch, head, row = dlse.stride()
+    return {"stride_dlse_b": batch[0] if batch else 0, "stride_dlse_h": head, "stride_dlse_m": row}
+
+
 def slopes_stride(slopes: Tensor) -> int:
     """From sequence to sequence of contiguous slopes `[H]` or `[B, H]`."""
     return slopes.shape[1] if slopes.dim() == 2 else 0

@@ -7,13 +7,14 @@ from ...call import Call
 
 
 def sink_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
-    """`dsink = -sum of p_sink * delta` over rows, `[H]`."""
+    """A sink is a key without a value: `ds = p * (0 - delta)`, summed over rows to `[H]`."""
     assert call.tensors.sinks is not None
-    sinks = call.tensors.sinks.float()[:, None]  # [H, 1]
+    sinks = call.tensors.sinks.to(lse.dtype)[:, None]  # [H, 1]
     p_sink = torch.where(lse == -torch.inf, 0, torch.exp(sinks - lse))  # [(B,) H, S]
     return -sum_to_heads(p_sink * delta)
 
 
 def sum_to_heads(rows: Tensor) -> Tensor:
     """`[B, H, S]` or `[H, T]` to `[H]`."""
-    return rows.sum(dim=(0, 2) if rows.dim() == 3 else 1)
+    of_heads = rows.sum(dim=-1)
+    return of_heads if of_heads.dim() == 1 else of_heads.sum(dim=0)

@@ -173,11 +173,10 @@ def pair_strides(name: str, x: Tensor) -> dict[str, int]:
     }
 
 
-def addresses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[dict[str, int], list[Tensor]]:
-    """Where the tensors of a call are, and copies of theirs that have to stay alive."""
+def read(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """The tensors of a call as a kernel reads them, by the names of its argument block."""
     t, real = call.tensors, accumulation_dtype(q.dtype)
-    places = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
-    alive = []
+    tensors = {"q": q, "k": k, "v": v}
     for name, x, dtype in (
         ("mask", t.mask, None),
         ("bias", t.bias, None),
@@ -187,10 +186,8 @@ def addresses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[dict[str, in
         ("page_table", t.page_table, torch.int64),
     ):
         if x is not None:
-            x = x if dtype is None else x.detach().to(dtype).contiguous()
-            places[name] = x.data_ptr()
-            alive.append(x)
-    return places, alive
+            tensors[name] = x if dtype is None else x.detach().to(dtype).contiguous()
+    return tensors
 
 
 class Layout(NamedTuple):
@@ -254,10 +251,10 @@ def block_of(values: dict[str, Any]) -> Any:
     return Block(*values.values())  # and zeros
 
 
-def filled(block: Any, places: dict[str, int]) -> Any:
-    """A copy of the block with these addresses, and counters of its own at 0."""
+def filled(block: Any, tensors: dict[str, Tensor]) -> Any:
+    """A copy of the block with the addresses of these, and counters of its own at 0."""
     copy = Block.from_buffer_copy(block)
-    for name, address in places.items():
-        copy[PLACE[name]] = address
+    for name, x in tensors.items():
+        copy[PLACE[name]] = x.data_ptr()
     copy[PLACE["counter"]] = ctypes.addressof(copy) + COUNTERS_AT * 8
     return copy

@@ -14,14 +14,6 @@ def without_padding(like: Tensor, dx: Tensor | None) -> Tensor | None:
     return new_rows(like, like.shape[1], like.shape[-1], dx.dtype).copy_(dx[..., : like.shape[-1]])
 
 
-def sink_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink is a key without a value: `ds = p * (0 - delta)`, summed over rows."""
-    assert call.tensors.sinks is not None
-    sinks = call.tensors.sinks.to(lse.dtype)[:, None]  # [H, 1]
-    p = torch.where(lse == -torch.inf, 0, torch.exp(sinks - lse))  # [B, H, S] or [H, T]
-    return -(p * delta).sum(dim=-1).reshape(-1, sinks.shape[0]).sum(dim=0)
-
-
 def slope_gradient(call: Call, of_rows: Tensor, lengths: args.Lengths) -> Tensor:
     """What rows add to their slopes, `[B, H, S]` or packed `[H, T]`, as `[H]` or `[B, H]`."""
     slopes, bounds = call.tensors.alibi_slopes, call.tensors.cu_seqlens_q

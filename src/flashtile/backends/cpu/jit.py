@@ -10,8 +10,6 @@ be written is no error: then every process compiles.
 import contextlib
 import functools
 import hashlib
-import os
-import tempfile
 import threading
 from collections.abc import Callable
 from importlib import resources
@@ -22,7 +20,7 @@ import llvmlite
 import numpy as np
 from llvmlite import binding as llvm
 
-from .support import CACHE_VARIABLE
+from ..common import user_files
 from .targets import Target
 from .variant import Variant
 
@@ -32,12 +30,8 @@ _LOADED: list[Any] = []  # machine code lives as long as its engine
 
 
 def cache_directory() -> Path:
-    """Where object files are: `$FLASHTILE_CACHE_DIR`, else `flashtile` in the user's cache directory."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given) / "cpu"
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "flashtile" / "cpu"
+    """Where object files are."""
+    return user_files.directory() / "cpu"
 
 
 def generators(package: Any) -> str:
@@ -112,12 +106,4 @@ def read(path: Path) -> bytes | None:
 
 def write(path: Path, code: bytes) -> None:
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(code).digest() + code)
-            os.replace(aside, path)
-        except OSError:
-            os.unlink(aside)
-            raise
+        user_files.write(path, hashlib.sha256(code).digest() + code)

@@ -16,9 +16,10 @@ from ...plan import Plan
 from ...problem import accumulation_dtype
 from ...remember import remember
 from ..common.arguments import rows_last
+from ..common.gradients import sink_gradient
 from . import arguments as args
 from . import targets, threads, workspace
-from .gradients import in_pages, sink_gradient, slope_gradient, without_padding, without_pages
+from .gradients import in_pages, slope_gradient, without_padding, without_pages
 from .jit import function_address
 from .targets import Target
 from .variant import BACKWARD, FORWARD, Variant
@@ -80,17 +81,14 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
             remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
     else:
         out, lse = (layout.new() for layout in launch.results)
-    places, alive = args.addresses(call, q, k, v)
-    places["out"], places["lse"] = out.data_ptr(), lse.data_ptr()
+    tensors = args.read(call, q, k, v) | {"out": out, "lse": lse}
     if launch.splits > 1:
         shape = (launch.splits, *lse.shape)
         partial_out, partial_lse = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)
-        places["partial_out"], places["partial_lse"] = partial_out.data_ptr(), partial_lse.data_ptr()
-        run(launch, places)
+        run(launch, tensors | {"partial_out": partial_out, "partial_lse": partial_lse})
         combine(partial_out, partial_lse, out if out.dim() == 4 else out.transpose(0, 1), lse)
     else:
-        run(launch, places)
-    del alive, k, v  # see `run`
+        run(launch, tensors)
     covered = launch.lengths.covered
     if q.dim() == 3 and covered < q.shape[0]:  # tokens of no sequence
         out[covered:] = 0
@@ -168,11 +166,8 @@ def backward(
             remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
     else:
         written = gradient_memory(call, needs, lse, launch.splits)
-    places, alive = args.addresses(call, q, k, v)
     given = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, **written._asdict()}
-    places |= {name: x.data_ptr() for name, x in given.items() if x is not None}
-    run(launch, places)
-    del alive, given
+    run(launch, args.read(call, q, k, v) | {name: x for name, x in given.items() if x is not None})
     dq, dslopes = written.dq, written.dslopes
     if dq is not None:
         dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(q, q.shape[1], q.shape[-1], dq.dtype))
@@ -271,15 +266,14 @@ def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) 
     lse.copy_(m + torch.log(total))
 
 
-def run(launch: Launch, places: dict[str, int]) -> None:
+def run(launch: Launch, tensors: dict[str, Tensor]) -> None:
     """Run a kernel. It knows addresses alone: what lies there needs a name in use until afterwards. Dynamo, which may
-    find itself in these functions after a graph break, lets go of names that nothing mentions any more.
+    find itself in this function after a graph break, lets go of names that nothing mentions any more.
     """
     count = min(torch.get_num_threads(), launch.most_threads)
     if count == 0:
         return
-    memory = torch.empty(count * launch.work_size, dtype=torch.uint8, device="cpu")
-    places["workspace"] = memory.data_ptr()
-    block = args.filled(launch.block, places)
+    tensors = tensors | {"workspace": torch.empty(count * launch.work_size, dtype=torch.uint8, device="cpu")}
+    block = args.filled(launch.block, tensors)
     threads.run(launch.function, ctypes.addressof(block), count)
-    del memory, block
+    del tensors, block

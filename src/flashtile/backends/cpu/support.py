@@ -12,7 +12,7 @@ from ...problem import Problem, too_long
 
 SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature but score_mod, head dimensions to 512"
 MAX_HEAD_DIM = 512
-CACHE_VARIABLE, VECTORS_VARIABLE = "FLASHTILE_CACHE_DIR", "FLASHTILE_CPU_VECTORS"
+VECTORS_VARIABLE = "FLASHTILE_CPU_VECTORS"
 MACHINES = ("x86_64", "amd64", "arm64", "aarch64")
 ROWS = 256  # of a task: as many as still leave its queries, outputs and a block of keys in the second-level cache
 ROW_BYTES = 2**18

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .masking import row_blocks
-from .schedule import SLOTS, next_number, put_fields, taken
+from .schedule import SLOTS, next_number, position_of, put_fields, taken
 
 
 class KeyWork(NamedTuple):
@@ -78,14 +78,10 @@ def schedule_keys(queue, work, sequences, window, TILE: gl.constexpr):
 @gluon.jit
 def place_of(work, n, DOWNWARDS: gl.constexpr):
     """Head, counted through all sequences, and block."""
-    size = work.section * work.blocks
-    first = n // size * work.section
-    heads = gl.minimum(work.section, work.all_heads - first)
-    rest = n % size
-    block = rest // heads
-    if not DOWNWARDS:
+    any_head, block = position_of(work, n)
+    if DOWNWARDS:
         block = work.blocks - 1 - block
-    return first + rest % heads, block
+    return any_head, block
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """The warp that copies q, k and v into shared memory, and where boxes lie in the tensors.
 
 Coordinates of dense tensors are `(sequence, head, row, feature)`. Those of packed ones make a box end with its sequence
-(`kernels.packed_boxes`).
+(`descriptors.packed_boxes`).
 """
 
 from typing import NamedTuple

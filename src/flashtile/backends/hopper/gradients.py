@@ -8,7 +8,7 @@ from torch import Tensor
 from ...call import Call, Gradients, Needs, memory_of, new_rows
 from ...device import describe_device
 from ...plan import Plan
-from ..common.arguments import rows_last, score_units, strides_of, window_numbers
+from ..common.arguments import dlse_strides, lse_strides, rows_last, score_units, strides, window_numbers
 from ..common.gradients import sink_gradient
 from ..common.launch import launch, on_device
 from ..common.pointers import Described
@@ -40,11 +40,6 @@ def backward(
     )  # fmt: skip
 
 
-def strides(name: str, x: Tensor) -> dict[str, int]:
-    """In units of ALIGN elements."""
-    return {f"stride_{name}_{dim}": stride // ALIGN for dim, stride in zip("bhm", strides_of(x), strict=True)}
-
-
 class BackwardPass:
     """What the launches of one backward pass have in common. Each sequence and head has `padded_rows` rows."""
 
@@ -72,14 +67,12 @@ class BackwardPass:
 
     def prepare(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
         def numbers() -> tuple[int, dict[str, Any]]:
-            dlse_strides = (None, None, None) if dlse is None else dlse.stride()
             return self.num_tiles * self.all_heads, {
                 **self.common(),
-                **strides("out", out),
-                **strides("dout", self.dout),
-                "stride_lse_b": lse.stride(0),
-                "stride_lse_h": lse.stride(1),
-                **dict(zip(("stride_dlse_b", "stride_dlse_h", "stride_dlse_m"), dlse_strides, strict=True)),
+                **strides("out", out, ALIGN),
+                **strides("dout", self.dout, ALIGN),
+                **lse_strides(lse),
+                **dlse_strides(dlse),
                 "WIDTH": self.width,
                 "ALIGN": ALIGN,
                 "BLOCK_M": self.tile.block_m,
@@ -145,7 +138,7 @@ class BackwardPass:
         def numbers() -> tuple[int, dict[str, Any]]:
             return self.num_tiles * self.all_heads, {
                 **self.common(),
-                **strides("dq", dq),
+                **strides("dq", dq, ALIGN),
                 "scale": self.call.settings.scale,
                 "WIDTH": self.width,
                 "ALIGN": ALIGN,

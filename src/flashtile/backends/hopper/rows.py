@@ -7,10 +7,8 @@ are padding.
 import triton
 import triton.language as tl
 
+from .softmax import INFINITY, LOG2E
 from .versions import triton_kernel
-
-LOG2E = tl.constexpr(1.4426950408889634)
-INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit

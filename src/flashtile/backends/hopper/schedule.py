@@ -174,7 +174,7 @@ def blocks_of(first_row, seqlen_q, seqlen_k, work, window, BLOCK_M: gl.constexpr
 
 @gluon.jit
 def position_of(work, n):
-    """Head, counted through all dense sequences, and block of rows."""
+    """Head, counted through all dense sequences, and block: of rows, from the last one on."""
     size = work.section * work.blocks
     first = n // size * work.section
     heads = gl.minimum(work.section, work.all_heads - first)

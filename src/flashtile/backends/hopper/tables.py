@@ -13,8 +13,17 @@ END = 2**30  # of the dimension in which packed rows are described to the copy e
 MANY_KEYS = 3072  # of a row, from which on wide tiles pay
 
 
+class Compiled:
+    """What is compiled into a kernel."""
+
+    @property
+    def cache_key(self) -> str:
+        """By which Triton tells kernels apart on disk; without it by `str`, which is for people."""
+        return repr(self)
+
+
 @dataclass(frozen=True)
-class Launch:
+class Launch(Compiled):
     """One kernel's tile: `64 * consumers` query rows, `block_n` keys of `stages` blocks at a time, and how many
     registers a thread of each role has.
     """
@@ -33,14 +42,9 @@ class Launch:
     def __str__(self) -> str:
         return f"{self.block_m} x {self.block_n} ({self.consumers} warpgroups, {self.stages} stages)"
 
-    @property
-    def cache_key(self) -> str:
-        """By which Triton tells compiled kernels apart; without it, by the words above."""
-        return repr(self)
-
 
 @dataclass(frozen=True)
-class BackwardLaunch:
+class BackwardLaunch(Compiled):
     """The backward kernel's tile: 128 keys, `block_m` query rows at a time in `stages`; and the order of its work
     (`backward_schedule`).
     """
@@ -55,11 +59,6 @@ class BackwardLaunch:
 
     def __str__(self) -> str:
         return f"{self.block_n} keys x {self.block_m} rows (2 warpgroups, {self.stages} stages)"
-
-    @property
-    def cache_key(self) -> str:
-        """As that of `Launch`."""
-        return repr(self)
 
 
 class Tile(NamedTuple):

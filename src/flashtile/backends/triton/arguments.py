@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...call import Call
 from ...problem import LONGEST, power_of_two
-from ..common.arguments import rows_last, score_units, slopes_stride, strides_of, window_numbers
+from ..common.arguments import rows_last, score_units, slopes_stride, strides, window_numbers
 from ..common.rng import keep_scale, threshold
 from .tables import Launch
 
@@ -53,34 +53,10 @@ def tiled(launch: Launch, tiles: int) -> dict[str, int]:
     }
 
 
-def strides(name: str, x: Tensor, align: int, *, keys: bool = False, paged: bool = False) -> dict[str, Any]:
-    """Of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`, between sequences (or pages), heads and rows, in
-    units of `align`.
-    """
-    batch, head, row = strides_of(x, paged)
-    of = {"b": batch, "h": head, "n" if keys else "m": row}
-    return {f"stride_{name}_{dim}": stride // align for dim, stride in of.items()}
-
-
-def lse_strides(x: Tensor | None) -> dict[str, Any]:
-    """Of one number a row: contiguous `[B, H, S]` or `[H, T]`."""
-    if x is None:
-        return {"stride_lse_b": None, "stride_lse_h": None}
-    return {"stride_lse_b": x.stride(0) if x.dim() == 3 else 0, "stride_lse_h": x.stride(-2)}
-
-
 def number_strides(x: Tensor) -> dict[str, int]:
     """Of two numbers a row, `[B, H, S, 2]` or `[H, T, 2]`, in units of two rows, which lie on 16 bytes."""
     *batch, head, _, _ = x.stride()
     return {"stride_numbers_b": batch[0] // 4 if batch else 0, "stride_numbers_h": head // 4}
-
-
-def dlse_strides(dlse: Tensor | None) -> dict[str, Any]:
-    """Of a gradient of lse, which may be any."""
-    if dlse is None:
-        return {"stride_dlse_b": None, "stride_dlse_h": None, "stride_dlse_m": None}
-    *batch, head, row = dlse.stride()
-    return {"stride_dlse_b": batch[0] if batch else 0, "stride_dlse_h": head, "stride_dlse_m": row}
 
 
 def bias_tiles(call: Call, bias: Tensor, launch: Launch) -> dict[str, int]:

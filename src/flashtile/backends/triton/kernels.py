@@ -11,7 +11,7 @@ from ...cache import append_and_rotate as in_operations
 from ...call import Call, Gradients, Needs, memory_of, new_rows
 from ...plan import Plan
 from ...problem import power_of_two
-from ..common.arguments import new_results, rows_last
+from ..common.arguments import dlse_strides, lse_strides, new_results, rows_last, strides
 from ..common.gradients import sink_gradient, sum_to_heads
 from ..common.launch import launch, on_device
 from . import arguments as args
@@ -45,8 +45,8 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
         programs = tiles * (q.shape[1] // pack) * args.dense_batch(q) * splits
         return programs, {
             **args.inputs(call, q, k, v, align),
-            **args.strides("out", part, align),
-            **args.lse_strides(lse),
+            **strides("out", part, align),
+            **lse_strides(lse),
             **args.tiled(launch_shape, tiles),
             "stride_out_split": found.stride(0),
             "stride_lse_split": found_lse.stride(0),
@@ -56,8 +56,8 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 
     def numbers_of_parts() -> tuple[int, dict[str, Any]]:
         return lse.numel(), {
-            **args.strides("out", out, 1),
-            **args.lse_strides(lse),
+            **strides("out", out, 1),
+            **lse_strides(lse),
             "stride_lse_split": found_lse.stride(0),
             "num_heads_q": q.shape[1],
             "total_q": lse.shape[-1],
@@ -155,7 +155,7 @@ class BackwardPass:
         align = args.alignment([self.q, self.k, self.v, self.dout, *results])
         return {
             **args.inputs(self.call, self.q, self.k, self.v, align),
-            **args.strides("dout", self.dout, align),
+            **strides("dout", self.dout, align),
             **args.number_strides(self.numbers_of_rows),
         }, align
 
@@ -173,10 +173,10 @@ class BackwardPass:
             align = args.alignment([out, self.dout])
             tiles = -(-total_q // ROWS_AT_ONCE)
             return tiles * (lse.numel() // max(total_q, 1)), {
-                **args.strides("out", out, align),
-                **args.strides("dout", self.dout, align),
-                **args.lse_strides(lse),
-                **args.dlse_strides(dlse),
+                **strides("out", out, align),
+                **strides("dout", self.dout, align),
+                **lse_strides(lse),
+                **dlse_strides(dlse),
                 **args.number_strides(self.numbers_of_rows),
                 **args.chunks("DV", out.shape[-1]),
                 "num_tiles": tiles,
@@ -200,8 +200,8 @@ class BackwardPass:
             tiles = args.num_key_tiles(self.call, shape.block_n)
             return tiles * args.num_heads_k(self.call) * args.dense_batch(dk), {
                 **given,
-                **args.strides("dk", dk, align, keys=True),
-                **args.strides("dv", dv, align, keys=True),
+                **strides("dk", dk, align, keys=True),
+                **strides("dv", dv, align, keys=True),
                 **args.tiled(shape, tiles),
                 "scale": self.call.settings.scale,
             }
@@ -219,8 +219,8 @@ class BackwardPass:
             tiles = args.num_tiles(self.call, shape.block_m)
             return tiles * dq.shape[1] * args.dense_batch(dq), {
                 **given,
-                **args.strides("dq", dq, align),
-                **args.lse_strides(dslopes),
+                **strides("dq", dq, align),
+                **lse_strides(dslopes),
                 **args.tiled(shape, tiles),
                 "scale": self.call.settings.scale,
             }

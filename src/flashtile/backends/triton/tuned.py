@@ -4,20 +4,17 @@ An entry is for one chip, one version of Triton, one family of dtypes, one width
 Entries for anything else are left alone; a file that is not what it should be is told once and not used.
 """
 
-import contextlib
 import functools
 import json
-import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...device import Device
 from ...errors import AttentionWarning
+from ..common import user_files
 from ..common.installed import triton_version
 
-DIRECTORY_VARIABLE = "FLASHTILE_CACHE_DIR"
 FILE = "triton-tiles.json"
 FORMAT = 1
 KERNELS = ("forward", "dkdv", "dq")
@@ -43,10 +40,7 @@ class Entry(NamedTuple):
 
 
 def path() -> Path:
-    """`$FLASHTILE_CACHE_DIR`, else `flashtile` in the user's cache directory, with the file's name."""
-    given = os.environ.get(DIRECTORY_VARIABLE)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return (Path(given) if given else Path(base) / "flashtile") / FILE
+    return user_files.directory() / FILE
 
 
 def launches(device: Device, family: str, width: int) -> dict[str, tuple[int, int, int, int]]:
@@ -102,15 +96,6 @@ def save(entry: Entry) -> Path:
         entries.cache_clear()
         kept = [other for other in entries(file) if other.key != entry.key]
     text = json.dumps({"format": FORMAT, "entries": [x._asdict() for x in (*kept, checked(entry))]}, indent=1) + "\n"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=file.parent)
-    try:
-        with os.fdopen(handle, "w") as written:
-            written.write(text)
-        os.replace(aside, file)  # a process that reads meanwhile sees the whole file, old or new
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(aside)
-        raise
+    user_files.write(file, text.encode())
     entries.cache_clear()
     return file

@@ -1,0 +1,35 @@
+"""What is kept between processes, in the user's cache directory."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+CACHE_VARIABLE = "FLASHTILE_CACHE_DIR"
+
+
+def directory() -> Path:
+    """`$FLASHTILE_CACHE_DIR`, else `flashtile` in the user's cache directory."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "flashtile"
+
+
+def write(path: Path, content: bytes) -> None:
+    """Written aside and moved into place: a process that reads meanwhile sees a whole file, old or new.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(aside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
