@@ -1,0 +1,244 @@
+"""Barriers, copies by the copy engine and products of a warpgroup: `gluon.language.nvidia.hopper` and descriptors."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .machine import EmulationError, machine
+from .values import Shared, Value, check_extent, memory_of, plain
+
+
+class Barrier:
+    """A barrier in shared memory: a phase ends when all have arrived and all expected bytes are there."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.count = 0  # arrivals that a phase waits for; 0: not initialised
+        self.missing = 0
+        self.bytes = 0
+        self.phase = 0
+
+    def arrive(self, count: int) -> None:
+        if not 0 < count <= self.missing:
+            raise EmulationError(f"{machine().here().name} arrives where {self.missing} of {self.count} are missing")
+        self.missing -= count
+        self.turn_over()
+
+    def receive(self, nbytes: int) -> None:
+        self.bytes -= nbytes
+        self.turn_over()
+
+    def turn_over(self) -> None:
+        if self.missing == 0 and self.bytes == 0:
+            self.missing = self.count
+            self.phase ^= 1
+
+
+class Barriers:
+    def __init__(self, count: int):
+        self.barriers = [Barrier(n) for n in range(count)]
+
+    def index(self, n: Any) -> Barrier:
+        return self.barriers[int(n)]
+
+
+class MBarrierLayout:
+    """Memory of this layout is made of barriers."""
+
+    barriers = Barriers
+
+
+def init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.missing = count
+
+
+def expect(barrier: Barrier, nbytes: int) -> None:
+    barrier.bytes += nbytes
+    barrier.arrive(1)
+    machine().pause()
+
+
+def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+    if pred:
+        barrier.arrive(count)
+        machine().pause()
+
+
+def wait(barrier: Barrier, phase: Any) -> None:
+    if barrier.count == 0:
+        raise EmulationError("a barrier that nobody has initialised")
+    parity = int(phase)
+    machine().wait(lambda: barrier.phase != parity, f"barrier {barrier.number} to leave phase {parity}")
+
+
+class TensorDescriptor:
+    """A tensor as the copy engine knows it."""
+
+    base: Tensor
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block_shape: Sequence[int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def block_type(self) -> Any:
+        nbytes = int(np.prod(self.block_shape)) * self.base.element_size()
+        return SimpleNamespace(shape=list(self.block_shape), nbytes=nbytes)
+
+    def box(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Offsets of a box's elements, and which of them lie in the tensor. Addresses are computed modulo 2**64."""
+        size = self.base.element_size()
+        address = np.zeros(self.block_shape, dtype=np.uint64)
+        inside = np.ones(self.block_shape, dtype=bool)
+        for dim, (first, length, stride) in enumerate(zip(coordinates, self.shape, self.strides, strict=True)):
+            along = [-1 if n == dim else 1 for n in range(len(self.shape))]
+            here = (int(first) + np.arange(self.block_shape[dim], dtype=np.int64)).reshape(along)
+            inside &= (here >= 0) & (here < length)
+            address += here.astype(np.uint64) * np.uint64(stride * size % 2**64)
+        offset = torch.from_numpy(address.view(np.int64) // size)
+        found = torch.from_numpy(inside)
+        check_extent(self.base, offset[found])
+        return offset, found
+
+
+class Store:
+    """What the copy engine brings from shared memory to the tensor, some time later."""
+
+    def __init__(self, desc: TensorDescriptor, coordinates: Sequence[Any], source: Shared, add: bool):
+        source.check_fenced()
+        if source.shape != list(desc.block_shape) or source.dtype != desc.dtype:
+            raise EmulationError(f"a box of {source.shape} {source.dtype} for one of {desc.block_shape} {desc.dtype}")
+        self.desc, self.source, self.add = desc, source, add
+        self.offset, self.inside = desc.box(coordinates)
+        self.asked = source.data.clone()
+        self.read = self.written = False
+        machine().here().stores.append(self)
+        machine().pending.append(self.write)
+        machine().pause()
+
+    def finish_reading(self) -> None:
+        if not self.read and not same(self.asked, self.source.data):
+            raise EmulationError("shared memory was written before the copy engine had read it")
+        self.read = True
+
+    def write(self) -> None:
+        try:
+            self.finish_reading()
+        except EmulationError as error:
+            machine().fail(error)
+            return
+        memory, at, given = memory_of(self.desc.base), self.offset[self.inside], self.asked[self.inside]
+        memory[at] = memory[at] + given if self.add else given
+        self.written = True
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def async_load(desc: TensorDescriptor, coordinates: Sequence[Any], barrier: Barrier, result: Shared) -> None:
+    if result.shape != list(desc.block_shape) or result.dtype != desc.dtype:
+        raise EmulationError(f"a box of {desc.block_shape} {desc.dtype} for memory of {result.shape} {result.dtype}")
+    offset, inside = desc.box(coordinates)
+    result.data.fill_(torch.nan)
+
+    def load() -> None:
+        found = memory_of(desc.base)[torch.where(inside, offset, 0)] if bool(inside.any()) else torch.zeros(())
+        result.data.copy_(torch.where(inside, found, 0))
+        barrier.receive(result.nbytes)
+
+    machine().pending.append(load)
+    machine().pause()
+
+
+def async_store(desc: TensorDescriptor, coordinates: Sequence[Any], source: Shared) -> None:
+    Store(desc, coordinates, source, add=False)
+
+
+def async_atomic_add(desc: TensorDescriptor, coordinates: Sequence[Any], source: Shared) -> None:
+    Store(desc, coordinates, source, add=True)
+
+
+def store_wait(pendings: int) -> None:
+    """Until the copy engine has read the shared memory of all stores but the latest ones."""
+    stores = machine().here().stores
+    for store in stores[: len(stores) - pendings]:
+        store.finish_reading()
+    del stores[: len(stores) - pendings]
+    machine().pause()
+
+
+def fence_async_shared() -> None:
+    task = machine().here()
+    unfenced = task.program.unfenced
+    for span in [span for span, writer in unfenced.items() if writer is task]:
+        del unfenced[span]
+
+
+class Product(Value):
+    """A product in flight: nobody reads it before it was waited for."""
+
+    def __init__(self, a: Value | Shared, b: Shared, acc: Value | None, shape: list[int]):
+        super().__init__(torch.empty(shape))
+        self.a, self.b, self.acc = a, b, acc
+        self.asked = [operand(x).clone() for x in (a, b)]
+        self.finished = False
+
+    @property
+    def tensor(self) -> Tensor:
+        if not self.finished:
+            raise EmulationError(f"{machine().here().name} reads a product in flight")
+        return self._tensor
+
+    def finish(self) -> None:
+        if not all(same(x, operand(y)) for x, y in zip(self.asked, (self.a, self.b), strict=True)):
+            raise EmulationError(f"{machine().here().name}: an operand was written while its product was in flight")
+        a, b = self.asked
+        self._tensor = a.float() @ b.float()
+        if self.acc is not None:
+            self._tensor = self._tensor + self.acc.tensor
+        self.finished = True
+
+
+def operand(x: Value | Shared) -> Tensor:
+    return x.data if isinstance(x, Shared) else x.tensor
+
+
+def warpgroup_mma(
+    a: Value | Shared, b: Shared, acc: Value, use_acc: Any = True, is_async: bool = False
+) -> Value:  # fmt: skip
+    for x in (a, b):
+        if isinstance(x, Shared):
+            x.check_fenced()
+    if not (a.dtype == b.dtype and [a.shape[0], b.shape[1]] == acc.shape and a.shape[1] == b.shape[0]):
+        raise EmulationError(f"a product of {a.shape} {a.dtype} and {b.shape} {b.dtype} to {acc.shape}")
+    task = machine().here()
+    product = Product(a, b, acc if plain(use_acc) else None, acc.shape)
+    task.products.append(product)
+    machine().pause()
+    if not is_async:
+        warpgroup_mma_wait(0)
+    return product
+
+
+def warpgroup_mma_wait(num_outstanding: int, deps: tuple[Any, ...] = ()) -> Any:
+    """Until all products but the latest ones are there."""
+    products = machine().here().products
+    for product in products[: len(products) - num_outstanding]:
+        product.finish()
+    del products[: len(products) - num_outstanding]
+    machine().pause()
+    return deps[0] if len(deps) == 1 else deps
+
+
+mbarrier = SimpleNamespace(MBarrierLayout=MBarrierLayout, init=init, expect=expect, arrive=arrive, wait=wait)
+tma = SimpleNamespace(
+    async_load=async_load, async_store=async_store, async_atomic_add=async_atomic_add, store_wait=store_wait
+)

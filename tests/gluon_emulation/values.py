@@ -1,0 +1,212 @@
+"""Gluon's values: numbers and tensors as the GPU computes with them, pointers, and shared memory."""
+
+import operator
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .machine import EmulationError, machine
+
+LAYOUT = SimpleNamespace(layout=None)
+
+
+def plain(x: Any) -> Any:
+    """A value's tensor; what is no value as it is."""
+    return x.tensor if isinstance(x, Value) else x
+
+
+def divided(a: Any, b: Any) -> Tensor:
+    return torch.div(as_tensor(a), b, rounding_mode="trunc")
+
+
+def remainder(a: Any, b: Any) -> Tensor:
+    return torch.fmod(as_tensor(a), b)
+
+
+def as_tensor(x: Any) -> Tensor:
+    """A number as a kernel gets it: 32 bits, if these are enough."""
+    if isinstance(x, Tensor):
+        return x
+    if isinstance(x, bool):
+        return torch.tensor(x)
+    if isinstance(x, int):
+        return torch.tensor(x, dtype=torch.int32 if -(2**31) <= x < 2**31 else torch.int64)
+    return torch.tensor(x, dtype=torch.float32)
+
+
+class Value:
+    """A number or a tensor in registers."""
+
+    type = LAYOUT
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._tensor
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
+
+    def __bool__(self) -> bool:
+        return bool(self.tensor)
+
+    def __index__(self) -> int:
+        return int(self.tensor)
+
+    __int__ = __index__
+
+    def __getitem__(self, index: Any) -> "Value":
+        return Value(self.tensor[index])
+
+    def to(self, dtype: torch.dtype) -> "Value":
+        return Value(self.tensor.to(dtype))
+
+    def broadcast_to(self, shape: Sequence[int]) -> "Value":
+        return Value(self.tensor.expand(list(shape)))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __neg__(self) -> "Value":
+        return Value(-self.tensor)
+
+
+def add_operators() -> None:
+    """C's rules for whole numbers: division rounds towards 0."""
+    binary: dict[str, Callable[[Any, Any], Any]] = {
+        "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
+        "floordiv": divided, "mod": remainder, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    }  # fmt: skip
+
+    def define(name: str, function: Callable[[Any, Any], Any]) -> None:
+        def straight(self: Value, other: Any) -> Any:
+            return NotImplemented if isinstance(other, Pointer) else Value(function(self.tensor, plain(other)))
+
+        def reflected(self: Value, other: Any) -> Value:
+            return Value(function(plain(other), self.tensor))
+
+        setattr(Value, f"__{name}__", straight)
+        setattr(Value, f"__r{name}__", reflected)
+
+    for name, function in binary.items():
+        define(name, function)
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        compare = getattr(operator, name)
+        setattr(Value, f"__{name}__", lambda self, other, f=compare: Value(f(self.tensor, plain(other))))
+
+
+class Pointer:
+    """Elements of a tensor's memory, counted from its first one."""
+
+    def __init__(self, base: Tensor, offset: Any = 0):
+        self.base, self.offset = base, offset
+        self.dtype = SimpleNamespace(element_ty=base.dtype)
+
+    def __add__(self, more: Any) -> "Pointer":
+        more = plain(more)
+        return Pointer(self.base, self.offset + (more.long() if isinstance(more, Tensor) else more))
+
+    def to(self, dtype: Any) -> "Pointer":
+        return self
+
+    def at(self, mask: Any) -> Tensor:
+        """Offsets `[...]`, 0 where masked; all others lie in the tensor."""
+        offset = torch.as_tensor(self.offset)
+        if mask is not None:
+            offset = torch.where(torch.as_tensor(plain(mask)), offset, 0)
+        check_extent(self.base, offset)
+        return offset
+
+    def memory(self) -> Tensor:
+        return memory_of(self.base)
+
+
+def memory_of(x: Tensor) -> Tensor:
+    """All of a tensor's memory from its first element on, as it lies."""
+    storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    return storage[x.storage_offset() :]
+
+
+def check_extent(x: Tensor, offset: Tensor) -> None:
+    extent = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() > 0 else 0
+    if offset.numel() > 0 and not (offset.min() >= 0 and offset.max() < extent):
+        outside = f"{int(offset.min())} to {int(offset.max())}"
+        raise EmulationError(f"{machine().here().name} reaches elements {outside} of {list(x.shape)}, {x.stride()}")
+
+
+class Shared:
+    """Shared memory, or a view of it. It begins as NaN."""
+
+    def __init__(self, data: Tensor):
+        self.data = data
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Addresses, from the first to the one after the last."""
+        start = self.data.data_ptr()
+        last = sum((n - 1) * stride for n, stride in zip(self.data.shape, self.data.stride(), strict=True))
+        return start, start + (last + 1) * self.data.element_size()
+
+    def index(self, n: Any) -> "Shared":
+        n = int(n)
+        if not 0 <= n < self.data.shape[0]:
+            raise EmulationError(f"slot {n} of {self.data.shape[0]}")
+        return Shared(self.data[n])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        return Shared(self.data.narrow(dim, start, length))
+
+    def reshape(self, shape: Sequence[int]) -> "Shared":
+        return Shared(self.data.view(list(shape)))
+
+    def permute(self, order: Sequence[int]) -> "Shared":
+        return Shared(self.data.permute(*order))
+
+    def load(self, layout: Any = None) -> Value:
+        return Value(self.data.clone())
+
+    def store(self, value: Value) -> None:
+        if list(value.shape) != self.shape or value.dtype != self.dtype:
+            raise EmulationError(f"{value.shape} {value.dtype} stored to {self.shape} {self.dtype}")
+        task = machine().here()
+        task.program.unfenced[self.span] = task
+        self.data.copy_(value.tensor)
+
+    def reinterpreted(self, dtype: torch.dtype, shape: Sequence[int]) -> "Shared":
+        size = torch.empty(0, dtype=dtype).element_size()
+        for n in shape:
+            size *= n
+        return Shared(self.data.reshape(-1).view(torch.uint8)[:size].view(dtype).view(list(shape)))
+
+    def check_fenced(self) -> None:
+        """What other units of the chip read has to be fenced by its writer."""
+        first, last = self.span
+        program = machine().here().program
+        for (start, stop), writer in program.unfenced.items():
+            if start < last and first < stop:
+                raise EmulationError(f"{machine().here().name} hands on what {writer.name} has written without a fence")
+
+
+add_operators()

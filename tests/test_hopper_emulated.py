@@ -1,0 +1,126 @@
+"""The Hopper kernels' logic without a GPU: `gluon_emulation` runs them, and notices what is wrong with them."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gluon_emulation.backend import FOLDER, emulated
+from gluon_emulation.machine import EmulationError
+from hopper_variants import FORWARD_ONLY, LONGER, VARIANTS
+
+import flashtile
+from flashtile.testing.case import Case
+from flashtile.testing.oracle import solve
+from flashtile.testing.poison import poisoned_allocation
+from flashtile.testing.tolerance import compare
+
+CORES = 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are small: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def case_of(name: str, seed: int, lengths: tuple[int, ...] = LONGER) -> Case:
+    case = VARIANTS[name].case(seed, "cpu", lengths)
+    return replace(case, forward_only=any(word in name for word in FORWARD_ONLY))
+
+
+def wrong(case: Case, seed: int, folder: Path = FOLDER) -> list[str]:
+    """What is outside of its bound."""
+    with emulated(CORES, seed, folder) as launched, poisoned_allocation():
+        results = case.run("hopper")
+    assert ("backward_kernel" in launched) != case.forward_only
+    return [f"{case.description}\n  {x}" for x in compare(results, case, solve(case)) if not x.ok]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_random_problems_are_within_the_bound(name: str) -> None:
+    assert wrong(case_of(name, seed=hash_of(name)), seed=0) == []
+
+
+def hash_of(name: str) -> int:
+    """Another problem for each name, the same in every run."""
+    return sum(name.encode())
+
+
+def test_gradients_repeat_bitwise_in_any_order_of_events() -> None:
+    q, k, v, dout = (torch.randn(1, 3, 400, 128, dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    found = []
+    for seed in range(4):
+        with emulated(cores=4, seed=seed):
+            out = flashtile.attention(*leaves, causal=True, backend="hopper")
+            found.append((out, *torch.autograd.grad(out, leaves, dout)))
+    assert all(torch.equal(x, first) for again in found[1:] for x, first in zip(again, found[0], strict=True))
+
+
+class Bug(NamedTuple):
+    """A mistake in a kernel, and the problem on which it has to be noticed in one of some orders of events."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    variant: str = "causal 128"
+
+
+WAIT, LET_GO = "s = warpgroup_mma_wait(1, deps=(s,))\n            ", "release(k, block_count, STAGES)\n            "
+STORED = ".store(out.to(results.out.dtype))"
+MEET, DQ = "both_warpgroups()\n                ", "dq = product_with_keys(gradients.ds, k, stage, half, TILE)\n"
+THEN_DV = "                dv = warpgroup_mma_wait(3"
+EMPTY = "mbarrier.arrive(rows.empty.index(slot), count=1)\n                "
+BUGS = (
+    Bug("keys let go before their product is there", "forward.py", f"{WAIT}{LET_GO}here", f"{LET_GO}{WAIT}here"),
+    Bug("values not waited for", "forward.py", "wait_full(v, block_count, STAGES)  # not needed", "# not needed"),
+    Bug(
+        "wrong phase",
+        "pipeline.py",
+        "(n // STAGES) & 1)\n\n\n@gluon.jit\ndef release",
+        "0)\n\n\n@gluon.jit\ndef release",
+    ),
+    Bug("slot never let go", "forward.py", "release(v, block_count - 1, STAGES)", "pass"),
+    Bug("results read before the last ones have left", "forward.py", "tma.store_wait(0)  # the last", "# the last"),
+    Bug("no fence before results are sent", "forward.py", f"{STORED}\n    fence_async_shared()", STORED),
+    Bug("product read in flight", "forward.py", "acc = warpgroup_mma_wait(0, deps=(acc,))", "pass"),
+    Bug("diagonal off by one", "masking.py", "(shift + window.right))", "(shift + window.right + 1))"),
+    Bug(
+        "a block too few",
+        "masking.py",
+        "gl.cdiv(gl.maximum(hi, 0), BLOCK_N), first",
+        "gl.maximum(hi, 0) // BLOCK_N, first",
+    ),
+    Bug("counter left as it is", "schedule.py", "gl.store(work.counter, 0)", "pass"),
+    Bug("no turns", "backward_sums.py", "            wait_for_turn(counter, turn)\n", ""),
+    Bug("a turn given before the sums are there", "backward_sums.py", "            results_landed()\n", ""),
+    Bug("half of the gradients of scores", "backward.py", f"{MEET}{DQ}{THEN_DV}", f"{DQ}{THEN_DV}"),
+    Bug("rows let go before their product is there", "backward.py", "dq, dk = warpgroup", f"{EMPTY}dq, dk = warpgroup"),
+    Bug("packed rows of the next sequence", "copying.py", "END - seqlen + row", "row", "packed 128"),
+)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
+def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
+    folder = tmp_path / f"bug{BUGS.index(bug)}"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (folder / bug.file).read_text()
+    assert source.count(bug.old) == 1, f"{bug.name}: the source has moved on, so the bug has to follow it"
+    (folder / bug.file).write_text(source.replace(bug.old, bug.new))
+    for seed in range(8):
+        try:
+            if wrong(case_of(bug.variant, seed, (384, 385)), seed, folder):
+                return
+        except EmulationError:
+            return
+    pytest.fail("nobody noticed")
