@@ -37,6 +37,8 @@ VARIANTS |= {
     "packed 128": Variant(layout="packed", head_dim=128),
     "packed window 128": Variant(fixed(window=(50, 10)), layout="packed", head_dim=128, heads=(4, 2)),
     "packed everything 64": Variant(EVERYTHING, layout="used"),
+    "packed sinks 64": Variant(all_of(CAUSAL, sinks), layout="used", heads=(4, 2)),
+    "packed softcap 128": Variant(fixed(causal="top_left", softcap=3.0), layout="used", head_dim=128),
 }
 VARIANTS |= {
     f"deterministic {name}": replace(
@@ -45,7 +47,7 @@ VARIANTS |= {
     for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128")
 }
 VARIANTS = {name: replace(variant, longest=max(LONGER)) for name, variant in VARIANTS.items()}
-FORWARD_ONLY = ("slopes", "everything", "packed", "softcap 64")  # Triton has their backward pass
+FORWARD_ONLY = ("slopes", "everything", "softcap 64")  # Triton has their backward pass
 SHORT, LONG = 512, 8192  # lengths with different tiles
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]

@@ -122,13 +122,15 @@ class Pointer:
     def at(self, mask: Any) -> Tensor:
         """Offsets `[...]`, 0 where masked; all others lie in the tensor."""
         offset = torch.as_tensor(self.offset)
-        if mask is not None:
-            offset = torch.where(torch.as_tensor(plain(mask)), offset, 0)
-        check_extent(self.base, offset)
-        return offset
+        if mask is None:
+            check_extent(self.base, offset)
+            return offset
+        offset, chosen = torch.broadcast_tensors(offset, torch.as_tensor(plain(mask)))
+        check_extent(self.base, offset[chosen])
+        return torch.where(chosen, offset, 0)
 
     def memory(self) -> Tensor:
-        return memory_of(self.base)
+        return memory_of(self.base) if self.base.numel() > 0 else self.base.new_zeros(1)
 
 
 def memory_of(x: Tensor) -> Tensor:

@@ -18,6 +18,10 @@ def rows_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def new_results(call: Call, q: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Uninitialised `out` and fp32 `lse` for rows `q` of a call. Calls repeat: how they lie in memory is remembered."""
     key = call.signature()

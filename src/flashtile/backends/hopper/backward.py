@@ -64,14 +64,15 @@ class Block(NamedTuple):
 @kernel
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, start_desc, delta_desc, dq_desc, dk_desc, dv_desc, counter, turns,
+    cu_seqlens_q, cu_seqlens_k, seqused_k, batch,
     num_tiles, num_blocks, all_heads, section, num_heads_k, group, padded_rows,
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale, TILE: gl.constexpr,
 ):  # fmt: skip
     """Boxes of q and dout are [1, 1, BLOCK_M, D], those of k, v, dk and dv [1, 1, ROWS, D], that of dq [ROWS, COLUMNS],
-    those of the numbers of rows [1, BLOCK_M].
+    those of the numbers of rows [1, BLOCK_M]. Packed sequences are described as in `forward_kernel`.
     """
-    PACKED: gl.constexpr = False
+    PACKED: gl.constexpr = cu_seqlens_q is not None
     inputs = BackwardInputs(
         new_rows(q_desc, start_desc, TILE.stages, HALVES),
         new_ring(k_desc, HALVES, HALVES),
@@ -87,7 +88,7 @@ def backward_kernel(
     work = KeyWork(
         num_tiles, num_blocks, all_heads, section, counter, num_heads_k, group, padded_rows, diagonal
     )  # fmt: skip
-    sequences = Sequences(seqlen_q, seqlen_k, None, None, None, 0)
+    sequences = Sequences(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     window = Window(window_left, window_right, top_left)
     scoring = Scoring(factor, multiplier, softcap, scale)
     gradients = Gradients(dk_desc, dv_desc, ds, sums)
@@ -98,7 +99,7 @@ def backward_kernel(
             (compute, (gl.constexpr(1), inputs, gradients, queue, group, window, scoring, TILE, PACKED)),
             (copy_backward, (sources, inputs, queue, group, padded_rows, TILE, PACKED)),
             (add_sums, (dq_desc, sums, queue, turns, window, group, padded_rows, TILE)),
-            (schedule_keys, (queue, work, sequences, window, TILE)),
+            (schedule_keys, (queue, work, sequences, window, TILE, PACKED)),
         ],
         [4, 1, 1, 1],
         [TILE.consumer_registers, TILE.copy_registers, TILE.copy_registers, TILE.copy_registers],

@@ -1,7 +1,7 @@
 """Which block of keys a program of the backward pass computes next.
 
-Blocks are counted through the heads of a section first. A program waits for no work but such that has been taken before
-its own (`backward_sums`), so that waiting never goes in a circle.
+Blocks are counted through the heads of a section first, those of packed sequences through all heads. A program waits
+for no work but such that has been taken before its own (`backward_sums`), so that waiting never goes in a circle.
 
 Upwards, blocks of keys are taken from the last to the first and rows passed from the first to the last: beside a
 diagonal, a block begins with rows that the one after it has passed before, and nobody waits, but the longest work comes
@@ -17,17 +17,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .masking import row_blocks
-from .schedule import SLOTS, next_number, position_of, put_fields, taken
+from .schedule import SLOTS, next_number, position_of, put_fields, span_of, taken
 
 
 class KeyWork(NamedTuple):
     """The blocks of keys of one launch."""
 
-    count: gl.tensor
-    blocks: gl.tensor  # of keys, for each head
-    all_heads: gl.tensor  # of keys, of all sequences
-    section: gl.tensor  # heads that are worked on together
-    counter: gl.tensor  # pointer to a zero, which a launch leaves as it was
+    count: gl.tensor  # at most, where sequences are packed
+    blocks: gl.tensor  # dense: of keys, for each head
+    all_heads: gl.tensor  # dense: of keys, of all sequences
+    section: gl.tensor  # dense: heads that are worked on together
+    counter: gl.tensor  # pointer to a zero, which a dense launch leaves as it was
     num_heads_k: gl.tensor
     group: gl.tensor  # of query heads that share a key head
     padded_rows: gl.tensor  # for each query head in the buffer of sums
@@ -51,8 +51,16 @@ class KeyTile(NamedTuple):
 
 
 @gluon.jit
-def schedule_keys(queue, work, sequences, window, TILE: gl.constexpr):
+def schedule_keys(queue, work, sequences, window, TILE: gl.constexpr, PACKED: gl.constexpr):
     """The warp that schedules."""
+    if PACKED:
+        schedule_packed_keys(queue, work, sequences, window, TILE)
+    else:
+        schedule_dense_keys(queue, work, sequences, window, TILE)
+
+
+@gluon.jit
+def schedule_dense_keys(queue, work, sequences, window, TILE: gl.constexpr):
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
     n = gl.program_id(0)
@@ -73,6 +81,58 @@ def schedule_keys(queue, work, sequences, window, TILE: gl.constexpr):
         if n == gl.num_programs(0) + work.count - 1:  # the last to ask
             gl.store(work.counter, 0)
     put_fields(queue, put, KeyTile(-1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0))
+
+
+@gluon.jit
+def schedule_packed_keys(queue, work, sequences, window, TILE: gl.constexpr):
+    """Keys that belong to no sequence are a sequence that no row sees."""
+    BLOCK_M: gl.constexpr = TILE.block_m
+    BLOCK_N: gl.constexpr = TILE.block_n
+    n = gl.program_id(0)
+    put = 0
+    b = 0
+    before = 0  # blocks of the sequences before
+    token_k, seqlen_k = keys_of(sequences, 0)
+    while n < work.count:
+        block = n // work.num_heads_k
+        while (block >= before + gl.cdiv(seqlen_k, BLOCK_N)) & (b <= sequences.batch):
+            before += gl.cdiv(seqlen_k, BLOCK_N)
+            b += 1
+            token_k, seqlen_k = keys_of(sequences, b)
+        if b <= sequences.batch:
+            head = n % work.num_heads_k
+            token_q, seqlen_q = span_of(sequences.cu_q, b, sequences.batch, sequences.q)
+            if b == sequences.batch:
+                seqlen_q = 0
+            block -= before
+            if not TILE.downwards:
+                block = gl.cdiv(seqlen_k, BLOCK_N) - 1 - block
+            first_key = block * BLOCK_N
+            last_key = gl.minimum(first_key + BLOCK_N, seqlen_k) - 1
+            shift = seqlen_k - seqlen_q + work.diagonal
+            rows = row_blocks(window, first_key, last_key, shift, seqlen_q, BLOCK_M)
+            # As in `rows`: each sequence begins with a block of rows.
+            sums_row = head * work.group * work.padded_rows + (token_q // BLOCK_M + b) * BLOCK_M
+            tile = KeyTile(
+                b, head, first_key, rows.lo, rows.hi, sums_row, shift, seqlen_q, seqlen_k, token_q, token_k
+            )  # fmt: skip
+            put_fields(queue, put, tile)
+            mbarrier.wait(queue.wanted.index(0), put & 1)
+            put += 1
+            n = next_number(work)
+        else:
+            n = work.count
+    put_fields(queue, put, KeyTile(-1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0))
+
+
+@gluon.jit
+def keys_of(sequences, b):
+    """First token and length of a packed sequence's keys, as far as they are used."""
+    token, seqlen = span_of(sequences.cu_k, b, sequences.batch, sequences.k)
+    if sequences.used_k is not None:
+        used = gl.load(sequences.used_k + gl.minimum(b, sequences.batch - 1))
+        seqlen = gl.where(b < sequences.batch, gl.minimum(seqlen, gl.maximum(used, 0)), seqlen)
+    return token, seqlen
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from torch import Tensor
 from ...call import Call
 from ...device import describe_device
 from ...plan import Plan
-from ..common.arguments import new_results, rows_last, score_units, slopes_stride, window_numbers
+from ..common.arguments import contiguous, new_results, rows_last, score_units, slopes_stride, window_numbers
 from ..common.launch import launch, on_device
 from ..common.pointers import Described
 from .counters import counter
@@ -46,10 +46,6 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
         }
         launch(forward_kernel, (tile, call.signature()), pointers, lambda: numbers(call, tile))
     return out, lse
-
-
-def contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def numbers(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """What the backward pass needs of each row before its kernel runs, and what becomes of the sums that it leaves.
 
 In Triton. Each sequence begins with a block of rows here, so that no block holds rows of two: those past its last one
-are padding.
+are padding. The b-th packed one begins with block `cu_seqlens_q[b] // BLOCK_M + b`, which is past all before it.
 """
 
 import triton
@@ -17,20 +17,44 @@ def wide(stride, ALIGN: tl.constexpr):
     return stride.to(tl.int64) * ALIGN
 
 
+@triton.jit
+def rows_of(n, cu_seqlens_q, batch, seqlen_q, BLOCK_M: tl.constexpr):
+    """Where the rows of the n-th block are in a tensor, and which of them exist. `seqlen_q` is the number of tokens
+    where sequences are packed; those that belong to none are one more sequence.
+    """
+    first, stop = n * BLOCK_M, seqlen_q
+    if cu_seqlens_q is not None:
+        b, above = 0, batch + 1
+        while above - b > 1:
+            middle = (b + above) // 2
+            reached = token_of(cu_seqlens_q, middle, seqlen_q) // BLOCK_M + middle <= n
+            b, above = tl.where(reached, middle, b), tl.where(reached, above, middle)
+        token = token_of(cu_seqlens_q, b, seqlen_q)
+        first = token + (n - token // BLOCK_M - b) * BLOCK_M
+        if b < batch:
+            stop = token_of(cu_seqlens_q, b + 1, seqlen_q)
+    row = first + tl.arange(0, BLOCK_M)
+    return row, row < stop
+
+
+@triton.jit
+def token_of(cu_seqlens_q, b, tokens):
+    return tl.minimum(tl.maximum(tl.load(cu_seqlens_q + b), 0), tokens)
+
+
 @triton_kernel
 def prepare_kernel(
-    out, dout, lse, dlse, start, delta,
+    out, dout, lse, dlse, start, delta, cu_seqlens_q,
     stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
     stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m,
-    num_tiles, num_heads, seqlen_q, WIDTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+    num_tiles, num_heads, seqlen_q, batch, WIDTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """`start = -lse`, a base-2 logarithm, and `-delta = dlse - sum(dout * out)`. Padding and rows that saw nothing get
     -inf, so that their probabilities come out as 0, and 0.
     """
     tile, any_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     b, head = (any_head // num_heads).to(tl.int64), any_head % num_heads
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    exists = row < seqlen_q
+    row, exists = rows_of(tile, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
     feature = tl.arange(0, WIDTH)[None, :]
     x = out + b * wide(stride_out_b, ALIGN) + head * wide(stride_out_h, ALIGN)
     dx = dout + b * wide(stride_dout_b, ALIGN) + head * wide(stride_dout_h, ALIGN)
@@ -49,16 +73,17 @@ def prepare_kernel(
 
 @triton_kernel
 def finish_kernel(
-    sums, turns, dq, stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, scale,
+    sums, turns, dq, cu_seqlens_q,
+    stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, batch, scale,
     WIDTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dq from its sums. Nothing has been written for a block of rows whose counter of turns is 0: it sees no key."""
     tile, any_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     b, head = (any_head // num_heads).to(tl.int64), any_head % num_heads
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, exists = rows_of(tile, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
     feature = tl.arange(0, WIDTH)[None, :]
     at = tl.program_id(0).to(tl.int64) * (BLOCK_M * WIDTH) + tl.arange(0, BLOCK_M)[:, None] * WIDTH + feature
-    exists = (row < seqlen_q)[:, None]
+    exists = exists[:, None]
     written = exists & (tl.load(turns + tl.program_id(0)) > 0)
     total = tl.load(sums + at, mask=written, other=0.0)
     x = dq + b * wide(stride_dq_b, ALIGN) + head * wide(stride_dq_h, ALIGN)

@@ -69,8 +69,6 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 def declines_backward(problem: Problem, device: Device) -> str | None:
     """Why its backward pass does not take a problem that its forward pass does."""
-    if problem.layout == "varlen":
-        return "its backward pass does not take packed sequences"
     if problem.alibi:
         return "its backward pass does not take ALiBi slopes"
     if problem.softcap and problem.head_dim == 64:
@@ -87,6 +85,13 @@ def yields(problem: Problem, device: Device) -> str | None:
         )
     if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= DECODING_ROWS:
         return "a few rows are decoded faster with the keys split among programs"
+    return None
+
+
+def yields_backward(problem: Problem, device: Device) -> str | None:
+    """Why `auto` leaves a backward pass to the next backend that this one could take."""
+    if problem.layout == "varlen":
+        return "its backward pass of packed sequences has not run on a GPU; ask for it by name"
     return None
 
 
