@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from gluon_emulation.machine import EmulationError
 from hopper_variants import FORWARD_ONLY, LONGER, VARIANTS
 
 import flashtile
+from flashtile.backends.hopper import tables
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -53,6 +55,14 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
 def hash_of(name: str) -> int:
     """Another problem for each name, the same in every run."""
     return sum(name.encode())
+
+
+@pytest.mark.parametrize("name", ["causal 64", "window 64", "grouped heads 64", "packed sinks 64"])
+def test_three_warpgroups(name: str) -> None:
+    """Which are chosen for long sequences only."""
+    case = replace(case_of(name, seed=hash_of(name)), forward_only=True)
+    with mock.patch.multiple(tables, MANY_KEYS=0, triton_version=lambda: tables.WITHOUT_SPILLS):
+        assert wrong(case, seed=0) == []
 
 
 def test_gradients_repeat_bitwise_in_any_order_of_events() -> None:

@@ -1,8 +1,10 @@
 """The Hopper backend on its GPU: `pytest -m gpu tests/test_hopper_gpu.py`.
 
-A barrier that is never signalled would hang: run it with a limit on time (`timeout 600 pytest ...`).
+A barrier that is never signalled hangs: a test that takes too long ends the process, and says where it was.
 """
 
+import faulthandler
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,6 +19,14 @@ from flashtile.testing.tolerance import compare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(support.unusable() is not None, reason=f"{support.unusable()}")]
 PROBLEMS = 8  # of each variant
+PATIENCE = 300  # seconds for one test, the compilation of its kernels included
+
+
+@pytest.fixture(autouse=True)
+def watchdog() -> Iterator[None]:
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
