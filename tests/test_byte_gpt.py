@@ -99,6 +99,13 @@ def test_captured_tensors() -> None:
     assert not torch.equal(q, untrained[0])
 
 
+def test_the_model_is_trained_where_nothing_else_needs_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_module, "trained", [])
+    with torch.inference_mode():
+        model = captured_module.trained_model(1)
+    assert all(x.grad is not None for x in model.parameters())
+
+
 @pytest.mark.usefixtures("few_steps")
 def test_captured_tensors_are_inputs_of_bench() -> None:
     cell = Cell(heads=4, seqlen_q=96, head_dim=HEAD_DIM, inputs="captured", dtype="bfloat16")

@@ -29,9 +29,10 @@ def use(model: ByteGPT) -> None:
 def trained_model(steps: int = STEPS) -> ByteGPT:
     """The model that tensors are captured from; on the CPU."""
     if not trained:
-        model = new_model()
-        for _ in train(model, sdpa_attention, steps):
-            pass
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+            model = new_model()
+            for _ in train(model, sdpa_attention, steps):
+                pass
         use(model)
     return trained[0]
 
