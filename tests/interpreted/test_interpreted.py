@@ -4,6 +4,7 @@ runs this in a process of its own, for the interpreter is a mode of the whole pr
 bf16 products are wrong there, so that fp16 and fp32 stand for all.
 """
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ import pytest
 import torch
 from checking import dense_case, offsets
 from infinite import INF, NAN, infinite_case
+from torch.multiprocessing.reductions import StorageWeakRef
 from variants import VARIANTS
 
 import flashtile
+from flashtile.backends.common import passes
 from flashtile.testing.generate import random_case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -146,3 +149,41 @@ def test_derivatives_that_kernels_do_not_have() -> None:
         found.append((tangent, dq, *torch.autograd.grad(dq.square().sum(), (q, k, v))))
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
+
+
+def like(x: object) -> object:
+    """Other numbers that lie in memory in the same way; integers and booleans stay as they are."""
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        return x
+    memory = x.untyped_storage().clone()
+    x.new_empty(0).set_(memory).mul_(0.7)  # type: ignore[call-overload]
+    return x.new_empty(0).set_(memory, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+
+
+REPEATED = (
+    "hdim 64 causal", "fp32 everything", "bias of heads and keys", "mask", "slopes of sequences", "sinks", "dropout",
+    "packed everything", "paged",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*REPEATED, "cache 1", "cache 3", "cache 8"])
+def test_a_call_like_one_before(name: str) -> None:
+    """What has been written down of a call serves others, and keeps nothing of it."""
+    if name.startswith("cache"):
+        dtypes = (torch.float32,)
+        case = random_case(int(name[6:]), dtypes=dtypes, function="attention_with_kvcache")
+        case.arguments["score_mod"] = None
+    else:
+        variant = replace(VARIANTS[name], dtype=torch.float32)
+        case = replace(variant, head_dim=min(variant.head_dim, 64)).case(2, "cpu", LENGTHS)
+    other = replace(case, arguments={key: like(x) for key, x in case.arguments.items()})
+    passes._PASSES.clear()
+    memory = [StorageWeakRef(x.untyped_storage()) for x in case.run("triton").values()]
+    gc.collect()
+    assert all(x.expired() for x in memory)
+    with mock.patch.object(passes, "Recorder", side_effect=AssertionError("not known from before")):
+        found = other.run("triton")
+    passes._PASSES.clear()
+    expected = other.run("triton")
+    for key, x in expected.items():
+        assert torch.equal(found[key].nan_to_num(), x.nan_to_num()), key
