@@ -100,7 +100,7 @@ def attend(given: Call, cache: CacheTensors, interleaved: bool) -> tuple[Tensor,
     chosen = plan_call(call)
     kernels = chosen.kernels()
     prepare = getattr(kernels, "append_and_rotate", append_and_rotate)  # where a backend has its own
-    with inside_operator(call.tensors.q):
+    with inside_operator(given):
         return kernels.forward(chosen, prepare(call, cache, interleaved))
 
 

@@ -16,7 +16,7 @@ from .call import MOST_SIGNATURES, Call, Settings, Tensors, signature
 from .errors import ArgumentError, call_of
 from .expression import ScoreMod
 from .masks import Window
-from .observed import unobserved
+from .observed import in_memory, unobserved
 from .remember import remember
 
 Causal = bool | Literal["top_left"]
@@ -77,7 +77,7 @@ def normalize(
         same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
         tensors = tensors | {"score_mod_tensors": modifier.tensors}
         settings = settings._replace(score_mod=modifier.key)
-    if plain and settings.dropout_p == 0:
+    if plain and settings.dropout_p == 0 and in_memory(*tensors.values(), *beside):
         call = plain_call(function, Tensors(**tensors), beside, settings)
         remember(_CHECKED, call.signature(), None, MOST_SIGNATURES)
         return call
