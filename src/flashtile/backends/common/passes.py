@@ -30,6 +30,7 @@ class Recorder:
         self.given = [None if x is None else x.detach() for x in given]
         self.tensors = [*self.given]
         self.numbers = {id(x): n for n, x in enumerate(self.tensors) if x is not None}
+        self.views: dict[int, Tensor] = {}
         self.steps: list[Step] = []
 
     def number(self, x: Tensor | None) -> int | None:
@@ -47,6 +48,7 @@ class Recorder:
         result = function(*tensors)
         if id(result) in self.numbers:
             return result
+        assert not any(id(x) in self.views for x in tensors)
         numbers = [self.number(x) for x in tensors]
 
         def step(known: list[Tensor | None]) -> None:
@@ -54,6 +56,13 @@ class Recorder:
 
         self.steps.append(step)
         return self._added(result)
+
+    def view(self, base: Tensor, view: Tensor) -> Tensor:
+        """`view`, for kernels only: they are told where the memory of `base` begins, which is where its own does."""
+        if view is not base:
+            self.numbers[id(view)] = self.numbers[id(base)]
+            self.views[id(view)] = view
+        return view
 
     def launch(self, kernel: Any, pointers: Pointers, programs: int, numbers: dict[str, Any]) -> None:
         """Run `kernel`; `numbers` are its arguments that are no pointers."""

@@ -1,9 +1,11 @@
 """The Triton backend's entries in front of its kernels: passes over a call's tensors, run on the tensors' device."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from ...cache import CacheTensors
+from ...cache import CacheCall, CacheTensors, paged_call, rows_in_order
 from ...cache import append_and_rotate as in_operations
 from ...call import Call, Tensors, lse_shape, new_rows
 from ...plan import Plan
@@ -18,7 +20,7 @@ from .forward import forward_kernel
 from .gradients import backward
 from .tables import Launch
 
-__all__ = ["append_and_rotate", "backward", "forward"]
+__all__ = ["attend_with_cache", "backward", "forward"]
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -31,7 +33,11 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def record_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
-    call = call._replace(tensors=Tensors(*recorder.given))  # type: ignore[arg-type]
+    return attend(recorder, plan, call._replace(tensors=Tensors(*recorder.given)))  # type: ignore[arg-type]
+
+
+def attend(recorder: Recorder, plan: Plan, call: Call) -> Results:
+    """`out` and `lse` of a call whose tensors are the recorder's."""
     t = call.tensors
     q, k, v = (recorder.computed(rows_last, x) for x in t[:3])
     out = recorder.new(new_rows(q, q.shape[1], v.shape[-1], q.dtype))
@@ -79,42 +85,79 @@ def record_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
     return out, lse
 
 
-def append_and_rotate(call: Call, cache: CacheTensors, interleaved: bool) -> Call:
-    """As `flashtile.cache.append_and_rotate`, in one launch instead of some thirty operations."""
-    if cache.k is None and cache.rotary_cos is None:
-        return call
+def attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Tensor, Tensor]:
+    """Everything that a call with a KV cache does: at most three launches, instead of some thirty operations."""
+    if not appendable(call.cache):
+        return forward(plan, in_operations(call))
+    forward_key = (plan.tile, plan.num_splits, args.precision(call.tensors.q.dtype), call.signature())
+    given = (*call.tensors[:-1], *call.cache)
+    out, lse = passes.run(("cache", call.interleaved, *forward_key), given, record_with_cache, plan, call)
+    assert out is not None
+    assert lse is not None
+    return out, lse
+
+
+def appendable(cache: CacheTensors) -> bool:
+    """Whether the cache itself can be written: a copy of it would not be the cache. And there has to be something to
+    look at.
+    """
+    table = cache.cache_seqlens if cache.page_table is None else cache.page_table
+    return cache.k_cache.stride(-1) == 1 and cache.v_cache.stride(-1) == 1 and 0 not in table.shape
+
+
+def record_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Results:
+    here = len(Tensors._fields) - 1
+    features = Tensors(*recorder.given[:here])  # type: ignore[arg-type]
+    cache = CacheTensors(*recorder.given[here:])  # type: ignore[arg-type]
+    call = paged_call(Call(features, given.settings, given.signature()), cache)
     t = call.tensors
     assert t.page_table is not None
-    # A copy of the cache would not be the cache; and a table without columns has nothing to look at.
-    if t.k.stride(-1) != 1 or t.v.stride(-1) != 1 or t.page_table.shape[1] == 0:
-        return in_operations(call, cache, interleaved)
-    given = (*t[:-1], cache.k, cache.v, cache.rotary_cos, cache.rotary_sin, cache.cache_seqlens)
-    (turned,) = passes.run(("append", interleaved, call.signature()), given, record_append, call, interleaved)
-    return call if turned is None else Call(t._replace(q=turned), call.settings, call.signature())
+    recorder.view(cache.k_cache, t.k)
+    recorder.view(cache.v_cache, t.v)
+    rows = cache.page_table if cache.page_table is not None else cache.cache_batch_idx
+    if rows is not None:
+        recorder.view(rows, t.page_table)
+    else:
+        batch, device = len(t.page_table), t.page_table.device
+        t = t._replace(page_table=recorder.computed(partial(rows_in_order, batch, device)))
+    if cache.k is not None and features.cu_seqlens_q is not None:
+        t = t._replace(seqused_k=recorder.computed(total_of_packed, cache.cache_seqlens, features.cu_seqlens_q))
+    elif cache.k is not None:
+        t = t._replace(seqused_k=recorder.new(torch.empty_like(cache.cache_seqlens)))  # filled in by `append_kernel`
+    call = call._replace(tensors=t)
+    if cache.k is not None or cache.rotary_cos is not None:
+        call = append_and_rotate(recorder, call, cache, given.interleaved)
+    return attend(recorder, plan, call)
 
 
-def record_append(recorder: Recorder, call: Call, interleaved: bool) -> Results:
-    *features, new_k, new_v, cos, sin, lengths = recorder.given
-    call = call._replace(tensors=Tensors(*features))  # type: ignore[arg-type]
+def total_of_packed(lengths: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    """Keys of each sequence once those beside its queries are appended."""
+    return lengths + cu_seqlens_q.diff().long()
+
+
+def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, interleaved: bool) -> Call:
+    """As `flashtile.cache.append_and_rotate`. All tensors are the recorder's."""
     t = call.tensors
     assert t.page_table is not None
     q = recorder.computed(rows_last, t.q)
-    given = (new_k, new_v, cos, sin)
+    given = (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
     new_k, new_v, cos, sin = (None if x is None else recorder.computed(rows_last, x) for x in given)
+    turned = None if cos is None else recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
     pointers = {
         "q": q,
-        "turned": None if cos is None else recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype)),
+        "turned": turned,
         "k_cache": t.k,
         "v_cache": t.v,
         "new_k": new_k,
         "new_v": new_v,
         "cos": cos,
         "sin": sin,
-        "lengths": lengths,
+        "lengths": cache.cache_seqlens,
+        "totals": t.seqused_k if new_k is not None and t.cu_seqlens_q is None else None,
         "page_table": recorder.computed(rows_last, t.page_table),
         "cu_seqlens_q": t.cu_seqlens_q,
     }
     numbers = args.new_tokens(call, pointers) | {"INTERLEAVED": interleaved, "num_warps": 1}
     programs = numbers["num_tiles"] * (numbers["num_heads_q"] + numbers["num_heads_k"]) * args.dense_batch(q)
     recorder.launch(append_kernel, pointers, programs, numbers)
-    return (pointers["turned"],)
+    return call if turned is None else call._replace(tensors=t._replace(q=turned))
