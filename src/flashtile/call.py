@@ -43,7 +43,7 @@ class Tensors(NamedTuple):
     @classmethod
     def from_flat(cls, flat: Sequence[Tensor | None]) -> "Tensors":
         named = len(cls._fields) - 1
-        return cls(*flat[:named], score_mod_tensors=tuple(flat[named:]))  # type: ignore[arg-type]
+        return cls._make((*flat[:named], tuple(flat[named:])))
 
 
 class Settings(NamedTuple):
@@ -129,7 +129,7 @@ class Needs(NamedTuple):
     @classmethod
     def from_flat(cls, flat: Sequence[bool]) -> "Needs":
         named = len(cls._fields) - 1
-        return cls(*flat[:named], score_mod_tensors=tuple(flat[named:]))
+        return cls._make((*flat[:named], tuple(flat[named:])))
 
 
 class Gradients(NamedTuple):
@@ -149,7 +149,7 @@ class Gradients(NamedTuple):
     @classmethod
     def from_flat(cls, flat: Sequence[Tensor | None]) -> "Gradients":
         named = len(cls._fields) - 1
-        return cls(*flat[:named], score_mod_tensors=tuple(flat[named:]))
+        return cls._make((*flat[:named], tuple(flat[named:])))
 
 
 FLAT_FIELDS = Tensors._fields[:-1]

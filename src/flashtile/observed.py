@@ -43,6 +43,9 @@ def in_memory(*tensors: Tensor | None) -> bool:
     Calls of one signature are alike in this.
     """
     try:
-        return all(x is None or (not x.is_meta and (x.data_ptr() != 0 or x.numel() == 0)) for x in tensors)
+        for x in tensors:
+            if x is not None and (x.is_meta or (x.data_ptr() == 0 and x.numel() > 0)):
+                return False
     except RuntimeError:  # there is no address to ask for
         return False
+    return True

@@ -165,10 +165,13 @@ def differentiate(
         found = chosen.kernels().backward(chosen, call, Needs.from_flat(needs), out, lse, dout, dlse)
     inputs = call.tensors.flat()
     return [
-        None if gradient is None or x is None else gradient if gradient.dtype is x.dtype else gradient.to(x.dtype)
+        None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)
         for gradient, n in zip(found.flat(), differentiable_positions(len(inputs)), strict=True)
-        for x in (inputs[n],)
     ]
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:

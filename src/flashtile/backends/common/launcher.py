@@ -69,7 +69,7 @@ class Launcher:
             compiled.packed_metadata, None, None, None,  # no hooks
         ]  # fmt: skip
         self.tensors: list[tuple[int, int]] = []
-        self.described: list[tuple[int, Place, Any, dict[int, Any]]] = []
+        self.described: list[tuple[int, int, Place, Any, dict[int, Any]]] = []
         layouts = iter(compiled.metadata.tensordesc_meta or ())
         for name, x in arguments.items():
             here = len(self.arguments)
@@ -80,7 +80,7 @@ class Launcher:
                 self.tensors.append((here, place.number))
                 self.arguments.append(None)
             else:
-                self.described.append((here, place, next(layouts), {}))
+                self.described.append((here, place.number, place, next(layouts), {}))
                 self.arguments += [None, *x.shape, *x.strides]
 
     def __call__(self, tensors: list[Tensor | None]) -> None:
@@ -92,8 +92,8 @@ class Launcher:
         arguments[STREAM] = self.driver.get_current_stream(self.device)
         for n, number in self.tensors:
             arguments[n] = tensors[number].data_ptr()  # type: ignore[union-attr]
-        for n, place, layout, known in self.described:
-            address = tensors[place.number].data_ptr()  # type: ignore[union-attr]
+        for n, number, place, layout, known in self.described:
+            address = tensors[number].data_ptr()  # type: ignore[union-attr]
             map_ = known.get(address)
             if map_ is None:
                 map_ = remember(known, address, make_tensordesc_arg(place.taken(tensors), layout)[0], MOST_ADDRESSES)
