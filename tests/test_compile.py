@@ -201,6 +201,20 @@ def test_compiled_autograd(name: str, backend: str) -> None:
     torch.testing.assert_close(x.grad, torch.func.grad(loss)(q))
 
 
+def test_compiled_autograd_does_not_look_into_a_backend() -> None:
+    """Dynamo breaks on what it finds there, such as the first launch of a kernel of Triton's."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    from flashtile.backends.cpu import kernels
+
+    leaves = tuple(x.detach().requires_grad_() for x in dense_leaves())
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        flashtile.attention(*leaves, backend="cpu").sum().backward()
+    assert _debug_get_cache_entry_list(kernels.backward.__code__) == []
+    expected = torch.autograd.grad(flashtile.attention(*leaves, backend="cpu").sum(), leaves)
+    torch.testing.assert_close(tuple(x.grad for x in leaves), expected)
+
+
 def test_compiled_func_grad_is_refused() -> None:
     """PyTorch can not differentiate an operator by torch.func inside a graph. It must say so, and not give zeros."""
     q, k, v = (x.detach() for x in dense_leaves())

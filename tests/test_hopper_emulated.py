@@ -16,6 +16,7 @@ from gluon_emulation.machine import EmulationError
 from hopper_variants import FORWARD_ONLY, LONGER, VARIANTS
 
 import flashtile
+from flashtile.backends.common import passes
 from flashtile.backends.hopper import tables
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
@@ -63,6 +64,22 @@ def test_three_warpgroups(name: str) -> None:
     case = replace(case_of(name, seed=hash_of(name)), forward_only=True)
     with mock.patch.multiple(tables, MANY_KEYS=0, triton_version=lambda: tables.WITHOUT_SPILLS):
         assert wrong(case, seed=0) == []
+
+
+@pytest.mark.parametrize("name", ["causal 64", "sinks 128", "packed sinks 64", "packed 128", "slopes 64"])
+def test_steps_are_taken_again_on_other_tensors(name: str) -> None:
+    """Of a pass that was written down, with the same lengths and other values."""
+    first = case_of(name, seed=3, lengths=(129, 200))
+    values = {"q": first.arguments["q"].flip(-1), "k": first.arguments["k"] * 0.5, "v": first.arguments["v"] + 1}
+    second = replace(first, arguments=first.arguments | {name: x.contiguous() for name, x in values.items()})
+    first = replace(first, arguments=first.arguments | {name: first.arguments[name].contiguous() for name in values})
+    with emulated(CORES, 0) as launched, poisoned_allocation():
+        first.run("hopper")
+        written = dict(passes._PASSES)
+        assert len(written) == 1 + ("backward_kernel" in launched)
+        results = second.run("hopper")
+        assert written == passes._PASSES
+    assert [str(x) for x in compare(results, second, solve(second)) if not x.ok] == []
 
 
 def test_gradients_repeat_bitwise_in_any_order_of_events() -> None:

@@ -16,8 +16,8 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 
 from flashtile.backends.common import launcher
-from flashtile.backends.common.launch import Runner
-from flashtile.backends.common.pointers import Described
+from flashtile.backends.common.launch import Runner, taken
+from flashtile.backends.common.pointers import Place
 
 BASE = ("function", False, False, None, None, (4, 1, 0), None, None, None)
 
@@ -63,23 +63,24 @@ def test_arguments(with_descriptors: bool) -> None:
         names = {"k_desc": "tensordesc<bf16[1, 4]>", **names, "v_desc": "tensordesc<bf16[1, 4]>"}
     compiled = Compiled(dict(enumerate(names.values())), layouts)
 
-    def pointers() -> dict[str, Any]:
-        q, k, v, lse = (torch.randn(4, 8) for _ in range(4))
-        found: dict[str, Any] = {"q": q, "lse": lse, "absent": None}
-        return found | ({"k_desc": Described(k, descriptor, 2), "v_desc": descriptor(v, 4)} if layouts else {})
+    places = {"q": Place(0), "lse": Place(1), "absent": None}
+    if with_descriptors:
+        places |= {"k_desc": Place(2, descriptor, 2), "v_desc": Place(3, descriptor, 4)}
 
-    first = pointers()
-    arguments = {"n": 5, "TILE": "tile"} | {
-        name: x.describe(x.base, x.rows) if isinstance(x, Described) else x for name, x in first.items()
-    }
+    def tensors() -> list[torch.Tensor | None]:
+        return [torch.randn(4, 8) for _ in range(4)]
+
+    first = tensors()
+    pointers = taken(places, first)
+    arguments = {"n": 5, "TILE": "tile"} | pointers
     arguments = {name: arguments[name] for name in names}
-    runner = Runner(compiled, 12, arguments, first)
+    runner = Runner(compiled, 12, arguments, places)
     made = mock.patch.object(nvidia, "make_tensordesc_arg", side_effect=map_of)
     made_here = mock.patch.object(launcher, "make_tensordesc_arg", side_effect=map_of)
     with made, made_here as maps, gpu():
-        launch = launcher.of(compiled, 12, arguments, first, runner)
+        launch = launcher.of(compiled, 12, arguments, places, pointers, runner)
         assert isinstance(launch, launcher.Launcher)
-        others = pointers()
+        others = tensors()
         for given in (first, others, others):
             launch(given)
             runner(given)
@@ -93,12 +94,12 @@ def test_a_profiler_s_hooks_are_left_to_triton() -> None:
     x = torch.randn(4)
     by_triton = mock.Mock()
     with gpu():
-        launch = launcher.of(compiled, 1, {"x": x}, {"x": x}, by_triton)
+        launch = launcher.of(compiled, 1, {"x": x}, {"x": Place(0)}, {"x": x}, by_triton)
     assert launch is not None
     hook = mock.Mock()
     knobs.runtime.launch_enter_hook.add(hook)
     try:
-        launch({"x": x})
+        launch([x])
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert by_triton.call_count == 1
@@ -109,4 +110,4 @@ def test_what_needs_scratch_memory_is_left_to_triton() -> None:
     compiled = Compiled({0: "*fp32"}, [])
     compiled.run.global_scratch_size = 128
     x = torch.randn(4)
-    assert launcher.of(compiled, 1, {"x": x}, {"x": x}, mock.Mock()) is None
+    assert launcher.of(compiled, 1, {"x": x}, {"x": Place(0)}, {"x": x}, mock.Mock()) is None

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile.errors import ArgumentError
-from flashtile.ops import OPERATORS, unobserved
+from flashtile.observed import in_memory, unobserved
+from flashtile.ops import OPERATORS
 
 Q, K, V = (torch.randn(1, 2, 8, 16) for _ in range(3))
 CACHE = torch.randn(2, 1, 2, 16, 16)
@@ -90,11 +91,20 @@ def more_than_memory() -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", more_than_memory())
 def test_tensors_that_are_more_than_their_memory(name: str) -> None:
     x = more_than_memory()[name]
-    plain = torch.empty(x.shape).copy_(x)
+    plain = torch.empty_strided(x.shape, x.stride()).copy_(x)
+    expected = flashtile.attention(Q, K, plain)  # a call like it, but for that
     with operator_calls() as operator:
         found = flashtile.attention(Q, K, x)
     assert operator.call_count == 1
-    assert torch.equal(found, flashtile.attention(Q, K, plain))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "x", [torch._efficientzerotensor((2, 3)), torch.empty(2, 3, device="meta"), torch.eye(3).to_sparse()]
+)
+def test_tensors_without_memory_of_their_own(x: Tensor) -> None:
+    assert not in_memory(Q, x)
+    assert in_memory(Q, None, torch.empty(0, 3))
 
 
 def test_tensors_without_memory() -> None:

@@ -402,6 +402,7 @@ def test_allocations_inside_operators_are_poisoned(operator):
         assert (torch.empty(3, dtype=torch.int32) == 2**31 - 1).all()
         assert torch.empty(3, dtype=torch.bool).all()
         assert torch.empty(0, 3).shape == (0, 3)
+        assert torch._C._dynamo.guards._empty_strided_cpu((3,), (1,), torch.float32).isnan().all()
 
 
 def test_allocations_in_other_threads_are_poisoned(operator):

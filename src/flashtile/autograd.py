@@ -7,36 +7,46 @@ In eager mode an autograd.Function calls the operators: it is quicker than a der
 can be differentiated again. In a compiled graph there is the operator alone, with its registered derivative.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import maybe_current_level, unwrap_if_dead
 
+from . import ops
 from .call import Call, Settings, Tensors, differentiable_positions
 from .errors import AttentionError
 from .observed import in_forward_mode
-from .ops import OPERATORS
 from .plan import plan
 from .problem import Problem
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalised call, differentiable where a tensor requires it."""
-    layout = "dense" if call.layout == "dense" else "varlen"
-    operators = OPERATORS[layout]
-    if not call.unobserved:
-        if in_forward_mode():
-            refuse_lost_tangents()
-            return attend_in_operations(call.settings, *call.tensors.flat())
-        if torch.compiler.is_compiling():  # in a graph, the operator has its own derivative
-            return operators.forward(*operators.arguments(call))
+    if call.unobserved:
+        if torch.is_grad_enabled() and requires_grad(flat := call.tensors.flat()):
+            return applied(Attention, call, *flat, unobserved=True)
+        return ops.attend(call)
+    if in_forward_mode():
+        refuse_lost_tangents()
+        return attend_in_operations(call.settings, *call.tensors.flat())
+    operators = ops.operators_of(call)
+    if torch.compiler.is_compiling():  # in a graph, the operator has its own derivative
+        return operators.forward(*operators.arguments(call))
     if torch.is_grad_enabled():
         flat = call.tensors.flat()
         # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper.
-        if maybe_current_level() is not None or any(x.requires_grad for x in flat if x is not None):
-            return applied(Attention, layout, call, *flat)  # type: ignore[return-value]
+        if maybe_current_level() is not None or requires_grad(flat):
+            return applied(Attention, call, *flat)
     return operators.attend(call)
+
+
+def requires_grad(tensors: Iterable[Tensor | None]) -> bool:
+    for x in tensors:  # noqa: SIM110 - a generator takes longer
+        if x is not None and x.requires_grad:
+            return True
+    return False
 
 
 def refuse_lost_tangents() -> None:
@@ -57,13 +67,15 @@ def in_graph() -> bool:
     return maybe_current_level() is not None or torch.compiler.is_compiling()
 
 
-def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def applied(function: type[torch.autograd.Function], *arguments: Any, unobserved: bool = False) -> Any:
     """`function.apply`, which binds its arguments to the names of `forward` each time. That takes longer than all else
-    that a call does before its kernels; without a transform of torch.func it need not.
+    that a call does before its kernels; without a transform of torch.func it need not. Unobserved arguments are no
+    wrappers that one has left.
     """
     if in_graph():
         return function.apply(*arguments)
-    arguments = tuple([unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments])
+    if not unobserved:
+        arguments = tuple([unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments])
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
@@ -73,13 +85,15 @@ class Attention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(layout: str, call: Call, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
-        return OPERATORS[layout].attend(call if call.unobserved else Call(Tensors.from_flat(flat), call.settings))
+    def forward(call: Call, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
+        if call.unobserved:
+            return ops.attend(call)
+        return ops.operators_of(call).attend(Call(Tensors.from_flat(flat), call.settings))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        layout, call, *flat = inputs
-        ctx.layout, ctx.settings = layout, call.settings
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        call, *flat = inputs
+        ctx.settings = call.settings
         ctx.save_for_backward(*output, *flat)
         ctx.set_materialize_grads(False)
 
@@ -87,19 +101,19 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         out, lse, *flat = ctx.saved_tensors
         if dout is None and dlse is None:  # a second derivative passes here without a gradient of the results
-            return None, None, *(None for _ in flat)
-        needed = ctx.needs_input_grad[2:]
+            return None, *(None for _ in flat)
+        needed = ctx.needs_input_grad[1:]
         positions = differentiable_positions(len(flat))
         needs = [needed[n] for n in positions]
         if torch.is_grad_enabled() or in_graph() or in_forward_mode():
-            found = applied(AttentionBackward, ctx.layout, ctx.settings, needs, out, lse, dout, dlse, *flat)
+            found = applied(AttentionBackward, ctx.settings, needs, out, lse, dout, dlse, *flat)
         else:  # nobody differentiates this again
             call = Call(Tensors.from_flat(flat), ctx.settings)
-            found = OPERATORS[ctx.layout].differentiate(needs, out, lse, dout, dlse, call)
+            found = ops.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
         gradients: list[Tensor | None] = [None] * len(flat)
         for n, gradient in zip(positions, found, strict=True):
             gradients[n] = gradient if needed[n] else None
-        return None, None, *gradients
+        return None, *gradients
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -108,17 +122,17 @@ class AttentionBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(layout: str, settings: Settings, needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(settings: Settings, needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         out, lse, dout, dlse, *flat = tensors
         assert out is not None
         assert lse is not None
         call = Call(Tensors.from_flat(flat), settings)
-        found = OPERATORS[layout].differentiate(needs, out, lse, dout, dlse, call)
+        found = ops.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
         return tuple(out.new_empty(0) if gradient is None else gradient for gradient in found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, ctx.settings, ctx.needs, _, _, *rest = inputs  # out and lse follow from the rest
+        ctx.settings, ctx.needs, _, _, *rest = inputs  # out and lse follow from the rest
         ctx.save_for_backward(*rest)
         ctx.save_for_forward(*rest)
 
@@ -127,21 +141,21 @@ class AttentionBackward(torch.autograd.Function):
         from .backends.tiled.transforms import pullback
 
         inputs = ctx.saved_tensors  # dout, dlse, *flat
-        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[5:]) if needed]
+        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
         given = [cotangent for cotangent, needed in zip(cotangents, ctx.needs, strict=True) if needed]
         found = pullback(gradients_in_operations(ctx.settings, ctx.needs), len(inputs), wanted)(*inputs, *given)
         gradients: list[Tensor | None] = [None] * len(inputs)
         for n, gradient in zip(wanted, found, strict=True):
             gradients[n] = gradient
-        return None, None, None, None, None, *gradients
+        return None, None, None, None, *gradients
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         from .backends.tiled.transforms import pushforward
 
         inputs = ctx.saved_tensors
-        moving = [n for n, tangent in enumerate(tangents[5:]) if tangent is not None]
-        given = [tangents[5 + n] for n in moving]
+        moving = [n for n, tangent in enumerate(tangents[4:]) if tangent is not None]
+        given = [tangents[4 + n] for n in moving]
         fn = gradients_in_operations(ctx.settings, ctx.needs)
         found = iter(pushforward(fn, len(inputs), moving)(*inputs, *given))
         return tuple(next(found) if needed else inputs[2].new_empty(0) for needed in ctx.needs)

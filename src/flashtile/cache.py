@@ -50,12 +50,31 @@ class NewTokens(NamedTuple):
     exists: Tensor  # bool [T]
 
 
-def paged_call(given: Call, cache: CacheTensors) -> Call:
-    """The attention over what the caches hold once the new tokens are appended; appends nothing yet.
-
-    `given` has q, `cu_seqlens_q` and the tensors that modify scores; its k and v are placeholders, and its signature is
-    that of the cache too.
+class CacheCall(Call):
+    """A call with a KV cache. It has q, `cu_seqlens_q` and the tensors that modify scores; its k and v are the caches,
+    and its signature is that of the cache too.
     """
+
+    __slots__ = ("_attention", "cache", "interleaved")
+
+    def __init__(self, call: Call, cache: CacheTensors, interleaved: bool):
+        super().__init__(call.tensors, call.settings, call.signature(), unobserved=call.unobserved)
+        self.cache, self.interleaved = cache, interleaved
+        self._attention: Call | None = None
+
+    @property
+    def layout(self) -> str:
+        return "paged"
+
+    def attention(self) -> Call:
+        """The attention over what the caches hold once the new tokens are appended; appends nothing yet."""
+        if self._attention is None:
+            self._attention = paged_call(self, self.cache)
+        return self._attention
+
+
+def paged_call(given: Call, cache: CacheTensors) -> Call:
+    """`CacheCall.attention`."""
     features, settings, number = given.tensors, given.settings, given.signature()
     known = _CHECKED.get(number)
     if known is None:
@@ -76,8 +95,11 @@ def paged_call(given: Call, cache: CacheTensors) -> Call:
 _CHECKED: dict[int, Settings] = {}  # settings of the paged call, by the signature of a KV-cache call that is right
 
 
-def append_and_rotate(call: Call, cache: CacheTensors, interleaved: bool) -> Call:
-    """Write the new keys and values into the caches, in place, and turn the queries to their positions."""
+def append_and_rotate(given: CacheCall) -> Call:
+    """Write the new keys and values into the caches, in place, and turn the queries to their positions: what remains is
+    the attention over pages.
+    """
+    call, cache, interleaved = given.attention(), given.cache, given.interleaved
     t = call.tensors
     batch = cache.cache_seqlens.shape[0]
     if batch == 0:  # packed tensors may still have tokens: of no sequence

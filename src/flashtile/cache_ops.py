@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import register_fake, register_vmap
 
-from .cache import CacheTensors, append_and_rotate, paged_call
+from .cache import CacheCall, CacheTensors, append_and_rotate
 from .call import Call, Settings, Tensors, lse_shape, new_rows, signature
 from .errors import AttentionError
 from .observed import in_forward_mode
@@ -54,11 +54,11 @@ def attend_with_cache(call: Call, cache: CacheTensors, interleaved: bool) -> tup
     """`out` and `lse` of a normalised call, whose k and v are the caches."""
     refuse_derivatives(call.tensors[:-1], call.tensors.score_mod_tensors, cache)
     q = call.tensors.q
+    if call.unobserved:
+        return attend(CacheCall(call, cache, interleaved))
     if cache.k is not None and torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
         cache = cache._replace(k=k, v=v)
-    if call.unobserved:
-        return attend(call, cache, interleaved)
     operator = torch.ops.flashtile.attention_with_kvcache.default
     return operator(*arguments(q, cache, call.tensors, call.settings, interleaved))
 
@@ -91,17 +91,17 @@ def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
     settings = Settings(**dict(zip(SETTINGS, scalars, strict=True)))
     number = signature(("operator", settings), q, *features[3:-1], *modifiers, *cache)
-    return attend(Call(features, settings, number), cache, interleaved)
+    return attend(CacheCall(Call(features, settings, number), cache, interleaved))
 
 
-def attend(given: Call, cache: CacheTensors, interleaved: bool) -> tuple[Tensor, Tensor]:
+def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
     """What the operator does."""
-    call = paged_call(given, cache)
     chosen = plan_call(call)
     kernels = chosen.kernels()
-    prepare = getattr(kernels, "append_and_rotate", append_and_rotate)  # where a backend has its own
-    with inside_operator(call.tensors.q):
-        return kernels.forward(chosen, prepare(call, cache, interleaved))
+    with inside_operator(call):
+        if hasattr(kernels, "attend_with_cache"):
+            return kernels.attend_with_cache(chosen, call)
+        return kernels.forward(chosen, append_and_rotate(call))
 
 
 def fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

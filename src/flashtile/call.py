@@ -43,7 +43,7 @@ class Tensors(NamedTuple):
     @classmethod
     def from_flat(cls, flat: Sequence[Tensor | None]) -> "Tensors":
         named = len(cls._fields) - 1
-        return cls(*flat[:named], score_mod_tensors=tuple(flat[named:]))  # type: ignore[arg-type]
+        return cls._make((*flat[:named], tuple(flat[named:])))
 
 
 class Settings(NamedTuple):
@@ -102,6 +102,10 @@ class Call:
             self._signature = signature(self.settings, *self.tensors[:-1], *self.tensors.score_mod_tensors)
         return self._signature
 
+    def attention(self) -> "Call":
+        """The call that a plan is for: this one, unless its keys are in a cache."""
+        return self
+
     @property
     def num_heads(self) -> int:
         """Query heads of the whole call, which the dropout counter runs over."""
@@ -125,7 +129,7 @@ class Needs(NamedTuple):
     @classmethod
     def from_flat(cls, flat: Sequence[bool]) -> "Needs":
         named = len(cls._fields) - 1
-        return cls(*flat[:named], score_mod_tensors=tuple(flat[named:]))
+        return cls._make((*flat[:named], tuple(flat[named:])))
 
 
 class Gradients(NamedTuple):
@@ -145,7 +149,7 @@ class Gradients(NamedTuple):
     @classmethod
     def from_flat(cls, flat: Sequence[Tensor | None]) -> "Gradients":
         named = len(cls._fields) - 1
-        return cls(*flat[:named], score_mod_tensors=tuple(flat[named:]))
+        return cls._make((*flat[:named], tuple(flat[named:])))
 
 
 FLAT_FIELDS = Tensors._fields[:-1]
@@ -166,8 +170,11 @@ def address(x: Tensor) -> int:
 
 
 def memory_of(x: Tensor | None) -> Hashable:
-    """How a tensor lies in memory, short of where."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, address(x) % 16)
+    """How a tensor lies in memory, short of where; `None` stands for nowhere, as tensors without elements do."""
+    if x is None:
+        return None
+    place = address(x)
+    return x.shape, x.stride(), x.dtype, x.device, place % 16 if place else None
 
 
 _SIGNATURES: dict[Hashable, int] = {}
@@ -182,7 +189,12 @@ def signature(settings: Hashable, *tensors: Tensor | None) -> int:
     try:  # as memory_of, which a loop for each call would wait for
         key = (
             settings,
-            *[None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors],
+            *[
+                None
+                if x is None
+                else (x.shape, x.stride(), x.dtype, x.device, place % 16 if (place := x.data_ptr()) else None)
+                for x in tensors
+            ],
         )
     except RuntimeError:
         key = (settings, *map(memory_of, tensors))

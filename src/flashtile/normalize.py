@@ -16,7 +16,7 @@ from .call import MOST_SIGNATURES, Call, Settings, Tensors, signature
 from .errors import ArgumentError, call_of
 from .expression import ScoreMod
 from .masks import Window
-from .observed import unobserved
+from .observed import in_memory, unobserved
 from .remember import remember
 
 Causal = bool | Literal["top_left"]
@@ -49,7 +49,9 @@ def normalize(
     """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    scalars = (causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, num_splits, deterministic)
+    scalars = (
+        causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, num_splits, deterministic, backend
+    )  # fmt: skip
     beside = () if cache is None else cache[2:]
     plain = (
         score_mod is None
@@ -57,7 +59,7 @@ def normalize(
         and not torch._C._is_any_autocast_enabled()  # which makes another call of the same arguments
         and unobserved(*tensors.values(), *beside)
     )
-    if plain and (call := call_like_before(function, tensors, beside, (*scalars, backend))) is not None:
+    if plain and (call := call_like_before(function, tensors, beside, scalars)) is not None:
         return call
     if cache is not None:  # first, for k and v have other names in it
         require_tensors(function, cache._asdict(), CACHE_REQUIRED)
@@ -67,7 +69,7 @@ def normalize(
     same_place(function, q, tensors)
     # Caches are written in place, so they keep their dtype.
     tensors = in_autocast_dtype(tensors, REQUIRED[:3] if cache is None else REQUIRED[:1])
-    settings = settings_of(function, q.shape[-1] if q.dim() > 0 else 1, *scalars, backend)
+    settings = settings_of(function, q.shape[-1] if q.dim() > 0 else 1, *scalars)
     if settings.dropout_p > 0:
         seed = seed_of(function, dropout_seed, q.device)
         same_place(function, q, {"dropout_seed": seed})
@@ -77,7 +79,7 @@ def normalize(
         same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
         tensors = tensors | {"score_mod_tensors": modifier.tensors}
         settings = settings._replace(score_mod=modifier.key)
-    if plain and settings.dropout_p == 0:
+    if plain and settings.dropout_p == 0 and in_memory(*tensors.values(), *beside):
         call = plain_call(function, Tensors(**tensors), beside, settings)
         remember(_CHECKED, call.signature(), None, MOST_SIGNATURES)
         return call

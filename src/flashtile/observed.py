@@ -2,7 +2,7 @@
 
 from torch import Tensor
 from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
+from torch._C._functorch import maybe_current_level
 from torch.autograd import _profiler_enabled, forward_ad  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import Parameter
 
@@ -17,11 +17,11 @@ def in_forward_mode() -> bool:
 
 
 def unobserved(*tensors: Tensor | None) -> bool:
-    """Whether only an operator's kernels would look at a call with these tensors. PyTorch takes longer to find that out
-    than a call does otherwise, so operators are not asked for then.
+    """Whether only an operator's kernels would look at a call with these tensors, if they are `in_memory`. PyTorch
+    takes longer to find that out than a call does otherwise: operators are not asked for then.
 
-    Modes, transforms, traces and profilers look at calls; and a tensor may be more than its memory: of a subclass, a
-    transform's wrapper, to be negated, all zeros, or without any.
+    Modes, transforms, traces and profilers look at calls. And a tensor may be more than its memory: of a subclass, or
+    to be negated.
     """
     if (
         forward_ad._current_level >= 0
@@ -32,9 +32,20 @@ def unobserved(*tensors: Tensor | None) -> bool:
         or _profiler_enabled()
     ):
         return False
-    for x in tensors:
-        if x is not None and (
-            type(x) not in PLAIN or x.is_neg() or x.is_meta or x._is_zerotensor() or is_functorch_wrapped_tensor(x)
-        ):
+    for x in tensors:  # noqa: SIM110 - a generator takes longer
+        if x is not None and (type(x) not in PLAIN or x.is_neg()):
             return False
+    return True
+
+
+def in_memory(*tensors: Tensor | None) -> bool:
+    """Whether tensors have memory of their own, unlike those of "meta", of zeros alone, and wrappers of transforms.
+    Calls of one signature are alike in this.
+    """
+    try:
+        for x in tensors:
+            if x is not None and (x.is_meta or (x.data_ptr() == 0 and x.numel() > 0)):
+                return False
+    except RuntimeError:  # there is no address to ask for
+        return False
     return True

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, lse_shape, new_rows
 from .errors import AttentionError
-from .observed import in_forward_mode, unobserved
+from .observed import in_forward_mode, in_memory, unobserved
 from .plan import plan_call
 from .problem import accumulation_dtype
 
@@ -81,7 +81,8 @@ class Operators:
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor]:
         """`out` and `lse`, through the operator if anything but its kernels would look at the call."""
-        if call.unobserved or unobserved(*call.tensors[:-1], *call.tensors.score_mod_tensors):
+        flat = call.tensors.flat()
+        if unobserved(*flat) and in_memory(*flat):
             return attend(call)
         return self.forward(*self.arguments(call))
 
@@ -89,7 +90,8 @@ class Operators:
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Call
     ) -> Sequence[Tensor | None]:
         """The gradients that `needs` asks for, likewise; for the others anything."""
-        if unobserved(out, lse, dout, dlse, *call.tensors[:-1], *call.tensors.score_mod_tensors):
+        tensors = (out, lse, dout, dlse, *call.tensors.flat())
+        if not torch.compiler.is_compiling() and unobserved(*tensors) and in_memory(*tensors):
             return differentiate(needs, out, lse, dout, dlse, call)
         *found, modified = self.backward(needs, out, lse, dout, dlse, *self.arguments(call))
         return *found, *modified
@@ -150,7 +152,7 @@ class Operators:
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """What the forward operators do."""
     chosen = plan_call(call)
-    with inside_operator(call.tensors.q):
+    with inside_operator(call):
         return chosen.kernels().forward(chosen, call)
 
 
@@ -159,14 +161,17 @@ def differentiate(
 ) -> list[Tensor | None]:
     """What the backward operators do: gradients in their inputs' dtypes, `None` for what nobody asked for."""
     chosen = plan_call(call, backward=True)
-    with inside_operator(call.tensors.q):
+    with inside_operator(call):
         found = chosen.kernels().backward(chosen, call, Needs.from_flat(needs), out, lse, dout, dlse)
     inputs = call.tensors.flat()
     return [
-        None if gradient is None or x is None else gradient if gradient.dtype is x.dtype else gradient.to(x.dtype)
+        None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)
         for gradient, n in zip(found.flat(), differentiable_positions(len(inputs)), strict=True)
-        for x in (inputs[n],)
     ]
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -204,16 +209,18 @@ def in_schema(gradients: Sequence[Tensor | None], call: Call) -> tuple[Any, ...]
     return *found[:named], found[named:]
 
 
-def inside_operator(q: Tensor) -> AbstractContextManager[None]:
+def inside_operator(call: Call) -> AbstractContextManager[None]:
     """What an operator's own work needs, wherever it is called from.
 
     No autocast: that has already acted on the arguments, in `normalize`, and products in here keep their dtypes. No
     graph of the caller's. But torch.autograd, which a backend uses on a tile, also where the operator is called from
     below it (compiled graphs).
+
+    An unobserved call has no autocast around it; and nothing of it asks for a graph, or `autograd` has made a node.
     """
+    around = not call.unobserved and (torch._C._is_any_autocast_enabled() or torch.is_grad_enabled())
     below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD_KEYS[0])
-    autocast = torch._C._is_any_autocast_enabled()
-    return Inside(q.device.type) if below_autograd or autocast or torch.is_grad_enabled() else ALREADY_INSIDE
+    return Inside(call.tensors.q.device.type) if around or below_autograd else ALREADY_INSIDE
 
 
 class Inside(AbstractContextManager[None]):
@@ -246,3 +253,7 @@ class Inside(AbstractContextManager[None]):
 
 ALREADY_INSIDE = nullcontext()
 OPERATORS = {layout: Operators(layout) for layout in ("dense", "varlen")}
+
+
+def operators_of(call: Call) -> Operators:
+    return OPERATORS["dense" if call.layout == "dense" else "varlen"]

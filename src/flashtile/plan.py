@@ -28,6 +28,10 @@ AUTO = ("hopper", "triton", "cpu", "tiled")
 BACKEND_VARIABLE = "FLASHTILE_BACKEND"
 MOST_PLANS = 4096
 
+# Where os.environ looks a name up. It raises an error where there is none, which takes longer than all of the lookup.
+_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
+_VARIABLE: Any = os.environ.encodekey(BACKEND_VARIABLE) if hasattr(os.environ, "_data") else BACKEND_VARIABLE
+
 
 class Plan(NamedTuple):
     """How one pass of a problem is run. What forward leaves for backward is the same in every backend: each pass has a
@@ -104,13 +108,13 @@ def plan_call(call: Call, *, backward: bool = False) -> Plan:
 def _plan_of_signature(call: Call, backward: bool) -> Plan:
     q, backend = call.tensors.q, call.settings.backend
     if call.layout != "dense" and host_readable(q):  # whose lengths are checked, and say how long the call is
-        return plan(Problem.describe(call), q.device, backend, backward=backward)
+        return plan(Problem.describe(call.attention()), q.device, backend, backward=backward)
     # Nothing reads the tensors: calls of one signature have one plan, and pass or fail alike.
-    variable = os.environ.get(BACKEND_VARIABLE) if backend == "auto" else None
+    variable = _ENVIRONMENT.get(_VARIABLE) if backend == "auto" else None
     key = (call.signature(), backward, variable, torch.get_num_threads())
     chosen = _PLANS.get(key)
     if chosen is None:
-        chosen = plan(Problem.describe(call), q.device, backend, backward=backward)
+        chosen = plan(Problem.describe(call.attention()), q.device, backend, backward=backward)
         remember(_PLANS, key, chosen, MOST_PLANS)
     return chosen
 

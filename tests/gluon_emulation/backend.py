@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from flashtile import plan
-from flashtile.backends.common.pointers import Pointers, taken
+from flashtile.backends.common import passes
+from flashtile.backends.common.launch import Step, taken
+from flashtile.backends.common.pointers import Places
 from flashtile.backends.hopper import support
 from flashtile.device import Device
 
@@ -78,7 +80,6 @@ def emulated_kernels(folder: Path = FOLDER) -> ModuleType:
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
     assert spec is not None
-    importlib.import_module("flashtile.backends.common.launch")  # with the real Triton
     with mock.patch.dict(sys.modules, in_place_of_triton()):
         sys.modules[name] = importlib.util.module_from_spec(spec)
         found = importlib.import_module(f"{name}.kernels")
@@ -89,7 +90,6 @@ def emulated_kernels(folder: Path = FOLDER) -> ModuleType:
 
 def argument(x: Any) -> Any:
     """What a kernel gets."""
-    x = taken(x)
     if isinstance(x, Tensor):
         return Pointer(x)
     return Value(as_tensor(x)) if isinstance(x, bool | int | float) else x
@@ -110,22 +110,25 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         return torch.zeros(1, dtype=torch.int32) if packed else counter
 
     def launch(
-        kernel: Any, signature: Hashable, pointers: Pointers, numbers: Callable[[], tuple[int, dict[str, Any]]]
-    ) -> None:
-        programs, given = numbers()
-        constants = [
-            name
-            for name, parameter in inspect.signature(kernel).parameters.items()
-            if parameter.annotation is language.constexpr
-        ]
-        arguments = {name: x if name in constants else argument(x) for name, x in (given | dict(pointers)).items()}
-        del arguments["num_warps"]
-        launched.append(kernel.__name__)
-        Machine(seed + len(launched)).run(kernel, programs, arguments)
+        kernel: Any, programs: int, numbers: dict[str, Any], places: Places, tensors: list[Tensor | None]
+    ) -> Step:
+        parameters = inspect.signature(kernel).parameters.items()
+        constants = [name for name, parameter in parameters if parameter.annotation is language.constexpr]
+
+        def step(tensors: list[Tensor | None]) -> None:
+            given = numbers | taken(places, tensors)
+            arguments = {name: x if name in constants else argument(x) for name, x in given.items()}
+            del arguments["num_warps"]
+            launched.append(kernel.__name__)
+            Machine(seed + len(launched)).run(kernel, programs, arguments)
+
+        step(tensors)
+        return step
 
     with (
-        mock.patch.multiple(kernels, launch=launch, counter=counter_of, describe_device=lambda _: device),
-        mock.patch.multiple(gradients, launch=launch, counter=counter_of, describe_device=lambda _: device),
+        mock.patch.multiple(passes, launch=launch, _PASSES={}),
+        mock.patch.multiple(kernels, counter=counter_of, describe_device=lambda _: device),
+        mock.patch.multiple(gradients, counter=counter_of, describe_device=lambda _: device),
         mock.patch.multiple(plan, describe_device=lambda _: device, kernels_of=lambda _: kernels),
         mock.patch.object(support, "unusable", return_value=None),
     ):

@@ -4,6 +4,8 @@ runs this in a process of its own, for the interpreter is a mode of the whole pr
 bf16 products are wrong there, so that fp16 and fp32 stand for all.
 """
 
+import gc
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -15,9 +17,11 @@ import pytest
 import torch
 from checking import dense_case, offsets
 from infinite import INF, NAN, infinite_case
+from torch.multiprocessing.reductions import StorageWeakRef
 from variants import VARIANTS
 
 import flashtile
+from flashtile.backends.common import passes
 from flashtile.testing.generate import random_case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -146,3 +150,111 @@ def test_derivatives_that_kernels_do_not_have() -> None:
         found.append((tangent, dq, *torch.autograd.grad(dq.square().sum(), (q, k, v))))
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
+
+
+def like(x: object) -> object:
+    """Other numbers that lie in memory in the same way; integers and booleans stay as they are."""
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        return x
+    memory = x.untyped_storage().clone()
+    x.new_empty(0).set_(memory).mul_(0.7)  # type: ignore[call-overload]
+    return x.new_empty(0).set_(memory, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+
+
+REPEATED = (
+    "hdim 64 causal", "fp32 everything", "bias of heads and keys", "mask", "slopes of sequences", "sinks", "dropout",
+    "packed everything", "paged",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*REPEATED, "cache 1", "cache 3", "cache 8"])
+def test_a_call_like_one_before(name: str) -> None:
+    """What has been written down of a call serves others, and keeps nothing of it."""
+    if name.startswith("cache"):
+        dtypes = (torch.float32,)
+        case = random_case(int(name[6:]), dtypes=dtypes, function="attention_with_kvcache")
+        case.arguments["score_mod"] = None
+    else:
+        variant = replace(VARIANTS[name], dtype=torch.float32)
+        case = replace(variant, head_dim=min(variant.head_dim, 64)).case(2, "cpu", LENGTHS)
+    other = replace(case, arguments={key: like(x) for key, x in case.arguments.items()})
+    passes._PASSES.clear()
+    memory = [StorageWeakRef(x.untyped_storage()) for x in case.run("triton").values()]
+    gc.collect()
+    assert all(x.expired() for x in memory)
+    with mock.patch.object(passes, "Recorder", side_effect=AssertionError("not known from before")):
+        found = other.run("triton")
+    passes._PASSES.clear()
+    expected = other.run("triton")
+    for key, x in expected.items():
+        assert torch.equal(found[key].nan_to_num(), x.nan_to_num()), key
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "rows", "pages", "packed"])
+def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> None:
+    """As on a GPU, where nobody reads the lengths on the host: steps that differ in them alone have one signature."""
+    passes._PASSES.clear()
+    table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+    options: dict[str, dict[str, torch.Tensor]] = {
+        "dense": {},
+        "rows": {"cache_batch_idx": torch.tensor([3, 1], dtype=torch.int32)},
+        "pages": {"page_table": table},
+        "packed": {"page_table": table, "cu_seqlens_q": offsets(2, 1)},
+    }
+    given = options[kind]
+    if rotary:
+        angles = torch.rand(32, 4)
+        given |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    shape = (4, 16, 1, 16) if "page_table" in given else (4, 1, 32, 16)
+    caches = {name: torch.randn(shape) for name in ("k_cache", "v_cache")}
+    others = {name: x.clone() for name, x in caches.items()}
+    unread = mock.patch("flashtile.device.host_readable", return_value=False)
+    with unread, mock.patch("flashtile.plan.host_readable", return_value=False):
+        for n in (0, 5, 11):
+            lengths = torch.tensor([4 + n, n], dtype=torch.int32)
+            rows = (3,) if kind == "packed" else (2,)
+            q, k, v = (torch.randn(*rows, heads, 16) for heads in (2, 1, 1))
+            q, k, v = (x if kind == "packed" else x[:, :, None] for x in (q, k, v))
+            more = {"k": k, "v": v, "cache_seqlens": lengths, "causal": True} | given
+            found = flashtile.attention_with_kvcache(q, **caches, **more, backend="triton", num_splits=2)
+            expected = flashtile.attention_with_kvcache(q, **others, **more, backend="reference")
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(caches, others)
+    assert len(passes._PASSES) == 1
+
+
+def test_rows_of_the_hopper_backward_pass() -> None:
+    """Its kernels in front and behind are Triton's: blocks of rows begin without a turn, whatever lies in memory."""
+    from flashtile.backends.hopper.rows import finish_kernel, prepare_kernel
+
+    batch, heads, rows, width, block = 1, 2, 20, 16, 16
+    out, dout = (torch.randn(batch, heads, rows, width) for _ in range(2))
+    lse = torch.randn(batch, heads, rows)
+    lse[0, 1, 3] = -torch.inf
+    tiles = -(-rows // block)
+    start, delta = (torch.full((heads, tiles * block), torch.nan) for _ in range(2))
+    turns = torch.full((heads * tiles,), 7, dtype=torch.int32)
+    lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": rows, "WIDTH": width, "ALIGN": 1, "BLOCK_M": block}
+    strides = {
+        f"stride_{name}_{dim}": n for name in ("out", "dout") for dim, n in zip("bhm", out.stride(), strict=False)
+    }
+    strides |= {"stride_lse_b": lse.stride(0), "stride_lse_h": lse.stride(1)}
+    strides |= {f"stride_dlse_{dim}": None for dim in "bhm"}
+    prepare_kernel[(heads * tiles,)](out, dout, lse, None, start, delta, turns, **strides, **lengths)
+    assert not turns.any()
+    seen = lse[0].isfinite()
+    expected = torch.where(seen, -(out * dout).sum(-1)[0], 0)
+    torch.testing.assert_close(delta[:, :rows], expected)
+    torch.testing.assert_close(start[:, :rows], torch.where(seen, -lse[0] / math.log(2), -torch.inf))
+    assert (start[:, rows:] == -torch.inf).all()
+    assert (delta[:, rows:] == 0).all()
+
+    sums = torch.randn(heads * tiles * block, width)
+    turns[1] = 4
+    dq = torch.full_like(out, torch.nan)
+    strides = {f"stride_dq_{dim}": n for dim, n in zip("bhm", dq.stride(), strict=False)}
+    finish_kernel[(heads * tiles,)](sums, turns, dq, **strides, **lengths, scale=0.5)
+    expected = torch.zeros_like(dq)
+    expected[0, 0, block:] = sums[block:rows] * 0.5
+    torch.testing.assert_close(dq, expected)

@@ -1,7 +1,7 @@
 """Memory that shows when it is read before it is written, or read or written outside its tensor.
 
-`poisoned_allocation` replaces the allocating functions in `torch` and `torch.Tensor` themselves for the time of
-a `with` block. The other ways fail here:
+`poisoned_allocation` replaces the allocating functions in `torch` and `torch.Tensor` themselves, and those of compiled
+programs, for the time of a `with` block. The other ways fail here:
 
 - A TorchDispatchMode or TorchFunctionMode is switched off while it handles an operator, so it does not see what the
   implementation of a torch.library operator allocates, which is where backends do. Modes also belong to one
@@ -19,10 +19,12 @@ from functools import wraps
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 ALLOCATORS = (
     (torch, ("empty", "empty_like", "empty_strided", "empty_permuted")),
     (Tensor, ("new_empty", "new_empty_strided")),
+    (guards, ("_empty_strided_cpu", "_empty_strided_cuda")),  # of compiled programs
 )
 
 

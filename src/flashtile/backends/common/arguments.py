@@ -3,12 +3,10 @@
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...call import Call, lse_shape, new_rows
+from ...call import Call
 from ...problem import LONGEST
-from ...remember import remember
 
 LOG2E = math.log2(math.e)
 
@@ -16,29 +14,6 @@ LOG2E = math.log2(math.e)
 def rows_last(x: Tensor) -> Tensor:
     """The tensor with contiguous features, which costs a copy if they were not."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
-def contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
-def new_results(call: Call, q: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised `out` and fp32 `lse` for rows `q` of a call. Calls repeat: how they lie in memory is remembered."""
-    key = call.signature()
-    known = _RESULTS.get(key)
-    if known is None:
-        out, lse = new_rows(q, q.shape[1], width, q.dtype), q.new_empty(lse_shape(q), dtype=torch.float32)
-        shapes = (tuple(out.shape), out.stride(), tuple(lse.shape), lse.stride())
-        remember(_RESULTS, key, shapes, MOST_RESULTS)
-        return out, lse
-    shape, strides, shape_of_lse, strides_of_lse = known
-    out = q.new_empty_strided(shape, strides)
-    return out, q.new_empty_strided(shape_of_lse, strides_of_lse, dtype=torch.float32)
-
-
-Shape = tuple[int, ...]
-_RESULTS: dict[int, tuple[Shape, Shape, Shape, Shape]] = {}
-MOST_RESULTS = 4096
 
 
 def strides_of(x: Tensor, paged: bool = False) -> tuple[int, int, int]:

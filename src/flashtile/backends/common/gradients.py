@@ -3,14 +3,10 @@
 import torch
 from torch import Tensor
 
-from ...call import Call
 
-
-def sink_gradient(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink is a key without a value: `ds = p * (0 - delta)`, summed over rows to `[H]`."""
-    assert call.tensors.sinks is not None
-    sinks = call.tensors.sinks.to(lse.dtype)[:, None]  # [H, 1]
-    p_sink = torch.where(lse == -torch.inf, 0, torch.exp(sinks - lse))  # [(B,) H, S]
+    p_sink = torch.where(lse == -torch.inf, 0, torch.exp(sinks.to(lse.dtype)[:, None] - lse))  # [(B,) H, S]
     return -sum_to_heads(p_sink * delta)
 
 

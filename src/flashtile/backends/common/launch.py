@@ -1,84 +1,71 @@
 """Launching a kernel, and launching it again: what follows from shapes and settings is worked out once.
 
-A kernel has some sixty arguments, and Triton looks at each before a launch to find what it has compiled for them. Calls
-repeat: for a signature seen before, the compiled kernel and all its numbers are known, and only addresses are new.
+A kernel has some sixty arguments, and Triton looks at each before a launch to find what it has compiled for them. After
+the first launch the compiled kernel and all its numbers are known, and only addresses are new.
 """
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
-from ...remember import remember
 from .installed import triton_version
-from .pointers import Pointers, taken
+from .pointers import Places
 
-MOST_PREPARED = 4096
 KNOWN_LAUNCHER = (3, 6)  # the version of Triton that `launcher` is for
-HERE = nullcontext()
 
-Prepared = Callable[[Pointers], None]
+Step = Callable[[list[Tensor | None]], None]  # of a pass, on its tensors
 
 
 class Runner:
-    """A compiled kernel with the arguments of one signature, launched by Triton."""
+    """A compiled kernel with its arguments, launched by Triton."""
 
-    def __init__(self, compiled: Any, programs: int, arguments: dict[str, Any], pointers: Pointers):
+    def __init__(self, compiled: Any, programs: int, arguments: dict[str, Any], places: Places):
         self.run = compiled[(programs, 1, 1)]
-        self.pointers = [(n, name) for n, name in enumerate(arguments) if pointers.get(name) is not None]
+        self.places = [(n, place) for n, name in enumerate(arguments) if (place := places.get(name)) is not None]
         self.arguments = list(arguments.values())
-        for n, _ in self.pointers:
+        for n, _ in self.places:
             self.arguments[n] = None  # tensors are not kept alive
 
-    def __call__(self, pointers: Pointers) -> None:
+    def __call__(self, tensors: list[Tensor | None]) -> None:
         arguments = self.arguments.copy()
-        for n, name in self.pointers:
-            arguments[n] = taken(pointers[name])
+        for n, place in self.places:
+            arguments[n] = place.taken(tensors)
         self.run(*arguments)
 
 
-prepared: dict[Hashable, Prepared | None] = {}  # None: nothing to do
+class Interpreted:
+    """A kernel that Triton's interpreter runs: nothing is compiled."""
+
+    def __init__(self, kernel: Any, programs: int, numbers: dict[str, Any], places: Places):
+        self.run, self.numbers, self.places = kernel[(programs,)], numbers, places
+
+    def __call__(self, tensors: list[Tensor | None]) -> None:
+        self.run(**self.numbers, **taken(self.places, tensors))
 
 
-def launch(
-    kernel: Any, signature: Hashable, pointers: Pointers, numbers: Callable[[], tuple[int, dict[str, Any]]]
-) -> None:
-    """Run `kernel` on the current device and stream. `numbers()` gives the programs and every argument that is no
-    pointer; `signature` is what they depend on.
+def taken(places: Places, tensors: list[Tensor | None]) -> dict[str, Any]:
+    return {name: None if place is None else place.taken(tensors) for name, place in places.items()}
+
+
+def launch(kernel: Any, programs: int, numbers: dict[str, Any], places: Places, tensors: list[Tensor | None]) -> Step:
+    """Run `kernel` on the current device and stream for the first time; how to run it again on other tensors.
+
+    `numbers` are its arguments that are no pointers.
     """
-    key = (kernel.fn.__name__, signature)
-    if key not in prepared:
-        prepare(key, kernel, pointers, *numbers())
-    elif (known := prepared[key]) is not None:
-        known(pointers)
-
-
-def prepare(key: Hashable, kernel: Any, pointers: Pointers, programs: int, numbers: dict[str, Any]) -> None:
-    """Launch a kernel for the first time, and remember how."""
-    pointers = {name: taken(x) for name, x in pointers.items()}
+    pointers = taken(places, tensors)
     given = numbers | pointers
-    compiled = kernel[(programs,)](**given) if programs > 0 else None
-    if compiled is None and programs > 0:  # Triton's interpreter: nothing was compiled
-        return
-    known: Prepared | None = None
-    if compiled is not None:
-        arguments = {name: given.get(name) for name in kernel.arg_names}
-        known = Runner(compiled, programs, arguments, pointers)
-        if triton_version() == KNOWN_LAUNCHER:
-            from . import launcher
+    compiled = kernel[(programs,)](**given)
+    if compiled is None:
+        return Interpreted(kernel, programs, numbers, places)
+    arguments = {name: given.get(name) for name in kernel.arg_names}
+    runner = Runner(compiled, programs, arguments, places)
+    if triton_version() != KNOWN_LAUNCHER:
+        return runner
+    from . import launcher
 
-            known = launcher.of(compiled, programs, arguments, pointers, known) or known
-    remember(prepared, key, known, MOST_PREPARED)
-
-
-def on_device(x: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device and its current stream."""
-    if not x.is_cuda or torch.cuda.current_device() == x.get_device():
-        return HERE
-    return torch.cuda.device(x.device)
+    return launcher.of(compiled, programs, arguments, places, pointers, runner) or runner
 
 
 def current_stream() -> int:

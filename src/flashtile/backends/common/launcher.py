@@ -18,26 +18,33 @@ from triton.backends.nvidia.driver import (  # pyright: ignore[reportMissingImpo
 from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
 from ...remember import remember
-from .pointers import Pointers, taken
+from .pointers import Place, Places
 
 MOST_ADDRESSES = 256
 STREAM = 3  # its place among the arguments
 
 
 def of(
-    compiled: Any, programs: int, arguments: dict[str, Any], pointers: Pointers, runner: Callable[..., None]
-) -> Callable[..., None] | None:
-    """How to launch a compiled kernel again with other tensors; `None` where Triton does it."""
+    compiled: Any,
+    programs: int,
+    arguments: dict[str, Any],
+    places: Places,
+    pointers: dict[str, Any],
+    runner: Callable[[list[Tensor | None]], None],
+) -> Callable[[list[Tensor | None]], None] | None:
+    """How to launch a compiled kernel again with other tensors; `None` where Triton does it. `pointers` are what the
+    first launch took for `places`.
+    """
     run = compiled.run
     if type(run) is not CudaLauncher or run.global_scratch_size > 0 or run.profile_scratch_size > 0:
         return None
     descriptors = [name for name, x in pointers.items() if x is not None and not isinstance(x, Tensor)]
     if not descriptors:
-        return Launcher(run.launch, compiled, programs, arguments, pointers, runner)
+        return Launcher(run.launch, compiled, programs, arguments, places, runner)
     if len(compiled.metadata.tensordesc_meta or ()) != len(descriptors):  # they are pointers in this kernel
         return None
     c_function = inspect.getclosurevars(run.launch).nonlocals["launcher"]  # around it is what expands descriptors
-    return Launcher(c_function, compiled, programs, arguments, pointers, runner)
+    return Launcher(c_function, compiled, programs, arguments, places, runner)
 
 
 class Launcher:
@@ -49,8 +56,8 @@ class Launcher:
         compiled: Any,
         programs: int,
         arguments: dict[str, Any],
-        pointers: Pointers,
-        runner: Callable[..., None],
+        places: Places,
+        runner: Callable[[list[Tensor | None]], None],
     ):
         self.launch, self.runner = launch, runner
         self.driver: Any = driver.active
@@ -61,35 +68,35 @@ class Launcher:
             None, None,  # no scratch memory
             compiled.packed_metadata, None, None, None,  # no hooks
         ]  # fmt: skip
-        self.tensors: list[tuple[int, str]] = []
-        self.described: list[tuple[int, str, Any, dict[int, Any]]] = []
+        self.tensors: list[tuple[int, int]] = []
+        self.described: list[tuple[int, int, Place, Any, dict[int, Any]]] = []
         layouts = iter(compiled.metadata.tensordesc_meta or ())
         for name, x in arguments.items():
             here = len(self.arguments)
-            if pointers.get(name) is None:
+            place = places.get(name)
+            if place is None:
                 self.arguments.append(x)
             elif isinstance(x, Tensor):
-                self.tensors.append((here, name))
+                self.tensors.append((here, place.number))
                 self.arguments.append(None)
             else:
-                self.described.append((here, name, next(layouts), {}))
+                self.described.append((here, place.number, place, next(layouts), {}))
                 self.arguments += [None, *x.shape, *x.strides]
 
-    def __call__(self, pointers: Pointers) -> None:
+    def __call__(self, tensors: list[Tensor | None]) -> None:
         hooks = knobs.runtime
         if asked(hooks.launch_enter_hook) or asked(hooks.launch_exit_hook):
-            self.runner(pointers)
+            self.runner(tensors)
             return
         arguments = self.arguments.copy()
         arguments[STREAM] = self.driver.get_current_stream(self.device)
-        for n, name in self.tensors:
-            arguments[n] = pointers[name].data_ptr()  # type: ignore[union-attr]
-        for n, name, layout, known in self.described:
-            x: Any = pointers[name]
-            address = x.base.data_ptr()
+        for n, number in self.tensors:
+            arguments[n] = tensors[number].data_ptr()  # type: ignore[union-attr]
+        for n, number, place, layout, known in self.described:
+            address = tensors[number].data_ptr()  # type: ignore[union-attr]
             map_ = known.get(address)
             if map_ is None:
-                map_ = remember(known, address, described(x, layout), MOST_ADDRESSES)
+                map_ = remember(known, address, make_tensordesc_arg(place.taken(tensors), layout)[0], MOST_ADDRESSES)
             arguments[n] = map_
         self.launch(*arguments)
 
@@ -97,8 +104,3 @@ class Launcher:
 def asked(hook: Any) -> bool:
     """Whether a hook is a function, or a chain of some."""
     return hook is not None and bool(getattr(hook, "calls", True))
-
-
-def described(x: Any, layout: Any) -> Any:
-    """A tensor as the copy engine knows it: 128 bytes that hold its address, its shape and its strides."""
-    return make_tensordesc_arg(taken(x), layout)[0]

@@ -1,23 +1,33 @@
 """What a kernel is given to read and write, by the names of its arguments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 
 class Described(NamedTuple):
-    """A tensor that the copy engine of a GPU is told of, and how: `describe(base, rows)` is what Triton takes."""
+    """A tensor that a kernel takes as `describe(base, given)`: in another dtype, or as a GPU's copy engine knows it."""
 
     base: Tensor
-    describe: Callable[[Tensor, int], Any]
-    rows: int
+    describe: Callable[[Tensor, Any], Any]
+    given: Any
 
 
-# Tensors; or descriptions, in Triton's form or still to be made, which need not be where one is known for an address.
-Pointers = Mapping[str, Tensor | Described | Any | None]
+Pointers = Mapping[str, Tensor | Described | None]
 
 
-def taken(x: Any) -> Any:
-    """What Triton takes for a pointer."""
-    return x.describe(x.base, x.rows) if isinstance(x, Described) else x
+class Place(NamedTuple):
+    """Where a pass keeps a tensor, and how a kernel takes it."""
+
+    number: int
+    describe: Callable[[Tensor, Any], Any] | None = None
+    given: Any = None
+
+    def taken(self, tensors: Sequence[Tensor | None]) -> Any:
+        """What Triton takes for the pointer."""
+        x: Any = tensors[self.number]
+        return x if self.describe is None else self.describe(x, self.given)
+
+
+Places = Mapping[str, Place | None]

@@ -179,7 +179,7 @@ def backward(
         v=without_padding(v, written.dv),
         bias=written.dbias,
         alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0), launch.lengths),
-        sinks=sink_gradient(call, lse, written.delta) if needs.sinks else None,
+        sinks=sink_gradient(t.sinks, lse, written.delta) if needs.sinks and t.sinks is not None else None,
     )
 
 

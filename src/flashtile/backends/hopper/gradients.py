@@ -1,17 +1,19 @@
 """The launches of one backward pass: numbers of rows first, then the kernel, then dq of the sums that it leaves."""
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...call import Call, Gradients, Needs, memory_of, new_rows
+from ...call import Call, Gradients, Needs, Tensors, memory_of, new_rows
 from ...device import describe_device
 from ...plan import Plan
-from ..common.arguments import contiguous, dlse_strides, lse_strides, rows_last, score_units, strides, window_numbers
+from ..common import passes
+from ..common.arguments import dlse_strides, lse_strides, rows_last, score_units, strides, window_numbers
 from ..common.gradients import sink_gradient
-from ..common.launch import launch, on_device
+from ..common.passes import Recorder, Results
 from ..common.pointers import Described
 from .backward import backward_kernel
 from .counters import counter
@@ -28,18 +30,24 @@ LN2 = math.log(2)
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
-    q, k, v = (rows_last(x) for x in call.tensors[:3])
-    out, lse = copyable(out), lse.contiguous()
-    dout = torch.zeros_like(out) if dout is None else copyable(dout)
-    pass_ = BackwardPass(plan.tile.backward, call, q, k, v, dout)
-    with on_device(q):
-        pass_.prepare(out, lse, dlse)
-        dk, dv = pass_.run()
-        dq = pass_.finish()
-        dsinks = pass_.sink_gradient() if needs.sinks else None
-    return Gradients(
-        q=dq if needs.q else None, k=dk if needs.k else None, v=dv if needs.v else None, sinks=dsinks
-    )  # fmt: skip
+    results, tile = (out, lse, dout, dlse), plan.tile.backward
+    key = ("hopper backward", tile, needs, call.signature(), *map(memory_of, results))
+    dq, dk, dv, dsinks = passes.run(key, (*call.tensors[:-1], *results), record_backward, tile, call, needs)
+    return Gradients(q=dq, k=dk, v=dv, sinks=dsinks)
+
+
+def record_backward(recorder: Recorder, tile: BackwardLaunch, call: Call, needs: Needs) -> Results:
+    *given, out, lse, dout, dlse = recorder.given
+    assert out is not None
+    assert lse is not None
+    out, lse = recorder.computed(copyable, out), recorder.computed(Tensor.contiguous, lse)
+    dout = recorder.computed(torch.zeros_like, out) if dout is None else recorder.computed(copyable, dout)
+    pass_ = BackwardPass(recorder, tile, call, Tensors(*given), dout)  # type: ignore[arg-type]
+    pass_.prepare(out, lse, dlse)
+    dk, dv = pass_.run()
+    dq = pass_.finish()
+    dsinks = pass_.sink_gradient() if needs.sinks else None
+    return dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dsinks
 
 
 class Extent(NamedTuple):
@@ -63,24 +71,25 @@ class Extent(NamedTuple):
 class BackwardPass:
     """What the launches of one backward pass have in common. Each head has `padded_rows` rows."""
 
-    def __init__(self, tile: BackwardLaunch, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor):
-        self.tile, self.call = tile, call
-        self.signature = (tile, call.signature(), memory_of(dout))
-        self.q, self.k, self.v, self.dout = q, k, v, dout
-        self.width = q.shape[-1]
-        t = call.tensors
-        self.packed = t.cu_seqlens_q is not None
-        self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = (
-            contiguous(x) for x in (t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k)
+    def __init__(self, recorder: Recorder, tile: BackwardLaunch, call: Call, t: Tensors, dout: Tensor):
+        self.recorder, self.tile, self.call, self.dout = recorder, tile, call, dout
+        self.q, self.k, self.v = (recorder.computed(rows_last, x) for x in t[:3])
+        self.width = self.q.shape[-1]
+        self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k, self.sinks = (
+            recorder.contiguous(x) for x in (t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k, t.sinks)
         )
-        self.batch = len(q) if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
-        self.seqlen_q, self.seqlen_k = (len(x) if self.packed else x.shape[2] for x in (q, k))
-        self.extent = Extent.of(tile, q, k, self.batch)
+        self.packed = self.cu_seqlens_q is not None
+        self.batch = len(self.q) if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
+        self.seqlen_q, self.seqlen_k = (len(x) if self.packed else x.shape[2] for x in (self.q, self.k))
+        self.extent = Extent.of(tile, self.q, self.k, self.batch)
+        self.programs = min(describe_device(self.q.device).cores, self.extent.tiles)
         self.padded_rows = self.extent.row_blocks * tile.block_m
-        self.start, self.delta = q.new_empty((2, self.extent.heads, self.padded_rows), dtype=torch.float32)
-        self.programs = min(describe_device(q.device).cores, self.extent.tiles)
-        self.turns = q.new_zeros(self.extent.heads * self.extent.row_blocks, dtype=torch.int32)
-        self.sums = q.new_empty((self.extent.heads * self.padded_rows, self.width), dtype=torch.float32)
+        self.start, self.delta = (self.empty(self.extent.heads, self.padded_rows) for _ in range(2))
+        self.turns = self.empty(self.extent.heads * self.extent.row_blocks, dtype=torch.int32)
+        self.sums = self.empty(self.extent.heads * self.padded_rows, self.width)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.recorder.new(self.q.new_empty(shape, dtype=dtype))
 
     def common(self) -> dict[str, Any]:
         return {
@@ -90,34 +99,26 @@ class BackwardPass:
             "batch": self.batch,
         }
 
-    def run_launch(self, kernel: Any, pointers: dict[str, Any], numbers: Any, *given: Any) -> None:
-        launch(kernel, (self.signature, *map(memory_of, given)), pointers, numbers)
-
     def prepare(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
-        def numbers() -> tuple[int, dict[str, Any]]:
-            return self.extent.heads * self.extent.row_blocks, {
-                **self.common(),
-                **strides("out", out, ALIGN),
-                **strides("dout", self.dout, ALIGN),
-                **lse_strides(lse),
-                **dlse_strides(dlse),
-                "WIDTH": self.width,
-                "ALIGN": ALIGN,
-                "BLOCK_M": self.tile.block_m,
-                "num_warps": WARPS,
-            }
-
+        numbers = {
+            **self.common(),
+            **strides("out", out, ALIGN),
+            **strides("dout", self.dout, ALIGN),
+            **lse_strides(lse),
+            **dlse_strides(dlse),
+            "WIDTH": self.width,
+            "ALIGN": ALIGN,
+            "BLOCK_M": self.tile.block_m,
+            "num_warps": WARPS,
+        }
         pointers = {
-            "out": out, "dout": self.dout, "lse": lse, "dlse": dlse, "start": self.start, "delta": self.delta,
-            "cu_seqlens_q": self.cu_seqlens_q,
+            "out": out, "dout": self.dout, "lse": lse, "dlse": dlse,
+            "start": self.start, "delta": self.delta, "turns": self.turns, "cu_seqlens_q": self.cu_seqlens_q,
         }  # fmt: skip
-        self.run_launch(prepare_kernel, pointers, numbers, out, dlse)
+        self.recorder.launch(prepare_kernel, pointers, self.extent.heads * self.extent.row_blocks, numbers)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        dk, dv = (new_rows(x, x.shape[1], x.shape[-1], x.dtype) for x in (self.k, self.v))
-        if self.seqused_k is not None:  # the kernel writes no others
-            dk.zero_()
-            dv.zero_()
+        dk, dv = (self.of_keys(x) for x in (self.k, self.v))
         rows = self.tile.block_m
         described = packed_boxes if self.packed else boxes
         pointers = {
@@ -130,14 +131,20 @@ class BackwardPass:
             "dq_desc": Described(self.sums, sums, ROWS),
             "dk_desc": Described(dk, described, ROWS),
             "dv_desc": Described(dv, described, ROWS),
-            "counter": counter(self.q.device, self.packed),
+            "counter": self.recorder.computed(partial(counter, self.q.device, self.packed)),
             "turns": self.turns,
             "cu_seqlens_q": self.cu_seqlens_q,
             "cu_seqlens_k": self.cu_seqlens_k,
             "seqused_k": self.seqused_k,
         }
-        self.run_launch(backward_kernel, pointers, self.numbers)
+        self.recorder.launch(backward_kernel, pointers, *self.numbers())
         return dk, dv
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """dk or dv. The kernel writes no keys past those that are used."""
+        if self.seqused_k is None:
+            return self.recorder.new(new_rows(x, x.shape[1], x.shape[-1], x.dtype))
+        return self.recorder.computed(partial(torch.zeros_like, memory_format=torch.contiguous_format), x)
 
     def numbers(self) -> tuple[int, dict[str, Any]]:
         heads_k = self.k.shape[1]
@@ -170,24 +177,26 @@ class BackwardPass:
         return max(1, min(at_once, SECTION_BYTES // of_one))
 
     def finish(self) -> Tensor:
-        dq = new_rows(self.q, self.q.shape[1], self.width, self.q.dtype)
-
-        def numbers() -> tuple[int, dict[str, Any]]:
-            return self.extent.heads * self.extent.row_blocks, {
-                **self.common(),
-                **strides("dq", dq, ALIGN),
-                "scale": self.call.settings.scale,
-                "WIDTH": self.width,
-                "ALIGN": ALIGN,
-                "BLOCK_M": self.tile.block_m,
-                "num_warps": WARPS,
-            }
-
+        dq = self.recorder.new(new_rows(self.q, self.q.shape[1], self.width, self.q.dtype))
+        numbers = {
+            **self.common(),
+            **strides("dq", dq, ALIGN),
+            "scale": self.call.settings.scale,
+            "WIDTH": self.width,
+            "ALIGN": ALIGN,
+            "BLOCK_M": self.tile.block_m,
+            "num_warps": WARPS,
+        }
         pointers = {"sums": self.sums, "turns": self.turns, "dq": dq, "cu_seqlens_q": self.cu_seqlens_q}
-        self.run_launch(finish_kernel, pointers, numbers)
+        self.recorder.launch(finish_kernel, pointers, self.extent.heads * self.extent.row_blocks, numbers)
         return dq
 
     def sink_gradient(self) -> Tensor:
-        """From the numbers of rows, of which those of padding add nothing."""
-        lse, delta = (x.view(-1, self.q.shape[1], self.padded_rows) for x in (self.start * -LN2, -self.delta))
-        return sink_gradient(self.call, lse, delta)
+        gradient = partial(sinks_from_rows, self.q.shape[1])
+        return self.recorder.computed(gradient, self.sinks, self.start, self.delta)
+
+
+def sinks_from_rows(num_heads: int, sinks: Tensor, start: Tensor, delta: Tensor) -> Tensor:
+    """dsinks, from the numbers of rows, of which those of padding add nothing."""
+    lse, delta = (x.view(-1, num_heads, x.shape[-1]) for x in (start * -LN2, -delta))
+    return sink_gradient(sinks, lse, delta)

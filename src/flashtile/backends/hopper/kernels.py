@@ -1,14 +1,17 @@
 """The Hopper backend's entries: results are allocated, tensors described to the copy engine, kernels launched."""
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ...call import Call
+from ...call import Call, Tensors, lse_shape, new_rows
 from ...device import describe_device
 from ...plan import Plan
-from ..common.arguments import contiguous, new_results, rows_last, score_units, slopes_stride, window_numbers
-from ..common.launch import launch, on_device
+from ..common import passes
+from ..common.arguments import rows_last, score_units, slopes_stride, window_numbers
+from ..common.passes import Recorder, Results
 from ..common.pointers import Described
 from .counters import counter
 from .descriptors import boxes, packed_boxes
@@ -23,28 +26,35 @@ SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while othe
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     tile: Launch = plan.tile.forward
-    t = call.tensors
-    q, k, v = rows_last(t.q), rows_last(t.k), rows_last(t.v)
-    out, lse = new_results(call, q, v.shape[-1])
+    out, lse = passes.run(("hopper", tile, call.signature()), call.tensors[:-1], record_forward, tile, call)
+    assert out is not None
+    assert lse is not None
+    return out, lse
+
+
+def record_forward(recorder: Recorder, tile: Launch, call: Call) -> Results:
+    t = Tensors(*recorder.given)  # type: ignore[arg-type]
+    q, k, v = (recorder.computed(rows_last, x) for x in t[:3])
+    out = recorder.new(new_rows(q, q.shape[1], v.shape[-1], q.dtype))
+    lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     if q.numel() == 0:
         return out, lse
     packed = call.layout == "varlen"
     described = packed_boxes if packed else boxes
-    with on_device(q):
-        pointers = {
-            "q_desc": Described(q, described, ROWS),
-            "k_desc": Described(k, described, tile.block_n),
-            "v_desc": Described(v, described, tile.block_n),
-            "out_desc": Described(out, described, ROWS),
-            "lse": lse,
-            "counter": counter(q.device, packed),
-            "slopes": contiguous(t.alibi_slopes),
-            "sinks": contiguous(t.sinks),
-            "cu_seqlens_q": contiguous(t.cu_seqlens_q),
-            "cu_seqlens_k": contiguous(t.cu_seqlens_k),
-            "seqused_k": contiguous(t.seqused_k),
-        }
-        launch(forward_kernel, (tile, call.signature()), pointers, lambda: numbers(call, tile))
+    pointers = {
+        "q_desc": Described(q, described, ROWS),
+        "k_desc": Described(k, described, tile.block_n),
+        "v_desc": Described(v, described, tile.block_n),
+        "out_desc": Described(out, described, ROWS),
+        "lse": lse,
+        "counter": recorder.computed(partial(counter, q.device, packed)),
+        "slopes": recorder.contiguous(t.alibi_slopes),
+        "sinks": recorder.contiguous(t.sinks),
+        "cu_seqlens_q": recorder.contiguous(t.cu_seqlens_q),
+        "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
+        "seqused_k": recorder.contiguous(t.seqused_k),
+    }
+    recorder.launch(forward_kernel, pointers, *numbers(call, tile))
     return out, lse
 
 

@@ -44,13 +44,13 @@ def token_of(cu_seqlens_q, b, tokens):
 
 @triton_kernel
 def prepare_kernel(
-    out, dout, lse, dlse, start, delta, cu_seqlens_q,
+    out, dout, lse, dlse, start, delta, turns, cu_seqlens_q,
     stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
     stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m,
     num_tiles, num_heads, seqlen_q, batch, WIDTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """`start = -lse`, a base-2 logarithm, and `-delta = dlse - sum(dout * out)`. Padding and rows that saw nothing get
-    -inf, so that their probabilities come out as 0, and 0.
+    -inf, so that their probabilities come out as 0, and 0. No block of rows has had a turn yet.
     """
     tile, any_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     b, head = (any_head // num_heads).to(tl.int64), any_head % num_heads
@@ -69,6 +69,7 @@ def prepare_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(start + at, tl.where(empty, -INFINITY, -LOG2E * lse_i))
     tl.store(delta + at, tl.where(empty, 0.0, negative))
+    tl.store(turns + tl.program_id(0), 0)
 
 
 @triton_kernel

@@ -8,7 +8,7 @@ from .tiles import block_of, kernel, wide
 
 @kernel
 def append_kernel(
-    q, turned, k_cache, v_cache, new_k, new_v, cos, sin, lengths, page_table, cu_seqlens_q,
+    q, turned, k_cache, v_cache, new_k, new_v, cos, sin, lengths, totals, page_table, cu_seqlens_q,
     stride_q_b, stride_q_h, stride_q_m, stride_turned_b, stride_turned_h, stride_turned_m,
     stride_page_k, stride_slot_k, stride_head_k, stride_page_v, stride_slot_v, stride_head_v,
     stride_new_k_b, stride_new_k_h, stride_new_k_m, stride_new_v_b, stride_new_v_h, stride_new_v_m,
@@ -18,8 +18,9 @@ def append_kernel(
     INTERLEAVED: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """One program for each token and head: first the query heads, then the key heads. `lengths` are those before the
-    call, HALF the rotated pairs (0: none). Dense: each sequence has `queries` and `appended` tokens, `total_q` is the
-    larger. Packed: its queries and new keys are as many. What has no place in the cache is not written.
+    call, `totals`, written here, those after it; HALF the rotated pairs (0: none). Dense: each sequence has `queries`
+    and `appended` tokens, `total_q` is the larger. Packed: its queries and new keys are as many. What has no place in
+    the cache is not written.
     """
     heads = num_heads_q + num_heads_k
     span = block_of(tl.program_id(0), num_tiles, heads, cu_seqlens_q, batch, total_q, 0, 1, 1, SEQUENCES)
@@ -30,6 +31,9 @@ def append_kernel(
         if cu_seqlens_q is not None:
             queries = span.length
             appended = queries if new_k is not None else 0
+        if totals is not None:
+            total = tl.load(lengths + b) + appended
+            tl.store(totals + b, total.to(totals.dtype.element_ty), mask=(span.head == 0) & (place == 0))
         token = span.first + place
         d = tl.arange(0, WIDTH)
         if span.head < num_heads_q:

@@ -1,6 +1,7 @@
 """From a call to the arguments of a kernel: pointers, strides, lengths and numbers, by the kernels' names for them."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from ...call import Call
 from ...problem import LONGEST, power_of_two
 from ..common.arguments import rows_last, score_units, slopes_stride, strides, window_numbers
+from ..common.passes import Recorder
+from ..common.pointers import Described
 from ..common.rng import keep_scale, threshold
 from .tables import Launch
 
@@ -99,7 +102,7 @@ def chunks(prefix: str, width: int) -> dict[str, int]:
     return {prefix: width, f"{prefix}0": first, f"{prefix}1": rest}
 
 
-def pointers(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor | None]:
+def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor | Described | None]:
     """The tensors that forward and backward kernels have in common."""
     t = call.tensors
     paged = t.page_table is not None
@@ -107,14 +110,14 @@ def pointers(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor | 
         "q": q,
         "k": k,
         "v": v,
-        "mask": None if t.mask is None else t.mask.view(torch.uint8),
+        "mask": None if t.mask is None else Described(t.mask, Tensor.view, torch.uint8),
         "bias": t.bias,
-        "slopes": None if t.alibi_slopes is None else t.alibi_slopes.contiguous(),
+        "slopes": None if t.alibi_slopes is None else recorder.computed(Tensor.contiguous, t.alibi_slopes),
         "seed": t.dropout_seed if call.settings.dropout_p > 0 else None,
         "cu_seqlens_q": t.cu_seqlens_q,
         "cu_seqlens_k": None if paged else t.cu_seqlens_k,
-        "seqused_k": used_keys(call) if paged else t.seqused_k,
-        "page_table": None if t.page_table is None else rows_last(t.page_table),
+        "seqused_k": used_keys(recorder, call) if paged else t.seqused_k,
+        "page_table": None if t.page_table is None else recorder.computed(rows_last, t.page_table),
         "leftpad_k": t.leftpad_k,
     }
 
@@ -177,7 +180,7 @@ def sequences(call: Call) -> dict[str, Any]:
     }
 
 
-def new_tokens(call: Call, given: dict[str, Tensor | None]) -> dict[str, Any]:
+def new_tokens(call: Call, given: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """The numbers of `append.append_kernel`. Keys and values of `call` are pages, also of a dense cache."""
     t = call.tensors
     packed = t.cu_seqlens_q is not None
@@ -221,13 +224,13 @@ def optional_strides(name: str, x: Tensor | None) -> dict[str, Any]:
     return {f"stride_{name}_{dim}": None for dim in "bhm"} if x is None else strides(name, x, 1)
 
 
-def used_keys(call: Call) -> Tensor:
+def used_keys(recorder: Recorder, call: Call) -> Tensor:
     """Keys of each paged sequence."""
     t = call.tensors
     if t.seqused_k is not None:
         return t.seqused_k
     assert t.cu_seqlens_k is not None
-    return t.cu_seqlens_k.diff()
+    return recorder.computed(Tensor.diff, t.cu_seqlens_k)
 
 
 def num_tiles(call: Call, block: int, pack: int = 1) -> int:

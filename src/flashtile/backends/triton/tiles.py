@@ -17,7 +17,7 @@ POINTERS = {
     "mask", "bias", "slopes", "sinks", "seed",
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "leftpad_k",
     "partial_out", "partial_lse",
-    "turned", "k_cache", "v_cache", "new_k", "new_v", "cos", "sin", "lengths",
+    "turned", "k_cache", "v_cache", "new_k", "new_v", "cos", "sin", "lengths", "totals",
 }  # fmt: skip
 
 
