@@ -66,11 +66,11 @@ def test_arguments(with_descriptors: bool) -> None:
     def pointers() -> dict[str, Any]:
         q, k, v, lse = (torch.randn(4, 8) for _ in range(4))
         found: dict[str, Any] = {"q": q, "lse": lse, "absent": None}
-        return found | ({"k_desc": Described(k, descriptor, 2), "v_desc": descriptor(v, 4)} if layouts else {})
+        return found | ({"k_desc": Described(k, descriptor, (2,)), "v_desc": descriptor(v, 4)} if layouts else {})
 
     first = pointers()
     arguments = {"n": 5, "TILE": "tile"} | {
-        name: x.describe(x.base, x.rows) if isinstance(x, Described) else x for name, x in first.items()
+        name: x.describe(x.base, *x.box) if isinstance(x, Described) else x for name, x in first.items()
     }
     arguments = {name: arguments[name] for name in names}
     runner = Runner(compiled, 12, arguments, first)

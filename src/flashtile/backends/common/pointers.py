@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class Described(NamedTuple):
-    """A tensor that the copy engine of a GPU is told of, and how: `describe(base, rows)` is what Triton takes."""
+    """A tensor that the copy engine of a GPU is told of, and how: `describe(base, *box)` is what Triton takes."""
 
     base: Tensor
-    describe: Callable[[Tensor, int], Any]
-    rows: int
+    describe: Callable[..., Any]
+    box: tuple[int, ...]  # rows; and columns, if not all
 
 
 # Tensors; or descriptions, in Triton's form or still to be made, which need not be where one is known for an address.
@@ -20,4 +20,4 @@ Pointers = Mapping[str, Tensor | Described | Any | None]
 
 def taken(x: Any) -> Any:
     """What Triton takes for a pointer."""
-    return x.describe(x.base, x.rows) if isinstance(x, Described) else x
+    return x.describe(x.base, *x.box) if isinstance(x, Described) else x

@@ -32,10 +32,10 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     described = packed_boxes if packed else boxes
     with on_device(q):
         pointers = {
-            "q_desc": Described(q, described, ROWS),
-            "k_desc": Described(k, described, tile.block_n),
-            "v_desc": Described(v, described, tile.block_n),
-            "out_desc": Described(out, described, ROWS),
+            "q_desc": Described(q, described, (ROWS, tile.head_dim.box)),
+            "k_desc": Described(k, described, (tile.block_n, tile.head_dim.box)),
+            "v_desc": Described(v, described, (tile.block_n, tile.head_dim_v.box)),
+            "out_desc": Described(out, described, (ROWS, min(tile.head_dim_v.box, tile.staged))),
             "lse": lse,
             "counter": counter(q.device, packed),
             "slopes": contiguous(t.alibi_slopes),
