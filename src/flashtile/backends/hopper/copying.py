@@ -61,7 +61,7 @@ def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.c
             if EARLY_Q:
                 copy_q(q_desc, inputs.q, tile, tile_count, TILE, PACKED)
         fill(v, v_desc, keys_at(last, key, PACKED), block_count, STAGES, HEAD_DIM_V)
-        if not EARLY_Q:
+        if not EARLY_Q:  # noqa: SIM102  # decided when the kernel is compiled
             if tile.b >= 0:
                 copy_q(q_desc, inputs.q, tile, tile_count, TILE, PACKED)
         block_count += 1

@@ -13,14 +13,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from . import scores, softmax
+from .chunks import (
+    add_product_with_values,
+    halves,
+    no_sums,
+    product_with_keys,
+    rescaled,
+    times,
+    wait_for_sums,
+    wait_for_values,
+)
 from .copying import ROWS, Inputs, copy, q_slot, rows_at
 from .masking import Window, key_blocks, visible
-from .pipeline import as_matrix, columns_of, new_memory, new_ring, release, rows_of, wait_full
+from .pipeline import afresh, as_matrix, columns_of, new_memory, new_ring, release, rows_of, wait_full
 from .schedule import Sequences, Work, new_queue, schedule, take_tile
 from .scores import Features
 from .softmax import INFINITY
@@ -155,67 +164,21 @@ def as_operand(p, layout: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def product_with_keys(q_i, k_j, nothing):
-    """`q_i @ k_j^T`, a sum over chunks, in flight. `nothing` has its shape."""
-    s = warpgroup_mma(q_i[0], k_j[0].permute((1, 0)), nothing, use_acc=False, is_async=True)
-    for c in gl.static_range(1, len(q_i)):
-        s = warpgroup_mma(q_i[c], k_j[c].permute((1, 0)), s, is_async=True)
-    return s
-
-
-@gluon.jit
-def add_product_with_values(acc, p_i, v_j):
-    """`acc + p_i @ v_j`, by chunks, in flight."""
-    found = ()
-    for c in gl.static_range(len(acc)):
-        p_c = gl.convert_layout(p_i, gl.DotOperandLayout(0, acc[c].type.layout, 2), assert_trivial=True)
-        found = found + (warpgroup_mma(p_c, v_j[c], acc[c], is_async=True),)
-    return found
-
-
-@gluon.jit
-def no_sums(HEAD_DIM: gl.constexpr):
-    found = ()
-    for c in gl.static_range(len(HEAD_DIM.chunks)):
-        found = found + (no_sum(HEAD_DIM, c),)
-    return found
-
-
-@gluon.jit
-def no_sum(HEAD_DIM: gl.constexpr, c: gl.constexpr):
-    WIDTH: gl.constexpr = HEAD_DIM.chunks[c]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    return gl.zeros([ROWS, WIDTH], gl.float32, layout)
-
-
-@gluon.jit
-def rescaled(acc, factor):
-    """Chunks of rows times a factor `[ROWS]`."""
-    found = ()
-    for c in gl.static_range(len(acc)):
-        found = found + (times(acc[c], factor),)
-    return found
-
-
-@gluon.jit
-def times(x, factor):
-    """Rows times a factor `[ROWS]`."""
-    return x * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout)), 1)
-
-
-@gluon.jit
-def store(results, acc, m, l, tile, first_row, consumer: gl.constexpr, scoring, TILE: gl.constexpr, PACKED: gl.constexpr):  # noqa: E741
+def store(
+    results, acc, m, l, tile, first_row, consumer: gl.constexpr, scoring, TILE: gl.constexpr,  # noqa: E741
+    PACKED: gl.constexpr,
+):  # fmt: skip
     """The results of 64 rows whose keys are all seen."""
+    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
     layout: gl.constexpr = m.type.layout
     weight, row_lse = softmax.finish(m, softmax.sums_of_rows(l, layout), scoring.factor)
     rows = first_row + gl.arange(0, ROWS, layout)
     start = results.lse + tile.lse_head.to(gl.int64) * results.stride_lse + tile.token_q
     gl.store(start + rows, row_lse, mask=rows < tile.seqlen_q)
-    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
     at = rows_at(tile, tile.head, first_row, PACKED)
+    staged = results.staged.index(consumer)
     for c in gl.static_range(len(acc)):
-        out = times(acc[c], weight)
-        store_columns(results.out, out, at, results.staged.index(consumer), HEAD_DIM_V.starts[c])
+        store_columns(results.out, times(acc[c], weight), at, staged, HEAD_DIM_V.starts[c])
 
 
 @gluon.jit
@@ -240,15 +203,8 @@ def store_columns(desc, out, at, staged, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def halves(x):
-    """The left and the right half of the columns: which registers are meant, none is moved."""
-    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
-
-
-@gluon.jit
 def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TILE: gl.constexpr, PACKED: gl.constexpr):
     """A warpgroup that computes 64 rows of each tile."""
-    HEAD_DIM: gl.constexpr = TILE.head_dim
     HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
     BLOCK_N: gl.constexpr = TILE.block_n
     STAGES: gl.constexpr = TILE.stages
@@ -271,8 +227,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
     s = product_with_keys(q_i, rows_of(k, 0, STAGES), nothing)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k, 0, STAGES)
-    if TILES_OF_Q == 1:
-        release_q(q, 0, consumer, tile.hi - tile.lo == 1, TILE)
+    release_q_early(q, 0, consumer, tile.hi - tile.lo == 1, TILE)
     m, l, p = first_softmax(scored(s, place, tile, window, scoring, s_layout), tile, scoring)  # noqa: E741
     p_i = as_operand(p, p_layout, dtype)
     acc = no_sums(HEAD_DIM_V)
@@ -284,13 +239,14 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
         for above in range(tile.lo + 1, tile.hi):
             block_count += 1
             wait_full(k, block_count, STAGES)
+            if TILES_OF_Q == 1:
+                q_i = rows_of(q, afresh(consumer), Q_SLOTS)  # these tiles have no registers to keep operands in
             s = product_with_keys(q_i, rows_of(k, block_count, STAGES), nothing)
             v_j = rows_of(v, block_count - 1, STAGES)
             acc = add_product_with_values(acc, p_i, v_j)
             s = warpgroup_mma_wait(VALUES, deps=(s,))
             release(k, block_count, STAGES)
-            if TILES_OF_Q == 1:
-                release_q(q, tile_count, consumer, above == tile.hi - 1, TILE)
+            release_q_early(q, tile_count, consumer, above == tile.hi - 1, TILE)
             here = Place(place.first_row, place.block + tile.lo - above, place.full_lo, place.full_hi)
             m, alpha, p = softmax.update(m, scored(s, here, tile, window, scoring, s_layout), scoring.factor)
             l = softmax.scaled_sums(l, alpha) + softmax.sums_by_thread(p)  # noqa: E741
@@ -302,7 +258,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
 
         done, done_row, done_m, done_l = tile, place.first_row, m, l
         if TILES_OF_Q > 1:
-            release_q(q, tile_count, consumer, True, TILE)
+            mbarrier.arrive(q.empty.index(q_slot(tile_count, consumer, TILE)), count=1)
         tile_count += 1
         tile = take_tile(queue, tile_count)
         place = place_in(tile, consumer, window, scoring, BLOCK_N)
@@ -318,8 +274,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
             acc = add_product_with_values(acc, p_i, v_j)
             s = warpgroup_mma_wait(VALUES, deps=(s,))
             release(k, block_count + 1, STAGES)
-            if TILES_OF_Q == 1:
-                release_q(q, tile_count, consumer, tile.hi - tile.lo == 1, TILE)
+            release_q_early(q, tile_count, consumer, tile.hi - tile.lo == 1, TILE)
             m, l, p = first_softmax(  # noqa: E741
                 scored(s, place, tile, window, scoring, s_layout), tile, scoring
             )
@@ -329,7 +284,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
         else:
             v_j = rows_of(v, block_count, STAGES)
             acc = add_product_with_values(acc, p_i, v_j)
-            acc = wait_for_last_values(acc)
+            acc = wait_for_sums(acc)
         release(v, block_count, STAGES)
         block_count += 1
         store(results, acc, done_m, done_l, done, done_row, consumer, scoring, TILE, PACKED)
@@ -338,18 +293,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
 
 
 @gluon.jit
-def wait_for_values(acc, p, l):  # noqa: E741
-    """The sums `acc` when no product is in flight any more. What else was given is not computed after that."""
-    found = warpgroup_mma_wait(0, deps=acc + (p, l))
-    return found[: len(acc)], found[len(acc)], found[len(acc) + 1]
-
-
-@gluon.jit
-def wait_for_last_values(acc):
-    found = warpgroup_mma_wait(0, deps=acc)
-    return (found,) if len(acc) == 1 else found
-
-
-@gluon.jit
-def release_q(q, tile_count, consumer, pred, TILE: gl.constexpr):
-    mbarrier.arrive(q.empty.index(q_slot(tile_count, consumer, TILE)), count=1, pred=pred)
+def release_q_early(q, tile_count, consumer, last, TILE: gl.constexpr):
+    """Where there is room for one tile's q, let go of it with its last scores: the next comes during the softmax."""
+    if TILE.tiles_of_q == 1:
+        mbarrier.arrive(q.empty.index(q_slot(tile_count, consumer, TILE)), count=1, pred=last)
