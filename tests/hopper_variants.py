@@ -65,12 +65,15 @@ VARIANTS = {name: replace(variant, longest=max(LONGER)) for name, variant in VAR
 FORWARD_ONLY = ("slopes", "everything", "softcap 64", *CHUNKED)  # Triton has their backward pass
 SHORT, LONG = 512, 8192  # lengths with different tiles
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
+FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (96, 192, (192, 128), 256)]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
 
 
-def call_of_family(name: str, head_dim: int, seqlen: int, head_dim_v: int | None = None) -> Call:
+def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> Call:
+    """A head dimension may be two: of q and k, and of v."""
     if name in VARIANTS:
         return call_of(VARIANTS[name])
-    q, k, v = (torch.empty(1, 2, seqlen, d, dtype=torch.bfloat16) for d in (head_dim, head_dim, head_dim_v or head_dim))
+    width, width_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    q, k, v = (torch.empty(1, 2, seqlen, d, dtype=torch.bfloat16) for d in (width, width, width_v))
     given = FEATURES[name](Draw(0, (seqlen,)), Sizes(1, 2, seqlen, seqlen, q.dtype))
     return described_call(q, k, v, None, None, given)
