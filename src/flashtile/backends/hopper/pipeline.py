@@ -72,7 +72,7 @@ def load_rows(ring, desc, coordinates, slot, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def columns_of(memory, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """A part of memory that is not empty, or all of it."""
+    """WIDTH columns of some memory, from FIRST on."""
     if memory.shape[-1] == WIDTH:
         return memory
     else:
@@ -100,7 +100,7 @@ def rows_of(ring, n, STAGES: gl.constexpr):
 
 @gluon.jit
 def as_matrix(memory):
-    """Memory of one box's rows without the dimensions of 1."""
+    """Memory without the dimensions of 1 that boxes have."""
     return memory.reshape([memory.shape[-2], memory.shape[-1]])
 
 

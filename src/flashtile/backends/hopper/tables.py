@@ -1,4 +1,6 @@
-"""Tiles of the Hopper kernels, as measured on an H200."""
+"""Tiles of the Hopper kernels: at head dimensions 64 and 128 as measured on an H200, at others as counted
+(docs/performance-notes.md).
+"""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -97,7 +99,7 @@ class Tile(NamedTuple):
 
 
 OF_64, OF_96, OF_128, OF_192, OF_256 = (HeadDim(x) for x in ((64,), (64, 32), (128,), (128, 64), (256,)))
-# By the head dimensions of q and v.
+# By the head dimensions of q and v: these, columns of results that leave at once, keys, warpgroups, stages.
 NARROW = {
     (64, 64): Launch(OF_64, OF_64, 64, 128, 2, 3),
     (96, 96): Launch(OF_96, OF_96, 128, 128, 2, 3),
