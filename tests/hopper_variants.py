@@ -40,6 +40,21 @@ VARIANTS |= {
     "packed sinks 64": Variant(all_of(CAUSAL, sinks), layout="used", heads=(4, 2)),
     "packed softcap 128": Variant(fixed(causal="top_left", softcap=3.0), layout="used", head_dim=128),
 }
+CHUNKED = {  # head dimensions of which products take chunks
+    "causal 96": Variant(CAUSAL, head_dim=96),
+    "grouped heads 96": Variant(CAUSAL, FP16, head_dim=96, heads=(6, 2), transposed=True),
+    "packed everything 96": Variant(EVERYTHING, head_dim=96, layout="used"),
+    "causal 192/128": Variant(CAUSAL, head_dim=192, head_dim_v=128),
+    "everything 192/128": Variant(all_of(NUMBERS, slopes, sinks), head_dim=192, head_dim_v=128),
+    "packed window 192/128": Variant(fixed(window=(50, 10)), layout="packed", head_dim=192, head_dim_v=128),
+    "window 192": Variant(fixed(window=(40, 25)), head_dim=192, heads=(4, 2)),
+    "packed 192": Variant(CAUSAL, layout="packed", head_dim=192),
+    "full 256": Variant(head_dim=256),
+    "causal 256": Variant(CAUSAL, head_dim=256, heads=(4, 1)),
+    "top left 256": Variant(FEATURES["top left"], head_dim=256),
+    "packed 256": Variant(CAUSAL, layout="packed", head_dim=256, heads=(4, 2)),
+}
+VARIANTS |= CHUNKED
 VARIANTS |= {
     f"deterministic {name}": replace(
         VARIANTS[name], features=all_of(VARIANTS[name].features, fixed(deterministic=True))
@@ -47,15 +62,18 @@ VARIANTS |= {
     for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128")
 }
 VARIANTS = {name: replace(variant, longest=max(LONGER)) for name, variant in VARIANTS.items()}
-FORWARD_ONLY = ("slopes", "everything", "softcap 64")  # Triton has their backward pass
+FORWARD_ONLY = ("slopes", "everything", "softcap 64", *CHUNKED)  # Triton has their backward pass
 SHORT, LONG = 512, 8192  # lengths with different tiles
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
+FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (96, 192, (192, 128), 256)]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
 
 
-def call_of_family(name: str, head_dim: int, seqlen: int) -> Call:
+def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> Call:
+    """A head dimension may be two: of q and k, and of v."""
     if name in VARIANTS:
         return call_of(VARIANTS[name])
-    q, k, v = (torch.empty(1, 2, seqlen, head_dim, dtype=torch.bfloat16) for _ in range(3))
+    width, width_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    q, k, v = (torch.empty(1, 2, seqlen, d, dtype=torch.bfloat16) for d in (width, width, width_v))
     given = FEATURES[name](Draw(0, (seqlen,)), Sizes(1, 2, seqlen, seqlen, q.dtype))
     return described_call(q, k, v, None, None, given)

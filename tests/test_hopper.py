@@ -21,7 +21,10 @@ from flashtile.problem import Problem
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 SHARED_MEMORY = 227 * 1024
-CHOSEN = (("causal", 64, LONG), ("sinks", 128, SHORT), ("packed everything 64", 64, SHORT))
+CHOSEN = (
+    ("causal", 64, LONG), ("sinks", 128, SHORT), ("packed everything 64", 64, SHORT), ("causal", 96, SHORT),
+    ("packed 256", 256, SHORT),
+)  # fmt: skip
 BACKWARD = (("causal", 64, SHORT), ("packed 128", 128, SHORT))
 SPILLED = 400  # bytes of a thread's backward pass at most: what masks need, outside of the blocks that need none
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
@@ -36,8 +39,8 @@ def problem(**changes: object) -> Problem:
     [
         ({"dtype": torch.float32}, "bfloat16 and float16"),
         ({"layout": "paged"}, "pages"),
-        ({"head_dim": 96, "head_dim_v": 96}, "64 or 128"),
-        ({"head_dim_v": 128}, "equal"),
+        ({"head_dim": 80, "head_dim_v": 80}, "64, 96, 128, 192 with values of 128, 192 or 256"),
+        ({"head_dim_v": 128}, "192 with values of 128"),
         ({"dropout": True, "bias": (True, True, False, False)}, "bias or dropout"),
         ({"alignment": 8}, "16 bytes"),
         ({"seqlen_k": 0}, "empty"),
@@ -52,7 +55,10 @@ def test_what_is_declined(changes: dict, reason: str) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoded")],
+    [
+        ({"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoded"),
+        ({"head_dim": 192, "head_dim_v": 128}, "have not run on a GPU yet"),
+    ],
 )
 def test_what_auto_leaves_to_others(changes: dict, reason: str) -> None:
     with mock.patch.multiple(support, unusable=lambda: None, triton_version=lambda: (3, 6)):
@@ -67,7 +73,11 @@ def test_what_auto_leaves_to_others(changes: dict, reason: str) -> None:
             assert plan._plan.__wrapped__(problem(), H200, "auto", False).backend == "hopper"
             assert plan._plan.__wrapped__(problem(), H200, "auto", True).backend == "hopper"
             assert plan._plan.__wrapped__(problem(layout="varlen"), H200, "auto", False).backend == "hopper"
-            for changes, reason in (({"layout": "varlen"}, "has not run"), ({"alibi": True}, "ALiBi")):
+            for changes, reason in (
+                ({"layout": "varlen"}, "has not run"),
+                ({"alibi": True}, "ALiBi"),
+                ({"head_dim": 96, "head_dim_v": 96}, "64 and 128"),
+            ):
                 chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", True)
                 assert chosen.backend == "triton"
                 assert reason in dict(chosen.why)["hopper"]
@@ -93,9 +103,9 @@ def test_tiles_follow_the_keys_that_a_row_sees() -> None:
     with mock.patch("flashtile.backends.hopper.tables.triton_version", return_value=(3, 6)):
         assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is WIDE
     with mock.patch("flashtile.backends.hopper.tables.triton_version", return_value=(3, 7)):
-        assert chosen("full", 64, LONG) is NARROW[64]
-    assert chosen("full", 64, SHORT) is chosen("window", 64, LONG) is chosen("softcap", 64, LONG) is NARROW[64]
-    assert chosen("full", 128, LONG) is NARROW[128]
+        assert chosen("full", 64, LONG) is NARROW[64, 64]
+    assert chosen("full", 64, SHORT) is chosen("window", 64, LONG) is chosen("softcap", 64, LONG) is NARROW[64, 64]
+    assert chosen("full", 128, LONG) is NARROW[128, 128]
 
 
 def compiled_of(family: tuple, name: str) -> Compiled:
@@ -140,13 +150,13 @@ def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> 
 @pytest.mark.parametrize("family", CHOSEN)
 def test_exponentials_run_beside_products(compiled: dict[tuple, Compiled], family: tuple) -> None:
     """In each step, the exponentials come before the wait for the values' product: else nothing would overlap."""
+    tile = hopper_launches_of(call_of_family(*family))[0].arguments["TILE"]
     loops = inner_loops(compiled[family].sass)
-    assert (
-        len(loops) == hopper_launches_of(call_of_family(*family))[0].arguments["TILE"].consumers
-    )  # one for each warpgroup
+    assert len(loops) == tile.consumers  # one for each warpgroup
     for order in loops:
         waits = [n for n, word in enumerate(order) if "DEPBAR" in word]
-        assert [order[n][-1] for n in waits] == ["1", "0"]  # for the scores, then for the values
+        # For the scores, with products of all chunks of values in flight; then for these.
+        assert [order[n][-1] for n in waits] == [str(len(tile.head_dim_v.chunks)), "0"]
         assert order.index("HGMMA") < waits[0]
         between = order[waits[0] : waits[1]].count("MUFU.EX2")
         assert between >= 0.9 * order.count("MUFU.EX2") > 0

@@ -103,13 +103,22 @@ class Bug(NamedTuple):
     variant: str = "causal 128"
 
 
-WAIT, LET_GO = "s = warpgroup_mma_wait(1, deps=(s,))\n            ", "release(k, block_count, STAGES)\n            "
-STORED = ".store(out.to(results.out.dtype))"
+WAIT = "s = warpgroup_mma_wait(VALUES, deps=(s,))\n            "
+LET_GO = "release(k, block_count, STAGES)\n            "
+LET_Q_GO = "release_q_early(q, tile_count, consumer, above == tile.hi - 1, TILE)\n            "
+STORED = ".store(out.to(desc.dtype))"
 MEET, DQ = "both_warpgroups()\n                ", "dq = product_with_keys(gradients.ds, k, stage, half, TILE)\n"
 THEN_DV = "                dv = warpgroup_mma_wait(3"
 EMPTY = "mbarrier.arrive(rows.empty.index(slot), count=1)\n                "
 BUGS = (
-    Bug("keys let go before their product is there", "forward.py", f"{WAIT}{LET_GO}here", f"{LET_GO}{WAIT}here"),
+    Bug("keys let go before their product is there", "forward.py", f"{WAIT}{LET_GO}", f"{LET_GO}{WAIT}"),
+    Bug(
+        "q let go before its product is there",
+        "forward.py",
+        f"{WAIT}{LET_GO}{LET_Q_GO}",
+        f"{LET_Q_GO}{WAIT}{LET_GO}",
+        "full 256",
+    ),
     Bug("values not waited for", "forward.py", "wait_full(v, block_count, STAGES)  # not needed", "# not needed"),
     Bug(
         "wrong phase",
@@ -118,9 +127,9 @@ BUGS = (
         "0)\n\n\n@gluon.jit\ndef release",
     ),
     Bug("slot never let go", "forward.py", "release(v, block_count - 1, STAGES)", "pass"),
-    Bug("results read before the last ones have left", "forward.py", "tma.store_wait(0)  # the last", "# the last"),
-    Bug("no fence before results are sent", "forward.py", f"{STORED}\n    fence_async_shared()", STORED),
-    Bug("product read in flight", "forward.py", "acc = warpgroup_mma_wait(0, deps=(acc,))", "pass"),
+    Bug("results read before the last ones have left", "forward.py", "tma.store_wait(0)  # what", "# what"),
+    Bug("no fence before results are sent", "forward.py", f"{STORED}\n        fence_async_shared()", STORED),
+    Bug("product read in flight", "forward.py", "acc = wait_for_sums(acc)", "pass"),
     Bug("diagonal off by one", "masking.py", "(shift + window.right))", "(shift + window.right + 1))"),
     Bug(
         "a block too few",
@@ -133,6 +142,7 @@ BUGS = (
     Bug("a turn given before the sums are there", "backward_sums.py", "            results_landed()\n", ""),
     Bug("half of the gradients of scores", "backward.py", f"{MEET}{DQ}{THEN_DV}", f"{DQ}{THEN_DV}"),
     Bug("rows let go before their product is there", "backward.py", "dq, dk = warpgroup", f"{EMPTY}dq, dk = warpgroup"),
+    Bug("a half of the results over the other", "forward.py", "if PLACE == 0:", "if FIRST == 0:", "causal 192/128"),
     Bug("packed rows of the next sequence", "copying.py", "END - seqlen + row", "row", "packed 128"),
 )
 

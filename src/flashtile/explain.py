@@ -171,7 +171,7 @@ def in_words(problem: Problem) -> str:
 
 
 def tile_in_words(chosen: Plan) -> str:
-    return ", ".join(f"{name} {n}" for name, n in chosen.tile._asdict().items())
+    return ", ".join(f"{name} {n}" for name, n in chosen.tile._asdict().items() if n is not None)
 
 
 @functools.cache

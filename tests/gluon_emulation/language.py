@@ -86,6 +86,14 @@ def reshape(x: Value, shape: Sequence[int]) -> Value:
     return Value(x.tensor.reshape(list(shape)))
 
 
+def permute(x: Value, order: Sequence[int]) -> Value:
+    return Value(x.tensor.permute(*order))
+
+
+def split(x: Value) -> tuple[Value, Value]:
+    return Value(x.tensor[..., 0]), Value(x.tensor[..., 1])
+
+
 def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
     return x
 

@@ -73,10 +73,11 @@ def backward_kernel(
     those of the numbers of rows [1, BLOCK_M]. Packed sequences are described as in `forward_kernel`.
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
+    HEAD_DIM: gl.constexpr = TILE.head_dim
     inputs = BackwardInputs(
         new_rows(q_desc, start_desc, TILE.stages, HALVES),
-        new_ring(k_desc, HALVES, HALVES),
-        new_ring(v_desc, HALVES, HALVES),
+        new_ring(k_desc, HALVES, HALVES, HEAD_DIM),
+        new_ring(v_desc, HALVES, HALVES, HEAD_DIM),
     )
     staged = gl.allocate_shared_memory(gl.float32, [HALVES] + dq_desc.block_type.shape, dq_desc.layout)
     sums = Sums(staged, barriers(1, HALVES), barriers(1, 1))
@@ -154,7 +155,7 @@ def compute(
             dp = rows.delta.index(slot).load(s_layout).broadcast_to([ROWS, BLOCK_M])
             if not EARLY:
                 s = first_product(rows, k, count, nothing, half, TILE)
-            v_j = rows_of(v, afresh(half), HALVES, ROWS, WIDTH)
+            v_j = rows_of(v, afresh(half), HALVES)[0]
             dp = warpgroup_mma(v_j, dout_i.permute((1, 0)), dp, is_async=True)
             if not EARLY:
                 s = warpgroup_mma_wait(1, deps=(s,))
@@ -213,7 +214,7 @@ def first_product(rows, k, count, nothing, half: gl.constexpr, TILE: gl.constexp
     slot = count % TILE.stages
     mbarrier.wait(rows.q_full.index(slot), (count // TILE.stages) & 1)
     q_i = rows.q.index(slot).reshape([TILE.block_m, TILE.width])
-    k_j = rows_of(k, afresh(half), HALVES, ROWS, TILE.width)
+    k_j = rows_of(k, afresh(half), HALVES)[0]
     return warpgroup_mma(k_j, q_i.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
@@ -240,7 +241,7 @@ def product_with_keys(ds, k, stage, half: gl.constexpr, TILE: gl.constexpr):
     first = afresh(0)
     for h in gl.static_range(HALVES):
         ds_j = ds.index(stage + h)
-        k_j = rows_of(k, first + h, HALVES, ROWS, WIDTH)
+        k_j = rows_of(k, first + h, HALVES)[0]
         if WIDTH == COLUMNS:
             ds_j = ds_j.slice(half * ROWS, ROWS, dim=1)
         else:

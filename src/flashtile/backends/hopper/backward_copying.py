@@ -68,8 +68,8 @@ def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr
         steps = group * (tile.hi - tile.lo)
         want_tile(queue, steps < NOTICE)
         if steps == 0:
-            copy_keys(inputs.k, sources.k, tile, tile_count, PACKED)
-            copy_keys(inputs.v, sources.v, tile, tile_count, PACKED)
+            copy_keys(inputs.k, sources.k, tile, tile_count, TILE, PACKED)
+            copy_keys(inputs.v, sources.v, tile, tile_count, TILE, PACKED)
         head = tile.head_k * group
         first = tile.sums_row // BLOCK_M
         m = first_rows(tile, TILE.downwards)
@@ -83,12 +83,12 @@ def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr
             load_box(sources.q, at, rows.q_full.index(slot), rows.q.index(slot))
             load_box(sources.start, (first + m, 0), rows.q_full.index(slot), rows.start.index(slot))
             if left == steps:
-                copy_keys(inputs.k, sources.k, tile, tile_count, PACKED)
+                copy_keys(inputs.k, sources.k, tile, tile_count, TILE, PACKED)
             mbarrier.expect(rows.dout_full.index(slot), sources.q.block_type.nbytes + BLOCK_M * 4)
             load_box(sources.dout, at, rows.dout_full.index(slot), rows.dout.index(slot))
             load_box(sources.delta, (first + m, 0), rows.dout_full.index(slot), rows.delta.index(slot))
             if left == steps:
-                copy_keys(inputs.v, sources.v, tile, tile_count, PACKED)
+                copy_keys(inputs.v, sources.v, tile, tile_count, TILE, PACKED)
             count += 1
             left -= 1
             m = next_rows(m, tile, TILE.downwards)
@@ -100,7 +100,8 @@ def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr
 
 
 @gluon.jit
-def copy_keys(ring, desc, tile, tile_count, PACKED: gl.constexpr):
+def copy_keys(ring, desc, tile, tile_count, TILE: gl.constexpr, PACKED: gl.constexpr):
+    HEAD_DIM: gl.constexpr = TILE.head_dim
     for half in gl.static_range(HALVES):
         at = keys_at(tile, tile.first_key + half * ROWS, PACKED)
-        fill(ring, desc, at, tile_count * HALVES + half, HALVES)
+        fill(ring, desc, at, tile_count * HALVES + half, HALVES, HEAD_DIM)

@@ -11,20 +11,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import tables
-from .pipeline import Ring, fill
+from .pipeline import Ring, expect_rows, fill, load_rows
 from .schedule import take_tile, want_tile
-from .versions import load_box
 
 ROWS = gl.constexpr(tables.ROWS)  # of one warpgroup
 NOTICE = gl.constexpr(2)  # blocks of keys before the end of a tile, the next one is asked for
 END = gl.constexpr(tables.END)
-TILES_OF_Q = gl.constexpr(2)  # in shared memory, for each consumer
 
 
 class Inputs(NamedTuple):
     """What the copying warp hands to the computing ones."""
 
-    q: Ring  # TILES_OF_Q slots for each consumer
+    q: Ring  # `tiles_of_q` slots for each consumer
     k: Ring
     v: Ring
 
@@ -32,10 +30,13 @@ class Inputs(NamedTuple):
 @gluon.jit
 def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.constexpr):
     """The warp that copies. Values follow their keys by one block, over the edges of tiles too: they are needed that
-    much later.
+    much later. Where q has one slot, it is the last tile's until that one's last scores: values do not wait for it.
     """
+    HEAD_DIM: gl.constexpr = TILE.head_dim
+    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
     BLOCK_N: gl.constexpr = TILE.block_n
     STAGES: gl.constexpr = TILE.stages
+    EARLY_Q: gl.constexpr = TILE.tiles_of_q > 1
     k, v = inputs.k, inputs.v
     tile_count = 0
     block_count = 0
@@ -43,34 +44,40 @@ def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.c
     while tile.b >= 0:
         key = (tile.hi - 1) * BLOCK_N
         if tile_count == 0:
-            fill(k, k_desc, keys_at(tile, key, PACKED), 0, STAGES)
+            fill(k, k_desc, keys_at(tile, key, PACKED), 0, STAGES, HEAD_DIM)
             copy_q(q_desc, inputs.q, tile, 0, TILE, PACKED)
         want_tile(queue, tile.hi - tile.lo <= NOTICE)
         for above in range(tile.lo + 1, tile.hi):
             want_tile(queue, above == tile.hi - NOTICE)
-            fill(k, k_desc, keys_at(tile, key - BLOCK_N, PACKED), block_count + 1, STAGES)
-            fill(v, v_desc, keys_at(tile, key, PACKED), block_count, STAGES)
+            fill(k, k_desc, keys_at(tile, key - BLOCK_N, PACKED), block_count + 1, STAGES, HEAD_DIM)
+            fill(v, v_desc, keys_at(tile, key, PACKED), block_count, STAGES, HEAD_DIM_V)
             key -= BLOCK_N
             block_count += 1
         last = tile
         tile_count += 1
         tile = take_tile(queue, tile_count)
         if tile.b >= 0:
-            fill(k, k_desc, keys_at(tile, (tile.hi - 1) * BLOCK_N, PACKED), block_count + 1, STAGES)
-            copy_q(q_desc, inputs.q, tile, tile_count, TILE, PACKED)
-        fill(v, v_desc, keys_at(last, key, PACKED), block_count, STAGES)
+            fill(k, k_desc, keys_at(tile, (tile.hi - 1) * BLOCK_N, PACKED), block_count + 1, STAGES, HEAD_DIM)
+            if EARLY_Q:
+                copy_q(q_desc, inputs.q, tile, tile_count, TILE, PACKED)
+        fill(v, v_desc, keys_at(last, key, PACKED), block_count, STAGES, HEAD_DIM_V)
+        if not EARLY_Q:  # noqa: SIM102  # decided when the kernel is compiled
+            if tile.b >= 0:
+                copy_q(q_desc, inputs.q, tile, tile_count, TILE, PACKED)
         block_count += 1
 
 
 @gluon.jit
 def copy_q(q_desc, q, tile, tile_count, TILE: gl.constexpr, PACKED: gl.constexpr):
+    HEAD_DIM: gl.constexpr = TILE.head_dim
     CONSUMERS: gl.constexpr = TILE.consumers
+    TILES: gl.constexpr = TILE.tiles_of_q
     for c in gl.static_range(CONSUMERS):
-        slot = q_slot(tile_count, c, CONSUMERS)
-        mbarrier.wait(q.empty.index(slot), (tile_count // TILES_OF_Q & 1) ^ 1)
-        mbarrier.expect(q.full.index(slot), q_desc.block_type.nbytes)
+        slot = q_slot(tile_count, c, TILE)
+        mbarrier.wait(q.empty.index(slot), (tile_count // TILES & 1) ^ 1)
+        expect_rows(q, q_desc, slot, HEAD_DIM)
         at = rows_at(tile, tile.head, tile.first_row + c * ROWS, PACKED)
-        load_box(q_desc, at, q.full.index(slot), q.data.index(slot))
+        load_rows(q, q_desc, at, slot, HEAD_DIM)
 
 
 @gluon.jit
@@ -98,5 +105,5 @@ def packed(head, row, token, seqlen):
 
 
 @gluon.jit
-def q_slot(tile_count, consumer, CONSUMERS: gl.constexpr):
-    return tile_count % TILES_OF_Q * CONSUMERS + consumer
+def q_slot(tile_count, consumer, TILE: gl.constexpr):
+    return tile_count % TILE.tiles_of_q * TILE.consumers + consumer

@@ -13,14 +13,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from . import scores, softmax
-from .copying import ROWS, TILES_OF_Q, Inputs, copy, q_slot, rows_at
+from .chunks import (
+    add_product_with_values,
+    halves,
+    no_sums,
+    product_with_keys,
+    rescaled,
+    times,
+    wait_for_sums,
+    wait_for_values,
+)
+from .copying import ROWS, Inputs, copy, q_slot, rows_at
 from .masking import Window, key_blocks, visible
-from .pipeline import new_ring, release, rows_of, wait_full
+from .pipeline import afresh, as_matrix, columns_of, new_memory, new_ring, release, rows_of, wait_full
 from .schedule import Sequences, Work, new_queue, schedule, take_tile
 from .scores import Features
 from .softmax import INFINITY
@@ -51,7 +60,7 @@ class Scoring(NamedTuple):
 
 class Results(NamedTuple):
     out: gl.tensor  # descriptor
-    staged: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, D]
+    staged: gl.shared_memory_descriptor  # [CONSUMERS, *rows, columns that leave at once]
     lse: gl.tensor  # pointer, [B, H, Sq] or [H, T]
     stride_lse: gl.tensor  # from head to head
 
@@ -62,16 +71,18 @@ def forward_kernel(
     stride_slopes_b, stride_lse, num_tiles, num_blocks, all_heads, section, num_heads, group, batch,
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left, factor, multiplier, softcap, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Boxes of q and out are [1, 1, ROWS, D], those of k and v [1, 1, BLOCK_N, D]; one more dimension where sequences
-    are packed. `seqlen_q` and `seqlen_k` are their tokens then.
+    """Boxes of q and out are [1, 1, ROWS, columns], those of k and v [1, 1, BLOCK_N, columns]; one more dimension where
+    sequences are packed. `seqlen_q` and `seqlen_k` are their tokens then.
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
-    q = new_ring(q_desc, TILES_OF_Q * TILE.consumers, 1)
-    k = new_ring(k_desc, TILE.stages, TILE.consumers)
-    v = new_ring(v_desc, TILE.stages, TILE.consumers)
+    HEAD_DIM: gl.constexpr = TILE.head_dim
+    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
+    q = new_ring(q_desc, TILE.tiles_of_q * TILE.consumers, 1, HEAD_DIM)
+    k = new_ring(k_desc, TILE.stages, TILE.consumers, HEAD_DIM)
+    v = new_ring(v_desc, TILE.stages, TILE.consumers, HEAD_DIM_V)
     inputs = Inputs(q, k, v)
     queue = new_queue(TILE.consumers + 1)
-    staged = gl.allocate_shared_memory(out_desc.dtype, [TILE.consumers] + out_desc.block_type.shape, out_desc.layout)
+    staged = new_memory(out_desc, TILE.consumers, TILE.staged)
     fence_async_shared()
 
     work = Work(num_tiles, num_blocks, all_heads, section, counter, num_heads, group, diagonal)
@@ -147,39 +158,61 @@ def first_softmax(t, tile, scoring):
 
 
 @gluon.jit
-def as_operand(p, o_layout: gl.constexpr, dtype: gl.constexpr):
+def as_operand(p, layout: gl.constexpr, dtype: gl.constexpr):
     """Probabilities as the left operand of a product: they stay in the registers that they are in."""
-    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2), assert_trivial=True)
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
 
 
 @gluon.jit
-def store(results, acc, m, l, tile, first_row, consumer: gl.constexpr, scoring, PACKED: gl.constexpr):  # noqa: E741
+def store(
+    results, acc, m, l, tile, first_row, consumer: gl.constexpr, scoring, TILE: gl.constexpr,  # noqa: E741
+    PACKED: gl.constexpr,
+):  # fmt: skip
     """The results of 64 rows whose keys are all seen."""
-    D: gl.constexpr = acc.shape[1]
+    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
     layout: gl.constexpr = m.type.layout
     weight, row_lse = softmax.finish(m, softmax.sums_of_rows(l, layout), scoring.factor)
     rows = first_row + gl.arange(0, ROWS, layout)
     start = results.lse + tile.lse_head.to(gl.int64) * results.stride_lse + tile.token_q
     gl.store(start + rows, row_lse, mask=rows < tile.seqlen_q)
-    out = acc * gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(1, acc.type.layout)), 1)
+    at = rows_at(tile, tile.head, first_row, PACKED)
     staged = results.staged.index(consumer)
-    tma.store_wait(0)  # the last tile's results have left
-    thread_barrier()
-    staged.reshape([ROWS, D]).store(out.to(results.out.dtype))
-    fence_async_shared()
-    store_box(results.out, rows_at(tile, tile.head, first_row, PACKED), staged)
+    for c in gl.static_range(len(acc)):
+        store_columns(results.out, times(acc[c], weight), at, staged, HEAD_DIM_V.starts[c])
+
+
+@gluon.jit
+def store_columns(desc, out, at, staged, FIRST: gl.constexpr):
+    """Columns of the results from FIRST on, as many at once as there is room for."""
+    WIDTH: gl.constexpr = out.shape[1]
+    ROOM: gl.constexpr = staged.shape[-1]
+    BOX: gl.constexpr = desc.block_type.shape[-1]
+    if WIDTH > ROOM:
+        left, right = halves(out)
+        store_columns(desc, left, at, staged, FIRST)
+        store_columns(desc, right, at, staged, FIRST + WIDTH // 2)
+    else:
+        PLACE: gl.constexpr = FIRST % ROOM
+        if PLACE == 0:
+            tma.store_wait(0)  # what was there has left
+            thread_barrier()
+        columns_of(as_matrix(staged), PLACE, WIDTH).store(out.to(desc.dtype))
+        fence_async_shared()
+        for n in gl.static_range(WIDTH // BOX):
+            store_box(desc, at[:-1] + (FIRST + n * BOX,), columns_of(staged, PLACE + n * BOX, BOX))
 
 
 @gluon.jit
 def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TILE: gl.constexpr, PACKED: gl.constexpr):
     """A warpgroup that computes 64 rows of each tile."""
-    WIDTH: gl.constexpr = TILE.width
+    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
     BLOCK_N: gl.constexpr = TILE.block_n
-    CONSUMERS: gl.constexpr = TILE.consumers
     STAGES: gl.constexpr = TILE.stages
+    TILES_OF_Q: gl.constexpr = TILE.tiles_of_q
     Q_SLOTS: gl.constexpr = TILES_OF_Q * TILE.consumers
+    VALUES: gl.constexpr = len(HEAD_DIM_V.chunks)  # products with values, of a step
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    p_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V.chunks[0], 16])
     dtype: gl.constexpr = results.out.dtype
     q, k, v = inputs.q, inputs.k, inputs.v
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
@@ -189,68 +222,78 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
     tile = take_tile(queue, 0)
     place = place_in(tile, consumer, window, scoring, BLOCK_N)
     mbarrier.wait(q.full.index(consumer), 0)
-    q_i = rows_of(q, consumer, Q_SLOTS, ROWS, WIDTH)
+    q_i = rows_of(q, consumer, Q_SLOTS)
     wait_full(k, 0, STAGES)
-    k_j = rows_of(k, 0, STAGES, BLOCK_N, WIDTH).permute((1, 0))
-    s = warpgroup_mma(q_i, k_j, nothing, use_acc=False, is_async=True)
+    s = product_with_keys(q_i, rows_of(k, 0, STAGES), nothing)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k, 0, STAGES)
+    release_q_early(q, 0, consumer, tile.hi - tile.lo == 1, TILE)
     m, l, p = first_softmax(scored(s, place, tile, window, scoring, s_layout), tile, scoring)  # noqa: E741
-    p_i = as_operand(p, o_layout, dtype)
-    acc = gl.zeros([ROWS, WIDTH], gl.float32, o_layout)
+    p_i = as_operand(p, p_layout, dtype)
+    acc = no_sums(HEAD_DIM_V)
     wait_full(v, 0, STAGES)
 
     # Before each step, `p_i` are the probabilities of block `block_count`, whose values have arrived.
     while tile.b >= 0:
-        q_i = rows_of(q, q_slot(tile_count, consumer, CONSUMERS), Q_SLOTS, ROWS, WIDTH)
+        q_i = rows_of(q, q_slot(tile_count, consumer, TILE), Q_SLOTS)
         for above in range(tile.lo + 1, tile.hi):
             block_count += 1
             wait_full(k, block_count, STAGES)
-            k_j = rows_of(k, block_count, STAGES, BLOCK_N, WIDTH).permute((1, 0))
-            s = warpgroup_mma(q_i, k_j, nothing, use_acc=False, is_async=True)
-            v_j = rows_of(v, block_count - 1, STAGES, BLOCK_N, WIDTH)
-            acc = warpgroup_mma(p_i, v_j, acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s,))
+            if TILES_OF_Q == 1:
+                q_i = rows_of(q, afresh(consumer), Q_SLOTS)  # these tiles have no registers to keep operands in
+            s = product_with_keys(q_i, rows_of(k, block_count, STAGES), nothing)
+            v_j = rows_of(v, block_count - 1, STAGES)
+            acc = add_product_with_values(acc, p_i, v_j)
+            s = warpgroup_mma_wait(VALUES, deps=(s,))
             release(k, block_count, STAGES)
+            release_q_early(q, tile_count, consumer, above == tile.hi - 1, TILE)
             here = Place(place.first_row, place.block + tile.lo - above, place.full_lo, place.full_hi)
             m, alpha, p = softmax.update(m, scored(s, here, tile, window, scoring, s_layout), scoring.factor)
             l = softmax.scaled_sums(l, alpha) + softmax.sums_by_thread(p)  # noqa: E741
             wait_full(v, block_count, STAGES)  # not needed yet: it keeps the wait below after the exponentials
-            acc, p, l = warpgroup_mma_wait(0, deps=(acc, p, l))  # noqa: E741
+            acc, p, l = wait_for_values(acc, p, l)  # noqa: E741
             release(v, block_count - 1, STAGES)
-            p_i = as_operand(p, o_layout, dtype)
-            acc *= gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o_layout)), 1)
+            p_i = as_operand(p, p_layout, dtype)
+            acc = rescaled(acc, alpha)
 
         done, done_row, done_m, done_l = tile, place.first_row, m, l
-        mbarrier.arrive(q.empty.index(q_slot(tile_count, consumer, CONSUMERS)), count=1)
+        if TILES_OF_Q > 1:
+            mbarrier.arrive(q.empty.index(q_slot(tile_count, consumer, TILE)), count=1)
         tile_count += 1
         tile = take_tile(queue, tile_count)
         place = place_in(tile, consumer, window, scoring, BLOCK_N)
         # Each branch computes what it multiplies: ptxas 12.8 loses operands' descriptors that cross a branch.
         if tile.b >= 0:
             # The same step over the edge between two tiles.
-            slot = q_slot(tile_count, consumer, CONSUMERS)
+            slot = q_slot(tile_count, consumer, TILE)
             mbarrier.wait(q.full.index(slot), tile_count // TILES_OF_Q & 1)
             wait_full(k, block_count + 1, STAGES)
-            q_i = rows_of(q, slot, Q_SLOTS, ROWS, WIDTH)
-            k_j = rows_of(k, block_count + 1, STAGES, BLOCK_N, WIDTH).permute((1, 0))
-            s = warpgroup_mma(q_i, k_j, nothing, use_acc=False, is_async=True)
-            v_j = rows_of(v, block_count, STAGES, BLOCK_N, WIDTH)
-            acc = warpgroup_mma(p_i, v_j, acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s,))
+            q_i = rows_of(q, slot, Q_SLOTS)
+            s = product_with_keys(q_i, rows_of(k, block_count + 1, STAGES), nothing)
+            v_j = rows_of(v, block_count, STAGES)
+            acc = add_product_with_values(acc, p_i, v_j)
+            s = warpgroup_mma_wait(VALUES, deps=(s,))
             release(k, block_count + 1, STAGES)
+            release_q_early(q, tile_count, consumer, tile.hi - tile.lo == 1, TILE)
             m, l, p = first_softmax(  # noqa: E741
                 scored(s, place, tile, window, scoring, s_layout), tile, scoring
             )
             wait_full(v, block_count + 1, STAGES)
-            acc, p, l = warpgroup_mma_wait(0, deps=(acc, p, l))  # noqa: E741
-            p_i = as_operand(p, o_layout, dtype)
+            acc, p, l = wait_for_values(acc, p, l)  # noqa: E741
+            p_i = as_operand(p, p_layout, dtype)
         else:
-            v_j = rows_of(v, block_count, STAGES, BLOCK_N, WIDTH)
-            acc = warpgroup_mma(p_i, v_j, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+            v_j = rows_of(v, block_count, STAGES)
+            acc = add_product_with_values(acc, p_i, v_j)
+            acc = wait_for_sums(acc)
         release(v, block_count, STAGES)
         block_count += 1
-        store(results, acc, done_m, done_l, done, done_row, consumer, scoring, PACKED)
-        acc = gl.zeros([ROWS, WIDTH], gl.float32, o_layout)
+        store(results, acc, done_m, done_l, done, done_row, consumer, scoring, TILE, PACKED)
+        acc = no_sums(HEAD_DIM_V)
     tma.store_wait(0)
+
+
+@gluon.jit
+def release_q_early(q, tile_count, consumer, last, TILE: gl.constexpr):
+    """Where there is room for one tile's q, let go of it with its last scores: the next comes during the softmax."""
+    if TILE.tiles_of_q == 1:
+        mbarrier.arrive(q.empty.index(q_slot(tile_count, consumer, TILE)), count=1, pred=last)

@@ -42,10 +42,10 @@ def record_forward(recorder: Recorder, tile: Launch, call: Call) -> Results:
     packed = call.layout == "varlen"
     described = packed_boxes if packed else boxes
     pointers = {
-        "q_desc": Described(q, described, ROWS),
-        "k_desc": Described(k, described, tile.block_n),
-        "v_desc": Described(v, described, tile.block_n),
-        "out_desc": Described(out, described, ROWS),
+        "q_desc": Described(q, described, (ROWS, tile.head_dim.box)),
+        "k_desc": Described(k, described, (tile.block_n, tile.head_dim.box)),
+        "v_desc": Described(v, described, (tile.block_n, tile.head_dim_v.box)),
+        "out_desc": Described(out, described, (ROWS, min(tile.head_dim_v.box, tile.staged))),
         "lse": lse,
         "counter": recorder.computed(partial(counter, q.device, packed)),
         "slopes": recorder.contiguous(t.alibi_slopes),

@@ -14,7 +14,7 @@ from .versions import load_box
 
 
 class Ring(NamedTuple):
-    data: gl.shared_memory_descriptor  # [STAGES, *box]
+    data: tuple[gl.shared_memory_descriptor, ...]  # of each chunk of columns, [STAGES, *rows, chunk]
     full: gl.shared_memory_descriptor  # [STAGES, 1]
     empty: gl.shared_memory_descriptor  # [STAGES, 1]
 
@@ -29,19 +29,54 @@ def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def new_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A ring of the descriptor's boxes; every reader arrives once for a slot."""
-    data = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
+def new_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """A ring of rows, which the descriptor's boxes fill side by side; every reader arrives once for a slot."""
+    data = ()
+    for c in gl.static_range(len(HEAD_DIM.chunks)):
+        data = data + (new_memory(desc, STAGES, HEAD_DIM.chunks[c]),)
     return Ring(data, barriers(STAGES, 1), barriers(STAGES, READERS))
 
 
 @gluon.jit
-def fill(ring, desc, coordinates, n, STAGES: gl.constexpr):
+def new_memory(desc, STAGES: gl.constexpr, WIDTH: gl.constexpr):
+    """Shared memory for boxes that lie side by side, WIDTH columns together. What is wider than the swizzle lies in
+    panels of the swizzle's width anyway.
+    """
+    shape: gl.constexpr = [STAGES] + desc.block_type.shape[:-1] + [WIDTH]
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def fill(ring, desc, coordinates, n, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Start the copy that is the ring's n-th, once its slot is free."""
     slot, phase = n % STAGES, (n // STAGES) & 1
     mbarrier.wait(ring.empty.index(slot), phase ^ 1)
-    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    load_box(desc, coordinates, ring.full.index(slot), ring.data.index(slot))
+    expect_rows(ring, desc, slot, HEAD_DIM)
+    load_rows(ring, desc, coordinates, slot, HEAD_DIM)
+
+
+@gluon.jit
+def expect_rows(ring, desc, slot, HEAD_DIM: gl.constexpr):
+    mbarrier.expect(ring.full.index(slot), HEAD_DIM.boxes * desc.block_type.nbytes)
+
+
+@gluon.jit
+def load_rows(ring, desc, coordinates, slot, HEAD_DIM: gl.constexpr):
+    """Start the copies to a slot that is free and expects them. Coordinates are those of the first box."""
+    BOX: gl.constexpr = HEAD_DIM.box
+    for c in gl.static_range(len(HEAD_DIM.chunks)):
+        for n in gl.static_range(HEAD_DIM.chunks[c] // BOX):
+            at = coordinates[:-1] + (HEAD_DIM.starts[c] + n * BOX,)
+            load_box(desc, at, ring.full.index(slot), columns_of(ring.data[c].index(slot), n * BOX, BOX))
+
+
+@gluon.jit
+def columns_of(memory, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """WIDTH columns of some memory, from FIRST on."""
+    if memory.shape[-1] == WIDTH:
+        return memory
+    else:
+        return memory.slice(FIRST, WIDTH, dim=len(memory.shape) - 1)
 
 
 @gluon.jit
@@ -55,9 +90,18 @@ def release(ring, n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(ring, n, STAGES: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """The n-th box as a matrix in shared memory `[ROWS, WIDTH]`."""
-    return ring.data.index(n % STAGES).reshape([ROWS, WIDTH])
+def rows_of(ring, n, STAGES: gl.constexpr):
+    """The n-th rows as matrices in shared memory `[rows, chunk]`."""
+    found = ()
+    for c in gl.static_range(len(ring.data)):
+        found = found + (as_matrix(ring.data[c].index(n % STAGES)),)
+    return found
+
+
+@gluon.jit
+def as_matrix(memory):
+    """Memory without the dimensions of 1 that boxes have."""
+    return memory.reshape([memory.shape[-2], memory.shape[-1]])
 
 
 @gluon.jit

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 SUMMARY = "Gluon kernels for Hopper GPUs: the fastest at head dimensions 64 and 128"
 ARCHITECTURE = "sm_90"
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # of q and v
+BACKWARD_HEAD_DIMS = VERIFIED_HEAD_DIMS = ((64, 64), (128, 128))
 COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
 DECODING_ROWS = 64
 OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton, whose Gluon is experimental
-VERIFIED = (3, 6)  # on a GPU
+VERIFIED = (3, 6)  # on a GPU, as are VERIFIED_HEAD_DIMS
 
 
 def unsupported() -> str | None:
@@ -55,8 +56,9 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it computes with bfloat16 and float16 inputs"
     if problem.layout == "paged":
         return "it does not take pages"
-    if problem.head_dim not in HEAD_DIMS or problem.head_dim_v != problem.head_dim:
-        return f"head dimensions are {' or '.join(map(str, HEAD_DIMS))}, those of q and v equal"
+    if head_dims(problem) not in HEAD_DIMS:
+        taken = [str(d) if d == d_v else f"{d} with values of {d_v}" for d, d_v in HEAD_DIMS]
+        return f"head dimensions are {', '.join(taken[:-1])} or {taken[-1]}"
     given = ("mask", "bias", "score_mod", "dropout")
     if (absent := [name for name in given if getattr(problem, name)]) != []:
         return f"it does not take {' or '.join(absent)}"
@@ -67,8 +69,14 @@ def declines(problem: Problem, device: Device) -> str | None:
     return too_long(problem)
 
 
+def head_dims(problem: Problem) -> tuple[int, int]:
+    return problem.head_dim, problem.head_dim_v
+
+
 def declines_backward(problem: Problem, device: Device) -> str | None:
     """Why its backward pass does not take a problem that its forward pass does."""
+    if head_dims(problem) not in BACKWARD_HEAD_DIMS:
+        return "its backward pass is for head dimensions 64 and 128"
     if problem.alibi:
         return "its backward pass does not take ALiBi slopes"
     if problem.softcap and problem.head_dim == 64:
@@ -83,6 +91,8 @@ def yields(problem: Problem, device: Device) -> str | None:
         return (
             f"its kernels have run with Triton {in_words(VERIFIED)} only, not {in_words(version)}; ask for it by name"
         )
+    if head_dims(problem) not in VERIFIED_HEAD_DIMS:
+        return "its kernels for this head dimension have not run on a GPU yet; ask for it by name"
     if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= DECODING_ROWS:
         return "a few rows are decoded faster with the keys split among programs"
     return None

@@ -1,4 +1,6 @@
-"""Tiles of the Hopper kernels, as measured on an H200."""
+"""Tiles of the Hopper kernels: at head dimensions 64 and 128 as measured on an H200, at others as counted
+(docs/performance-notes.md).
+"""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -23,17 +25,43 @@ class Compiled:
 
 
 @dataclass(frozen=True)
+class HeadDim(Compiled):
+    """A head dimension, split into `chunks`, powers of two as products take them.
+
+    The copy engine fills them with boxes as wide as the narrowest chunk, so that one kind of box serves all.
+    """
+
+    chunks: tuple[int, ...]
+
+    @property
+    def box(self) -> int:
+        return min(self.chunks)
+
+    @property
+    def boxes(self) -> int:
+        return sum(self.chunks) // self.box
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first column of each chunk."""
+        return tuple(sum(self.chunks[:c]) for c in range(len(self.chunks)))
+
+
+@dataclass(frozen=True)
 class Launch(Compiled):
     """One kernel's tile: `64 * consumers` query rows, `block_n` keys of `stages` blocks at a time, and how many
     registers a thread of each role has.
     """
 
-    width: int  # head dimension
+    head_dim: HeadDim  # of q and k
+    head_dim_v: HeadDim  # of v and the results
+    staged: int  # columns of results that leave at once, a power of two
     block_n: int
     consumers: int
     stages: int
-    consumer_registers: int
-    copy_registers: int
+    consumer_registers: int = 240
+    copy_registers: int = 24
+    tiles_of_q: int = 2  # in shared memory, for each consumer; one is copied anew during its tile's last step
 
     @property
     def block_m(self) -> int:
@@ -57,17 +85,30 @@ class BackwardLaunch(Compiled):
     downwards: bool
     block_n: int = 2 * ROWS
 
+    @property
+    def head_dim(self) -> HeadDim:
+        return HeadDim((self.width,))
+
     def __str__(self) -> str:
         return f"{self.block_n} keys x {self.block_m} rows (2 warpgroups, {self.stages} stages)"
 
 
 class Tile(NamedTuple):
     forward: Launch
-    backward: BackwardLaunch
+    backward: BackwardLaunch | None  # where the backward pass is another backend's
 
 
-NARROW = {64: Launch(64, 128, 2, 3, 240, 24), 128: Launch(128, 128, 2, 2, 240, 24)}
-WIDE = Launch(64, 128, 3, 2, 160, 32)  # reads keys less often, and wastes more at the diagonal
+OF_64, OF_96, OF_128, OF_192, OF_256 = (HeadDim(x) for x in ((64,), (64, 32), (128,), (128, 64), (256,)))
+# By the head dimensions of q and v: these, columns of results that leave at once, keys, warpgroups, stages.
+NARROW = {
+    (64, 64): Launch(OF_64, OF_64, 64, 128, 2, 3),
+    (96, 96): Launch(OF_96, OF_96, 128, 128, 2, 3),
+    (128, 128): Launch(OF_128, OF_128, 128, 128, 2, 2),
+    (192, 128): Launch(OF_192, OF_128, 64, 128, 2, 2, tiles_of_q=1),
+    (192, 192): Launch(OF_192, OF_192, 128, 64, 2, 3, tiles_of_q=1),
+    (256, 256): Launch(OF_256, OF_256, 128, 64, 2, 2, tiles_of_q=1),
+}
+WIDE = Launch(OF_64, OF_64, 64, 128, 3, 2, 160, 32)  # reads keys less often, and wastes more at the diagonal
 BACKWARD = {64: BackwardLaunch(64, 128, 2, 240, 24, False), 128: BackwardLaunch(128, 64, 2, 240, 24, False)}
 WITHOUT_SPILLS = (3, 6)  # newer versions of Triton keep more in registers than WIDE has
 
@@ -75,13 +116,17 @@ WITHOUT_SPILLS = (3, 6)  # newer versions of Triton keep more in registers than 
 def tile(problem: Problem, device: Device) -> Tile:
     features = problem.softcap or problem.alibi  # take more registers than three warpgroups have
     fits = triton_version() == WITHOUT_SPILLS and not features
-    wide = problem.head_dim == WIDE.width and keys_of_a_row(problem) >= MANY_KEYS and fits
-    backward = BACKWARD[problem.head_dim]
-    longest_first = backward.block_m < backward.block_n and not problem.window.unlimited
-    return Tile(
-        WIDE if wide else NARROW[problem.head_dim],
-        replace(backward, downwards=longest_first),
-    )
+    head_dims = problem.head_dim, problem.head_dim_v
+    wide = head_dims == (64, 64) and keys_of_a_row(problem) >= MANY_KEYS and fits
+    return Tile(WIDE if wide else NARROW[head_dims], backward_tile(problem))
+
+
+def backward_tile(problem: Problem) -> BackwardLaunch | None:
+    if problem.head_dim_v != problem.head_dim or problem.head_dim not in BACKWARD:
+        return None
+    found = BACKWARD[problem.head_dim]
+    longest_first = found.block_m < found.block_n and not problem.window.unlimited
+    return replace(found, downwards=longest_first)
 
 
 def keys_of_a_row(problem: Problem) -> int:

@@ -1,0 +1,79 @@
+"""Products and sums of a head dimension that is split into chunks, because a tensor has a power of two columns.
+
+A product with keys adds up over the chunks; one with values has a sum for each. Both are asked for here and waited for
+later: nothing may touch them in between.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from .copying import ROWS
+
+
+@gluon.jit
+def product_with_keys(q_i, k_j, nothing):
+    """`q_i @ k_j^T`, a sum over chunks, in flight. `nothing` has its shape."""
+    s = warpgroup_mma(q_i[0], k_j[0].permute((1, 0)), nothing, use_acc=False, is_async=True)
+    for c in gl.static_range(1, len(q_i)):
+        s = warpgroup_mma(q_i[c], k_j[c].permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def add_product_with_values(acc, p_i, v_j):
+    """`acc + p_i @ v_j`, by chunks, in flight."""
+    found = ()
+    for c in gl.static_range(len(acc)):
+        p_c = gl.convert_layout(p_i, gl.DotOperandLayout(0, acc[c].type.layout, 2), assert_trivial=True)
+        found = found + (warpgroup_mma(p_c, v_j[c], acc[c], is_async=True),)
+    return found
+
+
+@gluon.jit
+def no_sums(HEAD_DIM: gl.constexpr):
+    found = ()
+    for c in gl.static_range(len(HEAD_DIM.chunks)):
+        found = found + (no_sum(HEAD_DIM, c),)
+    return found
+
+
+@gluon.jit
+def no_sum(HEAD_DIM: gl.constexpr, c: gl.constexpr):
+    WIDTH: gl.constexpr = HEAD_DIM.chunks[c]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    return gl.zeros([ROWS, WIDTH], gl.float32, layout)
+
+
+@gluon.jit
+def rescaled(acc, factor):
+    """Chunks of rows times a factor `[ROWS]`."""
+    found = ()
+    for c in gl.static_range(len(acc)):
+        found = found + (times(acc[c], factor),)
+    return found
+
+
+@gluon.jit
+def times(x, factor):
+    """Rows times a factor `[ROWS]`."""
+    return x * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout)), 1)
+
+
+@gluon.jit
+def wait_for_values(acc, p, l):  # noqa: E741
+    """The sums `acc` when no product is in flight any more. What else was given is not computed after that."""
+    found = warpgroup_mma_wait(0, deps=acc + (p, l))
+    return found[: len(acc)], found[len(acc)], found[len(acc) + 1]
+
+
+@gluon.jit
+def wait_for_sums(acc):
+    found = warpgroup_mma_wait(0, deps=acc)
+    return (found,) if len(acc) == 1 else found
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of the columns: which registers are meant, none is moved."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
