@@ -5,6 +5,7 @@ bf16 products are wrong there, so that fp16 and fp32 stand for all.
 """
 
 import gc
+import itertools
 import math
 import os
 import random
@@ -235,13 +236,14 @@ def test_rows_of_the_hopper_backward_pass() -> None:
     tiles = -(-rows // block)
     start, delta = (torch.full((heads, tiles * block), torch.nan) for _ in range(2))
     turns = torch.full((heads * tiles,), 7, dtype=torch.int32)
-    lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": rows, "WIDTH": width, "ALIGN": 1, "BLOCK_M": block}
+    lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": rows, "batch": batch}
+    lengths |= {"WIDTH": width, "ALIGN": 1, "BLOCK_M": block}
     strides = {
         f"stride_{name}_{dim}": n for name in ("out", "dout") for dim, n in zip("bhm", out.stride(), strict=False)
     }
     strides |= {"stride_lse_b": lse.stride(0), "stride_lse_h": lse.stride(1)}
     strides |= {f"stride_dlse_{dim}": None for dim in "bhm"}
-    prepare_kernel[(heads * tiles,)](out, dout, lse, None, start, delta, turns, **strides, **lengths)
+    prepare_kernel[(heads * tiles,)](out, dout, lse, None, start, delta, turns, None, **strides, **lengths)
     assert not turns.any()
     seen = lse[0].isfinite()
     expected = torch.where(seen, -(out * dout).sum(-1)[0], 0)
@@ -254,7 +256,28 @@ def test_rows_of_the_hopper_backward_pass() -> None:
     turns[1] = 4
     dq = torch.full_like(out, torch.nan)
     strides = {f"stride_dq_{dim}": n for dim, n in zip("bhm", dq.stride(), strict=False)}
-    finish_kernel[(heads * tiles,)](sums, turns, dq, **strides, **lengths, scale=0.5)
+    finish_kernel[(heads * tiles,)](sums, turns, dq, None, **strides, **lengths, scale=0.5)
     expected = torch.zeros_like(dq)
     expected[0, 0, block:] = sums[block:rows] * 0.5
     torch.testing.assert_close(dq, expected)
+
+
+def test_packed_rows_of_the_hopper_backward_pass() -> None:
+    """The b-th sequence begins with block `cu_seqlens_q[b] // BLOCK_M + b`; tokens of none are one sequence more."""
+    from flashtile.backends.hopper.rows import finish_kernel
+
+    cu_seqlens_q, tokens, heads, width, block = [0, 5, 5, 38, 42], 47, 2, 16, 16
+    batch = len(cu_seqlens_q) - 1
+    tiles = tokens // block + batch + 1
+    lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": tokens, "batch": batch}
+    lengths |= {"WIDTH": width, "ALIGN": 1, "BLOCK_M": block}
+    sums = torch.randn(heads, tiles * block, width)
+    turns = torch.ones(heads * tiles, dtype=torch.int32)
+    dq = torch.full((tokens, heads, width), torch.nan)
+    strides = {"stride_dq_b": 0, "stride_dq_h": dq.stride(1), "stride_dq_m": dq.stride(0)}
+    cu_tensor = torch.tensor(cu_seqlens_q, dtype=torch.int32)
+    finish_kernel[(heads * tiles,)](sums, turns, dq, cu_tensor, **strides, **lengths, scale=0.5)
+    for b, (first, stop) in enumerate(itertools.pairwise([*cu_seqlens_q, tokens])):
+        row = (first // block + b) * block
+        expected = sums[:, row : row + stop - first].transpose(0, 1) * 0.5
+        torch.testing.assert_close(dq[first:stop], expected)
