@@ -65,7 +65,7 @@ def test_arguments(with_descriptors: bool) -> None:
 
     places = {"q": Place(0), "lse": Place(1), "absent": None}
     if with_descriptors:
-        places |= {"k_desc": Place(2, descriptor, (2,)), "v_desc": Place(3, descriptor, (4,))}
+        places |= {"k_desc": Place(2, descriptor, 2), "v_desc": Place(3, descriptor, 4)}
 
     def tensors() -> list[torch.Tensor | None]:
         return [torch.randn(4, 8) for _ in range(4)]

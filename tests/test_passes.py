@@ -45,7 +45,7 @@ class Recording:
         assert y is not None
         assert absent is None
         written = recorder.new(torch.empty_like(y))
-        pointers = {"x": recorder.computed(rows_last, x), "y": Described(y, Tensor.mul, (2,)), "written": written}
+        pointers = {"x": recorder.computed(rows_last, x), "y": Described(y, Tensor.mul, 2), "written": written}
         recorder.launch(self.kernel, pointers, 1, {"n": n})
         recorder.launch(self.kernel, pointers, 0, {"n": n})  # no programs
         return written, None, recorder.computed(Tensor.neg, written)

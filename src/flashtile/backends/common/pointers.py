@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class Described(NamedTuple):
-    """A tensor that a kernel takes as `describe(base, *given)`: in another dtype, or as the copy engine knows it."""
+    """A tensor that a kernel takes as `describe(base, given)`: in another dtype, or as a GPU's copy engine knows it."""
 
     base: Tensor
-    describe: Callable[..., Any]
-    given: tuple[Any, ...]
+    describe: Callable[[Tensor, Any], Any]
+    given: Any
 
 
 Pointers = Mapping[str, Tensor | Described | None]
@@ -21,13 +21,13 @@ class Place(NamedTuple):
     """Where a pass keeps a tensor, and how a kernel takes it."""
 
     number: int
-    describe: Callable[..., Any] | None = None
-    given: tuple[Any, ...] = ()
+    describe: Callable[[Tensor, Any], Any] | None = None
+    given: Any = None
 
     def taken(self, tensors: Sequence[Tensor | None]) -> Any:
         """What Triton takes for the pointer."""
         x: Any = tensors[self.number]
-        return x if self.describe is None else self.describe(x, *self.given)
+        return x if self.describe is None else self.describe(x, self.given)
 
 
 Places = Mapping[str, Place | None]

@@ -18,12 +18,12 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
-def boxes(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """`[B, H, S, D]` as the copy engine sees it, in boxes of `rows` and all columns or so many: what a box holds past
-    the last row is 0, and is not written. Nothing is read at the stride of a single entry, which need not be aligned.
+def boxes(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+    """`[B, H, S, D]` as the copy engine sees it, in boxes of rows and columns: what a box holds past the last row is 0,
+    and is not written. Nothing is read at the stride of a single entry, which need not be aligned.
     """
     strides = [stride if n > 1 else COPY_ALIGNMENT for n, stride in zip(x.shape, x.stride(), strict=True)]
-    return descriptor(x, x.shape, [*strides[:-1], 1], (1, 1, rows, columns or x.shape[-1]))
+    return descriptor(x, x.shape, [*strides[:-1], 1], (1, 1, *box))
 
 
 def sums(x: Tensor, rows: int) -> TensorDescriptor:
@@ -31,7 +31,7 @@ def sums(x: Tensor, rows: int) -> TensorDescriptor:
     return descriptor(x, x.shape, x.stride(), (rows, COLUMNS))
 
 
-def packed_boxes(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+def packed_boxes(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     """`[T, H, D]` as the copy engine sees it, so that boxes end with any sequence, not only with the last token.
 
     Token `first + i` of a sequence that ends before token `stop` has the coordinates `(END, stop, head, END - length +
@@ -42,8 +42,7 @@ def packed_boxes(x: Tensor, rows: int, columns: int | None = None) -> TensorDesc
     x = x if len(x) > 0 else x.new_zeros((1, *x.shape[1:]))
     token, head = x.stride()[:2]
     strides = (2**34 - token, token, head, token, 1)
-    box = (1, 1, 1, rows, columns or x.shape[-1])
-    return descriptor(x, (2**31 - 1, 2**31 - 1, x.shape[1], END, x.shape[-1]), strides, box)
+    return descriptor(x, (2**31 - 1, 2**31 - 1, x.shape[1], END, x.shape[-1]), strides, (1, 1, 1, *box))
 
 
 def numbers_of_rows(x: Tensor, rows: int) -> TensorDescriptor:

@@ -101,7 +101,7 @@ class BackwardPass:
         }
         self.recorder.launch(delta_kernel, pointers, programs, numbers)
         self.numbers_of_rows = numbers_of_rows
-        self.pointers = {**self.pointers, "numbers": Described(numbers_of_rows, Tensor.view, (torch.int64,))}
+        self.pointers = {**self.pointers, "numbers": Described(numbers_of_rows, Tensor.view, torch.int64)}
 
     def keys(self, shape: Launch) -> tuple[Tensor, Tensor]:
         """dk and dv, by position where keys are paged."""
