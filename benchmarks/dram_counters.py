@@ -46,7 +46,7 @@ class Case:
     def predicted(self) -> Work:
         row = next(row for row in tables.HALF[227] if row.width >= self.head_dim)
         if self.kind == "forward":
-            tile = NARROW[self.head_dim] if self.backend == "hopper" else row.forward
+            tile = NARROW[self.head_dim, self.head_dim] if self.backend == "hopper" else row.forward
             return iomodel_gpu.kernel_forward(self.shape, tile.block_m)
         if self.kind == "backward":
             return iomodel_gpu.kernel_backward(self.shape, row.dq.block_m, row.dkdv.block_n)
