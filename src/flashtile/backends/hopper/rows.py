@@ -85,7 +85,7 @@ def finish_kernel(
     feature = tl.arange(0, WIDTH)[None, :]
     at = tl.program_id(0).to(tl.int64) * (BLOCK_M * WIDTH) + tl.arange(0, BLOCK_M)[:, None] * WIDTH + feature
     exists = exists[:, None]
-    written = exists & (tl.load(turns + tl.program_id(0)) > 0)
+    written = tl.where(exists, tl.load(turns + tl.program_id(0)), 0) > 0
     total = tl.load(sums + at, mask=written, other=0.0)
     x = dq + b * wide(stride_dq_b, ALIGN) + head * wide(stride_dq_h, ALIGN)
     tl.store(
