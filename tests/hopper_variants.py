@@ -8,6 +8,7 @@ from variants import CAUSAL, FP16, LENGTHS, Draw, Sizes, Variant, all_of, fixed,
 
 from flashtile.call import Call
 from flashtile.explain import described_call
+from flashtile.testing.case import Case
 
 LONGER = (*LENGTHS[9:], 192, 193, 255, 256, 383, 384, 385, 511, 513, 640)  # around every tile
 
@@ -63,6 +64,14 @@ VARIANTS |= {
 }
 VARIANTS = {name: replace(variant, longest=max(LONGER)) for name, variant in VARIANTS.items()}
 FORWARD_ONLY = ("slopes", "everything", "softcap 64", *CHUNKED)  # Triton has their backward pass
+
+
+def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
+    """A random problem of a variant, forward only where the backward pass is another backend's."""
+    case = VARIANTS[name].case(seed, device, lengths)
+    return replace(case, forward_only=any(word in name for word in FORWARD_ONLY))
+
+
 SHORT, LONG = 512, 8192  # lengths with different tiles
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (96, 192, (192, 128), 256)]

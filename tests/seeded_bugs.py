@@ -228,13 +228,18 @@ BUGS = (
 )
 
 
+def with_mistake(source: str, name: str, old: str, new: str) -> str:
+    """`source` with `new` in the only place where it says `old`."""
+    assert source.count(old) == 1, f"{name}: the source has moved on, so the bug has to follow it"
+    return source.replace(old, new)
+
+
 @contextmanager
 def planted(bug: Bug) -> Iterator[None]:
     module = importlib.import_module(f"flashtile.{bug.module}")
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
-    assert source.count(bug.old) == 1, f"{bug.name}: the source has moved on, so the bug has to follow it"
-    changed = dict(codes(compile(source.replace(bug.old, bug.new), module.__file__, "exec")))
+    changed = dict(codes(compile(with_mistake(source, bug.name, bug.old, bug.new), module.__file__, "exec")))
     # Dynamo leaves functions of its own in a module that it has compiled: the source does not define them.
     own = [f for f in functions(module) if f.__qualname__ in changed]
     originals = {f: f.__code__ for f in own if f.__code__ != changed[f.__qualname__]}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_variants import FORWARD_ONLY, LONGER, VARIANTS
+from hopper_variants import LONGER, VARIANTS, case_of
 
 import flashtile
 from flashtile.backends.hopper import support
@@ -33,8 +33,7 @@ def watchdog() -> Iterator[None]:
 def test_random_problems_are_within_the_bound(name: str) -> None:
     failures = []
     for seed in range(PROBLEMS):
-        case = VARIANTS[name].case(seed, "cuda", LONGER)
-        case = replace(case, forward_only=any(word in name for word in FORWARD_ONLY))
+        case = case_of(name, seed, "cuda")
         if case.arguments.get("max_seqlen_q", LONGER[0]) < LONGER[0]:  # nothing to compute but zero-length sequences
             continue
         with poisoned_allocation():
@@ -45,7 +44,7 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["causal 64", "full 128", "sinks 128"])
 def test_nan_and_infinite_keys(name: str) -> None:
-    case = replace(VARIANTS[name].case(1, "cuda", (130, 200)), forward_only=True)
+    case = replace(case_of(name, 1, "cuda", (130, 200)), forward_only=True)
     k = case.arguments["k"].clone()
     k[0, 0, 70, 3], k[0, 1, 5, 7], k[-1, -1, 100, 1] = torch.nan, torch.inf, -torch.inf
     k[-1, 0, :, 2] = torch.nan

@@ -211,9 +211,7 @@ def operand(x: Value | Shared) -> Tensor:
     return x.data if isinstance(x, Shared) else x.tensor
 
 
-def warpgroup_mma(
-    a: Value | Shared, b: Shared, acc: Value, use_acc: Any = True, is_async: bool = False
-) -> Value:  # fmt: skip
+def warpgroup_mma(a: Value | Shared, b: Shared, acc: Value, use_acc: Any = True, is_async: bool = False) -> Value:
     for x in (a, b):
         if isinstance(x, Shared):
             x.check_fenced()

@@ -164,7 +164,7 @@ def atomic_add(pointer: Pointer, value: int, sem: str, scope: str = "gpu") -> Va
 
 
 def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any = None) -> Any:
-    if isinstance(layout, type(None)) or not hasattr(layout, "barriers"):
+    if not hasattr(layout, "barriers"):
         data = torch.empty(list(shape), dtype=dtype)
         return Shared(data.fill_(torch.nan if dtype.is_floating_point else -(2**30)))
     return layout.barriers(shape[0])

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .masking import row_blocks
-from .schedule import SLOTS, next_number, position_of, put_fields, span_of, taken
+from .schedule import SLOTS, hand_over, keys_of, position_of, put_fields, span_of, taken, without_rows
 
 
 class KeyWork(NamedTuple):
@@ -74,13 +74,9 @@ def schedule_dense_keys(queue, work, sequences, window, TILE: gl.constexpr):
         rows = row_blocks(window, first_key, last_key, shift, sequences.q, BLOCK_M)
         sums_row = any_head * work.group * work.padded_rows
         tile = KeyTile(b, head, first_key, rows.lo, rows.hi, sums_row, shift, sequences.q, sequences.k, 0, 0)
-        put_fields(queue, put, tile)
-        mbarrier.wait(queue.wanted.index(0), put & 1)
+        n = hand_over(queue, put, tile, work, False)
         put += 1
-        n = next_number(work)
-        if n == gl.num_programs(0) + work.count - 1:  # the last to ask
-            gl.store(work.counter, 0)
-    put_fields(queue, put, KeyTile(-1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0))
+    put_fields(queue, put, without_rows(-1))
 
 
 @gluon.jit
@@ -116,23 +112,11 @@ def schedule_packed_keys(queue, work, sequences, window, TILE: gl.constexpr):
             tile = KeyTile(
                 b, head, first_key, rows.lo, rows.hi, sums_row, shift, seqlen_q, seqlen_k, token_q, token_k
             )  # fmt: skip
-            put_fields(queue, put, tile)
-            mbarrier.wait(queue.wanted.index(0), put & 1)
+            n = hand_over(queue, put, tile, work, True)
             put += 1
-            n = next_number(work)
         else:
             n = work.count
-    put_fields(queue, put, KeyTile(-1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0))
-
-
-@gluon.jit
-def keys_of(sequences, b):
-    """First token and length of a packed sequence's keys, as far as they are used."""
-    token, seqlen = span_of(sequences.cu_k, b, sequences.batch, sequences.k)
-    if sequences.used_k is not None:
-        used = gl.load(sequences.used_k + gl.minimum(b, sequences.batch - 1))
-        seqlen = gl.where(b < sequences.batch, gl.minimum(seqlen, gl.maximum(used, 0)), seqlen)
-    return token, seqlen
+    put_fields(queue, put, without_rows(-1))
 
 
 @gluon.jit

@@ -1,6 +1,5 @@
 """The launches of one backward pass: numbers of rows first, then the kernel, then dq of the sums that it leaves."""
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from ...call import Call, Gradients, Needs, Tensors, memory_of, new_rows
 from ...device import describe_device
 from ...plan import Plan
 from ..common import passes
-from ..common.arguments import dlse_strides, lse_strides, rows_last, score_units, strides, window_numbers
+from ..common.arguments import LOG2E, dlse_strides, lse_strides, rows_last, score_units, strides, window_numbers
 from ..common.gradients import sink_gradient
 from ..common.passes import Recorder, Results
 from ..common.pointers import Described
@@ -19,12 +18,11 @@ from .backward import backward_kernel
 from .counters import counter
 from .descriptors import boxes, copyable, numbers_of_rows, packed_boxes, sums
 from .rows import finish_kernel, prepare_kernel
-from .tables import ROWS, BackwardLaunch
+from .tables import ROWS, BackwardLaunch, most_blocks
 
 ALIGN = 8  # elements: what copyable tensors' strides are multiples of
 SECTION_BYTES = 24 * 2**20  # rows and sums that the L2 cache keeps
 WARPS = 4
-LN2 = math.log(2)
 
 
 def backward(
@@ -63,8 +61,7 @@ class Extent(NamedTuple):
         if q.dim() == 4:
             rows, keys = -(-q.shape[2] // tile.block_m), -(-k.shape[2] // tile.block_n)
             return cls(sequences * q.shape[1], rows, keys, sequences * k.shape[1] * keys)
-        # A sequence more than there are has the tokens that belong to none; each begins with a block.
-        rows, keys = (len(x) // block + sequences + 1 for x, block in ((q, tile.block_m), (k, tile.block_n)))
+        rows, keys = (most_blocks(len(x), block, sequences) for x, block in ((q, tile.block_m), (k, tile.block_n)))
         return cls(q.shape[1], rows, keys, k.shape[1] * keys)
 
 
@@ -75,8 +72,9 @@ class BackwardPass:
         self.recorder, self.tile, self.call, self.dout = recorder, tile, call, dout
         self.q, self.k, self.v = (recorder.computed(rows_last, x) for x in t[:3])
         self.width = self.q.shape[-1]
-        self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k, self.sinks = (
-            recorder.contiguous(x) for x in (t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k, t.sinks)
+        self.sinks = t.sinks
+        self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = (
+            recorder.contiguous(x) for x in (t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k)
         )
         self.packed = self.cu_seqlens_q is not None
         self.batch = len(self.q) if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
@@ -198,5 +196,5 @@ class BackwardPass:
 
 def sinks_from_rows(num_heads: int, sinks: Tensor, start: Tensor, delta: Tensor) -> Tensor:
     """dsinks, from the numbers of rows, of which those of padding add nothing."""
-    lse, delta = (x.view(-1, num_heads, x.shape[-1]) for x in (start * -LN2, -delta))
+    lse, delta = (x.view(-1, num_heads, x.shape[-1]) for x in (start / -LOG2E, -delta))
     return sink_gradient(sinks, lse, delta)

@@ -17,7 +17,7 @@ from .counters import counter
 from .descriptors import boxes, packed_boxes
 from .forward import forward_kernel
 from .gradients import backward
-from .tables import ROWS, Launch
+from .tables import ROWS, Launch, most_blocks
 
 __all__ = ["backward", "forward"]
 
@@ -96,7 +96,7 @@ def packed_lengths(call: Call, tile: Launch) -> dict[str, int]:
     assert call.tensors.cu_seqlens_q is not None
     batch = call.tensors.cu_seqlens_q.shape[0] - 1
     return {
-        "num_tiles": (tokens // tile.block_m + batch + 1) * heads,
+        "num_tiles": most_blocks(tokens, tile.block_m, batch) * heads,
         "num_blocks": 0,
         "all_heads": 0,
         "section": 0,

@@ -101,12 +101,8 @@ def schedule_dense(queue, work, sequences, window, BLOCK_M: gl.constexpr, BLOCK_
         tile = Tile(
             b, head, head // work.group, any_head, first_row, blocks.lo, blocks.hi, sequences.q, sequences.k, 0, 0
         )  # fmt: skip
-        put_fields(queue, put, tile)
-        mbarrier.wait(queue.wanted.index(0), put & 1)
+        n = hand_over(queue, put, tile, work, False)
         put += 1
-        n = next_number(work)
-        if n == gl.num_programs(0) + work.count - 1:  # the last to ask
-            gl.store(work.counter, 0)
     put_fields(queue, put, without_rows(-1))
 
 
@@ -125,10 +121,7 @@ def schedule_packed(queue, work, sequences, window, BLOCK_M: gl.constexpr, BLOCK
             token_q, seqlen_q = span_of(sequences.cu_q, b, sequences.batch, sequences.q)
         if b <= sequences.batch:
             head = n % work.num_heads
-            token_k, seqlen_k = span_of(sequences.cu_k, b, sequences.batch, sequences.k)
-            if sequences.used_k is not None:
-                used = gl.load(sequences.used_k + gl.minimum(b, sequences.batch - 1))
-                seqlen_k = gl.minimum(seqlen_k, gl.maximum(used, 0))
+            token_k, seqlen_k = keys_of(sequences, b)
             if b == sequences.batch:
                 seqlen_k = 0
             first_row = (before + gl.cdiv(seqlen_q, BLOCK_M) - 1 - block) * BLOCK_M
@@ -136,10 +129,8 @@ def schedule_packed(queue, work, sequences, window, BLOCK_M: gl.constexpr, BLOCK
             tile = Tile(
                 b, head, head // work.group, head, first_row, blocks.lo, blocks.hi, seqlen_q, seqlen_k, token_q, token_k
             )  # fmt: skip
-            put_fields(queue, put, tile)
-            mbarrier.wait(queue.wanted.index(0), put & 1)
+            n = hand_over(queue, put, tile, work, True)
             put += 1
-            n = next_number(work)
         else:
             n = work.count
     if put == 0:  # the others count on one tile: this one has no rows
@@ -151,6 +142,7 @@ def schedule_packed(queue, work, sequences, window, BLOCK_M: gl.constexpr, BLOCK
 
 @gluon.jit
 def without_rows(b):
+    """A tile that no row is in, with one block of keys. With b of -1 it ends the queue, the backward pass's too."""
     return Tile(b, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0)
 
 
@@ -167,6 +159,16 @@ def span_of(cu_seqlens, b, batch, total):
 
 
 @gluon.jit
+def keys_of(sequences, b):
+    """First token and length of a packed sequence's keys, as far as they are used."""
+    token, seqlen = span_of(sequences.cu_k, b, sequences.batch, sequences.k)
+    if sequences.used_k is not None:
+        used = gl.load(sequences.used_k + gl.minimum(b, sequences.batch - 1))
+        seqlen = gl.where(b < sequences.batch, gl.minimum(seqlen, gl.maximum(used, 0)), seqlen)
+    return token, seqlen
+
+
+@gluon.jit
 def blocks_of(first_row, seqlen_q, seqlen_k, work, window, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     last_row = gl.minimum(first_row + BLOCK_M, seqlen_q) - 1
     return key_blocks(window, first_row, last_row, seqlen_k - seqlen_q + work.diagonal, seqlen_k, BLOCK_N)
@@ -180,6 +182,18 @@ def position_of(work, n):
     heads = gl.minimum(work.section, work.all_heads - first)
     rest = n % size
     return first + rest % heads, work.blocks - 1 - rest // heads
+
+
+@gluon.jit
+def hand_over(queue, put, tile, work, PACKED: gl.constexpr):
+    """Put the program's next tile into the queue and, when the one after it is wanted, take that one's number."""
+    put_fields(queue, put, tile)
+    mbarrier.wait(queue.wanted.index(0), put & 1)
+    n = next_number(work)
+    if not PACKED:  # noqa: SIM102 - decided when the kernel is compiled
+        if n == gl.num_programs(0) + work.count - 1:  # the last to ask
+            gl.store(work.counter, 0)
+    return n
 
 
 @gluon.jit

@@ -129,6 +129,13 @@ def backward_tile(problem: Problem) -> BackwardLaunch | None:
     return replace(found, downwards=longest_first)
 
 
+def most_blocks(tokens: int, block: int, sequences: int) -> int:
+    """Blocks that packed sequences can have. The tokens that belong to none are one sequence more, and each sequence
+    begins with a block.
+    """
+    return tokens // block + sequences + 1
+
+
 def keys_of_a_row(problem: Problem) -> int:
     """How many keys a row sees, about."""
     window = problem.window

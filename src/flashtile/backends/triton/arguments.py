@@ -112,7 +112,7 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         "v": v,
         "mask": None if t.mask is None else Described(t.mask, Tensor.view, torch.uint8),
         "bias": t.bias,
-        "slopes": None if t.alibi_slopes is None else recorder.computed(Tensor.contiguous, t.alibi_slopes),
+        "slopes": recorder.contiguous(t.alibi_slopes),
         "seed": t.dropout_seed if call.settings.dropout_p > 0 else None,
         "cu_seqlens_q": t.cu_seqlens_q,
         "cu_seqlens_k": None if paged else t.cu_seqlens_k,
