@@ -57,9 +57,7 @@ CHUNKED = {  # head dimensions of which products take chunks
 }
 VARIANTS |= CHUNKED
 VARIANTS |= {
-    f"deterministic {name}": replace(
-        VARIANTS[name], features=all_of(VARIANTS[name].features, fixed(deterministic=True))
-    )
+    f"deterministic {name}": replace(VARIANTS[name], features=all_of(VARIANTS[name].features, DETERMINISTIC))
     for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128")
 }
 VARIANTS = {name: replace(variant, longest=max(LONGER)) for name, variant in VARIANTS.items()}
