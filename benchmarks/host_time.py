@@ -1,8 +1,10 @@
 """How long the host is busy with one small call on a GPU: `python benchmarks/host_time.py`.
 
-The device's time does not count: calls are queued back to back, and only the queueing is timed.
+The device's time does not count: calls are queued back to back, and only the queueing is timed. Calls to compare take
+turns; each figure is the median of the rounds, with the fastest and the slowest.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,33 +14,52 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashtile
 
-CALLS = 400
+ROUNDS, CALLS, WARM = 11, 100, 20
 
 
-def microseconds(run: Callable[[], Any]) -> float:
-    run()
+def microseconds(run: Callable[[], Any], calls: int) -> float:
+    """Of one call."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(calls):
         run()
     seconds = time.perf_counter() - start
     torch.cuda.synchronize()
-    return round(seconds / CALLS * 1e6, 1)
+    return seconds / calls * 1e6
+
+
+def compare(what: str, runs: dict[str, Callable[[], Any]]) -> None:
+    for run in runs.values():
+        microseconds(run, WARM)
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            found[name].append(microseconds(run, CALLS))
+    for name, times in found.items():
+        print(f"{what}, {name}: {statistics.median(times):.1f} us ({min(times):.1f} to {max(times):.1f})")
 
 
 def dense(seqlen: int) -> None:
     """`[1, 8, seqlen, 64]`: up to 64 rows are decoded by Triton's kernels, 128 are Hopper's on a Hopper GPU."""
     q, k, v, dout = (torch.randn(1, 8, seqlen, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     attends = {"attention": flashtile.attention, "scaled_dot_product_attention": scaled_dot_product_attention}
-    for name, attend in attends.items():
-        with torch.no_grad():
-            print(f"{name}, {seqlen} rows", microseconds(lambda: attend(q, k, v)))  # noqa: B023
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    for name, attend in attends.items():
-        out = attend(*leaves)
-        print(f"{name}, {seqlen} rows, with gradients", microseconds(lambda: attend(*leaves)))  # noqa: B023
-        backward = microseconds(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))  # noqa: B023
-        print(f"{name}, {seqlen} rows, backward", backward)
+
+    def forward(attend: Callable[..., torch.Tensor]) -> Callable[[], Any]:
+        return lambda: attend(q, k, v)
+
+    def backward(attend: Callable[..., torch.Tensor]) -> Callable[[], Any]:
+        out = attend(q, k, v)
+        return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    def measure(what: str, kind: Callable[..., Callable[[], Any]]) -> None:
+        compare(f"{what}, {seqlen} rows", {name: kind(attend) for name, attend in attends.items()})
+
+    with torch.no_grad():
+        measure("forward", forward)
+    for x in (q, k, v):
+        x.requires_grad_()
+    measure("forward with gradients", forward)
+    measure("backward", backward)
 
 
 def decoding() -> None:
@@ -50,8 +71,7 @@ def decoding() -> None:
         return flashtile.attention_with_kvcache(new, cache, cache, cache_seqlens=lengths, **appended)
 
     with torch.no_grad():
-        print("attention_with_kvcache", microseconds(step))
-        print("attention_with_kvcache, appending", microseconds(lambda: step(k=new, v=new)))
+        compare("attention_with_kvcache", {"reading": step, "appending": lambda: step(k=new, v=new)})
 
 
 def main() -> None:

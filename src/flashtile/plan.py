@@ -132,8 +132,6 @@ def _plan(problem: Problem, device: Device, backend: str, backward: bool) -> Pla
             reason = optional(support, "declines_backward", problem, device)
         if reason is None and backend == "auto":
             reason = optional(support, "yields", problem, device)
-        if reason is None and backend == "auto" and backward:
-            reason = optional(support, "yields_backward", problem, device)
         if reason is None:
             splits = support.num_splits(problem, device)
             return Plan(name, support.tile(problem, device), splits, tuple(reasons.items()))

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 SUMMARY = "Gluon kernels for Hopper GPUs: the fastest at head dimensions 64 and 128"
 ARCHITECTURE = "sm_90"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # of q and v
-BACKWARD_HEAD_DIMS = VERIFIED_HEAD_DIMS = ((64, 64), (128, 128))
+BACKWARD_HEAD_DIMS = ((64, 64), (128, 128))
 COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
 DECODING_ROWS = 64
 OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton, whose Gluon is experimental
-VERIFIED = (3, 6)  # on a GPU, as are VERIFIED_HEAD_DIMS
+VERIFIED = (3, 6)  # on a GPU
 
 
 def unsupported() -> str | None:
@@ -91,17 +91,8 @@ def yields(problem: Problem, device: Device) -> str | None:
         return (
             f"its kernels have run with Triton {in_words(VERIFIED)} only, not {in_words(version)}; ask for it by name"
         )
-    if head_dims(problem) not in VERIFIED_HEAD_DIMS:
-        return "its kernels for this head dimension have not run on a GPU yet; ask for it by name"
     if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= DECODING_ROWS:
         return "a few rows are decoded faster with the keys split among programs"
-    return None
-
-
-def yields_backward(problem: Problem, device: Device) -> str | None:
-    """Why `auto` leaves a backward pass to the next backend that this one could take."""
-    if problem.layout == "varlen":
-        return "its backward pass of packed sequences has not run on a GPU; ask for it by name"
     return None
 
 
