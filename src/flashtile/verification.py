@@ -1,7 +1,8 @@
 """Random problems, run by backends and held against the fp64 oracle, in this process or in several."""
 
 import multiprocessing
-from collections.abc import Iterator
+import os
+from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from .testing.generate import random_case
 from .testing.oracle import solve
 from .testing.tolerance import Deviation, compare
 
-CASES_PER_PROCESS = 50  # starting a process takes as long as some dozens of cases
+# How many cases are worth a process, and how many it takes at a time. Starting one takes as long as some dozens of
+# cases; on a GPU as long as a few, because kernels are compiled for most of them.
+SHARES = {"cuda": (4, 1)}
+SHARES_ELSEWHERE = (50, 4)
 
 
 class Problems(NamedTuple):
@@ -99,16 +103,20 @@ class Report:
         return not self.failures() and not self.unverified()
 
 
-def examine(problems: Problems, jobs: int) -> Iterator[list[Outcome]]:
-    """For each seed, in order, one outcome of each backend."""
-    jobs = min(jobs, len(problems.seeds) // CASES_PER_PROCESS)
+def examine(problems: Problems, jobs: int) -> Generator[list[Outcome], None, None]:
+    """For each seed, in order, one outcome of each backend. Who stops listening does not wait for the rest."""
+    cases, at_a_time = SHARES.get(problems.device.type, SHARES_ELSEWHERE)
+    jobs = min(jobs, len(problems.seeds) // cases)
     if jobs <= 1:
         with one_thread():
             yield from map(partial(examine_one, problems), problems.seeds)
         return
     context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
     with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield from pool.map(partial(examine_one, problems), problems.seeds, chunksize=4)
+        try:
+            yield from pool.map(partial(examine_one, problems), problems.seeds, chunksize=at_a_time)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def examine_one(problems: Problems, seed: int) -> list[Outcome]:
@@ -140,6 +148,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def default_jobs() -> int:
+    return min(os.cpu_count() or 1, 8)
 
 
 @contextmanager

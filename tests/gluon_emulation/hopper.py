@@ -120,6 +120,7 @@ class Store:
         self.asked = source.data.clone()
         self.read = self.written = False
         machine().here().stores.append(self)
+        machine().here().unread.append(self)
         machine().pending.append(self.write)
         machine().pause()
 
@@ -168,7 +169,7 @@ def async_atomic_add(desc: TensorDescriptor, coordinates: Sequence[Any], source:
 
 def store_wait(pendings: int) -> None:
     """Until the copy engine has read the shared memory of all stores but the latest ones."""
-    stores = machine().here().stores
+    stores = machine().here().unread
     for store in stores[: len(stores) - pendings]:
         store.finish_reading()
     del stores[: len(stores) - pendings]

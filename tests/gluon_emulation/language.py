@@ -94,6 +94,10 @@ def split(x: Value) -> tuple[Value, Value]:
     return Value(x.tensor[..., 0]), Value(x.tensor[..., 1])
 
 
+def join(a: Value, b: Value) -> Value:
+    return Value(torch.stack((a.tensor, b.tensor), -1))
+
+
 def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
     return x
 
@@ -174,12 +178,15 @@ def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
     """The instructions that Gluon has no name for."""
-    if (gate := re.match(r"bar\.sync (\d+), (\d+);", asm)) is not None:
-        meet(int(gate[1]), int(gate[2]) // 32)
+    if asm.startswith("bar.sync $1, $2;"):
+        meet(int(args[0]), int(args[1]) // 32)
+    elif asm.startswith("bar.arrive $1, $2;"):
+        come(int(args[0]), int(args[1]) // 32)
     elif asm.startswith("cp.async.bulk.wait_group 0;"):
         task = machine().here()
         machine().wait(lambda: all(store.written for store in task.stores), "its results to arrive")
         task.stores.clear()
+        task.unread.clear()
     elif asm.startswith("ld.acquire.gpu.global.b32 $0, [$1];"):
         return changed(args[0])
     elif re.match(r"(fence\.proxy\.async\.global; )?mov\.b32 \$0, \$1;$", asm) is None:
@@ -187,13 +194,24 @@ def inline_asm_elementwise(
     return args[0]
 
 
-def meet(number: int, num_warps: int) -> None:
-    """Named barrier: wait until so many warps have come."""
+def come(number: int, num_warps: int) -> int:
+    """Named barrier: arrive, and go on. Gives how many warps have come when all have."""
     task = machine().here()
     gates = task.program.gates
     before = gates.get(number, 0)
     gates[number] = before + task.num_warps
-    goal = (before // num_warps + 1) * num_warps
+    phase = before // num_warps
+    if task.phases.get(number) == phase:
+        raise EmulationError(f"{task.name} comes to named barrier {number} twice")
+    task.phases[number] = phase
+    machine().pause()
+    return (phase + 1) * num_warps
+
+
+def meet(number: int, num_warps: int) -> None:
+    """Named barrier: wait until so many warps have come."""
+    goal = come(number, num_warps)
+    gates = machine().here().program.gates
     machine().wait(lambda: gates[number] >= goal, f"named barrier {number}")
 
 

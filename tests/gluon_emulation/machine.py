@@ -24,7 +24,9 @@ class Task:
         self.done = False
         self.turn = threading.Semaphore(0)
         self.products: list[Any] = []  # in flight
-        self.stores: list[Any] = []  # whose memory is still to be read
+        self.stores: list[Any] = []  # that may not have arrived
+        self.unread: list[Any] = []  # stores whose memory is still to be read
+        self.phases: dict[int, int] = {}  # of named barriers, that it came to last
         self.seen: dict[Any, int] = {}  # values of counters that this one has looked at in vain
         self.thread = threading.Thread(target=self.main, args=(run,), daemon=True)
 
@@ -45,7 +47,7 @@ class Task:
     def finish(self) -> None:
         if self.products:
             raise EmulationError(f"{self.name} ends with a product in flight")
-        if self.stores:
+        if self.unread:
             raise EmulationError(f"{self.name} ends before the copy engine has read its shared memory")
 
 

@@ -1,6 +1,5 @@
 """`flashtile verify`: does every backend compute what the contract says, on this machine, with this PyTorch?"""
 
-import os
 import shlex
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from rich.table import Table
 from ..bench.captured import Source, captured
 from ..errors import BackendError
 from ..plan import backends as all_backends
-from ..verification import Outcome, Problems, Report, Tally, dtype_name, examine
+from ..verification import Outcome, Problems, Report, Tally, default_jobs, dtype_name, examine
 from .options import Device, Dtype, json_option, print_json
 
 SHOWN_FAILURES = 20
@@ -90,10 +89,6 @@ def captured_values(inputs: str) -> Iterator[Path | None]:
         path = Path(folder, "captured.pt")
         Source(captured(batch=2, seqlen=512)).save(path)
         yield path
-
-
-def default_jobs() -> int:
-    return min(os.cpu_count() or 1, 8)
 
 
 def with_progress(batches: Iterator[list[Outcome]], total: int) -> Iterator[list[Outcome]]:

@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,12 +26,13 @@ def gate(settings: Settings, advance: Callable[[], None]) -> Section:
         for count, values in ((settings.cases, None), (settings.captured_cases, path)):
             problems, outcomes = Problems(range(count), names, settings.device, None, values), []
             start = time.perf_counter()
-            for batch in examine(problems, jobs=1):
-                outcomes += batch
-                advance()
-                seconds = time.perf_counter() - start
-                if len(outcomes) >= FEWEST * len(names) and seconds > settings.gate_seconds:
-                    break  # what is compiled for each problem takes long on some machines
+            with closing(examine(problems, settings.gate_jobs)) as batches:
+                for batch in batches:
+                    outcomes += batch
+                    advance()
+                    seconds = time.perf_counter() - start
+                    if len(outcomes) >= FEWEST * len(names) and seconds > settings.gate_seconds:
+                        break  # what is compiled for each problem takes long on some machines
             reports.append(Report(problems, outcomes, seconds))
     values = ("random", "captured")
     tallies = [(words, tally) for words, report in zip(values, reports, strict=True) for tally in report.tallies()]

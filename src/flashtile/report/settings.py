@@ -8,6 +8,7 @@ import torch
 from ..bench.captured import HEAD_DIM, HEADS, STEPS
 from ..bench.cell import Cell
 from ..bench.sweep import Timing
+from ..verification import default_jobs
 
 QUICK = Timing(rounds=5, sample_seconds=0.05, rest_seconds=0.01, most_seconds=4.0)
 LONG_LADDER: dict[str, Any] = {
@@ -39,6 +40,7 @@ class Settings:
     cases: int = 120  # random problems of the gate
     captured_cases: int = 40
     gate_seconds: float = 15.0  # of each kind; problems after these are left out
+    gate_jobs: int = 1  # processes
     steps: int = STEPS
     training_seconds: float = 20.0  # steps after these are left out
     stack_seqlens: tuple[int, ...] = (16, 64)  # of every step of the ladder
@@ -88,5 +90,6 @@ def settings_for(device: torch.device, quick: bool) -> Settings:
         cases=120 if quick else 1000,
         captured_cases=40 if quick else 300,
         gate_seconds=12.0 if quick else 600.0,
+        gate_jobs=default_jobs(),
         **({} if quick else LONG_LADDER),
     )

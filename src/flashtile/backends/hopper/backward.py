@@ -21,15 +21,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import scores
 from .backward_copying import BackwardInputs, Sources, copy_backward, new_rows
 from .backward_schedule import KeyWork, first_rows, next_rows, schedule_keys, take_keys
-from .backward_sums import COLUMNS, HALVES, Sums, add_sums
+from .backward_sums import COLUMNS, HALVES, Sums, add_sums, scrambled
 from .copying import ROWS, keys_at
 from .masking import Window, row_blocks, visible
-from .pipeline import afresh, barriers, both_warpgroups, new_ring, release, rows_of, wait_full
+from .pipeline import (
+    FIRST_GATE,
+    LAST_GATE,
+    Gates,
+    afresh,
+    arrive_at,
+    barriers,
+    new_ring,
+    release,
+    rows_of,
+    wait_at,
+    wait_full,
+)
 from .schedule import Sequences, new_queue
 from .scores import Features
 from .versions import kernel, same_memory, store_box, thread_barrier
 
 DS_STAGES = gl.constexpr(2)
+BOTH = gl.constexpr(256)  # threads of the warpgroups that compute
+BOTH_AND_ONE = gl.constexpr(256 + 32)
 
 
 class Gradients(NamedTuple):
@@ -74,13 +88,16 @@ def backward_kernel(
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = TILE.head_dim
+    FOR_K: gl.constexpr = FIRST_GATE + TILE.stages
+    FOR_V: gl.constexpr = FOR_K + HALVES
+    FOR_SUMS: gl.constexpr = FOR_V + HALVES
     inputs = BackwardInputs(
-        new_rows(q_desc, start_desc, TILE.stages, HALVES),
-        new_ring(k_desc, HALVES, HALVES, HEAD_DIM),
-        new_ring(v_desc, HALVES, HALVES, HEAD_DIM),
+        new_rows(q_desc, start_desc, TILE.stages, Gates(FIRST_GATE, BOTH_AND_ONE)),
+        new_ring(k_desc, HALVES, Gates(FOR_K, BOTH_AND_ONE), HEAD_DIM),
+        new_ring(v_desc, HALVES, Gates(FOR_V, BOTH_AND_ONE), HEAD_DIM),
     )
     staged = gl.allocate_shared_memory(gl.float32, [HALVES] + dq_desc.block_type.shape, dq_desc.layout)
-    sums = Sums(staged, barriers(1, HALVES), barriers(1, 1))
+    sums = Sums(staged, Gates(FOR_SUMS, BOTH_AND_ONE), barriers(1, 1))
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, TILE.block_m], q_desc.dtype)
     ds = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES * HALVES, ROWS, TILE.block_m], ds_layout)
     queue = new_queue(HALVES + 2)
@@ -174,31 +191,31 @@ def compute(
             ds_i = gl.convert_layout(ds, operand, assert_trivial=True)
             if EARLY:
                 dk = warpgroup_mma(ds_i, q_i, dk, is_async=True)
-                both_warpgroups()
+                wait_at(LAST_GATE, BOTH)
                 dq = product_with_keys(gradients.ds, k, stage, half, TILE)
                 dv = warpgroup_mma_wait(3, deps=(dv,))  # its operand's registers are needed
                 # The next block's scores; once more the last one's, which nobody reads.
                 s = first_product(rows, k, gl.where(left > 1, count + 1, count), nothing, half, TILE)
                 dq, dk = warpgroup_mma_wait(1, deps=(dq, dk))
             else:
-                both_warpgroups()
+                wait_at(LAST_GATE, BOTH)
                 dq = product_with_keys(gradients.ds, k, stage, half, TILE)
                 dk = warpgroup_mma(ds_i, q_i, dk, is_async=True)
                 dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
             mbarrier.wait(sums.empty.index(0), (count & 1) ^ 1)
-            sums.staged.index(half).store(dq)
+            sums.staged.index(half).store(scrambled(dq))
             fence_async_shared()
-            mbarrier.arrive(sums.full.index(0), count=1)
+            arrive_at(sums.full.first, sums.full.threads)
             if EARLY:
                 s = warpgroup_mma_wait(0, deps=(s,))
             else:
                 dk = warpgroup_mma_wait(0, deps=(dk,))
-            mbarrier.arrive(rows.empty.index(slot), count=1)
+            release(rows.gates, count, STAGES)
             count += 1
             m = next_rows(m, tile, TILE.downwards)
         for h in gl.static_range(HALVES):
-            release(k, tile_count * HALVES + h, HALVES)
-            release(v, tile_count * HALVES + h, HALVES)
+            release(k.gates, tile_count * HALVES + h, HALVES)
+            release(v.gates, tile_count * HALVES + h, HALVES)
         mbarrier.wait(sums.empty.index(0), (count & 1) ^ 1)  # the last dq has left what dv and dk take now
         at = keys_at(tile, first_key, PACKED)
         store_keys(gradients.dv, at, dv, sums.staged.index(half))

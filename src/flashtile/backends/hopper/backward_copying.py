@@ -9,14 +9,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .backward_schedule import first_rows, next_rows, take_keys
 from .backward_sums import HALVES
 from .copying import NOTICE, ROWS, keys_at, rows_at
-from .pipeline import Ring, barriers, fill
+from .pipeline import Gates, Ring, barriers, fill, wait_free
 from .schedule import want_tile
 from .versions import load_box
 
 
 class RowRing(NamedTuple):
     """Blocks of rows on their way to the warpgroups that compute. q comes with one number of each row, dout with the
-    other; one barrier lets go of all four.
+    other; readers let go of all four at once.
     """
 
     q: gl.shared_memory_descriptor  # [STAGES, *box]
@@ -25,7 +25,7 @@ class RowRing(NamedTuple):
     delta: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32, negated
     q_full: gl.shared_memory_descriptor  # [STAGES, 1] barriers
     dout_full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    gates: Gates
 
 
 class Sources(NamedTuple):
@@ -46,13 +46,12 @@ class BackwardInputs(NamedTuple):
 
 
 @gluon.jit
-def new_rows(q_desc, numbers_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+def new_rows(q_desc, numbers_desc, STAGES: gl.constexpr, gates):
     q = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     start = gl.allocate_shared_memory(gl.float32, [STAGES] + numbers_desc.block_type.shape, numbers_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES] + numbers_desc.block_type.shape, numbers_desc.layout)
-    full = barriers(STAGES, 1)
-    return RowRing(q, dout, start, delta, full, barriers(STAGES, 1), barriers(STAGES, READERS))
+    return RowRing(q, dout, start, delta, barriers(STAGES, 1), barriers(STAGES, 1), gates)
 
 
 @gluon.jit
@@ -76,9 +75,9 @@ def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr
         left = steps
         while left > 0:
             want_tile(queue, left == NOTICE)
-            slot, phase = count % STAGES, (count // STAGES) & 1
+            slot = count % STAGES
             at = rows_at(tile, head, m * BLOCK_M, PACKED)
-            mbarrier.wait(rows.empty.index(slot), phase ^ 1)
+            wait_free(rows.gates, count, STAGES)
             mbarrier.expect(rows.q_full.index(slot), sources.q.block_type.nbytes + BLOCK_M * 4)
             load_box(sources.q, at, rows.q_full.index(slot), rows.q.index(slot))
             load_box(sources.start, (first + m, 0), rows.q_full.index(slot), rows.start.index(slot))

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import tables
 from .backward_schedule import first_rows, next_rows, take_keys
 from .masking import blocks_seen
-from .pipeline import results_landed
+from .pipeline import Gates, results_landed, wait_at
 from .versions import add_box, store_box, thread_barrier
 
 ROWS = gl.constexpr(tables.ROWS)
@@ -26,7 +26,7 @@ class Sums(NamedTuple):
     """What the computing warpgroups hand to this one: each its half of a block's dq."""
 
     staged: gl.shared_memory_descriptor  # [HALVES, ROWS, COLUMNS] fp32
-    full: gl.shared_memory_descriptor  # [1, 1] barrier
+    full: Gates  # one
     empty: gl.shared_memory_descriptor  # [1, 1] barrier
 
 
@@ -41,7 +41,7 @@ def add_sums(dq_desc, sums, queue, turns, window, group, padded_rows, TILE: gl.c
         m = first_rows(tile, TILE.downwards)
         row = tile.sums_row
         for _ in range(group * (tile.hi - tile.lo)):
-            mbarrier.wait(sums.full.index(0), count & 1)
+            wait_at(sums.full.first, sums.full.threads)
             at = row + m * BLOCK_M
             counter = turns + at // BLOCK_M
             seen = blocks_seen(window, m * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, TILE.block_n)
@@ -51,16 +51,28 @@ def add_sums(dq_desc, sums, queue, turns, window, group, padded_rows, TILE: gl.c
                 send(dq_desc, sums, at, True, TILE)
             else:
                 send(dq_desc, sums, at, False, TILE)
+            tma.store_wait(0)  # the copy engine has read them
+            mbarrier.arrive(sums.empty.index(0), count=1)
             results_landed()
             thread_barrier()
             gl.atomic_add(counter, 1, sem="release", scope="gpu")
-            mbarrier.arrive(sums.empty.index(0), count=1)
             count += 1
             m = next_rows(m, tile, TILE.downwards)
             if m == first_rows(tile, TILE.downwards):
                 row += padded_rows
         tile_count += 1
         tile = take_keys(queue, tile_count)
+
+
+@gluon.jit
+def scrambled(dq):
+    """`[ROWS, COLUMNS]` in another order, in which they are added up: `rows.in_order` brings them back.
+
+    A thread has pairs `e` of columns, 8 apart. Here it has four numbers side by side, and eight threads have the 128
+    bytes that shared memory takes at once, so that no two write to the same bank.
+    """
+    w_h_g2_g0_j2_j1_t_e = gl.reshape(dq, [4, 2, 4, 2, 4, 2, 4, 2])
+    return gl.reshape(gl.permute(w_h_g2_g0_j2_j1_t_e, [0, 2, 4, 1, 3, 6, 5, 7]), [ROWS, COLUMNS])
 
 
 @gluon.jit

@@ -61,9 +61,9 @@ def times(x, factor):
 
 
 @gluon.jit
-def wait_for_values(acc, p, l):  # noqa: E741
-    """The sums `acc` when no product is in flight any more. What else was given is not computed after that."""
-    found = warpgroup_mma_wait(0, deps=acc + (p, l))
+def wait_for_values(acc, x, y):
+    """The sums `acc` when no product is in flight any more. What else was given is computed before that."""
+    found = warpgroup_mma_wait(0, deps=acc + (x, y))
     return found[: len(acc)], found[len(acc)], found[len(acc) + 1]
 
 

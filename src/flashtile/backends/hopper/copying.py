@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import tables
-from .pipeline import Ring, expect_rows, fill, load_rows
+from .pipeline import Ring, Slots, expect_rows, fill, load_rows
 from .schedule import take_tile, want_tile
 
 ROWS = gl.constexpr(tables.ROWS)  # of one warpgroup
@@ -22,7 +22,8 @@ END = gl.constexpr(tables.END)
 class Inputs(NamedTuple):
     """What the copying warp hands to the computing ones."""
 
-    q: Ring  # `tiles_of_q` slots for each consumer
+    q: Slots  # `tiles_of_q` slots for each consumer
+    q_free: gl.shared_memory_descriptor  # [slots, 1] barriers: there are more slots than gates
     k: Ring
     v: Ring
 
@@ -45,7 +46,7 @@ def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.c
         key = (tile.hi - 1) * BLOCK_N
         if tile_count == 0:
             fill(k, k_desc, keys_at(tile, key, PACKED), 0, STAGES, HEAD_DIM)
-            copy_q(q_desc, inputs.q, tile, 0, TILE, PACKED)
+            copy_q(q_desc, inputs, tile, 0, TILE, PACKED)
         want_tile(queue, tile.hi - tile.lo <= NOTICE)
         for above in range(tile.lo + 1, tile.hi):
             want_tile(queue, above == tile.hi - NOTICE)
@@ -59,25 +60,25 @@ def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.c
         if tile.b >= 0:
             fill(k, k_desc, keys_at(tile, (tile.hi - 1) * BLOCK_N, PACKED), block_count + 1, STAGES, HEAD_DIM)
             if EARLY_Q:
-                copy_q(q_desc, inputs.q, tile, tile_count, TILE, PACKED)
+                copy_q(q_desc, inputs, tile, tile_count, TILE, PACKED)
         fill(v, v_desc, keys_at(last, key, PACKED), block_count, STAGES, HEAD_DIM_V)
         if not EARLY_Q:  # noqa: SIM102  # decided when the kernel is compiled
             if tile.b >= 0:
-                copy_q(q_desc, inputs.q, tile, tile_count, TILE, PACKED)
+                copy_q(q_desc, inputs, tile, tile_count, TILE, PACKED)
         block_count += 1
 
 
 @gluon.jit
-def copy_q(q_desc, q, tile, tile_count, TILE: gl.constexpr, PACKED: gl.constexpr):
+def copy_q(q_desc, inputs, tile, tile_count, TILE: gl.constexpr, PACKED: gl.constexpr):
     HEAD_DIM: gl.constexpr = TILE.head_dim
     CONSUMERS: gl.constexpr = TILE.consumers
     TILES: gl.constexpr = TILE.tiles_of_q
     for c in gl.static_range(CONSUMERS):
         slot = q_slot(tile_count, c, TILE)
-        mbarrier.wait(q.empty.index(slot), (tile_count // TILES & 1) ^ 1)
-        expect_rows(q, q_desc, slot, HEAD_DIM)
+        mbarrier.wait(inputs.q_free.index(slot), (tile_count // TILES & 1) ^ 1)
+        expect_rows(inputs.q, q_desc, slot, HEAD_DIM)
         at = rows_at(tile, tile.head, tile.first_row + c * ROWS, PACKED)
-        load_rows(q, q_desc, at, slot, HEAD_DIM)
+        load_rows(inputs.q, q_desc, at, slot, HEAD_DIM)
 
 
 @gluon.jit

@@ -29,7 +29,20 @@ from .chunks import (
 )
 from .copying import ROWS, Inputs, copy, q_slot, rows_at
 from .masking import Window, key_blocks, visible
-from .pipeline import afresh, as_matrix, columns_of, new_memory, new_ring, release, rows_of, wait_full
+from .pipeline import (
+    FIRST_GATE,
+    Gates,
+    afresh,
+    as_matrix,
+    barriers,
+    columns_of,
+    new_memory,
+    new_ring,
+    new_slots,
+    release,
+    rows_of,
+    wait_full,
+)
 from .schedule import Sequences, Work, new_queue, schedule, take_tile
 from .scores import Features
 from .softmax import INFINITY
@@ -77,10 +90,12 @@ def forward_kernel(
     PACKED: gl.constexpr = cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = TILE.head_dim
     HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
-    q = new_ring(q_desc, TILE.tiles_of_q * TILE.consumers, 1, HEAD_DIM)
-    k = new_ring(k_desc, TILE.stages, TILE.consumers, HEAD_DIM)
-    v = new_ring(v_desc, TILE.stages, TILE.consumers, HEAD_DIM_V)
-    inputs = Inputs(q, k, v)
+    Q_SLOTS: gl.constexpr = TILE.tiles_of_q * TILE.consumers
+    THREADS: gl.constexpr = 128 * TILE.consumers + 32  # those who compute and those who copy
+    q = new_slots(q_desc, Q_SLOTS, HEAD_DIM)
+    k = new_ring(k_desc, TILE.stages, Gates(FIRST_GATE, THREADS), HEAD_DIM)
+    v = new_ring(v_desc, TILE.stages, Gates(FIRST_GATE + TILE.stages, THREADS), HEAD_DIM_V)
+    inputs = Inputs(q, barriers(Q_SLOTS, 1), k, v)
     queue = new_queue(TILE.consumers + 1)
     staged = new_memory(out_desc, TILE.consumers, TILE.staged)
     fence_async_shared()
@@ -226,8 +241,8 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
     wait_full(k, 0, STAGES)
     s = product_with_keys(q_i, rows_of(k, 0, STAGES), nothing)
     s = warpgroup_mma_wait(0, deps=(s,))
-    release(k, 0, STAGES)
-    release_q_early(q, 0, consumer, tile.hi - tile.lo == 1, TILE)
+    release(k.gates, 0, STAGES)
+    release_q_early(inputs.q_free, 0, consumer, tile.hi - tile.lo == 1, TILE)
     m, l, p = first_softmax(scored(s, place, tile, window, scoring, s_layout), tile, scoring)  # noqa: E741
     p_i = as_operand(p, p_layout, dtype)
     acc = no_sums(HEAD_DIM_V)
@@ -245,20 +260,24 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
             v_j = rows_of(v, block_count - 1, STAGES)
             acc = add_product_with_values(acc, p_i, v_j)
             s = warpgroup_mma_wait(VALUES, deps=(s,))
-            release(k, block_count, STAGES)
-            release_q_early(q, tile_count, consumer, above == tile.hi - 1, TILE)
+            release(k.gates, block_count, STAGES)
+            release_q_early(inputs.q_free, tile_count, consumer, above == tile.hi - 1, TILE)
             here = Place(place.first_row, place.block + tile.lo - above, place.full_lo, place.full_hi)
-            m, alpha, p = softmax.update(m, scored(s, here, tile, window, scoring, s_layout), scoring.factor)
-            l = softmax.scaled_sums(l, alpha) + softmax.sums_by_thread(p)  # noqa: E741
-            wait_full(v, block_count, STAGES)  # not needed yet: it keeps the wait below after the exponentials
-            acc, p, l = wait_for_values(acc, p, l)  # noqa: E741
-            release(v, block_count - 1, STAGES)
-            p_i = as_operand(p, p_layout, dtype)
+            t = scored(s, here, tile, window, scoring, s_layout)
+            m, alpha, shift = softmax.maxima(m, t, scoring.factor)
+            # The sums are rescaled while the exponentials are computed, which are another unit's work.
+            wait_full(v, block_count - 1, STAGES)  # passed: it keeps the next wait after the maxima
+            acc, alpha, shift = wait_for_values(acc, alpha, shift)
+            release(v.gates, block_count - 1, STAGES)
+            wait_full(v, block_count, STAGES)  # not needed yet: it keeps what follows after the release
             acc = rescaled(acc, alpha)
+            p = softmax.probabilities(t, shift, scoring.factor)
+            l = softmax.scaled_sums(l, alpha) + softmax.sums_by_thread(p)  # noqa: E741
+            p_i = as_operand(p, p_layout, dtype)
 
         done, done_row, done_m, done_l = tile, place.first_row, m, l
         if TILES_OF_Q > 1:
-            mbarrier.arrive(q.empty.index(q_slot(tile_count, consumer, TILE)), count=1)
+            mbarrier.arrive(inputs.q_free.index(q_slot(tile_count, consumer, TILE)), count=1)
         tile_count += 1
         tile = take_tile(queue, tile_count)
         place = place_in(tile, consumer, window, scoring, BLOCK_N)
@@ -273,8 +292,8 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
             v_j = rows_of(v, block_count, STAGES)
             acc = add_product_with_values(acc, p_i, v_j)
             s = warpgroup_mma_wait(VALUES, deps=(s,))
-            release(k, block_count + 1, STAGES)
-            release_q_early(q, tile_count, consumer, tile.hi - tile.lo == 1, TILE)
+            release(k.gates, block_count + 1, STAGES)
+            release_q_early(inputs.q_free, tile_count, consumer, tile.hi - tile.lo == 1, TILE)
             m, l, p = first_softmax(  # noqa: E741
                 scored(s, place, tile, window, scoring, s_layout), tile, scoring
             )
@@ -285,7 +304,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
             v_j = rows_of(v, block_count, STAGES)
             acc = add_product_with_values(acc, p_i, v_j)
             acc = wait_for_sums(acc)
-        release(v, block_count, STAGES)
+        release(v.gates, block_count, STAGES)
         block_count += 1
         store(results, acc, done_m, done_l, done, done_row, consumer, scoring, TILE, PACKED)
         acc = no_sums(HEAD_DIM_V)
@@ -293,7 +312,7 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
 
 
 @gluon.jit
-def release_q_early(q, tile_count, consumer, last, TILE: gl.constexpr):
+def release_q_early(free, tile_count, consumer, last, TILE: gl.constexpr):
     """Where there is room for one tile's q, let go of it with its last scores: the next comes during the softmax."""
     if TILE.tiles_of_q == 1:
-        mbarrier.arrive(q.empty.index(q_slot(tile_count, consumer, TILE)), count=1, pred=last)
+        mbarrier.arrive(free.index(q_slot(tile_count, consumer, TILE)), count=1, pred=last)

@@ -1,7 +1,8 @@
 """Rings of shared memory between the warp that copies and the warpgroups that compute.
 
-A slot is handed over by two barriers: `full` when the copy engine has written it, `empty` when every reader has let go.
-The n-th use of a ring takes slot `n % STAGES`, and each barrier's phase flips with every round.
+A slot is handed over twice: by a barrier in memory when the copy engine has written it, whose phase flips with every
+round, and by a gate when every reader has let go. A gate is one of the chip's 16 named barriers: each warp arrives for
+itself, where a barrier in memory would have a warpgroup meet first. The n-th use of a ring takes slot `n % STAGES`.
 """
 
 from typing import NamedTuple
@@ -12,11 +13,27 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .versions import load_box
 
+FIRST_GATE, LAST_GATE = gl.constexpr(8), gl.constexpr(15)  # Triton numbers its own from below
 
-class Ring(NamedTuple):
+
+class Gates(NamedTuple):
+    """Named barriers, one for each slot."""
+
+    first: gl.constexpr
+    threads: gl.constexpr  # those who arrive and those who wait
+
+
+class Slots(NamedTuple):
     data: tuple[gl.shared_memory_descriptor, ...]  # of each chunk of columns, [STAGES, *rows, chunk]
     full: gl.shared_memory_descriptor  # [STAGES, 1]
-    empty: gl.shared_memory_descriptor  # [STAGES, 1]
+
+
+class Ring(NamedTuple):
+    """Slots and their gates."""
+
+    data: tuple[gl.shared_memory_descriptor, ...]
+    full: gl.shared_memory_descriptor
+    gates: Gates
 
 
 @gluon.jit
@@ -29,12 +46,18 @@ def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def new_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """A ring of rows, which the descriptor's boxes fill side by side; every reader arrives once for a slot."""
+def new_slots(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Slots of rows, which the descriptor's boxes fill side by side."""
     data = ()
     for c in gl.static_range(len(HEAD_DIM.chunks)):
         data = data + (new_memory(desc, STAGES, HEAD_DIM.chunks[c]),)
-    return Ring(data, barriers(STAGES, 1), barriers(STAGES, READERS))
+    return Slots(data, barriers(STAGES, 1))
+
+
+@gluon.jit
+def new_ring(desc, STAGES: gl.constexpr, gates, HEAD_DIM: gl.constexpr):
+    slots = new_slots(desc, STAGES, HEAD_DIM)
+    return Ring(slots.data, slots.full, gates)
 
 
 @gluon.jit
@@ -49,8 +72,8 @@ def new_memory(desc, STAGES: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit
 def fill(ring, desc, coordinates, n, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Start the copy that is the ring's n-th, once its slot is free."""
-    slot, phase = n % STAGES, (n // STAGES) & 1
-    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    slot = n % STAGES
+    wait_free(ring.gates, n, STAGES)
     expect_rows(ring, desc, slot, HEAD_DIM)
     load_rows(ring, desc, coordinates, slot, HEAD_DIM)
 
@@ -85,8 +108,14 @@ def wait_full(ring, n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def release(ring, n, STAGES: gl.constexpr):
-    mbarrier.arrive(ring.empty.index(n % STAGES), count=1)
+def wait_free(gates, n, STAGES: gl.constexpr):
+    if n >= STAGES:
+        wait_at(gates.first + n % STAGES, gates.threads)
+
+
+@gluon.jit
+def release(gates, n, STAGES: gl.constexpr):
+    arrive_at(gates.first + n % STAGES, gates.threads)
 
 
 @gluon.jit
@@ -105,10 +134,18 @@ def as_matrix(memory):
 
 
 @gluon.jit
-def both_warpgroups():
-    """Waits until two warpgroups are here. Triton numbers its own barriers from below."""
+def wait_at(gate, threads):
+    """Waits at a named barrier until so many threads have arrived, those who wait included."""
     gl.inline_asm_elementwise(
-        "bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+        "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r,~{memory}", [gate, threads], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def arrive_at(gate, threads):
+    """Arrives at a named barrier and goes on."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.b32 $0, $1;", "=r,r,r,~{memory}", [gate, threads], dtype=gl.int32, is_pure=False, pack=1
     )
 
 

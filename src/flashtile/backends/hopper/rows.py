@@ -84,10 +84,17 @@ def finish_kernel(
     row, exists = rows_of(tile, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
     feature = tl.arange(0, WIDTH)[None, :]
     at = tl.program_id(0).to(tl.int64) * (BLOCK_M * WIDTH) + tl.arange(0, BLOCK_M)[:, None] * WIDTH + feature
-    exists = exists[:, None]
-    written = tl.where(exists, tl.load(turns + tl.program_id(0)), 0) > 0
-    total = tl.load(sums + at, mask=written, other=0.0)
+    written = tl.load(turns + tl.program_id(0)) > 0
+    total = in_order(tl.load(sums + at, mask=(at >= 0) & written, other=0.0), BLOCK_M, WIDTH)
     x = dq + b * wide(stride_dq_b, ALIGN) + head * wide(stride_dq_h, ALIGN)
-    tl.store(
-        x + row[:, None] * wide(stride_dq_m, ALIGN) + feature, (total * scale).to(dq.dtype.element_ty), mask=exists
-    )
+    at = row[:, None] * wide(stride_dq_m, ALIGN) + feature
+    tl.store(x + at, (total * scale).to(dq.dtype.element_ty), mask=exists[:, None])
+
+
+@triton.jit
+def in_order(x, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Undoes `backward_sums.scrambled` in each square of 64 rows and columns."""
+    R: tl.constexpr = BLOCK_M // 64
+    C: tl.constexpr = WIDTH // 64
+    r_w_g2_j2_c_h_g0_t_j1_e = tl.reshape(x, [R, 4, 4, 4, C, 2, 2, 4, 2, 2])
+    return tl.reshape(tl.permute(r_w_g2_j2_c_h_g0_t_j1_e, [0, 1, 5, 2, 6, 4, 3, 8, 7, 9]), [BLOCK_M, WIDTH])

@@ -57,7 +57,14 @@ def scaled_sums(sums, factor):
 
 @gluon.jit
 def update(m, t, factor):
-    """The new running maximum `[M]`, the factor `[M]` that carries old sums over to it, and `p [M, N]`.
+    """The new running maximum `[M]`, the factor `[M]` that carries old sums over to it, and `p [M, N]`."""
+    m_new, alpha, shift = maxima(m, t, factor)
+    return m_new, alpha, probabilities(t, shift, factor)
+
+
+@gluon.jit
+def maxima(m, t, factor):
+    """The new running maximum `[M]`, the factor `[M]` that carries old sums over to it, and what is subtracted `[M]`.
 
     A GPU's maximum drops NaN, sums do not. What is subtracted is finite, so that `p` of -inf is 0, that of +inf +inf
     and that of nothing but NaN is NaN: sums then tell what a row has seen.
@@ -65,8 +72,13 @@ def update(m, t, factor):
     m_new = gl.maximum(m, gl.max(t, 1))
     shift = gl.minimum(gl.maximum(m_new * factor, -LARGEST), LARGEST)
     alpha = gl.where(m == m_new, 1.0, gl.exp2(m * factor - shift))
-    p = gl.exp2(t * factor - gl.expand_dims(shift, 1))
-    return m_new, alpha, p
+    return m_new, alpha, shift
+
+
+@gluon.jit
+def probabilities(t, shift, factor):
+    """`p [M, N]`."""
+    return gl.exp2(t * factor - gl.expand_dims(shift, 1))
 
 
 @gluon.jit
