@@ -108,3 +108,17 @@ def test_a_captured_call_is_replayed() -> None:
             x.normal_()
         graph.replay()
         assert torch.equal(out, flashtile.attention(q, k, v, causal=True, backend="hopper"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_the_second_gpu_while_the_first_is_current() -> None:
+    here = [torch.randn(2, 4, 300, 64, device="cuda:0", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    there = [x.detach().to("cuda:1").requires_grad_() for x in here]
+    results = []
+    for given in (here, there):
+        with torch.cuda.device(0):
+            out = flashtile.attention(*given, causal=True, backend="hopper")
+            results.append((out, *torch.autograd.grad(out, given, torch.ones_like(out))))
+    for x, y in zip(*results, strict=True):
+        assert y.device.index == 1
+        assert torch.equal(x.cpu(), y.cpu())
