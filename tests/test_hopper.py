@@ -143,8 +143,11 @@ def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> 
 
 
 @pytest.mark.parametrize("family", CHOSEN)
-def test_exponentials_run_beside_products(compiled: dict[tuple, Compiled], family: tuple) -> None:
-    """In each step, the exponentials come before the wait for the values' product: else nothing would overlap."""
+def test_what_runs_beside_what(compiled: dict[tuple, Compiled], family: tuple) -> None:
+    """In each step, maxima are found while the values' product runs, and its sums are rescaled among the exponentials.
+    If the wait for them comes before the maxima, or all multiplications before or after the exponentials, then units
+    wait for each other.
+    """
     tile = hopper_launches_of(call_of_family(*family))[0].arguments["TILE"]
     loops = inner_loops(compiled[family].sass)
     assert len(loops) == tile.consumers  # one for each warpgroup
@@ -153,12 +156,15 @@ def test_exponentials_run_beside_products(compiled: dict[tuple, Compiled], famil
         # For the scores, with products of all chunks of values in flight; then for these.
         assert [order[n][-1] for n in waits] == [str(len(tile.head_dim_v.chunks)), "0"]
         assert order.index("HGMMA") < waits[0]
-        between = order[waits[0] : waits[1]].count("MUFU.EX2")
-        assert between >= 0.9 * order.count("MUFU.EX2") > 0
+        assert order[waits[0] : waits[1]].count("FMNMX") >= 0.8 * order.count("FMNMX") > 0
+        exponentials = [n for n, word in enumerate(order) if word == "MUFU.EX2"]
+        among = order[exponentials[0] : exponentials[-1]].count("FMUL")
+        assert exponentials[-1] > waits[1]
+        assert among >= 0.8 * order[waits[1] :].count("FMUL") > 0
 
 
 def inner_loops(sass: str, most_waits: int = 2) -> list[list[str]]:
-    """Products, exponentials and waits for products, in order, of the innermost loops that have so many waits: the
+    """Products, what softmax does, and waits for products, in order, of the innermost loops that have so many waits: the
     steps inside a tile. (Where a wait for a copy tries again, it too jumps back, out of the middle of a step.)
     """
     lines, labels, found = sass.splitlines(), {}, []
@@ -168,7 +174,7 @@ def inner_loops(sass: str, most_waits: int = 2) -> list[list[str]]:
         jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
         if jump is not None and jump[1] in labels:
             body = "\n".join(lines[labels[jump[1]] : n])
-            order = re.findall(r"HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", body)
+            order = re.findall(r"HGMMA|MUFU\.EX2|FMNMX|FMUL|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", body)
             if order[:1] == ["HGMMA"] and "MUFU.EX2" in order and sum("DEPBAR" in word for word in order) <= most_waits:
                 found.append((labels[jump[1]], n, order))
     return [x[2] for x in found if not any(y is not x and x[0] <= y[0] and y[1] <= x[1] for y in found)]

@@ -100,12 +100,15 @@ class Bug(NamedTuple):
 
 
 WAIT = "s = warpgroup_mma_wait(VALUES, deps=(s,))\n            "
-LET_GO = "release(k, block_count, STAGES)\n            "
-LET_Q_GO = "release_q_early(q, tile_count, consumer, above == tile.hi - 1, TILE)\n            "
+LET_GO = "release(k.gates, block_count, STAGES)\n            "
+LET_Q_GO = "release_q_early(inputs.q_free, tile_count, consumer, above == tile.hi - 1, TILE)\n            "
 STORED = ".store(out.to(desc.dtype))"
-MEET, DQ = "both_warpgroups()\n                ", "dq = product_with_keys(gradients.ds, k, stage, half, TILE)\n"
+MEET, DQ = "wait_at(LAST_GATE, BOTH)\n                ", "dq = product_with_keys(gradients.ds, k, stage, half, TILE)\n"
 THEN_DV = "                dv = warpgroup_mma_wait(3"
-EMPTY = "mbarrier.arrive(rows.empty.index(slot), count=1)\n                "
+LAST_DK = "            else:\n                dk = warpgroup_mma_wait(0, deps=(dk,))\n"
+ROWS_GO = "            release(rows.gates, count, STAGES)\n"
+READ = "tma.store_wait(0)  # the copy engine has read them\n            "
+SUMS_GO = "mbarrier.arrive(sums.empty.index(0), count=1)\n            "
 BUGS = (
     Bug("keys let go before their product is there", "forward.py", f"{WAIT}{LET_GO}", f"{LET_GO}{WAIT}"),
     Bug(
@@ -113,16 +116,16 @@ BUGS = (
         "forward.py",
         f"{WAIT}{LET_GO}{LET_Q_GO}",
         f"{LET_Q_GO}{WAIT}{LET_GO}",
-        "full 256",
+        "causal 256",
     ),
     Bug("values not waited for", "forward.py", "wait_full(v, block_count, STAGES)  # not needed", "# not needed"),
     Bug(
         "wrong phase",
         "pipeline.py",
-        "(n // STAGES) & 1)\n\n\n@gluon.jit\ndef release",
-        "0)\n\n\n@gluon.jit\ndef release",
+        "(n // STAGES) & 1)\n\n\n@gluon.jit\ndef wait_free",
+        "0)\n\n\n@gluon.jit\ndef wait_free",
     ),
-    Bug("slot never let go", "forward.py", "release(v, block_count - 1, STAGES)", "pass"),
+    Bug("slot never let go", "forward.py", "release(v.gates, block_count - 1, STAGES)", "pass"),
     Bug("results read before the last ones have left", "forward.py", "tma.store_wait(0)  # what", "# what"),
     Bug("no fence before results are sent", "forward.py", f"{STORED}\n        fence_async_shared()", STORED),
     Bug("product read in flight", "forward.py", "acc = wait_for_sums(acc)", "pass"),
@@ -137,7 +140,15 @@ BUGS = (
     Bug("no turns", "backward_sums.py", "            wait_for_turn(counter, turn)\n", ""),
     Bug("a turn given before the sums are there", "backward_sums.py", "            results_landed()\n", ""),
     Bug("half of the gradients of scores", "backward.py", f"{MEET}{DQ}{THEN_DV}", f"{DQ}{THEN_DV}"),
-    Bug("rows let go before their product is there", "backward.py", "dq, dk = warpgroup", f"{EMPTY}dq, dk = warpgroup"),
+    Bug(
+        "rows let go before their product is there",
+        "backward.py",
+        f"{LAST_DK}{ROWS_GO}",
+        f"{LAST_DK.replace('dk = ', 'release(rows.gates, count, STAGES); dk = ')}",
+        "softcap 128",
+    ),
+    Bug("sums overwritten before they are read", "backward_sums.py", f"{READ}{SUMS_GO}", f"{SUMS_GO}{READ}"),
+    Bug("a turn given before the sums have landed", "backward_sums.py", f"{SUMS_GO}results_landed()", SUMS_GO),
     Bug("a half of the results over the other", "forward.py", "if PLACE == 0:", "if FIRST == 0:", "causal 192/128"),
     Bug("packed rows of the next sequence", "copying.py", "END - seqlen + row", "row", "packed 128"),
 )
