@@ -65,6 +65,8 @@ CASES = {
     "backward, 4k, causal": Case("backward", 32, 16, 16, 4096, 128, causal=True),
     "backward, 16k, causal": Case("backward", 8, 16, 16, 16384, 128, causal=True),
     "decode, 8k": Case("decode", 64, 32, 8, 8192, 128),
+    "standard, 1k": Case("standard", 4, 32, 32, 1024, 64),
+    "standard, 4k": Case("standard", 1, 16, 16, 4096, 64),
     "standard, 16k": Case("standard", 1, 1, 1, 16384, 64),
 }
 
@@ -92,7 +94,7 @@ def prepared(case: Case) -> Callable[[], Any]:
 
     shape, options = case.shape, {"device": "cuda", "dtype": torch.bfloat16}
     if case.kind == "standard":
-        q, k, v = (torch.randn(case.seqlen, case.head_dim, device="cuda") for _ in range(3))
+        q, k, v = (torch.randn(case.batch, case.heads, case.seqlen, case.head_dim, device="cuda") for _ in range(3))
         return lambda: torch.softmax((case.head_dim**-0.5 * q) @ k.mT, dim=-1) @ v  # step 4's, without its lse
     q = torch.randn(case.batch, case.heads, shape.seqlen_q, case.head_dim, **options)
     k, v = (torch.randn(case.batch, case.heads_kv, case.seqlen, case.head_dim, **options) for _ in range(2))
@@ -183,8 +185,8 @@ def main() -> int:
                 print(f"{name}: not counted: {error}")
         rows.append(compared(name, CASES[name], kernels))
         print_row(rows[-1])
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        if options.out:  # after each case: the next one may be stopped
+            options.out.write_text(json.dumps(rows, indent=1) + "\n")
     return 2 if failed else 0
 
 
