@@ -164,8 +164,8 @@ def test_what_runs_beside_what(compiled: dict[tuple, Compiled], family: tuple) -
 
 
 def inner_loops(sass: str, most_waits: int = 2) -> list[list[str]]:
-    """Products, what softmax does, and waits for products, in order, of the innermost loops that have so many waits: the
-    steps inside a tile. (Where a wait for a copy tries again, it too jumps back, out of the middle of a step.)
+    """Products, what softmax does, and waits for products, in order, of the innermost loops that have so many waits:
+    the steps inside a tile. (Where a wait for a copy tries again, it too jumps back, out of the middle of a step.)
     """
     lines, labels, found = sass.splitlines(), {}, []
     for n, line in enumerate(lines):

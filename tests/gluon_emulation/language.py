@@ -90,6 +90,10 @@ def permute(x: Value, order: Sequence[int]) -> Value:
     return Value(x.tensor.permute(*order))
 
 
+def static_assert(condition: Any) -> None:
+    assert condition
+
+
 def split(x: Value) -> tuple[Value, Value]:
     return Value(x.tensor[..., 0]), Value(x.tensor[..., 1])
 

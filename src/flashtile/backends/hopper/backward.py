@@ -44,6 +44,7 @@ from .versions import kernel, same_memory, store_box, thread_barrier
 DS_STAGES = gl.constexpr(2)
 BOTH = gl.constexpr(256)  # threads of the warpgroups that compute
 BOTH_AND_ONE = gl.constexpr(256 + 32)
+FOR_BOTH = LAST_GATE  # where they meet when gradients of scores are in shared memory
 
 
 class Gradients(NamedTuple):
@@ -91,6 +92,7 @@ def backward_kernel(
     FOR_K: gl.constexpr = FIRST_GATE + TILE.stages
     FOR_V: gl.constexpr = FOR_K + HALVES
     FOR_SUMS: gl.constexpr = FOR_V + HALVES
+    gl.static_assert(FOR_SUMS < FOR_BOTH)
     inputs = BackwardInputs(
         new_rows(q_desc, start_desc, TILE.stages, Gates(FIRST_GATE, BOTH_AND_ONE)),
         new_ring(k_desc, HALVES, Gates(FOR_K, BOTH_AND_ONE), HEAD_DIM),
@@ -191,14 +193,14 @@ def compute(
             ds_i = gl.convert_layout(ds, operand, assert_trivial=True)
             if EARLY:
                 dk = warpgroup_mma(ds_i, q_i, dk, is_async=True)
-                wait_at(LAST_GATE, BOTH)
+                wait_at(FOR_BOTH, BOTH)
                 dq = product_with_keys(gradients.ds, k, stage, half, TILE)
                 dv = warpgroup_mma_wait(3, deps=(dv,))  # its operand's registers are needed
                 # The next block's scores; once more the last one's, which nobody reads.
                 s = first_product(rows, k, gl.where(left > 1, count + 1, count), nothing, half, TILE)
                 dq, dk = warpgroup_mma_wait(1, deps=(dq, dk))
             else:
-                wait_at(LAST_GATE, BOTH)
+                wait_at(FOR_BOTH, BOTH)
                 dq = product_with_keys(gradients.ds, k, stage, half, TILE)
                 dk = warpgroup_mma(ds_i, q_i, dk, is_async=True)
                 dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))

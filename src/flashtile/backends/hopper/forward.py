@@ -31,6 +31,7 @@ from .copying import ROWS, Inputs, copy, q_slot, rows_at
 from .masking import Window, key_blocks, visible
 from .pipeline import (
     FIRST_GATE,
+    LAST_GATE,
     Gates,
     afresh,
     as_matrix,
@@ -92,6 +93,7 @@ def forward_kernel(
     HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
     Q_SLOTS: gl.constexpr = TILE.tiles_of_q * TILE.consumers
     THREADS: gl.constexpr = 128 * TILE.consumers + 32  # those who compute and those who copy
+    gl.static_assert(FIRST_GATE + 2 * TILE.stages - 1 <= LAST_GATE)
     q = new_slots(q_desc, Q_SLOTS, HEAD_DIM)
     k = new_ring(k_desc, TILE.stages, Gates(FIRST_GATE, THREADS), HEAD_DIM)
     v = new_ring(v_desc, TILE.stages, Gates(FIRST_GATE + TILE.stages, THREADS), HEAD_DIM_V)
