@@ -2,8 +2,8 @@
 
 One warp schedules, one copies q, k and v by TMA, two or three warpgroups of 64 rows each compute. In each step the
 product of q with one block of keys and that of the block before with its values are both in flight: maxima are found
-while the second one runs, and its sums are rescaled among the exponentials, beside another warpgroup's products. A tile's
-last step is the next one's first: the matrix units do not wait between tiles.
+while the second one runs, and its sums are rescaled among the exponentials, beside another warpgroup's products. A
+tile's last step is the next one's first: the matrix units do not wait between tiles.
 """
 
 from typing import NamedTuple
