@@ -193,6 +193,8 @@ def inline_asm_elementwise(
         task.unread.clear()
     elif asm.startswith("ld.acquire.gpu.global.b32 $0, [$1];"):
         return changed(args[0])
+    elif asm == "rcp.approx.ftz.f32 $0, $1;":
+        return Value(args[0].tensor.reciprocal())
     elif re.match(r"(fence\.proxy\.async\.global; )?mov\.b32 \$0, \$1;$", asm) is None:
         raise EmulationError(f"unknown instructions: {asm}")
     return args[0]

@@ -33,11 +33,11 @@ class Score(NamedTuple):
 def forward(product, features, rows, keys):
     """The final score of `product = <q, k>`, not yet masked."""
     t, tanh = product, product
-    if features.multiplier is not None:
-        t = t * features.multiplier
     if features.softcap is not None:
-        tanh = hyperbolic_tangent(t / features.softcap)
+        tanh = hyperbolic_tangent(product * (features.multiplier / features.softcap))
         t = features.softcap * tanh
+    elif features.multiplier is not None:
+        t = t * features.multiplier
     if features.slope is not None:
         t -= features.slope * gl.abs((rows + features.shift).to(gl.float32) - keys.to(gl.float32))
     return Score(t, tanh)
@@ -53,10 +53,16 @@ def derivative(p, score, features):
 
 @gluon.jit
 def hyperbolic_tangent(x):
-    """Within 3 units in the last place: a series where `1 - 2 / (e^2x + 1)` would cancel (Abramowitz and Stegun,
-    4.5.64).
+    """Within 4e-6 of itself, a hundredth of what float16 inputs are rounded to: a series where `1 - 2 / (e^2x + 1)`
+    would cancel (Abramowitz and Stegun, 4.5.64).
     """
     square = x * x
-    series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-    quotient = 1 - 2 / (gl.exp2(x * (2 * LOG2E)) + 1)
+    series = x + x * square * (-1 / 3 + square * (2 / 15))
+    quotient = 1 - 2 * reciprocal(gl.exp2(x * (2 * LOG2E)) + 1)
     return gl.where(square < 0.04, series, quotient)
+
+
+@gluon.jit
+def reciprocal(x):
+    """`1 / x` within one unit in the last place, by one instruction: a division takes eight."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
