@@ -106,7 +106,7 @@ def test_verify() -> None:
 
 
 def test_verify_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtile.verification.CASES_PER_PROCESS", 2)
+    monkeypatch.setattr("flashtile.verification.SHARES_ELSEWHERE", (2, 1))
     several, one = (run_json("verify", "--cases", "4", "--jobs", jobs) for jobs in ("2", "1"))
     assert several["results"] == one["results"]
 

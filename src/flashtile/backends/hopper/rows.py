@@ -84,8 +84,8 @@ def finish_kernel(
     row, exists = rows_of(tile, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
     feature = tl.arange(0, WIDTH)[None, :]
     at = tl.program_id(0).to(tl.int64) * (BLOCK_M * WIDTH) + tl.arange(0, BLOCK_M)[:, None] * WIDTH + feature
-    written = tl.load(turns + tl.program_id(0)) > 0
-    total = in_order(tl.load(sums + at, mask=(at >= 0) & written, other=0.0), BLOCK_M, WIDTH)
+    written = tl.where(at >= 0, tl.load(turns + tl.program_id(0)), 0) > 0  # one number as a mask of this shape
+    total = in_order(tl.load(sums + at, mask=written, other=0.0), BLOCK_M, WIDTH)
     x = dq + b * wide(stride_dq_b, ALIGN) + head * wide(stride_dq_h, ALIGN)
     at = row[:, None] * wide(stride_dq_m, ALIGN) + feature
     tl.store(x + at, (total * scale).to(dq.dtype.element_ty), mask=exists[:, None])
