@@ -148,7 +148,6 @@ BUGS = (
         "softcap 128",
     ),
     Bug("sums overwritten before they are read", "backward_sums.py", f"{READ}{SUMS_GO}", f"{SUMS_GO}{READ}"),
-    Bug("a turn given before the sums have landed", "backward_sums.py", f"{SUMS_GO}results_landed()", SUMS_GO),
     Bug("a half of the results over the other", "forward.py", "if PLACE == 0:", "if FIRST == 0:", "causal 192/128"),
     Bug("packed rows of the next sequence", "copying.py", "END - seqlen + row", "row", "packed 128"),
 )

@@ -98,10 +98,6 @@ def split(x: Value) -> tuple[Value, Value]:
     return Value(x.tensor[..., 0]), Value(x.tensor[..., 1])
 
 
-def join(a: Value, b: Value) -> Value:
-    return Value(torch.stack((a.tensor, b.tensor), -1))
-
-
 def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
     return x
 

@@ -170,7 +170,8 @@ def first_softmax(t, tile, scoring):
     with_sink = tile.b < scoring.batch
     layout: gl.constexpr = gl.SliceLayout(1, t.type.layout)
     m, l_start = softmax.start(scoring.sinks, tile.head, scoring.factor, with_sink, t.shape[0], layout)
-    m, alpha, p = softmax.update(m, t, scoring.factor)
+    m, alpha, shift = softmax.maxima(m, t, scoring.factor)
+    p = softmax.probabilities(t, shift, scoring.factor)
     l = softmax.sums_by_thread(p)  # noqa: E741
     return m, l + softmax.spread(l_start * alpha, l), p
 

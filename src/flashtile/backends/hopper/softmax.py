@@ -56,13 +56,6 @@ def scaled_sums(sums, factor):
 
 
 @gluon.jit
-def update(m, t, factor):
-    """The new running maximum `[M]`, the factor `[M]` that carries old sums over to it, and `p [M, N]`."""
-    m_new, alpha, shift = maxima(m, t, factor)
-    return m_new, alpha, probabilities(t, shift, factor)
-
-
-@gluon.jit
 def maxima(m, t, factor):
     """The new running maximum `[M]`, the factor `[M]` that carries old sums over to it, and what is subtracted `[M]`.
 
