@@ -101,7 +101,7 @@ class Bug(NamedTuple):
 
 WAIT = "s = warpgroup_mma_wait(VALUES, deps=(s,))\n            "
 LET_GO = "release(k.gates, block_count, STAGES)\n            "
-LET_Q_GO = "release_q_early(inputs.q_free, tile_count, consumer, above == tile.hi - 1, TILE)\n            "
+LET_Q_GO = "release_q_early(inputs.q_free, tile_count, consumer, above == part.blocks.hi - 1, TILE)\n            "
 STORED = ".store(out.to(desc.dtype))"
 MEET, DQ = "wait_at(FOR_BOTH, BOTH)\n                ", "dq = product_with_keys(gradients.ds, k, stage, half, TILE)\n"
 THEN_DV = "                dv = warpgroup_mma_wait(3"
@@ -129,7 +129,8 @@ BUGS = (
     Bug("results read before the last ones have left", "forward.py", "tma.store_wait(0)  # what", "# what"),
     Bug("no fence before results are sent", "forward.py", f"{STORED}\n        fence_async_shared()", STORED),
     Bug("product read in flight", "forward.py", "acc = wait_for_sums(acc)", "pass"),
-    Bug("diagonal off by one", "masking.py", "(shift + window.right))", "(shift + window.right + 1))"),
+    Bug("diagonal off by one", "masking.py", "(shift + window.right + 1)", "(shift + window.right + 2)"),
+    Bug("half of a thread's pair of columns", "masking.py", "gl.minimum(own % 8, 2)", "own % 8 // 2"),
     Bug(
         "a block too few",
         "masking.py",

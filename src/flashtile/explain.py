@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call
+from .call import Call, Needs
 from .device import describe_device, host_readable
 from .errors import BackendError
 from .masks import visible_pairs
@@ -80,7 +80,7 @@ def explain(
     call = described_call(q, k, v, cu_seqlens_q, cu_seqlens_k, keywords)
     problem = Problem.describe(call)
     chosen = plan(problem, q.device, call.settings.backend)
-    backward = backward_plan(problem, q.device, call.settings.backend)
+    backward = backward_plan(problem, q.device, call.settings.backend, needs_of(call))
     pairs = pairs_of(call, problem)
     flops = forward_flops(pairs, problem.head_dim, problem.head_dim_v)
     inputs = sum(x.numel() * x.element_size() for x in call.tensors.flat() if x is not None)
@@ -108,10 +108,16 @@ def explain(
     )
 
 
-def backward_plan(problem: Problem, device: torch.device, backend: str) -> Plan | None:
+def needs_of(call: Call) -> Needs:
+    """The gradients of q, k and v, and of features whose tensors require one."""
+    t = call.tensors
+    return Needs(True, True, True, *(x is not None and x.requires_grad for x in (t.bias, t.alibi_slopes, t.sinks)))
+
+
+def backward_plan(problem: Problem, device: torch.device, backend: str, needs: Needs) -> Plan | None:
     """`None` where the named backend has no backward pass for the problem."""
     try:
-        return plan(problem, device, backend, backward=True)
+        return plan(problem, device, backend, needs=needs)
     except BackendError:
         return None
 

@@ -160,9 +160,10 @@ def differentiate(
     needs: Sequence[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Call
 ) -> list[Tensor | None]:
     """What the backward operators do: gradients in their inputs' dtypes, `None` for what nobody asked for."""
-    chosen = plan_call(call, backward=True)
+    asked = Needs.from_flat(needs)
+    chosen = plan_call(call, needs=asked)
     with inside_operator(call):
-        found = chosen.kernels().backward(chosen, call, Needs.from_flat(needs), out, lse, dout, dlse)
+        found = chosen.kernels().backward(chosen, call, asked, out, lse, dout, dlse)
     inputs = call.tensors.flat()
     return [
         None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)

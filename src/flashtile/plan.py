@@ -14,7 +14,7 @@ from .backends.hopper import support as hopper
 from .backends.reference import support as reference
 from .backends.tiled import support as tiled
 from .backends.triton import support as triton
-from .call import Call
+from .call import Call, Needs
 from .device import Device, describe_device, host_readable
 from .errors import AttentionWarning, BackendError
 from .problem import Problem
@@ -82,45 +82,46 @@ def forget_plans() -> None:
     _plan.cache_clear()
 
 
-def plan(problem: Problem, device: torch.device, backend: str = "auto", *, backward: bool = False) -> Plan:
-    """The plan of a problem's forward or backward pass; cached by its bucket.
+def plan(problem: Problem, device: torch.device, backend: str = "auto", *, needs: Needs | None = None) -> Plan:
+    """The plan of a problem's forward pass, or of a backward pass for the gradients that `needs` asks for; cached by the
+    problem's bucket.
 
     Raises:
         BackendError: the named backend does not exist or declines the problem. It is never replaced by another.
     """
     if backend == "auto":
         backend = os.environ.get(BACKEND_VARIABLE, "auto")
-    return _plan(problem.bucketed(), describe_device(device), backend, backward)
+    return _plan(problem.bucketed(), describe_device(device), backend, needs)
 
 
-def plan_call(call: Call, *, backward: bool = False) -> Plan:
+def plan_call(call: Call, *, needs: Needs | None = None) -> Plan:
     """The plan of a call that is about to run, which warns once if an accelerator gets nothing faster than `tiled`.
 
     Raises:
         ArgumentError, BackendError: as `Problem.describe` and `plan` do.
     """
-    chosen = _plan_of_signature(call, backward)
+    chosen = _plan_of_signature(call, needs)
     if chosen.backend == "tiled" and call.settings.backend == "auto" and call.tensors.q.device.type != "cpu":
         _warn_once(f"attention on {call.tensors.q.device} runs in the `tiled` backend, which is slow", chosen.why)
     return chosen
 
 
-def _plan_of_signature(call: Call, backward: bool) -> Plan:
+def _plan_of_signature(call: Call, needs: Needs | None) -> Plan:
     q, backend = call.tensors.q, call.settings.backend
     if call.layout != "dense" and host_readable(q):  # whose lengths are checked, and say how long the call is
-        return plan(Problem.describe(call.attention()), q.device, backend, backward=backward)
+        return plan(Problem.describe(call.attention()), q.device, backend, needs=needs)
     # Nothing reads the tensors: calls of one signature have one plan, and pass or fail alike.
     variable = _ENVIRONMENT.get(_VARIABLE) if backend == "auto" else None
-    key = (call.signature(), backward, variable, torch.get_num_threads())
+    key = (call.signature(), needs, variable, torch.get_num_threads())
     chosen = _PLANS.get(key)
     if chosen is None:
-        chosen = plan(Problem.describe(call.attention()), q.device, backend, backward=backward)
+        chosen = plan(Problem.describe(call.attention()), q.device, backend, needs=needs)
         remember(_PLANS, key, chosen, MOST_PLANS)
     return chosen
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(problem: Problem, device: Device, backend: str, backward: bool) -> Plan:
+def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None) -> Plan:
     if backend != "auto" and backend not in SUPPORT:
         known = {name: support.SUMMARY for name, support in SUPPORT.items()}
         raise BackendError(f"`backend` is {backend!r}. Accepted: 'auto', {', '.join(map(repr, SUPPORT))}", known)
@@ -128,8 +129,8 @@ def _plan(problem: Problem, device: Device, backend: str, backward: bool) -> Pla
     for name in AUTO if backend == "auto" else (backend,):
         support = SUPPORT[name]
         reason = support.unusable() or support.declines(problem, device)
-        if reason is None and backward:
-            reason = optional(support, "declines_backward", problem, device)
+        if reason is None and needs is not None:
+            reason = optional(support, "declines_backward", problem, device, needs)
         if reason is None and backend == "auto":
             reason = optional(support, "yields", problem, device)
         if reason is None:
@@ -140,9 +141,9 @@ def _plan(problem: Problem, device: Device, backend: str, backward: bool) -> Pla
     raise BackendError(f"{asked}: {problem} on {device.name}", reasons)
 
 
-def optional(support: Any, question: str, problem: Problem, device: Device) -> str | None:
+def optional(support: Any, question: str, *about: Any) -> str | None:
     """The answer to a question that not every support module is asked."""
-    return getattr(support, question)(problem, device) if hasattr(support, question) else None
+    return getattr(support, question)(*about) if hasattr(support, question) else None
 
 
 @functools.cache

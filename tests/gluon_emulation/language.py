@@ -191,6 +191,9 @@ def inline_asm_elementwise(
         return changed(args[0])
     elif asm == "rcp.approx.ftz.f32 $0, $1;":
         return Value(args[0].tensor.reciprocal())
+    elif asm.startswith("{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3;"):
+        x, bits, bit, other = args
+        return where((bits & bit) != 0, x, other)
     elif re.match(r"(fence\.proxy\.async\.global; )?mov\.b32 \$0, \$1;$", asm) is None:
         raise EmulationError(f"unknown instructions: {asm}")
     return args[0]

@@ -80,12 +80,16 @@ class Value:
     def __neg__(self) -> "Value":
         return Value(-self.tensor)
 
+    def __invert__(self) -> "Value":
+        return Value(~self.tensor)
+
 
 def add_operators() -> None:
     """C's rules for whole numbers: division rounds towards 0."""
     binary: dict[str, Callable[[Any, Any], Any]] = {
         "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
         "floordiv": divided, "mod": remainder, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+        "lshift": operator.lshift,
     }  # fmt: skip
 
     def define(name: str, function: Callable[[Any, Any], Any]) -> None:

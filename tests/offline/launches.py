@@ -67,7 +67,7 @@ def hopper_launches_of(call: Call) -> list[Launch]:
     plan = Plan("hopper", hopper_support.tile(problem, device), 1, ())
     with recorded() as found:
         out, lse = hopper.forward(plan, call)
-        if hopper_support.declines_backward(problem, device) is None:
-            needs = Needs(True, True, True, sinks=call.tensors.sinks is not None)
+        needs = Needs(True, True, True, sinks=call.tensors.sinks is not None)
+        if hopper_support.declines_backward(problem, device, needs) is None:
             hopper.backward(plan, call, needs, out, lse, torch.empty_like(out), None)
     return found

@@ -39,6 +39,7 @@ class Case:
     seed: int = 0
     description: str = field(default="")
     forward_only: bool = False
+    constant: tuple[str, ...] = ()  # features' tensors without a gradient
 
     def __post_init__(self) -> None:
         if not self.description:
@@ -53,11 +54,13 @@ class Case:
         return self.arguments["q"].dtype
 
     def differentiable(self) -> dict[str, Tensor]:
-        """Every floating tensor among the arguments, under the name of its gradient without the leading "d"."""
+        """Every floating tensor among the arguments that is not constant, under the name of its gradient without the
+        leading "d".
+        """
         named = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
         for n, tensor in enumerate(getattr(self.arguments.get("score_mod"), "tensors", ())):
             named[f"score_mod_{n}"] = tensor
-        return {name: tensor for name, tensor in named.items() if tensor.is_floating_point()}
+        return {name: x for name, x in named.items() if x.is_floating_point() and name not in self.constant}
 
     def run(self, backend: str = "auto", **options: Any) -> dict[str, Tensor]:
         """Results and gradients from the public function, and its caches as it has left them.
@@ -124,6 +127,7 @@ def describe(case: Case) -> str:
             words.append(f"{name}:{_dtype_name(value.dtype)}{list(value.shape)}")
         elif value is not False and not (name == "dropout_p" and value == 0.0):
             words.append(name if value is True else f"{name}={value!r}".replace(" ", ""))
+    words += [f"constant {name}" for name in case.constant if name in given]
     words.append(f"seed {case.seed}")
     return " ".join(words)
 

@@ -205,7 +205,7 @@ class TiledEmulation:
             gradients["dsinks"] = -(self.exp(sink, shift).where(sink != -INF, 0.0) * delta).sum((0, 2, 3))
         gradients |= {f"dscore_mod_{n}": gradient for n, gradient in enumerate(dtensors)}
         inputs = self.case.differentiable()
-        return {name: gradient.to(inputs[name[1:]].dtype) for name, gradient in gradients.items()}
+        return {name: gradient.to(inputs[name[1:]].dtype) for name, gradient in gradients.items() if name[1:] in inputs}
 
     def cast(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).to(self.acc)

@@ -23,7 +23,7 @@ from .backward_copying import BackwardInputs, Sources, copy_backward, new_rows
 from .backward_schedule import KeyWork, first_rows, next_rows, schedule_keys, take_keys
 from .backward_sums import COLUMNS, HALVES, Sums, add_sums, scrambled
 from .copying import ROWS, keys_at
-from .masking import Window, row_blocks, visible
+from .masking import Window, all_seen, row_blocks, rows_seen, where_bits
 from .pipeline import (
     FIRST_GATE,
     LAST_GATE,
@@ -38,7 +38,7 @@ from .pipeline import (
     wait_full,
 )
 from .schedule import Sequences, new_queue
-from .scores import Features
+from .scores import Scoring
 from .versions import kernel, same_memory, store_box, thread_barrier
 
 DS_STAGES = gl.constexpr(2)
@@ -52,34 +52,15 @@ class Gradients(NamedTuple):
 
     dk: gl.tensor  # descriptor
     dv: gl.tensor  # descriptor
+    scale: gl.tensor  # of dk
     ds: gl.shared_memory_descriptor  # [DS_STAGES * HALVES, ROWS, BLOCK_M]
     sums: Sums
 
 
-class Scoring(NamedTuple):
-    """What scores become. `factor` makes base-2 logarithms of scores, `multiplier` scores of products."""
-
-    factor: gl.tensor
-    multiplier: gl.tensor | None
-    softcap: gl.tensor | None
-    scale: gl.tensor
-
-
-class Block(NamedTuple):
-    """A block of rows and the keys of a warpgroup."""
-
-    first_row: gl.tensor
-    first_key: gl.tensor
-    masked: gl.tensor  # whether some pairs are hidden
-    shift: gl.tensor
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-
-
 @kernel
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, start_desc, delta_desc, dq_desc, dk_desc, dv_desc, counter, turns,
-    cu_seqlens_q, cu_seqlens_k, seqused_k, batch,
+    q_desc, k_desc, v_desc, dout_desc, start_desc, delta_desc, dq_desc, dk_desc, dv_desc, counter, turns, slopes,
+    cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, all_heads, section, num_heads_k, group, padded_rows,
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale, TILE: gl.constexpr,
@@ -110,8 +91,8 @@ def backward_kernel(
     )  # fmt: skip
     sequences = Sequences(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     window = Window(window_left, window_right, top_left)
-    scoring = Scoring(factor, multiplier, softcap, scale)
-    gradients = Gradients(dk_desc, dv_desc, ds, sums)
+    scoring = Scoring(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
+    gradients = Gradients(dk_desc, dv_desc, scale, ds, sums)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, start_desc, delta_desc)
     gl.warp_specialize(
         [
@@ -149,7 +130,6 @@ def compute(
         first_key = tile.first_key + half * ROWS
         blocks = row_blocks(window, first_key, first_key + (ROWS - 1), tile.shift, tile.seqlen_q, BLOCK_M)
         whole_from = gl.where(first_key + ROWS > tile.seqlen_k, tile.hi, blocks.full_lo)
-        features = Features(scoring.multiplier, scoring.softcap, None, tile.shift)
         dk = gl.zeros([ROWS, WIDTH], gl.float32, sum_layout)
         dv = gl.zeros([ROWS, WIDTH], gl.float32, sum_layout)
         for h in gl.static_range(HALVES):
@@ -157,7 +137,7 @@ def compute(
             wait_full(v, tile_count * HALVES + h, HALVES)
         tma.store_wait(0)  # the last tile's dk has left
         thread_barrier()
-        m = first_rows(tile, TILE.downwards)
+        m, member = first_rows(tile, TILE.downwards), 0
         steps = group * (tile.hi - tile.lo)
         s = nothing
         if EARLY and steps > 0:
@@ -165,7 +145,6 @@ def compute(
         for left in range(steps, 0, -1):
             slot, phase = count % STAGES, (count // STAGES) & 1
             masked = (m < whole_from) | (m >= blocks.full_hi)
-            block = Block(m * BLOCK_M, first_key, masked, tile.shift, tile.seqlen_q, tile.seqlen_k)
             q_i = rows.q.index(slot).reshape([BLOCK_M, WIDTH])
             dout_i = rows.dout.index(slot).reshape([BLOCK_M, WIDTH])
 
@@ -178,15 +157,20 @@ def compute(
             dp = warpgroup_mma(v_j, dout_i.permute((1, 0)), dp, is_async=True)
             if not EARLY:
                 s = warpgroup_mma_wait(1, deps=(s,))
-            score = scores.forward(s, features, None, None)
+            score = scored(s, scoring, tile, tile.head_k * group + member, m * BLOCK_M, first_key)
             p = gl.exp2(score.t * scoring.factor + rows.start.index(slot).load(s_layout))
-            p = shown(p, block, window)
+            seen = all_seen(p)
+            if masked:
+                seen = rows_seen(p, window, afresh(first_key), m * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k)
+                p = where_bits(seen, p, 0.0)
             p_i = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
-            weight = scores.derivative(p, score, features)
+            weight = scores.derivative(p, score, scoring)
             mbarrier.wait(rows.dout_full.index(slot), phase)  # passed: it keeps the next wait after exponentials
-            dp, weight = warpgroup_mma_wait(0, deps=(dp, weight))
-            ds = (weight * shown(dp, block, window)).to(dtype)
             dv = warpgroup_mma(p_i, dout_i, dv, is_async=True)
+            dp, weight = warpgroup_mma_wait(1, deps=(dp, weight))
+            if masked:  # 0 is not 0 * NaN
+                dp = where_bits(seen, dp, 0.0)
+            ds = (weight * dp).to(dtype)
             stage = count % DS_STAGES * HALVES
             gradients.ds.index(stage + half).store(ds)
             fence_async_shared()
@@ -214,17 +198,26 @@ def compute(
                 dk = warpgroup_mma_wait(0, deps=(dk,))
             release(rows.gates, count, STAGES)
             count += 1
-            m = next_rows(m, tile, TILE.downwards)
+            m, member = next_rows(m, member, tile, group, TILE.downwards)
         for h in gl.static_range(HALVES):
             release(k.gates, tile_count * HALVES + h, HALVES)
             release(v.gates, tile_count * HALVES + h, HALVES)
         mbarrier.wait(sums.empty.index(0), (count & 1) ^ 1)  # the last dq has left what dv and dk take now
         at = keys_at(tile, first_key, PACKED)
         store_keys(gradients.dv, at, dv, sums.staged.index(half))
-        store_keys(gradients.dk, at, dk * scoring.scale, sums.staged.index(half))
+        store_keys(gradients.dk, at, dk * gradients.scale, sums.staged.index(half))
         tile_count += 1
         tile = take_keys(queue, tile_count)
     tma.store_wait(0)
+
+
+@gluon.jit
+def scored(s, scoring, tile, head, first_row, first_key):
+    """Final scores of products `[N, M]`."""
+    layout: gl.constexpr = s.type.layout
+    rows = gl.expand_dims(first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
+    keys = gl.expand_dims(first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
+    return scores.forward(s, scoring, tile.b, head, tile.shift, rows, keys)
 
 
 @gluon.jit
@@ -235,20 +228,6 @@ def first_product(rows, k, count, nothing, half: gl.constexpr, TILE: gl.constexp
     q_i = rows.q.index(slot).reshape([TILE.block_m, TILE.width])
     k_j = rows_of(k, afresh(half), HALVES)[0]
     return warpgroup_mma(k_j, q_i.permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def shown(x, block, window):
-    """`x [N, M]` where the key is visible to the row, else 0: not 0 * NaN."""
-    layout: gl.constexpr = x.type.layout
-    if block.masked:
-        # Positions are computed here only; and exponentials do not move across what is a branch then.
-        rows = afresh(block.first_row) + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-        keys = afresh(block.first_key) + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
-        rows, keys = gl.expand_dims(rows, 0), gl.expand_dims(keys, 1)
-        seen = visible(window, rows, keys, block.shift, block.seqlen_k) & (rows < block.seqlen_q)
-        x = gl.where(seen, x, 0.0)
-    return x
 
 
 @gluon.jit

@@ -69,31 +69,27 @@ def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr
         if steps == 0:
             copy_keys(inputs.k, sources.k, tile, tile_count, TILE, PACKED)
             copy_keys(inputs.v, sources.v, tile, tile_count, TILE, PACKED)
-        head = tile.head_k * group
-        first = tile.sums_row // BLOCK_M
-        m = first_rows(tile, TILE.downwards)
+        m, member = first_rows(tile, TILE.downwards), 0
         left = steps
         while left > 0:
             want_tile(queue, left == NOTICE)
             slot = count % STAGES
-            at = rows_at(tile, head, m * BLOCK_M, PACKED)
+            at = rows_at(tile, tile.head_k * group + member, m * BLOCK_M, PACKED)
+            numbers_at = ((tile.sums_row + member * padded_rows) // BLOCK_M + m, 0)
             wait_free(rows.gates, count, STAGES)
             mbarrier.expect(rows.q_full.index(slot), sources.q.block_type.nbytes + BLOCK_M * 4)
             load_box(sources.q, at, rows.q_full.index(slot), rows.q.index(slot))
-            load_box(sources.start, (first + m, 0), rows.q_full.index(slot), rows.start.index(slot))
+            load_box(sources.start, numbers_at, rows.q_full.index(slot), rows.start.index(slot))
             if left == steps:
                 copy_keys(inputs.k, sources.k, tile, tile_count, TILE, PACKED)
             mbarrier.expect(rows.dout_full.index(slot), sources.q.block_type.nbytes + BLOCK_M * 4)
             load_box(sources.dout, at, rows.dout_full.index(slot), rows.dout.index(slot))
-            load_box(sources.delta, (first + m, 0), rows.dout_full.index(slot), rows.delta.index(slot))
+            load_box(sources.delta, numbers_at, rows.dout_full.index(slot), rows.delta.index(slot))
             if left == steps:
                 copy_keys(inputs.v, sources.v, tile, tile_count, TILE, PACKED)
             count += 1
             left -= 1
-            m = next_rows(m, tile, TILE.downwards)
-            if m == first_rows(tile, TILE.downwards):
-                head += 1
-                first += padded_rows // BLOCK_M
+            m, member = next_rows(m, member, tile, group, TILE.downwards)
         tile_count += 1
         tile = take_keys(queue, tile_count)
 

@@ -138,12 +138,16 @@ def first_rows(tile, DOWNWARDS: gl.constexpr):
 
 
 @gluon.jit
-def next_rows(m, tile, DOWNWARDS: gl.constexpr):
-    """The block of rows after m; after the last one the first, of the group's next head."""
+def next_rows(m, member, tile, group, DOWNWARDS: gl.constexpr):
+    """The block of rows after m, of which member of the group of heads: the same rows of all members come first. Passing
+    a head's rows before the next one's would make short blocks of keys wait for long ones at each head.
+    """
+    after = member + 1
+    done = after == group
     if DOWNWARDS:
-        return gl.where(m == tile.lo, tile.hi, m) - 1
+        return gl.where(done, m - 1, m), gl.where(done, 0, after)
     else:
-        return gl.where(m + 1 == tile.hi, tile.lo, m + 1)
+        return gl.where(done, m + 1, m), gl.where(done, 0, after)
 
 
 @gluon.jit

@@ -38,11 +38,10 @@ def add_sums(dq_desc, sums, queue, turns, window, group, padded_rows, TILE: gl.c
     tile = take_keys(queue, 0)
     while tile.b >= 0:
         n = tile.first_key // TILE.block_n
-        m = first_rows(tile, TILE.downwards)
-        row = tile.sums_row
+        m, member = first_rows(tile, TILE.downwards), 0
         for _ in range(group * (tile.hi - tile.lo)):
             wait_at(sums.full.first, sums.full.threads)
-            at = row + m * BLOCK_M
+            at = tile.sums_row + member * padded_rows + m * BLOCK_M
             counter = turns + at // BLOCK_M
             seen = blocks_seen(window, m * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, TILE.block_n)
             turn = n - seen.lo if TILE.downwards else seen.hi - 1 - n
@@ -57,9 +56,7 @@ def add_sums(dq_desc, sums, queue, turns, window, group, padded_rows, TILE: gl.c
             thread_barrier()
             gl.atomic_add(counter, 1, sem="release", scope="gpu")
             count += 1
-            m = next_rows(m, tile, TILE.downwards)
-            if m == first_rows(tile, TILE.downwards):
-                row += padded_rows
+            m, member = next_rows(m, member, tile, group, TILE.downwards)
         tile_count += 1
         tile = take_keys(queue, tile_count)
 

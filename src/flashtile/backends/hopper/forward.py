@@ -29,7 +29,7 @@ from .chunks import (
     wait_for_values,
 )
 from .copying import ROWS, Inputs, copy, q_slot, rows_at
-from .masking import Window, key_blocks, visible
+from .masking import Window, key_blocks, keys_seen, where_bits
 from .pipeline import (
     FIRST_GATE,
     LAST_GATE,
@@ -46,31 +46,18 @@ from .pipeline import (
     wait_full,
 )
 from .schedule import Sequences, Work, new_queue, schedule, take_tile
-from .scores import Features
+from .scores import Scoring
 from .softmax import INFINITY
 from .versions import kernel, store_box, thread_barrier
 
 
-class Place(NamedTuple):
-    """One block of keys for 64 rows of a tile."""
+class Part(NamedTuple):
+    """64 rows of a tile, and which of its blocks of keys need no masks for them."""
 
     first_row: gl.tensor
-    block: gl.tensor  # of keys
-    full_lo: gl.tensor  # from here to full_hi, without masks
+    full_lo: gl.tensor
     full_hi: gl.tensor
-
-
-class Scoring(NamedTuple):
-    """What scores become. `factor` makes base-2 logarithms of scores, `multiplier` scores of products."""
-
-    factor: gl.tensor
-    multiplier: gl.tensor | None
-    softcap: gl.tensor | None
-    slopes: gl.tensor | None  # pointer, [H] or [B, H]
-    stride_slopes_b: gl.tensor
-    sinks: gl.tensor | None  # pointer, [H]
-    diagonal: gl.tensor  # what is added to seqlen_k - seqlen_q
-    batch: gl.tensor  # sequences
+    shift: gl.tensor  # what aligns rows with keys: the diagonal is `key = row + shift`
 
 
 class Results(NamedTuple):
@@ -106,13 +93,13 @@ def forward_kernel(
     work = Work(num_tiles, num_blocks, all_heads, section, counter, num_heads, group, diagonal)
     sequences = Sequences(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     window = Window(window_left, window_right, top_left)
-    scoring = Scoring(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, diagonal, batch)
+    scoring = Scoring(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch)
     results = Results(out_desc, staged, lse, stride_lse)
     if TILE.consumers == 2:
         gl.warp_specialize(
             [
-                (consume, (0, inputs, results, queue, window, scoring, TILE, PACKED)),
-                (consume, (gl.constexpr(1), inputs, results, queue, window, scoring, TILE, PACKED)),
+                (consume, (0, inputs, results, queue, window, diagonal, scoring, TILE, PACKED)),
+                (consume, (gl.constexpr(1), inputs, results, queue, window, diagonal, scoring, TILE, PACKED)),
                 (copy, (q_desc, k_desc, v_desc, inputs, queue, TILE, PACKED)),
                 (schedule, (queue, work, sequences, window, TILE, PACKED)),
             ],
@@ -122,9 +109,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, inputs, results, queue, window, scoring, TILE, PACKED)),
-                (consume, (gl.constexpr(1), inputs, results, queue, window, scoring, TILE, PACKED)),
-                (consume, (gl.constexpr(2), inputs, results, queue, window, scoring, TILE, PACKED)),
+                (consume, (0, inputs, results, queue, window, diagonal, scoring, TILE, PACKED)),
+                (consume, (gl.constexpr(1), inputs, results, queue, window, diagonal, scoring, TILE, PACKED)),
+                (consume, (gl.constexpr(2), inputs, results, queue, window, diagonal, scoring, TILE, PACKED)),
                 (copy, (q_desc, k_desc, v_desc, inputs, queue, TILE, PACKED)),
                 (schedule, (queue, work, sequences, window, TILE, PACKED)),
             ],
@@ -134,33 +121,24 @@ def forward_kernel(
 
 
 @gluon.jit
-def place_in(tile, consumer: gl.constexpr, window, scoring, BLOCK_N: gl.constexpr):
-    """The consumer's rows of a tile, and the tile's first block of keys."""
+def part_of(tile, consumer: gl.constexpr, window, diagonal, BLOCK_N: gl.constexpr):
+    """The consumer's part of a tile."""
     first_row = tile.first_row + consumer * ROWS
-    own = key_blocks(window, first_row, first_row + (ROWS - 1), shift_of(tile, scoring), tile.seqlen_k, BLOCK_N)
-    return Place(first_row, tile.hi - 1, own.full_lo, own.full_hi)
+    shift = tile.seqlen_k - tile.seqlen_q + diagonal
+    own = key_blocks(window, first_row, first_row + (ROWS - 1), shift, tile.seqlen_k, BLOCK_N)
+    return Part(first_row, own.full_lo, own.full_hi, shift)
 
 
 @gluon.jit
-def shift_of(tile, scoring):
-    """What aligns rows with keys: the diagonal is `key = row + shift`."""
-    return tile.seqlen_k - tile.seqlen_q + scoring.diagonal
-
-
-@gluon.jit
-def scored(s, place, tile, window, scoring, layout: gl.constexpr):
-    """Final scores `[ROWS, BLOCK_N]` of the place's products."""
-    BLOCK_N: gl.constexpr = s.shape[1]
-    rows = gl.expand_dims(place.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
-    keys = gl.expand_dims(place.block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout)), 0)
-    slope = None
-    if scoring.slopes is not None:
-        b = gl.minimum(tile.b, scoring.batch - 1)  # rows that belong to no sequence have no slope, and see no key
-        slope = gl.load(scoring.slopes + b * scoring.stride_slopes_b + tile.head).to(gl.float32)
-    shift = shift_of(tile, scoring)
-    t = scores.forward(s, Features(scoring.multiplier, scoring.softcap, slope, shift), rows, keys).t
-    if (place.block >= place.full_hi) | (place.block < place.full_lo):
-        t = gl.where(visible(window, rows, keys, shift, tile.seqlen_k), t, -INFINITY)
+def scored(s, part, block, tile, window, scoring):
+    """Final scores `[ROWS, BLOCK_N]` of the part's products with a block of keys."""
+    layout: gl.constexpr = s.type.layout
+    first_key = block * s.shape[1]
+    rows = gl.expand_dims(part.first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
+    keys = gl.expand_dims(first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
+    t = scores.forward(s, scoring, tile.b, tile.head, part.shift, rows, keys).t
+    if (block >= part.full_hi) | (block < part.full_lo):
+        t = where_bits(keys_seen(t, window, part.first_row, first_key, part.shift, tile.seqlen_k), t, -INFINITY)
     return t
 
 
@@ -222,7 +200,9 @@ def store_columns(desc, out, at, staged, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TILE: gl.constexpr, PACKED: gl.constexpr):
+def consume(
+    consumer: gl.constexpr, inputs, results, queue, window, diagonal, scoring, TILE: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
     """A warpgroup that computes 64 rows of each tile."""
     HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
     BLOCK_N: gl.constexpr = TILE.block_n
@@ -239,18 +219,19 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
     tile_count = 0
     block_count = 0
     tile = take_tile(queue, 0)
-    place = place_in(tile, consumer, window, scoring, BLOCK_N)
+    part = part_of(tile, consumer, window, diagonal, BLOCK_N)
     mbarrier.wait(q.full.index(consumer), 0)
     q_i = rows_of(q, consumer, Q_SLOTS)
-    wait_full(k, 0, STAGES)
-    s = product_with_keys(q_i, rows_of(k, 0, STAGES), nothing)
+    wait_full(k, block_count, STAGES)
+    s = product_with_keys(q_i, rows_of(k, block_count, STAGES), nothing)
     s = warpgroup_mma_wait(0, deps=(s,))
-    release(k.gates, 0, STAGES)
+    release(k.gates, block_count, STAGES)
     release_q_early(inputs.q_free, 0, consumer, tile.hi - tile.lo == 1, TILE)
-    m, l, p = first_softmax(scored(s, place, tile, window, scoring, s_layout), tile, scoring)  # noqa: E741
+    t = scored(s, part, tile.hi - 1, tile, window, scoring)
+    m, l, p = first_softmax(t, tile, scoring)  # noqa: E741
     p_i = as_operand(p, p_layout, dtype)
     acc = no_sums(HEAD_DIM_V)
-    wait_full(v, 0, STAGES)
+    wait_full(v, block_count, STAGES)
 
     # Before each step, `p_i` are the probabilities of block `block_count`, whose values have arrived.
     while tile.b >= 0:
@@ -266,8 +247,8 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
             s = warpgroup_mma_wait(VALUES, deps=(s,))
             release(k.gates, block_count, STAGES)
             release_q_early(inputs.q_free, tile_count, consumer, above == tile.hi - 1, TILE)
-            here = Place(place.first_row, place.block + tile.lo - above, place.full_lo, place.full_hi)
-            t = scored(s, here, tile, window, scoring, s_layout)
+            block = tile.hi - 1 + tile.lo - above
+            t = scored(s, part, block, tile, window, scoring)
             m, alpha, shift = softmax.maxima(m, t, scoring.factor)
             # The sums are rescaled while the exponentials are computed, which are another unit's work.
             wait_full(v, block_count - 1, STAGES)  # passed: it keeps the next wait after the maxima
@@ -279,12 +260,12 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
             l = softmax.scaled_sums(l, alpha) + softmax.sums_by_thread(p)  # noqa: E741
             p_i = as_operand(p, p_layout, dtype)
 
-        done, done_row, done_m, done_l = tile, place.first_row, m, l
+        done, done_row, done_m, done_l = tile, part.first_row, m, l
         if TILES_OF_Q > 1:
             mbarrier.arrive(inputs.q_free.index(q_slot(tile_count, consumer, TILE)), count=1)
         tile_count += 1
         tile = take_tile(queue, tile_count)
-        place = place_in(tile, consumer, window, scoring, BLOCK_N)
+        part = part_of(tile, consumer, window, diagonal, BLOCK_N)
         # Each branch computes what it multiplies: ptxas 12.8 loses operands' descriptors that cross a branch.
         if tile.b >= 0:
             # The same step over the edge between two tiles.
@@ -298,9 +279,8 @@ def consume(consumer: gl.constexpr, inputs, results, queue, window, scoring, TIL
             s = warpgroup_mma_wait(VALUES, deps=(s,))
             release(k.gates, block_count + 1, STAGES)
             release_q_early(inputs.q_free, tile_count, consumer, tile.hi - tile.lo == 1, TILE)
-            m, l, p = first_softmax(  # noqa: E741
-                scored(s, place, tile, window, scoring, s_layout), tile, scoring
-            )
+            t = scored(s, part, tile.hi - 1, tile, window, scoring)
+            m, l, p = first_softmax(t, tile, scoring)  # noqa: E741
             wait_full(v, block_count + 1, STAGES)
             acc, p, l = wait_for_values(acc, p, l)  # noqa: E741
             p_i = as_operand(p, p_layout, dtype)

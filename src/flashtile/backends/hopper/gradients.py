@@ -10,7 +10,16 @@ from ...call import Call, Gradients, Needs, Tensors, memory_of, new_rows
 from ...device import describe_device
 from ...plan import Plan
 from ..common import passes
-from ..common.arguments import LOG2E, dlse_strides, lse_strides, rows_last, score_units, strides, window_numbers
+from ..common.arguments import (
+    LOG2E,
+    dlse_strides,
+    lse_strides,
+    rows_last,
+    score_units,
+    slopes_stride,
+    strides,
+    window_numbers,
+)
 from ..common.gradients import sink_gradient
 from ..common.passes import Recorder, Results
 from ..common.pointers import Described
@@ -72,7 +81,7 @@ class BackwardPass:
         self.recorder, self.tile, self.call, self.dout = recorder, tile, call, dout
         self.q, self.k, self.v = (recorder.computed(rows_last, x) for x in t[:3])
         self.width = self.q.shape[-1]
-        self.sinks = t.sinks
+        self.sinks, self.slopes = t.sinks, recorder.contiguous(t.alibi_slopes)
         self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = (
             recorder.contiguous(x) for x in (t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k)
         )
@@ -131,6 +140,7 @@ class BackwardPass:
             "dv_desc": Described(dv, described, (ROWS, self.width)),
             "counter": self.recorder.computed(partial(counter, self.q.device, self.packed)),
             "turns": self.turns,
+            "slopes": self.slopes,
             "cu_seqlens_q": self.cu_seqlens_q,
             "cu_seqlens_k": self.cu_seqlens_k,
             "seqused_k": self.seqused_k,
@@ -156,6 +166,7 @@ class BackwardPass:
             "num_heads_k": heads_k,
             "group": self.q.shape[1] // heads_k,
             "padded_rows": self.padded_rows,
+            "stride_slopes_b": 0 if self.slopes is None else slopes_stride(self.slopes),
             "batch": self.batch,
             "seqlen_q": self.seqlen_q,
             "seqlen_k": self.seqlen_k,

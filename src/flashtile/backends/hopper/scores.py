@@ -15,13 +15,16 @@ from triton.experimental.gluon import language as gl
 from .softmax import LOG2E
 
 
-class Features(NamedTuple):
-    """What changes the scores of one sequence and head; `None` where absent."""
+class Scoring(NamedTuple):
+    """What scores become; `None` where absent."""
 
-    multiplier: gl.tensor | None  # of the product; `None` where the softmax takes the scale
+    factor: gl.tensor  # makes base-2 logarithms of scores
+    multiplier: gl.tensor | None  # makes scores of products; `None` where the softmax takes the scale
     softcap: gl.tensor | None
-    slope: gl.tensor | None
-    shift: gl.tensor  # seqlen_k - seqlen_q, in an unsharded call
+    slopes: gl.tensor | None  # pointer, [H] or [B, H]
+    stride_slopes_b: gl.tensor
+    sinks: gl.tensor | None  # pointer, [H]; of backward, which knows them by lse, none
+    batch: gl.tensor  # sequences
 
 
 class Score(NamedTuple):
@@ -30,23 +33,25 @@ class Score(NamedTuple):
 
 
 @gluon.jit
-def forward(product, features, rows, keys):
-    """The final score of `product = <q, k>`, not yet masked."""
+def forward(product, scoring, b, head, shift, rows, keys):
+    """The final score of `product = <q, k>`, not yet masked. The diagonal is `key = row + shift`."""
     t, tanh = product, product
-    if features.softcap is not None:
-        tanh = hyperbolic_tangent(product * (features.multiplier / features.softcap))
-        t = features.softcap * tanh
-    elif features.multiplier is not None:
-        t = t * features.multiplier
-    if features.slope is not None:
-        t -= features.slope * gl.abs((rows + features.shift).to(gl.float32) - keys.to(gl.float32))
+    if scoring.softcap is not None:
+        tanh = hyperbolic_tangent(product * (scoring.multiplier / scoring.softcap))
+        t = scoring.softcap * tanh
+    elif scoring.multiplier is not None:
+        t = t * scoring.multiplier
+    if scoring.slopes is not None:
+        sequence = gl.minimum(b, scoring.batch - 1)  # what belongs to no sequence has no slope, and no pair is visible
+        slope = gl.load(scoring.slopes + sequence * scoring.stride_slopes_b + head).to(gl.float32)
+        t -= slope * gl.abs((rows + shift).to(gl.float32) - keys.to(gl.float32))
     return Score(t, tanh)
 
 
 @gluon.jit
-def derivative(p, score, features):
+def derivative(p, score, scoring):
     """`p` times the derivative of the final score by `scale * <q, k>`."""
-    if features.softcap is not None:
+    if scoring.softcap is not None:
         p = p * (1 - score.tanh * score.tanh)
     return p
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...call import Needs
 from ...device import Device
 from ...problem import Problem, too_long
 from ..common.installed import triton_version
@@ -73,14 +74,12 @@ def head_dims(problem: Problem) -> tuple[int, int]:
     return problem.head_dim, problem.head_dim_v
 
 
-def declines_backward(problem: Problem, device: Device) -> str | None:
+def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
     """Why its backward pass does not take a problem that its forward pass does."""
     if head_dims(problem) not in BACKWARD_HEAD_DIMS:
         return "its backward pass is for head dimensions 64 and 128"
-    if problem.alibi:
-        return "its backward pass does not take ALiBi slopes"
-    if problem.softcap and problem.head_dim == 64:
-        return "its backward pass is slower with a softcap at head dimension 64"
+    if needs.alibi_slopes:
+        return "its backward pass has no gradient of ALiBi slopes"
     return None
 
 

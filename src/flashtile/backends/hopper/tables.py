@@ -12,7 +12,7 @@ from ..common.installed import triton_version
 ROWS = 64  # of one warpgroup
 COLUMNS = 64  # of dq, that one warpgroup computes
 END = 2**30  # of the dimension in which packed rows are described to the copy engine
-MANY_KEYS = 3072  # of a row, from which on wide tiles pay
+MANY_KEYS = 2048  # of a row, from which on wide tiles pay
 
 
 class Compiled:
@@ -108,7 +108,7 @@ NARROW = {
     (192, 192): Launch(OF_192, OF_192, 128, 64, 2, 3, tiles_of_q=1),
     (256, 256): Launch(OF_256, OF_256, 128, 64, 2, 2, tiles_of_q=1),
 }
-WIDE = Launch(OF_64, OF_64, 64, 128, 3, 2, 160, 32)  # reads keys less often, and wastes more at the diagonal
+WIDE = Launch(OF_64, OF_64, 64, 128, 3, 3, 160, 32)  # reads keys less often, and has more rows past the last one
 BACKWARD = {64: BackwardLaunch(64, 128, 2, 240, 24, False), 128: BackwardLaunch(128, 64, 2, 240, 24, False)}
 WITHOUT_SPILLS = (3, 6)  # newer versions of Triton keep more in registers than WIDE has
 

@@ -173,6 +173,8 @@ class _Solution:
         for total, part in zip(self.slack, results.slack or (), strict=False):
             total[q_rows] = part.transpose(0, 1)
         for name, block in (backward(sequence, results) if self.case.differentiates else {}).items():
+            if name not in self.sums:
+                continue  # of what is constant
             if name in ("dq", "dk", "dv"):
                 self.sums[name].add_rows(k_rows if name in ("dk", "dv") else q_rows, block)
             elif name == "dbias":
