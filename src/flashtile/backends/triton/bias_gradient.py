@@ -5,7 +5,7 @@ score gradients of all sequences, heads, rows and keys that share it. No atomics
 import triton.language as tl
 
 from .backward_rows import score_gradient
-from .masking import Window
+from .masking import Window, keys_seen
 from .rng import Dropout, words_of
 from .scores import Features, Pairs, slope_of
 from .tiles import (
@@ -96,9 +96,11 @@ def dbias_kernel(
         keys = first_key + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         k_j = load_k(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
         v_j = load_v(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
+        padded = leftpad_k is not None or threshold is not None
+        bounds = keys_seen(window, row[:, None], shift, side.range, padded)
         ds = score_gradient(
             q_i, k_j, dout_i, v_j, lse_i[:, None], delta_i[:, None], row[:, None], keys, first_key, tile.exists,
-            features, window, dropout, factor, keep_scale, True, D1, DV1, BLOCK_N, PRECISION,
+            features, bounds, dropout, factor, keep_scale, True, D1, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
         total += tl.where(exists[:, None], ds.t, 0.0)
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from . import scores, softmax
-from .masking import Blocks, Window, in_window, key_blocks, nth_block, num_blocks
+from .masking import Blocks, Window, key_blocks, keys_seen, nth_block, num_blocks, visible_keys
 from .rng import Dropout, kept, words_of
 from .scores import Features, Pairs, slope_of
 from .softmax import INFINITY, RowState
@@ -98,15 +98,16 @@ def forward_kernel(
             blocks = part_of(blocks, split, SPLITS, BLOCK_N)
 
         rows = position[:, None]
+        bounds = keys_seen(window, rows, shift, side.range, leftpad_k is not None or threshold is not None)
         with_sink = (split == 0) & (span.sequence < batch)
         state = softmax.start(sinks, head, factor, with_sink, zeros(BLOCK_M, DV0, DV1), BLOCK_M)
         # The masked blocks first: then the compiler keeps the matrix products of the long loop asynchronous.
         state = attend(
-            state, blocks, q_i, side, features, window, dropout, rows, factor, True,
+            state, blocks, q_i, side, features, bounds, dropout, rows, factor, True,
             D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
         state = attend(
-            state, blocks, q_i, side, features, window, dropout, rows, factor, False,
+            state, blocks, q_i, side, features, bounds, dropout, rows, factor, False,
             D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
 
@@ -124,7 +125,7 @@ def forward_kernel(
 
 @triton.jit
 def attend(
-    state, blocks, q_i, side, features, window, dropout, rows, factor, MASKED: tl.constexpr,
+    state, blocks, q_i, side, features, bounds, dropout, rows, factor, MASKED: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +138,7 @@ def attend(
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         inside = None if exists is None else exists[None, :]
         s = scores.forward(inner_products(q_i, k_j, D1, PRECISION), features, rows, keys, inside)  # [M, N]
-        visible = in_window(window, rows, keys, features.shift, inside) if MASKED else inside
+        visible = visible_keys(bounds, keys, inside, PAGE_SIZE) if MASKED else inside
         if features.mask.data is not None:
             in_mask = scores.shown(features, rows, keys, inside)
             visible = in_mask if visible is None else visible & in_mask

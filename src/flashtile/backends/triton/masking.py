@@ -9,6 +9,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+UNLIMITED = tl.constexpr(-(2**29))
+
 
 class Window(NamedTuple):
     """The sides of the window, `None` where unlimited."""
@@ -25,6 +27,15 @@ class Blocks(NamedTuple):
     full_lo: tl.tensor
     full_hi: tl.tensor
     hi: tl.tensor
+
+
+class Bounds(NamedTuple):
+    """The keys that a row sees or the rows that see a key, `lower <= position <= upper`. All that depends on one of
+    the two is in its bounds, so that a pair costs one comparison, or two.
+    """
+
+    lower: tl.tensor
+    upper: tl.tensor
 
 
 @triton.jit
@@ -92,13 +103,44 @@ def row_blocks(window, first_key, last_key, shift, num_rows, BLOCK: tl.constexpr
 
 
 @triton.jit
-def in_window(window, rows, keys, shift, exists):
-    """Bool `[M, N]` for rows `[M, 1]` and keys `[1, N]`, or transposed; `exists` has the shape of `keys`."""
-    visible = exists
+def keys_seen(window, rows, shift, key_range, PADDED: tl.constexpr):
+    """The keys that each row sees, of those that exist; with PADDED, blocks may begin before the first."""
+    lower, upper = UNLIMITED, key_range.end - 1
+    if PADDED:
+        lower = key_range.begin
     if window.left is not None:
-        visible = visible & (keys >= rows + (shift - window.left))
+        lower = tl.maximum(rows + (shift - window.left), lower)
     if window.right is not None:
-        visible = visible & (keys <= rows + (shift + window.right))
+        upper = tl.minimum(rows + (shift + window.right), upper)
     if window.top_left is not None:
-        visible = visible & (keys <= rows + window.top_left)
-    return visible
+        upper = tl.minimum(rows + window.top_left, upper)
+    return Bounds(lower, upper)
+
+
+@triton.jit
+def seen_from(window, keys, shift, holds, num_rows):
+    """The rows that see each key: none see one that does not exist (`holds`, of the shape of `keys`)."""
+    lower, upper = UNLIMITED, tl.where(holds, num_rows - 1, -1)
+    if window.left is not None:
+        upper = tl.minimum(keys + (window.left - shift), upper)
+    if window.right is not None:
+        lower = tl.maximum(keys - (shift + window.right), lower)
+    if window.top_left is not None:
+        lower = tl.maximum(keys - window.top_left, lower)
+    return Bounds(lower, upper)
+
+
+@triton.jit
+def within(bounds, positions):
+    """Bool `[M, N]` for bounds `[M, 1]` and positions `[1, N]`, or transposed."""
+    count = tl.maximum(bounds.upper - bounds.lower + 1, 0).to(tl.uint32)
+    return (positions - bounds.lower).to(tl.uint32) < count
+
+
+@triton.jit
+def visible_keys(bounds, keys, exists, PAGE_SIZE: tl.constexpr):
+    """As `within`. The keys of one page are a range; of several, some in between may not exist."""
+    if PAGE_SIZE == 0:
+        return within(bounds, keys)
+    else:
+        return within(bounds, keys) & exists
