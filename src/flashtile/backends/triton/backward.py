@@ -86,6 +86,7 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys. Tiles are transposed, `[N, M]`: probabilities are the left operand of both sums."""
+    factor = scores.unit(factor, softcap, bias, slopes)
     origin = 0 if threshold is None else -(j0 % 8)
     span = block_of(
         tl.program_id(0), num_tiles, num_heads_k, cu_seqlens_k, batch, total_k, origin, 1, BLOCK_N, SEQUENCES
@@ -130,6 +131,7 @@ def dkdv_kernel(
                 b,
                 head,
                 shift,
+                q.dtype.element_ty != tl.float32,
             )
             dropout = None
             if threshold is not None:

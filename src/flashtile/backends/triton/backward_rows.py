@@ -43,6 +43,7 @@ def dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`dslopes` has the shape of lse; it is `None` where nobody wants it."""
+    factor = scores.unit(factor, softcap, bias, slopes)
     span = block_of(tl.program_id(0), num_tiles, num_heads_q, cu_seqlens_q, batch, total_q, 0, 1, BLOCK_M, SEQUENCES)
     if span.start < span.length:
         position = span.start + tl.arange(0, BLOCK_M)  # [M]
@@ -69,6 +70,7 @@ def dq_kernel(
             b,
             head,
             key_range.length - span.length + diagonal,
+            q.dtype.element_ty != tl.float32,
         )
         window = Window(window_left, window_right, top_left)
         dropout = None

@@ -4,6 +4,7 @@ score gradients of all sequences, heads, rows and keys that share it. No atomics
 
 import triton.language as tl
 
+from . import scores
 from .backward_rows import score_gradient
 from .masking import Window, keys_seen
 from .rng import Dropout, words_of
@@ -42,6 +43,7 @@ def dbias_kernel(
     """`tiles_*` count the bias's own tiles, `shared_*` the sequences, heads, row and key blocks that share one: one of
     the two is 1. Each of `splits` programs adds every `splits`-th of what is shared.
     """
+    factor = scores.unit(factor, softcap, bias, slopes)
     program = tl.program_id(0)
     split, program = program % splits, program // splits
     own_n, program = program % tiles_n, program // tiles_n
@@ -79,6 +81,7 @@ def dbias_kernel(
             b,
             head,
             shift,
+            q.dtype.element_ty != tl.float32,
         )
         dropout = None
         if threshold is not None:

@@ -49,6 +49,7 @@ def forward_kernel(
     `total_q`, `total_k` are tokens, or positions of a dense sequence. `factor` makes base-2 logarithms of scores,
     `multiplier` makes scores of products.
     """
+    factor = scores.unit(factor, softcap, bias, slopes)
     split, program = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     span = block_of(program, num_tiles, num_heads_q // PACK, cu_seqlens_q, batch, total_q, 0, PACK, BLOCK_M, SEQUENCES)
     if span.start < span.length * PACK:
@@ -84,6 +85,7 @@ def forward_kernel(
             b,
             column,
             shift,
+            q.dtype.element_ty != tl.float32,
         )
         window = Window(window_left, window_right, top_left)
         dropout = None
