@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from . import combine, scores, softmax
-from .masking import Blocks, Window, key_blocks, keys_seen, nth_block, num_blocks, visible_keys
+from .masking import Blocks, Window, all_masked, key_blocks, keys_seen, nth_block, num_blocks, visible_keys
 from .rng import Dropout, kept, words_of
 from .scores import Features, Pairs, slope_of
 from .softmax import INFINITY, RowState
@@ -51,12 +51,14 @@ def forward_kernel(
     """
     factor = scores.unit(factor, softcap, bias, slopes)
     split, program = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    span = block_of(program, num_tiles, num_heads_q // PACK, cu_seqlens_q, batch, total_q, 0, PACK, BLOCK_M, SEQUENCES)
+    # Heads in one tile are a group: there are as many tiles beside each other as key heads, and nothing to divide by.
+    heads = num_heads_k if PACK > 1 else num_heads_q
+    span = block_of(program, num_tiles, heads, cu_seqlens_q, batch, total_q, 0, PACK, BLOCK_M, SEQUENCES)
     if span.start < span.length * PACK:
         row = span.start + tl.arange(0, BLOCK_M)
         position, head = row // PACK, span.head * PACK + row % PACK  # [M]
         exists = position < span.length
-        head_k = span.head * PACK // (num_heads_q // num_heads_k)
+        head_k = span.head if PACK > 1 else span.head // (num_heads_q // num_heads_k)
         b = tl.where(span.sequence < batch, span.sequence, 0).to(tl.int64)
 
         token = span.first + position
@@ -103,15 +105,22 @@ def forward_kernel(
         bounds = keys_seen(window, rows, shift, side.range, leftpad_k is not None or threshold is not None)
         with_sink = (split == 0) & (span.sequence < batch)
         state = softmax.start(sinks, head, factor, with_sink, zeros(BLOCK_M, DV0, DV1), BLOCK_M)
-        # The masked blocks first: then the compiler keeps the matrix products of the long loop asynchronous.
-        state = attend(
-            state, blocks, q_i, side, features, bounds, dropout, rows, factor, True,
-            D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
-        )  # fmt: skip
-        state = attend(
-            state, blocks, q_i, side, features, bounds, dropout, rows, factor, False,
-            D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
-        )  # fmt: skip
+        if PACK > 1 or SPLITS > 1:
+            # Few blocks, and reading them is all the work: one loop has to wait for its first block once.
+            state = attend(
+                state, all_masked(blocks), q_i, side, features, bounds, dropout, rows, factor, True,
+                D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
+            )  # fmt: skip
+        else:
+            # The masked blocks first: then the compiler keeps the matrix products of the long loop asynchronous.
+            state = attend(
+                state, blocks, q_i, side, features, bounds, dropout, rows, factor, True,
+                D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
+            )  # fmt: skip
+            state = attend(
+                state, blocks, q_i, side, features, bounds, dropout, rows, factor, False,
+                D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
+            )  # fmt: skip
 
         weight, row_lse = softmax.finish(state, factor)
         if threshold is not None:

@@ -57,6 +57,11 @@ def nth_block(blocks, n, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def all_masked(blocks):
+    return Blocks(blocks.lo, blocks.hi, blocks.hi, blocks.hi)
+
+
+@triton.jit
 def to_blocks(lo, full_lo, full_hi, hi, origin, BLOCK: tl.constexpr):
     """Positions to boundaries of blocks that start at `origin`: what is not whole is masked."""
     hi = tl.maximum(hi, lo)
