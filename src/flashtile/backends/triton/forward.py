@@ -105,7 +105,7 @@ def forward_kernel(
         bounds = keys_seen(window, rows, shift, side.range, leftpad_k is not None or threshold is not None)
         with_sink = (split == 0) & (span.sequence < batch)
         state = softmax.start(sinks, head, factor, with_sink, zeros(BLOCK_M, DV0, DV1), BLOCK_M)
-        if PACK > 1 or SPLITS > 1:
+        if PACK > 1 or (SPLITS > 1 and BLOCK_M < 64):
             # Few blocks, and reading them is all the work: one loop has to wait for its first block once.
             state = attend(
                 state, all_masked(blocks), q_i, side, features, bounds, dropout, rows, factor, True,

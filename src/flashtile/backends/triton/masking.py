@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-UNLIMITED = tl.constexpr(-(2**29))
+UNLIMITED = tl.constexpr(-(2**31))  # a comparison with it is compiled away
 
 
 class Window(NamedTuple):
@@ -138,8 +138,7 @@ def seen_from(window, keys, shift, holds, num_rows):
 @triton.jit
 def within(bounds, positions):
     """Bool `[M, N]` for bounds `[M, 1]` and positions `[1, N]`, or transposed."""
-    count = tl.maximum(bounds.upper - bounds.lower + 1, 0).to(tl.uint32)
-    return (positions - bounds.lower).to(tl.uint32) < count
+    return (positions >= bounds.lower) & (positions <= bounds.upper)
 
 
 @triton.jit
