@@ -1,6 +1,7 @@
 """The Triton backend on a GPU: `pytest -m gpu tests/test_triton_gpu.py`."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -176,6 +177,33 @@ def test_a_fixed_split_makes_rows_independent_of_their_batch() -> None:
         together = run(slice(0, 9))
         for n in range(9):
             assert torch.equal(run(slice(n, n + 1))[0], together[n])
+
+
+@torch.no_grad()
+def test_split_steps_run_side_by_side() -> None:
+    """Of two graphs, and on two streams beside them: none counts the parts of another."""
+    steps = []
+    for n in (3000, 5000):
+        q = torch.randn(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(1, 2, n, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        lengths = torch.tensor([n], dtype=torch.int32, device="cuda")
+        steps.append(partial(flashtile.attention_with_kvcache, q, k, v, cache_seqlens=lengths, num_splits=7))
+    expected = [step() for step in steps]
+    torch.cuda.synchronize()
+    graphs, streams, found = [], [torch.cuda.Stream() for _ in range(4)], []
+    for step in steps:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            found.append([step() for _ in range(20)])
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams[:2], strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for step, stream, y in zip(steps, streams[2:], expected, strict=True):
+            with torch.cuda.stream(stream):
+                assert torch.equal(step(), y)
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for xs, y in zip(found, expected, strict=True) for x in xs)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from . import scores
-from .masking import Window, in_window, nth_block, num_blocks, row_blocks
+from .masking import Window, nth_block, num_blocks, row_blocks, seen_from, within
 from .rng import Dropout, kept, words_of
 from .scores import Features, Pairs, slope_of
 from .softmax import INFINITY, LOG2E
@@ -86,6 +86,7 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys. Tiles are transposed, `[N, M]`: probabilities are the left operand of both sums."""
+    factor = scores.unit(factor, softcap, bias, slopes)
     origin = 0 if threshold is None else -(j0 % 8)
     span = block_of(
         tl.program_id(0), num_tiles, num_heads_k, cu_seqlens_k, batch, total_k, origin, 1, BLOCK_N, SEQUENCES
@@ -111,6 +112,7 @@ def dkdv_kernel(
         rows_seen = tl.where(last >= span.start, length_q, 0)  # a block without keys is seen by no row
         blocks = row_blocks(window, span.start, last, shift, rows_seen, BLOCK_M)
         keys = span.start + tl.arange(0, BLOCK_N)[:, None]  # [N, 1]
+        bounds = seen_from(window, keys, shift, tile.exists[:, None], length_q)
         q_stride, dout_stride = wide(stride_q_m, ALIGN), wide(stride_dout_m, ALIGN)
 
         dk_j, dv_j = zeros(BLOCK_N, D0, D1), zeros(BLOCK_N, DV0, DV1)
@@ -129,6 +131,7 @@ def dkdv_kernel(
                 b,
                 head,
                 shift,
+                q.dtype.element_ty != tl.float32,
             )
             dropout = None
             if threshold is not None:
@@ -141,11 +144,11 @@ def dkdv_kernel(
             row_numbers = numbers + b * wide(stride_numbers_b, 2) + head * wide(stride_numbers_h, 2) + first_q
             dk_j, dv_j = dkdv_of_rows(
                 dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_numbers, length_q, keys, tile.exists, features,
-                window, dropout, factor, keep_scale, True, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, PRECISION,
+                bounds, dropout, factor, keep_scale, True, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
             dk_j, dv_j = dkdv_of_rows(
                 dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_numbers, length_q, keys, tile.exists, features,
-                window, dropout, factor, keep_scale, False, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, PRECISION,
+                bounds, dropout, factor, keep_scale, False, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
 
         # Positions of this sequence that hold no key get 0, whatever the loop made of them.
@@ -163,7 +166,7 @@ def dkdv_kernel(
 
 @triton.jit
 def dkdv_of_rows(
-    dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_numbers, length_q, keys, holds, features, window, dropout,
+    dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_numbers, length_q, keys, holds, features, bounds, dropout,
     factor, keep_scale, MASKED: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -179,8 +182,7 @@ def dkdv_of_rows(
         p = tl.exp2(s.t * factor - lse_i[None, :])  # [N, M]
         visible = None
         if MASKED:  # a row past the last one sees nothing: it would read another's bias, and 0 * NaN is NaN
-            pairs = holds[:, None] & exists[None, :]
-            visible = in_window(window, row[None, :], keys, features.shift, pairs)
+            visible = within(bounds, row[None, :])
         if features.mask.data is not None:
             in_mask = scores.shown(features, row[None, :], keys, holds[:, None])
             visible = in_mask if visible is None else visible & in_mask

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from . import scores
-from .masking import Window, in_window, key_blocks, nth_block, num_blocks
+from .masking import Window, key_blocks, keys_seen, nth_block, num_blocks, visible_keys
 from .rng import Dropout, kept, words_of
 from .scores import Features, Pairs, Score, slope_of
 from .tiles import (
@@ -43,6 +43,7 @@ def dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`dslopes` has the shape of lse; it is `None` where nobody wants it."""
+    factor = scores.unit(factor, softcap, bias, slopes)
     span = block_of(tl.program_id(0), num_tiles, num_heads_q, cu_seqlens_q, batch, total_q, 0, 1, BLOCK_M, SEQUENCES)
     if span.start < span.length:
         position = span.start + tl.arange(0, BLOCK_M)  # [M]
@@ -69,6 +70,7 @@ def dq_kernel(
             b,
             head,
             key_range.length - span.length + diagonal,
+            q.dtype.element_ty != tl.float32,
         )
         window = Window(window_left, window_right, top_left)
         dropout = None
@@ -90,13 +92,15 @@ def dq_kernel(
         origin = 0 if threshold is None else -(j0 % 8)
         blocks = key_blocks(window, span.start, last, features.shift, side.range.begin, side.range.end, origin, BLOCK_N)
         rows = position[:, None]
+        padded = leftpad_k is not None or threshold is not None
+        bounds = keys_seen(window, rows, features.shift, side.range, padded)
         dq_i, dslope_i = zeros(BLOCK_M, D0, D1), tl.zeros([BLOCK_M], tl.float32)
         dq_i, dslope_i = dq_of_keys(
-            dq_i, dslope_i, blocks, q_i, dout_i, lse_i, delta_i, side, rows, features, window, dropout, factor,
+            dq_i, dslope_i, blocks, q_i, dout_i, lse_i, delta_i, side, rows, features, bounds, dropout, factor,
             keep_scale, True, dslopes is not None, D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
         dq_i, dslope_i = dq_of_keys(
-            dq_i, dslope_i, blocks, q_i, dout_i, lse_i, delta_i, side, rows, features, window, dropout, factor,
+            dq_i, dslope_i, blocks, q_i, dout_i, lse_i, delta_i, side, rows, features, bounds, dropout, factor,
             keep_scale, False, dslopes is not None, D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
         store_rows(dq_rows + token * wide(stride_dq_m, ALIGN), scaled(dq_i, scale, D1), exists, D, D0, D1)
@@ -107,7 +111,7 @@ def dq_kernel(
 
 @triton.jit
 def dq_of_keys(
-    dq_i, dslope_i, blocks, q_i, dout_i, lse_i, delta_i, side, rows, features, window, dropout, factor, keep_scale,
+    dq_i, dslope_i, blocks, q_i, dout_i, lse_i, delta_i, side, rows, features, bounds, dropout, factor, keep_scale,
     MASKED: tl.constexpr, SLOPES: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -121,8 +125,8 @@ def dq_of_keys(
         k_j = load_k(side, tile, exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
         v_j = load_v(side, tile, exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
         ds = score_gradient(
-            q_i, k_j, dout_i, v_j, lse_i, delta_i, rows, keys, start_n, exists, features, window, dropout, factor,
-            keep_scale, MASKED, D1, DV1, BLOCK_N, PRECISION,
+            q_i, k_j, dout_i, v_j, lse_i, delta_i, rows, keys, start_n, exists, features, bounds, dropout, factor,
+            keep_scale, MASKED, D1, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
         if SLOPES:
             dslope_i -= tl.sum(ds.t * scores.distance(features, rows, keys), 1)
@@ -132,8 +136,9 @@ def dq_of_keys(
 
 @triton.jit
 def score_gradient(
-    q_i, k_j, dout_i, v_j, lse_i, delta_i, rows, keys, first_key, exists, features, window, dropout, factor, keep_scale,
-    MASKED: tl.constexpr, D1: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    q_i, k_j, dout_i, v_j, lse_i, delta_i, rows, keys, first_key, exists, features, bounds, dropout, factor, keep_scale,
+    MASKED: tl.constexpr, D1: tl.constexpr, DV1: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the final score, `ds [M, N]`, as a score of which `tanh` is that of forward."""
     inside = None if exists is None else exists[None, :]
@@ -143,7 +148,7 @@ def score_gradient(
     if dropout is not None:
         dp = tl.where(kept(dropout, rows, first_key, BLOCK_N), dp * keep_scale, 0.0)
     ds = p * (dp - delta_i)
-    visible = in_window(window, rows, keys, features.shift, inside) if MASKED else inside
+    visible = visible_keys(bounds, keys, inside, PAGE_SIZE) if MASKED else inside
     if features.mask.data is not None:
         in_mask = scores.shown(features, rows, keys, inside)
         visible = in_mask if visible is None else visible & in_mask

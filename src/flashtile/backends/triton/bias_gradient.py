@@ -4,8 +4,9 @@ score gradients of all sequences, heads, rows and keys that share it. No atomics
 
 import triton.language as tl
 
+from . import scores
 from .backward_rows import score_gradient
-from .masking import Window
+from .masking import Window, keys_seen
 from .rng import Dropout, words_of
 from .scores import Features, Pairs, slope_of
 from .tiles import (
@@ -42,6 +43,7 @@ def dbias_kernel(
     """`tiles_*` count the bias's own tiles, `shared_*` the sequences, heads, row and key blocks that share one: one of
     the two is 1. Each of `splits` programs adds every `splits`-th of what is shared.
     """
+    factor = scores.unit(factor, softcap, bias, slopes)
     program = tl.program_id(0)
     split, program = program % splits, program // splits
     own_n, program = program % tiles_n, program // tiles_n
@@ -79,6 +81,7 @@ def dbias_kernel(
             b,
             head,
             shift,
+            q.dtype.element_ty != tl.float32,
         )
         dropout = None
         if threshold is not None:
@@ -96,9 +99,11 @@ def dbias_kernel(
         keys = first_key + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         k_j = load_k(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
         v_j = load_v(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
+        padded = leftpad_k is not None or threshold is not None
+        bounds = keys_seen(window, row[:, None], shift, side.range, padded)
         ds = score_gradient(
             q_i, k_j, dout_i, v_j, lse_i[:, None], delta_i[:, None], row[:, None], keys, first_key, tile.exists,
-            features, window, dropout, factor, keep_scale, True, D1, DV1, BLOCK_N, PRECISION,
+            features, bounds, dropout, factor, keep_scale, True, D1, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
         total += tl.where(exists[:, None], ds.t, 0.0)
 

@@ -1,35 +1,59 @@
-"""What the parts of a split row found, merged by their log-sum-exp: one program for each row."""
+"""What the parts of a split row found, merged by their log-sum-exp by the last part of a tile that is done.
 
+The order of the parts is that of their numbers, whichever is last: the same call gives the same bits.
+"""
+
+import triton
 import triton.language as tl
 
-from .softmax import INFINITY, LN2, LOG2E
-from .tiles import kernel, wide
+from .softmax import LN2, LOG2E
+
+NUMBERS = tl.constexpr(512)  # of the result that are formed at once
+MOST_AT_ONCE = tl.constexpr(16)  # parts that are read at once
 
 
-@kernel
-def combine_kernel(
-    partial_out, partial_lse, out, lse,
-    stride_out_b, stride_out_h, stride_out_m, stride_lse_b, stride_lse_h, stride_lse_split, num_heads_q, total_q,
-    DV: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """`partial_lse [SPLITS, ...]` is shaped as lse, `partial_out [SPLITS, ..., Dv]` contiguous with the same rows.
-    PARTS is the power of two from SPLITS on, WIDTH that from Dv on.
+@triton.jit
+def is_last(arrived, PARTS: tl.constexpr):
+    """Whether the other programs of a tile have stored what they found; this one has. The last sets the tile's counter
+    to zero again, for the next launch.
     """
-    row = tl.program_id(0) % total_q
-    head = tl.program_id(0) // total_q % num_heads_q
-    b = (tl.program_id(0) // total_q // num_heads_q).to(tl.int64)
-    at = b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + row
-    part = tl.arange(0, PARTS)
-    parts = at + part * wide(stride_lse_split, 1)  # [P]
-    lse_p = tl.load(partial_lse + parts, mask=part < SPLITS, other=-INFINITY)
-    m = tl.max(lse_p, 0)
-    # The maximum drops NaN, the sum does not. Equal infinities have no difference; parts without keys hold 0.
-    weights = tl.where(lse_p == m, 1.0, tl.exp2((lse_p - m) * LOG2E))  # [P]
-    total = tl.sum(weights, 0)
-    d = tl.arange(0, WIDTH)
-    inside = (part < SPLITS)[:, None] & (d < DV)[None, :]
-    out_p = tl.load(partial_out + parts[:, None] * DV + d[None, :], mask=inside, other=0.0)  # [P, Dv]
-    merged = tl.sum(weights[:, None] * out_p, 0) / total
-    found = out + b * wide(stride_out_b, 1) + head * wide(stride_out_h, 1) + row * wide(stride_out_m, 1)
-    tl.store(found + d, merged.to(out.dtype.element_ty), mask=d < DV)
-    tl.store(lse + at, m + tl.log2(total) * LN2)
+    tl.debug_barrier()  # one thread counts, after all have stored
+    last = tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
+
+
+@triton.jit
+def merge(
+    partial_out, partial_lse, out, lse, span, first, stride_out_h, stride_out_m, stride_lse_h, stride_part,
+    PACK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Merge the rows of a tile. `out` is that of the sequence, `first` where it begins in lse. `partial_lse
+    [SPLITS, ...]` has rows as lse, `partial_out` the same and DV numbers in each, of which WIDTH is the power of two.
+    """
+    AT_ONCE: tl.constexpr = min(SPLITS, MOST_AT_ONCE)
+    ROWS: tl.constexpr = min(BLOCK_M, max(1, NUMBERS // WIDTH))
+    d = tl.arange(0, WIDTH)[None, :]
+    for n in range(0, tl.minimum(span.length * PACK - span.start, BLOCK_M), ROWS):
+        row = span.start + n + tl.arange(0, ROWS)[:, None]
+        position, head = row // PACK, span.head * PACK + row % PACK  # [R, 1]
+        exists = position < span.length
+        at = first + head * stride_lse_h + position
+        # Other cores wrote these: they are read from the cache that all share.
+        m = tl.full([ROWS, 1], -float("inf"), tl.float32)
+        for p in tl.range(0, SPLITS, loop_unroll_factor=AT_ONCE):
+            x = tl.load(partial_lse + (at + p * stride_part), mask=exists, other=0.0, cache_modifier=".cg")
+            m = tl.maximum(m, x)
+        total, merged = tl.zeros([ROWS, 1], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
+        for p in tl.range(0, SPLITS, loop_unroll_factor=AT_ONCE):
+            part = at + p * stride_part
+            x = tl.load(partial_lse + part, mask=exists, other=0.0, cache_modifier=".cg")
+            y = tl.load(partial_out + part * DV + d, mask=exists & (d < DV), other=0.0, cache_modifier=".cg")
+            # The maximum drops NaN, the sum does not. Equal infinities have no difference; parts without keys hold 0.
+            weight = tl.where(x == m, 1.0, tl.exp2((x - m) * LOG2E))
+            total += weight
+            merged += weight * y
+        found = out + head * stride_out_h + (span.first + position) * stride_out_m
+        tl.store(found + d, (merged / total).to(out.dtype.element_ty), mask=exists & (d < DV))
+        tl.store(lse + at, m + tl.log2(total) * LN2, mask=exists)

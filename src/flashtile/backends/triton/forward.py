@@ -1,14 +1,14 @@
 """FlashAttention-2's forward pass (Dao, "FlashAttention-2", 2023, algorithm 1): one program for each block of rows.
 
 The same kernel decodes: the query heads that share a key head become rows of one tile (`PACK` of them), and a program
-takes one of `SPLITS` parts of the keys; `combine` merges what the parts found.
+takes one of `SPLITS` parts of the keys; the last part that is done merges what they found (`combine`).
 """
 
 import triton
 import triton.language as tl
 
-from . import scores, softmax
-from .masking import Blocks, Window, in_window, key_blocks, nth_block, num_blocks
+from . import combine, scores, softmax
+from .masking import Blocks, Window, all_masked, key_blocks, keys_seen, nth_block, num_blocks, visible_keys
 from .rng import Dropout, kept, words_of
 from .scores import Features, Pairs, slope_of
 from .softmax import INFINITY, RowState
@@ -32,30 +32,33 @@ from .tiles import (
 
 @kernel
 def forward_kernel(
-    q, k, v, out, lse, mask, bias, slopes, sinks, seed,
+    q, k, v, out, lse, partial_out, partial_lse, arrived, mask, bias, slopes, sinks, seed,
     cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, leftpad_k,
     stride_q_b, stride_q_h, stride_q_m, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n,
-    stride_out_b, stride_out_h, stride_out_m, stride_lse_b, stride_lse_h, stride_out_split, stride_lse_split,
+    stride_out_b, stride_out_h, stride_out_m, stride_lse_b, stride_lse_h, stride_part,
     stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slopes_b, stride_table_b,
     num_tiles, batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, num_pages,
     window_left, window_right, top_left, diagonal, i0, j0, b0, h0, num_heads, threshold, keep_scale,
     factor, multiplier, softcap,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    PACK: tl.constexpr, SPLITS: tl.constexpr, SEQUENCES: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, SEQUENCES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Strides of q, k, v and out come in units of ALIGN elements, so that the compiler knows how they are aligned.
     `total_q`, `total_k` are tokens, or positions of a dense sequence. `factor` makes base-2 logarithms of scores,
     `multiplier` makes scores of products.
     """
+    factor = scores.unit(factor, softcap, bias, slopes)
     split, program = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    span = block_of(program, num_tiles, num_heads_q // PACK, cu_seqlens_q, batch, total_q, 0, PACK, BLOCK_M, SEQUENCES)
+    # Heads in one tile are a group: there are as many tiles beside each other as key heads, and nothing to divide by.
+    heads = num_heads_k if PACK > 1 else num_heads_q
+    span = block_of(program, num_tiles, heads, cu_seqlens_q, batch, total_q, 0, PACK, BLOCK_M, SEQUENCES)
     if span.start < span.length * PACK:
         row = span.start + tl.arange(0, BLOCK_M)
         position, head = row // PACK, span.head * PACK + row % PACK  # [M]
         exists = position < span.length
-        head_k = span.head * PACK // (num_heads_q // num_heads_k)
+        head_k = span.head if PACK > 1 else span.head // (num_heads_q // num_heads_k)
         b = tl.where(span.sequence < batch, span.sequence, 0).to(tl.int64)
 
         token = span.first + position
@@ -84,6 +87,7 @@ def forward_kernel(
             b,
             column,
             shift,
+            q.dtype.element_ty != tl.float32,
         )
         window = Window(window_left, window_right, top_left)
         dropout = None
@@ -98,33 +102,53 @@ def forward_kernel(
             blocks = part_of(blocks, split, SPLITS, BLOCK_N)
 
         rows = position[:, None]
+        bounds = keys_seen(window, rows, shift, side.range, leftpad_k is not None or threshold is not None)
         with_sink = (split == 0) & (span.sequence < batch)
         state = softmax.start(sinks, head, factor, with_sink, zeros(BLOCK_M, DV0, DV1), BLOCK_M)
-        # The masked blocks first: then the compiler keeps the matrix products of the long loop asynchronous.
-        state = attend(
-            state, blocks, q_i, side, features, window, dropout, rows, factor, True,
-            D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
-        )  # fmt: skip
-        state = attend(
-            state, blocks, q_i, side, features, window, dropout, rows, factor, False,
-            D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
-        )  # fmt: skip
+        if PACK > 1 or (SPLITS > 1 and BLOCK_M < 64):
+            # Few blocks, and reading them is all the work: one loop has to wait for its first block once.
+            state = attend(
+                state, all_masked(blocks), q_i, side, features, bounds, dropout, rows, factor, True,
+                D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
+            )  # fmt: skip
+        else:
+            # The masked blocks first: then the compiler keeps the matrix products of the long loop asynchronous.
+            state = attend(
+                state, blocks, q_i, side, features, bounds, dropout, rows, factor, True,
+                D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
+            )  # fmt: skip
+            state = attend(
+                state, blocks, q_i, side, features, bounds, dropout, rows, factor, False,
+                D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
+            )  # fmt: skip
 
         weight, row_lse = softmax.finish(state, factor)
         if threshold is not None:
             weight *= keep_scale
-        out_rows = out + split * wide(stride_out_split, 1) + b * wide(stride_out_b, ALIGN)
-        out_rows += head * wide(stride_out_h, ALIGN) + token * wide(stride_out_m, ALIGN)
-        store_rows(out_rows[:, None], scaled(state.acc, weight[:, None], DV1), exists, DV, DV0, DV1)
-        lse_rows = (
-            lse + split * wide(stride_lse_split, 1) + b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + token
-        )
-        tl.store(lse_rows, row_lse, mask=exists)
+        at = b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + token  # [M]
+        out_rows = out + b * wide(stride_out_b, ALIGN) + head * wide(stride_out_h, ALIGN)
+        out_rows += token * wide(stride_out_m, ALIGN)
+        found = scaled(state.acc, weight[:, None], DV1)
+        if SPLITS == 1:
+            store_rows(out_rows[:, None], found, exists, DV, DV0, DV1)
+            tl.store(lse + at, row_lse, mask=exists)
+        else:
+            part = split * wide(stride_part, 1) + at
+            store_rows(partial_out + part[:, None] * DV, found, exists, DV, DV0, DV1)
+            tl.store(partial_lse + part, row_lse, mask=exists)
+            if combine.is_last(arrived + program, SPLITS):
+                out_b = out + b * wide(stride_out_b, ALIGN)
+                lse_b = b * wide(stride_lse_b, 1) + span.first
+                combine.merge(
+                    partial_out, partial_lse, out_b, lse, span, lse_b, wide(stride_out_h, ALIGN),
+                    wide(stride_out_m, ALIGN), wide(stride_lse_h, 1), wide(stride_part, 1),
+                    PACK, DV, WIDTH, SPLITS, BLOCK_M,
+                )  # fmt: skip
 
 
 @triton.jit
 def attend(
-    state, blocks, q_i, side, features, window, dropout, rows, factor, MASKED: tl.constexpr,
+    state, blocks, q_i, side, features, bounds, dropout, rows, factor, MASKED: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +161,7 @@ def attend(
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         inside = None if exists is None else exists[None, :]
         s = scores.forward(inner_products(q_i, k_j, D1, PRECISION), features, rows, keys, inside)  # [M, N]
-        visible = in_window(window, rows, keys, features.shift, inside) if MASKED else inside
+        visible = visible_keys(bounds, keys, inside, PAGE_SIZE) if MASKED else inside
         if features.mask.data is not None:
             in_mask = scores.shown(features, rows, keys, inside)
             visible = in_mask if visible is None else visible & in_mask

@@ -15,7 +15,7 @@ from ..common.arguments import lse_strides, rows_last, strides
 from ..common.passes import Recorder, Results
 from . import arguments as args
 from .append import append_kernel
-from .combine import combine_kernel
+from .counters import counters
 from .forward import forward_kernel
 from .gradients import backward
 from .tables import Launch
@@ -44,44 +44,31 @@ def attend(recorder: Recorder, plan: Plan, call: Call) -> Results:
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     launch_shape: Launch = plan.tile.forward
     pack, splits = plan.tile.pack, call.settings.num_splits or plan.num_splits
-    found, found_lse, part = out, lse, out
+    align = args.alignment([q, k, v, out])
+    tiles = args.num_tiles(call, launch_shape.block_m, pack)
+    programs = tiles * (q.shape[1] // pack) * args.dense_batch(q)
+    partial_lse, partial_out, arrived = None, None, None
     if splits > 1:
         # The parts' results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
-        found_lse = recorder.new(lse.new_empty((splits, *lse.shape)))
-        found = recorder.new(lse.new_empty((*found_lse.shape, v.shape[-1])))
-        part = found[0] if out.dim() == 4 else found[0].transpose(0, 1)
-    align = args.alignment([q, k, v, part])
-    tiles = args.num_tiles(call, launch_shape.block_m, pack)
+        partial_lse = recorder.new(lse.new_empty((splits, *lse.shape)))
+        partial_out = recorder.new(lse.new_empty((*partial_lse.shape, v.shape[-1])))
+        arrived = recorder.computed(partial(counters, q.device, programs))
+    parts = {"partial_out": partial_out, "partial_lse": partial_lse, "arrived": arrived}
     recorder.launch(
         forward_kernel,
-        args.pointers(recorder, call, q, k, v) | {"sinks": t.sinks, "out": found, "lse": found_lse},
-        tiles * (q.shape[1] // pack) * args.dense_batch(q) * splits,
+        args.pointers(recorder, call, q, k, v) | parts | {"sinks": t.sinks, "out": out, "lse": lse},
+        programs * splits,
         {
             **args.inputs(call, q, k, v, align),
-            **strides("out", part, align),
+            **strides("out", out, align),
             **lse_strides(lse),
             **args.tiled(launch_shape, tiles),
-            "stride_out_split": found.stride(0),
-            "stride_lse_split": found_lse.stride(0),
+            "stride_part": None if partial_lse is None else partial_lse.stride(0),
             "PACK": pack,
             "SPLITS": splits,
+            "WIDTH": power_of_two(v.shape[-1]),
         },
     )
-    if splits > 1:
-        numbers = {
-            **strides("out", out, 1),
-            **lse_strides(lse),
-            "stride_lse_split": found_lse.stride(0),
-            "num_heads_q": q.shape[1],
-            "total_q": lse.shape[-1],
-            "DV": v.shape[-1],
-            "WIDTH": power_of_two(v.shape[-1]),
-            "SPLITS": splits,
-            "PARTS": power_of_two(splits),
-            "num_warps": 4,
-        }
-        parts = {"partial_out": found, "partial_lse": found_lse, "out": out, "lse": lse}
-        recorder.launch(combine_kernel, parts, lse.numel(), numbers)
     return out, lse
 
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+UNLIMITED = tl.constexpr(-(2**31))  # a comparison with it is compiled away
+
 
 class Window(NamedTuple):
     """The sides of the window, `None` where unlimited."""
@@ -27,6 +29,15 @@ class Blocks(NamedTuple):
     hi: tl.tensor
 
 
+class Bounds(NamedTuple):
+    """The keys that a row sees or the rows that see a key, `lower <= position <= upper`. All that depends on one of
+    the two is in its bounds, so that a pair costs one comparison, or two.
+    """
+
+    lower: tl.tensor
+    upper: tl.tensor
+
+
 @triton.jit
 def num_blocks(blocks, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     if MASKED:
@@ -43,6 +54,11 @@ def nth_block(blocks, n, MASKED: tl.constexpr, BLOCK: tl.constexpr):
         return tl.where(n < before, blocks.lo + n * BLOCK, blocks.full_hi + (n - before) * BLOCK)
     else:
         return blocks.full_lo + n * BLOCK
+
+
+@triton.jit
+def all_masked(blocks):
+    return Blocks(blocks.lo, blocks.hi, blocks.hi, blocks.hi)
 
 
 @triton.jit
@@ -92,13 +108,43 @@ def row_blocks(window, first_key, last_key, shift, num_rows, BLOCK: tl.constexpr
 
 
 @triton.jit
-def in_window(window, rows, keys, shift, exists):
-    """Bool `[M, N]` for rows `[M, 1]` and keys `[1, N]`, or transposed; `exists` has the shape of `keys`."""
-    visible = exists
+def keys_seen(window, rows, shift, key_range, PADDED: tl.constexpr):
+    """The keys that each row sees, of those that exist; with PADDED, blocks may begin before the first."""
+    lower, upper = UNLIMITED, key_range.end - 1
+    if PADDED:
+        lower = key_range.begin
     if window.left is not None:
-        visible = visible & (keys >= rows + (shift - window.left))
+        lower = tl.maximum(rows + (shift - window.left), lower)
     if window.right is not None:
-        visible = visible & (keys <= rows + (shift + window.right))
+        upper = tl.minimum(rows + (shift + window.right), upper)
     if window.top_left is not None:
-        visible = visible & (keys <= rows + window.top_left)
-    return visible
+        upper = tl.minimum(rows + window.top_left, upper)
+    return Bounds(lower, upper)
+
+
+@triton.jit
+def seen_from(window, keys, shift, holds, num_rows):
+    """The rows that see each key: none see one that does not exist (`holds`, of the shape of `keys`)."""
+    lower, upper = UNLIMITED, tl.where(holds, num_rows - 1, -1)
+    if window.left is not None:
+        upper = tl.minimum(keys + (window.left - shift), upper)
+    if window.right is not None:
+        lower = tl.maximum(keys - (shift + window.right), lower)
+    if window.top_left is not None:
+        lower = tl.maximum(keys - window.top_left, lower)
+    return Bounds(lower, upper)
+
+
+@triton.jit
+def within(bounds, positions):
+    """Bool `[M, N]` for bounds `[M, 1]` and positions `[1, N]`, or transposed."""
+    return (positions >= bounds.lower) & (positions <= bounds.upper)
+
+
+@triton.jit
+def visible_keys(bounds, keys, exists, PAGE_SIZE: tl.constexpr):
+    """As `within`. The keys of one page are a range; of several, some in between may not exist."""
+    if PAGE_SIZE == 0:
+        return within(bounds, keys)
+    else:
+        return within(bounds, keys) & exists

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+LARGE = tl.constexpr(8192)  # pairs of a tile with a word for each thread, where a word is of 32 keys
+
 
 class Dropout(NamedTuple):
     """The mask of one sequence."""
@@ -41,19 +43,29 @@ def kept(dropout, rows, first_key, N: tl.constexpr):
     """Bool `[M, N]`: which pairs of rows `[M, 1]` and the keys from `first_key` on are kept. The first key's position
     in the whole sequence is a multiple of 8.
     """
-    group = (first_key + dropout.j0) // 8 + tl.arange(0, N // 8)[None, :]  # [1, N / 8]
-    zero = (rows * 0 + group * 0).to(tl.uint32)  # [M, N / 8]
-    c0, c1 = zero + group.to(tl.uint32), zero + (rows + dropout.i0).to(tl.uint32)
-    c2 = zero + dropout.sequence_head.to(tl.uint32)
-    w0, w1, w2, w3 = philox(c0, c1, c2, zero, dropout.key_0, dropout.key_1)
-    # Joined in the order of the bits of j % 8: half, then the word's low and its high bit.
-    pairs_0 = tl.join(halves(w0, dropout.threshold), halves(w2, dropout.threshold))  # [M, N / 8, half, high]
-    pairs_1 = tl.join(halves(w1, dropout.threshold), halves(w3, dropout.threshold))
-    words = tl.join(pairs_0, pairs_1)  # [M, N / 8, half, high, low]
-    return tl.permute(words, (0, 1, 3, 4, 2)).reshape(zero.shape[0], N) != 0
+    M: tl.constexpr = rows.shape[0]
+    EIGHTS: tl.constexpr = 4 if M * N >= LARGE and N >= 32 else 2  # of keys in one word of bits
+    WORDS: tl.constexpr = N // (8 * EIGHTS)
+    first = (first_key + dropout.j0) // 8 + EIGHTS * tl.arange(0, WORDS)[None, :]  # [1, W]
+    bits = (rows * 0 + first * 0).to(tl.uint32)  # [M, W]
+    c1, c2 = bits + (rows + dropout.i0).to(tl.uint32), bits + dropout.sequence_head.to(tl.uint32)
+    for n in tl.static_range(EIGHTS):
+        words = philox(c1 * 0 + (first + n).to(tl.uint32), c1, c2, c1 * 0, dropout.key_0, dropout.key_1)
+        for w in tl.static_range(4):
+            bits |= halves(words[w], dropout.threshold) << (8 * n + 2 * w)
+    # Words go to the threads whose pairs they are for. Without `gather` each of those would draw them once more.
+    bits = tl.gather(bits, tl.zeros([M, WORDS], tl.int32) + tl.arange(0, WORDS)[None, :], 1)
+    # Key j has bit 8 n + 2 w + half. In the layout of a matrix product w differs between threads: it is shifted away
+    # for all pairs of a word at once, and the others are constants.
+    n = tl.arange(0, EIGHTS)[None, None, :, None, None]
+    w = tl.arange(0, 4)[None, None, None, :, None]
+    half = tl.arange(0, 2)[None, None, None, None, :]
+    chosen = (bits[:, :, None, None, None] >> (2 * w).to(tl.uint32)) & (1 << (8 * n + half)).to(tl.uint32)
+    return (chosen != 0).reshape(M, N)
 
 
 @triton.jit
 def halves(word, threshold):
-    """Int8 `[..., 2]`: whether the low and the high half of each word are kept."""
-    return tl.join(((word & 0xFFFF) >= threshold).to(tl.int8), ((word >> 16) >= threshold).to(tl.int8))
+    """Two bits: whether the low and the high half of each word are kept."""
+    low, high = (word & 0xFFFF) >= threshold, (word >> 16) >= threshold
+    return low.to(tl.uint32) | (high.to(tl.uint32) << 1)

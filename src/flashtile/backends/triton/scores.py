@@ -42,10 +42,11 @@ class Features(NamedTuple):
     sequence: tl.tensor  # int64
     head: tl.tensor  # a number, or [M, 1]
     shift: tl.tensor  # seqlen_k - seqlen_q, in an unsharded call
+    half: tl.constexpr  # whether inputs are float16 or bfloat16
 
 
 class Score(NamedTuple):
-    t: tl.tensor  # the score in the softmax's units
+    t: tl.tensor  # the score in the softmax's units (`unit`)
     tanh: tl.tensor  # of the capped score, for its derivative; without a softcap, the score
 
 
@@ -71,14 +72,26 @@ def load_pairs(x, features, rows, keys, inside, OTHER: tl.constexpr):
 
 
 @triton.jit
+def unit(factor, softcap, bias, slopes):
+    """What makes base-2 logarithms of scores: the softmax takes the softcap where nothing comes after it."""
+    if softcap is not None and bias is None and slopes is None:
+        return factor * softcap
+    else:
+        return factor
+
+
+@triton.jit
 def forward(product, features, rows, keys, inside):
     """The final score of `product = <q, k>`, not yet masked."""
     t, tanh = product, product
-    if features.multiplier is not None:
-        t = t * features.multiplier
     if features.softcap is not None:
-        tanh = hyperbolic_tangent(t / features.softcap)
-        t = features.softcap * tanh
+        x = product * (features.multiplier / features.softcap)
+        tanh = quick_hyperbolic_tangent(x) if features.half else hyperbolic_tangent(x)
+        t = tanh
+        if features.bias.data is not None or features.slope is not None:
+            t = features.softcap * tanh
+    elif features.multiplier is not None:
+        t = t * features.multiplier
     if features.bias.data is not None:
         t += load_pairs(features.bias, features, rows, keys, inside, 0.0).to(tl.float32)
     if features.slope is not None:
@@ -109,6 +122,22 @@ def hyperbolic_tangent(x):
     series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
     quotient = 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1)
     return tl.where(square < 0.04, series, quotient)
+
+
+@triton.jit
+def quick_hyperbolic_tangent(x):
+    """Within 4e-6 of itself, a hundredth of what float16 inputs are rounded to: a quotient of two polynomials, fitted
+    to have the least relative error up to 6.5, where the tangent is 1. One special function instead of two.
+    """
+    x = tl.maximum(x, -6.5, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, 6.5, propagate_nan=tl.PropagateNan.ALL)
+    square = x * x
+    above = 0.9999994181878639 + square * (
+        0.12382975705472646 + square * (0.002349169468988402 + square * 4.2760037824266486e-06)
+    )
+    below = 1 + square * (0.45715849213461746 + square * (0.02140813340500195 + square * 0.00015023561741497716))
+    root = tl.rsqrt(below)  # its square is the reciprocal, by one instruction: a division takes eight
+    return (x * above) * (root * root)
 
 
 @triton.jit

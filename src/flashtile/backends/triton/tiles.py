@@ -16,7 +16,7 @@ POINTERS = {
     "q", "k", "v", "out", "lse", "dout", "dlse", "numbers", "dq", "dk", "dv", "dbias", "dslopes",
     "mask", "bias", "slopes", "sinks", "seed",
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "leftpad_k",
-    "partial_out", "partial_lse",
+    "partial_out", "partial_lse", "arrived",
     "turned", "k_cache", "v_cache", "new_k", "new_v", "cos", "sin", "lengths", "totals",
 }  # fmt: skip
 
