@@ -16,17 +16,18 @@ from offline.launches import hopper_launches_of
 from flashtile import plan
 from flashtile.backends.hopper import support
 from flashtile.backends.hopper.tables import NARROW, WIDE
+from flashtile.call import Needs
 from flashtile.device import Device
 from flashtile.problem import Problem
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 SHARED_MEMORY = 227 * 1024
 CHOSEN = (
-    ("causal", 64, LONG), ("sinks", 128, SHORT), ("packed everything 64", 64, SHORT), ("causal", 96, SHORT),
+    ("full", 64, LONG), ("causal", 64, LONG), ("sinks", 128, SHORT), ("packed everything 64", 64, SHORT), ("causal", 96, SHORT),
     ("packed 256", 256, SHORT),
 )  # fmt: skip
 BACKWARD = (("causal", 64, SHORT), ("packed 128", 128, SHORT))
-SPILLED = 400  # bytes of a thread's backward pass at most: what masks need, outside of the blocks that need none
+SPILLED = 150  # bytes of a thread's backward pass at most
 FEW = 32  # bytes of a forward pass that newer versions of Triton spill at 256, not in a step
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 
@@ -60,19 +61,20 @@ def test_what_auto_leaves_to_others() -> None:
         assert support.declines(problem(**changes), H200) is None
         assert support.yields(problem(), H200) is None
         assert reason in str(support.yields(problem(**changes), H200))
-        assert plan._plan.__wrapped__(problem(**changes), H200, "hopper", False).backend == "hopper"
+        assert plan._plan.__wrapped__(problem(**changes), H200, "hopper", None).backend == "hopper"
         with mock.patch("flashtile.backends.triton.support.unusable", return_value=None):
-            chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", False)
+            chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", None)
             assert chosen.backend == "triton"
             assert reason in dict(chosen.why)["hopper"]
-            assert plan._plan.__wrapped__(problem(), H200, "auto", False).backend == "hopper"
-            assert plan._plan.__wrapped__(problem(), H200, "auto", True).backend == "hopper"
-            assert plan._plan.__wrapped__(problem(layout="varlen"), H200, "auto", True).backend == "hopper"
-            for changes, reason in (
-                ({"alibi": True}, "ALiBi"),
-                ({"head_dim": 96, "head_dim_v": 96}, "64 and 128"),
+            assert plan._plan.__wrapped__(problem(), H200, "auto", None).backend == "hopper"
+            needs = Needs(True, True, True)
+            for changes in ({}, {"layout": "varlen"}, {"alibi": True}):
+                assert plan._plan.__wrapped__(problem(**changes), H200, "auto", needs).backend == "hopper"
+            for changes, needs, reason in (
+                ({"alibi": True}, needs._replace(alibi_slopes=True), "ALiBi"),
+                ({"head_dim": 96, "head_dim_v": 96}, needs, "64 and 128"),
             ):
-                chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", True)
+                chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", needs)
                 assert chosen.backend == "triton"
                 assert reason in dict(chosen.why)["hopper"]
 
@@ -95,7 +97,8 @@ def test_tiles_follow_the_keys_that_a_row_sees() -> None:
         return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
     with mock.patch("flashtile.backends.hopper.tables.triton_version", return_value=(3, 6)):
-        assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is WIDE
+        assert chosen("full", 64, LONG) == replace(WIDE, maxima_first=True)
+        assert chosen("causal", 64, LONG) == WIDE
     with mock.patch("flashtile.backends.hopper.tables.triton_version", return_value=(3, 7)):
         assert chosen("full", 64, LONG) is NARROW[64, 64]
     assert chosen("full", 64, SHORT) is chosen("window", 64, LONG) is chosen("softcap", 64, LONG) is NARROW[64, 64]
@@ -125,8 +128,9 @@ def test_backward_compiles_for_hopper(family: tuple) -> None:
     assert len(steps) >= 2  # one for each warpgroup
     for order in steps:
         waits = [n for n, word in enumerate(order) if "DEPBAR" in word]
-        # For dout's product with v; for dv, before the next scores are begun; for dk and dq; for those scores.
-        assert [order[n][-1] for n in waits] == ["0", "3", "1", "0"]
+        # For dout's product with v, with dv's behind it; for that, before the next scores are begun; for dk and dq; for
+        # those scores.
+        assert [order[n][-1] for n in waits] == ["1", "3", "1", "0"]
         assert order.index("HGMMA") < waits[0]
         assert "HGMMA" in order[waits[1] : waits[2]]
         assert order[: waits[0]].count("MUFU.EX2") >= 0.9 * order.count("MUFU.EX2") > 0
@@ -137,30 +141,34 @@ def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> 
     found = compiled[family]
     assert found.shared <= SHARED_MEMORY
     assert found.spilled is not None
-    assert found.spilled <= (0 if support.triton_version() == support.VERIFIED else FEW)
+    assert found.spilled <= (4 if support.triton_version() == support.VERIFIED else FEW)
     assert not found.serialized
     assert not found.unset
 
 
 @pytest.mark.parametrize("family", CHOSEN)
 def test_what_runs_beside_what(compiled: dict[tuple, Compiled], family: tuple) -> None:
-    """In each step, maxima are found while the values' product runs, and its sums are rescaled among the exponentials.
-    If the wait for them comes before the maxima, or all multiplications before or after the exponentials, then units
-    wait for each other.
+    """In each step, the products with keys and with values are in flight together. Where a tile wants it, maxima are
+    found before the second one is waited for, and its sums are rescaled among the exponentials. Elsewhere, the
+    exponentials of a thread's first row begin while maxima of its second one are looked for.
     """
     tile = hopper_launches_of(call_of_family(*family))[0].arguments["TILE"]
     loops = inner_loops(compiled[family].sass)
     assert len(loops) == tile.consumers  # one for each warpgroup
     for order in loops:
-        waits = [n for n, word in enumerate(order) if "DEPBAR" in word]
+        waits, exponentials, maxima, products = (
+            [n for n, word in enumerate(order) if kind in word] for kind in ("DEPBAR", "MUFU.EX2", "FMNMX", "HGMMA")
+        )
         # For the scores, with products of all chunks of values in flight; then for these.
         assert [order[n][-1] for n in waits] == [str(len(tile.head_dim_v.chunks)), "0"]
-        assert order.index("HGMMA") < waits[0]
-        assert order[waits[0] : waits[1]].count("FMNMX") >= 0.8 * order.count("FMNMX") > 0
-        exponentials = [n for n, word in enumerate(order) if word == "MUFU.EX2"]
-        among = order[exponentials[0] : exponentials[-1]].count("FMUL")
+        assert products[-1] < waits[0]
         assert exponentials[-1] > waits[1]
-        assert among >= 0.8 * order[waits[1] :].count("FMUL") > 0
+        if tile.maxima_first:
+            assert sum(waits[0] < n < waits[1] for n in maxima) >= 0.8 * len(maxima) > 0
+            among = order[exponentials[0] : exponentials[-1]].count("FMUL")
+            assert among >= 0.8 * order[waits[1] :].count("FMUL") > 0
+        else:
+            assert sum(n > exponentials[0] for n in maxima) >= 4
 
 
 def inner_loops(sass: str, most_waits: int = 2) -> list[list[str]]:

@@ -101,7 +101,7 @@ class Bug(NamedTuple):
 
 WAIT = "s = warpgroup_mma_wait(VALUES, deps=(s,))\n            "
 LET_GO = "release(k.gates, block_count, STAGES)\n            "
-LET_Q_GO = "release_q_early(inputs.q_free, tile_count, consumer, above == part.blocks.hi - 1, TILE)\n            "
+LET_Q_GO = "release_q_early(inputs.q_free, tile_count, consumer, above == tile.hi - 1, TILE)\n            "
 STORED = ".store(out.to(desc.dtype))"
 MEET, DQ = "wait_at(FOR_BOTH, BOTH)\n                ", "dq = product_with_keys(gradients.ds, k, stage, half, TILE)\n"
 THEN_DV = "                dv = warpgroup_mma_wait(3"
@@ -118,7 +118,12 @@ BUGS = (
         f"{LET_Q_GO}{WAIT}{LET_GO}",
         "causal 256",
     ),
-    Bug("values not waited for", "forward.py", "wait_full(v, block_count, STAGES)  # not needed", "# not needed"),
+    Bug(
+        "values not waited for",
+        "forward.py",
+        "wait_full(v, block_count - 1, STAGES)\n            if TILES_OF_Q",
+        "if TILES_OF_Q",
+    ),
     Bug(
         "wrong phase",
         "pipeline.py",

@@ -83,8 +83,8 @@ def forget_plans() -> None:
 
 
 def plan(problem: Problem, device: torch.device, backend: str = "auto", *, needs: Needs | None = None) -> Plan:
-    """The plan of a problem's forward pass, or of a backward pass for the gradients that `needs` asks for; cached by the
-    problem's bucket.
+    """The plan of a problem's forward pass, or of a backward pass for the gradients that `needs` asks for. It is cached
+    by the problem's bucket.
 
     Raises:
         BackendError: the named backend does not exist or declines the problem. It is never replaced by another.

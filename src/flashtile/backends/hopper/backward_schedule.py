@@ -139,8 +139,8 @@ def first_rows(tile, DOWNWARDS: gl.constexpr):
 
 @gluon.jit
 def next_rows(m, member, tile, group, DOWNWARDS: gl.constexpr):
-    """The block of rows after m, of which member of the group of heads: the same rows of all members come first. Passing
-    a head's rows before the next one's would make short blocks of keys wait for long ones at each head.
+    """The block of rows after m, and of which member of the group of heads. The same rows of all members come first:
+    passing a head's rows before the next one's would make short blocks of keys wait for long ones at each head.
     """
     after = member + 1
     done = after == group

@@ -1,9 +1,9 @@
 """FlashAttention's forward pass on Hopper (Shah et al., "FlashAttention-3", 2024, section 3), in Gluon.
 
 One warp schedules, one copies q, k and v by TMA, two or three warpgroups of 64 rows each compute. In each step the
-product of q with one block of keys and that of the block before with its values are both in flight: maxima are found
-while the second one runs, and its sums are rescaled among the exponentials, beside another warpgroup's products. A
-tile's last step is the next one's first: the matrix units do not wait between tiles.
+product of q with one block of keys and that of the block before with its values are both in flight, and the softmax
+between them runs beside another warpgroup's products. A tile's last step is the next one's first: the matrix units do
+not wait between tiles.
 """
 
 from typing import NamedTuple
@@ -222,23 +222,23 @@ def consume(
     part = part_of(tile, consumer, window, diagonal, BLOCK_N)
     mbarrier.wait(q.full.index(consumer), 0)
     q_i = rows_of(q, consumer, Q_SLOTS)
-    wait_full(k, block_count, STAGES)
-    s = product_with_keys(q_i, rows_of(k, block_count, STAGES), nothing)
+    wait_full(k, 0, STAGES)
+    s = product_with_keys(q_i, rows_of(k, 0, STAGES), nothing)
     s = warpgroup_mma_wait(0, deps=(s,))
-    release(k.gates, block_count, STAGES)
+    release(k.gates, 0, STAGES)
     release_q_early(inputs.q_free, 0, consumer, tile.hi - tile.lo == 1, TILE)
     t = scored(s, part, tile.hi - 1, tile, window, scoring)
     m, l, p = first_softmax(t, tile, scoring)  # noqa: E741
     p_i = as_operand(p, p_layout, dtype)
     acc = no_sums(HEAD_DIM_V)
-    wait_full(v, block_count, STAGES)
 
-    # Before each step, `p_i` are the probabilities of block `block_count`, whose values have arrived.
+    # Before each step, `p_i` are the probabilities of block `block_count`.
     while tile.b >= 0:
         q_i = rows_of(q, q_slot(tile_count, consumer, TILE), Q_SLOTS)
         for above in range(tile.lo + 1, tile.hi):
             block_count += 1
             wait_full(k, block_count, STAGES)
+            wait_full(v, block_count - 1, STAGES)
             if TILES_OF_Q == 1:
                 q_i = rows_of(q, afresh(consumer), Q_SLOTS)  # these tiles have no registers to keep operands in
             s = product_with_keys(q_i, rows_of(k, block_count, STAGES), nothing)
@@ -250,11 +250,10 @@ def consume(
             block = tile.hi - 1 + tile.lo - above
             t = scored(s, part, block, tile, window, scoring)
             m, alpha, shift = softmax.maxima(m, t, scoring.factor)
-            # The sums are rescaled while the exponentials are computed, which are another unit's work.
-            wait_full(v, block_count - 1, STAGES)  # passed: it keeps the next wait after the maxima
+            if TILE.maxima_first:
+                wait_full(v, block_count - 1, STAGES)  # passed: ptxas moves the next wait no further up
             acc, alpha, shift = wait_for_values(acc, alpha, shift)
             release(v.gates, block_count - 1, STAGES)
-            wait_full(v, block_count, STAGES)  # not needed yet: it keeps what follows after the release
             acc = rescaled(acc, alpha)
             p = softmax.probabilities(t, shift, scoring.factor)
             l = softmax.scaled_sums(l, alpha) + softmax.sums_by_thread(p)  # noqa: E741
@@ -272,6 +271,7 @@ def consume(
             slot = q_slot(tile_count, consumer, TILE)
             mbarrier.wait(q.full.index(slot), tile_count // TILES_OF_Q & 1)
             wait_full(k, block_count + 1, STAGES)
+            wait_full(v, block_count, STAGES)
             q_i = rows_of(q, slot, Q_SLOTS)
             s = product_with_keys(q_i, rows_of(k, block_count + 1, STAGES), nothing)
             v_j = rows_of(v, block_count, STAGES)
@@ -281,10 +281,10 @@ def consume(
             release_q_early(inputs.q_free, tile_count, consumer, tile.hi - tile.lo == 1, TILE)
             t = scored(s, part, tile.hi - 1, tile, window, scoring)
             m, l, p = first_softmax(t, tile, scoring)  # noqa: E741
-            wait_full(v, block_count + 1, STAGES)
             acc, p, l = wait_for_values(acc, p, l)  # noqa: E741
             p_i = as_operand(p, p_layout, dtype)
         else:
+            wait_full(v, block_count, STAGES)
             v_j = rows_of(v, block_count, STAGES)
             acc = add_product_with_values(acc, p_i, v_j)
             acc = wait_for_sums(acc)

@@ -62,6 +62,7 @@ class Launch(Compiled):
     consumer_registers: int = 240
     copy_registers: int = 24
     tiles_of_q: int = 2  # in shared memory, for each consumer; one is copied anew during its tile's last step
+    maxima_first: bool = False  # before the wait for the product with values; else ptxas mixes them with exponentials
 
     @property
     def block_m(self) -> int:
@@ -117,8 +118,10 @@ def tile(problem: Problem, device: Device) -> Tile:
     features = problem.softcap or problem.alibi  # take more registers than three warpgroups have
     fits = triton_version() == WITHOUT_SPILLS and not features
     head_dims = problem.head_dim, problem.head_dim_v
-    wide = head_dims == (64, 64) and keys_of_a_row(problem) >= MANY_KEYS and fits
-    return Tile(WIDE if wide else NARROW[head_dims], backward_tile(problem))
+    many = MANY_KEYS if problem.window.unlimited else 2 * MANY_KEYS  # parts at the diagonal are computed for nothing
+    wide = head_dims == (64, 64) and keys_of_a_row(problem) >= many and fits
+    forward = replace(WIDE, maxima_first=problem.window.unlimited) if wide else NARROW[head_dims]
+    return Tile(forward, backward_tile(problem))
 
 
 def backward_tile(problem: Problem) -> BackwardLaunch | None:
