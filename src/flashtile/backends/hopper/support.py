@@ -78,6 +78,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
     """Why its backward pass does not take a problem that its forward pass does."""
     if head_dims(problem) not in BACKWARD_HEAD_DIMS:
         return "its backward pass is for head dimensions 64 and 128"
+    if problem.softcap and problem.head_dim == 64:
+        return "its backward pass is no faster with a softcap at head dimension 64"
     if needs.alibi_slopes:
         return "its backward pass has no gradient of ALiBi slopes"
     return None

@@ -107,7 +107,7 @@ NARROW = {
     (128, 128): Launch(OF_128, OF_128, 128, 128, 2, 2),
     (192, 128): Launch(OF_192, OF_128, 64, 128, 2, 2, tiles_of_q=1),
     (192, 192): Launch(OF_192, OF_192, 128, 64, 2, 3, tiles_of_q=1),
-    (256, 256): Launch(OF_256, OF_256, 128, 64, 2, 2, tiles_of_q=1),
+    (256, 256): Launch(OF_256, OF_256, 128, 64, 2, 2, tiles_of_q=1, maxima_first=True),
 }
 WIDE = Launch(OF_64, OF_64, 64, 128, 3, 3, 160, 32)  # reads keys less often, and has more rows past the last one
 BACKWARD = {64: BackwardLaunch(64, 128, 2, 240, 24, False), 128: BackwardLaunch(128, 64, 2, 240, 24, False)}
@@ -120,7 +120,9 @@ def tile(problem: Problem, device: Device) -> Tile:
     head_dims = problem.head_dim, problem.head_dim_v
     many = MANY_KEYS if problem.window.unlimited else 2 * MANY_KEYS  # parts at the diagonal are computed for nothing
     wide = head_dims == (64, 64) and keys_of_a_row(problem) >= many and fits
-    forward = replace(WIDE, maxima_first=problem.window.unlimited) if wide else NARROW[head_dims]
+    forward = WIDE if wide else NARROW[head_dims]
+    if head_dims == (64, 64):
+        forward = replace(forward, maxima_first=problem.window.unlimited)
     return Tile(forward, backward_tile(problem))
 
 
