@@ -165,7 +165,6 @@ def compute(
                 p = where_bits(seen, p, 0.0)
             p_i = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
             weight = scores.derivative(p, score, scoring)
-            mbarrier.wait(rows.dout_full.index(slot), phase)  # passed: it keeps the next wait after exponentials
             dv = warpgroup_mma(p_i, dout_i, dv, is_async=True)
             dp, weight = warpgroup_mma_wait(1, deps=(dp, weight))
             if masked:  # 0 is not 0 * NaN
