@@ -38,6 +38,8 @@ def test_the_long_loop_stays_asynchronous_on_hopper() -> None:
     found = compile_launch(launch, "sm_90")
     assert not found.serialized
     assert found.spilled == 0
+    assert found.registers is not None
+    assert found.registers <= 128  # four programs on a core
 
 
 def test_a_register_that_nothing_has_written_is_found() -> None:
