@@ -2,7 +2,10 @@
 all of them.
 """
 
+from typing import Any
+
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -11,6 +14,7 @@ from offline.families import ARCHITECTURES, call_of_family
 from offline.launches import launches_of
 
 from flashtile.backends.triton.tables import KIB, SHARED_MEMORY
+from flashtile.explain import described_call
 
 CHOSEN = {  # family and kernel for each
     "sm_80": ("hdim 33/5", "dkdv"),
@@ -37,6 +41,17 @@ def test_the_long_loop_stays_asynchronous_on_hopper() -> None:
     (launch,) = [x for x in launches_of(call_of_family("hdim 64 causal"), "sm_90") if x.name == "forward"]
     found = compile_launch(launch, "sm_90")
     assert not found.serialized
+    assert found.spilled == 0
+
+
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"causal": True, "softcap": 30.0}])
+def test_four_programs_of_head_dim_64_share_a_hopper_core(arguments: dict[str, Any]) -> None:
+    q = torch.empty(8, 16, 1024, 64, dtype=torch.bfloat16)
+    (launch,) = launches_of(described_call(q, q, q, None, None, arguments), "sm_90", backward=False)
+    found = compile_launch(launch, "sm_90")
+    assert found.registers is not None
+    assert found.registers * launch.arguments["num_warps"] * 32 * 4 <= 65536
+    assert (found.shared + KIB) * 4 <= 228 * KIB
     assert found.spilled == 0
 
 

@@ -148,7 +148,7 @@ def score_gradient(
     if dropout is not None:
         dp = tl.where(kept(dropout, rows, first_key, BLOCK_N), dp * keep_scale, 0.0)
     ds = p * (dp - delta_i)
-    visible = visible_keys(bounds, keys, inside, PAGE_SIZE) if MASKED else inside
+    visible = visible_keys(bounds, keys, inside, PAGE_SIZE == 0) if MASKED else inside
     if features.mask.data is not None:
         in_mask = scores.shown(features, rows, keys, inside)
         visible = in_mask if visible is None else visible & in_mask

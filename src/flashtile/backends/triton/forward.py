@@ -102,24 +102,29 @@ def forward_kernel(
             blocks = part_of(blocks, split, SPLITS, BLOCK_N)
 
         rows = position[:, None]
-        bounds = keys_seen(window, rows, shift, side.range, leftpad_k is not None or threshold is not None)
+        padded: tl.constexpr = leftpad_k is not None or threshold is not None
+        bounds = keys_seen(window, rows, shift, side.range, padded)
         with_sink = (split == 0) & (span.sequence < batch)
         state = softmax.start(sinks, head, factor, with_sink, zeros(BLOCK_M, DV0, DV1), BLOCK_M)
         if PACK > 1 or (SPLITS > 1 and BLOCK_M < 64):
             # Few blocks, and reading them is all the work: one loop has to wait for its first block once.
             state = attend(
                 state, all_masked(blocks), q_i, side, features, bounds, dropout, rows, factor, True,
-                D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
+                D, D0, D1, DV, DV0, DV1, PAGE_SIZE, PAGE_SIZE == 0, BLOCK_N, PRECISION,
             )  # fmt: skip
         else:
+            # Bounds hold what exists. Where they are upper ones only, ptxas compares while it waits for scores, into
+            # bits, with all keys in registers: 154 of a thread at head_dim 64, and three programs on a Hopper core.
+            # Asked once more what exists, it compares afterwards: 126, and four.
+            bounded: tl.constexpr = PAGE_SIZE == 0 and (padded or window_left is not None)
             # The masked blocks first: then the compiler keeps the matrix products of the long loop asynchronous.
             state = attend(
                 state, blocks, q_i, side, features, bounds, dropout, rows, factor, True,
-                D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
+                D, D0, D1, DV, DV0, DV1, PAGE_SIZE, bounded, BLOCK_N, PRECISION,
             )  # fmt: skip
             state = attend(
                 state, blocks, q_i, side, features, bounds, dropout, rows, factor, False,
-                D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
+                D, D0, D1, DV, DV0, DV1, PAGE_SIZE, bounded, BLOCK_N, PRECISION,
             )  # fmt: skip
 
         weight, row_lse = softmax.finish(state, factor)
@@ -150,7 +155,7 @@ def forward_kernel(
 def attend(
     state, blocks, q_i, side, features, bounds, dropout, rows, factor, MASKED: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RANGE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The rows' state after the blocks that need masks, or after those that do not."""
     for n in range(num_blocks(blocks, MASKED, BLOCK_N)):
@@ -161,7 +166,7 @@ def attend(
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         inside = None if exists is None else exists[None, :]
         s = scores.forward(inner_products(q_i, k_j, D1, PRECISION), features, rows, keys, inside)  # [M, N]
-        visible = visible_keys(bounds, keys, inside, PAGE_SIZE) if MASKED else inside
+        visible = visible_keys(bounds, keys, inside, RANGE) if MASKED else inside
         if features.mask.data is not None:
             in_mask = scores.shown(features, rows, keys, inside)
             visible = in_mask if visible is None else visible & in_mask

@@ -142,9 +142,9 @@ def within(bounds, positions):
 
 
 @triton.jit
-def visible_keys(bounds, keys, exists, PAGE_SIZE: tl.constexpr):
-    """As `within`. The keys of one page are a range; of several, some in between may not exist."""
-    if PAGE_SIZE == 0:
+def visible_keys(bounds, keys, exists, RANGE: tl.constexpr):
+    """As `within`, with RANGE: the keys of one page are a range. Of several, some in between may not exist."""
+    if RANGE:
         return within(bounds, keys)
     else:
         return within(bounds, keys) & exists

@@ -1,0 +1,53 @@
+"""Which tiles problems get. Needs neither Triton nor a GPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from calls import dense_call
+
+from flashtile.backends.triton import tables
+from flashtile.backends.triton.tables import HALF, SMALL, Launch
+from flashtile.device import Device
+from flashtile.masks import Window
+from flashtile.problem import Problem
+
+H200, A100 = Device("cuda", "H200", "sm_90", 132), Device("cuda", "A100", "sm_80", 108)
+
+
+def problem(**changes: Any) -> Problem:
+    plain = replace(Problem.describe(dense_call(torch.bfloat16)), head_dim=128, head_dim_v=128, alignment=16)
+    return replace(plain, seqlen_q=4096, seqlen_k=4096, num_heads_q=8, num_heads_kv=2, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"softcap": True}, {"dropout": True}, {"window": Window(1024, 0)}, {"window": Window(1024, 1024)}],
+)
+def test_work_beside_products_takes_small_tiles_of_forward(changes: dict[str, Any]) -> None:
+    plain = HALF[227][1]
+    found = tables.tile(problem(**changes), H200)
+    assert found == tables.Tile(SMALL, plain.dkdv, plain.dq)
+    for device, more in ((A100, {}), (H200, {"head_dim": 256, "head_dim_v": 256}), (H200, {"dtype": torch.float32})):
+        assert tables.tile(problem(**changes | more), device).forward != SMALL
+    for more in ({"alibi": True}, {"bias": (True,) * 4}, {"mask": (True,) * 4}):
+        assert tables.tile(problem(**changes | more), H200).forward == Launch(128, 64, 8, 3)
+
+
+@pytest.mark.parametrize("window", [Window(4096, 0), Window(1024, None), Window(None, 0), Window(1024, 2048)])
+def test_long_windows_keep_the_large_tile(window: Window) -> None:
+    assert tables.tile(problem(window=window), H200) == tables.tile(problem(), H200)
+
+
+def test_decoding_has_one_tile_whatever_is_in_the_batch() -> None:
+    """With `num_splits` given, bits depend neither on the batch nor on how long it is."""
+    found = [
+        tables.tile(replace(problem(), seqlen_q=1, batch=batch, seqlen_k=seqlen_k), H200)
+        for batch in (1, 64)
+        for seqlen_k in (1, 1024, 65536)
+    ]
+    assert {x.forward for x in found} == {Launch(16, 64, 4, 4)}
+    one = problem(bias=(True,) * 4)
+    assert tables.tile(replace(one, seqlen_q=1), H200).forward == Launch(16, 64, 4, 3)
+    assert tables.tile(replace(problem(), seqlen_q=1), A100).forward == Launch(16, 64, 4, 2)
