@@ -85,7 +85,7 @@ MOST_PACKED_ROWS = 64  # query rows of a group that become one tile
 KEYS_TIMES_WIDTH = 8192  # of a tile that decodes
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
 SMALL = Launch(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
-LEAST_KEYS = 128  # of one part of a split row
+LEAST_KEYS = 64  # of one part of a split row
 
 
 def tile(problem: Problem, device: Device) -> Tile:
