@@ -23,8 +23,8 @@ from flashtile.problem import Problem
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 SHARED_MEMORY = 227 * 1024
 CHOSEN = (
-    ("full", 64, LONG), ("causal", 64, LONG), ("sinks", 128, SHORT), ("packed everything 64", 64, SHORT), ("causal", 96, SHORT),
-    ("packed 256", 256, SHORT),
+    ("full", 64, LONG), ("causal", 64, LONG), ("sinks", 128, SHORT), ("packed everything 64", 64, SHORT),
+    ("causal", 96, SHORT), ("packed 256", 256, SHORT),
 )  # fmt: skip
 BACKWARD = (("causal", 64, SHORT), ("packed 128", 128, SHORT))
 SPILLED = 150  # bytes of a thread's backward pass at most
@@ -67,12 +67,12 @@ def test_what_auto_leaves_to_others() -> None:
             assert chosen.backend == "triton"
             assert reason in dict(chosen.why)["hopper"]
             assert plan._plan.__wrapped__(problem(), H200, "auto", None).backend == "hopper"
-            needs = Needs(True, True, True)
+            qkv = Needs(True, True, True)
             for changes in ({}, {"layout": "varlen"}, {"alibi": True}):
-                assert plan._plan.__wrapped__(problem(**changes), H200, "auto", needs).backend == "hopper"
+                assert plan._plan.__wrapped__(problem(**changes), H200, "auto", qkv).backend == "hopper"
             for changes, needs, reason in (
-                ({"alibi": True}, needs._replace(alibi_slopes=True), "ALiBi"),
-                ({"head_dim": 96, "head_dim_v": 96}, needs, "64 and 128"),
+                ({"alibi": True}, qkv._replace(alibi_slopes=True), "ALiBi"),
+                ({"head_dim": 96, "head_dim_v": 96}, qkv, "64 and 128"),
             ):
                 chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", needs)
                 assert chosen.backend == "triton"
