@@ -37,6 +37,7 @@ from .pipeline import (
     afresh,
     as_matrix,
     barriers,
+    boundary,
     columns_of,
     new_memory,
     new_ring,
@@ -252,8 +253,12 @@ def consume(
             m, alpha, shift = softmax.maxima(m, t, scoring.factor)
             if TILE.maxima_first:
                 wait_full(v, block_count - 1, STAGES)  # passed: ptxas moves the next wait no further up
+            else:
+                boundary(block_count)
             acc, alpha, shift = wait_for_values(acc, alpha, shift)
             release(v.gates, block_count - 1, STAGES)
+            if not TILE.maxima_first:
+                boundary(block_count)
             acc = rescaled(acc, alpha)
             p = softmax.probabilities(t, shift, scoring.factor)
             l = softmax.scaled_sums(l, alpha) + softmax.sums_by_thread(p)  # noqa: E741
@@ -281,6 +286,8 @@ def consume(
             release_q_early(inputs.q_free, tile_count, consumer, tile.hi - tile.lo == 1, TILE)
             t = scored(s, part, tile.hi - 1, tile, window, scoring)
             m, l, p = first_softmax(t, tile, scoring)  # noqa: E741
+            if not TILE.maxima_first:
+                boundary(block_count)
             acc, p, l = wait_for_values(acc, p, l)  # noqa: E741
             p_i = as_operand(p, p_layout, dtype)
         else:

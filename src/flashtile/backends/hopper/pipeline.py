@@ -163,6 +163,16 @@ def results_landed():
 
 
 @gluon.jit
+def boundary(n):
+    """A loop that never goes round, for n is not negative. LLVM moves no instruction across it, and ptxas takes it away:
+    the order in which ptxas gets instructions stays the one that is written, which it begins its own search from.
+    """
+    again = afresh(n)
+    while again < 0:
+        again = afresh(n)
+
+
+@gluon.jit
 def afresh(n):
     """`n`, of which the compiler knows nothing: what follows from it is not computed ahead of a loop and kept."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
