@@ -111,7 +111,8 @@ def explain(
 def needs_of(call: Call) -> Needs:
     """The gradients of q, k and v, and of features whose tensors require one."""
     t = call.tensors
-    return Needs(True, True, True, *(x is not None and x.requires_grad for x in (t.bias, t.alibi_slopes, t.sinks)))
+    bias, alibi_slopes, sinks = (x is not None and x.requires_grad for x in (t.bias, t.alibi_slopes, t.sinks))
+    return Needs(True, True, True, bias, alibi_slopes, sinks)
 
 
 def backward_plan(problem: Problem, device: torch.device, backend: str, needs: Needs) -> Plan | None:

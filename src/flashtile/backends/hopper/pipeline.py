@@ -164,8 +164,8 @@ def results_landed():
 
 @gluon.jit
 def boundary(n):
-    """A loop that never goes round, for n is not negative. LLVM moves no instruction across it, and ptxas takes it away,
-    so that ptxas gets its instructions in the order in which they are written.
+    """A loop that never goes round, for n is not negative. LLVM moves no instruction across it, and ptxas takes it
+    away: it gets its instructions in the order in which they are written.
     """
     again = afresh(n)
     while again < 0:
