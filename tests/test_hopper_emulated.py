@@ -135,7 +135,7 @@ BUGS = (
     Bug("no fence before results are sent", "forward.py", f"{STORED}\n        fence_async_shared()", STORED),
     Bug("product read in flight", "forward.py", "acc = wait_for_sums(acc)", "pass"),
     Bug("diagonal off by one", "masking.py", "(shift + window.right + 1)", "(shift + window.right + 2)"),
-    Bug("half of a thread's pair of columns", "masking.py", "gl.minimum(own % 8, 2)", "own % 8 // 2"),
+    Bug("half of a thread's pair of columns", "bits.py", "gl.minimum(own % 8, 2)", "own % 8 // 2"),
     Bug(
         "a block too few",
         "masking.py",

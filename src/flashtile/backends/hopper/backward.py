@@ -22,8 +22,9 @@ from . import scores
 from .backward_copying import BackwardInputs, Sources, copy_backward, new_rows
 from .backward_schedule import KeyWork, first_rows, next_rows, schedule_keys, take_keys
 from .backward_sums import COLUMNS, HALVES, Sums, add_sums, scrambled
+from .bits import all_seen, where_bits
 from .copying import ROWS, keys_at
-from .masking import Window, all_seen, row_blocks, rows_seen, where_bits
+from .masking import Window, row_blocks, rows_seen
 from .pipeline import (
     FIRST_GATE,
     LAST_GATE,

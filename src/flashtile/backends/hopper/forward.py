@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import scores, softmax
+from .bits import where_bits
 from .chunks import (
     add_product_with_values,
     halves,
@@ -29,7 +30,7 @@ from .chunks import (
     wait_for_values,
 )
 from .copying import ROWS, Inputs, copy, q_slot, rows_at
-from .masking import Window, key_blocks, keys_seen, where_bits
+from .masking import Window, key_blocks, keys_seen
 from .pipeline import (
     FIRST_GATE,
     LAST_GATE,

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .bits import bits_below
+
 
 class Window(NamedTuple):
     """The sides of the window, `None` where unlimited."""
@@ -112,57 +114,3 @@ def rows_seen(x, window, first_key, first_row, shift, seqlen_q, seqlen_k):
     if window.top_left is not None:
         seen = seen & ~bits_below(keys - (window.top_left + first_row), x)
     return seen
-
-
-@gluon.jit
-def all_seen(x):
-    """Every pair of `x [M, N]` is visible."""
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(x).type.layout))
-    return gl.full([x.shape[0], 4], -1, gl.int32, layout)
-
-
-@gluon.jit
-def bits_below(bound, x):
-    """For each row of `x [M, N]` a bit for each of its columns that a thread holds, `[M, 4]`: whether it is below the
-    bound `[M]`.
-
-    A thread has 2 neighbouring columns of every 8 (`softmax`). ptxas makes predicates of bits, seven at a time;
-    comparing each pair would be several times the work.
-    """
-    N: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(x).type.layout))
-    own = gl.expand_dims(gl.convert_layout(bound, gl.SliceLayout(1, layout), assert_trivial=True), 1)
-    own -= 2 * gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, layout)), 0)
-    own = gl.minimum(gl.maximum(own, 0), N)
-    count = own // 8 * 2 + gl.minimum(own % 8, 2)
-    half = count // 2
-    return ((gl.full_like(count, 1) << half) << (count - half)) - 1  # in two steps, for count may be 32
-
-
-@gluon.jit
-def where_bits(seen, x, other):
-    """`x [M, N]` where the bit of its column is set, else `other`."""
-    apart = by_thread(x)
-    layout: gl.constexpr = apart.type.layout
-    N: gl.constexpr = x.shape[1]
-    eights = gl.arange(0, N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    eights = gl.expand_dims(gl.expand_dims(gl.expand_dims(eights, 0), 2), 3)
-    pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 1), 2)
-    bit = 1 << (eights * 2 + pair)
-    seen = gl.expand_dims(gl.expand_dims(seen, 1), 3)
-    kept = gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, $4, p; }",
-        "=r,r,r,r,r",
-        [apart, seen, bit, gl.full_like(apart, other)],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-    return gl.convert_layout(gl.reshape(kept, [x.shape[0], N]), x.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def by_thread(x):
-    """`[M, N] -> [M, N // 8, 4, 2]`: the third dimension is the four threads that hold a row."""
-    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])

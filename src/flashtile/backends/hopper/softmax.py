@@ -3,12 +3,14 @@
 Scores arrive in units of which `factor > 0` makes base-2 logarithms: `p = exp2(t * factor - m * factor)` is one
 multiply-add and one exponential (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
 
-A thread holds 2 neighbouring columns of every 8, and its row's other columns are held by 3 more threads. Sums stay
-apart by thread, `[M, 4]`, until the row is finished: only the maximum is exchanged in each step.
+Four threads hold a row (`bits`). Sums stay apart by thread, `[M, 4]`, until the row is finished: only the maximum is
+exchanged in each step.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from .bits import by_thread
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -19,9 +21,7 @@ LARGEST = gl.constexpr(3.4028234663852886e38)
 @gluon.jit
 def sums_by_thread(p):
     """`[M, N] -> [M, 4]`: the sum of what each thread of a row holds."""
-    M: gl.constexpr = p.shape[0]
-    N: gl.constexpr = p.shape[1]
-    return gl.sum(gl.sum(gl.reshape(p, [M, N // 8, 4, 2]), 3), 1)
+    return gl.sum(gl.sum(by_thread(p), 3), 1)
 
 
 @gluon.jit
