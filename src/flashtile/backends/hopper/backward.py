@@ -166,9 +166,10 @@ def compute(
                 p = where_bits(seen, p, 0.0)
             p_i = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
             weight = scores.derivative(p, score, scoring)
+            # It runs while gradients of scores are computed, and keeps the wait for dp behind the exponentials.
             dv = warpgroup_mma(p_i, dout_i, dv, is_async=True)
             dp, weight = warpgroup_mma_wait(1, deps=(dp, weight))
-            if masked:  # 0 is not 0 * NaN
+            if masked:  # 0 * dp would be NaN where dp is
                 dp = where_bits(seen, dp, 0.0)
             ds = (weight * dp).to(dtype)
             stage = count % DS_STAGES * HALVES
