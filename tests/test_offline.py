@@ -45,7 +45,7 @@ def test_the_long_loop_stays_asynchronous_on_hopper() -> None:
     assert found.spilled == 0
 
 
-@pytest.mark.skipif(triton_version() != (3, 6), reason="newer versions' ptxas takes 158 to 167 registers: three programs")
+@pytest.mark.skipif(triton_version() != (3, 6), reason="newer ptxas takes 158 to 167 registers: three")
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"causal": True, "softcap": 30.0}])
 def test_four_programs_of_head_dim_64_share_a_hopper_core(arguments: dict[str, Any]) -> None:
     q = torch.empty(8, 16, 1024, 64, dtype=torch.bfloat16)
