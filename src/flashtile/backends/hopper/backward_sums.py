@@ -33,7 +33,6 @@ class Sums(NamedTuple):
 @gluon.jit
 def add_sums(dq_desc, sums, queue, turns, window, group, padded_rows, TILE: gl.constexpr):
     BLOCK_M: gl.constexpr = TILE.block_m
-    count = 0
     tile_count = 0
     tile = take_keys(queue, 0)
     while tile.b >= 0:
@@ -55,7 +54,6 @@ def add_sums(dq_desc, sums, queue, turns, window, group, padded_rows, TILE: gl.c
             results_landed()
             thread_barrier()
             gl.atomic_add(counter, 1, sem="release", scope="gpu")
-            count += 1
             m, member = next_rows(m, member, tile, group, TILE.downwards)
         tile_count += 1
         tile = take_keys(queue, tile_count)
