@@ -101,7 +101,8 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     decides in which order things happen. Gives the names of the kernels that are launched.
     """
     kernels = emulated_kernels(folder)
-    gradients = sys.modules[kernels.backward.__module__]
+    package = kernels.__name__.rpartition(".")[0]
+    backward_pass = sys.modules[f"{package}.backward_pass"]
     device = Device("cuda", "emulated", support.ARCHITECTURE, cores)
     launched: list[str] = []
     counter = torch.zeros(1, dtype=torch.int32)  # that dense launches share, as on a GPU
@@ -128,7 +129,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     with (
         mock.patch.multiple(passes, launch=launch, _PASSES={}),
         mock.patch.multiple(kernels, counter=counter_of, describe_device=lambda _: device),
-        mock.patch.multiple(gradients, counter=counter_of, describe_device=lambda _: device),
+        mock.patch.multiple(backward_pass, counter=counter_of, describe_device=lambda _: device),
         mock.patch.multiple(plan, describe_device=lambda _: device, kernels_of=lambda _: kernels),
         mock.patch.object(support, "unusable", return_value=None),
     ):

@@ -17,11 +17,10 @@ from .counters import counter
 from .descriptors import boxes, packed_boxes
 from .forward import forward_kernel
 from .gradients import backward
-from .tables import ROWS, Launch, most_blocks
+from .lengths import lengths_of
+from .tables import ROWS, Launch
 
 __all__ = ["backward", "forward"]
-
-SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while others pass
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -61,56 +60,15 @@ def record_forward(recorder: Recorder, tile: Launch, call: Call) -> Results:
 def numbers(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:
     """Programs, and the arguments of the kernel that are no tensors."""
     t = call.tensors
-    group = t.q.shape[1] // t.k.shape[1]
-    lengths = dense_lengths(call, tile, group) if t.cu_seqlens_q is None else packed_lengths(call, tile)
+    lengths = lengths_of(call, tile.block_m)
     return min(describe_device(t.q.device).cores, lengths["num_tiles"]), {
         **lengths,
+        "stride_lse": lengths["seqlen_q"],
         **score_units(call),
         **window_numbers(call),
         "stride_slopes_b": 0 if t.alibi_slopes is None else slopes_stride(t.alibi_slopes),
         "num_heads": t.q.shape[1],
-        "group": group,
+        "group": t.q.shape[1] // t.k.shape[1],
         "TILE": tile,
         "num_warps": 4,
     }
-
-
-def dense_lengths(call: Call, tile: Launch, group: int) -> dict[str, int]:
-    batch, heads, seqlen_q, _ = call.tensors.q.shape
-    blocks = -(-seqlen_q // tile.block_m)
-    return {
-        "num_tiles": blocks * heads * batch,
-        "num_blocks": blocks,
-        "all_heads": heads * batch,
-        "section": section(call, group),
-        "batch": batch,
-        "seqlen_q": seqlen_q,
-        "seqlen_k": call.tensors.k.shape[2],
-        "stride_lse": seqlen_q,
-    }
-
-
-def packed_lengths(call: Call, tile: Launch) -> dict[str, int]:
-    """Tokens; tiles as many as there can be, those of tokens that belong to no sequence included."""
-    tokens, heads, _ = call.tensors.q.shape
-    assert call.tensors.cu_seqlens_q is not None
-    batch = call.tensors.cu_seqlens_q.shape[0] - 1
-    return {
-        "num_tiles": most_blocks(tokens, tile.block_m, batch) * heads,
-        "num_blocks": 0,
-        "all_heads": 0,
-        "section": 0,
-        "batch": batch,
-        "seqlen_q": tokens,
-        "seqlen_k": call.tensors.k.shape[0],
-        "stride_lse": tokens,
-    }
-
-
-def section(call: Call, group: int) -> int:
-    """Heads that are worked on together: where rows see different numbers of keys, as many as the L2 cache holds."""
-    if call.settings.window.unlimited:
-        return group
-    k, v = call.tensors.k, call.tensors.v
-    of_one = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
-    return group * max(1, SECTION_BYTES // of_one)

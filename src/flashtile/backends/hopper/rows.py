@@ -47,7 +47,7 @@ def prepare_kernel(
     out, dout, lse, dlse, start, delta, turns, cu_seqlens_q,
     stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
     stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m,
-    num_tiles, num_heads, seqlen_q, batch, WIDTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+    num_tiles, num_heads, seqlen_q, batch, HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """`start = -lse`, a base-2 logarithm, and `-delta = dlse - sum(dout * out)`. Padding and rows that saw nothing get
     -inf, so that their probabilities come out as 0, and 0. No block of rows has had a turn yet.
@@ -55,12 +55,12 @@ def prepare_kernel(
     tile, any_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     b, head = (any_head // num_heads).to(tl.int64), any_head % num_heads
     row, exists = rows_of(tile, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
-    feature = tl.arange(0, WIDTH)[None, :]
     x = out + b * wide(stride_out_b, ALIGN) + head * wide(stride_out_h, ALIGN)
     dx = dout + b * wide(stride_dout_b, ALIGN) + head * wide(stride_dout_h, ALIGN)
-    out_i = tl.load(x + row[:, None] * wide(stride_out_m, ALIGN) + feature, mask=exists[:, None], other=0.0)
-    dout_i = tl.load(dx + row[:, None] * wide(stride_dout_m, ALIGN) + feature, mask=exists[:, None], other=0.0)
-    negative = -tl.sum(out_i.to(tl.float32) * dout_i.to(tl.float32), 1)
+    x, dx = x + row[:, None] * wide(stride_out_m, ALIGN), dx + row[:, None] * wide(stride_dout_m, ALIGN)
+    negative = -product(x, dx, exists, HEAD_DIM.chunks[0], 0)
+    for c in tl.static_range(1, len(HEAD_DIM.chunks)):
+        negative -= product(x, dx, exists, HEAD_DIM.chunks[c], HEAD_DIM.starts[c])
     lse_i = tl.load(lse + b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + row, mask=exists, other=-INFINITY)
     if dlse is not None:
         given = dlse + b * wide(stride_dlse_b, 1) + head * wide(stride_dlse_h, 1) + row * wide(stride_dlse_m, 1)
@@ -69,32 +69,44 @@ def prepare_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(start + at, tl.where(empty, -INFINITY, -LOG2E * lse_i))
     tl.store(delta + at, tl.where(empty, 0.0, negative))
-    tl.store(turns + tl.program_id(0), 0)
+    if turns is not None:
+        tl.store(turns + tl.program_id(0), 0)
+
+
+@triton.jit
+def product(x, y, exists, WIDTH: tl.constexpr, FIRST: tl.constexpr):
+    """Of each row of WIDTH features, from FIRST on."""
+    feature = FIRST + tl.arange(0, WIDTH)[None, :]
+    x_i = tl.load(x + feature, mask=exists[:, None], other=0.0)
+    y_i = tl.load(y + feature, mask=exists[:, None], other=0.0)
+    return tl.sum(x_i.to(tl.float32) * y_i.to(tl.float32), 1)
 
 
 @triton_kernel
 def finish_kernel(
     sums, turns, dq, cu_seqlens_q,
     stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, batch, scale,
-    WIDTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dq from its sums. Nothing has been written for a block of rows whose counter of turns is 0: it sees no key."""
     tile, any_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     b, head = (any_head // num_heads).to(tl.int64), any_head % num_heads
     row, exists = rows_of(tile, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
-    feature = tl.arange(0, WIDTH)[None, :]
-    at = tl.program_id(0).to(tl.int64) * (BLOCK_M * WIDTH) + tl.arange(0, BLOCK_M)[:, None] * WIDTH + feature
-    written = tl.where(at >= 0, tl.load(turns + tl.program_id(0)), 0) > 0  # one number as a mask of this shape
-    total = in_order(tl.load(sums + at, mask=written, other=0.0), BLOCK_M, WIDTH)
     x = dq + b * wide(stride_dq_b, ALIGN) + head * wide(stride_dq_h, ALIGN)
-    at = row[:, None] * wide(stride_dq_m, ALIGN) + feature
-    tl.store(x + at, (total * scale).to(dq.dtype.element_ty), mask=exists[:, None])
+    x += row[:, None] * wide(stride_dq_m, ALIGN)
+    sums += (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]) * HEAD_DIM.width
+    for c in tl.static_range(len(HEAD_DIM.chunks)):
+        feature = HEAD_DIM.starts[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
+        written = tl.where(feature >= 0, tl.load(turns + tl.program_id(0)), 0) > 0  # one number as a mask of this shape
+        total = in_order(tl.load(sums + feature, mask=written, other=0.0), BLOCK_M, HEAD_DIM.chunks[c])
+        tl.store(x + feature, (total * scale).to(dq.dtype.element_ty), mask=exists[:, None])
 
 
 @triton.jit
 def in_order(x, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """Undoes `backward_sums.scrambled` in each square of 64 rows and columns."""
+    """Undoes `backward_sums.scrambled` in each square of 64 rows and columns, or where there are 32, in these."""
     R: tl.constexpr = BLOCK_M // 64
-    C: tl.constexpr = WIDTH // 64
-    r_w_g2_j2_c_h_g0_t_j1_e = tl.reshape(x, [R, 4, 4, 4, C, 2, 2, 4, 2, 2])
+    COLUMNS: tl.constexpr = min(WIDTH, 64)
+    C: tl.constexpr = WIDTH // COLUMNS
+    r_w_g2_j2_c_h_g0_t_j1_e = tl.reshape(x, [R, 4, 4, COLUMNS // 16, C, 2, 2, 4, 2, 2])
     return tl.reshape(tl.permute(r_w_g2_j2_c_h_g0_t_j1_e, [0, 1, 5, 2, 6, 4, 3, 8, 7, 9]), [BLOCK_M, WIDTH])

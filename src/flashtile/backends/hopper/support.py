@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SUMMARY = "Gluon kernels for Hopper GPUs: the fastest at head dimensions 64 and 128"
 ARCHITECTURE = "sm_90"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # of q and v
-BACKWARD_HEAD_DIMS = ((64, 64), (128, 128))
+BACKWARD_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
 DECODING_ROWS = 64
 OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton, whose Gluon is experimental

@@ -3,7 +3,7 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ...device import Device
 from ...problem import Problem
@@ -11,6 +11,7 @@ from ..common.installed import triton_version
 
 ROWS = 64  # of one warpgroup
 COLUMNS = 64  # of dq, that one warpgroup computes
+ALIGN = 8  # elements, of which strides of rows are multiples
 END = 2**30  # of the dimension in which packed rows are described to the copy engine
 MANY_KEYS = 2048  # of a row, from which on wide tiles pay
 
@@ -34,12 +35,16 @@ class HeadDim(Compiled):
     chunks: tuple[int, ...]
 
     @property
+    def width(self) -> int:
+        return sum(self.chunks)
+
+    @property
     def box(self) -> int:
         return min(self.chunks)
 
     @property
     def boxes(self) -> int:
-        return sum(self.chunks) // self.box
+        return self.width // self.box
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -85,18 +90,65 @@ class BackwardLaunch(Compiled):
     copy_registers: int
     downwards: bool
     block_n: int = 2 * ROWS
+    wide: ClassVar = False
 
     @property
     def head_dim(self) -> HeadDim:
         return HeadDim((self.width,))
 
+    head_dim_v = head_dim
+
     def __str__(self) -> str:
         return f"{self.block_n} keys x {self.block_m} rows (2 warpgroups, {self.stages} stages)"
 
 
+@dataclass(frozen=True)
+class RowsLaunch(Compiled):
+    """The tile of the kernel that computes dq of wide heads: as forward's, with keys and values in turn in `slots`."""
+
+    head_dim: HeadDim
+    head_dim_v: HeadDim
+    slots: int
+    block_n: int = ROWS
+    consumers: int = 2
+    consumer_registers: int = 240
+    copy_registers: int = 24
+
+    @property
+    def block_m(self) -> int:
+        return ROWS * self.consumers
+
+
+@dataclass(frozen=True)
+class KeysLaunch(Compiled):
+    """The tile of the kernel that computes dk and dv of wide heads: 64 keys, 64 query rows at a time in `stages`."""
+
+    head_dim: HeadDim
+    head_dim_v: HeadDim
+    stages: int
+    block_m: int = ROWS
+    block_n: int = ROWS
+    downwards: bool = True  # nobody waits for others: the longest work comes first
+    consumer_registers: int = 240
+    copy_registers: int = 24
+
+
+@dataclass(frozen=True)
+class WideBackward(Compiled):
+    """Two kernels: over 128 features sums of dq in memory cost more than scores computed twice."""
+
+    rows: RowsLaunch
+    keys: KeysLaunch
+    wide: ClassVar = True
+
+    def __str__(self) -> str:
+        rows, keys = self.rows, self.keys
+        return f"dq {rows.block_m} rows x {rows.block_n} keys, dk and dv {keys.block_n} keys x {keys.block_m} rows"
+
+
 class Tile(NamedTuple):
     forward: Launch
-    backward: BackwardLaunch | None  # where the backward pass is another backend's
+    backward: BackwardLaunch | WideBackward | None  # where the backward pass is another backend's
 
 
 OF_64, OF_96, OF_128, OF_192, OF_256 = (HeadDim(x) for x in ((64,), (64, 32), (128,), (128, 64), (256,)))
@@ -111,6 +163,11 @@ NARROW = {
 }
 WIDE = Launch(OF_64, OF_64, 64, 128, 3, 3, 160, 32)  # reads keys less often, and has more rows past the last one
 BACKWARD = {64: BackwardLaunch(64, 128, 2, 240, 24, False), 128: BackwardLaunch(128, 64, 2, 240, 24, False)}
+WIDE_BACKWARD = {  # slots, stages
+    (192, 128): (6, 3),
+    (192, 192): (5, 2),
+    (256, 256): (3, 2),
+}
 WITHOUT_SPILLS = (3, 6)  # newer versions of Triton keep more in registers than WIDE has
 
 
@@ -126,7 +183,12 @@ def tile(problem: Problem, device: Device) -> Tile:
     return Tile(forward, backward_tile(problem))
 
 
-def backward_tile(problem: Problem) -> BackwardLaunch | None:
+def backward_tile(problem: Problem) -> BackwardLaunch | WideBackward | None:
+    head_dims = problem.head_dim, problem.head_dim_v
+    if head_dims in WIDE_BACKWARD:
+        slots, stages = WIDE_BACKWARD[head_dims]
+        dims = NARROW[head_dims].head_dim, NARROW[head_dims].head_dim_v
+        return WideBackward(RowsLaunch(*dims, slots), KeysLaunch(*dims, stages))
     if problem.head_dim_v != problem.head_dim or problem.head_dim not in BACKWARD:
         return None
     found = BACKWARD[problem.head_dim]

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 # Of all kernels, beside descriptors.
 TENSORS = {
     "lse", "slopes", "sinks", "counter", "turns", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
-    "out", "dout", "dlse", "start", "delta", "sums", "dq",
+    "out", "dout", "dlse", "start", "delta", "sums", "dq", "dk", "dv",
 }  # fmt: skip
 
 # Of the threads of one partition.
