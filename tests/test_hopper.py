@@ -27,6 +27,7 @@ CHOSEN = (
     ("causal", 96, SHORT), ("packed 256", 256, SHORT),
 )  # fmt: skip
 BACKWARD = (("causal", 64, SHORT), ("packed 128", 128, SHORT))
+WIDE_BACKWARD = (("causal", (192, 128), SHORT), ("packed 256", 256, SHORT))
 SPILLED = 150  # bytes of a thread's backward pass at most
 FEW = 32  # bytes of a forward pass that newer versions of Triton spill at 256, not in a step
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
@@ -134,6 +135,28 @@ def test_backward_compiles_for_hopper(family: tuple) -> None:
         assert order.index("HGMMA") < waits[0]
         assert "HGMMA" in order[waits[1] : waits[2]]
         assert order[: waits[0]].count("MUFU.EX2") >= 0.9 * order.count("MUFU.EX2") > 0
+
+
+@pytest.mark.parametrize("family", WIDE_BACKWARD)
+def test_backward_of_wide_heads_compiles_for_hopper(family: tuple) -> None:
+    """Of dq, exponentials run beside the product of dout with values, and that of dq has all of a step's others behind
+    it; of dk and dv, there are no exponentials but those between the two products of one warpgroup.
+    """
+    rows, keys = compiled_of(family, "wide_rows"), compiled_of(family, "wide_keys")
+    for found in (rows, keys):
+        assert found.shared <= SHARED_MEMORY
+        assert found.spilled == 0
+        assert not found.serialized
+        assert not found.unset
+    values = len(hopper_launches_of(call_of_family(*family))[0].arguments["TILE"].head_dim_v.chunks)
+    for sass, waits in ((rows.sass, [values, 0, 0]), (keys.sass, [0, 0])):
+        steps = inner_loops(sass, most_waits=3)
+        assert len(steps) >= len(waits) - 1  # of dq, one for each warpgroup; of dk and dv, of the first one
+        for order in steps:
+            at = [n for n, word in enumerate(order) if "DEPBAR" in word]
+            assert [int(order[n][-1]) for n in at] == waits
+            exponentials = [n for n, word in enumerate(order) if word == "MUFU.EX2"]
+            assert at[0] < exponentials[0] < exponentials[-1] < at[1]
 
 
 @pytest.mark.parametrize("family", CHOSEN)

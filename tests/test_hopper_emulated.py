@@ -109,6 +109,10 @@ LAST_DK = "            else:\n                dk = warpgroup_mma_wait(0, deps=(d
 ROWS_GO = "            release(rows.gates, count, STAGES)\n"
 READ = "tma.store_wait(0)  # the copy engine has read them\n            "
 SUMS_GO = "mbarrier.arrive(sums.empty.index(0), count=1)\n            "
+DK, DQ_WIDE = (f"            {x} = wait_for_sums({x})\n" for x in ("dk", "dq"))
+KEYS_GO = "            release(keys.gates, 2 * count + 1, SLOTS)\n"
+DP = "            dp, weight = warpgroup_mma_wait(0, deps=(dp, weight))\n"
+VALUES_GO = "            release(keys.gates, 2 * count, SLOTS)\n"
 BUGS = (
     Bug("keys let go before their product is there", "forward.py", f"{WAIT}{LET_GO}", f"{LET_GO}{WAIT}"),
     Bug(
@@ -155,6 +159,22 @@ BUGS = (
     ),
     Bug("sums overwritten before they are read", "backward_sums.py", f"{READ}{SUMS_GO}", f"{SUMS_GO}{READ}"),
     Bug("a half of the results over the other", "forward.py", "if PLACE == 0:", "if FIRST == 0:", "causal 192/128"),
+    Bug(
+        "probabilities not waited for",
+        "wide_keys.py",
+        "            wait_at(weights.full.first + slot, weights.full.threads)\n",
+        "",
+        "causal 256",
+    ),
+    Bug("rows let go before dk", "wide_keys.py", f"{DK}{ROWS_GO}", f"{ROWS_GO}{DK}", "causal 192/128"),
+    Bug("keys let go before dq", "wide_rows.py", f"{DQ_WIDE}{KEYS_GO}", f"{KEYS_GO}{DQ_WIDE}", "causal 256"),
+    Bug(
+        "values let go before their product is there",
+        "wide_rows.py",
+        f"{DP}{VALUES_GO}",
+        f"{VALUES_GO}{DP}",
+        "causal 256",
+    ),
     Bug("packed rows of the next sequence", "copying.py", "END - seqlen + row", "row", "packed 128"),
 )
 

@@ -71,6 +71,14 @@ def scrambled(dq):
 
 
 @gluon.jit
+def unscrambled(x, layout: gl.constexpr):
+    """The order of before, for a warpgroup that reads what another one has stored."""
+    w_g2_j2_h_g0_t_j1_e = gl.reshape(x, [4, 4, 4, 2, 2, 4, 2, 2])
+    found = gl.reshape(gl.permute(w_g2_j2_h_g0_t_j1_e, [0, 3, 1, 4, 2, 6, 5, 7]), [ROWS, COLUMNS])
+    return gl.convert_layout(found, layout, assert_trivial=True)
+
+
+@gluon.jit
 def send(dq_desc, sums, row, FIRST: gl.constexpr, TILE: gl.constexpr):
     """Both halves of a block: of its columns, or of its rows."""
     for half in gl.static_range(HALVES):

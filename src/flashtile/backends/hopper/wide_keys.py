@@ -16,6 +16,7 @@ from . import scores
 from .backward import scored
 from .backward_copying import Sources
 from .backward_schedule import KeyWork, first_rows, next_rows, schedule_keys, take_keys
+from .backward_sums import scrambled, unscrambled
 from .bits import where_bits
 from .chunks import add_product_with_values, no_sums, product_with_keys, wait_for_sums
 from .copying import ROWS
@@ -46,7 +47,7 @@ class Weights(NamedTuple):
     them. A slot is free when that of the rows is: these are let go later.
     """
 
-    data: gl.shared_memory_descriptor  # [STAGES, ROWS, BLOCK_M] fp32
+    data: gl.shared_memory_descriptor  # [STAGES, ROWS, BLOCK_M] fp32, `scrambled`
     full: Gates
 
 
@@ -84,7 +85,7 @@ def wide_keys_kernel(
         new_ring(v_desc, 1, Gates(FOR_K + 1, 128 + 32), HEAD_DIM_V),
         new_row_ring(sources, Gates(FIRST_GATE, BOTH + 32), TILE),
     )
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], gl.float32)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     weights = Weights(
         gl.allocate_shared_memory(gl.float32, [TILE.stages, ROWS, BLOCK_M], layout), Gates(FOR_WEIGHTS, BOTH)
     )
@@ -141,7 +142,7 @@ def compute_dv(scope, result, queue, TILE: gl.constexpr):
             if masked:
                 seen = seen_of(p, scope.window, tile, m * BLOCK_M)
                 p = where_bits(seen, p, 0.0)
-            weights.data.index(slot).store(scores.derivative(p, score, scoring))
+            weights.data.index(slot).store(scrambled(scores.derivative(p, score, scoring)))
             arrive_at(weights.full.first + slot, weights.full.threads)
             wait_full(rows.dout, count, STAGES)
             dv = add_product_with_values(dv, p.to(dtype), rows_of(rows.dout, count, STAGES))
@@ -167,6 +168,7 @@ def compute_dk(scope, result, scale, queue, TILE: gl.constexpr):
     v, rows, weights = scope.inputs.v, scope.inputs.rows, scope.weights
     dtype: gl.constexpr = v.data[0].dtype
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    in_memory: gl.constexpr = scrambled(nothing).type.layout
     count = 0
     tile_count = 0
     tile = take_keys(queue, 0)
@@ -185,7 +187,8 @@ def compute_dk(scope, result, scale, queue, TILE: gl.constexpr):
             if masked:  # 0 * dp would be NaN where dp is
                 dp = where_bits(seen_of(dp, scope.window, tile, m * BLOCK_M), dp, 0.0)
             wait_at(weights.full.first + slot, weights.full.threads)
-            ds = (weights.data.index(slot).load(s_layout) * dp).to(dtype)
+            weight = unscrambled(weights.data.index(slot).load(in_memory), s_layout)
+            ds = (weight * dp).to(dtype)
             wait_full(rows.q, count, STAGES)
             dk = add_product_with_values(dk, ds, rows_of(rows.q, count, STAGES))
             dk = wait_for_sums(dk)
