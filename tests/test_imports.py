@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import pytest
+
 import flashtile
 
 PACKAGE = Path(flashtile.__file__).parent
@@ -72,6 +74,16 @@ def test_import_loads_nothing_heavy() -> None:
     outer = ("flashtile.testing", "flashtile.cli", "flashtile.bench", "flashtile.report")
     assert not {name for name in loaded if name.startswith(outer)}
     assert not {name for name in loaded if name.startswith("flashtile.backends.") and name.endswith(".kernels")}
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_a_forward_pass_loads_no_kernels_of_backward(backend: str) -> None:
+    pytest.importorskip("triton")
+    code = f"import sys; from flashtile.backends.{backend} import kernels; print(*sys.modules)"
+    loaded = python("-c", code).stdout.split()
+    assert f"flashtile.backends.{backend}.forward" in loaded
+    assert not {name for name in loaded if name.startswith(f"flashtile.backends.{backend}.") and "backward" in name}
+    assert f"flashtile.backends.{backend}.gradients" not in loaded
 
 
 def test_import_is_quick() -> None:

@@ -83,6 +83,7 @@ def emulated_kernels(folder: Path = FOLDER) -> ModuleType:
     with mock.patch.dict(sys.modules, in_place_of_triton()):
         sys.modules[name] = importlib.util.module_from_spec(spec)
         found = importlib.import_module(f"{name}.kernels")
+        importlib.import_module(f"{name}.gradients")
         loaded = {other: module for other, module in sys.modules.items() if other.startswith(name)}
     sys.modules.update(loaded)
     return found
@@ -101,8 +102,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     decides in which order things happen. Gives the names of the kernels that are launched.
     """
     kernels = emulated_kernels(folder)
-    package = kernels.__name__.rpartition(".")[0]
-    backward_pass = sys.modules[f"{package}.backward_pass"]
+    backward_pass = sys.modules[f"{kernels.__package__}.backward_pass"]
     device = Device("cuda", "emulated", support.ARCHITECTURE, cores)
     launched: list[str] = []
     counter = torch.zeros(1, dtype=torch.int32)  # that dense launches share, as on a GPU
