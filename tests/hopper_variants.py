@@ -43,7 +43,9 @@ VARIANTS |= {
 }
 CHUNKED = {  # head dimensions of which products take chunks
     "causal 96": Variant(CAUSAL, head_dim=96),
+    "window 96": Variant(FEATURES["window"], head_dim=96),
     "grouped heads 96": Variant(CAUSAL, FP16, head_dim=96, heads=(6, 2), transposed=True),
+    "packed 96": Variant(layout="packed", head_dim=96),
     "packed everything 96": Variant(EVERYTHING, head_dim=96, layout="used"),
     "causal 192/128": Variant(CAUSAL, head_dim=192, head_dim_v=128),
     "everything 192/128": Variant(all_of(NUMBERS, slopes, sinks), head_dim=192, head_dim_v=128),
@@ -58,10 +60,10 @@ CHUNKED = {  # head dimensions of which products take chunks
 VARIANTS |= CHUNKED
 VARIANTS |= {
     f"deterministic {name}": replace(VARIANTS[name], features=all_of(VARIANTS[name].features, DETERMINISTIC))
-    for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128")
+    for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128", "causal 96")
 }
 VARIANTS = {name: replace(variant, longest=max(LONGER)) for name, variant in VARIANTS.items()}
-FORWARD_ONLY = ("softcap 64", "everything 64", " 96")
+FORWARD_ONLY = ("softcap 64", "everything 64")
 
 
 def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:

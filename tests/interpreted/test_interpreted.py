@@ -225,19 +225,21 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> N
     assert len(passes._PASSES) == 1
 
 
-def test_rows_of_the_hopper_backward_pass() -> None:
+@pytest.mark.parametrize("chunks", [(64,), (64, 32)])
+def test_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
     """Its kernels in front and behind are Triton's: blocks of rows begin without a turn, whatever lies in memory."""
     from flashtile.backends.hopper.rows import finish_kernel, prepare_kernel
+    from flashtile.backends.hopper.tables import TURNS, HeadDim
 
-    batch, heads, rows, width, block = 1, 2, 80, 64, 64
+    batch, heads, rows, width, block = 1, 2, 80, sum(chunks), 64
     out, dout = (torch.randn(batch, heads, rows, width) for _ in range(2))
     lse = torch.randn(batch, heads, rows)
     lse[0, 1, 3] = -torch.inf
     tiles = -(-rows // block)
     start, delta = (torch.full((heads, tiles * block), torch.nan) for _ in range(2))
-    turns = torch.full((heads * tiles,), 7, dtype=torch.int32)
+    turns = torch.full((heads * tiles, TURNS), 7, dtype=torch.int32)
     lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": rows, "batch": batch}
-    lengths |= {"WIDTH": width, "ALIGN": 1, "BLOCK_M": block}
+    lengths |= {"HEAD_DIM": HeadDim(chunks), "ALIGN": 1, "BLOCK_M": block}
     strides = {
         f"stride_{name}_{dim}": n for name in ("out", "dout") for dim, n in zip("bhm", out.stride(), strict=False)
     }
@@ -256,36 +258,45 @@ def test_rows_of_the_hopper_backward_pass() -> None:
     turns[1] = 4
     dq = torch.full_like(out, torch.nan)
     strides = {f"stride_dq_{dim}": n for dim, n in zip("bhm", dq.stride(), strict=False)}
-    finish_kernel[(heads * tiles,)](scrambled(sums), turns, dq, None, **strides, **lengths, scale=0.5)
+    finish_kernel[(heads * tiles,)](scrambled(sums, chunks), turns, dq, None, **strides, **lengths, scale=0.5)
     expected = torch.zeros_like(dq)
     expected[0, 0, block:] = sums[block:rows] * 0.5
     torch.testing.assert_close(dq, expected)
 
 
-def scrambled(sums: torch.Tensor) -> torch.Tensor:
-    """dq's sums `[..., rows, D]` as the Hopper kernel leaves them: each square of 64 in the order of its threads."""
-    squares = sums.unflatten(-1, (-1, 64)).unflatten(-3, (-1, 64)).transpose(-3, -2)  # [..., R, C, 64, 64]
-    parts = squares.unflatten(-2, (4, 2, 4, 2)).unflatten(-1, (4, 2, 4, 2))  # w h g2 g0 j2 j1 t e
+def scrambled(sums: torch.Tensor, chunks: tuple[int, ...]) -> torch.Tensor:
+    """dq's sums `[..., rows, D]` as the Hopper kernel leaves them: each 64 rows and 64 columns, or 32 if a chunk has no
+    more, in the order of its threads.
+    """
+    return torch.cat([scrambled_chunk(x) for x in sums.split(chunks, -1)], -1)
+
+
+def scrambled_chunk(sums: torch.Tensor) -> torch.Tensor:
+    width = min(sums.shape[-1], 64)
+    squares = sums.unflatten(-1, (-1, width)).unflatten(-3, (-1, 64)).transpose(-3, -2)  # [..., R, C, 64, width]
+    parts = squares.unflatten(-2, (4, 2, 4, 2)).unflatten(-1, (-1, 2, 4, 2))  # w h g2 g0 j2 j1 t e
     first = parts.dim() - 8
     order = [*range(first), *(first + n for n in (0, 2, 4, 1, 3, 6, 5, 7))]
     return parts.permute(order).reshape(squares.shape).transpose(-3, -2).reshape(sums.shape)
 
 
-def test_packed_rows_of_the_hopper_backward_pass() -> None:
+@pytest.mark.parametrize("chunks", [(64, 32), (128,)])
+def test_packed_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
     """The b-th sequence begins with block `cu_seqlens_q[b] // BLOCK_M + b`; tokens of none are one sequence more."""
     from flashtile.backends.hopper.rows import finish_kernel
+    from flashtile.backends.hopper.tables import TURNS, HeadDim
 
-    cu_seqlens_q, tokens, heads, width, block = [0, 5, 5, 138, 142], 147, 2, 128, 64
+    cu_seqlens_q, tokens, heads, width, block = [0, 5, 5, 138, 142], 147, 2, sum(chunks), 64
     batch = len(cu_seqlens_q) - 1
     tiles = tokens // block + batch + 1
     lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": tokens, "batch": batch}
-    lengths |= {"WIDTH": width, "ALIGN": 1, "BLOCK_M": block}
+    lengths |= {"HEAD_DIM": HeadDim(chunks), "ALIGN": 1, "BLOCK_M": block}
     sums = torch.randn(heads, tiles * block, width)
-    turns = torch.ones(heads * tiles, dtype=torch.int32)
+    turns = torch.ones(heads * tiles, TURNS, dtype=torch.int32)
     dq = torch.full((tokens, heads, width), torch.nan)
     strides = {"stride_dq_b": 0, "stride_dq_h": dq.stride(1), "stride_dq_m": dq.stride(0)}
     cu_tensor = torch.tensor(cu_seqlens_q, dtype=torch.int32)
-    finish_kernel[(heads * tiles,)](scrambled(sums), turns, dq, cu_tensor, **strides, **lengths, scale=0.5)
+    finish_kernel[(heads * tiles,)](scrambled(sums, chunks), turns, dq, cu_tensor, **strides, **lengths, scale=0.5)
     for b, (first, stop) in enumerate(itertools.pairwise([*cu_seqlens_q, tokens])):
         row = (first // block + b) * block
         expected = sums[:, row : row + stop - first].transpose(0, 1) * 0.5

@@ -2,8 +2,8 @@
 
 A program owns 128 keys of a head and walks over the rows that see them; one warp schedules, one copies, two warpgroups
 of 64 keys each compute. Tiles are transposed, `[N, M]`: probabilities and their gradients are left operands of dv and
-dk in the registers that they are in. Gradients of scores also pass through shared memory: each warpgroup computes one
-half of the block's dq from all 128 keys. One more warp adds dq to sums in fp32, of which `rows` makes dq in the end.
+dk in the registers that they are in. Gradients of scores also pass through shared memory: each warpgroup computes its
+share of the block's dq from all 128 keys. One more warp adds dq to sums in fp32, of which `rows` makes dq in the end.
 """
 
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from .backward_copying import BackwardInputs, Sources, copy_backward, new_rows
 from .backward_schedule import KeyWork, first_rows, next_rows, schedule_keys, take_keys
 from .backward_sums import COLUMNS, HALVES, Sums, add_sums, scrambled
 from .bits import all_seen, where_bits
+from .chunks import add_weighted_rows, no_sums, product_of_rows, wait_for_sums
 from .copying import ROWS, keys_at
 from .masking import Window, row_blocks, rows_seen
 from .pipeline import (
@@ -32,6 +33,8 @@ from .pipeline import (
     afresh,
     arrive_at,
     barriers,
+    columns_of,
+    new_memory,
     new_ring,
     release,
     rows_of,
@@ -40,7 +43,8 @@ from .pipeline import (
 )
 from .schedule import Sequences, new_queue
 from .scores import Scoring
-from .versions import kernel, same_memory, store_box, thread_barrier
+from .storing import store_columns
+from .versions import kernel, same_memory, thread_barrier
 
 DS_STAGES = gl.constexpr(2)
 BOTH = gl.constexpr(256)  # threads of the warpgroups that compute
@@ -66,25 +70,26 @@ def backward_kernel(
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Boxes of q and dout are [1, 1, BLOCK_M, D], those of k, v, dk and dv [1, 1, ROWS, D], that of dq [ROWS, COLUMNS],
-    those of the numbers of rows [1, BLOCK_M]. Packed sequences are described as in `forward_kernel`.
+    """Boxes of q and dout are [1, 1, BLOCK_M, columns], those of k, v, dk and dv [1, 1, ROWS, columns], that of dq
+    [ROWS, columns], those of the numbers of rows [1, BLOCK_M]. Packed sequences are described as in `forward_kernel`.
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = TILE.head_dim
     FOR_K: gl.constexpr = FIRST_GATE + TILE.stages
     FOR_V: gl.constexpr = FOR_K + HALVES
     FOR_SUMS: gl.constexpr = FOR_V + HALVES
-    gl.static_assert(FOR_SUMS < FOR_BOTH)
+    gl.static_assert(FOR_SUMS + HALVES <= FOR_BOTH)
+    sources = Sources(q_desc, k_desc, v_desc, dout_desc, start_desc, delta_desc)
     inputs = BackwardInputs(
-        new_rows(q_desc, start_desc, TILE.stages, Gates(FIRST_GATE, BOTH_AND_ONE)),
+        new_rows(sources, Gates(FIRST_GATE, BOTH_AND_ONE), TILE),
         new_ring(k_desc, HALVES, Gates(FOR_K, BOTH_AND_ONE), HEAD_DIM),
         new_ring(v_desc, HALVES, Gates(FOR_V, BOTH_AND_ONE), HEAD_DIM),
     )
-    staged = gl.allocate_shared_memory(gl.float32, [HALVES] + dq_desc.block_type.shape, dq_desc.layout)
-    sums = Sums(staged, Gates(FOR_SUMS, BOTH_AND_ONE), barriers(1, 1))
+    staged = new_memory(dq_desc, HALVES, COLUMNS)
+    sums = Sums(staged, Gates(FOR_SUMS, 128 + 32), barriers(HALVES, 1))
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, TILE.block_m], q_desc.dtype)
     ds = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES * HALVES, ROWS, TILE.block_m], ds_layout)
-    queue = new_queue(HALVES + 2)
+    queue = new_queue(2 * HALVES + 1)
     fence_async_shared()
 
     work = KeyWork(
@@ -94,17 +99,17 @@ def backward_kernel(
     window = Window(window_left, window_right, top_left)
     scoring = Scoring(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
     gradients = Gradients(dk_desc, dv_desc, scale, ds, sums)
-    sources = Sources(q_desc, k_desc, v_desc, dout_desc, start_desc, delta_desc)
     gl.warp_specialize(
         [
             (compute, (0, inputs, gradients, queue, group, window, scoring, TILE, PACKED)),
             (compute, (gl.constexpr(1), inputs, gradients, queue, group, window, scoring, TILE, PACKED)),
             (copy_backward, (sources, inputs, queue, group, padded_rows, TILE, PACKED)),
-            (add_sums, (dq_desc, sums, queue, turns, window, group, padded_rows, TILE)),
+            (add_sums, (0, dq_desc, sums, queue, turns, window, group, padded_rows, TILE)),
+            (add_sums, (gl.constexpr(1), dq_desc, sums, queue, turns, window, group, padded_rows, TILE)),
             (schedule_keys, (queue, work, sequences, window, TILE, PACKED)),
         ],
-        [4, 1, 1, 1],
-        [TILE.consumer_registers, TILE.copy_registers, TILE.copy_registers, TILE.copy_registers],
+        [4, 1, 1, 1, 1],
+        [TILE.consumer_registers] + [TILE.copy_registers] * 4,
     )
 
 
@@ -113,13 +118,12 @@ def compute(
     half: gl.constexpr, inputs, gradients, queue, group, window, scoring, TILE: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that computes dk and dv of 64 keys, and half of the dq that 128 keys give."""
-    WIDTH: gl.constexpr = TILE.width
+    """A warpgroup that computes dk and dv of 64 keys, and its share of the dq that 128 keys give."""
+    HEAD_DIM: gl.constexpr = TILE.head_dim
+    CHUNKS: gl.constexpr = len(HEAD_DIM.chunks)  # products that one of a head dimension takes
     BLOCK_M: gl.constexpr = TILE.block_m
     STAGES: gl.constexpr = TILE.stages
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)
     dtype: gl.constexpr = gradients.ds.dtype
     EARLY: gl.constexpr = scoring.softcap is None  # its derivative takes the registers of the next block's scores
     rows, k, v, sums = inputs.rows, inputs.k, inputs.v, gradients.sums
@@ -131,8 +135,8 @@ def compute(
         first_key = tile.first_key + half * ROWS
         blocks = row_blocks(window, first_key, first_key + (ROWS - 1), tile.shift, tile.seqlen_q, BLOCK_M)
         whole_from = gl.where(first_key + ROWS > tile.seqlen_k, tile.hi, blocks.full_lo)
-        dk = gl.zeros([ROWS, WIDTH], gl.float32, sum_layout)
-        dv = gl.zeros([ROWS, WIDTH], gl.float32, sum_layout)
+        dk = no_sums(HEAD_DIM)
+        dv = no_sums(HEAD_DIM)
         for h in gl.static_range(HALVES):
             wait_full(k, tile_count * HALVES + h, HALVES)
             wait_full(v, tile_count * HALVES + h, HALVES)
@@ -144,69 +148,66 @@ def compute(
         if EARLY and steps > 0:
             s = warpgroup_mma_wait(0, deps=(first_product(rows, k, count, nothing, half, TILE),))
         for left in range(steps, 0, -1):
-            slot, phase = count % STAGES, (count // STAGES) & 1
+            slot = count % STAGES
             masked = (m < whole_from) | (m >= blocks.full_hi)
-            q_i = rows.q.index(slot).reshape([BLOCK_M, WIDTH])
-            dout_i = rows.dout.index(slot).reshape([BLOCK_M, WIDTH])
+            q_i = rows_of(rows.q, count, STAGES)
+            dout_i = rows_of(rows.dout, count, STAGES)
 
             # An accumulator is written before a product is in flight: ptxas would wait for it.
-            mbarrier.wait(rows.dout_full.index(slot), phase)
+            wait_full(rows.dout, count, STAGES)
             dp = rows.delta.index(slot).load(s_layout).broadcast_to([ROWS, BLOCK_M])
             if not EARLY:
                 s = first_product(rows, k, count, nothing, half, TILE)
-            v_j = rows_of(v, afresh(half), HALVES)[0]
-            dp = warpgroup_mma(v_j, dout_i.permute((1, 0)), dp, is_async=True)
+            dp = product_of_rows(rows_of(v, afresh(half), HALVES), dout_i, dp, ADD=True)
             if not EARLY:
-                s = warpgroup_mma_wait(1, deps=(s,))
+                s = warpgroup_mma_wait(CHUNKS, deps=(s,))
             score = scored(s, scoring, tile, tile.head_k * group + member, m * BLOCK_M, first_key)
             p = gl.exp2(score.t * scoring.factor + rows.start.index(slot).load(s_layout))
             seen = all_seen(p)
             if masked:
                 seen = rows_seen(p, window, afresh(first_key), m * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k)
                 p = where_bits(seen, p, 0.0)
-            p_i = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
             weight = scores.derivative(p, score, scoring)
             # It runs while gradients of scores are computed, and keeps the wait for dp behind the exponentials.
-            dv = warpgroup_mma(p_i, dout_i, dv, is_async=True)
-            dp, weight = warpgroup_mma_wait(1, deps=(dp, weight))
+            dv = add_weighted_rows(dv, p.to(dtype), dout_i)
+            dp, weight = warpgroup_mma_wait(CHUNKS, deps=(dp, weight))
             if masked:  # 0 * dp would be NaN where dp is
                 dp = where_bits(seen, dp, 0.0)
             ds = (weight * dp).to(dtype)
             stage = count % DS_STAGES * HALVES
             gradients.ds.index(stage + half).store(ds)
             fence_async_shared()
-            ds_i = gl.convert_layout(ds, operand, assert_trivial=True)
             if EARLY:
-                dk = warpgroup_mma(ds_i, q_i, dk, is_async=True)
+                dk = add_weighted_rows(dk, ds, q_i)
                 wait_at(FOR_BOTH, BOTH)
-                dq = product_with_keys(gradients.ds, k, stage, half, TILE)
-                dv = warpgroup_mma_wait(3, deps=(dv,))  # its operand's registers are needed
+                dq = share_of_dq(gradients.ds, k, stage, half, TILE)
+                dv = wait_for_sums(dv, CHUNKS + HALVES)  # its operand's registers are needed
                 # The next block's scores; once more the last one's, which nobody reads.
                 s = first_product(rows, k, gl.where(left > 1, count + 1, count), nothing, half, TILE)
-                dq, dk = warpgroup_mma_wait(1, deps=(dq, dk))
+                dq, dk = wait_for_dq_and(dk, dq)
             else:
                 wait_at(FOR_BOTH, BOTH)
-                dq = product_with_keys(gradients.ds, k, stage, half, TILE)
-                dk = warpgroup_mma(ds_i, q_i, dk, is_async=True)
-                dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-            mbarrier.wait(sums.empty.index(0), (count & 1) ^ 1)
-            sums.staged.index(half).store(scrambled(dq))
+                dq = share_of_dq(gradients.ds, k, stage, half, TILE)
+                dk = add_weighted_rows(dk, ds, q_i)
+                dq, dv = wait_for_dq_and(dv, dq)
+            mbarrier.wait(sums.empty.index(half), (count & 1) ^ 1)
+            columns_of(sums.staged.index(half), 0, dq.shape[1]).store(scrambled(dq))
             fence_async_shared()
-            arrive_at(sums.full.first, sums.full.threads)
+            arrive_at(sums.full.first + half, sums.full.threads)
             if EARLY:
                 s = warpgroup_mma_wait(0, deps=(s,))
             else:
-                dk = warpgroup_mma_wait(0, deps=(dk,))
+                dk = wait_for_sums(dk)
             release(rows.gates, count, STAGES)
             count += 1
             m, member = next_rows(m, member, tile, group, TILE.downwards)
         for h in gl.static_range(HALVES):
             release(k.gates, tile_count * HALVES + h, HALVES)
             release(v.gates, tile_count * HALVES + h, HALVES)
-        mbarrier.wait(sums.empty.index(0), (count & 1) ^ 1)  # the last dq has left what dv and dk take now
+        mbarrier.wait(sums.empty.index(half), (count & 1) ^ 1)  # the last dq has left what dv and dk take now
         at = keys_at(tile, first_key, PACKED)
-        store_keys(gradients.dv, at, dv, sums.staged.index(half))
-        store_keys(gradients.dk, at, dk * gradients.scale, sums.staged.index(half))
+        store_keys(gradients.dv, at, dv, None, sums.staged.index(half), HEAD_DIM)
+        store_keys(gradients.dk, at, dk, gradients.scale, sums.staged.index(half), HEAD_DIM)
         tile_count += 1
         tile = take_keys(queue, tile_count)
     tma.store_wait(0)
@@ -224,37 +225,40 @@ def scored(s, scoring, tile, head, first_row, first_key):
 @gluon.jit
 def first_product(rows, k, count, nothing, half: gl.constexpr, TILE: gl.constexpr):
     """`k @ q^T` `[ROWS, BLOCK_M]` with the count-th block of rows, in flight."""
-    slot = count % TILE.stages
-    mbarrier.wait(rows.q_full.index(slot), (count // TILE.stages) & 1)
-    q_i = rows.q.index(slot).reshape([TILE.block_m, TILE.width])
-    k_j = rows_of(k, afresh(half), HALVES)[0]
-    return warpgroup_mma(k_j, q_i.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    wait_full(rows.q, count, TILE.stages)
+    q_i = rows_of(rows.q, count, TILE.stages)
+    return product_of_rows(rows_of(k, afresh(half), HALVES), q_i, nothing)
 
 
 @gluon.jit
-def product_with_keys(ds, k, stage, half: gl.constexpr, TILE: gl.constexpr):
-    """The warpgroup's half of `ds @ k` `[BLOCK_M, D]`, in flight: 64 of 128 columns, or of 128 rows."""
-    WIDTH: gl.constexpr = TILE.width
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+def share_of_dq(ds, k, stage, half: gl.constexpr, TILE: gl.constexpr):
+    """The warpgroup's share of `ds @ k` `[BLOCK_M, D]`, in flight."""
+    SHARE: gl.constexpr = TILE.shares[half]
+    WIDTH: gl.constexpr = SHARE.width
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    dq = gl.zeros([ROWS, WIDTH], gl.float32, layout)
     first = afresh(0)
     for h in gl.static_range(HALVES):
-        ds_j = ds.index(stage + h)
-        k_j = rows_of(k, first + h, HALVES)[0]
-        if WIDTH == COLUMNS:
-            ds_j = ds_j.slice(half * ROWS, ROWS, dim=1)
-        else:
-            k_j = k_j.slice(half * COLUMNS, COLUMNS, dim=1)
+        ds_j = columns_of(ds.index(stage + h), SHARE.row, ROWS)
+        k_j = rows_of(k, first + h, HALVES)[SHARE.chunk]
+        k_j = columns_of(k_j, SHARE.column - TILE.head_dim.starts[SHARE.chunk], WIDTH)
         dq = warpgroup_mma(ds_j.permute((1, 0)), k_j, dq, use_acc=h > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def store_keys(desc, at, x, staged):
+def wait_for_dq_and(sums, dq):
+    """dq and the sums of dk or dv, when only the product behind them is in flight, by chunks too."""
+    found = warpgroup_mma_wait(len(sums), deps=(dq,) + sums)
+    return found[0], found[1:]
+
+
+@gluon.jit
+def store_keys(desc, at, x, scale, staged, HEAD_DIM: gl.constexpr):
     """dk or dv of 64 keys."""
-    box = same_memory(staged, desc.dtype, desc.block_type.shape, desc.layout)
-    tma.store_wait(0)
-    thread_barrier()
-    box.reshape([x.shape[0], x.shape[1]]).store(x.to(desc.dtype))
-    fence_async_shared()
-    store_box(desc, at, box)
+    memory = same_memory(staged, desc.dtype, desc.block_type.shape[:-1] + [HEAD_DIM.room], desc.layout)
+    for c in gl.static_range(len(x)):
+        columns = x[c]
+        if scale is not None:
+            columns = columns * scale
+        store_columns(desc, columns, at, memory, HEAD_DIM.starts[c])

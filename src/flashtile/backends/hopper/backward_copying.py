@@ -7,9 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .backward_schedule import first_rows, next_rows, take_keys
-from .backward_sums import HALVES
 from .copying import NOTICE, ROWS, keys_at, rows_at
-from .pipeline import Gates, Ring, barriers, fill, wait_free
+from .pipeline import Gates, Ring, Slots, barriers, fill, load_rows, new_memories, wait_free
 from .schedule import want_tile
 from .versions import load_box
 
@@ -19,12 +18,10 @@ class RowRing(NamedTuple):
     other; readers let go of all four at once.
     """
 
-    q: gl.shared_memory_descriptor  # [STAGES, *box]
-    dout: gl.shared_memory_descriptor  # [STAGES, *box]
+    q: Slots
+    dout: Slots
     start: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32: what makes log-probabilities of scores
     delta: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32, negated
-    q_full: gl.shared_memory_descriptor  # [STAGES, 1] barriers
-    dout_full: gl.shared_memory_descriptor
     gates: Gates
 
 
@@ -41,23 +38,30 @@ class Sources(NamedTuple):
 
 class BackwardInputs(NamedTuple):
     rows: RowRing
-    k: Ring  # HALVES slots
+    k: Ring  # a slot for each 64 keys of a block
     v: Ring
 
 
 @gluon.jit
-def new_rows(q_desc, numbers_desc, STAGES: gl.constexpr, gates):
-    q = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
-    dout = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
-    start = gl.allocate_shared_memory(gl.float32, [STAGES] + numbers_desc.block_type.shape, numbers_desc.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [STAGES] + numbers_desc.block_type.shape, numbers_desc.layout)
-    return RowRing(q, dout, start, delta, barriers(STAGES, 1), barriers(STAGES, 1), gates)
+def new_rows(sources, gates, TILE: gl.constexpr):
+    STAGES: gl.constexpr = TILE.stages
+    HEAD_DIM: gl.constexpr = TILE.head_dim
+    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
+    numbers: gl.constexpr = [STAGES] + sources.start.block_type.shape
+    q = new_memories(sources.q, STAGES, HEAD_DIM)
+    dout = new_memories(sources.dout, STAGES, HEAD_DIM_V)
+    start = gl.allocate_shared_memory(gl.float32, numbers, sources.start.layout)
+    delta = gl.allocate_shared_memory(gl.float32, numbers, sources.start.layout)
+    return RowRing(Slots(q, barriers(STAGES, 1)), Slots(dout, barriers(STAGES, 1)), start, delta, gates)
 
 
 @gluon.jit
 def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr, PACKED: gl.constexpr):
     """The warp that copies."""
+    HEAD_DIM: gl.constexpr = TILE.head_dim
+    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
     BLOCK_M: gl.constexpr = TILE.block_m
+    BLOCK_N: gl.constexpr = TILE.block_n
     STAGES: gl.constexpr = TILE.stages
     rows = inputs.rows
     tile_count = 0
@@ -67,8 +71,8 @@ def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr
         steps = group * (tile.hi - tile.lo)
         want_tile(queue, steps < NOTICE)
         if steps == 0:
-            copy_keys(inputs.k, sources.k, tile, tile_count, TILE, PACKED)
-            copy_keys(inputs.v, sources.v, tile, tile_count, TILE, PACKED)
+            copy_keys(inputs.k, sources.k, tile, tile_count, BLOCK_N, HEAD_DIM, PACKED)
+            copy_keys(inputs.v, sources.v, tile, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
         m, member = first_rows(tile, TILE.downwards), 0
         left = steps
         while left > 0:
@@ -77,16 +81,12 @@ def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr
             at = rows_at(tile, tile.head_k * group + member, m * BLOCK_M, PACKED)
             numbers_at = ((tile.sums_row + member * padded_rows) // BLOCK_M + m, 0)
             wait_free(rows.gates, count, STAGES)
-            mbarrier.expect(rows.q_full.index(slot), sources.q.block_type.nbytes + BLOCK_M * 4)
-            load_box(sources.q, at, rows.q_full.index(slot), rows.q.index(slot))
-            load_box(sources.start, numbers_at, rows.q_full.index(slot), rows.start.index(slot))
+            load_rows_and_numbers(rows.q, rows.start, sources.q, sources.start, at, numbers_at, slot, HEAD_DIM)
             if left == steps:
-                copy_keys(inputs.k, sources.k, tile, tile_count, TILE, PACKED)
-            mbarrier.expect(rows.dout_full.index(slot), sources.q.block_type.nbytes + BLOCK_M * 4)
-            load_box(sources.dout, at, rows.dout_full.index(slot), rows.dout.index(slot))
-            load_box(sources.delta, numbers_at, rows.dout_full.index(slot), rows.delta.index(slot))
+                copy_keys(inputs.k, sources.k, tile, tile_count, BLOCK_N, HEAD_DIM, PACKED)
+            load_rows_and_numbers(rows.dout, rows.delta, sources.dout, sources.delta, at, numbers_at, slot, HEAD_DIM_V)
             if left == steps:
-                copy_keys(inputs.v, sources.v, tile, tile_count, TILE, PACKED)
+                copy_keys(inputs.v, sources.v, tile, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
             count += 1
             left -= 1
             m, member = next_rows(m, member, tile, group, TILE.downwards)
@@ -95,8 +95,19 @@ def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr
 
 
 @gluon.jit
-def copy_keys(ring, desc, tile, tile_count, TILE: gl.constexpr, PACKED: gl.constexpr):
-    HEAD_DIM: gl.constexpr = TILE.head_dim
-    for half in gl.static_range(HALVES):
-        at = keys_at(tile, tile.first_key + half * ROWS, PACKED)
-        fill(ring, desc, at, tile_count * HALVES + half, HALVES, HEAD_DIM)
+def load_rows_and_numbers(slots, numbers, desc, numbers_desc, at, numbers_at, slot, HEAD_DIM: gl.constexpr):
+    """Start the copies of a block of rows, and of one number of each, to a slot that is free."""
+    full = slots.full.index(slot)
+    mbarrier.expect(full, HEAD_DIM.boxes * desc.block_type.nbytes + numbers_desc.block_type.nbytes)
+    load_rows(slots, desc, at, slot, HEAD_DIM)
+    load_box(numbers_desc, numbers_at, full, numbers.index(slot))
+
+
+@gluon.jit
+def copy_keys(
+    ring, desc, tile, tile_count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    PARTS: gl.constexpr = BLOCK_N // ROWS
+    for part in gl.static_range(PARTS):
+        at = keys_at(tile, tile.first_key + part * ROWS, PACKED)
+        fill(ring, desc, at, tile_count * PARTS + part, PARTS, HEAD_DIM)

@@ -1,8 +1,8 @@
-"""The warp that adds what each block of keys gives to dq to its sums in memory.
+"""The warps that add what each block of keys gives to dq to its sums in memory, one for each computing warpgroup.
 
-Sums have one order, that in which blocks of keys are taken, so that the same call gives the same bits: a block of rows
-has a counter of how many have added to it, and each waits for its turn. The first one writes: nothing has to be
-cleared.
+Sums have one order, that in which blocks of keys are taken, so that the same call gives the same bits: a warpgroup's
+share of a block of rows has a counter of how many have added to it, and each waits for its turn. The first one writes:
+nothing has to be cleared.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from . import tables
 from .backward_schedule import first_rows, next_rows, take_keys
 from .masking import blocks_seen
-from .pipeline import Gates, results_landed, wait_at
+from .pipeline import Gates, columns_of, results_landed, wait_at
 from .versions import add_box, store_box, thread_barrier
 
 ROWS = gl.constexpr(tables.ROWS)
@@ -23,15 +23,15 @@ HALVES = gl.constexpr(2)  # of a block of keys, one for each computing warpgroup
 
 
 class Sums(NamedTuple):
-    """What the computing warpgroups hand to this one: each its half of a block's dq."""
+    """What a computing warpgroup hands over: its share of a block's dq."""
 
-    staged: gl.shared_memory_descriptor  # [HALVES, ROWS, COLUMNS] fp32
-    full: Gates  # one
-    empty: gl.shared_memory_descriptor  # [1, 1] barrier
+    staged: gl.shared_memory_descriptor  # [HALVES, ROWS, COLUMNS] fp32, of which a share may leave columns free
+    full: Gates  # HALVES
+    empty: gl.shared_memory_descriptor  # [HALVES, 1] barriers
 
 
 @gluon.jit
-def add_sums(dq_desc, sums, queue, turns, window, group, padded_rows, TILE: gl.constexpr):
+def add_sums(half: gl.constexpr, dq_desc, sums, queue, turns, window, group, padded_rows, TILE: gl.constexpr):
     BLOCK_M: gl.constexpr = TILE.block_m
     tile_count = 0
     tile = take_keys(queue, 0)
@@ -39,18 +39,18 @@ def add_sums(dq_desc, sums, queue, turns, window, group, padded_rows, TILE: gl.c
         n = tile.first_key // TILE.block_n
         m, member = first_rows(tile, TILE.downwards), 0
         for _ in range(group * (tile.hi - tile.lo)):
-            wait_at(sums.full.first, sums.full.threads)
+            wait_at(sums.full.first + half, sums.full.threads)
             at = tile.sums_row + member * padded_rows + m * BLOCK_M
-            counter = turns + at // BLOCK_M
+            counter = turns + at // BLOCK_M * HALVES + half
             seen = blocks_seen(window, m * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, TILE.block_n)
             turn = n - seen.lo if TILE.downwards else seen.hi - 1 - n
             wait_for_turn(counter, turn)
             if turn == 0:
-                send(dq_desc, sums, at, True, TILE)
+                send(half, dq_desc, sums, at, True, TILE)
             else:
-                send(dq_desc, sums, at, False, TILE)
+                send(half, dq_desc, sums, at, False, TILE)
             tma.store_wait(0)  # the copy engine has read them
-            mbarrier.arrive(sums.empty.index(0), count=1)
+            mbarrier.arrive(sums.empty.index(half), count=1)
             results_landed()
             thread_barrier()
             gl.atomic_add(counter, 1, sem="release", scope="gpu")
@@ -61,35 +61,35 @@ def add_sums(dq_desc, sums, queue, turns, window, group, padded_rows, TILE: gl.c
 
 @gluon.jit
 def scrambled(dq):
-    """`[ROWS, COLUMNS]` in another order, in which they are added up: `rows.in_order` brings them back.
+    """`[ROWS, 64 or 32]` in another order, in which they are added up: `rows.in_order` brings them back.
 
     A thread has pairs `e` of columns, 8 apart. Here it has four numbers side by side, and eight threads have the 128
-    bytes that shared memory takes at once, so that no two write to the same bank.
+    bytes that shared memory takes at once, so that no two write to the same bank. These bytes are a row of 32 columns,
+    or half of one of 64, of which the halves `h` lie in two panels.
     """
-    w_h_g2_g0_j2_j1_t_e = gl.reshape(dq, [4, 2, 4, 2, 4, 2, 4, 2])
-    return gl.reshape(gl.permute(w_h_g2_g0_j2_j1_t_e, [0, 2, 4, 1, 3, 6, 5, 7]), [ROWS, COLUMNS])
+    w_h_g2_g0_j2_j1_t_e = gl.reshape(dq, [4, 2, 4, 2, dq.shape[1] // 16, 2, 4, 2])
+    return gl.reshape(gl.permute(w_h_g2_g0_j2_j1_t_e, [0, 2, 4, 1, 3, 6, 5, 7]), dq.shape)
 
 
 @gluon.jit
 def unscrambled(x, layout: gl.constexpr):
     """The order of before, for a warpgroup that reads what another one has stored."""
-    w_g2_j2_h_g0_t_j1_e = gl.reshape(x, [4, 4, 4, 2, 2, 4, 2, 2])
-    found = gl.reshape(gl.permute(w_g2_j2_h_g0_t_j1_e, [0, 3, 1, 4, 2, 6, 5, 7]), [ROWS, COLUMNS])
+    w_g2_j2_h_g0_t_j1_e = gl.reshape(x, [4, 4, x.shape[1] // 16, 2, 2, 4, 2, 2])
+    found = gl.reshape(gl.permute(w_g2_j2_h_g0_t_j1_e, [0, 3, 1, 4, 2, 6, 5, 7]), x.shape)
     return gl.convert_layout(found, layout, assert_trivial=True)
 
 
 @gluon.jit
-def send(dq_desc, sums, row, FIRST: gl.constexpr, TILE: gl.constexpr):
-    """Both halves of a block: of its columns, or of its rows."""
-    for half in gl.static_range(HALVES):
-        if TILE.width == COLUMNS:  # noqa: SIM108
-            at = (row + half * ROWS, 0)
-        else:
-            at = (row, half * COLUMNS)
+def send(half: gl.constexpr, dq_desc, sums, row, FIRST: gl.constexpr, TILE: gl.constexpr):
+    """A share of a block."""
+    BOX: gl.constexpr = dq_desc.block_type.shape[-1]
+    for n in gl.static_range(TILE.shares[half].width // BOX):
+        at = (row + TILE.shares[half].row, TILE.shares[half].column + n * BOX)
+        box = columns_of(sums.staged.index(half), n * BOX, BOX)
         if FIRST:
-            store_box(dq_desc, at, sums.staged.index(half))
+            store_box(dq_desc, at, box)
         else:
-            add_box(dq_desc, at, sums.staged.index(half))
+            add_box(dq_desc, at, box)
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Products and sums of a head dimension that is split into chunks, because a tensor has a power of two columns.
 
-A product with keys adds up over the chunks; one with values has a sum for each. Both are asked for here and waited for
-later: nothing may touch them in between.
+A product of rows with rows, as of q with k, adds up over the chunks; rows weighted by a matrix, as v by probabilities,
+have a sum for each. Both are asked for here and waited for later: nothing may touch them in between.
 """
 
 from triton.experimental import gluon
@@ -12,21 +12,20 @@ from .copying import ROWS
 
 
 @gluon.jit
-def product_with_keys(q_i, k_j, nothing):
-    """`q_i @ k_j^T`, a sum over chunks, in flight. `nothing` has its shape."""
-    s = warpgroup_mma(q_i[0], k_j[0].permute((1, 0)), nothing, use_acc=False, is_async=True)
-    for c in gl.static_range(1, len(q_i)):
-        s = warpgroup_mma(q_i[c], k_j[c].permute((1, 0)), s, is_async=True)
+def product_of_rows(a, b, s, ADD: gl.constexpr = False):
+    """`a @ b^T`, a sum over chunks, in flight: added to `s`, or only of its shape."""
+    for c in gl.static_range(len(a)):
+        s = warpgroup_mma(a[c], b[c].permute((1, 0)), s, use_acc=ADD or c > 0, is_async=True)
     return s
 
 
 @gluon.jit
-def add_product_with_values(acc, p_i, v_j):
-    """`acc + p_i @ v_j`, by chunks, in flight."""
+def add_weighted_rows(acc, p, rows):
+    """`acc + p @ rows`, by chunks, in flight."""
     found = ()
     for c in gl.static_range(len(acc)):
-        p_c = gl.convert_layout(p_i, gl.DotOperandLayout(0, acc[c].type.layout, 2), assert_trivial=True)
-        found = found + (warpgroup_mma(p_c, v_j[c], acc[c], is_async=True),)
+        p_c = gl.convert_layout(p, gl.DotOperandLayout(0, acc[c].type.layout, 2), assert_trivial=True)
+        found = found + (warpgroup_mma(p_c, rows[c], acc[c], is_async=True),)
     return found
 
 
@@ -68,8 +67,9 @@ def wait_for_values(acc, x, y):
 
 
 @gluon.jit
-def wait_for_sums(acc):
-    found = warpgroup_mma_wait(0, deps=acc)
+def wait_for_sums(acc, LEFT: gl.constexpr = 0):
+    """The sums `acc` when no more than the last LEFT products are in flight."""
+    found = warpgroup_mma_wait(LEFT, deps=acc)
     return (found,) if len(acc) == 1 else found
 
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright:
 from ...problem import alignment
 from ..common.arguments import rows_last
 from .support import COPY_ALIGNMENT
-from .tables import COLUMNS, END
+from .tables import END
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -26,9 +26,9 @@ def boxes(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     return descriptor(x, x.shape, [*strides[:-1], 1], (1, 1, *box))
 
 
-def sums(x: Tensor, rows: int) -> TensorDescriptor:
+def sums(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     """The sums of dq `[rows of all heads, D]`."""
-    return descriptor(x, x.shape, x.stride(), (rows, COLUMNS))
+    return descriptor(x, x.shape, x.stride(), box)
 
 
 def packed_boxes(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:

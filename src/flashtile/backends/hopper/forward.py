@@ -20,10 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import scores, softmax
 from .bits import where_bits
 from .chunks import (
-    add_product_with_values,
-    halves,
+    add_weighted_rows,
     no_sums,
-    product_with_keys,
+    product_of_rows,
     rescaled,
     times,
     wait_for_sums,
@@ -36,10 +35,8 @@ from .pipeline import (
     LAST_GATE,
     Gates,
     afresh,
-    as_matrix,
     barriers,
     boundary,
-    columns_of,
     new_memory,
     new_ring,
     new_slots,
@@ -50,7 +47,8 @@ from .pipeline import (
 from .schedule import Sequences, Work, new_queue, schedule, take_tile
 from .scores import Scoring
 from .softmax import INFINITY
-from .versions import kernel, store_box, thread_barrier
+from .storing import store_columns
+from .versions import kernel
 
 
 class Part(NamedTuple):
@@ -181,27 +179,6 @@ def store(
 
 
 @gluon.jit
-def store_columns(desc, out, at, staged, FIRST: gl.constexpr):
-    """Columns of the results from FIRST on, as many at once as there is room for."""
-    WIDTH: gl.constexpr = out.shape[1]
-    ROOM: gl.constexpr = staged.shape[-1]
-    BOX: gl.constexpr = desc.block_type.shape[-1]
-    if WIDTH > ROOM:
-        left, right = halves(out)
-        store_columns(desc, left, at, staged, FIRST)
-        store_columns(desc, right, at, staged, FIRST + WIDTH // 2)
-    else:
-        PLACE: gl.constexpr = FIRST % ROOM
-        if PLACE == 0:
-            tma.store_wait(0)  # what was there has left
-            thread_barrier()
-        columns_of(as_matrix(staged), PLACE, WIDTH).store(out.to(desc.dtype))
-        fence_async_shared()
-        for n in gl.static_range(WIDTH // BOX):
-            store_box(desc, at[:-1] + (FIRST + n * BOX,), columns_of(staged, PLACE + n * BOX, BOX))
-
-
-@gluon.jit
 def consume(
     consumer: gl.constexpr, inputs, results, queue, window, diagonal, scoring, TILE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -225,7 +202,7 @@ def consume(
     mbarrier.wait(q.full.index(consumer), 0)
     q_i = rows_of(q, consumer, Q_SLOTS)
     wait_full(k, 0, STAGES)
-    s = product_with_keys(q_i, rows_of(k, 0, STAGES), nothing)
+    s = product_of_rows(q_i, rows_of(k, 0, STAGES), nothing)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k.gates, 0, STAGES)
     release_q_early(inputs.q_free, 0, consumer, tile.hi - tile.lo == 1, TILE)
@@ -243,9 +220,9 @@ def consume(
             wait_full(v, block_count - 1, STAGES)
             if TILES_OF_Q == 1:
                 q_i = rows_of(q, afresh(consumer), Q_SLOTS)  # these tiles have no registers to keep operands in
-            s = product_with_keys(q_i, rows_of(k, block_count, STAGES), nothing)
+            s = product_of_rows(q_i, rows_of(k, block_count, STAGES), nothing)
             v_j = rows_of(v, block_count - 1, STAGES)
-            acc = add_product_with_values(acc, p_i, v_j)
+            acc = add_weighted_rows(acc, p_i, v_j)
             s = warpgroup_mma_wait(VALUES, deps=(s,))
             release(k.gates, block_count, STAGES)
             release_q_early(inputs.q_free, tile_count, consumer, above == tile.hi - 1, TILE)
@@ -279,9 +256,9 @@ def consume(
             wait_full(k, block_count + 1, STAGES)
             wait_full(v, block_count, STAGES)
             q_i = rows_of(q, slot, Q_SLOTS)
-            s = product_with_keys(q_i, rows_of(k, block_count + 1, STAGES), nothing)
+            s = product_of_rows(q_i, rows_of(k, block_count + 1, STAGES), nothing)
             v_j = rows_of(v, block_count, STAGES)
-            acc = add_product_with_values(acc, p_i, v_j)
+            acc = add_weighted_rows(acc, p_i, v_j)
             s = warpgroup_mma_wait(VALUES, deps=(s,))
             release(k.gates, block_count + 1, STAGES)
             release_q_early(inputs.q_free, tile_count, consumer, tile.hi - tile.lo == 1, TILE)
@@ -294,7 +271,7 @@ def consume(
         else:
             wait_full(v, block_count, STAGES)
             v_j = rows_of(v, block_count, STAGES)
-            acc = add_product_with_values(acc, p_i, v_j)
+            acc = add_weighted_rows(acc, p_i, v_j)
             acc = wait_for_sums(acc)
         release(v.gates, block_count, STAGES)
         block_count += 1

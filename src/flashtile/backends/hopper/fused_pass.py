@@ -13,7 +13,7 @@ from .backward import backward_kernel
 from .backward_pass import WARPS, BackwardPass
 from .descriptors import sums
 from .rows import finish_kernel
-from .tables import ALIGN, ROWS, BackwardLaunch
+from .tables import ALIGN, ROWS, TURNS, BackwardLaunch
 
 
 class FusedPass(BackwardPass):
@@ -21,23 +21,23 @@ class FusedPass(BackwardPass):
 
     def __init__(self, recorder: Recorder, tile: BackwardLaunch, call: Call, t: Tensors, dout: Tensor):
         super().__init__(recorder, tile, call, t, dout)
-        self.turns = self.empty(self.extent.heads * self.extent.row_blocks, dtype=torch.int32)
-        self.sums = self.empty(self.extent.heads * self.padded_rows, tile.width)
+        self.turns = self.empty(self.extent.heads * self.extent.row_blocks, TURNS, dtype=torch.int32)
+        self.sums = self.empty(self.extent.heads * self.padded_rows, tile.head_dim.width)
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, _: Needs) -> Results:
         """dq, dk and dv, all of which one kernel computes."""
         self.prepare(out, lse, dlse, self.turns)
         dk, dv = self.results_of_keys()
-        box = (ROWS, self.tile.width)
+        box = (ROWS, self.tile.head_dim.box)
         pointers = {
             **self.rows_and_keys(),
             **self.numbers_of_rows(),
-            "dq_desc": Described(self.sums, sums, ROWS),
+            "dq_desc": Described(self.sums, sums, (ROWS, min(share.width for share in self.tile.shares))),
             "dk_desc": Described(dk, self.described, box),
             "dv_desc": Described(dv, self.described, box),
             "turns": self.turns,
         }
-        bytes_of_row = self.tile.width * (2 * self.q.element_size() + self.sums.element_size())
+        bytes_of_row = self.tile.head_dim.width * (2 * self.q.element_size() + self.sums.element_size())
         self.recorder.launch(backward_kernel, pointers, self.programs, self.numbers_of_keys(bytes_of_row))
         return self.finish(), dk, dv
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .versions import load_box
 
-FIRST_GATE, LAST_GATE = gl.constexpr(8), gl.constexpr(15)  # Triton numbers its own from below
+FIRST_GATE, LAST_GATE = gl.constexpr(7), gl.constexpr(15)  # Triton numbers its own from below
 
 
 class Gates(NamedTuple):
@@ -48,16 +48,22 @@ def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit
 def new_slots(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Slots of rows, which the descriptor's boxes fill side by side."""
-    data = ()
-    for c in gl.static_range(len(HEAD_DIM.chunks)):
-        data = data + (new_memory(desc, STAGES, HEAD_DIM.chunks[c]),)
-    return Slots(data, barriers(STAGES, 1))
+    return Slots(new_memories(desc, STAGES, HEAD_DIM), barriers(STAGES, 1))
 
 
 @gluon.jit
 def new_ring(desc, STAGES: gl.constexpr, gates, HEAD_DIM: gl.constexpr):
     slots = new_slots(desc, STAGES, HEAD_DIM)
     return Ring(slots.data, slots.full, gates)
+
+
+@gluon.jit
+def new_memories(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Shared memory for each chunk."""
+    found = ()
+    for c in gl.static_range(len(HEAD_DIM.chunks)):
+        found = found + (new_memory(desc, STAGES, HEAD_DIM.chunks[c]),)
+    return found
 
 
 @gluon.jit

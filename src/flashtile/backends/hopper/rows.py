@@ -7,8 +7,11 @@ are padding. The b-th packed one begins with block `cu_seqlens_q[b] // BLOCK_M +
 import triton
 import triton.language as tl
 
+from . import tables
 from .softmax import INFINITY, LOG2E
 from .versions import triton_kernel
+
+TURNS = tl.constexpr(tables.TURNS)
 
 
 @triton.jit
@@ -57,10 +60,12 @@ def prepare_kernel(
     row, exists = rows_of(tile, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
     x = out + b * wide(stride_out_b, ALIGN) + head * wide(stride_out_h, ALIGN)
     dx = dout + b * wide(stride_dout_b, ALIGN) + head * wide(stride_dout_h, ALIGN)
-    x, dx = x + row[:, None] * wide(stride_out_m, ALIGN), dx + row[:, None] * wide(stride_dout_m, ALIGN)
-    negative = -product(x, dx, exists, HEAD_DIM.chunks[0], 0)
-    for c in tl.static_range(1, len(HEAD_DIM.chunks)):
-        negative -= product(x, dx, exists, HEAD_DIM.chunks[c], HEAD_DIM.starts[c])
+    negative = tl.zeros([BLOCK_M], tl.float32)
+    for c in tl.static_range(len(HEAD_DIM.chunks)):
+        feature = HEAD_DIM.starts[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
+        out_i = tl.load(x + row[:, None] * wide(stride_out_m, ALIGN) + feature, mask=exists[:, None], other=0.0)
+        dout_i = tl.load(dx + row[:, None] * wide(stride_dout_m, ALIGN) + feature, mask=exists[:, None], other=0.0)
+        negative -= tl.sum(out_i.to(tl.float32) * dout_i.to(tl.float32), 1)
     lse_i = tl.load(lse + b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + row, mask=exists, other=-INFINITY)
     if dlse is not None:
         given = dlse + b * wide(stride_dlse_b, 1) + head * wide(stride_dlse_h, 1) + row * wide(stride_dlse_m, 1)
@@ -70,16 +75,7 @@ def prepare_kernel(
     tl.store(start + at, tl.where(empty, -INFINITY, -LOG2E * lse_i))
     tl.store(delta + at, tl.where(empty, 0.0, negative))
     if turns is not None:
-        tl.store(turns + tl.program_id(0), 0)
-
-
-@triton.jit
-def product(x, y, exists, WIDTH: tl.constexpr, FIRST: tl.constexpr):
-    """Of each row of WIDTH features, from FIRST on."""
-    feature = FIRST + tl.arange(0, WIDTH)[None, :]
-    x_i = tl.load(x + feature, mask=exists[:, None], other=0.0)
-    y_i = tl.load(y + feature, mask=exists[:, None], other=0.0)
-    return tl.sum(x_i.to(tl.float32) * y_i.to(tl.float32), 1)
+        tl.store(turns + tl.program_id(0) * TURNS + tl.arange(0, TURNS), 0)
 
 
 @triton_kernel
@@ -92,14 +88,17 @@ def finish_kernel(
     tile, any_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     b, head = (any_head // num_heads).to(tl.int64), any_head % num_heads
     row, exists = rows_of(tile, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
-    x = dq + b * wide(stride_dq_b, ALIGN) + head * wide(stride_dq_h, ALIGN)
-    x += row[:, None] * wide(stride_dq_m, ALIGN)
-    sums += (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]) * HEAD_DIM.width
+    first = tl.program_id(0).to(tl.int64) * (BLOCK_M * HEAD_DIM.width)
     for c in tl.static_range(len(HEAD_DIM.chunks)):
         feature = HEAD_DIM.starts[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
-        written = tl.where(feature >= 0, tl.load(turns + tl.program_id(0)), 0) > 0  # one number as a mask of this shape
-        total = in_order(tl.load(sums + feature, mask=written, other=0.0), BLOCK_M, HEAD_DIM.chunks[c])
-        tl.store(x + feature, (total * scale).to(dq.dtype.element_ty), mask=exists[:, None])
+        at = first + tl.arange(0, BLOCK_M)[:, None] * HEAD_DIM.width + feature
+        written = (
+            tl.where(at >= 0, tl.load(turns + tl.program_id(0) * TURNS), 0) > 0
+        )  # one number as a mask of this shape
+        total = in_order(tl.load(sums + at, mask=written, other=0.0), BLOCK_M, HEAD_DIM.chunks[c])
+        x = dq + b * wide(stride_dq_b, ALIGN) + head * wide(stride_dq_h, ALIGN)
+        at = row[:, None] * wide(stride_dq_m, ALIGN) + feature
+        tl.store(x + at, (total * scale).to(dq.dtype.element_ty), mask=exists[:, None])
 
 
 @triton.jit

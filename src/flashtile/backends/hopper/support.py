@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 SUMMARY = "Gluon kernels for Hopper GPUs: the fastest at head dimensions 64 and 128"
 ARCHITECTURE = "sm_90"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # of q and v
-BACKWARD_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
 DECODING_ROWS = 64
 OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton, whose Gluon is experimental
@@ -76,8 +75,6 @@ def head_dims(problem: Problem) -> tuple[int, int]:
 
 def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
     """Why its backward pass does not take a problem that its forward pass does."""
-    if head_dims(problem) not in BACKWARD_HEAD_DIMS:
-        return "its backward pass is for head dimensions 64 and 128"
     if problem.softcap and problem.head_dim == 64:
         return "its backward pass is no faster with a softcap at head dimension 64"
     if needs.alibi_slopes:

@@ -10,7 +10,8 @@ from ...problem import Problem
 from ..common.installed import triton_version
 
 ROWS = 64  # of one warpgroup
-COLUMNS = 64  # of dq, that one warpgroup computes
+COLUMNS = 64  # of dq at most, that one warpgroup computes
+TURNS = 2  # counters of a block of rows in backward, one for each warpgroup's share of its dq
 ALIGN = 8  # elements, of which strides of rows are multiples
 END = 2**30  # of the dimension in which packed rows are described to the copy engine
 MANY_KEYS = 2048  # of a row, from which on wide tiles pay
@@ -37,6 +38,11 @@ class HeadDim(Compiled):
     @property
     def width(self) -> int:
         return sum(self.chunks)
+
+    @property
+    def room(self) -> int:
+        """Columns of memory that holds all chunks side by side, a power of two."""
+        return 1 << (self.width - 1).bit_length()
 
     @property
     def box(self) -> int:
@@ -78,12 +84,22 @@ class Launch(Compiled):
 
 
 @dataclass(frozen=True)
+class Share(Compiled):
+    """What one warpgroup computes of a block's dq: 64 rows of some columns."""
+
+    row: int  # the first one, in the block
+    column: int  # the first one
+    width: int
+    chunk: int  # in which these columns are
+
+
+@dataclass(frozen=True)
 class BackwardLaunch(Compiled):
     """The backward kernel's tile: 128 keys, `block_m` query rows at a time in `stages`; and the order of its work
     (`backward_schedule`).
     """
 
-    width: int
+    head_dim: HeadDim  # of q, k and v
     block_m: int
     stages: int
     consumer_registers: int
@@ -93,10 +109,15 @@ class BackwardLaunch(Compiled):
     wide: ClassVar = False
 
     @property
-    def head_dim(self) -> HeadDim:
-        return HeadDim((self.width,))
+    def shares(self) -> tuple[Share, Share]:
+        width, chunks = self.head_dim.width, self.head_dim.chunks
+        if self.block_m > ROWS:
+            return Share(0, 0, width, 0), Share(ROWS, 0, width, 0)
+        return Share(0, 0, COLUMNS, 0), Share(0, COLUMNS, width - COLUMNS, len(chunks) - 1)
 
-    head_dim_v = head_dim
+    @property
+    def head_dim_v(self) -> HeadDim:
+        return self.head_dim
 
     def __str__(self) -> str:
         return f"{self.block_n} keys x {self.block_m} rows (2 warpgroups, {self.stages} stages)"
@@ -148,7 +169,7 @@ class WideBackward(Compiled):
 
 class Tile(NamedTuple):
     forward: Launch
-    backward: BackwardLaunch | WideBackward | None  # where the backward pass is another backend's
+    backward: BackwardLaunch | WideBackward
 
 
 OF_64, OF_96, OF_128, OF_192, OF_256 = (HeadDim(x) for x in ((64,), (64, 32), (128,), (128, 64), (256,)))
@@ -162,11 +183,15 @@ NARROW = {
     (256, 256): Launch(OF_256, OF_256, 128, 64, 2, 2, tiles_of_q=1, maxima_first=True),
 }
 WIDE = Launch(OF_64, OF_64, 64, 128, 3, 3, 160, 32)  # reads keys less often, and has more rows past the last one
-BACKWARD = {64: BackwardLaunch(64, 128, 2, 240, 24, False), 128: BackwardLaunch(128, 64, 2, 240, 24, False)}
-WIDE_BACKWARD = {  # slots, stages
-    (192, 128): (6, 3),
-    (192, 192): (5, 2),
-    (256, 256): (3, 2),
+BACKWARD = {
+    64: BackwardLaunch(OF_64, 128, 2, 240, 24, False),
+    96: BackwardLaunch(OF_96, 64, 2, 240, 24, False),
+    128: BackwardLaunch(OF_128, 64, 2, 240, 24, False),
+}
+WIDE_BACKWARD = {
+    (192, 128): WideBackward(RowsLaunch(OF_192, OF_128, slots=6), KeysLaunch(OF_192, OF_128, stages=3)),
+    (192, 192): WideBackward(RowsLaunch(OF_192, OF_192, slots=5), KeysLaunch(OF_192, OF_192, stages=2)),
+    (256, 256): WideBackward(RowsLaunch(OF_256, OF_256, slots=3), KeysLaunch(OF_256, OF_256, stages=2)),
 }
 WITHOUT_SPILLS = (3, 6)  # newer versions of Triton keep more in registers than WIDE has
 
@@ -183,14 +208,10 @@ def tile(problem: Problem, device: Device) -> Tile:
     return Tile(forward, backward_tile(problem))
 
 
-def backward_tile(problem: Problem) -> BackwardLaunch | WideBackward | None:
+def backward_tile(problem: Problem) -> BackwardLaunch | WideBackward:
     head_dims = problem.head_dim, problem.head_dim_v
     if head_dims in WIDE_BACKWARD:
-        slots, stages = WIDE_BACKWARD[head_dims]
-        dims = NARROW[head_dims].head_dim, NARROW[head_dims].head_dim_v
-        return WideBackward(RowsLaunch(*dims, slots), KeysLaunch(*dims, stages))
-    if problem.head_dim_v != problem.head_dim or problem.head_dim not in BACKWARD:
-        return None
+        return WIDE_BACKWARD[head_dims]
     found = BACKWARD[problem.head_dim]
     longest_first = found.block_m < found.block_n and not problem.window.unlimited
     return replace(found, downwards=longest_first)

@@ -14,11 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from . import scores
 from .backward import scored
-from .backward_copying import Sources
+from .backward_copying import BackwardInputs, Sources, copy_backward, new_rows
 from .backward_schedule import KeyWork, first_rows, next_rows, schedule_keys, take_keys
 from .backward_sums import scrambled, unscrambled
 from .bits import where_bits
-from .chunks import add_product_with_values, no_sums, product_with_keys, wait_for_sums
+from .chunks import add_weighted_rows, no_sums, product_of_rows, wait_for_sums
 from .copying import ROWS
 from .masking import Window, row_blocks, rows_seen
 from .pipeline import (
@@ -33,11 +33,10 @@ from .pipeline import (
     wait_at,
     wait_full,
 )
-from .results import Result, store_sums
 from .schedule import Sequences, new_queue
 from .scores import Scoring
+from .storing import Result, store_sums
 from .versions import kernel
-from .wide_copying import KeyTiles, copy_for_keys, new_row_ring
 
 BOTH = gl.constexpr(256)  # threads of the warpgroups that compute
 
@@ -54,7 +53,7 @@ class Weights(NamedTuple):
 class Scope(NamedTuple):
     """What both warpgroups have to know."""
 
-    inputs: KeyTiles
+    inputs: BackwardInputs
     weights: Weights
     group: gl.tensor
     window: Window
@@ -80,10 +79,10 @@ def wide_keys_kernel(
     FOR_WEIGHTS: gl.constexpr = FOR_K + 2
     gl.static_assert(FOR_WEIGHTS + TILE.stages - 1 <= LAST_GATE)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, start_desc, delta_desc)
-    inputs = KeyTiles(
+    inputs = BackwardInputs(
+        new_rows(sources, Gates(FIRST_GATE, BOTH + 32), TILE),
         new_ring(k_desc, 1, Gates(FOR_K, 128 + 32), HEAD_DIM),
         new_ring(v_desc, 1, Gates(FOR_K + 1, 128 + 32), HEAD_DIM_V),
-        new_row_ring(sources, Gates(FIRST_GATE, BOTH + 32), TILE),
     )
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     weights = Weights(
@@ -105,7 +104,7 @@ def wide_keys_kernel(
         [
             (compute_dv, (scope, result_v, queue, TILE)),
             (compute_dk, (scope, result_k, scale, queue, TILE)),
-            (copy_for_keys, (sources, inputs, queue, group, padded_rows, TILE, PACKED)),
+            (copy_backward, (sources, inputs, queue, group, padded_rows, TILE, PACKED)),
             (schedule_keys, (queue, work, sequences, window, TILE, PACKED)),
         ],
         [4, 1, 1],
@@ -135,7 +134,7 @@ def compute_dv(scope, result, queue, TILE: gl.constexpr):
             slot = count % STAGES
             masked = (m < full_lo) | (m >= full_hi)
             wait_full(rows.q, count, STAGES)
-            s = product_with_keys(rows_of(k, afresh(0), 1), rows_of(rows.q, count, STAGES), nothing)
+            s = product_of_rows(rows_of(k, afresh(0), 1), rows_of(rows.q, count, STAGES), nothing)
             s = warpgroup_mma_wait(0, deps=(s,))
             score = scored(s, scoring, tile, tile.head_k * scope.group + member, m * BLOCK_M, tile.first_key)
             p = gl.exp2(score.t * scoring.factor + rows.start.index(slot).load(s_layout))
@@ -145,7 +144,7 @@ def compute_dv(scope, result, queue, TILE: gl.constexpr):
             weights.data.index(slot).store(scrambled(scores.derivative(p, score, scoring)))
             arrive_at(weights.full.first + slot, weights.full.threads)
             wait_full(rows.dout, count, STAGES)
-            dv = add_product_with_values(dv, p.to(dtype), rows_of(rows.dout, count, STAGES))
+            dv = add_weighted_rows(dv, p.to(dtype), rows_of(rows.dout, count, STAGES))
             dv = wait_for_sums(dv)
             release(rows.gates, count, STAGES)
             count += 1
@@ -181,7 +180,7 @@ def compute_dk(scope, result, scale, queue, TILE: gl.constexpr):
             slot = count % STAGES
             masked = (m < full_lo) | (m >= full_hi)
             wait_full(rows.dout, count, STAGES)
-            dp = product_with_keys(rows_of(v, afresh(0), 1), rows_of(rows.dout, count, STAGES), nothing)
+            dp = product_of_rows(rows_of(v, afresh(0), 1), rows_of(rows.dout, count, STAGES), nothing)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             dp += rows.delta.index(slot).load(s_layout)
             if masked:  # 0 * dp would be NaN where dp is
@@ -190,7 +189,7 @@ def compute_dk(scope, result, scale, queue, TILE: gl.constexpr):
             weight = unscrambled(weights.data.index(slot).load(in_memory), s_layout)
             ds = (weight * dp).to(dtype)
             wait_full(rows.q, count, STAGES)
-            dk = add_product_with_values(dk, ds, rows_of(rows.q, count, STAGES))
+            dk = add_weighted_rows(dk, ds, rows_of(rows.q, count, STAGES))
             dk = wait_for_sums(dk)
             release(rows.gates, count, STAGES)
             count += 1

@@ -19,14 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import scores
 from .bits import all_seen, where_bits
-from .chunks import add_product_with_values, no_sums, product_with_keys, wait_for_sums
+from .chunks import add_weighted_rows, no_sums, product_of_rows, wait_for_sums
 from .copying import ROWS
 from .masking import Window, key_blocks, keys_seen
 from .pipeline import FIRST_GATE, LAST_GATE, Gates, afresh, barriers, new_ring, new_slots, release, rows_of, wait_full
-from .results import Result, store_sums
 from .schedule import Sequences, Work, new_queue, schedule, take_tile
 from .scores import Scoring
 from .softmax import INFINITY
+from .storing import Result, store_sums
 from .versions import kernel
 from .wide_copying import RowTiles, copy_for_rows
 
@@ -115,10 +115,10 @@ def consume_keys(
             masked = (block >= blocks.full_hi) | (block < blocks.full_lo)
             own = afresh(consumer)  # these tiles have no registers to keep operands in
             wait_full(keys, 2 * count + 1, SLOTS)
-            s = product_with_keys(rows_of(inputs.q, own, CONSUMERS), rows_of(keys, 2 * count + 1, SLOTS), nothing)
+            s = product_of_rows(rows_of(inputs.q, own, CONSUMERS), rows_of(keys, 2 * count + 1, SLOTS), nothing)
             wait_full(keys, 2 * count, SLOTS)
             v_j = rows_of(keys, 2 * count, SLOTS)[:VALUES]
-            dp = product_with_keys(rows_of(inputs.dout, own, CONSUMERS), v_j, nothing)
+            dp = product_of_rows(rows_of(inputs.dout, own, CONSUMERS), v_j, nothing)
             s = warpgroup_mma_wait(VALUES, deps=(s,))
             row = gl.expand_dims(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)), 1)
             key = gl.expand_dims(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout)), 0)
@@ -136,7 +136,7 @@ def consume_keys(
             if masked:  # 0 * dp would be NaN where dp is
                 dp = where_bits(seen, dp, 0.0)
             ds = (weight * dp).to(dtype)
-            dq = add_product_with_values(dq, ds, rows_of(keys, 2 * afresh(count) + 1, SLOTS))
+            dq = add_weighted_rows(dq, ds, rows_of(keys, 2 * afresh(count) + 1, SLOTS))
             dq = wait_for_sums(dq)
             release(keys.gates, 2 * count + 1, SLOTS)
             count += 1

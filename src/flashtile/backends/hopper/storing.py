@@ -1,16 +1,42 @@
-"""Sums that go from registers to memory: by the threads that have them, so that no shared memory is needed.
+"""Results on their way out: from registers through shared memory to the copy engine; or straight to memory.
 
-A thread writes two neighbouring features at a time. That is slow beside the copy engine, and rare: once for a tile.
+Straight, a thread writes two neighbouring features at a time. That is slow beside the copy engine, but needs no shared
+memory, and is rare: once for a tile.
 """
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from . import tables
+from .chunks import halves
+from .pipeline import as_matrix, columns_of
+from .versions import store_box, thread_barrier
 
 ALIGN = gl.constexpr(tables.ALIGN)
+
+
+@gluon.jit
+def store_columns(desc, out, at, staged, FIRST: gl.constexpr):
+    """Columns of the results from FIRST on, as many at once as there is room for."""
+    WIDTH: gl.constexpr = out.shape[1]
+    ROOM: gl.constexpr = staged.shape[-1]
+    BOX: gl.constexpr = desc.block_type.shape[-1]
+    if WIDTH > ROOM:
+        left, right = halves(out)
+        store_columns(desc, left, at, staged, FIRST)
+        store_columns(desc, right, at, staged, FIRST + WIDTH // 2)
+    else:
+        PLACE: gl.constexpr = FIRST % ROOM
+        if PLACE == 0:
+            tma.store_wait(0)  # what was there has left
+            thread_barrier()
+        columns_of(as_matrix(staged), PLACE, WIDTH).store(out.to(desc.dtype))
+        fence_async_shared()
+        for n in gl.static_range(WIDTH // BOX):
+            store_box(desc, at[:-1] + (FIRST + n * BOX,), columns_of(staged, PLACE + n * BOX, BOX))
 
 
 class Result(NamedTuple):
