@@ -29,7 +29,10 @@ def record_backward(recorder: Recorder, tile: BackwardLaunch | WideBackward, cal
     out, lse = recorder.computed(copyable, out), recorder.computed(Tensor.contiguous, lse)
     dout = recorder.computed(torch.zeros_like, out) if dout is None else recorder.computed(copyable, dout)
     tensors = Tensors(*given)  # type: ignore[arg-type]
-    pass_ = (WidePass if tile.wide else FusedPass)(recorder, tile, call, tensors, dout)
+    if tile.kind == "wide":
+        pass_ = WidePass(recorder, tile, call, tensors, dout)
+    else:
+        pass_ = FusedPass(recorder, tile, call, tensors, dout)
     dq, dk, dv = pass_.run(out, lse, dlse, needs)
     dsinks = pass_.sink_gradient() if needs.sinks else None
     return dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dsinks

@@ -3,7 +3,7 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Literal, NamedTuple
 
 from ...device import Device
 from ...problem import Problem
@@ -106,7 +106,7 @@ class BackwardLaunch(Compiled):
     copy_registers: int
     downwards: bool
     block_n: int = 2 * ROWS
-    wide: ClassVar = False
+    kind: Literal["fused"] = "fused"
 
     @property
     def shares(self) -> tuple[Share, Share]:
@@ -160,7 +160,7 @@ class WideBackward(Compiled):
 
     rows: RowsLaunch
     keys: KeysLaunch
-    wide: ClassVar = True
+    kind: Literal["wide"] = "wide"
 
     def __str__(self) -> str:
         rows, keys = self.rows, self.keys
