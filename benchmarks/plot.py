@@ -13,14 +13,16 @@ plt.rcParams["svg.fonttype"] = "none"  # text stays text
 @click.command()
 @click.argument("results", type=click.Path(exists=True, path_type=Path))
 @click.argument("picture", type=click.Path(path_type=Path))
-def main(results: Path, picture: Path) -> None:
+@click.option("--head-dim", "head_dims", multiple=True, help="Of the panels; may be repeated. All, if it is not given.")
+def main(results: Path, picture: Path, head_dims: tuple[str, ...]) -> None:
     """TFLOP/s of visible pairs, medians with 20% and 80% quantiles; a panel for each head dimension and mask."""
     panels: dict[tuple[str, str], dict[str, list[tuple[int, float, float, float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
     with results.open() as file:
         for row in csv.DictReader(file):
-            if row["status"] == "ok" and row["flops_per_second"]:
+            wanted = not head_dims or row["head_dim"] in head_dims
+            if wanted and row["status"] == "ok" and row["flops_per_second"]:
                 speed = [float(row[f"flops_per_second{suffix}"]) / 1e12 for suffix in ("", "_p20", "_p80")]
                 panel = (row["head_dim"], "causal" if row["causal"] == "True" else "full")
                 panels[panel][row["provider"]].append((int(row["seqlen_q"]), *speed))
@@ -37,7 +39,8 @@ def main(results: Path, picture: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].set_ylim(bottom=0)  # of all panels, once they hold everything
     axes[0][0].set_ylabel("TFLOP/s")
-    axes[0][0].legend(fontsize=8, frameon=False)
+    most = max(axes[0], key=lambda axis: len(axis.lines))  # not every provider is in every panel
+    most.legend(fontsize=8, frameon=False, loc="lower right")
     figure.tight_layout()
     figure.savefig(picture)
 

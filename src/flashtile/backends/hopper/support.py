@@ -13,7 +13,7 @@ from ..common.installed import triton_version
 if TYPE_CHECKING:
     from .tables import Tile
 
-SUMMARY = "Gluon kernels for Hopper GPUs: the fastest at head dimensions 64 and 128"
+SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # of q and v
 COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
