@@ -40,8 +40,9 @@ def main(results: Path, picture: Path, head_dims: tuple[str, ...]) -> None:
     axes[0][0].set_ylim(bottom=0)  # of all panels, once they hold everything
     axes[0][0].set_ylabel("TFLOP/s")
     most = max(axes[0], key=lambda axis: len(axis.lines))  # not every provider is in every panel
-    most.legend(fontsize=8, frameon=False, loc="lower right")
-    figure.tight_layout()
+    lines, names = most.get_legend_handles_labels()
+    figure.legend(lines, names, loc="upper center", ncols=len(names), fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.93))
     figure.savefig(picture)
 
 
