@@ -62,6 +62,8 @@ def test_what_auto_leaves_to_others() -> None:
         assert support.declines(problem(**changes), H200) is None
         assert support.yields(problem(), H200) is None
         assert reason in str(support.yields(problem(**changes), H200))
+        assert "softcap" in str(support.yields(problem(softcap=True), H200))
+        assert support.yields(problem(softcap=True, head_dim=128, head_dim_v=128), H200) is None
         assert plan._plan.__wrapped__(problem(**changes), H200, "hopper", None).backend == "hopper"
         with mock.patch("flashtile.backends.triton.support.unusable", return_value=None):
             chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", None)

@@ -89,6 +89,8 @@ def yields(problem: Problem, device: Device) -> str | None:
         return (
             f"its kernels have run with Triton {in_words(VERIFIED)} only, not {in_words(version)}; ask for it by name"
         )
+    if problem.softcap and problem.head_dim == 64:
+        return "a softcap at head dimension 64 takes exponential units longer than these kernels can hide"
     if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= DECODING_ROWS:
         return "a few rows are decoded faster with the keys split among programs"
     return None
