@@ -89,6 +89,18 @@ def test_gradients_repeat_bitwise_in_any_order_of_events() -> None:
     assert all(torch.equal(x, first) for again in found[1:] for x, first in zip(again, found[0], strict=True))
 
 
+@pytest.mark.parametrize(("needed", "kernel"), [("q", "wide_rows_kernel"), ("k", "wide_keys_kernel")])
+def test_wide_gradients_that_nobody_needs_are_not_computed(needed: str, kernel: str) -> None:
+    tensors = {name: torch.randn(1, 2, 130, 256, dtype=torch.bfloat16) for name in "qkv"}
+    tensors[needed].requires_grad_()
+    with emulated(CORES, 0) as launched:
+        out = flashtile.attention(**tensors, backend="hopper")
+        [found] = torch.autograd.grad(out.sum(), [tensors[needed]])
+    assert launched == ["forward_kernel", "prepare_kernel", kernel]
+    expected = flashtile.attention(**tensors, backend="reference").sum()
+    torch.testing.assert_close(found, *torch.autograd.grad(expected, [tensors[needed]]), atol=2e-2, rtol=2e-2)
+
+
 class Bug(NamedTuple):
     """A mistake in a kernel, and the problem on which it has to be noticed in one of some orders of events."""
 

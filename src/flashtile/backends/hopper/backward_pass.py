@@ -112,7 +112,8 @@ class BackwardPass:
             "seqused_k": self.seqused_k,
         }
 
-    def numbers_of_rows(self) -> Pointers:
+    def described_numbers(self) -> Pointers:
+        """The numbers of rows, for the copy engine."""
         return {
             "start_desc": Described(self.start, numbers_of_rows, self.tile.block_m),
             "delta_desc": Described(self.delta, numbers_of_rows, self.tile.block_m),

@@ -31,7 +31,7 @@ class FusedPass(BackwardPass):
         box = (ROWS, self.tile.head_dim.box)
         pointers = {
             **self.rows_and_keys(),
-            **self.numbers_of_rows(),
+            **self.described_numbers(),
             "dq_desc": Described(self.sums, sums, (ROWS, min(share.width for share in self.tile.shares))),
             "dk_desc": Described(dk, self.described, box),
             "dv_desc": Described(dv, self.described, box),

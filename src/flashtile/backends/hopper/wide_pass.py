@@ -41,6 +41,6 @@ class WidePass(BackwardPass):
         dk, dv = self.results_of_keys()
         bytes_of_row = (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
         numbers = {**self.numbers_of_keys(bytes_of_row), **strides("dk", dk, ALIGN), **strides("dv", dv, ALIGN)}
-        pointers = {**self.rows_and_keys(), **self.numbers_of_rows(), "dk": dk, "dv": dv}
+        pointers = {**self.rows_and_keys(), **self.described_numbers(), "dk": dk, "dv": dv}
         self.recorder.launch(wide_keys_kernel, pointers, self.programs, numbers)
         return dk, dv
