@@ -120,7 +120,7 @@ THEN_DV = "                dv = wait_for_sums(dv, "
 LAST_DK = "            else:\n                dk = wait_for_sums(dk)\n"
 ROWS_GO = "            release(rows.gates, count, STAGES)\n"
 READ = "tma.store_wait(0)  # the copy engine has read them\n            "
-SUMS_GO = "mbarrier.arrive(sums.empty.index(0), count=1)\n            "
+SUMS_GO = "mbarrier.arrive(sums.empty.index(half), count=1)\n            "
 DK, DQ_WIDE = (f"            {x} = wait_for_sums({x})\n" for x in ("dk", "dq"))
 KEYS_GO = "            release(keys.gates, 2 * count + 1, SLOTS)\n"
 DP = "            dp, weight = warpgroup_mma_wait(0, deps=(dp, weight))\n"
