@@ -229,7 +229,7 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> N
 def test_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
     """Its kernels in front and behind are Triton's: blocks of rows begin without a turn, whatever lies in memory."""
     from flashtile.backends.hopper.rows import finish_kernel, prepare_kernel
-    from flashtile.backends.hopper.tables import TURNS, HeadDim
+    from flashtile.backends.hopper.tables import HALVES, HeadDim
 
     batch, heads, rows, width, block = 1, 2, 80, sum(chunks), 64
     out, dout = (torch.randn(batch, heads, rows, width) for _ in range(2))
@@ -237,7 +237,7 @@ def test_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
     lse[0, 1, 3] = -torch.inf
     tiles = -(-rows // block)
     start, delta = (torch.full((heads, tiles * block), torch.nan) for _ in range(2))
-    turns = torch.full((heads * tiles, TURNS), 7, dtype=torch.int32)
+    turns = torch.full((heads * tiles, HALVES), 7, dtype=torch.int32)
     lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": rows, "batch": batch}
     lengths |= {"HEAD_DIM": HeadDim(chunks), "ALIGN": 1, "BLOCK_M": block}
     strides = {
@@ -284,7 +284,7 @@ def scrambled_chunk(sums: torch.Tensor) -> torch.Tensor:
 def test_packed_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
     """The b-th sequence begins with block `cu_seqlens_q[b] // BLOCK_M + b`; tokens of none are one sequence more."""
     from flashtile.backends.hopper.rows import finish_kernel
-    from flashtile.backends.hopper.tables import TURNS, HeadDim
+    from flashtile.backends.hopper.tables import HALVES, HeadDim
 
     cu_seqlens_q, tokens, heads, width, block = [0, 5, 5, 138, 142], 147, 2, sum(chunks), 64
     batch = len(cu_seqlens_q) - 1
@@ -292,7 +292,7 @@ def test_packed_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> Non
     lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": tokens, "batch": batch}
     lengths |= {"HEAD_DIM": HeadDim(chunks), "ALIGN": 1, "BLOCK_M": block}
     sums = torch.randn(heads, tiles * block, width)
-    turns = torch.ones(heads * tiles, TURNS, dtype=torch.int32)
+    turns = torch.ones(heads * tiles, HALVES, dtype=torch.int32)
     dq = torch.full((tokens, heads, width), torch.nan)
     strides = {"stride_dq_b": 0, "stride_dq_h": dq.stride(1), "stride_dq_m": dq.stride(0)}
     cu_tensor = torch.tensor(cu_seqlens_q, dtype=torch.int32)

@@ -19,7 +19,7 @@ from .versions import add_box, store_box, thread_barrier
 
 ROWS = gl.constexpr(tables.ROWS)
 COLUMNS = gl.constexpr(tables.COLUMNS)
-HALVES = gl.constexpr(2)  # of a block of keys, one for each computing warpgroup
+HALVES = gl.constexpr(tables.HALVES)
 
 
 class Sums(NamedTuple):

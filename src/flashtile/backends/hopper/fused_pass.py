@@ -13,7 +13,7 @@ from .backward import backward_kernel
 from .backward_pass import WARPS, BackwardPass
 from .descriptors import sums
 from .rows import finish_kernel
-from .tables import ALIGN, ROWS, TURNS, BackwardLaunch
+from .tables import ALIGN, HALVES, ROWS, BackwardLaunch
 
 
 class FusedPass(BackwardPass):
@@ -21,7 +21,7 @@ class FusedPass(BackwardPass):
 
     def __init__(self, recorder: Recorder, tile: BackwardLaunch, call: Call, t: Tensors, dout: Tensor):
         super().__init__(recorder, tile, call, t, dout)
-        self.turns = self.empty(self.extent.heads * self.extent.row_blocks, TURNS, dtype=torch.int32)
+        self.turns = self.empty(self.extent.heads * self.extent.row_blocks, HALVES, dtype=torch.int32)
         self.sums = self.empty(self.extent.heads * self.padded_rows, tile.head_dim.width)
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, _: Needs) -> Results:

@@ -11,7 +11,7 @@ from . import tables
 from .softmax import INFINITY, LOG2E
 from .versions import triton_kernel
 
-TURNS = tl.constexpr(tables.TURNS)
+HALVES = tl.constexpr(tables.HALVES)  # each has its turns
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def prepare_kernel(
     tl.store(start + at, tl.where(empty, -INFINITY, -LOG2E * lse_i))
     tl.store(delta + at, tl.where(empty, 0.0, negative))
     if turns is not None:
-        tl.store(turns + tl.program_id(0) * TURNS + tl.arange(0, TURNS), 0)
+        tl.store(turns + tl.program_id(0) * HALVES + tl.arange(0, HALVES), 0)
 
 
 @triton_kernel
@@ -89,12 +89,11 @@ def finish_kernel(
     b, head = (any_head // num_heads).to(tl.int64), any_head % num_heads
     row, exists = rows_of(tile, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
     first = tl.program_id(0).to(tl.int64) * (BLOCK_M * HEAD_DIM.width)
+    turn = tl.load(turns + tl.program_id(0) * HALVES)
     for c in tl.static_range(len(HEAD_DIM.chunks)):
         feature = HEAD_DIM.starts[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
         at = first + tl.arange(0, BLOCK_M)[:, None] * HEAD_DIM.width + feature
-        written = (
-            tl.where(at >= 0, tl.load(turns + tl.program_id(0) * TURNS), 0) > 0
-        )  # one number as a mask of this shape
+        written = tl.where(at >= 0, turn, 0) > 0  # one number as a mask of this shape
         total = in_order(tl.load(sums + at, mask=written, other=0.0), BLOCK_M, HEAD_DIM.chunks[c])
         x = dq + b * wide(stride_dq_b, ALIGN) + head * wide(stride_dq_h, ALIGN)
         at = row[:, None] * wide(stride_dq_m, ALIGN) + feature

@@ -11,7 +11,7 @@ from ..common.installed import triton_version
 
 ROWS = 64  # of one warpgroup
 COLUMNS = 64  # of dq at most, that one warpgroup computes
-TURNS = 2  # counters of a block of rows in backward, one for each warpgroup's share of its dq
+HALVES = 2  # of a block of 128 keys in backward, and shares of its dq: one for each computing warpgroup
 ALIGN = 8  # elements, of which strides of rows are multiples
 END = 2**30  # of the dimension in which packed rows are described to the copy engine
 MANY_KEYS = 2048  # of a row, from which on wide tiles pay
