@@ -100,10 +100,9 @@ def test_tiles_follow_the_keys_that_a_row_sees() -> None:
         return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
     with mock.patch("flashtile.backends.hopper.tables.triton_version", return_value=(3, 6)):
-        assert chosen("full", 64, LONG) == replace(WIDE, maxima_first=True)
-        assert chosen("causal", 64, LONG) == WIDE
+        assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is WIDE
     with mock.patch("flashtile.backends.hopper.tables.triton_version", return_value=(3, 7)):
-        assert chosen("full", 64, LONG) == replace(NARROW[64, 64], maxima_first=True)
+        assert chosen("full", 64, LONG) is NARROW[64, 64]
     assert chosen("causal", 64, SHORT) == chosen("window", 64, LONG) == chosen("softcap", 64, LONG) == NARROW[64, 64]
     assert chosen("full", 128, LONG) is NARROW[128, 128]
 
@@ -174,27 +173,26 @@ def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> 
 
 @pytest.mark.parametrize("family", CHOSEN)
 def test_what_runs_beside_what(compiled: dict[tuple, Compiled], family: tuple) -> None:
-    """In each step, the products with keys and with values are in flight together. Where a tile wants it, maxima are
-    found before the second one is waited for, and its sums are rescaled among the exponentials. Elsewhere, the
-    exponentials of a thread's first row begin while maxima of its second one are looked for.
+    """In each step, the products with keys and with values are in flight together. Guessed exponentials stand among the
+    maxima, before the branch for levels that move and before values are waited for. What rescales sums stands behind
+    a branch of its own.
     """
     tile = launch_of(family, "forward").arguments["TILE"]
     loops = inner_loops(compiled[family].sass)
     assert len(loops) == tile.consumers  # one for each warpgroup
     for order in loops:
-        waits, exponentials, maxima, products = (
-            [n for n, word in enumerate(order) if kind in word] for kind in ("DEPBAR", "MUFU.EX2", "FMNMX", "HGMMA")
+        waits, exponentials, maxima, products, votes, rescaling = (
+            [n for n, word in enumerate(order) if kind in word]
+            for kind in ("DEPBAR", "MUFU.EX2", "FMNMX", "HGMMA", "VOTE", "FMUL")
         )
         # For the scores, with products of all chunks of values in flight; then for these.
         assert [order[n][-1] for n in waits] == [str(len(tile.head_dim_v.chunks)), "0"]
-        assert products[-1] < waits[0]
-        assert exponentials[-1] > waits[1]
-        if tile.maxima_first:
-            assert sum(waits[0] < n < waits[1] for n in maxima) >= 0.8 * len(maxima) > 0
-            among = order[exponentials[0] : exponentials[-1]].count("FMUL")
-            assert among >= 0.4 * order[waits[1] :].count("FMUL") > 0  # 0.8 with the pinned Triton's ptxas
-        else:
-            assert sum(n > exponentials[0] for n in maxima) >= 4
+        assert products[-1] < waits[0] < maxima[0]
+        [vote] = votes
+        assert vote < waits[1]
+        branch = order.index("BRA", vote)
+        assert sum(maxima[0] < n < branch for n in exponentials) >= tile.guessed
+        assert "BRA" in order[rescaling[-1] - 1 - sum(tile.head_dim_v.chunks) // 2 : rescaling[-1]]
 
 
 def inner_loops(sass: str, most_waits: int = 2) -> list[list[str]]:
@@ -208,7 +206,9 @@ def inner_loops(sass: str, most_waits: int = 2) -> list[list[str]]:
         jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
         if jump is not None and jump[1] in labels:
             body = "\n".join(lines[labels[jump[1]] : n])
-            order = re.findall(r"HGMMA|MUFU\.EX2|FMNMX|FMUL|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", body)
+            order = re.findall(r"HGMMA|MUFU\.EX2|FMNMX|FMUL|VOTE|BRA|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", body)
+            while order[:1] == ["BRA"]:  # of waits for copies
+                del order[0]
             if order[:1] == ["HGMMA"] and "MUFU.EX2" in order and sum("DEPBAR" in word for word in order) <= most_waits:
                 found.append((labels[jump[1]], n, order))
     return [x[2] for x in found if not any(y is not x and x[0] <= y[0] and y[1] <= x[1] for y in found)]

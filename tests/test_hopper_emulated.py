@@ -143,13 +143,23 @@ BUGS = (
     Bug(
         "wrong phase",
         "pipeline.py",
-        "(n // STAGES) & 1)\n\n\n@gluon.jit\ndef wait_free",
+        "round_of(n, STAGES) & 1)\n\n\n@gluon.jit\ndef wait_free",
         "0)\n\n\n@gluon.jit\ndef wait_free",
     ),
     Bug("slot never let go", "forward.py", "release(v.gates, block_count - 1, STAGES)", "pass"),
     Bug("results read before the last ones have left", "storing.py", "tma.store_wait(0)  # what", "# what"),
     Bug("no fence before results are sent", "storing.py", f"{STORED}\n        fence_async_shared()", STORED),
     Bug("product read in flight", "forward.py", "acc = wait_for_sums(acc)", "pass"),
+    Bug("sums that do not follow a level", "forward.py", "acc = softmax.rescaled(acc, alpha, moved)", "pass"),
+    Bug(
+        "a level of one thread",
+        "softmax.py",
+        "branches.follow(before, top, factor)",
+        "branches.follow(before, top, 0.0 * factor)",
+    ),
+    Bug(
+        "guesses kept", "softmax.py", "of_threads(level), of_threads(moved)", "of_threads(level), of_threads(0 * moved)"
+    ),
     Bug("diagonal off by one", "masking.py", "(shift + window.right + 1)", "(shift + window.right + 2)"),
     Bug("half of a thread's pair of columns", "bits.py", "gl.minimum(own % 8, 2)", "own % 8 // 2"),
     Bug(

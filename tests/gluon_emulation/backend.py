@@ -54,7 +54,7 @@ def in_place_of_triton() -> dict[str, ModuleType]:
     core = module("_core", builtin=builtin, _unwrap_if_constexpr=lambda x: x)
     of_language = {name: x for name, x in vars(language).items() if not name.startswith("_")}
     return {
-        "triton": module("triton", jit=jit, language=language),
+        "triton": module("triton", jit=jit, constexpr_function=lambda f: f, language=language),
         "triton.language": language,
         "triton._C": module("triton._C"),
         "triton._C.libtriton": module("triton._C.libtriton", ir=None),

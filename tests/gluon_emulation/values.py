@@ -89,7 +89,7 @@ def add_operators() -> None:
     binary: dict[str, Callable[[Any, Any], Any]] = {
         "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
         "floordiv": divided, "mod": remainder, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
-        "lshift": operator.lshift,
+        "lshift": operator.lshift, "rshift": operator.rshift,
     }  # fmt: skip
 
     def define(name: str, function: Callable[[Any, Any], Any]) -> None:

@@ -38,6 +38,7 @@ from .pipeline import (
     new_ring,
     release,
     rows_of,
+    slot_of,
     wait_at,
     wait_full,
 )
@@ -148,7 +149,7 @@ def compute(
         if EARLY and steps > 0:
             s = warpgroup_mma_wait(0, deps=(first_product(rows, k, count, nothing, half, TILE),))
         for left in range(steps, 0, -1):
-            slot = count % STAGES
+            slot = slot_of(count, STAGES)
             masked = (m < whole_from) | (m >= blocks.full_hi)
             q_i = rows_of(rows.q, count, STAGES)
             dout_i = rows_of(rows.dout, count, STAGES)
@@ -174,7 +175,7 @@ def compute(
             if masked:  # 0 * dp would be NaN where dp is
                 dp = where_bits(seen, dp, 0.0)
             ds = (weight * dp).to(dtype)
-            stage = count % DS_STAGES * HALVES
+            stage = slot_of(count, DS_STAGES) * HALVES
             gradients.ds.index(stage + half).store(ds)
             fence_async_shared()
             if EARLY:

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .backward_schedule import first_rows, next_rows, take_keys
 from .copying import NOTICE, ROWS, keys_at, rows_at
-from .pipeline import Gates, Ring, Slots, barriers, fill, load_rows, new_memories, wait_free
+from .pipeline import Gates, Ring, Slots, barriers, fill, load_rows, new_memories, slot_of, wait_free
 from .schedule import want_tile
 from .versions import load_box
 
@@ -77,7 +77,7 @@ def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr
         left = steps
         while left > 0:
             want_tile(queue, left == NOTICE)
-            slot = count % STAGES
+            slot = slot_of(count, STAGES)
             at = rows_at(tile, tile.head_k * group + member, m * BLOCK_M, PACKED)
             numbers_at = ((tile.sums_row + member * padded_rows) // BLOCK_M + m, 0)
             wait_free(rows.gates, count, STAGES)

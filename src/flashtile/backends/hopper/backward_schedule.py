@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .masking import row_blocks
+from .pipeline import slot_of
 from .schedule import SLOTS, hand_over, keys_of, position_of, put_fields, span_of, taken, without_rows
 
 
@@ -156,5 +157,5 @@ def take_keys(queue, n):
     tile = KeyTile(
         found[0], found[1], found[2], found[3], found[4], found[5], found[6], found[7], found[8], found[9], found[10]
     )  # fmt: skip
-    mbarrier.arrive(queue.empty.index(n % SLOTS), count=1)
+    mbarrier.arrive(queue.empty.index(slot_of(n, SLOTS)), count=1)
     return tile

@@ -16,6 +16,12 @@ def by_thread(x):
 
 
 @gluon.jit
+def of_threads(x):
+    """`[M, 4] -> [M, 1, 4, 1]`, beside `by_thread`."""
+    return gl.expand_dims(gl.expand_dims(x, 1), 3)
+
+
+@gluon.jit
 def all_seen(x):
     """Every pair of `x [M, N]` is visible."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(x).type.layout))

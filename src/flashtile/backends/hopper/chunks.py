@@ -45,15 +45,6 @@ def no_sum(HEAD_DIM: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
-def rescaled(acc, factor):
-    """Chunks of rows times a factor `[ROWS]`."""
-    found = ()
-    for c in gl.static_range(len(acc)):
-        found = found + (times(acc[c], factor),)
-    return found
-
-
-@gluon.jit
 def times(x, factor):
     """Rows times a factor `[ROWS]`."""
     return x * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout)), 1)

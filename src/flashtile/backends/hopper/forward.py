@@ -18,12 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import scores, softmax
-from .bits import where_bits
+from .bits import all_seen, where_bits
 from .chunks import (
     add_weighted_rows,
     no_sums,
     product_of_rows,
-    rescaled,
     times,
     wait_for_sums,
     wait_for_values,
@@ -36,7 +35,6 @@ from .pipeline import (
     Gates,
     afresh,
     barriers,
-    boundary,
     new_memory,
     new_ring,
     new_slots,
@@ -144,14 +142,11 @@ def scored(s, part, block, tile, window, scoring):
 
 @gluon.jit
 def first_softmax(t, tile, scoring):
-    """Maximum `[ROWS]`, sums by thread and probabilities after a tile's first block."""
-    with_sink = tile.b < scoring.batch
-    layout: gl.constexpr = gl.SliceLayout(1, t.type.layout)
-    m, l_start = softmax.start(scoring.sinks, tile.head, scoring.factor, with_sink, t.shape[0], layout)
-    m, alpha, shift = softmax.maxima(m, t, scoring.factor)
-    p = softmax.probabilities(t, shift, scoring.factor)
-    l = softmax.sums_by_thread(p)  # noqa: E741
-    return m, l + softmax.spread(l_start * alpha, l), p
+    """Levels, sums and probabilities after a tile's first block."""
+    layout: gl.constexpr = all_seen(t).type.layout
+    start, l = softmax.start(scoring.sinks, tile.head, tile.b < scoring.batch, t.shape[0], layout)  # noqa: E741
+    level, alpha, _, p = softmax.follow(start, t, scoring.factor, 0)
+    return level, l * alpha + softmax.sums_by_thread(p), p
 
 
 @gluon.jit
@@ -162,13 +157,13 @@ def as_operand(p, layout: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def store(
-    results, acc, m, l, tile, first_row, consumer: gl.constexpr, scoring, TILE: gl.constexpr,  # noqa: E741
+    results, acc, level, l, tile, first_row, consumer: gl.constexpr, TILE: gl.constexpr,  # noqa: E741
     PACKED: gl.constexpr,
 ):  # fmt: skip
     """The results of 64 rows whose keys are all seen."""
     HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
-    layout: gl.constexpr = m.type.layout
-    weight, row_lse = softmax.finish(m, softmax.sums_of_rows(l, layout), scoring.factor)
+    layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    weight, row_lse = softmax.finish(level, l, layout)
     rows = first_row + gl.arange(0, ROWS, layout)
     start = results.lse + tile.lse_head.to(gl.int64) * results.stride_lse + tile.token_q
     gl.store(start + rows, row_lse, mask=rows < tile.seqlen_q)
@@ -207,7 +202,7 @@ def consume(
     release(k.gates, 0, STAGES)
     release_q_early(inputs.q_free, 0, consumer, tile.hi - tile.lo == 1, TILE)
     t = scored(s, part, tile.hi - 1, tile, window, scoring)
-    m, l, p = first_softmax(t, tile, scoring)  # noqa: E741
+    level, l, p = first_softmax(t, tile, scoring)  # noqa: E741
     p_i = as_operand(p, p_layout, dtype)
     acc = no_sums(HEAD_DIM_V)
 
@@ -228,21 +223,14 @@ def consume(
             release_q_early(inputs.q_free, tile_count, consumer, above == tile.hi - 1, TILE)
             block = tile.hi - 1 + tile.lo - above
             t = scored(s, part, block, tile, window, scoring)
-            m, alpha, shift = softmax.maxima(m, t, scoring.factor)
-            if TILE.maxima_first:
-                wait_full(v, block_count - 1, STAGES)  # passed: ptxas moves the next wait no further up
-            else:
-                boundary(block_count)
-            acc, alpha, shift = wait_for_values(acc, alpha, shift)
+            level, alpha, moved, p = softmax.follow(level, t, scoring.factor, TILE.guessed)
+            l = l * alpha + softmax.sums_by_thread(p)  # noqa: E741
+            acc, p, l = wait_for_values(acc, p, l)  # noqa: E741
             release(v.gates, block_count - 1, STAGES)
-            if not TILE.maxima_first:
-                boundary(block_count)
-            acc = rescaled(acc, alpha)
-            p = softmax.probabilities(t, shift, scoring.factor)
-            l = softmax.scaled_sums(l, alpha) + softmax.sums_by_thread(p)  # noqa: E741
             p_i = as_operand(p, p_layout, dtype)
+            acc = softmax.rescaled(acc, alpha, moved)
 
-        done, done_row, done_m, done_l = tile, part.first_row, m, l
+        done, done_row, done_level, done_l = tile, part.first_row, level, l
         if TILES_OF_Q > 1:
             mbarrier.arrive(inputs.q_free.index(q_slot(tile_count, consumer, TILE)), count=1)
         tile_count += 1
@@ -263,9 +251,7 @@ def consume(
             release(k.gates, block_count + 1, STAGES)
             release_q_early(inputs.q_free, tile_count, consumer, tile.hi - tile.lo == 1, TILE)
             t = scored(s, part, tile.hi - 1, tile, window, scoring)
-            m, l, p = first_softmax(t, tile, scoring)  # noqa: E741
-            if not TILE.maxima_first:
-                boundary(block_count)
+            level, l, p = first_softmax(t, tile, scoring)  # noqa: E741
             acc, p, l = wait_for_values(acc, p, l)  # noqa: E741
             p_i = as_operand(p, p_layout, dtype)
         else:
@@ -275,7 +261,7 @@ def consume(
             acc = wait_for_sums(acc)
         release(v.gates, block_count, STAGES)
         block_count += 1
-        store(results, acc, done_m, done_l, done, done_row, consumer, scoring, TILE, PACKED)
+        store(results, acc, done_level, done_l, done, done_row, consumer, TILE, PACKED)
         acc = no_sums(HEAD_DIM_V)
     tma.store_wait(0)
 

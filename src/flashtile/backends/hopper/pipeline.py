@@ -78,7 +78,7 @@ def new_memory(desc, STAGES: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit
 def fill(ring, desc, coordinates, n, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Start the copy that is the ring's n-th, once its slot is free."""
-    slot = n % STAGES
+    slot = slot_of(n, STAGES)
     wait_free(ring.gates, n, STAGES)
     expect_rows(ring, desc, slot, HEAD_DIM)
     load_rows(ring, desc, coordinates, slot, HEAD_DIM)
@@ -109,19 +109,37 @@ def columns_of(memory, FIRST: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def slot_of(n, STAGES: gl.constexpr):
+    """`n % STAGES`, of which the compiler does not know that n is not negative."""
+    if STAGES & (STAGES - 1) == 0:
+        return n & (STAGES - 1)
+    else:
+        return n % STAGES
+
+
+@gluon.jit
+def round_of(n, STAGES: gl.constexpr):
+    """`n // STAGES`."""
+    if STAGES & (STAGES - 1) == 0:
+        return n >> (STAGES.bit_length() - 1)
+    else:
+        return n // STAGES
+
+
+@gluon.jit
 def wait_full(ring, n, STAGES: gl.constexpr):
-    mbarrier.wait(ring.full.index(n % STAGES), (n // STAGES) & 1)
+    mbarrier.wait(ring.full.index(slot_of(n, STAGES)), round_of(n, STAGES) & 1)
 
 
 @gluon.jit
 def wait_free(gates, n, STAGES: gl.constexpr):
     if n >= STAGES:
-        wait_at(gates.first + n % STAGES, gates.threads)
+        wait_at(gates.first + slot_of(n, STAGES), gates.threads)
 
 
 @gluon.jit
 def release(gates, n, STAGES: gl.constexpr):
-    arrive_at(gates.first + n % STAGES, gates.threads)
+    arrive_at(gates.first + slot_of(n, STAGES), gates.threads)
 
 
 @gluon.jit
@@ -129,7 +147,7 @@ def rows_of(ring, n, STAGES: gl.constexpr):
     """The n-th rows as matrices in shared memory `[rows, chunk]`."""
     found = ()
     for c in gl.static_range(len(ring.data)):
-        found = found + (as_matrix(ring.data[c].index(n % STAGES)),)
+        found = found + (as_matrix(ring.data[c].index(slot_of(n, STAGES))),)
     return found
 
 
@@ -166,16 +184,6 @@ def results_landed():
         is_pure=False,
         pack=1,
     )
-
-
-@gluon.jit
-def boundary(n):
-    """A loop that never goes round, for n is not negative. LLVM moves no instruction across it, and ptxas takes it
-    away: it gets its instructions in the order in which they are written.
-    """
-    again = afresh(n)
-    while again < 0:
-        again = afresh(n)
 
 
 @gluon.jit

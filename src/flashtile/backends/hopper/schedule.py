@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .masking import key_blocks
-from .pipeline import barriers
+from .pipeline import barriers, round_of, slot_of
 
 SLOTS = gl.constexpr(2)  # of the queue
 FIELDS = gl.constexpr(11)
@@ -206,8 +206,8 @@ def next_number(work):
 def put_fields(queue, n, tile):
     """The n-th tile of the program, whatever its FIELDS mean."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    slot = n % SLOTS
-    mbarrier.wait(queue.empty.index(slot), (n // SLOTS & 1) ^ 1)
+    slot = slot_of(n, SLOTS)
+    mbarrier.wait(queue.empty.index(slot), (round_of(n, SLOTS) & 1) ^ 1)
     for field in gl.static_range(FIELDS):
         queue.data.index(slot * FIELDS + field).store(gl.full([1], tile[field], gl.int32, one))
     mbarrier.arrive(queue.full.index(slot), count=1)
@@ -225,7 +225,7 @@ def take_tile(queue, n):
     tile = Tile(
         found[0], found[1], found[2], found[3], found[4], found[5], found[6], found[7], found[8], found[9], found[10]
     )  # fmt: skip
-    mbarrier.arrive(queue.empty.index(n % SLOTS), count=1)
+    mbarrier.arrive(queue.empty.index(slot_of(n, SLOTS)), count=1)
     return tile
 
 
@@ -233,8 +233,8 @@ def take_tile(queue, n):
 def taken(queue, n):
     """The n-th tile's fields, of which the queue's slot is still to be let go."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    slot = n % SLOTS
-    mbarrier.wait(queue.full.index(slot), n // SLOTS & 1)
+    slot = slot_of(n, SLOTS)
+    mbarrier.wait(queue.full.index(slot), round_of(n, SLOTS) & 1)
     first = slot * FIELDS
     return (
         gl.max(queue.data.index(first).load(one), 0),

@@ -1,21 +1,76 @@
 """How rows are normalised: the online softmax and the sink that enters it first.
 
-Scores arrive in units of which `factor > 0` makes base-2 logarithms: `p = exp2(t * factor - m * factor)` is one
-multiply-add and one exponential (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+Scores arrive in units of which `factor > 0` makes base-2 logarithms: `p = exp2(t * factor - level)` is one multiply-add
+and one exponential (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). A row's level need not
+be its maximum: it follows only a score that exceeds it by more than SLACK, and `p` is 2 ** SLACK at most. So few levels
+move after a row's first keys, and what a moved level asks for stands behind a branch of the warp (`branches`): sums are
+rescaled there, and exponentials that were computed before the new level was known are computed again.
 
-Four threads hold a row (`bits`). Sums stay apart by thread, `[M, 4]`, until the row is finished: only the maximum is
-exchanged in each step.
+Four threads hold a row (`bits`). Levels and sums stay apart by thread, `[M, 4]`, until the row is finished: where no
+level moves, the threads of a row exchange nothing.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .bits import by_thread
+from . import branches
+from .bits import by_thread, of_threads
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 INFINITY = gl.constexpr(float("inf"))
 LARGEST = gl.constexpr(3.4028234663852886e38)
+
+
+@gluon.jit
+def start(sinks, head, with_sink, M: gl.constexpr, layout: gl.constexpr):
+    """Level and sum `[M, 4]` before the first key. A sink is a key without a value. The level of what has seen nothing
+    is the lowest one.
+    """
+    level = gl.full([M, 4], -LARGEST, gl.float32, layout)
+    l = gl.zeros([M, 4], gl.float32, layout)  # noqa: E741
+    if sinks is not None:
+        sink = gl.where(with_sink, gl.load(sinks + head).to(gl.float32) * LOG2E, -INFINITY)
+        level = gl.full([M, 4], gl.minimum(gl.maximum(sink, -LARGEST), LARGEST), gl.float32, layout)
+        l = gl.full([M, 4], gl.where(sink == -INFINITY, 0.0, 0.25), gl.float32, layout)  # noqa: E741
+    return level, l
+
+
+@gluon.jit
+def follow(level, t, factor, GUESSED: gl.constexpr):
+    """After scores `t [M, N]`: the level `[M, 4]`, what carries old sums over to it, whether any of the warp's levels
+    has moved, and `p [M, N]`. GUESSED of a thread's exponentials are computed while the maximum is looked for.
+
+    A GPU's maximum drops NaN, sums do not. Levels are finite, so that `p` of -inf is 0, that of +inf +inf and that of
+    nothing but NaN is NaN: sums then tell what a row has seen.
+    """
+    apart = by_thread(t)
+    top = gl.max(gl.max(apart, 3), 1)
+    before = gl.convert_layout(level, top.type.layout, assert_trivial=True)
+    p = branches.guesses(apart, of_threads(before), factor, GUESSED)
+    level, alpha, moved = branches.follow(before, top, factor)
+    p = branches.exponentials(p, apart, of_threads(level), of_threads(moved), factor, GUESSED)
+    p = gl.convert_layout(gl.reshape(p, t.shape), t.type.layout, assert_trivial=True)
+    return level, alpha, moved, p
+
+
+@gluon.jit
+def rescaled(acc, alpha, moved):
+    """Chunks of sums `[M, D]` times a factor `[M, 4]`, if it is not 1."""
+    found = ()
+    for c in gl.static_range(len(acc)):
+        found = found + (rescaled_chunk(acc[c], alpha, moved),)
+    return found
+
+
+@gluon.jit
+def rescaled_chunk(x, alpha, moved):
+    apart = by_thread(x)
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, apart.type.layout))
+    alpha = of_threads(gl.convert_layout(alpha, layout, assert_trivial=True))
+    moved = of_threads(gl.convert_layout(moved, layout, assert_trivial=True))
+    product = branches.product(apart, alpha, moved)
+    return gl.convert_layout(gl.reshape(product, x.shape), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -25,58 +80,10 @@ def sums_by_thread(p):
 
 
 @gluon.jit
-def sums_of_rows(sums, layout: gl.constexpr):
-    """`[M, 4] -> [M]`."""
-    return gl.convert_layout(gl.sum(sums, 1), layout)
-
-
-@gluon.jit
-def start(sinks, head, factor, with_sink, M: gl.constexpr, layout: gl.constexpr):
-    """The running maximum and sum `[M]` before the first key. A sink is a key without a value."""
-    m = gl.full([M], -INFINITY, gl.float32, layout)
-    l = gl.zeros([M], gl.float32, layout)  # noqa: E741
-    if sinks is not None:
-        sink = gl.where(with_sink, gl.load(sinks + head).to(gl.float32) * (LOG2E / factor), -INFINITY)
-        m = gl.full([M], sink, gl.float32, layout)
-        l = gl.full([M], gl.where(sink == -INFINITY, 0.0, 1.0), gl.float32, layout)  # noqa: E741
-    return m, l
-
-
-@gluon.jit
-def spread(l, sums):  # noqa: E741
-    """A sum of each row `[M]` as sums by thread `[M, 4]`."""
-    return scaled_sums(gl.full_like(sums, 0.25), l)
-
-
-@gluon.jit
-def scaled_sums(sums, factor):
-    """Sums `[M, 4]` times a factor `[M]`."""
-    same = gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
-    return sums * gl.expand_dims(same, 1)
-
-
-@gluon.jit
-def maxima(m, t, factor):
-    """The new running maximum `[M]`, the factor `[M]` that carries old sums over to it, and what is subtracted `[M]`.
-
-    A GPU's maximum drops NaN, sums do not. What is subtracted is finite, so that `p` of -inf is 0, that of +inf +inf
-    and that of nothing but NaN is NaN: sums then tell what a row has seen.
-    """
-    m_new = gl.maximum(m, gl.max(t, 1))
-    shift = gl.minimum(gl.maximum(m_new * factor, -LARGEST), LARGEST)
-    alpha = gl.where(m == m_new, 1.0, gl.exp2(m * factor - shift))
-    return m_new, alpha, shift
-
-
-@gluon.jit
-def probabilities(t, shift, factor):
-    """`p [M, N]`."""
-    return gl.exp2(t * factor - gl.expand_dims(shift, 1))
-
-
-@gluon.jit
-def finish(m, l, factor):  # noqa: E741
+def finish(level, l, layout: gl.constexpr):  # noqa: E741
     """The factor `[M]` that makes the accumulator the output, and `lse [M]`; rows that saw nothing give 0 and -inf."""
-    l = gl.where(l == 0, 1.0, l)  # noqa: E741
-    weight = gl.where(l == INFINITY, float("nan"), 1.0 / l)  # a score of +inf has no share
-    return weight, (m * factor + gl.log2(l)) * LN2
+    level = gl.convert_layout(gl.max(level, 1), layout)
+    l = gl.convert_layout(gl.sum(l, 1), layout)  # noqa: E741
+    lse = gl.where(l == 0, -INFINITY, (level + gl.log2(l)) * LN2)
+    weight = gl.where(l == INFINITY, float("nan"), 1.0 / gl.where(l == 0, 1.0, l))  # a score of +inf has no share
+    return weight, lse

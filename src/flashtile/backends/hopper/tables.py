@@ -73,7 +73,7 @@ class Launch(Compiled):
     consumer_registers: int = 240
     copy_registers: int = 24
     tiles_of_q: int = 2  # in shared memory, for each consumer; one is copied anew during its tile's last step
-    maxima_first: bool = False  # before the wait for the product with values; else ptxas mixes them with exponentials
+    guessed: int = 16  # of a thread's exponentials in a step: computed before the maximum is known
 
     @property
     def block_m(self) -> int:
@@ -175,14 +175,16 @@ class Tile(NamedTuple):
 OF_64, OF_96, OF_128, OF_192, OF_256 = (HeadDim(x) for x in ((64,), (64, 32), (128,), (128, 64), (256,)))
 # By the head dimensions of q and v: these, columns of results that leave at once, keys, warpgroups, stages.
 NARROW = {
-    (64, 64): Launch(OF_64, OF_64, 64, 128, 2, 3),
+    (64, 64): Launch(OF_64, OF_64, 64, 128, 2, 4),
     (96, 96): Launch(OF_96, OF_96, 128, 128, 2, 3),
     (128, 128): Launch(OF_128, OF_128, 128, 128, 2, 2),
     (192, 128): Launch(OF_192, OF_128, 64, 128, 2, 2, tiles_of_q=1),
-    (192, 192): Launch(OF_192, OF_192, 128, 64, 2, 3, tiles_of_q=1),
-    (256, 256): Launch(OF_256, OF_256, 128, 64, 2, 2, tiles_of_q=1, maxima_first=True),
+    (192, 192): Launch(OF_192, OF_192, 128, 64, 2, 3, tiles_of_q=1, guessed=12),
+    (256, 256): Launch(OF_256, OF_256, 128, 64, 2, 2, tiles_of_q=1, guessed=12),
 }
-WIDE = Launch(OF_64, OF_64, 64, 128, 3, 3, 160, 32)  # reads keys less often, and has more rows past the last one
+WIDE = Launch(
+    OF_64, OF_64, 64, 128, 3, 4, 160, 32, guessed=4
+)  # reads keys less often, and has more rows past the last one
 BACKWARD = {
     64: BackwardLaunch(OF_64, 128, 2, 240, 24, False),
     96: BackwardLaunch(OF_96, 64, 2, 240, 24, False),
@@ -203,8 +205,6 @@ def tile(problem: Problem, device: Device) -> Tile:
     many = MANY_KEYS if problem.window.unlimited else 2 * MANY_KEYS  # parts at the diagonal are computed for nothing
     wide = head_dims == (64, 64) and keys_of_a_row(problem) >= many and fits
     forward = WIDE if wide else NARROW[head_dims]
-    if head_dims == (64, 64):
-        forward = replace(forward, maxima_first=problem.window.unlimited)
     return Tile(forward, backward_tile(problem))
 
 

@@ -30,6 +30,7 @@ from .pipeline import (
     new_ring,
     release,
     rows_of,
+    slot_of,
     wait_at,
     wait_full,
 )
@@ -131,7 +132,7 @@ def compute_dv(scope, result, queue, TILE: gl.constexpr):
         wait_full(k, tile_count, 1)
         m, member = first_rows(tile, TILE.downwards), 0
         for _ in range(scope.group * (tile.hi - tile.lo)):
-            slot = count % STAGES
+            slot = slot_of(count, STAGES)
             masked = (m < full_lo) | (m >= full_hi)
             wait_full(rows.q, count, STAGES)
             s = product_of_rows(rows_of(k, afresh(0), 1), rows_of(rows.q, count, STAGES), nothing)
@@ -177,7 +178,7 @@ def compute_dk(scope, result, scale, queue, TILE: gl.constexpr):
         wait_full(v, tile_count, 1)
         m, member = first_rows(tile, TILE.downwards), 0
         for _ in range(scope.group * (tile.hi - tile.lo)):
-            slot = count % STAGES
+            slot = slot_of(count, STAGES)
             masked = (m < full_lo) | (m >= full_hi)
             wait_full(rows.dout, count, STAGES)
             dp = product_of_rows(rows_of(v, afresh(0), 1), rows_of(rows.dout, count, STAGES), nothing)
