@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import branches
+from . import instructions
 from .machine import EmulationError, machine
 from .values import Pointer, Shared, Value, as_tensor, plain
 
@@ -179,7 +179,7 @@ def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
     """The instructions that Gluon has no name for."""
-    if (found := branches.run(asm, [as_tensor(plain(x)) for x in args if not isinstance(x, Pointer)])) is not None:
+    if (found := instructions.run(asm, [as_tensor(plain(x)) for x in args if not isinstance(x, Pointer)])) is not None:
         return tuple(Value(x) for x in found) if isinstance(found, tuple) else Value(found)
     if asm.startswith("bar.sync $1, $2;"):
         meet(int(args[0]), int(args[1]) // 32)

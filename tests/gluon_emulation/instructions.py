@@ -1,4 +1,4 @@
-"""The instructions of `flashtile.backends.hopper.branches`, by the word after `//` in their first line.
+"""The instructions of the Hopper backend's `branches` and `exponentials`, by the word after `//` in their first line.
 
 A warp has 16 rows of a tile, one after the other. A thread has two columns of row `i`, then the same of row `i + 8`.
 """
@@ -58,6 +58,10 @@ def product(asm: str, x: Tensor, factor: Tensor, moved: Tensor) -> Tensor:
     return torch.where(moved != 0, x * factor, x)
 
 
+def powers(asm: str, x: Tensor) -> Tensor:
+    return torch.exp2(x)
+
+
 INSTRUCTIONS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
-    f.__name__: f for f in (follow, guesses, exponentials, product)
+    f.__name__: f for f in (follow, guesses, exponentials, product, powers)
 }
