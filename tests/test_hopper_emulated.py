@@ -151,15 +151,9 @@ BUGS = (
     Bug("no fence before results are sent", "storing.py", f"{STORED}\n        fence_async_shared()", STORED),
     Bug("product read in flight", "forward.py", "acc = wait_for_sums(acc)", "pass"),
     Bug("sums that do not follow a level", "forward.py", "acc = softmax.rescaled(acc, alpha, moved)", "pass"),
-    Bug(
-        "a level of one thread",
-        "softmax.py",
-        "branches.follow(before, top, factor)",
-        "branches.follow(before, top, 0.0 * factor)",
-    ),
-    Bug(
-        "guesses kept", "softmax.py", "of_threads(level), of_threads(moved)", "of_threads(level), of_threads(0 * moved)"
-    ),
+    Bug("a maximum of two threads", "branches.py", "bfly.b32 other, top, 2,", "bfly.b32 other, top, 1,"),
+    Bug("a row that nobody asks for", "branches.py", "setp.gt.or.f32 p, limit, $7, p;", ""),
+    Bug("guesses kept", "branches.py", "{again}KEPT", "KEPT"),
     Bug("diagonal off by one", "masking.py", "(shift + window.right + 1)", "(shift + window.right + 2)"),
     Bug("half of a thread's pair of columns", "bits.py", "gl.minimum(own % 8, 2)", "own % 8 // 2"),
     Bug(

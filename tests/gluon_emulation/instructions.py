@@ -1,67 +1,151 @@
-"""The instructions of the Hopper backend's `branches` and `exponentials`, by the word after `//` in their first line.
+"""PTX instructions as kernels write them: arithmetic, predicates, and what the 32 lanes of a warp tell each other.
 
-A warp has 16 rows of a tile, one after the other. A thread has two columns of row `i`, then the same of row `i + 8`.
+Registers are 32 bits of every thread, `[warps, 32, *]`, and hold numbers of either kind. Branches lead on to a label
+and are taken by whole warps.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-LARGEST = torch.finfo(torch.float32).max
-SLACK = 8.0
+from .machine import EmulationError
+
+ROWS_OF_A_WARP = 16
 
 
-def run(asm: str, args: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...] | None:
-    """Results; or `None` for other instructions."""
-    word = re.match(r"\{ // (\w+)", asm)
-    return None if word is None else INSTRUCTIONS[word[1]](asm, *args)
+def run(asm: str, constraints: str, args: Sequence[Tensor], dtypes: Sequence[torch.dtype], pack: int) -> list[Tensor]:
+    """What `asm` makes of tensors, of which each thread has `pack` numbers at a time."""
+    shape = torch.broadcast_shapes(*(x.shape for x in args))
+    inputs = [registers(bits_of(x).expand(shape), pack) for x in args]
+    kinds = [kind for kind in constraints.split(",") if not kind.startswith("~")]
+    assert len(kinds) == pack * (len(dtypes) + len(args)), constraints
+    given = dict(enumerate((inputs[n // pack][..., n % pack] for n in range(pack * len(args))), pack * len(dtypes)))
+    bound = {str(int(kind)): given[n] for n, kind in enumerate(kinds) if kind.isdigit()}
+    found = execute(asm, {f"${n}": x for n, x in given.items()} | {f"${n}": x for n, x in bound.items()})
+    results = [torch.stack([found[f"${n * pack + i}"] for i in range(pack)], -1) for n in range(len(dtypes))]
+    return [as_type(tensor(x, shape, pack), dtype) for x, dtype in zip(results, dtypes, strict=True)]
 
 
-def of_warp(rows: Tensor) -> Tensor:
-    """Whether it is so for any of the 16 rows, for each of them."""
-    return rows.reshape(-1, 16).any(1, keepdim=True).expand(-1, 16).reshape(-1, 1)
+def bits_of(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32) if x.dtype.is_floating_point else x.to(torch.int32)
 
 
-def follow(asm: str, level: Tensor, top: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-    row = top[:, 0]
-    for other in top.unbind(1):
-        row = torch.fmax(row, other)
-    row = row[:, None]
-    above = row * factor - SLACK > level
-    moved = of_warp(above.any(1)).expand_as(level)
-    new = torch.where(moved & above, (row * factor).clamp(max=LARGEST), level)
-    return new, torch.where(moved, torch.exp2(level - new), 1.0), moved.int()
+def as_type(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    return bits.contiguous().view(dtype) if dtype.is_floating_point else bits.to(dtype)
 
 
-def is_guessed(t: Tensor, guessed: int) -> Tensor:
-    eights, pair = torch.arange(t.shape[1])[:, None, None], torch.arange(2)
-    second = (torch.arange(t.shape[0]) % 16 >= 8).int()[:, None, None, None]
-    return (eights * 4 + second * 2 + pair < guessed).expand_as(t)
+def registers(x: Tensor, pack: int) -> Tensor:
+    """`[warps, 32, times, pack]`: a thread has two columns of every eight of row `i`, and the same of row `i + 8`."""
+    if pack == 1:
+        return x.reshape(1, 1, -1, 1)
+    if x.dim() == 2 and x.shape[1] != 4:
+        x = x.reshape(len(x), -1, 4, 2)
+    apart = x.reshape(-1, 2, 8, *(x.shape[1:] if x.dim() == 4 else (1, 4, 1)))  # warp, half, row, eight, lane, pair
+    return apart.permute(0, 2, 4, 3, 1, 5).reshape(len(apart), 32, -1, pack)
 
 
-def exponential(t: Tensor, level: Tensor, factor: Tensor) -> Tensor:
-    return torch.exp2((t.double() * factor - level).float())
+def tensor(x: Tensor, shape: torch.Size, pack: int) -> Tensor:
+    if pack == 1:
+        return x.reshape(shape)
+    pairs = 1 if len(shape) == 2 and shape[1] == 4 else 2
+    return x.reshape(len(x), 8, 4, -1, 2, pairs).permute(0, 4, 1, 3, 2, 5).reshape(shape)
 
 
-def guesses(asm: str, t: Tensor, level: Tensor, factor: Tensor) -> Tensor:
-    return torch.where(is_guessed(t, asm.count("ex2")), exponential(t, level, factor), 0.0)
+def execute(asm: str, at: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The registers after the instructions, of those before."""
+    some = next(iter(at.values()))
+    awake = torch.ones_like(some, dtype=torch.bool)
+    asleep: dict[str, Tensor] = {}
+    for words in lines_of(asm):
+        if words[0].endswith(":"):
+            awake = awake | asleep.pop(words[0][:-1])
+        elif words[1:2] == ["bra"]:
+            leaves = awake & predicate(words[0][1:], at)
+            if not (leaves == leaves[:, :1]).all():
+                raise EmulationError("a warp's threads branch apart")
+            asleep[words[2]] = leaves
+            awake = awake & ~leaves
+        else:
+            name, target, *operands = words
+            result = INSTRUCTIONS[name.split(".")[0]](name, *(operand(x, at, some) for x in operands))
+            # What was never written is anything.
+            at[target] = torch.where(awake, result, at.get(target, ~result)) if asleep else result
+    return at
 
 
-def exponentials(asm: str, guess: Tensor, t: Tensor, level: Tensor, moved: Tensor, factor: Tensor) -> Tensor:
-    kept = is_guessed(t, asm.partition("KEPT:\n")[0].count("ex2")) if "KEPT:" in asm else torch.tensor(False)
-    return torch.where(kept & (moved == 0), guess, exponential(t, level, factor))
+@functools.cache
+def lines_of(asm: str) -> list[list[str]]:
+    """The words of each instruction and label."""
+    plain = re.sub(r"//[^\n]*", "", asm).strip(" {}\n").replace(":", ":;")
+    lines = (re.split(r"[\s,]+", line.strip()) for line in plain.split(";"))
+    return [words for words in lines if words[0] not in ("", ".reg")]
 
 
-def product(asm: str, x: Tensor, factor: Tensor, moved: Tensor) -> Tensor:
-    return torch.where(moved != 0, x * factor, x)
+def predicate(word: str, at: dict[str, Tensor]) -> Tensor:
+    return ~at[word[1:]] if word.startswith("!") else at[word]
 
 
-def powers(asm: str, x: Tensor) -> Tensor:
-    return torch.exp2(x)
+def operand(word: str, at: dict[str, Tensor], like: Tensor) -> Tensor:
+    """A register, or a constant: `0f` and the bits of a float, a float, `0x` and bits, a whole number."""
+    if word in at:
+        return at[word]
+    if "." in word:
+        return bits_of(torch.full(like.shape, float(word)))
+    number = int(word[2:], 16) if word[:2] in ("0f", "0x") else int(word)
+    return torch.full_like(like, number - (1 << 32) if number >= 1 << 31 else number)
 
 
-INSTRUCTIONS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
-    f.__name__: f for f in (follow, guesses, exponentials, product, powers)
+def floats(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda name, *args: bits_of(function(*(x.view(torch.float32) for x in args)))
+
+
+def numbers(of_floats: Callable[..., Tensor], of_ints: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda name, *args: floats(of_floats)(name, *args) if "f32" in name else of_ints(*args)
+
+
+def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return (a.double() * b + c).float()
+
+
+def maximum(name: str, a: Tensor, b: Tensor) -> Tensor:
+    return floats(torch.maximum if "NaN" in name else torch.fmax)(name, a, b)
+
+
+def compare(name: str, a: Tensor, b: Tensor, other: Tensor | None = None) -> Tensor:
+    """`neu` is also true of NaN, as torch's is."""
+    _, how, *_ = name.split(".")
+    if "f32" in name:
+        a, b = a.view(torch.float32), b.view(torch.float32)
+    found = {"gt": torch.gt, "ne": torch.ne, "neu": torch.ne}[how](a, b)
+    return found | other if other is not None else found
+
+
+def vote(name: str, voice: Tensor, members: Tensor) -> Tensor:
+    return voice.any(1, keepdim=True).expand_as(voice)
+
+
+def shuffle(name: str, x: Tensor, distance: Tensor, clamp: Tensor, members: Tensor) -> Tensor:
+    return x[:, torch.arange(32) ^ int(distance.flatten()[0])]
+
+
+INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "mov": lambda name, x: x,
+    "neg": floats(torch.neg),
+    "add": numbers(torch.add, torch.add),
+    "sub": floats(torch.sub),
+    "mul": floats(torch.mul),
+    "fma": floats(multiply_add),
+    "rcp": floats(torch.reciprocal),
+    "min": floats(torch.fmin),
+    "max": maximum,
+    "ex2": floats(torch.exp2),
+    "and": lambda name, a, b: a & b,
+    "shl": lambda name, x, places: x << places,
+    "setp": compare,
+    "selp": lambda name, a, b, chosen: torch.where(chosen, a, b),
+    "vote": vote,
+    "shfl": shuffle,
 }

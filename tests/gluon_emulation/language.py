@@ -179,8 +179,6 @@ def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
     """The instructions that Gluon has no name for."""
-    if (found := instructions.run(asm, [as_tensor(plain(x)) for x in args if not isinstance(x, Pointer)])) is not None:
-        return tuple(Value(x) for x in found) if isinstance(found, tuple) else Value(found)
     if asm.startswith("bar.sync $1, $2;"):
         meet(int(args[0]), int(args[1]) // 32)
     elif asm.startswith("bar.arrive $1, $2;"):
@@ -192,13 +190,10 @@ def inline_asm_elementwise(
         task.unread.clear()
     elif asm.startswith("ld.acquire.gpu.global.b32 $0, [$1];"):
         return changed(args[0])
-    elif asm == "rcp.approx.ftz.f32 $0, $1;":
-        return Value(args[0].tensor.reciprocal())
-    elif asm.startswith("{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3;"):
-        x, bits, bit, other = args
-        return where((bits & bit) != 0, x, other)
     elif re.match(r"(fence\.proxy\.async\.global; )?mov\.b32 \$0, \$1;$", asm) is None:
-        raise EmulationError(f"unknown instructions: {asm}")
+        kinds = dtype if isinstance(dtype, tuple) else (dtype,)
+        found = instructions.run(asm, constraints, [as_tensor(plain(x)) for x in args], kinds, pack)
+        return tuple(Value(x) for x in found) if isinstance(dtype, tuple) else Value(found[0])
     return args[0]
 
 
