@@ -9,13 +9,12 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from gluon_emulation.instructions import run
 from hopper_variants import LONG, SHORT, call_of_family
 from offline.compiled import Compiled, compile_launch
 from offline.launches import Launch, hopper_launches_of
 
 from flashtile import plan
-from flashtile.backends.hopper import exponentials, support
+from flashtile.backends.hopper import support
 from flashtile.backends.hopper.tables import NARROW, WIDE
 from flashtile.call import Needs
 from flashtile.device import Device
@@ -194,15 +193,6 @@ def test_what_runs_beside_what(compiled: dict[tuple, Compiled], family: tuple) -
         branch = order.index("BRA", vote)
         assert sum(maxima[0] < n < branch for n in exponentials) >= tile.guessed
         assert "BRA" in order[rescaling[-1] - 1 - sum(tile.head_dim_v.chunks) // 2 : rescaling[-1]]
-
-
-def test_powers_are_as_exact_as_those_of_the_special_function_unit() -> None:
-    x = torch.cat(
-        (-127 * torch.rand(2**18 - 48), torch.tensor([0.0, -126.0, -127.0, -200.0, -torch.inf, torch.nan] * 8))
-    )
-    x = x[torch.randperm(len(x))].reshape(64, -1)
-    [found] = run(exponentials.POWERS.value, exponentials.REGISTERS.value, [x], [torch.float32], 8)
-    torch.testing.assert_close(found.double(), torch.exp2(x.double()), rtol=2.0**-22, atol=2.0**-126, equal_nan=True)
 
 
 def inner_loops(sass: str, most_waits: int = 2) -> list[list[str]]:

@@ -102,16 +102,8 @@ def floats(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda name, *args: bits_of(function(*(x.view(torch.float32) for x in args)))
 
 
-def numbers(of_floats: Callable[..., Tensor], of_ints: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda name, *args: floats(of_floats)(name, *args) if "f32" in name else of_ints(*args)
-
-
 def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b + c).float()
-
-
-def maximum(name: str, a: Tensor, b: Tensor) -> Tensor:
-    return floats(torch.maximum if "NaN" in name else torch.fmax)(name, a, b)
 
 
 def compare(name: str, a: Tensor, b: Tensor, other: Tensor | None = None) -> Tensor:
@@ -134,16 +126,14 @@ def shuffle(name: str, x: Tensor, distance: Tensor, clamp: Tensor, members: Tens
 INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "mov": lambda name, x: x,
     "neg": floats(torch.neg),
-    "add": numbers(torch.add, torch.add),
     "sub": floats(torch.sub),
     "mul": floats(torch.mul),
     "fma": floats(multiply_add),
     "rcp": floats(torch.reciprocal),
     "min": floats(torch.fmin),
-    "max": maximum,
+    "max": floats(torch.fmax),
     "ex2": floats(torch.exp2),
     "and": lambda name, a, b: a & b,
-    "shl": lambda name, x, places: x << places,
     "setp": compare,
     "selp": lambda name, a, b, chosen: torch.where(chosen, a, b),
     "vote": vote,

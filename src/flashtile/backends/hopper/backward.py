@@ -25,7 +25,6 @@ from .backward_sums import COLUMNS, HALVES, Sums, add_sums, scrambled
 from .bits import all_seen, where_bits
 from .chunks import add_weighted_rows, no_sums, product_of_rows, wait_for_sums
 from .copying import ROWS, keys_at
-from .exponentials import powers
 from .masking import Window, row_blocks, rows_seen
 from .pipeline import (
     FIRST_GATE,
@@ -164,8 +163,7 @@ def compute(
             if not EARLY:
                 s = warpgroup_mma_wait(CHUNKS, deps=(s,))
             score = scored(s, scoring, tile, tile.head_k * group + member, m * BLOCK_M, first_key)
-            exponents = score.t * scoring.factor + rows.start.index(slot).load(s_layout)
-            p = powers(exponents) if TILE.both_units else gl.exp2(exponents)
+            p = gl.exp2(score.t * scoring.factor + rows.start.index(slot).load(s_layout))
             seen = all_seen(p)
             if masked:
                 seen = rows_seen(p, window, afresh(first_key), m * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k)

@@ -105,7 +105,6 @@ class BackwardLaunch(Compiled):
     consumer_registers: int
     copy_registers: int
     downwards: bool
-    both_units: bool = True  # compute exponentials (`exponentials`)
     block_n: int = 2 * ROWS
     kind: Literal["fused"] = "fused"
 
