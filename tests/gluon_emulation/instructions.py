@@ -13,8 +13,6 @@ from torch import Tensor
 
 from .machine import EmulationError
 
-ROWS_OF_A_WARP = 16
-
 
 def run(asm: str, constraints: str, args: Sequence[Tensor], dtypes: Sequence[torch.dtype], pack: int) -> list[Tensor]:
     """What `asm` makes of tensors, of which each thread has `pack` numbers at a time."""
@@ -38,20 +36,20 @@ def as_type(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def registers(x: Tensor, pack: int) -> Tensor:
-    """`[warps, 32, times, pack]`: a thread has two columns of every eight of row `i`, and the same of row `i + 8`."""
+    """Of `[M, N // 8, 4, 2]` or `[M, 4]`: a thread has two columns of every eight of row `i`, and the same of row `i + 8`,
+    or one number of each. Numbers that are taken one by one have no place.
+    """
     if pack == 1:
         return x.reshape(1, 1, -1, 1)
-    if x.dim() == 2 and x.shape[1] != 4:
-        x = x.reshape(len(x), -1, 4, 2)
     apart = x.reshape(-1, 2, 8, *(x.shape[1:] if x.dim() == 4 else (1, 4, 1)))  # warp, half, row, eight, lane, pair
-    return apart.permute(0, 2, 4, 3, 1, 5).reshape(len(apart), 32, -1, pack)
+    return apart.permute(0, 2, 4, 3, 1, 5).reshape(len(apart), 32, 1, pack)
 
 
 def tensor(x: Tensor, shape: torch.Size, pack: int) -> Tensor:
+    """The inverse."""
     if pack == 1:
         return x.reshape(shape)
-    pairs = 1 if len(shape) == 2 and shape[1] == 4 else 2
-    return x.reshape(len(x), 8, 4, -1, 2, pairs).permute(0, 4, 1, 3, 2, 5).reshape(shape)
+    return x.reshape(len(x), 8, 4, -1, 2, shape[3] if len(shape) == 4 else 1).permute(0, 4, 1, 3, 2, 5).reshape(shape)
 
 
 def execute(asm: str, at: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -107,11 +105,10 @@ def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def compare(name: str, a: Tensor, b: Tensor, other: Tensor | None = None) -> Tensor:
-    """`neu` is also true of NaN, as torch's is."""
     _, how, *_ = name.split(".")
     if "f32" in name:
         a, b = a.view(torch.float32), b.view(torch.float32)
-    found = {"gt": torch.gt, "ne": torch.ne, "neu": torch.ne}[how](a, b)
+    found = {"gt": torch.gt, "ne": torch.ne}[how](a, b)
     return found | other if other is not None else found
 
 
