@@ -36,7 +36,7 @@ def as_type(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def registers(x: Tensor, pack: int) -> Tensor:
-    """Of `[M, N // 8, 4, 2]` or `[M, 4]`: a thread has two columns of every eight of row `i`, and the same of row `i + 8`,
+    """Of `[M, N // 8, 4, 2]` or `[M, 4]`: a thread has two columns of every eight of row `i`, the same of row `i + 8`,
     or one number of each. Numbers that are taken one by one have no place.
     """
     if pack == 1:
