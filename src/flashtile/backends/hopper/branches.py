@@ -7,7 +7,7 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-SLACK = gl.constexpr(8.0)  # by which scores may exceed a level, in base-2 logarithms: `p` of float16 ends at 2 ** 16
+SLACK = 8.0  # by which scores may exceed a level, in base-2 logarithms: `p` of float16 ends at 2 ** 16
 
 
 @constexpr_function
@@ -16,22 +16,26 @@ def registers(*kinds, n):
     return ",".join(str(i) if kind == "0" else kind for kind in kinds for i in range(n))
 
 
-# The level follows the maximum of a row's four threads.
-FOLLOW = gl.constexpr("""{ // follow
+# Of a thread's two rows: $0 and $1 are new levels, $2 and $3 what carries sums over to them, $4 and $5 whether any of the
+# warp's has moved; $6 and $7 are old levels, $8 and $9 maxima of what the thread holds, $10 the factor.
+OF_ITS_ROW = """
+shfl.sync.bfly.b32 other, {maximum}, 1, 31, 0xffffffff; max.f32 top, {maximum}, other;
+shfl.sync.bfly.b32 other, top, 2, 31, 0xffffffff; max.f32 top, top, other;
+fma.rn.f32 limit, top, $10, -{slack}; setp.gt.f32 p, limit, {old};
+mul.f32 top, top, $10; min.f32 top, top, 0f7F7FFFFF; selp.f32 {new}, top, {old}, p;
+sub.f32 other, {old}, {new}; ex2.approx.ftz.f32 {carry}, other;
+"""
+FIRST = OF_ITS_ROW.format(new="$0", carry="$2", old="$6", maximum="$8", slack=SLACK)
+SECOND = OF_ITS_ROW.format(new="$1", carry="$3", old="$7", maximum="$9", slack=SLACK)
+FOLLOW = gl.constexpr(f"""{{ // follow
 .reg .pred p; .reg .f32 top, other, limit;
 mov.f32 $0, $6; mov.f32 $1, $7; mov.f32 $2, 0f3F800000; mov.f32 $3, 0f3F800000;
-fma.rn.f32 limit, $8, $10, -8.0; setp.gt.f32 p, limit, $6;
-fma.rn.f32 limit, $9, $10, -8.0; setp.gt.or.f32 p, limit, $7, p;
+fma.rn.f32 limit, $8, $10, -{SLACK}; setp.gt.f32 p, limit, $6;
+fma.rn.f32 limit, $9, $10, -{SLACK}; setp.gt.or.f32 p, limit, $7, p;
 vote.sync.any.pred p, p, 0xffffffff;
 selp.s32 $4, 1, 0, p; mov.s32 $5, $4;
 @!p bra KEPT;
-""" + "".join(f"""
-shfl.sync.bfly.b32 other, ${8 + row}, 1, 31, 0xffffffff; max.f32 top, ${8 + row}, other;
-shfl.sync.bfly.b32 other, top, 2, 31, 0xffffffff; max.f32 top, top, other;
-fma.rn.f32 limit, top, $10, -8.0; setp.gt.f32 p, limit, ${6 + row};
-mul.f32 top, top, $10; min.f32 top, top, 0f7F7FFFFF; selp.f32 ${row}, top, ${6 + row}, p;
-sub.f32 other, ${6 + row}, ${row}; ex2.approx.ftz.f32 ${2 + row}, other;
-""" for row in range(2)) + "KEPT: }")  # fmt: skip
+{FIRST}{SECOND}KEPT: }}""")
 
 
 @gluon.jit
