@@ -1,11 +1,12 @@
 """PTX instructions as kernels write them: arithmetic, predicates, and what the 32 lanes of a warp tell each other.
 
-Registers are 32 bits of every thread, `[warps, 32, *]`, and hold numbers of either kind. Branches lead on to a label
-and are taken by whole warps.
+A register is a number of every thread, `[warps, 32, *]`. Branches lead on to a label and are taken by whole warps.
 """
 
 import functools
+import itertools
 import re
+import struct
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,25 +15,18 @@ from torch import Tensor
 from .machine import EmulationError
 
 
-def run(asm: str, constraints: str, args: Sequence[Tensor], dtypes: Sequence[torch.dtype], pack: int) -> list[Tensor]:
+def run(asm: str, constraints: str, args: Sequence[Tensor], results: int, pack: int) -> list[Tensor]:
     """What `asm` makes of tensors, of which each thread has `pack` numbers at a time."""
     shape = torch.broadcast_shapes(*(x.shape for x in args))
-    inputs = [registers(bits_of(x).expand(shape), pack) for x in args]
+    inputs = [registers(x.expand(shape), pack).unbind(-1) for x in args]
     kinds = [kind for kind in constraints.split(",") if not kind.startswith("~")]
-    assert len(kinds) == pack * (len(dtypes) + len(args)), constraints
-    given = dict(enumerate((inputs[n // pack][..., n % pack] for n in range(pack * len(args))), pack * len(dtypes)))
-    bound = {str(int(kind)): given[n] for n, kind in enumerate(kinds) if kind.isdigit()}
-    found = execute(asm, {f"${n}": x for n, x in given.items()} | {f"${n}": x for n, x in bound.items()})
-    results = [torch.stack([found[f"${n * pack + i}"] for i in range(pack)], -1) for n in range(len(dtypes))]
-    return [as_type(tensor(x, shape, pack), dtype) for x, dtype in zip(results, dtypes, strict=True)]
-
-
-def bits_of(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int32) if x.dtype.is_floating_point else x.to(torch.int32)
-
-
-def as_type(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    return bits.contiguous().view(dtype) if dtype.is_floating_point else bits.to(dtype)
+    assert len(kinds) == pack * (results + len(args)), constraints
+    given = dict(enumerate(itertools.chain(*inputs), pack * results))
+    bound = {int(kind): given[n] for n, kind in enumerate(kinds) if kind.isdigit()}
+    found = execute(asm, {f"${n}": x for n, x in (given | bound).items()})
+    return [
+        tensor(torch.stack([found[f"${n * pack + i}"] for i in range(pack)], -1), shape, pack) for n in range(results)
+    ]
 
 
 def registers(x: Tensor, pack: int) -> Tensor:
@@ -69,8 +63,9 @@ def execute(asm: str, at: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             name, target, *operands = words
             result = INSTRUCTIONS[name.split(".")[0]](name, *(operand(x, at, some) for x in operands))
-            # What was never written is anything.
-            at[target] = torch.where(awake, result, at.get(target, ~result)) if asleep else result
+            if asleep:  # what was never written is anything
+                result = torch.where(awake, result, at[target] if target in at else result - result.max() - 1)
+            at[target] = result
     return at
 
 
@@ -90,25 +85,19 @@ def operand(word: str, at: dict[str, Tensor], like: Tensor) -> Tensor:
     """A register, or a constant: `0f` and the bits of a float, a float, `0x` and bits, a whole number."""
     if word in at:
         return at[word]
+    if word.startswith("0f"):
+        return torch.full(like.shape, struct.unpack(">f", bytes.fromhex(word[2:]))[0])
     if "." in word:
-        return bits_of(torch.full(like.shape, float(word)))
-    number = int(word[2:], 16) if word[:2] in ("0f", "0x") else int(word)
-    return torch.full_like(like, number - (1 << 32) if number >= 1 << 31 else number)
+        return torch.full(like.shape, float(word))
+    return torch.full(like.shape, int(word, 0), dtype=torch.int64 if word.startswith("0x") else torch.int32)
 
 
-def floats(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda name, *args: bits_of(function(*(x.view(torch.float32) for x in args)))
-
-
-def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    return (a.double() * b + c).float()
+def plainly(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda name, *args: function(*args)
 
 
 def compare(name: str, a: Tensor, b: Tensor, other: Tensor | None = None) -> Tensor:
-    _, how, *_ = name.split(".")
-    if "f32" in name:
-        a, b = a.view(torch.float32), b.view(torch.float32)
-    found = {"gt": torch.gt, "ne": torch.ne}[how](a, b)
+    found = {"gt": torch.gt, "ne": torch.ne}[name.split(".")[1]](a, b)
     return found | other if other is not None else found
 
 
@@ -121,18 +110,18 @@ def shuffle(name: str, x: Tensor, distance: Tensor, clamp: Tensor, members: Tens
 
 
 INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
-    "mov": lambda name, x: x,
-    "neg": floats(torch.neg),
-    "sub": floats(torch.sub),
-    "mul": floats(torch.mul),
-    "fma": floats(multiply_add),
-    "rcp": floats(torch.reciprocal),
-    "min": floats(torch.fmin),
-    "max": floats(torch.fmax),
-    "ex2": floats(torch.exp2),
-    "and": lambda name, a, b: a & b,
+    "mov": plainly(lambda x: x),
+    "neg": plainly(torch.neg),
+    "sub": plainly(torch.sub),
+    "mul": plainly(torch.mul),
+    "fma": plainly(lambda a, b, c: torch.addcmul(c, a, b)),
+    "rcp": plainly(torch.reciprocal),
+    "min": plainly(torch.fmin),
+    "max": plainly(torch.fmax),
+    "ex2": plainly(torch.exp2),
+    "and": plainly(torch.bitwise_and),
     "setp": compare,
-    "selp": lambda name, a, b, chosen: torch.where(chosen, a, b),
+    "selp": plainly(lambda a, b, chosen: torch.where(chosen, a, b)),
     "vote": vote,
     "shfl": shuffle,
 }

@@ -191,8 +191,8 @@ def inline_asm_elementwise(
     elif asm.startswith("ld.acquire.gpu.global.b32 $0, [$1];"):
         return changed(args[0])
     elif re.match(r"(fence\.proxy\.async\.global; )?mov\.b32 \$0, \$1;$", asm) is None:
-        kinds = dtype if isinstance(dtype, tuple) else (dtype,)
-        found = instructions.run(asm, constraints, [as_tensor(plain(x)) for x in args], kinds, pack)
+        results = len(dtype) if isinstance(dtype, tuple) else 1
+        found = instructions.run(asm, constraints, [as_tensor(plain(x)) for x in args], results, pack)
         return tuple(Value(x) for x in found) if isinstance(dtype, tuple) else Value(found[0])
     return args[0]
 

@@ -16,8 +16,8 @@ def registers(*kinds, n):
     return ",".join(str(i) if kind == "0" else kind for kind in kinds for i in range(n))
 
 
-# Of a thread's two rows: $0 and $1 are new levels, $2 and $3 what carries sums over to them, $4 and $5 whether any of the
-# warp's has moved; $6 and $7 are old levels, $8 and $9 maxima of what the thread holds, $10 the factor.
+# Of a thread's two rows: $0 and $1 are new levels, $2 and $3 what carries sums over to them, $4 and $5 whether any of
+# the warp's has moved; $6 and $7 are old levels, $8 and $9 maxima of what the thread holds, $10 the factor.
 OF_ITS_ROW = """
 shfl.sync.bfly.b32 other, {maximum}, 1, 31, 0xffffffff; max.f32 top, {maximum}, other;
 shfl.sync.bfly.b32 other, top, 2, 31, 0xffffffff; max.f32 top, top, other;
