@@ -64,7 +64,7 @@ def execute(asm: str, at: dict[str, Tensor]) -> dict[str, Tensor]:
             name, target, *operands = words
             result = INSTRUCTIONS[name.split(".")[0]](name, *(operand(x, at, some) for x in operands))
             if asleep:  # what was never written is anything
-                result = torch.where(awake, result, at[target] if target in at else result - result.max() - 1)
+                result = torch.where(awake, result, at.get(target, torch.zeros_like(result)))
             at[target] = result
     return at
 
