@@ -22,6 +22,12 @@ def of_threads(x):
 
 
 @gluon.jit
+def together(apart, x):
+    """The inverse of `by_thread`, for what came of x: nothing moves."""
+    return gl.convert_layout(gl.reshape(apart, x.shape), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def all_seen(x):
     """Every pair of `x [M, N]` is visible."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(x).type.layout))
@@ -58,13 +64,12 @@ def where_bits(seen, x, other):
     eights = gl.expand_dims(gl.expand_dims(gl.expand_dims(eights, 0), 2), 3)
     pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 1), 2)
     bit = 1 << (eights * 2 + pair)
-    seen = gl.expand_dims(gl.expand_dims(seen, 1), 3)
     kept = gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, $4, p; }",
         "=r,r,r,r,r",
-        [apart, seen, bit, gl.full_like(apart, other)],
+        [apart, of_threads(seen), bit, gl.full_like(apart, other)],
         dtype=gl.float32,
         is_pure=True,
         pack=1,
     )
-    return gl.convert_layout(gl.reshape(kept, [x.shape[0], N]), x.type.layout, assert_trivial=True)
+    return together(kept, x)

@@ -77,8 +77,8 @@ def guesses(t, level, factor, GUESSED: gl.constexpr):
 @constexpr_function
 def exponentials_asm(n, guessed):
     """Results, then guesses in the same registers, scores, levels, whether they have moved, factors."""
-    again = "".join(exponential(i, 2 * n, 3 * n, 5 * n) for i in range(guessed))
-    others = "".join(exponential(i, 2 * n, 3 * n, 5 * n) for i in range(guessed, n))
+    computed = [exponential(i, 2 * n, 3 * n, 5 * n) for i in range(n)]
+    again, others = "".join(computed[:guessed]), "".join(computed[guessed:])
     branch = f"setp.ne.s32 p, ${4 * n}, 0;\n@!p bra KEPT;\n{again}KEPT:\n" if guessed else ""
     return f"{{ // exponentials\n.reg .pred p; .reg .f32 x;\n{branch}{others}}}"
 

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import branches
-from .bits import by_thread, of_threads
+from .bits import by_thread, of_threads, together
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -50,8 +50,7 @@ def follow(level, t, factor, GUESSED: gl.constexpr):
     p = branches.guesses(apart, of_threads(before), factor, GUESSED)
     level, alpha, moved = branches.follow(before, top, factor)
     p = branches.exponentials(p, apart, of_threads(level), of_threads(moved), factor, GUESSED)
-    p = gl.convert_layout(gl.reshape(p, t.shape), t.type.layout, assert_trivial=True)
-    return level, alpha, moved, p
+    return level, alpha, moved, together(p, t)
 
 
 @gluon.jit
@@ -69,8 +68,7 @@ def rescaled_chunk(x, alpha, moved):
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, apart.type.layout))
     alpha = of_threads(gl.convert_layout(alpha, layout, assert_trivial=True))
     moved = of_threads(gl.convert_layout(moved, layout, assert_trivial=True))
-    product = branches.product(apart, alpha, moved)
-    return gl.convert_layout(gl.reshape(product, x.shape), x.type.layout, assert_trivial=True)
+    return together(branches.product(apart, alpha, moved), x)
 
 
 @gluon.jit
