@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from . import instructions
-from .machine import EmulationError, machine
+from . import hopper, instructions
+from .machine import EmulationError, machine, tell
 from .values import Pointer, Shared, Value, as_tensor, plain
 
 float32, float16, bfloat16 = torch.float32, torch.float16, torch.bfloat16
@@ -99,6 +99,10 @@ def split(x: Value) -> tuple[Value, Value]:
     return Value(x.tensor[..., 0]), Value(x.tensor[..., 1])
 
 
+def join(left: Value, right: Value) -> Value:
+    return Value(torch.stack((left.tensor, right.tensor), -1))
+
+
 def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
     return x
 
@@ -183,14 +187,13 @@ def inline_asm_elementwise(
         meet(int(args[0]), int(args[1]) // 32)
     elif asm.startswith("bar.arrive $1, $2;"):
         come(int(args[0]), int(args[1]) // 32)
-    elif asm.startswith("cp.async.bulk.wait_group 0;"):
-        task = machine().here()
-        machine().wait(lambda: all(store.written for store in task.stores), "its results to arrive")
-        task.stores.clear()
-        task.unread.clear()
+    elif landed := re.match(r"cp\.async\.bulk\.wait_group (\d);", asm):
+        hopper.store_land(int(landed[1]))
     elif asm.startswith("ld.acquire.gpu.global.b32 $0, [$1];"):
         return changed(args[0])
-    elif re.match(r"(fence\.proxy\.async\.global; )?mov\.b32 \$0, \$1;$", asm) is None:
+    elif asm.startswith("fence.proxy.async.global;"):
+        machine().here().seen.clear()  # it stands behind the loop that asks
+    elif asm != "mov.b32 $0, $1;":
         results = len(dtype) if isinstance(dtype, tuple) else 1
         found = instructions.run(asm, constraints, [as_tensor(plain(x)) for x in args], results, pack)
         return tuple(Value(x) for x in found) if isinstance(dtype, tuple) else Value(found[0])
@@ -207,6 +210,7 @@ def come(number: int, num_warps: int) -> int:
     if task.phases.get(number) == phase:
         raise EmulationError(f"{task.name} comes to named barrier {number} twice")
     task.phases[number] = phase
+    tell(task.program.told.setdefault((number, phase), {}), task.sees)
     machine().pause()
     return (phase + 1) * num_warps
 
@@ -214,8 +218,9 @@ def come(number: int, num_warps: int) -> int:
 def meet(number: int, num_warps: int) -> None:
     """Named barrier: wait until so many warps have come."""
     goal = come(number, num_warps)
-    gates = machine().here().program.gates
-    machine().wait(lambda: gates[number] >= goal, f"named barrier {number}")
+    task = machine().here()
+    machine().wait(lambda: task.program.gates[number] >= goal, f"named barrier {number}")
+    tell(task.sees, task.program.told[number, task.phases[number]])
 
 
 def changed(counter: Pointer) -> Value:

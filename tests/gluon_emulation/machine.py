@@ -27,7 +27,8 @@ class Task:
         self.stores: list[Any] = []  # that may not have arrived
         self.unread: list[Any] = []  # stores whose memory is still to be read
         self.phases: dict[int, int] = {}  # of named barriers, that it came to last
-        self.seen: dict[Any, int] = {}  # values of counters that this one has looked at in vain
+        self.seen: dict[Any, int] = {}  # value of the counter that this one looks at in vain
+        self.sees: dict[Task, int] = {}  # up to which of their writes others' are done, as named barriers have told
         self.thread = threading.Thread(target=self.main, args=(run,), daemon=True)
 
     def main(self, run: Callable[[], None]) -> None:
@@ -56,8 +57,11 @@ class Program:
 
     def __init__(self, machine: "Machine", number: int):
         self.machine, self.number = machine, number
-        self.unfenced: dict[tuple[int, int], Task] = {}  # addresses written, which the copy engine does not see yet
+        self.writes = 0
+        # Addresses written, which the copy engine does not see yet: by whom, in which of the program's writes.
+        self.unfenced: dict[tuple[int, int], tuple[Task, int]] = {}
         self.gates: dict[int, int] = {}  # arrivals at named barriers
+        self.told: dict[tuple[int, int], dict[Task, int]] = {}  # to whom a phase of them lets go
 
 
 class Machine:
@@ -141,6 +145,12 @@ class Machine:
 
     def fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
+
+
+def tell(listener: dict[Task, int], told: dict[Task, int]) -> None:
+    """Add what is told of writes that are done."""
+    for task, write in told.items():
+        listener[task] = max(listener.get(task, 0), write)
 
 
 def machine() -> Machine:

@@ -197,7 +197,9 @@ class Shared:
         if list(value.shape) != self.shape or value.dtype != self.dtype:
             raise EmulationError(f"{value.shape} {value.dtype} stored to {self.shape} {self.dtype}")
         task = machine().here()
-        task.program.unfenced[self.span] = task
+        task.program.writes += 1
+        task.sees[task] = task.program.writes
+        task.program.unfenced[self.span] = task, task.program.writes
         self.data.copy_(value.tensor)
 
     def reinterpreted(self, dtype: torch.dtype, shape: Sequence[int]) -> "Shared":
@@ -207,10 +209,10 @@ class Shared:
         return Shared(self.data.reshape(-1).view(torch.uint8)[:size].view(dtype).view(list(shape)))
 
     def check_fenced(self) -> None:
-        """What other units of the chip read has to be fenced by its writer."""
+        """What other units of the chip read has to be fenced: by its writer, or by who knows that it is written."""
         first, last = self.span
         program = machine().here().program
-        for (start, stop), writer in program.unfenced.items():
+        for (start, stop), (writer, _) in program.unfenced.items():
             if start < last and first < stop:
                 raise EmulationError(f"{machine().here().name} hands on what {writer.name} has written without a fence")
 

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import scores
 from .backward_copying import BackwardInputs, Sources, copy_backward, new_rows
 from .backward_schedule import KeyWork, first_rows, next_rows, schedule_keys, take_keys
+from .backward_scores import begin, place_of, probabilities, wait_for_dk
 from .backward_sums import COLUMNS, HALVES, Sums, add_sums, scrambled
 from .bits import all_seen, where_bits
 from .chunks import add_weighted_rows, no_sums, product_of_rows, wait_for_sums
@@ -126,7 +127,6 @@ def compute(
     STAGES: gl.constexpr = TILE.stages
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     dtype: gl.constexpr = gradients.ds.dtype
-    EARLY: gl.constexpr = scoring.softcap is None  # its derivative takes the registers of the next block's scores
     rows, k, v, sums = inputs.rows, inputs.k, inputs.v, gradients.sums
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     count = 0
@@ -146,62 +146,51 @@ def compute(
         m, member = first_rows(tile, TILE.downwards), 0
         steps = group * (tile.hi - tile.lo)
         s = nothing
-        if EARLY and steps > 0:
+        if steps > 0:
             s = warpgroup_mma_wait(0, deps=(first_product(rows, k, count, nothing, half, TILE),))
+        place = place_of(tile, group, member, m, first_key, TILE)
+        begun = begin(s, rows, count, place, scoring, TILE)
         for left in range(steps, 0, -1):
-            slot = slot_of(count, STAGES)
-            masked = (m < whole_from) | (m >= blocks.full_hi)
             q_i = rows_of(rows.q, count, STAGES)
             dout_i = rows_of(rows.dout, count, STAGES)
+            masked = (m < whole_from) | (m >= blocks.full_hi)
 
             # An accumulator is written before a product is in flight: ptxas would wait for it.
             wait_full(rows.dout, count, STAGES)
-            dp = rows.delta.index(slot).load(s_layout).broadcast_to([ROWS, BLOCK_M])
-            if not EARLY:
-                s = first_product(rows, k, count, nothing, half, TILE)
+            dp = rows.delta.index(slot_of(count, STAGES)).load(s_layout).broadcast_to([ROWS, BLOCK_M])
             dp = product_of_rows(rows_of(v, afresh(half), HALVES), dout_i, dp, ADD=True)
-            if not EARLY:
-                s = warpgroup_mma_wait(CHUNKS, deps=(s,))
-            score = scored(s, scoring, tile, tile.head_k * group + member, m * BLOCK_M, first_key)
-            p = gl.exp2(score.t * scoring.factor + rows.start.index(slot).load(s_layout))
+            p, score = probabilities(begun, rows, count, place, scoring, TILE)
             seen = all_seen(p)
             if masked:
                 seen = rows_seen(p, window, afresh(first_key), m * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k)
                 p = where_bits(seen, p, 0.0)
             weight = scores.derivative(p, score, scoring)
-            # It runs while gradients of scores are computed, and keeps the wait for dp behind the exponentials.
-            dv = add_weighted_rows(dv, p.to(dtype), dout_i)
-            dp, weight = warpgroup_mma_wait(CHUNKS, deps=(dp, weight))
+            dp, weight = warpgroup_mma_wait(0, deps=(dp, weight))
             if masked:  # 0 * dp would be NaN where dp is
                 dp = where_bits(seen, dp, 0.0)
             ds = (weight * dp).to(dtype)
             stage = slot_of(count, DS_STAGES) * HALVES
             gradients.ds.index(stage + half).store(ds)
-            fence_async_shared()
-            if EARLY:
-                dk = add_weighted_rows(dk, ds, q_i)
-                wait_at(FOR_BOTH, BOTH)
-                dq = share_of_dq(gradients.ds, k, stage, half, TILE)
-                dv = wait_for_sums(dv, CHUNKS + HALVES)  # its operand's registers are needed
-                # The next block's scores; once more the last one's, which nobody reads.
-                s = first_product(rows, k, gl.where(left > 1, count + 1, count), nothing, half, TILE)
-                dq, dk = wait_for_dq_and(dk, dq)
-            else:
-                wait_at(FOR_BOTH, BOTH)
-                dq = share_of_dq(gradients.ds, k, stage, half, TILE)
-                dk = add_weighted_rows(dk, ds, q_i)
-                dq, dv = wait_for_dq_and(dv, dq)
+            dv = add_weighted_rows(dv, p.to(dtype), dout_i)
+            wait_at(FOR_BOTH, BOTH)
+            fence_async_shared()  # for both warpgroups' stores: each one's are done when it comes to the barrier
+            dq = share_of_dq(gradients.ds, k, stage, half, TILE)
+            dv = wait_for_sums(dv, HALVES)  # its operand's registers are needed
+            # The next block's scores; once more the last one's, which nobody reads.
+            after = gl.where(left > 1, count + 1, count)
+            s = first_product(rows, k, after, nothing, half, TILE)
+            dk = add_weighted_rows(dk, ds, q_i)
+            dq = warpgroup_mma_wait(2 * CHUNKS, deps=(dq,))
             mbarrier.wait(sums.empty.index(half), (count & 1) ^ 1)
             columns_of(sums.staged.index(half), 0, dq.shape[1]).store(scrambled(dq))
-            fence_async_shared()
             arrive_at(sums.full.first + half, sums.full.threads)
-            if EARLY:
-                s = warpgroup_mma_wait(0, deps=(s,))
-            else:
-                dk = wait_for_sums(dk)
+            s = warpgroup_mma_wait(CHUNKS, deps=(s,))
+            m, member = next_rows(m, member, tile, group, TILE.downwards)
+            place = place_of(tile, group, member, m, first_key, TILE)
+            begun = begin(s, rows, after, place, scoring, TILE)
+            begun, dk = wait_for_dk(dk, begun)
             release(rows.gates, count, STAGES)
             count += 1
-            m, member = next_rows(m, member, tile, group, TILE.downwards)
         for h in gl.static_range(HALVES):
             release(k.gates, tile_count * HALVES + h, HALVES)
             release(v.gates, tile_count * HALVES + h, HALVES)
@@ -212,15 +201,6 @@ def compute(
         tile_count += 1
         tile = take_keys(queue, tile_count)
     tma.store_wait(0)
-
-
-@gluon.jit
-def scored(s, scoring, tile, head, first_row, first_key):
-    """Final scores of products `[N, M]`."""
-    layout: gl.constexpr = s.type.layout
-    rows = gl.expand_dims(first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
-    keys = gl.expand_dims(first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
-    return scores.forward(s, scoring, tile.b, head, tile.shift, rows, keys)
 
 
 @gluon.jit
@@ -245,13 +225,6 @@ def share_of_dq(ds, k, stage, half: gl.constexpr, TILE: gl.constexpr):
         k_j = columns_of(k_j, SHARE.column - TILE.head_dim.starts[SHARE.chunk], WIDTH)
         dq = warpgroup_mma(ds_j.permute((1, 0)), k_j, dq, use_acc=h > 0, is_async=True)
     return dq
-
-
-@gluon.jit
-def wait_for_dq_and(sums, dq):
-    """dq and the sums of dk or dv, when only the product behind them is in flight, by chunks too."""
-    found = warpgroup_mma_wait(len(sums), deps=(dq,) + sums)
-    return found[0], found[1:]
 
 
 @gluon.jit

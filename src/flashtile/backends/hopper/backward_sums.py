@@ -1,15 +1,15 @@
 """The warps that add what each block of keys gives to dq to its sums in memory, one for each computing warpgroup.
 
-Sums have one order, that in which blocks of keys are taken, so that the same call gives the same bits: a warpgroup's
-share of a block of rows has a counter of how many have added to it, and each waits for its turn. The first one writes:
-nothing has to be cleared.
+The first block of keys that is taken for a block of rows writes, so that nothing has to be cleared, and the others wait
+until it has: a warpgroup's share of a block of rows has a counter. Where the same call has to give the same bits
+(`ordered`), it counts all that have added, and each waits for its turn: the order is that in which blocks are taken.
 """
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from . import tables
 from .backward_schedule import first_rows, next_rows, take_keys
@@ -44,16 +44,18 @@ def add_sums(half: gl.constexpr, dq_desc, sums, queue, turns, window, group, pad
             counter = turns + at // BLOCK_M * HALVES + half
             seen = blocks_seen(window, m * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, TILE.block_n)
             turn = n - seen.lo if TILE.downwards else seen.hi - 1 - n
-            wait_for_turn(counter, turn)
+            wait_for_turn(counter, turn if TILE.ordered else gl.minimum(turn, 1))
+            fence_async_shared()  # for the warpgroup's stores: they are done when it comes to the barrier
             if turn == 0:
                 send(half, dq_desc, sums, at, True, TILE)
             else:
                 send(half, dq_desc, sums, at, False, TILE)
             tma.store_wait(0)  # the copy engine has read them
             mbarrier.arrive(sums.empty.index(half), count=1)
-            results_landed()
-            thread_barrier()
-            gl.atomic_add(counter, 1, sem="release", scope="gpu")
+            if TILE.ordered | (turn == 0):
+                results_landed()
+                thread_barrier()
+                gl.atomic_add(counter, 1, sem="release", scope="gpu")
             m, member = next_rows(m, member, tile, group, TILE.downwards)
         tile_count += 1
         tile = take_keys(queue, tile_count)

@@ -68,3 +68,13 @@ def wait_for_sums(acc, LEFT: gl.constexpr = 0):
 def halves(x):
     """The left and the right half of the columns: which registers are meant, none is moved."""
     return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
+
+
+@gluon.jit
+def joined(left, right):
+    """The inverse of `halves`."""
+    HEIGHT: gl.constexpr = left.shape[0]
+    WIDTH: gl.constexpr = 2 * left.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    x = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [HEIGHT, WIDTH])
+    return gl.convert_layout(x, layout, assert_trivial=True)

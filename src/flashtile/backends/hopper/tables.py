@@ -15,6 +15,7 @@ HALVES = 2  # of a block of 128 keys in backward, and shares of its dq: one for 
 ALIGN = 8  # elements, of which strides of rows are multiples
 END = 2**30  # of the dimension in which packed rows are described to the copy engine
 MANY_KEYS = 2048  # of a row, from which on wide tiles pay
+LONG = 8192  # keys, from which on sums of dq in one order are faster than in any
 
 
 class Compiled:
@@ -104,7 +105,9 @@ class BackwardLaunch(Compiled):
     stages: int
     consumer_registers: int
     copy_registers: int
-    downwards: bool
+    half_early: bool  # half of a block's exponentials are computed a product earlier
+    downwards: bool = False
+    ordered: bool = False
     block_n: int = 2 * ROWS
     kind: Literal["fused"] = "fused"
 
@@ -186,9 +189,9 @@ WIDE = Launch(
     OF_64, OF_64, 64, 128, 3, 4, 160, 32, guessed=4
 )  # reads keys less often, and has more rows past the last one
 BACKWARD = {
-    64: BackwardLaunch(OF_64, 128, 2, 240, 24, False),
-    96: BackwardLaunch(OF_96, 64, 2, 240, 24, False),
-    128: BackwardLaunch(OF_128, 64, 2, 240, 24, False),
+    64: BackwardLaunch(OF_64, 128, 2, 240, 24, half_early=True),
+    96: BackwardLaunch(OF_96, 64, 2, 240, 24, half_early=False),
+    128: BackwardLaunch(OF_128, 64, 2, 240, 24, half_early=False),
 }
 WIDE_BACKWARD = {
     (192, 128): WideBackward(RowsLaunch(OF_192, OF_128, slots=6), KeysLaunch(OF_192, OF_128, stages=3)),
@@ -213,8 +216,11 @@ def backward_tile(problem: Problem) -> BackwardLaunch | WideBackward:
     if head_dims in WIDE_BACKWARD:
         return WIDE_BACKWARD[head_dims]
     found = BACKWARD[problem.head_dim]
-    longest_first = found.block_m < found.block_n and not problem.window.unlimited
-    return replace(found, downwards=longest_first)
+    limited = not problem.window.unlimited
+    # Programs in step with each other read the same rows from the L2 cache; an order keeps them in step.
+    ordered = problem.deterministic or (not limited and problem.seqlen_k >= LONG)
+    downwards = limited and (not ordered or found.block_m < found.block_n)
+    return replace(found, downwards=downwards, ordered=ordered)
 
 
 def most_blocks(tokens: int, block: int, sequences: int) -> int:

@@ -13,9 +13,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from . import scores
-from .backward import scored
 from .backward_copying import BackwardInputs, Sources, copy_backward, new_rows
 from .backward_schedule import KeyWork, first_rows, next_rows, schedule_keys, take_keys
+from .backward_scores import place_of, scored
 from .backward_sums import scrambled, unscrambled
 from .bits import where_bits
 from .chunks import add_weighted_rows, no_sums, product_of_rows, wait_for_sums
@@ -137,7 +137,7 @@ def compute_dv(scope, result, queue, TILE: gl.constexpr):
             wait_full(rows.q, count, STAGES)
             s = product_of_rows(rows_of(k, afresh(0), 1), rows_of(rows.q, count, STAGES), nothing)
             s = warpgroup_mma_wait(0, deps=(s,))
-            score = scored(s, scoring, tile, tile.head_k * scope.group + member, m * BLOCK_M, tile.first_key)
+            score = scored(s, place_of(tile, scope.group, member, m, tile.first_key, TILE), scoring)
             p = gl.exp2(score.t * scoring.factor + rows.start.index(slot).load(s_layout))
             if masked:
                 seen = seen_of(p, scope.window, tile, m * BLOCK_M)
