@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from flashtile.bench.cell import Cell
 from flashtile.bench.check import Checker, Verdict
 from flashtile.bench.clocks.cuda import CudaClock
 from flashtile.bench.inputs import make_case
-from flashtile.bench.providers import Provider, make
+from flashtile.bench.providers import Provider, make, own
 from flashtile.bench.providers.flash_attn_3 import FlashAttention3
 
 CPU = torch.device("cpu")
@@ -51,6 +52,26 @@ def rows_first(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
     """flashtile's attention of [B, S, H, D]."""
     out, lse = flashtile.attention(*(x.transpose(1, 2) for x in (q, k, v)), return_lse=True, **keywords)
     return out.transpose(1, 2), lse
+
+
+# flashtile itself ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["full", "packed"])
+def test_deterministic_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def attend(original: Callable[..., Any], *tensors: Tensor, **options: Any) -> Any:
+        asked.append((options["backend"], options.get("deterministic")))
+        return original(*tensors, **options)
+
+    for function in ("attention", "attention_varlen"):
+        monkeypatch.setattr(own, function, partial(attend, getattr(own, function)))
+    plain, deterministic = make(["flashtile", "flashtile:deterministic"])
+    for provider, expected in ((plain, ("auto", None)), (deterministic, ("auto", True))):
+        asked.clear()
+        assert verdict_of(provider, CELLS[name]).ok
+        assert set(asked) == {expected}
 
 
 # FlashAttention-3 ----------------------------------------------------------------------------------------------------

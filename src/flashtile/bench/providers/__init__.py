@@ -8,7 +8,7 @@ from .flash_attn_2 import FlashAttention2
 from .flash_attn_3 import FlashAttention3
 from .flash_attn_4 import FlashAttention4
 from .flex import Flex
-from .own import Flashtile
+from .own import DETERMINISTIC, Flashtile
 from .plain import Plain
 from .provider import Declined, Prepared, Provider
 from .sdpa import BACKENDS, Sdpa
@@ -18,8 +18,10 @@ __all__ = ["Declined", "Prepared", "Provider", "all_names", "make"]
 
 
 def all_names() -> tuple[str, ...]:
-    """Every provider that can be named: `flashtile` is what `backend="auto"` takes, `flashtile:NAME` one backend."""
-    own = ("flashtile", *(f"flashtile:{status.name}" for status in backends()))
+    """Every provider that can be named: `flashtile` is what `backend="auto"` takes, `flashtile:NAME` one backend, and
+    `flashtile:deterministic` what `auto` takes with `deterministic=True`.
+    """
+    own = ("flashtile", f"flashtile:{DETERMINISTIC}", *(f"flashtile:{status.name}" for status in backends()))
     return (*own, *(f"sdpa:{name}" for name in BACKENDS), "flex", "plain", "torch_varlen", "fa2", "fa3", "fa4")
 
 
@@ -34,7 +36,7 @@ def make(names: Sequence[str], fa3_library: Path | None = None) -> list[Provider
     for name in dict.fromkeys(names):
         family, _, backend = name.partition(":")
         if family == "flashtile":
-            made.append(Flashtile(backend or "auto"))
+            made.append(Flashtile(backend))
         elif family == "sdpa" and backend in BACKENDS:
             made.append(Sdpa(backend))
         elif name == "fa3":

@@ -1,4 +1,4 @@
-"""flashtile itself: `backend="auto"`, or one backend by name."""
+"""flashtile itself: `backend="auto"`, one backend by name, or `deterministic=True`."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,17 @@ from ...problem import Problem
 from ...testing.case import Case
 from .provider import Declined, Prepared, Provider, from_autograd
 
+DETERMINISTIC = "deterministic"
+
 
 class Flashtile(Provider):
     contract_dropout = True
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
-        self.name = "flashtile" if backend == "auto" else f"flashtile:{backend}"
+    def __init__(self, variant: str) -> None:
+        """`variant` is a backend's name, `deterministic`, or empty."""
+        self.options = {"deterministic": True} if variant == DETERMINISTIC else {}
+        self.backend = variant if variant and not self.options else "auto"
+        self.name = f"flashtile:{variant}" if variant else "flashtile"
 
     def version(self) -> str:
         return __version__
@@ -47,13 +51,13 @@ class Flashtile(Provider):
             return from_autograd(step, case, detail)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return function(q, k, v, backend=self.backend, **rest)  # type: ignore[return-value]
+            return function(q, k, v, backend=self.backend, **self.options, **rest)  # type: ignore[return-value]
 
         return from_autograd(attend, case, detail)
 
     def chosen(self, case: Case) -> str:
         """The backend and its tiles, as the planner chooses them."""
-        given = dict(case.arguments)
+        given = case.arguments | self.options
         q, k, v = (given.pop(name) for name in ("q", "k", "v"))
         cu_q, cu_k = given.pop("cu_seqlens_q", None), given.pop("cu_seqlens_k", None)
         call = described_call(q, k, v, cu_q, cu_k, given)
