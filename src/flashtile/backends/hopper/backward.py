@@ -3,7 +3,11 @@
 A program owns 128 keys of a head and walks over the rows that see them; one warp schedules, one copies, two warpgroups
 of 64 keys each compute. Tiles are transposed, `[N, M]`: probabilities and their gradients are left operands of dv and
 dk in the registers that they are in. Gradients of scores also pass through shared memory: each warpgroup computes its
-share of the block's dq from all 128 keys. One more warp adds dq to sums in fp32, of which `rows` makes dq in the end.
+share of the block's dq from all 128 keys. Two more warps add these shares to sums in fp32, of which `rows` makes dq in
+the end.
+
+Products follow each other so that other work is done beside each: exponentials beside that of dout with v; the exchange
+of gradients of scores beside dv; then comes dq, which is handed over beside the next scores and dk.
 """
 
 from typing import NamedTuple
@@ -149,7 +153,7 @@ def compute(
         if steps > 0:
             s = warpgroup_mma_wait(0, deps=(first_product(rows, k, count, nothing, half, TILE),))
         place = place_of(tile, group, member, m, first_key, TILE)
-        begun = begin(s, rows, count, place, scoring, TILE)
+        begun = begin(s, rows, count, place, scoring, TILE)  # where there are no steps, nobody uses it
         for left in range(steps, 0, -1):
             q_i = rows_of(rows.q, count, STAGES)
             dout_i = rows_of(rows.dout, count, STAGES)

@@ -1,7 +1,7 @@
 """Probabilities of the backward pass, from products and the rows' log-sum-exp.
 
-They are computed in two parts, so that the matrix units have work meanwhile: one beside the last product of the step
-before, dk's, and one beside that of dout with v.
+They are computed in two parts, each beside a product: one beside the last one of the step before, dk's, and one beside
+that of dout with v.
 """
 
 from typing import NamedTuple

@@ -107,7 +107,7 @@ class BackwardLaunch(Compiled):
     copy_registers: int
     half_early: bool  # half of a block's exponentials are computed a product earlier
     downwards: bool = False
-    ordered: bool = False
+    ordered: bool = False  # sums of dq have one order (`backward_sums`)
     block_n: int = 2 * ROWS
     kind: Literal["fused"] = "fused"
 
@@ -217,7 +217,7 @@ def backward_tile(problem: Problem) -> BackwardLaunch | WideBackward:
         return WIDE_BACKWARD[head_dims]
     found = BACKWARD[problem.head_dim]
     limited = not problem.window.unlimited
-    # Programs in step with each other read the same rows from the L2 cache; an order keeps them in step.
+    # Without a diagonal, an order keeps programs in step, so that they read the same rows from the L2 cache.
     ordered = problem.deterministic or (not limited and problem.seqlen_k >= LONG)
     downwards = limited and (not ordered or found.block_m < found.block_n)
     return replace(found, downwards=downwards, ordered=ordered)
