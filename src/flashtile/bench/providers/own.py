@@ -1,5 +1,7 @@
 """flashtile itself: `backend="auto"`, one backend by name, or `deterministic=True`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ class Flashtile(Provider):
 
     def __init__(self, variant: str) -> None:
         """`variant` is a backend's name, `deterministic`, or empty."""
-        self.options = {"deterministic": True} if variant == DETERMINISTIC else {}
+        self.options: dict[str, Any] = {"deterministic": True} if variant == DETERMINISTIC else {}
         self.backend = variant if variant and not self.options else "auto"
         self.name = f"flashtile:{variant}" if variant else "flashtile"
 
