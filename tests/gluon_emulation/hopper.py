@@ -176,15 +176,6 @@ def store_wait(pendings: int) -> None:
     machine().pause()
 
 
-def store_land(pendings: int) -> None:
-    """Until all stores but the latest ones have arrived."""
-    task = machine().here()
-    earlier = task.stores[: len(task.stores) - pendings]
-    machine().wait(lambda: all(store.written for store in earlier), "its results to arrive")
-    task.stores = task.stores[len(earlier) :]
-    task.unread = [store for store in task.unread if store in task.stores]
-
-
 def fence_async_shared() -> None:
     task = machine().here()
     unfenced = task.program.unfenced

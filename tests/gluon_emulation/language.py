@@ -1,12 +1,11 @@
 """What `triton.experimental.gluon.language` and `triton.language` are to the kernels."""
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from . import hopper, instructions
+from . import instructions
 from .machine import EmulationError, machine, tell
 from .values import Pointer, Shared, Value, as_tensor, plain
 
@@ -187,8 +186,11 @@ def inline_asm_elementwise(
         meet(int(args[0]), int(args[1]) // 32)
     elif asm.startswith("bar.arrive $1, $2;"):
         come(int(args[0]), int(args[1]) // 32)
-    elif landed := re.match(r"cp\.async\.bulk\.wait_group (\d);", asm):
-        hopper.store_land(int(landed[1]))
+    elif asm.startswith("cp.async.bulk.wait_group 0;"):
+        task = machine().here()
+        machine().wait(lambda: all(store.written for store in task.stores), "its results to arrive")
+        task.stores.clear()
+        task.unread.clear()
     elif asm.startswith("ld.acquire.gpu.global.b32 $0, [$1];"):
         return changed(args[0])
     elif asm.startswith("fence.proxy.async.global;"):
