@@ -61,7 +61,7 @@ class Program:
         # Addresses written, which the copy engine does not see yet: by whom, in which of the program's writes.
         self.unfenced: dict[tuple[int, int], tuple[Task, int]] = {}
         self.gates: dict[int, int] = {}  # arrivals at named barriers
-        self.told: dict[tuple[int, int], dict[Task, int]] = {}  # to whom a phase of them lets go
+        self.told: dict[tuple[int, int], dict[Task, int]] = {}  # what a phase of them tells those whom it lets go
 
 
 class Machine:

@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import scores
 from .backward_copying import BackwardInputs, Sources, copy_backward, new_rows
 from .backward_schedule import KeyWork, first_rows, next_rows, schedule_keys, take_keys
-from .backward_scores import begin, place_of, probabilities, wait_for_dk
+from .backward_scores import begin, place_of, probabilities
 from .backward_sums import COLUMNS, HALVES, Sums, add_sums, scrambled
 from .bits import all_seen, where_bits
-from .chunks import add_weighted_rows, no_sums, product_of_rows, wait_for_sums
+from .chunks import add_weighted_rows, no_sums, product_of_rows, wait_for_all, wait_for_sums
 from .copying import ROWS, keys_at
 from .masking import Window, row_blocks, rows_seen
 from .pipeline import (
@@ -192,7 +192,7 @@ def compute(
             m, member = next_rows(m, member, tile, group, TILE.downwards)
             place = place_of(tile, group, member, m, first_key, TILE)
             begun = begin(s, rows, after, place, scoring, TILE)
-            begun, dk = wait_for_dk(dk, begun)
+            dk, begun = wait_for_all(dk, begun)
             release(rows.gates, count, STAGES)
             count += 1
         for h in gl.static_range(HALVES):

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from . import scores
 from .chunks import halves, joined
@@ -70,10 +69,3 @@ def scored(s, place, scoring):
     rows = gl.expand_dims(place.first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
     keys = gl.expand_dims(place.first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
     return scores.forward(s, scoring, place.b, place.head, place.shift, rows, keys)
-
-
-@gluon.jit
-def wait_for_dk(dk, begun):
-    """dk's sums when no product is in flight any more; what is begun is computed before that."""
-    found = warpgroup_mma_wait(0, deps=begun + dk)
-    return found[: len(begun)], found[len(begun) :]

@@ -53,8 +53,8 @@ def times(x, factor):
 @gluon.jit
 def wait_for_values(acc, x, y):
     """The sums `acc` when no product is in flight any more. What else was given is computed before that."""
-    found = warpgroup_mma_wait(0, deps=acc + (x, y))
-    return found[: len(acc)], found[len(acc)], found[len(acc) + 1]
+    acc, others = wait_for_all(acc, (x, y))
+    return acc, others[0], others[1]
 
 
 @gluon.jit
@@ -78,3 +78,10 @@ def joined(left, right):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     x = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [HEIGHT, WIDTH])
     return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def wait_for_all(acc, others):
+    """As `wait_for_values`, with any number of others."""
+    found = warpgroup_mma_wait(0, deps=acc + others)
+    return found[: len(acc)], found[len(acc) :]
