@@ -29,7 +29,7 @@ CHOSEN = (
 BACKWARD = (("causal", 64, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
 WIDE_BACKWARD = (("causal", (192, 128), SHORT), ("packed 256", 256, SHORT))
 SPILLED = 150  # bytes of a thread's backward pass at most
-FEW = 32  # bytes of a forward pass that newer versions of Triton spill at 256, not in a step
+FEW = 32  # bytes of a thread that a forward pass may spill, but not in a step
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 
 
@@ -131,7 +131,8 @@ def test_backward_compiles_for_hopper(family: tuple) -> None:
     assert not found.unset
     tile = launch.arguments["TILE"]
     chunks = len(tile.head_dim.chunks)
-    steps = [order for order in inner_loops(found.sass, 6, ("HGMMA", "MUFU.EX2")) if len(waits_in(order)) >= 5]
+    loops = inner_loops(found.sass, 6, ("HGMMA", "MUFU.EX2", "STL", "LDL"))
+    steps = [order for order in loops if len(waits_in(order)) >= 5]
     assert len(steps) >= 2  # one for each warpgroup
     for order in steps:
         waits = waits_in(order)
@@ -173,7 +174,7 @@ def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> 
     found = compiled[family]
     assert found.shared <= SHARED_MEMORY
     assert found.spilled is not None
-    assert found.spilled <= (4 if support.triton_version() == support.VERIFIED else FEW)
+    assert found.spilled <= FEW
     assert not found.serialized
     assert not found.unset
 
@@ -195,6 +196,7 @@ def test_what_runs_beside_what(compiled: dict[tuple, Compiled], family: tuple) -
         # For the scores, with products of all chunks of values in flight; then for these.
         assert [order[n][-1] for n in waits] == [str(len(tile.head_dim_v.chunks)), "0"]
         assert products[-1] < waits[0] < maxima[0]
+        assert not {"STL", "LDL"} & set(order)
         [vote] = votes
         assert vote < waits[1]
         branch = order.index("BRA", vote)
@@ -218,7 +220,7 @@ def inner_loops(sass: str, most_waits: int = 2, first: tuple[str, ...] = ("HGMMA
         jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
         if jump is not None and jump[1] in labels:
             body = "\n".join(lines[labels[jump[1]] : n])
-            order = re.findall(r"HGMMA|MUFU\.EX2|FMNMX|FMUL|VOTE|BRA|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", body)
+            order = re.findall(r"HGMMA|MUFU\.EX2|FMNMX|FMUL|VOTE\b|BRA|STL|LDL|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", body)
             while order[:1] == ["BRA"]:  # of waits for copies
                 del order[0]
             if order[:1] and order[0] in first and "MUFU.EX2" in order and len(waits_in(order)) <= most_waits:

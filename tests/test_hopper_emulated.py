@@ -118,9 +118,9 @@ class Bug(NamedTuple):
     variant: str = "causal 128"
 
 
-WAIT = "s = warpgroup_mma_wait(VALUES, deps=(s,))\n            "
-LET_GO = "release(k.gates, block_count, STAGES)\n            "
-LET_Q_GO = "release_q_early(inputs.q_free, tile_count, consumer, above == tile.hi - 1, TILE)\n            "
+WAIT = "s = warpgroup_mma_wait(VALUES, deps=(s,))\n    "
+LET_GO = "release(k.gates, n, STAGES)\n    "
+LET_Q_GO = "release_q_early(inputs.q_free, tile_count, consumer, block == tile.lo, TILE)\n    "
 STORED = ".store(out.to(desc.dtype))"
 MEET = "            wait_at(FOR_BOTH, BOTH)\n"
 LAST_DK = "            dk, begun = wait_for_all(dk, begun)\n"
@@ -132,31 +132,28 @@ KEYS_GO = "            release(keys.gates, 2 * count + 1, SLOTS)\n"
 DP = "            dp, weight = warpgroup_mma_wait(0, deps=(dp, weight))\n"
 VALUES_GO = "            release(keys.gates, 2 * count, SLOTS)\n"
 BUGS = (
-    Bug("keys let go before their product is there", "forward.py", f"{WAIT}{LET_GO}", f"{LET_GO}{WAIT}"),
+    Bug("keys let go before their product is there", "forward_step.py", f"{WAIT}{LET_GO}", f"{LET_GO}{WAIT}"),
     Bug(
         "q let go before its product is there",
-        "forward.py",
+        "forward_step.py",
         f"{WAIT}{LET_GO}{LET_Q_GO}",
         f"{LET_Q_GO}{WAIT}{LET_GO}",
         "causal 256",
     ),
-    Bug(
-        "values not waited for",
-        "forward.py",
-        "wait_full(v, block_count - 1, STAGES)\n            if TILES_OF_Q",
-        "if TILES_OF_Q",
-    ),
+    Bug("values not waited for", "forward_step.py", "wait_full(v, n, STAGES)", "pass"),
     Bug(
         "wrong phase",
         "pipeline.py",
         "round_of(n, STAGES) & 1)\n\n\n@gluon.jit\ndef wait_free",
         "0)\n\n\n@gluon.jit\ndef wait_free",
     ),
-    Bug("slot never let go", "forward.py", "release(v.gates, block_count - 1, STAGES)", "pass"),
+    Bug("slot never let go", "forward_step.py", "release(v.gates, n, STAGES)", "pass"),
     Bug("results read before the last ones have left", "storing.py", "tma.store_wait(0)  # what", "# what"),
     Bug("no fence before results are sent", "storing.py", f"{STORED}\n        fence_async_shared()", STORED),
-    Bug("product read in flight", "forward.py", "acc = wait_for_sums(acc)", "pass"),
-    Bug("sums that do not follow a level", "forward.py", "acc = softmax.rescaled(acc, alpha, moved)", "pass"),
+    Bug("product read in flight", "forward.py", "wait_for_sums(add_weighted_rows(", "(add_weighted_rows("),
+    Bug("sums that do not follow a level", "forward_step.py", "softmax.rescaled(acc, alpha, moved)", "acc"),
+    Bug("sums that follow the next level", "forward_step.py", "gl.where(block == tile.hi - 1, 0, moved)", "moved"),
+    Bug("sums that never begin anew", "forward.py", "add = block != first", "pass"),
     Bug("a maximum of two threads", "branches.py", "bfly.b32 other, top, 2,", "bfly.b32 other, top, 1,"),
     Bug("a row that nobody asks for", "branches.py", "setp.gt.or.f32 p, limit, $7, p;", ""),
     Bug("guesses kept", "branches.py", "{again}KEPT", "KEPT"),

@@ -119,6 +119,7 @@ INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "min": plainly(torch.fmin),
     "max": plainly(torch.fmax),
     "ex2": plainly(torch.exp2),
+    "lg2": plainly(torch.log2),
     "and": plainly(torch.bitwise_and),
     "setp": compare,
     "selp": plainly(lambda a, b, chosen: torch.where(chosen, a, b)),

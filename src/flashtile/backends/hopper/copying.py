@@ -30,8 +30,8 @@ class Inputs(NamedTuple):
 
 @gluon.jit
 def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.constexpr):
-    """The warp that copies. Values follow their keys by one block, over the edges of tiles too: they are needed that
-    much later. Where q has one slot, it is the last tile's until that one's last scores: values do not wait for it.
+    """The warp that copies, for the n-th step the n-th keys and the values of the block before, over the edges of tiles
+    too. Where q has one slot, it is the last tile's until that one's last scores: values do not wait for it.
     """
     HEAD_DIM: gl.constexpr = TILE.head_dim
     HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
@@ -40,7 +40,8 @@ def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.c
     EARLY_Q: gl.constexpr = TILE.tiles_of_q > 1
     k, v = inputs.k, inputs.v
     tile_count = 0
-    block_count = 0
+    n = 0
+    mbarrier.arrive(v.full.index(0), count=1)  # no block comes before the first one: its slot stays as it is
     tile = take_tile(queue, 0)
     while tile.b >= 0:
         key = (tile.hi - 1) * BLOCK_N
@@ -49,23 +50,23 @@ def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.c
             copy_q(q_desc, inputs, tile, 0, TILE, PACKED)
         want_tile(queue, tile.hi - tile.lo <= NOTICE)
         for above in range(tile.lo + 1, tile.hi):
+            n += 1
             want_tile(queue, above == tile.hi - NOTICE)
-            fill(k, k_desc, keys_at(tile, key - BLOCK_N, PACKED), block_count + 1, STAGES, HEAD_DIM)
-            fill(v, v_desc, keys_at(tile, key, PACKED), block_count, STAGES, HEAD_DIM_V)
+            fill(k, k_desc, keys_at(tile, key - BLOCK_N, PACKED), n, STAGES, HEAD_DIM)
+            fill(v, v_desc, keys_at(tile, key, PACKED), n, STAGES, HEAD_DIM_V)
             key -= BLOCK_N
-            block_count += 1
         last = tile
         tile_count += 1
+        n += 1
         tile = take_tile(queue, tile_count)
         if tile.b >= 0:
-            fill(k, k_desc, keys_at(tile, (tile.hi - 1) * BLOCK_N, PACKED), block_count + 1, STAGES, HEAD_DIM)
+            fill(k, k_desc, keys_at(tile, (tile.hi - 1) * BLOCK_N, PACKED), n, STAGES, HEAD_DIM)
             if EARLY_Q:
                 copy_q(q_desc, inputs, tile, tile_count, TILE, PACKED)
-        fill(v, v_desc, keys_at(last, key, PACKED), block_count, STAGES, HEAD_DIM_V)
+        fill(v, v_desc, keys_at(last, key, PACKED), n, STAGES, HEAD_DIM_V)
         if not EARLY_Q:  # noqa: SIM102  # decided when the kernel is compiled
             if tile.b >= 0:
                 copy_q(q_desc, inputs, tile, tile_count, TILE, PACKED)
-        block_count += 1
 
 
 @gluon.jit

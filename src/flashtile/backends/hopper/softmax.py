@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import branches
-from .bits import by_thread, of_threads, together
+from .bits import all_seen, by_thread, of_threads, together
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -23,10 +23,12 @@ LARGEST = gl.constexpr(3.4028234663852886e38)
 
 
 @gluon.jit
-def start(sinks, head, with_sink, M: gl.constexpr, layout: gl.constexpr):
-    """Level and sum `[M, 4]` before the first key. A sink is a key without a value. The level of what has seen nothing
-    is the lowest one.
+def start(t, sinks, head, with_sink):
+    """Level and sum `[M, 4]` before the first key of scores like `t [M, N]`. A sink is a key without a value. The level
+    of what has seen nothing is the lowest one.
     """
+    M: gl.constexpr = t.shape[0]
+    layout: gl.constexpr = all_seen(t).type.layout
     level = gl.full([M, 4], -LARGEST, gl.float32, layout)
     l = gl.zeros([M, 4], gl.float32, layout)  # noqa: E741
     if sinks is not None:
@@ -82,6 +84,14 @@ def finish(level, l, layout: gl.constexpr):  # noqa: E741
     """The factor `[M]` that makes the accumulator the output, and `lse [M]`; rows that saw nothing give 0 and -inf."""
     level = gl.convert_layout(gl.max(level, 1), layout)
     l = gl.convert_layout(gl.sum(l, 1), layout)  # noqa: E741
-    lse = gl.where(l == 0, -INFINITY, (level + gl.log2(l)) * LN2)
+    lse = gl.where(l == 0, -INFINITY, (level + logarithm(l)) * LN2)
     weight = gl.where(l == INFINITY, float("nan"), 1.0 / gl.where(l == 0, 1.0, l))  # a score of +inf has no share
     return weight, lse
+
+
+@gluon.jit
+def logarithm(x):
+    """`log2(x)` by one instruction, within 2 ** -22: no more than a level near 1 is rounded by. The library's function
+    would have to be linked, which takes 50 ms.
+    """
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

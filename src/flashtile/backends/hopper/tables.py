@@ -185,9 +185,8 @@ NARROW = {
     (192, 192): Launch(OF_192, OF_192, 128, 64, 2, 3, tiles_of_q=1, guessed=12),
     (256, 256): Launch(OF_256, OF_256, 128, 64, 2, 2, tiles_of_q=1, guessed=12),
 }
-WIDE = Launch(
-    OF_64, OF_64, 64, 128, 3, 4, 160, 32, guessed=4
-)  # reads keys less often, and has more rows past the last one
+# Reads keys less often, has more rows past the last one, and no registers to keep guesses in.
+WIDE = Launch(OF_64, OF_64, 64, 128, 3, 4, 160, 32, guessed=0)
 BACKWARD = {
     64: BackwardLaunch(OF_64, 128, 2, 240, 24, half_early=True),
     96: BackwardLaunch(OF_96, 64, 2, 240, 24, half_early=False),
