@@ -77,6 +77,7 @@ def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER
 SHORT, LONG = 512, 8192  # lengths with different tiles
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (96, 192, (192, 128), 256)]
+FAMILIES += [(name, 96, LONG) for name in FEATURES]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
 
 

@@ -24,7 +24,7 @@ H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 SHARED_MEMORY = 227 * 1024
 CHOSEN = (
     ("full", 64, LONG), ("causal", 64, LONG), ("sinks", 128, SHORT), ("packed everything 64", 64, SHORT),
-    ("causal", 96, SHORT), ("packed 256", 256, SHORT),
+    ("causal", 96, SHORT), ("causal", 96, LONG), ("packed 256", 256, SHORT),
 )  # fmt: skip
 BACKWARD = (("causal", 64, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
 WIDE_BACKWARD = (("causal", (192, 128), SHORT), ("packed 256", 256, SHORT))
@@ -100,7 +100,8 @@ def test_tiles_follow_the_keys_that_a_row_sees() -> None:
         return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
     with mock.patch("flashtile.backends.hopper.tables.triton_version", return_value=(3, 6)):
-        assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is WIDE
+        assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is WIDE[64, 64]
+        assert chosen("full", 96, LONG) is WIDE[96, 96]
     with mock.patch("flashtile.backends.hopper.tables.triton_version", return_value=(3, 7)):
         assert chosen("full", 64, LONG) is NARROW[64, 64]
     assert chosen("causal", 64, SHORT) == chosen("window", 64, LONG) == chosen("softcap", 64, LONG) == NARROW[64, 64]

@@ -6,13 +6,16 @@ A barrier that is never signalled hangs: a test that takes too long ends the pro
 import faulthandler
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from hopper_variants import LONGER, VARIANTS, case_of
 
 import flashtile
-from flashtile.backends.hopper import support
+from flashtile import plan
+from flashtile.backends.common import passes
+from flashtile.backends.hopper import support, tables
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
@@ -31,6 +34,23 @@ def watchdog() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_random_problems_are_within_the_bound(name: str) -> None:
+    check_random_problems(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["full 64", "causal 64", "window 64", "packed sinks 64", "causal 96", "window 96", "packed 96"]
+)
+def test_three_warpgroups(name: str) -> None:
+    """Which are chosen for long sequences only."""
+    plan.forget_plans()
+    try:
+        with mock.patch.object(tables, "MANY_KEYS", 0), mock.patch.object(passes, "_PASSES", {}):
+            check_random_problems(name)
+    finally:
+        plan.forget_plans()
+
+
+def check_random_problems(name: str) -> None:
     failures = []
     for seed in range(PROBLEMS):
         case = case_of(name, seed, "cuda")

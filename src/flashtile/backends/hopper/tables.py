@@ -185,8 +185,11 @@ NARROW = {
     (192, 192): Launch(OF_192, OF_192, 128, 64, 2, 3, tiles_of_q=1, guessed=12),
     (256, 256): Launch(OF_256, OF_256, 128, 64, 2, 2, tiles_of_q=1, guessed=12),
 }
-# Reads keys less often, has more rows past the last one, and no registers to keep guesses in.
-WIDE = Launch(OF_64, OF_64, 64, 128, 3, 4, 160, 32, guessed=0)
+# Read keys less often, have more rows past the last one, and no registers to keep guesses in.
+WIDE = {
+    (64, 64): Launch(OF_64, OF_64, 64, 128, 3, 4, 160, 32, guessed=0),
+    (96, 96): Launch(OF_96, OF_96, 64, 64, 3, 4, 160, 32, guessed=0),
+}
 BACKWARD = {
     64: BackwardLaunch(OF_64, 128, 2, 240, 24, half_early=True),
     96: BackwardLaunch(OF_96, 64, 2, 240, 24, half_early=False),
@@ -197,16 +200,15 @@ WIDE_BACKWARD = {
     (192, 192): WideBackward(RowsLaunch(OF_192, OF_192, slots=5), KeysLaunch(OF_192, OF_192, stages=2)),
     (256, 256): WideBackward(RowsLaunch(OF_256, OF_256, slots=3), KeysLaunch(OF_256, OF_256, stages=2)),
 }
-WITHOUT_SPILLS = (3, 6)  # newer versions of Triton keep more in registers than WIDE has
+WITHOUT_SPILLS = (3, 6)  # newer versions of Triton keep more in registers than WIDE's have
 
 
 def tile(problem: Problem, device: Device) -> Tile:
     features = problem.softcap or problem.alibi  # take more registers than three warpgroups have
     fits = triton_version() == WITHOUT_SPILLS and not features
     head_dims = problem.head_dim, problem.head_dim_v
-    many = MANY_KEYS if problem.window.unlimited else 2 * MANY_KEYS  # parts at the diagonal are computed for nothing
-    wide = head_dims == (64, 64) and keys_of_a_row(problem) >= many and fits
-    forward = WIDE if wide else NARROW[head_dims]
+    wide = head_dims in WIDE and keys_of_a_row(problem) >= MANY_KEYS and fits
+    forward = (WIDE if wide else NARROW)[head_dims]
     return Tile(forward, backward_tile(problem))
 
 
