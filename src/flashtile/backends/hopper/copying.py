@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import tables
-from .pipeline import Ring, Slots, expect_rows, fill, load_rows
+from .pipeline import Ring, Slots, expect_rows, fill, load_rows, round_of, slot_of
 from .schedule import take_tile, want_tile
 
 ROWS = gl.constexpr(tables.ROWS)  # of one warpgroup
@@ -76,7 +76,7 @@ def copy_q(q_desc, inputs, tile, tile_count, TILE: gl.constexpr, PACKED: gl.cons
     TILES: gl.constexpr = TILE.tiles_of_q
     for c in gl.static_range(CONSUMERS):
         slot = q_slot(tile_count, c, TILE)
-        mbarrier.wait(inputs.q_free.index(slot), (tile_count // TILES & 1) ^ 1)
+        mbarrier.wait(inputs.q_free.index(slot), (round_of(tile_count, TILES) & 1) ^ 1)
         expect_rows(inputs.q, q_desc, slot, HEAD_DIM)
         at = rows_at(tile, tile.head, tile.first_row + c * ROWS, PACKED)
         load_rows(inputs.q, q_desc, at, slot, HEAD_DIM)
@@ -108,4 +108,4 @@ def packed(head, row, token, seqlen):
 
 @gluon.jit
 def q_slot(tile_count, consumer, TILE: gl.constexpr):
-    return tile_count % TILE.tiles_of_q * TILE.consumers + consumer
+    return slot_of(tile_count, TILE.tiles_of_q) * TILE.consumers + consumer

@@ -26,6 +26,7 @@ from .pipeline import (
     new_memory,
     new_ring,
     new_slots,
+    round_of,
     rows_of,
     wait_full,
 )
@@ -116,7 +117,7 @@ def consume(
     weight = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, rows.acc[0].type.layout))
     while tile.b >= 0:
         slot = q_slot(tile_count, consumer, TILE)
-        mbarrier.wait(q.full.index(slot), tile_count // TILES_OF_Q & 1)
+        mbarrier.wait(q.full.index(slot), round_of(tile_count, TILES_OF_Q) & 1)
         q_i = rows_of(q, slot, Q_SLOTS)
         rows = next_rows(rows.acc, rows.p, part, scoring, TILE)
         first = tile.hi - 1

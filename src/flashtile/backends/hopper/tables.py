@@ -14,7 +14,7 @@ COLUMNS = 64  # of dq at most, that one warpgroup computes
 HALVES = 2  # of a block of 128 keys in backward, and shares of its dq: one for each computing warpgroup
 ALIGN = 8  # elements, of which strides of rows are multiples
 END = 2**30  # of the dimension in which packed rows are described to the copy engine
-MANY_KEYS = 2048  # of a row, from which on wide tiles pay
+MANY_KEYS = 1024  # of a row, from which on wide tiles pay
 LONG = 8192  # keys, from which on sums of dq in one order are faster than in any
 
 
@@ -207,7 +207,8 @@ def tile(problem: Problem, device: Device) -> Tile:
     features = problem.softcap or problem.alibi  # take more registers than three warpgroups have
     fits = triton_version() == WITHOUT_SPILLS and not features
     head_dims = problem.head_dim, problem.head_dim_v
-    wide = head_dims in WIDE and keys_of_a_row(problem) >= MANY_KEYS and fits
+    many = MANY_KEYS if problem.window.left is None else 2 * MANY_KEYS  # a window has masks on both sides
+    wide = head_dims in WIDE and keys_of_a_row(problem) >= many and fits
     forward = (WIDE if wide else NARROW)[head_dims]
     return Tile(forward, backward_tile(problem))
 
