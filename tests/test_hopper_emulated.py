@@ -140,6 +140,7 @@ BUGS = (
         f"{LET_Q_GO}{WAIT}{LET_GO}",
         "causal 256",
     ),
+    Bug("nobody says that the first slot is full", "copying.py", "mbarrier.arrive(v.full.index(0), count=1)", "pass"),
     Bug("values not waited for", "forward_step.py", "wait_full(v, n, STAGES)", "pass"),
     Bug(
         "wrong phase",
