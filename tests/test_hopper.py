@@ -29,7 +29,8 @@ CHOSEN = (
 BACKWARD = (("causal", 64, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
 WIDE_BACKWARD = (("causal", (192, 128), SHORT), ("packed 256", 256, SHORT))
 SPILLED = 150  # bytes of a thread's backward pass at most
-FEW = 32  # bytes of a thread that a forward pass may spill, but not in a step
+MORE = {("packed everything 64", 64, SHORT): 8, ("causal", 96, LONG): 16}  # than 4 bytes of a thread's forward pass
+FEW = 32  # bytes of it that newer versions of Triton spill
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 
 
@@ -175,7 +176,7 @@ def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> 
     found = compiled[family]
     assert found.shared <= SHARED_MEMORY
     assert found.spilled is not None
-    assert found.spilled <= FEW
+    assert found.spilled <= (MORE.get(family, 4) if support.triton_version() == support.VERIFIED else FEW)
     assert not found.serialized
     assert not found.unset
 

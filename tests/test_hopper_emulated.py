@@ -55,7 +55,9 @@ def hash_of(name: str) -> int:
     return sum(name.encode())
 
 
-@pytest.mark.parametrize("name", ["causal 64", "window 64", "packed sinks 64", "grouped heads 96", "packed 96"])
+@pytest.mark.parametrize(
+    "name", ["causal 64", "window 64", "grouped heads 64", "packed sinks 64", "grouped heads 96", "packed 96"]
+)
 def test_three_warpgroups(name: str) -> None:
     """Which are chosen for long sequences only."""
     case = replace(case_of(name, hash_of(name), "cpu"), forward_only=True)

@@ -21,7 +21,7 @@ def product_of_rows(a, b, s, ADD: gl.constexpr = False):
 
 @gluon.jit
 def add_weighted_rows(acc, p, rows, add=True):
-    """`acc + p @ rows`, by chunks, in flight; or only `p @ rows`."""
+    """`acc + p @ rows`, by chunks, in flight; unless `add`, only `p @ rows`."""
     found = ()
     for c in gl.static_range(len(acc)):
         p_c = gl.convert_layout(p, gl.DotOperandLayout(0, acc[c].type.layout, 2), assert_trivial=True)

@@ -40,7 +40,7 @@ def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.c
     EARLY_Q: gl.constexpr = TILE.tiles_of_q > 1
     k, v = inputs.k, inputs.v
     tile_count = 0
-    n = 0
+    n = 0  # steps
     mbarrier.arrive(v.full.index(0), count=1)  # no block comes before the first one: its slot stays as it is
     tile = take_tile(queue, 0)
     while tile.b >= 0:
