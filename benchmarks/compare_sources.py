@@ -36,6 +36,8 @@ CELLS = [
     *both("float32 128 2k", dtype="float32", heads=8, head_dim=128, seqlen=2048),
     *both("float32 32 1k", dtype="float32", heads=16, head_dim=32, seqlen=1024),
     *both("float32 bias 64 1k", dtype="float32", heads=8, head_dim=64, seqlen=1024, bias=True),
+    *both("float32 bias 128 1k", dtype="float32", heads=8, head_dim=128, seqlen=1024, bias=True),
+    *both("float32 dropout 64 1k", dtype="float32", heads=8, head_dim=64, seqlen=1024, dropout_p=0.1),
     *(cell(f"triton {d} 4k {c}", backend="triton", head_dim=d, heads=2048 // d, seqlen=4096, causal=c == "causal")
       for d in (64, 128, 256) for c in ("full", "causal")),
     *(cell(f"triton {f} {d}", backend="triton", head_dim=d, heads=2048 // d, seqlen=2048, batch=2, **{f: v})

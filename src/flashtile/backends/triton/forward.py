@@ -102,8 +102,9 @@ def forward_kernel(
         padded: tl.constexpr = leftpad_k is not None or threshold is not None
         bounds = keys_seen(window, rows, shift, side.range, padded)
         with_sink = (split == 0) & (span.sequence < batch)
-        acc = zeros(BLOCK_M, DV0, DV1, q.dtype.element_ty == tl.float32)
-        state = softmax.start(sinks, head, with_sink, acc, BLOCK_M)
+        COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
+        acc = zeros(BLOCK_M, DV0, DV1, COMPENSATED)
+        state = softmax.start(sinks, head, with_sink, acc, BLOCK_M, COMPENSATED)
         if PACK > 1 or (SPLITS > 1 and BLOCK_M < 64):
             # Few blocks, and reading them is all the work: one loop has to wait for its first block once.
             state = attend(
@@ -169,8 +170,8 @@ def attend(
             in_mask = scores.shown(features, rows, keys, inside)
             visible = in_mask if visible is None else visible & in_mask
         t = s.t if visible is None else tl.where(visible, s.t, -INFINITY)
-        m, alpha, p = softmax.update(state, t, factor)
-        l = softmax.add_row_sums(state, alpha, p)  # noqa: E741
+        m, alpha, p = softmax.update(state, t, factor, q_i.a.dtype == tl.float32)
+        l = softmax.add_row_sums(state, alpha, p, q_i.a.dtype == tl.float32)  # noqa: E741
         if dropout is not None:
             p = tl.where(kept(dropout, rows, start_n, BLOCK_N), p, 0.0)
         v_j = load_v(side, tile, exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]

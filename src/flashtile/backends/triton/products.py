@@ -1,8 +1,8 @@
 """Products of tiles, and the running sums that they add up to.
 
-A sum over a million keys in one float32 accumulator loses four digits. Sums that are formed outside the matrix units
-are compensated, so that their error does not grow with the number of terms (Kahan, "Further remarks on reducing
-truncation errors", 1965): those of float32 inputs, of whose blocks each starts from zero, and those of rows.
+A sum over a million keys in one float32 accumulator loses four digits. Those of float32 inputs are compensated, so that
+their error does not grow with the number of terms (Kahan, "Further remarks on reducing truncation errors", 1965): the
+sum of each block starts from zero. 16-bit inputs are added up by the matrix units, which truncate (docs/contract.md).
 """
 
 from typing import NamedTuple
@@ -40,19 +40,19 @@ def zero_sum(zero, COMPENSATED: tl.constexpr):
 @triton.jit
 def add(x, part, COMPENSATED: tl.constexpr):
     """The sum with one more part."""
-    if COMPENSATED:
-        return add_scaled(x, 1.0, part)
-    else:
-        return Sum(x.total + part, x.excess)
+    return add_scaled(x, 1.0, part, COMPENSATED)
 
 
 @triton.jit
-def add_scaled(x, alpha, part):
+def add_scaled(x, alpha, part, COMPENSATED: tl.constexpr):
     """The sum times `alpha`, with one more part. An infinite sum stays infinite: its excess would be NaN."""
-    y = tl.fma(x.excess, -alpha, part)
-    total = tl.fma(x.total, alpha, y)
-    excess = tl.fma(x.total, -alpha, total) - y
-    return Sum(total, tl.minimum(excess, LARGEST))
+    if COMPENSATED:
+        y = tl.fma(x.excess, -alpha, part)
+        total = tl.fma(x.total, alpha, y)
+        excess = tl.fma(x.total, -alpha, total) - y
+        return Sum(total, tl.minimum(excess, LARGEST))
+    else:
+        return Sum(x.total * alpha + part, x.excess)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def add_chunk(acc, excess, alpha, p, y, PRECISION: tl.constexpr):
     """One chunk of `add_product`, and its excess."""
     if y.dtype == tl.float32:
         part = tl.dot(p, y, input_precision=PRECISION)
-        found = add_scaled(Sum(acc, excess), 1.0 if alpha is None else alpha, part)
+        found = add_scaled(Sum(acc, excess), 1.0 if alpha is None else alpha, part, True)
         return found.total, found.excess
     else:
         acc = acc if alpha is None else acc * alpha
