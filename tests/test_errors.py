@@ -1,6 +1,10 @@
 """Every wrong call raises an AttentionError before a kernel runs: the argument, what it got, what works."""
 
+import copy
 import functools
+import importlib
+import pickle
+import re
 import types
 from typing import Any
 from unittest import mock
@@ -10,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from test_imports import MODULES
+
 import flashtile
-from flashtile import ArgumentError, AttentionError
+from flashtile import ArgumentError, AttentionError, BackendError
 from flashtile.errors import describe
 
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
@@ -194,6 +200,45 @@ def test_example_is_a_call_of_the_same_function(argument: str) -> None:
     """What works for `attention` would not help the caller of `attention_varlen`."""
     with pytest.raises(ArgumentError, match=r"a call that works: flashtile\.attention_varlen\("):
         CALLS["varlen"](**{argument: "wrong"})
+
+
+# Errors travel between processes and are copied ----------------------------------------------------------------------
+
+
+def classes_of_errors() -> list[type[BaseException]]:
+    """Every exception and warning that the package defines."""
+    modules = [name for name, path in MODULES.items() if re.search(r"^class \w+\(.*\):", path.read_text(), re.MULTILINE)]
+    loaded = [importlib.import_module(f"flashtile.{name}".rstrip(".")) for name in modules if "backends" not in name]
+    return [
+        found
+        for module in loaded
+        for found in vars(module).values()
+        if isinstance(found, type) and issubclass(found, BaseException) and found.__module__ == module.__name__
+    ]
+
+
+@pytest.mark.parametrize(
+    "survive",
+    [copy.copy, copy.deepcopy, *(functools.partial(lambda n, x: pickle.loads(pickle.dumps(x, n)), n) for n in range(6))],
+    ids=["copy", "deepcopy", *(f"pickle {n}" for n in range(6))],
+)
+def test_errors_are_copied_and_pickled(survive: Any) -> None:
+    """A worker of a process pool that raises one that cannot be read again leaves its caller waiting for ever."""
+    given = {
+        ArgumentError: (("window", Q, "None or (left, right)"), {"argument": "window"}),
+        BackendError: (("no backend", {"cpu": "too wide"}), {"reasons": {"cpu": "too wide"}}),
+    }
+    classes = classes_of_errors()
+    assert len(classes) >= 10
+    assert set(given) < set(classes)
+    for cls in classes:
+        arguments, attributes = given.get(cls, (("a message",), {}))
+        error = cls(*arguments)
+        error.add_note("at step 7")
+        found = survive(error)
+        assert type(found) is cls
+        assert (str(found), found.args, found.__notes__) == (str(error), error.args, ["at step 7"])
+        assert {name: getattr(found, name) for name in attributes} == attributes
 
 
 # What is no mistake ------------------------------------------------------------------------------------------------
