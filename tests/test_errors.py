@@ -20,6 +20,8 @@ import flashtile
 from flashtile import ArgumentError, AttentionError, BackendError
 from flashtile.errors import describe
 
+call_module = importlib.import_module("flashtile.call")
+
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
 DENSE: dict[str, Any] = {"q": Q, "k": K, "v": V}
 
@@ -239,6 +241,79 @@ def test_errors_are_copied_and_pickled(survive: Any) -> None:
         assert type(found) is cls
         assert (str(found), found.args, found.__notes__) == (str(error), error.args, ["at step 7"])
         assert {name: getattr(found, name) for name in attributes} == attributes
+
+
+# Memory that is gone -------------------------------------------------------------------------------------------------
+
+KVCACHE: dict[str, Any] = {
+    "q": Q,
+    "k_cache": torch.randn(2, 2, 7, 8),
+    "v_cache": torch.randn(2, 2, 7, 6),
+    "cache_seqlens": ints(1, 2),
+    "k": torch.randn(2, 2, 5, 8),
+    "v": torch.randn(2, 2, 5, 6),
+    "rotary_cos": torch.randn(7, 2),
+    "rotary_sin": torch.randn(7, 2),
+}
+HELD: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dense": (flashtile.attention, DENSE | {"bias": PAIRS, "mask": PAIRS > 0, "sinks": PAIRS[0, :, 0, 0]}),
+    "varlen": (flashtile.attention_varlen, VARLEN | {"seqused_k": ints(3, 4), "alibi_slopes": torch.rand(4)}),
+    "paged": (flashtile.attention_varlen, PAGED),
+    "kvcache": (flashtile.attention_with_kvcache, KVCACHE),
+}
+
+
+def behind(x: Tensor) -> Tensor:
+    """A copy with an offset into its storage: freed, its address is that offset and not 0."""
+    return torch.cat((torch.zeros(8, dtype=x.dtype), x.flatten()))[8:].view(x.shape)
+
+
+def free(x: Tensor) -> None:
+    x.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("copied", [torch.clone, behind], ids=["at the beginning", "behind the beginning"])
+@pytest.mark.parametrize("call", HELD)
+def test_freed_memory_is_refused(call: str, copied: Any) -> None:
+    """Also where the same call has worked before; it would end the process."""
+    function, given = HELD[call]
+    tensors = {name: x for name, x in given.items() if x is not None}
+    for name in tensors:
+        copies = {other: copied(x) for other, x in tensors.items()}
+        for mod in (None, flashtile.ScoreMod(lambda score, b, h, i, j, t: score + t[0], (copied(torch.ones(4)),))):
+            function(**given | copies, score_mod=mod)
+        free(copies[name])
+        with pytest.raises(ArgumentError, match="its storage|whose storage") as raised:
+            function(**given | copies)
+        assert raised.value.argument == name
+    free(mod.tensors[0])
+    with pytest.raises(ArgumentError, match="whose storage") as raised:
+        function(**given, score_mod=mod)
+    assert raised.value.argument == "score_mod.tensors[0]"
+
+
+@pytest.mark.parametrize("freed", ["q", "k", "v", "out", "lse", "dout", "dlse"])
+def test_memory_freed_before_backward_is_refused(freed: str) -> None:
+    tensors = {name: behind(x).requires_grad_() for name, x in DENSE.items()}
+    out, lse = flashtile.attention(**tensors, return_lse=True)
+    tensors |= {"out": out, "lse": lse, "dout": behind(torch.ones_like(out)), "dlse": behind(torch.ones_like(lse))}
+    free(tensors[freed])
+    with pytest.raises(ArgumentError, match="until backward is done") as raised:
+        torch.autograd.backward((out, lse), (tensors["dout"], tensors["dlse"]))
+    assert raised.value.argument == freed
+
+
+def test_low_addresses_are_addresses() -> None:
+    """Some processes have their heap where freed tensors seem to lie."""
+    with mock.patch.multiple("flashtile.call", LOWEST_ADDRESS=2**63), mock.patch("flashtile.observed.LOWEST_ADDRESS", 2**63):
+        assert call_module.memory_of(Q) == (Q.shape, Q.stride(), Q.dtype, Q.device, Q.data_ptr() % 16)
+        assert call_module.signature(None, Q, K[:, :0]) == call_module.signature(None, Q.clone(), K.clone()[:, :0])
+        assert CALLS["dense"]().isfinite().all()
+        for copied in (torch.clone, behind):
+            x = copied(Q)
+            free(x)
+            with pytest.raises(ArgumentError, match="whose storage"):
+                CALLS["dense"](q=x)
 
 
 # What is no mistake ------------------------------------------------------------------------------------------------
