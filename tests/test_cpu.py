@@ -418,7 +418,17 @@ def test_kernels_for_arm_compile() -> None:
         assert jit.compiled(source, machine)[:4] == b"\x7fELF"
 
 
-def test_vectors_that_the_processor_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(support.VECTORS_VARIABLE, "mmx")
-    with pytest.raises(BackendError, match="FLASHTILE_CPU_VECTORS is 'mmx'"):
-        dense_case().run("cpu")
+@pytest.mark.parametrize("asked", ["mmx", ""])
+def test_vectors_that_the_processor_lacks_are_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By everything that would use them, with one message; by what has a plan already, too."""
+    case = dense_case(head_dim=9)
+    case.run("cpu")
+    q = case.arguments["q"]
+    monkeypatch.setenv(support.VECTORS_VARIABLE, asked)
+    told = f"FLASHTILE_CPU_VECTORS is {asked!r}. Accepted here: '"
+    for refused in (lambda: case.run("cpu"), lambda: flashtile.attention(q, q, q), lambda: flashtile.explain(q, q, q)):
+        with pytest.raises(BackendError) as raised:
+            refused()
+        assert str(raised.value).startswith(told)
+    assert {x.name: x.reason for x in flashtile.backends()}["cpu"].startswith(told)
+    assert flashtile.attention(q, q, q, backend="tiled").isfinite().all()  # as the message says

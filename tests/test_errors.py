@@ -12,9 +12,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
 from test_imports import MODULES
+from torch import Tensor
 
 import flashtile
 from flashtile import ArgumentError, AttentionError, BackendError
@@ -209,7 +208,9 @@ def test_example_is_a_call_of_the_same_function(argument: str) -> None:
 
 def classes_of_errors() -> list[type[BaseException]]:
     """Every exception and warning that the package defines."""
-    modules = [name for name, path in MODULES.items() if re.search(r"^class \w+\(.*\):", path.read_text(), re.MULTILINE)]
+    modules = [
+        name for name, path in MODULES.items() if re.search(r"^class \w+\(.*\):", path.read_text(), re.MULTILINE)
+    ]
     loaded = [importlib.import_module(f"flashtile.{name}".rstrip(".")) for name in modules if "backends" not in name]
     return [
         found
@@ -221,7 +222,11 @@ def classes_of_errors() -> list[type[BaseException]]:
 
 @pytest.mark.parametrize(
     "survive",
-    [copy.copy, copy.deepcopy, *(functools.partial(lambda n, x: pickle.loads(pickle.dumps(x, n)), n) for n in range(6))],
+    [
+        copy.copy,
+        copy.deepcopy,
+        *(functools.partial(lambda n, x: pickle.loads(pickle.dumps(x, n)), n) for n in range(6)),
+    ],
     ids=["copy", "deepcopy", *(f"pickle {n}" for n in range(6))],
 )
 def test_errors_are_copied_and_pickled(survive: Any) -> None:
@@ -283,7 +288,7 @@ def test_freed_memory_is_refused(call: str, copied: Any) -> None:
         for mod in (None, flashtile.ScoreMod(lambda score, b, h, i, j, t: score + t[0], (copied(torch.ones(4)),))):
             function(**given | copies, score_mod=mod)
         free(copies[name])
-        with pytest.raises(ArgumentError, match="its storage|whose storage") as raised:
+        with pytest.raises(ArgumentError, match="whose storage") as raised:
             function(**given | copies)
         assert raised.value.argument == name
     free(mod.tensors[0])
@@ -305,7 +310,10 @@ def test_memory_freed_before_backward_is_refused(freed: str) -> None:
 
 def test_low_addresses_are_addresses() -> None:
     """Some processes have their heap where freed tensors seem to lie."""
-    with mock.patch.multiple("flashtile.call", LOWEST_ADDRESS=2**63), mock.patch("flashtile.observed.LOWEST_ADDRESS", 2**63):
+    with (
+        mock.patch.multiple("flashtile.call", LOWEST_ADDRESS=2**63),
+        mock.patch("flashtile.observed.LOWEST_ADDRESS", 2**63),
+    ):
         assert call_module.memory_of(Q) == (Q.shape, Q.stride(), Q.dtype, Q.device, Q.data_ptr() % 16)
         assert call_module.signature(None, Q, K[:, :0]) == call_module.signature(None, Q.clone(), K.clone()[:, :0])
         assert CALLS["dense"]().isfinite().all()

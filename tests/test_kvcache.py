@@ -614,7 +614,11 @@ Change = Callable[[Arguments], Arguments]
 MISTAKES: dict[str, tuple[str, Arguments, Change]] = {
     "cache too small": ("k_cache", {}, changed("cache_seqlens", lambda _: int32(3, 0, 11))),
     "cache much too small": ("cache_seqlens", {}, changed("cache_seqlens", lambda _: int32(3, 0, 2**31 - 1))),
-    "longer than pages": ("cache_seqlens", {"page_size": 4}, changed("cache_seqlens", lambda _: int32(3, 0, 2**31 - 2))),
+    "longer than pages": (
+        "cache_seqlens",
+        {"page_size": 4},
+        changed("cache_seqlens", lambda _: int32(3, 0, 2**31 - 2)),
+    ),
     "expanded k_cache": ("k_cache", {}, changed("k_cache", lambda x: x[:, :, :1].expand(x.shape))),
     "expanded v_cache": ("v_cache", {}, changed("v_cache", lambda x: x[:1].expand(x.shape))),
     "pages that overlap": (

@@ -221,7 +221,10 @@ UNIT = torch.ones(4)
         (lambda score, b, h, i, j: score + i.add_(1), "`score = score * 2`"),
         (lambda score, b, h, i, j: torch.mul(score, 2, out=score), "aten.mul.out"),
         (lambda score, b, h, i, j: score + UNIT.add_(1)[h], "`score = score * 2`"),
-        (functools.partial(ScoreMod, lambda score, b, h, i, j, t: score + t.mul_(2)[h], (UNIT,)), "`score = score * 2`"),
+        (
+            functools.partial(ScoreMod, lambda score, b, h, i, j, t: score + t.mul_(2)[h], (UNIT,)),
+            "`score = score * 2`",
+        ),
         (lambda score, b, h, i, j: torch.nn.functional.dropout(score, 0.5), "Dropout is dropout_p=0.1"),
         (lambda score, b, h, i, j: score + torch.rand(()), "noise is drawn before the call"),
         (lambda score, b, h, i, j: score + torch.randn_like(score), "noise is drawn before the call"),

@@ -32,10 +32,10 @@ class ArgumentError(AttentionError):
 class BackendError(AttentionError):
     """No backend takes the call, or the named one declines it. `reasons` has one reason for each backend asked."""
 
-    def __init__(self, message: str, reasons: dict[str, str]):
+    def __init__(self, message: str, reasons: dict[str, str], works: str = "auto"):
         self.reasons = reasons
         lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-        super().__init__(f"{message}{lines}\n  a call that works: {call_of('attention', 'backend=' + repr('auto'))}")
+        super().__init__(f"{message}{lines}\n  a call that works: {call_of('attention', f'backend={works!r}')}")
 
 
 CALLS = {
