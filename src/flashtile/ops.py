@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from . import check
+from . import check, forking
 from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, lse_shape, new_rows
 from .errors import AttentionError
 from .observed import in_forward_mode, in_memory, unobserved
@@ -225,7 +225,8 @@ def inside_operator(call: Call) -> AbstractContextManager[None]:
     """
     around = not call.unobserved and (torch._C._is_any_autocast_enabled() or torch.is_grad_enabled())
     below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD_KEYS[0])
-    return Inside(call.tensors.q.device.type) if around or below_autograd else ALREADY_INSIDE
+    inside = Inside(call.tensors.q.device.type) if around or below_autograd else ALREADY_INSIDE
+    return forking.OneThread(inside) if forking.forked else inside
 
 
 class Inside(AbstractContextManager[None]):

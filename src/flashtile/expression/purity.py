@@ -21,8 +21,8 @@ EXAMPLE = (
 SIGNATURE = "score_mod(score, b, h, q_idx, k_idx, *tensors) -> score, of torch operations on broadcastable tensors"
 IN_PLACE = "a function that leaves its arguments as they are: `score = score * 2`, not `score.mul_(2)`; it calls {}"
 RANDOM = (
-    "a function that gives the same for the same pair again, in backward and on tiles of any size; it calls {}. Dropout "
-    "is dropout_p=0.1; other noise is drawn before the call, and read: flashtile.ScoreMod("
+    "a function that gives the same for the same pair again, in backward and on tiles of any size; it calls {}. "
+    "Dropout is dropout_p=0.1; other noise is drawn before the call, and read: flashtile.ScoreMod("
     "lambda score, b, h, q_idx, k_idx, noise: score + noise[b, h, q_idx, k_idx], (noise,))"
 )
 

@@ -246,6 +246,7 @@ def numbers(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> di
 
 def block_of(values: dict[str, Any]) -> Any:
     """The argument block, 8 bytes for each of `FIELDS`."""
+    assert tuple(values) == FIELDS, f"no fields of the block: {values.keys() ^ set(FIELDS)}"
     for name in REALS.split():
         values[name] = struct.unpack("q", struct.pack("d", values[name]))[0]
     return Block(*values.values())  # and zeros
