@@ -1,7 +1,7 @@
 """Tensors that lie against a page which may be neither read nor written: one step outside ends the process.
 
-Run as a program it does calls of the CPU backend with every tensor guarded, results and scratch memory too: random ones,
-and then ones of every size modulo vectors and blocks, whose inputs also lie among NaN.
+Run as a program it does calls of the CPU backend with every tensor guarded, results and scratch memory too: random
+ones, and then ones of every size modulo vectors and blocks, whose inputs also lie among NaN.
 """
 
 import ctypes

@@ -258,8 +258,8 @@ def run_guarded(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_nothing_is_touched_outside_of_tensors(width: str) -> None:
-    """Random calls in a process of their own, every tensor of theirs between protected pages; and calls of every residue
-    of rows, keys and head dimensions, forward and backward, whose inputs lie among NaN.
+    """Random calls in a process of their own, every tensor of theirs between protected pages; and calls of every
+    residue of rows, keys and head dimensions, forward and backward, whose inputs lie among NaN.
     """
     first = 1000 * WIDTHS.index(width)
     found = run_guarded(str(first), str(first + 12))

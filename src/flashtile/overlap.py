@@ -47,6 +47,6 @@ def share(x: Any, y: Any) -> bool:
     import numpy as np
 
     try:
-        return np.shares_memory(x, y, max_work=MOST_WORK)
+        return np.shares_memory(x, y, max_work=MOST_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True

@@ -18,8 +18,8 @@ WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 @functools.cache
 def openmp() -> Any | None:
     """`GOMP_parallel` of the OpenMP library that PyTorch calls, under the name that GNU's, LLVM's and Intel's have.
-    Other packages bring their own: it is looked up as for PyTorch's library, first where all symbols of the process are,
-    then in what the library itself depends on.
+    Other packages bring their own: it is looked up as for PyTorch's library, first where all symbols of the process
+    are, then in what the library itself depends on.
     """
     if sys.platform != "linux":
         return None
