@@ -48,8 +48,8 @@ class OneThread(AbstractContextManager[None]):
 def warn_once() -> None:
     warnings.warn(
         "attention runs on one thread in a forked process, whose OpenMP threads stayed in its parent, and operations "
-        "of PyTorch itself may wait for them for ever: call torch.set_num_threads(1) there, or start processes by spawn "
-        "(torch.multiprocessing.get_context('spawn'), DataLoader(multiprocessing_context='spawn'))",
+        "of PyTorch itself may wait for them for ever: call torch.set_num_threads(1) there, or start processes by "
+        "spawn (torch.multiprocessing.get_context('spawn'), DataLoader(multiprocessing_context='spawn'))",
         AttentionWarning,
         stacklevel=2,
     )
