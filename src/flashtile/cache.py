@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import device
-from .call import INDICES, MOST_SIGNATURES, Call, Settings, Tensors, copied, new_rows
+from .call import INDICES, MOST_SIGNATURES, Call, Settings, Tensors, new_rows, with_copies
 from .check import INDEX_DTYPES, memory, pages
 from .errors import ArgumentError
 from .overlap import overlap, overlaps_itself
@@ -40,7 +40,7 @@ class CacheTensors(NamedTuple):
     rotary_sin: Tensor | None = None
 
 
-CACHE_INDICES = ("cache_seqlens", "page_table", "cache_batch_idx", "leftpad_k")
+CACHE_INDICES = slice(CacheTensors._fields.index("cache_seqlens"), CacheTensors._fields.index("leftpad_k") + 1)
 CACHE_REQUIRED = ("k_cache", "v_cache", "cache_seqlens")
 
 
@@ -72,9 +72,9 @@ class CacheCall(Call):
         """As `Call.with_own_indices`, of the cache's indices too."""
         if not device.host_readable(self.tensors.q):
             return self
-        tensors = copied(self.tensors, INDICES)
+        tensors = with_copies(self.tensors, INDICES)
         call = Call(tensors, self.settings, self.signature(), unobserved=self.unobserved)
-        return CacheCall(call, copied(self.cache, CACHE_INDICES), self.interleaved)
+        return CacheCall(call, with_copies(self.cache, CACHE_INDICES), self.interleaved)
 
     def attention(self) -> Call:
         """The attention over what the caches hold once the new tokens are appended; appends nothing yet."""

@@ -16,9 +16,6 @@ from .masks import Window
 from .observed import LOWEST_ADDRESS, exists, freed
 from .remember import remember
 
-# Tensors that say where kernels read and write
-INDICES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "leftpad_k")
-
 
 class Tensors(NamedTuple):
     """The tensors of a call. Dense `q [B, Hq, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]`; varlen
@@ -103,9 +100,9 @@ class Call:
         """The call with copies of its indices, where those are checked by value: what is checked then is what kernels
         read, although another thread may write into the caller's tensors meanwhile.
         """
-        if self.layout == "dense" or not device.host_readable(self.tensors.q):
+        if self.tensors.cu_seqlens_q is None or not device.host_readable(self.tensors.q):
             return self
-        tensors = copied(self.tensors, INDICES)
+        tensors = with_copies(self.tensors, INDICES)
         return Call(tensors, self.settings, self._signature, unobserved=self.unobserved)
 
     def signature(self) -> int:
@@ -175,10 +172,14 @@ def differentiable_positions(num_flat: int) -> tuple[int, ...]:
     return (*(FLAT_FIELDS.index(name) for name in Needs._fields[:-1]), *range(len(FLAT_FIELDS), num_flat))
 
 
-def copied(tensors: Any, names: Sequence[str]) -> Any:
-    """A NamedTuple of tensors, with copies of the named ones. Freed tensors stay: they are refused later, by name."""
-    given = {name: x for name in names if (x := getattr(tensors, name)) is not None}
-    return tensors._replace(**{name: x.clone() for name, x in given.items() if not freed(x)})
+INDICES = slice(Tensors._fields.index("cu_seqlens_q"), Tensors._fields.index("leftpad_k") + 1)
+
+
+def with_copies(tensors: Any, which: slice) -> Any:
+    """A NamedTuple of tensors with copies of some of its fields. Freed tensors stay: they are refused later, by name."""
+    given = tensors[which]
+    copies = {id(x): x.clone() for x in given if x is not None and not freed(x)}  # q and k often share their offsets
+    return tensors._make((*tensors[: which.start], *[copies.get(id(x), x) for x in given], *tensors[which.stop :]))
 
 
 def address(x: Tensor) -> int:

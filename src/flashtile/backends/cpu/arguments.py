@@ -99,7 +99,7 @@ def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths
     t = call.tensors
 
     def numbers(x: Tensor) -> np.ndarray:
-        return x.detach().numpy().astype(np.int64)
+        return x.numpy().astype(np.int64)
 
     if t.cu_seqlens_q is None:  # a KV cache with dense queries
         batch = t.q.shape[0]
