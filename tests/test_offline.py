@@ -11,11 +11,12 @@ pytest.importorskip("triton")
 
 from offline.compiled import compile_launch, unset_registers
 from offline.families import ARCHITECTURES, call_of_family
-from offline.launches import launches_of
+from offline.launches import launches_of, recorded, results_of
 
 from flashtile.backends.common.installed import triton_version
 from flashtile.backends.triton.tables import KIB, SHARED_MEMORY
 from flashtile.explain import described_call
+from flashtile.ops import OPERATORS
 
 CHOSEN = {  # family and kernel for each
     "sm_80": ("hdim 33/5", "dkdv"),
@@ -55,6 +56,26 @@ def test_four_programs_of_head_dim_64_share_a_hopper_core(arguments: dict[str, A
     assert found.registers * launch.arguments["num_warps"] * 32 * 4 <= 65536
     assert (found.shared + KIB) * 4 <= 228 * KIB
     assert found.spilled == 0
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_results_lie_in_memory_as_a_compiler_expects(name: str, backend: str) -> None:
+    """Also where a kernel reads a copy of its input, whose order in memory is another."""
+    strided = torch.empty(2, 128, 4, 128, dtype=torch.bfloat16).transpose(1, 2)[..., ::2]
+    inputs = dict.fromkeys("qkv", torch.empty(2, 4, 128, 64, dtype=torch.bfloat16)) | {name: strided}
+    call, operators = described_call(**inputs, cu_q=None, cu_k=None, keywords={}), OPERATORS["dense"]
+    with recorded():
+        out, lse, *gradients = results_of(call, backend, "sm_90")
+    assert out is not None
+    assert lse is not None
+    found = (out, lse, *gradients[:3])
+    needs = [True] * 3 + [False] * 3
+    forward = operators.fake_forward(*operators.arguments(call))
+    backward = operators.fake_backward(needs, out, lse, None, None, *operators.arguments(call))
+    for x, y in zip(found, (*forward, *backward[:3]), strict=True):
+        assert x is not None
+        assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
 
 
 def test_a_register_that_nothing_has_written_is_found() -> None:

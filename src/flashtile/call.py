@@ -211,7 +211,8 @@ def new_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor
     """An uninitialised result with the rows of `like`: `[B, heads, S, width]` or `[T, heads, width]`.
 
     A dense result keeps the order of heads and positions that `like` has in memory, so that the output of
-    `[B, S, H, D]` data seen through a transpose flattens to `[B, S, H * D]` without a copy.
+    `[B, S, H, D]` data seen through a transpose flattens to `[B, S, H * D]` without a copy. `like` is the call's own
+    tensor, not a copy with contiguous features that a kernel reads: a compiler that plans strides sees no copies.
     """
     if like.dim() == 3:
         return like.new_empty((like.shape[0], heads, width), dtype=dtype)
