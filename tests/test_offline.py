@@ -2,6 +2,7 @@
 all of them.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,6 +77,39 @@ def test_results_lie_in_memory_as_a_compiler_expects(name: str, backend: str) ->
     for x, y in zip(found, (*forward, *backward[:3]), strict=True):
         assert x is not None
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+MATMUL, EVERYWHERE = torch.backends.cuda.matmul, torch.backends
+
+
+@pytest.fixture
+def precision_restored() -> Iterator[None]:
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    MATMUL.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("precision_restored")
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], "ieee"),
+        ([(MATMUL, "allow_tf32", True)], "tf32"),
+        ([(MATMUL, "fp32_precision", "tf32")], "tf32"),
+        ([(EVERYWHERE, "fp32_precision", "tf32")], "tf32"),
+        ([(EVERYWHERE, "fp32_precision", "tf32"), (MATMUL, "fp32_precision", "ieee")], "ieee"),
+        ([(MATMUL, "allow_tf32", True), (MATMUL, "fp32_precision", "ieee")], "ieee"),
+        ([(MATMUL, "fp32_precision", "tf32"), (MATMUL, "allow_tf32", False)], "ieee"),
+    ],
+)
+def test_precision_of_fp32_products(settings: list[tuple[Any, str, Any]], expected: str) -> None:
+    """By either of PyTorch's APIs, or both."""
+    for owner, name, value in settings:
+        setattr(owner, name, value)
+    q = torch.empty(1, 2, 16, 16)
+    launches = launches_of(described_call(q, q, q, None, None, {}), "sm_90")
+    assert {x.arguments["PRECISION"] for x in launches if "PRECISION" in x.arguments} == {expected}
 
 
 def test_a_register_that_nothing_has_written_is_found() -> None:
