@@ -3,7 +3,6 @@
 The operators' schemas are generated from these tuples, so that an argument is written down once.
 """
 
-import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -155,10 +154,12 @@ class Gradients(NamedTuple):
 FLAT_FIELDS = Tensors._fields[:-1]
 
 
-@functools.cache
+DIFFERENTIABLE = tuple(FLAT_FIELDS.index(name) for name in Needs._fields[:-1])
+
+
 def differentiable_positions(num_flat: int) -> tuple[int, ...]:
     """Which of `Tensors.flat()` can have a gradient, in the order of `Needs.flat()` and `Gradients.flat()`."""
-    return (*(FLAT_FIELDS.index(name) for name in Needs._fields[:-1]), *range(len(FLAT_FIELDS), num_flat))
+    return (*DIFFERENTIABLE, *range(len(FLAT_FIELDS), num_flat))
 
 
 def address(x: Tensor) -> int:
