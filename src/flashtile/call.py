@@ -5,13 +5,18 @@ The operators' schemas are generated from these tuples, so that an argument is w
 
 import itertools
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import device
 from .masks import Window
+from .observed import LOWEST_ADDRESS, exists, freed
 from .remember import remember
+
+# Tensors that say where kernels read and write
+INDICES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "leftpad_k")
 
 
 class Tensors(NamedTuple):
@@ -93,6 +98,15 @@ class Call:
             return "paged"
         return "dense" if self.tensors.cu_seqlens_q is None else "varlen"
 
+    def with_own_indices(self) -> "Call":
+        """The call with copies of its indices, where those are checked by value: what is checked then is what kernels
+        read, although another thread may write into the caller's tensors meanwhile.
+        """
+        if self.layout == "dense" or not device.host_readable(self.tensors.q):
+            return self
+        tensors = copied(self.tensors, INDICES)
+        return Call(tensors, self.settings, self._signature, unobserved=self.unobserved)
+
     def signature(self) -> int:
         """A number that stands for all that a plan and its launches depend on, short of the values of tensors: calls
         have the same one if nothing else tells them apart.
@@ -162,6 +176,12 @@ def differentiable_positions(num_flat: int) -> tuple[int, ...]:
     return (*DIFFERENTIABLE, *range(len(FLAT_FIELDS), num_flat))
 
 
+def copied(tensors: Any, names: Sequence[str]) -> Any:
+    """A NamedTuple of tensors, with copies of the named ones. Freed tensors stay: they are refused later, by name."""
+    given = {name: x for name in names if (x := getattr(tensors, name)) is not None}
+    return tensors._replace(**{name: x.clone() for name, x in given.items() if not freed(x)})
+
+
 def address(x: Tensor) -> int:
     """The base address, or 1, which promises nothing, for a transform's wrapper that has no memory of its own."""
     try:
@@ -171,11 +191,19 @@ def address(x: Tensor) -> int:
 
 
 def memory_of(x: Tensor | None) -> Hashable:
-    """How a tensor lies in memory, short of where; `None` stands for nowhere, as tensors without elements do."""
+    """How a tensor lies in memory, short of where; `None` stands for nowhere, as tensors without elements and freed
+    ones do.
+    """
     if x is None:
         return None
     place = address(x)
-    return x.shape, x.stride(), x.dtype, x.device, place % 16 if place else None
+    slot = place % 16 if place == 1 or place >= LOWEST_ADDRESS else low(x, place)
+    return x.shape, x.stride(), x.dtype, x.device, slot
+
+
+def low(x: Tensor, place: int) -> int | None:
+    """`place % 16` of a low address, or `None` where nothing lies there."""
+    return place % 16 if place and exists(x, place) else None
 
 
 _SIGNATURES: dict[Hashable, int] = {}
@@ -193,7 +221,13 @@ def signature(settings: Hashable, *tensors: Tensor | None) -> int:
             *[
                 None
                 if x is None
-                else (x.shape, x.stride(), x.dtype, x.device, place % 16 if (place := x.data_ptr()) else None)
+                else (
+                    x.shape,
+                    x.stride(),
+                    x.dtype,
+                    x.device,
+                    place % 16 if (place := x.data_ptr()) >= LOWEST_ADDRESS else low(x, place),
+                )
                 for x in tensors
             ],
         )

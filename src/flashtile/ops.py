@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from . import check
 from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, lse_shape, new_rows
 from .errors import AttentionError
 from .observed import in_forward_mode, in_memory, unobserved, untraced
@@ -108,6 +109,7 @@ class Operators:
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Any, ...]:
         call = self.call(arguments)
+        check.memory({"out": out, "lse": lse, "dout": dout, "dlse": dlse}, call.layout)
         return in_schema(differentiate(needs, out, lse, dout, dlse, call), call)
 
     def remember(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -152,6 +154,7 @@ class Operators:
 @untraced
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """What the forward operators do."""
+    call = call.with_own_indices()
     chosen = plan_call(call)
     with inside_operator(call):
         return chosen.kernels().forward(chosen, call)
@@ -163,6 +166,7 @@ def differentiate(
 ) -> list[Tensor | None]:
     """What the backward operators do: gradients in their inputs' dtypes, `None` for what nobody asked for."""
     asked = Needs.from_flat(needs)
+    call = call.with_own_indices()
     chosen = plan_call(call, needs=asked)
     with inside_operator(call):
         found = chosen.kernels().backward(chosen, call, asked, out, lse, dout, dlse)
