@@ -10,10 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from exhausted import runs_out_of_memory
 from offline.compiled import compile_launch, unset_registers
 from offline.families import ARCHITECTURES, call_of_family
 from offline.launches import launches_of, recorded, results_of
 
+from flashtile.backends.common import passes
 from flashtile.backends.common.installed import triton_version
 from flashtile.backends.triton.tables import KIB, SHARED_MEMORY
 from flashtile.explain import described_call
@@ -77,6 +79,28 @@ def test_results_lie_in_memory_as_a_compiler_expects(name: str, backend: str) ->
     for x, y in zip(found, (*forward, *backward[:3]), strict=True):
         assert x is not None
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_memory_that_runs_out_in_a_pass(backend: str, again: bool) -> None:
+    """While it is written down, and when its steps are taken again: the next call launches all of its kernels."""
+    q = torch.empty(2, 128, 4, 128, dtype=torch.bfloat16).transpose(1, 2)[..., ::2]  # features are copied
+    call = described_call(q, q, q, None, None, {"sinks": torch.zeros(4)})
+
+    def launches() -> list[tuple[str, dict[str, Any]]]:
+        if not again:
+            passes._PASSES.clear()
+        with recorded() as found:
+            results = results_of(call, backend, "sm_90")
+        assert all(x is not None for x in (*results[:5], results[-1]))
+        return [(x.name, {name: y for name, y in x.arguments.items() if isinstance(y, int | float)}) for x in found]
+
+    def check() -> None:
+        assert launches() == expected
+
+    expected = launches()
+    assert runs_out_of_memory(launches, check) > 8
 
 
 MATMUL, EVERYWHERE = torch.backends.cuda.matmul, torch.backends

@@ -12,6 +12,8 @@ from flashtile.testing.poison import poisoned_allocation
 
 pytest.importorskip("triton")
 
+from exhausted import exhausted
+
 from flashtile.backends.common import passes
 from flashtile.backends.common.arguments import rows_last
 from flashtile.backends.common.passes import Recorder, Results
@@ -155,3 +157,11 @@ def test_counters_of_graphs_are_as_aligned_as_those_of_streams(monkeypatch: pyte
     assert places == [0, 16, 32]
     assert len(counters.of_a_graph(device, 5)) == 5  # more than are left
     assert counters.of_a_graph(device, 4).data_ptr() - reserved.data_ptr() == 48
+
+
+def test_counters_that_could_not_be_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(counters, "_for_graphs", {})
+    with exhausted(0), pytest.raises(torch.OutOfMemoryError):
+        counters.reserve(device)
+    assert len(counters.of_a_graph(device, 3)) == 3

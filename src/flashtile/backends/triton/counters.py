@@ -36,7 +36,7 @@ def counters(device: torch.device, count: int) -> Tensor:
 def of_a_graph(device: torch.device, count: int) -> Tensor:
     """From what was reserved: zeros of the graph's own are set with each replay, by one more launch."""
     reserved = _for_graphs.get(device)
-    if reserved is None or len(reserved[-1]) < count:
+    if not reserved or len(reserved[-1]) < count:
         return zeros(device, count)
     end = -(-count // ALIGNED) * ALIGNED
     found, reserved[-1] = reserved[-1][:count], reserved[-1][end:]
