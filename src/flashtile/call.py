@@ -173,7 +173,8 @@ DIFFERENTIABLE = tuple(FLAT_FIELDS.index(name) for name in Needs._fields[:-1])
 
 def differentiable_positions(num_flat: int) -> tuple[int, ...]:
     """Which of `Tensors.flat()` can have a gradient, in the order of `Needs.flat()` and `Gradients.flat()`."""
-    return (*DIFFERENTIABLE, *range(len(FLAT_FIELDS), num_flat))
+    more = num_flat - len(FLAT_FIELDS)
+    return (*DIFFERENTIABLE, *range(len(FLAT_FIELDS), num_flat)) if more else DIFFERENTIABLE
 
 
 def copied(tensors: Any, names: Sequence[str]) -> Any:
