@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
+from ..observed import untraced
 from .purity import EXAMPLE
 
 CONSTANTS = (int, float, complex, str, bytes, types.NoneType, types.EllipsisType, torch.dtype, torch.device)
@@ -20,6 +21,7 @@ HERE = os.urandom(8)  # this process
 _kept: dict[int, Any] = {}  # by address, which then stays their own
 
 
+@untraced
 def content_of(fn: Any, without: Collection[int] = ()) -> str:
     """A digest that functions share if they do the same, as far as that follows from code and constants: of their
     closures, defaults and globals, and of the functions that they call. Modules are taken by their names, and so are
