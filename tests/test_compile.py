@@ -7,10 +7,13 @@ import pytest
 import torch
 from checking import offsets
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch._dynamo.testing import CompileCounter
 
 import flashtile
-from flashtile import ArgumentError, ScoreMod
+from flashtile import ArgumentError, ScoreMod, ops
+from flashtile.backends.cpu import kernels
+from flashtile.call import Call, Settings, Tensors
 
 B, HQ, HKV, SQ, SK, D = 2, 4, 2, 12, 20, 8
 
@@ -201,26 +204,54 @@ def test_compiled_autograd(name: str, backend: str) -> None:
     torch.testing.assert_close(x.grad, torch.func.grad(loss)(q))
 
 
+def traced(*functions: Callable[..., Any]) -> list[str]:
+    """Those that Dynamo has looked into."""
+    return [f.__name__ for f in functions if eval_frame._debug_get_cache_entry_list(f.__code__)]
+
+
 def test_compiled_autograd_does_not_look_into_a_backend() -> None:
     """Dynamo breaks on what it finds there, such as the first launch of a kernel of Triton's."""
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    from flashtile.backends.cpu import kernels
-
     leaves = tuple(x.detach().requires_grad_() for x in dense_leaves())
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
         flashtile.attention(*leaves, backend="cpu").sum().backward()
-    assert _debug_get_cache_entry_list(kernels.backward.__code__) == []
+    assert traced(kernels.backward) == []
     expected = torch.autograd.grad(flashtile.attention(*leaves, backend="cpu").sum(), leaves)
     torch.testing.assert_close(tuple(x.grad for x in leaves), expected)
 
 
-def test_compiled_func_grad_is_refused() -> None:
-    """PyTorch can not differentiate an operator by torch.func inside a graph. It must say so, and not give zeros."""
+@pytest.mark.parametrize("after_a_break", [False, True])
+def test_dynamo_does_not_look_into_what_an_operator_does(after_a_break: bool) -> None:
+    """Neither in a frame that it traces, nor in those that run when it has given up on one."""
     q, k, v = (x.detach() for x in dense_leaves())
-    compiled = torch.compile(torch.func.grad(lambda q: flashtile.attention(q, k, v).sum()), backend="aot_eager")
-    with pytest.raises(RuntimeError, match="setup_context"):
-        compiled(q)
+    call = Call(Tensors(q, k, v), Settings(scale=0.3))
+
+    def run() -> list[Tensor]:
+        if after_a_break:
+            torch._dynamo.graph_break()
+        out, lse = ops.attend(call)
+        return [out, lse, *ops.differentiate([True] * 3 + [False] * 3, out, lse, out, lse, call)[:3]]  # type: ignore[list-item]
+
+    assert_same(torch.compile(run, backend="eager")(), run())
+    assert traced(ops.plan_call, kernels.forward, kernels.backward, kernels.run) == []
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_func_grad_is_refused_or_right(fullgraph: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """PyTorch can not differentiate an operator by torch.func inside a graph. It says so, or leaves the graph (from
+    torch 2.15 on, unless that is forbidden), and never gives zeros.
+    """
+    q, k, v = (x.detach() for x in dense_leaves())
+    gradient = torch.func.grad(lambda q: flashtile.attention(q, k, v, backend="cpu").sum())
+    found, refusal = None, ""
+    try:
+        found = torch.compile(gradient, fullgraph=fullgraph, backend="aot_eager")(q)
+    except RuntimeError as error:
+        refusal = str(error)
+    assert "setup_context" in refusal or not fullgraph
+    if "setup_context" not in refusal:
+        torch.testing.assert_close(found, gradient(q))
+    assert traced(ops.plan_call, kernels.forward, kernels.backward, kernels.run) == []
+    assert not [x for x in recwarn if "flashtile" in str(x.message)]
 
 
 def test_export() -> None:

@@ -1,5 +1,6 @@
 """The contract on a GPU, in the backends that run anywhere: `pytest -m gpu` on a machine that has one."""
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,3 +161,64 @@ def test_auto_says_once_that_a_slow_backend_was_chosen() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         flashtile.attention(q, q, q)
+
+
+MEMORY_STEP = 4 * 2**20  # bytes; the results of the test have 16 MiB each
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize("backend", ["hopper", "triton", "tiled"])
+def test_memory_that_runs_out_leaves_everything_usable(backend: str, again: bool) -> None:
+    """Wherever forward or backward fails, the same call gives the same result once there is memory: also the first
+    call of its kind, whose passes are written down, and in a graph that is captured afterwards.
+    """
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(4, 8, 2048, 128, device="cuda", generator=generator) for _ in range(3))
+    leaves = [x.to(torch.bfloat16).requires_grad_() for x in (q, k, v)]
+    dout = torch.randn_like(leaves[0])
+    del q, k, v
+    def run() -> tuple[torch.Tensor, ...]:
+        out = flashtile.attention(*leaves, causal=True, deterministic=True, backend=backend)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    def forget() -> None:
+        if not again and backend != "tiled":
+            from flashtile.backends.common import passes
+            from flashtile.backends.triton import counters
+
+            passes._PASSES.clear()
+            counters._of_streams.clear()
+
+    def memory(extra: int | None) -> None:
+        torch.cuda.empty_cache()
+        of_all = 1.0 if extra is None else (torch.cuda.memory_reserved() + extra) / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(of_all)
+
+    try:
+        expected, failures = run(), 0
+    except flashtile.BackendError as error:
+        pytest.skip(str(error))
+    try:
+        for extra in range(0, 2**31, MEMORY_STEP):
+            forget()
+            gc.collect()
+            memory(extra)
+            try:
+                results = run()
+            except torch.OutOfMemoryError:
+                failures, results = failures + 1, None
+            memory(None)
+            forget()
+            assert all(torch.equal(x, y) for x, y in zip(run(), expected, strict=True))
+            if results is not None:
+                break
+    finally:
+        memory(None)
+    assert results is not None
+    assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+    assert failures >= sum(x.nbytes for x in expected) // MEMORY_STEP - 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        out = flashtile.attention(*leaves, causal=True, deterministic=True, backend=backend)
+    graph.replay()
+    assert torch.equal(out, expected[0])

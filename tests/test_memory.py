@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from checking import offsets, tile_size
+from checking import dense_case, offsets, tile_size
+from exhausted import runs_out_of_memory
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -192,3 +193,19 @@ def test_key_range_is_the_visible_keys(
     assert some <= visited <= set(range(seqlen_k))
     assert full <= every
     assert full <= visited
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_memory_that_runs_out_leaves_everything_usable(backend: str) -> None:
+    features = {"alibi_slopes": torch.rand(2), "sinks": torch.rand(2), "bias": torch.randn(1, 2, 1, 9)}
+    case = dense_case(head_dim=5, **features)  # whose rows of gradients are padded to whole vectors
+
+    def run() -> dict[str, Tensor]:
+        return case.run(backend)
+
+    def check() -> None:
+        results = run()
+        assert all(torch.equal(results[name], expected[name]) for name in expected)
+
+    expected = run()
+    assert runs_out_of_memory(run, check) > 8

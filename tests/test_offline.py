@@ -2,6 +2,7 @@
 all of them.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,13 +10,16 @@ import torch
 
 pytest.importorskip("triton")
 
+from exhausted import runs_out_of_memory
 from offline.compiled import compile_launch, unset_registers
 from offline.families import ARCHITECTURES, call_of_family
-from offline.launches import launches_of
+from offline.launches import launches_of, recorded, results_of
 
+from flashtile.backends.common import passes
 from flashtile.backends.common.installed import triton_version
 from flashtile.backends.triton.tables import KIB, SHARED_MEMORY
 from flashtile.explain import described_call
+from flashtile.ops import OPERATORS
 
 CHOSEN = {  # family and kernel for each
     "sm_80": ("hdim 33/5", "dkdv"),
@@ -55,6 +59,81 @@ def test_four_programs_of_head_dim_64_share_a_hopper_core(arguments: dict[str, A
     assert found.registers * launch.arguments["num_warps"] * 32 * 4 <= 65536
     assert (found.shared + KIB) * 4 <= 228 * KIB
     assert found.spilled == 0
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_results_lie_in_memory_as_a_compiler_expects(name: str, backend: str) -> None:
+    """Also where a kernel reads a copy of its input, whose order in memory is another."""
+    strided = torch.empty(2, 128, 4, 128, dtype=torch.bfloat16).transpose(1, 2)[..., ::2]
+    inputs = dict.fromkeys("qkv", torch.empty(2, 4, 128, 64, dtype=torch.bfloat16)) | {name: strided}
+    call, operators = described_call(**inputs, cu_q=None, cu_k=None, keywords={}), OPERATORS["dense"]
+    with recorded():
+        out, lse, *gradients = results_of(call, backend, "sm_90")
+    assert out is not None
+    assert lse is not None
+    found = (out, lse, *gradients[:3])
+    needs = [True] * 3 + [False] * 3
+    forward = operators.fake_forward(*operators.arguments(call))
+    backward = operators.fake_backward(needs, out, lse, None, None, *operators.arguments(call))
+    for x, y in zip(found, (*forward, *backward[:3]), strict=True):
+        assert x is not None
+        assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_memory_that_runs_out_in_a_pass(backend: str, again: bool) -> None:
+    """While it is written down, and when its steps are taken again: the next call launches all of its kernels."""
+    q = torch.empty(2, 128, 4, 128, dtype=torch.bfloat16).transpose(1, 2)[..., ::2]  # features are copied
+    call = described_call(q, q, q, None, None, {"sinks": torch.zeros(4)})
+
+    def launches() -> list[tuple[str, dict[str, Any]]]:
+        if not again:
+            passes._PASSES.clear()
+        with recorded() as found:
+            results = results_of(call, backend, "sm_90")
+        assert all(x is not None for x in (*results[:5], results[-1]))
+        return [(x.name, {name: y for name, y in x.arguments.items() if isinstance(y, int | float)}) for x in found]
+
+    def check() -> None:
+        assert launches() == expected
+
+    expected = launches()
+    assert runs_out_of_memory(launches, check) > 8
+
+
+MATMUL, EVERYWHERE = torch.backends.cuda.matmul, torch.backends
+
+
+@pytest.fixture
+def precision_restored() -> Iterator[None]:
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    MATMUL.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("precision_restored")
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], "ieee"),
+        ([(MATMUL, "allow_tf32", True)], "tf32"),
+        ([(MATMUL, "fp32_precision", "tf32")], "tf32"),
+        ([(EVERYWHERE, "fp32_precision", "tf32")], "tf32"),
+        ([(EVERYWHERE, "fp32_precision", "tf32"), (MATMUL, "fp32_precision", "ieee")], "ieee"),
+        ([(MATMUL, "allow_tf32", True), (MATMUL, "fp32_precision", "ieee")], "ieee"),
+        ([(MATMUL, "fp32_precision", "tf32"), (MATMUL, "allow_tf32", False)], "ieee"),
+    ],
+)
+def test_precision_of_fp32_products(settings: list[tuple[Any, str, Any]], expected: str) -> None:
+    """By either of PyTorch's APIs, or both."""
+    for owner, name, value in settings:
+        setattr(owner, name, value)
+    q = torch.empty(1, 2, 16, 16)
+    launches = launches_of(described_call(q, q, q, None, None, {}), "sm_90")
+    assert {x.arguments["PRECISION"] for x in launches if "PRECISION" in x.arguments} == {expected}
 
 
 def test_a_register_that_nothing_has_written_is_found() -> None:

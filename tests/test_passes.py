@@ -12,10 +12,13 @@ from flashtile.testing.poison import poisoned_allocation
 
 pytest.importorskip("triton")
 
+from exhausted import exhausted
+
 from flashtile.backends.common import passes
 from flashtile.backends.common.arguments import rows_last
 from flashtile.backends.common.passes import Recorder, Results
 from flashtile.backends.common.pointers import Described
+from flashtile.backends.triton import counters
 
 
 class Kernel:
@@ -143,3 +146,22 @@ def test_an_allocation_is_like_its_first(dtype: torch.dtype) -> None:
     assert x is not None
     assert (x.shape, x.stride(), x.dtype, x.device) == (first.shape, first.stride(), dtype, first.device)
     assert not x.requires_grad
+
+
+def test_counters_of_graphs_are_as_aligned_as_those_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was compiled for a pointer that is a multiple of 16 gets no other when its pass is replayed."""
+    device = torch.device("cpu")
+    reserved = counters.zeros(device, 16)
+    monkeypatch.setattr(counters, "_for_graphs", {device: [reserved]})
+    places = [counters.of_a_graph(device, count).data_ptr() - reserved.data_ptr() for count in (3, 4, 1)]
+    assert places == [0, 16, 32]
+    assert len(counters.of_a_graph(device, 5)) == 5  # more than are left
+    assert counters.of_a_graph(device, 4).data_ptr() - reserved.data_ptr() == 48
+
+
+def test_counters_that_could_not_be_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(counters, "_for_graphs", {})
+    with exhausted(0), pytest.raises(torch.OutOfMemoryError):
+        counters.reserve(device)
+    assert len(counters.of_a_graph(device, 3)) == 3

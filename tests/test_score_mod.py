@@ -1,7 +1,14 @@
 """score_mod: what a function is given, which functions are the same, what they may read, and what is refused."""
 
+import copy
 import functools
+import importlib
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +17,10 @@ from checking import BACKENDS, assert_right, dense_case, offsets, tile_size
 from torch import Tensor
 
 import flashtile
-from flashtile import ArgumentError, ScoreMod
+from flashtile import ArgumentError, AttentionError, ScoreMod
+from flashtile.call import Call, Settings, Tensors
+from flashtile.expression import score_mod
+from flashtile.ops import OPERATORS
 from flashtile.testing.case import ScoreFunction
 
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
@@ -127,6 +137,137 @@ def test_closures_and_defaults_that_differ_are_not_confused() -> None:
 
 def test_signed_zeros_are_two_functions() -> None:
     assert ScoreMod(scaled_by(0.0)).key != ScoreMod(scaled_by(-0.0)).key
+
+
+SOURCE = """
+import math, torch
+SLOPE = {slope}
+def helper(x): return x * {factor}
+def fn(score, b, h, i, j): return torch.tanh(helper(score)) + SLOPE * abs(i - j) * math.pi
+"""
+
+
+def made_of(source: str, **values: Any) -> ScoreMod:
+    names: dict[str, Any] = {}
+    exec(source.format(**values), names)
+    return ScoreMod(names["fn"])
+
+
+def test_keys_follow_from_code_and_constants() -> None:
+    """Of the function, and of what it calls and reads; not from the order in which functions are made."""
+    first = made_of(SOURCE, slope=0.5, factor=2)
+    others = [made_of(SOURCE, slope=x, factor=y).key for x, y in ((0.6, 2), (0.5, 3), (0.5, 2.0))]
+    assert made_of(SOURCE, slope=0.5, factor=2).key == first.key
+    assert len({first.key, *others}) == 4
+    table = SOURCE.replace("SLOPE = {slope}", "SLOPE = torch.tensor({slope})")
+    assert made_of(table, slope=0.5, factor=2).key != made_of(table, slope=0.5, factor=2).key
+
+
+def test_a_function_that_calls_itself_has_a_key() -> None:
+    def of(depth: int) -> ScoreMod:
+        def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, n: int = depth) -> Tensor:
+            return score if n == 0 else fn(score, b, h, i, j, n - 1)
+
+        return ScoreMod(fn)
+
+    assert of(1).key == of(1).key != of(2).key
+
+
+def test_a_closure_that_changes_is_another_function() -> None:
+    """Of two functions that were the same, one has another number now."""
+
+    def counted() -> tuple[Callable[..., Tensor], Callable[[], None]]:
+        factor = 2.0
+
+        def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score * factor
+
+        def change() -> None:
+            nonlocal factor
+            factor = 3.0
+
+        return fn, change
+
+    (first, _), (second, change_second) = counted(), counted()
+    mods = ScoreMod(first), ScoreMod(second)
+    change_second()
+    for mod, scale in ((mods[0], 2.0), (ScoreMod(first), 2.0), (ScoreMod(second), 3.0)):
+        out = flashtile.attention(Q, K, V, score_mod=mod)
+        torch.testing.assert_close(out, flashtile.attention(Q, K, V, scale=scale * 8**-0.5))
+
+
+@pytest.mark.parametrize("make", [ScoreMod, ScoreMod.of])
+def test_a_variable_without_a_value_is_refused(make: Callable[..., ScoreMod]) -> None:
+    def mod() -> ScoreMod:
+        found = make(lambda score, b, h, i, j: score * later)
+        later = 2.0
+        return found, later  # type: ignore[return-value]
+
+    with pytest.raises(ArgumentError, match="`later`, which it reads, has none yet"):
+        mod()
+
+
+# Other processes -----------------------------------------------------------------------------------------------------
+
+CHILD = """
+import pickle, sys, torch, flashtile
+from score_functions_of_a_module import scaled_by
+for _ in range(2):
+    flashtile.ScoreMod(lambda score, b, h, i, j: score)
+mod, key, (q, k, v), out = pickle.load(sys.stdin.buffer)
+assert torch.equal(flashtile.attention(q, k, v, score_mod=mod), out)
+assert flashtile.ScoreMod(scaled_by(2.0)).key == key
+"""
+MODULE = """
+def module_level(score, b, h, i, j, weight): return score * weight[h]
+def scaled_by(factor): return lambda score, b, h, i, j: score * (factor if factor in {"a", "b", 2.0} else 0)
+"""
+
+
+def test_a_spawned_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets functions by their names, and finds the same keys."""
+    (tmp_path / "score_functions_of_a_module.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    functions = importlib.import_module("score_functions_of_a_module")
+    mod = ScoreMod(functions.module_level, (torch.rand(4),))
+    given = (mod, ScoreMod(functions.scaled_by(2.0)).key, (Q, K, V), flashtile.attention(Q, K, V, score_mod=mod))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *sys.path))), "PYTHONHASHSEED": "7"}
+    command = [sys.executable, "-c", CHILD]
+    child = subprocess.run(command, input=pickle.dumps(given), env=environment, capture_output=True)
+    assert child.returncode == 0, child.stderr.decode()
+
+
+def test_functions_without_a_name_are_copied_but_not_pickled() -> None:
+    weight = torch.rand(4)
+    for mod in (
+        ScoreMod(scaled_by(2.0)),
+        ScoreMod.of(lambda score, b, h, i, j: score * weight[h]),
+        ScoreMod(functools.partial(scaled_by(2.0))),
+    ):
+        for copied in (copy.copy(mod), copy.deepcopy(mod)):
+            assert copied.key == mod.key
+            assert torch.equal(
+                flashtile.attention(Q, K, V, score_mod=copied), flashtile.attention(Q, K, V, score_mod=mod)
+            )
+        with pytest.raises(pickle.PicklingError, match="a function at the top level of a module"):
+            pickle.dumps(mod)
+
+
+def test_a_program_whose_function_this_process_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    mod = ScoreMod(scaled_by(2.0))
+    operators, call = OPERATORS["dense"], Call(Tensors(Q, K, V), Settings(scale=1.0, score_mod=mod.key))
+    out, _ = operators.forward(*operators.arguments(call))
+    monkeypatch.setattr(score_mod, "_functions", {})  # as if in another process
+    ScoreMod(scaled_by(3.0))
+    with pytest.raises(AttentionError, match="made in this process before the program runs"):
+        operators.forward(*operators.arguments(call))
+    ScoreMod(scaled_by(2.0))
+    assert torch.equal(operators.forward(*operators.arguments(call))[0], out)
+    monkeypatch.setattr(score_mod, "_functions", {})
+    settings = call.settings._replace(score_mod=ScoreMod(Model().modify).key)
+    monkeypatch.setattr(score_mod, "_functions", {})
+    with pytest.raises(AttentionError, match="reads no objects but constants"):
+        operators.forward(*operators.arguments(call._replace(settings=settings)))
 
 
 class Model:

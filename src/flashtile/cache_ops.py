@@ -14,7 +14,7 @@ from torch.library import register_fake, register_vmap
 from .cache import CacheCall, CacheTensors, append_and_rotate, check_apart
 from .call import Call, Settings, Tensors, lse_shape, new_rows, signature
 from .errors import AttentionError
-from .observed import in_forward_mode
+from .observed import in_forward_mode, untraced
 from .ops import LIBRARY, inside_operator
 from .plan import plan_call
 from .problem import accumulation_dtype
@@ -94,6 +94,7 @@ def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     return attend(CacheCall(Call(features, settings, number), cache, interleaved))
 
 
+@untraced
 def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
     """What the operator does."""
     call = call.with_own_indices()

@@ -3,7 +3,6 @@
 The operators' schemas are generated from these tuples, so that an argument is written down once.
 """
 
-import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -166,10 +165,13 @@ class Gradients(NamedTuple):
 FLAT_FIELDS = Tensors._fields[:-1]
 
 
-@functools.cache
+DIFFERENTIABLE = tuple(FLAT_FIELDS.index(name) for name in Needs._fields[:-1])
+
+
 def differentiable_positions(num_flat: int) -> tuple[int, ...]:
     """Which of `Tensors.flat()` can have a gradient, in the order of `Needs.flat()` and `Gradients.flat()`."""
-    return (*(FLAT_FIELDS.index(name) for name in Needs._fields[:-1]), *range(len(FLAT_FIELDS), num_flat))
+    more = num_flat - len(FLAT_FIELDS)
+    return (*DIFFERENTIABLE, *range(len(FLAT_FIELDS), num_flat)) if more else DIFFERENTIABLE
 
 
 INDICES = slice(Tensors._fields.index("cu_seqlens_q"), Tensors._fields.index("leftpad_k") + 1)
@@ -246,7 +248,8 @@ def new_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor
     """An uninitialised result with the rows of `like`: `[B, heads, S, width]` or `[T, heads, width]`.
 
     A dense result keeps the order of heads and positions that `like` has in memory, so that the output of
-    `[B, S, H, D]` data seen through a transpose flattens to `[B, S, H * D]` without a copy.
+    `[B, S, H, D]` data seen through a transpose flattens to `[B, S, H * D]` without a copy. `like` is the call's own
+    tensor, not a copy with contiguous features that a kernel reads: a compiler that plans strides sees no copies.
     """
     if like.dim() == 3:
         return like.new_empty((like.shape[0], heads, width), dtype=dtype)

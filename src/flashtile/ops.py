@@ -16,7 +16,7 @@ from torch import Tensor
 from . import check, forking
 from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, lse_shape, new_rows
 from .errors import AttentionError
-from .observed import in_forward_mode, in_memory, unobserved
+from .observed import in_forward_mode, in_memory, unobserved, untraced
 from .plan import plan_call
 from .problem import accumulation_dtype
 
@@ -151,6 +151,7 @@ class Operators:
         return in_schema(found, call)
 
 
+@untraced
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """What the forward operators do."""
     call = call.with_own_indices()
@@ -159,6 +160,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         return chosen.kernels().forward(chosen, call)
 
 
+@untraced
 def differentiate(
     needs: Sequence[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Call
 ) -> list[Tensor | None]:

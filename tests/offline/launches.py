@@ -7,17 +7,23 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from flashtile.backends.hopper import kernels as hopper
+from flashtile.backends.hopper import kernels as hopper_kernels
 from flashtile.backends.hopper import support as hopper_support
-from flashtile.backends.triton import kernels, support
+from flashtile.backends.triton import kernels as triton_kernels
+from flashtile.backends.triton import support as triton_support
 from flashtile.call import Call, Needs
 from flashtile.device import Device
 from flashtile.plan import Plan
 from flashtile.problem import Problem
 
 OPTIONS = ("num_warps", "num_stages")
+BACKENDS: dict[str, Any] = {
+    "triton": (triton_support, triton_kernels),
+    "hopper": (hopper_support, hopper_kernels),
+}
 CORES = {"sm_80": 108, "sm_90": 132}
 
 
@@ -44,30 +50,31 @@ def recorded() -> Iterator[list[Launch]]:
 
 def launches_of(call: Call, arch: str, *, backward: bool = True) -> list[Launch]:
     """What forward and backward of a call on CPU tensors would launch on a GPU."""
-    problem = Problem.describe(call)
-    device = Device("cuda", arch, arch, CORES.get(arch, 100))
-    reason = support.declines(problem, device)
-    assert reason is None, reason
-    plan = Plan("triton", support.tile(problem, device), support.num_splits(problem, device), ())
-    t = call.tensors
     with recorded() as found:
-        out, lse = kernels.forward(plan, call)
-        if backward and t.leftpad_k is None:
-            features = (t.bias is not None, t.alibi_slopes is not None, t.sinks is not None)
-            kernels.backward(plan, call, Needs(True, True, True, *features), out, lse, torch.empty_like(out), None)
+        results_of(call, "triton", arch, backward=backward)
     return found
 
 
 def hopper_launches_of(call: Call) -> list[Launch]:
     """What the Hopper backend would launch on an H200 for a call on CPU tensors; backward if it takes that."""
-    problem = Problem.describe(call)
-    device = Device("cuda", "H200", "sm_90", CORES["sm_90"])
-    reason = hopper_support.declines(problem, device)
-    assert reason is None, reason
-    plan = Plan("hopper", hopper_support.tile(problem, device), 1, ())
     with recorded() as found:
-        out, lse = hopper.forward(plan, call)
-        needs = Needs(True, True, True, sinks=call.tensors.sinks is not None)
-        if hopper_support.declines_backward(problem, device, needs) is None:
-            hopper.backward(plan, call, needs, out, lse, torch.empty_like(out), None)
+        results_of(call, "hopper", "sm_90")
     return found
+
+
+def results_of(call: Call, backend: str, arch: str, *, backward: bool = True) -> list[Tensor | None]:
+    """`out`, `lse` and the gradients of a call on CPU tensors. Inside `recorded` no kernel fills them."""
+    support, kernels = BACKENDS[backend]
+    problem, device = Problem.describe(call), Device("cuda", arch, arch, CORES.get(arch, 100))
+    reason = support.declines(problem, device)
+    assert reason is None, reason
+    plan = Plan(backend, support.tile(problem, device), support.num_splits(problem, device), ())
+    t = call.tensors
+    out, lse = kernels.forward(plan, call)
+    needs = Needs(True, True, True, t.bias is not None, t.alibi_slopes is not None, t.sinks is not None)
+    if backend == "hopper":
+        needs = needs._replace(alibi_slopes=False)
+        backward = support.declines_backward(problem, device, needs) is None
+    if not backward or t.leftpad_k is not None:
+        return [out, lse]
+    return [out, lse, *kernels.backward(plan, call, needs, out, lse, torch.empty_like(out), None).flat()]

@@ -1,23 +1,27 @@
 """A score modification, its tensors, and the short key by which an operator's schema can name it.
 
 An operator takes tensors and scalars, no Python functions. So each function is registered under a key, the key
-travels through the operator, and the backend looks the function up again. Equal functions (same code, same
-closure values) get the same key: a lambda written in a training loop registers once.
+travels through the operator, and the backend looks the function up again. Keys follow from content: equal functions
+(same code, same closure values) have the same key, so that a lambda written in a training loop registers once, and a
+program that was exported by one process finds in another either the same function or none.
 """
 
+import copy
+import functools
+import pickle
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, AttentionWarning
+from ..errors import ArgumentError, AttentionError, AttentionWarning
+from .content import LOCAL, cells_of, content_of, found_by_name
 from .purity import EXAMPLE, SIGNATURE, examine, sample
 
 _functions: dict[str, Callable[..., Tensor]] = {}
-_keys: dict[Hashable, str] = {}
 _examined: set[str] = set()
 MANY_FUNCTIONS = 1000
 
@@ -36,12 +40,15 @@ class ScoreMod:
     >>> mod = ScoreMod(lambda score, b, h, q_idx, k_idx, decay: score - decay[h] * (q_idx - k_idx).abs(), (decay,))
     >>> out = flashtile.attention(q, k, v, score_mod=mod)
 
-    Under `torch.compile`, make the ScoreMod outside the compiled function.
+    Under `torch.compile`, make the ScoreMod outside the compiled function. A program of `torch.export` keeps the name
+    of `fn` and a digest of its content: a process that loads it has to make a ScoreMod of the same function first. A
+    ScoreMod can be pickled if `fn` can, as functions at the top level of a module can.
 
     Raises:
-        ArgumentError: `fn` is not callable, an entry of `tensors` is no tensor, or `fn` reads a tensor that
-            requires a gradient and is not among `tensors` (its gradient would silently be lost); or it draws random
-            numbers, works in place, or returns a bool, an integer or a number without dimensions.
+        ArgumentError: `fn` is not callable, a variable of its closure has no value yet, an entry of `tensors` is no
+            tensor, or `fn` reads a tensor that requires a gradient and is not among `tensors` (its gradient would
+            silently be lost); or it draws random numbers, works in place, or returns a bool, an integer or a number
+            without dimensions.
     """
 
     def __init__(self, fn: Callable[..., Tensor], tensors: Iterable[Tensor] = ()):
@@ -57,7 +64,7 @@ class ScoreMod:
             if not isinstance(tensor, Tensor):
                 raise ArgumentError("score_mod.tensors", tensor, "tensors only", EXAMPLE)
         device = self.tensors[0].device if self.tensors else torch.get_default_device()
-        self.key = _register(fn, _identity(fn))
+        self.key = _register(fn, _content(fn))
         if self.key not in _examined:  # before it runs for anything else: it might write into `tensors`
             examine(fn, self.tensors, device)
             _examined.add(self.key)
@@ -70,7 +77,7 @@ class ScoreMod:
             return score_mod
         if not isinstance(score_mod, types.FunctionType) or score_mod.__closure__ is None:
             return cls(score_mod)
-        cells = [cell.cell_contents for cell in score_mod.__closure__]
+        cells = cells_of(score_mod)
         captured = [n for n, value in enumerate(cells) if isinstance(value, Tensor)]
         return cls(_Lifted(score_mod, captured), [cells[n] for n in captured]) if captured else cls(score_mod)
 
@@ -90,6 +97,24 @@ class ScoreMod:
             accepted = "a function whose differentiable tensors are all passed as `tensors` of a flashtile.ScoreMod"
             raise ArgumentError("score_mod", self.fn, accepted, EXAMPLE)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        fn: Any = self.fn
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        if isinstance(fn, _Lifted) or (isinstance(fn, types.FunctionType) and not found_by_name(fn)):
+            raise pickle.PicklingError(
+                f"a ScoreMod is pickled with the name of its function, and no module has {fn.__name__!r}.\n"
+                "  accepted: no lambda or closure, but a function at the top level of a module, with what changes as "
+                "tensors: flashtile.ScoreMod(fn, (tensor,))"
+            )
+        return ScoreMod, (self.fn, self.tensors)
+
+    def __copy__(self) -> "ScoreMod":
+        return ScoreMod(self.fn, self.tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ScoreMod":
+        return ScoreMod(self.fn, copy.deepcopy(self.tensors, memo))
+
     def __repr__(self) -> str:
         return f"ScoreMod({self.key}, {len(self.tensors)} tensors)"
 
@@ -100,58 +125,44 @@ def has_tangent(x: Tensor) -> bool:
 
 
 def score_mod_function(key: str) -> Callable[..., Tensor]:
-    """The function registered under a key that `ScoreMod.key` gave."""
-    return _functions[key]
+    """The function registered under a key that `ScoreMod.key` gave.
+
+    Raises:
+        AttentionError: no such function has been registered in this process.
+    """
+    fn = _functions.get(key)
+    if fn is None:
+        accepted = "a flashtile.ScoreMod of the same function, made in this process before the program runs: " + (
+            "a function that reads no objects but constants, modules and functions; what it reads of tensors are its "
+            "`tensors`"
+            if key.endswith(LOCAL)
+            else "the same code, the same numbers in its closure, defaults and globals, and the same version of Python"
+        )
+        raise AttentionError(
+            f"a program contains the score_mod {key!r}, which this process does not know: a program that was exported "
+            f"has the name of the function, not its code.\n  accepted: {accepted}"
+        )
+    return fn
 
 
-def _register(fn: Callable[..., Tensor], identity: Hashable) -> str:
-    key = _keys.get(identity)
-    if key is None:
-        key = f"{getattr(fn, '__name__', type(fn).__name__)}#{len(_keys)}"
-        _keys[identity] = key
-        _functions[key] = fn
-        if len(_keys) == MANY_FUNCTIONS:
-            message = (
-                f"{MANY_FUNCTIONS} different score_mod functions have been registered, and each stays in memory. "
-                "If a number in the closure changes from call to call, pass it as a tensor: ScoreMod(fn, (tensor,))."
-            )
-            warnings.warn(message, AttentionWarning, stacklevel=5)
+def _register(fn: Callable[..., Tensor], content: str) -> str:
+    """The key of a function. Of those with the same content the last one counts: its globals still are what they were
+    when it was read.
+    """
+    key = f"{getattr(fn, '__name__', type(fn).__name__)}#{content}"
+    new = key not in _functions
+    _functions[key] = _frozen(fn) if isinstance(fn, types.FunctionType) else fn
+    if new and len(_functions) == MANY_FUNCTIONS:
+        message = (
+            f"{MANY_FUNCTIONS} different score_mod functions have been registered, and each stays in memory. "
+            "If a number in the closure changes from call to call, pass it as a tensor: ScoreMod(fn, (tensor,))."
+        )
+        warnings.warn(message, AttentionWarning, stacklevel=5)
     return key
 
 
-def _identity(fn: Any) -> Hashable:
-    """What makes two functions the same: their code and every value they are bound to, not their address."""
-    lifted: tuple[int, ...] = ()
-    if isinstance(fn, _Lifted):
-        fn, lifted = fn.fn, tuple(fn.captured)
-    if isinstance(fn, types.MethodType):  # each access makes a new object of the same function and instance
-        return _identity(fn.__func__), _Same(fn.__self__)
-    if not isinstance(fn, types.FunctionType):
-        return _Same(fn)
-    closure = fn.__closure__ or ()
-    cells = tuple(_hashable(cell.cell_contents) for n, cell in enumerate(closure) if n not in lifted)
-    defaults = tuple(_hashable(value) for value in fn.__defaults__ or ())
-    keywords = tuple((name, _hashable(value)) for name, value in (fn.__kwdefaults__ or {}).items())
-    return (fn.__code__, id(fn.__globals__), cells, lifted, defaults, keywords)
-
-
-class _Same:
-    """Compares an unhashable or mutable object by identity, and keeps it alive so that the identity stays its own."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def _hashable(value: Any) -> Hashable:
-    if isinstance(value, int | float | complex | str | bytes | bool | types.NoneType | torch.dtype | torch.device):
-        return type(value), repr(value)  # 1, 1.0 and True are equal, as are 0.0 and -0.0, and mean different programs
-    return _identity(value) if isinstance(value, types.FunctionType) else _Same(value)
+def _content(fn: Any) -> str:
+    return content_of(fn.fn, fn.captured) if isinstance(fn, _Lifted) else content_of(fn)
 
 
 class _Lifted:
@@ -160,13 +171,22 @@ class _Lifted:
     def __init__(self, fn: types.FunctionType, captured: list[int]):
         self.captured, self.__name__ = captured, fn.__name__
         closure = fn.__closure__ or ()
-        self.fn = _rebound(fn, [types.CellType() if n in captured else cell for n, cell in enumerate(closure)])
+        self.fn = _rebound(fn, [types.CellType() if n in captured else _copied(x) for n, x in enumerate(closure)])
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, *tensors: Tensor) -> Tensor:
         cells = list(self.fn.__closure__ or ())
         for position, tensor in zip(self.captured, tensors, strict=True):
             cells[position] = types.CellType(tensor)
         return _rebound(self.fn, cells)(score, b, h, q_idx, k_idx)
+
+
+def _frozen(fn: types.FunctionType) -> types.FunctionType:
+    """A function with the values that its closure has now."""
+    return _rebound(fn, [_copied(cell) for cell in fn.__closure__ or ()])
+
+
+def _copied(cell: types.CellType) -> types.CellType:
+    return types.CellType(cell.cell_contents)
 
 
 def _rebound(fn: types.FunctionType, cells: list[types.CellType]) -> types.FunctionType:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from .inputs import KINDS, bias_values, query_key_value
-from .layouts import LAYOUTS, lay_out
+from .layouts import LAYOUTS, combined, lay_out
 from .score_functions import random_score_function
 
 PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; what the oracle's time is proportional to
 AROUND = (16, 32, 64, 128, 256)  # tile sizes: lengths on both sides of them matter
+COMBINED = 0.1  # of tensors
 NAN = float("nan")
 # Queries, keys and values of given shapes [..., S, D], in place of random ones.
 Values = Callable[[tuple[tuple[int, ...], ...], torch.dtype, random.Random], tuple[Tensor, Tensor, Tensor]]
@@ -28,6 +29,7 @@ class Draw:
         self.values = values
         self.device = device
         self.rng = random.Random(seed)
+        self.combinations = random.Random(f"layouts of {seed}")  # apart: the rest of a seed's problem does not change
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype = self.rng.choice(dtypes)
         self.kind = self.pick(dict(zip(KINDS, (6, 2, 2), strict=True)))
@@ -75,9 +77,12 @@ class Draw:
         return list(tensors)
 
     def layout(self, values: Tensor, expandable: tuple[int, ...] | None = None) -> Tensor:
-        """`values` on the device, in some layout; `expandable` as in `lay_out`, () for none."""
-        layout = self.pick(dict(zip(LAYOUTS, (8, 4, 3, 0 if expandable == () else 1, 1), strict=True)))
-        return lay_out(values.to(self.device), layout, self.rng, expandable)
+        """`values` on the device, in some layout, at times combined; `expandable` as in `lay_out`, () for none."""
+        weights = (8, 4, 3, 0 if expandable == () else 1, 1)
+        x = lay_out(
+            values.to(self.device), self.pick(dict(zip(LAYOUTS[:-1], weights, strict=True))), self.rng, expandable
+        )
+        return combined(x, self.combinations) if self.combinations.random() < COMBINED else x
 
     def pairwise_shape(self, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
         """[B, H, Sq, Sk] with some dimensions 1."""

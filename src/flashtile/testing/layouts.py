@@ -5,9 +5,9 @@ import random
 import torch
 from torch import Tensor
 
-from .poison import in_larger_buffer
+from .poison import each_once, in_larger_buffer
 
-LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "last_dim_strided")
+LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "last_dim_strided", "combined")
 
 
 def lay_out(values: Tensor, layout: str, rng: random.Random, expandable: tuple[int, ...] | None = None) -> Tensor:
@@ -18,6 +18,7 @@ def lay_out(values: Tensor, layout: str, rng: random.Random, expandable: tuple[i
     sliced              inside a larger buffer filled with NaN, with odd strides and an odd offset
     expanded            stride 0 along one of the dimensions `expandable` (default: any); its first slice is repeated
     last_dim_strided    the last two dimensions swapped in memory
+    combined            dimensions in any order in memory, inside a larger buffer, every or every second element
     """
     if layout == "contiguous":
         return values.contiguous()
@@ -31,7 +32,21 @@ def lay_out(values: Tensor, layout: str, rng: random.Random, expandable: tuple[i
         return values.narrow(dim, 0, min(1, values.shape[dim])).expand_as(values)
     if layout == "last_dim_strided":
         return values.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "combined":
+        return combined(values, rng)
     raise ValueError(f"layout is {layout!r}, should be one of {LAYOUTS}")
+
+
+def combined(values: Tensor, rng: random.Random) -> Tensor:
+    """`values` with their dimensions in any order in memory, in a larger buffer of NaN, of which each dimension takes
+    every or every second entry. What is expanded stays so.
+    """
+    once = each_once(values)
+    order = rng.sample(range(once.ndim), once.ndim)
+    margins = [(rng.randint(0, 2), rng.randint(0, 2)) for _ in order]
+    steps = [rng.choice((1, 1, 2)) for _ in order]
+    inverse = sorted(range(once.ndim), key=order.__getitem__)
+    return in_larger_buffer(once.permute(order), margins, steps).permute(inverse).expand_as(values)
 
 
 def expanded_cotangent(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device | str) -> Tensor:

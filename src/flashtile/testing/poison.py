@@ -93,13 +93,16 @@ def each_once(x: Tensor) -> Tensor:
     return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
 
 
-def in_larger_buffer(values: Tensor, margins: Sequence[tuple[int, int]]) -> Tensor:
-    """A copy of `values` inside a buffer of poison that is larger by (before, behind) in each dimension.
+def in_larger_buffer(values: Tensor, margins: Sequence[tuple[int, int]], steps: Sequence[int] | None = None) -> Tensor:
+    """A copy of `values` inside a buffer of poison that is larger by (before, behind) in each dimension; of what lies
+    between, it is every entry, or every `step`-th one.
 
     Unlike guard bands this changes the strides, and a read past the end of any row, head or batch meets poison.
     """
-    shape = [before + n + behind for n, (before, behind) in zip(values.shape, margins, strict=True)]
+    steps = steps or [1] * values.ndim
+    sizes = [n * step for n, step in zip(values.shape, steps, strict=True)]
+    shape = [before + n + behind for n, (before, behind) in zip(sizes, margins, strict=True)]
     buffer = torch.full(shape, poison_value(values.dtype), dtype=values.dtype, device=values.device)
-    inside = tuple(slice(before, before + n) for n, (before, _) in zip(values.shape, margins, strict=True))
+    inside = tuple(slice(before, before + n, step) for n, step, (before, _) in zip(sizes, steps, margins, strict=True))
     buffer[inside] = values
     return buffer[inside]

@@ -74,7 +74,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     key = (plan.tile, plan.num_splits, targets.asked(), call.signature()) if call.layout == "dense" else None
     launch = _LAUNCHES.get(key)
     if launch is None:
-        out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
+        out = new_rows(t.q, q.shape[1], v.shape[-1], q.dtype)
         lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
         launch = forward_launch(plan, call, q, k, v, out, lse)
         if key is not None:
@@ -170,13 +170,13 @@ def backward(
     run(launch, args.read(call, q, k, v) | {name: x for name, x in given.items() if x is not None})
     dq, dslopes = written.dq, written.dslopes
     if dq is not None:
-        dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(q, q.shape[1], q.shape[-1], dq.dtype))
+        dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))
         if dq.dim() == 3:
             dq[launch.lengths.covered :] = 0
     return Gradients(
         q=dq,
-        k=without_padding(k, written.dk),
-        v=without_padding(v, written.dv),
+        k=without_padding(t.k, written.dk),
+        v=without_padding(t.v, written.dv),
         bias=written.dbias,
         alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0), launch.lengths),
         sinks=sink_gradient(t.sinks, lse, written.delta) if needs.sinks and t.sinks is not None else None,

@@ -51,7 +51,7 @@ class BackwardPass:
     """One backward pass, whose dk and dv come from a kernel with this tile. Each head has `padded_rows` rows."""
 
     def __init__(self, recorder: Recorder, tile: BackwardLaunch | KeysLaunch, call: Call, t: Tensors, dout: Tensor):
-        self.recorder, self.tile, self.call, self.dout = recorder, tile, call, dout
+        self.recorder, self.tile, self.call, self.tensors, self.dout = recorder, tile, call, t, dout
         self.q, self.k, self.v = (recorder.computed(rows_last, x) for x in t[:3])
         self.sinks, self.slopes = t.sinks, recorder.contiguous(t.alibi_slopes)
         self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = (
@@ -121,7 +121,7 @@ class BackwardPass:
 
     def results_of_keys(self) -> tuple[Tensor, Tensor]:
         """dk and dv."""
-        return self.of_keys(self.k), self.of_keys(self.v)
+        return self.of_keys(self.tensors.k), self.of_keys(self.tensors.v)
 
     def of_keys(self, x: Tensor) -> Tensor:
         """dk or dv. The kernel writes no keys past those that are used."""
@@ -131,7 +131,8 @@ class BackwardPass:
 
     def result_of_rows(self) -> Tensor:
         """dq."""
-        return self.recorder.new(new_rows(self.q, self.q.shape[1], self.q.shape[-1], self.q.dtype))
+        q = self.tensors.q
+        return self.recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
 
     def common_numbers(self) -> dict[str, Any]:
         """Of kernels that walk over rows or keys."""

@@ -31,7 +31,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 def record_forward(recorder: Recorder, tile: Launch, call: Call) -> Results:
     t = Tensors(*recorder.given)  # type: ignore[arg-type]
     q, k, v = (recorder.computed(rows_last, x) for x in t[:3])
-    out = recorder.new(new_rows(q, q.shape[1], v.shape[-1], q.dtype))
+    out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     if q.numel() == 0:
         return out, lse

@@ -270,6 +270,9 @@ def pairs_shape(call: Call) -> tuple[int, int, int, int]:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How fp32 products are formed; PyTorch's own setting for matrix products decides."""
-    exact = dtype is not torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    return "ieee" if exact else "tf32"
+    """How fp32 products are formed; PyTorch's own setting for matrix products on a GPU decides.
+
+    This attribute knows what was set by any of PyTorch's APIs. `torch.get_float32_matmul_precision` and `allow_tf32`
+    raise once `fp32_precision` has been set (torch 2.11 to 2.15).
+    """
+    return "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

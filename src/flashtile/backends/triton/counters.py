@@ -12,6 +12,7 @@ from ...remember import remember
 from ..common.launch import current_stream
 
 MOST_STREAMS = 256
+ALIGNED = 4  # counters in 16 bytes: a kernel may be compiled for a pointer that is a multiple of them
 RESERVED = 2**16  # counters for graphs; a layer's step takes at most as many as half the chip's cores
 
 _of_streams: dict[tuple[torch.device, int], Tensor] = {}
@@ -35,9 +36,10 @@ def counters(device: torch.device, count: int) -> Tensor:
 def of_a_graph(device: torch.device, count: int) -> Tensor:
     """From what was reserved: zeros of the graph's own are set with each replay, by one more launch."""
     reserved = _for_graphs.get(device)
-    if reserved is None or len(reserved[-1]) < count:
+    if not reserved or len(reserved[-1]) < count:
         return zeros(device, count)
-    found, reserved[-1] = reserved[-1][:count], reserved[-1][count:]
+    end = -(-count // ALIGNED) * ALIGNED
+    found, reserved[-1] = reserved[-1][:count], reserved[-1][end:]
     return found
 
 

@@ -105,7 +105,7 @@ class BackwardPass:
 
     def keys(self, shape: Launch) -> tuple[Tensor, Tensor]:
         """dk and dv, by position where keys are paged."""
-        dk, dv = (self.recorder.new(new_key_rows(self.call, x)) for x in (self.k, self.v))
+        dk, dv = (self.recorder.new(new_key_rows(self.call, x)) for x in self.call.tensors[1:3])
         given, align = self.inputs(dk, dv)
         tiles = args.num_key_tiles(self.call, shape.block_n)
         programs = tiles * args.num_heads_k(self.call) * args.dense_batch(dk)
@@ -121,7 +121,8 @@ class BackwardPass:
 
     def rows(self, shape: Launch, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
         """dq, and what each row gives to its slope, shaped as lse."""
-        dq = self.recorder.new(new_rows(self.q, self.q.shape[1], self.q.shape[-1], self.q.dtype))
+        q = self.call.tensors.q
+        dq = self.recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
         dslopes = self.recorder.new(torch.empty_like(lse)) if slopes else None
         given, align = self.inputs(dq)
         tiles = args.num_tiles(self.call, shape.block_m)

@@ -38,7 +38,7 @@ def attend(recorder: Recorder, plan: Plan, call: Call) -> Results:
     """`out` and `lse` of a call whose tensors are the recorder's."""
     t = call.tensors
     q, k, v = (recorder.computed(rows_last, x) for x in t[:3])
-    out = recorder.new(new_rows(q, q.shape[1], v.shape[-1], q.dtype))
+    out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     launch_shape: Launch = plan.tile.forward
     pack, splits = plan.tile.pack, call.settings.num_splits or plan.num_splits
@@ -137,7 +137,7 @@ def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, inter
     q = recorder.computed(rows_last, t.q)
     given = (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
     new_k, new_v, cos, sin = (None if x is None else recorder.computed(rows_last, x) for x in given)
-    turned = None if cos is None else recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
+    turned = None if cos is None else recorder.new(new_rows(t.q, q.shape[1], q.shape[-1], q.dtype))
     pointers = {
         "q": q,
         "turned": turned,
