@@ -299,20 +299,48 @@ class Backward(Pass):
             accumulate(code, self.panel, p, count, x, whole(width, code.lanes), at, step, first_row)
 
     def add_to_bias(self, first: Value, count: Value) -> None:
-        """One number after another: rows, keys and heads may share an element."""
-        code, a, w, task = self.code, self.a, self.w, self.task
-        there = rows_left(code, self.panel, task, code.whole(0))
+        """One number after another: rows, keys and heads may share an element. All keys of a block that share one are
+        summed before, and so are all rows.
+        """
+        code, a, w, task, panel_rows = self.code, self.a, self.w, self.task, self.panel.rows
+        share_j, share_i, share_h = (a.number(f"dbias_{dim}").equals(0) for dim in "jih")
+        share_rows = share_i & (share_h | a.number("groups").equals(1))
+        with code.when(share_j):
+            self.sum_bias_over_keys(count)
+        count = code.select(share_j, code.whole(1), count)
+        with code.when(share_rows):
+            self.sum_bias_over_rows(count)
+        there = code.select(share_rows, code.whole(1), rows_left(code, self.panel, task, code.whole(0)))
+        step = code.select(share_rows, code.whole(1), panel_rows)
         dbias, lost = a.pointer("dbias"), a.pointer("dbias_lost")
         with code.loop(0, there) as r:
             i, h = position_and_head(a, task, packed_row(code, self.panel, task, code.whole(0), r))
             row = task.b * a.number("dbias_b") + h * a.number("dbias_h") + i * a.number("dbias_i")
             with code.loop(0, count) as j:
-                at, x = row + (first + j) * a.number("dbias_j"), w.dbias[j * self.panel.rows + r]
+                at, x = row + (first + j) * a.number("dbias_j"), w.dbias[j * step + r]
                 with code.either(lost.absent()) as (few, many):
                     with few:
                         dbias[at] = dbias[at] + x
                     with many:
                         lost[at], dbias[at] = carried(code, lost[at] + x, dbias[at])
+
+    def sum_bias_over_keys(self, count: Value) -> None:
+        """To the place of the first key."""
+        code, w, panel = self.code, self.w, self.panel
+        total = [code.variable(code.reals()) for _ in range(panel.vectors)]
+        with code.loop(0, count) as j:
+            for x, sum_of_row in zip(panel.load(w.dbias, j), total, strict=True):
+                sum_of_row.set(sum_of_row.get() + x)
+        panel.store([x.get() for x in total], w.dbias)
+
+    def sum_bias_over_rows(self, count: Value) -> None:
+        """To one number for each key, one behind another, as many keys at a time as make a vector. Copies of rows have
+        a gradient of 0.
+        """
+        code, w, panel = self.code, self.w, self.panel
+        with code.loop(0, count, code.lanes) as j:
+            keys = [sum(rest, start=x) for x, *rest in (panel.load(w.dbias, j + n) for n in range(code.lanes))]
+            w.dbias.store(lanes_summed(code, keys), j)
 
     def end(self) -> None:
         """The panel's dq, and what its rows add to their slopes."""
