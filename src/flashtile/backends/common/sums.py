@@ -15,8 +15,8 @@ FEW = 4  # rows or columns of a product for which BLAS has one accumulator an el
 
 
 def carry(recent: Tensor, total: Tensor) -> None:
-    """Add `recent` to `total`, in place. `recent` becomes the rounding error of that (Kahan, "Further remarks on reducing
-    truncation errors", 1965), which is not known where the total is an infinity or NaN.
+    """Add `recent` to `total`, in place. `recent` becomes the rounding error of that (Kahan, "Further remarks on
+    reducing truncation errors", 1965), and 0 where the total is an infinity or NaN.
     """
     new = total + recent
     recent.sub_(new - total).masked_fill_(~new.isfinite(), 0)

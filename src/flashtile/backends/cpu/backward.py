@@ -78,7 +78,10 @@ def gradient_of_keys(a: Arguments, task: Task, name: str, first: Value) -> Point
     return a.pointer(name) + (head + (task.k_first + first) * step)
 
 
-def key_gradient_vectors(code: Code, a: Arguments, task: Task, w: Workspace) -> Iterator[tuple[Pointer, Pointer, Value]]:
+KeyVectors = Iterator[tuple[Pointer, Pointer, Value]]
+
+
+def key_gradient_vectors(code: Code, a: Arguments, task: Task, w: Workspace) -> KeyVectors:
     """For dk and for dv, if wanted, a loop over the vectors of a task's keys: where a row's sums are, where its totals,
     and the feature.
     """

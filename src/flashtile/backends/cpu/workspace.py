@@ -51,9 +51,7 @@ def forward_pieces(real: ir.Type, rows: int, panels: Any, head_dim: Any, head_di
     yield "total_out", panels * head_dim_v * rows, real
 
 
-def backward_pieces(
-    real: ir.Type, rows: int, lanes: int, head_dim: Any, head_dim_v: Any, total_keys: Any
-) -> Pieces:
+def backward_pieces(real: ir.Type, rows: int, lanes: int, head_dim: Any, head_dim_v: Any, total_keys: Any) -> Pieces:
     """As above; `total_keys` is the number of keys that have totals of dk and dv."""
     yield from tables(real, rows, 1)
     yield from block(real, rows, head_dim, head_dim_v)
