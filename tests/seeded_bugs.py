@@ -117,10 +117,10 @@ BUGS = (
     Bug(
         "dbias not reduced but overwritten",
         "backends.common.score_gradients",
-        "part += ds.sum_to_size(part.shape)",
-        "part.copy_(ds.sum_to_size(part.shape))",
+        "gradients.bias.add(ds.sum_to_size(shape), lambda x: tile_part(slab_part(x, slab), tile))",
+        "tile_part(slab_part(gradients.bias.recent, slab), tile).copy_(ds.sum_to_size(shape))",
     ),
-    Bug("dslopes with the wrong sign", "backends.common.score_gradients", "part -= (ds", "part += (ds"),
+    Bug("dslopes with the wrong sign", "backends.common.score_gradients", "add(-dslopes", "add(dslopes"),
     Bug(
         "score_mod without derivative",
         "backends.common.score_gradients",
@@ -130,8 +130,8 @@ BUGS = (
     Bug(
         "score_mod gradients of the last tile alone",
         "backends.common.score_gradients",
-        "total += dtensor",
-        "total.copy_(dtensor)",
+        "total.add(dtensor)",
+        "total.recent.copy_(dtensor)",
     ),
     # how rows are normalised
     Bug("acc not rescaled", "backends.tiled.forward", "state.acc * alpha + pv", "state.acc + pv"),
@@ -177,20 +177,20 @@ BUGS = (
     Bug(
         "scale missing in dq",
         "backends.tiled.backward",
-        "unfold_groups(dq_i * settings.scale, groups)",
-        "unfold_groups(dq_i, groups)",
+        "unfold_groups(dq_i.finished() * settings.scale, groups)",
+        "unfold_groups(dq_i.finished(), groups)",
     ),
     Bug(
         "scale twice in dk",
         "backends.tiled.backward",
-        "ds.transpose(-1, -2) @ q_i)",
-        "ds.transpose(-1, -2) @ q_i * settings.scale)",
+        "matmul(ds.transpose(-1, -2), q_i)",
+        "matmul(ds.transpose(-1, -2), q_i * settings.scale)",
     ),
     Bug(
         "sink gradient with the wrong sign",
         "backends.tiled.backward",
-        "features.sinks[slab.heads_q] -= ",
-        "features.sinks[slab.heads_q] += ",
+        "features.sinks.add(-(p_sink",
+        "features.sinks.add((p_sink",
     ),
     Bug("hidden pairs have gradients", "backends.tiled.backward", "p = torch.where(visible, p, 0)", "p = p"),
     # KV cache

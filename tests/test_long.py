@@ -62,7 +62,7 @@ def test_a_single_accumulator_is_noticed() -> None:
 
 @pytest.mark.parametrize("seed", [2, 3, 5, 6, 11, 16])
 def test_backends_are_within_the_bound(seed: int) -> None:
-    """Each of these failed while sums went through one accumulator: on the CPU's kernels, in `reference`, or in both."""
+    """Each failed on the CPU, in `reference`, or in both, while sums went through one accumulator."""
     problems = Problems(range(0), ("cpu", "tiled", "reference"), torch.device("cpu"), (torch.float32, torch.float64))
     outcomes = examine_one(problems, Number(seed, long=True))
     wrong = [(x.backend, x.error or [str(d) for d in x.deviations if not d.ok]) for x in outcomes if x.failed]

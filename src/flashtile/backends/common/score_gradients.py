@@ -5,22 +5,26 @@ from torch import Tensor
 
 from ...call import Call, Needs
 from .scores import Scores, Tile, in_dtype, seen, slab_part, slopes_4d, tile_part
+from .sums import ADDITIONS, Sum
 from .tiles import Slab
 
 
 class FeatureGradients:
-    """Accumulators, in the accumulation dtype and the shape of each tensor that wants a gradient."""
+    """Sums, in the accumulation dtype and the shape of each tensor that wants a gradient."""
 
     def __init__(self, call: Call, needs: Needs, dtype: torch.dtype):
-        def zeros(x: Tensor | None, needed: bool) -> Tensor | None:
-            return torch.zeros(x.shape, dtype=dtype, device=x.device) if x is not None and needed else None
+        def new(x: Tensor | None, needed: bool, every: int | None = ADDITIONS) -> Sum | None:
+            if x is None or not needed:
+                return None
+            return Sum(torch.zeros(x.shape, dtype=dtype, device=x.device), every)
 
         tensors = call.tensors
-        self.bias = zeros(tensors.bias, needs.bias)
-        self.alibi_slopes = zeros(tensors.alibi_slopes, needs.alibi_slopes)
-        self.sinks = zeros(tensors.sinks, needs.sinks)
+        shared = tensors.bias is not None and 1 in tensors.bias.shape
+        self.bias = new(tensors.bias, needs.bias, every=1 if shared else None)  # terms are added to parts of it
+        self.alibi_slopes = new(tensors.alibi_slopes, needs.alibi_slopes)
+        self.sinks = new(tensors.sinks, needs.sinks)
         self.score_mod_tensors = [
-            zeros(x, needed) for x, needed in zip(tensors.score_mod_tensors, needs.score_mod_tensors, strict=True)
+            new(x, needed) for x, needed in zip(tensors.score_mod_tensors, needs.score_mod_tensors, strict=True)
         ]
 
 
@@ -40,11 +44,13 @@ def scores_backward(
     if scores.score_mod is not None:
         ds = score_mod_backward(scores, capped, ds, visible, tile, gradients)
     if gradients.alibi_slopes is not None:
-        part = slab_part(slopes_4d(gradients.alibi_slopes), slab)
-        part -= (ds * scores.distance(tile)).sum_to_size(part.shape[0], ds.shape[1], 1, 1)
+        slopes = gradients.alibi_slopes.recent
+        batch = slab_part(slopes_4d(slopes), slab).shape[0]
+        dslopes = (ds * scores.distance(tile)).sum_to_size(batch, ds.shape[1], 1, 1)
+        gradients.alibi_slopes.add(-dslopes, lambda x: slab_part(slopes_4d(x), slab))
     if gradients.bias is not None:
-        part = tile_part(slab_part(gradients.bias, slab), tile)
-        part += ds.sum_to_size(part.shape)
+        shape = tile_part(slab_part(gradients.bias.recent, slab), tile).shape
+        gradients.bias.add(ds.sum_to_size(shape), lambda x: tile_part(slab_part(x, slab), tile))
     if scores.softcap is not None:
         ds = ds * (1 - (capped / scores.softcap) ** 2)
     return ds
@@ -72,5 +78,5 @@ def score_mod_backward(
     dscore, *dtensors = torch.autograd.grad(modified, wanted, ds, allow_unused=True, materialize_grads=True)
     totals = [total for total in gradients.score_mod_tensors if total is not None]
     for total, dtensor in zip(totals, dtensors, strict=True):
-        total += dtensor
+        total.add(dtensor)
     return dscore if visible is None else torch.where(visible, dscore, 0)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .sums import tree_sum
+
 
 class RowState(NamedTuple):
     m: Tensor  # [..., M, 1] running maximum of the scores
@@ -28,6 +30,13 @@ def start(sink: Tensor | None, shape: tuple[int, ...], head_dim_v: int, like: Te
     m = sink.detach()
     relative = torch.where(torch.isinf(m), 0.0, sink - m)  # inf - inf would be NaN in every derivative
     return RowState(m, torch.where(m == -torch.inf, 0.0, torch.exp(relative)), acc)
+
+
+def joined(a: RowState, b: RowState) -> RowState:
+    """The state after disjoint sets of keys, from the state after each."""
+    m = torch.maximum(a.m, b.m)
+    alpha, beta = rescale(a.m, m), rescale(b.m, m)
+    return RowState(m, a.l * alpha + b.l * beta, a.acc * alpha + b.acc * beta)
 
 
 def rescale(m_old: Tensor, m_new: Tensor) -> Tensor:
@@ -57,6 +66,6 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     total = weights.sum(dim=0)  # [..., 1]
     empty = total == 0
     total = torch.where(empty, 1.0, total)
-    out = sum((w * o.to(w.dtype) for w, o in zip(weights, outs, strict=True)), start=torch.zeros_like(total)) / total
+    out = tree_sum(lambda n: weights[n] * outs[n].to(weights.dtype), 0, len(outs)) / total
     lse = torch.where(empty, -torch.inf, torch.where(m == torch.inf, m, m + torch.log(total)))
     return out, lse

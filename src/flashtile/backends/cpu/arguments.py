@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import math
 import struct
 from typing import Any, NamedTuple
 
@@ -69,6 +70,7 @@ class Lengths(NamedTuple):
     batch: int
     tasks: int
     longest: int  # keys
+    most_rows: int  # of a sequence, packed
     covered: int  # tokens of packed queries that belong to a sequence
 
 
@@ -91,7 +93,7 @@ def dense_lengths(batch: int, seqlen_q: int, seqlen_k: int, heads_kv: int, group
     table[:, SEQUENCE.index("first_task")] = np.arange(batch + 1) * (tiles * heads_kv)
     table[:, SEQUENCE.index("seqlen_q")] = seqlen_q
     table[:, SEQUENCE.index("seqlen_k")] = seqlen_k
-    return Lengths(table, batch, batch * tiles * heads_kv, seqlen_k, 0)
+    return Lengths(table, batch, batch * tiles * heads_kv, seqlen_k, seqlen_q * groups, 0)
 
 
 def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
@@ -126,7 +128,8 @@ def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths
         columns["leftpad"] = numbers(t.leftpad_k)
     for name, column in columns.items():
         table[:-1, SEQUENCE.index(name)] = column
-    return Lengths(table, batch, int(table[-1, 0]), int(seqlen_k.max(initial=0)), covered)
+    most_rows = int(seqlen_q.max(initial=0)) * groups
+    return Lengths(table, batch, int(table[-1, 0]), int(seqlen_k.max(initial=0)), most_rows, covered)
 
 
 def most_threads(call: Call, lengths: Lengths, rows: int) -> int:
@@ -152,6 +155,14 @@ def owners(call: Call, needs: Needs, lengths: Lengths) -> Owners:
     count = (1 if share_b else lengths.batch) * (1 if share_h else heads_kv(call))
     splits = 1 if share_j else max(1, min(ENOUGH_OWNERS // max(count, 1), lengths.longest // LEAST_KEYS))
     return Owners(count * splits if lengths.batch else 0, splits, int(share_b), int(share_h))
+
+
+def sharing_bias(call: Call, bias: Tensor, lengths: Lengths) -> int:
+    """How many pairs share an element of the bias, at most."""
+    heads = call.tensors.q.shape[1]
+    rows = lengths.most_rows * heads_kv(call) // heads
+    sizes = (lengths.batch, heads, rows, lengths.longest)
+    return math.prod(size for n, size in zip(bias.shape, sizes, strict=True) if n == 1)
 
 
 def strides(name: str, x: Tensor, paged: bool = False) -> dict[str, int]:

@@ -9,6 +9,7 @@ A bias that is shared by sequences or heads has its gradient in one task too, wh
 """
 
 import math
+from collections.abc import Iterator
 
 from .codegen import Code
 from .elementary import exp2
@@ -19,6 +20,7 @@ from .passes import Pass, own_memory, tasks
 from .products import Panel, accumulate, emit_accumulate, emit_scores, emit_values, scores, values
 from .rng import drop
 from .scores import distance, gradient_of_product, modified
+from .sums import ROWS, carried, carry, many_blocks, time_to_carry
 from .targets import Target
 from .tiles import (
     Keys,
@@ -46,7 +48,7 @@ def source(variant: Variant, target: Target) -> str:
     emit_accumulate(code, panel)
     with code.function(BACKWARD, ADDRESS, public=True) as (block,):
         a = Arguments(code, block)
-        sizes = (a.number(name) for name in ("head_dim", "head_dim_v"))
+        sizes = (a.number(name) for name in ("head_dim", "head_dim_v", "total_keys"))
         w = Workspace(own_memory(code, a), backward_pieces(code.real, panel.rows, code.lanes, *sizes))
         zero, one = code.whole(0), code.whole(1)
         with tasks(code, a) as number:
@@ -58,11 +60,15 @@ def source(variant: Variant, target: Target) -> str:
             last_b, last_h = code.select(share_b, batch, own_b + 1), code.select(share_h, heads, own_h + 1)
             with code.loop(own_b, last_b) as b, code.loop(own_h, last_h) as h:
                 keys = task_of(code, a, b, h, split, zero)
-                clear_gradient(code, a, keys, "dk", a.number("head_dim"))
-                clear_gradient(code, a, keys, "dv", a.number("head_dim_v"))
+                long = keys.num_rows > ROWS
+                clear_key_gradients(code, a, keys, w, long)
                 with code.loop(0, keys.num_rows, panel.rows) as first_row:
                     task = task_of(code, a, b, h, split, first_row)
                     Backward(code, a, variant, panel, w, task).run()
+                    with code.when(long & (first_row % ROWS).equals(ROWS - panel.rows)):
+                        carry_key_gradients(code, a, keys, w, last=False)
+                with code.when(long):
+                    carry_key_gradients(code, a, keys, w, last=True)
     return str(code.module)
 
 
@@ -72,13 +78,32 @@ def gradient_of_keys(a: Arguments, task: Task, name: str, first: Value) -> Point
     return a.pointer(name) + (head + (task.k_first + first) * step)
 
 
-def clear_gradient(code: Code, a: Arguments, task: Task, name: str, width: Value) -> None:
-    """Begin the rows of a task's keys with 0, right before they are added to."""
-    step = a.number(f"{name}_s")
-    with code.when(a.pointer(name).absent().equals(0)):
-        at = gradient_of_keys(a, task, name, task.first_key)
-        with code.loop(0, task.last_key + 1 - task.first_key) as j, code.loop(0, width, code.lanes) as d:
-            (at + j * step).store(code.reals(), d)
+KeyVectors = Iterator[tuple[Pointer, Pointer, Value]]
+
+
+def key_gradient_vectors(code: Code, a: Arguments, task: Task, w: Workspace) -> KeyVectors:
+    """For dk and for dv, if wanted, a loop over the vectors of a task's keys: where a row's sums are, where its totals,
+    and the feature.
+    """
+    for name, width in (("dk", "head_dim"), ("dv", "head_dim_v")):
+        step, padded = a.number(f"{name}_s"), whole(a.number(width), code.lanes)
+        with code.when(a.pointer(name).absent().equals(0)):
+            recent, total = gradient_of_keys(a, task, name, task.first_key), getattr(w, f"total_{name}")
+            with code.loop(0, task.last_key + 1 - task.first_key) as j, code.loop(0, padded, code.lanes) as d:
+                yield recent + j * step, total + j * padded, d
+
+
+def clear_key_gradients(code: Code, a: Arguments, task: Task, w: Workspace, long: Value) -> None:
+    """Begin with 0, right before anything is added."""
+    for recent, total, d in key_gradient_vectors(code, a, task, w):
+        recent.store(code.reals(), d)
+        with code.when(long):
+            total.store(code.reals(), d)
+
+
+def carry_key_gradients(code: Code, a: Arguments, task: Task, w: Workspace, last: bool) -> None:
+    for recent, total, d in key_gradient_vectors(code, a, task, w):
+        carry(code, recent, total, d, last)
 
 
 class Backward(Pass):
@@ -89,6 +114,7 @@ class Backward(Pass):
         fill_rows(code, a, self.variant, self.panel, self.task, w, code.whole(0))
         lo, hi = w.bounds[0], w.bounds[3]
         self.begin()
+        long = many_blocks(lo, hi)
         with code.loop(lo // BLOCK * BLOCK, hi, BLOCK) as block:
             first, last = code.maximum(block, lo), code.minimum(block + BLOCK, hi)
             with code.when(first < last), code.when(self.load_pairs(code.whole(0), first, last - first)):
@@ -97,6 +123,10 @@ class Backward(Pass):
                     for side, scratch in (("k", w.k), ("v", w.v))
                 )
                 self.block(first, last - first, k, v)
+            with code.when(long & time_to_carry(block)):
+                self.carry(last=False)
+        with code.when(long):
+            self.carry(last=True)
         self.end()
 
     def begin(self) -> None:
@@ -108,12 +138,24 @@ class Backward(Pass):
             self.load_rows()
             self.sum_deltas()
             self.row_numbers()
-        with code.loop(0, self.a.number("head_dim") * panel.rows, code.lanes) as n:
-            w.dq.store(code.reals(), n)
+        for recent, total, n in self.sums_of_rows():
+            recent.store(code.reals(), n)
+            total.store(code.reals(), n)
         panel.store([code.reals(1.0)] * panel.vectors, w.alpha)
-        if self.variant.slope_gradient:
-            panel.store([code.reals()] * panel.vectors, w.dslope)
         self.rows_of("dq", w.dq_at)
+
+    def sums_of_rows(self) -> Iterator[tuple[Pointer, Pointer, Value]]:
+        """A loop over the vectors of dq and of what rows add to their slopes: recent sums, totals, and the place."""
+        code, w, rows = self.code, self.w, self.panel.rows
+        with code.loop(0, self.a.number("head_dim") * rows, code.lanes) as n:
+            yield w.dq, w.total_dq, n
+        if self.variant.slope_gradient:
+            with code.loop(0, rows, code.lanes) as n:
+                yield w.dslope, w.total_dslope, n
+
+    def carry(self, last: bool) -> None:
+        for recent, total, n in self.sums_of_rows():
+            carry(self.code, recent, total, n, last)
 
     def load_rows(self) -> None:
         """Queries and output gradients, as lanes and as rows."""
@@ -207,7 +249,7 @@ class Backward(Pass):
         """Products `scores` to what dv is made of, `p * keep`, and `dscores = dout v` to the products' gradient."""
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
         tables = self.score_tables(code.whole(0))
-        slopes = [code.variable(x) for x in panel.load(w.dslope)] if variant.slope_gradient else []
+        slopes = [code.variable(code.reals()) for _ in range(panel.vectors)] if variant.slope_gradient else []
         with code.loop(0, count) as j:
             key, at = first + j, j * panel.rows
             for n in range(panel.vectors):
@@ -239,7 +281,7 @@ class Backward(Pass):
                 ds = gradient_of_product(final, ds)
                 w.dscores.store(ds * a.real("scale"), at + row)
         if variant.slope_gradient:
-            panel.store([x.get() for x in slopes], w.dslope)
+            panel.store([x + y.get() for x, y in zip(panel.load(w.dslope), slopes, strict=True)], w.dslope)
 
     def key_gradient(self, name: str, first: Value, count: Value, p: Pointer, x: Pointer, width: Value) -> None:
         """Add a block's part of dk or dv, `p @ x`, to the keys' rows, which are whole vectors."""
@@ -260,16 +302,48 @@ class Backward(Pass):
             accumulate(code, self.panel, p, count, x, whole(width, code.lanes), at, step, first_row)
 
     def add_to_bias(self, first: Value, count: Value) -> None:
-        """One number after another: rows, keys and heads may share an element."""
-        code, a, w, task = self.code, self.a, self.w, self.task
-        there = rows_left(code, self.panel, task, code.whole(0))
-        dbias = a.pointer("dbias")
+        """One number after another: rows, keys and heads may share an element. All keys of a block that share one are
+        summed before, and so are all rows.
+        """
+        code, a, w, task, panel_rows = self.code, self.a, self.w, self.task, self.panel.rows
+        share_j, share_i, share_h = (a.number(f"dbias_{dim}").equals(0) for dim in "jih")
+        share_rows = share_i & (share_h | a.number("groups").equals(1))
+        with code.when(share_j):
+            self.sum_bias_over_keys(count)
+        count = code.select(share_j, code.whole(1), count)
+        with code.when(share_rows):
+            self.sum_bias_over_rows(count)
+        there = code.select(share_rows, code.whole(1), rows_left(code, self.panel, task, code.whole(0)))
+        step = code.select(share_rows, code.whole(1), panel_rows)
+        dbias, lost = a.pointer("dbias"), a.pointer("dbias_lost")
         with code.loop(0, there) as r:
             i, h = position_and_head(a, task, packed_row(code, self.panel, task, code.whole(0), r))
             row = task.b * a.number("dbias_b") + h * a.number("dbias_h") + i * a.number("dbias_i")
             with code.loop(0, count) as j:
-                at = row + (first + j) * a.number("dbias_j")
-                dbias[at] = dbias[at] + w.dbias[j * self.panel.rows + r]
+                at, x = row + (first + j) * a.number("dbias_j"), w.dbias[j * step + r]
+                with code.either(lost.absent()) as (few, many):
+                    with few:
+                        dbias[at] = dbias[at] + x
+                    with many:
+                        lost[at], dbias[at] = carried(code, lost[at] + x, dbias[at])
+
+    def sum_bias_over_keys(self, count: Value) -> None:
+        """To the place of the first key."""
+        code, w, panel = self.code, self.w, self.panel
+        total = [code.variable(code.reals()) for _ in range(panel.vectors)]
+        with code.loop(0, count) as j:
+            for x, sum_of_row in zip(panel.load(w.dbias, j), total, strict=True):
+                sum_of_row.set(sum_of_row.get() + x)
+        panel.store([x.get() for x in total], w.dbias)
+
+    def sum_bias_over_rows(self, count: Value) -> None:
+        """To one number for each key, one behind another, as many keys at a time as make a vector. Copies of rows have
+        a gradient of 0.
+        """
+        code, w, panel = self.code, self.w, self.panel
+        with code.loop(0, count, code.lanes) as j:
+            keys = [sum(rest, start=x) for x, *rest in (panel.load(w.dbias, j + n) for n in range(code.lanes))]
+            w.dbias.store(lanes_summed(code, keys), j)
 
     def end(self) -> None:
         """The panel's dq, and what its rows add to their slopes."""

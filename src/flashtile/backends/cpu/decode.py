@@ -12,6 +12,7 @@ from .forward import Forward
 from .operands import ADDRESS, LONG, Pointer, Value
 from .products import Panel, in_parts, strips
 from .softmax import normalized
+from .sums import carry
 from .tiles import Keys, copy_rows, read_keys, rows_left
 from .variant import Variant
 
@@ -57,7 +58,7 @@ def emit_values(code: Code, panel: Panel, dtype: str) -> None:
             p, out, alpha = (code.pointer(given[n]) for n in (0, 4, 6))
             v, stride, count, width = code.pointer(given[1], STORED[dtype]), given[2], given[3], given[5]
             lanes = [n * code.lanes for n in range(strip)]
-            total = [[code.variable((out + width * r).vector(n) * alpha[r]) for n in lanes] for r in range(rows)]
+            total = [[code.variable(code.reals()) for _ in lanes] for _ in range(rows)]
             with code.loop(0, count) as j:
                 v_j = v + stride * j
                 vectors = [load_vector(code, v_j, n, dtype) for n in lanes]
@@ -66,8 +67,9 @@ def emit_values(code: Code, panel: Panel, dtype: str) -> None:
                     for x, sum_of_row in zip(vectors, total[r], strict=True):
                         sum_of_row.set(code.multiply_add(x, p_jr, sum_of_row.get()))
             for r in range(rows):
+                out_r = out + width * r
                 for n, sum_of_row in zip(lanes, total[r], strict=True):
-                    (out + width * r).store(sum_of_row.get(), n)
+                    out_r.store(code.multiply_add(out_r.vector(n), alpha[r], sum_of_row.get()), n)
 
 
 class Decode(Forward):
@@ -113,6 +115,13 @@ class Decode(Forward):
             in_parts(code, width // code.lanes, features, strips(code))
 
         in_parts(code, rows_left(code, self.panel, self.task, p), part, groups_of_rows(code))
+
+    def carry_output(self, p: Value, last: bool) -> None:
+        code, w, width = self.code, self.w, self.a.number("head_dim_v")
+        with code.loop(0, rows_left(code, self.panel, self.task, p)) as r:
+            factor = w.alpha[r]
+            with code.loop(0, width, code.lanes) as d:
+                carry(code, w.out, w.total_out, r * width + d, last, factor)
 
     def store_output(self, p: Value, dtype: str, to: Pointer, rows_at: Pointer) -> None:
         code, w, width = self.code, self.w, self.a.number("head_dim_v")

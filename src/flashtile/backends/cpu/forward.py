@@ -11,7 +11,8 @@ from .passes import Pass, own_memory, store_rows, tasks
 from .products import Panel, emit_scores, emit_values, scores, values
 from .rng import drop
 from .scores import modified
-from .softmax import finish, normalized, probabilities, start
+from .softmax import finish, normalized, probabilities, rescale, start
+from .sums import carry, many_blocks, time_to_carry
 from .targets import Target
 from .tiles import Keys, fill_rows, locate, read_keys, rows_left, turn_in, turn_out
 from .variant import FORWARD, Arguments, Variant
@@ -35,12 +36,19 @@ class Forward(Pass):
             self.begin(p)
             lo.set(code.minimum(lo.get(), w.bounds[p * 4]))
             hi.set(code.maximum(hi.get(), w.bounds[p * 4 + 3]))
+        long = many_blocks(lo.get(), hi.get())
+        with code.when(long), code.loop(0, panels) as p:
+            self.begin_totals(p)
         with code.loop(lo.get() // BLOCK * BLOCK, hi.get(), BLOCK) as block:
             first, last = code.maximum(block, lo.get()), code.minimum(block + BLOCK, hi.get())
             with code.when(first < last):
                 k, v = (self.read(side, first, last) for side in ("k", "v"))
                 with code.loop(0, panels) as p:
                     self.take(p, first, last, k, v)
+            with code.when(long & time_to_carry(block)), code.loop(0, panels) as p:
+                self.carry(p, last=False)
+        with code.when(long), code.loop(0, panels) as p:
+            self.carry(p, last=True)
         with code.loop(0, panels) as p:
             self.end(p)
 
@@ -54,6 +62,25 @@ class Forward(Pass):
         with code.loop(0, width * panel.rows, code.lanes) as n:
             out.store(code.reals(), n)
         self.load_queries(p)
+
+    def begin_totals(self, p: Value) -> None:
+        code, w, panel = self.code, self.w, self.panel
+        rows, width = p * panel.rows, self.a.number("head_dim_v")
+        panel.store(panel.load(w.m + rows), w.total_m + rows)
+        panel.store([code.reals()] * panel.vectors, w.total_l + rows)
+        with code.loop(0, width * panel.rows, code.lanes) as n:
+            (w.total_out + width * rows).store(code.reals(), n)
+
+    def carry(self, p: Value, last: bool) -> None:
+        """Recent sums to the totals, which follow the maximum; at the last, totals to the recent sums."""
+        code, w, panel = self.code, self.w, self.panel
+        rows = p * panel.rows
+        m, total_m = panel.load(w.m + rows), panel.load(w.total_m + rows)
+        panel.store([rescale(code, x, y, self.variant.to_exp2) for x, y in zip(total_m, m, strict=True)], w.alpha)
+        panel.store(m, w.total_m + rows)
+        for n in range(0, panel.rows, code.lanes):
+            carry(code, w.l + rows, w.total_l + rows, code.whole(n), last, w.alpha.vector(n))
+        self.carry_output(p, last)
 
     # What decoding does in another way: queries and outputs as lanes, keys and values as reals.
 
@@ -77,6 +104,14 @@ class Forward(Pass):
         w, width = self.w, self.a.number("head_dim_v")
         out = w.out + p * width * self.panel.rows
         values(self.code, self.panel, w.scores, v.first, v.stride, count, out, width, w.alpha)
+
+    def carry_output(self, p: Value, last: bool) -> None:
+        code, w, panel, width = self.code, self.w, self.panel, self.a.number("head_dim_v")
+        first = p * width * panel.rows
+        with code.loop(0, width) as d:
+            for n in range(0, panel.rows, code.lanes):
+                at = d * panel.rows + n
+                carry(code, w.out + first, w.total_out + first, at, last, w.alpha.vector(n))
 
     def store_output(self, p: Value, dtype: str, to: Pointer, rows_at: Pointer) -> None:
         code, w, panel, width = self.code, self.w, self.panel, self.a.number("head_dim_v")

@@ -21,10 +21,26 @@ def slope_gradient(call: Call, of_rows: Tensor, lengths: args.Lengths) -> Tensor
     if bounds is None:
         of_rows = of_rows.sum(dim=-1)
     else:
-        sequence = torch.repeat_interleave(torch.arange(lengths.batch), bounds.diff().long())  # [T]
-        found = of_rows.new_zeros((lengths.batch, of_rows.shape[0]))
-        of_rows = found.index_add_(0, sequence, of_rows[:, : lengths.covered].t().contiguous())
+        of_rows = sums_of_sequences(of_rows[:, : lengths.covered], bounds.diff().long())
     return of_rows if slopes.dim() == 2 else of_rows.sum(dim=0)
+
+
+PART = 64
+
+
+def sums_of_sequences(x: Tensor, lengths: Tensor) -> Tensor:
+    """`[H, T]`, packed sequences, to `[B, H]`: parts of a sequence are summed, and then the sums, until one is left, so
+    that no accumulator has many terms.
+    """
+    while bool((lengths > 1).any()):
+        parts = (lengths + PART - 1) // PART
+        moved = (parts.cumsum(0) - parts) * PART - (lengths.cumsum(0) - lengths)  # by so much each sequence
+        place = torch.arange(x.shape[1]) + moved.repeat_interleave(lengths)
+        padded = x.new_zeros((x.shape[0], int(parts.sum()) * PART))
+        x, lengths = padded.index_copy_(1, place, x).unflatten(1, (-1, PART)).sum(dim=-1), parts
+    found = x.new_zeros((len(lengths), x.shape[0]))
+    found[lengths > 0] = x.t()
+    return found
 
 
 def without_pages(call: Call) -> tuple[Call, Tensor]:

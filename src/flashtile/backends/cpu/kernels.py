@@ -18,7 +18,7 @@ from ...remember import remember
 from ..common.arguments import rows_last
 from ..common.gradients import sink_gradient
 from . import arguments as args
-from . import targets, threads, workspace
+from . import sums, targets, threads, workspace
 from .gradients import in_pages, slope_gradient, without_padding, without_pages
 from .jit import function_address
 from .targets import Target
@@ -139,6 +139,7 @@ class Written(NamedTuple):
     dk: Tensor | None  # in rows of whole vectors
     dv: Tensor | None
     dbias: Tensor | None
+    dbias_lost: Tensor | None  # rounding errors of many terms
     dslopes: Tensor | None  # for each split and row
 
 
@@ -160,12 +161,12 @@ def backward(
     launch = _LAUNCHES.get(key)
     if launch is None:
         variant, lengths, owners = backward_tasks(plan, call, needs)
-        written = gradient_memory(call, needs, lse, owners.splits)
+        written = gradient_memory(call, needs, lse, lengths, owners.splits)
         launch = backward_launch(call, variant, lengths, owners, (q, k, v, out, dout), lse, written)
         if key is not None:
             remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
     else:
-        written = gradient_memory(call, needs, lse, launch.splits)
+        written = gradient_memory(call, needs, lse, launch.lengths, launch.splits)
     given = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, **written._asdict()}
     run(launch, args.read(call, q, k, v) | {name: x for name, x in given.items() if x is not None})
     dq, dslopes = written.dq, written.dslopes
@@ -192,9 +193,11 @@ def backward_tasks(plan: Plan, call: Call, needs: Needs) -> tuple[Variant, args.
     return variant, lengths, args.owners(call, needs, lengths)
 
 
-def gradient_memory(call: Call, needs: Needs, lse: Tensor, splits: int) -> Written:
+def gradient_memory(call: Call, needs: Needs, lse: Tensor, lengths: args.Lengths, splits: int) -> Written:
     """Uninitialised as far as the kernel stores all of it. Packed keys and queries may belong to no sequence."""
     t, real = call.tensors, lse.dtype
+    bias = t.bias if needs.bias else None
+    many = bias is not None and args.sharing_bias(call, bias, lengths) > sums.TERMS
     dk, dv = (
         new_rows(x, args.heads_kv(call), workspace.whole(x.shape[-1], lanes(call)), real) if needed else None
         for x, needed in ((t.k, needs.k), (t.v, needs.v))
@@ -208,7 +211,8 @@ def gradient_memory(call: Call, needs: Needs, lse: Tensor, splits: int) -> Writt
         dq=parts_of_dq(t.q, real, splits) if needs.q else None,
         dk=dk,
         dv=dv,
-        dbias=t.bias.new_zeros(t.bias.shape, dtype=real) if needs.bias and t.bias is not None else None,
+        dbias=None if bias is None else bias.new_zeros(bias.shape, dtype=real),
+        dbias_lost=bias.new_zeros(bias.shape, dtype=real) if bias is not None and many else None,
         dslopes=lse.new_zeros((splits, *lse.shape)) if needs.alibi_slopes else None,
     )
 
@@ -236,6 +240,8 @@ def backward_launch(
     for name, x in of_rows.items():
         values |= {} if x is None else args.strides(name, x)
     rows, widths = variant.vectors * lanes(call), (q.shape[-1], v.shape[-1])
+    chunk = args.chunk(lengths.longest, owners.splits)
+    total_keys = min(chunk, lengths.longest) if lengths.most_rows > sums.ROWS else 0
     values |= {
         **args.lse_strides(lse),
         **({} if dbias is None else args.pair_strides("dbias", dbias)),
@@ -245,10 +251,11 @@ def backward_launch(
         "batch": lengths.batch,
         "panels": 1,
         "splits": owners.splits,
-        "chunk": args.chunk(lengths.longest, owners.splits),
+        "chunk": chunk,
+        "total_keys": total_keys,
         "share_b": owners.share_b,
         "share_h": owners.share_h,
-        "work_size": workspace.size(workspace.backward_pieces, variant.real, rows, lanes(call), *widths),
+        "work_size": workspace.size(workspace.backward_pieces, variant.real, rows, lanes(call), *widths, total_keys),
     }
     worker = threads.WORKER(backward_address(variant, targets.host()))
     most = min(owners.tasks, args.most_threads(call, lengths, rows))

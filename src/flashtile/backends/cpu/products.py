@@ -58,8 +58,7 @@ def emit_values(code: Code, panel: Panel) -> None:
         with code.function(f"values_{rows}", ADDRESS, ADDRESS, LONG, LONG, ADDRESS, ADDRESS) as given:
             p, v, o, alpha = (code.pointer(given[n]) for n in (0, 1, 4, 5))
             stride, count = given[2], given[3]
-            scale = panel.load(alpha)
-            total = [[code.variable(x * a) for x, a in zip(panel.load(o, d), scale, strict=True)] for d in range(rows)]
+            total = [[code.variable(code.reals()) for _ in range(panel.vectors)] for _ in range(rows)]
             with code.loop(0, count) as j:
                 p_j = panel.load(p, j)
                 v_j = v + stride * j
@@ -67,8 +66,10 @@ def emit_values(code: Code, panel: Panel) -> None:
                     v_jd = code.repeated(v_j[d])
                     for n in range(panel.vectors):
                         total[d][n].set(code.multiply_add(p_j[n], v_jd, total[d][n].get()))
+            scale = panel.load(alpha)
             for d in range(rows):
-                panel.store([x.get() for x in total[d]], o, d)
+                found = zip(panel.load(o, d), scale, total[d], strict=True)
+                panel.store([code.multiply_add(x, a, y.get()) for x, a, y in found], o, d)
 
 
 def strips(code: Code) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""How rows are normalised: the running maximum `m`, the denominator `l` relative to it, and what begins and ends them.
+"""How rows are normalised: the stale maximum `m`, the denominator `l` relative to it, and what begins and ends them.
 
 A sink is a key without a value: it is the state that a row starts with. A row that has seen nothing has `m = -inf` and
 `l = 0`, and gives 0 and `-inf`.
@@ -38,11 +38,12 @@ def probabilities(
     m: Pointer,
     l: Pointer,  # noqa: E741
 ) -> None:
-    """Scores `s [count, panel]` to `exp(s - new_m)`, in place. `m` and `l` follow the new maximum, and `alpha` is the
-    factor that carries earlier sums over.
+    """Scores `s [count, panel]` to `exp(s - m)`, in place. `m` follows the maximum `new_m` in steps of 1 at least, so
+    that a slow rise does not round earlier sums in every block; `alpha` is the factor that carries these over.
     """
     to_exp2 = variant.to_exp2
-    old, new = panel.load(m), panel.load(w.new_m)
+    old, highest = panel.load(m), panel.load(w.new_m)
+    new = [code.select(y > x + 1.0, y, x) for x, y in zip(old, highest, strict=True)]
     infinite = new[0].equals(math.inf)
     for x in new[1:]:
         infinite = infinite | x.equals(math.inf)
@@ -51,7 +52,7 @@ def probabilities(
     # Subtract something finite: with 0 for an infinity, exp(-inf - 0) is 0 and not NaN.
     base = [code.select(code.intrinsic("llvm.fabs", x).equals(math.inf), 0.0, x) for x in new]
     alpha = [rescale(code, x, y, to_exp2) for x, y in zip(old, new, strict=True)]
-    total = [code.variable(x * y) for x, y in zip(panel.load(l), alpha, strict=True)]
+    total = [code.variable(code.reals()) for _ in new]
     with code.loop(0, count) as j:
         found = []
         for x, y, sum_of_row in zip(panel.load(s, j), base, total, strict=True):
@@ -60,7 +61,8 @@ def probabilities(
         panel.store(found, s, j)
     panel.store(new, m)
     panel.store(alpha, w.alpha)
-    panel.store([x.get() for x in total], l)
+    found = zip(panel.load(l), alpha, total, strict=True)
+    panel.store([code.multiply_add(x, a, y.get()) for x, a, y in found], l)
 
 
 def scaled(x: Value, factor: float) -> Value:

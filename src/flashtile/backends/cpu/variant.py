@@ -58,7 +58,7 @@ class Variant(NamedTuple):
 # Everything that a kernel reads from its argument block; 8 bytes each. Strides are in elements, `work_*` in bytes.
 ADDRESSES = """
 q k v out lse mask bias slopes sinks seed sequences page_table partial_out partial_lse counter workspace
-dout dlse delta dq dk dv dbias dslopes
+dout dlse delta dq dk dv dbias dbias_lost dslopes
 """
 NUMBERS = """
 tasks batch num_heads_kv groups seqlen_total head_dim head_dim_v panels splits chunk
@@ -66,7 +66,7 @@ q_b q_h q_s k_b k_h k_s v_b v_h v_s out_b out_h out_s lse_b lse_h lse_s
 mask_b mask_h mask_i mask_j bias_b bias_h bias_i bias_j slopes_b page_size page_columns
 window_left window_right top_left diagonal i0 j0 b0 h0 num_heads threshold work_size
 dout_b dout_h dout_s dq_split dq_b dq_h dq_s dk_b dk_h dk_s dv_b dv_h dv_s
-dbias_b dbias_h dbias_i dbias_j share_b share_h
+dbias_b dbias_h dbias_i dbias_j share_b share_h total_keys
 """
 REALS = "factor scale softcap_scale keep_scale"
 FIELDS = tuple((ADDRESSES + NUMBERS + REALS).split())

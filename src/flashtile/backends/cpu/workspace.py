@@ -46,16 +46,21 @@ def forward_pieces(real: ir.Type, rows: int, panels: Any, head_dim: Any, head_di
     yield "l", panels * rows, real
     yield "q", panels * head_dim * rows, real  # [panels, D, rows]
     yield "out", panels * head_dim_v * rows, real  # [panels, Dv, rows]
+    yield "total_m", panels * rows, real  # the maximum that totals are relative to
+    yield "total_l", panels * rows, real
+    yield "total_out", panels * head_dim_v * rows, real
 
 
-def backward_pieces(real: ir.Type, rows: int, lanes: int, head_dim: Any, head_dim_v: Any) -> Pieces:
+def backward_pieces(real: ir.Type, rows: int, lanes: int, head_dim: Any, head_dim_v: Any, total_keys: Any) -> Pieces:
+    """As above; `total_keys` is the number of keys that have totals of dk and dv."""
     yield from tables(real, rows, 1)
     yield from block(real, rows, head_dim, head_dim_v)
-    for name in ("lse", "delta", "dslope"):
+    for name in ("lse", "delta", "dslope", "total_dslope"):
         yield name, rows, real
     yield "dq_at", rows, LONG
     yield "q", head_dim * rows, real  # [D, rows]
     yield "dq", head_dim * rows, real
+    yield "total_dq", head_dim * rows, real
     yield "dout", head_dim_v * rows, real  # [Dv, rows]
     yield "q_rows", whole(head_dim, lanes) * rows, real  # [rows, D], rounded up to whole vectors
     yield "dout_rows", whole(head_dim_v, lanes) * rows, real
@@ -63,6 +68,8 @@ def backward_pieces(real: ir.Type, rows: int, lanes: int, head_dim: Any, head_di
     yield "dbias", BLOCK * rows, real
     yield "before_keep", DROPOUT_KEYS * rows, real
     yield "keep", (BLOCK + DROPOUT_KEYS) * rows, real
+    yield "total_dk", total_keys * whole(head_dim, lanes), real
+    yield "total_dv", total_keys * whole(head_dim_v, lanes), real
 
 
 def whole(n: Any, step: int) -> Any:

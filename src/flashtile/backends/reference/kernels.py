@@ -1,5 +1,7 @@
 """Attention as the contract writes it: one tile that is the whole call, and torch.autograd for the gradients."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,24 @@ from ...problem import accumulation_dtype
 from ..common.boundary import lse_of_rows, rows_of_lse
 from ..common.scores import Scores, Tile, in_dtype
 from ..common.softmax import finite_or_zero
+from ..common.sums import matmul
 from ..common.tiles import Rows, Side, Slab, fold_groups, slabs, unfold_groups
+
+
+class Product(torch.autograd.Function):
+    """`a @ b`. The products of its derivative have long inner dimensions too."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return matmul(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        da = matmul(dx, b.mT) if ctx.needs_input_grad[0] else None
+        db = matmul(a.mT, dx) if ctx.needs_input_grad[1] else None
+        return da, db
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -33,7 +52,7 @@ def attend(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
     q_rows, k_rows, v_rows = (slab.query_rows(t.q), *(slab.key_rows(x) for x in (t.k, t.v)))
     q = fold_groups(q_rows.load(tile.rows).to(dtype), groups)  # [B, Hkv, G * Sq, D]
     k, v = k_rows.load(tile.keys).to(dtype), v_rows.load(tile.keys).to(dtype)  # [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
-    s = unfold_groups(q @ k.transpose(-1, -2) * settings.scale, groups)  # [B, Hq, Sq, Sk]
+    s = unfold_groups(product(q, k.mT) * settings.scale, groups)  # [B, Hq, Sq, Sk]
     visible = scores.visible(tile, q_rows.exists(tile.rows), k_rows.exists(tile.keys))
     s = scores.forward(s, tile, visible)
     if visible is not None:
@@ -57,7 +76,11 @@ def attend(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
     if keep is not None:
         p = p * keep
     lse.store(tile.rows, row_lse)
-    out.store(tile.rows, unfold_groups(fold_groups(p, groups) @ v, groups))
+    out.store(tile.rows, unfold_groups(product(fold_groups(p, groups), v), groups))
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return Product.apply(a, b)  # type: ignore[return-value]
 
 
 def backward(

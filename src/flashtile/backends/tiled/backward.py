@@ -13,6 +13,7 @@ from ...call import Call, Gradients, Needs
 from ..common.gradients import sink_weight
 from ..common.score_gradients import FeatureGradients, scores_backward
 from ..common.scores import Scores
+from ..common.sums import BLOCKS, Sum, matmul
 from ..common.tiles import Rows, Side, Slab, TileShape, fold_groups, num_heads_kv, slabs, unfold_groups
 from .loop import row_blocks, tiles
 
@@ -51,11 +52,15 @@ def backward(call: Call, needs: Needs, shape: TileShape, dtype: torch.dtype, sav
         None if totals.dq is None else queries.finished(totals.dq),
         None if totals.dk is None else keys.finished(totals.dk),
         None if totals.dv is None else keys.finished(totals.dv),
-        totals.features.bias,
-        totals.features.alibi_slopes,
-        totals.features.sinks,
-        tuple(totals.features.score_mod_tensors),
+        finished(totals.features.bias),
+        finished(totals.features.alibi_slopes),
+        finished(totals.features.sinks),
+        tuple(finished(x) for x in totals.features.score_mod_tensors),
     )
+
+
+def finished(total: Sum | None) -> Tensor | None:
+    return None if total is None else total.finished()
 
 
 def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, saved: Saved, totals: Totals) -> None:
@@ -69,16 +74,18 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
         slab.key_rows(tensors.k),
         slab.key_rows(tensors.v),
     )
+    of_keys = [Sum(dx.x, BLOCKS) for dx in (dk, dv) if dx is not None]
     for rows in row_blocks(slab, shape):
         q_i = fold_groups(q.load(rows).to(dtype) * settings.scale, groups)  # [B, Hkv, G * M, D]
         lse_i = lse.load(rows)  # [B, Hq, M, 1]
         dout_i, delta = row_terms(rows, dout, out, lse_i, dlse, dtype)  # [B, Hq, M, Dv], [B, Hq, M, 1]
         if features.sinks is not None and scores.sinks is not None:
-            features.sinks[slab.heads_q] -= (sink_weight(scores.sinks, lse_i) * delta).sum(dim=(0, 2, 3))
+            part = (sink_weight(scores.sinks, lse_i) * delta).sum(dim=(0, 2, 3))
+            features.sinks.add(-part, lambda x: x[slab.heads_q])
         # exp(s - inf) is 0: a row that has seen nothing has no probabilities, whatever its scores are
         lse_i = torch.where(lse_i == -torch.inf, torch.inf, lse_i)
         dout_i = fold_groups(dout_i, groups)  # [B, Hkv, G * M, Dv]
-        dq_i = torch.zeros_like(q_i)
+        dq_i = Sum(torch.zeros_like(q_i), BLOCKS)
         for tile in tiles(slab, settings, scores, rows, shape):
             k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
             product = unfold_groups(q_i @ k_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
@@ -90,7 +97,7 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
             keep = scores.keep(tile)
             if dv is not None:
                 kept = p if keep is None else p * keep
-                dv.add(tile.keys, fold_groups(kept, groups).transpose(-1, -2) @ dout_i)
+                dv.add(tile.keys, matmul(fold_groups(kept, groups).transpose(-1, -2), dout_i))
             if keep is not None:
                 dp = dp * keep
             ds = p * (dp - delta)
@@ -99,10 +106,14 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
             ds = scores_backward(scores, product, ds, visible, tile, slab, features)
             ds = fold_groups(ds, groups)  # [B, Hkv, G * M, N]
             if dk is not None:
-                dk.add(tile.keys, ds.transpose(-1, -2) @ q_i)  # q_i carries the scale
-            dq_i += ds @ k_j
+                dk.add(tile.keys, matmul(ds.transpose(-1, -2), q_i))  # q_i carries the scale
+            dq_i.add(matmul(ds, k_j))
+        for total in of_keys:
+            total.added()
         if dq is not None:
-            dq.store(rows, unfold_groups(dq_i * settings.scale, groups))
+            dq.store(rows, unfold_groups(dq_i.finished() * settings.scale, groups))
+    for total in of_keys:
+        total.finished()
 
 
 def row_terms(

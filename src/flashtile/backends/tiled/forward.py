@@ -11,6 +11,7 @@ from ...call import Call
 from ..common import softmax
 from ..common.scores import Scores
 from ..common.softmax import RowState
+from ..common.sums import BLOCKS, matmul
 from ..common.tiles import Rows, Side, Slab, TileShape, fold_groups, slabs, unfold_groups
 from .loop import row_blocks, tiles
 
@@ -44,7 +45,11 @@ def attend_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows: 
     q_i = fold_groups(q.load(rows).to(dtype) * call.settings.scale, groups)  # [B, Hkv, G * M, D]
     leading = (q_i.shape[0], slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, Hq, M
     state = softmax.start(scores.sinks, leading, tensors.v.shape[-1], like=q_i)
-    for tile in tiles(slab, call.settings, scores, rows, shape):
+    before: list[RowState] = []  # of 1, 2, 4, ... times as many tiles, the most first: a tree keeps sums short
+    for n, tile in enumerate(tiles(slab, call.settings, scores, rows, shape)):
+        if n % BLOCKS == 0 and n > 0:
+            before = with_state(before, state, n // BLOCKS)
+            state = softmax.start(None, leading, tensors.v.shape[-1], like=q_i)
         k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
         s = unfold_groups(q_i @ k_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
         visible = scores.visible(tile, q.exists(rows), k.exists(tile.keys))
@@ -52,10 +57,20 @@ def attend_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows: 
         if visible is not None:
             s = torch.where(visible, s, -torch.inf)
         state = update(state, s, v_j, scores.keep(tile), groups)
+    while before:
+        state = softmax.joined(before.pop(), state)
     out, lse = softmax.finish(state)
     if scores.sinks is not None:  # where the sink takes all the weight, lse is the sink, and moves with it
         lse = torch.where((scores.sinks == torch.inf) & (lse == torch.inf), scores.sinks, lse)
     return out, lse
+
+
+def with_state(before: list[RowState], state: RowState, count: int) -> list[RowState]:
+    """The states of a tree after the state number `count`, from 1: those of equally many tiles are joined."""
+    while count % 2 == 0:
+        *before, last = before
+        state, count = softmax.joined(last, state), count // 2
+    return [*before, state]
 
 
 def update(state: RowState, s: Tensor, v: Tensor, keep: Tensor | None, num_groups: int) -> RowState:
@@ -66,5 +81,5 @@ def update(state: RowState, s: Tensor, v: Tensor, keep: Tensor | None, num_group
     l = state.l * alpha + p.sum(dim=-1, keepdim=True)  # noqa: E741
     if keep is not None:
         p = p * keep
-    pv = unfold_groups(fold_groups(p, num_groups) @ v, num_groups)  # [B, Hq, M, Dv]
+    pv = unfold_groups(matmul(fold_groups(p, num_groups), v), num_groups)  # [B, Hq, M, Dv]
     return RowState(m, l, state.acc * alpha + pv)

@@ -1,0 +1,69 @@
+"""Sums of any length, as exact as short ones.
+
+`torch.sum` adds in a tree. All else that adds many terms to one number does so here: products with a long inner
+dimension, and sums of blocks.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+BLOCKS = 16  # that are added up before they are carried to a total
+ADDITIONS = 64  # the same for terms that are sums of whole tiles
+FEW = 4  # rows or columns of a product for which BLAS has one accumulator an element
+
+
+def carry(recent: Tensor, total: Tensor) -> None:
+    """Add `recent` to `total`, in place. `recent` becomes the rounding error of that (Kahan, "Further remarks on
+    reducing truncation errors", 1965), and 0 where the total is an infinity or NaN.
+    """
+    new = total + recent
+    recent.sub_(new - total).masked_fill_(~new.isfinite(), 0)
+    total.copy_(new)
+
+
+class Sum:
+    """A sum of any number of terms. `every` so many of them, what has been added is carried to a total; `None` is for
+    sums of few terms.
+    """
+
+    def __init__(self, zeros: Tensor, every: int | None):
+        self.recent, self.every, self.terms = zeros, every, 0
+        self.total: Tensor | None = None
+
+    def add(self, term: Tensor, part: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        """Add a term to a part of the sum, a view."""
+        recent = part(self.recent)
+        recent += term
+        self.added(part)
+
+    def added(self, part: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        """A term has been added to `recent`."""
+        self.terms += 1
+        if self.every is not None and self.terms % self.every == 0:
+            if self.total is None:
+                self.total = torch.zeros_like(self.recent)
+            carry(part(self.recent), part(self.total))
+
+    def finished(self) -> Tensor:
+        """The sum, in the memory of the zeros that it began with."""
+        return self.recent if self.total is None else self.recent.add_(self.total)
+
+
+def tree_sum(term: Callable[[int], Tensor], first: int, last: int) -> Tensor:
+    """`term(first) + ... + term(last - 1)`, halves added to one another; holds few terms at a time."""
+    if last - first == 1:
+        return term(first)
+    middle = (first + last) // 2
+    return tree_sum(term, first, middle) + tree_sum(term, middle, last)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, with a long inner dimension cut into pieces: BLAS may add up all of it in one accumulator."""
+    piece = 128 if min(a.shape[-2], b.shape[-1]) < FEW else 512
+    length = a.shape[-1]
+    if length <= piece:
+        return a @ b
+    cuts = [slice(start, start + piece) for start in range(0, length, piece)]
+    return torch.stack([a[..., cut] @ b[..., cut, :] for cut in cuts]).sum(dim=0)
