@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import attention
-from ..explain import fastest
 from ..ladder import step04_standard, step08_triton_lse, triton_or_not
+from ..rates import fastest
 
 
 @dataclass
