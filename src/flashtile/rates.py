@@ -59,7 +59,7 @@ def memory(device: torch.device) -> float:
 
 
 def best(run: Callable[..., Any], device: torch.device, arguments: Sequence[tuple[Any, ...]] = ((),)) -> float:
-    """Seconds of the fastest run, each with the next of the arguments; the first, which sets things up, is not timed."""
+    """Seconds of the fastest run, each with the next of the arguments, after one that sets things up."""
     run(*arguments[-1])
     seconds, end = [], time.perf_counter() + SECONDS
     while len(seconds) < FEWEST_RUNS or time.perf_counter() < end:

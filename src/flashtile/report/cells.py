@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Kind:
-    """Cells that share a row of the picture; each `case` is a cell in words."""
+    """Cells that share a row of the picture, how they are timed, and beside whom."""
 
     name: str
     cells: tuple[Cell, ...]
@@ -25,22 +25,19 @@ class Kind:
 
 
 def kinds(settings: Settings) -> list[Kind]:
-    """All calls that are timed; `by_length` is the first."""
-    small = small_cells(settings)
-    quick = settings.timing.sample_seconds / 5
-    brief = replace(settings.timing, sample_seconds=quick, rest_seconds=settings.timing.rest_seconds / 5)
-    fused = tuple(name for name in settings.peers if name not in DENSE)
-    others = {
-        "small": small,
-        "decoding": decode_cells(settings),
-        "one feature": feature_cells(settings),
-        "other dtypes": dtype_cells(settings),
-    }
+    """All calls that are timed; those by length come first."""
+    timing, peers = settings.timing, settings.peers
+    brief = replace(timing, sample_seconds=timing.sample_seconds / 5, rest_seconds=timing.rest_seconds / 5)
+    fused = tuple(name for name in peers if name not in DENSE)
     first, last = settings.seqlens[0], settings.seqlens[-1]
+    long = both(settings, LONGER * last, heads=settings.long_heads or settings.heads, inputs="normal")
     return [
-        Kind(f"{first:,} to {last:,}", both(settings, *settings.seqlens), settings.timing, settings.peers),
-        *(Kind(name, cells, brief, settings.peers) for name, cells in others.items()),
-        Kind("long", both(settings, LONGER * last, heads=settings.long_heads or settings.heads, inputs="normal"), settings.timing, fused),
+        Kind(f"{first:,} to {last:,}", both(settings, *settings.seqlens), timing, peers),
+        Kind("small", small_cells(settings), brief, peers),
+        Kind("decoding", decode_cells(settings), brief, peers),
+        Kind("one feature", feature_cells(settings), brief, peers),
+        Kind("other dtypes", dtype_cells(settings), brief, peers),
+        Kind("long", long, timing, fused),
     ]
 
 
@@ -95,10 +92,10 @@ def grouped(settings: Settings) -> int:
 
 
 def in_words(cell: Cell, settings: Settings) -> str:
-    """The cell without what all cells share: "backward 64 × 16", "decode 4,096, bfloat16", "forward 1,024, bias"."""
+    """The cell without what all cells share: "backward, 64 × 16 tokens", "decode, 4,096 keys, bfloat16"."""
     usual, decodes = settings.speed_cell(cell.seqlen_q, cell.measure), cell.measure == "decode"
-    length = f"{cell.keys if decodes else cell.seqlen_q:,}"
-    words = [f"{cell.measure} {f'{cell.batch} × ' if cell.batch > 1 else ''}{length}"]
+    length = f"{cell.keys:,} keys" if decodes else f"{cell.seqlen_q:,} tokens"
+    words = [cell.measure, f"{cell.batch} × {length}" if cell.batch > 1 else length]
     words += [f"{cell.heads} head{'s' * (cell.heads > 1)}"] if cell.heads != usual.heads else []
     words += [cell.dtype] if cell.dtype != usual.dtype else []
     words += ["grouped heads"] if cell.num_heads_kv != cell.heads and not decodes else []

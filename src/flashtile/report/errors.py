@@ -16,10 +16,11 @@ from .measured import OWN, name_of
 from .section import Plot, Section, Series, Table
 from .settings import Settings
 from .tables import table_of
-from .verdict import Comparison, by_group, tally, times_as_small
+from .verdict import Comparison, tally, times_as_small
 
 DTYPES = ("float32", "bfloat16", "float16")
 RESULTS = ("out", "gradients")
+INPUTS_IN_WORDS = {"normal": "normal inputs", "outliers": "inputs with outliers", "captured": "captured inputs"}
 PLAIN = "plain"
 HEADS = 4
 
@@ -37,13 +38,14 @@ def errors(settings: Settings, advance: Callable[[], None]) -> Section:
 
 def section_of(settings: Settings, records: list[dict[str, Any]], notes: list[str]) -> Section:
     comparisons = compared(records)
-    counted = "; ".join(f"{name}: {tally(some)}" for name, some in by_group(comparisons).items())
+    by_dtype = {dtype: [x for x in comparisons if x.group.startswith(f"{dtype},")] for dtype in DTYPES}
+    counted = "; ".join(f"{dtype}: {tally(some)}" for dtype, some in by_dtype.items() if some)
     return Section(
         name="errors",
         title="Error against fp64",
         summary=f"‖x − exact‖ / ‖exact‖ of out and of the worst gradient, {HEADS} heads of {HEAD_DIM}, length "
         f"{settings.error_seqlen}, causal, beside the more exact of {name_of(settings.reference)} and "
-        f"{name_of(PLAIN)}. {counted or 'Nothing could be compared'}. Plain attention computes scores and softmax in "
+        f"{name_of(PLAIN)}. In {counted or 'no dtype was anything to compare'}. Plain attention computes scores and softmax in "
         "the dtype of its inputs; flashtile sums in float32.",
         plots=[
             plot_of(records, "out", "Relative error of out"),
@@ -100,7 +102,7 @@ def compared(records: list[dict[str, Any]]) -> list[Comparison]:
                 if ranked and math.isfinite(own):
                     peer = min(ranked, key=ranked.__getitem__)
                     ratio = times_as_small(own, ranked[peer])
-                    group, case = f"{dtype}, {which}", f"{dtype}, {inputs} inputs, {which}"
+                    group, case = f"{dtype}, {which}", f"{dtype}, {which}, {INPUTS_IN_WORDS[inputs]}"
                     found.append(Comparison("error", group, case, own, ranked[peer], name_of(peer), ratio))
     return found
 

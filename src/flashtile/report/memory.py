@@ -81,7 +81,9 @@ def compared(settings: Settings, measure: str, found: Found) -> list[Comparison]
         if n in own and others:
             other, peer = min(others)
             group, ratio = pass_of(measure), times_as_small(own[n], other)
-            results.append(Comparison("memory", group, f"{group} {n:,}", own[n], other, name_of(peer), ratio))
+            results.append(
+                Comparison("memory", group, f"memory of {group}, {n:,} tokens", own[n], other, name_of(peer), ratio)
+            )
     return results
 
 

@@ -1,4 +1,4 @@
-"""The first screen: is it faster, smaller and as exact here? Three answers, three pictures, and every loss in one table.
+"""The first screen: is it faster, smaller, as exact here? Three answers, three pictures, and every loss in one table.
 
 It measures nothing: all of it follows from the comparisons of the other sections.
 """
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .section import Section
 from .tables import plot_of, table_of
-from .verdict import RULE, Comparison, answer, losses_first, worse
+from .verdict import RULE, answer, losses_first, worse
 
 QUESTIONS = {
     "speed": ("Is it faster?", "times the speed of the fastest other"),

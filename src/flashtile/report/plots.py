@@ -19,7 +19,7 @@ SPREAD = 0.24  # of the dots of one row, in rows
 FONT_SIZE = 11
 INK, MUTED, GRID, BAD = "#010101", "#020202", "#030303", "#040404"
 SERIES = ("#110000", "#120000", "#130000", "#140000", "#150000", "#160000", "#170000")
-NAMED = {"muted": MUTED, "bad": BAD}  # colors of series that have a meaning
+NAMED = {"bad": (BAD, "o"), "muted": (MUTED, "s"), "good": (SERIES[0], "^")}  # of series whose color has a meaning
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", BAD: "--bad"}
 VARIABLES |= {x: f"--series-{n}" for n, x in enumerate(SERIES, 1)}
 DECADES = tuple(10.0**n for n in range(-3, 5))
@@ -63,6 +63,8 @@ def svg_of(plot: Plot) -> str:
 
 
 def lines(axes: Any, plot: Plot) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     for n, series in enumerate(plot.series):
         color, marker = (MUTED, None) if series.dashed else (SERIES[n % len(SERIES)], MARKERS[n % len(MARKERS)])
         if len(series.x) > 30:
@@ -79,7 +81,10 @@ def lines(axes: Any, plot: Plot) -> None:
         axes.minorticks_off()
     if plot.log_y:
         axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5)))
         axes.yaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
 
@@ -88,11 +93,11 @@ def dots(axes: Any, plot: Plot) -> None:
     """Rows from top to bottom."""
     axes.set_xscale("log")
     for n, series in enumerate(plot.series):
-        color = NAMED.get(series.color or "", SERIES[n % len(SERIES)])
+        color, marker = NAMED.get(series.color or "", (SERIES[n % len(SERIES)], MARKERS[n % len(MARKERS)]))
         y = [row + SPREAD * (n - (len(plot.series) - 1) / 2) for row in series.y]  # so that none covers another
         if series.low is not None and series.high is not None:
             axes.hlines(y, series.low, series.high, color=color, lw=2.5, alpha=0.4)
-        (line,) = axes.plot(series.x, y, MARKERS[n % len(MARKERS)], color=color, ms=6, label=series.name)
+        (line,) = axes.plot(series.x, y, marker, color=color, ms=6, label=series.name)
         line.set_gid(f"data-{n}")
     axes.set_yticks(range(len(plot.rows)), plot.rows)
     axes.set_ylim(len(plot.rows) - 0.5, -0.5)

@@ -30,7 +30,7 @@ class Series:
     low: list[float] | None = None
     high: list[float] | None = None
     dashed: bool = False
-    color: str | None = None  # "bad" or "muted"; by default each series has its own
+    color: str | None = None  # "bad", "muted" or "good" among dots; by default each series has its own
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,9 @@ def section_of(settings: Settings, found: Sequence[tuple[Kind, list[Row]]]) -> S
     return Section(
         name="speed",
         title="Speed",
-        summary=f"{counted}. Where nothing else is said, calls have {shape}; "
-        f"those of the pictures have {cell.inputs} inputs. Every result is compared with the oracle before it is timed. "
-        "FLOPs are those of visible pairs, 2.5 times as many backward. Lines are medians over rounds in which all take "
-        "turns, bands 20% to 80%.",
+        summary=f"{counted}. Where nothing else is said, calls have {shape}; those of the pictures have "
+        f"{cell.inputs} inputs. Every result is compared with the oracle before it is timed. FLOPs are those of visible "
+        "pairs, 2.5 times as many backward. Lines are medians over rounds in which all take turns, bands 20% to 80%.",
         plots=[plot_of(by_length, measure, unit, scale) for measure in ("forward", "backward")],
         tables=[
             table_of(comparisons, CAPTION, f"All {len(comparisons)} calls, losses first"),

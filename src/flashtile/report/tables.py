@@ -12,7 +12,7 @@ IN_WORDS: dict[str, Callable[[float], str]] = {
     "memory": lambda count: f"{three_digits(count / MIB)} MiB",
     "error": lambda error: f"{error:.1e}",
 }
-COLORS = {Verdict.WORSE: "bad", Verdict.EQUAL: "muted", Verdict.BETTER: None}
+COLORS = {Verdict.WORSE: "bad", Verdict.EQUAL: "muted", Verdict.BETTER: "good"}
 
 
 def table_of(found: Sequence[Comparison], caption: str = "", folded: str = "") -> Table:
@@ -29,7 +29,7 @@ def table_of(found: Sequence[Comparison], caption: str = "", folded: str = "") -
         )
         for x in ranked
     ]
-    columns = ["case", "flashtile is", "it has", "flashtile", "best other", "20% to 80% of rounds"]
+    columns = ["case", "flashtile is", "it has", "flashtile", "best other", "20–80% of rounds"]
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     lost = frozenset(n for n, x in enumerate(ranked) if x.verdict is Verdict.WORSE)
