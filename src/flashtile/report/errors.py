@@ -45,8 +45,8 @@ def section_of(settings: Settings, records: list[dict[str, Any]], notes: list[st
         title="Error against fp64",
         summary=f"‖x − exact‖ / ‖exact‖ of out and of the worst gradient, {HEADS} heads of {HEAD_DIM}, length "
         f"{settings.error_seqlen}, causal, beside the more exact of {name_of(settings.reference)} and "
-        f"{name_of(PLAIN)}. In {counted or 'no dtype was anything to compare'}. Plain attention computes scores and softmax in "
-        "the dtype of its inputs; flashtile sums in float32.",
+        f"{name_of(PLAIN)}. In {counted or 'no dtype was anything to compare'}. Plain attention computes scores and "
+        "softmax in the dtype of its inputs; flashtile sums in float32.",
         plots=[
             plot_of(records, "out", "Relative error of out"),
             plot_of(records, "gradients", "Relative error of the worst gradient"),

@@ -80,10 +80,8 @@ def compared(settings: Settings, measure: str, found: Found) -> list[Comparison]
         others = [(x[n], name) for (m, name), x in found.items() if m == measure and name != OWN and n in x]
         if n in own and others:
             other, peer = min(others)
-            group, ratio = pass_of(measure), times_as_small(own[n], other)
-            results.append(
-                Comparison("memory", group, f"memory of {group}, {n:,} tokens", own[n], other, name_of(peer), ratio)
-            )
+            case, ratio = f"memory of {pass_of(measure)}, {n:,} tokens", times_as_small(own[n], other)
+            results.append(Comparison("memory", pass_of(measure), case, own[n], other, name_of(peer), ratio))
     return results
 
 

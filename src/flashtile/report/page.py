@@ -33,7 +33,7 @@ def render(report: Report) -> tuple[str, dict[str, str]]:
     svgs = {plot.name: svg_of(plot) for section in report.sections for plot in section.plots}
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    facts = {name: x for name, x in report.about.items() if name in FACTS} | report.about["machine"]
+    facts: dict[str, Any] = {name: x for name, x in report.about.items() if name in FACTS} | report.about["machine"]
     page = template.render(
         report=report,
         title=title_of(report),

@@ -42,14 +42,14 @@ def section_of(settings: Settings, found: Sequence[tuple[Kind, list[Row]]]) -> S
     unit, scale = ("TFLOP/s", 1e12) if largest >= 1e12 else ("GFLOP/s", 1e9)
     comparisons = [x for kind, some in found for x in compared(settings, kind.name, some)]
     cell = by_length[0].cell
-    shape = f"{cell.heads} heads of {cell.head_dim}, causal, in {cell.dtype}"
     counted = tally(comparisons).capitalize() if comparisons else "Nothing could be compared"
     return Section(
         name="speed",
         title="Speed",
-        summary=f"{counted}. Where nothing else is said, calls have {shape}; those of the pictures have "
-        f"{cell.inputs} inputs. Every result is compared with the oracle before it is timed. FLOPs are those of visible "
-        "pairs, 2.5 times as many backward. Lines are medians over rounds in which all take turns, bands 20% to 80%.",
+        summary=f"{counted}. Where nothing else is said, calls have {cell.heads} heads of {cell.head_dim}, causal, in "
+        f"{cell.dtype}; those of the pictures have {cell.inputs} inputs. Every result is compared with the oracle "
+        "before it is timed. FLOPs are those of visible pairs, 2.5 times as many backward. Lines are medians over "
+        "rounds in which all take turns, bands 20% to 80%.",
         plots=[plot_of(by_length, measure, unit, scale) for measure in ("forward", "backward")],
         tables=[
             table_of(comparisons, CAPTION, f"All {len(comparisons)} calls, losses first"),

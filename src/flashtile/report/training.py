@@ -17,7 +17,7 @@ from .section import Plot, Section, Series, Table
 from .settings import Settings
 
 BATCH, SEQLEN = 8, 128
-COMPARED_STEPS = 5  # that PyTorch's attention trains too
+COMPARED_STEPS = 3  # that PyTorch's attention trains too
 
 
 def trained(settings: Settings, advance: Callable[[], None]) -> Section:
