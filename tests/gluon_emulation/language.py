@@ -143,6 +143,10 @@ def exp2(x: Value) -> Value:
     return Value(torch.exp2(x.tensor))
 
 
+def fma(a: Any, b: Any, c: Any) -> Value:
+    return Value(torch.addcmul(as_tensor(plain(c)), as_tensor(plain(a)), as_tensor(plain(b))))
+
+
 def log2(x: Value) -> Value:
     return Value(torch.log2(x.tensor))
 

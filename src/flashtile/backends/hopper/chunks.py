@@ -51,13 +51,6 @@ def times(x, factor):
 
 
 @gluon.jit
-def wait_for_values(acc, x, y):
-    """The sums `acc` when no product is in flight any more. What else was given is computed before that."""
-    acc, others = wait_for_all(acc, (x, y))
-    return acc, others[0], others[1]
-
-
-@gluon.jit
 def wait_for_sums(acc, LEFT: gl.constexpr = 0):
     """The sums `acc` when no more than the last LEFT products are in flight."""
     found = warpgroup_mma_wait(LEFT, deps=acc)
@@ -82,6 +75,6 @@ def joined(left, right):
 
 @gluon.jit
 def wait_for_all(acc, others):
-    """As `wait_for_values`, with any number of others."""
+    """The sums `acc` when no product is in flight any more. What else was given is computed before that."""
     found = warpgroup_mma_wait(0, deps=acc + others)
     return found[: len(acc)], found[len(acc) :]

@@ -13,12 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from . import scores, softmax
 from .bits import where_bits
-from .chunks import add_weighted_rows, no_sums, product_of_rows, wait_for_values
+from .chunks import add_weighted_rows, no_sums, product_of_rows, wait_for_all
 from .copying import ROWS, q_slot
 from .masking import key_blocks, keys_seen
 from .pipeline import afresh, release, rows_of, wait_full
 from .schedule import Tile
-from .softmax import INFINITY
+from .softmax import INFINITY, Sum
 
 
 class Part(NamedTuple):
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     acc: tuple[gl.tensor, ...]  # sums of all blocks before the last one, by chunks of columns
     p: gl.tensor  # probabilities of the last one
     level: gl.tensor
-    l: gl.tensor  # sums of all probabilities  # noqa: E741
+    l: Sum  # of all probabilities  # noqa: E741
 
 
 @gluon.jit
@@ -99,12 +99,12 @@ def step(
     release_q_early(inputs.q_free, tile_count, consumer, block == tile.lo, TILE)
     t = scored(s, part, block, window, scoring)
     level, alpha, moved, p = softmax.follow(rows.level, t, scoring.factor, TILE.guessed)
-    l = rows.l * alpha + softmax.sums_by_thread(p)  # noqa: E741
-    acc, p, l = wait_for_values(acc, p, l)  # noqa: E741
+    l = softmax.add_probabilities(rows.l, alpha, p)  # noqa: E741
+    acc, others = wait_for_all(acc, (p, l.total, l.excess))
     release(v.gates, n, STAGES)
-    p = as_operand(p, acc, v.data[0].dtype)
+    p = as_operand(others[0], acc, v.data[0].dtype)
     moved = gl.where(block == tile.hi - 1, 0, moved)  # in a first step, sums are those of the tile before
-    return Rows(softmax.rescaled(acc, alpha, moved), p, level, l)
+    return Rows(softmax.rescaled(acc, alpha, moved), p, level, Sum(others[1], others[2]))
 
 
 @gluon.jit

@@ -7,8 +7,11 @@ move after a row's first keys, and what a moved level asks for stands behind a b
 rescaled there, and exponentials that were computed before the new level was known are computed again.
 
 Four threads hold a row (`bits`). Levels and sums stay apart by thread, `[M, 4]`, until the row is finished: where no
-level moves, the threads of a row exchange nothing.
+level moves, the threads of a row exchange nothing. The sums are compensated, so that their error does not grow with the
+number of keys (Kahan, "Further remarks on reducing truncation errors", 1965).
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +23,13 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 INFINITY = gl.constexpr(float("inf"))
 LARGEST = gl.constexpr(3.4028234663852886e38)
+
+
+class Sum(NamedTuple):
+    """A compensated sum `[M, 4]`."""
+
+    total: gl.tensor
+    excess: gl.tensor  # what rounding has added to it
 
 
 @gluon.jit
@@ -35,7 +45,16 @@ def start(t, sinks, head, with_sink):
         sink = gl.where(with_sink, gl.load(sinks + head).to(gl.float32) * LOG2E, -INFINITY)
         level = gl.full([M, 4], gl.minimum(gl.maximum(sink, -LARGEST), LARGEST), gl.float32, layout)
         l = gl.full([M, 4], gl.where(sink == -INFINITY, 0.0, 0.25), gl.float32, layout)  # noqa: E741
-    return level, l
+    return level, Sum(l, gl.zeros([M, 4], gl.float32, layout))
+
+
+@gluon.jit
+def add_probabilities(l, alpha, p):  # noqa: E741
+    """The sums times `alpha [M, 4]`, with those of `p [M, N]`. An infinite sum stays so: its excess would be NaN."""
+    part = gl.fma(l.excess, -alpha, sums_by_thread(p))
+    total = gl.fma(l.total, alpha, part)
+    excess = gl.fma(l.total, -alpha, total) - part
+    return Sum(total, gl.minimum(excess, LARGEST))
 
 
 @gluon.jit
@@ -83,7 +102,7 @@ def sums_by_thread(p):
 def finish(level, l, layout: gl.constexpr):  # noqa: E741
     """The factor `[M]` that makes the accumulator the output, and `lse [M]`; rows that saw nothing give 0 and -inf."""
     level = gl.convert_layout(gl.max(level, 1), layout)
-    l = gl.convert_layout(gl.sum(l, 1), layout)  # noqa: E741
+    l = gl.convert_layout(gl.sum(l.total, 1), layout)  # noqa: E741
     lse = gl.where(l == 0, -INFINITY, (level + logarithm(l)) * LN2)
     weight = gl.where(l == INFINITY, float("nan"), 1.0 / gl.where(l == 0, 1.0, l))  # a score of +inf has no share
     return weight, lse
