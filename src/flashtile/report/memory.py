@@ -1,13 +1,11 @@
-"""Peak memory against sequence length, each library in a process of its own."""
+"""Peak memory against sequence length, in a process of its own, where nothing else has allocated."""
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from ..bench.cell import Cell
-from ..bench.fresh import Job, in_fresh_process
+from ..bench.fresh import Job, in_one_process
 from ..bench.results import three_digits
 from .measured import OWN, name_of
 from .section import Plot, Section, Series, Table
@@ -23,15 +21,18 @@ Found = dict[tuple[str, str], dict[int, float]]  # bytes by measure, provider an
 def memory(settings: Settings, advance: Callable[[], None]) -> Section:
     found: Found = {}
     notes = []
-    for provider in providers(settings):
-        cells = [cell_of(settings, measure, n) for measure in MEASURES for n in settings.memory_seqlens]
-        for cell, finding in zip(cells, findings(settings, provider, cells), strict=True):
+    cells = tuple(cell_of(settings, measure, n) for measure in MEASURES for n in settings.memory_seqlens)
+    jobs = [Job(cells, provider, str(settings.device)) for provider in providers(settings)]
+    with TemporaryDirectory(ignore_cleanup_errors=True) as caches:
+        findings = in_one_process(jobs, caches)
+    for job, results in zip(jobs, findings, strict=True):
+        for cell, finding in zip(cells, results, strict=True):
             if "value" in finding:
-                found.setdefault((cell.measure, provider), {})[cell.seqlen_q] = finding["value"]
+                found.setdefault((cell.measure, job.provider), {})[cell.seqlen_q] = finding["value"]
             else:
                 reason = finding.get("declined") or finding.get("error")
-                notes.append(f"{name_of(provider)} at {cell.label()}: {reason}")
-        advance()
+                notes.append(f"{name_of(job.provider)} at {cell.label()}: {reason}")
+    advance()
     return section_of(settings, found, list(dict.fromkeys(notes)))
 
 
@@ -42,11 +43,6 @@ def providers(settings: Settings) -> tuple[str, ...]:
 def cell_of(settings: Settings, measure: str, seqlen: int) -> Cell:
     heads, head_dim, dtype = settings.memory_heads, settings.head_dim, settings.dtype
     return Cell(measure=measure, heads=heads, seqlen_q=seqlen, head_dim=head_dim, dtype=dtype)
-
-
-def findings(settings: Settings, provider: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    with TemporaryDirectory(ignore_cleanup_errors=True) as caches:
-        return in_fresh_process(Job(tuple(cells), provider, str(settings.device)), str(Path(caches)))
 
 
 def section_of(settings: Settings, found: Found, notes: list[str]) -> Section:
