@@ -7,8 +7,7 @@ from ..bench.cell import Cell
 from ..bench.sweep import Timing
 from .settings import Settings
 
-DECODE_KEYS = 4096
-FEW_KEYS = 256
+DECODE_KEYS = (256, 1024, 4096)
 LONGER = 4  # times the longest length
 DENSE = ("plain", "sdpa:math")  # their score matrices would fill the memory at the longest
 DTYPES = ("float32", "bfloat16", "float16")
@@ -60,10 +59,10 @@ def small_cells(settings: Settings) -> tuple[Cell, ...]:
 
 
 def decode_cells(settings: Settings) -> tuple[Cell, ...]:
-    """One query over a cache, long or short, with grouped heads."""
+    """One query over a cache, short or long, with grouped heads; at a length in the middle in another dtype."""
     fields: dict[str, Any] = {"heads_kv": grouped(settings), "inputs": "normal", "batch": 1, "causal": False}
     other = next(dtype for dtype in ("bfloat16", "float32") if dtype != settings.dtype)
-    variants = ((DECODE_KEYS, settings.dtype), (FEW_KEYS, settings.dtype), (DECODE_KEYS, other))
+    variants = zip(DECODE_KEYS, (settings.dtype, other, settings.dtype), strict=True)
     return tuple(settings.speed_cell(1, "decode", seqlen_k=n, dtype=dtype, **fields) for n, dtype in variants)
 
 

@@ -23,7 +23,7 @@ CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "decoding step": ((2, 32, 1, 128), (2, 8, 8192, 128), {}),
     "wide heads": ((1, 4, 1024, 256), (1, 4, 1024, 256), {"causal": True}),
 }
-RUNS = 3  # of which the fastest counts, after one that compiles
+RUNS = 2  # of which the fastest counts, after one that compiles
 
 
 def planner(settings: Settings, advance: Callable[[], None]) -> Section:
@@ -83,7 +83,7 @@ def section_of(settings: Settings, found: dict[str, tuple[Explanation, float]]) 
         summary=f"Forward of typical calls in {settings.dtype} on {some.device}, where arithmetic reaches "
         f"{three_digits(some.flops_per_second / 1e9)} GFLOP/s and memory {three_digits(some.bytes_per_second / 1e9)} "
         "GB/s. The limit is the least time that a call's operations, or its bytes from memory, take at these rates; "
-        f"measured is the fastest of {RUNS} runs.",
+        f"measured is the faster of {RUNS} runs.",
         tables=[
             Table(columns, rows, frozenset({3, 4, 6, 7, 8})),
             Table(("backend", "usable", "what it is, or why not"), usable, caption="Backends, fastest first."),
