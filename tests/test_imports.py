@@ -52,6 +52,7 @@ LAYERS = (
     ("autograd",),
     ("cache_ops",),
     ("normalize", "merge"),
+    ("rates",),
     ("api", "explain"),
     ("testing*",),
     ("bench*",),

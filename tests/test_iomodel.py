@@ -249,5 +249,5 @@ def test_explain_uses_it() -> None:
     assert found.flops_backward == iomodel.backward_flops(pairs, 8, 6) == 2 * pairs * (3 * 8 + 2 * 6)
     inputs = 4 * sum(arguments[name].numel() for name in "qkv")
     assert found.bytes_forward == iomodel.least_bytes(inputs, 2 * 2 * 7, 6, 4)
-    machine = Machine(found.matmul_flops, found.copy_bytes)
+    machine = Machine(found.flops_per_second, found.bytes_per_second)
     assert (found.limit, found.seconds_at_limit) == iomodel.roofline(found.flops_forward, found.bytes_forward, machine)

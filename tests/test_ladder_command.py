@@ -55,7 +55,7 @@ def test_stack() -> None:
     assert all(row["error"] < 1e-5 for row in table["rows"])
     published = {(row["step"], row["n"]): row["published_ms"] for row in table["rows"]}
     assert published["2 scalar autograd", 8] == 0.209
-    assert any("backend cpu" in note for note in table["notes"]), "step 11 says its plan"
+    assert any("backend cpu" in note for note in table["asides"]), "step 11 says its plan"
 
 
 @pytest.mark.usefixtures("small")

@@ -1,7 +1,5 @@
 """The plan of a call in words: what will run, how much work it is, what limits it, and why nothing else was chosen."""
 
-import functools
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +13,8 @@ from .masks import visible_pairs
 from .normalize import normalize
 from .plan import Plan, plan
 from .problem import Problem
+
+CACHED = ", less where its tensors lie in a cache"
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Explanation:
     flops_backward: int  # five products instead of two: 2.5 times forward for D = Dv
     bytes_forward: int  # each input read and each output written once
     intensity: float  # flops_forward / bytes_forward
-    matmul_flops: float  # per second, measured now on this device in this dtype
-    copy_bytes: float  # per second, read and written, measured now
+    flops_per_second: float  # the most that arithmetic reaches on this device in this dtype, measured (`rates`)
+    bytes_per_second: float  # the most that memory reaches
     limit: str  # "compute" or "memory"
-    seconds_at_limit: float  # what forward would take at the measured rate of its limit
+    seconds_at_limit: float  # what forward takes at these rates, the least that it can if its tensors lie in memory
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,8 +51,9 @@ class Explanation:
             f"forward {self.flops_forward / 1e9:.3g} GFLOP, backward {self.flops_backward / 1e9:.3g} GFLOP, "
             f"{self.visible_pairs:,} visible pairs\n"
             f"forward moves at least {self.bytes_forward / 1e6:.3g} MB: {self.intensity:.3g} FLOP per byte\n"
-            f"limited by {self.limit}: a matrix product reaches {self.matmul_flops / 1e9:.3g} GFLOP/s here and a copy "
-            f"{self.copy_bytes / 1e9:.3g} GB/s, so forward takes at least {self.seconds_at_limit * 1e3:.3g} ms"
+            f"limited by {self.limit}: arithmetic reaches {self.flops_per_second / 1e9:.3g} GFLOP/s here and memory "
+            f"{self.bytes_per_second / 1e9:.3g} GB/s; at these rates forward takes at least "
+            f"{self.seconds_at_limit * 1e3:.3g} ms{CACHED if self.limit == 'memory' else ''}"
         )
 
 
@@ -66,8 +67,8 @@ def explain(
 ) -> Explanation:
     """What `attention` (or, with `cu_seqlens_q`, `attention_varlen`) would do with these arguments; runs none of it.
 
-    Measures a matrix product and a copy on the device for some milliseconds, once in a process, to say which of the
-    two limits the call (Williams et al., "Roofline", 2009).
+    Measures arithmetic and memory of the device for a fifth of a second, once in a process, to say which of the two
+    limits the call (Williams et al., "Roofline", 2009).
 
     Args:
         q, k, v, cu_seqlens_q, cu_seqlens_k, keywords: as the call itself takes them.
@@ -75,7 +76,8 @@ def explain(
     Raises:
         AttentionError: as the call itself would.
     """
-    from .iomodel import Machine, backward_flops, forward_flops, least_bytes, roofline  # not at `import flashtile`
+    from .iomodel import backward_flops, forward_flops, least_bytes, roofline  # not at `import flashtile`
+    from .rates import machine
 
     call = described_call(q, k, v, cu_seqlens_q, cu_seqlens_k, keywords)
     problem = Problem.describe(call)
@@ -86,8 +88,8 @@ def explain(
     inputs = sum(x.numel() * x.element_size() for x in call.tensors.flat() if x is not None)
     rows = q.numel() // max(problem.head_dim, 1)
     moved = least_bytes(inputs, rows, problem.head_dim_v, q.element_size())
-    machine = Machine(*measured_rates(q.device.type, q.device.index, q.dtype))
-    bound = roofline(flops, moved, machine)
+    rates = machine(q.device, q.dtype)
+    bound = roofline(flops, moved, rates)
     return Explanation(
         problem=in_words(problem),
         device=describe_device(q.device).name,
@@ -101,8 +103,7 @@ def explain(
         flops_backward=backward_flops(pairs, problem.head_dim, problem.head_dim_v),
         bytes_forward=moved,
         intensity=flops / max(moved, 1),
-        matmul_flops=machine.flops_per_second,
-        copy_bytes=machine.bytes_per_second,
+        **rates._asdict(),
         limit=bound.limit,
         seconds_at_limit=bound.seconds,
     )
@@ -179,30 +180,3 @@ def in_words(problem: Problem) -> str:
 
 def tile_in_words(chosen: Plan) -> str:
     return ", ".join(f"{name} {n}" for name, n in chosen.tile._asdict().items() if n is not None)
-
-
-@functools.cache
-def measured_rates(device_type: str, index: int | None, dtype: torch.dtype) -> tuple[float, float]:
-    """FLOP/s of a matrix product and bytes/s of a copy, the best of some."""
-    device = torch.device(device_type) if index is None else torch.device(device_type, index)
-    n = 512 if device_type == "cpu" else 4096
-    a = torch.ones((n, n), dtype=dtype, device=device)
-    x = torch.ones(2**26 if device_type == "cpu" else 2**28, dtype=torch.uint8, device=device)
-    y = torch.empty_like(x)
-    return 2 * n**3 / fastest(lambda: a @ a, device), 2 * x.numel() / fastest(lambda: y.copy_(x), device)
-
-
-def fastest(run: Any, device: torch.device, repeats: int = 5) -> float:
-    seconds = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

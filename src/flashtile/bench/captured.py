@@ -1,6 +1,6 @@
 """Queries, keys and values of a trained model: real inputs, with the outliers that random ones lack.
 
-A byte-level GPT is trained for some seconds, once in a process; the tensors are what its layers hand to attention on
+A byte-level GPT is trained for 60 steps, once in a process; the tensors are what its layers hand to attention on
 text. The heads of all layers lie side by side, as they are all the same to an attention function.
 """
 

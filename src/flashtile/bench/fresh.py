@@ -1,6 +1,6 @@
 """Measurements that need a process of their own: the first call's latency, and peak memory.
 
-`in_fresh_process` starts `python -m flashtile.bench.fresh JOB`, which prints one line of JSON.
+`in_one_process` starts `python -m flashtile.bench.fresh JOB...`, which prints one line of JSON.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,19 +67,26 @@ def samples(job: Job, runs: int) -> Iterator[dict[str, Any]]:
 
 def in_fresh_process(job: Job, caches: str) -> list[dict[str, Any]]:
     """One finding for each cell."""
-    command = [sys.executable, "-m", "flashtile.bench.fresh", job.as_json()]
+    return in_one_process((job,), caches)[0]
+
+
+def in_one_process(jobs: Sequence[Job], caches: str) -> list[list[dict[str, Any]]]:
+    """The findings of each job; to start a process takes longer than a small job."""
+    command = [sys.executable, "-m", "flashtile.bench.fresh", *(job.as_json() for job in jobs)]
     environment = os.environ | {name: str(Path(caches, name)) for name in CACHE_VARIABLES}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     except subprocess.TimeoutExpired:
-        return [{"error": f"gave up after {PATIENCE} s"}] * len(job.cells)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
+        return nothing(jobs, f"gave up after {PATIENCE} s")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[[{")]
     if done.returncode or not lines:
         words = done.stderr.strip().splitlines()
-        return [{"error": f"the process ended with {done.returncode}: {words[-1] if words else 'no word'}"}] * len(
-            job.cells
-        )
+        return nothing(jobs, f"the process ended with {done.returncode}: {words[-1] if words else 'no word'}")
     return json.loads(lines[-1])
+
+
+def nothing(jobs: Sequence[Job], reason: str) -> list[list[dict[str, Any]]]:
+    return [[{"error": reason}] * len(job.cells) for job in jobs]
 
 
 def measure(job: Job) -> list[dict[str, Any]]:
@@ -123,4 +130,4 @@ def first_call(cell: Cell, provider: Provider, device: torch.device) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Job.from_json(sys.argv[1]))))
+    print(json.dumps([measure(Job.from_json(text)) for text in sys.argv[1:]]))

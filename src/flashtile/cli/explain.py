@@ -50,7 +50,7 @@ class Window(click.ParamType):
 def explain(as_json: bool, **options: Any) -> None:
     """What a call of this shape would run, how much work it is, and what limits it.
 
-    Runs no attention. Measures a matrix product and a copy for some milliseconds.
+    Runs no attention. Measures arithmetic and memory for a fifth of a second.
     """
     try:
         tensors = tensors_of(options)

@@ -124,7 +124,7 @@ def print_table(table: "Table") -> None:
     console = Console(width=max(Console().width, 120))
     console.print(table.title, style="bold")
     console.print(printed)
-    for note in table.notes:
+    for note in (*table.notes, *table.asides):
         console.print(note, highlight=False, markup=False)
     console.print()
 

@@ -112,7 +112,7 @@ def cuda(device: torch.device) -> Measurement:
             row["shared_bytes"] = kernel and kernel.shared_bytes
             table.rows.append(row)
     table.notes.append(
-        "tflops counts the two products of every pair of a row and a key; registers and spilled bytes are for a thread."
+        "TFLOP/s count the two products of every pair of a row and a key; registers and spilled bytes are for a thread."
     )
     return table
 
@@ -152,7 +152,7 @@ coalescing = measured(
     "coalescing",
     "Loads: every number once, neighbouring threads reading numbers that lie a stride apart",
     memory_patterns.coalescing,
-    f"{memory_patterns.NUMBERS * 4 / 2**20:.0f} MiB of float32; gb_per_s_used counts 4 bytes for each number.",
+    f"{memory_patterns.NUMBERS * 4 / 2**20:.0f} MiB of float32; used are 4 bytes of each number.",
 )
 banks = measured(
     "banks",

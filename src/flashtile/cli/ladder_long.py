@@ -52,12 +52,12 @@ def long(device: torch.device, lengths: tuple[int, ...] | None = None, seconds: 
             if name == THREE_KERNELS:
                 standard = row
             table.rows.append(row | compared(row, standard))
-    table.notes.append(f"Speed-up and saving are over `{THREE_KERNELS}`: an lse takes further passes over S.")
+    table.notes.append(f"Speed-up and saving are over “{THREE_KERNELS}”: an lse takes further passes over S.")
     table.notes.append(
-        "extra_mib is what the call allocates at most, results included (out alone: N d floats). Published: S and P "
-        "against out. Where tiles are tensors of torch, they count; in a kernel they would not. error is that of the "
-        f"last {CHECKED_ROWS} rows."
+        "Memory is what the call allocates at most, results included (out alone: N d floats). Where tiles are tensors "
+        f"of torch, they count; in a kernel they would not. The error is that of the last {CHECKED_ROWS} rows."
     )
+    table.asides.append("Published memory: S and P against out.")
     return table
 
 

@@ -10,18 +10,21 @@ import torch
 from torch import Tensor
 
 from .. import attention
-from ..explain import fastest
 from ..ladder import step04_standard, step08_triton_lse, triton_or_not
+from ..rates import fastest
 
 
 @dataclass
 class Table:
-    """What one set of measurements found; `rows` have the same keys."""
+    """What one set of measurements found; `rows` have the same keys. Columns that begin with "published", and `asides`,
+    are for `flashtile ladder` alone: the report shows what can be measured or looked up.
+    """
 
     name: str
     title: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    asides: list[str] = field(default_factory=list)
 
 
 Measurement = Generator[str, None, Table]  # yields a word on what it does next

@@ -4,7 +4,6 @@ It is the command line that puts it there, since nothing else may import the lad
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from ..ladder.triton_or_not import on
 from ..report.section import Plot, Section, Series
@@ -17,6 +16,49 @@ from .ladder_stack import stack
 from .ladder_tables import TABLES, long
 
 QUICK = ("stack", "long", "intensity")
+# Columns of all tables in words.
+HEADINGS = {
+    "n": "N",
+    "step": "step",
+    "ms": "ms",
+    "error": "largest error",
+    "extra_mib": "memory, MiB",
+    "speedup": "speed-up",
+    "saving": "memory saved, times",
+    "algorithm": "algorithm",
+    "mb_moved": "moved, MB",
+    "intensity": "operations for each byte",
+    "limit": "limited by",
+    "bound_ms": "limit, ms",
+    "tiles": "tiles",
+    "lite": "error, lite",
+    "online": "error, online",
+    "on_chip": "on chip",
+    "tile": "tile",
+    "flash1_mb_read": "FlashAttention-1, MB read",
+    "flash1_mb_written": "FlashAttention-1, MB written",
+    "flash2_mb_read": "FlashAttention-2, MB read",
+    "flash2_mb_written": "FlashAttention-2, MB written",
+    "flash1_ms": "FlashAttention-1, ms",
+    "flash2_ms": "FlashAttention-2, ms",
+    "where": "where",
+    "scale": "scale",
+    "change": "change",
+    "out_moves_by": "out moves by",
+    "lse_moves_by": "lse moves by",
+    "out_error": "error of out",
+    "lse_error": "error of lse",
+    "tflops": "TFLOP/s",
+    "registers": "registers",
+    "spilled_bytes": "spilled, bytes",
+    "shared_bytes": "shared memory, bytes",
+    "stride": "stride",
+    "gb_per_s_used": "GB/s used",
+    "slower": "times slower",
+    "kernel": "kernel",
+    "padded_ms": "with padding, ms",
+    "unpadded_ms": "without, ms",
+}
 
 
 def tables_of(settings: Settings) -> tuple[str, ...]:
@@ -38,8 +80,7 @@ def ladder(settings: Settings, advance: Callable[[], None]) -> Section:
         title="The ladder: from pure Python to this library",
         summary="Forward of one head at d = 16, on one thread, in every step that runs here; "
         f"at N = {most} from {span_of(steps, most)}. "
-        "The steps are files to be read, in flashtile/ladder; docs/ladder.md explains them. Published figures are "
-        "those of teaching material, from other machines.",
+        "The steps are files to be read, in flashtile/ladder; docs/ladder.md explains them.",
         plots=[plot_of(steps)],
         tables=[shown(table) for table in tables.values() if table.rows],
         notes=[note for table in tables.values() for note in table.notes],
@@ -71,24 +112,26 @@ def span_of(steps: Table, n: int) -> str:
 
 
 def plot_of(steps: Table) -> Plot:
-    """Steps from top to bottom, a mark for each length; published times beside them."""
+    """Steps from top to bottom, a mark for each length."""
     names = tuple(dict.fromkeys(row["step"] for row in steps.rows))
-    series, own = [], steps.rows
+    series = []
     for n in dict.fromkeys(row["n"] for row in steps.rows):
         own = [row for row in steps.rows if row["n"] == n]
         series.append(Series(f"N = {n}", [row["ms"] for row in own], [float(names.index(row["step"])) for row in own]))
-    known = [row for row in own if row["published_ms"]]  # of the longest, which is where most is known
-    if known:
-        places = [float(names.index(row["step"])) for row in known]
-        series.append(Series(f"published, N = {own[-1]['n']}", [row["published_ms"] for row in known], places))
     title = "Time of a forward pass, one head, d = 16 (less is better)"
     return Plot("ladder", title, series, "milliseconds", kind="dots", rows=names)
 
 
 def shown(table: Table) -> Shown:
-    """As `flashtile ladder` prints it."""
-    rows: list[dict[str, Any]] = pivoted(table.rows) if table.name == "stack" else table.rows
-    columns = tuple(name.replace("_", " ") for name in rows[0])
+    """As `flashtile ladder` prints it, under words, without what is published elsewhere."""
+    whole = pivoted([row | {"published_ms": None} for row in table.rows]) if table.name == "stack" else table.rows
+    rows = [{name: x for name, x in row.items() if not name.startswith("published")} for row in whole]
+    columns = tuple(heading(name) for name in rows[0])
     numbers = frozenset(i for i, x in enumerate(rows[0].values()) if not isinstance(x, str) or columns[i][:1] == "N")
     cells = [tuple(in_figures(x) or "–" for x in row.values()) for row in rows]
-    return Shown(columns, cells, numbers, caption=table.title)
+    return Shown(columns, cells, numbers, caption=table.title.partition(" (in brackets")[0])
+
+
+def heading(name: str) -> str:
+    """What readers know a column by: those of a pivot, "N = 64", are words already."""
+    return name if " " in name else HEADINGS[name]

@@ -10,8 +10,7 @@ import torch
 
 from .. import explain as explain_call
 from .. import iomodel
-from ..explain import measured_rates
-from ..iomodel import Machine, Shape, Work, roofline
+from ..iomodel import Shape, Work, roofline
 from ..ladder import (
     step05_flash1,
     step06_flash2,
@@ -19,6 +18,7 @@ from ..ladder import (
     step08_triton_online,
     triton_or_not,
 )
+from ..rates import machine
 from .ladder_gpu import banks, coalescing, cuda
 from .ladder_long import long
 from .ladder_measure import Measurement, Table, error_of, inputs, milliseconds
@@ -86,18 +86,18 @@ INTENSITY_PUBLISHED = {1024: {"standard": 15.4, "fused": 261.0}, 4096: {"standar
 
 def intensity(device: torch.device) -> Measurement:
     yield "the rates of this machine"
-    machine = Machine(*measured_rates(device.type, device.index, torch.float32))
+    rates = machine(device, torch.float32)
     table = Table(
         "intensity",
         "Arithmetic intensity from the model: float32, d = 64, operations for each byte of the big memory",
         notes=[
-            f"Here a float32 matrix product reaches {machine.flops_per_second / 1e9:.4g} GFLOP/s and a copy "
-            f"{machine.bytes_per_second / 1e9:.4g} GB/s: the ridge is at {machine.ridge:.3g} operations for each byte."
+            f"Here float32 arithmetic reaches {rates.flops_per_second / 1e9:.4g} GFLOP/s and memory "
+            f"{rates.bytes_per_second / 1e9:.4g} GB/s: the ridge is at {rates.ridge:.3g} operations for each byte."
         ],
     )
     for n, published in INTENSITY_PUBLISHED.items():
         for name, work in algorithms(n, device).items():
-            bound = roofline(work.flops, work.moved, machine)
+            bound = roofline(work.flops, work.moved, rates)
             row = {"n": n, "algorithm": name, "mb_moved": work.moved / 1e6, "intensity": work.intensity}
             row["published"] = published.get({"standard": "standard", "each matrix once": "fused"}.get(name, ""))
             table.rows.append(row | {"limit": bound.limit, "bound_ms": bound.seconds * 1e3})

@@ -1,72 +1,90 @@
-"""The gate: random problems over the whole contract, each element of each result within its bound of an fp64 oracle."""
+"""The gate: problems of several kinds, each element of each result within its bound of an oracle."""
 
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..bench.captured import Source, captured
 from ..bench.results import three_digits
 from ..plan import backends
-from ..verification import Outcome, Problems, Report, examine
+from ..verification import Outcome, Problems, Report, Tally, examine
 from .section import Section, Table
 from .settings import Settings
 
 FEWEST = 10  # problems of each kind
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Outcomes of one kind of problem. A further kind is one more of these for `section_of`."""
+
+    name: str  # in tables
+    words: str  # after the number of problems: "random problems over every feature"
+    asked: int  # problems, of which time may have run out for some
+    report: Report
+
+    @property
+    def examined(self) -> int:
+        return len(self.report.outcomes) // len(self.report.problems.backends)
+
+    def __str__(self) -> str:
+        if self.examined == self.asked:
+            return f"{self.examined:,} {self.words}"
+        return f"{self.examined:,} of {self.asked:,} {self.words} (then the time was up)"
+
+
 def gate(settings: Settings, advance: Callable[[], None]) -> Section:
     names = tuple(status.name for status in backends() if status.usable)
-    reports = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "captured.pt")
         Source(captured(2, 512)).save(path)
-        for count, values in ((settings.cases, None), (settings.captured_cases, path)):
-            problems, outcomes = Problems(range(count), names, settings.device, None, values), []
-            start = time.perf_counter()
-            with closing(examine(problems, settings.gate_jobs)) as batches:
-                for batch in batches:
-                    outcomes += batch
-                    advance()
-                    seconds = time.perf_counter() - start
-                    if len(outcomes) >= FEWEST * len(names) and seconds > settings.gate_seconds:
-                        break  # what is compiled for each problem takes long on some machines
-            reports.append(Report(problems, outcomes, seconds))
-    values = ("random", "captured")
-    tallies = [(words, tally) for words, report in zip(values, reports, strict=True) for tally in report.tallies()]
-    failures = [outcome for report in reports for outcome in report.failures()]
+        random = Problems(range(settings.cases), names, settings.device, None, None)
+        real = Problems(range(settings.captured_cases), names, settings.device, None, path)
+        kinds = [
+            Kind("random", "random problems over every feature", settings.cases, examined(settings, random, advance)),
+            Kind("captured", "with captured values", settings.captured_cases, examined(settings, real, advance)),
+        ]
+    return section_of(kinds)
+
+
+def examined(settings: Settings, problems: Problems, advance: Callable[[], None]) -> Report:
+    """As many problems as time allows, in order: kernels that are compiled for each take long on some machines."""
+    outcomes, start = [], time.perf_counter()
+    with closing(examine(problems, settings.gate_jobs)) as batches:
+        for batch in batches:
+            outcomes += batch
+            advance()
+            seconds = time.perf_counter() - start
+            if len(outcomes) >= FEWEST * len(problems.backends) and seconds > settings.gate_seconds:
+                break
+    return Report(problems, outcomes, time.perf_counter() - start)
+
+
+def section_of(kinds: list[Kind]) -> Section:
+    names = kinds[0].report.problems.backends
+    tallies = [(kind.name, tally) for kind in kinds for tally in kind.report.tallies()]
+    failures = [outcome for kind in kinds for outcome in kind.report.failures()]
     tried = {tally.backend for _, tally in tallies if tally.cases}
     unverified = [f"{name} declined every problem: nothing is verified" for name in names if name not in tried]
-    counts = [len(report.outcomes) // len(names) for report in reports]
     runs = sum(tally.cases for _, tally in tallies)
-    rows = [
-        (
-            tally.backend,
-            tally.dtype,
-            words,
-            str(tally.cases),
-            str(tally.failed),
-            str(tally.declined),
-            three_digits(tally.worst.ratio) if tally.worst else "",
-            tally.worst.name if tally.worst else "",
-        )
-        for words, tally in tallies
-    ]
-    found = f"{len(failures)} of {runs} runs are wrong" if failures else f"All {runs} runs are within their bounds"
+    found = f"{len(failures)} of {runs:,} runs are wrong" if failures else f"All {runs:,} runs are within their bounds"
+    details = [(tally.backend, tally.dtype, words, *entries([tally])) for words, tally in tallies]
+    columns = ("backend", "dtype", "values", "runs", "wrong", "declined", "worst", "of")
     return Section(
         name="gate",
         title="Is it right?",
-        summary=f"{found}: {counts[0]} random problems over every feature, forward and backward, and {counts[1]} with "
-        f"captured values, each on {words_of(names)}.",
+        summary=f"{found}: {' and '.join(map(str, kinds))}, forward and backward, each on {in_list(names)}.",
         tables=[
             Table(
-                ("backend", "dtype", "values", "runs", "wrong", "declined", "worst", "of"),
-                rows,
-                frozenset({3, 4, 5, 6}),
+                ("backend", *columns[3:]),
+                [(name, *entries([tally for _, tally in tallies if tally.backend == name])) for name in names],
+                frozenset({1, 2, 3, 4}),
                 "“worst” is the largest error of any element, in units of its own bound: 1 would be at the edge.",
-            )
+            ),
+            Table(columns, details, frozenset({3, 4, 5, 6}), folded="By backend, dtype and kind of values"),
         ],
         notes=[*map(described, failures[:20]), *unverified],
         records=[asdict(tally) | {"values": words} for words, tally in tallies],
@@ -74,7 +92,14 @@ def gate(settings: Settings, advance: Callable[[], None]) -> Section:
     )
 
 
-def words_of(names: tuple[str, ...]) -> str:
+def entries(tallies: list[Tally]) -> tuple[str, ...]:
+    """Runs, wrong, declined, the worst error and of which result."""
+    worst = max((x.worst for x in tallies if x.worst), key=lambda deviation: deviation.ratio, default=None)
+    counts = (sum(x.cases for x in tallies), sum(x.failed for x in tallies), sum(x.declined for x in tallies))
+    return (*(f"{n:,}" for n in counts), three_digits(worst.ratio) if worst else "", worst.name if worst else "")
+
+
+def in_list(names: tuple[str, ...]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 

@@ -12,12 +12,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..bench.cell import INPUTS
 from ..bench.origin import origin
 from ..bench.providers import make
+from ..bench.run import stamp
 from . import errors, gate, memory, planner, speed, training
+from .cells import kinds
 from .measured import providers
+from .overview import overview
 from .section import Section
 from .settings import Settings
 
 Advance = Callable[[], None]
+ORDER = ("overview", "gate", "speed", "memory", "errors", "planner", "training")  # others follow
 Step = tuple[str, int, Callable[..., Any]]  # what is shown, how many steps it has, and what makes its section
 
 
@@ -34,18 +38,18 @@ class Report:
 
 def gather(settings: Settings, machine: dict[str, Any], further: tuple[Step, ...] = ()) -> Report:
     """`machine` is what `flashtile env` finds; `further` are steps whose sections come last."""
-    start, found, parts = time.perf_counter(), [], {}
+    start, started, parts = time.perf_counter(), stamp(), {}
+    found: list[Section] = []
     with progress() as bar:
         for words, total, measure in (*steps(settings), *further):
             task = bar.add_task(words, total=total)
             begun = time.perf_counter()
-            made = measure(settings, lambda task=task: bar.advance(task))
-            found += made if isinstance(made, tuple) else [made]
+            found.append(measure(settings, lambda task=task: bar.advance(task)))
             bar.update(task, completed=total)
             parts[words] = time.perf_counter() - begun
-    order = ("gate", "speed", "losses", "memory", "errors", "planner", "training")
-    found.sort(key=lambda section: order.index(section.name) if section.name in order else len(order))
-    about = origin(settings.device, make(providers(settings)), machine)
+    found.insert(0, overview(found))
+    found.sort(key=lambda section: ORDER.index(section.name) if section.name in ORDER else len(ORDER))
+    about = {"date": started} | origin(settings.device, make(providers(settings, settings.peers)), machine)
     return Report(found, about | {"seconds": parts}, time.perf_counter() - start)
 
 
@@ -53,8 +57,8 @@ def steps(settings: Settings) -> Iterator[Step]:
     """Training is first, because others use its tensors."""
     yield "training a small model", settings.steps, training.trained
     yield "correctness gate", settings.cases + settings.captured_cases, gate.gate
-    yield "speed", len(speed.cells(settings)) + len(speed.further_cells(settings)), speed.speed
-    yield "memory", 2, memory.memory
+    yield "speed", sum(len(kind.cells) for kind in kinds(settings)), speed.speed
+    yield "memory", 1, memory.memory
     yield "error against fp64", len(errors.DTYPES) * len(INPUTS), errors.errors
     yield "plans", len(planner.CALLS), planner.planner
 

@@ -2,30 +2,31 @@
 
 from collections.abc import Callable, Sequence
 
-from ..bench.cell import Cell
 from ..bench.providers import make
 from ..bench.results import OK, Row
 from ..bench.rounds import Band
 from ..bench.run import Bench
 from ..bench.sweep import Sweep
 from ..plan import backends
+from .cells import Kind
 from .section import Series
 from .settings import Settings
 
 OWN = "flashtile"
-NAMES = {"sdpa:flash": "SDPA flash", "sdpa:math": "SDPA math", "sdpa:cudnn": "SDPA cuDNN", "flex": "FlexAttention"}
-NAMES |= {"plain": "plain torch", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
+NAMES = {"sdpa": "PyTorch SDPA", "sdpa:flash": "SDPA flash", "sdpa:math": "SDPA math", "sdpa:cudnn": "SDPA cuDNN"}
+NAMES |= {"flex": "FlexAttention", "plain": "plain PyTorch"}
+NAMES |= {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 
 
-def rows_of(settings: Settings, cells: Sequence[Cell], advance: Callable[[], None]) -> list[Row]:
-    work = Bench(settings.device, make(providers(settings)), settings.timing, settings.reference, None)
-    return list(work.run(Sweep("report", tuple(cells)), lambda cell: advance()))
+def rows_of(settings: Settings, kind: Kind, advance: Callable[[], None]) -> list[Row]:
+    work = Bench(settings.device, make(providers(settings, kind.peers)), kind.timing, settings.reference, None)
+    return list(work.run(Sweep("report", kind.cells), lambda cell: advance()))
 
 
-def providers(settings: Settings) -> tuple[str, ...]:
+def providers(settings: Settings, peers: tuple[str, ...]) -> tuple[str, ...]:
     """flashtile, on a GPU also each of its kernels that is usable there, and the others."""
     kernels = [status.name for status in backends() if status.usable and status.name not in ("tiled", "reference")]
-    return (OWN, *(f"{OWN}:{name}" for name in kernels if settings.device.type != "cpu"), *settings.peers)
+    return (OWN, *(f"{OWN}:{name}" for name in kernels if settings.device.type != "cpu"), *peers)
 
 
 def name_of(provider: str) -> str:

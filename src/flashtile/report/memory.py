@@ -1,51 +1,43 @@
-"""Peak memory against sequence length, this library beside the dense method, each in a process of its own."""
+"""Peak memory against sequence length, in a process of its own, where nothing else has allocated."""
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from ..bench.cell import Cell
-from ..bench.fresh import Job, in_fresh_process
+from ..bench.fresh import Job, in_one_process
 from ..bench.results import three_digits
 from .measured import OWN, name_of
 from .section import Plot, Section, Series, Table
 from .settings import Settings
+from .tables import MIB, table_of
+from .verdict import Comparison, tally, times_as_small
 
 DENSE = "plain"
-MIB = 2**20
+MEASURES = ("forward_memory", "backward_memory")
+Found = dict[tuple[str, str], dict[int, float]]  # bytes by measure, provider and length
 
 
 def memory(settings: Settings, advance: Callable[[], None]) -> Section:
-    found: dict[tuple[str, str], dict[int, float]] = {}  # bytes by measure, provider and length
+    found: Found = {}
     notes = []
-    for provider in (OWN, DENSE):
-        cells = [cell_of(settings, measure, n) for measure in MEASURES for n in settings.memory_seqlens]
-        for cell, finding in zip(cells, findings(settings, provider, cells), strict=True):
+    cells = tuple(cell_of(settings, measure, n) for measure in MEASURES for n in settings.memory_seqlens)
+    jobs = [Job(cells, provider, str(settings.device)) for provider in providers(settings)]
+    with TemporaryDirectory(ignore_cleanup_errors=True) as caches:
+        findings = in_one_process(jobs, caches)
+    for job, results in zip(jobs, findings, strict=True):
+        for cell, finding in zip(cells, results, strict=True):
             if "value" in finding:
-                found.setdefault((cell.measure, provider), {})[cell.seqlen_q] = finding["value"]
+                found.setdefault((cell.measure, job.provider), {})[cell.seqlen_q] = finding["value"]
             else:
                 reason = finding.get("declined") or finding.get("error")
-                notes.append(f"{name_of(provider)} at {cell.label()}: {reason}")
-        advance()
-    plots = [plot_of(settings, measure, found) for measure in MEASURES]
-    return Section(
-        name="memory",
-        title="Memory against sequence length",
-        summary=summary_of(settings, found),
-        plots=plots,
-        tables=[table_of(settings, found)],
-        notes=list(dict.fromkeys(notes)),
-        records=[
-            {"measure": measure, "provider": provider, "seqlen": n, "bytes": x}
-            for (measure, provider), values in found.items()
-            for n, x in values.items()
-        ],
-    )
+                notes.append(f"{name_of(job.provider)} at {cell.label()}: {reason}")
+    advance()
+    return section_of(settings, found, list(dict.fromkeys(notes)))
 
 
-MEASURES = ("forward_memory", "backward_memory")
+def providers(settings: Settings) -> tuple[str, ...]:
+    return (OWN, settings.reference, DENSE)
 
 
 def cell_of(settings: Settings, measure: str, seqlen: int) -> Cell:
@@ -53,9 +45,44 @@ def cell_of(settings: Settings, measure: str, seqlen: int) -> Cell:
     return Cell(measure=measure, heads=heads, seqlen_q=seqlen, head_dim=head_dim, dtype=dtype)
 
 
-def findings(settings: Settings, provider: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    with TemporaryDirectory(ignore_cleanup_errors=True) as caches:
-        return in_fresh_process(Job(tuple(cells), provider, str(settings.device)), str(Path(caches)))
+def section_of(settings: Settings, found: Found, notes: list[str]) -> Section:
+    comparisons = [x for measure in MEASURES for x in compared(settings, measure, found)]
+    counted = tally(comparisons).capitalize() if comparisons else "Nothing could be compared"
+    return Section(
+        name="memory",
+        title="Memory",
+        summary=f"{counted}. {settings.memory_heads} heads of {settings.head_dim}, {settings.dtype}, not causal; the "
+        "most bytes that PyTorch's allocator has given out at a time, less inputs and results. "
+        f"{of_the_longest(settings, found)}",
+        plots=[plot_of(settings, measure, found) for measure in MEASURES],
+        tables=[
+            table_of(comparisons, "", f"All {len(comparisons)} cases, losses first"),
+            length_table(settings, found),
+        ],
+        notes=notes,
+        records=[
+            {"measure": measure, "provider": provider, "seqlen": n, "bytes": x}
+            for (measure, provider), values in found.items()
+            for n, x in values.items()
+        ],
+        comparisons=comparisons,
+    )
+
+
+def compared(settings: Settings, measure: str, found: Found) -> list[Comparison]:
+    """Each length, beside the other that takes the least."""
+    results, own = [], found.get((measure, OWN), {})
+    for n in settings.memory_seqlens:
+        others = [(x[n], name) for (m, name), x in found.items() if m == measure and name != OWN and n in x]
+        if n in own and others:
+            other, peer = min(others)
+            case, ratio = f"memory of {pass_of(measure)}, {n:,} tokens", times_as_small(own[n], other)
+            results.append(Comparison("memory", pass_of(measure), case, own[n], other, name_of(peer), ratio))
+    return results
+
+
+def pass_of(measure: str) -> str:
+    return measure.removesuffix("_memory")
 
 
 def inputs_bytes(settings: Settings, seqlen: int) -> float:
@@ -75,9 +102,9 @@ def slope(values: dict[int, float]) -> float | None:
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
 
 
-def plot_of(settings: Settings, measure: str, found: dict[tuple[str, str], dict[int, float]]) -> Plot:
+def plot_of(settings: Settings, measure: str, found: Found) -> Plot:
     lines = []
-    for provider in (OWN, DENSE):
+    for provider in providers(settings):
         values = {n: x for n, x in found.get((measure, provider), {}).items() if x > 0}
         if values:
             exponent = slope(values)
@@ -88,33 +115,32 @@ def plot_of(settings: Settings, measure: str, found: dict[tuple[str, str], dict[
     lengths = [float(n) for n in settings.memory_seqlens]
     inputs = [inputs_bytes(settings, n) / MIB for n in settings.memory_seqlens]
     lines.append(Series("q, k, v, out, S^1", lengths, inputs, dashed=True))
-    title = f"{measure.removesuffix('_memory').capitalize()}, MiB beyond inputs and results"
+    title = f"{pass_of(measure).capitalize()}, MiB beyond inputs and results (less is better)"
     return Plot(measure, title, lines, "sequence length", log_y=True)
 
 
-def summary_of(settings: Settings, found: dict[tuple[str, str], dict[int, float]]) -> str:
-    longest = settings.memory_seqlens[-1]
-    words = [
-        f"{settings.memory_heads} heads of {settings.head_dim}, {settings.dtype}, not causal; the most bytes that "
-        "torch's allocator has given out at a time, less inputs and results."
-    ]
+def of_the_longest(settings: Settings, found: Found) -> str:
+    """How far the dense method's matrices go."""
+    words, longest = [], settings.memory_seqlens[-1]
     for measure in MEASURES:
         own, dense = (found.get((measure, name), {}) for name in (OWN, DENSE))
         if longest in own and longest in dense:
-            which, less, more = measure.removesuffix("_memory").capitalize(), own[longest] / MIB, dense[longest] / MIB
+            less, more = own[longest] / MIB, dense[longest] / MIB
             words.append(
-                f"{which} at {longest:,}: {three_digits(less)} MiB, where the dense method takes {three_digits(more)}."
+                f"{pass_of(measure).capitalize()} at {longest:,}: {three_digits(less)} MiB, where {name_of(DENSE)} "
+                f"takes {three_digits(more)}."
             )
     return " ".join(words)
 
 
-def table_of(settings: Settings, found: dict[tuple[str, str], dict[int, float]]) -> Table:
-    keys = [(measure, provider) for measure in MEASURES for provider in (OWN, DENSE)]
-    columns = ("length", *(f"{m.removesuffix('_memory')}, {name_of(p)}" for m, p in keys), "q, k, v and out")
+def length_table(settings: Settings, found: Found) -> Table:
+    keys = [(measure, provider) for measure in MEASURES for provider in providers(settings)]
+    columns = ("length", *(f"{pass_of(m)}, {name_of(p)}" for m, p in keys), "q, k, v and out")
     rows = []
     for n in settings.memory_seqlens:
         bytes_of = [found.get(key, {}).get(n) for key in keys] + [inputs_bytes(settings, n)]
         rows.append((f"{n:,}", *("–" if x is None else three_digits(x / MIB) for x in bytes_of)))
     exponents = [slope(found.get(key, {})) for key in keys]
     rows.append(("grows as", *("–" if e is None else f"S^{e:.2f}" for e in exponents), "S^1.00"))
-    return Table(columns, rows, frozenset(range(len(columns))), "MiB. The exponents are fitted to the longer half.")
+    caption = "MiB. The exponents are fitted to the longer half."
+    return Table(columns, rows, frozenset(range(len(columns))), caption, folded="The figures of the pictures")

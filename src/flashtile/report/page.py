@@ -10,6 +10,20 @@ from .plots import standalone, svg_of
 from .section import Section
 
 TEMPLATE = Path(__file__).with_name("page.html")
+HEADER = ("flashtile", "python", "torch", "torch threads")  # facts of `flashtile env` that the head has already
+# Facts under their names in report.json, and what the page calls them.
+FACTS = {
+    "versions": "compared",
+    "clocks before": "clocks and load at the end",
+    "seconds": "seconds spent on",
+    "cpu": "processor",
+    "cpu cores": "cores",
+    "cpu capability": "PyTorch's kernels",
+    "gpus": "GPUs",
+    "gpu driver": "GPU driver",
+    "platform": "system",
+    "variables": "environment variables",
+}
 
 
 def render(report: Report) -> tuple[str, dict[str, str]]:
@@ -19,16 +33,24 @@ def render(report: Report) -> tuple[str, dict[str, str]]:
     svgs = {plot.name: svg_of(plot) for section in report.sections for plot in section.plots}
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    facts = {name: x for name, x in report.about.items() if name not in ("machine", "command")}
+    facts: dict[str, Any] = {name: x for name, x in report.about.items() if name in FACTS} | report.about["machine"]
     page = template.render(
         report=report,
         title=title_of(report),
         sections=report.sections,
         svgs=svgs,
-        machine=flat(facts | report.about["machine"]),
+        machine=flat({FACTS.get(name, name): x for name, x in facts.items() if name not in HEADER}),
+        made=made(report),
         repeat=commands(report),
     )
     return page, svgs
+
+
+def made(report: Report) -> list[str]:
+    """When, with what and how, in the page's head."""
+    about, machine = report.about, report.about["machine"]
+    found = [about["date"], f"flashtile {machine['flashtile']}{f', commit {x}' if (x := about['commit']) else ''}"]
+    return [*found, f"PyTorch {about['torch']}", machine["python"], f"{about['threads']} threads"]
 
 
 def title_of(report: Report) -> str:

@@ -1,11 +1,13 @@
-"""What the planner chooses for typical calls on this machine, and why nothing else."""
+"""What the planner chooses for typical calls on this machine, what limits them, and how long they take."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .. import explain
+from .. import attention, explain
+from ..bench.clocks import clock_of
 from ..bench.results import three_digits
 from ..explain import Explanation
 from ..plan import backends
@@ -15,21 +17,39 @@ from .settings import Settings
 # Shapes of q and of k and v, [B, H, S, D], and the other arguments.
 CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "training step, causal": ((1, 8, 2048, 64), (1, 8, 2048, 64), {"causal": True}),
-    "long sequence": ((1, 8, 16384, 64), (1, 8, 16384, 64), {"causal": True}),
+    "long sequence": ((1, 1, 16384, 64), (1, 1, 16384, 64), {"causal": True}),
     "sliding window, grouped heads": ((1, 8, 8192, 128), (1, 2, 8192, 128), {"window": (1023, 0)}),
     "softcap and dropout": ((2, 8, 1024, 64), (2, 8, 1024, 64), {"softcap": 30.0, "dropout_p": 0.1}),
-    "decoding step": ((8, 32, 1, 128), (8, 8, 8192, 128), {}),
+    "decoding step": ((2, 32, 1, 128), (2, 8, 8192, 128), {}),
     "wide heads": ((1, 4, 1024, 256), (1, 4, 1024, 256), {"causal": True}),
 }
+RUNS = 2  # of which the fastest counts, after one that compiles
 
 
 def planner(settings: Settings, advance: Callable[[], None]) -> Section:
     dtype = getattr(torch, settings.dtype)
-    found: dict[str, Explanation] = {}
+    found: dict[str, tuple[Explanation, float]] = {}
     for name, (q_shape, k_shape, arguments) in CALLS.items():
-        q, k, v = (torch.empty(shape, dtype=dtype, device=settings.device) for shape in (q_shape, k_shape, k_shape))
-        found[name] = explain(q, k, v, **arguments)
+        q, k, v = (values(shape, dtype, settings.device) for shape in (q_shape, k_shape, k_shape))
+        found[name] = explain(q, k, v, **arguments), fastest(settings, q, k, v, arguments)
         advance()
+    return section_of(settings, found)
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normal numbers, the same in every head: to draw all of them would take longer than the calls."""
+    one = torch.randn(shape[-2:], generator=torch.Generator().manual_seed(0))
+    return one.to(device, dtype).expand(shape).contiguous()
+
+
+def fastest(settings: Settings, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> float:
+    """Seconds of a forward pass."""
+    clock = clock_of(settings.device)
+    clock.seconds(lambda: attention(q, k, v, **arguments), 1)
+    return min(clock.seconds(lambda: attention(q, k, v, **arguments), 1) for _ in range(RUNS))
+
+
+def section_of(settings: Settings, found: dict[str, tuple[Explanation, float]]) -> Section:
     rows = [
         (
             name,
@@ -39,23 +59,48 @@ def planner(settings: Settings, advance: Callable[[], None]) -> Section:
             three_digits(x.intensity),
             x.limit,
             three_digits(x.seconds_at_limit * 1e3),
+            three_digits(seconds * 1e3),
+            f"{x.seconds_at_limit / seconds:.0%}",
         )
-        for name, x in found.items()
+        for name, (x, seconds) in found.items()
     ]
-    columns = ("call", "backend", "tiles", "GFLOP", "FLOP per byte", "limited by", "at the limit, ms")
+    columns = (
+        "call",
+        "backend",
+        "tiles",
+        "GFLOP",
+        "FLOP per byte",
+        "limited by",
+        "limit, ms",
+        "measured, ms",
+        "limit / measured",
+    )
     usable = [(s.name, "yes" if s.usable else "no", s.reason or s.summary) for s in backends()]
-    some = next(iter(found.values()))
-    reasons = {f"Not {backend}, for “{name}”: {why}" for name, x in found.items() for backend, why in x.why_not.items()}
+    some = next(iter(found.values()))[0]
     return Section(
         name="planner",
         title="What the planner chose, and why",
-        summary=f"For typical calls in {settings.dtype} on {some.device}, where a matrix product reaches "
-        f"{three_digits(some.matmul_flops / 1e9)} GFLOP/s and a copy {three_digits(some.copy_bytes / 1e9)} GB/s. The "
-        "limit is what forward takes at least at these rates.",
+        summary=f"Forward of typical calls in {settings.dtype} on {some.device}, where arithmetic reaches "
+        f"{three_digits(some.flops_per_second / 1e9)} GFLOP/s and memory {three_digits(some.bytes_per_second / 1e9)} "
+        "GB/s. The limit is the least time that a call's operations, or its bytes from memory, take at these rates; "
+        f"measured is the faster of {RUNS} runs.",
         tables=[
-            Table(columns, rows, frozenset({3, 4, 6})),
+            Table(columns, rows, frozenset({3, 4, 6, 7, 8})),
             Table(("backend", "usable", "what it is, or why not"), usable, caption="Backends, fastest first."),
         ],
-        notes=sorted(reasons) or ["Nothing was declined: each call runs in the first backend that was asked."],
-        records=[{"call": name} | x.as_dict() for name, x in found.items()],
+        notes=reasons({name: x for name, (x, _) in found.items()}),
+        records=[{"call": name} | x.as_dict() | {"seconds": seconds} for name, (x, seconds) in found.items()],
     )
+
+
+def reasons(found: dict[str, Explanation]) -> list[str]:
+    """Why backends were passed over, each reason once, with the calls that it holds for."""
+    calls: dict[tuple[str, str], list[str]] = {}
+    for name, x in found.items():
+        for backend, why in x.why_not.items():
+            calls.setdefault((backend, why), []).append(name)
+    lines = []
+    for (backend, why), names in calls.items():
+        where = "" if len(names) == len(found) else f" for {', '.join(names)}"
+        lines.append(f"Not {backend}{where}: {why}.")
+    return lines or ["Nothing was declined: each call runs in the first backend that was asked."]

@@ -17,17 +17,23 @@ ROOM = 30  # letters of two names side by side in a legend
 ENLARGED = 1.3  # as a file of its own
 SPREAD = 0.24  # of the dots of one row, in rows
 FONT_SIZE = 11
-INK, MUTED, GRID = "#010101", "#020202", "#030303"
+INK, MUTED, GRID, BAD = "#010101", "#020202", "#030303", "#040404"
 SERIES = ("#110000", "#120000", "#130000", "#140000", "#150000", "#160000", "#170000")
-VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {x: f"--series-{n}" for n, x in enumerate(SERIES, 1)}
-TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
+NAMED = {"bad": (BAD, "o"), "muted": (MUTED, "s"), "good": (SERIES[0], "^")}  # of series whose color has a meaning
+VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", BAD: "--bad"}
+VARIABLES |= {x: f"--series-{n}" for n, x in enumerate(SERIES, 1)}
+DECADES = tuple(10.0**n for n in range(-3, 5))
+TICKS = tuple(step * decade for decade in DECADES for step in (1, 2, 5))
+MOST_TICKS = 7  # whose numbers have room; beyond them powers of ten only
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # As a picture of its own, where no page gives the colours.
 STANDALONE = """<style>
-svg { --ink: #1c1e21; --muted: #5c6370; --grid: #e3e5e8; --series-1: #0a5fc2; --series-2: #b4530a; --series-3: #5c6370;
+svg { --ink: #1c1e21; --muted: #5c6370; --grid: #e3e5e8; --bad: #b3261e; --series-1: #0a5fc2;
+--series-2: #b4530a; --series-3: #5c6370;
 --series-4: #0b7a4b; --series-5: #8a3ffc; --series-6: #a11d4e; --series-7: #0e7490; background: #ffffff;
 font-family: system-ui, sans-serif; }
-@media (prefers-color-scheme: dark) { svg { --ink: #e6e8eb; --muted: #a0a6b0; --grid: #33373d; --series-1: #6ab0ff;
+@media (prefers-color-scheme: dark) { svg { --ink: #e6e8eb; --muted: #a0a6b0; --grid: #33373d; --bad: #ff8a80;
+--series-1: #6ab0ff;
 --series-2: #f0a35e; --series-3: #a0a6b0; --series-4: #5fce9a; --series-5: #c3a2ff; --series-6: #ff8fb1;
 --series-7: #67d3e5; background: #16181b; } }
 </style>"""
@@ -57,6 +63,8 @@ def svg_of(plot: Plot) -> str:
 
 
 def lines(axes: Any, plot: Plot) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     for n, series in enumerate(plot.series):
         color, marker = (MUTED, None) if series.dashed else (SERIES[n % len(SERIES)], MARKERS[n % len(MARKERS)])
         if len(series.x) > 30:
@@ -73,7 +81,10 @@ def lines(axes: Any, plot: Plot) -> None:
         axes.minorticks_off()
     if plot.log_y:
         axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5)))
         axes.yaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
 
@@ -82,11 +93,11 @@ def dots(axes: Any, plot: Plot) -> None:
     """Rows from top to bottom."""
     axes.set_xscale("log")
     for n, series in enumerate(plot.series):
-        color = SERIES[n % len(SERIES)]
+        color, marker = NAMED.get(series.color or "", (SERIES[n % len(SERIES)], MARKERS[n % len(MARKERS)]))
         y = [row + SPREAD * (n - (len(plot.series) - 1) / 2) for row in series.y]  # so that none covers another
         if series.low is not None and series.high is not None:
             axes.hlines(y, series.low, series.high, color=color, lw=2.5, alpha=0.4)
-        (line,) = axes.plot(series.x, y, MARKERS[n % len(MARKERS)], color=color, ms=6, label=series.name)
+        (line,) = axes.plot(series.x, y, marker, color=color, ms=6, label=series.name)
         line.set_gid(f"data-{n}")
     axes.set_yticks(range(len(plot.rows)), plot.rows)
     axes.set_ylim(len(plot.rows) - 0.5, -0.5)
@@ -96,6 +107,8 @@ def dots(axes: Any, plot: Plot) -> None:
         axes.set_xlim(min(*values, plot.mark) / 1.3, max(*values, plot.mark) * 1.3)
         least, most = axes.get_xlim()
         ticks = [x for x in TICKS if least <= x <= most]
+        if len(ticks) > MOST_TICKS:
+            ticks = [x for x in ticks if x in DECADES]
         axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axes.minorticks_off()
 

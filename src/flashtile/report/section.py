@@ -3,15 +3,21 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from .verdict import Comparison
+
 
 @dataclass(frozen=True)
 class Table:
-    """`numbers` are the columns with figures, which are aligned to the right."""
+    """`numbers` are the columns with figures, which are aligned to the right; `marks` the rows with a loss, which the
+    page colors. A table with `folded` words shows only these until the reader opens it.
+    """
 
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
     numbers: frozenset[int] = frozenset()
     caption: str = ""
+    folded: str = ""
+    marks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class Series:
     low: list[float] | None = None
     high: list[float] | None = None
     dashed: bool = False
+    color: str | None = None  # "bad", "muted" or "good" among dots; by default each series has its own
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,9 @@ class Plot:
 
 @dataclass
 class Section:
-    """`records` are the figures behind it, for JSON and CSV; `ok` is False where something is wrong."""
+    """`records` are the figures behind it, for JSON and CSV; `ok` is False where something is wrong. `comparisons` are
+    those that the first screen takes its answers from.
+    """
 
     name: str
     title: str
@@ -53,3 +62,4 @@ class Section:
     notes: list[str] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     ok: bool = True
+    comparisons: list[Comparison] = field(default_factory=list)

@@ -1,49 +1,30 @@
-"""Speed against sequence length, forward and backward; and where we lose: every cell beside the fastest other."""
+"""Speed: against sequence length in pictures, and of every call that is timed beside the fastest other."""
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from ..bench.cell import Cell
 from ..bench.results import OK, WRONG, Row, three_digits
 from ..bench.rounds import Band, band, ratios
+from .cells import Kind, in_words, kinds
 from .measured import OWN, name_of, reasons, rows_of, series_of
-from .section import Plot, Section, Series, Table
+from .section import Plot, Section, Table
 from .settings import Settings
+from .tables import table_of
+from .verdict import Comparison, tally
 
-DECODE_KEYS = 4096
 BUSY = 1.5  # load for each core; this process has caused 1 of it
+CAPTION = (
+    "Ratios are formed within rounds, where other load is nearly the same for both: their median may differ a little "
+    "from the quotient of the medians."
+)
 
 
-def cells(settings: Settings) -> list[Cell]:
-    return [settings.speed_cell(n, measure) for measure in ("forward", "backward") for n in settings.seqlens]
-
-
-def further_cells(settings: Settings) -> list[Cell]:
-    """One feature at a time at the longest length that is not the last, and decoding."""
-    seqlen = settings.seqlens[max(len(settings.seqlens) - 2, 0)]
-    feature: dict[str, Any] = {"inputs": "normal", "measure": "forward"}
-    heads_kv = max(1, settings.heads // 4)
-    variants: list[dict[str, Any]] = [{"heads_kv": heads_kv}, {"window": (127, 0)}, {"bias": True}, {"alibi": True}]
-    found = [settings.speed_cell(seqlen, **feature | variant) for variant in variants]
-    decode: dict[str, Any] = {
-        "seqlen_k": DECODE_KEYS,
-        "heads_kv": heads_kv,
-        "inputs": "normal",
-        "batch": 1,
-        "causal": False,
-    }
-    return [*found, settings.speed_cell(1, "decode", **decode)]
-
-
-def speed(settings: Settings, advance: Callable[[], None]) -> tuple[Section, Section]:
-    """The section on speed, and that on where we lose."""
+def speed(settings: Settings, advance: Callable[[], None]) -> Section:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    rows = rows_of(settings, cells(settings), advance)
-    further = rows_of(settings, further_cells(settings), advance)
-    section = speed_section(rows)
+    found = [(kind, rows_of(settings, kind, advance)) for kind in kinds(settings)]
+    section = section_of(settings, found)
     section.notes += busy(load)
-    return section, losses_section([*rows, *further])
+    return section
 
 
 def busy(load: float) -> list[str]:
@@ -54,32 +35,61 @@ def busy(load: float) -> list[str]:
     return [f"The machine had other work (load {load:.1f} on {cores} cores): it can give more than these figures."]
 
 
-def speed_section(rows: list[Row]) -> Section:
-    largest = max((found.median for row in rows if (found := row.flops_per_second)), default=0.0)
+def section_of(settings: Settings, found: Sequence[tuple[Kind, list[Row]]]) -> Section:
+    """All rows, and of the first kind, the calls by length, pictures too."""
+    by_length, rows = found[0][1], [row for _, some in found for row in some]
+    largest = max((x.median for row in by_length if (x := row.flops_per_second)), default=0.0)
     unit, scale = ("TFLOP/s", 1e12) if largest >= 1e12 else ("GFLOP/s", 1e9)
-    plots = []
-    for measure in ("forward", "backward"):
-        some = [row for row in rows if row.cell.measure == measure]
-        lines = series_of(some, lambda row: row.flops_per_second, scale)
-        title = f"{measure.capitalize()}, {unit} (more is better)"
-        plots.append(Plot(measure, title, lines, "sequence length"))
-    cell = rows[0].cell
-    shape = f"{cell.heads} heads of {cell.head_dim}, causal, {cell.dtype}, {cell.inputs} inputs"
-    wrong = [row for row in rows if row.status == WRONG]
+    comparisons = [x for kind, some in found for x in compared(settings, kind.name, some)]
+    cell = by_length[0].cell
+    counted = tally(comparisons).capitalize() if comparisons else "Nothing could be compared"
     return Section(
         name="speed",
-        title="Speed against sequence length",
-        summary=f"{shape}. Every result is compared with the oracle before it is timed; FLOPs are those of visible "
-        "pairs, 2.5 times as many backward. Lines are medians over rounds in which all take turns, bands 20% to 80%.",
-        plots=plots,
-        tables=[speed_table(rows, unit, scale)],
+        title="Speed",
+        summary=f"{counted}. Where nothing else is said, calls have {cell.heads} heads of {cell.head_dim}, causal, in "
+        f"{cell.dtype}; those of the pictures have {cell.inputs} inputs. Every result is compared with the oracle "
+        "before it is timed. FLOPs are those of visible pairs, 2.5 times as many backward. Lines are medians over "
+        "rounds in which all take turns, bands 20% to 80%.",
+        plots=[plot_of(by_length, measure, unit, scale) for measure in ("forward", "backward")],
+        tables=[
+            table_of(comparisons, CAPTION, f"All {len(comparisons)} calls, losses first"),
+            length_table(by_length, unit, scale),
+        ],
         notes=reasons(rows),
         records=[row.as_record() for row in rows],
-        ok=not any(row.provider == OWN for row in wrong),
+        ok=not any(row.provider == OWN and row.status == WRONG for row in rows),
+        comparisons=comparisons,
     )
 
 
-def speed_table(rows: list[Row], unit: str, scale: float) -> Table:
+def plot_of(rows: Sequence[Row], measure: str, unit: str, scale: float) -> Plot:
+    lines = series_of([row for row in rows if row.cell.measure == measure], lambda row: row.flops_per_second, scale)
+    return Plot(measure, f"{measure.capitalize()}, {unit} (more is better)", lines, "sequence length")
+
+
+def compared(settings: Settings, group: str, rows: Sequence[Row]) -> list[Comparison]:
+    """Each cell where flashtile and another ran, beside the fastest other."""
+    found = []
+    for cell in dict.fromkeys(row.cell for row in rows):
+        ran = {row.provider: seconds_of(row) for row in rows if row.cell == cell and row.status == OK}
+        others = [(band(x).median, name) for name, x in ran.items() if name.partition(":")[0] != OWN]
+        if OWN in ran and others:
+            other, peer = min(others)
+            times, own = band(ratios(ran[OWN], ran[peer])), band(ran[OWN]).median
+            case = in_words(cell, settings)
+            found.append(Comparison("speed", group, case, own, other, name_of(peer), *times))
+    return found
+
+
+def seconds_of(row: Row) -> list[float]:
+    """Of a call, for each round: what the device or the host takes, whichever is longer. Decoding on a GPU is replayed
+    from a CUDA graph, without the host.
+    """
+    host = 0.0 if row.cell.measure == "decode" else row.host_seconds or 0.0
+    return [max(x, host) for x in row.samples]
+
+
+def length_table(rows: Sequence[Row], unit: str, scale: float) -> Table:
     providers = list(dict.fromkeys(row.provider for row in rows))
     lines = []
     for cell in dict.fromkeys(row.cell for row in rows):
@@ -87,76 +97,13 @@ def speed_table(rows: list[Row], unit: str, scale: float) -> Table:
         figures = (entry(found[name], scale) for name in providers)
         lines.append((cell.measure, f"{cell.seqlen_q:,}", *figures))
     columns = ("", "length", *(f"{name_of(name)}, {unit}" for name in providers))
-    return Table(columns, lines, frozenset(range(1, len(columns))), "Median, and 20% to 80% of the rounds.")
+    numbers = frozenset(range(1, len(columns)))
+    return Table(columns, lines, numbers, "Median, and 20% to 80% of the rounds.", folded="The figures of the pictures")
 
 
 def entry(row: Row, scale: float) -> str:
-    found = row.flops_per_second
+    found: Band | None = row.flops_per_second
     if found is None:
         return row.status
     median, low, high = (three_digits(x / scale) for x in found)
     return f"{median} ({low}–{high})"
-
-
-# Where we lose -------------------------------------------------------------------------------------------------------
-
-
-def losses_section(rows: list[Row]) -> Section:
-    """Each cell's speed in units of the fastest other provider, the worst first."""
-    found = sorted(compared(rows), key=lambda item: item[3].median)
-    lost = [item for item in found if item[3].high < 1]
-    words = f"flashtile is slower than the fastest other in {len(lost)} of {len(found)} cells."
-    if found:
-        cell, peer, _, worst = found[0]
-        words += f" Farthest behind: {worst.median:.2f} times the speed of {name_of(peer)}, {in_words(cell)}."
-    dots = Series(
-        "flashtile / fastest other",
-        [item[3].median for item in found],
-        [float(n) for n in range(len(found))],
-        [item[3].low for item in found],
-        [item[3].high for item in found],
-    )
-    plot = Plot(
-        "losses",
-        "Speed in units of the fastest other (1 is equal)",
-        [dots],
-        "times as fast",
-        kind="dots",
-        rows=tuple(in_words(cell) for cell, *_ in found),
-        mark=1.0,
-        caption="Ratios within rounds: median, and 20% to 80%.",
-    )
-    columns = ("cell", "fastest other", "flashtile, ms", "times as fast", "20%–80%")
-    rows_in_words = [
-        (in_words(cell), name_of(peer), three_digits(own.median * 1e3), f"{r.median:.2f}", f"{r.low:.2f}–{r.high:.2f}")
-        for cell, peer, own, r in found
-    ]
-    return Section(
-        name="losses",
-        title="Where we lose",
-        summary=words,
-        plots=[plot] if found else [],
-        tables=[Table(columns, rows_in_words, frozenset({2, 3, 4}))],
-        notes=[words for words in reasons(rows) if words.startswith("flashtile")],
-        records=[{"cell": c.label(), "measure": c.measure, "peer": peer, **r._asdict()} for c, peer, _, r in found],
-    )
-
-
-def compared(rows: list[Row]) -> list[tuple[Cell, str, Band, Band]]:
-    """For each cell where both ran: the fastest other, our seconds, and the ratios within rounds."""
-    found = []
-    for cell in dict.fromkeys(row.cell for row in rows):
-        ran = {row.provider: row for row in rows if row.cell == cell and row.status == OK}
-        others = [(band(row.samples).median, name) for name, row in ran.items() if name.partition(":")[0] != OWN]
-        if OWN in ran and others:
-            peer = min(others)[1]
-            own = ran[OWN].samples
-            found.append((cell, peer, band(own), band(ratios(own, ran[peer].samples))))
-    return found
-
-
-def in_words(cell: Cell) -> str:
-    """Short: "backward 2048 causal"; what all cells share is left out."""
-    words = [cell.measure, str(cell.seqlen_q if cell.measure != "decode" else cell.keys)]
-    words += ["grouped"] if cell.num_heads_kv != cell.heads and cell.measure != "decode" else []
-    return " ".join([*words, *(x for x in cell.features() if x != "causal" and not x.endswith("inputs"))])

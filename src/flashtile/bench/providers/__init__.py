@@ -22,7 +22,7 @@ def all_names() -> tuple[str, ...]:
     `flashtile:deterministic` what `auto` takes with `deterministic=True`.
     """
     own = ("flashtile", f"flashtile:{DETERMINISTIC}", *(f"flashtile:{status.name}" for status in backends()))
-    return (*own, *(f"sdpa:{name}" for name in BACKENDS), "flex", "plain", "torch_varlen", "fa2", "fa3", "fa4")
+    return (*own, "sdpa", *(f"sdpa:{name}" for name in BACKENDS), "flex", "plain", "torch_varlen", "fa2", "fa3", "fa4")
 
 
 def make(names: Sequence[str], fa3_library: Path | None = None) -> list[Provider]:
@@ -37,7 +37,7 @@ def make(names: Sequence[str], fa3_library: Path | None = None) -> list[Provider
         family, _, backend = name.partition(":")
         if family == "flashtile":
             made.append(Flashtile(backend))
-        elif family == "sdpa" and backend in BACKENDS:
+        elif name == "sdpa" or (family == "sdpa" and backend in BACKENDS):
             made.append(Sdpa(backend))
         elif name == "fa3":
             made.append(FlashAttention3(fa3_library))

@@ -1,4 +1,4 @@
-"""`torch.nn.functional.scaled_dot_product_attention`, one provider for each of its backends."""
+"""`torch.nn.functional.scaled_dot_product_attention` as it is called, and a provider for each of its backends."""
 
 import warnings
 from collections.abc import Callable
@@ -33,7 +33,8 @@ TAKES = {"causal", "window", "bias", "mask", "alibi_slopes", "dropout", "grouped
 
 class Sdpa(Provider):
     def __init__(self, backend: str) -> None:
-        self.name, self.backend = f"sdpa:{backend}", BACKENDS[backend]
+        """`backend` is a key of BACKENDS, or empty: PyTorch chooses, as it does for its users."""
+        self.name, self.backend = f"sdpa:{backend}" if backend else "sdpa", BACKENDS.get(backend)
 
     def prepare(self, case: Case, decode: bool = False) -> Prepared:
         require(case, "scaled_dot_product_attention", TAKES)
@@ -48,11 +49,14 @@ class Sdpa(Provider):
         keywords: dict[str, Any] = {"dropout_p": given.get("dropout_p", 0.0), "is_causal": is_causal}
         keywords["enable_gqa"] = group_of(case) > 1
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(self.backend):
-                return scaled_dot_product_attention(q, k, v, mask, **keywords)
+        def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return scaled_dot_product_attention(q, k, v, mask, **keywords)
 
-        prepared = from_autograd(attend, case)
+        def named(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(self.backend):
+                return chosen(q, k, v)
+
+        prepared = from_autograd(chosen if self.backend is None else named, case)
         first_call(prepared.forward)
         words = "a mask [.., Sq, Sk] in memory" if mask is not None and mask.shape[2] > 1 else ""
         return Prepared(prepared.forward, prepared.backward, words)

@@ -1,0 +1,52 @@
+"""The rate at which one core multiplies and adds: a loop over registers alone, which no kernel can outrun.
+
+A matrix product is no such limit: on some processors the kernels of this package are several times faster than
+PyTorch's product of float32.
+"""
+
+import ctypes
+import time
+
+import torch
+
+from . import targets
+from .codegen import Code
+from .jit import function_address
+from .operands import ADDRESS, LONG
+from .targets import Target
+from .threads import WORKER
+from .variant import Variant
+
+NAME = "multiply_add"
+STEPS = 2_000  # of the loop in one run: some 10 µs, which other work on the machine hardly ever interrupts
+RUNS = 500
+
+
+def flops_per_second(dtype: torch.dtype) -> float:
+    """Of one thread of this machine, in the dtype that the kernels compute in: the best of many short runs."""
+    target, variant = targets.host(), Variant("float64" if dtype is torch.float64 else "float32", vectors=1)
+    run = WORKER(function_address(NAME, variant, target, lambda: source(variant, target)))
+    real = ctypes.c_double if dtype is torch.float64 else ctypes.c_float
+    accumulators, lanes = target.vectors * target.rows, target.vector_bytes // ctypes.sizeof(real)
+    block = (real * (accumulators * lanes))()
+    address, seconds = ctypes.addressof(block), []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        run(address)
+        seconds.append(time.perf_counter() - start)
+    return 2 * STEPS * accumulators * lanes / min(seconds)
+
+
+def source(variant: Variant, target: Target) -> str:
+    """`multiply_add(x)`: every vector of x, as many as a kernel has accumulators, becomes `x / 2 + 1` for each step."""
+    code = Code(target, variant.real)
+    with code.function(NAME, ADDRESS, public=True) as (block,):
+        x = code.pointer(block)
+        places = [n * code.lanes for n in range(target.vectors * target.rows)]
+        accumulators = [code.variable(x.vector(place)) for place in places]
+        with code.loop(0, code.constant(STEPS, LONG)):
+            for accumulator in accumulators:
+                accumulator.set(code.multiply_add(accumulator.get(), code.reals(0.5), code.reals(1.0)))
+        for accumulator, place in zip(accumulators, places, strict=True):
+            x.store(accumulator.get(), place)
+    return str(code.module)
