@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from .. import __version__
+from .. import __version__, processes
 from ..errors import AttentionError
 from .bench import bench
 from .env import env
@@ -24,7 +24,8 @@ class Refused(click.ClickException):
 class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with processes.ended_by_signals():
+                return super().invoke(ctx)
         except AttentionError as error:
             raise Refused(str(error)) from error
 

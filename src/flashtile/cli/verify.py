@@ -21,6 +21,7 @@ from ..bench.captured import Source, captured
 from ..errors import BackendError
 from ..plan import backends as all_backends
 from ..verification import Outcome, Problems, Report, Tally, default_jobs, dtype_name, examine
+from . import recorded
 from .options import Device, Dtype, json_option, print_json
 
 SHOWN_FAILURES = 20
@@ -29,7 +30,12 @@ SHOWN_FAILURES = 20
 @click.command()
 @click.option("--backend", "backends", multiple=True, help="A backend by name; may be repeated.  [default: all usable]")
 @click.option("--cases", type=click.IntRange(1), default=200, help="How many random problems.")
-@click.option("--seed", "first", type=click.IntRange(0), default=0, help="The first problem's seed; the next are +1.")
+@click.option(
+    "--seed",
+    "first",
+    type=click.IntRange(0),
+    help="The first problem's seed; the next are +1.  [default: 0, or the first that --record's table does not have]",
+)
 @click.option("--device", type=Device(), default="cpu")
 @click.option("--dtype", "dtypes", type=Dtype(), multiple=True, help="May be repeated.  [default: all]")
 @click.option(
@@ -39,15 +45,27 @@ SHOWN_FAILURES = 20
     help="Values of q, k and v: random, or those of a small GPT that is trained for some seconds first.",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Processes.  [default: CPU cores, at most 8]")
+@click.option(
+    "--record", type=click.Path(dir_okay=False, path_type=Path), help="Append a row for each backend to a CSV file."
+)
+@click.option(
+    "--recorded",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    callback=recorded.show,
+    expose_value=False,
+    is_eager=True,
+    help="Show what such a file adds up to, and run nothing.",
+)
 @json_option
 def verify(
     backends: tuple[str, ...],
     cases: int,
-    first: int,
+    first: int | None,
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
     inputs: str,
     jobs: int | None,
+    record: Path | None,
     as_json: bool,
 ) -> None:
     """Run random problems over the whole contract, forward and backward, and hold them against an fp64 oracle.
@@ -55,18 +73,33 @@ def verify(
     Every element of out, lse, each gradient and the caches has to be within its error bound. Ratios are errors in units
     of that bound: 1 would be at its edge. The exit code is 1 if anything fails.
     """
-    problems = Problems(range(first, first + cases), chosen(backends), device, dtypes or None)
+    start = first or 0
+    problems = Problems(range(start, start + cases), chosen(backends), device, dtypes or None)
     with captured_values(inputs) as path:
         problems = problems._replace(captured=path)
-        start = time.perf_counter()
-        batches = with_progress(examine(problems, jobs or default_jobs()), cases)
-        outcomes = [outcome for batch in batches for outcome in batch]
-        report = Report(problems, outcomes, time.perf_counter() - start)
+        if record is not None:
+            problems = recorded.prepare(record, problems, first)
+        report = examined(problems, jobs or default_jobs(), record)
     if as_json:
         print_json(as_dict(report))
     else:
         print_report(report)
     sys.exit(0 if report.passed else 1)
+
+
+def examined(problems: Problems, jobs: int, record: Path | None) -> Report:
+    """All outcomes. Those of the seeds before an interruption are recorded."""
+    start, outcomes = time.perf_counter(), []
+    done = 0
+    try:
+        for batch in with_progress(examine(problems, jobs), len(problems.seeds)):
+            outcomes += batch
+            done += 1
+    finally:
+        report = Report(problems._replace(seeds=problems.seeds[:done]), outcomes, time.perf_counter() - start)
+        if record is not None and done:
+            recorded.append(record, recorded.rows_of(report))
+    return report
 
 
 def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
