@@ -55,7 +55,7 @@ LAYERS = (
     ("api", "explain"),
     ("testing*",),
     ("bench*",),
-    ("verification", "tuning*"),
+    ("verification", "tuning*", "soak*"),
     ("report*",),
     ("ladder*",),
     ("cli*",),

@@ -11,6 +11,7 @@ from .env import env
 from .explain import explain
 from .ladder import ladder
 from .report import report
+from .soak import soak
 from .tune import tune
 from .verify import verify
 
@@ -36,5 +37,5 @@ def main() -> None:
     """Exact attention for PyTorch: what runs on this machine, why, and whether it is right."""
 
 
-for command in (env, explain, verify, bench, report, ladder, tune):
+for command in (env, explain, verify, bench, report, ladder, tune, soak):
     main.add_command(command)
