@@ -55,5 +55,5 @@ def digest(results: Mapping[str, Tensor]) -> bytes:
     for name in sorted(results):
         x = results[name].detach().cpu().nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf)
         made.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-        made.update(x.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy())
+        made.update(x.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().data)
     return made.digest()
