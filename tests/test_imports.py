@@ -28,7 +28,7 @@ LONGEST_IMPORT = 0.05  # seconds
 
 # Each line may import from the lines above it and from itself.
 LAYERS = (
-    ("errors", "remember", "observed", "processes", "iomodel*"),
+    ("errors", "remember", "observed", "processes", "supported", "iomodel*"),
     ("device", "masks"),
     ("call", "expression*"),
     ("check", "problem", "cache"),
@@ -55,7 +55,7 @@ LAYERS = (
     ("api", "explain"),
     ("testing*",),
     ("bench*",),
-    ("verification", "tuning*", "soak*"),
+    ("verification", "tuning*", "soak*", "progress"),
     ("report*",),
     ("ladder*",),
     ("cli*",),

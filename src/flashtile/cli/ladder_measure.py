@@ -22,6 +22,7 @@ class Table:
     title: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    ok: bool = True  # False where an error ended the measurement
 
 
 Measurement = Generator[str, None, Table]  # yields a word on what it does next

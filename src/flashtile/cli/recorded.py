@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from ..bench.origin import command_line, commit, device_name
 from ..verification import Problems, Report, dtype_name
 from .env import cpu_name, packages
+from .options import print_table
 
 FIRST_SEED = 1_000_000  # no test and no check of the project takes seeds from here on
 
@@ -93,11 +93,11 @@ def versions() -> str:
 
 
 def prepare(path: Path, problems: Problems, first: int | None) -> Problems:
-    """Make sure that `path` can be written and has none of the problems; without `first` they follow its last."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise click.ClickException(f"--record {path} cannot be written: {error.strerror}") from error
+    """The problems, after those in the table at `path` where no `first` seed is asked for.
+
+    Raises:
+        UsageError: the table has some of them.
+    """
     kinds = {about(problems, backend) for backend in problems.backends}
     known = [row for row in read(path) if row.about in kinds]
     free = max((row.seeds.stop for row in known), default=FIRST_SEED)
@@ -132,5 +132,5 @@ def show(ctx: click.Context, param: click.Parameter, path: Path | None) -> None:
     for backend, device in sorted(runs):
         key = backend, device
         table.add_row(backend, f"{runs[key]:,}", str(failed[key]), device)
-    Console().print(table)
+    print_table(table)
     ctx.exit(1 if failed.total() else 0)

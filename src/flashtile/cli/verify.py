@@ -13,16 +13,15 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ..bench.captured import Source, captured
 from ..errors import BackendError
 from ..plan import backends as all_backends
+from ..progress import progress
 from ..verification import Outcome, Problems, Report, Tally, default_jobs, dtype_name, examine
 from . import recorded
-from .options import Device, Dtype, json_option, print_json
+from .options import Device, Dtype, OutputFile, json_option, print_json, print_table
 
 SHOWN_FAILURES = 20
 
@@ -45,9 +44,7 @@ SHOWN_FAILURES = 20
     help="Values of q, k and v: random, or those of a small GPT that is trained for some seconds first.",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Processes.  [default: CPU cores, at most 8]")
-@click.option(
-    "--record", type=click.Path(dir_okay=False, path_type=Path), help="Append a row for each backend to a CSV file."
-)
+@click.option("--record", type=OutputFile(), help="Append a row for each backend to a CSV file.")
 @click.option(
     "--recorded",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -92,9 +89,12 @@ def examined(problems: Problems, jobs: int, record: Path | None) -> Report:
     start, outcomes = time.perf_counter(), []
     done = 0
     try:
-        for batch in with_progress(examine(problems, jobs), len(problems.seeds)):
-            outcomes += batch
-            done += 1
+        with progress() as bar:
+            task = bar.add_task("problems", total=len(problems.seeds))
+            for batch in examine(problems, jobs):
+                outcomes += batch
+                done += 1
+                bar.advance(task)
     finally:
         report = Report(problems._replace(seeds=problems.seeds[:done]), outcomes, time.perf_counter() - start)
         if record is not None and done:
@@ -122,12 +122,6 @@ def captured_values(inputs: str) -> Iterator[Path | None]:
         path = Path(folder, "captured.pt")
         Source(captured(batch=2, seqlen=512)).save(path)
         yield path
-
-
-def with_progress(batches: Iterator[list[Outcome]], total: int) -> Iterator[list[Outcome]]:
-    """A progress bar on stderr, where that is a terminal."""
-    console = Console(stderr=True)
-    return iter(track(batches, "problems", total, console=console, transient=True, disable=not console.is_terminal))
 
 
 def repeat(problems: Problems, outcome: Outcome) -> str:
@@ -177,7 +171,7 @@ def print_tallies(tallies: list[Tally]) -> None:
         if tally.worst is not None:
             worst = (f"{tally.worst.ratio:.3f}", tally.worst.name, str(tally.worst_seed))
         table.add_row(tally.backend, tally.dtype, str(tally.cases), str(tally.failed), str(tally.declined), *worst)
-    Console().print(table)
+    print_table(table)
 
 
 def as_dict(report: Report) -> dict[str, Any]:

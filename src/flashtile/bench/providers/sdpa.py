@@ -35,6 +35,11 @@ class Sdpa(Provider):
     def __init__(self, backend: str) -> None:
         self.name, self.backend = f"sdpa:{backend}", BACKENDS[backend]
 
+    def unusable(self, device: torch.device) -> str | None:
+        if device.type == "cpu" and self.backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            return "PyTorch has no such kernels for a CPU"
+        return None
+
     def prepare(self, case: Case, decode: bool = False) -> Prepared:
         require(case, "scaled_dot_product_attention", TAKES)
         given = case.arguments
