@@ -13,7 +13,7 @@ from .verify import chosen
 if TYPE_CHECKING:
     from ..soak.run import Soak
 
-PROBLEMS = {"cuda": 30}  # kernels are compiled for each, which takes longest on a GPU
+PROBLEMS = {"cuda": 12}  # kernels are compiled for each, which takes longest on a GPU
 PROBLEMS_ELSEWHERE = 120
 TOLD_EVERY = 60.0  # seconds
 
@@ -24,7 +24,7 @@ TOLD_EVERY = 60.0  # seconds
 @click.option("--threads", type=click.IntRange(1), default=4, help="That call at the same time; on a GPU, on streams.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Of the problems and of the order in which they come.")
 @click.option(
-    "--problems", type=click.IntRange(1), help="How many different ones.  [default: 30 on a GPU, 120 elsewhere]"
+    "--problems", type=click.IntRange(1), help="How many different ones.  [default: 12 on a GPU, 120 elsewhere]"
 )
 @click.option("--backend", "backends", multiple=True, help="May be repeated.  [default: auto and all usable ones]")
 @json_option
@@ -49,7 +49,10 @@ def soak(
     from ..soak.run import Soak
 
     count = problems or PROBLEMS.get(device.type, PROBLEMS_ELSEWHERE)
-    names = backends or ("auto", *(name for name in chosen(()) if name != "reference"))
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    others = ("reference",) if device.type == "cpu" else ("reference", "cpu")
+    names = backends or ("auto", *(name for name in chosen(()) if name not in others))
     work = Soak(Problems(range(seed, seed + count), names, device), minutes, threads, seed)
     last = -TOLD_EVERY
 

@@ -100,4 +100,4 @@ class Caller:
         return f"{mistake}: not refused"
 
     def captured(self, case: Case, backend: str) -> str | None:
-        return graphs.captured(case, backend)
+        return graphs.captured(case, backend) if "score_mod" not in case.arguments else self.plain(case, backend)

@@ -41,6 +41,7 @@ def sample(device: torch.device) -> dict[str, int]:
     found = {"resident": resident()}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()  # PyTorch keeps one for each thread and stream that met
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)

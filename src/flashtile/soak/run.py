@@ -33,6 +33,10 @@ class Soak:
     warm_seconds: float = 0.0
     seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        device = self.problems.device
+        self.streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(self.threads)]
+
     def run(self, told: Callable[[str], None]) -> None:
         """Run all rounds; `told` gets a line after each."""
         begun = time.perf_counter()
@@ -84,7 +88,7 @@ class Soak:
 
         def repeat(thread: int) -> None:
             caller = Caller(self.problems, self.ledger, random.Random(f"{self.seed} {number} {thread}"))
-            with stream_of_its_own(self.problems.device):
+            with on_stream(self.streams[thread]):
                 while time.perf_counter() < deadline and not stop.is_set() and not self.ledger.hopeless:
                     if not one(caller):
                         break
@@ -143,11 +147,10 @@ class Soak:
 
 
 @contextlib.contextmanager
-def stream_of_its_own(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    if stream is None:
         yield
         return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.device(device), torch.cuda.stream(stream):
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
     stream.synchronize()
