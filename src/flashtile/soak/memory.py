@@ -1,5 +1,6 @@
 """Memory between rounds of calls, when nothing runs: how much there is, and whether it still grows."""
 
+import ctypes
 import gc
 import resource
 import statistics
@@ -20,6 +21,8 @@ LIMITS = {
     "GPU, reserved": 32 * MIB,
     "GPU, in use by the driver's count": 64 * MIB,
 }
+# glibc keeps what was freed, also by threads that are gone, and has to give it back first: it is no growth.
+trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 FEWEST = 6  # samples, for thirds of at least two
 
 
@@ -38,6 +41,8 @@ class Growth(NamedTuple):
 def sample(device: torch.device) -> dict[str, int]:
     """Bytes by the names of `LIMITS`."""
     gc.collect()
+    if trim is not None:
+        trim(0)
     found = {"resident": resident()}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
