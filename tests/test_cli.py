@@ -96,6 +96,7 @@ def test_explain() -> None:
             "'plain' is not measured; providers: flashtile",
         ),
         (["bench", "--reference", "sdpa:cudnn"], "no such kernels for a CPU"),
+        (["soak", "--backend", "none"], "there is no such backend"),
         (["ladder", "--plot", f"{__file__}/x.svg"], "cannot be written"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +19,9 @@ WORKER = """
 import os, time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from flashtile.verification import start_worker
+import processes  # without the package, which would import PyTorch twice
 if __name__ == "__main__":
-    pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=start_worker)
+    pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=processes.end_with_parent)
     pool.submit(os.system, "echo there; sleep 600")
     time.sleep(600)
 """
@@ -36,8 +37,12 @@ def wait_until(true: Callable[[], bool]) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_command_that_is_ended_takes_its_processes_along() -> None:
     """One that may still do something about it, and one that is killed, and whose worker has a process of its own."""
-    commands = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for code in (VERIFY, WORKER)]
-    ended, killed = commands
+    folder = str(Path(processes.__file__).parent)
+    ended = subprocess.Popen([sys.executable, "-c", VERIFY])
+    killed = subprocess.Popen(
+        [sys.executable, "-c", WORKER], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": folder}
+    )
+    commands = ended, killed
     try:
         wait_until(lambda: len(descendants(ended.pid)) >= 3)  # two workers, and the process for semaphores
         assert killed.stdout is not None

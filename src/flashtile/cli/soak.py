@@ -52,7 +52,8 @@ def soak(
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     others = ("reference",) if device.type == "cpu" else ("reference", "cpu")
-    names = backends or ("auto", *(name for name in chosen(()) if name not in others))
+    usable = chosen(tuple(name for name in backends if name != "auto"))
+    names = backends or ("auto", *(name for name in usable if name not in others))
     work = Soak(Problems(range(seed, seed + count), names, device), minutes, threads, seed)
     last = -TOLD_EVERY
 
