@@ -56,7 +56,7 @@ def gather(
 
 
 def attempted(words: str, measure: Callable[..., Any], settings: Settings, advance: Advance) -> Any:
-    """What a step makes. One that fails makes a section that says so: the others keep what they have measured."""
+    """Run a step. One that fails makes a section that says so, and the others keep what they have measured."""
     try:
         return measure(settings, advance)
     except Exception as error:

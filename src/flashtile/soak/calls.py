@@ -1,4 +1,4 @@
-"""What a thread of a soak does: random problems, each of them again and again, with mistakes in between."""
+"""One thread of a soak: random problems, each of them again and again, with mistakes in between."""
 
 import random
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ from torch import Tensor
 import flashtile
 
 MIB = 2**20
-ROOM = (0, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 512)  # MiB beside the inputs
+ROOM = (0, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 512)  # MiB beyond the inputs
 BATCH, HEADS, SEQLEN, HEAD_DIM = 4, 16, 2048, 64  # q, k, v and out of 16 MiB each
 
 

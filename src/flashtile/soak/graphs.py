@@ -14,7 +14,7 @@ _capture = threading.Lock()  # PyTorch captures one graph at a time
 
 
 def captured(case: Case, backend: str) -> str | None:
-    """What is wrong with replays, or None."""
+    """Capture a call and replay it; how a replay differs from a call outside, or None."""
     static = {name: x.clone() if isinstance(x, Tensor) else x for name, x in case.arguments.items()}
     stream = torch.cuda.current_stream(case.arguments["q"].device)
     # PyTorch asks for a run on the stream before: what is compiled and set up then is not captured.

@@ -1,4 +1,4 @@
-"""What the threads of a soak have done and found."""
+"""Counts, failures and digests, which the threads of a soak share."""
 
 import hashlib
 import threading

@@ -116,7 +116,7 @@ class Soak:
         for words in wrong:
             self.ledger.fail("out of memory", f"turn {number}", words)
 
-    # What came out ---------------------------------------------------------------------------------------------------
+    # Results ---------------------------------------------------------------------------------------------------------
 
     @property
     def growth(self) -> dict[str, Growth]:
