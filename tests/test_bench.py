@@ -76,6 +76,7 @@ def test_tables_of_a_sweep_expand_to_combinations() -> None:
         ("cells = [{measure = 'speed'}]", "'speed'"),
         ("cells = [{}]\nrepeats = 3", "no entry repeats"),
         ("cells = [", "Invalid"),
+        ("providers = ['plain']\nreference = 'flex'\n[[cells]]", "the reference 'flex' is none of the providers"),
         ("[timing]\ntimes = 3\n[[cells]]", "times"),
     ],
 )
@@ -430,6 +431,22 @@ def test_the_command_writes_tidy_files(tmp_path: Path) -> None:
     with (tmp_path / "out/samples.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 2 * 2 * 3
     assert json.loads((tmp_path / "out/results.json").read_text())["rows"] == found["rows"]
+
+
+def test_an_interruption_loses_no_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def rows(self: Bench, cell: Cell) -> list[Row]:
+        if cell.seqlen_q != 512:
+            raise KeyboardInterrupt
+        return [Row(cell, "flashtile", samples=[1.0])]
+
+    monkeypatch.setattr(Bench, "rows", rows)
+    result = run(
+        "--providers", "flashtile", "--out", str(tmp_path), "--cells", "measure=forward causal=false", "--json"
+    )
+    assert result.exit_code != 0
+    for text in (result.stdout, (tmp_path / "results.json").read_text()):
+        (row,) = json.JSONDecoder().raw_decode(text)[0]["rows"]
+        assert (row["seqlen_q"], row["status"], row["value"]) == (512, "ok", 1.0)
 
 
 def test_tables_show_figures_and_reasons() -> None:

@@ -1,8 +1,10 @@
 """The command line: what it prints, in words and as JSON, and how it exits."""
 
+import ast
 import importlib
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -85,6 +87,17 @@ def test_explain() -> None:
         (["explain", "--window", "3"], "LEFT,RIGHT"),
         (["explain", "--device", "nowhere"], "does not work here"),
         (["verify", "--backend", "none"], "there is no such backend"),
+        (["verify", "--record", f"{__file__}/x"], "cannot be written"),
+        (["report", "--out", f"{__file__}/x"], "cannot be written"),
+        (["bench", "--out", __file__], "cannot be written"),
+        (["bench", "--reference", "nonsense"], "'nonsense' is not measured"),
+        (
+            ["bench", "--providers", "flashtile", "--reference", "plain"],
+            "'plain' is not measured; providers: flashtile",
+        ),
+        (["bench", "--reference", "sdpa:cudnn"], "no such kernels for a CPU"),
+        (["soak", "--backend", "none"], "there is no such backend"),
+        (["ladder", "--plot", f"{__file__}/x.svg"], "cannot be written"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -148,6 +161,25 @@ def test_verify_proves_nothing_where_everything_is_declined(monkeypatch: pytest.
     assert result.exit_code == 1
     assert found["unverified"] == ["tiled"]
     assert found["declined"] == [{"backend": "tiled", "reason": "it is Sunday", "cases": 1}]
+
+
+def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["flashtile", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("flashtile", run_name="__main__")
+    assert capsys.readouterr().out.startswith("flashtile, version ")
+
+
+def test_older_pythons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thing that they import says so, in words that they can read."""
+    package = ROOT / "src/flashtile"
+    first = next(x for x in ast.parse((package / "__init__.py").read_text()).body if isinstance(x, ast.ImportFrom))
+    assert (first.level, first.module, first.names[0].name) == (1, None, "supported")
+    for name in ("__init__.py", "__main__.py", "supported.py"):
+        ast.parse((package / name).read_text(), feature_version=(3, 7))
+    monkeypatch.setattr(sys, "version_info", (3, 10, 12, "final", 0))
+    with pytest.raises(ImportError, match=r"needs Python 3\.11 or newer; this is 3\.10"):
+        runpy.run_path(str(package / "supported.py"))
 
 
 def test_the_installed_command() -> None:

@@ -28,7 +28,7 @@ LONGEST_IMPORT = 0.05  # seconds
 
 # Each line may import from the lines above it and from itself.
 LAYERS = (
-    ("errors", "remember", "observed", "overlap", "forking", "iomodel*"),
+    ("errors", "remember", "observed", "overlap", "forking", "processes", "supported", "iomodel*"),
     ("device", "masks"),
     ("call", "expression*"),
     ("check", "problem", "cache"),
@@ -56,7 +56,7 @@ LAYERS = (
     ("api", "explain"),
     ("testing*",),
     ("bench*",),
-    ("verification", "tuning*"),
+    ("verification", "tuning*", "soak*", "progress"),
     ("report*",),
     ("ladder*",),
     ("cli*",),

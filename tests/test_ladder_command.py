@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from flashtile import iomodel
 from flashtile.cli import ladder_long, ladder_stack, ladder_tables, main
 from flashtile.cli.ladder import NAMES
+from flashtile.cli.ladder_measure import Measurement, Table
 from flashtile.iomodel import Shape
 from flashtile.ladder import step03_cpp, triton_or_not
 
@@ -170,11 +171,36 @@ def test_plot_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     result = run("--table", "long", "--plot", str(tmp_path / "x.png"))
     assert result.exit_code == 2
     assert "--table stack" in result.stderr
+    result = run("--plot", str(tmp_path / "x.what"))
+    assert result.exit_code == 2
+    assert "should end with one of" in result.stderr
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with mock.patch.object(importlib.util, "find_spec", return_value=None):
         result = run("--plot", str(tmp_path / "x.png"))
     assert result.exit_code == 2
     assert "pip install 'flashtile[plot]'" in result.stderr
+
+
+def test_a_table_that_fails_and_an_interruption_lose_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def table(name: str, error: type[BaseException] | None) -> Measurement:
+        yield "measuring"
+        if error is not None:
+            raise error("no such kernel")
+        return Table(name, name, [{"n": 1}])
+
+    errors = {"intensity": None, "long": RuntimeError, "tiles": None, "rounding": KeyboardInterrupt}
+    for name, error in errors.items():
+        monkeypatch.setitem(ladder_tables.TABLES, name, lambda device, name=name, error=error: table(name, error))
+    words = [word for name in ("intensity", "long", "tiles") for word in ("--table", name)]
+    result = run(*words, "--json")
+    tables = json.loads(result.stdout)["tables"]
+    assert result.exit_code == 1
+    assert {name: len(x["rows"]) for name, x in tables.items()} == {"intensity": 1, "long": 0, "tiles": 1}
+    assert tables["long"]["notes"] == ["Failed: RuntimeError: no such kernel"]
+    result = run(*words, "--table", "rounding")
+    assert result.exit_code == 1
+    assert "Failed: RuntimeError: no such kernel" in result.stdout
+    assert result.stdout.count("n\n1\n") == 2
 
 
 @pytest.mark.usefixtures("small")

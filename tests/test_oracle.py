@@ -12,6 +12,7 @@ from flashtile.testing.case import Case, ScoreFunction
 from flashtile.testing.oracle import Expected, solve
 from flashtile.testing.oracle.philox import keep_factors, philox4x32
 from flashtile.testing.score_functions import distance_table, random_score_function
+from flashtile.testing.tolerance import bound
 
 INF, NAN = math.inf, math.nan
 B, HQ, HKV, SQ, SK, D, DV = 2, 4, 2, 5, 7, 3, 2
@@ -378,6 +379,16 @@ def test_rows_that_see_nothing(blind):
         assert all(x.isfinite().all() for name, x in got.items() if name != "lse")
         if sinks is not None and not sinks.isfinite().any():
             assert (got["dsinks"] == 0).all()
+
+
+def test_nan_for_a_row_that_sees_nothing_leaves_finite_bounds():
+    mask = (torch.arange(SQ) != 1)[None, None, :, None]
+    case = dense(mask=mask, sinks=torch.tensor([0.5, -INF, 2.0, -INF]))
+    clean = values(case)
+    case.dout[:, :, 1] = NAN
+    for name, expected in solve(case).items():
+        assert bound(expected, case.dtype).isfinite()[clean[name].isfinite()].all(), name
+        torch.testing.assert_close(expected.reference, clean[name], msg=name)
 
 
 def test_infinite_sink_takes_everything():

@@ -51,7 +51,7 @@ def test_the_decode_loop_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -
 
 def test_commands_exist() -> None:
     text = "".join(document.read_text() for document in DOCUMENTS)
-    for command in ("env", "explain", "verify", "bench", "report", "ladder"):
+    for command in ("env", "explain", "verify", "soak", "bench", "report", "ladder"):
         assert f"flashtile {command}" in text
         assert CliRunner().invoke(main, [command, "--help"]).exit_code == 0
 

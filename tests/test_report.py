@@ -30,7 +30,7 @@ from flashtile.report.cells import Kind, in_words, kinds
 from flashtile.report.gate import gate
 from flashtile.report.memory import slope
 from flashtile.report.overview import overview
-from flashtile.report.page import render, write
+from flashtile.report.page import render, write, write_sections
 from flashtile.report.plots import VARIABLES, standalone, svg_of
 from flashtile.report.section import Plot, Section, Series, Table
 from flashtile.report.settings import settings_for
@@ -222,6 +222,25 @@ def test_a_failure_is_shown_and_is_the_exit_code(made: Any, monkeypatch: pytest.
     result = CliRunner().invoke(main, ["report", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "FAILED" in result.output
+
+
+def test_a_section_that_fails_and_an_interruption_lose_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(error: type[BaseException]) -> Any:
+        raise error("it is Sunday")
+
+    made = Section("memory", "Is it small?", "It is.", records=[{"n": 1}])
+    steps = [("memory", 1, lambda *_: made), ("two plans", 1, lambda *_: fails(RuntimeError))]
+    monkeypatch.setattr(gather_module, "steps", lambda settings: [*steps, ("speed", 1, lambda *_: fails(SystemExit))])
+    settings = settings_for(torch.device("cpu"), True)
+    with pytest.raises(SystemExit):
+        gather_module.gather(settings, {}, (), lambda sections: write_sections(sections, tmp_path))
+    sections = json.loads((tmp_path / "report.json").read_text())["sections"]
+    assert sections["memory"]["records"] == [{"n": 1}]
+    assert not sections["two-plans"]["ok"]
+    assert "RuntimeError: it is Sunday" in sections["two-plans"]["summary"]
+    assert (tmp_path / "memory.csv").read_text().split() == ["n", "1"]
 
 
 def test_a_slow_gate_examines_less_and_says_so() -> None:

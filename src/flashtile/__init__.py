@@ -1,5 +1,6 @@
 """flashtile: exact attention for PyTorch, forward and backward, in O(S) memory, with nothing to compile."""
 
+from . import supported as _supported  # noqa: F401 - says no before anything newer is read
 from .api import attention, attention_varlen, attention_with_kvcache
 from .errors import ArgumentError, AttentionError, AttentionWarning, BackendError
 from .explain import Explanation, explain

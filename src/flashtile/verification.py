@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import processes
 from .bench.captured import Source
 from .errors import BackendError
 from .testing.generate import random_case
@@ -134,11 +136,17 @@ def examine(problems: Problems, jobs: int) -> Generator[list[Outcome], None, Non
             yield from map(partial(examine_one, problems), numbers)
         return
     context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
-    with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(jobs, context, initializer=start_worker) as pool:
         try:
             yield from pool.map(partial(examine_one, problems), numbers, chunksize=at_a_time)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def start_worker() -> None:
+    processes.end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes, and the first one ends them
+    torch.set_num_threads(1)
 
 
 def examine_one(problems: Problems, number: Number) -> list[Outcome]:

@@ -1,6 +1,6 @@
 """Measurements that need a process of their own: the first call's latency, and peak memory.
 
-`in_one_process` starts `python -m flashtile.bench.fresh JOB...`, which prints one line of JSON.
+`in_one_process` runs `main` in one, which prints one line of JSON.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .. import processes
 from .cell import FIRST_CALLS, Cell
 from .inputs import make_case
 from .memory import peak_memory
@@ -72,10 +73,10 @@ def in_fresh_process(job: Job, caches: str) -> list[dict[str, Any]]:
 
 def in_one_process(jobs: Sequence[Job], caches: str) -> list[list[dict[str, Any]]]:
     """The findings of each job; to start a process takes longer than a small job."""
-    command = [sys.executable, "-m", "flashtile.bench.fresh", *(job.as_json() for job in jobs)]
+    code = "from flashtile.bench import fresh; fresh.main()"
     environment = os.environ | {name: str(Path(caches, name)) for name in CACHE_VARIABLES}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
+        done = processes.run_python(code, *(job.as_json() for job in jobs), env=environment, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         return nothing(jobs, f"gave up after {PATIENCE} s")
     lines = [line for line in done.stdout.splitlines() if line.startswith("[[{")]
@@ -129,5 +130,6 @@ def first_call(cell: Cell, provider: Provider, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Of the fresh process."""
     print(json.dumps([measure(Job.from_json(text)) for text in sys.argv[1:]]))

@@ -27,7 +27,8 @@ def device_name(device: torch.device) -> str:
 
 def command_line() -> str:
     """As a shell takes it, with the program's name alone."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name
+    return shlex.join(["flashtile" if program == "__main__.py" else program, *sys.argv[1:]])
 
 
 def commit() -> str | None:

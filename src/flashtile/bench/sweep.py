@@ -76,9 +76,12 @@ def load(path: Path) -> Sweep:
         timing = Timing(**data.get("timing", {}))
         tables = [data.get("defaults", {}) | table for table in data["cells"]]
         cells = tuple(dict.fromkeys(cell for table in tables for cell in expand(table)))
+        providers, reference = tuple(data.get("providers", ())), data.get("reference")
+        if providers and reference is not None and reference not in providers:
+            raise ValueError(f"the reference {reference!r} is none of the providers")
     except (tomllib.TOMLDecodeError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: {error}") from error
-    return Sweep(data.get("name", path.stem), cells, tuple(data.get("providers", ())), data.get("reference"), timing)
+    return Sweep(data.get("name", path.stem), cells, providers, reference, timing)
 
 
 def expand(table: dict[str, Any]) -> list[Cell]:

@@ -4,13 +4,14 @@ from typing import Any
 
 import click
 
-from .. import __version__
+from .. import __version__, processes
 from ..errors import AttentionError
 from .bench import bench
 from .env import env
 from .explain import explain
 from .ladder import ladder
 from .report import report
+from .soak import soak
 from .tune import tune
 from .verify import verify
 
@@ -24,7 +25,8 @@ class Refused(click.ClickException):
 class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with processes.ended_by_signals():
+                return super().invoke(ctx)
         except AttentionError as error:
             raise Refused(str(error)) from error
 
@@ -35,5 +37,5 @@ def main() -> None:
     """Exact attention for PyTorch: what runs on this machine, why, and whether it is right."""
 
 
-for command in (env, explain, verify, bench, report, ladder, tune):
+for command in (env, explain, verify, bench, report, ladder, tune, soak):
     main.add_command(command)

@@ -2,15 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..progress import progress
 from .env import survey
-from .options import Device, json_option, print_json
+from .options import Device, Folder, json_option, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..bench.providers import Provider
 
 DEFAULT_CELLS = (
     {"measure": ["forward", "backward"], "seqlen_q": [512, 2048], "causal": [False, True]},
@@ -43,9 +46,7 @@ DEFAULT_CELLS = (
     type=click.Path(path_type=Path),
     help="FlashAttention-3's compiled operators; a libcudart.so.12 beside it is loaded first.",
 )
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Write results.json, .csv and samples.csv."
-)
+@click.option("--out", type=Folder(), help="Write results.json, .csv and samples.csv, after each result.")
 @json_option
 def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, as_json: bool, **options: Any) -> None:
     """Time attention of several libraries on the same inputs, interleaved in this process.
@@ -70,31 +71,44 @@ def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, a
         raise click.ClickException(str(error)) from error
     given = {name: options[name] for name in ("rounds", "sample_seconds") if options[name] is not None}
     timing = replace(sweep.timing, **given)
-    reference = options["reference"] or sweep.reference
+    reference = reference_of(options["reference"], sweep.reference, providers, device)
     about = origin(device, providers, survey()[0]) | {"sweep": str(sweep_file or "default"), "started": stamp()}
     results = Results(sweep.name, reference, about)
     work = Bench(device, providers, timing, reference, options["fa3_library"])
-    with progress() as bar:
-        task = bar.add_task(sweep.name, total=len(sweep.cells))
-        for row in work.run(sweep, lambda cell: bar.advance(task)):
-            results.rows.append(row)
-            bar.update(task, description=row.cell.label())
-            if out is not None:
-                results.write(out)  # what is there survives whatever comes next
-    about |= {"ended": stamp(), "clocks after": work.clock.state()}
-    if out is not None:
-        results.write(out)
-    if as_json:
-        print_json(results.as_dict())
-    else:
-        print_results(results)
+    try:
+        with progress() as bar:
+            task = bar.add_task(sweep.name, total=len(sweep.cells))
+            for row in work.run(sweep, lambda cell: bar.advance(task)):
+                results.rows.append(row)
+                bar.update(task, description=row.cell.label())
+                if out is not None:
+                    results.write(out)  # what is there survives even a process that dies
+    finally:  # an interruption loses nothing that was measured
+        about |= {"ended": stamp(), "clocks after": work.clock.state()}
+        if out is not None:
+            results.write(out)
+        if as_json:
+            print_json(results.as_dict())
+        else:
+            print_results(results)
 
 
-def progress() -> Progress:
-    """On stderr, where that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+def reference_of(
+    asked: str | None, of_sweep: str | None, providers: "list[Provider]", device: torch.device
+) -> str | None:
+    """The provider that ratios are against: the one asked for, which has to run here, or the sweep's, if it is there.
+
+    Raises:
+        UsageError: the one asked for is not measured.
+    """
+    known = {provider.name: provider for provider in providers}
+    if asked is None:
+        return of_sweep if of_sweep in known else None
+    if asked not in known:
+        raise click.UsageError(f"--reference {asked!r} is not measured; providers: {', '.join(known)}")
+    if (reason := known[asked].unusable(device)) is not None:
+        raise click.UsageError(f"--reference {asked!r} is not measured: {reason}")
+    return asked
 
 
 def print_results(results: Any) -> None:
@@ -102,7 +116,8 @@ def print_results(results: Any) -> None:
 
     console = Console()
     for grid in tables(results):
-        console.print(grid, "")
+        print_table(grid)
+        console.print()
     for status, provider, reason, count in reasons(results):
         cells = "1 cell" if count == 1 else f"{count} cells"
         console.print(f"{provider}: {status}, {cells}: {reason}", markup=False, highlight=False)

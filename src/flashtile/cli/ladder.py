@@ -5,6 +5,7 @@ The steps are imported when the command runs: Triton alone takes a second, which
 
 import importlib.util
 import platform
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as Printed
 
 from ..device import describe_device
+from ..progress import progress
 from .env import packages
-from .options import Device, json_option, print_json
+from .options import Device, OutputFile, json_option, print_json, print_table
 
 if TYPE_CHECKING:
     from .ladder_measure import Table
@@ -36,9 +37,7 @@ NAMES = EVERYWHERE + ON_A_GPU
     multiple=True,
     help="May be repeated.  [default: all that the device has]",
 )
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="A picture of step against time; png, svg."
-)
+@click.option("--plot", type=OutputFile(), help="A picture of step against time; png, svg.")
 @json_option
 def ladder(device: torch.device, names: tuple[str, ...], plot: Path | None, as_json: bool) -> None:
     """Measure every step of the ladder, from pure Python to `flashtile.attention`.
@@ -52,52 +51,66 @@ def ladder(device: torch.device, names: tuple[str, ...], plot: Path | None, as_j
     if device.type not in ("cpu", "cuda"):
         raise click.UsageError(f"--device {device}: times and memory are measured on the CPU and on CUDA devices")
     if plot is not None:
-        refuse_plot_without(names)
+        refuse_plot_without(names, plot)
     start = time.perf_counter()
-    tables = measure(names or (NAMES if device.type == "cuda" else EVERYWHERE), device)
-    found = {"machine": machine(device), "tables": {table.name: vars(table) for table in tables}}
-    if plot is not None:
+    tables: list[Table] = []
+    try:
+        measure(names or (NAMES if device.type == "cuda" else EVERYWHERE), device, tables)
+    finally:  # an interruption loses none of the tables before it
+        seconds = time.perf_counter() - start
+        if as_json:
+            found = {"machine": machine(device), "tables": {table.name: vars(table) for table in tables}}
+            print_json(found | {"seconds": seconds})
+        else:
+            show(tables, device, seconds)
+    stack = next((table for table in tables if table.name == "stack" and table.ok), None)
+    if plot is not None and stack is not None:
         from .ladder_plot import draw
 
-        draw(next(table for table in tables if table.name == "stack"), plot)
-    seconds = time.perf_counter() - start
-    if as_json:
-        print_json(found | {"seconds": seconds})
-        return
-    for table in tables:
-        print_table(table)
-    click.echo(", ".join(f"{name} {value}" for name, value in machine(device).items() if value is not None))
-    click.echo(f"{seconds:.0f} s" + (f"; plot in {plot}" if plot else ""))
+        draw(stack, plot)
+        if not as_json:
+            click.echo(f"plot in {plot}")
+    sys.exit(0 if all(table.ok for table in tables) else 1)
 
 
-def refuse_plot_without(names: tuple[str, ...]) -> None:
-    """Before anything is measured: the plot needs the table of all steps, and matplotlib."""
+def refuse_plot_without(names: tuple[str, ...], plot: Path) -> None:
+    """Before anything is measured: the plot needs the table of all steps, matplotlib, and a name that it knows."""
     if names and "stack" not in names:
         raise click.UsageError("--plot draws the table `stack`: add --table stack, or leave --table out")
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'flashtile[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase  # pyright: ignore[reportMissingImports]
+
+    if plot.suffix[1:].lower() not in (known := FigureCanvasBase.get_supported_filetypes()):
+        raise click.UsageError(f"--plot {plot}: the name should end with one of .{', .'.join(sorted(known))}")
 
 
-def measure(names: tuple[str, ...], device: torch.device) -> "list[Table]":
-    """The tables asked for, with a line of progress on stderr, where that is a terminal."""
+def measure(names: tuple[str, ...], device: torch.device, tables: "list[Table]") -> None:
+    """Add the tables asked for to `tables`, each when it is done. One that fails says so, and the others follow."""
     from ..ladder.triton_or_not import on
+    from .ladder_measure import Table
     from .ladder_tables import TABLES
 
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    tables = []
-    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with on(device), progress:
-        task = progress.add_task("", total=None)
-        for name in dict.fromkeys(names):
+    names = tuple(dict.fromkeys(names))
+    with on(device), progress() as bar:
+        task = bar.add_task("", total=len(names))
+        for name in names:
             measurement = TABLES[name](device)
-            while True:
-                try:
-                    progress.update(task, description=f"{name}: {next(measurement)}")
-                except StopIteration as finished:
-                    tables.append(finished.value)
-                    break
-    return tables
+            try:
+                while True:
+                    bar.update(task, description=f"{name}: {next(measurement)}")
+            except StopIteration as finished:
+                tables.append(finished.value)
+            except Exception as error:
+                tables.append(Table(name, name, notes=[f"Failed: {type(error).__name__}: {error}"], ok=False))
+            bar.advance(task)
+
+
+def show(tables: "list[Table]", device: torch.device, seconds: float) -> None:
+    for table in tables:
+        show_table(table)
+    click.echo(", ".join(f"{name} {value}" for name, value in machine(device).items() if value is not None))
+    click.echo(f"{seconds:.0f} s")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -111,19 +124,19 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def print_table(table: "Table") -> None:
+def show_table(table: "Table") -> None:
     """Rows under their keys; those of `stack` with a column for each length."""
     rows = pivoted(table.rows) if table.name == "stack" else table.rows
     printed = Printed(box=None, pad_edge=False, header_style="bold")
     if rows:
         for heading in rows[0]:
             words = isinstance(rows[0][heading], str) and heading != "published"
-            printed.add_column(heading.replace("_", " "), justify="left" if words else "right", no_wrap=words)
+            printed.add_column(heading.replace("_", "\n"), justify="left" if words else "right", no_wrap=words)
         for row in rows:
             printed.add_row(*(in_figures(value) for value in row.values()))
-    console = Console(width=max(Console().width, 120))
+    console = Console()
     console.print(table.title, style="bold")
-    console.print(printed)
+    print_table(printed)
     for note in (*table.notes, *table.asides):
         console.print(note, highlight=False, markup=False)
     console.print()

@@ -25,6 +25,7 @@ class Table:
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     asides: list[str] = field(default_factory=list)
+    ok: bool = True  # False where an error ended the measurement
 
 
 Measurement = Generator[str, None, Table]  # yields a word on what it does next

@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import torch
 
 from .. import explain as explain_call
-from .. import iomodel
+from .. import iomodel, processes
 from ..iomodel import Shape, Work, roofline
 from ..ladder import (
     step05_flash1,
@@ -72,8 +70,7 @@ def interpreted_lite_errors(device: torch.device, lengths: tuple[int, ...]) -> d
     """The same in another process: the interpreter has to be switched on before Triton is imported."""
     code = "import json, torch; from flashtile.cli.ladder_tables import lite_errors; "
     code += f"print(json.dumps(lite_errors(torch.device({str(device)!r}), {lengths})))"
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    result = processes.run_python(code, env=os.environ | {"TRITON_INTERPRET": "1"})
     if result.returncode != 0:
         raise InterpreterError(f"step 8 failed in Triton's interpreter:\n{result.stderr}")
     return {int(n): tuple(errors) for n, errors in json.loads(result.stdout.splitlines()[-1]).items()}

@@ -2,11 +2,15 @@
 
 import json
 import math
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from ..check import DTYPES
 
@@ -37,12 +41,50 @@ class Dtype(click.Choice):
         return value if isinstance(value, torch.dtype) else NAMED_DTYPES[super().convert(value, param, ctx)]
 
 
+class Folder(click.ParamType):
+    """A folder in which files can be made, here and now; it is made where there is none."""
+
+    name = "folder"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        try:
+            Path(value).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=value).close()
+        except OSError as error:
+            self.fail(f"{value!r} cannot be written: {error.strerror}", param, ctx)
+        return Path(value)
+
+
+class OutputFile(click.ParamType):
+    """A file that can be written, here and now; what it has is left as it is."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        there = path.exists()
+        try:
+            path.open("ab").close()
+            if not there:
+                path.unlink()
+        except OSError as error:
+            self.fail(f"{value!r} cannot be written: {error.strerror}", param, ctx)
+        return path
+
+
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")(command)
 
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(representable(value), indent=2))
+
+
+def print_table(table: Table) -> None:
+    """With all its columns: a terminal that is too narrow for them wraps the lines."""
+    console = Console()
+    whole = Console(width=10_000).measure(table).maximum
+    Console(width=max(console.width, whole)).print(table)
 
 
 def representable(value: Any) -> Any:

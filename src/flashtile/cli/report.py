@@ -4,6 +4,7 @@ import importlib.util
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from ..errors import AttentionWarning
 from .env import survey
-from .options import Device, json_option, print_json
+from .options import Device, Folder, json_option, print_json
 
 NEEDS = ("matplotlib", "jinja2")
 
@@ -37,7 +38,7 @@ class Lengths(click.ParamType):
 @click.command()
 @click.option("--quick", is_flag=True, help="Within two minutes on two cores, without a GPU.")
 @click.option("--device", type=Device(), default="cpu")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="flashtile-report", help="A folder.")
+@click.option("--out", type=Folder(), default="flashtile-report", help="For the page, and for figures as they come.")
 @click.option("--images", is_flag=True, help="Also write each plot as an SVG of its own.")
 @click.option("--seqlens", type=Lengths(), help="Of speed.  [default: by device]")
 @click.option("--memory-seqlens", type=Lengths(), help="Of memory.  [default: by device]")
@@ -55,7 +56,7 @@ def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: 
     if missing:
         raise click.ClickException(f"{' and '.join(missing)} not installed: pip install 'flashtile[report]'")
     from ..report.gather import gather
-    from ..report.page import as_dict, write
+    from ..report.page import as_dict, write, write_sections
     from ..report.settings import settings_for
     from .ladder_report import ladder, tables_of
 
@@ -67,7 +68,8 @@ def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: 
         given["timing"] = replace(settings.timing, rounds=options["rounds"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttentionWarning)  # the page says which backend runs
-        found = gather(replace(settings, **given), survey()[0], (("ladder", len(tables_of(settings)), ladder),))
+        further = (("ladder", len(tables_of(settings)), ladder),)
+        found = gather(replace(settings, **given), survey()[0], further, partial(write_sections, folder=out))
     path = write(found, out, images)
     if as_json:
         print_json(as_dict(found))

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 
-from ..backends.triton import support
+from ..backends.triton import support, tuned
 from ..device import describe_device
-from .options import Device, Dtype, json_option, print_json
+from .options import Device, Dtype, Folder, json_option, print_json
 
 if TYPE_CHECKING:
     from ..tuning.search import Found
@@ -64,16 +64,20 @@ def tune(
     if dtype is torch.float64:
         raise click.UsageError("--dtype float64: the Triton kernels do not take it")
     kernels = dict.fromkeys(kernel for name in passes or ("forward", "backward") for kernel in PASSES[name])
+    if not dry_run:
+        Folder().convert(str(tuned.path().parent), None, None)
     rows = []
-    for head_dim in head_dims:
-        for kernel in kernels:
-            subject = Subject(kernel, dtype, head_dim, seqlen, device)
-            found, saved = searched(subject, seconds, dry_run)
-            rows.append(asdict(found) | {"kernel": kernel, "head_dim": head_dim, "saved": saved})
-            if not as_json:
-                print_found(subject, found, saved)
-    if as_json:
-        print_json({"device": describe_device(device)._asdict(), "dtype": dtype, "found": rows})
+    try:
+        for head_dim in head_dims:
+            for kernel in kernels:
+                subject = Subject(kernel, dtype, head_dim, seqlen, device)
+                found, saved = searched(subject, seconds, dry_run)
+                rows.append(asdict(found) | {"kernel": kernel, "head_dim": head_dim, "saved": saved})
+                if not as_json:
+                    print_found(subject, found, saved)
+    finally:  # an interruption loses no kernel before it
+        if as_json:
+            print_json({"device": describe_device(device)._asdict(), "dtype": dtype, "found": rows})
 
 
 def searched(subject: "Subject", seconds: float, dry_run: bool) -> "tuple[Found, str | None]":
@@ -91,7 +95,7 @@ def searched(subject: "Subject", seconds: float, dry_run: bool) -> "tuple[Found,
 
 
 def save(subject: "Subject", found: "Found") -> Any:
-    from ..backends.triton import tables, tuned
+    from ..backends.triton import tables
 
     device = describe_device(subject.device)
     before, after = found.seconds

@@ -13,15 +13,15 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ..bench.captured import Source, captured
 from ..errors import BackendError
 from ..plan import backends as all_backends
+from ..progress import progress
 from ..verification import Outcome, Problems, Report, Tally, default_jobs, dtype_name, examine
-from .options import Device, Dtype, json_option, print_json
+from . import recorded
+from .options import Device, Dtype, OutputFile, json_option, print_json, print_table
 
 SHOWN_FAILURES = 20
 
@@ -37,7 +37,12 @@ SHOWN_FAILURES = 20
     help="How many problems with up to 2**20 keys or rows.",
     show_default=True,
 )
-@click.option("--seed", "first", type=click.IntRange(0), default=0, help="The first problem's seed; the next are +1.")
+@click.option(
+    "--seed",
+    "first",
+    type=click.IntRange(0),
+    help="The first problem's seed; the next are +1.  [default: 0, or the first that --record's table does not have]",
+)
 @click.option("--device", type=Device(), default="cpu")
 @click.option("--dtype", "dtypes", type=Dtype(), multiple=True, help="May be repeated.  [default: all]")
 @click.option(
@@ -47,16 +52,26 @@ SHOWN_FAILURES = 20
     help="Values of q, k and v: random, or those of a small GPT that is trained for some seconds first.",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Processes.  [default: CPU cores, at most 8]")
+@click.option("--record", type=OutputFile(), help="Append a row for each backend to a CSV file.")
+@click.option(
+    "--recorded",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    callback=recorded.show,
+    expose_value=False,
+    is_eager=True,
+    help="Show what such a file adds up to, and run nothing.",
+)
 @json_option
 def verify(
     backends: tuple[str, ...],
     cases: int,
     long_cases: int,
-    first: int,
+    first: int | None,
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
     inputs: str,
     jobs: int | None,
+    record: Path | None,
     as_json: bool,
 ) -> None:
     """Run random problems over the whole contract, forward and backward, and hold them against an fp64 oracle.
@@ -66,19 +81,38 @@ def verify(
     """
     if cases + long_cases == 0:
         raise click.UsageError("--cases and --long are both 0: there is nothing to verify")
-    seeds, long = range(first, first + cases), range(first, first + long_cases)
+    start = first or 0
+    seeds, long = range(start, start + cases), range(start, start + long_cases)
     problems = Problems(seeds, chosen(backends), device, dtypes or None, long=long)
     with captured_values(inputs) as path:
         problems = problems._replace(captured=path)
-        start = time.perf_counter()
-        batches = with_progress(examine(problems, jobs or default_jobs()), cases + long_cases)
-        outcomes = [outcome for batch in batches for outcome in batch]
-        report = Report(problems, outcomes, time.perf_counter() - start)
+        if record is not None:
+            problems = recorded.prepare(record, problems, first)
+        report = examined(problems, jobs or default_jobs(), record)
     if as_json:
         print_json(as_dict(report))
     else:
         print_report(report)
     sys.exit(0 if report.passed else 1)
+
+
+def examined(problems: Problems, jobs: int, record: Path | None) -> Report:
+    """All outcomes. Those of the seeds before an interruption are recorded."""
+    start, outcomes = time.perf_counter(), []
+    done = 0
+    try:
+        with progress() as bar:
+            task = bar.add_task("problems", total=len(problems.numbers()))
+            for batch in examine(problems, jobs):
+                outcomes += batch
+                done += 1
+                bar.advance(task)
+    finally:
+        seeds, long = problems.seeds[:done], problems.long[: max(0, done - len(problems.seeds))]
+        report = Report(problems._replace(seeds=seeds, long=long), outcomes, time.perf_counter() - start)
+        if record is not None and seeds:
+            recorded.append(record, recorded.rows_of(report))
+    return report
 
 
 def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -101,12 +135,6 @@ def captured_values(inputs: str) -> Iterator[Path | None]:
         path = Path(folder, "captured.pt")
         Source(captured(batch=2, seqlen=512)).save(path)
         yield path
-
-
-def with_progress(batches: Iterator[list[Outcome]], total: int) -> Iterator[list[Outcome]]:
-    """A progress bar on stderr, where that is a terminal."""
-    console = Console(stderr=True)
-    return iter(track(batches, "problems", total, console=console, transient=True, disable=not console.is_terminal))
 
 
 def repeat(problems: Problems, outcome: Outcome) -> str:
@@ -158,7 +186,7 @@ def print_tallies(tallies: list[Tally]) -> None:
         if tally.worst is not None:
             worst = (f"{tally.worst.ratio:.3f}", tally.worst.name, str(tally.worst_seed))
         table.add_row(tally.backend, tally.dtype, str(tally.cases), str(tally.failed), str(tally.declined), *worst)
-    Console().print(table)
+    print_table(table)
 
 
 def as_dict(report: Report) -> dict[str, Any]:

@@ -1,18 +1,16 @@
 """Everything that a report measures, in order, each part with its own progress."""
 
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..bench.cell import INPUTS
 from ..bench.origin import origin
 from ..bench.providers import make
 from ..bench.run import stamp
+from ..progress import progress
 from . import errors, gate, memory, planner, speed, training
 from .cells import kinds
 from .measured import providers
@@ -36,21 +34,39 @@ class Report:
         return all(section.ok for section in self.sections)
 
 
-def gather(settings: Settings, machine: dict[str, Any], further: tuple[Step, ...] = ()) -> Report:
-    """`machine` is what `flashtile env` finds; `further` are steps whose sections come last."""
+def gather(
+    settings: Settings,
+    machine: dict[str, Any],
+    further: tuple[Step, ...] = (),
+    keep: Callable[[list[Section]], None] = lambda sections: None,
+) -> Report:
+    """`machine` is what `flashtile env` finds; `further` are steps whose sections come last. `keep` gets the sections
+    so far after each step.
+    """
     start, started, parts = time.perf_counter(), stamp(), {}
     found: list[Section] = []
-    with progress() as bar:
+    with progress(transient=False) as bar:
         for words, total, measure in (*steps(settings), *further):
             task = bar.add_task(words, total=total)
             begun = time.perf_counter()
-            found.append(measure(settings, lambda task=task: bar.advance(task)))
+            found.append(attempted(words, measure, settings, lambda task=task: bar.advance(task)))
+            keep(found)
             bar.update(task, completed=total)
             parts[words] = time.perf_counter() - begun
     found.insert(0, overview(found))
     found.sort(key=lambda section: ORDER.index(section.name) if section.name in ORDER else len(ORDER))
     about = {"date": started} | origin(settings.device, make(providers(settings, settings.peers)), machine)
     return Report(found, about | {"seconds": parts}, time.perf_counter() - start)
+
+
+def attempted(words: str, measure: Callable[..., Any], settings: Settings, advance: Advance) -> Any:
+    """Run a step. One that fails makes a section that says so, and the others keep what they have measured."""
+    try:
+        return measure(settings, advance)
+    except Exception as error:
+        traceback.print_exc()
+        name = words.replace(" ", "-")
+        return Section(name, words.capitalize(), f"Not measured: {type(error).__name__}: {error}", ok=False)
 
 
 def steps(settings: Settings) -> Iterator[Step]:
@@ -61,12 +77,3 @@ def steps(settings: Settings) -> Iterator[Step]:
     yield "memory", 1, memory.memory
     yield "error against fp64", len(errors.DTYPES) * len(INPUTS), errors.errors
     yield "plans", len(planner.CALLS), planner.planner
-
-
-@contextmanager
-def progress() -> Iterator[Progress]:
-    """Bars on stderr where that is a terminal; elsewhere nothing."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        yield bar

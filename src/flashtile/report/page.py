@@ -90,17 +90,24 @@ def word(x: Any) -> str:
 
 def write(report: Report, folder: Path, images: bool = False) -> Path:
     """All files into `folder`; with `images` also each plot as an SVG of its own. The path of the page."""
-    folder.mkdir(parents=True, exist_ok=True)
+    write_sections(report.sections, folder)
+    (folder / "report.json").write_text(json.dumps(as_dict(report), indent=1, default=str) + "\n")
     page, svgs = render(report)
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
-    (folder / "report.json").write_text(json.dumps(as_dict(report), indent=1, default=str) + "\n")
-    for section in report.sections:
-        if section.records:
-            write_csv(folder / f"{section.name}.csv", section.records)
     for name, svg in svgs.items() if images else ():
         (folder / f"{name}.svg").write_text(standalone(svg), encoding="utf-8")
     return path
+
+
+def write_sections(sections: list[Section], folder: Path) -> None:
+    """The figures of sections that are done, of a report that may never be: one CSV each, and report.json with them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for section in sections:
+        if section.records:
+            write_csv(folder / f"{section.name}.csv", section.records)
+    found = {"ok": None, "sections": {section.name: section_dict(section) for section in sections}}
+    (folder / "report.json").write_text(json.dumps(found, indent=1, default=str) + "\n")
 
 
 def as_dict(report: Report) -> dict[str, Any]:

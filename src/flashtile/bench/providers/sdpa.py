@@ -36,6 +36,11 @@ class Sdpa(Provider):
         """`backend` is a key of BACKENDS, or empty: PyTorch chooses, as it does for its users."""
         self.name, self.backend = f"sdpa:{backend}" if backend else "sdpa", BACKENDS.get(backend)
 
+    def unusable(self, device: torch.device) -> str | None:
+        if device.type == "cpu" and self.backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            return "PyTorch has no such kernels for a CPU"
+        return None
+
     def prepare(self, case: Case, decode: bool = False) -> Prepared:
         require(case, "scaled_dot_product_attention", TAKES)
         given = case.arguments

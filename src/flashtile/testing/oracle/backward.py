@@ -66,9 +66,10 @@ def score_gradients(x: Sequence, f: Forward) -> tuple[Weights, Weights]:
     out_dout, out_loss = torch.zeros_like(f.out.total), torch.zeros_like(dlse)
     if x.dout is not None:
         keep = torch.ones_like(f.p) if x.keep is None else x.keep
-        dp = (keep * (x.dout @ f.v.mT)).where(f.visible, 0.0)
-        dp_absolute = (keep * (x.dout.abs() @ f.v.abs().mT)).where(f.visible, 0.0)
-        out_dout, out_loss = f.out.total * x.dout, row_sum(x.dout.abs())
+        dout = x.dout.where(f.visible.any(2, keepdim=True), 0.0)  # no gradient of `out` passes through an empty row
+        dp = (keep * (dout @ f.v.mT)).where(f.visible, 0.0)
+        dp_absolute = (keep * (dout.abs() @ f.v.abs().mT)).where(f.visible, 0.0)
+        out_dout, out_loss = f.out.total * dout, row_sum(dout.abs())
     delta = row_sum(f.p * dp) - dlse  # <out, dout> - dlse with out as it is, not rounded
 
     absolute = row_sum(f.p * dp_absolute) + dlse.abs()

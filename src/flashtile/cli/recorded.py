@@ -1,0 +1,138 @@
+"""A table of seed ranges that `flashtile verify` has run, one row for each backend and run, so that runs add up."""
+
+import csv
+from collections import Counter
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import torch
+from rich.table import Table
+
+from ..bench.origin import command_line, commit, device_name
+from ..verification import Problems, Report, dtype_name
+from .env import cpu_name, packages
+from .options import print_table
+
+FIRST_SEED = 1_000_000  # no test and no check of the project takes seeds from here on
+
+
+class Row(NamedTuple):
+    """`cases` seeds from `first_seed` on: the backend ran `runs` of these problems and declined the rest."""
+
+    backend: str
+    device: str
+    dtypes: str
+    inputs: str
+    first_seed: int
+    cases: int
+    runs: int
+    failed: int
+    commit: str
+    versions: str
+    date: str
+    command: str
+
+    @classmethod
+    def from_record(cls, record: dict[str, str]) -> "Row":
+        integers = {name: int(record[name]) for name in ("first_seed", "cases", "runs", "failed")}
+        return cls(**record | integers)  # type: ignore[arg-type]
+
+    @property
+    def about(self) -> tuple[str, str, str, str]:
+        """Rows with the same are about one list of problems, where no seed counts twice."""
+        return self.backend, self.device, self.dtypes, self.inputs
+
+    @property
+    def seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.cases)
+
+
+def read(path: Path) -> list[Row]:
+    """All rows; none where there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [Row.from_record(record) for record in csv.DictReader(file)]
+
+
+def rows_of(report: Report) -> list[Row]:
+    """One for each backend, in the order of the command; long problems do not count."""
+    problems = report.problems
+    report = replace(report, outcomes=[outcome for outcome in report.outcomes if not outcome.long])
+    rows = []
+    for backend in problems.backends:
+        tallies = [tally for tally in report.tallies() if tally.backend == backend]
+        rows.append(
+            Row(
+                *about(problems, backend),
+                problems.seeds.start,
+                len(problems.seeds),
+                sum(tally.cases for tally in tallies),
+                sum(tally.failed for tally in tallies),
+                commit() or "",
+                versions(),
+                datetime.now(UTC).date().isoformat(),
+                command_line(),
+            )
+        )
+    return rows
+
+
+def about(problems: Problems, backend: str) -> tuple[str, str, str, str]:
+    """`Row.about` of one backend's rows."""
+    device = device_name(problems.device)
+    device = f"{cpu_name()}, {device}" if problems.device.type == "cpu" else device
+    dtypes = " ".join(map(dtype_name, problems.dtypes or ())) or "all"
+    return backend, device, dtypes, "random" if problems.captured is None else "captured"
+
+
+def versions() -> str:
+    found = {"torch": torch.__version__} | {name: packages()[name] for name in ("llvmlite", "triton")}
+    return ", ".join(f"{name} {version}" for name, version in found.items() if version is not None)
+
+
+def prepare(path: Path, problems: Problems, first: int | None) -> Problems:
+    """The problems, after those in the table at `path` where no `first` seed is asked for.
+
+    Raises:
+        UsageError: the table has some of them.
+    """
+    kinds = {about(problems, backend) for backend in problems.backends}
+    known = [row for row in read(path) if row.about in kinds]
+    free = max((row.seeds.stop for row in known), default=FIRST_SEED)
+    if first is None:
+        return problems._replace(seeds=range(free, free + len(problems.seeds)))
+    for row in known:
+        if row.seeds.start < problems.seeds.stop and problems.seeds.start < row.seeds.stop:
+            raise click.UsageError(f"{path} has some of these seeds for {row.backend}; from {free} on it has none")
+    return problems
+
+
+def append(path: Path, rows: list[Row]) -> None:
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if file.tell() == 0:
+            writer.writerow(Row._fields)
+        writer.writerows(rows)
+
+
+def show(ctx: click.Context, param: click.Parameter, path: Path | None) -> None:
+    """Print the totals of each backend on each device, and end the command."""
+    if path is None:
+        return
+    runs: Counter[tuple[str, str]] = Counter()
+    failed: Counter[tuple[str, str]] = Counter()
+    for row in read(path):
+        runs[row.backend, row.device] += row.runs
+        failed[row.backend, row.device] += row.failed
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("backend", "problems", "failed", "device"):
+        table.add_column(heading, justify="right" if heading in ("problems", "failed") else "left")
+    for backend, device in sorted(runs):
+        key = backend, device
+        table.add_row(backend, f"{runs[key]:,}", str(failed[key]), device)
+    print_table(table)
+    ctx.exit(1 if failed.total() else 0)

@@ -1,0 +1,89 @@
+"""`flashtile soak`: random calls from several threads for minutes or hours, in memory that has to stay flat."""
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import click
+import torch
+
+from .options import Device, json_option, print_json
+from .verify import chosen
+
+if TYPE_CHECKING:
+    from ..soak.run import Soak
+
+PROBLEMS = {"cuda": 12}  # kernels are compiled for each, which takes longest on a GPU
+PROBLEMS_ELSEWHERE = 120
+TOLD_EVERY = 60.0  # seconds
+
+
+@click.command()
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, help="For how long, in all.")
+@click.option("--device", type=Device(), default="cpu")
+@click.option("--threads", type=click.IntRange(1), default=4, help="That call at the same time; on a GPU, on streams.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Of the problems and of the order in which they come.")
+@click.option(
+    "--problems", type=click.IntRange(1), help="How many different ones.  [default: 12 on a GPU, 120 elsewhere]"
+)
+@click.option("--backend", "backends", multiple=True, help="May be repeated.  [default: auto and all usable ones]")
+@json_option
+def soak(
+    minutes: float,
+    device: torch.device,
+    threads: int,
+    seed: int,
+    problems: int | None,
+    backends: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Call without a rest, from several threads, and see that results stay the same and memory stays flat.
+
+    Problems are those of `flashtile verify`, each of them in many ways: forward and backward, held against the oracle,
+    deterministic, with a mistake that has to be refused; on a GPU also captured in graphs, and with memory that runs
+    out in the middle. First every problem comes once in every way. From then on memory is counted each ten seconds
+    while nothing runs, and its median over the last third of the soak may not exceed that over the middle third by more
+    than a limit. The exit code is 1 if anything fails.
+    """
+    from ..soak.calls import Problems
+    from ..soak.run import Soak
+
+    count = problems or PROBLEMS.get(device.type, PROBLEMS_ELSEWHERE)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    others = ("reference",) if device.type == "cpu" else ("reference", "cpu")
+    usable = chosen(tuple(name for name in backends if name != "auto"))
+    names = backends or ("auto", *(name for name in usable if name not in others))
+    work = Soak(Problems(range(seed, seed + count), names, device), minutes, threads, seed)
+    last = -TOLD_EVERY
+
+    def tell(line: str) -> None:
+        nonlocal last
+        if time.perf_counter() - last >= TOLD_EVERY:
+            last = time.perf_counter()
+            click.echo(line, err=True)
+
+    try:
+        work.run(tell)
+    finally:
+        if as_json:
+            print_json(work.as_dict())
+        else:
+            print_soak(work)
+    sys.exit(0 if work.passed else 1)
+
+
+def print_soak(work: "Soak") -> None:
+    for failure in work.ledger.failures[:20]:
+        click.echo(f"FAILED {failure.kind}, {failure.call}\n  {failure.message}")
+    calls = ", ".join(f"{n:,} {kind}" for kind, n in sorted(work.ledger.counts.items()))
+    click.echo(f"{work.seconds:.0f} s in {work.threads} threads, {work.warm_seconds:.0f} s of them to warm up: {calls}")
+    for name, x in work.growth.items():
+        words = "flat" if x.ok else "GROWS"
+        more, limit = (x.last - x.middle) / 2**20, x.limit / 2**20
+        click.echo(
+            f"{words}: {name}: {x.last / 2**20:,.1f} MiB, {more:+.2f} MiB since the middle third (limit {limit:g})"
+        )
+    if not work.growth:
+        click.echo("too few samples to tell whether memory grows: give it more minutes or fewer problems")
+    click.echo("all well" if work.passed else "FAILED")

@@ -1,0 +1,103 @@
+"""One thread of a soak: random problems, each of them again and again, with mistakes in between."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtile
+
+from ..errors import AttentionError, BackendError
+from ..testing.case import CACHES, Case
+from ..testing.generate import random_case
+from ..testing.oracle import solve
+from ..testing.tolerance import compare
+from . import graphs
+from .ledger import Ledger, digest
+from .mistakes import mistaken
+
+KINDS = {"plain": 12, "checked": 2, "deterministic": 3, "mistaken": 5}
+KINDS_ON_A_GPU = KINDS | {"captured": 3}
+
+
+@dataclass(frozen=True)
+class Problems:
+    """Seeds, so few that all kernels which they need are compiled after a while, and backends."""
+
+    seeds: range
+    backends: tuple[str, ...]
+    device: torch.device
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        return KINDS_ON_A_GPU if self.device.type == "cuda" else KINDS
+
+
+class Caller:
+    """One thread's choices."""
+
+    def __init__(self, problems: Problems, ledger: Ledger, rng: random.Random):
+        self.problems, self.ledger, self.rng = problems, ledger, rng
+
+    def call(self) -> None:
+        """One call of a random kind."""
+        kind = self.rng.choices(list(self.problems.kinds), list(self.problems.kinds.values()))[0]
+        self.call_of(kind, self.rng.choice(self.problems.seeds), self.rng.choice(self.problems.backends))
+
+    def call_of(self, kind: str, seed: int, backend: str) -> None:
+        """One call, counted; whatever goes wrong is in the ledger."""
+        words = f"seed {seed}, backend {backend}"
+        try:
+            case = random_case(seed, device=self.problems.device)
+            wrong = getattr(self, kind)(case, backend)
+        except BackendError:
+            self.ledger.count("declined")
+        except Exception as error:
+            self.ledger.fail(kind, words, f"{type(error).__name__}: {error}")
+        else:
+            self.ledger.count(kind)
+            if wrong is not None:
+                self.ledger.fail(kind, f"{words}, {case.description}", wrong)
+
+    # Each returns what is wrong, or None ----------------------------------------------------------------------------
+
+    def plain(self, case: Case, backend: str) -> str | None:
+        return self.compared(case, backend, case.run(backend))
+
+    def checked(self, case: Case, backend: str) -> str | None:
+        results = case.run(backend)
+        worst = compare(results, case, solve(case))[0]
+        return self.compared(case, backend, results) if worst.ok else str(worst)
+
+    def deterministic(self, case: Case, backend: str) -> str | None:
+        results = case.run(backend, deterministic=True)
+        if self.ledger.changed((case.seed, backend, "deterministic"), results):
+            return "results differ from those of the same deterministic call before"
+        return self.compared(case, backend, results)
+
+    def compared(self, case: Case, backend: str, results: dict[str, Tensor]) -> str | None:
+        """Forward is deterministic, whichever thread computes it."""
+        forward = {name: x for name, x in results.items() if name in ("out", "lse", *CACHES)}
+        if self.ledger.changed((case.seed, backend), forward):
+            return "out, lse or caches differ from those of the same call before"
+        return None
+
+    def mistaken(self, case: Case, backend: str) -> str | None:
+        arguments: dict[str, Any] = case.arguments | {"backend": backend}
+        if hasattr(arguments.get("score_mod"), "tensors"):
+            arguments["score_mod"] = flashtile.ScoreMod(arguments["score_mod"].fn, arguments["score_mod"].tensors)
+        mistake, arguments = mistaken(arguments, self.rng)
+        caches = {name: arguments[name] for name in CACHES if isinstance(arguments.get(name), Tensor)}
+        before = digest(caches)
+        try:
+            getattr(flashtile, case.function)(**arguments)
+        except AttentionError:
+            return None if digest(caches) == before else f"{mistake}: refused, but the caches were changed"
+        except Exception as error:
+            return f"{mistake}: {type(error).__name__}, should be an AttentionError: {error}"
+        return f"{mistake}: not refused"
+
+    def captured(self, case: Case, backend: str) -> str | None:
+        return graphs.captured(case, backend) if "score_mod" not in case.arguments else self.plain(case, backend)

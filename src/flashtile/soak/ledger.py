@@ -1,0 +1,59 @@
+"""Counts, failures and digests, which the threads of a soak share."""
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+MOST_FAILURES = 50  # where more is broken, more of the same says nothing new
+
+
+@dataclass(frozen=True)
+class Failure:
+    kind: str  # of call
+    call: str
+    message: str
+
+
+@dataclass
+class Ledger:
+    """Counts, failures, and digests of results that have to come out the same each time."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    digests: dict[tuple[object, ...], bytes] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, kind: str) -> None:
+        with self.lock:
+            self.counts[kind] += 1
+
+    def fail(self, kind: str, call: str, message: str) -> None:
+        with self.lock:
+            self.counts["failed"] += 1
+            if len(self.failures) < MOST_FAILURES:
+                self.failures.append(Failure(kind, call, message))
+
+    @property
+    def hopeless(self) -> bool:
+        return len(self.failures) >= MOST_FAILURES
+
+    def changed(self, key: tuple[object, ...], results: Mapping[str, Tensor]) -> bool:
+        """Whether results under this key have been others before."""
+        found = digest(results)
+        with self.lock:
+            return self.digests.setdefault(key, found) != found
+
+
+def digest(results: Mapping[str, Tensor]) -> bytes:
+    """Of all bits, but for which NaN a NaN is."""
+    made = hashlib.blake2b(digest_size=16)
+    for name in sorted(results):
+        x = results[name].detach().cpu().nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf)
+        made.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        made.update(x.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().data)
+    return made.digest()

@@ -1,0 +1,71 @@
+"""Memory between rounds of calls, when nothing runs: how much there is, and whether it still grows."""
+
+import ctypes
+import gc
+import resource
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+MIB = 2**20
+STATM = Path("/proc/self/statm")
+# Bytes that may be more in the last third of a soak than in its middle third. Allocators keep what was freed, and which
+# parts of it depends on the order of calls; the caching allocator's own count of what is in use does not.
+LIMITS = {
+    "resident": 16 * MIB,
+    "GPU, allocated": 1 * MIB,
+    "GPU, reserved": 32 * MIB,
+    "GPU, in use by the driver's count": 64 * MIB,
+}
+# glibc keeps what was freed, also by threads that are gone, and has to give it back first: it is no growth.
+trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+FEWEST = 6  # samples, for thirds of at least two
+
+
+class Growth(NamedTuple):
+    """Medians over the middle and the last third of the samples, in bytes."""
+
+    middle: float
+    last: float
+    limit: int
+
+    @property
+    def ok(self) -> bool:
+        return self.last - self.middle <= self.limit
+
+
+def sample(device: torch.device) -> dict[str, int]:
+    """Bytes by the names of `LIMITS`."""
+    gc.collect()
+    if trim is not None:
+        trim(0)
+    found = {"resident": resident()}
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()  # PyTorch keeps one for each thread and stream that met
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        found |= dict(zip([*LIMITS][1:], (allocated, reserved, total - free), strict=True))
+    return found
+
+
+def resident() -> int:
+    """Of this process; where the kernel does not tell, the most that it ever was."""
+    if STATM.exists():
+        return int(STATM.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def growth(samples: Sequence[dict[str, int]]) -> dict[str, Growth]:
+    """Of each count. Too few samples say nothing, and there is none."""
+    if len(samples) < FEWEST:
+        return {}
+    third = len(samples) // 3
+    parts = samples[-2 * third : -third], samples[-third:]
+    middle, last = ({name: statistics.median(x[name] for x in part) for name in samples[0]} for part in parts)
+    return {name: Growth(middle[name], last[name], LIMITS[name]) for name in samples[0]}

@@ -1,0 +1,48 @@
+"""Calls that have to be refused: a right one with one argument that does not fit."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Arguments = dict[str, Any]
+EVERYWHERE: dict[str, Callable[[Arguments], Any]] = {
+    "causal": lambda given: "sideways",
+    "window": lambda given: (3,),
+    "scale": lambda given: float("nan"),
+    "softcap": lambda given: -1.0,
+    "dropout_p": lambda given: 1.0,
+    "backend": lambda given: "abacus",
+    "q": lambda given: given["q"].to(torch.int32),
+    "bias": lambda given: torch.zeros(2, 3, device=given["q"].device),
+    "mask": lambda given: torch.zeros((1, 1, 1, 1), device=given["q"].device),
+    "sinks": lambda given: given["q"].new_zeros(given["q"].shape[1] + 1),
+    "alibi_slopes": lambda given: given["q"].new_zeros((3, 3, 3)),
+}
+OF_KEYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one dimension less": lambda x: x.flatten(0, 1),
+    "other dtype": lambda x: x.to(torch.float16 if x.dtype != torch.float16 else torch.float32),
+    "other head dimension": lambda x: torch.cat([x, x[..., :1]], dim=-1),
+    "no tensor": lambda x: x.tolist(),  # type: ignore[arg-type, return-value]
+}
+LENGTHS: dict[str, Callable[[Tensor], Tensor]] = {  # read on a CPU alone
+    "cu_seqlens_q": lambda x: x + 1,
+    "cache_seqlens": lambda x: x + 2**20,
+    "seqused_k": lambda x: x - 2**20,
+}
+
+
+def mistaken(arguments: Arguments, rng: random.Random) -> tuple[str, Arguments]:
+    """The arguments with one that is wrong, and words for which."""
+    k = "k_cache" if "k_cache" in arguments else "k"
+    choices = [*EVERYWHERE, *(f"{k}: {words}" for words in OF_KEYS)]
+    if arguments["q"].device.type == "cpu":
+        choices += [name for name in LENGTHS if arguments.get(name) is not None and arguments[name].numel() > 0]
+    choice = rng.choice(choices)
+    name, _, words = choice.partition(": ")
+    if words:
+        return choice, arguments | {name: OF_KEYS[words](arguments[name])}
+    value = EVERYWHERE[name](arguments) if name in EVERYWHERE else LENGTHS[name](arguments[name])
+    return choice, arguments | {name: value}
