@@ -1,6 +1,8 @@
 """Every wrong call raises an AttentionError before a kernel runs: the argument, what it got, what works."""
 
 import functools
+import inspect
+import re
 import types
 from typing import Any
 from unittest import mock
@@ -86,15 +88,16 @@ TENSORS += [
 SETTINGS = [
     *wrong("causal", None, 0, 1, "bottom_right", 2.0, torch.tensor(True), [True], np.bool_(True)),
     *wrong("window", 3, (1,), (1, 2, 3), (-2, 0), (0, -5), (1.5, 0), ("a", 0), (True, 0), "ab", (float("inf"), 0)),
+    *wrong("window", (np.float32(1), 0), (np.bool_(True), 0), (np.int64(-2), 0)),
     *wrong("window", torch.tensor([1, 2]), {1: 2, 3: 4}),
     *wrong("window", (2**63, 0), (0, 2**70)),
     *wrong("scale", float("nan"), float("inf"), -float("inf"), "a", torch.tensor(1.0), True, 1j, [1]),
     *wrong("scale", 10**400),
-    *wrong("scale", 1e39),
+    *wrong("scale", 1e39, np.float32("inf"), np.float16("nan"), np.bool_(True), np.complex64(1)),
     *wrong("softcap", float("nan"), float("inf"), -1.0, "a", torch.tensor(1.0), True),
     *wrong("softcap", 1e39),
     *wrong("dropout_p", -0.1, 1.0, 1.5, float("nan"), "a", None, True, torch.tensor(0.5)),
-    *wrong("dropout_seed", 1.5, "a", True, 2**64, -(2**63) - 1, np.int64(3), torch.tensor(3.0), dropout_p=0.5),
+    *wrong("dropout_seed", 1.5, "a", True, 2**64, -(2**63) - 1, np.bool_(True), torch.tensor(3.0), dropout_p=0.5),
     *wrong("dropout_seed", ints(3), torch.tensor([1, 2]), torch.zeros(0, dtype=torch.int64), dropout_p=0.5),
     *wrong("dropout_seed", torch.tensor([3], device="meta"), dropout_p=0.5),
     *wrong("deterministic", 1, 0, "yes", torch.tensor(True)),
@@ -143,8 +146,8 @@ LENGTHS += [
     *varlen("cu_seqlens_k", CU, cu_seqlens_q=ints(0, 8)),
     *varlen("q", Q, VARLEN["q"][0]),
     *varlen("k", K, PAGED["k"]),
-    *varlen("max_seqlen_q", -1, 2.0, "a", True, torch.tensor(5), np.int64(5)),
-    *varlen("max_seqlen_k", -1, 2.0, "a", True, torch.tensor(5), np.int64(5)),
+    *varlen("max_seqlen_q", -1, 2.0, "a", True, torch.tensor(5), np.float64(5)),
+    *varlen("max_seqlen_k", -1, 2.0, "a", True, torch.tensor(5), np.float64(5)),
     *varlen("max_seqlen_q", 2**64),
     *varlen("cu_seqlens_q", CU, max_seqlen_q=4),
     *varlen("cu_seqlens_k", CU, max_seqlen_k=4),
@@ -200,6 +203,22 @@ def test_example_is_a_call_of_the_same_function(argument: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("call", "numpys", "pythons"),
+    [
+        ("dense", {"window": (np.int64(1), np.uint8(2))}, {"window": (1, 2)}),
+        ("dense", {"scale": np.float32(0.5)}, {"scale": 0.5}),
+        ("dense", {"scale": np.float16(0.5), "softcap": np.int32(3)}, {"scale": 0.5, "softcap": 3.0}),
+        ("dense", {"dropout_p": np.float32(0.5), "dropout_seed": np.int64(-3)}, {"dropout_p": 0.5, "dropout_seed": -3}),
+        ("dense", {"dropout_p": 0.5, "dropout_seed": np.uint64(2**64 - 3)}, {"dropout_p": 0.5, "dropout_seed": -3}),
+        ("varlen", {"max_seqlen_q": np.int64(5), "max_seqlen_k": np.int32(6)}, {"max_seqlen_q": 5, "max_seqlen_k": 6}),
+    ],
+)
+def test_numbers_of_numpy_are_numbers(call: str, numpys: dict[str, Any], pythons: dict[str, Any]) -> None:
+    for _ in range(2):  # the second call is remembered
+        assert torch.equal(CALLS[call](**numpys), CALLS[call](**pythons))
+
+
+@pytest.mark.parametrize(
     ("call", "changes"),
     [
         ("dense", {"window": [1, 2]}),
@@ -221,3 +240,74 @@ def test_example_is_a_call_of_the_same_function(argument: str) -> None:
 )
 def test_accepted(call: str, changes: dict[str, Any]) -> None:
     assert CALLS[call](**changes).isfinite().all()
+
+
+# Those who come from scaled_dot_product_attention -------------------------------------------------------------------
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *more: Any, **keywords: Any) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, *more, **{"enable_gqa": True} | keywords)
+
+
+X = torch.randn(2, 8, 6, 4)  # [B, H, S, D], self-attention of 2 heads for each key head
+SELF = (X, X[:, :4], X[:, 4:])
+ROWS, SCORES = torch.rand(6, 6) > 0.3, torch.randn(6, 6)
+PADDING = torch.arange(6) < torch.tensor([[4], [6]])  # [B, S]
+
+
+def transposed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "more", "keywords", "argument", "right"),
+    [
+        (SELF, (), {"is_causal": True}, "is_causal", lambda: sdpa(*SELF, is_causal=True)),
+        (SELF, (), {"enable_gqa": True}, "enable_gqa", lambda: sdpa(*SELF)),
+        (SELF, (), {"attn_mask": ROWS}, "attn_mask", lambda: sdpa(*SELF, ROWS)),
+        (SELF, (), {"attn_mask": SCORES}, "attn_mask", lambda: sdpa(*SELF, SCORES)),
+        (SELF, (ROWS,), {}, "argument 4", lambda: sdpa(*SELF, ROWS)),
+        (SELF, (), {"mask": ROWS}, "mask", lambda: sdpa(*SELF, ROWS)),
+        (SELF, (), {"mask": ROWS.int()}, "mask", lambda: sdpa(*SELF, ROWS)),
+        (SELF, (), {"mask": SCORES}, "mask", lambda: sdpa(*SELF, SCORES)),
+        (SELF, (), {"mask": PADDING}, "mask", lambda: sdpa(*SELF, PADDING[:, None, None])),
+        (SELF, (), {"mask": ROWS.expand(2, 6, 6)}, "mask", lambda: sdpa(*SELF, ROWS)),
+        (SELF, (), {"bias": SCORES.expand(8, 6, 6)}, "bias", lambda: sdpa(*SELF, SCORES)),
+        (SELF, (), {"bias": SCORES.double()[None, None]}, "bias", lambda: sdpa(*SELF, SCORES)),
+        (SELF, (), {"bias": ROWS}, "bias", lambda: sdpa(*SELF, ROWS)),
+        ((X[0], X[1], X[1]), (), {}, "q", lambda: sdpa(X[0], X[1], X[1], enable_gqa=False)),
+        ((X[0, 0], X[0, 1], X[0, 2]), (), {}, "q", lambda: sdpa(X[0, 0], X[0, 1], X[0, 2], enable_gqa=False)),
+        (transposed(X, K[..., :4], V[..., :4]), (), {}, "k", lambda: transposed(sdpa(X, K[..., :4], V[..., :4]))[0]),
+        (transposed(*SELF), (), {"bias": SCORES[None, None]}, "bias", lambda: transposed(sdpa(*SELF, SCORES))[0]),
+    ],
+)  # fmt: skip
+def test_the_example_is_the_call_that_was_meant(
+    tensors: tuple[Tensor, ...], more: tuple[Any, ...], keywords: dict[str, Any], argument: str, right: Any
+) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        flashtile.attention(*tensors, *more, **keywords)
+    assert raised.value.argument == argument
+    (example,) = re.findall(r"a call that works: (flashtile\.attention\(.*?)(?: for \[|, if |$)", str(raised.value))
+    names = dict(zip("qkv", tensors, strict=True)) | dict.fromkeys(["attn_mask"], *more or [None]) | keywords
+    torch.testing.assert_close(eval(example, {"flashtile": flashtile} | names), right())
+
+
+@pytest.mark.parametrize(
+    ("call", "keyword", "answer"),
+    [
+        ("dense", "windw", "`window`? The arguments are q, k, v, causal, window, "),
+        ("dense", "softmax_scale", "`scale`\n  a call that works: flashtile.attention(q, k, v, scale=0.125)"),
+        ("dense", "max_seqlen_q", "`max_seqlen_q` in flashtile.attention_varlen"),
+        ("varlen", "block_table", "flashtile.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, page_table=table)"),
+    ],
+)
+def test_unknown_keyword(call: str, keyword: str, answer: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        CALLS[call](**{keyword: 3})
+    assert isinstance(raised.value, ArgumentError)
+    assert str(raised.value).startswith(f"`{keyword}` is int 3.\n  accepted: ")
+    assert answer in str(raised.value)
+
+
+def test_signatures_show_named_arguments_alone() -> None:
+    for function in (flashtile.attention, flashtile.attention_varlen, flashtile.attention_with_kvcache):
+        kinds = {x.kind for x in inspect.signature(function).parameters.values()}
+        assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}

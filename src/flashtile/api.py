@@ -1,18 +1,35 @@
 """The public functions: what each argument means, and nothing else. `normalize` and `autograd` do the work."""
 
+from typing import Any, Literal, Unpack, overload
+
 from torch import Tensor
 
+from .advice import public, refuse
 from .autograd import attend
 from .cache import CacheTensors
 from .cache_ops import attend_with_cache
-from .normalize import Causal, ScoreModArgument, WindowArgument, flag, normalize
+from .normalize import flag, normalize
+from .signatures import CacheKeywords, Causal, Keywords, ScoreModArgument, VarlenKeywords, WindowArgument
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **keywords: Unpack[Keywords]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **keywords: Unpack[Keywords]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **keywords: Unpack[Keywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@public
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *more: Any,
     causal: Causal = False,
     window: WindowArgument = None,
     mask: Tensor | None = None,
@@ -27,6 +44,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, `softmax(scale * q k^T) v`, in O(S) memory, differentiable in every floating-point tensor.
 
@@ -65,6 +83,8 @@ def attention(
         ArgumentError: an argument is not what it should be.
         BackendError: no backend takes the call, or the named one does not.
     """
+    if more or unknown:
+        refuse("attention", more, unknown)
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     call = normalize(
         "attention",
@@ -83,6 +103,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@overload
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -90,6 +111,39 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
     *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[VarlenKeywords],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[VarlenKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    *,
+    return_lse: bool,
+    **keywords: Unpack[VarlenKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@public
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    *more: Any,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: Tensor | None = None,
@@ -108,6 +162,7 @@ def attention_varlen(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences of different lengths, packed one after another; each sees only itself.
 
@@ -136,6 +191,8 @@ def attention_varlen(
             GPU, entries that point outside the tensors are keys that do not exist.
         BackendError: no backend takes the call, or the named one does not.
     """
+    if more or unknown:
+        refuse("attention_varlen", more, unknown)
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     tensors |= {"seqused_k": seqused_k, "page_table": page_table}
@@ -158,11 +215,29 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
+@overload
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[CacheKeywords],
+) -> Tensor: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: Literal[True], **keywords: Unpack[CacheKeywords]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool, **keywords: Unpack[CacheKeywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@public
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *more: Any,
     cache_seqlens: Tensor,
     page_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
@@ -188,6 +263,7 @@ def attention_with_kvcache(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a cache, in place, and attend over all that it then holds; for inference.
 
@@ -227,6 +303,8 @@ def attention_with_kvcache(
         AttentionError: a tensor requires a gradient, or forward-mode is active: this call has no derivatives.
         BackendError: no backend takes the call, or the named one does not.
     """
+    if more or unknown:
+        refuse("attention_with_kvcache", more, unknown)
     cache = CacheTensors(
         k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, k, v, rotary_cos, rotary_sin
     )

@@ -22,6 +22,10 @@ class ArgumentError(AttentionError):
         )
 
 
+class SignatureError(ArgumentError, TypeError):
+    """A keyword that a public function does not have, or too many positional arguments."""
+
+
 class BackendError(AttentionError):
     """No backend takes the call, or the named one declines it. `reasons` has one reason for each backend asked."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .advice import refuse
 from .call import Call, Needs
 from .device import describe_device, host_readable
 from .errors import BackendError
@@ -126,7 +127,7 @@ def backward_plan(problem: Problem, device: torch.device, backend: str, needs: N
 def described_call(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, keywords: dict[str, Any]
 ) -> Call:
-    """The normalised call of a public function's arguments; an argument that it does not take is a TypeError."""
+    """The normalised call of a public function's arguments; `refuse` answers what it does not take."""
     tensor_names = ("mask", "bias", "alibi_slopes", "sinks")
     defaults: dict[str, Any] = dict.fromkeys(
         ("window", "scale", "softcap", "score_mod", "dropout_seed", "deterministic")
@@ -135,9 +136,9 @@ def described_call(
     if cu_q is not None:
         tensor_names += ("seqused_k", "page_table")
         defaults |= {"max_seqlen_q": None, "max_seqlen_k": None}
-    unknown = set(keywords) - set(tensor_names) - set(defaults) - {"return_lse"}
-    if unknown:
-        raise TypeError(f"explain() got arguments that the call does not take: {', '.join(sorted(unknown))}")
+    known = {*tensor_names, *defaults, "return_lse"}
+    if unknown := {name: value for name, value in keywords.items() if name not in known}:
+        refuse("attention" if cu_q is None else "attention_varlen", (), unknown)
     tensors = {"q": q, "k": k, "v": v} | {name: keywords.get(name) for name in tensor_names}
     if cu_q is not None:
         tensors |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
