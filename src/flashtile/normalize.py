@@ -200,7 +200,7 @@ def window_of(function: str, causal: Any, window: Any) -> Window:
     right: int | None = None
     if window is not None:
         a_pair = isinstance(window, tuple | list) and len(window) == 2
-        sides = [-1 if n is None else as_int(n) for n in window] if a_pair else [None]
+        sides: list[Any] = [-1 if n is None else as_int(n) for n in window] if a_pair else [None]
         if any(n is None or not -1 <= n < 2**63 for n in sides):
             accepted = "None, or (left, right) of integers from 0, where None or -1 is unlimited"
             raise ArgumentError("window", window, accepted, call_of(function, "window=(127, 0)"))
@@ -289,8 +289,10 @@ def backend_name(function: str, value: Any) -> str:
     return value
 
 
-def as_int(value: Any) -> int | None:
-    """The integer that a value is, NumPy's included; `None` for all else. A tensor would have to be read back."""
+def as_int(value: Any) -> Any:
+    """The int that a value is, NumPy's included, or its symbol; `None` for all else. A tensor would have to be read
+    back.
+    """
     if isinstance(value, int | torch.SymInt):
         return None if isinstance(value, bool) else value
     try:

@@ -13,7 +13,7 @@ from .expression import ScoreMod
 
 Causal = bool | Literal["top_left"]
 WindowArgument = tuple[int | None, int | None] | None
-ScoreModArgument = ScoreMod | Callable[..., Tensor] | None
+ScoreModArgument = ScoreMod | Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None
 
 
 class Keywords(TypedDict, total=False):
