@@ -6,13 +6,14 @@ import torch
 
 
 class AttentionError(ValueError):
-    """Any error that flashtile raises about a call; raised before a kernel runs."""
+    """Any error that flashtile raises about a call, before a kernel runs."""
 
 
 class ArgumentError(AttentionError):
-    """One argument of a call is not what the call accepts.
+    """One argument of a call is not what the call accepts. The message has a call that works.
 
-    `argument` is its name, so that a caller can tell errors apart without reading the message.
+    Attributes:
+        argument: its name, so that a caller can tell errors apart without reading the message.
     """
 
     def __init__(self, argument: str, given: Any, accepted: str, example: str = "flashtile.attention(q, k, v)"):
@@ -27,7 +28,11 @@ class SignatureError(ArgumentError, TypeError):
 
 
 class BackendError(AttentionError):
-    """No backend takes the call, or the named one declines it. `reasons` has one reason for each backend asked."""
+    """No backend takes the call, or the named one declines it.
+
+    Attributes:
+        reasons: one reason for each backend asked, by its name.
+    """
 
     def __init__(self, message: str, reasons: dict[str, str]):
         self.reasons = reasons
@@ -48,7 +53,7 @@ def call_of(function: str, keyword: str = "") -> str:
 
 
 class AttentionWarning(UserWarning):
-    """A call that is right but slower than the machine allows."""
+    """A warning about a call that is right but slower than the machine allows."""
 
 
 def describe(value: Any) -> str:

@@ -20,24 +20,44 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `str(explanation)` is the text for people."""
+    """The plan of a call, its work and its limit. `str(explanation)` is the text for people, `as_dict()` is for JSON.
+
+    Attributes:
+        problem: the call in words.
+        device: its name.
+        backend: the backend of the forward pass.
+        tile: the shape of its tiles, in words.
+        why_not: the backends asked before, and the reason each declined.
+        backward: the backend of the backward pass, or "none".
+        backward_tile: the shape of its tiles.
+        visible_pairs: pairs of a query row and a key, over sequences and query heads; at most, where the host cannot
+            know.
+        flops_forward: operations, `2 * pairs * (D + Dv)`.
+        flops_backward: operations of five products instead of two: 2.5 times forward where Dv is D.
+        bytes_forward: each input read and each output written once.
+        intensity: operations for each byte, forward.
+        matmul_flops: operations per second of a matrix product, measured now on this device in this dtype.
+        copy_bytes: bytes per second of a copy, read and written, measured now.
+        limit: "compute" or "memory".
+        seconds_at_limit: what forward would take at the measured rate of its limit.
+    """
 
     problem: str
     device: str
     backend: str
     tile: str
-    why_not: dict[str, str]  # backends asked before, and the reason each declined
-    backward: str  # the backend of the backward pass
+    why_not: dict[str, str]
+    backward: str
     backward_tile: str
-    visible_pairs: int  # of a query row and a key, over sequences and query heads; at most, where the host can't know
-    flops_forward: int  # 4 * pairs * D for D = Dv; 2 * pairs * (D + Dv) in general
-    flops_backward: int  # five products instead of two: 2.5 times forward for D = Dv
-    bytes_forward: int  # each input read and each output written once
-    intensity: float  # flops_forward / bytes_forward
-    matmul_flops: float  # per second, measured now on this device in this dtype
-    copy_bytes: float  # per second, read and written, measured now
-    limit: str  # "compute" or "memory"
-    seconds_at_limit: float  # what forward would take at the measured rate of its limit
+    visible_pairs: int
+    flops_forward: int
+    flops_backward: int
+    bytes_forward: int
+    intensity: float
+    matmul_flops: float
+    copy_bytes: float
+    limit: str
+    seconds_at_limit: float
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,13 +85,22 @@ def explain(
     cu_seqlens_k: Tensor | None = None,
     **keywords: Any,
 ) -> Explanation:
-    """What `attention` (or, with `cu_seqlens_q`, `attention_varlen`) would do with these arguments; runs none of it.
+    """Plan a call of `attention` (or, with `cu_seqlens_q`, of `attention_varlen`) and describe it; run none of it.
 
     Measures a matrix product and a copy on the device for some milliseconds, once in a process, to say which of the
     two limits the call (Williams et al., "Roofline", 2009).
 
+    Example:
+        >>> q, k, v = (torch.randn(1, 8, 256, 64) for _ in range(3))
+        >>> found = flashtile.explain(q, k, v, causal=True)
+        >>> found.backend, found.visible_pairs
+        ('cpu', 263168)
+
     Args:
-        q, k, v, cu_seqlens_q, cu_seqlens_k, keywords: as the call itself takes them.
+        q, k, v, cu_seqlens_q, cu_seqlens_k, keywords: as the call itself takes them, in shapes and dtypes too.
+
+    Returns:
+        An `Explanation`.
 
     Raises:
         AttentionError: as the call itself would.
