@@ -16,8 +16,8 @@ goal = torch.tensor([0.0, 0.1, 0.2, 0.4])  # one rate for each head
 target = flashtile.attention(q, k, v, score_mod=flashtile.ScoreMod(fade, (goal,)))
 
 rate = torch.full((4,), 0.15, requires_grad=True)
-optimizer = torch.optim.Adam([rate], lr=0.02)
-for _ in range(60):
+optimizer = torch.optim.Adam([rate], lr=0.04)
+for _ in range(30):
     loss = (flashtile.attention(q, k, v, score_mod=flashtile.ScoreMod(fade, (rate,))) - target).square().mean()
     optimizer.zero_grad()
     loss.backward()

@@ -57,8 +57,15 @@ def test_commands_exist() -> None:
 
 
 def test_installation_blocks() -> None:
-    """`.ci/run` takes the commands from here: the first block makes the report, the second tests."""
-    report, test = blocks("sh")
+    """`.ci/run` takes the commands from here: the first block makes the report, the second tests. The third is the same
+    for machines without a GPU, and names no address.
+    """
+    report, test, cpu = blocks("sh")
+    assert "-c constraints-cpu.txt '.[report,test]'" in cpu
+    pins = [(ROOT / file).read_text() for file in ("constraints.txt", "constraints-cpu.txt")]
+    (pinned,) = re.findall(r"^torch==([\d.]+)$", pins[0], flags=re.MULTILINE)
+    assert pins[1].splitlines()[1:] == ["-c constraints.txt", f"torch=={pinned}+cpu"]
+    assert "://" not in cpu + pins[1]
     assert report.splitlines()[-1].endswith("flashtile report --quick")
     assert "pytest" in test.splitlines()[-1]
     for block in (report, test):
