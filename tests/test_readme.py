@@ -11,7 +11,9 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import flashtile
+from flashtile.backends.cpu.targets import WIDTHS
 from flashtile.cli import main
+from flashtile.cli.env import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
@@ -85,3 +87,13 @@ def test_links_lead_to_files(document: Path) -> None:
     links = [*re.findall(r"\]\(([^)#]+)", text), *re.findall(r'<img src="([^"]+)"', text)]
     missing = [x for x in links if not x.startswith("https://") and not (document.parent / x).exists()]
     assert not missing
+
+
+def test_the_environment_variables_are_those_of_the_code() -> None:
+    """Every variable that begins with FLASHTILE has its row, and the row of the backend names all of them."""
+    text = (ROOT / "ENVIRONMENT.md").read_text()
+    assert set(re.findall(r"^\| `(FLASHTILE_\w+)`", text, flags=re.MULTILINE)) == set(VARIABLES)
+    (row,) = re.findall(r"^\| `FLASHTILE_BACKEND`.*$", text, flags=re.MULTILINE)
+    assert not [status.name for status in flashtile.backends() if f"`{status.name}`" not in row]
+    (row,) = re.findall(r"^\| `FLASHTILE_CPU_VECTORS`.*$", text, flags=re.MULTILINE)
+    assert not [width for width in WIDTHS if f"`{width}`" not in row]
