@@ -4,7 +4,6 @@ Each ends in the call that works here. The names are those of PyTorch's `scaled_
 `flex_attention`, and of `flash_attn`.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -67,6 +66,8 @@ def refuse(function: str, more: Sequence[Any], unknown: dict[str, Any]) -> NoRet
     elif others:
         accepted, example = f"`{argument}` in flashtile.{others[0]}", call_of(others[0])
     else:
+        import difflib  # not at `import flashtile`
+
         similar = difflib.get_close_matches(argument, parameters, n=1)
         accepted = f"{f'`{similar[0]}`? ' if similar else ''}The arguments are {', '.join(parameters)}"
         example = call_of(function)

@@ -1,5 +1,7 @@
 """The public functions: what each argument means, and nothing else. `normalize` and `autograd` do the work."""
 
+from __future__ import annotations  # not evaluated at `import flashtile`
+
 from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
