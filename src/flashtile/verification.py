@@ -15,6 +15,7 @@ import torch
 from .bench.captured import Source
 from .errors import BackendError
 from .testing.generate import random_case
+from .testing.long import LONGEST, long_case
 from .testing.oracle import solve
 from .testing.tolerance import Deviation, compare
 
@@ -22,16 +23,35 @@ from .testing.tolerance import Deviation, compare
 # cases; on a GPU as long as a few, because kernels are compiled for most of them.
 SHARES = {"cuda": (4, 1)}
 SHARES_ELSEWHERE = (50, 4)
+GPU_BACKENDS = ("triton", "hopper")
+LONGEST_INTERPRETED = 4096
 
 
 class Problems(NamedTuple):
     """Which problems are examined, by which backends."""
 
-    seeds: range
+    seeds: range  # of random problems
     backends: tuple[str, ...]
     device: torch.device
     dtypes: tuple[torch.dtype, ...] | None  # None: all
     captured: Path | None = None  # a file of `Source`, for values that are not random
+    long: range = range(0)  # seeds of long problems, which come after the others
+
+    def numbers(self) -> list["Number"]:
+        return [Number(seed) for seed in self.seeds] + [Number(seed, long=True) for seed in self.long]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a long problem: fewer where a backend is interpreted, whose kernels are slow."""
+        slow = self.device.type == "cpu" and any(name in GPU_BACKENDS for name in self.backends)
+        return LONGEST_INTERPRETED if slow else LONGEST
+
+
+class Number(NamedTuple):
+    """What identifies one problem."""
+
+    seed: int
+    long: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +65,7 @@ class Outcome:
     deviations: tuple[Deviation, ...] = ()  # one for each result, worst first
     error: str | None = None  # the exception, if one was raised
     declined: str | None = None  # why the backend does not take this problem
+    long: bool = False
 
     @property
     def failed(self) -> bool:
@@ -104,34 +125,40 @@ class Report:
 
 
 def examine(problems: Problems, jobs: int) -> Generator[list[Outcome], None, None]:
-    """For each seed, in order, one outcome of each backend. Who stops listening does not wait for the rest."""
+    """For each problem, in order, one outcome of each backend. Who stops listening does not wait for the rest."""
     cases, at_a_time = SHARES.get(problems.device.type, SHARES_ELSEWHERE)
-    jobs = min(jobs, len(problems.seeds) // cases)
+    numbers = problems.numbers()
+    jobs = min(jobs, len(numbers) // cases)
     if jobs <= 1:
         with one_thread():
-            yield from map(partial(examine_one, problems), problems.seeds)
+            yield from map(partial(examine_one, problems), numbers)
         return
     context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
     with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:
-            yield from pool.map(partial(examine_one, problems), problems.seeds, chunksize=at_a_time)
+            yield from pool.map(partial(examine_one, problems), numbers, chunksize=at_a_time)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def examine_one(problems: Problems, seed: int) -> list[Outcome]:
-    """The problem of a seed, solved once by the oracle and run by every backend."""
+def examine_one(problems: Problems, number: Number) -> list[Outcome]:
+    """One problem, solved once by the oracle and run by every backend."""
+    seed, long = number
     dtypes = "any" if problems.dtypes is None else ", ".join(map(dtype_name, problems.dtypes))
     try:
-        values = None if problems.captured is None else Source.load(problems.captured)
-        case = random_case(seed, device=problems.device, dtypes=problems.dtypes, values=values)
+        if long:
+            case = long_case(seed, device=problems.device, dtypes=problems.dtypes, longest=problems.longest)
+        else:
+            values = None if problems.captured is None else Source.load(problems.captured)
+            case = random_case(seed, device=problems.device, dtypes=problems.dtypes, values=values)
         expected = solve(case)
     except Exception as error:
         message = f"no problem to compare with: {in_words(error)}"
-        return [Outcome(backend, seed, dtypes, f"seed {seed}", error=message) for backend in problems.backends]
+        described = f"long, seed {seed}" if long else f"seed {seed}"
+        return [Outcome(backend, seed, dtypes, described, error=message, long=long) for backend in problems.backends]
 
     def outcome(backend: str) -> Outcome:
-        known = partial(Outcome, backend, seed, dtype_name(case.dtype), case.description)
+        known = partial(Outcome, backend, seed, dtype_name(case.dtype), case.description, long=long)
         try:
             return known(tuple(compare(case.run(backend), case, expected)))
         except BackendError as error:

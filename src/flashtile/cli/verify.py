@@ -28,7 +28,15 @@ SHOWN_FAILURES = 20
 
 @click.command()
 @click.option("--backend", "backends", multiple=True, help="A backend by name; may be repeated.  [default: all usable]")
-@click.option("--cases", type=click.IntRange(1), default=200, help="How many random problems.")
+@click.option("--cases", type=click.IntRange(0), default=200, help="How many random problems.")
+@click.option(
+    "--long",
+    "long_cases",
+    type=click.IntRange(0),
+    default=8,
+    help="How many problems with up to 2**20 keys or rows.",
+    show_default=True,
+)
 @click.option("--seed", "first", type=click.IntRange(0), default=0, help="The first problem's seed; the next are +1.")
 @click.option("--device", type=Device(), default="cpu")
 @click.option("--dtype", "dtypes", type=Dtype(), multiple=True, help="May be repeated.  [default: all]")
@@ -43,6 +51,7 @@ SHOWN_FAILURES = 20
 def verify(
     backends: tuple[str, ...],
     cases: int,
+    long_cases: int,
     first: int,
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
@@ -55,11 +64,14 @@ def verify(
     Every element of out, lse, each gradient and the caches has to be within its error bound. Ratios are errors in units
     of that bound: 1 would be at its edge. The exit code is 1 if anything fails.
     """
-    problems = Problems(range(first, first + cases), chosen(backends), device, dtypes or None)
+    if cases + long_cases == 0:
+        raise click.UsageError("--cases and --long are both 0: there is nothing to verify")
+    seeds, long = range(first, first + cases), range(first, first + long_cases)
+    problems = Problems(seeds, chosen(backends), device, dtypes or None, long=long)
     with captured_values(inputs) as path:
         problems = problems._replace(captured=path)
         start = time.perf_counter()
-        batches = with_progress(examine(problems, jobs or default_jobs()), cases)
+        batches = with_progress(examine(problems, jobs or default_jobs()), cases + long_cases)
         outcomes = [outcome for batch in batches for outcome in batch]
         report = Report(problems, outcomes, time.perf_counter() - start)
     if as_json:
@@ -106,7 +118,8 @@ def repeat(problems: Problems, outcome: Outcome) -> str:
         words += ["--inputs", "captured"]
     for dtype in problems.dtypes or ():
         words += ["--dtype", dtype_name(dtype)]
-    return shlex.join([*words, "--seed", str(outcome.seed), "--cases", "1"])
+    one, none = ("--long", "--cases") if outcome.long else ("--cases", "--long")
+    return shlex.join([*words, "--seed", str(outcome.seed), one, "1", none, "0"])
 
 
 def print_report(report: Report) -> None:
@@ -121,7 +134,8 @@ def print_report(report: Report) -> None:
     if failures or report.passed:
         found = f"{len(failures)} of {len(report.outcomes)} runs failed" if failures else "all within their bounds"
         problems = report.problems
-        click.echo(f"{len(problems.seeds)} problems on {problems.device}, {report.seconds:.1f} s: {found}")
+        count = f"{len(problems.seeds)} problems and {len(problems.long)} long ones"
+        click.echo(f"{count} on {problems.device}, {report.seconds:.1f} s: {found}")
 
 
 def print_failure(problems: Problems, outcome: Outcome) -> None:
@@ -155,6 +169,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "device": str(problems.device),
         "first_seed": problems.seeds.start,
         "cases": len(problems.seeds),
+        "long_cases": len(problems.long),
         "seconds": report.seconds,
         "results": [asdict(tally) for tally in report.tallies()],
         "failures": [asdict(outcome) | {"again": repeat(problems, outcome)} for outcome in report.failures()],

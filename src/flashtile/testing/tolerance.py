@@ -1,9 +1,10 @@
 """How far a result may be from the oracle: docs/contract.md, section "Numbers", element by element.
 
-    |x - ref| <= 4 * eps(dtype) * (|ref| + R) + eps(acc) * (32 + a * A) * C + tiny        out and gradients
+    |x - ref| <= 4 * eps(dtype) * (|ref| + R) + eps(acc) * (n + a * A) * C + tiny         out and gradients
     |x - ref| <= eps(acc) * (8 + a * A) * max(1, |ref|)                                    lse
 
 with a = max(4, sqrt(head_dim)), and for fp64, where the oracle's own rounding is as large as the result's, 2 eps(acc).
+n is 32, and more for long sums in a GPU's matrix units (`Expected.sum_error`).
 
 `dtype` is the input dtype (q's) or, for a gradient in a coarser dtype of its own (a bf16 table of a score_mod
 on fp32 queries), that one: the first term stands for the roundings to it on the way and at the end. A gradient
@@ -78,7 +79,7 @@ def rounding_bound(expected: Expected, dtype: torch.dtype) -> Tensor:
     result_floor = max(torch.finfo(expected.dtype).smallest_normal * torch.finfo(expected.dtype).eps, floor)
     tiny = floor * expected.loss + result_floor * (expected.loss > 0).double()
     rounding = 4 * stored.eps * (expected.reference.abs() + expected.R)
-    return rounding + acc_eps * (32 + expected.score_error * expected.A) * expected.C + tiny
+    return rounding + acc_eps * (expected.sum_error + expected.score_error * expected.A) * expected.C + tiny
 
 
 def worst(actual: Tensor, expected: Expected, dtype: torch.dtype, name: str = "") -> Deviation:

@@ -10,15 +10,14 @@ import triton.language as tl
 
 from . import scores
 from .masking import Window, nth_block, num_blocks, row_blocks, seen_from, within
+from .products import add_product, inner_products, scaled, zeros
 from .rng import Dropout, kept, words_of
 from .scores import Features, Pairs, slope_of
 from .softmax import INFINITY, LOG2E
 from .tiles import (
     Chunks,
     Rows,
-    add_product,
     block_of,
-    inner_products,
     kernel,
     key_side,
     key_tile,
@@ -29,10 +28,8 @@ from .tiles import (
     load_rows,
     load_v,
     row_pointers,
-    scaled,
     store_rows,
     wide,
-    zeros,
 )
 
 
@@ -115,7 +112,8 @@ def dkdv_kernel(
         bounds = seen_from(window, keys, shift, tile.exists[:, None], length_q)
         q_stride, dout_stride = wide(stride_q_m, ALIGN), wide(stride_dout_m, ALIGN)
 
-        dk_j, dv_j = zeros(BLOCK_N, D0, D1), zeros(BLOCK_N, DV0, DV1)
+        COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
+        dk_j, dv_j = zeros(BLOCK_N, D0, D1, COMPENSATED), zeros(BLOCK_N, DV0, DV1, COMPENSATED)
         group = num_heads_q // num_heads_k
         for g in tl.range(0, group):
             head = span.head * group + g
@@ -196,11 +194,11 @@ def dkdv_of_rows(
             keep = tl.trans(kept(dropout, row[:, None], first_key, BLOCK_N))
             p_kept = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * keep_scale, 0.0)
-        dv_j = add_product(dv_j, p_kept, dout_i, DV1, PRECISION)
+        dv_j = add_product(dv_j, None, p_kept, dout_i, DV1, PRECISION)
         ds = scores.backward(p * (dp - delta_i[None, :]), s, features)
         if visible is not None:
             ds = tl.where(visible, ds, 0.0)  # not 0 * NaN, where a row's delta is NaN
-        dk_j = add_product(dk_j, ds, q_i, D1, PRECISION)
+        dk_j = add_product(dk_j, None, ds, q_i, D1, PRECISION)
     return dk_j, dv_j
 
 

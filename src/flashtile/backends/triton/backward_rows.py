@@ -5,12 +5,11 @@ import triton.language as tl
 
 from . import scores
 from .masking import Window, key_blocks, keys_seen, nth_block, num_blocks, visible_keys
+from .products import add, add_product, inner_products, scaled, zero_sum, zeros
 from .rng import Dropout, kept, words_of
 from .scores import Features, Pairs, Score, slope_of
 from .tiles import (
-    add_product,
     block_of,
-    inner_products,
     kernel,
     key_side,
     key_tile,
@@ -19,10 +18,8 @@ from .tiles import (
     load_numbers,
     load_rows,
     load_v,
-    scaled,
     store_rows,
     wide,
-    zeros,
 )
 
 
@@ -94,7 +91,9 @@ def dq_kernel(
         rows = position[:, None]
         padded = leftpad_k is not None or threshold is not None
         bounds = keys_seen(window, rows, features.shift, side.range, padded)
-        dq_i, dslope_i = zeros(BLOCK_M, D0, D1), tl.zeros([BLOCK_M], tl.float32)
+        COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
+        dq_i = zeros(BLOCK_M, D0, D1, COMPENSATED)
+        dslope_i = zero_sum(tl.zeros([BLOCK_M], tl.float32), COMPENSATED)
         dq_i, dslope_i = dq_of_keys(
             dq_i, dslope_i, blocks, q_i, dout_i, lse_i, delta_i, side, rows, features, bounds, dropout, factor,
             keep_scale, True, dslopes is not None, D, D0, D1, DV, DV0, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
@@ -106,7 +105,7 @@ def dq_kernel(
         store_rows(dq_rows + token * wide(stride_dq_m, ALIGN), scaled(dq_i, scale, D1), exists, D, D0, D1)
         if dslopes is not None:
             given = dslopes + b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + span.first
-            tl.store(given + position, dslope_i, mask=exists)
+            tl.store(given + position, dslope_i.total, mask=exists)
 
 
 @triton.jit
@@ -129,8 +128,9 @@ def dq_of_keys(
             keep_scale, MASKED, D1, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
         if SLOPES:
-            dslope_i -= tl.sum(ds.t * scores.distance(features, rows, keys), 1)
-        dq_i = add_product(dq_i, scores.backward(ds.t, ds, features), k_j, D1, PRECISION)
+            dslope = tl.sum(ds.t * scores.distance(features, rows, keys), 1)
+            dslope_i = add(dslope_i, -dslope, k_j.a.dtype == tl.float32)
+        dq_i = add_product(dq_i, None, scores.backward(ds.t, ds, features), k_j, D1, PRECISION)
     return dq_i, dslope_i
 
 

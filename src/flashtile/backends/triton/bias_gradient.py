@@ -7,6 +7,7 @@ import triton.language as tl
 from . import scores
 from .backward_rows import score_gradient
 from .masking import Window, keys_seen
+from .products import add, zero_sum
 from .rng import Dropout, words_of
 from .scores import Features, Pairs, slope_of
 from .tiles import (
@@ -51,7 +52,8 @@ def dbias_kernel(
     own_h, own_b = program % tiles_h, program // tiles_h
     window = Window(window_left, window_right, top_left)
     origin = 0 if threshold is None else -(j0 % 8)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
+    total = zero_sum(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), COMPENSATED)
     for turn in tl.range(split, shared_b * shared_h * shared_m * shared_n, splits):
         # One of each pair is 0: the bias's own index, or the turn's.
         tile_n, turn = own_n + turn % shared_n, turn // shared_n
@@ -105,19 +107,19 @@ def dbias_kernel(
             q_i, k_j, dout_i, v_j, lse_i[:, None], delta_i[:, None], row[:, None], keys, first_key, tile.exists,
             features, bounds, dropout, factor, keep_scale, True, D1, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
-        total += tl.where(exists[:, None], ds.t, 0.0)
+        total = add(total, tl.where(exists[:, None], ds.t, 0.0), COMPENSATED)
 
     found = dbias + split * wide(stride_dbias_split, 1) + own_b * wide(stride_dbias_b, 1)
     found += own_h * wide(stride_dbias_h, 1)
     rows = own_m * BLOCK_M + tl.arange(0, BLOCK_M)
     keys = origin + own_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if stride_dbias_m is None and stride_dbias_n is None:
-        tl.store(found, tl.sum(total))
+        tl.store(found, tl.sum(total.total))
     elif stride_dbias_m is None:
-        tl.store(found + keys * wide(stride_dbias_n, 1), tl.sum(total, 0), mask=(keys >= 0) & (keys < bias_keys))
+        tl.store(found + keys * wide(stride_dbias_n, 1), tl.sum(total.total, 0), mask=(keys >= 0) & (keys < bias_keys))
     elif stride_dbias_n is None:
-        tl.store(found + rows * wide(stride_dbias_m, 1), tl.sum(total, 1), mask=rows < bias_rows)
+        tl.store(found + rows * wide(stride_dbias_m, 1), tl.sum(total.total, 1), mask=rows < bias_rows)
     else:
         at = rows[:, None] * wide(stride_dbias_m, 1) + keys[None, :] * wide(stride_dbias_n, 1)
         inside = (rows[:, None] < bias_rows) & (keys[None, :] >= 0) & (keys[None, :] < bias_keys)
-        tl.store(found + at, total, mask=inside)
+        tl.store(found + at, total.total, mask=inside)

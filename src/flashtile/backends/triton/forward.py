@@ -9,13 +9,12 @@ import triton.language as tl
 
 from . import combine, scores, softmax
 from .masking import Blocks, Window, all_masked, key_blocks, keys_seen, nth_block, num_blocks, visible_keys
+from .products import add_product, inner_products, scaled, zeros
 from .rng import Dropout, kept, words_of
 from .scores import Features, Pairs, slope_of
 from .softmax import INFINITY, RowState
 from .tiles import (
-    add_product,
     block_of,
-    inner_products,
     kernel,
     key_side,
     key_tile,
@@ -23,10 +22,8 @@ from .tiles import (
     load_k,
     load_rows,
     load_v,
-    scaled,
     store_rows,
     wide,
-    zeros,
 )
 
 
@@ -105,7 +102,9 @@ def forward_kernel(
         padded: tl.constexpr = leftpad_k is not None or threshold is not None
         bounds = keys_seen(window, rows, shift, side.range, padded)
         with_sink = (split == 0) & (span.sequence < batch)
-        state = softmax.start(sinks, head, factor, with_sink, zeros(BLOCK_M, DV0, DV1), BLOCK_M)
+        COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
+        acc = zeros(BLOCK_M, DV0, DV1, COMPENSATED)
+        state = softmax.start(sinks, head, with_sink, acc, BLOCK_M, COMPENSATED)
         if PACK > 1 or (SPLITS > 1 and BLOCK_M < 64):
             # Few blocks, and reading them is all the work: one loop has to wait for its first block once.
             state = attend(
@@ -127,7 +126,7 @@ def forward_kernel(
                 D, D0, D1, DV, DV0, DV1, PAGE_SIZE, bounded, BLOCK_N, PRECISION,
             )  # fmt: skip
 
-        weight, row_lse = softmax.finish(state, factor)
+        weight, row_lse = softmax.finish(state)
         if threshold is not None:
             weight *= keep_scale
         at = b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + token  # [M]
@@ -171,12 +170,12 @@ def attend(
             in_mask = scores.shown(features, rows, keys, inside)
             visible = in_mask if visible is None else visible & in_mask
         t = s.t if visible is None else tl.where(visible, s.t, -INFINITY)
-        m, alpha, p = softmax.update(state, t, factor)
-        l = state.l * alpha + tl.sum(p, 1)  # noqa: E741
+        m, alpha, p = softmax.update(state, t, factor, q_i.a.dtype == tl.float32)
+        l = softmax.add_row_sums(state, alpha, p, q_i.a.dtype == tl.float32)  # noqa: E741
         if dropout is not None:
             p = tl.where(kept(dropout, rows, start_n, BLOCK_N), p, 0.0)
         v_j = load_v(side, tile, exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
-        acc = add_product(scaled(state.acc, alpha[:, None], DV1), p, v_j, DV1, PRECISION)
+        acc = add_product(state.acc, alpha[:, None], p, v_j, DV1, PRECISION)
         state = RowState(m, l, acc)
     return state
 

@@ -1,4 +1,4 @@
-"""Which rows and keys a program holds, and how a tile of them is read and multiplied.
+"""Which rows and keys a program holds, and how a tile of them is read and stored.
 
 A sequence is described once for each program: dense, packed or paged, kernels see positions that count from 0.
 Rows of any width are held in one or two chunks whose widths are powers of two (96 = 64 + 32, 192 = 128 + 64), because
@@ -286,39 +286,3 @@ def store_rows(pointers, x, exists, D: tl.constexpr, D0: tl.constexpr, D1: tl.co
     store_chunk(pointers, x.a, exists, 0, D0, D)
     if D1 > 0:
         store_chunk(pointers, x.b, exists, D0, D1, D)
-
-
-@triton.jit
-def zeros(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    if D1 == 0:
-        return Chunks(tl.zeros([N, D0], tl.float32), 0.0)
-    else:
-        return Chunks(tl.zeros([N, D0], tl.float32), tl.zeros([N, D1], tl.float32))
-
-
-@triton.jit
-def scaled(x, factor, D1: tl.constexpr):
-    """`x [N, D]` times `factor`, a number or `[N, 1]`."""
-    if D1 == 0:
-        return Chunks(x.a * factor, x.b)
-    else:
-        return Chunks(x.a * factor, x.b * factor)
-
-
-@triton.jit
-def inner_products(x, y, D1: tl.constexpr, PRECISION: tl.constexpr):
-    """`x [M, D] @ y [N, D]^T`, fp32 `[M, N]`."""
-    s = tl.dot(x.a, y.a.T, input_precision=PRECISION)
-    if D1 > 0:
-        s = tl.dot(x.b, y.b.T, s, input_precision=PRECISION)
-    return s
-
-
-@triton.jit
-def add_product(acc, p, y, D1: tl.constexpr, PRECISION: tl.constexpr):
-    """`acc [M, D] + p [M, N] @ y [N, D]`."""
-    a = tl.dot(p.to(y.a.dtype), y.a, acc.a, input_precision=PRECISION)
-    if D1 == 0:
-        return Chunks(a, acc.b)
-    else:
-        return Chunks(a, tl.dot(p.to(y.b.dtype), y.b, acc.b, input_precision=PRECISION))

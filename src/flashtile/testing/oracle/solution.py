@@ -20,6 +20,9 @@ from .philox import keep_factors
 from .sequence import Sequence
 from .sums import Sums
 
+MATRIX_SUMS = ("out", "dq", "dk", "dv")
+TERMS_AT_ONCE = 16  # that a GPU's matrix units add to a sum in one instruction
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -29,7 +32,8 @@ class Expected:
     that a score is the sum of: beside scale * sum|q||k| also |bias|, |slope| * distance and what score_mod changes.
     Results that sum over rows (all gradients but dq) have the largest `A` among the rows that contribute to the
     element; a tensor of score_mod the largest of the sequences that contribute. Of lse only `A` counts.
-    `score_error` times eps(acc) * A is how far a correctly computed score may be off: a dot product of D terms.
+    `score_error` times eps(acc) * A is how far a correctly computed score may be off: a dot product of D terms;
+    `sum_error` times eps(acc) * C how far a sum over pairs.
     """
 
     reference: Tensor  # float64
@@ -40,6 +44,7 @@ class Expected:
     loss: Tensor | None = None  # what is lost if every P and dS loses 1, for the bound's `tiny`
     loose: Tensor | None = None  # bool: a NaN or infinity elsewhere in the same sequence and head may reach the element
     score_error: float = 4.0
+    sum_error: float = 32.0
     slack: Tensor | None = None  # what elements of q and k change that may be rounded in two ways
     exact: Tensor | None = None  # bool: a copy, which has to be the same
 
@@ -59,6 +64,7 @@ class _Solution:
         self.case = case
         self.given: dict[str, Any] = {name: _exact(value) for name, value in case.arguments.items()}
         self.dense = self.given["q"].ndim == 4
+        self.on_matrix_units = case.arguments["q"].is_cuda and case.dtype.itemsize == 2
         self.paged = self.given.get("page_table") is not None
         self.score_tensors = tuple(_exact(t) for t in getattr(self.given.get("score_mod"), "tensors", ()))
         self.cache = Cache(self.given, case.dtype) if "k_cache" in self.given else None
@@ -97,13 +103,24 @@ class _Solution:
             if name in ("out", "dq", "dk", "dv"):
                 sums = sums.map(lambda part, name=name: self._unpacked(part, name))
             results[name] = Expected(
-                sums.total, dtypes[name], sums.A, sums.squares.sqrt(), sums.absolutes, sums.loss, sums.loose, error
-            )
+                sums.total, dtypes[name], sums.A, sums.squares.sqrt(), sums.absolutes, sums.loss, sums.loose, error,
+                self._sum_error(name),
+            )  # fmt: skip
         lse_dtype = torch.float64 if self.case.dtype == torch.float64 else torch.float32
         lse = Expected(self._unpacked(self.lse, "lse"), lse_dtype, self._unpacked(self.A, "lse"), score_error=error)
         out_slack, lse_slack = (self._unpacked(x, name) for x, name in zip(self.slack, ("out", "lse"), strict=True))
         out, lse = replace(results.pop("out"), slack=out_slack), replace(lse, slack=lse_slack)
         return {"out": out, "lse": lse, **results, **self._caches()}
+
+    def _sum_error(self, name: str) -> float:
+        """The contract's 32, or more for a long sum in the matrix units of a GPU."""
+        if name not in MATRIX_SUMS or not self.on_matrix_units:
+            return 32.0
+        lengths = [
+            (len(q_rows) * self.q.shape[1] // self.k.shape[1], len(k_rows)) for q_rows, k_rows in self._sequences()
+        ]
+        rows, keys = (max(each, default=0) for each in zip(*lengths, strict=True)) if lengths else (0, 0)
+        return max(32.0, (keys if name in ("out", "dq") else rows) / TERMS_AT_ONCE)
 
     def _caches(self) -> dict[str, Expected]:
         """Copies, but for new keys that are turned."""

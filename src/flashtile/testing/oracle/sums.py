@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .weights import Weights
 
+RUN = 64  # terms that are added one after another
+
 
 @dataclass
 class Sums:
@@ -76,12 +78,22 @@ def visible_matmul(weights: Tensor, factors: Tensor, visible: Tensor) -> Tensor:
     """weights @ factors where a pair that is not visible adds nothing, whatever it holds (0 * NaN would be NaN)."""
     finite = factors.isfinite()
     if finite.all():
-        return weights @ factors
-    product = weights @ factors.where(finite, 0.0)
+        return exact_matmul(weights, factors)
+    product = exact_matmul(weights, factors.where(finite, 0.0))
     for n in (~finite).any(dim=2).any(dim=0).nonzero().flatten().tolist():
         special = factors[:, n].where(~finite[:, n], 0.0)  # [H, X]
         product += (weights[:, :, n, None] * special[:, None, :]).where(visible[:, :, n, None], 0.0)
     return product
+
+
+def exact_matmul(x: Tensor, y: Tensor) -> Tensor:
+    """x [H, M, N] @ y [H, N, X], whose error does not grow with N: a tree over products of RUN terms each."""
+    whole = x.shape[2] // RUN * RUN
+    rest = x[:, :, whole:] @ y[:, whole:]
+    if whole == 0:
+        return rest
+    runs = x[:, :, :whole].unflatten(2, (-1, RUN)).transpose(1, 2) @ y[:, :whole].unflatten(1, (-1, RUN))
+    return runs.sum(1) + rest  # torch.sum is a tree
 
 
 def group_sum(sums: Sums, group: int) -> Sums:
