@@ -1,10 +1,16 @@
 """The program that type checkers read does as its types say, and both checkers are set to read it."""
 
 import importlib.util
+import inspect
 import tomllib
 from pathlib import Path
+from typing import Any, get_type_hints
 
+import pytest
 import torch
+
+import flashtile
+from flashtile.signatures import CacheKeywords, Keywords, VarlenKeywords
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,6 +26,21 @@ def test_the_user_program_runs() -> None:
         found, lse = function()
         assert found == shape
         assert lse.dim() == len(shape) - 1
+
+
+@pytest.mark.parametrize(
+    ("function", "keywords"),
+    [
+        (flashtile.attention, Keywords),
+        (flashtile.attention_varlen, VarlenKeywords),
+        (flashtile.attention_with_kvcache, CacheKeywords),
+    ],
+)
+def test_checkers_and_python_see_the_same_keywords(function: Any, keywords: Any) -> None:
+    kinds = inspect.signature(function).parameters.values()
+    named = {x.name for x in kinds if x.kind is inspect.Parameter.KEYWORD_ONLY}
+    types = get_type_hints(function)
+    assert get_type_hints(keywords) == {name: types[name] for name in named - {"return_lse"}}
 
 
 def test_both_checkers_read_it() -> None:
