@@ -1,7 +1,7 @@
 """What the tests have in common: small calls with any set of features, tiles of any size, and the check of a result."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -9,8 +9,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flashtile import plan
+from flashtile import cache_ops, ops, plan
 from flashtile.backends.tiled import support
+from flashtile.call import Call
 from flashtile.testing.case import Case, ScoreFunction
 from flashtile.testing.inputs import query_key_value
 from flashtile.testing.oracle import solve
@@ -100,6 +101,32 @@ def features() -> dict[str, dict[str, Any]]:
         "head_dim_v": {"head_dim_v": 5},
         "multi-head": {"num_heads_kv": 2},
     }
+
+
+@contextmanager
+def changed_during_calls(indices: Iterable[Tensor]) -> Iterator[list[None]]:
+    """Tensors that hold something else while a backend works, as if another thread wrote there. The entries of the list
+    that comes back count the calls of backends.
+    """
+    entered: list[None] = []
+    inside = ops.inside_operator
+
+    @contextmanager
+    def changed(call: Call) -> Iterator[None]:
+        entered.append(None)
+        held = [x.numpy() for x in indices]  # no new version, which autograd would notice
+        before = [x.copy() for x in held]
+        for x in held:
+            x[...] = x // 2  # harmless where it is read all the same
+        try:
+            with inside(call):
+                yield
+        finally:
+            for x, y in zip(held, before, strict=True):
+                x[...] = y
+
+    with mock.patch.object(ops, "inside_operator", changed), mock.patch.object(cache_ops, "inside_operator", changed):
+        yield entered
 
 
 @contextmanager

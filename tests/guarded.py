@@ -1,9 +1,11 @@
 """Tensors that lie against a page which may be neither read nor written: one step outside ends the process.
 
-Run as a program it does random calls of the CPU backend with every tensor guarded, results and scratch memory too.
+Run as a program it does calls of the CPU backend with every tensor guarded, results and scratch memory too: random
+ones, and then ones of every size modulo vectors and blocks, whose inputs also lie among NaN.
 """
 
 import ctypes
+import itertools
 import mmap
 import random
 import sys
@@ -60,7 +62,60 @@ def guarded_allocation(in_front: bool) -> Iterator[None]:
         yield
 
 
-def main(first: int, last: int) -> None:
+def guard(case: Any, in_front: bool) -> None:
+    """Guard a case's tensors."""
+    for name, x in case.arguments.items():
+        if isinstance(x, Tensor):
+            case.arguments[name] = guarded(x, in_front)
+    for name in ("dout", "dlse"):
+        x = getattr(case, name)
+        setattr(case, name, None if x is None else guarded(x, in_front))
+
+
+def residues() -> None:
+    """Every number of rows, keys and features modulo what kernels take at a time, forward and backward. Inputs are part
+    of larger tensors of NaN, so that an element past the end of any row, head or sequence shows in results; and what is
+    allocated holds NaN until it is written.
+    """
+    from checking import dense_case
+
+    from flashtile.testing.poison import in_larger_buffer, poisoned_allocation
+
+    for case in cases_of_every_residue(dense_case):
+        expected = case.run("cpu")
+        for name in "qkv":
+            case.arguments[name] = in_larger_buffer(case.arguments[name], ((1, 0), (0, 1), (1, 1), (2, 3)))
+        if case.dout is not None:
+            case.dout = in_larger_buffer(case.dout, ((0, 1), (1, 0), (1, 1), (3, 2)))
+        in_front = bool(case.seed % 2)
+        guard(case, in_front)
+        print(case.description, flush=True)
+        with poisoned_allocation(), guarded_allocation(in_front):
+            found = case.run("cpu")
+        wrong = [name for name, x in found.items() if not torch.equal(x, expected[name])]
+        if wrong:
+            raise SystemExit(f"{wrong} changed with what lies around inputs: {case.description}")
+
+
+def cases_of_every_residue(dense_case: Any) -> Iterator[Any]:
+    """All four sizes change from call to call, by steps without a common factor. Dtypes differ in how features are read
+    and in lanes: of other dtypes than float32, a third of the calls is enough for those.
+    """
+    from flashtile.backends.cpu.workspace import BLOCK
+
+    others = itertools.product(range(0, BLOCK, 3), (torch.bfloat16, torch.float64, torch.float16))
+    for n, dtype in (*((n, torch.float32) for n in range(BLOCK)), *others):
+        keys = 1 + 5 * n % BLOCK + n % 2 * BLOCK
+        widths = {"head_dim": 1 + 7 * n % 32, "head_dim_v": 1 + (11 * n + 4) % 32}
+        causal = (False, True, "top_left")[n % 3]
+        yield dense_case(batch=1, seqlen_q=1 + n, seqlen_k=keys, **widths, dtype=dtype, causal=causal, seed=n)
+        # Few rows, and features that fill vectors, have a kernel of their own; so have keys that are split.
+        keys += 1600 * (n % 16 == 0)
+        few = {"seqlen_q": 1 + n % 3, "seqlen_k": keys, "head_dim": 32, "head_dim_v": 64 - n % 2 * 32}
+        yield dense_case(batch=1, **few, dtype=dtype, causal=causal, seed=n, forward_only=True)
+
+
+def random_calls(first: int, last: int) -> None:
     from flashtile.errors import BackendError
     from flashtile.testing.generate import random_case
 
@@ -68,12 +123,7 @@ def main(first: int, last: int) -> None:
         function = random.Random(seed).choice(("attention", "attention_varlen", "attention_with_kvcache"))
         case = random_case(seed, function=function)
         in_front = seed % 2 == 0
-        for name, x in case.arguments.items():
-            if isinstance(x, Tensor):
-                case.arguments[name] = guarded(x, in_front)
-        for name in ("dout", "dlse"):
-            x = getattr(case, name)
-            setattr(case, name, None if x is None else guarded(x, in_front))
+        guard(case, in_front)
         print(seed, case.description, flush=True)
         with guarded_allocation(in_front):
             try:
@@ -83,4 +133,5 @@ def main(first: int, last: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    random_calls(int(sys.argv[1]), int(sys.argv[2]))
+    residues()

@@ -1,5 +1,6 @@
 """The CPU backend: the contract on every width of vectors, tails, threads, processes, its cache of machine code."""
 
+import ctypes
 import importlib
 import itertools
 import os
@@ -257,10 +258,13 @@ def run_guarded(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_nothing_is_touched_outside_of_tensors(width: str) -> None:
-    """Random calls in a process of their own, every tensor of theirs between protected pages."""
+    """Random calls in a process of their own, every tensor of theirs between protected pages; and calls of every
+    residue of rows, keys and head dimensions, forward and backward, whose inputs lie among NaN.
+    """
     first = 1000 * WIDTHS.index(width)
     found = run_guarded(str(first), str(first + 12))
     assert found.returncode == 0, found.stdout.splitlines()[-1:] + found.stderr.splitlines()[-3:]
+    assert len(found.stdout.splitlines()) >= 12 + 2 * (96 + 3 * 32)
 
 
 def test_the_guard_would_notice() -> None:
@@ -317,15 +321,68 @@ def test_calls_from_several_python_threads() -> None:
         assert all(torch.equal(results[name], expected[n % 2][name]) for name in results)
 
 
-def test_a_forked_child_answers() -> None:
-    """On one thread: another parallel region would wait for threads that it does not have."""
-    code = (
-        "import os, torch, flashtile; torch.set_num_threads(2); q = torch.randn(1, 4, 200, 16);"
-        "expected = flashtile.attention(q, q, q, backend='cpu'); child = os.fork();\n"
-        "if child == 0: os._exit(0 if torch.equal(flashtile.attention(q, q, q, backend='cpu'), expected) else 1)\n"
-        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+FORKING = """
+import os, signal, sys, numpy, torch, flashtile
+from torch.utils.data import DataLoader
+
+def results():  # arrays, for operations on large tensors would hang; so do those inside of a call
+    found = []
+    for backend in "cpu", "tiled":
+        leaves = [x.detach().requires_grad_() for x in (q, q, q)]
+        out = flashtile.attention(*leaves, backend=backend)
+        found += [out, *torch.autograd.grad(out, leaves, q)]
+    return [x.detach().numpy() for x in found]
+
+class Results(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, n):
+        signal.alarm(20)
+        torch.set_num_threads(2)  # as PyTorch's workers do not, but users may
+        return same(results(), expected) and torch.get_num_threads() == 2
+
+def same(*found):
+    return all(numpy.array_equal(x, y) for x, y in zip(*found, strict=True))
+
+torch.set_num_threads(2)
+q = torch.randn(1, 4, 300, 64).bfloat16().float()
+expected = results()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    os._exit(0 if same(results(), expected) and torch.get_num_threads() == 2 else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert same(results(), expected)
+assert list(DataLoader(Results(), num_workers=1, batch_size=None, multiprocessing_context="fork")) == [True, True]
+"""
+
+
+def test_forked_processes_answer() -> None:
+    """On one thread: a parallel region, of a kernel or of PyTorch, would wait for threads that are not there."""
+    found = subprocess.run([sys.executable, "-c", FORKING], timeout=60, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.count("AttentionWarning: attention runs on one thread in a forked process") == 2
+
+
+def test_threads_are_those_of_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another package has brought an OpenMP library of its own: two of them would have twice the threads."""
+    with open("/proc/self/maps") as maps:
+        path = next((line.split()[-1] for line in maps if "/libgomp" in line), None)
+    if path is None:
+        pytest.skip("PyTorch has another OpenMP library")
+    other = ctypes.CDLL(shutil.copy(path, tmp_path / "libgomp-0.so"))
+    monkeypatch.setattr(threads, "openmp", threads.openmp.__wrapped__)
+    found, unwanted = (ctypes.cast(x, ctypes.c_void_p).value for x in (threads.openmp(), other.GOMP_parallel))
+    assert found is not None
+    assert found != unwanted
+
+
+def test_the_argument_block_has_no_other_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that is misspelled would stand behind the block, and the right one would be 0."""
+    strides = arguments.lse_strides
+    monkeypatch.setattr(arguments, "lse_strides", lambda lse: strides(lse) | {"lse_stride": 1})
+    with pytest.raises(AssertionError, match="lse_stride"):
+        dense_case(seqlen_k=11).run("cpu")
 
 
 # Machine code ---------------------------------------------------------------------------------------------------------
@@ -418,7 +475,17 @@ def test_kernels_for_arm_compile() -> None:
         assert jit.compiled(source, machine)[:4] == b"\x7fELF"
 
 
-def test_vectors_that_the_processor_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(support.VECTORS_VARIABLE, "mmx")
-    with pytest.raises(BackendError, match="FLASHTILE_CPU_VECTORS is 'mmx'"):
-        dense_case().run("cpu")
+@pytest.mark.parametrize("asked", ["mmx", ""])
+def test_vectors_that_the_processor_lacks_are_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By everything that would use them, with one message; by what has a plan already, too."""
+    case = dense_case(head_dim=9)
+    case.run("cpu")
+    q = case.arguments["q"]
+    monkeypatch.setenv(support.VECTORS_VARIABLE, asked)
+    told = f"FLASHTILE_CPU_VECTORS is {asked!r}. Accepted here: '"
+    for refused in (lambda: case.run("cpu"), lambda: flashtile.attention(q, q, q), lambda: flashtile.explain(q, q, q)):
+        with pytest.raises(BackendError) as raised:
+            refused()
+        assert str(raised.value).startswith(told)
+    assert {x.name: x.reason for x in flashtile.backends()}["cpu"].startswith(told)
+    assert flashtile.attention(q, q, q, backend="tiled").isfinite().all()  # as the message says

@@ -1,6 +1,10 @@
 """Every wrong call raises an AttentionError before a kernel runs: the argument, what it got, what works."""
 
+import copy
 import functools
+import importlib
+import pickle
+import re
 import types
 from typing import Any
 from unittest import mock
@@ -8,11 +12,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from test_imports import MODULES
 from torch import Tensor
 
 import flashtile
-from flashtile import ArgumentError, AttentionError
+from flashtile import ArgumentError, AttentionError, BackendError
 from flashtile.errors import describe
+
+call_module = importlib.import_module("flashtile.call")
 
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
 DENSE: dict[str, Any] = {"q": Q, "k": K, "v": V}
@@ -195,6 +202,127 @@ def test_example_is_a_call_of_the_same_function(argument: str) -> None:
     """What works for `attention` would not help the caller of `attention_varlen`."""
     with pytest.raises(ArgumentError, match=r"a call that works: flashtile\.attention_varlen\("):
         CALLS["varlen"](**{argument: "wrong"})
+
+
+# Errors travel between processes and are copied ----------------------------------------------------------------------
+
+
+def classes_of_errors() -> list[type[BaseException]]:
+    """Every exception and warning that the package defines."""
+    modules = [
+        name for name, path in MODULES.items() if re.search(r"^class \w+\(.*\):", path.read_text(), re.MULTILINE)
+    ]
+    loaded = [importlib.import_module(f"flashtile.{name}".rstrip(".")) for name in modules if "backends" not in name]
+    return [
+        found
+        for module in loaded
+        for found in vars(module).values()
+        if isinstance(found, type) and issubclass(found, BaseException) and found.__module__ == module.__name__
+    ]
+
+
+@pytest.mark.parametrize(
+    "survive",
+    [
+        copy.copy,
+        copy.deepcopy,
+        *(functools.partial(lambda n, x: pickle.loads(pickle.dumps(x, n)), n) for n in range(6)),
+    ],
+    ids=["copy", "deepcopy", *(f"pickle {n}" for n in range(6))],
+)
+def test_errors_are_copied_and_pickled(survive: Any) -> None:
+    """A worker of a process pool that raises one that cannot be read again leaves its caller waiting for ever."""
+    given = {
+        ArgumentError: (("window", Q, "None or (left, right)"), {"argument": "window"}),
+        BackendError: (("no backend", {"cpu": "too wide"}), {"reasons": {"cpu": "too wide"}}),
+    }
+    classes = classes_of_errors()
+    assert len(classes) >= 10
+    assert set(given) < set(classes)
+    for cls in classes:
+        arguments, attributes = given.get(cls, (("a message",), {}))
+        error = cls(*arguments)
+        error.add_note("at step 7")
+        found = survive(error)
+        assert type(found) is cls
+        assert (str(found), found.args, found.__notes__) == (str(error), error.args, ["at step 7"])
+        assert {name: getattr(found, name) for name in attributes} == attributes
+
+
+# Memory that is gone -------------------------------------------------------------------------------------------------
+
+KVCACHE: dict[str, Any] = {
+    "q": Q,
+    "k_cache": torch.randn(2, 2, 7, 8),
+    "v_cache": torch.randn(2, 2, 7, 6),
+    "cache_seqlens": ints(1, 2),
+    "k": torch.randn(2, 2, 5, 8),
+    "v": torch.randn(2, 2, 5, 6),
+    "rotary_cos": torch.randn(7, 2),
+    "rotary_sin": torch.randn(7, 2),
+}
+HELD: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dense": (flashtile.attention, DENSE | {"bias": PAIRS, "mask": PAIRS > 0, "sinks": PAIRS[0, :, 0, 0]}),
+    "varlen": (flashtile.attention_varlen, VARLEN | {"seqused_k": ints(3, 4), "alibi_slopes": torch.rand(4)}),
+    "paged": (flashtile.attention_varlen, PAGED),
+    "kvcache": (flashtile.attention_with_kvcache, KVCACHE),
+}
+
+
+def behind(x: Tensor) -> Tensor:
+    """A copy with an offset into its storage: freed, its address is that offset and not 0."""
+    return torch.cat((torch.zeros(8, dtype=x.dtype), x.flatten()))[8:].view(x.shape)
+
+
+def free(x: Tensor) -> None:
+    x.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("copied", [torch.clone, behind], ids=["at the beginning", "behind the beginning"])
+@pytest.mark.parametrize("call", HELD)
+def test_freed_memory_is_refused(call: str, copied: Any) -> None:
+    """Also where the same call has worked before; it would end the process."""
+    function, given = HELD[call]
+    tensors = {name: x for name, x in given.items() if x is not None}
+    for name in tensors:
+        copies = {other: copied(x) for other, x in tensors.items()}
+        for mod in (None, flashtile.ScoreMod(lambda score, b, h, i, j, t: score + t[0], (copied(torch.ones(4)),))):
+            function(**given | copies, score_mod=mod)
+        free(copies[name])
+        with pytest.raises(ArgumentError, match="whose storage") as raised:
+            function(**given | copies)
+        assert raised.value.argument == name
+    free(mod.tensors[0])
+    with pytest.raises(ArgumentError, match="whose storage") as raised:
+        function(**given, score_mod=mod)
+    assert raised.value.argument == "score_mod.tensors[0]"
+
+
+@pytest.mark.parametrize("freed", ["q", "k", "v", "out", "lse", "dout", "dlse"])
+def test_memory_freed_before_backward_is_refused(freed: str) -> None:
+    tensors = {name: behind(x).requires_grad_() for name, x in DENSE.items()}
+    out, lse = flashtile.attention(**tensors, return_lse=True)
+    tensors |= {"out": out, "lse": lse, "dout": behind(torch.ones_like(out)), "dlse": behind(torch.ones_like(lse))}
+    free(tensors[freed])
+    with pytest.raises(ArgumentError, match="until backward is done") as raised:
+        torch.autograd.backward((out, lse), (tensors["dout"], tensors["dlse"]))
+    assert raised.value.argument == freed
+
+
+def test_low_addresses_are_addresses() -> None:
+    """Some processes have their heap where freed tensors seem to lie."""
+    with (
+        mock.patch.multiple("flashtile.call", LOWEST_ADDRESS=2**63),
+        mock.patch("flashtile.observed.LOWEST_ADDRESS", 2**63),
+    ):
+        assert call_module.memory_of(Q) == (Q.shape, Q.stride(), Q.dtype, Q.device, Q.data_ptr() % 16)
+        assert call_module.signature(None, Q, K[:, :0]) == call_module.signature(None, Q.clone(), K.clone()[:, :0])
+        assert CALLS["dense"]().isfinite().all()
+        for copied in (torch.clone, behind):
+            x = copied(Q)
+            free(x)
+            with pytest.raises(ArgumentError, match="whose storage"):
+                CALLS["dense"](q=x)
 
 
 # What is no mistake ------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ LONGEST_IMPORT = 0.05  # seconds
 
 # Each line may import from the lines above it and from itself.
 LAYERS = (
-    ("errors", "remember", "observed", "iomodel*"),
+    ("errors", "remember", "observed", "overlap", "forking", "iomodel*"),
     ("device", "masks"),
     ("call", "expression*"),
     ("advice", "check", "problem", "cache", "signatures"),

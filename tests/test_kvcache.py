@@ -21,7 +21,7 @@ from cached import (
     turned,
 )
 from checking import assert_right as oracle_right
-from checking import features, lengths_on_the_device, tile_size
+from checking import changed_during_calls, features, lengths_on_the_device, tile_size
 from hypothesis import given
 from hypothesis import strategies as st
 from test_device_lengths import NoReads
@@ -595,6 +595,13 @@ def without(name: str) -> Callable[[Arguments], Arguments]:
     return lambda x: {n: value for n, value in x.items() if n != name}
 
 
+def side_by_side(arguments: Arguments, shared: int = 0) -> Arguments:
+    """Caches as parts of one tensor, with features in common."""
+    k, v = (arguments[name] for name in CACHES)
+    both = torch.cat((k, v[..., shared:]), dim=-1)
+    return {"k_cache": both[..., : k.shape[-1]], "v_cache": both[..., k.shape[-1] - shared :]}
+
+
 def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
     return lambda x: x | {name: change(x.get(name))}
 
@@ -606,6 +613,21 @@ Change = Callable[[Arguments], Arguments]
 # The argument that the error names, a call that works, and what is wrong with it.
 MISTAKES: dict[str, tuple[str, Arguments, Change]] = {
     "cache too small": ("k_cache", {}, changed("cache_seqlens", lambda _: int32(3, 0, 11))),
+    "cache much too small": ("cache_seqlens", {}, changed("cache_seqlens", lambda _: int32(3, 0, 2**31 - 1))),
+    "longer than pages": (
+        "cache_seqlens",
+        {"page_size": 4},
+        changed("cache_seqlens", lambda _: int32(3, 0, 2**31 - 2)),
+    ),
+    "expanded k_cache": ("k_cache", {}, changed("k_cache", lambda x: x[:, :, :1].expand(x.shape))),
+    "expanded v_cache": ("v_cache", {}, changed("v_cache", lambda x: x[:1].expand(x.shape))),
+    "pages that overlap": (
+        "v_cache",
+        {"page_size": 4},
+        changed("v_cache", lambda x: x.as_strided(x.shape, (x.stride(0) - 1, *x.stride()[1:]))),
+    ),
+    "one cache for k and v": ("v_cache", {}, lambda x: x | {"v_cache": x["k_cache"], "v": x["k"]}),
+    "caches that share a feature": ("v_cache", {}, lambda x: x | side_by_side(x, shared=1)),
     "page table too short": ("page_table", {"page_size": 4}, changed("page_table", lambda x: x[:, :2])),
     "page below": ("page_table", {"page_size": 4}, changed("page_table", lambda x: x.where(COLUMN != 1, -1))),
     "page above": ("page_table", {"page_size": 4}, changed("page_table", lambda x: x.where(COLUMN != 0, 99))),
@@ -687,12 +709,47 @@ def test_mistakes_are_named_and_change_nothing(name: str) -> None:
     assert all(same_bits(x, before[n]) for n, x in tensors.items())
 
 
+def test_caches_that_share_memory_can_be_read() -> None:
+    """Without tokens to append; and side by side they may be written."""
+    arguments = problem(new=None)
+    expanded = arguments["v_cache"].nan_to_num()[:1].expand(arguments["v_cache"].shape)
+    found = call_in_place(arguments | {"v_cache": expanded})
+    assert same_bits(found, call_in_place(arguments | {"v_cache": expanded.clone()}))
+    arguments = problem()
+    beside = arguments | side_by_side(arguments)
+    assert same_bits(call_in_place(beside), run(arguments).out)
+
+
+def test_caches_come_to_share_memory() -> None:
+    """After a call of the same signature on caches that do not."""
+    arguments = problem(head_dim_v=8)
+    run(arguments)
+    k_cache, v_cache = (arguments[name] for name in CACHES)
+    assert k_cache.stride() == v_cache.stride()
+    with pytest.raises(ArgumentError, match="shares no element with k_cache"):
+        call_in_place(arguments | {"v_cache": k_cache})
+
+
 def test_an_unknown_backend_changes_nothing() -> None:
     refused_by_name = problem()
     before = refused_by_name["k_cache"].clone()
     with pytest.raises(flashtile.BackendError):
         call_in_place(refused_by_name, backend="none")
     assert same_bits(refused_by_name["k_cache"], before)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
+@pytest.mark.parametrize("sizes", [{}, {"page_size": 4}, {"new": (2, 1, 1)}], ids=str)
+def test_indices_that_change_during_a_call(sizes: dict[str, Any], backend: str) -> None:
+    arguments = problem(**sizes) | {"leftpad_k": int32(1, 0, 2)}
+    if "page_size" not in sizes:
+        arguments["cache_batch_idx"] = int32(2, 0, 1)
+    expected = run(arguments, backend=backend)
+    names = ("cache_seqlens", "page_table", "cache_batch_idx", "leftpad_k", "cu_seqlens_q")
+    with changed_during_calls([arguments[name] for name in names if name in arguments]) as entered:
+        found = run(arguments, backend=backend)
+    assert entered
+    assert all(same_bits(x, y) for x, y in zip(found, expected, strict=True))
 
 
 # On the device --------------------------------------------------------------------------------------------------------

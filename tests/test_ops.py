@@ -132,3 +132,22 @@ def test_settings_and_tensors_travel_through_the_schema() -> None:
         missing = {*Tensors._fields, *Settings._fields} - set(names) - {"leftpad_k", "num_splits"}  # the KV cache's
         assert all("seqlen" in name or name in ("seqused_k", "page_table") for name in missing)
         assert layout == "dense" or not missing
+
+
+def test_every_scalar_becomes_its_own_setting() -> None:
+    """They go by position from a public function to `new_settings`: keywords would take 2 microseconds more."""
+    given = {"causal": "top_left", "window": (3, 4), "scale": 0.3, "softcap": 2.0, "dropout_p": 0.1, "max_seqlen_q": 11}
+    given |= {"max_seqlen_k": 12, "num_splits": 7, "deterministic": True, "backend": "tiled"}
+    assert varlen_call(**given).settings == Settings(
+        scale=0.3,
+        softcap=2.0,
+        window_left=3,
+        window_right=4,
+        top_left=True,
+        dropout_p=0.1,
+        max_seqlen_q=11,
+        max_seqlen_k=12,
+        num_splits=7,
+        deterministic=True,
+        backend="tiled",
+    )

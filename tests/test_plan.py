@@ -80,9 +80,17 @@ def test_environment_chooses_for_auto_alone(monkeypatch: pytest.MonkeyPatch) -> 
     problem = Problem.describe(dense_call())
     assert plan(problem, CPU).backend == "reference"
     assert plan(problem, CPU, "tiled").backend == "tiled"
-    monkeypatch.setenv("FLASHTILE_BACKEND", "nonsense")
-    with pytest.raises(BackendError, match="nonsense"):
-        flashtile.attention(Q, K, V)
+
+
+@pytest.mark.parametrize("asked", ["nonsense", "", " auto"])
+def test_an_environment_that_asks_for_no_backend(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_BACKEND", asked)
+    for refused in (flashtile.attention, flashtile.explain):
+        with pytest.raises(BackendError) as raised:
+            refused(Q, K, V)
+        assert str(raised.value).startswith(f"FLASHTILE_BACKEND is {asked!r}. Accepted: 'auto', 'hopper', ")
+    assert flashtile.attention(Q, K, V, backend="tiled").isfinite().all()  # as the message says
+    assert str(raised.value).endswith("flashtile.attention(q, k, v, backend='tiled')")
 
 
 def test_the_plan_depends_on_the_bucket_alone() -> None:

@@ -72,9 +72,9 @@ def test_score_comes_after_softcap_bias_and_alibi_in_the_accumulation_dtype() ->
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda score, b, h, i, j: torch.tensor(0.5),
+        lambda score, b, h, i, j: torch.tensor([0.5]),
         lambda score, b, h, i, j: 0.1 * (i - j),
-        lambda score, b, h, i, j: score > 0,
+        lambda score, b, h, i, j: (score > 0).half(),
         lambda score, b, h, i, j: score.detach(),
     ],
     ids=["one number", "of positions", "of another dtype", "without a gradient"],
@@ -187,8 +187,8 @@ def reads_global(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> T
         (lambda score, b, h, i, j: None, "returned NoneType"),
         (lambda score, b, h, i, j: 1.0, "returned float"),
         (lambda score, b, h, i, j: (score,), "returned tuple"),
-        (lambda score, b, h, i, j: torch.cat([score, score], -1), "it returned [2, 4, 5, 14]"),
-        (lambda score, b, h, i, j: score[None], "it returned [1, 2, 4, 5, 7]"),
+        (lambda score, b, h, i, j: torch.cat([score, score], -1), "for a score [1, 1, 1, 1] it returned [1, 1, 1, 2]"),
+        (lambda score, b, h, i, j: score[None], "for a score [1, 1, 1, 1] it returned [1, 1, 1, 1, 1]"),
         (reads_global, "all passed as `tensors`"),
         (ScoreMod(lambda score, b, h, i, j, t: score * t[h], (torch.ones(2),)), "IndexError"),
         (ScoreMod(lambda score, b, h, i, j: score, (torch.ones(2),)), "TypeError"),
@@ -204,6 +204,61 @@ def test_wrong_score_mod(fn: Any, told: str, backend: str) -> None:
     assert raised.value.argument == "score_mod"
     assert told in str(raised.value)
     assert "a call that works: flashtile.attention(q, k, v, score_mod=flashtile.ScoreMod(" in str(raised.value)
+
+
+UNIT = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("fn", "told"),
+    [
+        (lambda score, b, h, i, j: score > 0, "torch.where(condition, score, -torch.inf)"),
+        (lambda score, b, h, i, j: i - j, "x.to(score.dtype)"),
+        (lambda score, b, h, i, j: torch.tensor(0.5), "torch.full_like(score, x)"),
+        (lambda score, b, h, i, j: score.sum(), "torch.full_like(score, x)"),
+        (lambda score, b, h, i, j: score.mul_(2), "`score = score * 2`"),
+        (lambda score, b, h, i, j: score[..., :1].zero_() + score, "aten.zero_"),
+        (lambda score, b, h, i, j: score + i.add_(1), "`score = score * 2`"),
+        (lambda score, b, h, i, j: torch.mul(score, 2, out=score), "aten.mul.out"),
+        (lambda score, b, h, i, j: score + UNIT.add_(1)[h], "`score = score * 2`"),
+        (
+            functools.partial(ScoreMod, lambda score, b, h, i, j, t: score + t.mul_(2)[h], (UNIT,)),
+            "`score = score * 2`",
+        ),
+        (lambda score, b, h, i, j: torch.nn.functional.dropout(score, 0.5), "Dropout is dropout_p=0.1"),
+        (lambda score, b, h, i, j: score + torch.rand(()), "noise is drawn before the call"),
+        (lambda score, b, h, i, j: score + torch.randn_like(score), "noise is drawn before the call"),
+        (lambda score, b, h, i, j: score + torch.empty_like(score).normal_(), "noise is drawn before the call"),
+        (lambda score, b, h, i, j: score * torch.bernoulli(0.5 + 0 * score), "noise is drawn before the call"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
+def test_impure_score_mod(fn: Any, told: str, backend: str) -> None:
+    """Refused with the way to write it, and before anything has changed: generators and tensors."""
+    before = torch.get_rng_state(), UNIT.clone()
+    for _ in range(2):
+        with pytest.raises(ArgumentError) as raised, torch.inference_mode(backend == "reference"):
+            flashtile.attention(Q, K, V, score_mod=fn() if isinstance(fn, functools.partial) else fn, backend=backend)
+        assert raised.value.argument == "score_mod"
+        assert told in str(raised.value)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(UNIT, before[1])
+
+
+def test_writing_into_what_a_function_makes_is_pure() -> None:
+    def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        far, half = (i - j).abs(), torch.tensor(0.5)
+        far[far > 3] = 3
+        new = score * half.add_(1)
+        return new.sub_(far)
+
+    assert_right(dense_case(score_mod=ScoreFunction(fn)))
+
+
+def test_a_result_that_is_wrong_on_tiles_alone() -> None:
+    """A single score does not tell."""
+    with pytest.raises(ArgumentError, match=r"x\.to\(score\.dtype\)"):
+        flashtile.attention(Q, K, V, score_mod=lambda score, b, h, i, j: score if score.numel() == 1 else (i - j))
 
 
 @pytest.mark.parametrize("tensors", [(1.0,), [None], "ab", 3, None, torch.ones(2)])

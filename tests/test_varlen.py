@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from checking import BACKENDS, assert_right, dense_case, features, offsets, tile_size
+from checking import BACKENDS, assert_right, changed_during_calls, dense_case, features, offsets, tile_size
 from packing import HQ, LENGTHS_K, LENGTHS_Q, TOTAL_K, TOTAL_Q, in_pages, packed_case
 from torch import Tensor
 
@@ -117,6 +117,24 @@ def test_keys_of_a_sequence_end_at_seqused_k(backend: str) -> None:
     given = packed_case(causal=True, seqused_k=torch.tensor(used, dtype=torch.int32))
     for name in ("out", "lse", "dq"):
         torch.testing.assert_close(given.run(backend)[name], cut.run(backend)[name])
+
+
+@pytest.mark.parametrize("backend", ["cpu", *BACKENDS])
+@pytest.mark.parametrize("layout", ["packed", "used", "paged"])
+def test_indices_that_change_during_a_call(layout: str, backend: str) -> None:
+    """Kernels read what was checked, forward and backward."""
+    case = packed_case(causal=True)
+    if layout == "used":
+        case.arguments["seqused_k"] = torch.tensor((3, 4, 0, 1), dtype=torch.int32)
+    elif layout == "paged":
+        case, _ = in_pages(case, 2)
+    indices = [x for name, x in case.arguments.items() if name.startswith(("cu_", "seqused", "page_"))]
+    assert len(indices) >= 2
+    expected = case.run(backend)
+    with changed_during_calls(indices) as entered:
+        found = case.run(backend)
+    assert len(entered) == 2
+    assert all(torch.equal(expected[name], x) for name, x in found.items())
 
 
 @pytest.mark.parametrize("change", ["int64 offsets", "larger max_seqlen", "exact max_seqlen"])

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from . import device
-from .call import MOST_SIGNATURES, Call, Settings, Tensors, new_rows
-from .check import INDEX_DTYPES, pages
+from .call import INDICES, MOST_SIGNATURES, Call, Settings, Tensors, new_rows, with_copies
+from .check import INDEX_DTYPES, memory, pages
 from .errors import ArgumentError
+from .overlap import overlap, overlaps_itself
 from .problem import accumulation_dtype
 from .remember import remember
 
@@ -39,6 +40,7 @@ class CacheTensors(NamedTuple):
     rotary_sin: Tensor | None = None
 
 
+CACHE_INDICES = slice(CacheTensors._fields.index("cache_seqlens"), CacheTensors._fields.index("leftpad_k") + 1)
 CACHE_REQUIRED = ("k_cache", "v_cache", "cache_seqlens")
 
 
@@ -66,6 +68,14 @@ class CacheCall(Call):
     def layout(self) -> str:
         return "paged"
 
+    def with_own_indices(self) -> "CacheCall":
+        """As `Call.with_own_indices`, of the cache's indices too."""
+        if not device.host_readable(self.tensors.q):
+            return self
+        tensors = with_copies(self.tensors, INDICES)
+        call = Call(tensors, self.settings, self.signature(), unobserved=self.unobserved)
+        return CacheCall(call, with_copies(self.cache, CACHE_INDICES), self.interleaved)
+
     def attention(self) -> Call:
         """The attention over what the caches hold once the new tokens are appended; appends nothing yet."""
         if self._attention is None:
@@ -85,11 +95,11 @@ def paged_call(given: Call, cache: CacheTensors) -> Call:
         remember(_CHECKED, number, known, MOST_SIGNATURES)
     total = cache.cache_seqlens  # [B]
     if cache.k is not None:
-        total = total + appended(cache, features)
+        total = total.long() + appended(cache, features)  # which might not fit into 32 bits
     if device.host_readable(features.q):
         check_values(cache, table, k_pages, total, table.shape[1] * k_pages.shape[1])
     tensors = features._replace(k=k_pages, v=v_pages, seqused_k=total, page_table=table, leftpad_k=cache.leftpad_k)
-    return Call(tensors, known, number)
+    return Call(tensors, known, number, unobserved=given.unobserved)
 
 
 _CHECKED: dict[int, Settings] = {}  # settings of the paged call, by the signature of a KV-cache call that is right
@@ -216,8 +226,10 @@ def append(
 def check_values(cache: CacheTensors, table: Tensor, k_pages: Tensor, total: Tensor, capacity: int) -> None:
     """The values of index tensors on a CPU: everything that is read or written lies inside the cache."""
     lengths = total.tolist()
-    if bool((cache.cache_seqlens < 0).any()):
-        raise ArgumentError("cache_seqlens", cache.cache_seqlens, "lengths from 0", EXAMPLE)
+    for b, n in enumerate(cache.cache_seqlens.tolist()):
+        if not 0 <= n <= capacity:
+            accepted = f"0 to {capacity}, the room in the cache, at sequence {b}, which has {n}"
+            raise ArgumentError("cache_seqlens", cache.cache_seqlens, accepted, EXAMPLE)
     for b, n in enumerate(lengths):
         if n > capacity:
             what = "page_table" if cache.page_table is not None else "k_cache"
@@ -242,9 +254,31 @@ def check_values(cache: CacheTensors, table: Tensor, k_pages: Tensor, total: Ten
         raise ArgumentError("rotary_cos", cache.rotary_cos, accepted, EXAMPLE)
 
 
+def check_apart(call: CacheCall) -> None:
+    """Whether new keys and values can be written without changing others. Where the caches lie is no part of a call's
+    signature.
+    """
+    k, v = call.cache.k_cache, call.cache.v_cache
+    key = call.signature(), v.data_ptr() - k.data_ptr()
+    if key in _APART:
+        return
+    for name, x in (("k_cache", k), ("v_cache", v)):
+        if overlaps_itself(x):
+            accepted = f"a cache of which no two elements share memory, when appending; its strides are {x.stride()}"
+            raise ArgumentError(name, x, accepted, EXAMPLE)
+    if overlap(k, v):
+        accepted = "a cache that shares no element with k_cache, when appending; both may be parts of one tensor"
+        raise ArgumentError("v_cache", v, accepted, EXAMPLE)
+    remember(_APART, key, None, MOST_SIGNATURES)
+
+
+_APART: dict[tuple[int, int], None] = {}  # signatures, and distances in bytes from k_cache to v_cache
+
+
 def check_cache(cache: CacheTensors, features: Tensors) -> None:
     """Shapes, dtypes and devices of what only a KV-cache call has; the rest is checked as for every call."""
     q = features.q
+    memory({"q": q} | cache._asdict(), "paged")
 
     def fail(argument: str, accepted: str) -> None:
         raise ArgumentError(argument, getattr(cache, argument), accepted, EXAMPLE)

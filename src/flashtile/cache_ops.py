@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import register_fake, register_vmap
 
-from .cache import CacheCall, CacheTensors, append_and_rotate
+from .cache import CacheCall, CacheTensors, append_and_rotate, check_apart
 from .call import Call, Settings, Tensors, lse_shape, new_rows, signature
 from .errors import AttentionError
 from .observed import in_forward_mode
@@ -96,7 +96,10 @@ def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
 
 def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
     """What the operator does."""
+    call = call.with_own_indices()
     chosen = plan_call(call)
+    if call.cache.k is not None:
+        check_apart(call)
     kernels = chosen.kernels()
     with inside_operator(call):
         if hasattr(kernels, "attend_with_cache"):

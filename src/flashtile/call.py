@@ -6,12 +6,14 @@ The operators' schemas are generated from these tuples, so that an argument is w
 import functools
 import itertools
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import device
 from .masks import Window
+from .observed import LOWEST_ADDRESS, exists, freed
 from .remember import remember
 
 
@@ -94,6 +96,15 @@ class Call:
             return "paged"
         return "dense" if self.tensors.cu_seqlens_q is None else "varlen"
 
+    def with_own_indices(self) -> "Call":
+        """The call with copies of its indices, where those are checked by value: what is checked then is what kernels
+        read, although another thread may write into the caller's tensors meanwhile.
+        """
+        if self.tensors.cu_seqlens_q is None or not device.host_readable(self.tensors.q):
+            return self
+        tensors = with_copies(self.tensors, INDICES)
+        return Call(tensors, self.settings, self._signature, unobserved=self.unobserved)
+
     def signature(self) -> int:
         """A number that stands for all that a plan and its launches depend on, short of the values of tensors: calls
         have the same one if nothing else tells them apart.
@@ -161,6 +172,16 @@ def differentiable_positions(num_flat: int) -> tuple[int, ...]:
     return (*(FLAT_FIELDS.index(name) for name in Needs._fields[:-1]), *range(len(FLAT_FIELDS), num_flat))
 
 
+INDICES = slice(Tensors._fields.index("cu_seqlens_q"), Tensors._fields.index("leftpad_k") + 1)
+
+
+def with_copies(tensors: Any, which: slice) -> Any:
+    """A NamedTuple of tensors with copies of some of its fields. Freed tensors stay: they are refused later, by name."""
+    given = tensors[which]
+    copies = {id(x): x.clone() for x in given if x is not None and not freed(x)}  # q and k often share their offsets
+    return tensors._make((*tensors[: which.start], *[copies.get(id(x), x) for x in given], *tensors[which.stop :]))
+
+
 def address(x: Tensor) -> int:
     """The base address, or 1, which promises nothing, for a transform's wrapper that has no memory of its own."""
     try:
@@ -170,11 +191,19 @@ def address(x: Tensor) -> int:
 
 
 def memory_of(x: Tensor | None) -> Hashable:
-    """How a tensor lies in memory, short of where; `None` stands for nowhere, as tensors without elements do."""
+    """How a tensor lies in memory, short of where; `None` stands for nowhere, as tensors without elements and freed
+    ones do.
+    """
     if x is None:
         return None
     place = address(x)
-    return x.shape, x.stride(), x.dtype, x.device, place % 16 if place else None
+    slot = place % 16 if place == 1 or place >= LOWEST_ADDRESS else low(x, place)
+    return x.shape, x.stride(), x.dtype, x.device, slot
+
+
+def low(x: Tensor, place: int) -> int | None:
+    """`place % 16` of a low address, or `None` where nothing lies there."""
+    return place % 16 if place and exists(x, place) else None
 
 
 _SIGNATURES: dict[Hashable, int] = {}
@@ -192,7 +221,13 @@ def signature(settings: Hashable, *tensors: Tensor | None) -> int:
             *[
                 None
                 if x is None
-                else (x.shape, x.stride(), x.dtype, x.device, place % 16 if (place := x.data_ptr()) else None)
+                else (
+                    x.shape,
+                    x.stride(),
+                    x.dtype,
+                    x.device,
+                    place % 16 if (place := x.data_ptr()) >= LOWEST_ADDRESS else low(x, place),
+                )
                 for x in tensors
             ],
         )

@@ -1,14 +1,16 @@
 """Whether the tensors of a call fit together. Every failure names the argument, what was given and what would fit."""
 
 import itertools
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from . import device
 from .advice import broadcasts_to, layout_example, pairs_example
-from .call import Call
+from .call import Call, Tensors
 from .errors import ArgumentError
+from .observed import freed
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -24,6 +26,23 @@ EXAMPLES = {
         "k, v [32, 16, 8, 64], cu = [0, 1, 2], lengths = [40, 7] and table [2, 3], all int32"
     ),
 }
+
+
+def named(tensors: Tensors) -> dict[str, Tensor | None]:
+    """The tensors of a call under the names that errors give them."""
+    modifiers = {f"score_mod.tensors[{n}]": x for n, x in enumerate(tensors.score_mod_tensors)}
+    return dict(zip(Tensors._fields[:-1], tensors[:-1], strict=True)) | modifiers
+
+
+def memory(tensors: Mapping[str, Tensor | None], layout: str) -> None:
+    """Whether all elements are still there."""
+    for name, x in tensors.items():
+        if x is not None and freed(x):
+            accepted = (
+                "a tensor whose storage is in place until backward is done; this one's has been freed, as by "
+                "untyped_storage().resize_(0)"
+            )
+            raise ArgumentError(name, x, accepted, EXAMPLES[layout])
 
 
 def tensors(call: Call) -> None:

@@ -1,5 +1,6 @@
 """What goes wrong, said so that it can be mended: the argument, what was given, what is accepted, a call that works."""
 
+import copyreg
 from typing import Any
 
 import torch
@@ -7,6 +8,12 @@ import torch
 
 class AttentionError(ValueError):
     """Any error that flashtile raises about a call, before a kernel runs."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the finished message and the attributes. By default `__init__` would be called again, with
+        the message in place of its arguments, and a process pool whose worker raises the error would wait for ever.
+        """
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ArgumentError(AttentionError):
@@ -34,10 +41,10 @@ class BackendError(AttentionError):
         reasons: one reason for each backend asked, by its name.
     """
 
-    def __init__(self, message: str, reasons: dict[str, str]):
+    def __init__(self, message: str, reasons: dict[str, str], works: str = "auto"):
         self.reasons = reasons
         lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-        super().__init__(f"{message}{lines}\n  a call that works: {call_of('attention', 'backend=' + repr('auto'))}")
+        super().__init__(f"{message}{lines}\n  a call that works: {call_of('attention', f'backend={works!r}')}")
 
 
 CALLS = {

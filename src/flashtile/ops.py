@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from . import check, forking
 from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, lse_shape, new_rows
 from .errors import AttentionError
 from .observed import in_forward_mode, in_memory, unobserved
@@ -108,6 +109,7 @@ class Operators:
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Any, ...]:
         call = self.call(arguments)
+        check.memory({"out": out, "lse": lse, "dout": dout, "dlse": dlse}, call.layout)
         return in_schema(differentiate(needs, out, lse, dout, dlse, call), call)
 
     def remember(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -151,6 +153,7 @@ class Operators:
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """What the forward operators do."""
+    call = call.with_own_indices()
     chosen = plan_call(call)
     with inside_operator(call):
         return chosen.kernels().forward(chosen, call)
@@ -161,6 +164,7 @@ def differentiate(
 ) -> list[Tensor | None]:
     """What the backward operators do: gradients in their inputs' dtypes, `None` for what nobody asked for."""
     asked = Needs.from_flat(needs)
+    call = call.with_own_indices()
     chosen = plan_call(call, needs=asked)
     with inside_operator(call):
         found = chosen.kernels().backward(chosen, call, asked, out, lse, dout, dlse)
@@ -221,7 +225,8 @@ def inside_operator(call: Call) -> AbstractContextManager[None]:
     """
     around = not call.unobserved and (torch._C._is_any_autocast_enabled() or torch.is_grad_enabled())
     below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD_KEYS[0])
-    return Inside(call.tensors.q.device.type) if around or below_autograd else ALREADY_INSIDE
+    inside = Inside(call.tensors.q.device.type) if around or below_autograd else ALREADY_INSIDE
+    return forking.OneThread(inside) if forking.forked else inside
 
 
 class Inside(AbstractContextManager[None]):

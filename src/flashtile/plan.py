@@ -82,7 +82,9 @@ def backends() -> tuple[BackendStatus, ...]:
         One `BackendStatus` for each.
     """
     return tuple(
-        BackendStatus(name, (reason := support.unusable()) is None, reason, support.SUMMARY)
+        BackendStatus(
+            name, (reason := support.unusable() or optional(support, "misconfigured")) is None, reason, support.SUMMARY
+        )
         for name, support in SUPPORT.items()
     )
 
@@ -101,11 +103,20 @@ def plan(problem: Problem, device: torch.device, backend: str = "auto", *, needs
     by the problem's bucket.
 
     Raises:
-        BackendError: the named backend does not exist or declines the problem. It is never replaced by another.
+        BackendError: the named backend does not exist or declines the problem, or a variable of the environment asks
+            for what does not exist. A backend is never replaced by another.
     """
+    asked_by = "`backend`"
     if backend == "auto":
-        backend = os.environ.get(BACKEND_VARIABLE, "auto")
-    return _plan(problem.bucketed(), describe_device(device), backend, needs)
+        backend, asked_by = os.environ.get(BACKEND_VARIABLE, "auto"), BACKEND_VARIABLE
+    if backend != "auto" and backend not in SUPPORT:
+        known = {name: support.SUMMARY for name, support in SUPPORT.items()}
+        accepted = f"'auto', {', '.join(map(repr, SUPPORT))}"
+        raise BackendError(f"{asked_by} is {backend!r}. Accepted: {accepted}", known, works="tiled")
+    chosen = _plan(problem.bucketed(), describe_device(device), backend, needs)
+    if (wrong := optional(SUPPORT[chosen.backend], "misconfigured")) is not None:
+        raise BackendError(wrong, {}, works="tiled")
+    return chosen
 
 
 def plan_call(call: Call, *, needs: Needs | None = None) -> Plan:
@@ -136,9 +147,6 @@ def _plan_of_signature(call: Call, needs: Needs | None) -> Plan:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None) -> Plan:
-    if backend != "auto" and backend not in SUPPORT:
-        known = {name: support.SUMMARY for name, support in SUPPORT.items()}
-        raise BackendError(f"`backend` is {backend!r}. Accepted: 'auto', {', '.join(map(repr, SUPPORT))}", known)
     reasons: dict[str, str] = {}
     for name in AUTO if backend == "auto" else (backend,):
         support = SUPPORT[name]

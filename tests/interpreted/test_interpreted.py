@@ -76,6 +76,14 @@ def test_rows_of_nan_and_infinities(seqlen_k: int, num_splits: int) -> None:
     assert not wrong, "\n".join([case.description, *wrong])
 
 
+def test_a_sink_of_infinity_takes_all_the_weight() -> None:
+    case = dense_case(seqlen_q=5, seqlen_k=9, head_dim=16, sinks=torch.tensor([INF, 0.5]))
+    results = case.run("triton")
+    wrong = [str(x) for x in compare(results, case, solve(case)) if not x.ok]
+    assert not wrong, "\n".join([case.description, *wrong])
+    torch.testing.assert_close(results["dsinks"][0], case.dlse[:, 0].sum())
+
+
 @pytest.mark.usefixtures("maxima_of_a_gpu")
 @pytest.mark.parametrize("value", [INF, NAN])
 @pytest.mark.parametrize("name", ["q", "k"])

@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, AttentionWarning
-
-EXAMPLE = (
-    "flashtile.attention(q, k, v, score_mod=flashtile.ScoreMod("
-    "lambda score, b, h, q_idx, k_idx, scale: score * scale[h], (scale,)))"
-)
-SIGNATURE = "score_mod(score, b, h, q_idx, k_idx, *tensors) -> score, of torch operations on broadcastable tensors"
+from .purity import EXAMPLE, SIGNATURE, examine, sample
 
 _functions: dict[str, Callable[..., Tensor]] = {}
 _keys: dict[Hashable, str] = {}
+_examined: set[str] = set()
 MANY_FUNCTIONS = 1000
 
 
@@ -30,8 +26,10 @@ class ScoreMod:
     """A score modification `fn(score, b, h, q_idx, k_idx, *tensors)` with the tensors it reads.
 
     `fn` gets the score of a tile after softcap, bias and ALiBi, in the accumulation dtype, and int64 index tensors
-    that broadcast against it; it returns the new score. It must be a pure function of torch operations, elementwise
-    in the score: it runs on tiles of any size, and also on pairs that a mask hides (their result is dropped).
+    that broadcast against it; it returns the new score, of floating point and with dimensions. It must be a pure
+    function of torch operations, elementwise in the score, without random numbers and in-place operations on its
+    arguments: it runs on tiles of any size, again in backward, and also on pairs that a mask hides (their result is
+    dropped).
     Floating-point `tensors` reach `fn` in the accumulation dtype; those that require a gradient get one.
 
     Example:
@@ -53,7 +51,8 @@ class ScoreMod:
 
     Raises:
         ArgumentError: `fn` is not callable, an entry of `tensors` is no tensor, or `fn` reads a tensor that
-            requires a gradient and is not among `tensors` (its gradient would silently be lost).
+            requires a gradient and is not among `tensors` (its gradient would silently be lost); or it draws random
+            numbers, works in place, or returns a bool, an integer or a number without dimensions.
     """
 
     def __init__(self, fn: Callable[..., Tensor], tensors: Iterable[Tensor] = ()):
@@ -68,8 +67,12 @@ class ScoreMod:
         for tensor in self.tensors:
             if not isinstance(tensor, Tensor):
                 raise ArgumentError("score_mod.tensors", tensor, "tensors only", EXAMPLE)
-        self.reject_undeclared_gradients(self.tensors[0].device if self.tensors else torch.get_default_device())
+        device = self.tensors[0].device if self.tensors else torch.get_default_device()
         self.key = _register(fn, _identity(fn))
+        if self.key not in _examined:  # before it runs for anything else: it might write into `tensors`
+            examine(fn, self.tensors, device)
+            _examined.add(self.key)
+        self.reject_undeclared_gradients(device)
 
     @classmethod
     def of(cls, score_mod: "ScoreMod | Callable[..., Tensor]") -> "ScoreMod":
@@ -88,12 +91,10 @@ class ScoreMod:
         Raises:
             ArgumentError: the new score requires a gradient, although neither the score nor `tensors` did.
         """
-        dtype = torch.float64 if any(x.dtype is torch.float64 for x in self.tensors) else torch.float32
         with torch.enable_grad():
             try:
-                index = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
-                values = (x.detach().to(dtype) if x.is_floating_point() else x for x in self.tensors)
-                score = self.fn(index.to(dtype), index, index, index, index, *values)
+                score, index, values = sample(self.tensors, device)
+                score = self.fn(score, index, index, index, index, *values)
             except Exception:  # the call itself reports what fails on real scores, with their shapes
                 return
         if isinstance(score, Tensor) and (score.requires_grad or has_tangent(score)):

@@ -16,8 +16,11 @@ from .case import Case
 
 LONGEST = 2**20
 SHORTEST = 2**12
+HALVINGS = int(math.log2(LONGEST // SHORTEST)) + 1
 FEW = (1, 2, 3, 5)  # tokens of the other side
-NUMBERS = 2**24  # of the long side's tokens, with their rows of pairs
+HEADS = ((1, 1), (2, 1), (2, 2), (4, 2))  # of queries, of keys
+HEAD_DIMS = (4, 8, 16, 33, 64)
+NUMBERS = 2**25  # of the long side's tokens, with their rows of pairs
 THIRD = 1 / 3  # no sum of its multiples is exact
 
 
@@ -35,12 +38,11 @@ def long_case(
     rng = random.Random(f"long {seed}")
     generator = torch.Generator().manual_seed(seed)
     dtype = rng.choice(dtypes or (torch.float16, torch.bfloat16, torch.float32, torch.float64))
-    heads_kv = rng.choice((1, 1, 2))
-    heads_q = heads_kv * rng.choice((1, 1, 2))
-    few, head_dim = rng.choice(FEW), rng.choice((4, 8, 16, 33, 64))
-    length = longest >> max(0, rng.randint(0, int(math.log2(LONGEST // SHORTEST))))
-    length = max(length, min(longest, SHORTEST)) - rng.choice((0, 0, 1, 7, 100))
-    length = min(length, NUMBERS // (heads_q * (2 * head_dim + 8 * few)))
+    length = max(longest >> rng.randrange(HALVINGS), min(longest, SHORTEST))
+    sizes = [(n, m, few, dim) for n, m in HEADS for few in FEW for dim in HEAD_DIMS]
+    sizes = [x for x in sizes if length * x[0] * (2 * x[3] + 8 * x[2]) <= NUMBERS]
+    heads_q, heads_kv, few, head_dim = rng.choice(sizes)
+    length -= rng.choice((0, 0, 1, 7, 100))
     many_rows = rng.random() < 0.35
     seqlen_q, seqlen_k = (length, few) if many_rows else (few, length)
 

@@ -1,10 +1,10 @@
 """How far a result may be from the oracle: docs/contract.md, section "Numbers", element by element.
 
     |x - ref| <= 4 * eps(dtype) * (|ref| + R) + eps(acc) * (n + a * A) * C + tiny         out and gradients
-    |x - ref| <= eps(acc) * (8 + a * A) * max(1, |ref|)                                    lse
+    |x - ref| <= eps(acc) * (m + a * A) * max(1, |ref|)                                    lse
 
 with a = max(4, sqrt(head_dim)), and for fp64, where the oracle's own rounding is as large as the result's, 2 eps(acc).
-n is 32, and more for long sums in a GPU's matrix units (`Expected.sum_error`).
+n is 32 and m is 8, and more for long sums of 16-bit inputs on a GPU (`Expected.sum_error`).
 
 `dtype` is the input dtype (q's) or, for a gradient in a coarser dtype of its own (a bf16 table of a score_mod
 on fp32 queries), that one: the first term stands for the roundings to it on the way and at the end. A gradient
@@ -73,7 +73,9 @@ def rounding_bound(expected: Expected, dtype: torch.dtype) -> Tensor:
     acc = torch.finfo(accumulation_dtype(dtype))
     acc_eps = acc.eps * (2 if dtype == torch.float64 else 1)
     if expected.R is None or expected.C is None or expected.loss is None:
-        return acc_eps * (8 + expected.score_error * expected.A) * expected.reference.abs().clamp(min=1)
+        return (
+            acc_eps * (expected.sum_error + expected.score_error * expected.A) * expected.reference.abs().clamp(min=1)
+        )
     stored = max(torch.finfo(dtype), torch.finfo(expected.dtype), key=lambda info: info.eps)
     floor = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, acc.smallest_normal / acc.eps)
     result_floor = max(torch.finfo(expected.dtype).smallest_normal * torch.finfo(expected.dtype).eps, floor)

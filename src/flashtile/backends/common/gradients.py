@@ -6,8 +6,13 @@ from torch import Tensor
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink is a key without a value: `ds = p * (0 - delta)`, summed over rows to `[H]`."""
-    p_sink = torch.where(lse == -torch.inf, 0, torch.exp(sinks.to(lse.dtype)[:, None] - lse))  # [(B,) H, S]
-    return -sum_to_heads(p_sink * delta)
+    return -sum_to_heads(sink_weight(sinks.to(lse.dtype)[:, None], lse) * delta)  # of [(B,) H, S]
+
+
+def sink_weight(sink: Tensor, lse: Tensor) -> Tensor:
+    """The sink's share of its rows: all of it for a sink of +inf, nothing where a row has seen nothing."""
+    share = torch.where(sink == torch.inf, 1, torch.exp(sink - lse))
+    return torch.where(lse == -torch.inf, 0, share)
 
 
 def sum_to_heads(rows: Tensor) -> Tensor:

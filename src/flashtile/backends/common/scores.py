@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...call import Call
-from ...errors import ArgumentError, AttentionError, describe
+from ...errors import ArgumentError, AttentionError
 from ...expression import score_mod_function
-from ...expression.score_mod import EXAMPLE, SIGNATURE
+from ...expression.purity import EXAMPLE, SIGNATURE, reject_result
 from ..common import rng
 from .masking import all_of, window_visible
 from .tiles import Slab
@@ -127,18 +127,7 @@ def call_score_mod(
     except Exception as error:
         accepted = f"{SIGNATURE}; it raised {type(error).__name__}: {error}"
         raise ArgumentError("score_mod", fn, accepted, EXAMPLE) from error
-    if not isinstance(modified, Tensor):
-        raise ArgumentError("score_mod", fn, f"{SIGNATURE}; it returned {type(modified).__name__}", EXAMPLE)
-    if modified.layout is not torch.strided or modified.device != s.device or modified.is_complex():
-        accepted = f"{SIGNATURE}, real and strided on {s.device}; it returned {describe(modified)}"
-        raise ArgumentError("score_mod", fn, accepted, EXAMPLE)
-    try:
-        fits = torch.broadcast_shapes(modified.shape, s.shape) == s.shape
-    except RuntimeError:
-        fits = False
-    if not fits:
-        accepted = f"{SIGNATURE}; for a score {list(s.shape)} it returned {list(modified.shape)}"
-        raise ArgumentError("score_mod", fn, accepted, EXAMPLE)
+    reject_result(fn, modified, s)
     return modified
 
 

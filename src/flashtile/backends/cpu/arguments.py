@@ -99,7 +99,7 @@ def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths
     t = call.tensors
 
     def numbers(x: Tensor) -> np.ndarray:
-        return x.detach().numpy().astype(np.int64)
+        return x.numpy().astype(np.int64)
 
     if t.cu_seqlens_q is None:  # a KV cache with dense queries
         batch = t.q.shape[0]
@@ -246,6 +246,7 @@ def numbers(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> di
 
 def block_of(values: dict[str, Any]) -> Any:
     """The argument block, 8 bytes for each of `FIELDS`."""
+    assert tuple(values) == FIELDS, f"no fields of the block: {values.keys() ^ set(FIELDS)}"
     for name in REALS.split():
         values[name] = struct.unpack("q", struct.pack("d", values[name]))[0]
     return Block(*values.values())  # and zeros

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import os
 import platform
 from typing import NamedTuple
 
@@ -35,6 +36,19 @@ def unusable() -> str | None:
     if platform.machine().lower() not in MACHINES:
         return f"it has no kernels for {platform.machine()}"
     return None
+
+
+def misconfigured() -> str | None:
+    """Which vectors the environment asks for, and this machine does not have."""
+    asked = os.environ.get(VECTORS_VARIABLE)
+    if asked is None:
+        return None
+    from .targets import usable_widths  # asks LLVM
+
+    usable = usable_widths()
+    return (
+        None if asked in usable else f"{VECTORS_VARIABLE} is {asked!r}. Accepted here: {', '.join(map(repr, usable))}"
+    )
 
 
 def declines(problem: Problem, device: Device) -> str | None:

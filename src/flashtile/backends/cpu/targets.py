@@ -6,7 +6,7 @@ import platform
 from typing import Any, NamedTuple
 
 from ...errors import BackendError
-from .support import VECTORS_VARIABLE
+from .support import VECTORS_VARIABLE, misconfigured
 
 
 class Target(NamedTuple):
@@ -49,14 +49,23 @@ def host() -> Target:
 
 
 @functools.cache
+def usable_widths() -> list[str]:
+    """Widths that this processor has, widest first."""
+    from llvmlite import binding as llvm
+
+    has = llvm.get_host_cpu_features()
+    widths = ("neon",) if platform.machine().lower() in ("arm64", "aarch64") else ("avx512", "avx2", "baseline")
+    return [width for width in widths if all(has.get(x) for x in WIDTHS[width][0])]
+
+
+@functools.cache
 def _host(asked: str | None) -> Target:
     from llvmlite import binding as llvm
 
+    if (wrong := misconfigured()) is not None:
+        raise BackendError(wrong, {}, works="tiled")
     triple, cpu, has = llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
-    widths = ("neon",) if platform.machine().lower() in ("arm64", "aarch64") else ("avx512", "avx2", "baseline")
-    usable = [width for width in widths if all(has.get(x) for x in WIDTHS[width][0])]
-    if asked is not None and asked not in usable:
-        raise BackendError(f"{VECTORS_VARIABLE} is {asked!r}. Accepted here: {', '.join(map(repr, usable))}", {})
+    usable = usable_widths()
     if asked is not None and asked != usable[0]:
         return named(asked, triple)
     has["prefer-256-bit"] = False  # LLVM would split our vectors

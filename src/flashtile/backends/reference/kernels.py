@@ -38,8 +38,11 @@ def attend(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
     s = scores.forward(s, tile, visible)
     if visible is not None:
         s = torch.where(visible, s, -torch.inf)
-    if scores.sinks is not None:  # one more key, without a value
-        s = torch.cat((s, scores.sinks.expand(*s.shape[:-1], 1)), dim=-1)  # [B, Hq, Sq, Sk + 1]
+    sinks = scores.sinks  # [H, 1, 1]
+    if sinks is not None:  # one more key, without a value
+        all_weight = sinks == torch.inf  # derivatives of exp(inf - inf) would be NaN: such a key is alone, with score 0
+        s = torch.where(all_weight & (s < torch.inf), -torch.inf, s)
+        s = torch.cat((s, torch.where(all_weight, 0, sinks).expand(*s.shape[:-1], 1)), dim=-1)  # [B, Hq, Sq, Sk + 1]
     if s.shape[-1] == 0:
         return
     m = finite_or_zero(s.detach().amax(dim=-1, keepdim=True))  # [B, Hq, Sq, 1]
@@ -48,6 +51,8 @@ def attend(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
     row_lse = torch.where(empty, -torch.inf, m + torch.log(torch.where(empty, 1, total)))
     row_lse = torch.where(m == torch.inf, m, row_lse)
     p = torch.exp(s - torch.where(empty, 0, row_lse))[..., : slab.seqlen_k]
+    if sinks is not None:
+        row_lse = torch.where(all_weight & (row_lse == 0), sinks, row_lse)
     keep = scores.keep(tile)
     if keep is not None:
         p = p * keep

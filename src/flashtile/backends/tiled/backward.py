@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...call import Call, Gradients, Needs
+from ..common.gradients import sink_weight
 from ..common.score_gradients import FeatureGradients, scores_backward
 from ..common.scores import Scores
 from ..common.tiles import Rows, Side, Slab, TileShape, fold_groups, num_heads_kv, slabs, unfold_groups
@@ -73,8 +74,7 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
         lse_i = lse.load(rows)  # [B, Hq, M, 1]
         dout_i, delta = row_terms(rows, dout, out, lse_i, dlse, dtype)  # [B, Hq, M, Dv], [B, Hq, M, 1]
         if features.sinks is not None and scores.sinks is not None:
-            p_sink = torch.where(lse_i == -torch.inf, 0, torch.exp(scores.sinks - lse_i))
-            features.sinks[slab.heads_q] -= (p_sink * delta).sum(dim=(0, 2, 3))
+            features.sinks[slab.heads_q] -= (sink_weight(scores.sinks, lse_i) * delta).sum(dim=(0, 2, 3))
         # exp(s - inf) is 0: a row that has seen nothing has no probabilities, whatever its scores are
         lse_i = torch.where(lse_i == -torch.inf, torch.inf, lse_i)
         dout_i = fold_groups(dout_i, groups)  # [B, Hkv, G * M, Dv]

@@ -52,7 +52,10 @@ def attend_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows: 
         if visible is not None:
             s = torch.where(visible, s, -torch.inf)
         state = update(state, s, v_j, scores.keep(tile), groups)
-    return softmax.finish(state)
+    out, lse = softmax.finish(state)
+    if scores.sinks is not None:  # where the sink takes all the weight, lse is the sink, and moves with it
+        lse = torch.where((scores.sinks == torch.inf) & (lse == torch.inf), scores.sinks, lse)
+    return out, lse
 
 
 def update(state: RowState, s: Tensor, v: Tensor, keep: Tensor | None, num_groups: int) -> RowState:

@@ -103,12 +103,13 @@ def forward_kernel(
         bounds = keys_seen(window, rows, shift, side.range, padded)
         with_sink = (split == 0) & (span.sequence < batch)
         COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
+        unit = softmax.unit_of_m(factor, COMPENSATED)
         acc = zeros(BLOCK_M, DV0, DV1, COMPENSATED)
-        state = softmax.start(sinks, head, with_sink, acc, BLOCK_M, COMPENSATED)
+        state = softmax.start(sinks, head, unit, with_sink, acc, BLOCK_M, COMPENSATED)
         if PACK > 1 or (SPLITS > 1 and BLOCK_M < 64):
             # Few blocks, and reading them is all the work: one loop has to wait for its first block once.
             state = attend(
-                state, all_masked(blocks), q_i, side, features, bounds, dropout, rows, factor, True,
+                state, all_masked(blocks), q_i, side, features, bounds, dropout, rows, factor, unit, True,
                 D, D0, D1, DV, DV0, DV1, PAGE_SIZE, PAGE_SIZE == 0, BLOCK_N, PRECISION,
             )  # fmt: skip
         else:
@@ -118,15 +119,15 @@ def forward_kernel(
             bounded: tl.constexpr = PAGE_SIZE == 0 and (padded or window_left is not None)
             # The masked blocks first: then the compiler keeps the matrix products of the long loop asynchronous.
             state = attend(
-                state, blocks, q_i, side, features, bounds, dropout, rows, factor, True,
+                state, blocks, q_i, side, features, bounds, dropout, rows, factor, unit, True,
                 D, D0, D1, DV, DV0, DV1, PAGE_SIZE, bounded, BLOCK_N, PRECISION,
             )  # fmt: skip
             state = attend(
-                state, blocks, q_i, side, features, bounds, dropout, rows, factor, False,
+                state, blocks, q_i, side, features, bounds, dropout, rows, factor, unit, False,
                 D, D0, D1, DV, DV0, DV1, PAGE_SIZE, bounded, BLOCK_N, PRECISION,
             )  # fmt: skip
 
-        weight, row_lse = softmax.finish(state)
+        weight, row_lse = softmax.finish(state, unit)
         if threshold is not None:
             weight *= keep_scale
         at = b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + token  # [M]
@@ -152,7 +153,7 @@ def forward_kernel(
 
 @triton.jit
 def attend(
-    state, blocks, q_i, side, features, bounds, dropout, rows, factor, MASKED: tl.constexpr,
+    state, blocks, q_i, side, features, bounds, dropout, rows, factor, unit, MASKED: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     PAGE_SIZE: tl.constexpr, RANGE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +171,7 @@ def attend(
             in_mask = scores.shown(features, rows, keys, inside)
             visible = in_mask if visible is None else visible & in_mask
         t = s.t if visible is None else tl.where(visible, s.t, -INFINITY)
-        m, alpha, p = softmax.update(state, t, factor, q_i.a.dtype == tl.float32)
+        m, alpha, p = softmax.update(state, t, factor, unit, q_i.a.dtype == tl.float32)
         l = softmax.add_row_sums(state, alpha, p, q_i.a.dtype == tl.float32)  # noqa: E741
         if dropout is not None:
             p = tl.where(kept(dropout, rows, start_n, BLOCK_N), p, 0.0)

@@ -74,7 +74,7 @@ HALF = {  # float16 and bfloat16, by shared memory
 SINGLE = {  # float32; exact products have no matrix units, so registers bound the tiles
     64: (
         Row(64, Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
-        Row(128, Launch(32, 32, 8, 1), Launch(16, 16, 8, 1), Launch(32, 16, 8, 1)),
+        Row(128, Launch(32, 32, 8, 1), Launch(16, 32, 8, 1), Launch(32, 16, 8, 1)),
         Row(256, Launch(16, 32, 8, 1), Launch(16, 16, 8, 1), Launch(16, 16, 8, 1)),
         Row(512, Launch(16, 16, 8, 1), Launch(16, 16, 8, 1), Launch(16, 16, 8, 1)),
     ),
@@ -175,7 +175,8 @@ def fitted(row: Row, problem: Problem, device: Device) -> Row:
     if problem.alignment < LEAST_COPY and device.arch == "sm_90":
         forward, dq = (x._replace(block_m=32, num_warps=4) for x in (forward, dq))
         dkdv = dkdv._replace(block_n=32, num_warps=4)
-    if (has_pairs(problem) or problem.dropout) and not small and problem.dtype is not torch.float32:
+    room_for_pairs = problem.dtype is torch.float32 and row.width <= 64  # in registers
+    if (has_pairs(problem) or problem.dropout) and not small and not room_for_pairs:
         forward = forward._replace(block_n=max(16, forward.block_n // 2))
     if of_pairs:
         dkdv = dkdv._replace(block_m=max(16, dkdv.block_m // 2))

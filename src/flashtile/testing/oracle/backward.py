@@ -28,8 +28,7 @@ def backward(x: Sequence, f: Forward) -> dict[str, Sums]:
     sums: dict[str, Sums] = {}
 
     if x.sinks is not None:
-        loose_sink = loose | (x.sinks == INF)  # exp(inf - inf)
-        dsinks = reduce_to(dsink, torch.ones_like(dsink.value, dtype=torch.bool), f.A, loose_sink, (len(loose), 1, 1))
+        dsinks = reduce_to(dsink, torch.ones_like(dsink.value, dtype=torch.bool), f.A, loose, (len(loose), 1, 1))
         sums["dsinks"] = dsinks.map(lambda part: part[:, 0, 0])
     if f.modification is not None:
         for n, tensor in enumerate(x.score_tensors):

@@ -20,8 +20,9 @@ from .philox import keep_factors
 from .sequence import Sequence
 from .sums import Sums
 
-MATRIX_SUMS = ("out", "dq", "dk", "dv")
-TERMS_AT_ONCE = 16  # that a GPU's matrix units add to a sum in one instruction
+# Terms for which a GPU's sum of 16-bit inputs may lose eps(acc): its matrix units truncate a sum after each 16, and the
+# softmax rounds the sum of a row by half of that, half as large on average, after each block of 64.
+GPU_SUMS = {"out": 16, "dq": 16, "dk": 16, "dv": 16, "lse": 256}
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Expected:
     Results that sum over rows (all gradients but dq) have the largest `A` among the rows that contribute to the
     element; a tensor of score_mod the largest of the sequences that contribute. Of lse only `A` counts.
     `score_error` times eps(acc) * A is how far a correctly computed score may be off: a dot product of D terms;
-    `sum_error` times eps(acc) * C how far a sum over pairs.
+    `sum_error` times eps(acc) how far a sum over pairs, in units of C, and the sum behind lse, in its own.
     """
 
     reference: Tensor  # float64
@@ -107,20 +108,22 @@ class _Solution:
                 self._sum_error(name),
             )  # fmt: skip
         lse_dtype = torch.float64 if self.case.dtype == torch.float64 else torch.float32
-        lse = Expected(self._unpacked(self.lse, "lse"), lse_dtype, self._unpacked(self.A, "lse"), score_error=error)
+        lse, A = self._unpacked(self.lse, "lse"), self._unpacked(self.A, "lse")
+        lse = Expected(lse, lse_dtype, A, score_error=error, sum_error=self._sum_error("lse"))
         out_slack, lse_slack = (self._unpacked(x, name) for x, name in zip(self.slack, ("out", "lse"), strict=True))
         out, lse = replace(results.pop("out"), slack=out_slack), replace(lse, slack=lse_slack)
         return {"out": out, "lse": lse, **results, **self._caches()}
 
     def _sum_error(self, name: str) -> float:
-        """The contract's 32, or more for a long sum in the matrix units of a GPU."""
-        if name not in MATRIX_SUMS or not self.on_matrix_units:
-            return 32.0
+        """The contract's 32 or 8, or more for a long sum of 16-bit inputs on a GPU."""
+        least = 8.0 if name == "lse" else 32.0
+        if name not in GPU_SUMS or not self.on_matrix_units:
+            return least
         lengths = [
             (len(q_rows) * self.q.shape[1] // self.k.shape[1], len(k_rows)) for q_rows, k_rows in self._sequences()
         ]
         rows, keys = (max(each, default=0) for each in zip(*lengths, strict=True)) if lengths else (0, 0)
-        return max(32.0, (keys if name in ("out", "dq") else rows) / TERMS_AT_ONCE)
+        return max(least, (rows if name in ("dk", "dv") else keys) / GPU_SUMS[name])
 
     def _caches(self) -> dict[str, Expected]:
         """Copies, but for new keys that are turned."""
