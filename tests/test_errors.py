@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import ArgumentError, AttentionError, BackendError
-from flashtile.errors import describe
+from flashtile.errors import SignatureError, describe
 
 call_module = importlib.import_module("flashtile.call")
 
@@ -234,6 +234,7 @@ def test_errors_are_copied_and_pickled(survive: Any) -> None:
     """A worker of a process pool that raises one that cannot be read again leaves its caller waiting for ever."""
     given = {
         ArgumentError: (("window", Q, "None or (left, right)"), {"argument": "window"}),
+        SignatureError: (("is_causal", True, "`causal`"), {"argument": "is_causal"}),
         BackendError: (("no backend", {"cpu": "too wide"}), {"reasons": {"cpu": "too wide"}}),
     }
     classes = classes_of_errors()
