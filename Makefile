@@ -17,6 +17,7 @@ lint:
 
 types:
 	$(BIN)/pyright
+	$(BIN)/mypy
 
 verify:
 	$(BIN)/flashtile verify

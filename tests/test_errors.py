@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import ArgumentError, AttentionError, BackendError
-from flashtile.errors import describe
+from flashtile.errors import SignatureError, describe
 
 call_module = importlib.import_module("flashtile.call")
 
@@ -93,15 +93,16 @@ TENSORS += [
 SETTINGS = [
     *wrong("causal", None, 0, 1, "bottom_right", 2.0, torch.tensor(True), [True], np.bool_(True)),
     *wrong("window", 3, (1,), (1, 2, 3), (-2, 0), (0, -5), (1.5, 0), ("a", 0), (True, 0), "ab", (float("inf"), 0)),
+    *wrong("window", (np.float32(1), 0), (np.bool_(True), 0), (np.int64(-2), 0)),
     *wrong("window", torch.tensor([1, 2]), {1: 2, 3: 4}),
     *wrong("window", (2**63, 0), (0, 2**70)),
     *wrong("scale", float("nan"), float("inf"), -float("inf"), "a", torch.tensor(1.0), True, 1j, [1]),
     *wrong("scale", 10**400),
-    *wrong("scale", 1e39),
+    *wrong("scale", 1e39, np.float32("inf"), np.float16("nan"), np.bool_(True), np.complex64(1)),
     *wrong("softcap", float("nan"), float("inf"), -1.0, "a", torch.tensor(1.0), True),
     *wrong("softcap", 1e39),
     *wrong("dropout_p", -0.1, 1.0, 1.5, float("nan"), "a", None, True, torch.tensor(0.5)),
-    *wrong("dropout_seed", 1.5, "a", True, 2**64, -(2**63) - 1, np.int64(3), torch.tensor(3.0), dropout_p=0.5),
+    *wrong("dropout_seed", 1.5, "a", True, 2**64, -(2**63) - 1, np.bool_(True), torch.tensor(3.0), dropout_p=0.5),
     *wrong("dropout_seed", ints(3), torch.tensor([1, 2]), torch.zeros(0, dtype=torch.int64), dropout_p=0.5),
     *wrong("dropout_seed", torch.tensor([3], device="meta"), dropout_p=0.5),
     *wrong("deterministic", 1, 0, "yes", torch.tensor(True)),
@@ -150,8 +151,8 @@ LENGTHS += [
     *varlen("cu_seqlens_k", CU, cu_seqlens_q=ints(0, 8)),
     *varlen("q", Q, VARLEN["q"][0]),
     *varlen("k", K, PAGED["k"]),
-    *varlen("max_seqlen_q", -1, 2.0, "a", True, torch.tensor(5), np.int64(5)),
-    *varlen("max_seqlen_k", -1, 2.0, "a", True, torch.tensor(5), np.int64(5)),
+    *varlen("max_seqlen_q", -1, 2.0, "a", True, torch.tensor(5), np.float64(5)),
+    *varlen("max_seqlen_k", -1, 2.0, "a", True, torch.tensor(5), np.float64(5)),
     *varlen("max_seqlen_q", 2**64),
     *varlen("cu_seqlens_q", CU, max_seqlen_q=4),
     *varlen("cu_seqlens_k", CU, max_seqlen_k=4),
@@ -233,6 +234,7 @@ def test_errors_are_copied_and_pickled(survive: Any) -> None:
     """A worker of a process pool that raises one that cannot be read again leaves its caller waiting for ever."""
     given = {
         ArgumentError: (("window", Q, "None or (left, right)"), {"argument": "window"}),
+        SignatureError: (("is_causal", True, "`causal`"), {"argument": "is_causal"}),
         BackendError: (("no backend", {"cpu": "too wide"}), {"reasons": {"cpu": "too wide"}}),
     }
     classes = classes_of_errors()
@@ -325,6 +327,22 @@ def test_low_addresses_are_addresses() -> None:
 
 
 # What is no mistake ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "numpys", "pythons"),
+    [
+        ("dense", {"window": (np.int64(1), np.uint8(2))}, {"window": (1, 2)}),
+        ("dense", {"scale": np.float32(0.5)}, {"scale": 0.5}),
+        ("dense", {"scale": np.float16(0.5), "softcap": np.int32(3)}, {"scale": 0.5, "softcap": 3.0}),
+        ("dense", {"dropout_p": np.float32(0.5), "dropout_seed": np.int64(-3)}, {"dropout_p": 0.5, "dropout_seed": -3}),
+        ("dense", {"dropout_p": 0.5, "dropout_seed": np.uint64(2**64 - 3)}, {"dropout_p": 0.5, "dropout_seed": -3}),
+        ("varlen", {"max_seqlen_q": np.int64(5), "max_seqlen_k": np.int32(6)}, {"max_seqlen_q": 5, "max_seqlen_k": 6}),
+    ],
+)
+def test_numbers_of_numpy_are_numbers(call: str, numpys: dict[str, Any], pythons: dict[str, Any]) -> None:
+    for _ in range(2):  # the second call is remembered
+        assert torch.equal(CALLS[call](**numpys), CALLS[call](**pythons))
 
 
 @pytest.mark.parametrize(

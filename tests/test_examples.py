@@ -25,6 +25,34 @@ def load(name: str) -> ModuleType:
     return module
 
 
+# Short programs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "prints"),
+    [
+        ("varlen", ["5 tokens: as in a call of their own, gradient [5, 8, 64]", "120 tokens", "37 tokens"]),
+        ("pages", ["[52, 52] keys in pages [[0, 1, 2, 4], [0, 1, 3, 5]], out [2, 8, 1, 64]"]),
+        ("score_mod", ["rates [", "the target's are [0.0, 0.1, 0.2, 0.4]"]),
+    ],
+)
+def test_short_programs(name: str, prints: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    seen = vars(load(name))
+    output = capsys.readouterr().out
+    for words in prints:
+        assert words in output
+    assert 10 <= len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 32
+    if name == "pages":  # the last step sees all keys of its sequence, and no others
+        table, n = seen["page_table"].long(), int(seen["lengths"][0])
+        k, v = (seen[x][table].flatten(1, 2)[:, :n].transpose(1, 2) for x in ("k_pages", "v_pages"))
+        torch.testing.assert_close(seen["out"], dense_formula(seen["q"], k, v)[0])
+    if name == "score_mod":
+        torch.testing.assert_close(seen["rate"], seen["goal"], atol=0.03, rtol=0)
+
+
+# The MeanFlow model ------------------------------------------------------------------------------------------------
+
+
 def run(*options: str) -> str:
     result = CliRunner().invoke(load("meanflow_toy").main, options)
     assert result.exit_code == 0, result.output

@@ -31,7 +31,7 @@ LAYERS = (
     ("errors", "remember", "observed", "overlap", "forking", "processes", "supported", "iomodel*"),
     ("device", "masks"),
     ("call", "expression*"),
-    ("check", "problem", "cache"),
+    ("advice", "check", "problem", "cache", "signatures"),
     (
         "backends",
         "backends.common*",

@@ -11,7 +11,9 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import flashtile
+from flashtile.backends.cpu.targets import WIDTHS
 from flashtile.cli import main
+from flashtile.cli.env import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
@@ -57,8 +59,15 @@ def test_commands_exist() -> None:
 
 
 def test_installation_blocks() -> None:
-    """`.ci/run` takes the commands from here: the first block makes the report, the second tests."""
-    report, test = blocks("sh")
+    """`.ci/run` takes the commands from here: the first block makes the report, the second tests. The third is the same
+    for machines without a GPU, and names no address.
+    """
+    report, test, cpu = blocks("sh")
+    assert "-c constraints-cpu.txt '.[report,test]'" in cpu
+    pins = [(ROOT / file).read_text() for file in ("constraints.txt", "constraints-cpu.txt")]
+    (pinned,) = re.findall(r"^torch==([\d.]+)$", pins[0], flags=re.MULTILINE)
+    assert pins[1].splitlines()[1:] == ["-c constraints.txt", f"torch=={pinned}+cpu"]
+    assert "://" not in cpu + pins[1]
     assert report.splitlines()[-1].endswith("flashtile report --quick")
     assert "pytest" in test.splitlines()[-1]
     for block in (report, test):
@@ -78,3 +87,13 @@ def test_links_lead_to_files(document: Path) -> None:
     links = [*re.findall(r"\]\(([^)#]+)", text), *re.findall(r'<img src="([^"]+)"', text)]
     missing = [x for x in links if not x.startswith("https://") and not (document.parent / x).exists()]
     assert not missing
+
+
+def test_the_environment_variables_are_those_of_the_code() -> None:
+    """Every variable that begins with FLASHTILE has its row, and the row of the backend names all of them."""
+    text = (ROOT / "ENVIRONMENT.md").read_text()
+    assert set(re.findall(r"^\| `(FLASHTILE_\w+)`", text, flags=re.MULTILINE)) == set(VARIABLES)
+    (row,) = re.findall(r"^\| `FLASHTILE_BACKEND`.*$", text, flags=re.MULTILINE)
+    assert not [status.name for status in flashtile.backends() if f"`{status.name}`" not in row]
+    (row,) = re.findall(r"^\| `FLASHTILE_CPU_VECTORS`.*$", text, flags=re.MULTILINE)
+    assert not [width for width in WIDTHS if f"`{width}`" not in row]

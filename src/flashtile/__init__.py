@@ -25,3 +25,8 @@ __all__ = [
     "explain",
     "merge_attention",
 ]
+
+
+def __dir__() -> list[str]:
+    """Public names alone: what is imported to define them is not."""
+    return [*__all__, "__version__"]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import device
+from .advice import broadcasts_to, layout_example, pairs_example
 from .call import Call, Tensors
 from .errors import ArgumentError
 from .observed import freed
@@ -51,6 +52,10 @@ def tensors(call: Call) -> None:
     def fail(argument: str, given: object, accepted: str) -> None:
         raise ArgumentError(argument, given, accepted, EXAMPLES[layout])
 
+    def fail_in_layout(argument: str, given: object, accepted: str) -> None:
+        example = layout_example(t.q, t.k, t.v) if layout == "dense" else None
+        raise ArgumentError(argument, given, accepted, example or EXAMPLES[layout])
+
     rank_q = 4 if t.cu_seqlens_q is None else 3
     rank_k = 3 if layout == "varlen" else 4
     shape_q = "[B, Hq, Sq, D]" if t.cu_seqlens_q is None else "[Tq, Hq, D]"
@@ -63,7 +68,7 @@ def tensors(call: Call) -> None:
         ("v", t.v, rank_k, shape_k.format("Dv")),
     ):
         if x.dim() != rank:
-            fail(name, x, f"{rank} dimensions, {shape}")
+            fail_in_layout(name, x, f"{rank} dimensions, {shape}")
         if x.dtype not in DTYPES:
             fail(name, x, "float16, bfloat16, float32 or float64")
         if x.dtype != t.q.dtype:
@@ -78,7 +83,8 @@ def tensors(call: Call) -> None:
     if layout == "dense" and t.k.shape[0] != t.q.shape[0]:
         fail("k", t.k, f"the batch of q, {t.q.shape[0]}, in {shape_k.format('D')}")
     if heads_kv == 0 or heads_q % heads_kv != 0:
-        fail("k", t.k, f"a number of heads Hkv in {shape_k.format('D')} that divides the {heads_q} heads of q")
+        accepted = f"a number of heads Hkv in {shape_k.format('D')} that divides the {heads_q} heads of q"
+        fail_in_layout("k", t.k, accepted)
     if t.v.shape[:-1] != t.k.shape[:-1]:
         fail("v", t.v, f"the shape of k up to the last dimension, {list(t.k.shape[:-1])}")
     if layout == "paged" and t.k.shape[1] == 0:
@@ -91,16 +97,19 @@ def broadcasts(call: Call, batch: int, seqlen_q: int, seqlen_k: int) -> None:
     example = EXAMPLES[call.layout]
     heads = t.q.shape[1]
     full = (batch, heads, seqlen_q, seqlen_k)
+
+    def fail(argument: str, given: Tensor, accepted: str) -> None:
+        raise ArgumentError(argument, given, accepted, pairs_example(call, argument, given, full) or example)
+
     floating = tuple({t.q.dtype, torch.float32})
     for name, x, dtypes in (("mask", t.mask, (torch.bool,)), ("bias", t.bias, floating)):
         if x is None:
             continue
         if x.dtype not in dtypes:
-            advice = "; an additive mask is a `bias`" if name == "mask" else ""
-            raise ArgumentError(name, x, f"dtype {one_of(dtypes)}{advice}", example)
-        if x.dim() != 4 or any(n not in (1, m) for n, m in zip(x.shape, full, strict=True)):
-            accepted = f"four dimensions [B, H, Sq, Sk] = {list(full)}, each of which may be 1"
-            raise ArgumentError(name, x, accepted, example)
+            advice = "; an additive mask is a `bias`" if name == "mask" else "; a bool one is a `mask`"
+            fail(name, x, f"dtype {one_of(dtypes)}{advice}")
+        if not broadcasts_to(x, full):
+            fail(name, x, f"four dimensions [B, H, Sq, Sk] = {list(full)}, each of which may be 1")
     for name, x, shapes in (
         ("alibi_slopes", t.alibi_slopes, ((heads,), (batch, heads))),
         ("sinks", t.sinks, ((heads,),)),

@@ -7,7 +7,7 @@ import torch
 
 
 class AttentionError(ValueError):
-    """Any error that flashtile raises about a call; raised before a kernel runs."""
+    """Any error that flashtile raises about a call, before a kernel runs."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the finished message and the attributes. By default `__init__` would be called again, with
@@ -17,9 +17,10 @@ class AttentionError(ValueError):
 
 
 class ArgumentError(AttentionError):
-    """One argument of a call is not what the call accepts.
+    """One argument of a call is not what the call accepts. The message has a call that works.
 
-    `argument` is its name, so that a caller can tell errors apart without reading the message.
+    Attributes:
+        argument: its name, so that a caller can tell errors apart without reading the message.
     """
 
     def __init__(self, argument: str, given: Any, accepted: str, example: str = "flashtile.attention(q, k, v)"):
@@ -29,8 +30,16 @@ class ArgumentError(AttentionError):
         )
 
 
+class SignatureError(ArgumentError, TypeError):
+    """A keyword that a public function does not have, or too many positional arguments."""
+
+
 class BackendError(AttentionError):
-    """No backend takes the call, or the named one declines it. `reasons` has one reason for each backend asked."""
+    """No backend takes the call, or the named one declines it.
+
+    Attributes:
+        reasons: one reason for each backend asked, by its name.
+    """
 
     def __init__(self, message: str, reasons: dict[str, str], works: str = "auto"):
         self.reasons = reasons
@@ -51,7 +60,7 @@ def call_of(function: str, keyword: str = "") -> str:
 
 
 class AttentionWarning(UserWarning):
-    """A call that is right but slower than the machine allows."""
+    """A warning about a call that is right but slower than the machine allows."""
 
 
 def describe(value: Any) -> str:

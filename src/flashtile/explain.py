@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .advice import refuse
 from .call import Call, Needs
 from .device import describe_device, host_readable
 from .errors import BackendError
@@ -19,24 +20,44 @@ CACHED = ", less where its tensors lie in a cache"
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `str(explanation)` is the text for people."""
+    """The plan of a call, its work and its limit. `str(explanation)` is the text for people, `as_dict()` is for JSON.
+
+    Attributes:
+        problem: the call in words.
+        device: its name.
+        backend: the backend of the forward pass.
+        tile: the shape of its tiles, in words.
+        why_not: the backends asked before, and the reason each declined.
+        backward: the backend of the backward pass, or "none".
+        backward_tile: the shape of its tiles.
+        visible_pairs: pairs of a query row and a key, over sequences and query heads; at most, where the host cannot
+            know.
+        flops_forward: operations, `2 * pairs * (D + Dv)`.
+        flops_backward: operations of five products instead of two: 2.5 times forward where Dv is D.
+        bytes_forward: each input read and each output written once.
+        intensity: operations for each byte, forward.
+        flops_per_second: the most that arithmetic reaches on this device in this dtype, measured (`rates`).
+        bytes_per_second: the most that memory reaches.
+        limit: "compute" or "memory".
+        seconds_at_limit: what forward takes at these rates, the least that it can if its tensors lie in memory.
+    """
 
     problem: str
     device: str
     backend: str
     tile: str
-    why_not: dict[str, str]  # backends asked before, and the reason each declined
-    backward: str  # the backend of the backward pass
+    why_not: dict[str, str]
+    backward: str
     backward_tile: str
-    visible_pairs: int  # of a query row and a key, over sequences and query heads; at most, where the host can't know
-    flops_forward: int  # 4 * pairs * D for D = Dv; 2 * pairs * (D + Dv) in general
-    flops_backward: int  # five products instead of two: 2.5 times forward for D = Dv
-    bytes_forward: int  # each input read and each output written once
-    intensity: float  # flops_forward / bytes_forward
-    flops_per_second: float  # the most that arithmetic reaches on this device in this dtype, measured (`rates`)
-    bytes_per_second: float  # the most that memory reaches
-    limit: str  # "compute" or "memory"
-    seconds_at_limit: float  # what forward takes at these rates, the least that it can if its tensors lie in memory
+    visible_pairs: int
+    flops_forward: int
+    flops_backward: int
+    bytes_forward: int
+    intensity: float
+    flops_per_second: float
+    bytes_per_second: float
+    limit: str
+    seconds_at_limit: float
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,13 +86,22 @@ def explain(
     cu_seqlens_k: Tensor | None = None,
     **keywords: Any,
 ) -> Explanation:
-    """What `attention` (or, with `cu_seqlens_q`, `attention_varlen`) would do with these arguments; runs none of it.
+    """Plan a call of `attention` (or, with `cu_seqlens_q`, of `attention_varlen`) and describe it; run none of it.
 
     Measures arithmetic and memory of the device for a fifth of a second, once in a process, to say which of the two
     limits the call (Williams et al., "Roofline", 2009).
 
+    Example:
+        >>> q, k, v = (torch.randn(1, 8, 256, 64) for _ in range(3))
+        >>> found = flashtile.explain(q, k, v, causal=True)
+        >>> found.backend, found.visible_pairs
+        ('cpu', 263168)
+
     Args:
-        q, k, v, cu_seqlens_q, cu_seqlens_k, keywords: as the call itself takes them.
+        q, k, v, cu_seqlens_q, cu_seqlens_k, keywords: as the call itself takes them, in shapes and dtypes too.
+
+    Returns:
+        An `Explanation`.
 
     Raises:
         AttentionError: as the call itself would.
@@ -127,7 +157,7 @@ def backward_plan(problem: Problem, device: torch.device, backend: str, needs: N
 def described_call(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, keywords: dict[str, Any]
 ) -> Call:
-    """The normalised call of a public function's arguments; an argument that it does not take is a TypeError."""
+    """The normalised call of a public function's arguments; `refuse` answers what it does not take."""
     tensor_names = ("mask", "bias", "alibi_slopes", "sinks")
     defaults: dict[str, Any] = dict.fromkeys(
         ("window", "scale", "softcap", "score_mod", "dropout_seed", "deterministic")
@@ -136,9 +166,9 @@ def described_call(
     if cu_q is not None:
         tensor_names += ("seqused_k", "page_table")
         defaults |= {"max_seqlen_q": None, "max_seqlen_k": None}
-    unknown = set(keywords) - set(tensor_names) - set(defaults) - {"return_lse"}
-    if unknown:
-        raise TypeError(f"explain() got arguments that the call does not take: {', '.join(sorted(unknown))}")
+    known = {*tensor_names, *defaults, "return_lse"}
+    if unknown := {name: value for name, value in keywords.items() if name not in known}:
+        refuse("attention" if cu_q is None else "attention_varlen", (), unknown)
     tensors = {"q": q, "k": k, "v": v} | {name: keywords.get(name) for name in tensor_names}
     if cu_q is not None:
         tensors |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}

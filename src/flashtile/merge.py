@@ -20,12 +20,21 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Associative and commutative up to rounding; a part whose rows saw nothing (`lse = -inf`) changes nothing.
     Differentiable in every argument (Dao et al., "FlashAttention", section 3.1: the block decomposition of softmax).
 
+    Example:
+        >>> q, k, v = (torch.randn(1, 2, 64, 32) for _ in range(3))
+        >>> first = flashtile.attention(q, k[:, :, :20], v[:, :, :20], return_lse=True)
+        >>> second = flashtile.attention(q, k[:, :, 20:], v[:, :, 20:], return_lse=True)
+        >>> out, lse = flashtile.merge_attention([first[0], second[0]], [first[1], second[1]])
+        >>> torch.allclose(out, flashtile.attention(q, k, v), atol=1e-5)
+        True
+
     Args:
-        outs: one or more `[B, H, Sq, Dv]`, or varlen `[Tq, H, Dv]`.
-        lses: for each, its `[B, H, Sq]`, or varlen `[H, Tq]`, as `return_lse=True` gives it.
+        outs: one or more `[B, H, Sq, Dv]`, or varlen `[Tq, H, Dv]`; floating-point, on any device.
+        lses: for each, its `[B, H, Sq]`, or varlen `[H, Tq]`, as `return_lse=True` gives it: natural logarithms in
+            float32 (float64 for float64).
 
     Returns:
-        `out` and `lse` in the shapes and dtypes of the parts.
+        `out` and `lse` in the shapes and dtypes of the parts. A row that no part saw is 0, with `lse = -inf`.
 
     Raises:
         ArgumentError: the lists are empty or differ in length, or shapes, dtypes or devices differ.

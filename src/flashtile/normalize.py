@@ -5,8 +5,10 @@ Everything here is traced by Dynamo, so it looks at Python values and types only
 
 import functools
 import math
+import operator
 from collections.abc import Callable
-from typing import Any, Literal
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +21,6 @@ from .masks import Window
 from .observed import in_memory, unobserved
 from .remember import remember
 
-Causal = bool | Literal["top_left"]
-WindowArgument = tuple[int | None, int | None] | None
-ScoreModArgument = ScoreMod | Callable[..., Tensor] | None
 REQUIRED = ("q", "k", "v", "cu_seqlens_q")
 LARGEST_FLOAT = torch.finfo(torch.float32).max
 
@@ -200,12 +199,13 @@ def window_of(function: str, causal: Any, window: Any) -> Window:
     left: int | None = None
     right: int | None = None
     if window is not None:
-        sides = window if isinstance(window, tuple | list) and len(window) == 2 else None
-        if sides is None or any(not (n is None or (is_int(n) and -1 <= n < 2**63)) for n in sides):
+        a_pair = isinstance(window, tuple | list) and len(window) == 2
+        sides: list[Any] = [-1 if n is None else as_int(n) for n in window] if a_pair else [None]
+        if any(n is None or not -1 <= n < 2**63 for n in sides):
             accepted = "None, or (left, right) of integers from 0, where None or -1 is unlimited"
             raise ArgumentError("window", window, accepted, call_of(function, "window=(127, 0)"))
         # No sequence is that long, and sums of positions stay within 64 bits.
-        left, right = (None if n is None or n == -1 or n >= 2**31 else n for n in sides)
+        left, right = (None if n == -1 or n >= 2**31 else n for n in sides)
     if causal is False:
         return Window(left, right)
     if causal is True:
@@ -236,10 +236,11 @@ def seed_of(function: str, seed: Any, device: torch.device) -> Tensor:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):
         return seed
-    if not is_int(seed) or not -(2**63) <= seed < 2**64:
+    n = as_int(seed)
+    if n is None or not -(2**63) <= n < 2**64:
         accepted = "an int of 64 bits, or an int64 tensor of one element"
         raise ArgumentError("dropout_seed", seed, accepted, call_of(function, "dropout_p=0.1, dropout_seed=7"))
-    return torch.full((1,), seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)
+    return torch.full((1,), n - 2**64 if n >= 2**63 else n, dtype=torch.int64, device=device)
 
 
 def score_mod_of(score_mod: ScoreMod | Callable[..., Tensor], device: torch.device) -> ScoreMod:
@@ -256,17 +257,23 @@ def score_mod_of(score_mod: ScoreMod | Callable[..., Tensor], device: torch.devi
 def number(
     function: str, argument: str, value: Any, accepted: str, accepts: Callable[[Any], bool], example: str
 ) -> float:
-    a_number = isinstance(value, int | float | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
-    if not a_number or not accepts(value):
+    x = value
+    if isinstance(value, Real) and not isinstance(value, int | float):  # NumPy's, whose arithmetic may overflow
+        x = float(value)
+    a_number = isinstance(x, int | float | torch.SymFloat | torch.SymInt) and not isinstance(x, bool)
+    if not a_number or not accepts(x):
         raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}={example}"))
-    return float(value)
+    return float(x)
 
 
 def integer(function: str, argument: str, value: Any, least: int, default: str) -> int | None:
-    if value is not None and (not is_int(value) or not least <= value < 2**63):
+    if value is None:
+        return None
+    n = as_int(value)
+    if n is None or not least <= n < 2**63:
         accepted = f"an int from {least}, or None for {default}"
         raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}=128"))
-    return value
+    return n
 
 
 def flag(function: str, argument: str, value: Any, accepted: str) -> bool:
@@ -282,5 +289,13 @@ def backend_name(function: str, value: Any) -> str:
     return value
 
 
-def is_int(value: Any) -> bool:
-    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+def as_int(value: Any) -> Any:
+    """The int that a value is, NumPy's included, or its symbol; `None` for all else. A tensor would have to be read
+    back.
+    """
+    if isinstance(value, int | torch.SymInt):
+        return None if isinstance(value, bool) else value
+    try:
+        return None if isinstance(value, Tensor) else operator.index(value)
+    except TypeError:
+        return None

@@ -54,7 +54,14 @@ def kernels_of(backend: str) -> ModuleType:
 
 
 class BackendStatus(NamedTuple):
-    """One backend on this machine; `reason` says why it is not usable, and is `None` if it is."""
+    """One backend on this machine.
+
+    Attributes:
+        name: what `backend=` takes.
+        usable: whether it can run here.
+        reason: why it cannot, or `None`.
+        summary: one line about it.
+    """
 
     name: str
     usable: bool
@@ -66,6 +73,13 @@ def backends() -> tuple[BackendStatus, ...]:
     """Every backend, fastest first: whether it is usable on this machine, and why not.
 
     A usable backend may still decline a call; `flashtile.explain` says so for the call at hand.
+
+    Example:
+        >>> [status.name for status in flashtile.backends()]
+        ['hopper', 'triton', 'cpu', 'tiled', 'reference']
+
+    Returns:
+        One `BackendStatus` for each.
     """
     return tuple(
         BackendStatus(

@@ -36,13 +36,24 @@ class ScoreMod:
     dropped).
     Floating-point `tensors` reach `fn` in the accumulation dtype; those that require a gradient get one.
 
-    >>> decay = torch.rand(num_heads, requires_grad=True)
-    >>> mod = ScoreMod(lambda score, b, h, q_idx, k_idx, decay: score - decay[h] * (q_idx - k_idx).abs(), (decay,))
-    >>> out = flashtile.attention(q, k, v, score_mod=mod)
+    Example:
+        >>> def farther_is_less(score, b, h, q_idx, k_idx, decay):
+        ...     return score - decay[h] * (q_idx - k_idx).abs()
+        >>> decay = torch.rand(2, requires_grad=True)  # one number for each head
+        >>> q, k, v = (torch.randn(1, 2, 64, 32) for _ in range(3))
+        >>> out = flashtile.attention(q, k, v, score_mod=flashtile.ScoreMod(farther_is_less, (decay,)))
+        >>> out.sum().backward()
+        >>> decay.grad.shape
+        torch.Size([2])
 
     Under `torch.compile`, make the ScoreMod outside the compiled function. A program of `torch.export` keeps the name
     of `fn` and a digest of its content: a process that loads it has to make a ScoreMod of the same function first. A
-    ScoreMod can be pickled if `fn` can, as functions at the top level of a module can.
+    ScoreMod can be pickled if `fn` can, as functions at the top level of a module can. The signature is that of
+    `score_mod` in Dong et al., "Flex Attention", 2024, with the tensors at its end.
+
+    Args:
+        fn: the function of torch operations.
+        tensors: what `fn` reads: tensors of any shape and dtype, on q's device.
 
     Raises:
         ArgumentError: `fn` is not callable, a variable of its closure has no value yet, an entry of `tensors` is no
