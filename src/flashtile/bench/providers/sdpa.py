@@ -58,10 +58,10 @@ class Sdpa(Provider):
             return scaled_dot_product_attention(q, k, v, mask, **keywords)
 
         def named(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(self.backend):
+            with sdpa_kernel([self.backend] if self.backend else []):
                 return chosen(q, k, v)
 
-        prepared = from_autograd(chosen if self.backend is None else named, case)
+        prepared = from_autograd(named if self.backend else chosen, case)
         first_call(prepared.forward)
         words = "a mask [.., Sq, Sk] in memory" if mask is not None and mask.shape[2] > 1 else ""
         return Prepared(prepared.forward, prepared.backward, words)
