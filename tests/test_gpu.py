@@ -177,6 +177,7 @@ def test_memory_that_runs_out_leaves_everything_usable(backend: str, again: bool
     leaves = [x.to(torch.bfloat16).requires_grad_() for x in (q, k, v)]
     dout = torch.randn_like(leaves[0])
     del q, k, v
+
     def run() -> tuple[torch.Tensor, ...]:
         out = flashtile.attention(*leaves, causal=True, deterministic=True, backend=backend)
         return out, *torch.autograd.grad(out, leaves, dout)
