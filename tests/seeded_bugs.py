@@ -195,7 +195,7 @@ BUGS = (
     Bug("hidden pairs have gradients", "backends.tiled.backward", "p = torch.where(visible, p, 0)", "p = p"),
     # KV cache
     Bug("keys appended one slot late", "cache", "+ tokens.place  # [T]", "+ tokens.place + 1  # [T]"),
-    Bug("appended keys not seen", "cache", "total = total + appended(cache, features)", "total = total"),
+    Bug("appended keys not seen", "cache", "total = total.long() + appended(cache, features)", "total = total"),
     Bug("cache_batch_idx ignored", "cache", "if rows is None else", "if True else"),
     Bug("leftpad ignored", "cache", "leftpad_k=cache.leftpad_k", "leftpad_k=None"),
     Bug(
