@@ -93,7 +93,6 @@ def test_one_outlier() -> None:
     [
         ("cpu", LONG, torch.float32),
         ("cpu", LONG, torch.float64),
-        ("tiled", 2**14, torch.float32),
         ("reference", 2**16, torch.float32),
     ],
 )
