@@ -93,12 +93,11 @@ def test_one_outlier() -> None:
     [
         ("cpu", LONG, torch.float32),
         ("cpu", LONG, torch.float64),
-        ("tiled", 2**14, torch.float32),
         ("reference", 2**16, torch.float32),
     ],
 )
 def test_keys_of_many_rows(backend: str, length: int, dtype: torch.dtype) -> None:
-    """dk, dv and the gradients of sinks, of slopes and of a bias that rows share: all have a term of each row."""
+    """dk, dv and the gradients of sinks and of a bias that rows share: all have a term of each row."""
     q, k = rows(length, THIRD, dtype), rows(2, 0.0, dtype).requires_grad_()
     v, weight = rows(2, 0.0, dtype), 1 / 3  # of each key and of the sink
     v[:, :, 0], v[:, :, 1] = 0.7, -0.2
