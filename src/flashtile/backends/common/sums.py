@@ -11,7 +11,7 @@ from torch import Tensor
 
 BLOCKS = 16  # that are added up before they are carried to a total
 ADDITIONS = 64  # the same for terms that are sums of whole tiles
-FEW = 4  # rows or columns of a product for which BLAS has one accumulator an element
+FEW_ROWS, FEW_COLUMNS = 4, 16  # of a product for which BLAS has one accumulator an element
 
 
 def carry(recent: Tensor, total: Tensor) -> None:
@@ -61,7 +61,7 @@ def tree_sum(term: Callable[[int], Tensor], first: int, last: int) -> Tensor:
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`, with a long inner dimension cut into pieces: BLAS may add up all of it in one accumulator."""
-    piece = 128 if min(a.shape[-2], b.shape[-1]) < FEW else 512
+    piece = 128 if a.shape[-2] < FEW_ROWS or b.shape[-1] < FEW_COLUMNS else 512
     length = a.shape[-1]
     if length <= piece:
         return a @ b
