@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from flashtile import iomodel, iomodel_gpu
-from flashtile.backends.hopper.tables import NARROW
-from flashtile.backends.triton import tables
+from flashtile.backend.hopper.tables import NARROW
+from flashtile.backend.triton import tables
 from flashtile.iomodel import Shape, Work
 
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"

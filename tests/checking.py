@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile import cache_ops, ops, plan
-from flashtile.backends.tiled import support
+from flashtile.backend.tiled import support
 from flashtile.call import Call
 from flashtile.testing.case import Case, ScoreFunction
 from flashtile.testing.inputs import query_key_value

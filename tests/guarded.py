@@ -101,7 +101,7 @@ def cases_of_every_residue(dense_case: Any) -> Iterator[Any]:
     """All four sizes change from call to call, by steps without a common factor. Dtypes differ in how features are read
     and in lanes: of other dtypes than float32, a third of the calls is enough for those.
     """
-    from flashtile.backends.cpu.workspace import BLOCK
+    from flashtile.backend.cpu.workspace import BLOCK
 
     others = itertools.product(range(0, BLOCK, 3), (torch.bfloat16, torch.float64, torch.float16))
     for n, dtype in (*((n, torch.float32) for n in range(BLOCK)), *others):

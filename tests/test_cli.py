@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from flashtile.backends.tiled import forward, kernels, support
+from flashtile.backend.tiled import forward, kernels, support
 from flashtile.cli import main
 
 ROOT = Path(__file__).parents[1]

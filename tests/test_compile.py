@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 import flashtile
 from flashtile import ArgumentError, ScoreMod, ops
-from flashtile.backends.cpu import kernels
+from flashtile.backend.cpu import kernels
 from flashtile.call import Call, Settings, Tensors
 
 B, HQ, HKV, SQ, SK, D = 2, 4, 2, 12, 20, 8

@@ -25,8 +25,8 @@ from test_nan import BLIND
 
 import flashtile
 from flashtile import BackendError
-from flashtile.backends.common import user_files
-from flashtile.backends.common.user_files import CACHE_VARIABLE
+from flashtile.backend.common import user_files
+from flashtile.backend.common.user_files import CACHE_VARIABLE
 from flashtile.testing.case import Case
 from flashtile.testing.generate import random_case
 from flashtile.testing.inputs import KINDS
@@ -34,10 +34,10 @@ from flashtile.testing.layouts import LAYOUTS, lay_out
 from flashtile.testing.poison import poisoned_allocation
 
 arguments, backward, forward, jit, targets, threads, variants = (
-    importlib.import_module(f"flashtile.backends.cpu.{name}")
+    importlib.import_module(f"flashtile.backend.cpu.{name}")
     for name in ("arguments", "backward", "forward", "jit", "targets", "threads", "variant")
 )
-support = importlib.import_module("flashtile.backends.cpu.support")
+support = importlib.import_module("flashtile.backend.cpu.support")
 FEATURES = {name: given for name, given in features().items() if name != "score_mod"}
 WIDTHS = ("avx512", "avx2", "baseline")
 INF, NAN = torch.inf, torch.nan
@@ -271,7 +271,7 @@ def test_the_guard_would_notice() -> None:
     """A call with a longer sequence than its tensors have."""
     code = (
         "import importlib, torch, guarded, flashtile; from unittest import mock;"
-        "from flashtile.backends.cpu import arguments as a; lengths = a.dense_lengths;"
+        "from flashtile.backend.cpu import arguments as a; lengths = a.dense_lengths;"
         "wrong = lambda b, q, k, *rest: lengths(b, q, k + 1, *rest);"
         "q = guarded.guarded(torch.randn(1, 1, 8, 1024 // 4 * 2), False);"
         "mock.patch.object(a, 'dense_lengths', wrong).start();"

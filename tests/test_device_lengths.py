@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
-from flashtile.backends.tiled import kernels
+from flashtile.backend.tiled import kernels
 from flashtile.call import Needs
 from flashtile.normalize import normalize
 from flashtile.plan import plan

@@ -184,8 +184,8 @@ def test_memory_that_runs_out_leaves_everything_usable(backend: str, again: bool
 
     def forget() -> None:
         if not again and backend != "tiled":
-            from flashtile.backends.common import passes
-            from flashtile.backends.triton import counters
+            from flashtile.backend.common import passes
+            from flashtile.backend.triton import counters
 
             passes._PASSES.clear()
             counters._of_streams.clear()

@@ -14,8 +14,8 @@ from offline.compiled import Compiled, compile_launch
 from offline.launches import Launch, hopper_launches_of
 
 from flashtile import plan
-from flashtile.backends.hopper import support
-from flashtile.backends.hopper.tables import NARROW, WIDE
+from flashtile.backend.hopper import support
+from flashtile.backend.hopper.tables import NARROW, WIDE
 from flashtile.call import Needs
 from flashtile.device import Device
 from flashtile.problem import Problem
@@ -66,7 +66,7 @@ def test_what_auto_leaves_to_others() -> None:
         assert "softcap" in str(support.yields(problem(softcap=True), H200))
         assert support.yields(problem(softcap=True, head_dim=128, head_dim_v=128), H200) is None
         assert plan._plan.__wrapped__(problem(**changes), H200, "hopper", None).backend == "hopper"
-        with mock.patch("flashtile.backends.triton.support.unusable", return_value=None):
+        with mock.patch("flashtile.backend.triton.support.unusable", return_value=None):
             chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", None)
             assert chosen.backend == "triton"
             assert reason in dict(chosen.why)["hopper"]
@@ -100,10 +100,10 @@ def test_tiles_follow_the_keys_that_a_row_sees() -> None:
     def chosen(name: str, head_dim: int, seqlen: int) -> object:
         return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
-    with mock.patch("flashtile.backends.hopper.tables.triton_version", return_value=(3, 6)):
+    with mock.patch("flashtile.backend.hopper.tables.triton_version", return_value=(3, 6)):
         assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is WIDE[64, 64]
         assert chosen("full", 96, LONG) is WIDE[96, 96]
-    with mock.patch("flashtile.backends.hopper.tables.triton_version", return_value=(3, 7)):
+    with mock.patch("flashtile.backend.hopper.tables.triton_version", return_value=(3, 7)):
         assert chosen("full", 64, LONG) is NARROW[64, 64]
     assert chosen("causal", 64, SHORT) == chosen("window", 64, LONG) == chosen("softcap", 64, LONG) == NARROW[64, 64]
     assert chosen("full", 128, LONG) is NARROW[128, 128]

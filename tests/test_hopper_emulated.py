@@ -18,8 +18,8 @@ from hopper_variants import VARIANTS, case_of
 from seeded_bugs import with_mistake
 
 import flashtile
-from flashtile.backends.common import passes
-from flashtile.backends.hopper import tables
+from flashtile.backend.common import passes
+from flashtile.backend.hopper import tables
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation

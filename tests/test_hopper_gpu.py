@@ -14,8 +14,8 @@ from hopper_variants import LONGER, VARIANTS, case_of
 
 import flashtile
 from flashtile import plan
-from flashtile.backends.common import passes
-from flashtile.backends.hopper import support, tables
+from flashtile.backend.common import passes
+from flashtile.backend.hopper import support, tables
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare

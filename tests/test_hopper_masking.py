@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from flashtile.backends.hopper import masking, support
-from flashtile.backends.hopper.masking import Window
+from flashtile.backend.hopper import masking, support
+from flashtile.backend.hopper.masking import Window
 
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 PLAIN = SimpleNamespace(minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b))

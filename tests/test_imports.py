@@ -33,27 +33,27 @@ LAYERS = (
     ("call", "expression*"),
     ("advice", "check", "problem", "cache", "signatures"),
     (
-        "backends",
-        "backends.common*",
-        "backends.*.support",
-        "backends.tiled",
-        "backends.reference",
-        "backends.cpu",
-        "backends.triton",
-        "backends.triton.tables",
-        "backends.triton.tuned",
-        "backends.hopper",
-        "backends.common.installed",
-        "backends.hopper.tables",
+        "backend",
+        "backend.common*",
+        "backend.*.support",
+        "backend.tiled",
+        "backend.reference",
+        "backend.cpu",
+        "backend.triton",
+        "backend.triton.tables",
+        "backend.triton.tuned",
+        "backend.hopper",
+        "backend.common.installed",
+        "backend.hopper.tables",
     ),
     ("plan",),
-    ("backends.*",),
+    ("backend.*",),
     ("ops",),
     ("autograd",),
     ("cache_ops",),
     ("normalize", "merge"),
     ("rates",),
-    ("api", "explain"),
+    ("api", "explanation"),
     ("testing*",),
     ("bench*",),
     ("verification", "tuning*", "soak*", "progress"),
@@ -74,17 +74,17 @@ def test_import_loads_nothing_heavy() -> None:
     assert not {name for name in loaded if name in HEAVY or name.split(".")[0] in HEAVY}
     outer = ("flashtile.testing", "flashtile.cli", "flashtile.bench", "flashtile.report")
     assert not {name for name in loaded if name.startswith(outer)}
-    assert not {name for name in loaded if name.startswith("flashtile.backends.") and name.endswith(".kernels")}
+    assert not {name for name in loaded if name.startswith("flashtile.backend.") and name.endswith(".kernels")}
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_a_forward_pass_loads_no_kernels_of_backward(backend: str) -> None:
     pytest.importorskip("triton")
-    code = f"import sys; from flashtile.backends.{backend} import kernels; print(*sys.modules)"
+    code = f"import sys; from flashtile.backend.{backend} import kernels; print(*sys.modules)"
     loaded = python("-c", code).stdout.split()
-    assert f"flashtile.backends.{backend}.forward" in loaded
-    assert not {name for name in loaded if name.startswith(f"flashtile.backends.{backend}.") and "backward" in name}
-    assert f"flashtile.backends.{backend}.gradients" not in loaded
+    assert f"flashtile.backend.{backend}.forward" in loaded
+    assert not {name for name in loaded if name.startswith(f"flashtile.backend.{backend}.") and "backward" in name}
+    assert f"flashtile.backend.{backend}.gradients" not in loaded
 
 
 def test_import_is_quick() -> None:
@@ -145,8 +145,13 @@ def layer_of(name: str) -> int | None:
 def test_the_layers_name_the_modules_that_exist() -> None:
     placed = {name: layer_of(name) for name in MODULES}
     assert {n for n in placed.values() if n is not None} == set(range(len(LAYERS)))
-    assert placed["backends.tiled.support"] < placed["plan"] < placed["backends.tiled.kernels"]
+    assert placed["backend.tiled.support"] < placed["plan"] < placed["backend.tiled.kernels"]
     assert placed["api"] < placed["testing"] < placed["bench"] < placed["report"] < placed["cli"]
+
+
+def test_no_public_name_is_also_a_module() -> None:
+    """Else `import flashtile.explain` and `import flashtile`, in either order, would mean different things by it."""
+    assert not set(flashtile.__all__) & MODULES.keys()
 
 
 def test_imports_point_one_way() -> None:
@@ -165,12 +170,12 @@ def test_backends_import_neither_one_another_nor_what_is_above() -> None:
     wrong = []
     for name in MODULES:
         parts = name.split(".")
-        if parts[0] != "backends" or len(parts) < 2:
+        if parts[0] != "backend" or len(parts) < 2:
             continue
         for target in set(imports_of(name, at_import=False)):
             other = target.split(".")
-            foreign = other[0] == "backends" and len(other) > 1 and other[1] not in (parts[1], "common")
-            above = other[0] in ("ops", "autograd", "normalize", "api", "merge", "explain", "cli", "testing")
+            foreign = other[0] == "backend" and len(other) > 1 and other[1] not in (parts[1], "common")
+            above = other[0] in ("ops", "autograd", "normalize", "api", "merge", "explanation", "cli", "testing")
             if foreign or above or target == "":
                 wrong.append(f"{name} imports {target or 'flashtile'}")
     assert not wrong

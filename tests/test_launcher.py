@@ -1,4 +1,4 @@
-"""Launches by `backends.common.launcher` give Triton's C function what Triton itself would give it."""
+"""Launches by `backend.common.launcher` give Triton's C function what Triton itself would give it."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flashtile.backends.common.installed import triton_version
+from flashtile.backend.common.installed import triton_version
 
 if triton_version() != (3, 6):
     pytest.skip("the launcher of Triton 3.6", allow_module_level=True)
@@ -15,9 +15,9 @@ if triton_version() != (3, 6):
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 
-from flashtile.backends.common import launcher
-from flashtile.backends.common.launch import Runner, taken
-from flashtile.backends.common.pointers import Place
+from flashtile.backend.common import launcher
+from flashtile.backend.common.launch import Runner, taken
+from flashtile.backend.common.pointers import Place
 
 BASE = ("function", False, False, None, None, (4, 1, 0), None, None, None)
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flashtile
-from flashtile.backends.common.scores import Tile
-from flashtile.backends.tiled import loop
+from flashtile.backend.common.scores import Tile
+from flashtile.backend.tiled import loop
 from flashtile.bench.allocation import live_and_peak_bytes
 from flashtile.masks import Window, key_range
 
@@ -127,7 +127,7 @@ def visited_tiles(run: Callable[[], Any]) -> list[Tile]:
             seen.append(tile)
             yield tile
 
-    forward, backward = (mock.patch(f"flashtile.backends.tiled.{n}.tiles", watched) for n in ("forward", "backward"))
+    forward, backward = (mock.patch(f"flashtile.backend.tiled.{n}.tiles", watched) for n in ("forward", "backward"))
     with forward, backward:
         run()
     return seen
@@ -159,7 +159,7 @@ def test_hidden_blocks_are_not_visited(arguments: dict[str, Any], visited: int) 
 def test_blocks_without_hidden_pairs_run_no_mask_code() -> None:
     """Under causal only the 8 tiles on the diagonal ask which pairs are visible."""
     q, k, v = leaves(64)
-    with tile_size(8, 8), mock.patch("flashtile.backends.common.scores.window_visible", return_value=None) as asked:
+    with tile_size(8, 8), mock.patch("flashtile.backend.common.scores.window_visible", return_value=None) as asked:
         flashtile.attention(q, k, v, causal=True, backend="tiled")
     assert asked.call_count == 8
 

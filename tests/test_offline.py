@@ -15,10 +15,10 @@ from offline.compiled import compile_launch, unset_registers
 from offline.families import ARCHITECTURES, call_of_family
 from offline.launches import launches_of, recorded, results_of
 
-from flashtile.backends.common import passes
-from flashtile.backends.common.installed import triton_version
-from flashtile.backends.triton.tables import KIB, SHARED_MEMORY
-from flashtile.explain import described_call
+from flashtile.backend.common import passes
+from flashtile.backend.common.installed import triton_version
+from flashtile.backend.triton.tables import KIB, SHARED_MEMORY
+from flashtile.explanation import described_call
 from flashtile.ops import OPERATORS
 
 CHOSEN = {  # family and kernel for each

@@ -14,11 +14,11 @@ pytest.importorskip("triton")
 
 from exhausted import exhausted
 
-from flashtile.backends.common import passes
-from flashtile.backends.common.arguments import rows_last
-from flashtile.backends.common.passes import Recorder, Results
-from flashtile.backends.common.pointers import Described
-from flashtile.backends.triton import counters
+from flashtile.backend.common import passes
+from flashtile.backend.common.arguments import rows_last
+from flashtile.backend.common.passes import Recorder, Results
+from flashtile.backend.common.pointers import Described
+from flashtile.backend.triton import counters
 
 
 class Kernel:

@@ -22,8 +22,8 @@ Q, K, V = (dense_case().arguments[name] for name in ("q", "k", "v"))
 def tiled_declines() -> Iterator[None]:
     flashtile.plan.forget_plans()
     with (
-        mock.patch("flashtile.backends.cpu.support.declines", return_value="not on Sundays either"),
-        mock.patch("flashtile.backends.tiled.support.declines", return_value="not on Sundays"),
+        mock.patch("flashtile.backend.cpu.support.declines", return_value="not on Sundays either"),
+        mock.patch("flashtile.backend.tiled.support.declines", return_value="not on Sundays"),
     ):
         yield
     flashtile.plan.forget_plans()
@@ -34,14 +34,14 @@ def test_backends() -> None:
     found = flashtile.backends()
     assert [status.name for status in found][-2:] == ["tiled", "reference"]
     assert all(status.usable == (status.reason is None) and status.summary for status in found)
-    with mock.patch("flashtile.backends.tiled.support.unusable", return_value="no tiles here"):
+    with mock.patch("flashtile.backend.tiled.support.unusable", return_value="no tiles here"):
         tiled = next(status for status in flashtile.backends() if status.name == "tiled")
     assert (tiled.usable, tiled.reason) == (False, "no tiles here")
 
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_a_named_backend_runs(backend: str) -> None:
-    kernel = mock.patch(f"flashtile.backends.{backend}.kernels.forward", side_effect=RuntimeError("it ran"))
+    kernel = mock.patch(f"flashtile.backend.{backend}.kernels.forward", side_effect=RuntimeError("it ran"))
     with kernel as forward, pytest.raises(RuntimeError, match="it ran"):
         flashtile.attention(Q, K, V, backend=backend)
     assert forward.call_args.args[0].backend == backend

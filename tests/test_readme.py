@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import flashtile
-from flashtile.backends.cpu.targets import WIDTHS
+from flashtile.backend.cpu.targets import WIDTHS
 from flashtile.cli import main
 from flashtile.cli.env import VARIABLES
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from flashtile.backends.tiled import forward
+from flashtile.backend.tiled import forward
 from flashtile.bench import captured
 from flashtile.bench.byte_gpt import flashtile_attention, new_model
 from flashtile.bench.cell import INPUTS, Cell

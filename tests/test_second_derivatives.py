@@ -15,7 +15,7 @@ from torch.autograd.functional import hvp, vhp
 from torch.func import grad, hessian, jvp, vjp
 
 import flashtile
-from flashtile.backends.tiled import transforms
+from flashtile.backend.tiled import transforms
 from flashtile.bench.allocation import live_and_peak_bytes
 from flashtile.ops import OPERATORS
 

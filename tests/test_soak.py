@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 
 import flashtile
-from flashtile.backends.tiled import forward
+from flashtile.backend.tiled import forward
 from flashtile.cli import main
 from flashtile.soak import mistakes
 from flashtile.soak.calls import KINDS, Caller, Problems

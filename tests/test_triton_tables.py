@@ -7,8 +7,8 @@ import pytest
 import torch
 from calls import dense_call
 
-from flashtile.backends.triton import tables
-from flashtile.backends.triton.tables import HALF, SMALL, Launch
+from flashtile.backend.triton import tables
+from flashtile.backend.triton.tables import HALF, SMALL, Launch
 from flashtile.device import Device
 from flashtile.masks import Window
 from flashtile.problem import Problem

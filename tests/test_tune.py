@@ -12,8 +12,8 @@ import torch
 from calls import dense_call
 from click.testing import CliRunner
 
-from flashtile.backends.triton import support, tables, tuned
-from flashtile.backends.triton.tables import Launch
+from flashtile.backend.triton import support, tables, tuned
+from flashtile.backend.triton.tables import Launch
 from flashtile.cli import main
 from flashtile.device import Device
 from flashtile.errors import AttentionWarning

@@ -3,7 +3,7 @@
 from . import supported as _supported  # noqa: F401 - says no before anything newer is read
 from .api import attention, attention_varlen, attention_with_kvcache
 from .errors import ArgumentError, AttentionError, AttentionWarning, BackendError
-from .explain import Explanation, explain
+from .explanation import Explanation, explain
 from .expression import ScoreMod
 from .merge import merge_attention
 from .plan import BackendStatus, backends

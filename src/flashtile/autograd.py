@@ -1,7 +1,7 @@
 """Differentiation: which derivative an operator computes, and which are left to differentiable operations.
 
 First reverse-mode derivatives have an operator. Everything else (forward mode, second derivatives, and what torch.func
-nests out of them) is computed by `backends.tiled.transforms`, block by block, in operations that PyTorch can see.
+nests out of them) is computed by `backend.tiled.transforms`, block by block, in operations that PyTorch can see.
 
 In eager mode an autograd.Function calls the operators: it is quicker than a derivative registered with an operator, and
 can be differentiated again. In a compiled graph there is the operator alone, with its registered derivative.
@@ -138,7 +138,7 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        from .backends.tiled.transforms import pullback
+        from .backend.tiled.transforms import pullback
 
         inputs = ctx.saved_tensors  # dout, dlse, *flat
         wanted = [n for n, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
@@ -151,7 +151,7 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        from .backends.tiled.transforms import pushforward
+        from .backend.tiled.transforms import pushforward
 
         inputs = ctx.saved_tensors
         moving = [n for n, tangent in enumerate(tangents[4:]) if tangent is not None]
@@ -165,7 +165,7 @@ def attend_in_operations(
     settings: Settings, *flat: Tensor | None, second_derivatives_only: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` by operations that every transform sees through."""
-    from .backends.tiled import transforms
+    from .backend.tiled import transforms
 
     call = Call(Tensors.from_flat(flat), settings)
     problem, device = Problem.describe(call), call.tensors.q.device
@@ -179,7 +179,7 @@ def gradients_in_operations(settings: Settings, needs: list[bool]) -> Any:
     """`(dout, dlse, *flat) ->` the gradients that `needs` asks for, in the order of `differentiable_positions`; to be
     differentiated, for their values are not computed.
     """
-    from .backends.tiled.transforms import pullback
+    from .backend.tiled.transforms import pullback
 
     def gradients(dout: Tensor | None, dlse: Tensor | None, *flat: Tensor | None) -> tuple[Tensor, ...]:
         def attention(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:

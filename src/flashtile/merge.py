@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .backends.common.softmax import merge
+from .backend.common.softmax import merge
 from .errors import ArgumentError
 
 EXAMPLE = (

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .backends.cpu import support as cpu
-from .backends.hopper import support as hopper
-from .backends.reference import support as reference
-from .backends.tiled import support as tiled
-from .backends.triton import support as triton
+from .backend.cpu import support as cpu
+from .backend.hopper import support as hopper
+from .backend.reference import support as reference
+from .backend.tiled import support as tiled
+from .backend.triton import support as triton
 from .call import Call, Needs
 from .device import Device, describe_device, host_readable
 from .errors import AttentionWarning, BackendError
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
 @functools.cache
 def kernels_of(backend: str) -> ModuleType:
-    return importlib.import_module(f"flashtile.backends.{backend}.kernels")
+    return importlib.import_module(f"flashtile.backend.{backend}.kernels")
 
 
 class BackendStatus(NamedTuple):

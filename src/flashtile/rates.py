@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .backends.cpu import support as cpu
+from .backend.cpu import support as cpu
 from .iomodel import Machine
 from .problem import accumulation_dtype
 
@@ -35,7 +35,7 @@ def _machine(device_type: str, index: int | None, dtype: torch.dtype, threads: i
 def arithmetic(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """FLOP/s of multiplications and additions in the registers of a CPU; elsewhere, of a matrix product."""
     if device.type == "cpu" and cpu.unusable() is None:
-        from .backends.cpu.peak import flops_per_second
+        from .backend.cpu.peak import flops_per_second
 
         return threads * flops_per_second(dtype)
     if device.type == "cpu":

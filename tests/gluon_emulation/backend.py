@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from flashtile import plan
-from flashtile.backends.common import passes
-from flashtile.backends.common.launch import Step, taken
-from flashtile.backends.common.pointers import Places
-from flashtile.backends.hopper import support
+from flashtile.backend.common import passes
+from flashtile.backend.common.launch import Step, taken
+from flashtile.backend.common.pointers import Places
+from flashtile.backend.hopper import support
 from flashtile.device import Device
 
 from . import hopper, language
@@ -74,8 +74,8 @@ FOLDER = Path(str(support.__file__)).parent
 
 @functools.cache
 def emulated_kernels(folder: Path = FOLDER) -> ModuleType:
-    """`backends.hopper.kernels` of the package in a folder, imported with the emulation in the place of Triton."""
-    name = "flashtile.backends.hopper_emulated" + (f"_in_{folder.name}" if folder != FOLDER else "")
+    """`backend.hopper.kernels` of the package in a folder, imported with the emulation in the place of Triton."""
+    name = "flashtile.backend.hopper_emulated" + (f"_in_{folder.name}" if folder != FOLDER else "")
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )

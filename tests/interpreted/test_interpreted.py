@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from variants import VARIANTS
 
 import flashtile
-from flashtile.backends.common import passes
+from flashtile.backend.common import passes
 from flashtile.testing.generate import random_case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -120,7 +120,7 @@ def test_caches(seed: int) -> None:
 
 def test_shards_count_from_where_they_lie() -> None:
     """Positions, windows, ALiBi and dropout of a part of a larger call, whose keys begin anywhere in a counter."""
-    from flashtile.explain import described_call
+    from flashtile.explanation import described_call
     from flashtile.plan import plan_call
 
     q, k, v = (torch.randn(2, 2, n, 16) for n in (20, 37, 37))
@@ -236,8 +236,8 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> N
 @pytest.mark.parametrize("chunks", [(64,), (64, 32)])
 def test_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
     """Its kernels in front and behind are Triton's: blocks of rows begin without a turn, whatever lies in memory."""
-    from flashtile.backends.hopper.rows import finish_kernel, prepare_kernel
-    from flashtile.backends.hopper.tables import HALVES, HeadDim
+    from flashtile.backend.hopper.rows import finish_kernel, prepare_kernel
+    from flashtile.backend.hopper.tables import HALVES, HeadDim
 
     batch, heads, rows, width, block = 1, 2, 80, sum(chunks), 64
     out, dout = (torch.randn(batch, heads, rows, width) for _ in range(2))
@@ -291,8 +291,8 @@ def scrambled_chunk(sums: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("chunks", [(64, 32), (128,)])
 def test_packed_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
     """The b-th sequence begins with block `cu_seqlens_q[b] // BLOCK_M + b`; tokens of none are one sequence more."""
-    from flashtile.backends.hopper.rows import finish_kernel
-    from flashtile.backends.hopper.tables import HALVES, HeadDim
+    from flashtile.backend.hopper.rows import finish_kernel
+    from flashtile.backend.hopper.tables import HALVES, HeadDim
 
     cu_seqlens_q, tokens, heads, width, block = [0, 5, 5, 138, 142], 147, 2, sum(chunks), 64
     batch = len(cu_seqlens_q) - 1

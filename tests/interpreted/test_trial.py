@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flashtile.backends.triton.tables import Launch
+from flashtile.backend.triton.tables import Launch
 from flashtile.tuning import trial
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")

@@ -5,7 +5,7 @@ from typing import Any
 from variants import VARIANTS, Variant
 
 from flashtile.call import Call
-from flashtile.explain import described_call
+from flashtile.explanation import described_call
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 FAMILIES = (

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from flashtile.backends.hopper import kernels as hopper_kernels
-from flashtile.backends.hopper import support as hopper_support
-from flashtile.backends.triton import kernels as triton_kernels
-from flashtile.backends.triton import support as triton_support
+from flashtile.backend.hopper import kernels as hopper_kernels
+from flashtile.backend.hopper import support as hopper_support
+from flashtile.backend.triton import kernels as triton_kernels
+from flashtile.backend.triton import support as triton_support
 from flashtile.call import Call, Needs
 from flashtile.device import Device
 from flashtile.plan import Plan

@@ -11,8 +11,8 @@ import click
 import torch
 
 from .. import __version__
-from ..backends.common.user_files import CACHE_VARIABLE
-from ..backends.cpu.support import VECTORS_VARIABLE
+from ..backend.common.user_files import CACHE_VARIABLE
+from ..backend.cpu.support import VECTORS_VARIABLE
 from ..device import describe_device
 from ..plan import BACKEND_VARIABLE, backends
 from .options import json_option, print_json

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 
-from ..backends.triton import support, tuned
+from ..backend.triton import support, tuned
 from ..device import describe_device
 from .options import Device, Dtype, Folder, json_option, print_json
 
@@ -95,7 +95,7 @@ def searched(subject: "Subject", seconds: float, dry_run: bool) -> "tuple[Found,
 
 
 def save(subject: "Subject", found: "Found") -> Any:
-    from ..backends.triton import tables
+    from ..backend.triton import tables
 
     device = describe_device(subject.device)
     before, after = found.seconds

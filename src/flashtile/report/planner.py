@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import attention, explain
 from ..bench.clocks import clock_of
 from ..bench.results import three_digits
-from ..explain import Explanation
+from ..explanation import Explanation
 from ..plan import backends
 from .section import Section, Table
 from .settings import Settings

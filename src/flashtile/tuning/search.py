@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..backends.triton.tables import Launch
-from ..backends.triton.tuned import BLOCKS, STAGES, WARPS
+from ..backend.triton.tables import Launch
+from ..backend.triton.tuned import BLOCKS, STAGES, WARPS
 
 LEAST_GAIN = 0.01  # of the time: below it, two tiles count as equally fast
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.triton import tables
-from ..backends.triton.tables import Launch, Tile
+from ..backend.triton import tables
+from ..backend.triton.tables import Launch, Tile
 from ..bench.check import spoil_memory
 from ..bench.clocks import clock_of
 from ..bench.rounds import Entrant, interleave
 from ..bench.sweep import Timing
 from ..call import Call, Needs
 from ..device import describe_device
-from ..explain import described_call, synchronize
+from ..explanation import described_call, synchronize
 from ..plan import Plan, kernels_of
 from ..testing.case import Case
 from ..testing.oracle import Expected, solve

@@ -43,7 +43,7 @@ def generators(package: Any) -> str:
     return found.hexdigest()
 
 
-PACKAGE = resources.files("flashtile.backends.cpu")
+PACKAGE = resources.files("flashtile.backend.cpu")
 GENERATORS = generators(PACKAGE)  # as they are imported
 
 
