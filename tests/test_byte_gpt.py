@@ -128,14 +128,14 @@ def test_values_for_problems_of_any_shape() -> None:
 
 @pytest.mark.usefixtures("few_steps")
 def test_captured_tensors_are_inputs_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = CliRunner().invoke(main, ["verify", "--cases", "4", "--inputs", "captured"])
+    result = CliRunner().invoke(main, ["verify", "--cases", "4", "--long", "0", "--inputs", "captured"])
     assert result.exit_code == 0, result.output
 
     def no_values(self: Source, *arguments: object) -> None:
         raise RuntimeError("values are asked for")
 
     monkeypatch.setattr(Source, "__call__", no_values)
-    result = CliRunner().invoke(main, ["verify", "--cases", "1", "--inputs", "captured"])
+    result = CliRunner().invoke(main, ["verify", "--cases", "1", "--long", "0", "--inputs", "captured"])
     assert result.exit_code == 1
     assert "values are asked for" in result.output
     assert "--inputs captured" in result.output

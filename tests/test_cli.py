@@ -109,24 +109,26 @@ def test_refusals_are_messages(words: list[str], message: str) -> None:
 
 
 def test_verify() -> None:
-    found = run_json("verify", "--cases", "3", "--seed", "7", "--dtype", "float32", "--dtype", "bfloat16")
+    found = run_json(
+        "verify", "--cases", "3", "--long", "0", "--seed", "7", "--dtype", "float32", "--dtype", "bfloat16"
+    )
     assert found["passed"]
     assert not found["failures"]
     assert {tally["backend"] for tally in found["results"]} == {"cpu", "tiled", "reference"}
     assert {tally["dtype"] for tally in found["results"]} <= {"float32", "bfloat16"}
     assert sum(tally["cases"] for tally in found["results"] if tally["backend"] != "cpu") == 6
-    assert "all within their bounds" in run("verify", "--cases", "1").output
+    assert "all within their bounds" in run("verify", "--cases", "1", "--long", "0").output
 
 
 def test_verify_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashtile.verification.SHARES_ELSEWHERE", (2, 1))
-    several, one = (run_json("verify", "--cases", "4", "--jobs", jobs) for jobs in ("2", "1"))
+    several, one = (run_json("verify", "--cases", "4", "--long", "0", "--jobs", jobs) for jobs in ("2", "1"))
     assert several["results"] == one["results"]
 
 
 @pytest.mark.usefixtures("broken_update")
 def test_verify_finds_a_broken_backend() -> None:
-    result = run("verify", "--cases", "2", "--seed", "3", "--dtype", "float32")
+    result = run("verify", "--cases", "2", "--long", "0", "--seed", "3", "--dtype", "float32")
     assert result.exit_code == 1
     assert "FAILED tiled: " in result.stdout
     assert "FAILED reference" not in result.stdout
@@ -145,7 +147,7 @@ def test_verify_counts_an_exception_as_a_failure(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(kernels, "forward", fails)
-    result = run("verify", "--backend", "tiled", "--cases", "1")
+    result = run("verify", "--backend", "tiled", "--cases", "1", "--long", "0")
     assert result.exit_code == 1
     assert "RuntimeError: no kernel" in result.stdout
     assert "1 of 1 runs failed" in result.stdout
@@ -155,7 +157,7 @@ def test_verify_proves_nothing_where_everything_is_declined(monkeypatch: pytest.
     plans = importlib.import_module("flashtile.plan")
     plans.forget_plans()
     monkeypatch.setattr(support, "declines", lambda problem, device: "it is Sunday")
-    result = run("verify", "--backend", "tiled", "--cases", "1", "--json")
+    result = run("verify", "--backend", "tiled", "--cases", "1", "--long", "0", "--json")
     plans.forget_plans()
     found = json.loads(result.stdout)
     assert result.exit_code == 1

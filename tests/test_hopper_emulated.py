@@ -50,6 +50,14 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
     assert wrong(case_of(name, hash_of(name), "cpu"), seed=0) == []
 
 
+def test_a_sink_of_infinity_takes_all_the_weight() -> None:
+    case = case_of("sinks 64", 1, "cpu", (33, 70))
+    sinks = torch.full_like(case.arguments["sinks"], -torch.inf)
+    sinks[0] = torch.inf
+    case = replace(case, arguments=case.arguments | {"sinks": sinks})
+    assert wrong(case, seed=0) == []
+
+
 def hash_of(name: str) -> int:
     """Another problem for each name, the same in every run."""
     return sum(name.encode())

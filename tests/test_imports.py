@@ -39,6 +39,7 @@ LAYERS = (
         "backend.tiled",
         "backend.reference",
         "backend.cpu",
+        "backend.cpu.targets",
         "backend.triton",
         "backend.triton.tables",
         "backend.triton.tuned",

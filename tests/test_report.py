@@ -211,7 +211,7 @@ def test_a_failure_is_shown_and_is_the_exit_code(made: Any, monkeypatch: pytest.
         return state._replace(acc=state.acc * 0.9)
 
     report, _, _ = made
-    settings = replace(settings_for(torch.device("cpu"), True), cases=2, captured_cases=1)
+    settings = replace(settings_for(torch.device("cpu"), True), cases=2, captured_cases=1, long_cases=1)
     monkeypatch.setattr(forward, "update", wrong)
     failed = gate(settings, lambda: None)
     assert not failed.ok
@@ -244,7 +244,9 @@ def test_a_section_that_fails_and_an_interruption_lose_no_other(
 
 
 def test_a_slow_gate_examines_less_and_says_so() -> None:
-    settings = replace(settings_for(torch.device("cpu"), True), cases=30, captured_cases=30, gate_seconds=0.0)
+    settings = replace(
+        settings_for(torch.device("cpu"), True), cases=30, captured_cases=30, long_cases=1, gate_seconds=0.0
+    )
     found = gate(settings, lambda: None)
     assert found.ok
     assert "10 of 30 random problems over every feature (then the time was up)" in found.summary

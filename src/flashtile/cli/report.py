@@ -42,7 +42,11 @@ class Lengths(click.ParamType):
 @click.option("--images", is_flag=True, help="Also write each plot as an SVG of its own.")
 @click.option("--seqlens", type=Lengths(), help="Of speed.  [default: by device]")
 @click.option("--memory-seqlens", type=Lengths(), help="Of memory.  [default: by device]")
-@click.option("--cases", type=click.IntRange(1), help="Random problems of the gate; a third as many captured ones.")
+@click.option(
+    "--cases",
+    type=click.IntRange(1),
+    help="Random problems of the gate; a third as many captured ones, a thirtieth of long ones.",
+)
 @click.option("--steps", type=click.IntRange(1), help="Of training.")
 @click.option("--rounds", type=click.IntRange(1), help="In which everything is timed.")
 @json_option
@@ -64,6 +68,7 @@ def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: 
     given = {name: x for name in ("seqlens", "memory_seqlens", "cases", "steps") if (x := options[name]) is not None}
     if options["cases"] is not None:
         given["captured_cases"] = max(1, options["cases"] // 3)
+        given["long_cases"] = max(1, options["cases"] // 30)
     if options["rounds"] is not None:
         given["timing"] = replace(settings.timing, rounds=options["rounds"])
     with warnings.catch_warnings():

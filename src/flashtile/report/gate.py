@@ -43,9 +43,11 @@ def gate(settings: Settings, advance: Callable[[], None]) -> Section:
         Source(captured(2, 512)).save(path)
         random = Problems(range(settings.cases), names, settings.device, None, None)
         real = Problems(range(settings.captured_cases), names, settings.device, None, path)
+        long = Problems(range(0), names, settings.device, None, None, long=range(settings.long_cases))
         kinds = [
             Kind("random", "random problems over every feature", settings.cases, examined(settings, random, advance)),
             Kind("captured", "with captured values", settings.captured_cases, examined(settings, real, advance)),
+            Kind("long", "of up to 2**20 keys or rows", settings.long_cases, examined(settings, long, advance)),
         ]
     return section_of(kinds)
 
@@ -76,7 +78,7 @@ def section_of(kinds: list[Kind]) -> Section:
     return Section(
         name="gate",
         title="Is it right?",
-        summary=f"{found}: {' and '.join(map(str, kinds))}, forward and backward, each on {in_list(names)}.",
+        summary=f"{found}: {in_list(tuple(map(str, kinds)))}, forward and backward, each on {in_list(names)}.",
         tables=[
             Table(
                 ("backend", *columns[3:]),

@@ -72,7 +72,7 @@ def attempted(words: str, measure: Callable[..., Any], settings: Settings, advan
 def steps(settings: Settings) -> Iterator[Step]:
     """Training is first, because others use its tensors."""
     yield "training a small model", settings.steps, training.trained
-    yield "correctness gate", settings.cases + settings.captured_cases, gate.gate
+    yield "correctness gate", settings.cases + settings.captured_cases + settings.long_cases, gate.gate
     yield "speed", sum(len(kind.cells) for kind in kinds(settings)), speed.speed
     yield "memory", 1, memory.memory
     yield "error against fp64", len(errors.DTYPES) * len(INPUTS), errors.errors

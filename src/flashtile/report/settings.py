@@ -43,6 +43,7 @@ class Settings:
     error_seqlen: int = 256
     cases: int = 120  # random problems of the gate
     captured_cases: int = 40
+    long_cases: int = 4
     gate_seconds: float = 15.0  # of each kind; problems after these are left out, and the page says so
     gate_jobs: int = 1  # processes
     steps: int = STEPS  # of training, however long they take: captured inputs follow from them

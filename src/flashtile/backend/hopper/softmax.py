@@ -84,6 +84,7 @@ def finish(level, l, layout: gl.constexpr):  # noqa: E741
     """The factor `[M]` that makes the accumulator the output, and `lse [M]`; rows that saw nothing give 0 and -inf."""
     level = gl.convert_layout(gl.max(level, 1), layout)
     l = gl.convert_layout(gl.sum(l, 1), layout)  # noqa: E741
+    level = gl.where(level == LARGEST, INFINITY, level)  # that of a sink of +inf
     lse = gl.where(l == 0, -INFINITY, (level + logarithm(l)) * LN2)
     weight = gl.where(l == INFINITY, float("nan"), 1.0 / gl.where(l == 0, 1.0, l))  # a score of +inf has no share
     return weight, lse
