@@ -175,7 +175,7 @@ def fitted(row: Row, problem: Problem, device: Device) -> Row:
     if problem.alignment < LEAST_COPY and device.arch == "sm_90":
         forward, dq = (x._replace(block_m=32, num_warps=4) for x in (forward, dq))
         dkdv = dkdv._replace(block_n=32, num_warps=4)
-    room_for_pairs = problem.dtype is torch.float32 and row.width <= 64  # in registers
+    room_for_pairs = problem.dtype is torch.float32 and row.width <= 128  # in registers
     if (has_pairs(problem) or problem.dropout) and not small and not room_for_pairs:
         forward = forward._replace(block_n=max(16, forward.block_n // 2))
     if of_pairs:
