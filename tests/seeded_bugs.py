@@ -189,8 +189,8 @@ BUGS = (
     Bug(
         "sink gradient with the wrong sign",
         "backend.tiled.backward",
-        "features.sinks.add(-(p_sink",
-        "features.sinks.add((p_sink",
+        "features.sinks.add(-part",
+        "features.sinks.add(part",
     ),
     Bug("hidden pairs have gradients", "backend.tiled.backward", "p = torch.where(visible, p, 0)", "p = p"),
     # KV cache

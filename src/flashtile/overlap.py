@@ -38,7 +38,7 @@ def overlaps_itself(x: Tensor) -> bool:
     while part.ndim and part.size:
         if share(part[:1], part[1:]):
             return True
-        part = part[0]
+        part = part[0, ...]  # a view in each case: an element would be read, which may lie on a GPU
     return False
 
 

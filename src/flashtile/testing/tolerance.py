@@ -73,15 +73,14 @@ def rounding_bound(expected: Expected, dtype: torch.dtype) -> Tensor:
     acc = torch.finfo(accumulation_dtype(dtype))
     acc_eps = acc.eps * (2 if dtype == torch.float64 else 1)
     if expected.R is None or expected.C is None or expected.loss is None:
-        return (
-            acc_eps * (expected.sum_error + expected.score_error * expected.A) * expected.reference.abs().clamp(min=1)
-        )
+        size = expected.reference.abs().clamp(min=1)
+        return acc_eps * (max(8, expected.sum_error) + expected.score_error * expected.A) * size
     stored = max(torch.finfo(dtype), torch.finfo(expected.dtype), key=lambda info: info.eps)
     floor = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, acc.smallest_normal / acc.eps)
     result_floor = max(torch.finfo(expected.dtype).smallest_normal * torch.finfo(expected.dtype).eps, floor)
     tiny = floor * expected.loss + result_floor * (expected.loss > 0).double()
     rounding = 4 * stored.eps * (expected.reference.abs() + expected.R)
-    return rounding + acc_eps * (expected.sum_error + expected.score_error * expected.A) * expected.C + tiny
+    return rounding + acc_eps * (max(32, expected.sum_error) + expected.score_error * expected.A) * expected.C + tiny
 
 
 def worst(actual: Tensor, expected: Expected, dtype: torch.dtype, name: str = "") -> Deviation:

@@ -16,8 +16,9 @@ from ..bench.rounds import Entrant, interleave
 from ..bench.sweep import Timing
 from ..call import Call, Needs
 from ..device import describe_device
-from ..explanation import described_call, synchronize
+from ..explanation import described_call
 from ..plan import Plan, kernels_of
+from ..rates import synchronize
 from ..testing.case import Case
 from ..testing.oracle import Expected, solve
 from ..testing.tolerance import worst
