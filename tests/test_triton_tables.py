@@ -51,3 +51,10 @@ def test_decoding_has_one_tile_whatever_is_in_the_batch() -> None:
     one = problem(bias=(True,) * 4)
     assert tables.tile(replace(one, seqlen_q=1), H200).forward == Launch(16, 64, 4, 3)
     assert tables.tile(replace(problem(), seqlen_q=1), A100).forward == Launch(16, 64, 4, 2)
+
+
+def test_misaligned_rows_have_no_warpgroup_products_where_they_decode() -> None:
+    """ptxas miscompiles some of them, whose tiles have 64 rows."""
+    few = replace(problem(head_dim=40, head_dim_v=1), seqlen_q=16, alignment=2)
+    assert tables.tile(few, H200).forward.block_m == 32
+    assert tables.tile(replace(few, alignment=16), H200).forward.block_m == 64

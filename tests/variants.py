@@ -213,6 +213,7 @@ VARIANTS = {
     "packed everything": Variant(all_of(EVERYTHING, slopes_of_sequences), layout="used", heads=(4, 2)),
     "paged": Variant(CAUSAL, layout="paged", heads=(4, 2)),
     "paged everything": Variant(EVERYTHING, FP16, layout="paged", page_size=3),
+    "hdim 40/1, twenty queries": Variant(CAUSAL, FP16, 40, 1, heads=(4, 2), seqlen_q=20),
     "one query": Variant(CAUSAL, head_dim=128, heads=(8, 2), seqlen_q=1),
     "packed, three queries": Variant(CAUSAL, layout="packed", heads=(8, 2), seqlen_q=3),
 }

@@ -309,3 +309,16 @@ def test_packed_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> Non
         row = (first // block + b) * block
         expected = sums[:, row : row + stop - first].transpose(0, 1) * 0.5
         torch.testing.assert_close(dq[first:stop], expected)
+
+
+def test_a_cache_without_sequences() -> None:
+    """There is no page table to read, and four tokens belong to no sequence."""
+    q, k, v = (torch.randn(4, heads, 16) for heads in (2, 1, 1))
+    caches = [torch.zeros(2, 1, 8, 16) for _ in range(2)]
+    none = torch.zeros(0, dtype=torch.int32)
+    given = {"k": k, "v": v, "cache_seqlens": none, "cu_seqlens_q": torch.zeros(1, dtype=torch.int32)}
+    given |= {"cache_batch_idx": none}
+    out, lse = flashtile.attention_with_kvcache(q, *caches, **given, backend="triton", return_lse=True)
+    assert not out.any()
+    assert (lse == -INF).all()
+    assert not any(cache.any() for cache in caches)

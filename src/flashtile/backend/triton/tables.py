@@ -110,6 +110,8 @@ def decoding(row: Row, packed_rows: int, problem: Problem, device: Device) -> La
     """
     given, block_n = row.forward, max(16, KEYS_TIMES_WIDTH // row.width)
     block_m = max(16, power_of_two(packed_rows))
+    if misaligned(problem, device):
+        block_m = min(block_m, given.block_m)
     widths = problem.head_dim, problem.head_dim_v
     asynchronous = all(n * problem.dtype.itemsize % LEAST_COPY == 0 for n in widths)  # not of where a batch lies
     if has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout):
@@ -146,8 +148,14 @@ def has_most(dtype: torch.dtype, device: Device) -> bool:
 
 def needs_room(problem: Problem, device: Device) -> bool:
     """Whether a problem may want more shared memory for a tile than the plain ones, on which tiles are tuned."""
-    misaligned = problem.alignment < LEAST_COPY and device.arch == "sm_90"
-    return misaligned or problem.dropout or has_pairs(problem) or problem.page_size is not None
+    return misaligned(problem, device) or problem.dropout or has_pairs(problem) or problem.page_size is not None
+
+
+def misaligned(problem: Problem, device: Device) -> bool:
+    """Whether rows cannot be copied asynchronously on Hopper, where ptxas miscompiles some warpgroup products of such
+    tiles (`tests/offline` looks for that): tiles of 32 rows do without.
+    """
+    return problem.alignment < LEAST_COPY and device.arch == "sm_90"
 
 
 def tuned_row(row: Row, dtype: torch.dtype, device: Device) -> Row:
@@ -163,16 +171,13 @@ def family(dtype: torch.dtype) -> str:
 def fitted(row: Row, problem: Problem, device: Device) -> Row:
     """Smaller tiles for features that hold a tile of their own in shared memory or registers: a bias or mask for every
     pair in all kernels, any bias, dropout and ALiBi in forward, whose tiles are the largest. Or one that suits them
-    (`wants_small`).
-
-    And, on Hopper, for rows that cannot be copied asynchronously: ptxas miscompiles some warpgroup products of such
-    tiles (`tests/offline` looks for that), and tiles of 32 rows do without.
+    (`wants_small`), and for rows that are `misaligned`.
     """
     given = [x for x in (problem.bias, problem.mask) if x is not None]
     of_pairs = any(not (x[2] or x[3]) for x in given)
     small = wants_small(problem, row, device)
     forward, dkdv, dq = SMALL if small else row.forward, row.dkdv, row.dq
-    if problem.alignment < LEAST_COPY and device.arch == "sm_90":
+    if misaligned(problem, device):
         forward, dq = (x._replace(block_m=32, num_warps=4) for x in (forward, dq))
         dkdv = dkdv._replace(block_n=32, num_warps=4)
     room_for_pairs = problem.dtype is torch.float32 and row.width <= 128  # in registers

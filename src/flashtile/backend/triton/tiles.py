@@ -166,7 +166,7 @@ def one_page(table, num_pages, key_range):
     """A table of one column, as a dense cache has it: where the sequence lies as a whole, and its keys. An entry
     outside the pages holds none.
     """
-    page = tl.load(table)
+    page = tl.load(table, mask=key_range.length > 0, other=-1)  # without sequences there is no table
     exists = (page >= 0) & (page < num_pages)
     end = tl.where(exists, key_range.end, 0)
     return tl.where(exists, page, 0).to(tl.int64), KeyRange(key_range.first, key_range.length, key_range.begin, end)

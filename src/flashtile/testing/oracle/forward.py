@@ -62,8 +62,10 @@ def forward(x: Sequence) -> Forward:
     p = (s - lse[:, :, None]).exp().where(visible, 0.0)
     A = torch.cat([magnitude.where(visible, 0.0), torch.zeros_like(sink_column(x))], dim=2).amax(2)
 
-    kept = p if x.keep is None else p * x.keep
-    kept = Weights(value=kept, absolute=kept, root=kept)
+    kept, loss = p, None
+    if x.keep is not None:  # P may be cast before its factor is applied, which can be outside of the product
+        kept, loss = p * x.keep, (x.keep - 1).clamp(min=0).where(visible, 0.0)
+    kept = Weights(value=kept, absolute=kept, root=kept, loss=loss)
     out = pair_products(kept, v, visible, A, loose=~is_finite(v))
     slack = either_rounding(x, k, v, modification, visible, p, kept.value)
     return Forward(k, v, tanh, distance, modification, visible, p, kept, lse, A, out, slack)
