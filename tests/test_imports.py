@@ -24,7 +24,7 @@ HEAVY = {
     "rich",
     "numpy.testing",
 }
-LONGEST_IMPORT = 0.05  # seconds
+LONGEST_IMPORT = 0.04  # seconds
 
 # Each line may import from the lines above it and from itself.
 LAYERS = (
@@ -88,11 +88,15 @@ def test_a_forward_pass_loads_no_kernels_of_backward(backend: str) -> None:
     assert f"flashtile.backend.{backend}.gradients" not in loaded
 
 
-def test_import_is_quick() -> None:
-    """What `import flashtile` adds to `import torch`, in processor time (a busy machine changes it less), at best."""
+def test_import_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that `import flashtile` adds to `import torch`, at best, with the bytecode that a first import leaves:
+    processor time, which a busy machine changes less.
+    """
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     code = "import time, torch; start = time.process_time(); import flashtile; print(time.process_time() - start)"
     seconds = []
-    while len(seconds) < 3 and min(seconds, default=LONGEST_IMPORT) >= LONGEST_IMPORT:
+    while len(seconds) < 5 and min(seconds, default=LONGEST_IMPORT) >= LONGEST_IMPORT:
         seconds.append(float(python("-c", code).stdout))
     assert min(seconds) < LONGEST_IMPORT
 
