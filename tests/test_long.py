@@ -60,7 +60,7 @@ def test_a_single_accumulator_is_noticed() -> None:
     assert [x.name for x in compare(wrong, case, expected) if not x.ok] == ["out"]
 
 
-@pytest.mark.parametrize("seed", [2, 3, 5, 6, 11, 16])
+@pytest.mark.parametrize("seed", [0, 2, 3, 9, 11, 21])
 def test_backends_are_within_the_bound(seed: int) -> None:
     """Each failed on the CPU, in `reference`, or in both, while sums went through one accumulator."""
     problems = Problems(range(0), ("cpu", "tiled", "reference"), torch.device("cpu"), (torch.float32, torch.float64))
