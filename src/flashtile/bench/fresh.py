@@ -131,5 +131,5 @@ def first_call(cell: Cell, provider: Provider, device: torch.device) -> float:
 
 
 def main() -> None:
-    """Of the fresh process."""
+    """Measure all jobs, as the fresh process."""
     print(json.dumps([measure(Job.from_json(text)) for text in sys.argv[1:]]))

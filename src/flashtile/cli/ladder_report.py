@@ -133,5 +133,5 @@ def shown(table: Table) -> Shown:
 
 
 def heading(name: str) -> str:
-    """What readers know a column by: those of a pivot, "N = 64", are words already."""
+    """A column's heading for readers: those of a pivot, "N = 64", are words already."""
     return name if " " in name else HEADINGS[name]

@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Kind:
-    """Cells that share a row of the picture, how they are timed, and beside whom."""
+    """Cells that share a row of the picture, how they are timed, and the providers compared."""
 
     name: str
     cells: tuple[Cell, ...]

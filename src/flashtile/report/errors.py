@@ -1,4 +1,4 @@
-"""Error against fp64, beside PyTorch's attention and plain attention in the same dtype."""
+"""Error against fp64, compared with PyTorch's attention and plain attention in the same dtype."""
 
 import math
 from collections.abc import Callable

@@ -158,7 +158,7 @@ def owners(call: Call, needs: Needs, lengths: Lengths) -> Owners:
 
 
 def sharing_bias(call: Call, bias: Tensor, lengths: Lengths) -> int:
-    """How many pairs share an element of the bias, at most."""
+    """The largest number of pairs that share an element of the bias."""
     heads = call.tensors.q.shape[1]
     rows = lengths.most_rows * heads_kv(call) // heads
     sizes = (lengths.batch, heads, rows, lengths.longest)

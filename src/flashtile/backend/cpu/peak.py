@@ -23,7 +23,7 @@ RUNS = 500
 
 
 def flops_per_second(dtype: torch.dtype) -> float:
-    """Of one thread of this machine, in the dtype that the kernels compute in: the best of many short runs."""
+    """Measure one thread in the dtype that the kernels compute in: the best of many short runs."""
     target, variant = targets.host(), Variant("float64" if dtype is torch.float64 else "float32", vectors=1)
     run = WORKER(function_address(NAME, variant, target, lambda: source(variant, target)))
     real = ctypes.c_double if dtype is torch.float64 else ctypes.c_float
