@@ -16,8 +16,8 @@ from ..rates import fastest
 
 @dataclass
 class Table:
-    """What one set of measurements found; `rows` have the same keys. Columns that begin with "published", and `asides`,
-    are for `flashtile ladder` alone: the report shows what can be measured or looked up.
+    """The findings of one set of measurements; `rows` have the same keys. Columns that begin with "published", and
+    `asides`, are for `flashtile ladder` alone: the report shows what can be measured or looked up.
     """
 
     name: str

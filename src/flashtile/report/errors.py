@@ -90,8 +90,8 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
 
 
 def compared(records: list[dict[str, Any]]) -> list[Comparison]:
-    """Each dtype and kind of input, beside the more exact other. A result that is not finite has no comparison: it
-    fails the section.
+    """Each dtype and kind of input, compared with the more exact other. A result that is not finite has no comparison:
+    it fails the section.
     """
     found = []
     for which in RESULTS:

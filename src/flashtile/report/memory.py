@@ -70,7 +70,7 @@ def section_of(settings: Settings, found: Found, notes: list[str]) -> Section:
 
 
 def compared(settings: Settings, measure: str, found: Found) -> list[Comparison]:
-    """Each length, beside the other that takes the least."""
+    """Each length, compared with the other that takes the least."""
     results, own = [], found.get((measure, OWN), {})
     for n in settings.memory_seqlens:
         others = [(x[n], name) for (m, name), x in found.items() if m == measure and name != OWN and n in x]

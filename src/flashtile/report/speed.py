@@ -1,4 +1,4 @@
-"""Speed: against sequence length in pictures, and of every call that is timed beside the fastest other."""
+"""Speed: against sequence length in pictures, and of every timed call compared with the fastest other."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ def plot_of(rows: Sequence[Row], measure: str, unit: str, scale: float) -> Plot:
 
 
 def compared(settings: Settings, group: str, rows: Sequence[Row]) -> list[Comparison]:
-    """Each cell where flashtile and another ran, beside the fastest other."""
+    """Each cell where flashtile and another ran, compared with the fastest other."""
     found = []
     for cell in dict.fromkeys(row.cell for row in rows):
         ran = {row.provider: seconds_of(row) for row in rows if row.cell == cell and row.status == OK}

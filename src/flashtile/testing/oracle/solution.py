@@ -66,6 +66,7 @@ class _Solution:
         self.case = case
         self.given: dict[str, Any] = {name: _exact(value) for name, value in case.arguments.items()}
         self.dense = self.given["q"].ndim == 4
+        self.most_rows = self.most_keys = 0  # of one sequence: terms of a key's sums, and of a row's
         self.on_matrix_units = case.arguments["q"].is_cuda and case.dtype.itemsize == 2
         self.paged = self.given.get("page_table") is not None
         self.score_tensors = tuple(_exact(t) for t in getattr(self.given.get("score_mod"), "tensors", ()))
@@ -95,8 +96,11 @@ class _Solution:
                     self.sums[f"d{name}"] = Sums.zeros(tensor.shape)
 
     def expected(self) -> dict[str, Expected]:
+        group = self.q.shape[1] // self.k.shape[1]
         for batch, (q_rows, k_rows) in enumerate(self._sequences()):
             self._add_sequence(batch, q_rows, k_rows)
+            self.most_rows = max(self.most_rows, len(q_rows) * group)
+            self.most_keys = max(self.most_keys, len(k_rows))
         dtypes = {"out": self.case.dtype}
         dtypes |= {f"d{name}": tensor.dtype for name, tensor in self.case.differentiable().items()}
         results = {}
@@ -119,11 +123,7 @@ class _Solution:
         """That of a sum of 16-bit inputs on a GPU."""
         if name not in GPU_SUMS or not self.on_matrix_units:
             return 0.0
-        lengths = [
-            (len(q_rows) * self.q.shape[1] // self.k.shape[1], len(k_rows)) for q_rows, k_rows in self._sequences()
-        ]
-        rows, keys = (max(each, default=0) for each in zip(*lengths, strict=True)) if lengths else (0, 0)
-        return (rows if name in ("dk", "dv") else keys) / GPU_SUMS[name]
+        return (self.most_rows if name in ("dk", "dv") else self.most_keys) / GPU_SUMS[name]
 
     def _caches(self) -> dict[str, Expected]:
         """Copies, but for new keys that are turned."""
