@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flashtile import cache_ops, ops, plan
+from flashtile import cache_ops, ops, planner
 from flashtile.backend.tiled import support
 from flashtile.call import Call
 from flashtile.testing.case import Case, ScoreFunction
@@ -24,12 +24,12 @@ BACKENDS = ("tiled", "reference")
 @contextmanager
 def tile_size(block_m: int, block_n: int, scores: int = 2**20) -> Iterator[None]:
     """Tiles of `block_m` rows and `block_n` keys in the tiled backend, and as many heads as `scores` scores hold."""
-    plan.forget_plans()
+    planner.forget_plans()
     try:
         with mock.patch.multiple(support, BLOCK_M=block_m, BLOCK_N=block_n, TILE_SCORES=scores):
             yield
     finally:
-        plan.forget_plans()
+        planner.forget_plans()
 
 
 def assert_right(case: Case, *backends: str, **options: Any) -> None:

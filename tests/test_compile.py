@@ -168,11 +168,11 @@ def test_growing_decode_plans_once_for_each_bucket() -> None:
     counter = CompileCounter()
     q, (_, k, v) = leaf(B, HQ, 1, D).detach(), (x.detach() for x in dense_leaves(1, 300))
     compiled = torch.compile(lambda k, v: flashtile.attention(q, k, v, causal=True), dynamic=True, backend=counter)
-    flashtile.plan.forget_plans()
+    flashtile.planner.forget_plans()
     for seqlen_k in range(100, 300, 7):
         compiled(k[:, :, :seqlen_k], v[:, :, :seqlen_k])
     assert counter.frame_count == 1
-    assert flashtile.plan._plan.cache_info().misses == 3  # up to 128, 256 and 512 keys
+    assert flashtile.planner._plan.cache_info().misses == 3  # up to 128, 256 and 512 keys
 
 
 def test_seed_and_scale_that_change() -> None:

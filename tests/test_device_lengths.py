@@ -19,7 +19,7 @@ import flashtile
 from flashtile.backend.tiled import kernels
 from flashtile.call import Needs
 from flashtile.normalize import normalize
-from flashtile.plan import plan
+from flashtile.planner import plan
 from flashtile.problem import Problem
 from flashtile.testing.case import Case
 from flashtile.testing.generate import random_case

@@ -314,7 +314,7 @@ def test_low_addresses_are_addresses() -> None:
     """Some processes have their heap where freed tensors seem to lie."""
     with (
         mock.patch.multiple("flashtile.call", LOWEST_ADDRESS=2**63),
-        mock.patch("flashtile.observed.LOWEST_ADDRESS", 2**63),
+        mock.patch("flashtile.memory.LOWEST_ADDRESS", 2**63),
     ):
         assert call_module.memory_of(Q) == (Q.shape, Q.stride(), Q.dtype, Q.device, Q.data_ptr() % 16)
         assert call_module.signature(None, Q, K[:, :0]) == call_module.signature(None, Q.clone(), K.clone()[:, :0])

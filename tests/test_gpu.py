@@ -152,9 +152,9 @@ def test_compiled_and_under_autocast() -> None:
 
 
 def test_auto_says_once_that_a_slow_backend_was_chosen() -> None:
-    from flashtile import plan
+    from flashtile import planner
 
-    plan._warn_once.cache_clear()
+    planner._warn_once.cache_clear()
     q = torch.randn(1, 1, 8, 8, device="cuda", dtype=torch.float64)
     with pytest.warns(flashtile.AttentionWarning, match="tiled"):
         flashtile.attention(q, q, q)

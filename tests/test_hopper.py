@@ -13,7 +13,7 @@ from hopper_variants import LONG, SHORT, call_of_family
 from offline.compiled import Compiled, compile_launch
 from offline.launches import Launch, hopper_launches_of
 
-from flashtile import plan
+from flashtile import planner
 from flashtile.backend.hopper import support
 from flashtile.backend.hopper.tables import NARROW, WIDE
 from flashtile.call import Needs
@@ -65,20 +65,20 @@ def test_what_auto_leaves_to_others() -> None:
         assert reason in str(support.yields(problem(**changes), H200))
         assert "softcap" in str(support.yields(problem(softcap=True), H200))
         assert support.yields(problem(softcap=True, head_dim=128, head_dim_v=128), H200) is None
-        assert plan._plan.__wrapped__(problem(**changes), H200, "hopper", None).backend == "hopper"
+        assert planner._plan.__wrapped__(problem(**changes), H200, "hopper", None).backend == "hopper"
         with mock.patch("flashtile.backend.triton.support.unusable", return_value=None):
-            chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", None)
+            chosen = planner._plan.__wrapped__(problem(**changes), H200, "auto", None)
             assert chosen.backend == "triton"
             assert reason in dict(chosen.why)["hopper"]
-            assert plan._plan.__wrapped__(problem(), H200, "auto", None).backend == "hopper"
+            assert planner._plan.__wrapped__(problem(), H200, "auto", None).backend == "hopper"
             qkv = Needs(True, True, True)
             for changes in ({}, {"layout": "varlen"}, {"alibi": True}, {"head_dim": 96, "head_dim_v": 96}):
-                assert plan._plan.__wrapped__(problem(**changes), H200, "auto", qkv).backend == "hopper"
+                assert planner._plan.__wrapped__(problem(**changes), H200, "auto", qkv).backend == "hopper"
             for changes, needs, reason in (
                 ({"alibi": True}, qkv._replace(alibi_slopes=True), "ALiBi"),
                 ({"softcap": True}, qkv, "softcap"),
             ):
-                chosen = plan._plan.__wrapped__(problem(**changes), H200, "auto", needs)
+                chosen = planner._plan.__wrapped__(problem(**changes), H200, "auto", needs)
                 assert chosen.backend == "triton"
                 assert reason in dict(chosen.why)["hopper"]
 

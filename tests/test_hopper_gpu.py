@@ -13,7 +13,7 @@ import torch
 from hopper_variants import LONGER, VARIANTS, case_of
 
 import flashtile
-from flashtile import plan
+from flashtile import planner
 from flashtile.backend.common import passes
 from flashtile.backend.hopper import support, tables
 from flashtile.testing.oracle import solve
@@ -42,12 +42,12 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
 )
 def test_three_warpgroups(name: str) -> None:
     """Which are chosen for long sequences only."""
-    plan.forget_plans()
+    planner.forget_plans()
     try:
         with mock.patch.object(tables, "MANY_KEYS", 0), mock.patch.object(passes, "_PASSES", {}):
             check_random_problems(name)
     finally:
-        plan.forget_plans()
+        planner.forget_plans()
 
 
 def check_random_problems(name: str) -> None:

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile.errors import ArgumentError
-from flashtile.observed import in_memory, unobserved
+from flashtile.memory import in_memory
+from flashtile.observed import unobserved
 from flashtile.ops import OPERATORS
 
 Q, K, V = (torch.randn(1, 2, 8, 16) for _ in range(3))

@@ -11,7 +11,7 @@ from checking import dense_case
 
 import flashtile
 from flashtile import AttentionWarning, BackendError
-from flashtile.plan import _warn_once, plan, plan_call
+from flashtile.planner import _warn_once, plan, plan_call
 from flashtile.problem import Problem
 
 CPU = torch.device("cpu")
@@ -20,13 +20,13 @@ Q, K, V = (dense_case().arguments[name] for name in ("q", "k", "v"))
 
 @pytest.fixture
 def tiled_declines() -> Iterator[None]:
-    flashtile.plan.forget_plans()
+    flashtile.planner.forget_plans()
     with (
         mock.patch("flashtile.backend.cpu.support.declines", return_value="not on Sundays either"),
         mock.patch("flashtile.backend.tiled.support.declines", return_value="not on Sundays"),
     ):
         yield
-    flashtile.plan.forget_plans()
+    flashtile.planner.forget_plans()
 
 
 def test_backends() -> None:

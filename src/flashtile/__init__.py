@@ -6,7 +6,7 @@ from .errors import ArgumentError, AttentionError, AttentionWarning, BackendErro
 from .explanation import Explanation, explain
 from .expression import ScoreMod
 from .merge import merge_attention
-from .plan import BackendStatus, backends
+from .planner import BackendStatus, backends
 
 __version__ = "0.1.0.dev0"
 

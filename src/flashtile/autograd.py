@@ -18,7 +18,7 @@ from . import ops
 from .call import Call, Settings, Tensors, differentiable_positions
 from .errors import AttentionError
 from .observed import in_forward_mode
-from .plan import plan
+from .planner import plan
 from .problem import Problem
 
 

@@ -16,7 +16,7 @@ from .call import Call, Settings, Tensors, lse_shape, new_rows, signature
 from .errors import AttentionError
 from .observed import in_forward_mode, untraced
 from .ops import LIBRARY, inside_operator
-from .plan import plan_call
+from .planner import entry_of, plan_call
 from .problem import accumulation_dtype
 
 NAME = "attention_with_kvcache"
@@ -101,11 +101,11 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
     chosen = plan_call(call)
     if call.cache.k is not None:
         check_apart(call)
-    kernels = chosen.kernels()
+    entry = entry_of(chosen.backend)
     with inside_operator(call):
-        if hasattr(kernels, "attend_with_cache"):
-            return kernels.attend_with_cache(chosen, call)
-        return kernels.forward(chosen, append_and_rotate(call))
+        if hasattr(entry, "attend_with_cache"):
+            return entry.attend_with_cache(chosen, call)
+        return entry.forward(chosen, append_and_rotate(call))
 
 
 def fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

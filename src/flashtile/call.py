@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import device
 from .masks import Window
-from .observed import LOWEST_ADDRESS, exists, freed
+from .memory import LOWEST_ADDRESS, freed, low, memory_of
 from .remember import remember
 
 
@@ -182,30 +182,6 @@ def with_copies(tensors: Any, which: slice) -> Any:
     given = tensors[which]
     copies = {id(x): x.clone() for x in given if x is not None and not freed(x)}  # q and k often share their offsets
     return tensors._make((*tensors[: which.start], *[copies.get(id(x), x) for x in given], *tensors[which.stop :]))
-
-
-def address(x: Tensor) -> int:
-    """The base address, or 1, which promises nothing, for a transform's wrapper that has no memory of its own."""
-    try:
-        return x.data_ptr()
-    except RuntimeError:
-        return 1
-
-
-def memory_of(x: Tensor | None) -> Hashable:
-    """How a tensor lies in memory, short of where; `None` stands for nowhere, as tensors without elements and freed
-    ones do.
-    """
-    if x is None:
-        return None
-    place = address(x)
-    slot = place % 16 if place == 1 or place >= LOWEST_ADDRESS else low(x, place)
-    return x.shape, x.stride(), x.dtype, x.device, slot
-
-
-def low(x: Tensor, place: int) -> int | None:
-    """`place % 16` of a low address, or `None` where nothing lies there."""
-    return place % 16 if place and exists(x, place) else None
 
 
 _SIGNATURES: dict[Hashable, int] = {}

@@ -10,7 +10,7 @@ from . import device
 from .advice import broadcasts_to, layout_example, pairs_example
 from .call import Call, Tensors
 from .errors import ArgumentError
-from .observed import freed
+from .memory import freed
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)

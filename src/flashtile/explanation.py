@@ -12,7 +12,8 @@ from .device import describe_device, host_readable
 from .errors import BackendError
 from .masks import visible_pairs
 from .normalize import normalize
-from .plan import Plan, plan
+from .plan import Plan
+from .planner import plan
 from .problem import Problem
 
 CACHED = ", less where its tensors lie in a cache"

@@ -18,7 +18,8 @@ from .call import MOST_SIGNATURES, Call, Settings, Tensors, signature
 from .errors import ArgumentError, call_of
 from .expression import ScoreMod
 from .masks import Window
-from .observed import in_memory, unobserved
+from .memory import in_memory
+from .observed import unobserved
 from .remember import remember
 
 REQUIRED = ("q", "k", "v", "cu_seqlens_q")

@@ -16,8 +16,9 @@ from torch import Tensor
 from . import check, forking
 from .call import Call, Gradients, Needs, Settings, Tensors, differentiable_positions, lse_shape, new_rows
 from .errors import AttentionError
-from .observed import in_forward_mode, in_memory, unobserved, untraced
-from .plan import plan_call
+from .memory import in_memory
+from .observed import in_forward_mode, unobserved, untraced
+from .planner import entry_of, plan_call
 from .problem import accumulation_dtype
 
 LIBRARY = torch.library.Library("flashtile", "DEF")
@@ -157,7 +158,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     call = call.with_own_indices()
     chosen = plan_call(call)
     with inside_operator(call):
-        return chosen.kernels().forward(chosen, call)
+        return entry_of(chosen.backend).forward(chosen, call)
 
 
 @untraced
@@ -169,7 +170,7 @@ def differentiate(
     call = call.with_own_indices()
     chosen = plan_call(call, needs=asked)
     with inside_operator(call):
-        found = chosen.kernels().backward(chosen, call, asked, out, lse, dout, dlse)
+        found = entry_of(chosen.backend).backward(chosen, call, asked, out, lse, dout, dlse)
     inputs = call.tensors.flat()
     return [
         None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)

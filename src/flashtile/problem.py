@@ -6,8 +6,9 @@ from typing import overload
 import torch
 
 from . import check
-from .call import Call, address
+from .call import Call
 from .masks import Window
+from .memory import address
 
 LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be
 

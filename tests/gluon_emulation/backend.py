@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flashtile import plan
+from flashtile import planner
 from flashtile.backend.common import passes
 from flashtile.backend.common.launch import Step, taken
 from flashtile.backend.common.pointers import Places
@@ -130,11 +130,11 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         mock.patch.multiple(passes, launch=launch, _PASSES={}),
         mock.patch.multiple(kernels, counter=counter_of, describe_device=lambda _: device),
         mock.patch.multiple(backward_pass, counter=counter_of, describe_device=lambda _: device),
-        mock.patch.multiple(plan, describe_device=lambda _: device, kernels_of=lambda _: kernels),
+        mock.patch.multiple(planner, describe_device=lambda _: device, entry_of=lambda _: kernels),
         mock.patch.object(support, "unusable", return_value=None),
     ):
-        plan.forget_plans()
+        planner.forget_plans()
         try:
             yield launched
         finally:
-            plan.forget_plans()
+            planner.forget_plans()

@@ -121,7 +121,7 @@ def test_caches(seed: int) -> None:
 def test_shards_count_from_where_they_lie() -> None:
     """Positions, windows, ALiBi and dropout of a part of a larger call, whose keys begin anywhere in a counter."""
     from flashtile.explanation import described_call
-    from flashtile.plan import plan_call
+    from flashtile.planner import entry_of, plan_call
 
     q, k, v = (torch.randn(2, 2, n, 16) for n in (20, 37, 37))
     given = {"causal": True, "alibi_slopes": torch.rand(2), "dropout_p": 0.3, "dropout_seed": 9, "window": (30, 0)}
@@ -131,7 +131,7 @@ def test_shards_count_from_where_they_lie() -> None:
             call = described_call(q, k, v, None, None, given | {"backend": backend})
             settings = call.settings._replace(b0=1, h0=2, i0=i0, j0=j0, diagonal=9, num_heads=7)
             chosen = plan_call(call._replace(settings=settings))
-            results.append(chosen.kernels().forward(chosen, call._replace(settings=settings)))
+            results.append(entry_of(chosen.backend).forward(chosen, call._replace(settings=settings)))
         for x, y in zip(*results, strict=True):
             torch.testing.assert_close(x, y, atol=2e-6, rtol=2e-6)
 
@@ -219,7 +219,7 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> N
     caches = {name: torch.randn(shape) for name in ("k_cache", "v_cache")}
     others = {name: x.clone() for name, x in caches.items()}
     unread = mock.patch("flashtile.device.host_readable", return_value=False)
-    with unread, mock.patch("flashtile.plan.host_readable", return_value=False):
+    with unread, mock.patch("flashtile.planner.host_readable", return_value=False):
         for n in (0, 5, 11):
             lengths = torch.tensor([4 + n, n], dtype=torch.int32)
             rows = (3,) if kind == "packed" else (2,)

@@ -14,7 +14,7 @@ from .. import __version__
 from ..backend.common.user_files import CACHE_VARIABLE
 from ..backend.cpu.support import VECTORS_VARIABLE
 from ..device import describe_device
-from ..plan import BACKEND_VARIABLE, backends
+from ..planner import BACKEND_VARIABLE, backends
 from .options import json_option, print_json
 
 PACKAGES = ("numpy", "triton", "llvmlite", "numba", "matplotlib", "flash_attn")

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ..bench.captured import Source, captured
 from ..errors import BackendError
-from ..plan import backends as all_backends
+from ..planner import backends as all_backends
 from ..progress import progress
 from ..verification import Outcome, Problems, Report, Tally, default_jobs, dtype_name, examine
 from . import recorded

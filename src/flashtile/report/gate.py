@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..bench.captured import Source, captured
 from ..bench.results import three_digits
-from ..plan import backends
+from ..planner import backends
 from ..verification import Outcome, Problems, Report, Tally, examine
 from .section import Section, Table
 from .settings import Settings

@@ -10,7 +10,7 @@ from .. import attention, explain
 from ..bench.clocks import clock_of
 from ..bench.results import three_digits
 from ..explanation import Explanation
-from ..plan import backends
+from ..planner import backends
 from .section import Section, Table
 from .settings import Settings
 

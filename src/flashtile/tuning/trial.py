@@ -17,7 +17,8 @@ from ..bench.sweep import Timing
 from ..call import Call, Needs
 from ..device import describe_device
 from ..explanation import described_call
-from ..plan import Plan, kernels_of
+from ..plan import Plan
+from ..planner import entry_of
 from ..rates import synchronize
 from ..testing.case import Case
 from ..testing.oracle import Expected, solve
@@ -50,7 +51,7 @@ class GpuTrial:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.row = subject.shipped()
-        self.kernels: Any = kernels_of("triton")
+        self.kernels: Any = entry_of("triton")
         self.clock = clock_of(subject.device)
         self.cases = [self.case(causal) for causal in (True, False)]
         self.expected: list[dict[str, Expected]] = [solve(case) for case in self.cases]

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from ...call import Call, Gradients, Needs, Tensors, memory_of
+from ...call import Call, Gradients, Needs, Tensors
+from ...memory import memory_of
 from ...plan import Plan
 from ..common import passes
 from ..common.passes import Recorder, Results

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import Call, Gradients, Needs, Tensors, memory_of, new_rows
+from ...call import Call, Gradients, Needs, Tensors, new_rows
+from ...memory import memory_of
 from ...plan import Plan
 from ..common import passes
 from ..common.arguments import dlse_strides, lse_strides, rows_last, strides

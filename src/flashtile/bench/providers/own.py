@@ -8,7 +8,7 @@ from torch import Tensor
 from ... import __version__, attention, attention_varlen, attention_with_kvcache
 from ...errors import BackendError
 from ...explanation import described_call, tile_in_words
-from ...plan import backends, plan
+from ...planner import backends, plan
 from ...problem import Problem
 from ...testing.case import Case
 from .provider import Declined, Prepared, Provider, from_autograd

@@ -1,0 +1,60 @@
+"""Where tensors lie in memory, and whether there is any."""
+
+from collections.abc import Hashable
+
+from torch import Tensor
+
+# A freed tensor has its offset for an address. Allocators keep far above this; where they do not, storage is looked at.
+LOWEST_ADDRESS = 2**32
+
+
+def in_memory(*tensors: Tensor | None) -> bool:
+    """Whether tensors have memory of their own, unlike freed ones, those of "meta", of zeros alone, and wrappers of
+    transforms. Calls of one signature are alike in this.
+    """
+    try:
+        for x in tensors:
+            if x is not None and (x.is_meta or ((place := x.data_ptr()) < LOWEST_ADDRESS and not exists(x, place))):
+                return False
+    except RuntimeError:  # there is no address to ask for
+        return False
+    return True
+
+
+def exists(x: Tensor, place: int) -> bool:
+    """Whether there is memory behind a low address, or nothing that would need it."""
+    return x.numel() == 0 or (place != 0 and x.untyped_storage().nbytes() > 0)
+
+
+def freed(x: Tensor) -> bool:
+    """Whether a tensor's elements are gone, as after `x.untyped_storage().resize_(0)`. Tensors that never had memory
+    are not freed.
+    """
+    try:
+        return x.data_ptr() < LOWEST_ADDRESS and x.numel() > 0 and x.untyped_storage().nbytes() == 0
+    except RuntimeError:  # a transform's wrapper
+        return False
+
+
+def address(x: Tensor) -> int:
+    """The base address, or 1, which promises nothing, for a transform's wrapper that has no memory of its own."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:
+        return 1
+
+
+def memory_of(x: Tensor | None) -> Hashable:
+    """How a tensor lies in memory, short of where; `None` stands for nowhere, as tensors without elements and freed
+    ones do.
+    """
+    if x is None:
+        return None
+    place = address(x)
+    slot = place % 16 if place == 1 or place >= LOWEST_ADDRESS else low(x, place)
+    return x.shape, x.stride(), x.dtype, x.device, slot
+
+
+def low(x: Tensor, place: int) -> int | None:
+    """`place % 16` of a low address, or `None` where nothing lies there."""
+    return place % 16 if place and exists(x, place) else None
