@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flashtile import iomodel, iomodel_gpu
 from flashtile.backend.hopper.tables import NARROW
 from flashtile.backend.triton import tables
-from flashtile.iomodel import Shape, Work
+from flashtile.iomodel import gpu
+from flashtile.iomodel import work as iomodel
+from flashtile.iomodel.work import Shape, Work
 
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 
@@ -47,9 +48,9 @@ class Case:
         row = next(row for row in tables.HALF[227] if row.width >= self.head_dim)
         if self.kind == "forward":
             tile = NARROW[self.head_dim, self.head_dim] if self.backend == "hopper" else row.forward
-            return iomodel_gpu.kernel_forward(self.shape, tile.block_m)
+            return gpu.kernel_forward(self.shape, tile.block_m)
         if self.kind == "backward":
-            return iomodel_gpu.kernel_backward(self.shape, row.dq.block_m, row.dkdv.block_n)
+            return gpu.kernel_backward(self.shape, row.dq.block_m, row.dkdv.block_n)
         if self.kind == "decode":
             return iomodel.decode(self.shape)
         return iomodel.standard_forward(self.shape)

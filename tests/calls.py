@@ -7,8 +7,8 @@ from checking import offsets
 from torch import Tensor
 
 import flashtile
-from flashtile.call import Call
-from flashtile.normalize import normalize
+from flashtile.api.normalize import normalize
+from flashtile.call.call import Call
 
 B, HQ, HKV, SQ, SK, D, DV = 2, 4, 2, 7, 9, 8, 6
 MODIFIERS = ("mask", "bias", "alibi_slopes", "sinks")

@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flashtile import cache_ops, ops, planner
 from flashtile.backend.tiled import support
-from flashtile.call import Call
+from flashtile.call.call import Call
+from flashtile.dispatch import cache_operator, operators, planner
 from flashtile.testing.case import Case, ScoreFunction
 from flashtile.testing.inputs import query_key_value
 from flashtile.testing.oracle import solve
@@ -109,7 +109,7 @@ def changed_during_calls(indices: Iterable[Tensor]) -> Iterator[list[None]]:
     that comes back count the calls of backends.
     """
     entered: list[None] = []
-    inside = ops.inside_operator
+    inside = operators.inside_operator
 
     @contextmanager
     def changed(call: Call) -> Iterator[None]:
@@ -125,7 +125,10 @@ def changed_during_calls(indices: Iterable[Tensor]) -> Iterator[list[None]]:
             for x, y in zip(held, before, strict=True):
                 x[...] = y
 
-    with mock.patch.object(ops, "inside_operator", changed), mock.patch.object(cache_ops, "inside_operator", changed):
+    with (
+        mock.patch.object(operators, "inside_operator", changed),
+        mock.patch.object(cache_operator, "inside_operator", changed),
+    ):
         yield entered
 
 
@@ -135,5 +138,5 @@ def lengths_on_the_device() -> Iterator[None]:
     block visited, and entries outside the tensors taken for keys that do not exist. CPU kernels never meet that.
     """
     tiled = mock.patch.dict(os.environ, {"FLASHTILE_BACKEND": "tiled"})
-    with tiled, mock.patch("flashtile.device.host_readable", return_value=False):
+    with tiled, mock.patch("flashtile.call.device.host_readable", return_value=False):
         yield

@@ -6,8 +6,8 @@ import torch
 from offline.families import call_of
 from variants import CAUSAL, FP16, LENGTHS, Draw, Sizes, Variant, all_of, fixed, sinks, slopes, slopes_of_sequences
 
-from flashtile.call import Call
-from flashtile.explanation import described_call
+from flashtile.api.explain import described_call
+from flashtile.call.call import Call
 from flashtile.testing.case import Case
 
 LONGER = (*LENGTHS[9:], 192, 193, 255, 256, 383, 384, 385, 511, 513, 640)  # around every tile

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from flashtile.backend.tiled import forward, kernels, support
+from flashtile.backend.tiled import entry, forward, support
 from flashtile.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -121,7 +121,7 @@ def test_verify() -> None:
 
 
 def test_verify_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtile.verification.SHARES_ELSEWHERE", (2, 1))
+    monkeypatch.setattr("flashtile.verification.examine.SHARES_ELSEWHERE", (2, 1))
     several, one = (run_json("verify", "--cases", "4", "--long", "0", "--jobs", jobs) for jobs in ("2", "1"))
     assert several["results"] == one["results"]
 
@@ -146,7 +146,7 @@ def test_verify_counts_an_exception_as_a_failure(monkeypatch: pytest.MonkeyPatch
     def fails(*_: object) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(kernels, "forward", fails)
+    monkeypatch.setattr(entry, "forward", fails)
     result = run("verify", "--backend", "tiled", "--cases", "1", "--long", "0")
     assert result.exit_code == 1
     assert "RuntimeError: no kernel" in result.stdout
@@ -154,7 +154,7 @@ def test_verify_counts_an_exception_as_a_failure(monkeypatch: pytest.MonkeyPatch
 
 
 def test_verify_proves_nothing_where_everything_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = importlib.import_module("flashtile.plan")
+    plans = importlib.import_module("flashtile.call.plan")
     plans.forget_plans()
     monkeypatch.setattr(support, "declines", lambda problem, device: "it is Sunday")
     result = run("verify", "--backend", "tiled", "--cases", "1", "--long", "0", "--json")

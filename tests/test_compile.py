@@ -11,9 +11,10 @@ from torch._C._dynamo import eval_frame
 from torch._dynamo.testing import CompileCounter
 
 import flashtile
-from flashtile import ArgumentError, ScoreMod, ops
-from flashtile.backend.cpu import kernels
-from flashtile.call import Call, Settings, Tensors
+from flashtile import ArgumentError, ScoreMod
+from flashtile.backend.cpu import entry
+from flashtile.call.call import Call, Settings, Tensors
+from flashtile.dispatch import operators
 
 B, HQ, HKV, SQ, SK, D = 2, 4, 2, 12, 20, 8
 
@@ -168,11 +169,11 @@ def test_growing_decode_plans_once_for_each_bucket() -> None:
     counter = CompileCounter()
     q, (_, k, v) = leaf(B, HQ, 1, D).detach(), (x.detach() for x in dense_leaves(1, 300))
     compiled = torch.compile(lambda k, v: flashtile.attention(q, k, v, causal=True), dynamic=True, backend=counter)
-    flashtile.planner.forget_plans()
+    flashtile.dispatch.planner.forget_plans()
     for seqlen_k in range(100, 300, 7):
         compiled(k[:, :, :seqlen_k], v[:, :, :seqlen_k])
     assert counter.frame_count == 1
-    assert flashtile.planner._plan.cache_info().misses == 3  # up to 128, 256 and 512 keys
+    assert flashtile.dispatch.planner._plan.cache_info().misses == 3  # up to 128, 256 and 512 keys
 
 
 def test_seed_and_scale_that_change() -> None:
@@ -214,7 +215,7 @@ def test_compiled_autograd_does_not_look_into_a_backend() -> None:
     leaves = tuple(x.detach().requires_grad_() for x in dense_leaves())
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
         flashtile.attention(*leaves, backend="cpu").sum().backward()
-    assert traced(kernels.backward) == []
+    assert traced(entry.backward) == []
     expected = torch.autograd.grad(flashtile.attention(*leaves, backend="cpu").sum(), leaves)
     torch.testing.assert_close(tuple(x.grad for x in leaves), expected)
 
@@ -228,11 +229,11 @@ def test_dynamo_does_not_look_into_what_an_operator_does(after_a_break: bool) ->
     def run() -> list[Tensor]:
         if after_a_break:
             torch._dynamo.graph_break()
-        out, lse = ops.attend(call)
-        return [out, lse, *ops.differentiate([True] * 3 + [False] * 3, out, lse, out, lse, call)[:3]]  # type: ignore[list-item]
+        out, lse = operators.attend(call)
+        return [out, lse, *operators.differentiate([True] * 3 + [False] * 3, out, lse, out, lse, call)[:3]]  # type: ignore[list-item]
 
     assert_same(torch.compile(run, backend="eager")(), run())
-    assert traced(ops.plan_call, kernels.forward, kernels.backward, kernels.run) == []
+    assert traced(operators.plan_call, entry.forward, entry.backward, entry.run) == []
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -250,7 +251,7 @@ def test_compiled_func_grad_is_refused_or_right(fullgraph: bool, recwarn: pytest
     assert "setup_context" in refusal or not fullgraph
     if "setup_context" not in refusal:
         torch.testing.assert_close(found, gradient(q))
-    assert traced(ops.plan_call, kernels.forward, kernels.backward, kernels.run) == []
+    assert traced(operators.plan_call, entry.forward, entry.backward, entry.run) == []
     assert not [x for x in recwarn if "flashtile" in str(x.message)]
 
 

@@ -25,8 +25,8 @@ from test_nan import BLIND
 
 import flashtile
 from flashtile import BackendError
-from flashtile.backend.common import user_files
-from flashtile.backend.common.user_files import CACHE_VARIABLE
+from flashtile.backend import user_files
+from flashtile.backend.user_files import CACHE_VARIABLE
 from flashtile.testing.case import Case
 from flashtile.testing.generate import random_case
 from flashtile.testing.inputs import KINDS

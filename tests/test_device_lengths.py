@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
-from flashtile.backend.tiled import kernels
-from flashtile.call import Needs
-from flashtile.normalize import normalize
-from flashtile.planner import plan
-from flashtile.problem import Problem
+from flashtile.api.normalize import normalize
+from flashtile.backend.tiled import entry as kernels
+from flashtile.call.call import Needs
+from flashtile.call.problem import Problem
+from flashtile.dispatch.planner import plan
 from flashtile.testing.case import Case
 from flashtile.testing.generate import random_case
 

@@ -12,9 +12,10 @@ from unittest import mock
 
 import pytest
 
-from flashtile import iomodel, iomodel_gpu
-from flashtile.iomodel import Shape
-from flashtile.iomodel_gpu import Cache
+from flashtile.iomodel import gpu
+from flashtile.iomodel import work as iomodel
+from flashtile.iomodel.gpu import Cache
+from flashtile.iomodel.work import Shape
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "dram_counters.py"
 SMALL = Shape(1024, 1024, 64, 64, batch=2, num_heads_q=4, num_heads_kv=2, itemsize=2)
@@ -34,12 +35,12 @@ def script() -> ModuleType:
 
 def test_what_fits_in_the_cache_is_read_once() -> None:
     """Forward: each input read once and each result written once, which is the least that is possible."""
-    work = iomodel_gpu.kernel_forward(SMALL, 128)
+    work = gpu.kernel_forward(SMALL, 128)
     inputs = (8 * 1024 + 2 * 4 * 1024) * 64 * 2  # q of 8 heads, k and v of 4
     assert work.moved == iomodel.least_bytes(inputs, 8 * 1024, 64, 2)
     q_kv = 8 * 1024 * 64 * 2, 2 * 4 * 1024 * 64 * 2
     row_numbers = 8 * 1024 * 2 * 4
-    backward = iomodel_gpu.kernel_backward(SMALL, 128, 64)
+    backward = gpu.kernel_backward(SMALL, 128, 64)
     delta = 2 * q_kv[0] + row_numbers // 2
     assert backward.read == delta + 2 * (2 * q_kv[0] + row_numbers + q_kv[1])
     assert backward.written == row_numbers + q_kv[0] + q_kv[1]
@@ -56,11 +57,11 @@ def test_what_fits_in_the_cache_is_read_once() -> None:
     ],
 )
 def test_passes(blocks: int, heads: int, streamed: int, times: int) -> None:
-    assert iomodel_gpu.passes(blocks, heads, streamed, Cache(400, 132)) == times
+    assert gpu.passes(blocks, heads, streamed, Cache(400, 132)) == times
 
 
 def test_a_small_cache_reads_more() -> None:
-    plain, small = (iomodel_gpu.kernel_forward(SMALL, 16, cache) for cache in (iomodel_gpu.H200, Cache(1000, 32)))
+    plain, small = (gpu.kernel_forward(SMALL, 16, cache) for cache in (gpu.H200, Cache(1000, 32)))
     keys = 2 * 2 * 1024 * 128 * 2
     assert small.read - plain.read == 3 * keys  # 64 blocks of rows for each group, times 2 query heads, 32 at a time
     assert small.written == plain.written
@@ -107,7 +108,7 @@ def test_dry_run() -> None:
     assert all(line.startswith(name) for line, name in zip(lines, module.CASES, strict=True))
     for case in module.CASES.values():  # nothing that the cache could hold to the end
         work = case.predicted()
-        assert work.moved > 20 * iomodel_gpu.H200.size
+        assert work.moved > 20 * gpu.H200.size
 
 
 def test_counters_are_added_up_and_compared(tmp_path: Path) -> None:

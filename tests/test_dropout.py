@@ -8,7 +8,7 @@ from checking import BACKENDS, dense_case, offsets, tile_size
 from torch import Tensor
 
 import flashtile
-from flashtile.backend.common import rng
+from flashtile.backend.blockwise import rng
 
 B, HQ, HKV, SQ, SK = 2, 4, 2, 5, 37
 SEED = 0x0123456789ABCDEF

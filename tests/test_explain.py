@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashtile
-from flashtile import ArgumentError, BackendError, rates
-from flashtile.masks import Window, visible_pairs
+from flashtile import ArgumentError, BackendError
+from flashtile.call.window import Window, visible_pairs
+from flashtile.iomodel import rates
 
 ARGUMENTS = dense_case().arguments  # 2 sequences, 2 heads on 1, 7 rows, 9 keys, head_dim 8
 

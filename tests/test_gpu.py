@@ -152,7 +152,7 @@ def test_compiled_and_under_autocast() -> None:
 
 
 def test_auto_says_once_that_a_slow_backend_was_chosen() -> None:
-    from flashtile import planner
+    from flashtile.dispatch import planner
 
     planner._warn_once.cache_clear()
     q = torch.randn(1, 1, 8, 8, device="cuda", dtype=torch.float64)
@@ -184,11 +184,11 @@ def test_memory_that_runs_out_leaves_everything_usable(backend: str, again: bool
 
     def forget() -> None:
         if not again and backend != "tiled":
-            from flashtile.backend.common import passes
-            from flashtile.backend.triton import counters
+            from flashtile.backend.gpu import replay
+            from flashtile.backend.triton import semaphores
 
-            passes._PASSES.clear()
-            counters._of_streams.clear()
+            replay._PASSES.clear()
+            semaphores._of_streams.clear()
 
     def memory(extra: int | None) -> None:
         torch.cuda.empty_cache()

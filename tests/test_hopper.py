@@ -13,12 +13,12 @@ from hopper_variants import LONG, SHORT, call_of_family
 from offline.compiled import Compiled, compile_launch
 from offline.launches import Launch, hopper_launches_of
 
-from flashtile import planner
 from flashtile.backend.hopper import support
 from flashtile.backend.hopper.tables import NARROW, WIDE
-from flashtile.call import Needs
-from flashtile.device import Device
-from flashtile.problem import Problem
+from flashtile.call.call import Needs
+from flashtile.call.device import Device
+from flashtile.call.problem import Problem
+from flashtile.dispatch import planner
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 SHARED_MEMORY = 227 * 1024

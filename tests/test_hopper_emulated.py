@@ -18,7 +18,7 @@ from hopper_variants import VARIANTS, case_of
 from seeded_bugs import with_mistake
 
 import flashtile
-from flashtile.backend.common import passes
+from flashtile.backend.gpu import replay
 from flashtile.backend.hopper import tables
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
@@ -82,10 +82,10 @@ def test_steps_are_taken_again_on_other_tensors(name: str) -> None:
     first = replace(first, arguments=first.arguments | {name: first.arguments[name].contiguous() for name in values})
     with emulated(CORES, 0) as launched, poisoned_allocation():
         first.run("hopper")
-        written = dict(passes._PASSES)
+        written = dict(replay._PASSES)
         assert len(written) == 1 + ("backward_kernel" in launched)
         results = second.run("hopper")
-        assert written == passes._PASSES
+        assert written == replay._PASSES
     assert [str(x) for x in compare(results, second, solve(second)) if not x.ok] == []
 
 

@@ -13,9 +13,9 @@ import torch
 from hopper_variants import LONGER, VARIANTS, case_of
 
 import flashtile
-from flashtile import planner
-from flashtile.backend.common import passes
+from flashtile.backend.gpu import replay
 from flashtile.backend.hopper import support, tables
+from flashtile.dispatch import planner
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
@@ -44,7 +44,7 @@ def test_three_warpgroups(name: str) -> None:
     """Which are chosen for long sequences only."""
     planner.forget_plans()
     try:
-        with mock.patch.object(tables, "MANY_KEYS", 0), mock.patch.object(passes, "_PASSES", {}):
+        with mock.patch.object(tables, "MANY_KEYS", 0), mock.patch.object(replay, "_PASSES", {}):
             check_random_problems(name)
     finally:
         planner.forget_plans()

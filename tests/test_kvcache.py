@@ -384,9 +384,9 @@ def prefill(count: int) -> Tensor:
 @pytest.mark.parametrize(("page_size", "steps"), [(16, 1000), (None, 100)])
 def test_a_thousand_steps_plan_once(page_size: int | None, steps: int) -> None:
     """And give what one prefill gives; a dense cache is one with long pages."""
-    flashtile.planner.forget_plans()
+    flashtile.dispatch.planner.forget_plans()
     outs = decode(flashtile.attention_with_kvcache, steps, page_size)
-    assert flashtile.planner._plan.cache_info().misses == 1
+    assert flashtile.dispatch.planner._plan.cache_info().misses == 1
     torch.testing.assert_close(outs, prefill(steps))
 
 
@@ -465,8 +465,12 @@ def operator_arguments(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) ->
         return torch.empty(0), torch.empty(0)
 
     with monkeypatch.context() as patch:
-        patch.setattr("flashtile.normalize.unobserved", lambda *_: False)
-        patch.setattr("flashtile.cache_ops.torch.ops.flashtile.attention_with_kvcache.default", operator, raising=False)
+        patch.setattr("flashtile.api.normalize.unobserved", lambda *_: False)
+        patch.setattr(
+            "torch.ops.flashtile.attention_with_kvcache.default",
+            operator,
+            raising=False,
+        )
         patch.setattr(torch.ops.flashtile.attention_with_kvcache, "default", operator)
         call_in_place(arguments)
     return seen[0]
@@ -867,10 +871,10 @@ def test_offsets_outside_of_q_touch_nothing_else(offsets: tuple[int, ...]) -> No
 @pytest.mark.parametrize("name", operator_calls())
 def test_nothing_is_read_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Below the operator, which would hide its operations."""
-    from flashtile import cache_ops
+    from flashtile.dispatch import cache_operator
 
     given = operator_arguments(operator_calls()[name], monkeypatch)
     monkeypatch.setattr(Tensor, "tolist", lambda _: pytest.fail("tolist reads values on the host"))
     with lengths_on_the_device(), NoReads():
-        out, _ = cache_ops.run(*given)
+        out, _ = cache_operator.run(*given)
     assert tokens_of(out).shape[1] == 4

@@ -11,11 +11,13 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from flashtile import iomodel
-from flashtile.cli import ladder_long, ladder_stack, ladder_tables, main
-from flashtile.cli.ladder import NAMES
-from flashtile.cli.ladder_measure import Measurement, Table
-from flashtile.iomodel import Shape
+from flashtile.cli import main
+from flashtile.cli.ladder import long, stack
+from flashtile.cli.ladder import tables as ladder_tables
+from flashtile.cli.ladder.command import NAMES
+from flashtile.cli.ladder.measure import Measurement, Table
+from flashtile.iomodel import work as iomodel
+from flashtile.iomodel.work import Shape
 from flashtile.ladder import step03_cpp, triton_or_not
 
 
@@ -32,10 +34,10 @@ def run_json(*words: str) -> dict[str, Any]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences, and no time spent on times."""
-    monkeypatch.setattr(ladder_stack, "STACK_LENGTHS", (8, 16))
-    monkeypatch.setattr(ladder_long, "LONG_LENGTHS", (1024,))
+    monkeypatch.setattr(stack, "STACK_LENGTHS", (8, 16))
+    monkeypatch.setattr(long, "LONG_LENGTHS", (1024,))
     monkeypatch.setattr(ladder_tables, "TILES_LENGTH", 256)
-    for module in (ladder_stack, ladder_long, ladder_tables):
+    for module in (stack, long, ladder_tables):
         monkeypatch.setattr(module, "milliseconds", lambda run, device, seconds=0.0: 1.0)
 
 
@@ -62,18 +64,18 @@ def test_stack() -> None:
 @pytest.mark.usefixtures("small")
 def test_stack_has_the_first_triton_kernel_where_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; here step 6 stands for the kernel."""
-    monkeypatch.setattr(ladder_stack, "STACK_LENGTHS", (8, 64))
-    monkeypatch.setattr(ladder_stack, "triton_compiles", lambda device: True)
-    monkeypatch.setattr(ladder_stack.step08_triton_lite, "attention", ladder_stack.step06_flash2.attention)
+    monkeypatch.setattr(stack, "STACK_LENGTHS", (8, 64))
+    monkeypatch.setattr(stack, "triton_compiles", lambda device: True)
+    monkeypatch.setattr(stack.step08_triton_lite, "attention", stack.step06_flash2.attention)
     rows = run_json("--table", "stack")["tables"]["stack"]["rows"]
-    assert [row["n"] for row in rows if row["step"] == ladder_stack.LITE] == [64]
+    assert [row["n"] for row in rows if row["step"] == stack.LITE] == [64]
 
 
 @pytest.mark.usefixtures("small")
 def test_stack_finds_a_step_that_is_wrong() -> None:
     """The errors come from the runs that are timed."""
-    right = ladder_stack.step06_flash2.attention
-    with mock.patch.object(ladder_stack.step06_flash2, "attention", lambda q, k, v: right(q, k, 0.9 * v)):
+    right = stack.step06_flash2.attention
+    with mock.patch.object(stack.step06_flash2, "attention", lambda q, k, v: right(q, k, 0.9 * v)):
         rows = run_json("--table", "stack")["tables"]["stack"]["rows"]
     assert min(row["error"] for row in rows if row["step"] == "6 FlashAttention-2") > 0.01
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from emulated_cuda import emulation, needs_compiler
 
-from flashtile.cli import ladder_gpu, ladder_long, ladder_rounding
-from flashtile.cli.ladder_measure import Measurement, Table
+from flashtile.cli.ladder import gpu, long
+from flashtile.cli.ladder import rounding as ladder_rounding
+from flashtile.cli.ladder.measure import Measurement, Table
 from flashtile.ladder import (
     cuda_compile,
     cuda_launch,
@@ -145,15 +146,15 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         run()
         return 1.0
 
-    monkeypatch.setattr(ladder_gpu, "cuda_problem", lambda device: None)
+    monkeypatch.setattr(gpu, "cuda_problem", lambda device: None)
     monkeypatch.setattr(ladder_rounding, "cuda_problem", lambda device: None)
-    monkeypatch.setattr(ladder_gpu, "compiled", lambda *_: cuda_launch.Kernel(None, None, 40, 0, 1024))  # type: ignore[arg-type]
-    monkeypatch.setattr(ladder_gpu, "CUDA_LENGTHS", (40,))
-    monkeypatch.setattr(ladder_gpu, "CUDA_HEADS", 2)
+    monkeypatch.setattr(gpu, "compiled", lambda *_: cuda_launch.Kernel(None, None, 40, 0, 1024))  # type: ignore[arg-type]
+    monkeypatch.setattr(gpu, "CUDA_LENGTHS", (40,))
+    monkeypatch.setattr(gpu, "CUDA_HEADS", 2)
     for name, value in {"NUMBERS": 2**10, "BLOCKS": 2, "THREADS": 32, "REPEATS": 2, "SHAPE": (1, 1, 40, 16)}.items():
         monkeypatch.setattr(memory_patterns, name, value)
     monkeypatch.setattr(memory_patterns, "fastest_ms", run_once)
-    for module in (ladder_gpu, ladder_long):
+    for module in (gpu, long):
         monkeypatch.setattr(module, "milliseconds", run_once)
     with emulation():
         yield
@@ -162,7 +163,7 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @needs_compiler
 @pytest.mark.usefixtures("small_gpu")
 def test_table_of_step_9() -> None:
-    rows = finished(ladder_gpu.cuda(CPU)).rows
+    rows = finished(gpu.cuda(CPU)).rows
     assert [row["step"][:2] for row in rows] == ["9 "] * 4 + ["11"] * 2
     assert all(row["error"] < (2e-3 if "float16" in row["step"] else 1e-5) for row in rows)
     assert rows[0]["tflops"] == pytest.approx(4 * 2 * 40 * 40 * 64 / 1e-3 / 1e12)
@@ -175,36 +176,36 @@ def test_steps_of_a_gpu_in_other_tables() -> None:
     """What `stack` and `long` run: each in the dtype that it takes, on the same q, k and v."""
     q, k, v = (torch.randn(40, 64) for _ in range(3))
     expected, _ = step04_standard.attention(q.double(), k.double(), v.double())
-    steps = ladder_gpu.gpu_steps(CPU)
-    assert list(steps) == list(ladder_gpu.STEP_9)
-    for (name, prepare), (_, dtype) in zip(steps.items(), ladder_gpu.STEP_9.values(), strict=True):
+    steps = gpu.gpu_steps(CPU)
+    assert list(steps) == list(gpu.STEP_9)
+    for (name, prepare), (_, dtype) in zip(steps.items(), gpu.STEP_9.values(), strict=True):
         out, _ = prepare(q, k, v)()
         assert out.dtype is dtype
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-3 if "float16" in name else 1e-5)
 
 
 def test_steps_that_a_machine_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ladder_gpu.gpu_steps(CPU) == {}
-    missing = ladder_gpu.missing_gpu_steps(CPU)
+    assert gpu.gpu_steps(CPU) == {}
+    missing = gpu.missing_gpu_steps(CPU)
     assert [words.partition(": ")[0] for words in missing] == ["Step 7 for CUDA is missing", "Step 9 is missing"]
 
     def broken(*_: Any) -> None:
         raise OSError("libNVVM cannot be found.\nMore")
 
-    monkeypatch.setattr(ladder_gpu.step07_numba_cuda, "attention", broken)
-    ladder_gpu.numba_problem.cache_clear()
+    monkeypatch.setattr(gpu.step07_numba_cuda, "attention", broken)
+    gpu.numba_problem.cache_clear()
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    assert ladder_gpu.numba_problem(torch.device("cuda")) == "OSError: libNVVM cannot be found."
-    ladder_gpu.numba_problem.cache_clear()
+    assert gpu.numba_problem(torch.device("cuda")) == "OSError: libNVVM cannot be found."
+    gpu.numba_problem.cache_clear()
 
 
 @needs_compiler
 @pytest.mark.usefixtures("small_gpu")
 def test_tables_of_memory() -> None:
-    loads = finished(ladder_gpu.coalescing(CPU)).rows
+    loads = finished(gpu.coalescing(CPU)).rows
     assert [row["stride"] for row in loads] == list(memory_patterns.STRIDES)
     assert all(row["gb_per_s_used"] == pytest.approx(4 * 2**10 / 1e-3 / 1e9) for row in loads)
-    banks = finished(ladder_gpu.banks(CPU)).rows
+    banks = finished(gpu.banks(CPU)).rows
     assert [row["kernel"] for row in banks] == ["columns of a tile", "step 9, registers", "step 9, tensor cores"]
 
 
@@ -220,7 +221,7 @@ def test_table_of_rounding_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["cuda", "coalescing", "banks"])
 def test_without_a_gpu_they_say_so(name: str) -> None:
-    table = finished(getattr(ladder_gpu, name)(CPU))
+    table = finished(getattr(gpu, name)(CPU))
     assert not table.rows
     assert "move them to an NVIDIA GPU" in table.notes[0]
 
@@ -230,15 +231,15 @@ def test_long_sequences_that_do_not_fit_or_take_too_long(monkeypatch: pytest.Mon
     def no_room(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 GiB.\nMore")
 
-    monkeypatch.setattr(ladder_long, "LONG_LENGTHS", (128, 256))
-    monkeypatch.setattr(ladder_long, "MOST", {"6 FlashAttention-2": 128})
-    monkeypatch.setattr(ladder_long, "gpu_steps", lambda device: {})
+    monkeypatch.setattr(long, "LONG_LENGTHS", (128, 256))
+    monkeypatch.setattr(long, "MOST", {"6 FlashAttention-2": 128})
+    monkeypatch.setattr(long, "gpu_steps", lambda device: {})
     right = step04_standard.attention
     monkeypatch.setattr(step04_standard, "attention", lambda q, k, v: {128: right, 256: no_room}[len(k)](q, k, v))
     softmax = torch.softmax
     monkeypatch.setattr(torch, "softmax", lambda s, dim: {128: softmax, 256: no_room}[len(s)](s, dim=dim))
-    monkeypatch.setattr(ladder_long, "error_of", lambda *_: 0.0)
-    table = finished(ladder_long.long(CPU))
+    monkeypatch.setattr(long, "error_of", lambda *_: 0.0)
+    table = finished(long.long(CPU))
     names = [(row["n"], row["step"]) for row in table.rows]
     assert names[:3] == [(128, "4 standard PyTorch"), (128, "4 without lse"), (128, "6 FlashAttention-2")]
     assert names[3:] == [(128, "11 flashtile.attention"), (256, "11 flashtile.attention")]

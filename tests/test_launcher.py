@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flashtile.backend.common.installed import triton_version
+from flashtile.backend.gpu.installed import triton_version
 
 if triton_version() != (3, 6):
     pytest.skip("the launcher of Triton 3.6", allow_module_level=True)
@@ -15,9 +15,9 @@ if triton_version() != (3, 6):
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 
-from flashtile.backend.common import launcher
-from flashtile.backend.common.launch import Runner, taken
-from flashtile.backend.common.pointers import Place
+from flashtile.backend.gpu import launcher
+from flashtile.backend.gpu.launch import Runner, taken
+from flashtile.backend.gpu.pointers import Place
 
 BASE = ("function", False, False, None, None, (4, 1, 0), None, None, None)
 

@@ -11,7 +11,7 @@ from flashtile.testing.case import Case
 from flashtile.testing.long import LONGEST, SHORTEST, VALUES, long_case
 from flashtile.testing.oracle import solve
 from flashtile.testing.tolerance import compare
-from flashtile.verification import Number, Problems, examine_one
+from flashtile.verification.examine import Number, Problems, examine_one
 
 THIRD = 1 / 3
 LONGEST_SEED = 35

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flashtile
-from flashtile.backend.common.scores import Tile
+from flashtile.backend.blockwise.scores import Tile
 from flashtile.backend.tiled import loop
 from flashtile.bench.allocation import live_and_peak_bytes
-from flashtile.masks import Window, key_range
+from flashtile.call.window import Window, key_range
 
 H, D, BLOCK = 2, 16, 256
 TILE_BYTES = H * BLOCK * BLOCK * 4  # fp32 scores of one tile over both heads
@@ -159,7 +159,7 @@ def test_hidden_blocks_are_not_visited(arguments: dict[str, Any], visited: int) 
 def test_blocks_without_hidden_pairs_run_no_mask_code() -> None:
     """Under causal only the 8 tiles on the diagonal ask which pairs are visible."""
     q, k, v = leaves(64)
-    with tile_size(8, 8), mock.patch("flashtile.backend.common.scores.window_visible", return_value=None) as asked:
+    with tile_size(8, 8), mock.patch("flashtile.backend.blockwise.scores.window_visible", return_value=None) as asked:
         flashtile.attention(q, k, v, causal=True, backend="tiled")
     assert asked.call_count == 8
 

@@ -13,10 +13,10 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
+from flashtile.call.memory import in_memory
+from flashtile.dispatch.eager import unobserved
+from flashtile.dispatch.operators import OPERATORS
 from flashtile.errors import ArgumentError
-from flashtile.memory import in_memory
-from flashtile.observed import unobserved
-from flashtile.ops import OPERATORS
 
 Q, K, V = (torch.randn(1, 2, 8, 16) for _ in range(3))
 CACHE = torch.randn(2, 1, 2, 16, 16)

@@ -15,11 +15,11 @@ from offline.compiled import compile_launch, unset_registers
 from offline.families import ARCHITECTURES, call_of_family
 from offline.launches import launches_of, recorded, results_of
 
-from flashtile.backend.common import passes
-from flashtile.backend.common.installed import triton_version
+from flashtile.api.explain import described_call
+from flashtile.backend.gpu import replay
+from flashtile.backend.gpu.installed import triton_version
 from flashtile.backend.triton.tables import KIB, SHARED_MEMORY
-from flashtile.explanation import described_call
-from flashtile.ops import OPERATORS
+from flashtile.dispatch.operators import OPERATORS
 
 CHOSEN = {  # family and kernel for each
     "sm_80": ("hdim 33/5", "dkdv"),
@@ -90,7 +90,7 @@ def test_memory_that_runs_out_in_a_pass(backend: str, again: bool) -> None:
 
     def launches() -> list[tuple[str, dict[str, Any]]]:
         if not again:
-            passes._PASSES.clear()
+            replay._PASSES.clear()
         with recorded() as found:
             results = results_of(call, backend, "sm_90")
         assert all(x is not None for x in (*results[:5], results[-1]))

@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 import flashtile
-from flashtile.call import Call, Settings, Tensors
-from flashtile.ops import OPERATORS
+from flashtile.call.call import Call, Settings, Tensors
+from flashtile.dispatch.operators import OPERATORS
 from flashtile.testing.layouts import LAYOUTS, lay_out
 
 

@@ -14,11 +14,11 @@ pytest.importorskip("triton")
 
 from exhausted import exhausted
 
-from flashtile.backend.common import passes
-from flashtile.backend.common.arguments import rows_last
-from flashtile.backend.common.passes import Recorder, Results
-from flashtile.backend.common.pointers import Described
-from flashtile.backend.triton import counters
+from flashtile.backend.gpu import replay
+from flashtile.backend.gpu.pointers import Described
+from flashtile.backend.gpu.replay import Recorder, Results
+from flashtile.backend.scalars import rows_last
+from flashtile.backend.triton import semaphores
 
 
 class Kernel:
@@ -56,9 +56,9 @@ class Recording:
 
 @pytest.fixture
 def recording() -> Iterator[Recording]:
-    passes._PASSES.clear()
+    replay._PASSES.clear()
     yield Recording()
-    passes._PASSES.clear()
+    replay._PASSES.clear()
 
 
 def given(*, same: bool = False, columns: bool = False) -> tuple[Tensor, Tensor, None]:
@@ -83,7 +83,7 @@ def test_other_tensors(recording: Recording, columns: bool) -> None:
     kept = []
     for _ in range(3):
         tensors = given(columns=columns)
-        kept.append((passes.run("key", tensors, recording, 5), tensors))
+        kept.append((replay.run("key", tensors, recording, 5), tensors))
     for results, tensors in kept:  # each call has results of its own
         assert_right(results, tensors)
     assert recording.times == 1
@@ -93,19 +93,19 @@ def test_other_tensors(recording: Recording, columns: bool) -> None:
 def test_a_tensor_given_twice_and_then_two(recording: Recording) -> None:
     for same in (True, False, True):
         tensors = given(same=same)
-        assert_right(passes.run("key", tensors, recording, 5), tensors)
+        assert_right(replay.run("key", tensors, recording, 5), tensors)
     assert recording.times == 1
 
 
 def test_another_key_is_another_pass(recording: Recording) -> None:
     for key in ("key", "other", "key"):
-        passes.run(key, given(), recording, 5)
+        replay.run(key, given(), recording, 5)
     assert recording.times == 2
 
 
 def test_nothing_is_kept_alive(recording: Recording) -> None:
     tensors = given(columns=True)
-    results = passes.run("key", tensors, recording, 5)
+    results = replay.run("key", tensors, recording, 5)
     memory = [StorageWeakRef(x.untyped_storage()) for x in (*tensors, *results) if x is not None]
     del tensors, results
     assert all(x.expired() for x in memory)
@@ -114,7 +114,7 @@ def test_nothing_is_kept_alive(recording: Recording) -> None:
 def test_allocations_are_poisoned_in_every_run(recording: Recording) -> None:
     with poisoned_allocation():
         for _ in range(2):
-            written, *_ = passes.run("key", given(), recording, 5)
+            written, *_ = replay.run("key", given(), recording, 5)
             assert written is not None
             assert written[-1].isnan().all()
 
@@ -126,22 +126,22 @@ def test_a_tensor_from_elsewhere_is_refused(recording: Recording) -> None:
         return ()
 
     with pytest.raises(KeyError):
-        passes.run("key", given(), record)
-    assert passes._PASSES == {}
+        replay.run("key", given(), record)
+    assert replay._PASSES == {}
 
 
 def test_few_are_remembered(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "MOST_PASSES", 2)
+    monkeypatch.setattr(replay, "MOST_PASSES", 2)
     for key in range(5):
-        passes.run(key, given(), recording, 5)
-    assert list(passes._PASSES) == [3, 4]
+        replay.run(key, given(), recording, 5)
+    assert list(replay._PASSES) == [3, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.bool])
 def test_an_allocation_is_like_its_first(dtype: torch.dtype) -> None:
     first = torch.empty_strided((2, 3, 4), (12, 1, 3), dtype=dtype)
     found: list[Tensor | None] = []
-    passes.allocation(first)(found)
+    replay.allocation(first)(found)
     (x,) = found
     assert x is not None
     assert (x.shape, x.stride(), x.dtype, x.device) == (first.shape, first.stride(), dtype, first.device)
@@ -151,17 +151,17 @@ def test_an_allocation_is_like_its_first(dtype: torch.dtype) -> None:
 def test_counters_of_graphs_are_as_aligned_as_those_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that was compiled for a pointer that is a multiple of 16 gets no other when its pass is replayed."""
     device = torch.device("cpu")
-    reserved = counters.zeros(device, 16)
-    monkeypatch.setattr(counters, "_for_graphs", {device: [reserved]})
-    places = [counters.of_a_graph(device, count).data_ptr() - reserved.data_ptr() for count in (3, 4, 1)]
+    reserved = semaphores.zeros(device, 16)
+    monkeypatch.setattr(semaphores, "_for_graphs", {device: [reserved]})
+    places = [semaphores.of_a_graph(device, count).data_ptr() - reserved.data_ptr() for count in (3, 4, 1)]
     assert places == [0, 16, 32]
-    assert len(counters.of_a_graph(device, 5)) == 5  # more than are left
-    assert counters.of_a_graph(device, 4).data_ptr() - reserved.data_ptr() == 48
+    assert len(semaphores.of_a_graph(device, 5)) == 5  # more than are left
+    assert semaphores.of_a_graph(device, 4).data_ptr() - reserved.data_ptr() == 48
 
 
 def test_counters_that_could_not_be_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    monkeypatch.setattr(counters, "_for_graphs", {})
+    monkeypatch.setattr(semaphores, "_for_graphs", {})
     with exhausted(0), pytest.raises(torch.OutOfMemoryError):
-        counters.reserve(device)
-    assert len(counters.of_a_graph(device, 3)) == 3
+        semaphores.reserve(device)
+    assert len(semaphores.of_a_graph(device, 3)) == 3

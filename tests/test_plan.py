@@ -11,8 +11,8 @@ from checking import dense_case
 
 import flashtile
 from flashtile import AttentionWarning, BackendError
-from flashtile.planner import _warn_once, plan, plan_call
-from flashtile.problem import Problem
+from flashtile.call.problem import Problem
+from flashtile.dispatch.planner import _warn_once, plan, plan_call
 
 CPU = torch.device("cpu")
 Q, K, V = (dense_case().arguments[name] for name in ("q", "k", "v"))
@@ -20,13 +20,13 @@ Q, K, V = (dense_case().arguments[name] for name in ("q", "k", "v"))
 
 @pytest.fixture
 def tiled_declines() -> Iterator[None]:
-    flashtile.planner.forget_plans()
+    flashtile.dispatch.planner.forget_plans()
     with (
         mock.patch("flashtile.backend.cpu.support.declines", return_value="not on Sundays either"),
         mock.patch("flashtile.backend.tiled.support.declines", return_value="not on Sundays"),
     ):
         yield
-    flashtile.planner.forget_plans()
+    flashtile.dispatch.planner.forget_plans()
 
 
 def test_backends() -> None:
@@ -99,7 +99,7 @@ def test_the_plan_depends_on_the_bucket_alone() -> None:
     same = [replace(problem, seqlen_k=n) for n in (65, 101, 128)]
     assert len({id(plan(p, CPU)) for p in (problem, *same)}) == 1
     others = [{"seqlen_k": 129}, {"head_dim": 16}, {"dtype": torch.bfloat16}, {"dropout": True}, {"bias": (True,) * 4}]
-    others += [{"window": flashtile.masks.Window(1)}, {"score_mod": "f#1"}, {"alignment": 1}, {"num_heads_kv": 1}]
+    others += [{"window": flashtile.call.window.Window(1)}, {"score_mod": "f#1"}, {"alignment": 1}, {"num_heads_kv": 1}]
     for changes in others:
         assert plan(replace(problem, **changes), CPU) is not plan(problem, CPU)
 

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from flashtile import progress, verification
+from flashtile import progress
 from flashtile.cli import main, recorded
 from flashtile.testing.tolerance import Deviation
-from flashtile.verification import Number, Outcome, Problems
+from flashtile.verification import examine
+from flashtile.verification.examine import Number, Outcome, Problems
 
 
 def run(*words: object) -> Result:
@@ -29,7 +30,7 @@ def problems(monkeypatch: pytest.MonkeyPatch) -> None:
         error = "wrong" if seed == 1_000_003 else None
         return [right, Outcome("cpu", seed, "float32", "", error=error, declined="no" if seed % 5 == 0 else None)]
 
-    monkeypatch.setattr(verification, "examine_one", examined)
+    monkeypatch.setattr(examine, "examine_one", examined)
     monkeypatch.setattr(recorded, "commit", lambda: "0123456789ab")  # the package may lie outside of a checkout
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 import flashtile
 from flashtile import ArgumentError, AttentionError, ScoreMod
-from flashtile.call import Call, Settings, Tensors
+from flashtile.call.call import Call, Settings, Tensors
+from flashtile.dispatch.operators import OPERATORS
 from flashtile.expression import score_mod
-from flashtile.ops import OPERATORS
 from flashtile.testing.case import ScoreFunction
 
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)

@@ -17,7 +17,7 @@ from torch.func import grad, hessian, jvp, vjp
 import flashtile
 from flashtile.backend.tiled import transforms
 from flashtile.bench.allocation import live_and_peak_bytes
-from flashtile.ops import OPERATORS
+from flashtile.dispatch.operators import OPERATORS
 
 
 def assert_close(found: Any, expected: Any) -> None:

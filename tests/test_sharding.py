@@ -10,8 +10,8 @@ from checking import features, offsets, tile_size
 from torch import Tensor
 
 import flashtile
-from flashtile.autograd import attend
-from flashtile.call import Call
+from flashtile.call.call import Call
+from flashtile.dispatch.autograd import attend
 
 
 def part_of(call: Call, dims: dict[str, slice], **settings: Any) -> Call:

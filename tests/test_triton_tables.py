@@ -9,9 +9,9 @@ from calls import dense_call
 
 from flashtile.backend.triton import tables
 from flashtile.backend.triton.tables import HALF, SMALL, Launch
-from flashtile.device import Device
-from flashtile.masks import Window
-from flashtile.problem import Problem
+from flashtile.call.device import Device
+from flashtile.call.problem import Problem
+from flashtile.call.window import Window
 
 H200, A100 = Device("cuda", "H200", "sm_90", 132), Device("cuda", "A100", "sm_80", 108)
 

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 
 from flashtile.backend.triton import support, tables, tuned
 from flashtile.backend.triton.tables import Launch
+from flashtile.call.device import Device
+from flashtile.call.problem import Problem
 from flashtile.cli import main
-from flashtile.device import Device
 from flashtile.errors import AttentionWarning
-from flashtile.problem import Problem
 from flashtile.tuning.search import LEAST_GAIN, TuningError, neighbours, search
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)

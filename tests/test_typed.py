@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.signatures import CacheKeywords, Keywords, VarlenKeywords
+from flashtile.api.signatures import CacheKeywords, Keywords, VarlenKeywords
 
 ROOT = Path(__file__).parents[1]
 

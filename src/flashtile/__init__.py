@@ -1,12 +1,12 @@
 """flashtile: exact attention for PyTorch, forward and backward, in O(S) memory, with nothing to compile."""
 
 from . import supported as _supported  # noqa: F401 - says no before anything newer is read
-from .api import attention, attention_varlen, attention_with_kvcache
+from .api.attention import attention, attention_varlen, attention_with_kvcache
+from .api.explain import Explanation, explain
+from .api.merge import merge_attention
+from .dispatch.planner import BackendStatus, backends
 from .errors import ArgumentError, AttentionError, AttentionWarning, BackendError
-from .explanation import Explanation, explain
 from .expression import ScoreMod
-from .merge import merge_attention
-from .planner import BackendStatus, backends
 
 __version__ = "0.1.0.dev0"
 

@@ -15,12 +15,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flashtile import planner
-from flashtile.backend.common import passes
-from flashtile.backend.common.launch import Step, taken
-from flashtile.backend.common.pointers import Places
+from flashtile.backend.gpu import replay
+from flashtile.backend.gpu.launch import Step, taken
+from flashtile.backend.gpu.pointers import Places
 from flashtile.backend.hopper import support
-from flashtile.device import Device
+from flashtile.call.device import Device
+from flashtile.dispatch import planner
 
 from . import hopper, language
 from .machine import Machine
@@ -127,7 +127,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         return step
 
     with (
-        mock.patch.multiple(passes, launch=launch, _PASSES={}),
+        mock.patch.multiple(replay, launch=launch, _PASSES={}),
         mock.patch.multiple(kernels, counter=counter_of, describe_device=lambda _: device),
         mock.patch.multiple(backward_pass, counter=counter_of, describe_device=lambda _: device),
         mock.patch.multiple(planner, describe_device=lambda _: device, entry_of=lambda _: kernels),

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from variants import VARIANTS
 
 import flashtile
-from flashtile.backend.common import passes
+from flashtile.backend.gpu import replay
 from flashtile.testing.generate import random_case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -120,8 +120,8 @@ def test_caches(seed: int) -> None:
 
 def test_shards_count_from_where_they_lie() -> None:
     """Positions, windows, ALiBi and dropout of a part of a larger call, whose keys begin anywhere in a counter."""
-    from flashtile.explanation import described_call
-    from flashtile.planner import entry_of, plan_call
+    from flashtile.api.explain import described_call
+    from flashtile.dispatch.planner import entry_of, plan_call
 
     q, k, v = (torch.randn(2, 2, n, 16) for n in (20, 37, 37))
     given = {"causal": True, "alibi_slopes": torch.rand(2), "dropout_p": 0.3, "dropout_seed": 9, "window": (30, 0)}
@@ -140,7 +140,7 @@ def test_offsets_outside_the_tokens_are_keys_that_do_not_exist() -> None:
     q, k, v = (torch.randn(30, 2, 16) for _ in range(3))
     good, bad = offsets(10, 1, 19), torch.tensor([0, 10, 11, 1000], dtype=torch.int32)
     expected = flashtile.attention_varlen(q, k, v, good, good, backend="triton")
-    with mock.patch("flashtile.device.host_readable", return_value=False):
+    with mock.patch("flashtile.call.device.host_readable", return_value=False):
         found = flashtile.attention_varlen(q, k, v, bad, bad, backend="triton")
     assert torch.equal(found, expected)
 
@@ -187,13 +187,13 @@ def test_a_call_like_one_before(name: str) -> None:
         variant = replace(VARIANTS[name], dtype=torch.float32)
         case = replace(variant, head_dim=min(variant.head_dim, 64)).case(2, "cpu", LENGTHS)
     other = replace(case, arguments={key: like(x) for key, x in case.arguments.items()})
-    passes._PASSES.clear()
+    replay._PASSES.clear()
     memory = [StorageWeakRef(x.untyped_storage()) for x in case.run("triton").values()]
     gc.collect()
     assert all(x.expired() for x in memory)
-    with mock.patch.object(passes, "Recorder", side_effect=AssertionError("not known from before")):
+    with mock.patch.object(replay, "Recorder", side_effect=AssertionError("not known from before")):
         found = other.run("triton")
-    passes._PASSES.clear()
+    replay._PASSES.clear()
     expected = other.run("triton")
     for key, x in expected.items():
         assert torch.equal(found[key].nan_to_num(), x.nan_to_num()), key
@@ -203,7 +203,7 @@ def test_a_call_like_one_before(name: str) -> None:
 @pytest.mark.parametrize("kind", ["dense", "rows", "pages", "packed"])
 def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> None:
     """As on a GPU, where nobody reads the lengths on the host: steps that differ in them alone have one signature."""
-    passes._PASSES.clear()
+    replay._PASSES.clear()
     table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
     options: dict[str, dict[str, torch.Tensor]] = {
         "dense": {},
@@ -218,8 +218,8 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> N
     shape = (4, 16, 1, 16) if "page_table" in given else (4, 1, 32, 16)
     caches = {name: torch.randn(shape) for name in ("k_cache", "v_cache")}
     others = {name: x.clone() for name, x in caches.items()}
-    unread = mock.patch("flashtile.device.host_readable", return_value=False)
-    with unread, mock.patch("flashtile.planner.host_readable", return_value=False):
+    unread = mock.patch("flashtile.call.device.host_readable", return_value=False)
+    with unread, mock.patch("flashtile.dispatch.planner.host_readable", return_value=False):
         for n in (0, 5, 11):
             lengths = torch.tensor([4 + n, n], dtype=torch.int32)
             rows = (3,) if kind == "packed" else (2,)
@@ -230,13 +230,14 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> N
             expected = flashtile.attention_with_kvcache(q, **others, **more, backend="reference")
             torch.testing.assert_close(found, expected)
             torch.testing.assert_close(caches, others)
-    assert len(passes._PASSES) == 1
+    assert len(replay._PASSES) == 1
 
 
 @pytest.mark.parametrize("chunks", [(64,), (64, 32)])
 def test_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
     """Its kernels in front and behind are Triton's: blocks of rows begin without a turn, whatever lies in memory."""
-    from flashtile.backend.hopper.rows import finish_kernel, prepare_kernel
+    from flashtile.backend.hopper.entry.rows import finish_kernel, prepare_kernel
+
     from flashtile.backend.hopper.tables import HALVES, HeadDim
 
     batch, heads, rows, width, block = 1, 2, 80, sum(chunks), 64
@@ -291,7 +292,8 @@ def scrambled_chunk(sums: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("chunks", [(64, 32), (128,)])
 def test_packed_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
     """The b-th sequence begins with block `cu_seqlens_q[b] // BLOCK_M + b`; tokens of none are one sequence more."""
-    from flashtile.backend.hopper.rows import finish_kernel
+    from flashtile.backend.hopper.entry.rows import finish_kernel
+
     from flashtile.backend.hopper.tables import HALVES, HeadDim
 
     cu_seqlens_q, tokens, heads, width, block = [0, 5, 5, 138, 142], 147, 2, sum(chunks), 64

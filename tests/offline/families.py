@@ -4,8 +4,8 @@ from typing import Any
 
 from variants import VARIANTS, Variant
 
-from flashtile.call import Call
-from flashtile.explanation import described_call
+from flashtile.api.explain import described_call
+from flashtile.call.call import Call
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 FAMILIES = (

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from flashtile.backend.hopper import kernels as hopper_kernels
+from flashtile.backend.hopper import entry as hopper_kernels
 from flashtile.backend.hopper import support as hopper_support
-from flashtile.backend.triton import kernels as triton_kernels
+from flashtile.backend.triton import entry as triton_kernels
 from flashtile.backend.triton import support as triton_support
-from flashtile.call import Call, Needs
-from flashtile.device import Device
-from flashtile.plan import Plan
-from flashtile.problem import Problem
+from flashtile.call.call import Call, Needs
+from flashtile.call.device import Device
+from flashtile.call.plan import Plan
+from flashtile.call.problem import Problem
 
 OPTIONS = ("num_warps", "num_stages")
 BACKENDS: dict[str, Any] = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..masks import Window, visible_pairs
+from ..call.window import Window, visible_pairs
 
 TIMED = ("forward", "backward", "decode")
 FIRST_CALLS = ("first_call_cold", "first_call_warm")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..device import describe_device
+from ..call.device import describe_device
 from .clocks import clock_of
 from .providers import Provider
 

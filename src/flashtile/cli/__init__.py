@@ -9,7 +9,7 @@ from ..errors import AttentionError
 from .bench import bench
 from .env import env
 from .explain import explain
-from .ladder import ladder
+from .ladder.command import ladder
 from .report import report
 from .soak import soak
 from .tune import tune

@@ -11,10 +11,10 @@ import click
 import torch
 
 from .. import __version__
-from ..backend.common.user_files import CACHE_VARIABLE
 from ..backend.cpu.support import VECTORS_VARIABLE
-from ..device import describe_device
-from ..planner import BACKEND_VARIABLE, backends
+from ..backend.user_files import CACHE_VARIABLE
+from ..call.device import describe_device
+from ..dispatch.planner import BACKEND_VARIABLE, backends
 from .options import json_option, print_json
 
 PACKAGES = ("numpy", "triton", "llvmlite", "numba", "matplotlib", "flash_attn")

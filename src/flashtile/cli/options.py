@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..check import DTYPES
+from ..call.check import DTYPES
 
 NAMED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 

@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 
 from ..bench.origin import command_line, commit, device_name
-from ..verification import Problems, Report, dtype_name
+from ..verification.examine import Problems, Report, dtype_name
 from .env import cpu_name, packages
 from .options import print_table
 

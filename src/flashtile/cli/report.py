@@ -62,7 +62,7 @@ def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: 
     from ..report.gather import gather
     from ..report.page import as_dict, write, write_sections
     from ..report.settings import settings_for
-    from .ladder_report import ladder, tables_of
+    from .ladder.report import ladder, tables_of
 
     settings = settings_for(device, quick)
     given = {name: x for name in ("seqlens", "memory_seqlens", "cases", "steps") if (x := options[name]) is not None}

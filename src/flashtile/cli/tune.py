@@ -7,7 +7,7 @@ import click
 import torch
 
 from ..backend.triton import support, tuned
-from ..device import describe_device
+from ..call.device import describe_device
 from .options import Device, Dtype, Folder, json_option, print_json
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ import torch
 from rich.table import Table
 
 from ..bench.captured import Source, captured
+from ..dispatch.planner import backends as all_backends
 from ..errors import BackendError
-from ..planner import backends as all_backends
 from ..progress import progress
-from ..verification import Outcome, Problems, Report, Tally, default_jobs, dtype_name, examine
+from ..verification.examine import Outcome, Problems, Report, Tally, default_jobs, dtype_name, examine
 from . import recorded
 from .options import Device, Dtype, OutputFile, json_option, print_json, print_table
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..dispatch.eager import untraced
 from ..errors import ArgumentError
-from ..observed import untraced
 from .purity import EXAMPLE
 
 CONSTANTS = (int, float, complex, str, bytes, types.NoneType, types.EllipsisType, torch.dtype, torch.device)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ..bench.captured import Source, captured
 from ..bench.results import three_digits
-from ..planner import backends
-from ..verification import Outcome, Problems, Report, Tally, examine
+from ..dispatch.planner import backends
+from ..verification.examine import Outcome, Problems, Report, Tally, examine
 from .section import Section, Table
 from .settings import Settings
 

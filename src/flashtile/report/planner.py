@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from .. import attention, explain
+from ..api.explain import Explanation
 from ..bench.clocks import clock_of
 from ..bench.results import three_digits
-from ..explanation import Explanation
-from ..planner import backends
+from ..dispatch.planner import backends
 from .section import Section, Table
 from .settings import Settings
 

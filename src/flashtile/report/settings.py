@@ -8,7 +8,7 @@ import torch
 from ..bench.captured import HEAD_DIM, HEADS, STEPS
 from ..bench.cell import Cell
 from ..bench.sweep import Timing
-from ..verification import default_jobs
+from ..verification.examine import default_jobs
 
 QUICK = Timing(rounds=5, sample_seconds=0.05, rest_seconds=0.01, most_seconds=4.0)
 LONG_LADDER: dict[str, Any] = {

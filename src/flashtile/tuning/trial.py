@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..api.explain import described_call
 from ..backend.triton import tables
 from ..backend.triton.tables import Launch, Tile
 from ..bench.check import spoil_memory
 from ..bench.clocks import clock_of
 from ..bench.rounds import Entrant, interleave
 from ..bench.sweep import Timing
-from ..call import Call, Needs
-from ..device import describe_device
-from ..explanation import described_call
-from ..plan import Plan
-from ..planner import entry_of
-from ..rates import synchronize
+from ..call.call import Call, Needs
+from ..call.device import describe_device
+from ..call.plan import Plan
+from ..dispatch.planner import entry_of
+from ..iomodel.rates import synchronize
 from ..testing.case import Case
 from ..testing.oracle import Expected, solve
 from ..testing.tolerance import worst

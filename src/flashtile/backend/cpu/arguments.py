@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...call import Call, Needs
-from ...problem import accumulation_dtype
-from ..common.arguments import slopes_stride, strides_of
-from ..common.rng import keep_scale, threshold
-from .formats import BYTES
+from ...call.call import Call, Needs
+from ...call.problem import accumulation_dtype
+from ..blockwise.rng import keep_scale, threshold
+from ..scalars import slopes_stride, strides_of
+from .kernels.formats import BYTES
+from .kernels.tiles import SEQUENCE, UNLIMITED
 from .targets import Target
-from .tiles import SEQUENCE, UNLIMITED
 from .variant import FIELDS, REALS, Variant
 from .workspace import BLOCK, LINE
 

@@ -20,7 +20,7 @@ import llvmlite
 import numpy as np
 from llvmlite import binding as llvm
 
-from ..common import user_files
+from .. import user_files
 from .targets import Target
 from .variant import Variant
 

@@ -10,9 +10,9 @@ import time
 import torch
 
 from . import targets
-from .codegen import Code
 from .jit import function_address
-from .operands import ADDRESS, LONG
+from .kernels.codegen import Code
+from .kernels.operands import ADDRESS, LONG
 from .targets import Target
 from .threads import WORKER
 from .variant import Variant

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...device import Device
-from ...problem import Problem, too_long
+from ...call.device import Device
+from ...call.problem import Problem, too_long
 
 SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature but score_mod, head dimensions to 512"
 MAX_HEAD_DIM = 512

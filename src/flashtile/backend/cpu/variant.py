@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from .codegen import Code
-from .elementary import LOG2E
-from .operands import ADDRESS, DOUBLE, FLOAT, LONG, Pointer, Value
+from .kernels.codegen import Code
+from .kernels.elementary import LOG2E
+from .kernels.operands import ADDRESS, DOUBLE, FLOAT, LONG, Pointer, Value
 
 FORWARD, BACKWARD = "attend", "differentiate"  # the kernels' names
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .operands import BYTE, INT, LONG, SIZES, Pointer
+from .kernels.operands import BYTE, INT, LONG, SIZES, Pointer
 
 BLOCK = 96  # keys at a time: their scores stay in the first-level cache
 DROPOUT_KEYS = 8  # keys that share a random counter; a block may begin and end inside such a group

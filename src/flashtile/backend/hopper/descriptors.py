@@ -9,8 +9,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl  # pyright: ignore[reportMissingImports]
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
-from ...problem import alignment
-from ..common.arguments import rows_last
+from ...call.problem import alignment
+from ..scalars import rows_last
 from .support import COPY_ALIGNMENT
 from .tables import END
 

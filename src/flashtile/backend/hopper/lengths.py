@@ -1,6 +1,6 @@
 """How many tiles of rows a call has, and in what order they are taken (`schedule.Work`)."""
 
-from ...call import Call
+from ...call.call import Call
 from .tables import most_blocks
 
 SECTION_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while others pass

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...call import Needs
-from ...device import Device
-from ...problem import Problem, too_long
-from ..common.installed import triton_version
+from ...call.call import Needs
+from ...call.device import Device
+from ...call.problem import Problem, too_long
+from ..gpu.installed import triton_version
 
 if TYPE_CHECKING:
     from .tables import Tile

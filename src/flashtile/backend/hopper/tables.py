@@ -5,9 +5,9 @@
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from ...device import Device
-from ...problem import Problem
-from ..common.installed import triton_version
+from ...call.device import Device
+from ...call.problem import Problem
+from ..gpu.installed import triton_version
 
 ROWS = 64  # of one warpgroup
 COLUMNS = 64  # of dq at most, that one warpgroup computes

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from ...device import Device
-from ...problem import Problem
+from ...call.device import Device
+from ...call.problem import Problem
 
 if TYPE_CHECKING:
-    from ..common.tiles import TileShape
+    from ..blockwise.tiles import TileShape
 
 SUMMARY = "dense torch operations: the formulas as they are written, O(S^2) memory, to compare with"
 
@@ -21,7 +21,7 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 def tile(problem: Problem, device: Device) -> "TileShape":
     """One tile: the whole call."""
-    from ..common.tiles import TileShape  # `import flashtile` does without it
+    from ..blockwise.tiles import TileShape  # `import flashtile` does without it
 
     return TileShape(problem.seqlen_q, problem.seqlen_k, problem.num_heads_kv, max(problem.batch, 1))
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call import Call, Gradients, Needs
-from ..common.gradients import sink_weight
-from ..common.score_gradients import FeatureGradients, scores_backward
-from ..common.scores import Scores
-from ..common.sums import BLOCKS, Sum, matmul
-from ..common.tiles import Rows, Side, Slab, TileShape, fold_groups, num_heads_kv, slabs, unfold_groups
+from ...call.call import Call, Gradients, Needs
+from ..blockwise.score_gradients import FeatureGradients, scores_backward
+from ..blockwise.scores import Scores
+from ..blockwise.sums import BLOCKS, Sum, matmul
+from ..blockwise.tiles import Rows, Side, Slab, TileShape, fold_groups, num_heads_kv, slabs, unfold_groups
+from ..epilogue import sink_weight
 from .loop import row_blocks, tiles
 
 

@@ -7,12 +7,12 @@ scores of one tile are all that is ever held.
 import torch
 from torch import Tensor
 
-from ...call import Call
-from ..common import softmax
-from ..common.scores import Scores
-from ..common.softmax import RowState
-from ..common.sums import BLOCKS, matmul
-from ..common.tiles import Rows, Side, Slab, TileShape, fold_groups, slabs, unfold_groups
+from ...call.call import Call
+from ..blockwise import softmax
+from ..blockwise.scores import Scores
+from ..blockwise.softmax import RowState
+from ..blockwise.sums import BLOCKS, matmul
+from ..blockwise.tiles import Rows, Side, Slab, TileShape, fold_groups, slabs, unfold_groups
 from .loop import row_blocks, tiles
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from ... import device
-from ...call import Settings
-from ...masks import KeyRange, key_range
-from ..common.scores import Scores, Tile, tile_part
-from ..common.tiles import Slab, TileShape
+from ...call import device
+from ...call.call import Settings
+from ...call.window import KeyRange, key_range
+from ..blockwise.scores import Scores, Tile, tile_part
+from ..blockwise.tiles import Slab, TileShape
 
 
 def row_blocks(slab: Slab, shape: TileShape) -> Iterator[slice]:

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from ...device import Device
-from ...problem import Problem
+from ...call.device import Device
+from ...call.problem import Problem
 
 if TYPE_CHECKING:
-    from ..common.tiles import TileShape
+    from ..blockwise.tiles import TileShape
 
 SUMMARY = "torch operations, block by block: any device, every feature"
 BLOCK_M, BLOCK_N = 256, 512
@@ -25,7 +25,7 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 
 def tile(problem: Problem, device: Device) -> "TileShape":
-    from ..common.tiles import TileShape  # `import flashtile` does without it
+    from ..blockwise.tiles import TileShape  # `import flashtile` does without it
 
     block_m = min(BLOCK_M, max(problem.seqlen_q, 1))
     block_n = min(BLOCK_N, max(problem.seqlen_k, 1))

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
 
-from ...call import Call, Tensors
-from ...plan import Plan
-from ...problem import accumulation_dtype
-from ..common.boundary import lse_of_rows
-from ..common.scores import Scores, slab_part, slopes_4d
-from ..common.tiles import GatheredRows, Side, Slab, TileShape, num_heads_kv, slabs
+from ...call.call import Call, Tensors
+from ...call.plan import Plan
+from ...call.problem import accumulation_dtype
+from ..blockwise.rows_of_lse import lse_of_rows
+from ..blockwise.scores import Scores, slab_part, slopes_4d
+from ..blockwise.tiles import GatheredRows, Side, Slab, TileShape, num_heads_kv, slabs
 from .forward import attend_rows
 from .loop import row_blocks
 

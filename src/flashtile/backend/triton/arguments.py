@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import Call
-from ...problem import LONGEST, power_of_two
-from ..common.arguments import rows_last, score_units, slopes_stride, strides, window_numbers
-from ..common.passes import Recorder
-from ..common.pointers import Described
-from ..common.rng import keep_scale, threshold
+from ...call.call import Call
+from ...call.problem import LONGEST, power_of_two
+from ..blockwise.rng import keep_scale, threshold
+from ..gpu.pointers import Described
+from ..gpu.replay import Recorder
+from ..scalars import rows_last, score_units, slopes_stride, strides, window_numbers
 from .tables import Launch
 
 MOST_BIAS_SPLITS = 16  # copies of the bias's gradient, added up at the end

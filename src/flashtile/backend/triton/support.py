@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...device import Device
-from ...problem import Problem, too_long
+from ...call.device import Device
+from ...call.problem import Problem, too_long
 
 if TYPE_CHECKING:
     from .tables import Tile

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...device import Device
-from ...problem import Problem, power_of_two
+from ...call.device import Device
+from ...call.problem import Problem, power_of_two
 from . import tuned
 
 

@@ -10,10 +10,10 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...device import Device
+from ...call.device import Device
 from ...errors import AttentionWarning
-from ..common import user_files
-from ..common.installed import triton_version
+from .. import user_files
+from ..gpu.installed import triton_version
 
 FILE = "triton-tiles.json"
 FORMAT = 1

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...planner import backends
+from ...dispatch.planner import backends
 from .flash_attn_2 import FlashAttention2
 from .flash_attn_3 import FlashAttention3
 from .flash_attn_4 import FlashAttention4

@@ -8,7 +8,16 @@ from torch import Tensor
 from torch._functorch import config as functorch
 
 from ...testing.case import Case
-from .provider import Declined, Prepared, Provider, effective_window, features, from_autograd, group_of, require
+from .provider import (
+    Declined,
+    Prepared,
+    Provider,
+    effective_window,
+    features,
+    from_autograd,
+    group_of,
+    require,
+)
 
 TAKES = {"causal", "window", "softcap", "bias", "mask", "alibi_slopes", "grouped heads", "packed sequences"}
 TAKES |= {"Dv other than D"}

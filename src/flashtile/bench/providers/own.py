@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ... import __version__, attention, attention_varlen, attention_with_kvcache
+from ...api.explain import described_call, tile_in_words
+from ...call.problem import Problem
+from ...dispatch.planner import backends, plan
 from ...errors import BackendError
-from ...explanation import described_call, tile_in_words
-from ...planner import backends, plan
-from ...problem import Problem
 from ...testing.case import Case
 from .provider import Declined, Prepared, Provider, from_autograd
 

@@ -1,0 +1,368 @@
+"""The public functions: what each argument means, and nothing else. `normalize` and `autograd` do the work."""
+
+from __future__ import annotations  # not evaluated at `import flashtile`
+
+from typing import Any, Literal, Unpack, overload
+
+from torch import Tensor
+
+from ..call.advice import public, refuse
+from ..call.cache import CacheTensors
+from ..dispatch.autograd import attend
+from ..dispatch.cache_operator import attend_with_cache
+from .normalize import flag, normalize
+from .signatures import CacheKeywords, Causal, Keywords, ScoreModArgument, VarlenKeywords, WindowArgument
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **keywords: Unpack[Keywords]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **keywords: Unpack[Keywords]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **keywords: Unpack[Keywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@public
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *more: Any,
+    causal: Causal = False,
+    window: WindowArgument = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreModArgument = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, `softmax(scale * q k^T) v`, in O(S) memory, differentiable in every floating-point tensor.
+
+    The features act on the scores in this order: softcap, bias, ALiBi, score_mod, visibility. A row that sees no key
+    gives 0, with a log-sum-exp of -inf (or its sink). The algorithm is that of Dao, "FlashAttention-2", section 3.1;
+    docs/contract.md has the formula and the error bound. Numbers may be NumPy's, but inside `torch.compile`.
+
+    Example:
+        >>> q = torch.randn(2, 8, 100, 64)  # [B, Hq, Sq, D]
+        >>> k, v = torch.randn(2, 2, 300, 64), torch.randn(2, 2, 300, 64)  # four query heads for each key head
+        >>> flashtile.attention(q, k, v, causal=True).shape
+        torch.Size([2, 8, 100, 64])
+        >>> out, lse = flashtile.attention(q, k, v, window=(63, 0), return_lse=True)
+        >>> lse.shape
+        torch.Size([2, 8, 100])
+
+    Args:
+        q: queries `[B, Hq, Sq, D]`; float16, bfloat16, float32 or float64; D from 1 to 1024. Any strides.
+        k: keys `[B, Hkv, Sk, D]`, of q's dtype and device. Hq is a multiple of Hkv; query head h reads key/value head
+            `h // (Hq // Hkv)`.
+        v: values `[B, Hkv, Sk, Dv]`.
+        causal: `True` hides keys `j > i + Sk - Sq` (the last query sees every key); `"top_left"` hides `j > i`.
+        window: `(left, right)`: key j is visible iff `i + Sk - Sq - left <= j <= i + Sk - Sq + right`; `None` or -1
+            is unlimited. With `causal`, both hold (Beltagy et al., "Longformer", section 3.1). Integers, of tokens.
+        mask: bool `[B, Hq, Sq, Sk]`, each dimension may be 1; True is visible.
+        scale: factor of the products, finite in float32; `D ** -0.5` if `None`.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, section 2).
+        bias: added to the scores; `[B, Hq, Sq, Sk]`, each dimension may be 1; q's dtype or float32. Its gradient takes
+            memory in proportion to it.
+        alibi_slopes: `[Hq]` or `[B, Hq]`, q's dtype or float32; `slope * |i + Sk - Sq - j|` is subtracted (Press et
+            al., "ALiBi", section 3).
+        sinks: `[Hq]`, q's dtype or float32; `exp(sink)` joins each row's denominator (Xiao et al., "Attention sinks",
+            section 3).
+        score_mod: a `flashtile.ScoreMod`, or a function `(score, b, h, q_idx, k_idx) -> score` of torch operations
+            (as in Dong et al., "Flex Attention", 2024).
+        dropout_p: the probability of dropping a weight, `0 <= p < 1`. Which are dropped depends on the seed and the
+            positions alone: not on backend, device or layout.
+        dropout_seed: an int of 64 bits, or an int64 tensor of one element on q's device; by default drawn from torch's
+            generator (Philox: Salmon et al., "Parallel random numbers", 2011).
+        return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
+        deterministic: `True` gives the same bits for the same call; `None` follows
+            `torch.are_deterministic_algorithms_enabled()`.
+        backend: `"auto"` takes the fastest that accepts the call; a named one is never replaced by another.
+
+    Returns:
+        `out [B, Hq, Sq, Dv]` in q's dtype; with `return_lse` also `lse [B, Hq, Sq]`, natural logarithm, in float32
+        (float64 for float64 inputs).
+
+    Raises:
+        ArgumentError: an argument is not what it should be; one that the function does not have is also a `TypeError`.
+        BackendError: no backend takes the call, or the named one does not.
+    """
+    if more or unknown:
+        refuse("attention", more, unknown)
+    tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    call = normalize(
+        "attention",
+        tensors,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        score_mod=score_mod,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    out, lse = attend(call)
+    return (out, lse) if return_lse else out
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[VarlenKeywords],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[VarlenKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    *,
+    return_lse: bool,
+    **keywords: Unpack[VarlenKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@public
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    *more: Any,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    causal: Causal = False,
+    window: WindowArgument = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreModArgument = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over sequences of different lengths, packed one after another; each sees only itself.
+
+    Positions (of causal, window, bias, mask, ALiBi, score_mod and dropout) count from the start of each sequence.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 100, 300], dtype=torch.int32)  # sequences of 100 and 200 tokens
+        >>> q, k, v = torch.randn(300, 8, 64), torch.randn(300, 2, 64), torch.randn(300, 2, 64)
+        >>> flashtile.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True).shape
+        torch.Size([300, 8, 64])
+
+    Args:
+        q: queries `[Tq, Hq, D]`: the sequences' tokens one after another; float16, bfloat16, float32 or float64. Rows
+            past `cu_seqlens_q[-1]` give 0.
+        k: keys `[Tk, Hkv, D]`, of q's dtype and device; with `page_table`, pages `[num_pages, page_size, Hkv, D]`.
+        v: values `[Tk, Hkv, Dv]`, or pages `[num_pages, page_size, Hkv, Dv]`.
+        cu_seqlens_q: int32 or int64 `[B + 1]`, offsets of the sequences in q, starting with 0 and never falling.
+        cu_seqlens_k: the same for k; may be `None` if both `page_table` and `seqused_k` are given.
+        max_seqlen_q: an int, at least the longest sequence's queries; `None` stands for all tokens, and reads nothing
+            back.
+        max_seqlen_k: the same for keys.
+        seqused_k: int32 or int64 `[B]`, keys of each sequence that exist; the rest are never read.
+        page_table: int32 or int64 `[B, max_pages]`: keys `p * page_size` onwards of sequence b are page
+            `page_table[b, p]` (Kwon et al., "PagedAttention", section 4.1).
+        mask, bias: as in `attention`, against `[B, Hq, max_seqlen_q, max_seqlen_k]`.
+
+    The other arguments are those of `attention`.
+
+    Returns:
+        `out [Tq, Hq, Dv]` in q's dtype, and with `return_lse` also `lse [Hq, Tq]` as `attention` returns it.
+
+    Raises:
+        ArgumentError: an argument is not what it should be; one that the function does not have is also a `TypeError`.
+            Lengths and pages are read where they are on a CPU; on a GPU, entries that point outside the tensors are
+            keys that do not exist.
+        BackendError: no backend takes the call, or the named one does not.
+    """
+    if more or unknown:
+        refuse("attention_varlen", more, unknown)
+    tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    tensors |= {"seqused_k": seqused_k, "page_table": page_table}
+    call = normalize(
+        "attention_varlen",
+        tensors,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        score_mod=score_mod,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=deterministic,
+        backend=backend,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
+    out, lse = attend(call)
+    return (out, lse) if return_lse else out
+
+
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[CacheKeywords],
+) -> Tensor: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: Literal[True], **keywords: Unpack[CacheKeywords]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool, **keywords: Unpack[CacheKeywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@public
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *more: Any,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    num_splits: int | None = None,
+    causal: Causal = False,
+    window: WindowArgument = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreModArgument = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append new keys and values to a cache, in place, and attend over all that it then holds; for inference.
+
+    Sequence b has `Sk[b] = cache_seqlens[b] + appended keys`; its queries are its last tokens, at the positions
+    `Sk[b] - Sq[b] + i`, for causal and window as for rotary. `cache_seqlens` itself is not changed: add the number of
+    appended keys before the next step. Under `torch.compile` and in CUDA graphs it is one operator that reads
+    nothing back. docs/kvcache.md has what a cache means, and a decode loop.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 2, 512, 64), torch.zeros(2, 2, 512, 64)  # room for 512 keys each
+        >>> lengths = torch.tensor([7, 300], dtype=torch.int32)  # keys that are there
+        >>> q, k, v = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64)  # one token each
+        >>> out = flashtile.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, k=k, v=v, causal=True)
+        >>> lengths += 1
+        >>> torch.equal(k_cache[1, :, 300], k[1, :, 0])
+        True
+
+    Args:
+        q: queries `[B, Hq, Sq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`; float16, bfloat16, float32 or float64.
+        k_cache: `[B_cache, Hkv, S_max, D]`, or with `page_table` pages `[num_pages, page_size, Hkv, D]`, of any page
+            size (Kwon et al., "PagedAttention", section 4.1); any strides; q's dtype and device.
+        v_cache: the same with Dv.
+        cache_seqlens: int32 or int64 `[B]`, as all lengths and indices here; keys in each sequence's cache before this
+            call.
+        page_table: int32 `[B, max_pages]`, as in `attention_varlen`.
+        cache_batch_idx: int32 `[B]`, each sequence's row of a dense cache; `None` is 0, 1, 2, ...
+        leftpad_k: int32 `[B]`, positions at the front of each cache that hold no key. They count as positions, so
+            that indices and rotary angles are those of the cache's slots.
+        cu_seqlens_q: int32 `[B + 1]`, offsets of the sequences in packed q, and in packed k and v.
+        k, v: keys and values to append, `[B, Hkv, S_new, D]` and Dv; packed like q if q is packed.
+        rotary_cos, rotary_sin: `[S_rotary, rotary_dim / 2]`, q's dtype or float32, rotary_dim at most D; q and the
+            appended k are turned by the angles of their positions (Su et al., "RoFormer", section 3.2.2). Kept in q's
+            dtype after it.
+        rotary_interleaved: pairs are features (0, 1), (2, 3), ... (GPT-J); if False, (n, n + rotary_dim / 2)
+            (GPT-NeoX).
+        num_splits: an int, into how many parts the keys are split, for backends that compute parts side by side;
+            `None` lets them choose. The result is the same up to rounding. `tiled` and `reference` take the keys in
+            order.
+
+    The other arguments are those of `attention`; `mask` and `bias` broadcast to `[B, H, Sq, S_max]` (pages:
+    `max_pages * page_size`).
+
+    Returns:
+        `out` in the shape of q with Dv; with `return_lse` also `lse`, `[B, Hq, Sq]` or `[Hq, Tq]`.
+
+    Raises:
+        ArgumentError: an argument is not what it should be; one that the function does not have is also a `TypeError`.
+            On a CPU also a cache, page table or rotary table that is too small, and entries outside the pages; on a
+            GPU such keys do not exist and are not written.
+        AttentionError: a tensor requires a gradient, or forward-mode is active: this call has no derivatives.
+        BackendError: no backend takes the call, or the named one does not.
+    """
+    if more or unknown:
+        refuse("attention_with_kvcache", more, unknown)
+    cache = CacheTensors(
+        k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, k, v, rotary_cos, rotary_sin
+    )
+    interleaved = flag("attention_with_kvcache", "rotary_interleaved", rotary_interleaved, "True or False")
+    tensors = {"q": q, "k": k_cache, "v": v_cache, "mask": mask, "bias": bias}
+    tensors |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q}
+    call = normalize(
+        "attention_with_kvcache",
+        tensors,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        score_mod=score_mod,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=deterministic,
+        backend=backend,
+        num_splits=num_splits,
+        cache=cache,
+    )
+    out, lse = attend_with_cache(call, cache, interleaved)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,213 @@
+"""The plan of a call in words: what will run, how much work it is, what limits it, and why nothing else was chosen."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.advice import refuse
+from ..call.call import Call, Needs
+from ..call.device import describe_device, host_readable
+from ..call.plan import Plan
+from ..call.problem import Problem
+from ..call.window import visible_pairs
+from ..dispatch.planner import plan
+from ..errors import BackendError
+from .normalize import normalize
+
+CACHED = ", less where its tensors lie in a cache"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The plan of a call, its work and its limit. `str(explanation)` is the text for people, `as_dict()` is for JSON.
+
+    Attributes:
+        problem: the call in words.
+        device: its name.
+        backend: the backend of the forward pass.
+        tile: the shape of its tiles, in words.
+        why_not: the backends asked before, and the reason each declined.
+        backward: the backend of the backward pass, or "none".
+        backward_tile: the shape of its tiles.
+        visible_pairs: pairs of a query row and a key, over sequences and query heads; at most, where the host cannot
+            know.
+        flops_forward: operations, `2 * pairs * (D + Dv)`.
+        flops_backward: operations of five products instead of two: 2.5 times forward where Dv is D.
+        bytes_forward: each input read and each output written once.
+        intensity: operations for each byte, forward.
+        flops_per_second: the most that arithmetic reaches on this device in this dtype, measured (`rates`).
+        bytes_per_second: the most that memory reaches.
+        limit: "compute" or "memory".
+        seconds_at_limit: what forward takes at these rates, the least that it can if its tensors lie in memory.
+    """
+
+    problem: str
+    device: str
+    backend: str
+    tile: str
+    why_not: dict[str, str]
+    backward: str
+    backward_tile: str
+    visible_pairs: int
+    flops_forward: int
+    flops_backward: int
+    bytes_forward: int
+    intensity: float
+    flops_per_second: float
+    bytes_per_second: float
+    limit: str
+    seconds_at_limit: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        why_not = "".join(f"\n  not {name}: {reason}" for name, reason in self.why_not.items())
+        backward = f"backward: backend {self.backward}, {self.backward_tile}\n" if self.backward != self.backend else ""
+        return (
+            f"{self.problem}\n"
+            f"on {self.device}: backend {self.backend}, {self.tile}{why_not}\n"
+            f"{backward}"
+            f"forward {self.flops_forward / 1e9:.3g} GFLOP, backward {self.flops_backward / 1e9:.3g} GFLOP, "
+            f"{self.visible_pairs:,} visible pairs\n"
+            f"forward moves at least {self.bytes_forward / 1e6:.3g} MB: {self.intensity:.3g} FLOP per byte\n"
+            f"limited by {self.limit}: arithmetic reaches {self.flops_per_second / 1e9:.3g} GFLOP/s here and memory "
+            f"{self.bytes_per_second / 1e9:.3g} GB/s; at these rates forward takes at least "
+            f"{self.seconds_at_limit * 1e3:.3g} ms{CACHED if self.limit == 'memory' else ''}"
+        )
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    **keywords: Any,
+) -> Explanation:
+    """Plan a call of `attention` (or, with `cu_seqlens_q`, of `attention_varlen`) and describe it; run none of it.
+
+    Measures arithmetic and memory of the device for a fifth of a second, once in a process, to say which of the two
+    limits the call (Williams et al., "Roofline", 2009).
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 8, 256, 64) for _ in range(3))
+        >>> found = flashtile.explain(q, k, v, causal=True)
+        >>> found.backend, found.visible_pairs
+        ('cpu', 263168)
+
+    Args:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, keywords: as the call itself takes them, in shapes and dtypes too.
+
+    Returns:
+        An `Explanation`.
+
+    Raises:
+        AttentionError: as the call itself would.
+    """
+    from ..iomodel.rates import machine
+    from ..iomodel.work import backward_flops, forward_flops, least_bytes, roofline  # not at `import flashtile`
+
+    call = described_call(q, k, v, cu_seqlens_q, cu_seqlens_k, keywords)
+    problem = Problem.describe(call)
+    chosen = plan(problem, q.device, call.settings.backend)
+    backward = backward_plan(problem, q.device, call.settings.backend, needs_of(call))
+    pairs = pairs_of(call, problem)
+    flops = forward_flops(pairs, problem.head_dim, problem.head_dim_v)
+    inputs = sum(x.numel() * x.element_size() for x in call.tensors.flat() if x is not None)
+    rows = q.numel() // max(problem.head_dim, 1)
+    moved = least_bytes(inputs, rows, problem.head_dim_v, q.element_size())
+    rates = machine(q.device, q.dtype)
+    bound = roofline(flops, moved, rates)
+    return Explanation(
+        problem=in_words(problem),
+        device=describe_device(q.device).name,
+        backend=chosen.backend,
+        tile=tile_in_words(chosen),
+        why_not=dict(chosen.why),
+        backward="none" if backward is None else backward.backend,
+        backward_tile="" if backward is None else tile_in_words(backward),
+        visible_pairs=pairs,
+        flops_forward=flops,
+        flops_backward=backward_flops(pairs, problem.head_dim, problem.head_dim_v),
+        bytes_forward=moved,
+        intensity=flops / max(moved, 1),
+        **rates._asdict(),
+        limit=bound.limit,
+        seconds_at_limit=bound.seconds,
+    )
+
+
+def needs_of(call: Call) -> Needs:
+    """The gradients of q, k and v, and of features whose tensors require one."""
+    t = call.tensors
+    bias, alibi_slopes, sinks = (x is not None and x.requires_grad for x in (t.bias, t.alibi_slopes, t.sinks))
+    return Needs(True, True, True, bias, alibi_slopes, sinks)
+
+
+def backward_plan(problem: Problem, device: torch.device, backend: str, needs: Needs) -> Plan | None:
+    """`None` where the named backend has no backward pass for the problem."""
+    try:
+        return plan(problem, device, backend, needs=needs)
+    except BackendError:
+        return None
+
+
+def described_call(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, keywords: dict[str, Any]
+) -> Call:
+    """The normalised call of a public function's arguments; `refuse` answers what it does not take."""
+    tensor_names = ("mask", "bias", "alibi_slopes", "sinks")
+    defaults: dict[str, Any] = dict.fromkeys(
+        ("window", "scale", "softcap", "score_mod", "dropout_seed", "deterministic")
+    )
+    defaults |= {"causal": False, "dropout_p": 0.0, "backend": "auto"}
+    if cu_q is not None:
+        tensor_names += ("seqused_k", "page_table")
+        defaults |= {"max_seqlen_q": None, "max_seqlen_k": None}
+    known = {*tensor_names, *defaults, "return_lse"}
+    if unknown := {name: value for name, value in keywords.items() if name not in known}:
+        refuse("attention" if cu_q is None else "attention_varlen", (), unknown)
+    tensors = {"q": q, "k": k, "v": v} | {name: keywords.get(name) for name in tensor_names}
+    if cu_q is not None:
+        tensors |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    given = defaults | {name: value for name, value in keywords.items() if name in defaults}
+    return normalize("attention" if cu_q is None else "attention_varlen", tensors, **given)
+
+
+def pairs_of(call: Call, problem: Problem) -> int:
+    """Visible pairs by position; a bool mask is not counted, and device-side lengths count as their maximum."""
+    t, window = call.tensors, problem.window
+    if call.layout == "dense":
+        lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
+    elif host_readable(t.q):
+        assert t.cu_seqlens_q is not None
+        seqlens_k = t.cu_seqlens_k.diff() if t.seqused_k is None and t.cu_seqlens_k is not None else t.seqused_k
+        assert seqlens_k is not None
+        lengths = list(zip(t.cu_seqlens_q.diff().tolist(), seqlens_k.tolist(), strict=True))
+    else:
+        lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
+    counted = {pair: visible_pairs(window, *pair) for pair in set(lengths)}
+    return problem.num_heads_q * sum(counted[pair] for pair in lengths)
+
+
+def in_words(problem: Problem) -> str:
+    p = problem
+    dtype = str(p.dtype).removeprefix("torch.")
+    heads = f"{p.num_heads_q}/{p.num_heads_kv}" if p.num_heads_q != p.num_heads_kv else f"{p.num_heads_q}"
+    dim = f"{p.head_dim}/{p.head_dim_v}" if p.head_dim != p.head_dim_v else f"{p.head_dim}"
+    features = [name for name in ("softcap", "alibi", "sinks", "dropout", "deterministic") if getattr(p, name)]
+    features += [f"{name} with broadcast {x}" for name in ("mask", "bias") if (x := getattr(p, name)) is not None]
+    features += [f"score_mod {p.score_mod}"] if p.score_mod else []
+    if not p.window.unlimited:
+        features.append(f"window ({p.window.left}, {p.window.right}){' top-left causal' * p.window.top_left}")
+    return (
+        f"{p.layout} {dtype}, batch {p.batch}, heads {heads}, seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {dim}"
+        + "".join(f", {feature}" for feature in features)
+    )
+
+
+def tile_in_words(chosen: Plan) -> str:
+    return ", ".join(f"{name} {n}" for name, n in chosen.tile._asdict().items() if n is not None)

@@ -1,0 +1,302 @@
+"""From what a user writes to what an operator takes: causal becomes a window, a seed a tensor, a function a ScoreMod.
+
+Everything here is traced by Dynamo, so it looks at Python values and types only; shapes are checked in the operator.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.cache import CACHE_REQUIRED, CacheTensors
+from ..call.call import MOST_SIGNATURES, Call, Settings, Tensors, signature
+from ..call.memory import in_memory
+from ..call.window import Window
+from ..dispatch.eager import unobserved
+from ..errors import ArgumentError, call_of
+from ..expression import ScoreMod
+from ..remember import remember
+
+REQUIRED = ("q", "k", "v", "cu_seqlens_q")
+LARGEST_FLOAT = torch.finfo(torch.float32).max
+
+
+def normalize(
+    function: str,
+    tensors: dict[str, Any],
+    *,
+    causal: Any,
+    window: Any,
+    scale: Any,
+    softcap: Any,
+    score_mod: Any,
+    dropout_p: Any,
+    dropout_seed: Any,
+    deterministic: Any,
+    backend: Any,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    num_splits: Any = None,
+    cache: CacheTensors | None = None,
+) -> Call:
+    """The call of a public function's arguments. `tensors` holds those that are tensors as they stand; of a KV cache,
+    k and v are the caches, and what else it has is in `cache`.
+    """
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    scalars = (
+        causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, num_splits, deterministic, backend
+    )  # fmt: skip
+    beside = () if cache is None else cache[2:]
+    plain = (
+        score_mod is None
+        and not torch.compiler.is_compiling()
+        and not torch._C._is_any_autocast_enabled()  # which makes another call of the same arguments
+        and unobserved(*tensors.values(), *beside)
+    )
+    if plain and (call := call_like_before(function, tensors, beside, scalars)) is not None:
+        return call
+    if cache is not None:  # first, for k and v have other names in it
+        require_tensors(function, cache._asdict(), CACHE_REQUIRED)
+        same_place(function, cache.k_cache, cache._asdict())
+    require_tensors(function, tensors, REQUIRED if cache is None else REQUIRED[:3])
+    q = tensors["q"]
+    same_place(function, q, tensors)
+    # Caches are written in place, so they keep their dtype.
+    tensors = in_autocast_dtype(tensors, REQUIRED[:3] if cache is None else REQUIRED[:1])
+    settings = settings_of(function, q.shape[-1] if q.dim() > 0 else 1, *scalars)
+    if settings.dropout_p > 0:
+        seed = seed_of(function, dropout_seed, q.device)
+        same_place(function, q, {"dropout_seed": seed})
+        tensors = tensors | {"dropout_seed": seed}
+    if score_mod is not None:
+        modifier = score_mod_of(score_mod, q.device)
+        same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
+        tensors = tensors | {"score_mod_tensors": modifier.tensors}
+        settings = settings._replace(score_mod=modifier.key)
+    if plain and settings.dropout_p == 0 and in_memory(*tensors.values(), *beside):
+        call = plain_call(function, Tensors(**tensors), beside, settings)
+        remember(_CHECKED, call.signature(), None, MOST_SIGNATURES)
+        return call
+    return Call(Tensors(**tensors), settings)
+
+
+_CHECKED: dict[int, None] = {}  # signatures of calls whose arguments are what they should be
+
+
+def call_like_before(
+    function: str, tensors: dict[str, Any], beside: tuple[Tensor | None, ...], scalars: tuple[Any, ...]
+) -> Call | None:
+    """The call of arguments that only kernels will look at, if such ones have been checked."""
+    q = tensors["q"]
+    if q is None or q.dim() == 0:
+        return None
+    try:
+        settings = settings_of(function, q.shape[-1], *scalars)
+        if settings.dropout_p > 0:
+            return None
+        call = plain_call(function, Tensors(**tensors), beside, settings)
+    except RuntimeError:  # sparse and nested tensors have no strides
+        return None
+    return call if call.signature() in _CHECKED else None
+
+
+def plain_call(function: str, tensors: Tensors, beside: tuple[Tensor | None, ...], settings: Settings) -> Call:
+    number = signature((function, settings), *tensors[:-1], *beside)
+    return Call(tensors, settings, number, unobserved=True)
+
+
+def settings_of(function: str, head_dim: int, causal: Any, window: Any, *others: Any) -> Settings:
+    """The settings of a call's scalars. Scalars repeat, and what they mean is remembered. Not under a trace, and not
+    for windows that might be told from equal ones by their elements' types, which tell an error.
+    """
+    plain = window is None or (type(window) is tuple and all(n is None or type(n) is int for n in window))
+    if plain and not torch.compiler.is_compiling():
+        try:
+            return known_settings(function, head_dim, causal, window, *others)
+        except TypeError:  # something without a hash: it is not accepted, or a symbol of a trace
+            pass
+    return new_settings(function, head_dim, causal, window, *others)
+
+
+def new_settings(
+    function: str,
+    head_dim: int,
+    causal: Any,
+    window: Any,
+    scale: Any,
+    softcap: Any,
+    dropout_p: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    num_splits: Any,
+    deterministic: Any,
+    backend: Any,
+) -> Settings:
+    bounds = window_of(function, causal, window)
+    return Settings(
+        scale=scale_of(function, scale, head_dim),
+        softcap=softcap_of(function, softcap),
+        window_left=bounds.left,
+        window_right=bounds.right,
+        top_left=bounds.top_left,
+        dropout_p=number(function, "dropout_p", dropout_p, "0 <= dropout_p < 1", lambda p: 0 <= p < 1, "0.1"),
+        max_seqlen_q=integer(function, "max_seqlen_q", max_seqlen_q, 0, "the total number of tokens"),
+        max_seqlen_k=integer(function, "max_seqlen_k", max_seqlen_k, 0, "the total number of tokens"),
+        num_splits=integer(function, "num_splits", num_splits, 1, "as many as the backend chooses"),
+        deterministic=flag(function, "deterministic", deterministic, "True, False or None"),
+        backend=backend_name(function, backend),
+    )
+
+
+known_settings = functools.lru_cache(maxsize=1024, typed=True)(new_settings)
+
+
+def require_tensors(function: str, tensors: dict[str, Any], required: tuple[str, ...]) -> None:
+    for argument, value in tensors.items():
+        if isinstance(value, Tensor) or (value is None and argument not in required):
+            continue
+        accepted = "a torch.Tensor" + " or None" * (argument not in required)
+        raise ArgumentError(argument, value, accepted, call_of(function))
+
+
+def same_place(function: str, q: Tensor, tensors: dict[str, Any]) -> None:
+    """Strided tensors on one device: others would not even reach the operator, or run as something else."""
+    device = q.device
+    for argument, x in tensors.items():
+        if x is None:
+            continue
+        if x.is_nested or x.layout is not torch.strided:
+            accepted = "a strided tensor; for sequences of different lengths, flashtile.attention_varlen"
+            raise ArgumentError(argument, x, accepted, call_of(function))
+        if x.device != device:
+            raise ArgumentError(argument, x, f"a tensor on the device of q, {device}", call_of(function))
+
+
+def in_autocast_dtype(tensors: dict[str, Any], cast: tuple[str, ...]) -> dict[str, Any]:
+    """Under torch.autocast, q, k and v take its dtype, as in scaled_dot_product_attention; fp64 stays as it is."""
+    device_type = tensors["q"].device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast to ask about
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    tensors = dict(tensors)
+    for argument in cast:
+        x = tensors[argument]
+        if x.dtype in (torch.float16, torch.bfloat16, torch.float32):
+            tensors[argument] = x.to(dtype)
+    for argument in ("bias", "alibi_slopes", "sinks"):
+        x = tensors.get(argument)
+        if x is not None and x.dtype in (torch.float16, torch.bfloat16) and x.dtype != dtype:
+            tensors[argument] = x.float()
+    return tensors
+
+
+def window_of(function: str, causal: Any, window: Any) -> Window:
+    left: int | None = None
+    right: int | None = None
+    if window is not None:
+        a_pair = isinstance(window, tuple | list) and len(window) == 2
+        sides: list[Any] = [-1 if n is None else as_int(n) for n in window] if a_pair else [None]
+        if any(n is None or not -1 <= n < 2**63 for n in sides):
+            accepted = "None, or (left, right) of integers from 0, where None or -1 is unlimited"
+            raise ArgumentError("window", window, accepted, call_of(function, "window=(127, 0)"))
+        # No sequence is that long, and sums of positions stay within 64 bits.
+        left, right = (None if n == -1 or n >= 2**31 else n for n in sides)
+    if causal is False:
+        return Window(left, right)
+    if causal is True:
+        return Window(left, 0)  # a right side above 0 would be hidden by causal
+    if isinstance(causal, str) and causal == "top_left":
+        return Window(left, right, top_left=True)
+    accepted = "False, True (bottom-right) or 'top_left'"
+    raise ArgumentError("causal", causal, accepted, call_of(function, "causal=True"))
+
+
+def scale_of(function: str, scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
+    accepted = "a number that is finite in float32, or None for head_dim ** -0.5"
+    return number(function, "scale", scale, accepted, lambda x: abs(x) <= LARGEST_FLOAT, "0.125")
+
+
+def softcap_of(function: str, softcap: Any) -> float | None:
+    if softcap is None:
+        return None
+    accepted = "a number above 0 that is finite in float32; None or 0 is no softcap"
+    return number(function, "softcap", softcap, accepted, lambda x: 0 <= x <= LARGEST_FLOAT, "50.0") or None
+
+
+def seed_of(function: str, seed: Any, device: torch.device) -> Tensor:
+    """An int64 tensor of one element on `device`; drawn from torch's default generator if there is none."""
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    if isinstance(seed, Tensor):
+        return seed
+    n = as_int(seed)
+    if n is None or not -(2**63) <= n < 2**64:
+        accepted = "an int of 64 bits, or an int64 tensor of one element"
+        raise ArgumentError("dropout_seed", seed, accepted, call_of(function, "dropout_p=0.1, dropout_seed=7"))
+    return torch.full((1,), n - 2**64 if n >= 2**63 else n, dtype=torch.int64, device=device)
+
+
+def score_mod_of(score_mod: ScoreMod | Callable[..., Tensor], device: torch.device) -> ScoreMod:
+    if isinstance(score_mod, ScoreMod):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # what it reads may have changed since
+            score_mod.reject_undeclared_gradients(device)
+        return score_mod
+    if torch.compiler.is_compiling():
+        example = "mod = flashtile.ScoreMod(fn, (tensor,)) outside, and score_mod=mod inside the compiled function"
+        raise ArgumentError("score_mod", score_mod, "a flashtile.ScoreMod, under torch.compile", example)
+    return ScoreMod.of(score_mod)
+
+
+def number(
+    function: str, argument: str, value: Any, accepted: str, accepts: Callable[[Any], bool], example: str
+) -> float:
+    x = value
+    if isinstance(value, Real) and not isinstance(value, int | float):  # NumPy's, whose arithmetic may overflow
+        x = float(value)
+    a_number = isinstance(x, int | float | torch.SymFloat | torch.SymInt) and not isinstance(x, bool)
+    if not a_number or not accepts(x):
+        raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}={example}"))
+    return float(x)
+
+
+def integer(function: str, argument: str, value: Any, least: int, default: str) -> int | None:
+    if value is None:
+        return None
+    n = as_int(value)
+    if n is None or not least <= n < 2**63:
+        accepted = f"an int from {least}, or None for {default}"
+        raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}=128"))
+    return n
+
+
+def flag(function: str, argument: str, value: Any, accepted: str) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}=True"))
+    return value
+
+
+def backend_name(function: str, value: Any) -> str:
+    if not isinstance(value, str):
+        accepted = "the name of a backend, or 'auto'"
+        raise ArgumentError("backend", value, accepted, call_of(function, "backend='auto'"))
+    return value
+
+
+def as_int(value: Any) -> Any:
+    """The int that a value is, NumPy's included, or its symbol; `None` for all else. A tensor would have to be read
+    back.
+    """
+    if isinstance(value, int | torch.SymInt):
+        return None if isinstance(value, bool) else value
+    try:
+        return None if isinstance(value, Tensor) else operator.index(value)
+    except TypeError:
+        return None

@@ -1,0 +1,59 @@
+"""Types of the public functions' arguments, for type checkers.
+
+The overloads of `api` take keywords as these dictionaries, so that `return_lse` alone decides the type of a result and
+no signature is written more than once.
+"""
+
+from collections.abc import Callable
+from typing import Literal, Required, TypedDict
+
+from torch import Tensor
+
+from ..expression import ScoreMod
+
+Causal = bool | Literal["top_left"]
+WindowArgument = tuple[int | None, int | None] | None
+ScoreModArgument = ScoreMod | Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None
+
+
+class Keywords(TypedDict, total=False):
+    """Keywords of every attention function but `return_lse`."""
+
+    causal: Causal
+    window: WindowArgument
+    mask: Tensor | None
+    scale: float | None
+    softcap: float | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    score_mod: ScoreModArgument
+    dropout_p: float
+    dropout_seed: int | Tensor | None
+    deterministic: bool | None
+    backend: str
+
+
+class VarlenKeywords(Keywords, total=False):
+    """Keywords of `attention_varlen`."""
+
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    seqused_k: Tensor | None
+    page_table: Tensor | None
+
+
+class CacheKeywords(Keywords, total=False):
+    """Keywords of `attention_with_kvcache`."""
+
+    cache_seqlens: Required[Tensor]
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    leftpad_k: Tensor | None
+    cu_seqlens_q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    num_splits: int | None

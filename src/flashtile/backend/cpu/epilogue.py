@@ -1,0 +1,66 @@
+"""What is left to torch operations around a backward kernel: pages, rows of whole vectors, sums over rows."""
+
+import torch
+from torch import Tensor
+
+from ...call.call import Call, new_rows
+from . import arguments as args
+
+
+def without_padding(like: Tensor, dx: Tensor | None) -> Tensor | None:
+    """A gradient whose rows are whole vectors, as wide as its input."""
+    if dx is None or dx.shape[-1] == like.shape[-1]:
+        return dx
+    return new_rows(like, like.shape[1], like.shape[-1], dx.dtype).copy_(dx[..., : like.shape[-1]])
+
+
+def slope_gradient(call: Call, of_rows: Tensor, lengths: args.Lengths) -> Tensor:
+    """What rows add to their slopes, `[B, H, S]` or packed `[H, T]`, as `[H]` or `[B, H]`."""
+    slopes, bounds = call.tensors.alibi_slopes, call.tensors.cu_seqlens_q
+    assert slopes is not None
+    if bounds is None:
+        of_rows = of_rows.sum(dim=-1)
+    else:
+        of_rows = sums_of_sequences(of_rows[:, : lengths.covered], bounds.diff().long())
+    return of_rows if slopes.dim() == 2 else of_rows.sum(dim=0)
+
+
+PART = 64
+
+
+def sums_of_sequences(x: Tensor, lengths: Tensor) -> Tensor:
+    """`[H, T]`, packed sequences, to `[B, H]`: parts of a sequence are summed, and then the sums, until one is left, so
+    that no accumulator has many terms.
+    """
+    while bool((lengths > 1).any()):
+        parts = (lengths + PART - 1) // PART
+        moved = (parts.cumsum(0) - parts) * PART - (lengths.cumsum(0) - lengths)  # by so much each sequence
+        place = torch.arange(x.shape[1]) + moved.repeat_interleave(lengths)
+        padded = x.new_zeros((x.shape[0], int(parts.sum()) * PART))
+        x, lengths = padded.index_copy_(1, place, x).unflatten(1, (-1, PART)).sum(dim=-1), parts
+    found = x.new_zeros((len(lengths), x.shape[0]))
+    found[lengths > 0] = x.t()
+    return found
+
+
+def without_pages(call: Call) -> tuple[Call, Tensor]:
+    """A paged call with its keys packed, and the place in the pages of each packed token."""
+    t = call.tensors
+    assert t.page_table is not None
+    assert t.seqused_k is not None or t.cu_seqlens_k is not None
+    page_size = t.k.shape[1]
+    used = t.seqused_k if t.seqused_k is not None else t.cu_seqlens_k.diff()  # type: ignore[union-attr]
+    bounds = torch.nn.functional.pad(used.long().cumsum(0), (1, 0))  # [B + 1]
+    sequence = torch.repeat_interleave(torch.arange(len(used)), used.long())  # [T]
+    position = torch.arange(int(bounds[-1])) - bounds[sequence]
+    token = t.page_table.long()[sequence, position // page_size] * page_size + position % page_size
+    k, v = (x.flatten(0, 1)[token] for x in (t.k, t.v))  # [T, Hkv, D]
+    return call._replace(tensors=t._replace(k=k, v=v, cu_seqlens_k=bounds, seqused_k=None, page_table=None)), token
+
+
+def in_pages(dx: Tensor | None, token: Tensor, like: Tensor) -> Tensor | None:
+    """A gradient of packed keys as one of pages; sequences may share a page."""
+    if dx is None:
+        return None
+    pages = dx.new_zeros((like.shape[0] * like.shape[1], *dx.shape[1:]))
+    return pages.index_add_(0, token, dx).unflatten(0, like.shape[:2])

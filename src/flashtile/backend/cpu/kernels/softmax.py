@@ -1,0 +1,104 @@
+"""How rows are normalised: the stale maximum `m`, the denominator `l` relative to it, and what begins and ends them.
+
+A sink is a key without a value: it is the state that a row starts with. A row that has seen nothing has `m = -inf` and
+`l = 0`, and gives 0 and `-inf`.
+"""
+
+import math
+
+from ..variant import Arguments, Variant
+from ..workspace import Workspace
+from .codegen import Code
+from .elementary import LN2, exp2, log2
+from .operands import Pointer, Value
+from .products import Panel
+from .tiles import Task, packed_row, position_and_head
+
+
+def start(code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, w: Workspace, p: Value) -> None:
+    """`m` and `l` before the first key. Only the first split counts the sink."""
+    minus_infinity = code.number(-math.inf)
+    sinks = a.pointer("sinks")
+    with code.loop(0, panel.rows) as r:
+        at = p * panel.rows + r
+        w.m[at], w.l[at] = minus_infinity, code.number(0)
+        with code.when(sinks.absent().equals(0) & task.split.equals(0)):
+            _, h = position_and_head(a, task, packed_row(code, panel, task, p, r))
+            sink = sinks[h] * variant.unit
+            w.m[at], w.l[at] = sink, code.select(sink.equals(-math.inf), code.number(0), 1)
+
+
+def probabilities(
+    code: Code,
+    variant: Variant,
+    panel: Panel,
+    s: Pointer,
+    count: Value,
+    w: Workspace,
+    m: Pointer,
+    l: Pointer,  # noqa: E741
+) -> None:
+    """Scores `s [count, panel]` to `exp(s - m)`, in place. `m` follows the maximum `new_m` in steps of 1 at least, so
+    that a slow rise does not round earlier sums in every block; `alpha` is the factor that carries these over.
+    """
+    to_exp2 = variant.to_exp2
+    old, highest = panel.load(m), panel.load(w.new_m)
+    new = [code.select(y > x + 1.0, y, x) for x, y in zip(old, highest, strict=True)]
+    infinite = new[0].equals(math.inf)
+    for x in new[1:]:
+        infinite = infinite | x.equals(math.inf)
+    with code.when(code.any(infinite)):
+        settle_infinities(code, panel, s, count, w.new_m, to_exp2)
+    # Subtract something finite: with 0 for an infinity, exp(-inf - 0) is 0 and not NaN.
+    base = [code.select(code.intrinsic("llvm.fabs", x).equals(math.inf), 0.0, x) for x in new]
+    alpha = [rescale(code, x, y, to_exp2) for x, y in zip(old, new, strict=True)]
+    total = [code.variable(code.reals()) for _ in new]
+    with code.loop(0, count) as j:
+        found = []
+        for x, y, sum_of_row in zip(panel.load(s, j), base, total, strict=True):
+            found.append(exp2(code, scaled(x - y, to_exp2)))
+            sum_of_row.set(sum_of_row.get() + found[-1])
+        panel.store(found, s, j)
+    panel.store(new, m)
+    panel.store(alpha, w.alpha)
+    found = zip(panel.load(l), alpha, total, strict=True)
+    panel.store([code.multiply_add(x, a, y.get()) for x, a, y in found], l)
+
+
+def scaled(x: Value, factor: float) -> Value:
+    return x if factor == 1 else x * factor
+
+
+def rescale(code: Code, old: Value, new: Value, to_exp2: float) -> Value:
+    """The factor `exp(old - new)` between two maxima; 1 also for `inf - inf`."""
+    return code.select(old.equals(new), code.reals(1.0), exp2(code, scaled(old - new, to_exp2)))
+
+
+def settle_infinities(code: Code, panel: Panel, s: Pointer, count: Value, new_m: Pointer, to_exp2: float) -> None:
+    """Rows whose maximum is `inf`: their scores of `inf` get an infinite weight and all others none, but for NaN."""
+    infinite, nothing = 128 / to_exp2, -math.inf
+    if code.lanes * 8 == code.target.vector_bytes:  # float64
+        infinite = 1024 / to_exp2
+    with code.loop(0, count) as j:
+        settled = []
+        for x, m in zip(panel.load(s, j), panel.load(new_m), strict=True):
+            finite = code.select(x < math.inf, nothing, x)
+            one = code.select(x.equals(math.inf), infinite, finite)
+            settled.append(code.select(m.equals(math.inf), one, x))
+        panel.store(settled, s, j)
+
+
+def finish(code: Code, variant: Variant, panel: Panel, m: Pointer, l: Pointer, inverse: Pointer) -> None:  # noqa: E741
+    """What accumulators are to be multiplied by, `1 / l`, and in place of `l` the log-sum-exp."""
+    lse, inverses = [], []
+    for x, y in zip(panel.load(m), panel.load(l), strict=True):
+        found = x + log2(code, y) * LN2 if variant.natural else (x + log2(code, y)) * LN2
+        lse.append(code.select(y.differs(0), found, -math.inf))
+        inverses.append(1.0 / y)
+    panel.store(inverses, inverse)
+    panel.store(lse, l)
+
+
+def normalized(code: Code, x: Value, inverse: Value, lse: Value) -> Value:
+    """An accumulator to an output: 0 for a row that has seen nothing."""
+    return code.select(lse.differs(-math.inf), x * inverse, 0.0)

@@ -1,0 +1,1 @@
+"""The runtime of the GPU backends: record and replay of launches."""

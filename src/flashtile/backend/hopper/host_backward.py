@@ -1,0 +1,39 @@
+"""The backward pass of a call: numbers of rows first, then one kernel or, for wide heads, two."""
+
+import torch
+from torch import Tensor
+
+from ...call.call import Call, Gradients, Needs, Tensors
+from ...call.memory import memory_of
+from ...call.plan import Plan
+from ..gpu import replay
+from ..gpu.replay import Recorder, Results
+from .descriptors import copyable
+from .fused_backward import FusedPass
+from .split_backward import WidePass
+from .tables import BackwardLaunch, WideBackward
+
+
+def backward(
+    plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> Gradients:
+    results, tile = (out, lse, dout, dlse), plan.tile.backward
+    key = ("hopper backward", tile, needs, call.signature(), *map(memory_of, results))
+    dq, dk, dv, dsinks = replay.run(key, (*call.tensors[:-1], *results), record_backward, tile, call, needs)
+    return Gradients(q=dq, k=dk, v=dv, sinks=dsinks)
+
+
+def record_backward(recorder: Recorder, tile: BackwardLaunch | WideBackward, call: Call, needs: Needs) -> Results:
+    *given, out, lse, dout, dlse = recorder.given
+    assert out is not None
+    assert lse is not None
+    out, lse = recorder.computed(copyable, out), recorder.computed(Tensor.contiguous, lse)
+    dout = recorder.computed(torch.zeros_like, out) if dout is None else recorder.computed(copyable, dout)
+    tensors = Tensors(*given)  # type: ignore[arg-type]
+    if tile.kind == "wide":
+        pass_ = WidePass(recorder, tile, call, tensors, dout)
+    else:
+        pass_ = FusedPass(recorder, tile, call, tensors, dout)
+    dq, dk, dv = pass_.run(out, lse, dlse, needs)
+    dsinks = pass_.sink_gradient() if needs.sinks else None
+    return dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dsinks

@@ -1,0 +1,1 @@
+"""The fused backward kernel, for head dimensions up to 128."""

@@ -1,0 +1,1 @@
+"""The kernel for dk and dv of wide heads."""

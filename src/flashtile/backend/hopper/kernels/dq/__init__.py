@@ -1,0 +1,1 @@
+"""The kernel for dq of wide heads."""

@@ -1,0 +1,82 @@
+"""What the host's side of several backends with kernels asks of a call: rows, windows, and the units of scores."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from ..call.call import Call
+from ..call.problem import LONGEST
+
+LOG2E = math.log2(math.e)
+
+
+def rows_last(x: Tensor) -> Tensor:
+    """The tensor with contiguous features, which costs a copy if they were not."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def strides_of(x: Tensor, paged: bool = False) -> tuple[int, int, int]:
+    """Of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`: from sequence to sequence (or page to page), from
+    head to head, and from row to row.
+    """
+    if paged:
+        batch, row, head = x.stride()[:3]
+    elif x.dim() == 4:
+        batch, head, row = x.stride()[:3]
+    else:
+        batch, (row, head) = 0, x.stride()[:2]
+    return batch, head, row
+
+
+def strides(name: str, x: Tensor, align: int, *, keys: bool = False, paged: bool = False) -> dict[str, Any]:
+    """Of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`, between sequences (or pages), heads and rows, in
+    units of `align`.
+    """
+    batch, head, row = strides_of(x, paged)
+    of = {"b": batch, "h": head, "n" if keys else "m": row}
+    return {f"stride_{name}_{dim}": stride // align for dim, stride in of.items()}
+
+
+def lse_strides(x: Tensor | None) -> dict[str, Any]:
+    """Of one number a row: contiguous `[B, H, S]` or `[H, T]`."""
+    if x is None:
+        return {"stride_lse_b": None, "stride_lse_h": None}
+    return {"stride_lse_b": x.stride(0) if x.dim() == 3 else 0, "stride_lse_h": x.stride(-2)}
+
+
+def dlse_strides(dlse: Tensor | None) -> dict[str, Any]:
+    """Of a gradient of lse, which may be any."""
+    if dlse is None:
+        return {"stride_dlse_b": None, "stride_dlse_h": None, "stride_dlse_m": None}
+    *batch, head, row = dlse.stride()
+    return {"stride_dlse_b": batch[0] if batch else 0, "stride_dlse_h": head, "stride_dlse_m": row}
+
+
+def slopes_stride(slopes: Tensor) -> int:
+    """From sequence to sequence of contiguous slopes `[H]` or `[B, H]`."""
+    return slopes.shape[1] if slopes.dim() == 2 else 0
+
+
+def score_units(call: Call) -> dict[str, Any]:
+    """`multiplier` makes scores of products, `factor` base-2 logarithms of scores. The softmax takes the scale where
+    nothing stands between the product and the exponential; there is no multiplier then.
+    """
+    t, s = call.tensors, call.settings
+    folded = t.bias is None and t.alibi_slopes is None and s.softcap is None and s.scale > 0
+    return {
+        "factor": s.scale * LOG2E if folded else LOG2E,
+        "multiplier": None if folded else s.scale,
+        "softcap": s.softcap,
+    }
+
+
+def window_numbers(call: Call) -> dict[str, Any]:
+    """The window's sides, `None` where unlimited, and what is added to `seqlen_k - seqlen_q`."""
+    s = call.settings
+    return {
+        "window_left": None if s.window_left is None else min(s.window_left, LONGEST),
+        "window_right": None if s.window_right is None else min(s.window_right, LONGEST),
+        "top_left": s.i0 - s.j0 if s.top_left else None,
+        "diagonal": s.diagonal + s.i0 - s.j0,
+    }

@@ -1,0 +1,189 @@
+"""The launches of one backward pass: two numbers for each row first, then the gradients, a kernel for each kind."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call.call import Call, Gradients, Needs, Tensors, new_rows
+from ...call.memory import memory_of
+from ...call.plan import Plan
+from ..epilogue import sink_gradient, sum_to_heads
+from ..gpu import replay
+from ..gpu.pointers import Described, Pointers
+from ..gpu.replay import Recorder, Results
+from ..scalars import dlse_strides, lse_strides, rows_last, strides
+from . import arguments as args
+from .kernels.dbias import dbias_kernel
+from .kernels.dkdv import delta_kernel, dkdv_kernel
+from .kernels.dq import dq_kernel
+from .tables import Launch
+
+ROWS_AT_ONCE = 64
+
+
+def backward(
+    plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> Gradients:
+    results = (out, lse, dout, dlse)
+    key = ("backward", plan.tile, args.precision(out.dtype), needs, call.signature(), *map(memory_of, results))
+    return Gradients.from_flat(replay.run(key, (*call.tensors[:-1], *results), record_backward, plan, call, needs))
+
+
+def record_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) -> Results:
+    *given, out, lse, dout, dlse = recorder.given
+    assert out is not None
+    assert lse is not None
+    out, lse = recorder.computed(rows_last, out), recorder.computed(Tensor.contiguous, lse)
+    dout = recorder.computed(no_gradient, out) if dout is None else recorder.computed(rows_last, dout)
+    call = call._replace(tensors=Tensors(*given))  # type: ignore[arg-type]
+    t = call.tensors
+    pass_ = BackwardPass(recorder, call, dout)
+    pass_.prepare_rows(out, lse, dlse)
+    dk, dv = pass_.keys(plan.tile.dkdv) if needs.k or needs.v else (None, None)
+    slopes = needs.alibi_slopes
+    dq, dslopes = pass_.rows(plan.tile.dq, lse, slopes) if needs.q or slopes else (None, None)
+    dbias = pass_.bias(plan.tile.dq) if needs.bias else None
+    if slopes:
+        dslopes = recorder.computed(slope_gradient, t.alibi_slopes, t.cu_seqlens_q, dslopes)
+    if call.layout == "paged":  # dk and dv have come by position
+        dk, dv = (
+            None if dx is None else recorder.computed(in_pages, x, t.page_table, dx) for x, dx in ((t.k, dk), (t.v, dv))
+        )
+    dsinks = recorder.computed(sinks_from_rows, t.sinks, lse, pass_.numbers_of_rows) if needs.sinks else None
+    return (
+        dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias, dslopes, dsinks
+    )  # fmt: skip
+
+
+def no_gradient(out: Tensor) -> Tensor:
+    return out.new_zeros(out.shape[-1]).expand(out.shape)
+
+
+class BackwardPass:
+    """The launches of one backward pass, and what they have in common."""
+
+    def __init__(self, recorder: Recorder, call: Call, dout: Tensor):
+        self.recorder, self.call, self.dout = recorder, call, dout
+        self.q, self.k, self.v = (recorder.computed(rows_last, x) for x in call.tensors[:3])
+        self.pointers: Pointers = args.pointers(recorder, call, self.q, self.k, self.v) | {"dout": dout}
+        self.numbers_of_rows = dout  # set by prepare_rows
+
+    def inputs(self, *results: Tensor) -> tuple[dict[str, Any], int]:
+        """What every kernel takes, and the alignment in whose units strides come."""
+        align = args.alignment([self.q, self.k, self.v, self.dout, *results])
+        return {
+            **args.inputs(self.call, self.q, self.k, self.v, align),
+            **strides("dout", self.dout, align),
+            **args.number_strides(self.numbers_of_rows),
+        }, align
+
+    def prepare_rows(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+        """Two numbers a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T (`backward.delta_kernel`)."""
+        *leading, total_q = lse.shape
+        numbers_of_rows = self.recorder.new(lse.new_empty((*leading, total_q + total_q % 2, 2)))
+        align = args.alignment([out, self.dout])
+        tiles = -(-total_q // ROWS_AT_ONCE)
+        pointers = {"out": out, "dout": self.dout, "lse": lse, "dlse": dlse, "numbers": numbers_of_rows}
+        programs = tiles * (lse.numel() // max(total_q, 1))
+        numbers = {
+            **strides("out", out, align),
+            **strides("dout", self.dout, align),
+            **lse_strides(lse),
+            **dlse_strides(dlse),
+            **args.number_strides(numbers_of_rows),
+            **args.chunks("DV", out.shape[-1]),
+            "num_tiles": tiles,
+            "num_heads_q": out.shape[1],
+            "total_q": total_q,
+            "ALIGN": align,
+            "BLOCK_M": ROWS_AT_ONCE,
+            "num_warps": 4,
+        }
+        self.recorder.launch(delta_kernel, pointers, programs, numbers)
+        self.numbers_of_rows = numbers_of_rows
+        self.pointers = {**self.pointers, "numbers": Described(numbers_of_rows, Tensor.view, torch.int64)}
+
+    def keys(self, shape: Launch) -> tuple[Tensor, Tensor]:
+        """dk and dv, by position where keys are paged."""
+        dk, dv = (self.recorder.new(new_key_rows(self.call, x)) for x in self.call.tensors[1:3])
+        given, align = self.inputs(dk, dv)
+        tiles = args.num_key_tiles(self.call, shape.block_n)
+        programs = tiles * args.num_heads_k(self.call) * args.dense_batch(dk)
+        numbers = {
+            **given,
+            **strides("dk", dk, align, keys=True),
+            **strides("dv", dv, align, keys=True),
+            **args.tiled(shape, tiles),
+            "scale": self.call.settings.scale,
+        }
+        self.recorder.launch(dkdv_kernel, {**self.pointers, "dk": dk, "dv": dv}, programs, numbers)
+        return dk, dv
+
+    def rows(self, shape: Launch, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
+        """dq, and what each row gives to its slope, shaped as lse."""
+        q = self.call.tensors.q
+        dq = self.recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
+        dslopes = self.recorder.new(torch.empty_like(lse)) if slopes else None
+        given, align = self.inputs(dq)
+        tiles = args.num_tiles(self.call, shape.block_m)
+        programs = tiles * dq.shape[1] * args.dense_batch(dq)
+        numbers = {
+            **given,
+            **strides("dq", dq, align),
+            **lse_strides(dslopes),
+            **args.tiled(shape, tiles),
+            "scale": self.call.settings.scale,
+        }
+        self.recorder.launch(dq_kernel, {**self.pointers, "dq": dq, "dslopes": dslopes}, programs, numbers)
+        return dq, dslopes
+
+    def bias(self, shape: Launch) -> Tensor:
+        """dbias, fp32 and shaped as the bias."""
+        bias = self.call.tensors.bias
+        assert bias is not None
+        tiles = args.bias_tiles(self.call, bias, shape)
+        programs, splits = tiles.pop("programs"), tiles["splits"]
+        dbias = self.recorder.computed(lambda bias: bias.new_zeros((splits, *bias.shape), dtype=torch.float32), bias)
+        given, _ = self.inputs()
+        numbers = {**given, **tiles, **args.dbias_strides(dbias)}
+        self.recorder.launch(dbias_kernel, {**self.pointers, "dbias": dbias}, programs, numbers)
+        return self.recorder.computed(lambda dbias: dbias.sum(dim=0), dbias)
+
+
+def sinks_from_rows(sinks: Tensor, lse: Tensor, numbers_of_rows: Tensor) -> Tensor:
+    """dsinks, where the second number of a row is its delta."""
+    return sink_gradient(sinks, lse, numbers_of_rows[..., : lse.shape[-1], 1])
+
+
+def slope_gradient(slopes: Tensor, cu_seqlens: Tensor | None, rows: Tensor) -> Tensor:
+    """`[H]` or `[B, H]`, from what each row gives, shaped as lse."""
+    if slopes.dim() == 1:
+        return sum_to_heads(rows)
+    if cu_seqlens is None:
+        return rows.sum(dim=-1)
+    token = torch.arange(rows.shape[-1], device=rows.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)  # [T]; B for tokens of none
+    total = rows.new_zeros((slopes.shape[0] + 1, slopes.shape[1]))
+    return total.index_put_((sequence,), rows.t(), accumulate=True)[:-1]  # sorted, hence deterministic
+
+
+def new_key_rows(call: Call, x: Tensor) -> Tensor:
+    """Uninitialised gradients for k or v. Pages may be shared: theirs come by position first, `[B, H, S, D]`."""
+    if call.layout == "dense":
+        return new_rows(x, x.shape[1], x.shape[-1], x.dtype)
+    if call.layout == "varlen":
+        return x.new_empty(x.shape)
+    assert call.tensors.page_table is not None
+    batch, columns = call.tensors.page_table.shape
+    return x.new_empty((batch, x.shape[2], columns * x.shape[1], x.shape[-1]))
+
+
+def in_pages(pages: Tensor, table: Tensor, by_position: Tensor) -> Tensor:
+    """Gradients of pages `[P, page_size, H, D]`: the sum over all positions that lie there."""
+    page_size = pages.shape[1]
+    exists = (table >= 0) & (table < pages.shape[0])
+    page = torch.where(exists, table.long(), pages.shape[0])  # [B, columns]; the spare page takes what is nowhere
+    total = pages.new_zeros((pages.shape[0] + 1, *pages.shape[1:]), dtype=torch.float32)
+    given = by_position.unflatten(2, (-1, page_size)).permute(0, 2, 3, 1, 4)  # [B, columns, page_size, H, D]
+    return total.index_put_((page,), given.float(), accumulate=True)[:-1]  # sorted, hence deterministic

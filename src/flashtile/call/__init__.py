@@ -1,0 +1,1 @@
+"""A call as a value: tensors, settings, gradients, checks, problem, plan."""

@@ -1,0 +1,235 @@
+"""One attention call as it passes through an operator: its tensors, its settings, its results.
+
+The operators' schemas are generated from these tuples, so that an argument is written down once.
+"""
+
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..remember import remember
+from . import device
+from .memory import LOWEST_ADDRESS, freed, low, memory_of
+from .window import Window
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call. Dense `q [B, Hq, Sq, D]`, `k [B, Hkv, Sk, D]`, `v [B, Hkv, Sk, Dv]`; varlen
+    `q [Tq, Hq, D]`, `k [Tk, Hkv, D]`, `v [Tk, Hkv, Dv]`; paged `k [num_pages, page_size, Hkv, D]`, `v` alike.
+
+    A dense KV cache is paged too, with pages as long as the cache.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None  # bool, [B|1, H|1, Sq|1, Sk|1]
+    bias: Tensor | None = None  # [B|1, H|1, Sq|1, Sk|1]
+    alibi_slopes: Tensor | None = None  # [H] or [B, H]
+    sinks: Tensor | None = None  # [H]
+    dropout_seed: Tensor | None = None  # int64, one element
+    cu_seqlens_q: Tensor | None = None  # int32, [B + 1]; present iff q is packed
+    cu_seqlens_k: Tensor | None = None  # int32, [B + 1]
+    seqused_k: Tensor | None = None  # int32, [B]
+    page_table: Tensor | None = None  # int32, [B, max_pages]
+    leftpad_k: Tensor | None = None  # int32, [B]; KV cache only
+    score_mod_tensors: Sequence[Tensor] = ()
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return (*self[:-1], *self.score_mod_tensors)
+
+    @classmethod
+    def from_flat(cls, flat: Sequence[Tensor | None]) -> "Tensors":
+        named = len(cls._fields) - 1
+        return cls._make((*flat[:named], tuple(flat[named:])))
+
+
+class Settings(NamedTuple):
+    """The scalars of a call, normalised by `api`: causal has become a window, absent means `None`."""
+
+    scale: float
+    softcap: float | None = None
+    window_left: int | None = None
+    window_right: int | None = None
+    top_left: bool = False
+    dropout_p: float = 0.0
+    score_mod: str | None = None  # key of a registered function
+    max_seqlen_q: int | None = None  # varlen only
+    max_seqlen_k: int | None = None
+    num_splits: int | None = None  # KV cache only
+    deterministic: bool = False
+    backend: str = "auto"
+    # Where this call lies in a larger, sharded one. Positions, masks, ALiBi, dropout and score_mod count from here.
+    b0: int = 0
+    h0: int = 0
+    i0: int = 0
+    j0: int = 0
+    diagonal: int = 0  # what Sk - Sq of the whole exceeds Sk - Sq of this part by
+    num_heads: int | None = None  # query heads of the whole; None: those of q
+
+    @property
+    def window(self) -> Window:
+        return Window(self.window_left, self.window_right, self.top_left)
+
+
+class Call:
+    """One call: its tensors, and its settings."""
+
+    __slots__ = ("_signature", "settings", "tensors", "unobserved")
+
+    def __init__(self, tensors: Tensors, settings: Settings, signature: int | None = None, *, unobserved: bool = False):
+        self.tensors, self.settings = tensors, settings
+        self._signature = signature  # where the call follows from another one, whose it is
+        self.unobserved = unobserved  # whether it is known that only kernels will look at it
+
+    def _replace(self, *, tensors: Tensors | None = None, settings: Settings | None = None) -> "Call":
+        return Call(tensors or self.tensors, settings or self.settings)
+
+    @property
+    def layout(self) -> str:
+        """Of the keys: "paged" has pages, with packed queries or, for a KV cache, dense ones."""
+        if self.tensors.page_table is not None:
+            return "paged"
+        return "dense" if self.tensors.cu_seqlens_q is None else "varlen"
+
+    def with_own_indices(self) -> "Call":
+        """The call with copies of its indices, where those are checked by value: what is checked then is what kernels
+        read, although another thread may write into the caller's tensors meanwhile.
+        """
+        if self.tensors.cu_seqlens_q is None or not device.host_readable(self.tensors.q):
+            return self
+        tensors = with_copies(self.tensors, INDICES)
+        return Call(tensors, self.settings, self._signature, unobserved=self.unobserved)
+
+    def signature(self) -> int:
+        """A number that stands for all that a plan and its launches depend on, short of the values of tensors: calls
+        have the same one if nothing else tells them apart.
+        """
+        if self._signature is None:
+            self._signature = signature(self.settings, *self.tensors[:-1], *self.tensors.score_mod_tensors)
+        return self._signature
+
+    def attention(self) -> "Call":
+        """The call that a plan is for: this one, unless its keys are in a cache."""
+        return self
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of the whole call, which the dropout counter runs over."""
+        return self.settings.num_heads or self.tensors.q.shape[1]
+
+
+class Needs(NamedTuple):
+    """Which gradients a caller asked for."""
+
+    q: bool = False
+    k: bool = False
+    v: bool = False
+    bias: bool = False
+    alibi_slopes: bool = False
+    sinks: bool = False
+    score_mod_tensors: tuple[bool, ...] = ()
+
+    def flat(self) -> tuple[bool, ...]:
+        return (*self[:-1], *self.score_mod_tensors)
+
+    @classmethod
+    def from_flat(cls, flat: Sequence[bool]) -> "Needs":
+        named = len(cls._fields) - 1
+        return cls._make((*flat[:named], tuple(flat[named:])))
+
+
+class Gradients(NamedTuple):
+    """What backward returns; a gradient that nobody asked for is `None`."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    score_mod_tensors: tuple[Tensor | None, ...] = ()
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return (*self[:-1], *self.score_mod_tensors)
+
+    @classmethod
+    def from_flat(cls, flat: Sequence[Tensor | None]) -> "Gradients":
+        named = len(cls._fields) - 1
+        return cls._make((*flat[:named], tuple(flat[named:])))
+
+
+FLAT_FIELDS = Tensors._fields[:-1]
+
+
+DIFFERENTIABLE = tuple(FLAT_FIELDS.index(name) for name in Needs._fields[:-1])
+
+
+def differentiable_positions(num_flat: int) -> tuple[int, ...]:
+    """Which of `Tensors.flat()` can have a gradient, in the order of `Needs.flat()` and `Gradients.flat()`."""
+    more = num_flat - len(FLAT_FIELDS)
+    return (*DIFFERENTIABLE, *range(len(FLAT_FIELDS), num_flat)) if more else DIFFERENTIABLE
+
+
+INDICES = slice(Tensors._fields.index("cu_seqlens_q"), Tensors._fields.index("leftpad_k") + 1)
+
+
+def with_copies(tensors: Any, which: slice) -> Any:
+    """Copy some fields of a NamedTuple of tensors. Freed tensors stay: they are refused later, by name."""
+    given = tensors[which]
+    copies = {id(x): x.clone() for x in given if x is not None and not freed(x)}  # q and k often share their offsets
+    return tensors._make((*tensors[: which.start], *[copies.get(id(x), x) for x in given], *tensors[which.stop :]))
+
+
+_SIGNATURES: dict[Hashable, int] = {}
+_NUMBERS = itertools.count()
+MOST_SIGNATURES = 4096
+
+
+def signature(settings: Hashable, *tensors: Tensor | None) -> int:
+    """The number of all calls with these settings and such tensors. What is remembered of a call is kept under it: a
+    number is compared at once, all that it stands for is not.
+    """
+    try:  # as memory_of, which a loop for each call would wait for
+        key = (
+            settings,
+            *[
+                None
+                if x is None
+                else (
+                    x.shape,
+                    x.stride(),
+                    x.dtype,
+                    x.device,
+                    place % 16 if (place := x.data_ptr()) >= LOWEST_ADDRESS else low(x, place),
+                )
+                for x in tensors
+            ],
+        )
+    except RuntimeError:
+        key = (settings, *map(memory_of, tensors))
+    known = _SIGNATURES.get(key)
+    return remember(_SIGNATURES, key, next(_NUMBERS), MOST_SIGNATURES) if known is None else known
+
+
+def lse_shape(q: Tensor) -> tuple[int, ...]:
+    """`[B, H, S]` of dense queries, `[H, T]` of packed ones."""
+    return tuple(q.shape[:-1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+def new_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised result with the rows of `like`: `[B, heads, S, width]` or `[T, heads, width]`.
+
+    A dense result keeps the order of heads and positions that `like` has in memory, so that the output of
+    `[B, S, H, D]` data seen through a transpose flattens to `[B, S, H * D]` without a copy. `like` is the call's own
+    tensor, not a copy with contiguous features that a kernel reads: a compiler that plans strides sees no copies.
+    """
+    if like.dim() == 3:
+        return like.new_empty((like.shape[0], heads, width), dtype=dtype)
+    batch, _, seqlen, _ = like.shape
+    head, row = (width, heads * width) if like.stride(1) < like.stride(2) else (seqlen * width, width)
+    strides = (heads * seqlen * width, head, row, 1)
+    return like.new_empty_strided((batch, heads, seqlen, width), strides, dtype=dtype)

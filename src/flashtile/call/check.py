@@ -1,0 +1,217 @@
+"""Whether the tensors of a call fit together. Every failure names the argument, what was given and what would fit."""
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from . import device
+from .advice import broadcasts_to, layout_example, pairs_example
+from .call import Call, Tensors
+from .memory import freed
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+MAX_HEAD_DIM = 1024
+EXAMPLES = {
+    "dense": "flashtile.attention(q, k, v) with q [2, 8, 128, 64], k [2, 4, 256, 64], v [2, 4, 256, 64]",
+    "varlen": (
+        "flashtile.attention_varlen(q, k, v, cu, cu) with q, k, v [300, 8, 64] and "
+        "cu = torch.tensor([0, 100, 300], dtype=torch.int32)"
+    ),
+    "paged": (
+        "flashtile.attention_varlen(q, k, v, cu, None, seqused_k=lengths, page_table=table) with q [2, 8, 64], "
+        "k, v [32, 16, 8, 64], cu = [0, 1, 2], lengths = [40, 7] and table [2, 3], all int32"
+    ),
+}
+
+
+def named(tensors: Tensors) -> dict[str, Tensor | None]:
+    """The tensors of a call under the names that errors give them."""
+    modifiers = {f"score_mod.tensors[{n}]": x for n, x in enumerate(tensors.score_mod_tensors)}
+    return dict(zip(Tensors._fields[:-1], tensors[:-1], strict=True)) | modifiers
+
+
+def memory(tensors: Mapping[str, Tensor | None], layout: str) -> None:
+    """Whether all elements are still there."""
+    for name, x in tensors.items():
+        if x is not None and freed(x):
+            accepted = (
+                "a tensor whose storage is in place until backward is done; this one's has been freed, as by "
+                "untyped_storage().resize_(0)"
+            )
+            raise ArgumentError(name, x, accepted, EXAMPLES[layout])
+
+
+def tensors(call: Call) -> None:
+    """Shapes and dtypes of q, k and v."""
+    t, layout = call.tensors, call.layout
+
+    def fail(argument: str, given: object, accepted: str) -> None:
+        raise ArgumentError(argument, given, accepted, EXAMPLES[layout])
+
+    def fail_in_layout(argument: str, given: object, accepted: str) -> None:
+        example = layout_example(t.q, t.k, t.v) if layout == "dense" else None
+        raise ArgumentError(argument, given, accepted, example or EXAMPLES[layout])
+
+    rank_q = 4 if t.cu_seqlens_q is None else 3
+    rank_k = 3 if layout == "varlen" else 4
+    shape_q = "[B, Hq, Sq, D]" if t.cu_seqlens_q is None else "[Tq, Hq, D]"
+    shape_k = {"dense": "[B, Hkv, Sk, {}]", "varlen": "[Tk, Hkv, {}]", "paged": "[num_pages, page_size, Hkv, {}]"}[
+        layout
+    ]
+    for name, x, rank, shape in (
+        ("q", t.q, rank_q, shape_q),
+        ("k", t.k, rank_k, shape_k.format("D")),
+        ("v", t.v, rank_k, shape_k.format("Dv")),
+    ):
+        if x.dim() != rank:
+            fail_in_layout(name, x, f"{rank} dimensions, {shape}")
+        if x.dtype not in DTYPES:
+            fail(name, x, "float16, bfloat16, float32 or float64")
+        if x.dtype != t.q.dtype:
+            fail(name, x, f"the dtype of q, {t.q.dtype}")
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            fail(name, x, f"a head dimension (the last) of 1 to {MAX_HEAD_DIM}")
+    heads_q, heads_kv = t.q.shape[1], t.k.shape[1 if layout == "dense" else -2]
+    if heads_q == 0:
+        fail("q", t.q, f"at least one head in {shape_q}")
+    if t.k.shape[-1] != t.q.shape[-1]:
+        fail("k", t.k, f"the head dimension of q, {t.q.shape[-1]}, in {shape_k.format('D')}")
+    if layout == "dense" and t.k.shape[0] != t.q.shape[0]:
+        fail("k", t.k, f"the batch of q, {t.q.shape[0]}, in {shape_k.format('D')}")
+    if heads_kv == 0 or heads_q % heads_kv != 0:
+        accepted = f"a number of heads Hkv in {shape_k.format('D')} that divides the {heads_q} heads of q"
+        fail_in_layout("k", t.k, accepted)
+    if t.v.shape[:-1] != t.k.shape[:-1]:
+        fail("v", t.v, f"the shape of k up to the last dimension, {list(t.k.shape[:-1])}")
+    if layout == "paged" and t.k.shape[1] == 0:
+        fail("k", t.k, "pages of at least one key, [num_pages, page_size, Hkv, D]")
+
+
+def broadcasts(call: Call, batch: int, seqlen_q: int, seqlen_k: int) -> None:
+    """The tensors that modify scores: mask, bias, slopes, sinks, and the seed."""
+    t = call.tensors
+    example = EXAMPLES[call.layout]
+    heads = t.q.shape[1]
+    full = (batch, heads, seqlen_q, seqlen_k)
+
+    def fail(argument: str, given: Tensor, accepted: str) -> None:
+        raise ArgumentError(argument, given, accepted, pairs_example(call, argument, given, full) or example)
+
+    floating = tuple({t.q.dtype, torch.float32})
+    for name, x, dtypes in (("mask", t.mask, (torch.bool,)), ("bias", t.bias, floating)):
+        if x is None:
+            continue
+        if x.dtype not in dtypes:
+            advice = "; an additive mask is a `bias`" if name == "mask" else "; a bool one is a `mask`"
+            fail(name, x, f"dtype {one_of(dtypes)}{advice}")
+        if not broadcasts_to(x, full):
+            fail(name, x, f"four dimensions [B, H, Sq, Sk] = {list(full)}, each of which may be 1")
+    for name, x, shapes in (
+        ("alibi_slopes", t.alibi_slopes, ((heads,), (batch, heads))),
+        ("sinks", t.sinks, ((heads,),)),
+    ):
+        if x is None:
+            continue
+        if x.dtype not in floating:
+            raise ArgumentError(name, x, f"dtype {one_of(floating)}", example)
+        if tuple(x.shape) not in shapes:
+            raise ArgumentError(name, x, "shape " + " or ".join(str(list(shape)) for shape in shapes), example)
+    if t.dropout_seed is not None and (t.dropout_seed.dtype != torch.int64 or t.dropout_seed.numel() != 1):
+        accepted = f"an int, or an int64 tensor of one element on {t.q.device}"
+        raise ArgumentError("dropout_seed", t.dropout_seed, accepted, example)
+
+
+def varlen_bounds(call: Call) -> tuple[int, int, int]:
+    """`batch`, `max_seqlen_q`, `max_seqlen_k` of a varlen call, with its index tensors checked; their values too
+    where they are on a CPU.
+    """
+    t, settings, example = call.tensors, call.settings, EXAMPLES[call.layout]
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"):
+        x = getattr(t, name)
+        rank = 2 if name == "page_table" else 1
+        if x is not None and (x.dtype not in INDEX_DTYPES or x.dim() != rank):
+            raise ArgumentError(name, x, f"int32 (or int64), {rank} dimension{'s' * (rank > 1)}", example)
+    if t.cu_seqlens_q is None:  # a KV cache with dense queries
+        batch, total_q = t.q.shape[0], t.q.shape[2]
+    elif t.cu_seqlens_q.shape[0] == 0:
+        raise ArgumentError("cu_seqlens_q", t.cu_seqlens_q, "[B + 1] offsets that start with 0", example)
+    else:
+        batch, total_q = t.cu_seqlens_q.shape[0] - 1, t.q.shape[0]
+    if t.cu_seqlens_k is None and (t.page_table is None or t.seqused_k is None):
+        accepted = "[B + 1] offsets; only with both `page_table` and `seqused_k` may it be None"
+        raise ArgumentError("cu_seqlens_k", None, accepted, example)
+    for name, length in (("cu_seqlens_k", batch + 1), ("seqused_k", batch), ("page_table", batch)):
+        x = getattr(t, name)
+        if x is not None and x.shape[0] != length:
+            accepted = f"first dimension {length}, for the {batch} sequences of cu_seqlens_q"
+            raise ArgumentError(name, x, accepted, example)
+    total_k = t.k.shape[0] if t.page_table is None else t.page_table.shape[1] * t.k.shape[1]
+    if device.host_readable(t.q):
+        varlen_values(call)
+    max_q = total_q if settings.max_seqlen_q is None else settings.max_seqlen_q
+    max_k = total_k if settings.max_seqlen_k is None else settings.max_seqlen_k
+    return batch, max_q, max_k
+
+
+def varlen_values(call: Call) -> None:
+    """The values of index tensors on a CPU."""
+    t, example = call.tensors, EXAMPLES[call.layout]
+    max_q, max_k = call.settings.max_seqlen_q, call.settings.max_seqlen_k
+    if t.cu_seqlens_q is not None:
+        offsets("cu_seqlens_q", t.cu_seqlens_q, t.q.shape[0], max_q, example)
+    lengths_k = None
+    if t.cu_seqlens_k is not None:
+        total = t.k.shape[0] if t.page_table is None else None
+        limit = max_k if t.seqused_k is None else None
+        lengths_k = offsets("cu_seqlens_k", t.cu_seqlens_k, total, limit, example)
+    if t.seqused_k is not None:
+        used = t.seqused_k.tolist()
+        room = lengths_k if t.page_table is None else None
+        for b, n in enumerate(used):
+            limits = [limit for limit in (max_k, room[b] if room else None) if limit is not None]
+            if n < 0 or any(n > limit for limit in limits):
+                accepted = f"0 to {min(limits)}" if limits else "lengths from 0"
+                raise ArgumentError("seqused_k", t.seqused_k, f"{accepted} at sequence {b}, which has {n}", example)
+        lengths_k = used
+    if t.page_table is not None:
+        assert lengths_k is not None
+        pages(t.page_table, lengths_k, t.k.shape[0], t.k.shape[1], example)
+
+
+def offsets(name: str, x: Tensor, total: int | None, longest: int | None, example: str) -> list[int]:
+    """The lengths between cumulative offsets that start at 0, never fall, and end inside the tokens."""
+    values = x.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(values)]
+    if values[0] != 0:
+        raise ArgumentError(name, x, f"offsets that start with 0; the first is {values[0]}", example)
+    for b, n in enumerate(lengths):
+        if n < 0:
+            raise ArgumentError(name, x, f"offsets that never fall; after {values[b]} comes {values[b + 1]}", example)
+        if longest is not None and n > longest:
+            limit = f"sequences of at most max_seqlen = {longest} tokens; sequence {b} has {n}"
+            raise ArgumentError(name, x, limit, example)
+    if total is not None and values[-1] > total:
+        raise ArgumentError(name, x, f"offsets up to the {total} tokens given; the last is {values[-1]}", example)
+    return lengths
+
+
+def pages(table: Tensor, lengths: list[int], num_pages: int, page_size: int, example: str) -> None:
+    """Every page that a sequence needs is in the table, and every entry it uses names a page."""
+    rows = table.tolist()
+    for b, length in enumerate(lengths):
+        needed = -(-length // page_size)
+        if needed > table.shape[1]:
+            accepted = f"at least {needed} pages of {page_size} keys for the {length} keys of sequence {b}"
+            raise ArgumentError("page_table", table, accepted, example)
+        for page in rows[b][:needed]:
+            if not 0 <= page < num_pages:
+                accepted = f"entries of 0 to {num_pages - 1}; sequence {b} uses {page}"
+                raise ArgumentError("page_table", table, accepted, example)
+
+
+def one_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

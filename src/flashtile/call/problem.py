@@ -1,0 +1,128 @@
+"""What a call asks for, without its tensors: frozen, hashable, and all that a plan may depend on."""
+
+from dataclasses import dataclass, replace
+from typing import overload
+
+import torch
+
+from . import check
+from .call import Call
+from .memory import address
+from .window import Window
+
+LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The meaning of one call. Two calls with equal problems on equal devices run the same way."""
+
+    layout: str  # "dense", "varlen" or "paged"
+    dtype: torch.dtype
+    batch: int
+    num_heads_q: int
+    num_heads_kv: int
+    seqlen_q: int  # of the longest sequence, as far as the host knows it
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int | None
+    window: Window
+    softcap: bool
+    mask: tuple[bool, ...] | None  # which of the four dimensions are broadcast
+    bias: tuple[bool, ...] | None
+    alibi: bool
+    sinks: bool
+    score_mod: str | None
+    dropout: bool
+    deterministic: bool
+    alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
+
+    @classmethod
+    def describe(cls, call: Call) -> "Problem":
+        """The problem of a call.
+
+        Raises:
+            ArgumentError: shapes, dtypes, devices or values do not fit together. CPU tensors of lengths and pages are
+                read; nothing is read back from another device.
+        """
+        if not call.unobserved:  # or else the signature tells
+            check.memory(check.named(call.tensors), call.layout)
+        check.tensors(call)
+        t, s = call.tensors, call.settings
+        layout = call.layout
+        if layout == "dense":
+            batch, seqlen_q, seqlen_k = t.q.shape[0], t.q.shape[2], t.k.shape[2]
+            num_heads_kv = t.k.shape[1]
+        else:
+            batch, seqlen_q, seqlen_k = check.varlen_bounds(call)
+            num_heads_kv = t.k.shape[-2]
+        check.broadcasts(call, batch, seqlen_q, seqlen_k)
+        return cls(
+            layout=layout,
+            dtype=t.q.dtype,
+            batch=batch,
+            num_heads_q=t.q.shape[1],
+            num_heads_kv=num_heads_kv,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            head_dim=t.q.shape[-1],
+            head_dim_v=t.v.shape[-1],
+            page_size=t.k.shape[1] if layout == "paged" else None,
+            window=s.window,
+            softcap=s.softcap is not None,
+            mask=None if t.mask is None else tuple(n == 1 for n in t.mask.shape),
+            bias=None if t.bias is None else tuple(n == 1 for n in t.bias.shape),
+            alibi=t.alibi_slopes is not None,
+            sinks=t.sinks is not None,
+            score_mod=s.score_mod,
+            dropout=s.dropout_p > 0,
+            deterministic=s.deterministic,
+            alignment=alignment(t.q, t.k, t.v),
+        )
+
+    def bucketed(self) -> "Problem":
+        """The problem with lengths and batch rounded up to a power of two: a plan serves the whole bucket, so that a
+        growing sequence neither replans nor recompiles.
+        """
+        return replace(
+            self,
+            batch=power_of_two(self.batch),
+            seqlen_q=power_of_two(self.seqlen_q),
+            seqlen_k=power_of_two(self.seqlen_k),
+            window=self.window._replace(left=power_of_two(self.window.left), right=power_of_two(self.window.right)),
+        )
+
+
+def too_long(problem: Problem) -> str | None:
+    """Why kernels that count in 32 bits decline a problem."""
+    if max(problem.seqlen_q, problem.seqlen_k) > LONGEST:
+        return f"sequences go up to {LONGEST} positions"
+    return None
+
+
+@overload
+def power_of_two(n: int) -> int: ...
+@overload
+def power_of_two(n: int | None) -> int | None: ...
+
+
+def power_of_two(n: int | None) -> int | None:
+    """The smallest power of two that is at least `n`; 0, 1 and `None` stay themselves."""
+    return n if n is None or n <= 1 else 1 << (n - 1).bit_length()
+
+
+def alignment(*tensors: torch.Tensor) -> int:
+    """The largest power of two up to 16 that divides every stride and base address in bytes."""
+    bits = 16
+    for x in tensors:
+        bits |= address(x)
+        for stride, n in zip(x.stride()[:-1], x.shape[:-1], strict=True):
+            if n > 1:
+                bits |= stride * x.element_size()
+    return bits & -bits
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, softmax statistics and accumulators: fp64 for fp64 inputs, else fp32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,0 +1,85 @@
+"""The table `long` of `flashtile ladder`: time and memory of standard and fused attention at d = 64."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...bench.allocation import live_and_peak_bytes
+from ...ladder import step04_standard, step06_flash2
+from .gpu import NUMBA, gpu_steps, missing_gpu_steps
+from .measure import Measurement, Run, Table, error_of, first, inputs, milliseconds, product
+
+MIB = 2**20
+LONG_LENGTHS = (1024, 2048, 4096)
+LONGER_LENGTHS = (8192, 16384, 32768, 65536)  # on a GPU
+LONG_PUBLISHED = {  # speed-up, MB of standard, MB of fused
+    1024: (2.1, 8.0, 0.25),
+    2048: (1.6, 32.0, 0.5),
+    4096: (3.6, 128.0, 1.0),
+}
+# Steps that leave most of a GPU idle take minutes beyond these.
+MOST = {"6 FlashAttention-2": 8192, "9 CUDA C++, rows": 8192, NUMBA: 16384}
+THREE_KERNELS = "4 without lse"
+CHECKED_ROWS = 64  # of q, whose results are compared: fp64 over all rows of a long sequence would not fit
+
+
+def long(device: torch.device, lengths: tuple[int, ...] | None = None, seconds: float = 0.4) -> Measurement:
+    table = Table("long", "Long sequences: one head, d = 64, standard (step 4) against fused")
+    lengths = lengths or LONG_LENGTHS + (LONGER_LENGTHS if device.type == "cuda" else ())
+    if device.type == "cuda":
+        table.notes += missing_gpu_steps(device)
+    for n in lengths:
+        q, k, v = inputs(n, 64, device)
+        runs: dict[str, Run] = {
+            "4 standard PyTorch": lambda q=q, k=k, v=v: step04_standard.attention(q, k, v),
+            THREE_KERNELS: lambda q=q, k=k, v=v: torch.softmax(step04_standard.scaled(q, None) @ k.mT, dim=-1) @ v,
+            "6 FlashAttention-2": lambda q=q, k=k, v=v: step06_flash2.attention(q, k, v),
+            "11 flashtile.attention": lambda q=q, k=k, v=v: product(q, k, v),
+        }
+        runs |= {name: prepare(q, k, v) for name, prepare in gpu_steps(device).items()}
+        standard = None
+        for name, run in runs.items():
+            if n > MOST.get(name, n):
+                table.notes.append(f"{name} is left out at N = {n}: it would take too long.")
+                continue
+            yield f"{name}, N = {n}"
+            try:
+                row = long_row(name, run, device, (q, k, v), seconds)
+            except torch.OutOfMemoryError as error:
+                table.notes.append(f"{name} does not fit at N = {n}: {str(error).splitlines()[0]}")
+                continue
+            if name == THREE_KERNELS:
+                standard = row
+            table.rows.append(row | compared(row, standard))
+    table.notes.append(f"Speed-up and saving are over “{THREE_KERNELS}”: an lse takes further passes over S.")
+    table.notes.append(
+        "Memory is what the call allocates at most, results included (out alone: N d floats). Where tiles are tensors "
+        f"of torch, they count; in a kernel they would not. The error is that of the last {CHECKED_ROWS} rows."
+    )
+    table.asides.append("Published memory: S and P against out.")
+    return table
+
+
+def long_row(
+    name: str, run: Run, device: torch.device, qkv: tuple[Tensor, Tensor, Tensor], seconds: float
+) -> dict[str, Any]:
+    q, k, v = qkv
+    _, peak = live_and_peak_bytes(run, device)
+    row = {"n": len(q), "step": name, "ms": milliseconds(run, device, seconds), "extra_mib": peak / MIB}
+    out = first(run()).reshape(q.shape)
+    return row | {"error": error_of(out[-CHECKED_ROWS:], q[-CHECKED_ROWS:], k, v)}
+
+
+def compared(row: dict[str, Any], standard: dict[str, Any] | None) -> dict[str, Any]:
+    """With standard attention, where that fits, and with what is published."""
+    fused = not row["step"].startswith("4")
+    speedup, standard_mb, fused_mb = LONG_PUBLISHED.get(row["n"], (None, None, None))
+    other = standard if fused else None
+    return {
+        "speedup": other["ms"] / row["ms"] if other else None,
+        "saving": other["extra_mib"] / row["extra_mib"] if other else None,
+        "published_speedup": speedup if fused else None,
+        "published_mib": fused_mb if fused else standard_mb,
+        "published_saving": standard_mb / fused_mb if fused and standard_mb and fused_mb else None,
+    }

@@ -1,0 +1,136 @@
+"""The table `stack` of `flashtile ladder`: every step at d = 16, from Python's objects to the product.
+
+Published figures, here and in `ladder_tables`, come from teaching material on FlashAttention and from machines that are
+not this one: they are there to compare orders of magnitude.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import explain as explain_call
+from ...ladder import (
+    step02_autograd,
+    step02_floats,
+    step03_cpp,
+    step04_standard,
+    step05_flash1,
+    step06_flash2,
+    step07_numba,
+    step08_triton_lite,
+)
+from .gpu import gpu_steps, missing_gpu_steps
+from .measure import Measurement, Run, Table, error_of, first, inputs, milliseconds, product, triton_compiles
+
+STACK_LENGTHS = (8, 16, 32, 64)
+LITE = "8 Triton, lite"  # takes whole tiles; one tile is right
+STACK_PUBLISHED: dict[str, dict[int, float]] = {  # milliseconds
+    "2 scalar autograd": {8: 0.209, 16: 0.446, 32: 0.886, 64: 1.551},
+    "2 Python floats": {8: 0.018, 64: 0.100},
+    "3 C++ -O2": {8: 0.001, 64: 0.063},
+    "4 standard PyTorch": dict.fromkeys(STACK_LENGTHS, 0.05),
+}
+
+
+def stack(device: torch.device, lengths: tuple[int, ...] | None = None, seconds: float = 0.2) -> Measurement:
+    """Every step at each of the lengths, for this many seconds each."""
+    lengths = lengths or STACK_LENGTHS
+    table = Table("stack", "The whole stack: forward of one head, d = 16, milliseconds (in brackets: published)")
+    for name, prepare in stack_steps(device).items():
+        for n in lengths:
+            if name == LITE and n % step08_triton_lite.BLOCK_M != 0:
+                continue
+            yield f"{name}, N = {n}"
+            q, k, v = inputs(n, 16, device)
+            run = prepare(q, k, v)
+            out = run()
+            row = {
+                "step": name,
+                "n": n,
+                "ms": milliseconds(run, device, seconds),
+                "error": error_of(first(out), q, k, v),
+            }
+            table.rows.append(row | {"published_ms": STACK_PUBLISHED.get(name, {}).get(n)})
+    table.notes += missing_steps(device)
+    table.asides.append("Published for step 8's lite: 0.020 to 0.036 ms.")
+    table.asides.append(
+        "The published times of step 2 grow as N, not as N²: as one query row over N keys would. Here all N rows are "
+        "computed."
+    )
+    q, k, v = (x[None, None] for x in inputs(lengths[-1], 16, device))
+    table.asides.append(f"Step 11 at N = {lengths[-1]}: {explain_call(q, k, v)}")
+    return table
+
+
+Prepare = Callable[[Tensor, Tensor, Tensor], Run]  # from q, k, v `[N, d]`
+
+
+def stack_steps(device: torch.device) -> dict[str, Prepare]:
+    """The steps that run here. Python, C++ and Numba run on the CPU, whatever the device."""
+    steps: dict[str, Prepare] = {"2 scalar autograd": on_values, "2 Python floats": on_floats}
+    if cpp_problem() is None:
+        steps["3 C++ Value*, -O2"] = on_cpu(step03_cpp.attention, flags=step03_cpp.O2, graph=True)
+        steps["3 C++ -O2"] = on_cpu(step03_cpp.attention, flags=step03_cpp.O2)
+        steps["3 C++ -O3 native"] = on_cpu(step03_cpp.attention, flags=step03_cpp.O3)
+    steps["4 standard PyTorch"] = on_tensors(step04_standard.attention)
+    steps["5 FlashAttention-1"] = on_tensors(step05_flash1.attention)
+    steps["6 FlashAttention-2"] = on_tensors(step06_flash2.attention)
+    if importlib.util.find_spec("numba") is not None:
+        steps["7 Numba"] = on_cpu(step07_numba.attention)
+    if triton_compiles(device):
+        steps[LITE] = on_tensors(step08_triton_lite.attention)
+    steps |= gpu_steps(device)
+    steps["11 flashtile.attention"] = on_tensors(product)
+    return steps
+
+
+def on_values(q: Tensor, k: Tensor, v: Tensor) -> Run:
+    a, b, c = (step02_autograd.values(x.tolist()) for x in (q, k, v))
+    return lambda: step02_autograd.attention(a, b, c)
+
+
+def on_floats(q: Tensor, k: Tensor, v: Tensor) -> Run:
+    a, b, c = (x.tolist() for x in (q, k, v))
+    return lambda: step02_floats.attention(a, b, c)
+
+
+def on_cpu(function: Callable[..., Any], **keywords: Any) -> Prepare:
+    def prepare(q: Tensor, k: Tensor, v: Tensor) -> Run:
+        a, b, c = (x.cpu() for x in (q, k, v))
+        return lambda: function(a, b, c, **keywords)
+
+    return prepare
+
+
+def on_tensors(function: Callable[..., Any]) -> Prepare:
+    return lambda q, k, v: lambda: function(q, k, v)
+
+
+def cpp_problem() -> str | None:
+    """Why step 3 cannot be compiled here; `None` if it is."""
+    try:
+        for flags in (step03_cpp.O2, step03_cpp.O3):
+            step03_cpp.library(flags)
+    except step03_cpp.CompilerError as error:
+        return str(error)
+    return None
+
+
+def missing_steps(device: torch.device) -> list[str]:
+    notes = []
+    if (problem := cpp_problem()) is not None:
+        notes.append(f"Step 3 is missing: {problem}")
+    if importlib.util.find_spec("numba") is None:
+        notes.append("Step 7 is missing: Numba is not installed (pip install 'flashtile[numba]').")
+    if device.type == "cuda":
+        notes += missing_gpu_steps(device)
+    if triton_compiles(device):
+        notes.append("Step 8's lite takes N in multiples of 64, and is wrong beyond 64.")
+    else:
+        notes.append("Step 8 is missing: without a GPU its times would be those of an interpreter.")
+    if device.type != "cuda":
+        notes.append("Step 9 is missing: it needs a GPU.")
+    return notes

@@ -1,0 +1,127 @@
+"""The operator of `attention_with_kvcache`: one call that appends in place and attends, opaque to `torch.compile`.
+
+It reads nothing back from a GPU and its shapes follow from the arguments', so it can be captured in a CUDA graph.
+"""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_fake, register_vmap
+
+from ..call.cache import CacheCall, CacheTensors, append_and_rotate, check_apart
+from ..call.call import Call, Settings, Tensors, lse_shape, new_rows, signature
+from ..call.problem import accumulation_dtype
+from ..errors import AttentionError
+from .eager import in_forward_mode, untraced
+from .operators import LIBRARY, inside_operator
+from .planner import entry_of, plan_call
+
+NAME = "attention_with_kvcache"
+FEATURES = ("cu_seqlens_q", "mask", "bias", "alibi_slopes", "sinks", "dropout_seed")
+OPTIONAL_CACHE = CacheTensors._fields[3:]
+SETTINGS = {
+    "scale": "float",
+    "softcap": "float?",
+    "window_left": "SymInt?",
+    "window_right": "SymInt?",
+    "top_left": "bool",
+    "dropout_p": "float",
+    "score_mod": "str?",
+    "num_splits": "SymInt?",
+    "backend": "str",
+}
+SCHEMA = ", ".join(
+    (
+        "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens",
+        *(f"Tensor? {name}" for name in (*OPTIONAL_CACHE, *FEATURES)),
+        "Tensor[] score_mod_tensors, bool rotary_interleaved",
+        *(f"{kind} {name}" for name, kind in SETTINGS.items()),
+    )
+)
+
+
+def arguments(q: Tensor, cache: CacheTensors, features: Tensors, settings: Settings, interleaved: bool) -> list[Any]:
+    """A call as the operator takes it."""
+    given = (getattr(features, name) for name in FEATURES)
+    scalars = (getattr(settings, name) for name in SETTINGS)
+    return [q, *cache, *given, list(features.score_mod_tensors), interleaved, *scalars]
+
+
+def attend_with_cache(call: Call, cache: CacheTensors, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a normalised call, whose k and v are the caches."""
+    refuse_derivatives(call.tensors[:-1], call.tensors.score_mod_tensors, cache)
+    q = call.tensors.q
+    if call.unobserved:
+        return attend(CacheCall(call, cache, interleaved))
+    if cache.k is not None and torch.is_autocast_enabled(q.device.type):
+        k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
+        cache = cache._replace(k=k, v=v)
+    operator = torch.ops.flashtile.attention_with_kvcache.default
+    return operator(*arguments(q, cache, call.tensors, call.settings, interleaved))
+
+
+def refuse_derivatives(*tensors: Iterable[Any]) -> None:
+    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in chain(*tensors))
+    if wanted or in_forward_mode():
+        raise AttentionError(
+            "attention_with_kvcache has no derivatives: it writes into its caches, and an argument requires a gradient "
+            "or forward mode is active.\n"
+            "  accepted: a call inside `with torch.no_grad():`; for training, flashtile.attention(q, k, v)"
+        )
+
+
+def without_derivatives(*given: Any) -> tuple[Tensor, Tensor]:
+    """The operator as autograd meets it in a traced program, whose Python is gone: without this, the derivative would
+    be zero.
+    """
+    refuse_derivatives(given, *(x for x in given if isinstance(x, list | tuple)))
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.flashtile.attention_with_kvcache.default(*given)
+
+
+def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    values = list(given)
+    cache = CacheTensors(*values[: len(CacheTensors._fields)])
+    rest = values[len(CacheTensors._fields) :]
+    named = dict(zip(FEATURES, rest, strict=False))
+    modifiers, interleaved, *scalars = rest[len(FEATURES) :]
+    features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
+    settings = Settings(**dict(zip(SETTINGS, scalars, strict=True)))
+    number = signature(("operator", settings), q, *features[3:-1], *modifiers, *cache)
+    return attend(CacheCall(Call(features, settings, number), cache, interleaved))
+
+
+@untraced
+def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
+    """What the operator does."""
+    call = call.with_own_indices()
+    chosen = plan_call(call)
+    if call.cache.k is not None:
+        check_apart(call)
+    entry = entry_of(chosen.backend)
+    with inside_operator(call):
+        if hasattr(entry, "attend_with_cache"):
+            return entry.attend_with_cache(chosen, call)
+        return entry.forward(chosen, append_and_rotate(call))
+
+
+def fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = new_rows(q, q.shape[1], v_cache.shape[-1], q.dtype)
+    return out, q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
+
+
+def refuse_vmap(*_: Any) -> Any:
+    raise AttentionError(
+        "attention_with_kvcache writes into its caches, which torch.vmap does not allow.\n"
+        "  accepted: the batch as the first dimension of q, with cache_seqlens [B]"
+    )
+
+
+LIBRARY.define(f"{NAME}({SCHEMA}) -> (Tensor out, Tensor lse)")
+LIBRARY.impl(NAME, run, "CompositeExplicitAutograd")
+LIBRARY.impl(NAME, without_derivatives, "Autograd")
+register_fake(f"flashtile::{NAME}", fake, lib=LIBRARY)
+register_vmap(f"flashtile::{NAME}", refuse_vmap, lib=LIBRARY)

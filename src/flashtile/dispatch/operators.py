@@ -1,0 +1,278 @@
+"""The operators that torch sees: schemas, shape formulas for tracing, vmap, and the way down to a backend.
+
+Each layout has one forward and one backward operator, so that `torch.compile`, `torch.export` and graph capture see
+single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan, and a backend's kernels.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+from ..call import check
+from ..call.call import (
+    Call,
+    Gradients,
+    Needs,
+    Settings,
+    Tensors,
+    differentiable_positions,
+    lse_shape,
+    new_rows,
+)
+from ..call.memory import in_memory
+from ..call.problem import accumulation_dtype
+from ..errors import AttentionError
+from . import forking
+from .eager import in_forward_mode, unobserved, untraced
+from .planner import entry_of, plan_call
+
+LIBRARY = torch.library.Library("flashtile", "DEF")
+CACHE_ONLY = ("leftpad_k", "num_splits")
+VARLEN_ONLY = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "max_seqlen_q", "max_seqlen_k")
+AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
+SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", Sequence[Tensor]: "Tensor[]"}
+
+
+def schema(fields: type, layout: str) -> list[str]:
+    """The schema arguments of `Tensors` or `Settings`, as far as the layout has them."""
+    arguments = []
+    for name, hint in get_type_hints(fields).items():
+        if name in CACHE_ONLY or (layout == "dense" and name in VARLEN_ONLY):
+            continue
+        optional = isinstance(hint, types.UnionType)
+        kind = SCHEMA_TYPES[hint.__args__[0] if optional else hint]
+        optional = optional and not (layout == "varlen" and name == "cu_seqlens_q")
+        arguments.append(f"{kind}{'?' * optional} {name}")
+    return arguments
+
+
+class Operators:
+    """The forward and backward operator of one layout."""
+
+    def __init__(self, layout: str):
+        self.layout = layout
+        self.name = {"dense": "attention", "varlen": "attention_varlen"}[layout]
+        self.fields = [s.split()[-1] for s in (*schema(Tensors, layout), *schema(Settings, layout))]
+        call = ", ".join((*schema(Tensors, layout), *schema(Settings, layout)))
+        gradients = "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks, Tensor[] dmod"
+        LIBRARY.define(f"{self.name}_forward({call}) -> (Tensor out, Tensor lse)")
+        LIBRARY.define(
+            f"{self.name}_backward(bool[] needs, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, {call})"
+            f" -> ({gradients})"
+        )
+        LIBRARY.impl(f"{self.name}_forward", self.run_forward, "CompositeExplicitAutograd")
+        LIBRARY.impl(f"{self.name}_backward", self.run_backward, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"flashtile::{self.name}_forward", self.fake_forward, lib=LIBRARY)
+        torch.library.register_fake(f"flashtile::{self.name}_backward", self.fake_backward, lib=LIBRARY)
+        torch.library.register_autograd(
+            f"flashtile::{self.name}_forward", self.derivative, setup_context=self.remember, lib=LIBRARY
+        )
+        torch.library.register_autograd(f"flashtile::{self.name}_backward", refuse_second_derivative, lib=LIBRARY)
+        for operator in ("forward", "backward"):
+            op = getattr(torch.ops.flashtile, f"{self.name}_{operator}").default
+            torch.library.register_vmap(op, functools.partial(one_by_one, op), lib=LIBRARY)
+        self.forward = getattr(torch.ops.flashtile, f"{self.name}_forward").default
+        self.backward = getattr(torch.ops.flashtile, f"{self.name}_backward").default
+
+    def arguments(self, call: Call) -> list[Any]:
+        """A call as the operators take it."""
+        values = call.tensors._asdict() | call.settings._asdict()
+        values["score_mod_tensors"] = list(call.tensors.score_mod_tensors)
+        return [values[name] for name in self.fields]
+
+    def call(self, arguments: Sequence[Any]) -> Call:
+        """The inverse of `arguments`."""
+        values = dict(zip(self.fields, arguments, strict=True))
+        tensors = {name: values.pop(name) for name in Tensors._fields if name in values}
+        return Call(Tensors(**tensors), Settings(**values))
+
+    def attend(self, call: Call) -> tuple[Tensor, Tensor]:
+        """`out` and `lse`, through the operator if anything but its kernels would look at the call."""
+        flat = call.tensors.flat()
+        if unobserved(*flat) and in_memory(*flat):
+            return attend(call)
+        return self.forward(*self.arguments(call))
+
+    def differentiate(
+        self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Call
+    ) -> Sequence[Tensor | None]:
+        """The gradients that `needs` asks for, likewise; for the others anything."""
+        tensors = (out, lse, dout, dlse, *call.tensors.flat())
+        if not torch.compiler.is_compiling() and unobserved(*tensors) and in_memory(*tensors):
+            return differentiate(needs, out, lse, dout, dlse, call)
+        *found, modified = self.backward(needs, out, lse, dout, dlse, *self.arguments(call))
+        return *found, *modified
+
+    def run_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        if in_forward_mode():  # `autograd` does not come here then: this is an operator in a traced program
+            raise AttentionError(
+                "a traced or compiled program that contains attention was called in forward mode, which would drop the "
+                "tangent.\n  accepted: forward mode around flashtile.attention(q, k, v) itself, untraced"
+            )
+        return attend(self.call(arguments))
+
+    def run_backward(
+        self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
+    ) -> tuple[Any, ...]:
+        call = self.call(arguments)
+        check.memory({"out": out, "lse": lse, "dout": dout, "dlse": dlse}, call.layout)
+        return in_schema(differentiate(needs, out, lse, dout, dlse, call), call)
+
+    def remember(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        call = self.call(inputs)
+        ctx.settings = call.settings
+        ctx.save_for_backward(*output, *call.tensors.flat())
+
+    def derivative(self, ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+        out, lse, *flat = ctx.saved_tensors
+        call = Call(Tensors.from_flat(flat), ctx.settings)
+        needed = self.call(ctx.needs_input_grad).tensors.flat()
+        positions = differentiable_positions(len(flat))
+        *found, modified = self.backward([needed[n] for n in positions], out, lse, dout, dlse, *self.arguments(call))
+        gradients: list[Tensor | None] = [None] * len(flat)
+        for n, gradient in zip(positions, (*found, *modified), strict=True):
+            gradients[n] = gradient if needed[n] else None
+        absent = Settings(*(None for _ in Settings._fields))  # type: ignore[arg-type]
+        return tuple(self.arguments(Call(Tensors.from_flat(gradients), absent)))
+
+    def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        q, v = self.call(arguments).tensors.q, self.call(arguments).tensors.v
+        out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
+        return out, q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
+
+    def fake_backward(
+        self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
+    ) -> tuple[Any, ...]:
+        call = self.call(arguments)
+        t = call.tensors
+        features = (t.bias, t.alibi_slopes, t.sinks, *t.score_mod_tensors)
+        found = []
+        for x, needed in zip((t.q, t.k, t.v, *features), needs, strict=True):
+            if x is None or not needed:
+                found.append(None)
+            elif self.layout == "dense" and len(found) < 3:
+                found.append(new_rows(x, x.shape[1], x.shape[-1], x.dtype))
+            else:
+                found.append(x.new_empty(x.shape))
+        return in_schema(found, call)
+
+
+@untraced
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """What the forward operators do."""
+    call = call.with_own_indices()
+    chosen = plan_call(call)
+    with inside_operator(call):
+        return entry_of(chosen.backend).forward(chosen, call)
+
+
+@untraced
+def differentiate(
+    needs: Sequence[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Call
+) -> list[Tensor | None]:
+    """What the backward operators do: gradients in their inputs' dtypes, `None` for what nobody asked for."""
+    asked = Needs.from_flat(needs)
+    call = call.with_own_indices()
+    chosen = plan_call(call, needs=asked)
+    with inside_operator(call):
+        found = entry_of(chosen.backend).backward(chosen, call, asked, out, lse, dout, dlse)
+    inputs = call.tensors.flat()
+    return [
+        None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)
+        for gradient, n in zip(found.flat(), differentiable_positions(len(inputs)), strict=True)
+    ]
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    """An operator under torch.vmap: each example is a call of its own, with the positions and dropout of that call."""
+
+    def example(x: Any, dim: Any, n: int) -> Any:
+        if isinstance(dim, list | tuple):
+            return [example(part, d, n) for part, d in zip(x, dim, strict=True)]
+        return x if dim is None else x.select(dim, n)
+
+    def stacked(*parts: Any) -> Any:
+        return [torch.stack(p) for p in zip(*parts, strict=True)] if isinstance(parts[0], list) else torch.stack(parts)
+
+    def dims(x: Any) -> Any:
+        return [0] * len(x) if isinstance(x, list) else 0
+
+    results = [
+        op(*(example(x, dim, n) for x, dim in zip(arguments, in_dims, strict=True))) for n in range(info.batch_size)
+    ]
+    outputs = tuple(stacked(*parts) for parts in zip(*results, strict=True))
+    return outputs, tuple(dims(x) for x in outputs)
+
+
+def refuse_second_derivative(*_: Any) -> Any:
+    raise AttentionError(
+        "a traced or compiled program that contains attention can be differentiated once.\n"
+        "  accepted: second derivatives of flashtile.attention(q, k, v) itself, untraced"
+    )
+
+
+def in_schema(gradients: Sequence[Tensor | None], call: Call) -> tuple[Any, ...]:
+    """Gradients as a schema of fixed arity returns them, with an empty tensor for what nobody asked for."""
+    found = [call.tensors.q.new_empty(0) if gradient is None else gradient for gradient in gradients]
+    named = len(Gradients._fields) - 1
+    return *found[:named], found[named:]
+
+
+def inside_operator(call: Call) -> AbstractContextManager[None]:
+    """What an operator's own work needs, wherever it is called from.
+
+    No autocast: that has already acted on the arguments, in `normalize`, and products in here keep their dtypes. No
+    graph of the caller's. But torch.autograd, which a backend uses on a tile, also where the operator is called from
+    below it (compiled graphs).
+
+    An unobserved call has no autocast around it; and nothing of it asks for a graph, or `autograd` has made a node.
+    """
+    around = not call.unobserved and (torch._C._is_any_autocast_enabled() or torch.is_grad_enabled())
+    below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD_KEYS[0])
+    inside = Inside(call.tensors.q.device.type) if around or below_autograd else ALREADY_INSIDE
+    return forking.OneThread(inside) if forking.forked else inside
+
+
+class Inside(AbstractContextManager[None]):
+    def __init__(self, device_type: str):
+        # meta has no autocast to ask about
+        self.autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+        self.device_type = device_type
+
+    def __enter__(self) -> None:
+        exclude = torch._C._dispatch_tls_local_exclude_set()
+        self.guard = None
+        if any(exclude.has(key) for key in AUTOGRAD_KEYS):
+            for key in AUTOGRAD_KEYS:
+                exclude = exclude - torch._C.DispatchKeySet(key)
+            self.guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
+            self.guard.__enter__()
+        self.grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        if self.autocast:
+            self.no_autocast = torch.autocast(self.device_type, enabled=False)
+            self.no_autocast.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.autocast:
+            self.no_autocast.__exit__(*error)
+        torch._C._set_grad_enabled(self.grad)
+        if self.guard is not None:
+            self.guard.__exit__(*error)
+
+
+ALREADY_INSIDE = nullcontext()
+OPERATORS = {layout: Operators(layout) for layout in ("dense", "varlen")}
+
+
+def operators_of(call: Call) -> Operators:
+    return OPERATORS["dense" if call.layout == "dense" else "varlen"]

@@ -1,0 +1,1 @@
+"""Work, bytes and rates: what an attention call costs at least."""

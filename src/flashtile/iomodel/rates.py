@@ -1,0 +1,85 @@
+"""How fast this machine computes and moves bytes, as far as a measurement can tell: the rates of a roofline.
+
+A limit is only a limit if nothing runs faster than the rate that it is computed from. So rates are the best of many
+short runs, which other work on the machine interrupts seldom; and on a CPU, arithmetic is measured in registers, since
+PyTorch's matrix product of float32 may be slower than attention.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..backend.cpu import support as cpu
+from ..call.problem import accumulation_dtype
+from .work import Machine
+
+SECONDS = 0.05  # for each measurement, if the machine is idle
+FEWEST_RUNS = 5
+PIECE = 2**22  # bytes that a CPU moves in one run: some tenths of a millisecond
+
+
+def machine(device: torch.device, dtype: torch.dtype) -> Machine:
+    """The rates of a device for one dtype; measured once in a process, for its number of threads."""
+    return _machine(device.type, device.index, dtype, torch.get_num_threads())
+
+
+@functools.cache
+def _machine(device_type: str, index: int | None, dtype: torch.dtype, threads: int) -> Machine:
+    device = torch.device(device_type) if index is None else torch.device(device_type, index)
+    return Machine(arithmetic(device, dtype, threads), memory(device))
+
+
+def arithmetic(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+    """FLOP/s of multiplications and additions in the registers of a CPU; elsewhere, of a matrix product."""
+    if device.type == "cpu" and cpu.unusable() is None:
+        from ..backend.cpu.peak import flops_per_second
+
+        return threads * flops_per_second(dtype)
+    if device.type == "cpu":
+        n, dtype = 512, accumulation_dtype(dtype)  # which attention computes in
+    else:
+        n = 4096
+    a = torch.ones((n, n), dtype=dtype, device=device)
+    return 2 * n**3 / best(lambda: a @ a, device)
+
+
+def memory(device: torch.device) -> float:
+    """Bytes/s that a copy reads and writes, or a sum reads, whichever is more: in pieces of what no cache holds."""
+    size = 2**26 if device.type == "cpu" else 2**28
+    piece = PIECE if device.type == "cpu" else size
+    x = torch.ones(size, dtype=torch.uint8, device=device).view(torch.float32)
+    y = torch.empty_like(x)
+    pairs = list(zip(x.split(piece // 4), y.split(piece // 4), strict=True))
+    copied = best(lambda a, b: b.copy_(a), device, pairs)
+    read = best(lambda a, b: a.sum(), device, pairs)
+    return max(2 * piece / copied, piece / read)
+
+
+def best(run: Callable[..., Any], device: torch.device, arguments: Sequence[tuple[Any, ...]] = ((),)) -> float:
+    """Seconds of the fastest run, each with the next of the arguments, after one that sets things up."""
+    run(*arguments[-1])
+    seconds, end = [], time.perf_counter() + SECONDS
+    while len(seconds) < FEWEST_RUNS or time.perf_counter() < end:
+        given = arguments[len(seconds) % len(arguments)]
+        seconds.append(fastest(lambda given=given: run(*given), device, repeats=1))
+    return min(seconds)
+
+
+def fastest(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest of some runs."""
+    seconds = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,1 @@
+"""Random problems, run by backends and held against the fp64 oracle."""
