@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile import ArgumentError, BackendError
+from flashtile.backend import rates
 from flashtile.call.window import Window, visible_pairs
-from flashtile.iomodel import rates
 
 ARGUMENTS = dense_case().arguments  # 2 sequences, 2 heads on 1, 7 rows, 9 keys, head_dim 8
 

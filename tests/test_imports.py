@@ -4,7 +4,6 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -26,41 +25,21 @@ HEAVY = {
 }
 LONGEST_IMPORT = 0.04  # seconds
 
-# Each line may import from the lines above it and from itself.
+# Each line may import from the lines above it and from itself: a folder with all in it, or a module beside them.
 LAYERS = (
-    ("errors", "remember", "observed", "overlap", "forking", "processes", "supported", "iomodel*"),
-    ("device", "masks"),
-    ("call", "expression*"),
-    ("advice", "check", "problem", "cache", "signatures"),
-    (
-        "backend",
-        "backend.common*",
-        "backend.*.support",
-        "backend.tiled",
-        "backend.reference",
-        "backend.cpu",
-        "backend.cpu.targets",
-        "backend.triton",
-        "backend.triton.tables",
-        "backend.triton.tuned",
-        "backend.hopper",
-        "backend.common.installed",
-        "backend.hopper.tables",
-    ),
-    ("plan",),
-    ("backend.*",),
-    ("ops",),
-    ("autograd",),
-    ("cache_ops",),
-    ("normalize", "merge"),
-    ("rates",),
-    ("api", "explanation"),
-    ("testing*",),
-    ("bench*",),
-    ("verification", "tuning*", "soak*", "progress"),
-    ("report*",),
-    ("ladder*",),
-    ("cli*",),
+    ("errors", "remember", "processes", "supported"),
+    ("iomodel",),
+    ("call",),
+    ("expression",),
+    ("backend",),
+    ("dispatch",),
+    ("api",),
+    ("testing",),
+    ("bench",),
+    ("verification", "tuning", "soak", "progress"),
+    ("report",),
+    ("ladder",),
+    ("cli",),
 )
 
 
@@ -75,17 +54,21 @@ def test_import_loads_nothing_heavy() -> None:
     assert not {name for name in loaded if name in HEAVY or name.split(".")[0] in HEAVY}
     outer = ("flashtile.testing", "flashtile.cli", "flashtile.bench", "flashtile.report")
     assert not {name for name in loaded if name.startswith(outer)}
-    assert not {name for name in loaded if name.startswith("flashtile.backend.") and name.endswith(".kernels")}
+    assert not {
+        name
+        for name in loaded
+        if name.startswith("flashtile.backend.") and (name.endswith(".entry") or ".kernels" in name)
+    }
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_a_forward_pass_loads_no_kernels_of_backward(backend: str) -> None:
     pytest.importorskip("triton")
-    code = f"import sys; from flashtile.backend.{backend} import kernels; print(*sys.modules)"
+    code = f"import sys; from flashtile.backend.{backend} import entry; print(*sys.modules)"
     loaded = python("-c", code).stdout.split()
-    assert f"flashtile.backend.{backend}.forward" in loaded
+    assert any(name.startswith(f"flashtile.backend.{backend}.kernels.forward") for name in loaded)
     assert not {name for name in loaded if name.startswith(f"flashtile.backend.{backend}.") and "backward" in name}
-    assert f"flashtile.backend.{backend}.gradients" not in loaded
+    assert not {name for name in loaded if name.startswith(f"flashtile.backend.{backend}.kernels.d")}
 
 
 def test_import_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,14 +127,13 @@ def statements(node: ast.AST, at_import: bool) -> Iterator[ast.AST]:
 
 
 def layer_of(name: str) -> int | None:
-    return next((n for n, layer in enumerate(LAYERS) if any(fnmatchcase(name, x) for x in layer)), None)
+    return next((n for n, layer in enumerate(LAYERS) if name.split(".")[0] in layer), None)
 
 
-def test_the_layers_name_the_modules_that_exist() -> None:
-    placed = {name: layer_of(name) for name in MODULES}
-    assert {n for n in placed.values() if n is not None} == set(range(len(LAYERS)))
-    assert placed["backend.tiled.support"] < placed["plan"] < placed["backend.tiled.kernels"]
-    assert placed["api"] < placed["testing"] < placed["bench"] < placed["report"] < placed["cli"]
+def test_every_module_has_a_layer() -> None:
+    placed = {name: layer_of(name) for name in MODULES if name not in ("", "__main__")}
+    assert None not in placed.values()
+    assert set(placed.values()) == set(range(len(LAYERS)))
 
 
 def test_no_public_name_is_also_a_module() -> None:
@@ -160,7 +142,7 @@ def test_no_public_name_is_also_a_module() -> None:
 
 
 def test_imports_point_one_way() -> None:
-    """At the top of a module and inside functions. (`plan` loads a backend's kernels by name, on first use.)"""
+    """At the top of a module and inside functions. (The planner loads a backend's entry by name, on first use.)"""
     wrong = []
     for name in MODULES:
         own = layer_of(name)
@@ -171,18 +153,19 @@ def test_imports_point_one_way() -> None:
     assert not wrong
 
 
-def test_backends_import_neither_one_another_nor_what_is_above() -> None:
+def test_backends_do_not_import_one_another() -> None:
+    """They share the modules of `backend` itself, and each kind its folder: `gpu`, `blockwise`."""
+    shared = {"triton": {"gpu"}, "hopper": {"gpu"}, "tiled": {"blockwise"}, "reference": {"blockwise"}}
+    folders = {path.parent.name for path in PACKAGE.glob("backend/*/__init__.py")}
     wrong = []
     for name in MODULES:
-        parts = name.split(".")
-        if parts[0] != "backend" or len(parts) < 2:
-            continue
-        for target in set(imports_of(name, at_import=False)):
-            other = target.split(".")
-            foreign = other[0] == "backend" and len(other) > 1 and other[1] not in (parts[1], "common")
-            above = other[0] in ("ops", "autograd", "normalize", "api", "merge", "explanation", "cli", "testing")
-            if foreign or above or target == "":
-                wrong.append(f"{name} imports {target or 'flashtile'}")
+        own = name.split(".")[1:2]
+        if name.split(".")[0] == "backend" and own and own[0] in folders:
+            for target in set(imports_of(name, at_import=False)):
+                other = target.split(".")
+                foreign = other[0] == "backend" and len(other) > 1 and other[1] in folders - {own[0]}
+                if foreign and other[1] not in shared.get(own[0], ()):
+                    wrong.append(f"{name} imports {target}")
     assert not wrong
 
 

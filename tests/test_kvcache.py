@@ -466,11 +466,6 @@ def operator_arguments(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patch:
         patch.setattr("flashtile.api.normalize.unobserved", lambda *_: False)
-        patch.setattr(
-            "torch.ops.flashtile.attention_with_kvcache.default",
-            operator,
-            raising=False,
-        )
         patch.setattr(torch.ops.flashtile.attention_with_kvcache, "default", operator)
         call_in_place(arguments)
     return seen[0]

@@ -13,8 +13,8 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
+from flashtile.call.eager import unobserved
 from flashtile.call.memory import in_memory
-from flashtile.dispatch.eager import unobserved
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.errors import ArgumentError
 

@@ -107,7 +107,7 @@ def explain(
     Raises:
         AttentionError: as the call itself would.
     """
-    from ..iomodel.rates import machine
+    from ..backend.rates import machine
     from ..iomodel.work import backward_flops, forward_flops, least_bytes, roofline  # not at `import flashtile`
 
     call = described_call(q, k, v, cu_seqlens_q, cu_seqlens_k, keywords)

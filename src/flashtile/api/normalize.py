@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..call.cache import CACHE_REQUIRED, CacheTensors
 from ..call.call import MOST_SIGNATURES, Call, Settings, Tensors, signature
+from ..call.eager import unobserved
 from ..call.memory import in_memory
 from ..call.window import Window
-from ..dispatch.eager import unobserved
 from ..errors import ArgumentError, call_of
 from ..expression import ScoreMod
 from ..remember import remember

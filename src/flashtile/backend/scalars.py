@@ -80,3 +80,13 @@ def window_numbers(call: Call) -> dict[str, Any]:
         "top_left": s.i0 - s.j0 if s.top_left else None,
         "diagonal": s.diagonal + s.i0 - s.j0,
     }
+
+
+def threshold(dropout_p: float) -> int:
+    """The 16-bit threshold below which a probability is dropped."""
+    return round(dropout_p * 65536)
+
+
+def keep_scale(limit: int) -> float:
+    """What a probability that is kept is multiplied by; a threshold of 65536 keeps nothing."""
+    return 65536 / max(65536 - limit, 1)

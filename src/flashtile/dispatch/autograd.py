@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._C._functorch import maybe_current_level, unwrap_if_dead
 
 from ..call.call import Call, Settings, Tensors, differentiable_positions
+from ..call.eager import in_forward_mode
 from ..call.problem import Problem
 from ..errors import AttentionError
 from . import operators as ops
-from .eager import in_forward_mode
 from .planner import plan
 
 

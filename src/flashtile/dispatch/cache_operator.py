@@ -13,9 +13,9 @@ from torch.library import register_fake, register_vmap
 
 from ..call.cache import CacheCall, CacheTensors, append_and_rotate, check_apart
 from ..call.call import Call, Settings, Tensors, lse_shape, new_rows, signature
+from ..call.eager import in_forward_mode, untraced
 from ..call.problem import accumulation_dtype
 from ..errors import AttentionError
-from .eager import in_forward_mode, untraced
 from .operators import LIBRARY, inside_operator
 from .planner import entry_of, plan_call
 

@@ -24,11 +24,11 @@ from ..call.call import (
     lse_shape,
     new_rows,
 )
+from ..call.eager import in_forward_mode, unobserved, untraced
 from ..call.memory import in_memory
 from ..call.problem import accumulation_dtype
 from ..errors import AttentionError
 from . import forking
-from .eager import in_forward_mode, unobserved, untraced
 from .planner import entry_of, plan_call
 
 LIBRARY = torch.library.Library("flashtile", "DEF")

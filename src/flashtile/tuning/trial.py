@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..api.explain import described_call
+from ..backend.rates import synchronize
 from ..backend.triton import tables
 from ..backend.triton.tables import Launch, Tile
 from ..bench.check import spoil_memory
@@ -19,7 +20,6 @@ from ..call.call import Call, Needs
 from ..call.device import describe_device
 from ..call.plan import Plan
 from ..dispatch.planner import entry_of
-from ..iomodel.rates import synchronize
 from ..testing.case import Case
 from ..testing.oracle import Expected, solve
 from ..testing.tolerance import worst

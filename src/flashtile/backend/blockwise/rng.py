@@ -8,6 +8,8 @@ unsigned 32-bit number kept in an int64, for torch has no unsigned arithmetic; a
 import torch
 from torch import Tensor
 
+from ..scalars import keep_scale, threshold
+
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 7
@@ -26,16 +28,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
         c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
         k0, k1 = (k0 + WEYL_0) & WORD, (k1 + WEYL_1) & WORD
     return c0, c1, c2, c3
-
-
-def threshold(dropout_p: float) -> int:
-    """The 16-bit threshold below which a probability is dropped."""
-    return round(dropout_p * 65536)
-
-
-def keep_scale(limit: int) -> float:
-    """What a probability that is kept is multiplied by; a threshold of 65536 keeps nothing."""
-    return 65536 / max(65536 - limit, 1)
 
 
 def keep_factor(

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...call.call import Call, Needs
 from ...call.problem import accumulation_dtype
-from ..blockwise.rng import keep_scale, threshold
-from ..scalars import slopes_stride, strides_of
+from ..scalars import keep_scale, slopes_stride, strides_of, threshold
 from .kernels.formats import BYTES
 from .kernels.tiles import SEQUENCE, UNLIMITED
 from .targets import Target

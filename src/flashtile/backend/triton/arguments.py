@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ...call.call import Call
 from ...call.problem import LONGEST, power_of_two
-from ..blockwise.rng import keep_scale, threshold
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
-from ..scalars import rows_last, score_units, slopes_stride, strides, window_numbers
+from ..scalars import keep_scale, rows_last, score_units, slopes_stride, strides, threshold, window_numbers
 from .tables import Launch
 
 MOST_BIAS_SPLITS = 16  # copies of the bias's gradient, added up at the end

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import attention
-from ...iomodel.rates import fastest
+from ...backend.rates import fastest
 from ...ladder import step04_standard, step08_triton_lse, triton_or_not
 
 

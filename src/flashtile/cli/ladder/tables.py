@@ -8,8 +8,8 @@ import torch
 
 from ... import explain as explain_call
 from ... import processes
+from ...backend.rates import machine
 from ...iomodel import work as iomodel
-from ...iomodel.rates import machine
 from ...iomodel.work import Shape, Work, roofline
 from ...ladder import step05_flash1, step06_flash2, step08_triton_lite, step08_triton_online, triton_or_not
 from .gpu import banks, coalescing, cuda

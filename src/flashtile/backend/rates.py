@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..backend.cpu import support as cpu
 from ..call.problem import accumulation_dtype
-from .work import Machine
+from ..iomodel.work import Machine
+from .cpu import support as cpu
 
 SECONDS = 0.05  # for each measurement, if the machine is idle
 FEWEST_RUNS = 5
@@ -35,7 +35,7 @@ def _machine(device_type: str, index: int | None, dtype: torch.dtype, threads: i
 def arithmetic(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """FLOP/s of multiplications and additions in the registers of a CPU; elsewhere, of a matrix product."""
     if device.type == "cpu" and cpu.unusable() is None:
-        from ..backend.cpu.peak import flops_per_second
+        from .cpu.peak import flops_per_second
 
         return threads * flops_per_second(dtype)
     if device.type == "cpu":
