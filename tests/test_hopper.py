@@ -61,10 +61,10 @@ def test_what_auto_leaves_to_others() -> None:
     changes, reason = {"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoded"
     with mock.patch.multiple(support, unusable=lambda: None, triton_version=lambda: (3, 6)):
         assert support.declines(problem(**changes), H200) is None
-        assert support.yields(problem(), H200) is None
-        assert reason in str(support.yields(problem(**changes), H200))
-        assert "softcap" in str(support.yields(problem(softcap=True), H200))
-        assert support.yields(problem(softcap=True, head_dim=128, head_dim_v=128), H200) is None
+        assert support.defers(problem(), H200) is None
+        assert reason in str(support.defers(problem(**changes), H200))
+        assert "softcap" in str(support.defers(problem(softcap=True), H200))
+        assert support.defers(problem(softcap=True, head_dim=128, head_dim_v=128), H200) is None
         assert planner._plan.__wrapped__(problem(**changes), H200, "hopper", None).backend == "hopper"
         with mock.patch("flashtile.backend.triton.support.unusable", return_value=None):
             chosen = planner._plan.__wrapped__(problem(**changes), H200, "auto", None)
@@ -85,7 +85,7 @@ def test_what_auto_leaves_to_others() -> None:
 
 def test_auto_leaves_what_has_not_run_with_this_triton() -> None:
     with mock.patch.object(support, "triton_version", return_value=(3, 9)):
-        assert "Triton 3.6 only, not 3.9" in str(support.yields(problem(), H200))
+        assert "Triton 3.6 only, not 3.9" in str(support.defers(problem(), H200))
         assert support.unsupported() is None
     with mock.patch.object(support, "triton_version", return_value=(4, 0)):
         assert "this is 4.0" in str(support.unsupported())

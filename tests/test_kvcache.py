@@ -465,7 +465,7 @@ def operator_arguments(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) ->
         return torch.empty(0), torch.empty(0)
 
     with monkeypatch.context() as patch:
-        patch.setattr("flashtile.api.normalize.unobserved", lambda *_: False)
+        patch.setattr("flashtile.api.normalize.is_plain_eager", lambda *_: False)
         patch.setattr(torch.ops.flashtile.attention_with_kvcache, "default", operator)
         call_in_place(arguments)
     return seen[0]

@@ -13,7 +13,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
-from flashtile.call.eager import unobserved
+from flashtile.call.eager import is_plain_eager
 from flashtile.call.memory import in_memory
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.errors import ArgumentError
@@ -53,7 +53,7 @@ def test_a_plain_call_needs_no_operator() -> None:
     with operator_calls() as operator:
         flashtile.attention(Q, torch.nn.Parameter(K), V)
     assert operator.call_count == 0
-    assert unobserved(Q, None, torch.nn.Parameter(K))
+    assert is_plain_eager(Q, None, torch.nn.Parameter(K))
 
 
 @pytest.mark.parametrize("looking", [Recording, Functions, profile])

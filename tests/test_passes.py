@@ -43,15 +43,15 @@ class Recording:
 
     def __call__(self, recorder: Recorder, n: int) -> Results:
         self.times += 1
-        x, y, absent = recorder.given
+        x, y, absent = recorder.inputs
         assert x is not None
         assert y is not None
         assert absent is None
         written = recorder.new(torch.empty_like(y))
-        pointers = {"x": recorder.computed(rows_last, x), "y": Described(y, Tensor.mul, 2), "written": written}
+        pointers = {"x": recorder.op(rows_last, x), "y": Described(y, Tensor.mul, 2), "written": written}
         recorder.launch(self.kernel, pointers, 1, {"n": n})
         recorder.launch(self.kernel, pointers, 0, {"n": n})  # no programs
-        return written, None, recorder.computed(Tensor.neg, written)
+        return written, None, recorder.op(Tensor.neg, written)
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_allocations_are_poisoned_in_every_run(recording: Recording) -> None:
 
 def test_a_tensor_from_elsewhere_is_refused(recording: Recording) -> None:
     def record(recorder: Recorder) -> Results:
-        pointers = {"x": recorder.given[0], "y": torch.randn(8, 4), "written": recorder.new(torch.empty(8, 4))}
+        pointers = {"x": recorder.inputs[0], "y": torch.randn(8, 4), "written": recorder.new(torch.empty(8, 4))}
         recorder.launch(recording.kernel, pointers, 1, {"n": 1})
         return ()
 

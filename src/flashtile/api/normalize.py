@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..call.cache import CACHE_REQUIRED, CacheTensors
 from ..call.call import MOST_SIGNATURES, Call, Settings, Tensors, signature
-from ..call.eager import unobserved
+from ..call.eager import is_plain_eager
 from ..call.memory import in_memory
 from ..call.window import Window
 from ..errors import ArgumentError, call_of
@@ -57,7 +57,7 @@ def normalize(
         score_mod is None
         and not torch.compiler.is_compiling()
         and not torch._C._is_any_autocast_enabled()  # which makes another call of the same arguments
-        and unobserved(*tensors.values(), *beside)
+        and is_plain_eager(*tensors.values(), *beside)
     )
     if plain and (call := call_like_before(function, tensors, beside, scalars)) is not None:
         return call
@@ -108,7 +108,7 @@ def call_like_before(
 
 def plain_call(function: str, tensors: Tensors, beside: tuple[Tensor | None, ...], settings: Settings) -> Call:
     number = signature((function, settings), *tensors[:-1], *beside)
-    return Call(tensors, settings, number, unobserved=True)
+    return Call(tensors, settings, number, is_plain_eager=True)
 
 
 def settings_of(function: str, head_dim: int, causal: Any, window: Any, *others: Any) -> Settings:

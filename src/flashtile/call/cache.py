@@ -60,7 +60,7 @@ class CacheCall(Call):
     __slots__ = ("_attention", "cache", "interleaved")
 
     def __init__(self, call: Call, cache: CacheTensors, interleaved: bool):
-        super().__init__(call.tensors, call.settings, call.signature(), unobserved=call.unobserved)
+        super().__init__(call.tensors, call.settings, call.signature(), is_plain_eager=call.is_plain_eager)
         self.cache, self.interleaved = cache, interleaved
         self._attention: Call | None = None
 
@@ -73,7 +73,7 @@ class CacheCall(Call):
         if not device.host_readable(self.tensors.q):
             return self
         tensors = with_copies(self.tensors, INDICES)
-        call = Call(tensors, self.settings, self.signature(), unobserved=self.unobserved)
+        call = Call(tensors, self.settings, self.signature(), is_plain_eager=self.is_plain_eager)
         return CacheCall(call, with_copies(self.cache, CACHE_INDICES), self.interleaved)
 
     def attention(self) -> Call:
@@ -99,7 +99,7 @@ def paged_call(given: Call, cache: CacheTensors) -> Call:
     if device.host_readable(features.q):
         check_values(cache, table, k_pages, total, table.shape[1] * k_pages.shape[1])
     tensors = features._replace(k=k_pages, v=v_pages, seqused_k=total, page_table=table, leftpad_k=cache.leftpad_k)
-    return Call(tensors, known, number, unobserved=given.unobserved)
+    return Call(tensors, known, number, is_plain_eager=given.is_plain_eager)
 
 
 _CHECKED: dict[int, Settings] = {}  # settings of the paged call, by the signature of a KV-cache call that is right

@@ -78,12 +78,14 @@ class Settings(NamedTuple):
 class Call:
     """One call: its tensors, and its settings."""
 
-    __slots__ = ("_signature", "settings", "tensors", "unobserved")
+    __slots__ = ("_signature", "is_plain_eager", "settings", "tensors")
 
-    def __init__(self, tensors: Tensors, settings: Settings, signature: int | None = None, *, unobserved: bool = False):
+    def __init__(
+        self, tensors: Tensors, settings: Settings, signature: int | None = None, *, is_plain_eager: bool = False
+    ):
         self.tensors, self.settings = tensors, settings
         self._signature = signature  # where the call follows from another one, whose it is
-        self.unobserved = unobserved  # whether it is known that only kernels will look at it
+        self.is_plain_eager = is_plain_eager  # whether it is known that only kernels will look at it
 
     def _replace(self, *, tensors: Tensors | None = None, settings: Settings | None = None) -> "Call":
         return Call(tensors or self.tensors, settings or self.settings)
@@ -102,7 +104,7 @@ class Call:
         if self.tensors.cu_seqlens_q is None or not device.host_readable(self.tensors.q):
             return self
         tensors = with_copies(self.tensors, INDICES)
-        return Call(tensors, self.settings, self._signature, unobserved=self.unobserved)
+        return Call(tensors, self.settings, self._signature, is_plain_eager=self.is_plain_eager)
 
     def signature(self) -> int:
         """A number that stands for all that a plan and its launches depend on, short of the values of tensors: calls

@@ -32,7 +32,7 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def unobserved(*tensors: Tensor | None) -> bool:
+def is_plain_eager(*tensors: Tensor | None) -> bool:
     """Whether only an operator's kernels would look at a call with these tensors, if they are `in_memory`. PyTorch
     takes longer to find that out than a call does otherwise: operators are not asked for then.
 

@@ -46,7 +46,7 @@ class Problem:
             ArgumentError: shapes, dtypes, devices or values do not fit together. CPU tensors of lengths and pages are
                 read; nothing is read back from another device.
         """
-        if not call.unobserved:  # or else the signature tells
+        if not call.is_plain_eager:  # or else the signature tells
             check.memory(check.named(call.tensors), call.layout)
         check.tensors(call)
         t, s = call.tensors, call.settings

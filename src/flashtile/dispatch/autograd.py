@@ -24,9 +24,9 @@ from .planner import plan
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalised call, differentiable where a tensor requires it."""
-    if call.unobserved:
+    if call.is_plain_eager:
         if torch.is_grad_enabled() and requires_grad(flat := call.tensors.flat()):
-            return applied(Attention, call, *flat, unobserved=True)
+            return applied(Attention, call, *flat, is_plain_eager=True)
         return ops.attend(call)
     if in_forward_mode():
         refuse_lost_tangents()
@@ -67,14 +67,14 @@ def in_graph() -> bool:
     return maybe_current_level() is not None or torch.compiler.is_compiling()
 
 
-def applied(function: type[torch.autograd.Function], *arguments: Any, unobserved: bool = False) -> Any:
+def applied(function: type[torch.autograd.Function], *arguments: Any, is_plain_eager: bool = False) -> Any:
     """`function.apply`, which binds its arguments to the names of `forward` each time. That takes longer than all else
     that a call does before its kernels; without a transform of torch.func it need not. Unobserved arguments are no
     wrappers that one has left.
     """
     if in_graph():
         return function.apply(*arguments)
-    if not unobserved:
+    if not is_plain_eager:
         arguments = tuple([unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments])
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
@@ -86,7 +86,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
-        if call.unobserved:
+        if call.is_plain_eager:
             return ops.attend(call)
         return ops.operators_of(call).attend(Call(Tensors.from_flat(flat), call.settings))
 

@@ -54,7 +54,7 @@ def attend_with_cache(call: Call, cache: CacheTensors, interleaved: bool) -> tup
     """`out` and `lse` of a normalised call, whose k and v are the caches."""
     refuse_derivatives(call.tensors[:-1], call.tensors.score_mod_tensors, cache)
     q = call.tensors.q
-    if call.unobserved:
+    if call.is_plain_eager:
         return attend(CacheCall(call, cache, interleaved))
     if cache.k is not None and torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))

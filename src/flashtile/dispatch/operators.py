@@ -24,7 +24,7 @@ from ..call.call import (
     lse_shape,
     new_rows,
 )
-from ..call.eager import in_forward_mode, unobserved, untraced
+from ..call.eager import in_forward_mode, is_plain_eager, untraced
 from ..call.memory import in_memory
 from ..call.problem import accumulation_dtype
 from ..errors import AttentionError
@@ -94,7 +94,7 @@ class Operators:
     def attend(self, call: Call) -> tuple[Tensor, Tensor]:
         """`out` and `lse`, through the operator if anything but its kernels would look at the call."""
         flat = call.tensors.flat()
-        if unobserved(*flat) and in_memory(*flat):
+        if is_plain_eager(*flat) and in_memory(*flat):
             return attend(call)
         return self.forward(*self.arguments(call))
 
@@ -103,7 +103,7 @@ class Operators:
     ) -> Sequence[Tensor | None]:
         """The gradients that `needs` asks for, likewise; for the others anything."""
         tensors = (out, lse, dout, dlse, *call.tensors.flat())
-        if not torch.compiler.is_compiling() and unobserved(*tensors) and in_memory(*tensors):
+        if not torch.compiler.is_compiling() and is_plain_eager(*tensors) and in_memory(*tensors):
             return differentiate(needs, out, lse, dout, dlse, call)
         *found, modified = self.backward(needs, out, lse, dout, dlse, *self.arguments(call))
         return *found, *modified
@@ -234,9 +234,9 @@ def inside_operator(call: Call) -> AbstractContextManager[None]:
     graph of the caller's. But torch.autograd, which a backend uses on a tile, also where the operator is called from
     below it (compiled graphs).
 
-    An unobserved call has no autocast around it; and nothing of it asks for a graph, or `autograd` has made a node.
+    An is_plain_eager call has no autocast around it; and nothing of it asks for a graph, or `autograd` has made a node.
     """
-    around = not call.unobserved and (torch._C._is_any_autocast_enabled() or torch.is_grad_enabled())
+    around = not call.is_plain_eager and (torch._C._is_any_autocast_enabled() or torch.is_grad_enabled())
     below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD_KEYS[0])
     inside = Inside(call.tensors.q.device.type) if around or below_autograd else ALREADY_INSIDE
     return forking.OneThread(inside) if forking.forked else inside

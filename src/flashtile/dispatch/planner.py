@@ -140,7 +140,7 @@ def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None) -
         if reason is None and needs is not None:
             reason = optional(support, "declines_backward", problem, device, needs)
         if reason is None and backend == "auto":
-            reason = optional(support, "yields", problem, device)
+            reason = optional(support, "defers", problem, device)
         if reason is None:
             splits = support.num_splits(problem, device)
             return Plan(name, support.tile(problem, device), splits, tuple(reasons.items()))

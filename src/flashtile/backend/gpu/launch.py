@@ -38,27 +38,27 @@ class Runner:
 class Interpreted:
     """A kernel that Triton's interpreter runs: nothing is compiled."""
 
-    def __init__(self, kernel: Any, programs: int, numbers: dict[str, Any], places: Places):
-        self.run, self.numbers, self.places = kernel[(programs,)], numbers, places
+    def __init__(self, kernel: Any, programs: int, scalars: dict[str, Any], places: Places):
+        self.run, self.scalars, self.places = kernel[(programs,)], scalars, places
 
     def __call__(self, tensors: list[Tensor | None]) -> None:
-        self.run(**self.numbers, **taken(self.places, tensors))
+        self.run(**self.scalars, **taken(self.places, tensors))
 
 
 def taken(places: Places, tensors: list[Tensor | None]) -> dict[str, Any]:
     return {name: None if place is None else place.taken(tensors) for name, place in places.items()}
 
 
-def launch(kernel: Any, programs: int, numbers: dict[str, Any], places: Places, tensors: list[Tensor | None]) -> Step:
+def launch(kernel: Any, programs: int, scalars: dict[str, Any], places: Places, tensors: list[Tensor | None]) -> Step:
     """Run `kernel` on the current device and stream for the first time; how to run it again on other tensors.
 
-    `numbers` are its arguments that are no pointers.
+    `scalars` are its arguments that are no pointers.
     """
     pointers = taken(places, tensors)
-    given = numbers | pointers
+    given = scalars | pointers
     compiled = kernel[(programs,)](**given)
     if compiled is None:
-        return Interpreted(kernel, programs, numbers, places)
+        return Interpreted(kernel, programs, scalars, places)
     arguments = {name: given.get(name) for name in kernel.arg_names}
     runner = Runner(compiled, programs, arguments, places)
     if triton_version() != KNOWN_LAUNCHER:

@@ -1,7 +1,7 @@
 """The C function with which Triton 3.6 launches a kernel on an NVIDIA GPU, called without what Triton has around it.
 
 Triton asks each tensor for its address and the driver what it is, describes tensors to the copy engine anew, and tells
-hooks: together longer than a launch. Here addresses are numbers, and what the copy engine was told is kept by address.
+hooks: together longer than a launch. Here addresses are scalars, and what the copy engine was told is kept by address.
 With hooks (a profiler), and with any other version of Triton, kernels are launched by Triton as usual.
 """
 

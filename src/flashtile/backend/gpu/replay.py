@@ -27,8 +27,8 @@ class Recorder:
     """
 
     def __init__(self, given: Sequence[Tensor | None]):
-        self.given = [None if x is None else x.detach() for x in given]
-        self.tensors = [*self.given]
+        self.inputs = [None if x is None else x.detach() for x in given]
+        self.tensors = [*self.inputs]
         self.numbers = {id(x): n for n, x in enumerate(self.tensors) if x is not None}
         self.views: dict[int, Tensor] = {}
         self.steps: list[Step] = []
@@ -41,7 +41,7 @@ class Recorder:
         self.steps.append(allocation(x))
         return self._added(x)
 
-    def computed(self, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    def op(self, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         """`function(*tensors)`. It may know no other tensor: that would be the first call's. Where it gives back what
         it was given, as for a tensor that is contiguous already, it does so each time.
         """
@@ -49,10 +49,10 @@ class Recorder:
         if id(result) in self.numbers:
             return result
         assert not any(id(x) in self.views for x in tensors)
-        numbers = [self.number(x) for x in tensors]
+        scalars = [self.number(x) for x in tensors]
 
         def step(known: list[Tensor | None]) -> None:
-            known.append(function(*[None if n is None else known[n] for n in numbers]))
+            known.append(function(*[None if n is None else known[n] for n in scalars]))
 
         self.steps.append(step)
         return self._added(result)
@@ -67,12 +67,12 @@ class Recorder:
             self.views[id(view)] = view
         return view
 
-    def launch(self, kernel: Any, pointers: Pointers, programs: int, numbers: dict[str, Any]) -> None:
-        """Run `kernel`; `numbers` are its arguments that are no pointers."""
+    def launch(self, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any]) -> None:
+        """Run `kernel`; `scalars` are its arguments that are no pointers."""
         if programs == 0:
             return
         places = {name: self._place(x) for name, x in pointers.items()}
-        self.steps.append(launch(kernel, programs, numbers, places, self.tensors))
+        self.steps.append(launch(kernel, programs, scalars, places, self.tensors))
 
     def _place(self, x: Tensor | Described | None) -> Place | None:
         if isinstance(x, Described):
@@ -118,7 +118,7 @@ _PASSES: dict[Hashable, Pass] = {}
 def run(key: Hashable, given: Sequence[Tensor | None], record: Callable[..., Results], *arguments: Any) -> Results:
     """The results of a pass over `given`, the first of which is on the device to run on.
 
-    `record(recorder, *arguments)` runs it on `recorder.given`. All that it does follows from `key`, short of addresses
+    `record(recorder, *arguments)` runs it on `recorder.inputs`. All that it does follows from `key`, short of addresses
     and of what tensors hold.
     """
     q = given[0]

@@ -21,7 +21,7 @@ from ..scalars import (
     strides,
     window_numbers,
 )
-from .descriptors import boxes, numbers_of_rows, packed_boxes
+from .descriptors import boxes, packed_boxes, row_stats
 from .kernels.rows import prepare_kernel
 from .semaphores import counter
 from .tables import ALIGN, ROWS, BackwardLaunch, KeysLaunch, most_blocks
@@ -52,7 +52,7 @@ class BackwardPass:
 
     def __init__(self, recorder: Recorder, tile: BackwardLaunch | KeysLaunch, call: Call, t: Tensors, dout: Tensor):
         self.recorder, self.tile, self.call, self.tensors, self.dout = recorder, tile, call, t, dout
-        self.q, self.k, self.v = (recorder.computed(rows_last, x) for x in t[:3])
+        self.q, self.k, self.v = (recorder.op(rows_last, x) for x in t[:3])
         self.sinks, self.slopes = t.sinks, recorder.contiguous(t.alibi_slopes)
         self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = (
             recorder.contiguous(x) for x in (t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k)
@@ -80,7 +80,7 @@ class BackwardPass:
         }
 
     def prepare(self, out: Tensor, lse: Tensor, dlse: Tensor | None, turns: Tensor | None) -> None:
-        numbers = {
+        scalars = {
             **self.of_rows(),
             **strides("out", out, ALIGN),
             **strides("dout", self.dout, ALIGN),
@@ -95,7 +95,7 @@ class BackwardPass:
             "out": out, "dout": self.dout, "lse": lse, "dlse": dlse,
             "start": self.start, "delta": self.delta, "turns": turns, "cu_seqlens_q": self.cu_seqlens_q,
         }  # fmt: skip
-        self.recorder.launch(prepare_kernel, pointers, self.extent.heads * self.extent.row_blocks, numbers)
+        self.recorder.launch(prepare_kernel, pointers, self.extent.heads * self.extent.row_blocks, scalars)
 
     def rows_and_keys(self) -> Pointers:
         """What passes by, for the copy engine, and what a kernel reads besides."""
@@ -105,7 +105,7 @@ class BackwardPass:
             "k_desc": Described(self.k, self.described, (ROWS, box)),
             "v_desc": Described(self.v, self.described, (ROWS, box_v)),
             "dout_desc": Described(self.dout, self.described, (rows, box_v)),
-            "counter": self.recorder.computed(partial(counter, self.q.device, self.packed)),
+            "counter": self.recorder.op(partial(counter, self.q.device, self.packed)),
             "slopes": self.slopes,
             "cu_seqlens_q": self.cu_seqlens_q,
             "cu_seqlens_k": self.cu_seqlens_k,
@@ -115,8 +115,8 @@ class BackwardPass:
     def described_numbers(self) -> Pointers:
         """The numbers of rows, for the copy engine."""
         return {
-            "start_desc": Described(self.start, numbers_of_rows, self.tile.block_m),
-            "delta_desc": Described(self.delta, numbers_of_rows, self.tile.block_m),
+            "start_desc": Described(self.start, row_stats, self.tile.block_m),
+            "delta_desc": Described(self.delta, row_stats, self.tile.block_m),
         }
 
     def results_of_keys(self) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ class BackwardPass:
         """dk or dv. The kernel writes no keys past those that are used."""
         if self.seqused_k is None:
             return self.recorder.new(new_rows(x, x.shape[1], x.shape[-1], x.dtype))
-        return self.recorder.computed(partial(torch.zeros_like, memory_format=torch.contiguous_format), x)
+        return self.recorder.op(partial(torch.zeros_like, memory_format=torch.contiguous_format), x)
 
     def result_of_rows(self) -> Tensor:
         """dq."""
@@ -174,7 +174,7 @@ class BackwardPass:
 
     def sink_gradient(self) -> Tensor:
         gradient = partial(sinks_from_rows, self.q.shape[1])
-        return self.recorder.computed(gradient, self.sinks, self.start, self.delta)
+        return self.recorder.op(gradient, self.sinks, self.start, self.delta)
 
 
 def sinks_from_rows(num_heads: int, sinks: Tensor, start: Tensor, delta: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def record_forward(recorder: Recorder, tile: Launch, call: Call) -> Results:
-    t = Tensors(*recorder.given)  # type: ignore[arg-type]
-    q, k, v = (recorder.computed(rows_last, x) for x in t[:3])
+    t = Tensors(*recorder.inputs)  # type: ignore[arg-type]
+    q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     if q.numel() == 0:
@@ -43,14 +43,14 @@ def record_forward(recorder: Recorder, tile: Launch, call: Call) -> Results:
         "v_desc": Described(v, described, (tile.block_n, tile.head_dim_v.box)),
         "out_desc": Described(out, described, (ROWS, min(tile.head_dim_v.box, tile.staged))),
         "lse": lse,
-        "counter": recorder.computed(partial(counter, q.device, packed)),
+        "counter": recorder.op(partial(counter, q.device, packed)),
         "slopes": recorder.contiguous(t.alibi_slopes),
         "sinks": recorder.contiguous(t.sinks),
         "cu_seqlens_q": recorder.contiguous(t.cu_seqlens_q),
         "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
         "seqused_k": recorder.contiguous(t.seqused_k),
     }
-    recorder.launch(forward_kernel, pointers, *numbers(call, tile))
+    recorder.launch(forward_kernel, pointers, *launch_scalars(call, tile))
     return out, lse
 
 
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
     return backward
 
 
-def numbers(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:
+def launch_scalars(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:
     """Programs, and the arguments of the kernel that are no tensors."""
     t = call.tensors
     lengths = lengths_of(call, tile.block_m)

@@ -43,7 +43,7 @@ class FusedPass(BackwardPass):
 
     def finish(self) -> Tensor:
         dq = self.result_of_rows()
-        numbers: dict[str, Any] = {
+        scalars: dict[str, Any] = {
             **self.of_rows(),
             **strides("dq", dq, ALIGN),
             "scale": self.call.settings.scale,
@@ -53,5 +53,5 @@ class FusedPass(BackwardPass):
             "num_warps": WARPS,
         }
         pointers = {"sums": self.sums, "turns": self.turns, "dq": dq, "cu_seqlens_q": self.cu_seqlens_q}
-        self.recorder.launch(finish_kernel, pointers, self.extent.heads * self.extent.row_blocks, numbers)
+        self.recorder.launch(finish_kernel, pointers, self.extent.heads * self.extent.row_blocks, scalars)
         return dq

@@ -24,11 +24,11 @@ def backward(
 
 
 def record_backward(recorder: Recorder, tile: BackwardLaunch | WideBackward, call: Call, needs: Needs) -> Results:
-    *given, out, lse, dout, dlse = recorder.given
+    *given, out, lse, dout, dlse = recorder.inputs
     assert out is not None
     assert lse is not None
-    out, lse = recorder.computed(copyable, out), recorder.computed(Tensor.contiguous, lse)
-    dout = recorder.computed(torch.zeros_like, out) if dout is None else recorder.computed(copyable, dout)
+    out, lse = recorder.op(copyable, out), recorder.op(Tensor.contiguous, lse)
+    dout = recorder.op(torch.zeros_like, out) if dout is None else recorder.op(copyable, dout)
     tensors = Tensors(*given)  # type: ignore[arg-type]
     if tile.kind == "wide":
         pass_ = WidePass(recorder, tile, call, tensors, dout)

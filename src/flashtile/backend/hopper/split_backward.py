@@ -26,7 +26,7 @@ class WidePass(BackwardPass):
     def gradient_of_rows(self) -> Tensor:
         dq = self.result_of_rows()
         lengths = lengths_of(self.call, self.tile_of_rows.block_m)
-        numbers = {
+        scalars = {
             **self.common_numbers(),
             **lengths,
             **strides("dq", dq, ALIGN),
@@ -34,13 +34,13 @@ class WidePass(BackwardPass):
             "TILE": self.tile_of_rows,
         }
         pointers = {**self.rows_and_keys(), "start": self.start, "delta": self.delta, "dq": dq}
-        self.recorder.launch(wide_rows_kernel, pointers, min(self.cores, lengths["num_tiles"]), numbers)
+        self.recorder.launch(wide_rows_kernel, pointers, min(self.cores, lengths["num_tiles"]), scalars)
         return dq
 
     def gradients_of_keys(self) -> tuple[Tensor, Tensor]:
         dk, dv = self.results_of_keys()
         bytes_of_row = (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
-        numbers = {**self.numbers_of_keys(bytes_of_row), **strides("dk", dk, ALIGN), **strides("dv", dv, ALIGN)}
+        scalars = {**self.numbers_of_keys(bytes_of_row), **strides("dk", dk, ALIGN), **strides("dv", dv, ALIGN)}
         pointers = {**self.rows_and_keys(), **self.described_numbers(), "dk": dk, "dv": dv}
-        self.recorder.launch(wide_keys_kernel, pointers, self.programs, numbers)
+        self.recorder.launch(wide_keys_kernel, pointers, self.programs, scalars)
         return dk, dv

@@ -82,7 +82,7 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
     return None
 
 
-def yields(problem: Problem, device: Device) -> str | None:
+def defers(problem: Problem, device: Device) -> str | None:
     """Why `auto` leaves a problem to the next backend that this one could take."""
     version = triton_version()
     if version is not None and version != VERIFIED:

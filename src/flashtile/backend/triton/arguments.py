@@ -1,4 +1,4 @@
-"""From a call to the arguments of a kernel: pointers, strides, lengths and numbers, by the kernels' names for them."""
+"""From a call to the arguments of a kernel: pointers, strides, lengths and scalars, by the kernels' names for them."""
 
 import math
 from collections.abc import Mapping
@@ -55,10 +55,10 @@ def tiled(launch: Launch, tiles: int) -> dict[str, int]:
     }
 
 
-def number_strides(x: Tensor) -> dict[str, int]:
+def row_stats_strides(x: Tensor) -> dict[str, int]:
     """Of two numbers a row, `[B, H, S, 2]` or `[H, T, 2]`, in units of two rows, which lie on 16 bytes."""
     *batch, head, _, _ = x.stride()
-    return {"stride_numbers_b": batch[0] // 4 if batch else 0, "stride_numbers_h": head // 4}
+    return {"stride_row_stats_b": batch[0] // 4 if batch else 0, "stride_row_stats_h": head // 4}
 
 
 def bias_tiles(call: Call, bias: Tensor, launch: Launch) -> dict[str, int]:
@@ -116,7 +116,7 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         "cu_seqlens_q": t.cu_seqlens_q,
         "cu_seqlens_k": None if paged else t.cu_seqlens_k,
         "seqused_k": used_keys(recorder, call) if paged else t.seqused_k,
-        "page_table": None if t.page_table is None else recorder.computed(rows_last, t.page_table),
+        "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
         "leftpad_k": t.leftpad_k,
     }
 
@@ -229,7 +229,7 @@ def used_keys(recorder: Recorder, call: Call) -> Tensor:
     if t.seqused_k is not None:
         return t.seqused_k
     assert t.cu_seqlens_k is not None
-    return recorder.computed(Tensor.diff, t.cu_seqlens_k)
+    return recorder.op(Tensor.diff, t.cu_seqlens_k)
 
 
 def num_tiles(call: Call, block: int, pack: int = 1) -> int:

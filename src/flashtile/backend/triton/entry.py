@@ -31,13 +31,13 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def record_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
-    return attend(recorder, plan, call._replace(tensors=Tensors(*recorder.given)))  # type: ignore[arg-type]
+    return attend(recorder, plan, call._replace(tensors=Tensors(*recorder.inputs)))  # type: ignore[arg-type]
 
 
 def attend(recorder: Recorder, plan: Plan, call: Call) -> Results:
     """`out` and `lse` of a call whose tensors are the recorder's."""
     t = call.tensors
-    q, k, v = (recorder.computed(rows_last, x) for x in t[:3])
+    q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     launch_shape: Launch = plan.tile.forward
@@ -50,7 +50,7 @@ def attend(recorder: Recorder, plan: Plan, call: Call) -> Results:
         # The parts' results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
         partial_lse = recorder.new(lse.new_empty((splits, *lse.shape)))
         partial_out = recorder.new(lse.new_empty((*partial_lse.shape, v.shape[-1])))
-        arrived = recorder.computed(partial(counters, q.device, programs))
+        arrived = recorder.op(partial(counters, q.device, programs))
     parts = {"partial_out": partial_out, "partial_lse": partial_lse, "arrived": arrived}
     recorder.launch(
         forward_kernel,
@@ -102,8 +102,8 @@ def appendable(cache: CacheTensors) -> bool:
 
 def record_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Results:
     here = len(Tensors._fields) - 1
-    features = Tensors(*recorder.given[:here])  # type: ignore[arg-type]
-    cache = CacheTensors(*recorder.given[here:])  # type: ignore[arg-type]
+    features = Tensors(*recorder.inputs[:here])  # type: ignore[arg-type]
+    cache = CacheTensors(*recorder.inputs[here:])  # type: ignore[arg-type]
     call = paged_call(Call(features, given.settings, given.signature()), cache)
     t = call.tensors
     assert t.page_table is not None
@@ -114,9 +114,9 @@ def record_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Resul
         recorder.view(rows, t.page_table)
     else:
         batch, device = len(t.page_table), t.page_table.device
-        t = t._replace(page_table=recorder.computed(partial(rows_in_order, batch, device)))
+        t = t._replace(page_table=recorder.op(partial(rows_in_order, batch, device)))
     if cache.k is not None and features.cu_seqlens_q is not None:
-        t = t._replace(seqused_k=recorder.computed(total_of_packed, cache.cache_seqlens, features.cu_seqlens_q))
+        t = t._replace(seqused_k=recorder.op(total_of_packed, cache.cache_seqlens, features.cu_seqlens_q))
     elif cache.k is not None:
         t = t._replace(seqused_k=recorder.new(torch.empty_like(cache.cache_seqlens)))  # filled in by `append_kernel`
     call = call._replace(tensors=t)
@@ -134,9 +134,9 @@ def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, inter
     """As `flashtile.call.cache.append_and_rotate`. All tensors are the recorder's."""
     t = call.tensors
     assert t.page_table is not None
-    q = recorder.computed(rows_last, t.q)
+    q = recorder.op(rows_last, t.q)
     given = (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
-    new_k, new_v, cos, sin = (None if x is None else recorder.computed(rows_last, x) for x in given)
+    new_k, new_v, cos, sin = (None if x is None else recorder.op(rows_last, x) for x in given)
     turned = None if cos is None else recorder.new(new_rows(t.q, q.shape[1], q.shape[-1], q.dtype))
     pointers = {
         "q": q,
@@ -149,10 +149,10 @@ def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, inter
         "sin": sin,
         "lengths": cache.cache_seqlens,
         "totals": t.seqused_k if new_k is not None and t.cu_seqlens_q is None else None,
-        "page_table": recorder.computed(rows_last, t.page_table),
+        "page_table": recorder.op(rows_last, t.page_table),
         "cu_seqlens_q": t.cu_seqlens_q,
     }
-    numbers = args.new_tokens(call, pointers) | {"INTERLEAVED": interleaved, "num_warps": 1}
-    programs = numbers["num_tiles"] * (numbers["num_heads_q"] + numbers["num_heads_k"]) * args.dense_batch(q)
-    recorder.launch(append_kernel, pointers, programs, numbers)
+    scalars = args.new_tokens(call, pointers) | {"INTERLEAVED": interleaved, "num_warps": 1}
+    programs = scalars["num_tiles"] * (scalars["num_heads_q"] + scalars["num_heads_k"]) * args.dense_batch(q)
+    recorder.launch(append_kernel, pointers, programs, scalars)
     return call if turned is None else call._replace(tensors=t._replace(q=turned))

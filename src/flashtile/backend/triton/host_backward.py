@@ -31,11 +31,11 @@ def backward(
 
 
 def record_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) -> Results:
-    *given, out, lse, dout, dlse = recorder.given
+    *given, out, lse, dout, dlse = recorder.inputs
     assert out is not None
     assert lse is not None
-    out, lse = recorder.computed(rows_last, out), recorder.computed(Tensor.contiguous, lse)
-    dout = recorder.computed(no_gradient, out) if dout is None else recorder.computed(rows_last, dout)
+    out, lse = recorder.op(rows_last, out), recorder.op(Tensor.contiguous, lse)
+    dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = call._replace(tensors=Tensors(*given))  # type: ignore[arg-type]
     t = call.tensors
     pass_ = BackwardPass(recorder, call, dout)
@@ -45,12 +45,12 @@ def record_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     dq, dslopes = pass_.rows(plan.tile.dq, lse, slopes) if needs.q or slopes else (None, None)
     dbias = pass_.bias(plan.tile.dq) if needs.bias else None
     if slopes:
-        dslopes = recorder.computed(slope_gradient, t.alibi_slopes, t.cu_seqlens_q, dslopes)
+        dslopes = recorder.op(slope_gradient, t.alibi_slopes, t.cu_seqlens_q, dslopes)
     if call.layout == "paged":  # dk and dv have come by position
         dk, dv = (
-            None if dx is None else recorder.computed(in_pages, x, t.page_table, dx) for x, dx in ((t.k, dk), (t.v, dv))
+            None if dx is None else recorder.op(in_pages, x, t.page_table, dx) for x, dx in ((t.k, dk), (t.v, dv))
         )
-    dsinks = recorder.computed(sinks_from_rows, t.sinks, lse, pass_.numbers_of_rows) if needs.sinks else None
+    dsinks = recorder.op(sinks_from_rows, t.sinks, lse, pass_.row_stats) if needs.sinks else None
     return (
         dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias, dslopes, dsinks
     )  # fmt: skip
@@ -65,9 +65,9 @@ class BackwardPass:
 
     def __init__(self, recorder: Recorder, call: Call, dout: Tensor):
         self.recorder, self.call, self.dout = recorder, call, dout
-        self.q, self.k, self.v = (recorder.computed(rows_last, x) for x in call.tensors[:3])
+        self.q, self.k, self.v = (recorder.op(rows_last, x) for x in call.tensors[:3])
         self.pointers: Pointers = args.pointers(recorder, call, self.q, self.k, self.v) | {"dout": dout}
-        self.numbers_of_rows = dout  # set by prepare_rows
+        self.row_stats = dout  # set by prepare_rows
 
     def inputs(self, *results: Tensor) -> tuple[dict[str, Any], int]:
         """What every kernel takes, and the alignment in whose units strides come."""
@@ -75,23 +75,23 @@ class BackwardPass:
         return {
             **args.inputs(self.call, self.q, self.k, self.v, align),
             **strides("dout", self.dout, align),
-            **args.number_strides(self.numbers_of_rows),
+            **args.row_stats_strides(self.row_stats),
         }, align
 
     def prepare_rows(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
         """Two numbers a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T (`backward.delta_kernel`)."""
         *leading, total_q = lse.shape
-        numbers_of_rows = self.recorder.new(lse.new_empty((*leading, total_q + total_q % 2, 2)))
+        row_stats = self.recorder.new(lse.new_empty((*leading, total_q + total_q % 2, 2)))
         align = args.alignment([out, self.dout])
         tiles = -(-total_q // ROWS_AT_ONCE)
-        pointers = {"out": out, "dout": self.dout, "lse": lse, "dlse": dlse, "numbers": numbers_of_rows}
+        pointers = {"out": out, "dout": self.dout, "lse": lse, "dlse": dlse, "row_stats": row_stats}
         programs = tiles * (lse.numel() // max(total_q, 1))
-        numbers = {
+        scalars = {
             **strides("out", out, align),
             **strides("dout", self.dout, align),
             **lse_strides(lse),
             **dlse_strides(dlse),
-            **args.number_strides(numbers_of_rows),
+            **args.row_stats_strides(row_stats),
             **args.chunks("DV", out.shape[-1]),
             "num_tiles": tiles,
             "num_heads_q": out.shape[1],
@@ -100,9 +100,9 @@ class BackwardPass:
             "BLOCK_M": ROWS_AT_ONCE,
             "num_warps": 4,
         }
-        self.recorder.launch(delta_kernel, pointers, programs, numbers)
-        self.numbers_of_rows = numbers_of_rows
-        self.pointers = {**self.pointers, "numbers": Described(numbers_of_rows, Tensor.view, torch.int64)}
+        self.recorder.launch(delta_kernel, pointers, programs, scalars)
+        self.row_stats = row_stats
+        self.pointers = {**self.pointers, "row_stats": Described(row_stats, Tensor.view, torch.int64)}
 
     def keys(self, shape: Launch) -> tuple[Tensor, Tensor]:
         """dk and dv, by position where keys are paged."""
@@ -110,14 +110,14 @@ class BackwardPass:
         given, align = self.inputs(dk, dv)
         tiles = args.num_key_tiles(self.call, shape.block_n)
         programs = tiles * args.num_heads_k(self.call) * args.dense_batch(dk)
-        numbers = {
+        scalars = {
             **given,
             **strides("dk", dk, align, keys=True),
             **strides("dv", dv, align, keys=True),
             **args.tiled(shape, tiles),
             "scale": self.call.settings.scale,
         }
-        self.recorder.launch(dkdv_kernel, {**self.pointers, "dk": dk, "dv": dv}, programs, numbers)
+        self.recorder.launch(dkdv_kernel, {**self.pointers, "dk": dk, "dv": dv}, programs, scalars)
         return dk, dv
 
     def rows(self, shape: Launch, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
@@ -128,14 +128,14 @@ class BackwardPass:
         given, align = self.inputs(dq)
         tiles = args.num_tiles(self.call, shape.block_m)
         programs = tiles * dq.shape[1] * args.dense_batch(dq)
-        numbers = {
+        scalars = {
             **given,
             **strides("dq", dq, align),
             **lse_strides(dslopes),
             **args.tiled(shape, tiles),
             "scale": self.call.settings.scale,
         }
-        self.recorder.launch(dq_kernel, {**self.pointers, "dq": dq, "dslopes": dslopes}, programs, numbers)
+        self.recorder.launch(dq_kernel, {**self.pointers, "dq": dq, "dslopes": dslopes}, programs, scalars)
         return dq, dslopes
 
     def bias(self, shape: Launch) -> Tensor:
@@ -144,16 +144,16 @@ class BackwardPass:
         assert bias is not None
         tiles = args.bias_tiles(self.call, bias, shape)
         programs, splits = tiles.pop("programs"), tiles["splits"]
-        dbias = self.recorder.computed(lambda bias: bias.new_zeros((splits, *bias.shape), dtype=torch.float32), bias)
+        dbias = self.recorder.op(lambda bias: bias.new_zeros((splits, *bias.shape), dtype=torch.float32), bias)
         given, _ = self.inputs()
-        numbers = {**given, **tiles, **args.dbias_strides(dbias)}
-        self.recorder.launch(dbias_kernel, {**self.pointers, "dbias": dbias}, programs, numbers)
-        return self.recorder.computed(lambda dbias: dbias.sum(dim=0), dbias)
+        scalars = {**given, **tiles, **args.dbias_strides(dbias)}
+        self.recorder.launch(dbias_kernel, {**self.pointers, "dbias": dbias}, programs, scalars)
+        return self.recorder.op(lambda dbias: dbias.sum(dim=0), dbias)
 
 
-def sinks_from_rows(sinks: Tensor, lse: Tensor, numbers_of_rows: Tensor) -> Tensor:
+def sinks_from_rows(sinks: Tensor, lse: Tensor, row_stats: Tensor) -> Tensor:
     """dsinks, where the second number of a row is its delta."""
-    return sink_gradient(sinks, lse, numbers_of_rows[..., : lse.shape[-1], 1])
+    return sink_gradient(sinks, lse, row_stats[..., : lse.shape[-1], 1])
 
 
 def slope_gradient(slopes: Tensor, cu_seqlens: Tensor | None, rows: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What the parts of a split row found, merged by their log-sum-exp by the last part of a tile that is done.
 
-The order of the parts is that of their numbers, whichever is last: the same call gives the same bits.
+The order of the parts is that of their row_stats, whichever is last: the same call gives the same bits.
 """
 
 import triton

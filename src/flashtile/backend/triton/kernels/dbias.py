@@ -26,10 +26,10 @@ from .tiles import (
 
 @kernel
 def dbias_kernel(
-    q, k, v, dout, numbers, dbias, mask, bias, slopes, seed,
+    q, k, v, dout, row_stats, dbias, mask, bias, slopes, seed,
     cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, leftpad_k,
     stride_q_b, stride_q_h, stride_q_m, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n,
-    stride_dout_b, stride_dout_h, stride_dout_m, stride_numbers_b, stride_numbers_h,
+    stride_dout_b, stride_dout_h, stride_dout_m, stride_row_stats_b, stride_row_stats_h,
     stride_dbias_split, stride_dbias_b, stride_dbias_h, stride_dbias_m, stride_dbias_n,
     stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slopes_b, stride_table_b,
@@ -93,10 +93,10 @@ def dbias_kernel(
         token = (first_q + row)[:, None]
         q_rows = q + b * wide(stride_q_b, ALIGN) + head * wide(stride_q_h, ALIGN)
         dout_rows = dout + b * wide(stride_dout_b, ALIGN) + head * wide(stride_dout_h, ALIGN)
-        row_numbers = numbers + b * wide(stride_numbers_b, 2) + head * wide(stride_numbers_h, 2) + first_q
+        row_stats_ptr = row_stats + b * wide(stride_row_stats_b, 2) + head * wide(stride_row_stats_h, 2) + first_q
         q_i = load_rows(q_rows + token * wide(stride_q_m, ALIGN), exists, D, D0, D1)  # [M, D]
         dout_i = load_rows(dout_rows + token * wide(stride_dout_m, ALIGN), exists, DV, DV0, DV1)  # [M, Dv]
-        lse_i, delta_i = load_numbers(row_numbers + row, exists)  # [M]
+        lse_i, delta_i = load_numbers(row_stats_ptr + row, exists)  # [M]
         tile = key_tile(side, first_key, PAGE_SIZE, BLOCK_N)
         keys = first_key + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         k_j = load_k(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]

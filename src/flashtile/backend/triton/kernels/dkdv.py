@@ -35,9 +35,9 @@ from .tiles import (
 
 @kernel
 def delta_kernel(
-    out, dout, lse, dlse, numbers,
+    out, dout, lse, dlse, row_stats,
     stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
-    stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m, stride_numbers_b, stride_numbers_h,
+    stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m, stride_row_stats_b, stride_row_stats_h,
     num_tiles, num_heads_q, total_q,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -61,18 +61,18 @@ def delta_kernel(
         given = dlse + b * wide(stride_dlse_b, 1) + head * wide(stride_dlse_h, 1) + row * wide(stride_dlse_m, 1)
         delta -= tl.load(given, mask=exists, other=0.0).to(tl.float32)
     empty = lse_i == -INFINITY
-    at = b * wide(stride_numbers_b, 2) + head * wide(stride_numbers_h, 2) + row
-    tl.store(numbers + 2 * at, tl.where(empty, INFINITY, lse_i * LOG2E), mask=exists)
-    tl.store(numbers + 2 * at + 1, tl.where(empty, 0.0, delta), mask=exists)
+    at = b * wide(stride_row_stats_b, 2) + head * wide(stride_row_stats_h, 2) + row
+    tl.store(row_stats + 2 * at, tl.where(empty, INFINITY, lse_i * LOG2E), mask=exists)
+    tl.store(row_stats + 2 * at + 1, tl.where(empty, 0.0, delta), mask=exists)
 
 
 @kernel
 def dkdv_kernel(
-    q, k, v, dout, numbers, dk, dv, mask, bias, slopes, seed,
+    q, k, v, dout, row_stats, dk, dv, mask, bias, slopes, seed,
     cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, leftpad_k,
     stride_q_b, stride_q_h, stride_q_m, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n,
     stride_dout_b, stride_dout_h, stride_dout_m, stride_dk_b, stride_dk_h, stride_dk_n,
-    stride_dv_b, stride_dv_h, stride_dv_n, stride_numbers_b, stride_numbers_h,
+    stride_dv_b, stride_dv_h, stride_dv_n, stride_row_stats_b, stride_row_stats_h,
     stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slopes_b, stride_table_b,
     num_tiles, batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, num_pages,
@@ -139,13 +139,13 @@ def dkdv_kernel(
             dout_head = dout + b * wide(stride_dout_b, ALIGN) + head * wide(stride_dout_h, ALIGN)
             q_rows = Rows(q_head + first_q * q_stride, q_stride)
             dout_rows = Rows(dout_head + first_q * dout_stride, dout_stride)
-            row_numbers = numbers + b * wide(stride_numbers_b, 2) + head * wide(stride_numbers_h, 2) + first_q
+            row_stats_ptr = row_stats + b * wide(stride_row_stats_b, 2) + head * wide(stride_row_stats_h, 2) + first_q
             dk_j, dv_j = dkdv_of_rows(
-                dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_numbers, length_q, keys, tile.exists, features,
+                dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_stats_ptr, length_q, keys, tile.exists, features,
                 bounds, dropout, factor, keep_scale, True, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
             dk_j, dv_j = dkdv_of_rows(
-                dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_numbers, length_q, keys, tile.exists, features,
+                dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_stats_ptr, length_q, keys, tile.exists, features,
                 bounds, dropout, factor, keep_scale, False, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
 
@@ -164,7 +164,7 @@ def dkdv_kernel(
 
 @triton.jit
 def dkdv_of_rows(
-    dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_numbers, length_q, keys, holds, features, bounds, dropout,
+    dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_stats_ptr, length_q, keys, holds, features, bounds, dropout,
     factor, keep_scale, MASKED: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -175,7 +175,7 @@ def dkdv_of_rows(
         row = start_m + tl.arange(0, BLOCK_M)
         exists = row < length_q if MASKED else None
         q_i = load_rows(row_pointers(q_rows, start_m, BLOCK_M), exists, D, D0, D1)  # [M, D]
-        lse_i, delta_i = load_numbers(row_numbers + row, exists)  # [M]
+        lse_i, delta_i = load_numbers(row_stats_ptr + row, exists)  # [M]
         s = scores.forward(inner_products(k_j, q_i, D1, PRECISION), features, row[None, :], keys, holds[:, None])
         p = tl.exp2(s.t * factor - lse_i[None, :])  # [N, M]
         visible = None

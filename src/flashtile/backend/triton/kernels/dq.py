@@ -25,11 +25,11 @@ from .tiles import (
 
 @kernel
 def dq_kernel(
-    q, k, v, dout, numbers, dq, dslopes, mask, bias, slopes, seed,
+    q, k, v, dout, row_stats, dq, dslopes, mask, bias, slopes, seed,
     cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, leftpad_k,
     stride_q_b, stride_q_h, stride_q_m, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n,
     stride_dout_b, stride_dout_h, stride_dout_m, stride_dq_b, stride_dq_h, stride_dq_m,
-    stride_numbers_b, stride_numbers_h, stride_lse_b, stride_lse_h,
+    stride_row_stats_b, stride_row_stats_h, stride_lse_b, stride_lse_h,
     stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slopes_b, stride_table_b,
     num_tiles, batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, num_pages,
@@ -79,10 +79,10 @@ def dq_kernel(
         q_rows = q + b * wide(stride_q_b, ALIGN) + head * wide(stride_q_h, ALIGN)
         dout_rows = dout + b * wide(stride_dout_b, ALIGN) + head * wide(stride_dout_h, ALIGN)
         dq_rows = dq + b * wide(stride_dq_b, ALIGN) + head * wide(stride_dq_h, ALIGN)
-        row_numbers = numbers + b * wide(stride_numbers_b, 2) + head * wide(stride_numbers_h, 2) + span.first
+        row_stats_ptr = row_stats + b * wide(stride_row_stats_b, 2) + head * wide(stride_row_stats_h, 2) + span.first
         q_i = load_rows(q_rows + token * wide(stride_q_m, ALIGN), exists, D, D0, D1)  # [M, D]
         dout_i = load_rows(dout_rows + token * wide(stride_dout_m, ALIGN), exists, DV, DV0, DV1)  # [M, Dv]
-        lse_i, delta_i = load_numbers(row_numbers + position, exists)  # [M]
+        lse_i, delta_i = load_numbers(row_stats_ptr + position, exists)  # [M]
         lse_i, delta_i = lse_i[:, None], delta_i[:, None]
 
         last = tl.minimum(span.start + BLOCK_M, span.length) - 1

@@ -83,20 +83,20 @@ def unit(factor, softcap, bias, slopes):
 @triton.jit
 def forward(product, features, rows, keys, inside):
     """The final score of `product = <q, k>`, not yet masked."""
-    t, tanh = product, product
+    t, capped = product, product
     if features.softcap is not None:
         x = product * (features.multiplier / features.softcap)
-        tanh = quick_hyperbolic_tangent(x) if features.half else hyperbolic_tangent(x)
-        t = tanh
+        capped = fast_tanh(x) if features.half else tanh(x)
+        t = capped
         if features.bias.data is not None or features.slope is not None:
-            t = features.softcap * tanh
+            t = features.softcap * capped
     elif features.multiplier is not None:
         t = t * features.multiplier
     if features.bias.data is not None:
         t += load_pairs(features.bias, features, rows, keys, inside, 0.0).to(tl.float32)
     if features.slope is not None:
         t -= features.slope * distance(features, rows, keys)
-    return Score(t, tanh)
+    return Score(t, capped)
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def distance(features, rows, keys):
 
 
 @triton.jit
-def hyperbolic_tangent(x):
+def tanh(x):
     """Within 3 units in the last place: a series where `1 - 2 / (e^2x + 1)` would cancel (Abramowitz and Stegun,
     4.5.64).
     """
@@ -125,7 +125,7 @@ def hyperbolic_tangent(x):
 
 
 @triton.jit
-def quick_hyperbolic_tangent(x):
+def fast_tanh(x):
     """Within 4e-6 of itself, a hundredth of what float16 inputs are rounded to: a quotient of two polynomials, fitted
     to have the least relative error up to 6.5, where the tangent is 1. One special function instead of two.
     """

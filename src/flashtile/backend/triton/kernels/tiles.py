@@ -13,7 +13,7 @@ import triton.language as tl
 
 # Of all kernels; what has another name is a number.
 POINTERS = {
-    "q", "k", "v", "out", "lse", "dout", "dlse", "numbers", "dq", "dk", "dv", "dbias", "dslopes",
+    "q", "k", "v", "out", "lse", "dout", "dlse", "row_stats", "dq", "dk", "dv", "dbias", "dslopes",
     "mask", "bias", "slopes", "sinks", "seed",
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "leftpad_k",
     "partial_out", "partial_lse", "arrived",

@@ -35,17 +35,17 @@ class Score(NamedTuple):
 @gluon.jit
 def forward(product, scoring, b, head, shift, rows, keys):
     """The final score of `product = <q, k>`, not yet masked. The diagonal is `key = row + shift`."""
-    t, tanh = product, product
+    t, capped = product, product
     if scoring.softcap is not None:
-        tanh = hyperbolic_tangent(product * (scoring.multiplier / scoring.softcap))
-        t = scoring.softcap * tanh
+        capped = tanh(product * (scoring.multiplier / scoring.softcap))
+        t = scoring.softcap * capped
     elif scoring.multiplier is not None:
         t = t * scoring.multiplier
     if scoring.slopes is not None:
         sequence = gl.minimum(b, scoring.batch - 1)  # what belongs to no sequence has no slope, and no pair is visible
         slope = gl.load(scoring.slopes + sequence * scoring.stride_slopes_b + head).to(gl.float32)
         t -= slope * gl.abs((rows + shift).to(gl.float32) - keys.to(gl.float32))
-    return Score(t, tanh)
+    return Score(t, capped)
 
 
 @gluon.jit
@@ -57,7 +57,7 @@ def derivative(p, score, scoring):
 
 
 @gluon.jit
-def hyperbolic_tangent(x):
+def tanh(x):
     """Within 4e-6 of itself, a hundredth of what float16 inputs are rounded to: a series where `1 - 2 / (e^2x + 1)`
     would cancel (Abramowitz and Stegun, 4.5.64).
     """
