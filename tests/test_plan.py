@@ -41,7 +41,7 @@ def test_backends() -> None:
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_a_named_backend_runs(backend: str) -> None:
-    kernel = mock.patch(f"flashtile.backend.{backend}.kernels.forward", side_effect=RuntimeError("it ran"))
+    kernel = mock.patch(f"flashtile.backend.{backend}.entry.forward", side_effect=RuntimeError("it ran"))
     with kernel as forward, pytest.raises(RuntimeError, match="it ran"):
         flashtile.attention(Q, K, V, backend=backend)
     assert forward.call_args.args[0].backend == backend

@@ -20,7 +20,7 @@ from flashtile.backend.gpu.launch import Step, taken
 from flashtile.backend.gpu.pointers import Places
 from flashtile.backend.hopper import support
 from flashtile.call.device import Device
-from flashtile.dispatch import planner
+from flashtile.dispatch import operators, planner
 
 from . import hopper, language
 from .machine import Machine
@@ -74,7 +74,7 @@ FOLDER = Path(str(support.__file__)).parent
 
 @functools.cache
 def emulated_kernels(folder: Path = FOLDER) -> ModuleType:
-    """`backend.hopper.kernels` of the package in a folder, imported with the emulation in the place of Triton."""
+    """`backend.hopper.entry` of the package in a folder, imported with the emulation in the place of Triton."""
     name = "flashtile.backend.hopper_emulated" + (f"_in_{folder.name}" if folder != FOLDER else "")
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -82,8 +82,8 @@ def emulated_kernels(folder: Path = FOLDER) -> ModuleType:
     assert spec is not None
     with mock.patch.dict(sys.modules, in_place_of_triton()):
         sys.modules[name] = importlib.util.module_from_spec(spec)
-        found = importlib.import_module(f"{name}.kernels")
-        importlib.import_module(f"{name}.gradients")
+        found = importlib.import_module(f"{name}.entry")
+        importlib.import_module(f"{name}.host_backward")
         loaded = {other: module for other, module in sys.modules.items() if other.startswith(name)}
     sys.modules.update(loaded)
     return found
@@ -102,7 +102,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     decides in which order things happen. Gives the names of the kernels that are launched.
     """
     kernels = emulated_kernels(folder)
-    backward_pass = sys.modules[f"{kernels.__package__}.backward_pass"]
+    backward_pass = sys.modules[f"{kernels.__package__}.backward_launches"]
     device = Device("cuda", "emulated", support.ARCHITECTURE, cores)
     launched: list[str] = []
     counter = torch.zeros(1, dtype=torch.int32)  # that dense launches share, as on a GPU
@@ -130,7 +130,8 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         mock.patch.multiple(replay, launch=launch, _PASSES={}),
         mock.patch.multiple(kernels, counter=counter_of, describe_device=lambda _: device),
         mock.patch.multiple(backward_pass, counter=counter_of, describe_device=lambda _: device),
-        mock.patch.multiple(planner, describe_device=lambda _: device, entry_of=lambda _: kernels),
+        mock.patch.object(planner, "describe_device", lambda _: device),
+        mock.patch.object(operators, "entry_of", lambda _: kernels),
         mock.patch.object(support, "unusable", return_value=None),
     ):
         planner.forget_plans()
