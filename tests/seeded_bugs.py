@@ -64,7 +64,9 @@ BUGS = (
         "rows + diagonal + window.right",
         "rows + window.right",
     ),
-    Bug("top_left aligned at the bottom right", "backend.blockwise.masking", "keys <= rows)", "keys <= rows + diagonal)"),
+    Bug(
+        "top_left aligned at the bottom right", "backend.blockwise.masking", "keys <= rows)", "keys <= rows + diagonal)"
+    ),
     Bug(
         "visible blocks taken for full ones",
         "backend.tiled.loop",
@@ -113,7 +115,9 @@ BUGS = (
     ),
     Bug("ALiBi added", "backend.blockwise.scores", "s = s - self.slopes", "s = s + self.slopes"),
     Bug("softcap after bias", "backend.blockwise.scores", SOFTCAP + BIAS, BIAS + SOFTCAP),
-    Bug("softcap without derivative", "backend.blockwise.score_gradients", "if scores.softcap is not None:", "if False:"),
+    Bug(
+        "softcap without derivative", "backend.blockwise.score_gradients", "if scores.softcap is not None:", "if False:"
+    ),
     Bug(
         "dbias not reduced but overwritten",
         "backend.blockwise.score_gradients",

@@ -130,8 +130,8 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         mock.patch.multiple(replay, launch=launch, _PASSES={}),
         mock.patch.multiple(kernels, counter=counter_of, describe_device=lambda _: device),
         mock.patch.multiple(backward_pass, counter=counter_of, describe_device=lambda _: device),
-        mock.patch.object(planner, "describe_device", lambda _: device),
-        mock.patch.object(operators, "entry_of", lambda _: kernels),
+        mock.patch.object(planner, "describe_device", return_value=device),
+        mock.patch.object(operators, "entry_of", return_value=kernels),
         mock.patch.object(support, "unusable", return_value=None),
     ):
         planner.forget_plans()

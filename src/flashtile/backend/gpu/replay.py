@@ -58,7 +58,7 @@ class Recorder:
         return self._added(result)
 
     def contiguous(self, x: Tensor | None) -> Tensor | None:
-        return None if x is None else self.computed(Tensor.contiguous, x)
+        return None if x is None else self.op(Tensor.contiguous, x)
 
     def view(self, base: Tensor, view: Tensor) -> Tensor:
         """`view`, for kernels only: they are told where the memory of `base` begins, which is where its own does."""

@@ -45,7 +45,7 @@ def packed_boxes(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     return descriptor(x, (2**31 - 1, 2**31 - 1, x.shape[1], END, x.shape[-1]), strides, (1, 1, 1, *box))
 
 
-def numbers_of_rows(x: Tensor, rows: int) -> TensorDescriptor:
+def row_stats(x: Tensor, rows: int) -> TensorDescriptor:
     """One fp32 number for each row, in boxes of `rows`: contiguous, and `rows` of them divide what a head has."""
     x = x.view(-1, rows)
     found = descriptor(x, x.shape, x.stride(), (1, rows))
