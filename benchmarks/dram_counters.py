@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flashtile import iomodel
 from flashtile.backend.hopper.tables import NARROW
 from flashtile.backend.triton import tables
-from flashtile.iomodel import gpu
-from flashtile.iomodel import work as iomodel
-from flashtile.iomodel.work import Shape, Work
+from flashtile.iomodel import Shape, Work, gpu
 
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 

@@ -154,7 +154,7 @@ def test_verify_counts_an_exception_as_a_failure(monkeypatch: pytest.MonkeyPatch
 
 
 def test_verify_proves_nothing_where_everything_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = importlib.import_module("flashtile.call.plan")
+    plans = importlib.import_module("flashtile.dispatch.planner")
     plans.forget_plans()
     monkeypatch.setattr(support, "declines", lambda problem, device: "it is Sunday")
     result = run("verify", "--backend", "tiled", "--cases", "1", "--long", "0", "--json")

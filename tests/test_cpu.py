@@ -35,7 +35,7 @@ from flashtile.testing.poison import poisoned_allocation
 
 arguments, backward, forward, jit, targets, threads, variants = (
     importlib.import_module(f"flashtile.backend.cpu.{name}")
-    for name in ("arguments", "backward", "forward", "jit", "targets", "threads", "variant")
+    for name in ("arguments", "kernels.backward", "kernels.forward", "jit", "targets", "threads", "variant")
 )
 support = importlib.import_module("flashtile.backend.cpu.support")
 FEATURES = {name: given for name, given in features().items() if name != "score_mod"}

@@ -12,10 +12,9 @@ from unittest import mock
 
 import pytest
 
-from flashtile.iomodel import gpu
-from flashtile.iomodel import work as iomodel
+from flashtile import iomodel
+from flashtile.iomodel import Shape, gpu
 from flashtile.iomodel.gpu import Cache
-from flashtile.iomodel.work import Shape
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "dram_counters.py"
 SMALL = Shape(1024, 1024, 64, 64, batch=2, num_heads_q=4, num_heads_kv=2, itemsize=2)

@@ -8,10 +8,9 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from flashtile.backend.hopper.entry.shared import masking
-from flashtile.backend.hopper.entry.shared.masking import Window
-
 from flashtile.backend.hopper import support
+from flashtile.backend.hopper.kernels.shared import masking
+from flashtile.backend.hopper.kernels.shared.masking import Window
 
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 PLAIN = SimpleNamespace(minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b))

@@ -10,9 +10,9 @@ from checking import dense_case
 from torch import Tensor
 
 import flashtile
+from flashtile import iomodel
 from flashtile.bench.allocation import live_and_peak_bytes
-from flashtile.iomodel import work as iomodel
-from flashtile.iomodel.work import Machine, Shape, Work
+from flashtile.iomodel import Machine, Shape, Work
 from flashtile.ladder import step04_standard, step05_flash1, step06_flash2
 
 N, D = 200, 16

@@ -11,13 +11,13 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from flashtile import iomodel
 from flashtile.cli import main
 from flashtile.cli.ladder import long, stack
 from flashtile.cli.ladder import tables as ladder_tables
 from flashtile.cli.ladder.command import NAMES
 from flashtile.cli.ladder.measure import Measurement, Table
-from flashtile.iomodel import work as iomodel
-from flashtile.iomodel.work import Shape
+from flashtile.iomodel import Shape
 from flashtile.ladder import step03_cpp, triton_or_not
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashtile.iomodel import work
+from flashtile import iomodel
 from flashtile.ladder import step05_flash1, step06_flash2
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "ladder.ipynb"
@@ -57,8 +57,8 @@ def test_it_sees_what_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_it_sees_a_model_that_counts_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = work.flash1_forward
-    monkeypatch.setattr(work, "flash1_forward", lambda *given: right(*given)._replace(read=1000))
+    right = iomodel.flash1_forward
+    monkeypatch.setattr(iomodel, "flash1_forward", lambda *given: right(*given)._replace(read=1000))
     with pytest.raises(AssertionError, match="the model counts what the code does"):
         run()
 

@@ -148,7 +148,7 @@ def test_forward_and_backward_in_a_captured_graph() -> None:
 
 
 def test_a_growing_cache_does_not_recompile() -> None:
-    from flashtile.backend.triton.entry.forward import forward_kernel
+    from flashtile.backend.triton.kernels.forward import forward_kernel
 
     def compiled() -> int:
         return sum(len(caches[0]) for caches in forward_kernel.device_caches.values())

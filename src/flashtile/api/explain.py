@@ -108,7 +108,7 @@ def explain(
         AttentionError: as the call itself would.
     """
     from ..backend.rates import machine
-    from ..iomodel.work import backward_flops, forward_flops, least_bytes, roofline  # not at `import flashtile`
+    from ..iomodel import backward_flops, forward_flops, least_bytes, roofline  # not at `import flashtile`
 
     call = described_call(q, k, v, cu_seqlens_q, cu_seqlens_k, keywords)
     problem = Problem.describe(call)

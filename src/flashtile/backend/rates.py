@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..call.problem import accumulation_dtype
-from ..iomodel.work import Machine
+from ..iomodel import Machine
 from .cpu import support as cpu
 
 SECONDS = 0.05  # for each measurement, if the machine is idle

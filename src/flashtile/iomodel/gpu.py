@@ -9,7 +9,7 @@ heads in flight stream. Results are written once. benchmarks/dram_counters.py co
 import math
 from typing import NamedTuple
 
-from .work import SOFTMAX_OPERATIONS, Shape, Work, backward_flops, forward_flops, lengths
+from . import SOFTMAX_OPERATIONS, Shape, Work, backward_flops, forward_flops, lengths
 
 
 class Cache(NamedTuple):

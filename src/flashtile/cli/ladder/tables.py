@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 
 from ... import explain as explain_call
-from ... import processes
+from ... import iomodel, processes
 from ...backend.rates import machine
-from ...iomodel import work as iomodel
-from ...iomodel.work import Shape, Work, roofline
+from ...iomodel import Shape, Work, roofline
 from ...ladder import step05_flash1, step06_flash2, step08_triton_lite, step08_triton_online, triton_or_not
 from .gpu import banks, coalescing, cuda
 from .long import long
