@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile.backend.tiled import support
 from flashtile.call.call import Call
-from flashtile.dispatch import cache_operator, operators, planner
+from flashtile.dispatch import fast_path, operators
 from flashtile.testing.case import Case, ScoreFunction
 from flashtile.testing.inputs import query_key_value
 from flashtile.testing.oracle import solve
@@ -24,12 +24,12 @@ BACKENDS = ("tiled", "reference")
 @contextmanager
 def tile_size(block_m: int, block_n: int, scores: int = 2**20) -> Iterator[None]:
     """Tiles of `block_m` rows and `block_n` keys in the tiled backend, and as many heads as `scores` scores hold."""
-    planner.forget_plans()
+    fast_path.forget()
     try:
         with mock.patch.multiple(support, BLOCK_M=block_m, BLOCK_N=block_n, TILE_SCORES=scores):
             yield
     finally:
-        planner.forget_plans()
+        fast_path.forget()
 
 
 def assert_right(case: Case, *backends: str, **options: Any) -> None:
@@ -125,10 +125,7 @@ def changed_during_calls(indices: Iterable[Tensor]) -> Iterator[list[None]]:
             for x, y in zip(held, before, strict=True):
                 x[...] = y
 
-    with (
-        mock.patch.object(operators, "inside_operator", changed),
-        mock.patch.object(cache_operator, "inside_operator", changed),
-    ):
+    with mock.patch.object(operators, "inside_operator", changed):
         yield entered
 
 

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from flashtile.backend.tiled import entry, forward, support
 from flashtile.cli import main
+from flashtile.dispatch import fast_path
 
 ROOT = Path(__file__).parents[1]
 
@@ -154,11 +155,10 @@ def test_verify_counts_an_exception_as_a_failure(monkeypatch: pytest.MonkeyPatch
 
 
 def test_verify_proves_nothing_where_everything_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = importlib.import_module("flashtile.dispatch.planner")
-    plans.forget_plans()
+    fast_path.forget()
     monkeypatch.setattr(support, "declines", lambda problem, device: "it is Sunday")
     result = run("verify", "--backend", "tiled", "--cases", "1", "--long", "0", "--json")
-    plans.forget_plans()
+    fast_path.forget()
     found = json.loads(result.stdout)
     assert result.exit_code == 1
     assert found["unverified"] == ["tiled"]

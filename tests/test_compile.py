@@ -169,7 +169,7 @@ def test_growing_decode_plans_once_for_each_bucket() -> None:
     counter = CompileCounter()
     q, (_, k, v) = leaf(B, HQ, 1, D).detach(), (x.detach() for x in dense_leaves(1, 300))
     compiled = torch.compile(lambda k, v: flashtile.attention(q, k, v, causal=True), dynamic=True, backend=counter)
-    flashtile.dispatch.planner.forget_plans()
+    flashtile.dispatch.fast_path.forget()
     for seqlen_k in range(100, 300, 7):
         compiled(k[:, :, :seqlen_k], v[:, :, :seqlen_k])
     assert counter.frame_count == 1

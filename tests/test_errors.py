@@ -19,7 +19,7 @@ import flashtile
 from flashtile import ArgumentError, AttentionError, BackendError
 from flashtile.errors import SignatureError, describe
 
-call_module = importlib.import_module("flashtile.call.call")
+layout_key = importlib.import_module("flashtile.call.memory").layout_key
 
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
 DENSE: dict[str, Any] = {"q": Q, "k": K, "v": V}
@@ -313,11 +313,10 @@ def test_memory_freed_before_backward_is_refused(freed: str) -> None:
 def test_low_addresses_are_addresses() -> None:
     """Some processes have their heap where freed tensors seem to lie."""
     with (
-        mock.patch.multiple("flashtile.call.call", LOWEST_ADDRESS=2**63),
         mock.patch("flashtile.call.memory.LOWEST_ADDRESS", 2**63),
     ):
-        assert call_module.memory_of(Q) == (Q.shape, Q.stride(), Q.dtype, Q.device, Q.data_ptr() % 16)
-        assert call_module.signature(None, Q, K[:, :0]) == call_module.signature(None, Q.clone(), K.clone()[:, :0])
+        assert layout_key([Q]) == ((Q.shape, Q.stride(), Q.dtype, Q.device, Q.data_ptr() % 16),)
+        assert layout_key([Q, K[:, :0]]) == layout_key([Q.clone(), K.clone()[:, :0]])
         assert CALLS["dense"]().isfinite().all()
         for copied in (torch.clone, behind):
             x = copied(Q)

@@ -80,12 +80,11 @@ def test_steps_are_taken_again_on_other_tensors(name: str) -> None:
     values = {"q": first.arguments["q"].flip(-1), "k": first.arguments["k"] * 0.5, "v": first.arguments["v"] + 1}
     second = replace(first, arguments=first.arguments | {name: x.contiguous() for name, x in values.items()})
     first = replace(first, arguments=first.arguments | {name: first.arguments[name].contiguous() for name in values})
-    with emulated(CORES, 0) as launched, poisoned_allocation():
-        first.run("hopper")
-        written = dict(replay._PASSES)
-        assert len(written) == 1 + ("backward_kernel" in launched)
-        results = second.run("hopper")
-        assert written == replay._PASSES
+    with emulated(CORES, 0), poisoned_allocation():
+        for _ in range(2):  # planned, then recorded
+            first.run("hopper")
+        with mock.patch.object(replay, "Recorder", side_effect=AssertionError("not replayed")):
+            results = second.run("hopper")
     assert [str(x) for x in compare(results, second, solve(second)) if not x.ok] == []
 
 

@@ -13,9 +13,8 @@ import torch
 from hopper_variants import LONGER, VARIANTS, case_of
 
 import flashtile
-from flashtile.backend.gpu import replay
 from flashtile.backend.hopper import support, tables
-from flashtile.dispatch import planner
+from flashtile.dispatch import fast_path
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
@@ -42,12 +41,12 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
 )
 def test_three_warpgroups(name: str) -> None:
     """Which are chosen for long sequences only."""
-    planner.forget_plans()
+    fast_path.forget()
     try:
-        with mock.patch.object(tables, "MANY_KEYS", 0), mock.patch.object(replay, "_PASSES", {}):
+        with mock.patch.object(tables, "MANY_KEYS", 0):
             check_random_problems(name)
     finally:
-        planner.forget_plans()
+        fast_path.forget()
 
 
 def check_random_problems(name: str) -> None:

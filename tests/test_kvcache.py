@@ -384,7 +384,7 @@ def prefill(count: int) -> Tensor:
 @pytest.mark.parametrize(("page_size", "steps"), [(16, 1000), (None, 100)])
 def test_a_thousand_steps_plan_once(page_size: int | None, steps: int) -> None:
     """And give what one prefill gives; a dense cache is one with long pages."""
-    flashtile.dispatch.planner.forget_plans()
+    flashtile.dispatch.fast_path.forget()
     outs = decode(flashtile.attention_with_kvcache, steps, page_size)
     assert flashtile.dispatch.planner._plan.cache_info().misses == 1
     torch.testing.assert_close(outs, prefill(steps))

@@ -20,13 +20,13 @@ Q, K, V = (dense_case().arguments[name] for name in ("q", "k", "v"))
 
 @pytest.fixture
 def tiled_declines() -> Iterator[None]:
-    flashtile.dispatch.planner.forget_plans()
+    flashtile.dispatch.fast_path.forget()
     with (
         mock.patch("flashtile.backend.cpu.support.declines", return_value="not on Sundays either"),
         mock.patch("flashtile.backend.tiled.support.declines", return_value="not on Sundays"),
     ):
         yield
-    flashtile.dispatch.planner.forget_plans()
+    flashtile.dispatch.fast_path.forget()
 
 
 def test_backends() -> None:

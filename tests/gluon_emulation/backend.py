@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from flashtile.backend.gpu import replay
-from flashtile.backend.gpu.launch import Step, taken
-from flashtile.backend.gpu.pointers import Places
+from flashtile.backend.gpu.launch import Step
+from flashtile.backend.gpu.pointers import Slots, resolved
 from flashtile.backend.hopper import support
 from flashtile.call.device import Device
-from flashtile.dispatch import operators, planner
+from flashtile.dispatch import fast_path, planner
 
 from . import hopper, language
 from .machine import Machine
@@ -110,32 +110,30 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     def counter_of(device: torch.device, packed: bool) -> Tensor:
         return torch.zeros(1, dtype=torch.int32) if packed else counter
 
-    def launch(
-        kernel: Any, programs: int, numbers: dict[str, Any], places: Places, tensors: list[Tensor | None]
-    ) -> Step:
+    def launch(kernel: Any, programs: int, scalars: dict[str, Any], slots: Slots, tensors: list[Tensor | None]) -> None:
         parameters = inspect.signature(kernel).parameters.items()
         constants = [name for name, parameter in parameters if parameter.annotation is language.constexpr]
+        named = scalars | resolved(slots, tensors)
+        arguments = {name: x if name in constants else argument(x) for name, x in named.items()}
+        del arguments["num_warps"]
+        launched.append(kernel.__name__)
+        Machine(seed + len(launched)).run(kernel, programs, arguments)
 
-        def step(tensors: list[Tensor | None]) -> None:
-            given = numbers | taken(places, tensors)
-            arguments = {name: x if name in constants else argument(x) for name, x in given.items()}
-            del arguments["num_warps"]
-            launched.append(kernel.__name__)
-            Machine(seed + len(launched)).run(kernel, programs, arguments)
-
-        step(tensors)
-        return step
+    def replayable(*given: Any) -> Step:
+        launch(*given)
+        return lambda tensors: launch(*given[:-1], tensors)
 
     with (
-        mock.patch.multiple(replay, launch=launch, _PASSES={}),
+        mock.patch.multiple(replay, launch=launch, replayable=replayable),
         mock.patch.multiple(kernels, counter=counter_of, describe_device=lambda _: device),
         mock.patch.multiple(backward_pass, counter=counter_of, describe_device=lambda _: device),
         mock.patch.object(planner, "describe_device", return_value=device),
-        mock.patch.object(operators, "entry_of", return_value=kernels),
+        mock.patch.object(planner, "entry_of", return_value=kernels),
+        mock.patch.object(fast_path, "entry_of", return_value=kernels),
         mock.patch.object(support, "unusable", return_value=None),
     ):
-        planner.forget_plans()
+        fast_path.forget()
         try:
             yield launched
         finally:
-            planner.forget_plans()
+            fast_path.forget()

@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,6 +24,7 @@ from variants import VARIANTS
 
 import flashtile
 from flashtile.backend.gpu import replay
+from flashtile.dispatch import fast_path
 from flashtile.testing.generate import random_case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -161,6 +163,11 @@ def test_derivatives_that_kernels_do_not_have() -> None:
         torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
 
 
+def on_the_device() -> Any:
+    """Lengths are not read, as on a GPU: what follows from a call's layout is kept."""
+    return mock.patch("flashtile.call.device.host_readable", return_value=False)
+
+
 def like(x: object) -> object:
     """Other numbers that lie in memory in the same way; integers and booleans stay as they are."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
@@ -187,13 +194,14 @@ def test_a_call_like_one_before(name: str) -> None:
         variant = replace(VARIANTS[name], dtype=torch.float32)
         case = replace(variant, head_dim=min(variant.head_dim, 64)).case(2, "cpu", LENGTHS)
     other = replace(case, arguments={key: like(x) for key, x in case.arguments.items()})
-    replay._PASSES.clear()
-    memory = [StorageWeakRef(x.untyped_storage()) for x in case.run("triton").values()]
-    gc.collect()
-    assert all(x.expired() for x in memory)
-    with mock.patch.object(replay, "Recorder", side_effect=AssertionError("not known from before")):
-        found = other.run("triton")
-    replay._PASSES.clear()
+    fast_path.forget()
+    with on_the_device():
+        memory = [StorageWeakRef(x.untyped_storage()) for _ in range(2) for x in case.run("triton").values()]
+        gc.collect()
+        assert all(x.expired() for x in memory)
+        with mock.patch.object(replay, "Recorder", side_effect=AssertionError("not replayed")):
+            found = other.run("triton")
+    fast_path.forget()
     expected = other.run("triton")
     for key, x in expected.items():
         assert torch.equal(found[key].nan_to_num(), x.nan_to_num()), key
@@ -203,7 +211,7 @@ def test_a_call_like_one_before(name: str) -> None:
 @pytest.mark.parametrize("kind", ["dense", "rows", "pages", "packed"])
 def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> None:
     """As on a GPU, where nobody reads the lengths on the host: steps that differ in them alone have one signature."""
-    replay._PASSES.clear()
+    fast_path.forget()
     table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
     options: dict[str, dict[str, torch.Tensor]] = {
         "dense": {},
@@ -218,9 +226,8 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> N
     shape = (4, 16, 1, 16) if "page_table" in given else (4, 1, 32, 16)
     caches = {name: torch.randn(shape) for name in ("k_cache", "v_cache")}
     others = {name: x.clone() for name, x in caches.items()}
-    unread = mock.patch("flashtile.call.device.host_readable", return_value=False)
-    with unread, mock.patch("flashtile.dispatch.planner.host_readable", return_value=False):
-        for n in (0, 5, 11):
+    with on_the_device():
+        for n in (0, 5, 11, 17):
             lengths = torch.tensor([4 + n, n], dtype=torch.int32)
             rows = (3,) if kind == "packed" else (2,)
             q, k, v = (torch.randn(*rows, heads, 16) for heads in (2, 1, 1))
@@ -230,7 +237,8 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> N
             expected = flashtile.attention_with_kvcache(q, **others, **more, backend="reference")
             torch.testing.assert_close(found, expected)
             torch.testing.assert_close(caches, others)
-    assert len(replay._PASSES) == 1
+    (known,) = fast_path._recent.values()
+    assert known.forward.replay is not None
 
 
 @pytest.mark.parametrize("chunks", [(64,), (64, 32)])

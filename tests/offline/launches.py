@@ -1,6 +1,6 @@
 """The launches that a call makes, recorded instead of run: the product's own tiles and arguments, without a GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,17 +64,33 @@ def hopper_launches_of(call: Call) -> list[Launch]:
 
 def results_of(call: Call, backend: str, arch: str, *, backward: bool = True) -> list[Tensor | None]:
     """`out`, `lse` and the gradients of a call on CPU tensors. Inside `recorded` no kernel fills them."""
+    kernels, plan, needs = planned(call, backend, arch)
+    out, lse = kernels.forward(plan, call)
+    if not backward or needs is None:
+        return [out, lse]
+    return [out, lse, *kernels.backward(plan, call, needs, out, lse, torch.empty_like(out), None).flat()]
+
+
+def replay_of(call: Call, backend: str, arch: str) -> Callable[[], list[Tensor | None]]:
+    """What repeats `results_of`, from recordings."""
+    kernels, plan, needs = planned(call, backend, arch)
+    forward, (out, lse) = kernels.record_forward(plan, call)
+    rows = (out, lse, torch.empty_like(out), None)
+    backward, _ = kernels.record_backward(plan, call, needs, *rows)
+    return lambda: [*forward(call), *backward(call, *rows).flat()]
+
+
+def planned(call: Call, backend: str, arch: str) -> tuple[Any, Plan, Needs | None]:
+    """The backend's entry, a plan, and the gradients that it computes; `None` without a backward pass."""
     support, kernels = BACKENDS[backend]
     problem, device = Problem.describe(call), Device("cuda", arch, arch, CORES.get(arch, 100))
     reason = support.declines(problem, device)
     assert reason is None, reason
     plan = Plan(backend, support.tile(problem, device), support.num_splits(problem, device), ())
     t = call.tensors
-    out, lse = kernels.forward(plan, call)
     needs = Needs(True, True, True, t.bias is not None, t.alibi_slopes is not None, t.sinks is not None)
     if backend == "hopper":
         needs = needs._replace(alibi_slopes=False)
-        backward = support.declines_backward(problem, device, needs) is None
-    if not backward or t.leftpad_k is not None:
-        return [out, lse]
-    return [out, lse, *kernels.backward(plan, call, needs, out, lse, torch.empty_like(out), None).flat()]
+        if support.declines_backward(problem, device, needs) is not None:
+            return kernels, plan, None
+    return kernels, plan, None if t.leftpad_k is not None else needs

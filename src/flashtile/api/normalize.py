@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from ..call.cache import CACHE_REQUIRED, CacheTensors
-from ..call.call import MOST_SIGNATURES, Call, Settings, Tensors, signature
+from ..call.call import Call, Settings, Tensors
 from ..call.eager import is_plain_eager
-from ..call.memory import in_memory
 from ..call.window import Window
+from ..dispatch import fast_path
 from ..errors import ArgumentError, call_of
 from ..expression import ScoreMod
-from ..remember import remember
 
 REQUIRED = ("q", "k", "v", "cu_seqlens_q")
 LARGEST_FLOAT = torch.finfo(torch.float32).max
@@ -52,20 +51,26 @@ def normalize(
     scalars = (
         causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, num_splits, deterministic, backend
     )  # fmt: skip
-    beside = () if cache is None else cache[2:]
-    plain = (
+    of_cache = () if cache is None else cache[2:]
+    q, entry = tensors["q"], None
+    if (
         score_mod is None
         and not torch.compiler.is_compiling()
         and not torch._C._is_any_autocast_enabled()  # which makes another call of the same arguments
-        and is_plain_eager(*tensors.values(), *beside)
-    )
-    if plain and (call := call_like_before(function, tensors, beside, scalars)) is not None:
-        return call
+        and is_plain_eager(*tensors.values(), *of_cache)
+        and q is not None
+        and q.dim() > 0
+    ):
+        settings = settings_of(function, q.shape[-1], *scalars)
+        if settings.dropout_p > 0:
+            tensors["dropout_seed"] = dropout_seed = seed_of(function, dropout_seed, q.device)
+        entry = fast_path.find((function, settings), (*tensors.values(), *of_cache))
+        if entry is not None and entry.settings is not None:
+            return Call(Tensors(**tensors), entry.settings, entry, is_plain_eager=True)
     if cache is not None:  # first, for k and v have other names in it
         require_tensors(function, cache._asdict(), CACHE_REQUIRED)
         same_place(function, cache.k_cache, cache._asdict())
     require_tensors(function, tensors, REQUIRED if cache is None else REQUIRED[:3])
-    q = tensors["q"]
     same_place(function, q, tensors)
     # Caches are written in place, so they keep their dtype.
     tensors = in_autocast_dtype(tensors, REQUIRED[:3] if cache is None else REQUIRED[:1])
@@ -79,36 +84,9 @@ def normalize(
         same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
         tensors = tensors | {"score_mod_tensors": modifier.tensors}
         settings = settings._replace(score_mod=modifier.key)
-    if plain and settings.dropout_p == 0 and in_memory(*tensors.values(), *beside):
-        call = plain_call(function, Tensors(**tensors), beside, settings)
-        remember(_CHECKED, call.signature(), None, MOST_SIGNATURES)
-        return call
-    return Call(Tensors(**tensors), settings)
-
-
-_CHECKED: dict[int, None] = {}  # signatures of calls whose arguments are what they should be
-
-
-def call_like_before(
-    function: str, tensors: dict[str, Any], beside: tuple[Tensor | None, ...], scalars: tuple[Any, ...]
-) -> Call | None:
-    """The call of arguments that only kernels will look at, if such ones have been checked."""
-    q = tensors["q"]
-    if q is None or q.dim() == 0:
-        return None
-    try:
-        settings = settings_of(function, q.shape[-1], *scalars)
-        if settings.dropout_p > 0:
-            return None
-        call = plain_call(function, Tensors(**tensors), beside, settings)
-    except RuntimeError:  # sparse and nested tensors have no strides
-        return None
-    return call if call.signature() in _CHECKED else None
-
-
-def plain_call(function: str, tensors: Tensors, beside: tuple[Tensor | None, ...], settings: Settings) -> Call:
-    number = signature((function, settings), *tensors[:-1], *beside)
-    return Call(tensors, settings, number, is_plain_eager=True)
+    if entry is not None:
+        entry.settings = settings
+    return Call(Tensors(**tensors), settings, entry, is_plain_eager=entry is not None)
 
 
 def settings_of(function: str, head_dim: int, causal: Any, window: Any, *others: Any) -> Settings:

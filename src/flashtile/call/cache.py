@@ -6,19 +6,20 @@ the cache is not written there, and on a CPU it is an error.
 """
 
 import functools
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..remember import remember
 from . import device
-from .call import INDICES, MOST_SIGNATURES, Call, Settings, Tensors, new_rows, with_copies
+from .call import INDICES, Call, Tensors, new_rows, with_copies
 from .check import INDEX_DTYPES, memory, pages
 from .overlap import overlap, overlaps_itself
 from .problem import accumulation_dtype
 
+MOST_DISTANCES = 256  # between caches of one layout
 EXAMPLE = (
     "flashtile.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, k=k, v=v, causal=True) with "
     "q [2, 8, 1, 64], k_cache, v_cache [2, 4, 512, 64], k, v [2, 4, 1, 64] and lengths int32 [2]"
@@ -53,14 +54,13 @@ class NewTokens(NamedTuple):
 
 
 class CacheCall(Call):
-    """A call with a KV cache. It has q, `cu_seqlens_q` and the tensors that modify scores; its k and v are the caches,
-    and its signature is that of the cache too.
-    """
+    """A call with a KV cache: its `tensors` are q, `cu_seqlens_q` and the features, its k and v the caches."""
 
     __slots__ = ("_attention", "cache", "interleaved")
+    kind = "attend_with_cache"
 
     def __init__(self, call: Call, cache: CacheTensors, interleaved: bool):
-        super().__init__(call.tensors, call.settings, call.signature(), is_plain_eager=call.is_plain_eager)
+        super().__init__(call.tensors, call.settings, call.entry, is_plain_eager=call.is_plain_eager)
         self.cache, self.interleaved = cache, interleaved
         self._attention: Call | None = None
 
@@ -68,12 +68,20 @@ class CacheCall(Call):
     def layout(self) -> str:
         return "paged"
 
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        return (*self.tensors[:-1], *self.cache)
+
+    @property
+    def key(self) -> Hashable:
+        return self.kind, self.settings, self.interleaved
+
     def with_own_indices(self) -> "CacheCall":
         """As `Call.with_own_indices`, of the cache's indices too."""
         if not device.host_readable(self.tensors.q):
             return self
         tensors = with_copies(self.tensors, INDICES)
-        call = Call(tensors, self.settings, self.signature(), is_plain_eager=self.is_plain_eager)
+        call = Call(tensors, self.settings, self.entry, is_plain_eager=self.is_plain_eager)
         return CacheCall(call, with_copies(self.cache, CACHE_INDICES), self.interleaved)
 
     def attention(self) -> Call:
@@ -83,26 +91,26 @@ class CacheCall(Call):
         return self._attention
 
 
-def paged_call(given: Call, cache: CacheTensors) -> Call:
+def paged_call(call: Call, cache: CacheTensors) -> Call:
     """`CacheCall.attention`."""
-    features, settings, number = given.tensors, given.settings, given.signature()
-    known = _CHECKED.get(number)
-    if known is None:
+    features, entry = call.tensors, call.entry
+    settings = None if entry is None else entry.paged
+    if settings is None:
         check_cache(cache, features)
+        if cache.k is not None:
+            check_apart(call, cache)
     k_pages, v_pages, table = as_pages(cache, cache.cache_seqlens.shape[0])
-    if known is None:
-        known = settings._replace(max_seqlen_k=table.shape[1] * k_pages.shape[1])
-        remember(_CHECKED, number, known, MOST_SIGNATURES)
+    if settings is None:
+        settings = call.settings._replace(max_seqlen_k=table.shape[1] * k_pages.shape[1])
+        if entry is not None:
+            entry.paged = settings
     total = cache.cache_seqlens  # [B]
     if cache.k is not None:
         total = total.long() + appended(cache, features)  # which might not fit into 32 bits
     if device.host_readable(features.q):
         check_values(cache, table, k_pages, total, table.shape[1] * k_pages.shape[1])
     tensors = features._replace(k=k_pages, v=v_pages, seqused_k=total, page_table=table, leftpad_k=cache.leftpad_k)
-    return Call(tensors, known, number, is_plain_eager=given.is_plain_eager)
-
-
-_CHECKED: dict[int, Settings] = {}  # settings of the paged call, by the signature of a KV-cache call that is right
+    return Call(tensors, settings, is_plain_eager=call.is_plain_eager)
 
 
 def append_and_rotate(given: CacheCall) -> Call:
@@ -254,13 +262,12 @@ def check_values(cache: CacheTensors, table: Tensor, k_pages: Tensor, total: Ten
         raise ArgumentError("rotary_cos", cache.rotary_cos, accepted, EXAMPLE)
 
 
-def check_apart(call: CacheCall) -> None:
-    """Whether new keys and values can be written without changing others. Where the caches lie is no part of a call's
-    signature.
-    """
-    k, v = call.cache.k_cache, call.cache.v_cache
-    key = call.signature(), v.data_ptr() - k.data_ptr()
-    if key in _APART:
+def check_apart(call: Call, cache: CacheTensors) -> None:
+    """Whether new keys and values can be written without changing others."""
+    k, v = cache.k_cache, cache.v_cache
+    apart: set[int] = set() if call.entry is None else call.entry.apart
+    distance = v.data_ptr() - k.data_ptr()
+    if distance in apart:
         return
     for name, x in (("k_cache", k), ("v_cache", v)):
         if overlaps_itself(x):
@@ -269,10 +276,9 @@ def check_apart(call: CacheCall) -> None:
     if overlap(k, v):
         accepted = "a cache that shares no element with k_cache, when appending; both may be parts of one tensor"
         raise ArgumentError("v_cache", v, accepted, EXAMPLE)
-    remember(_APART, key, None, MOST_SIGNATURES)
-
-
-_APART: dict[tuple[int, int], None] = {}  # signatures, and distances in bytes from k_cache to v_cache
+    if len(apart) >= MOST_DISTANCES:
+        apart.clear()
+    apart.add(distance)
 
 
 def check_cache(cache: CacheTensors, features: Tensors) -> None:

@@ -3,16 +3,14 @@
 The operators' schemas are generated from these tuples, so that an argument is written down once.
 """
 
-import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..remember import remember
 from . import device
-from .memory import LOWEST_ADDRESS, freed, low, memory_of
+from .memory import freed
 from .window import Window
 
 
@@ -76,19 +74,28 @@ class Settings(NamedTuple):
 
 
 class Call:
-    """One call: its tensors, and its settings."""
+    """One call: its tensors and its settings."""
 
-    __slots__ = ("_signature", "is_plain_eager", "settings", "tensors")
+    __slots__ = ("entry", "is_plain_eager", "settings", "tensors")
+    kind = "forward"  # the function of a backend that runs it
 
-    def __init__(
-        self, tensors: Tensors, settings: Settings, signature: int | None = None, *, is_plain_eager: bool = False
-    ):
+    def __init__(self, tensors: Tensors, settings: Settings, entry: Any = None, *, is_plain_eager: bool = False):
         self.tensors, self.settings = tensors, settings
-        self._signature = signature  # where the call follows from another one, whose it is
-        self.is_plain_eager = is_plain_eager  # whether it is known that only kernels will look at it
+        self.entry = entry  # what the fast path knows of calls like this one
+        self.is_plain_eager = is_plain_eager
 
     def _replace(self, *, tensors: Tensors | None = None, settings: Settings | None = None) -> "Call":
         return Call(tensors or self.tensors, settings or self.settings)
+
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """All tensors that kernels may read; those of a `score_mod` are not among them."""
+        return self.tensors[:-1]
+
+    @property
+    def key(self) -> Hashable:
+        """Identity of the operation, without its tensors."""
+        return self.kind, self.settings
 
     @property
     def layout(self) -> str:
@@ -104,15 +111,7 @@ class Call:
         if self.tensors.cu_seqlens_q is None or not device.host_readable(self.tensors.q):
             return self
         tensors = with_copies(self.tensors, INDICES)
-        return Call(tensors, self.settings, self._signature, is_plain_eager=self.is_plain_eager)
-
-    def signature(self) -> int:
-        """A number that stands for all that a plan and its launches depend on, short of the values of tensors: calls
-        have the same one if nothing else tells them apart.
-        """
-        if self._signature is None:
-            self._signature = signature(self.settings, *self.tensors[:-1], *self.tensors.score_mod_tensors)
-        return self._signature
+        return Call(tensors, self.settings, self.entry, is_plain_eager=self.is_plain_eager)
 
     def attention(self) -> "Call":
         """The call that a plan is for: this one, unless its keys are in a cache."""
@@ -184,37 +183,6 @@ def with_copies(tensors: Any, which: slice) -> Any:
     given = tensors[which]
     copies = {id(x): x.clone() for x in given if x is not None and not freed(x)}  # q and k often share their offsets
     return tensors._make((*tensors[: which.start], *[copies.get(id(x), x) for x in given], *tensors[which.stop :]))
-
-
-_SIGNATURES: dict[Hashable, int] = {}
-_NUMBERS = itertools.count()
-MOST_SIGNATURES = 4096
-
-
-def signature(settings: Hashable, *tensors: Tensor | None) -> int:
-    """The number of all calls with these settings and such tensors. What is remembered of a call is kept under it: a
-    number is compared at once, all that it stands for is not.
-    """
-    try:  # as memory_of, which a loop for each call would wait for
-        key = (
-            settings,
-            *[
-                None
-                if x is None
-                else (
-                    x.shape,
-                    x.stride(),
-                    x.dtype,
-                    x.device,
-                    place % 16 if (place := x.data_ptr()) >= LOWEST_ADDRESS else low(x, place),
-                )
-                for x in tensors
-            ],
-        )
-    except RuntimeError:
-        key = (settings, *map(memory_of, tensors))
-    known = _SIGNATURES.get(key)
-    return remember(_SIGNATURES, key, next(_NUMBERS), MOST_SIGNATURES) if known is None else known
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:

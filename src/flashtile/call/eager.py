@@ -4,11 +4,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import (
+    _get_function_stack_at,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch._C._dynamo import eval_frame
 from torch._C._functorch import maybe_current_level
 from torch.autograd import _profiler_enabled, forward_ad  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import Parameter
+from torch.utils._device import DeviceContext
 
 PLAIN = (Tensor, Parameter)
 SKIPPED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
@@ -33,17 +39,14 @@ def in_forward_mode() -> bool:
 
 
 def is_plain_eager(*tensors: Tensor | None) -> bool:
-    """Whether only an operator's kernels would look at a call with these tensors, if they are `in_memory`. PyTorch
-    takes longer to find that out than a call does otherwise: operators are not asked for then.
-
-    Modes, transforms, traces and profilers look at calls. And a tensor may be more than its memory: of a subclass, or
-    to be negated.
+    """Whether no mode, trace, profiler, functorch level or tensor subclass observes an eager call with these tensors.
+    Such calls bypass the dispatcher, which takes longer than all else that the host does.
     """
     if (
         forward_ad._current_level >= 0
         or maybe_current_level() is not None
         or _len_torch_dispatch_stack() > 0
-        or _len_torch_function_stack() > 0
+        or (_len_torch_function_stack() > 0 and not only_default_devices())
         or _get_tracing_state() is not None
         or _profiler_enabled()
     ):
@@ -52,3 +55,10 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
         if x is not None and (type(x) not in PLAIN or x.is_neg()):
             return False
     return True
+
+
+def only_default_devices() -> bool:
+    """Whether all active modes come from `torch.set_default_device` or `with torch.device(...)`. They change functions
+    without a `device` argument only, which no call uses.
+    """
+    return all(type(_get_function_stack_at(n)) is DeviceContext for n in range(_len_torch_function_stack()))

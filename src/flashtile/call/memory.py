@@ -1,6 +1,6 @@
 """Where tensors lie in memory, and whether there is any."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
@@ -44,17 +44,35 @@ def address(x: Tensor) -> int:
         return 1
 
 
-def memory_of(x: Tensor | None) -> Hashable:
-    """How a tensor lies in memory, short of where; `None` stands for nowhere, as tensors without elements and freed
-    ones do.
+def layout_key(tensors: Sequence[Tensor | None]) -> Hashable:
+    """Shape, strides, dtype, device and address modulo 16 of each tensor, `None` for an absent one. `None` in place of
+    all if a tensor has no memory of its own, which is never kept.
     """
-    if x is None:
+    try:
+        return tuple(
+            [
+                None
+                if x is None
+                else (
+                    x.shape,
+                    x.stride(),
+                    x.dtype,
+                    x.device,
+                    place % 16 if (place := x.data_ptr()) >= LOWEST_ADDRESS else low(x, place),
+                )
+                for x in tensors
+            ]
+        )
+    except RuntimeError:  # a transform's wrapper, a freed tensor
         return None
-    place = address(x)
-    slot = place % 16 if place == 1 or place >= LOWEST_ADDRESS else low(x, place)
-    return x.shape, x.stride(), x.dtype, x.device, slot
 
 
 def low(x: Tensor, place: int) -> int | None:
-    """`place % 16` of a low address, or `None` where nothing lies there."""
-    return place % 16 if place and exists(x, place) else None
+    """`place % 16` of a low address; `None` for no address, as of a tensor without elements.
+
+    Raises:
+        RuntimeError: there should be memory, and is none.
+    """
+    if not exists(x, place):
+        raise RuntimeError("no memory")
+    return place % 16 if place else None

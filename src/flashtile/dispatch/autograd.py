@@ -18,7 +18,7 @@ from ..call.call import Call, Settings, Tensors, differentiable_positions
 from ..call.eager import in_forward_mode
 from ..call.problem import Problem
 from ..errors import AttentionError
-from . import operators as ops
+from . import operators
 from .planner import plan
 
 
@@ -27,19 +27,19 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     if call.is_plain_eager:
         if torch.is_grad_enabled() and requires_grad(flat := call.tensors.flat()):
             return applied(Attention, call, *flat, is_plain_eager=True)
-        return ops.attend(call)
+        return operators.run_forward(call)
     if in_forward_mode():
         refuse_lost_tangents()
         return attend_in_operations(call.settings, *call.tensors.flat())
-    operators = ops.operators_of(call)
+    operator = operators.operators_of(call)
     if torch.compiler.is_compiling():  # in a graph, the operator has its own derivative
-        return operators.forward(*operators.arguments(call))
+        return operator.forward(*operator.arguments(call))
     if torch.is_grad_enabled():
         flat = call.tensors.flat()
         # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper.
         if maybe_current_level() is not None or requires_grad(flat):
             return applied(Attention, call, *flat)
-    return operators.attend(call)
+    return operator.forward(*operator.arguments(call))
 
 
 def requires_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -87,13 +87,14 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
         if call.is_plain_eager:
-            return ops.attend(call)
-        return ops.operators_of(call).attend(Call(Tensors.from_flat(flat), call.settings))
+            return operators.run_forward(call)
+        operator = operators.operators_of(call)
+        return operator.forward(*operator.arguments(Call(Tensors.from_flat(flat), call.settings)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         call, *flat = inputs
-        ctx.settings = call.settings
+        ctx.settings, ctx.entry = call.settings, call.entry
         ctx.save_for_backward(*output, *flat)
         ctx.set_materialize_grads(False)
 
@@ -108,8 +109,8 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or in_graph() or in_forward_mode():
             found = applied(AttentionBackward, ctx.settings, needs, out, lse, dout, dlse, *flat)
         else:  # nobody differentiates this again
-            call = Call(Tensors.from_flat(flat), ctx.settings)
-            found = ops.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
+            call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
+            found = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
         gradients: list[Tensor | None] = [None] * len(flat)
         for n, gradient in zip(positions, found, strict=True):
             gradients[n] = gradient if needed[n] else None
@@ -127,7 +128,7 @@ class AttentionBackward(torch.autograd.Function):
         assert out is not None
         assert lse is not None
         call = Call(Tensors.from_flat(flat), settings)
-        found = ops.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
+        found = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
         return tuple(out.new_empty(0) if gradient is None else gradient for gradient in found)
 
     @staticmethod

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.library import register_fake, register_vmap
 
-from ..call.cache import CacheCall, CacheTensors, append_and_rotate, check_apart
-from ..call.call import Call, Settings, Tensors, lse_shape, new_rows, signature
+from ..call.cache import CacheCall, CacheTensors, check_apart
+from ..call.call import Call, Settings, Tensors, lse_shape, new_rows
 from ..call.eager import in_forward_mode, untraced
 from ..call.problem import accumulation_dtype
 from ..errors import AttentionError
-from .operators import LIBRARY, inside_operator
-from .planner import entry_of, plan_call
+from . import fast_path
+from .operators import LIBRARY, run_forward
 
 NAME = "attention_with_kvcache"
 FEATURES = ("cu_seqlens_q", "mask", "bias", "alibi_slopes", "sinks", "dropout_seed")
@@ -55,7 +55,7 @@ def attend_with_cache(call: Call, cache: CacheTensors, interleaved: bool) -> tup
     refuse_derivatives(call.tensors[:-1], call.tensors.score_mod_tensors, cache)
     q = call.tensors.q
     if call.is_plain_eager:
-        return attend(CacheCall(call, cache, interleaved))
+        return run_with_cache(CacheCall(call, cache, interleaved))
     if cache.k is not None and torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
         cache = cache._replace(k=k, v=v)
@@ -90,22 +90,16 @@ def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     modifiers, interleaved, *scalars = rest[len(FEATURES) :]
     features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
     settings = Settings(**dict(zip(SETTINGS, scalars, strict=True)))
-    number = signature(("operator", settings), q, *features[3:-1], *modifiers, *cache)
-    return attend(CacheCall(Call(features, settings, number), cache, interleaved))
+    return run_with_cache(CacheCall(Call(features, settings), cache, interleaved))
 
 
 @untraced
-def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
-    """What the operator does."""
-    call = call.with_own_indices()
-    chosen = plan_call(call)
-    if call.cache.k is not None:
-        check_apart(call)
-    entry = entry_of(chosen.backend)
-    with inside_operator(call):
-        if hasattr(entry, "attend_with_cache"):
-            return entry.attend_with_cache(chosen, call)
-        return entry.forward(chosen, append_and_rotate(call))
+def run_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
+    """The operator's own work."""
+    call.entry = call.entry or fast_path.find_call(call)
+    if call.entry is not None and call.entry.paged is not None and call.cache.k is not None:
+        check_apart(call, call.cache)  # else the checks of a new layout do
+    return run_forward(call)
 
 
 def fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -25,11 +25,10 @@ from ..call.call import (
     new_rows,
 )
 from ..call.eager import in_forward_mode, is_plain_eager, untraced
-from ..call.memory import in_memory
 from ..call.problem import accumulation_dtype
 from ..errors import AttentionError
-from . import forking
-from .planner import entry_of, plan_call
+from . import fast_path, forking
+from .planner import function_of, plan_call
 
 LIBRARY = torch.library.Library("flashtile", "DEF")
 CACHE_ONLY = ("leftpad_k", "num_splits")
@@ -91,22 +90,18 @@ class Operators:
         tensors = {name: values.pop(name) for name in Tensors._fields if name in values}
         return Call(Tensors(**tensors), Settings(**values))
 
-    def attend(self, call: Call) -> tuple[Tensor, Tensor]:
-        """`out` and `lse`, through the operator if anything but its kernels would look at the call."""
-        flat = call.tensors.flat()
-        if is_plain_eager(*flat) and in_memory(*flat):
-            return attend(call)
-        return self.forward(*self.arguments(call))
-
     def differentiate(
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Call
     ) -> Sequence[Tensor | None]:
-        """The gradients that `needs` asks for, likewise; for the others anything."""
-        tensors = (out, lse, dout, dlse, *call.tensors.flat())
-        if not torch.compiler.is_compiling() and is_plain_eager(*tensors) and in_memory(*tensors):
-            return differentiate(needs, out, lse, dout, dlse, call)
-        *found, modified = self.backward(needs, out, lse, dout, dlse, *self.arguments(call))
-        return *found, *modified
+        """The gradients that `needs` asks for, and anything in place of the others. Plain eager calls bypass the
+        dispatcher.
+        """
+        if not torch.compiler.is_compiling() and is_plain_eager(out, lse, dout, dlse, *call.tensors.flat()):
+            call.entry = call.entry or fast_path.find_call(call)
+            if call.entry is not None:
+                return run_backward(needs, out, lse, dout, dlse, call)
+        *gradients, modified = self.backward(needs, out, lse, dout, dlse, *self.arguments(call))
+        return *gradients, *modified
 
     def run_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         if in_forward_mode():  # `autograd` does not come here then: this is an operator in a traced program
@@ -114,14 +109,13 @@ class Operators:
                 "a traced or compiled program that contains attention was called in forward mode, which would drop the "
                 "tangent.\n  accepted: forward mode around flashtile.attention(q, k, v) itself, untraced"
             )
-        return attend(self.call(arguments))
+        return run_forward(self.call(arguments))
 
     def run_backward(
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Any, ...]:
         call = self.call(arguments)
-        check.memory({"out": out, "lse": lse, "dout": dout, "dlse": dlse}, call.layout)
-        return in_schema(differentiate(needs, out, lse, dout, dlse, call), call)
+        return in_schema(run_backward(needs, out, lse, dout, dlse, call), call)
 
     def remember(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         call = self.call(inputs)
@@ -163,28 +157,35 @@ class Operators:
 
 
 @untraced
-def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """What the forward operators do."""
+def run_forward(call: Call) -> tuple[Tensor, Tensor]:
+    """The forward operators' own work: `out` and `lse`."""
+    call.entry = call.entry or fast_path.find_call(call)
+    if call.entry is not None:
+        return fast_path.forward(call, inside_operator)
     call = call.with_own_indices()
     chosen = plan_call(call)
     with inside_operator(call):
-        return entry_of(chosen.backend).forward(chosen, call)
+        return function_of(chosen.backend, call.kind)(chosen, call)
 
 
 @untraced
-def differentiate(
+def run_backward(
     needs: Sequence[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Call
 ) -> list[Tensor | None]:
-    """What the backward operators do: gradients in their inputs' dtypes, `None` for what nobody asked for."""
-    asked = Needs.from_flat(needs)
-    call = call.with_own_indices()
-    chosen = plan_call(call, needs=asked)
-    with inside_operator(call):
-        found = entry_of(chosen.backend).backward(chosen, call, asked, out, lse, dout, dlse)
+    """The backward operators' own work: gradients in their inputs' dtypes, `None` for those not requested."""
+    call.entry = call.entry or fast_path.find_call(call)
+    results = (out, lse, dout, dlse)
+    gradients = None if call.entry is None else fast_path.backward(call, inside_operator, needs, results)
+    if gradients is None:
+        check.memory({"out": out, "lse": lse, "dout": dout, "dlse": dlse}, call.layout)
+        requested, call = Needs.from_flat(needs), call.with_own_indices()
+        chosen = plan_call(call, needs=requested)
+        with inside_operator(call):
+            gradients = function_of(chosen.backend, "backward")(chosen, call, requested, *results)
     inputs = call.tensors.flat()
     return [
         None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)
-        for gradient, n in zip(found.flat(), differentiable_positions(len(inputs)), strict=True)
+        for gradient, n in zip(gradients.flat(), differentiable_positions(len(inputs)), strict=True)
     ]
 
 

@@ -4,6 +4,7 @@ import functools
 import importlib
 import os
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -14,12 +15,12 @@ from ..backend.hopper import support as hopper
 from ..backend.reference import support as reference
 from ..backend.tiled import support as tiled
 from ..backend.triton import support as triton
+from ..call.cache import CacheCall, append_and_rotate
 from ..call.call import Call, Needs
-from ..call.device import Device, describe_device, host_readable
+from ..call.device import Device, describe_device
 from ..call.plan import Plan
 from ..call.problem import Problem
 from ..errors import AttentionWarning, BackendError
-from ..remember import remember
 
 # Fastest first. `auto` takes the first that accepts the problem; it never takes `reference`, which is there to compare.
 SUPPORT: dict[str, Any] = {
@@ -27,16 +28,19 @@ SUPPORT: dict[str, Any] = {
 }  # fmt: skip
 AUTO = ("hopper", "triton", "cpu", "tiled")
 BACKEND_VARIABLE = "FLASHTILE_BACKEND"
-MOST_PLANS = 4096
-
-# Where os.environ looks a name up. It raises an error where there is none, which takes longer than all of the lookup.
-_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
-_VARIABLE: Any = os.environ.encodekey(BACKEND_VARIABLE) if hasattr(os.environ, "_data") else BACKEND_VARIABLE
 
 
 @functools.cache
 def entry_of(backend: str) -> ModuleType:
     return importlib.import_module(f"flashtile.backend.{backend}.entry")
+
+
+def function_of(backend: str, kind: str) -> Callable[..., Any]:
+    """A backend's function for a kind of pass. KV-cache calls without one of their own append in torch operations."""
+    entry = entry_of(backend)
+    if kind == CacheCall.kind and not hasattr(entry, kind):
+        return lambda plan, call: entry.forward(plan, append_and_rotate(call))
+    return getattr(entry, kind)
 
 
 class BackendStatus(NamedTuple):
@@ -75,12 +79,8 @@ def backends() -> tuple[BackendStatus, ...]:
     )
 
 
-_PLANS: dict[Any, Plan] = {}
-
-
 def forget_plans() -> None:
-    """Plan every problem anew: for tests that change what a support module says."""
-    _PLANS.clear()
+    """Plan every problem anew."""
     _plan.cache_clear()
 
 
@@ -111,23 +111,10 @@ def plan_call(call: Call, *, needs: Needs | None = None) -> Plan:
     Raises:
         ArgumentError, BackendError: as `Problem.describe` and `plan` do.
     """
-    chosen = _plan_of_signature(call, needs)
-    if chosen.backend == "tiled" and call.settings.backend == "auto" and call.tensors.q.device.type != "cpu":
-        _warn_once(f"attention on {call.tensors.q.device} runs in the `tiled` backend, which is slow", chosen.why)
-    return chosen
-
-
-def _plan_of_signature(call: Call, needs: Needs | None) -> Plan:
-    q, backend = call.tensors.q, call.settings.backend
-    if call.layout != "dense" and host_readable(q):  # whose lengths are checked, and say how long the call is
-        return plan(Problem.describe(call.attention()), q.device, backend, needs=needs)
-    # Nothing reads the tensors: calls of one signature have one plan, and pass or fail alike.
-    variable = _ENVIRONMENT.get(_VARIABLE) if backend == "auto" else None
-    key = (call.signature(), needs, variable, torch.get_num_threads())
-    chosen = _PLANS.get(key)
-    if chosen is None:
-        chosen = plan(Problem.describe(call.attention()), q.device, backend, needs=needs)
-        remember(_PLANS, key, chosen, MOST_PLANS)
+    device = call.tensors.q.device
+    chosen = plan(Problem.describe(call.attention()), device, call.settings.backend, needs=needs)
+    if chosen.backend == "tiled" and call.settings.backend == "auto" and device.type != "cpu":
+        _warn_once(f"attention on {device} runs in the `tiled` backend, which is slow", chosen.why)
     return chosen
 
 

@@ -5,7 +5,7 @@ The generators are imported when a kernel has to be compiled.
 
 import ctypes
 import functools
-from collections.abc import Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from ...call.call import Call, Gradients, Needs, lse_shape, new_rows
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
-from ...remember import remember
 from ..epilogue import sink_gradient
 from ..scalars import rows_last
 from . import arguments as args
@@ -24,8 +23,6 @@ from .jit import function_address
 from .kernels import sums
 from .targets import Target
 from .variant import BACKWARD, FORWARD, Variant
-
-MOST_LAUNCHES = 1024
 
 
 @functools.lru_cache(maxsize=1024)
@@ -60,28 +57,35 @@ class Launch(NamedTuple):
     results: tuple[args.Layout, ...] = ()
 
 
-_LAUNCHES: dict[Hashable, Launch] = {}
-
-
 def lanes(call: Call) -> int:
     """Reals in a vector."""
     return targets.host().vector_bytes // accumulation_dtype(call.tensors.q.dtype).itemsize
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
-    t = call.tensors
-    q, k, v = rows_last(t.q), rows_last(t.k), rows_last(t.v)
-    # Dense calls of one signature are told the same; packed ones follow from the values of their lengths.
-    key = (plan.tile, plan.num_splits, targets.asked(), call.signature()) if call.layout == "dense" else None
-    launch = _LAUNCHES.get(key)
-    if launch is None:
-        out = new_rows(t.q, q.shape[1], v.shape[-1], q.dtype)
-        lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
-        launch = forward_launch(plan, call, q, k, v, out, lse)
-        if key is not None:
-            remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
-    else:
-        out, lse = (layout.new() for layout in launch.results)
+    return record_forward(plan, call)[1]
+
+
+def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
+    """As `forward`, and the function that repeats it for calls of the same layout; `None` for packed calls, which
+    depend on the values of their lengths.
+    """
+    q, k, v = (rows_last(x) for x in call.tensors[:3])
+    out = new_rows(call.tensors.q, q.shape[1], v.shape[-1], q.dtype)
+    lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
+    launch = forward_launch(plan, call, q, k, v, out, lse)
+    results = run_forward(launch, call, (q, k, v), out, lse)
+    return partial(replay_forward, launch) if call.layout == "dense" else None, results
+
+
+def replay_forward(launch: Launch, call: Call) -> tuple[Tensor, Tensor]:
+    out, lse = (layout.new() for layout in launch.results)
+    q, k, v = (rows_last(x) for x in call.tensors[:3])
+    return run_forward(launch, call, (q, k, v), out, lse)
+
+
+def run_forward(launch: Launch, call: Call, qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = qkv
     tensors = args.read(call, q, k, v) | {"out": out, "lse": lse}
     if launch.splits > 1:
         shape = (launch.splits, *lse.shape)
@@ -147,29 +151,57 @@ class Written(NamedTuple):
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
+    return record_backward(plan, call, needs, out, lse, dout, dlse)[1]
+
+
+def record_backward(
+    plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Any, Gradients]:
+    """As `backward`, and the function that repeats it for calls of the same layout, as `record_forward`."""
     if call.layout == "paged":
         packed, token = without_pages(call)
         found = backward(plan, packed, needs, out, lse, dout, dlse)
         dk, dv = (in_pages(dx, token, x) for dx, x in ((found.k, call.tensors.k), (found.v, call.tensors.v)))
-        return found._replace(k=dk, v=dv)
-    t = call.tensors
-    q, k, v, out = (rows_last(x) for x in (t.q, t.k, t.v, out))
+        return None, found._replace(k=dk, v=dv)
+    rows = rows_of(out, lse, dout, dlse)
+    variant, lengths, owners = backward_tasks(plan, call, needs)
+    written = gradient_memory(call, needs, rows.lse, lengths, owners.splits)
+    q, k, v = (rows_last(x) for x in call.tensors[:3])
+    launch = backward_launch(call, variant, lengths, owners, (q, k, v, rows.out, rows.dout), rows.lse, written)
+    gradients = run_backward(launch, call, (q, k, v), needs, rows, written)
+    return partial(replay_backward, launch, needs) if call.layout == "dense" else None, gradients
+
+
+def replay_backward(
+    launch: Launch, needs: Needs, call: Call, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> Gradients:
+    rows = rows_of(out, lse, dout, dlse)
+    q, k, v = (rows_last(x) for x in call.tensors[:3])
+    written = gradient_memory(call, needs, rows.lse, launch.lengths, launch.splits)
+    return run_backward(launch, call, (q, k, v), needs, rows, written)
+
+
+class Rows(NamedTuple):
+    """The rows of out and lse with their gradients, as the kernel reads them."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+def rows_of(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Rows:
+    out = rows_last(out)
     dout = out.new_zeros(out.shape[-1]).expand(out.shape) if dout is None else rows_last(dout.to(out.dtype))
-    lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(lse.dtype).contiguous()
-    key = None
-    if call.layout == "dense":  # as in forward
-        key = (plan.tile, needs, targets.asked(), call.signature(), out.stride(), dout.stride())
-    launch = _LAUNCHES.get(key)
-    if launch is None:
-        variant, lengths, owners = backward_tasks(plan, call, needs)
-        written = gradient_memory(call, needs, lse, lengths, owners.splits)
-        launch = backward_launch(call, variant, lengths, owners, (q, k, v, out, dout), lse, written)
-        if key is not None:
-            remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
-    else:
-        written = gradient_memory(call, needs, lse, launch.lengths, launch.splits)
-    given = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, **written._asdict()}
-    run(launch, args.read(call, q, k, v) | {name: x for name, x in given.items() if x is not None})
+    return Rows(out, lse.contiguous(), dout, None if dlse is None else dlse.to(lse.dtype).contiguous())
+
+
+def run_backward(
+    launch: Launch, call: Call, qkv: tuple[Tensor, ...], needs: Needs, rows: Rows, written: Written
+) -> Gradients:
+    t, (q, k, v) = call.tensors, qkv
+    named = {**rows._asdict(), **written._asdict()}
+    run(launch, args.read(call, q, k, v) | {name: x for name, x in named.items() if x is not None})
     dq, dslopes = written.dq, written.dslopes
     if dq is not None:
         dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))
@@ -181,7 +213,7 @@ def backward(
         v=without_padding(t.v, written.dv),
         bias=written.dbias,
         alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0), launch.lengths),
-        sinks=sink_gradient(t.sinks, lse, written.delta) if needs.sinks and t.sinks is not None else None,
+        sinks=sink_gradient(t.sinks, rows.lse, written.delta) if needs.sinks and t.sinks is not None else None,
     )
 
 

@@ -37,9 +37,10 @@ def cache_directory() -> Path:
 def generators(package: Any) -> str:
     """A hash of what IR is written by: a package's files, and the libraries that they use."""
     found = hashlib.sha256(repr((llvmlite.__version__, np.__version__)).encode())
-    for file in sorted(package.iterdir(), key=lambda file: file.name):
-        if file.is_file():
-            found.update(file.name.encode() + file.read_bytes())
+    for folder in (package, package.joinpath("kernels")):
+        for file in sorted(folder.iterdir(), key=lambda file: file.name):
+            if file.is_file():
+                found.update(file.name.encode() + file.read_bytes())
     return found.hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""Launching a kernel, and launching it again: what follows from shapes and settings is worked out once.
+"""Kernel launches, and steps that repeat them.
 
-A kernel has some sixty arguments, and Triton looks at each before a launch to find what it has compiled for them. After
-the first launch the compiled kernel and all its numbers are known, and only addresses are new.
+A kernel has some sixty arguments, and Triton inspects each before a launch to find what it has compiled for them. After
+the first launch the compiled kernel and its scalar arguments are known, and only addresses are new.
 """
 
 from collections.abc import Callable
@@ -11,64 +11,52 @@ from torch import Tensor
 from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
 from .installed import triton_version
-from .pointers import Places
+from .pointers import Slots, resolved
 
 KNOWN_LAUNCHER = (3, 6)  # the version of Triton that `launcher` is for
 
-Step = Callable[[list[Tensor | None]], None]  # of a pass, on its tensors
+Step = Callable[[list[Tensor | None]], None]  # of a recording, on its tensors
 
 
-class Runner:
+class TritonLaunch:
     """A compiled kernel with its arguments, launched by Triton."""
 
-    def __init__(self, compiled: Any, programs: int, arguments: dict[str, Any], places: Places):
+    def __init__(self, compiled: Any, programs: int, arguments: dict[str, Any], slots: Slots):
         self.run = compiled[(programs, 1, 1)]
-        self.places = [(n, place) for n, name in enumerate(arguments) if (place := places.get(name)) is not None]
+        self.slots = [(n, slot) for n, name in enumerate(arguments) if (slot := slots.get(name)) is not None]
         self.arguments = list(arguments.values())
-        for n, _ in self.places:
+        for n, _ in self.slots:
             self.arguments[n] = None  # tensors are not kept alive
 
     def __call__(self, tensors: list[Tensor | None]) -> None:
         arguments = self.arguments.copy()
-        for n, place in self.places:
-            arguments[n] = place.taken(tensors)
+        for n, slot in self.slots:
+            arguments[n] = slot.resolve(tensors)
         self.run(*arguments)
 
 
-class Interpreted:
-    """A kernel that Triton's interpreter runs: nothing is compiled."""
-
-    def __init__(self, kernel: Any, programs: int, scalars: dict[str, Any], places: Places):
-        self.run, self.scalars, self.places = kernel[(programs,)], scalars, places
-
-    def __call__(self, tensors: list[Tensor | None]) -> None:
-        self.run(**self.scalars, **taken(self.places, tensors))
+def launch(kernel: Any, programs: int, scalars: dict[str, Any], slots: Slots, tensors: list[Tensor | None]) -> None:
+    """Launch `kernel` on the current device and stream; `scalars` are its arguments that are no pointers."""
+    kernel[(programs,)](**scalars, **resolved(slots, tensors))
 
 
-def taken(places: Places, tensors: list[Tensor | None]) -> dict[str, Any]:
-    return {name: None if place is None else place.taken(tensors) for name, place in places.items()}
-
-
-def launch(kernel: Any, programs: int, scalars: dict[str, Any], places: Places, tensors: list[Tensor | None]) -> Step:
-    """Run `kernel` on the current device and stream for the first time; how to run it again on other tensors.
-
-    `scalars` are its arguments that are no pointers.
-    """
-    pointers = taken(places, tensors)
-    given = scalars | pointers
-    compiled = kernel[(programs,)](**given)
-    if compiled is None:
-        return Interpreted(kernel, programs, scalars, places)
-    arguments = {name: given.get(name) for name in kernel.arg_names}
-    runner = Runner(compiled, programs, arguments, places)
+def replayable(kernel: Any, programs: int, scalars: dict[str, Any], slots: Slots, tensors: list[Tensor | None]) -> Step:
+    """As `launch`; returns the step that repeats it for other tensors with the same layouts."""
+    pointers = resolved(slots, tensors)
+    compiled = kernel[(programs,)](**scalars, **pointers)
+    if compiled is None:  # Triton's interpreter compiles nothing
+        return lambda tensors: launch(kernel, programs, scalars, slots, tensors)
+    named = scalars | pointers
+    arguments = {name: named.get(name) for name in kernel.arg_names}
+    by_triton = TritonLaunch(compiled, programs, arguments, slots)
     if triton_version() != KNOWN_LAUNCHER:
-        return runner
+        return by_triton
     from . import launcher
 
-    return launcher.of(compiled, programs, arguments, places, pointers, runner) or runner
+    return launcher.of(compiled, programs, arguments, slots, by_triton) or by_triton
 
 
 def current_stream() -> int:
-    """Of the current device, as a number."""
+    """The current stream of the current device, as an integer."""
     active: Any = driver.active
     return active.get_current_stream(active.get_current_device())

@@ -1,8 +1,8 @@
-"""The C function with which Triton 3.6 launches a kernel on an NVIDIA GPU, called without what Triton has around it.
+"""Launches by Triton 3.6's C function on an NVIDIA GPU, without the Python that Triton has around it.
 
-Triton asks each tensor for its address and the driver what it is, describes tensors to the copy engine anew, and tells
-hooks: together longer than a launch. Here addresses are scalars, and what the copy engine was told is kept by address.
-With hooks (a profiler), and with any other version of Triton, kernels are launched by Triton as usual.
+Triton asks each tensor for its address and the driver what it is, encodes tensor maps anew, and calls hooks: together
+longer than a launch. Here addresses are integers, and tensor maps are cached by address. With hooks (a profiler), and
+with any other version of Triton, Triton launches the kernels.
 """
 
 import inspect
@@ -18,48 +18,38 @@ from triton.backends.nvidia.driver import (  # pyright: ignore[reportMissingImpo
 from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
 from ...remember import remember
-from .pointers import Place, Places
+from .pointers import Slot, Slots
 
 MOST_ADDRESSES = 256
-STREAM = 3  # its place among the arguments
+STREAM = 3  # the index of the stream among the arguments
+
+Step = Callable[[list[Tensor | None]], None]
 
 
-def of(
-    compiled: Any,
-    programs: int,
-    arguments: dict[str, Any],
-    places: Places,
-    pointers: dict[str, Any],
-    runner: Callable[[list[Tensor | None]], None],
-) -> Callable[[list[Tensor | None]], None] | None:
-    """How to launch a compiled kernel again with other tensors; `None` where Triton does it. `pointers` are what the
-    first launch took for `places`.
+def of(compiled: Any, programs: int, arguments: dict[str, Any], slots: Slots, by_triton: Step) -> Step | None:
+    """Build the step that launches a compiled kernel for other tensors; `None` where only Triton can. `arguments` are
+    those of its first launch.
     """
     run = compiled.run
     if type(run) is not CudaLauncher or run.global_scratch_size > 0 or run.profile_scratch_size > 0:
         return None
-    descriptors = [name for name, x in pointers.items() if x is not None and not isinstance(x, Tensor)]
+    tensors = [arguments[name] for name, slot in slots.items() if slot is not None]
+    descriptors = [x for x in tensors if not isinstance(x, Tensor)]
     if not descriptors:
-        return Launcher(run.launch, compiled, programs, arguments, places, runner)
+        return Launcher(run.launch, compiled, programs, arguments, slots, by_triton)
     if len(compiled.metadata.tensordesc_meta or ()) != len(descriptors):  # they are pointers in this kernel
         return None
     c_function = inspect.getclosurevars(run.launch).nonlocals["launcher"]  # around it is what expands descriptors
-    return Launcher(c_function, compiled, programs, arguments, places, runner)
+    return Launcher(c_function, compiled, programs, arguments, slots, by_triton)
 
 
 class Launcher:
-    """A compiled kernel with the arguments of one signature."""
+    """A compiled kernel with the arguments of one layout."""
 
     def __init__(
-        self,
-        launch: Any,
-        compiled: Any,
-        programs: int,
-        arguments: dict[str, Any],
-        places: Places,
-        runner: Callable[[list[Tensor | None]], None],
+        self, launch: Any, compiled: Any, programs: int, arguments: dict[str, Any], slots: Slots, by_triton: Step
     ):
-        self.launch, self.runner = launch, runner
+        self.launch, self.by_triton = launch, by_triton
         self.driver: Any = driver.active
         self.device = self.driver.get_current_device()
         run = compiled.run
@@ -68,39 +58,40 @@ class Launcher:
             None, None,  # no scratch memory
             compiled.packed_metadata, None, None, None,  # no hooks
         ]  # fmt: skip
-        self.tensors: list[tuple[int, int]] = []
-        self.described: list[tuple[int, int, Place, Any, dict[int, Any]]] = []
+        self.pointers: list[tuple[int, int]] = []
+        self.tensor_maps: list[tuple[int, Slot, Any, dict[int, Any]]] = []
         layouts = iter(compiled.metadata.tensordesc_meta or ())
         for name, x in arguments.items():
             here = len(self.arguments)
-            place = places.get(name)
-            if place is None:
+            slot = slots.get(name)
+            if slot is None:
                 self.arguments.append(x)
             elif isinstance(x, Tensor):
-                self.tensors.append((here, place.number))
+                self.pointers.append((here, slot.index))
                 self.arguments.append(None)
             else:
-                self.described.append((here, place.number, place, next(layouts), {}))
+                self.tensor_maps.append((here, slot, next(layouts), {}))
                 self.arguments += [None, *x.shape, *x.strides]
 
     def __call__(self, tensors: list[Tensor | None]) -> None:
         hooks = knobs.runtime
-        if asked(hooks.launch_enter_hook) or asked(hooks.launch_exit_hook):
-            self.runner(tensors)
+        if is_set(hooks.launch_enter_hook) or is_set(hooks.launch_exit_hook):
+            self.by_triton(tensors)
             return
         arguments = self.arguments.copy()
         arguments[STREAM] = self.driver.get_current_stream(self.device)
-        for n, number in self.tensors:
-            arguments[n] = tensors[number].data_ptr()  # type: ignore[union-attr]
-        for n, number, place, layout, known in self.described:
-            address = tensors[number].data_ptr()  # type: ignore[union-attr]
-            map_ = known.get(address)
-            if map_ is None:
-                map_ = remember(known, address, make_tensordesc_arg(place.taken(tensors), layout)[0], MOST_ADDRESSES)
-            arguments[n] = map_
+        for n, index in self.pointers:
+            arguments[n] = tensors[index].data_ptr()  # type: ignore[union-attr]
+        for n, slot, layout, by_address in self.tensor_maps:
+            address = tensors[slot.index].data_ptr()  # type: ignore[union-attr]
+            tensor_map = by_address.get(address)
+            if tensor_map is None:
+                tensor_map = make_tensordesc_arg(slot.resolve(tensors), layout)[0]
+                remember(by_address, address, tensor_map, MOST_ADDRESSES)
+            arguments[n] = tensor_map
         self.launch(*arguments)
 
 
-def asked(hook: Any) -> bool:
-    """Whether a hook is a function, or a chain of some."""
+def is_set(hook: Any) -> bool:
+    """Whether a hook is a function, or a chain that is not empty."""
     return hook is not None and bool(getattr(hook, "calls", True))

@@ -1,4 +1,4 @@
-"""What a kernel is given to read and write, by the names of its arguments."""
+"""Tensor arguments of kernels, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Described(NamedTuple):
-    """A tensor that a kernel takes as `describe(base, given)`: in another dtype, or as a GPU's copy engine knows it."""
+    """A tensor that a kernel takes as `describe(base, given)`: in another dtype, or as a tensor descriptor (TMA)."""
 
     base: Tensor
     describe: Callable[[Tensor, Any], Any]
@@ -17,17 +17,21 @@ class Described(NamedTuple):
 Pointers = Mapping[str, Tensor | Described | None]
 
 
-class Place(NamedTuple):
-    """Where a pass keeps a tensor, and how a kernel takes it."""
+class Slot(NamedTuple):
+    """The index of a tensor in a recording, and how a kernel takes it."""
 
-    number: int
+    index: int
     describe: Callable[[Tensor, Any], Any] | None = None
     given: Any = None
 
-    def taken(self, tensors: Sequence[Tensor | None]) -> Any:
-        """What Triton takes for the pointer."""
-        x: Any = tensors[self.number]
+    def resolve(self, tensors: Sequence[Tensor | None]) -> Any:
+        """The argument that Triton takes for the pointer."""
+        x: Any = tensors[self.index]
         return x if self.describe is None else self.describe(x, self.given)
 
 
-Places = Mapping[str, Place | None]
+Slots = Mapping[str, Slot | None]
+
+
+def resolved(slots: Slots, tensors: Sequence[Tensor | None]) -> dict[str, Any]:
+    return {name: None if slot is None else slot.resolve(tensors) for name, slot in slots.items()}

@@ -1,92 +1,140 @@
-"""A pass over a call's tensors: what is allocated, launched, and computed beside it.
+"""Record and replay of a call's allocations and launches.
 
-Calls repeat. A pass is written down while it runs for the first time; with other tensors that lie in memory alike, its
-steps are taken again, without all that they followed from.
+`run` executes a host function on a `Recorder`: the function allocates with `new`, computes with `op` what no kernel
+does, and starts kernels with `launch`. `record` does the same and also returns a `Recording`, which repeats these
+steps for other tensors with the same layouts, without the work that led to them.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._dynamo import guards as allocators  # of compiled programs: torch.empty_strided takes twice as long
 
-from ...remember import remember
-from .launch import Step, launch
-from .pointers import Described, Place, Pointers
+from .launch import Step, launch, replayable
+from .pointers import Described, Pointers, Slot
 
-MOST_PASSES = 4096
 Results = Sequence[Tensor | None]
 
 
 class Recorder:
-    """A pass that runs for the first time.
+    """Execution of a host function, step by step.
 
-    Its tensors are known by what they are, so that all of them have to come from here. `given` are views of those that
-    were given: the same tensor may have come twice, and two the next time.
+    Tensors are known by identity, so all of them have to come from here. `inputs` are views of the caller's tensors,
+    because one tensor may be passed twice now and two tensors the next time.
     """
 
-    def __init__(self, given: Sequence[Tensor | None]):
-        self.inputs = [None if x is None else x.detach() for x in given]
+    def __init__(self, inputs: Sequence[Tensor | None], *, keep: bool = True):
+        self.inputs = [None if x is None else x.detach() for x in inputs]
+        self.keep = keep  # whether steps are recorded, or executed only
         self.tensors = [*self.inputs]
-        self.numbers = {id(x): n for n, x in enumerate(self.tensors) if x is not None}
+        self.indices = {id(x): n for n, x in enumerate(self.tensors) if x is not None}
         self.views: dict[int, Tensor] = {}
         self.steps: list[Step] = []
 
-    def number(self, x: Tensor | None) -> int | None:
-        return None if x is None else self.numbers[id(x)]
+    def index(self, x: Tensor | None) -> int | None:
+        return None if x is None else self.indices[id(x)]
 
     def new(self, x: Tensor) -> Tensor:
-        """`x`, whose contents do not matter: each time, one that lies in memory likewise."""
-        self.steps.append(allocation(x))
+        """Register the uninitialized tensor `x`. A replay allocates one with its layout."""
+        if self.keep:
+            self.steps.append(allocation(x))
         return self._added(x)
 
     def op(self, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-        """`function(*tensors)`. It may know no other tensor: that would be the first call's. Where it gives back what
-        it was given, as for a tensor that is contiguous already, it does so each time.
+        """Compute `function(*tensors)`. The function must not close over other tensors of this call. If it returns one
+        of its inputs, as `Tensor.contiguous` may, it does so in each replay.
         """
         result = function(*tensors)
-        if id(result) in self.numbers:
+        if id(result) in self.indices:
             return result
         assert not any(id(x) in self.views for x in tensors)
-        scalars = [self.number(x) for x in tensors]
+        indices = [self.index(x) for x in tensors]
 
         def step(known: list[Tensor | None]) -> None:
-            known.append(function(*[None if n is None else known[n] for n in scalars]))
+            known.append(function(*[None if n is None else known[n] for n in indices]))
 
-        self.steps.append(step)
+        if self.keep:
+            self.steps.append(step)
         return self._added(result)
 
     def contiguous(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else self.op(Tensor.contiguous, x)
 
     def view(self, base: Tensor, view: Tensor) -> Tensor:
-        """`view`, for kernels only: they are told where the memory of `base` begins, which is where its own does."""
+        """Register `view`, for kernels only: they get the data pointer of `base`, which is also that of its view."""
         if view is not base:
-            self.numbers[id(view)] = self.numbers[id(base)]
+            self.indices[id(view)] = self.indices[id(base)]
             self.views[id(view)] = view
         return view
 
     def launch(self, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any]) -> None:
-        """Run `kernel`; `scalars` are its arguments that are no pointers."""
+        """Launch `kernel`; `scalars` are its arguments that are no pointers."""
         if programs == 0:
             return
-        places = {name: self._place(x) for name, x in pointers.items()}
-        self.steps.append(launch(kernel, programs, scalars, places, self.tensors))
+        slots = {name: self._slot(x) for name, x in pointers.items()}
+        if self.keep:
+            self.steps.append(replayable(kernel, programs, scalars, slots, self.tensors))
+        else:
+            launch(kernel, programs, scalars, slots, self.tensors)
 
-    def _place(self, x: Tensor | Described | None) -> Place | None:
+    def recording(self, results: Results) -> "Recording":
+        return Recording(self.steps, [self.index(x) for x in results])
+
+    def _slot(self, x: Tensor | Described | None) -> Slot | None:
         if isinstance(x, Described):
-            return Place(self.numbers[id(x.base)], x.describe, x.given)
-        return None if x is None else Place(self.numbers[id(x)])
+            return Slot(self.indices[id(x.base)], x.describe, x.given)
+        return None if x is None else Slot(self.indices[id(x)])
 
     def _added(self, x: Tensor) -> Tensor:
-        self.numbers[id(x)] = len(self.tensors)
+        self.indices[id(x)] = len(self.tensors)
         self.tensors.append(x)
         return x
 
 
+class Recording:
+    """Recorded steps, and where their results are."""
+
+    def __init__(self, steps: list[Step], results: list[int | None]):
+        self.steps, self.results = steps, results
+
+    def __call__(self, inputs: Sequence[Tensor | None]) -> Results:
+        q = inputs[0]
+        if q is not None and q.is_cuda and torch.cuda.current_device() != q.get_device():
+            with torch.cuda.device(q.device):  # Triton launches on the current device
+                return self(inputs)
+        tensors = [*inputs]  # keeps them alive until the last launch: kernels know addresses only
+        for step in self.steps:
+            step(tensors)
+        return [None if n is None else tensors[n] for n in self.results]
+
+
+def run(inputs: Sequence[Tensor | None], function: Callable[..., Results], *arguments: Any) -> Results:
+    """Return `function(recorder, *arguments)`, on the device of the first input."""
+    with current_device_of(inputs[0]):
+        return function(Recorder(inputs, keep=False), *arguments)
+
+
+def record(
+    inputs: Sequence[Tensor | None], function: Callable[..., Results], *arguments: Any
+) -> tuple[Recording, Results]:
+    """As `run`, with a recording. All that `function` does must follow from its arguments and from the layouts of the
+    inputs, not from their addresses or values.
+    """
+    with current_device_of(inputs[0]):
+        recorder = Recorder(inputs)
+        results = function(recorder, *arguments)
+    return recorder.recording(results), results
+
+
+def current_device_of(x: Tensor | None) -> Any:
+    """Make the device of `x` current. -1 leaves it as it is."""
+    return torch.cuda.device(x.get_device() if x is not None and x.is_cuda else -1)
+
+
 def allocation(x: Tensor) -> Step:
-    """The allocation of another tensor like `x`, on the current device."""
+    """Build the step that allocates a tensor with the layout of `x` on the current device."""
     shape, strides, dtype, device = tuple(x.shape), x.stride(), x.dtype, x.device
     name = f"_empty_strided_{device.type}"
 
@@ -97,39 +145,3 @@ def allocation(x: Tensor) -> Step:
         known.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
     return quick if device.type in ("cpu", "cuda") and hasattr(allocators, name) else usual
-
-
-class Pass:
-    """A pass as it was written down."""
-
-    def __init__(self, steps: list[Step], results: list[int | None]):
-        self.steps, self.results = steps, results
-
-    def __call__(self, given: Sequence[Tensor | None]) -> Results:
-        tensors = [*given]  # a name in use to the end: kernels know addresses alone
-        for step in self.steps:
-            step(tensors)
-        return [None if n is None else tensors[n] for n in self.results]
-
-
-_PASSES: dict[Hashable, Pass] = {}
-
-
-def run(key: Hashable, given: Sequence[Tensor | None], record: Callable[..., Results], *arguments: Any) -> Results:
-    """The results of a pass over `given`, the first of which is on the device to run on.
-
-    `record(recorder, *arguments)` runs it on `recorder.inputs`. All that it does follows from `key`, short of addresses
-    and of what tensors hold.
-    """
-    q = given[0]
-    assert q is not None
-    if q.is_cuda and torch.cuda.current_device() != q.get_device():  # Triton launches on the current one
-        with torch.cuda.device(q.device):
-            return run(key, given, record, *arguments)
-    known = _PASSES.get(key)
-    if known is not None:
-        return known(given)
-    recorder = Recorder(given)
-    results = record(recorder, *arguments)
-    remember(_PASSES, key, Pass(recorder.steps, [recorder.number(x) for x in results]), MOST_PASSES)
-    return results

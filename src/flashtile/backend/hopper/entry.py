@@ -21,14 +21,17 @@ from .tables import ROWS, Launch
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
-    tile: Launch = plan.tile.forward
-    out, lse = replay.run(("hopper", tile, call.signature()), call.tensors[:-1], record_forward, tile, call)
-    assert out is not None
-    assert lse is not None
-    return out, lse
+    out, lse = replay.run(call.inputs, launch_forward, plan.tile.forward, call)
+    return out, lse  # type: ignore[return-value]
 
 
-def record_forward(recorder: Recorder, tile: Launch, call: Call) -> Results:
+def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
+    """As `forward`, and the function that repeats it for calls of the same layout."""
+    recording, (out, lse) = replay.record(call.inputs, launch_forward, plan.tile.forward, call)
+    return lambda call: recording(call.inputs), (out, lse)  # type: ignore[return-value]
+
+
+def launch_forward(recorder: Recorder, tile: Launch, call: Call) -> Results:
     t = Tensors(*recorder.inputs)  # type: ignore[arg-type]
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
@@ -55,13 +58,13 @@ def record_forward(recorder: Recorder, tile: Launch, call: Call) -> Results:
 
 
 def __getattr__(name: str) -> Any:
-    """`backward`, when it is first asked for: its kernels take a third of the time that all of them take to import."""
-    if name != "backward":
+    """Import the backward pass at its first use: its kernels take a third of the time that all take to import."""
+    if name not in ("backward", "record_backward"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .host_backward import backward
+    from . import host_backward
 
-    globals()[name] = backward
-    return backward
+    globals()[name] = getattr(host_backward, name)
+    return globals()[name]
 
 
 def launch_scalars(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:

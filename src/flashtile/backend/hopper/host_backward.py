@@ -1,10 +1,11 @@
 """The backward pass of a call: numbers of rows first, then one kernel or, for wide heads, two."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...call.call import Call, Gradients, Needs, Tensors
-from ...call.memory import memory_of
 from ...call.plan import Plan
 from ..gpu import replay
 from ..gpu.replay import Recorder, Results
@@ -17,13 +18,25 @@ from .tables import BackwardLaunch, WideBackward
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
-    results, tile = (out, lse, dout, dlse), plan.tile.backward
-    key = ("hopper backward", tile, needs, call.signature(), *map(memory_of, results))
-    dq, dk, dv, dsinks = replay.run(key, (*call.tensors[:-1], *results), record_backward, tile, call, needs)
+    inputs = (*call.inputs, out, lse, dout, dlse)
+    return gradients(replay.run(inputs, launch_backward, plan.tile.backward, call, needs))
+
+
+def record_backward(
+    plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Any, Gradients]:
+    """As `backward`, and the function that repeats it for calls of the same layout."""
+    inputs, tile = (*call.inputs, out, lse, dout, dlse), plan.tile.backward
+    recording, results = replay.record(inputs, launch_backward, tile, call, needs)
+    return lambda call, *rows: gradients(recording((*call.inputs, *rows))), gradients(results)
+
+
+def gradients(results: Results) -> Gradients:
+    dq, dk, dv, dsinks = results
     return Gradients(q=dq, k=dk, v=dv, sinks=dsinks)
 
 
-def record_backward(recorder: Recorder, tile: BackwardLaunch | WideBackward, call: Call, needs: Needs) -> Results:
+def launch_backward(recorder: Recorder, tile: BackwardLaunch | WideBackward, call: Call, needs: Needs) -> Results:
     *given, out, lse, dout, dlse = recorder.inputs
     assert out is not None
     assert lse is not None

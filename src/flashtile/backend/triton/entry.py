@@ -22,15 +22,17 @@ from .tables import Launch
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
-    q = call.tensors.q
-    key = ("forward", plan.tile, plan.num_splits, args.precision(q.dtype), call.signature())
-    out, lse = replay.run(key, call.tensors[:-1], record_forward, plan, call)
-    assert out is not None
-    assert lse is not None
-    return out, lse
+    out, lse = replay.run(call.inputs, launch_forward, plan, call)
+    return out, lse  # type: ignore[return-value]
 
 
-def record_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
+def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
+    """As `forward`, and the function that repeats it for calls of the same layout."""
+    recording, (out, lse) = replay.record(call.inputs, launch_forward, plan, call)
+    return lambda call: recording(call.inputs), (out, lse)  # type: ignore[return-value]
+
+
+def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
     return attend(recorder, plan, call._replace(tensors=Tensors(*recorder.inputs)))  # type: ignore[arg-type]
 
 
@@ -71,25 +73,28 @@ def attend(recorder: Recorder, plan: Plan, call: Call) -> Results:
 
 
 def __getattr__(name: str) -> Any:
-    """`backward`, when it is first asked for: its kernels take a third of the time that all of them take to import."""
-    if name != "backward":
+    """Import the backward pass at its first use: its kernels take a third of the time that all take to import."""
+    if name not in ("backward", "record_backward"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .host_backward import backward
+    from . import host_backward
 
-    globals()[name] = backward
-    return backward
+    globals()[name] = getattr(host_backward, name)
+    return globals()[name]
 
 
 def attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Tensor, Tensor]:
     """Everything that a call with a KV cache does: at most three launches, instead of some thirty operations."""
     if not appendable(call.cache):
         return forward(plan, in_operations(call))
-    forward_key = (plan.tile, plan.num_splits, args.precision(call.tensors.q.dtype), call.signature())
-    given = (*call.tensors[:-1], *call.cache)
-    out, lse = replay.run(("cache", call.interleaved, *forward_key), given, record_with_cache, plan, call)
-    assert out is not None
-    assert lse is not None
-    return out, lse
+    out, lse = replay.run(call.inputs, launch_with_cache, plan, call)
+    return out, lse  # type: ignore[return-value]
+
+
+def record_attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, tuple[Tensor, Tensor]]:
+    if not appendable(call.cache):
+        return None, forward(plan, in_operations(call))
+    recording, (out, lse) = replay.record(call.inputs, launch_with_cache, plan, call)
+    return lambda call: recording(call.inputs), (out, lse)  # type: ignore[return-value]
 
 
 def appendable(cache: CacheTensors) -> bool:
@@ -100,11 +105,11 @@ def appendable(cache: CacheTensors) -> bool:
     return cache.k_cache.stride(-1) == 1 and cache.v_cache.stride(-1) == 1 and 0 not in table.shape
 
 
-def record_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Results:
+def launch_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Results:
     here = len(Tensors._fields) - 1
     features = Tensors(*recorder.inputs[:here])  # type: ignore[arg-type]
     cache = CacheTensors(*recorder.inputs[here:])  # type: ignore[arg-type]
-    call = paged_call(Call(features, given.settings, given.signature()), cache)
+    call = paged_call(Call(features, given.settings), cache)
     t = call.tensors
     assert t.page_table is not None
     recorder.view(cache.k_cache, t.k)

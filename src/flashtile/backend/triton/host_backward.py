@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, Gradients, Needs, Tensors, new_rows
-from ...call.memory import memory_of
 from ...call.plan import Plan
 from ..epilogue import sink_gradient, sum_to_heads
 from ..gpu import replay
@@ -25,12 +24,19 @@ ROWS_AT_ONCE = 64
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
-    results = (out, lse, dout, dlse)
-    key = ("backward", plan.tile, args.precision(out.dtype), needs, call.signature(), *map(memory_of, results))
-    return Gradients.from_flat(replay.run(key, (*call.tensors[:-1], *results), record_backward, plan, call, needs))
+    inputs = (*call.inputs, out, lse, dout, dlse)
+    return Gradients.from_flat(replay.run(inputs, launch_backward, plan, call, needs))
 
 
-def record_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) -> Results:
+def record_backward(
+    plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Any, Gradients]:
+    """As `backward`, and the function that repeats it for calls of the same layout."""
+    recording, results = replay.record((*call.inputs, out, lse, dout, dlse), launch_backward, plan, call, needs)
+    return lambda call, *rows: Gradients.from_flat(recording((*call.inputs, *rows))), Gradients.from_flat(results)
+
+
+def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) -> Results:
     *given, out, lse, dout, dlse = recorder.inputs
     assert out is not None
     assert lse is not None

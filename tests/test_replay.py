@@ -1,6 +1,6 @@
-"""A pass is written down while it runs for the first time, and does the same with other tensors afterwards."""
+"""A recording does with other tensors what it did when it was recorded."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,8 +35,8 @@ class Kernel:
         written[:-1] = (x + n * y)[:-1]
 
 
-class Recording:
-    """A pass of two results, the second computed from the first."""
+class Function:
+    """A host function with two results, the second computed from the first."""
 
     def __init__(self) -> None:
         self.kernel, self.times = Kernel(), 0
@@ -52,13 +52,6 @@ class Recording:
         recorder.launch(self.kernel, pointers, 1, {"n": n})
         recorder.launch(self.kernel, pointers, 0, {"n": n})  # no programs
         return written, None, recorder.op(Tensor.neg, written)
-
-
-@pytest.fixture
-def recording() -> Iterator[Recording]:
-    replay._PASSES.clear()
-    yield Recording()
-    replay._PASSES.clear()
 
 
 def given(*, same: bool = False, columns: bool = False) -> tuple[Tensor, Tensor, None]:
@@ -79,62 +72,66 @@ def assert_right(results: Results, given: Sequence[Tensor | None]) -> None:
 
 
 @pytest.mark.parametrize("columns", [False, True])
-def test_other_tensors(recording: Recording, columns: bool) -> None:
-    kept = []
-    for _ in range(3):
+def test_other_tensors(columns: bool) -> None:
+    function, first = Function(), given(columns=columns)
+    recording, results = replay.record(first, function, 5)
+    kept = [(results, first)]
+    for _ in range(2):
         tensors = given(columns=columns)
-        kept.append((replay.run("key", tensors, recording, 5), tensors))
+        kept.append((recording(tensors), tensors))
     for results, tensors in kept:  # each call has results of its own
         assert_right(results, tensors)
-    assert recording.times == 1
-    assert recording.kernel.launches == 3
+    assert function.times == 1
+    assert function.kernel.launches == 3
 
 
-def test_a_tensor_given_twice_and_then_two(recording: Recording) -> None:
-    for same in (True, False, True):
+def test_a_tensor_given_twice_and_then_two() -> None:
+    function = Function()
+    recording, _ = replay.record(given(same=True), function, 5)
+    for same in (False, True):
         tensors = given(same=same)
-        assert_right(replay.run("key", tensors, recording, 5), tensors)
-    assert recording.times == 1
+        assert_right(recording(tensors), tensors)
+    assert function.times == 1
 
 
-def test_another_key_is_another_pass(recording: Recording) -> None:
-    for key in ("key", "other", "key"):
-        replay.run(key, given(), recording, 5)
-    assert recording.times == 2
+def test_a_run_records_nothing() -> None:
+    function, tensors = Function(), given(columns=True)
+    recorders: list[Recorder] = []
+
+    def watched(recorder: Recorder, n: int) -> Results:
+        recorders.append(recorder)
+        return function(recorder, n)
+
+    assert_right(replay.run(tensors, watched, 5), tensors)
+    assert recorders[0].steps == []
 
 
-def test_nothing_is_kept_alive(recording: Recording) -> None:
+def test_nothing_is_kept_alive() -> None:
     tensors = given(columns=True)
-    results = replay.run("key", tensors, recording, 5)
+    recording, results = replay.record(tensors, Function(), 5)
+    results = (*results, *recording(tensors))
     memory = [StorageWeakRef(x.untyped_storage()) for x in (*tensors, *results) if x is not None]
     del tensors, results
     assert all(x.expired() for x in memory)
 
 
-def test_allocations_are_poisoned_in_every_run(recording: Recording) -> None:
+def test_allocations_are_poisoned_in_every_run() -> None:
     with poisoned_allocation():
-        for _ in range(2):
-            written, *_ = replay.run("key", given(), recording, 5)
+        recording, first = replay.record(given(), Function(), 5)
+        for written in (first[0], recording(given())[0]):
             assert written is not None
             assert written[-1].isnan().all()
 
 
-def test_a_tensor_from_elsewhere_is_refused(recording: Recording) -> None:
-    def record(recorder: Recorder) -> Results:
+def test_a_tensor_from_elsewhere_is_refused() -> None:
+    def function(recorder: Recorder) -> Results:
         pointers = {"x": recorder.inputs[0], "y": torch.randn(8, 4), "written": recorder.new(torch.empty(8, 4))}
-        recorder.launch(recording.kernel, pointers, 1, {"n": 1})
+        recorder.launch(Kernel(), pointers, 1, {"n": 1})
         return ()
 
-    with pytest.raises(KeyError):
-        replay.run("key", given(), record)
-    assert replay._PASSES == {}
-
-
-def test_few_are_remembered(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MOST_PASSES", 2)
-    for key in range(5):
-        replay.run(key, given(), recording, 5)
-    assert list(replay._PASSES) == [3, 4]
+    for execute in (replay.run, replay.record):
+        with pytest.raises(KeyError):
+            execute(given(), function)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.bool])

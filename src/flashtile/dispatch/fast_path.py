@@ -1,0 +1,152 @@
+"""The fast path: all that a repeated call needs, by the settings and tensor layouts of the call.
+
+The first plain eager call of a layout checks its arguments and makes a plan; the second one skips both and records its
+allocations and launches; later ones replay them. One-off layouts, as of a sequence that grows with each call, are never
+recorded. Without this module (`find` and `find_call` return `None`) every call takes the operators' way, with the same
+results.
+"""
+
+import os
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import device
+from ..call.call import Call, Gradients, Needs, Settings
+from ..call.memory import layout_key
+from ..call.plan import Plan
+from . import forking, planner
+from .planner import BACKEND_VARIABLE, entry_of, function_of, plan_call
+
+GENERATION = 2048  # layouts
+MOST_BACKWARD = 64  # layouts of one forward call's backward passes
+CPU_VARIABLE = "FLASHTILE_CPU_VECTORS"
+
+# Where os.environ looks a name up. It raises an error where there is none, which takes longer than all of the lookup.
+_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
+_BACKEND, _VECTORS = (
+    os.environ.encodekey(name) if hasattr(os.environ, "_data") else name  # type: ignore[attr-defined]
+    for name in (BACKEND_VARIABLE, CPU_VARIABLE)
+)
+
+
+class Pass:
+    """A forward or backward pass of one layout: not yet seen, planned, or recorded."""
+
+    __slots__ = ("plan", "replay")
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.replay: Callable[..., Any] | None = None
+
+    def run(self, call: Call, kind: str, inside: Callable[[Call], Any], needs: Needs | None, *rest: Any) -> Any:
+        """Run the `kind` function of the planned backend, or record it at the second call."""
+        call = call.with_own_indices()
+        seen = self.plan is not None
+        plan = self.plan if self.plan is not None else plan_call(call, needs=needs)
+        if call.layout == "dense" or not device.host_readable(call.tensors.q):  # else lengths decide, which may change
+            self.plan = plan
+        record = getattr(entry_of(plan.backend), f"record_{kind}", None) if seen else None
+        with inside(call):
+            if record is None:
+                return function_of(plan.backend, kind)(plan, call, *rest)
+            self.replay, results = record(plan, call, *rest)
+            return results
+
+
+class Entry:
+    """What is known of the calls with one key."""
+
+    __slots__ = ("apart", "backward", "forward", "paged", "settings")
+
+    def __init__(self) -> None:
+        self.settings: Settings | None = None  # normalized; present once the arguments have been checked
+        self.forward = Pass()
+        self.backward: dict[Hashable, Pass] = {}  # by needs and layouts
+        self.paged: Settings | None = None  # of a KV-cache call whose cache has been checked
+        self.apart: set[int] = set()  # distances in bytes between caches that do not overlap
+
+
+# Least recently used entries go first: a full generation becomes the older one, whose unused entries are dropped.
+# There is no lock, which a forked process could inherit locked.
+_recent: dict[Hashable, Entry] = {}
+_older: dict[Hashable, Entry] = {}
+
+
+def entry(key: Hashable) -> Entry:
+    """The entry of a key, made if there is none."""
+    global _recent, _older
+    known = _recent.get(key)
+    if known is None:
+        known = _older.get(key)
+        known = Entry() if known is None else known
+        if len(_recent) >= GENERATION:
+            _recent, _older = {}, _recent
+        _recent[key] = known
+    return known
+
+
+def forget() -> None:
+    """Drop all entries and plans: for tests that change what a support module says."""
+    global _recent, _older
+    _recent, _older = {}, {}
+    planner.forget_plans()
+
+
+def find(what: Hashable, tensors: Sequence[Tensor | None]) -> Entry | None:
+    """The entry of a call of `what` (function and settings) with these tensors, the first of which is q; `None` where
+    a call takes the operators' way.
+    """
+    if forking.forked:
+        return None
+    layouts = layout_key(tensors)
+    return None if layouts is None else entry((what, state_of_process(tensors[0]), layouts))
+
+
+def find_call(call: Call) -> Entry | None:
+    """The entry of a call that came through an operator."""
+    return None if call.settings.score_mod is not None else find(call.key, call.inputs)
+
+
+def state_of_process(q: Any) -> Hashable:
+    """Settings outside of the call that its plan or launches depend on."""
+    if q.is_cpu:
+        return _ENVIRONMENT.get(_BACKEND), torch.get_num_threads(), _ENVIRONMENT.get(_VECTORS)
+    if q.dtype is torch.float32:
+        return _ENVIRONMENT.get(_BACKEND), torch.backends.cuda.matmul.fp32_precision
+    return _ENVIRONMENT.get(_BACKEND)
+
+
+def forward(call: Call, inside: Callable[[Call], Any]) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a call that has an entry; `inside` gives the context of an operator."""
+    known = call.entry.forward
+    if known.replay is None:
+        return known.run(call, call.kind, inside, None)
+    if call.is_plain_eager:
+        return known.replay(call)
+    with inside(call):
+        return known.replay(call)
+
+
+def backward(
+    call: Call, inside: Callable[[Call], Any], needs: Sequence[bool], results: tuple[Tensor | None, ...]
+) -> Gradients | None:
+    """Gradients of a call that has an entry, or `None` where a tensor has no memory. `results` are out, lse, dout and
+    dlse.
+    """
+    layouts = layout_key((*results, *call.inputs))
+    if layouts is None:
+        return None
+    known, key = call.entry.backward, (*needs, state_of_process(call.tensors.q), layouts)
+    found = known.get(key)
+    if found is None:
+        if len(known) >= MOST_BACKWARD:
+            known.clear()
+        found = known[key] = Pass()
+    requested = Needs.from_flat(needs)
+    if found.replay is None:
+        return found.run(call, "backward", inside, requested, requested, *results)
+    with inside(call):
+        return found.replay(call, *results)

@@ -1,0 +1,226 @@
+"""The fast path: the same results as without it, whatever changes between calls."""
+
+import gc
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import flashtile
+from flashtile.dispatch import fast_path, operators
+from flashtile.errors import ArgumentError, BackendError
+from flashtile.testing.generate import random_case
+from flashtile.testing.oracle import solve
+from flashtile.testing.tolerance import compare
+
+SEEDS = range(5000, 5024)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    fast_path.forget()
+    yield
+    fast_path.forget()
+
+
+@contextmanager
+def switched_off() -> Iterator[None]:
+    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+    with mock.patch.multiple(fast_path, find=nothing, find_call=nothing):
+        yield
+
+
+@contextmanager
+def counted(name: str) -> Iterator[mock.Mock]:
+    """Calls of a function of the fast path's module."""
+    with mock.patch.object(fast_path, name, wraps=getattr(fast_path, name)) as function:
+        yield function
+
+
+def inputs(seqlen: int = 8, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(1, 2, seqlen, 16, dtype=dtype) for _ in range(3))
+    return q, k, v
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    with switched_off():
+        return flashtile.attention(q, k, v, **options)
+
+
+def recordings() -> list[fast_path.Entry]:
+    known = {id(entry): entry for entry in (*fast_path._recent.values(), *fast_path._older.values())}
+    return [entry for entry in known.values() if entry.forward.replay is not None]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_off_planned_recorded_and_replayed(seed: int) -> None:
+    """The contract's random calls, and bit for bit the same each time."""
+    case = random_case(seed)
+    try:
+        with switched_off():
+            results = case.run("cpu")
+    except BackendError:
+        pytest.skip("declined")
+    solved = solve(case)
+    assert [str(x) for x in compare(results, case, solved) if not x.ok] == []
+    for _ in range(3):
+        again = case.run("cpu")
+        assert [str(x) for x in compare(again, case, solved) if not x.ok] == []
+        if case.arguments.get("dropout_p", 0) == 0 or "dropout_seed" in case.arguments:
+            assert all(torch.equal(again[name].nan_to_num(), x.nan_to_num()) for name, x in results.items())
+
+
+def test_a_layout_is_recorded_when_it_is_seen_for_the_second_time() -> None:
+    for planned, recorded in ((1, 0), (1, 1), (1, 1)):
+        flashtile.attention(*inputs())
+        assert len(fast_path._recent) == planned
+        assert len(recordings()) == recorded
+    with counted("plan_call") as plan:
+        flashtile.attention(*inputs())
+    assert plan.call_count == 0
+
+
+def test_a_growing_sequence_leaves_the_hot_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_path, "GENERATION", 8)
+    for _ in range(2):
+        flashtile.attention(*inputs(7))
+    (hot,) = recordings()
+    for n in range(40):
+        flashtile.attention(*inputs(10 + n))
+        flashtile.attention(*inputs(7))
+        assert recordings() == [hot]
+        assert len(fast_path._recent) + len(fast_path._older) <= 2 * 8
+    for n in range(20):
+        flashtile.attention(*inputs(60 + n))
+    assert recordings() == []  # least recently used
+
+
+def test_backward_layouts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_path, "MOST_BACKWARD", 4)
+    q, k, v = (x.requires_grad_() for x in inputs())
+    base = torch.randn(1, 2, 8, 64)
+    for step in (1, 2, 3, 4):
+        for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
+            dout = base[..., : 16 * step : step]
+            if order[1] == 2:
+                dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
+            torch.autograd.grad(flashtile.attention(q, k, v), (q, k, v), dout)
+    (entry,) = fast_path._recent.values()
+    assert len(entry.backward) <= 4
+
+
+def test_nothing_is_kept_alive() -> None:
+    tensors = [x.requires_grad_() for x in inputs()]
+    memory = []
+    for _ in range(3):
+        out = flashtile.attention(*tensors)
+        memory += [StorageWeakRef(x.untyped_storage()) for x in (out, *torch.autograd.grad(out.sum(), tensors))]
+    memory += [StorageWeakRef(x.untyped_storage()) for x in tensors]
+    del tensors, out
+    gc.collect()
+    assert all(x.expired() for x in memory)
+
+
+def test_an_address_that_is_used_again() -> None:
+    """By a tensor of another layout, or of the same one with other values."""
+    memory = torch.randn(3, 4096)
+    for n in range(12):
+        seqlen = 8 if n % 3 else 16
+        memory.normal_()
+        q, k, v = (x[: 2 * seqlen * 16].view(1, 2, seqlen, 16) for x in memory)
+        torch.testing.assert_close(flashtile.attention(q, k, v), expected(q, k, v))
+
+
+def test_what_changes_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable of the environment, threads, and modes: none is remembered from another call."""
+    q, k, v = inputs(40)
+    for _ in range(3):
+        flashtile.attention(q, k, v)
+    for value, error in (("nonsense", BackendError), ("reference", None)):
+        monkeypatch.setenv("FLASHTILE_BACKEND", value)
+        reference = mock.patch("flashtile.backend.reference.entry.forward", side_effect=RuntimeError("the reference"))
+        with reference, pytest.raises(error or RuntimeError):
+            flashtile.attention(q, k, v)
+    monkeypatch.delenv("FLASHTILE_BACKEND")
+    monkeypatch.setenv("FLASHTILE_CPU_VECTORS", "xyz")
+    with pytest.raises(BackendError, match="xyz"):
+        flashtile.attention(q, k, v)
+    monkeypatch.delenv("FLASHTILE_CPU_VECTORS")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flashtile.attention(q, k, v).dtype == torch.bfloat16
+    assert flashtile.attention(q, k, v).dtype == torch.float32
+
+
+def test_equal_scalars_of_other_types_are_still_refused() -> None:
+    q, k, v = inputs()
+    for _ in range(3):
+        flashtile.attention(q, k, v, causal=True)
+    with pytest.raises(ArgumentError, match="causal"):
+        flashtile.attention(q, k, v, causal=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["with", "set"])
+def test_a_default_device_leaves_it_on(kind: str) -> None:
+    """Also one that no call may allocate on."""
+    q, k, v = (x.requires_grad_() for x in inputs())
+    out = flashtile.attention(q, k, v)
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    try:
+        with torch.device("meta") if kind == "with" else mock.MagicMock():
+            if kind == "set":
+                torch.set_default_device("meta")
+            for _ in range(3):
+                with mock.patch.object(operators.OPERATORS["dense"], "forward", side_effect=AssertionError):
+                    assert torch.equal(flashtile.attention(q, k, v), out)
+                found = torch.autograd.grad(flashtile.attention(q, k, v), (q, k, v), torch.ones_like(out))
+                assert all(map(torch.equal, found, gradients))
+                flashtile.attention_varlen(
+                    *(x.detach()[0].transpose(0, 1) for x in (q, k, v)), *[OFFSETS] * 2, backend="tiled"
+                )
+    finally:
+        torch.set_default_device(None)
+
+
+OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+
+def test_dropout_draws_anew() -> None:
+    q, k, v = inputs(64)
+    outs = [flashtile.attention(q, k, v, dropout_p=0.5) for _ in range(4)]
+    assert all(not torch.equal(x, y) for x, y in itertools.pairwise(outs))
+    for _ in range(3):
+        seeded = flashtile.attention(q, k, v, dropout_p=0.5, dropout_seed=7)
+        assert torch.equal(seeded, expected(q, k, v, dropout_p=0.5, dropout_seed=7))
+
+
+def test_threads_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While entries are made, recorded and dropped."""
+    monkeypatch.setattr(fast_path, "GENERATION", 4)
+    problems = [inputs(4 + n) for n in range(12)]
+    right = [expected(*problem) for problem in problems]
+    start = threading.Barrier(4)
+
+    def work(thread: int) -> None:
+        start.wait()
+        for n in range(300):
+            m = (n * (thread + 1)) % 12
+            assert torch.equal(flashtile.attention(*problems[m]), right[m])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(work, thread) for thread in range(4)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(fast_path._recent) + len(fast_path._older) <= 2 * (4 + 4)
