@@ -1,7 +1,8 @@
 """Fill the tables of README.md, docs/performance.md and docs/architecture.md: `python docs/make_tables.py`.
 
-Figures come from `benchmarks/results/`, layers from `tests/test_imports.py`. A table stands between `<!-- table: NAME -->`
-and `<!-- end -->`. A test compares the pages with what this makes, so that no figure can go stale.
+Figures come from `benchmarks/results/`, layers from `tests/test_imports.py`. A table stands between
+`<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this makes, so that no figure can go
+stale.
 """
 
 import ast
@@ -41,7 +42,7 @@ def geomean(ratios: list[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-# Cells of `flashtile bench` --------------------------------------------------------------------------------------------
+# Cells of `flashtile bench` ------------------------------------------------------------------------------------------
 
 
 def head_dim(row: Row) -> str:
@@ -79,7 +80,7 @@ def against(cells: Cells, peers: Iterable[str]) -> dict[tuple[str, ...], float]:
     return {key: cell["flashtile"] / max(cell[peer] for peer in peers) for key, cell in cells.items()}
 
 
-# Tables ----------------------------------------------------------------------------------------------------------------
+# Tables --------------------------------------------------------------------------------------------------------------
 
 
 def speed() -> str:
@@ -100,10 +101,10 @@ def losses() -> str:
     for x in ("forward", "backward"):
         for (d, m, n), ratio in against(rates(f"h200-hopper-{x}", by_length), PEERS).items():
             if ratio < LOSS:
-                groups.setdefault(f"{x}, head dimension {d}", []).append(f"{m} {n} {ratio:.2f}")
+                groups.setdefault(f"{x}, head dimension {d}", []).append(f"{m} {n}: {ratio:.2f}")
     for (keys, batch), ratio in against(rates("h200-decode", by_cache, "bytes_per_second"), PEERS).items():
         if ratio < LOSS:
-            groups.setdefault("decode, head dimension 128", []).append(f"{keys} keys, batch {batch} {ratio:.2f}")
+            groups.setdefault("decode, head dimension 128", []).append(f"batch {batch} {keys} keys: {ratio:.2f}")
     body = [[name, ", ".join(cells)] for name, cells in groups.items()]
     return markdown(("pass", "speed relative to the faster of cuDNN and FlashAttention-3"), body)
 
@@ -188,7 +189,9 @@ def cpu() -> str:
             tokens = row["seqlen_k"] or row["seqlen_q"]
             name = f"{row['measure']}, {dtype}, head dimension {row['head_dim']}, {tokens} keys"
             cells.setdefault(name, {})[mask(row)] = f"{float(row['ratio']):.2f}"
-    return markdown(("", "full", "causal"), [[name, cell["full"], cell.get("causal", "")] for name, cell in cells.items()])
+    return markdown(
+        ("", "full", "causal"), [[name, cell["full"], cell.get("causal", "")] for name, cell in cells.items()]
+    )
 
 
 def first_calls() -> str:
