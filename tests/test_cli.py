@@ -154,7 +154,7 @@ def test_verify_counts_an_exception_as_a_failure(monkeypatch: pytest.MonkeyPatch
 
 
 def test_verify_proves_nothing_where_everything_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = importlib.import_module("flashtile.call.plan")
+    plans = importlib.import_module("flashtile.dispatch.planner")
     plans.forget_plans()
     monkeypatch.setattr(support, "declines", lambda problem, device: "it is Sunday")
     result = run("verify", "--backend", "tiled", "--cases", "1", "--long", "0", "--json")
@@ -163,6 +163,13 @@ def test_verify_proves_nothing_where_everything_is_declined(monkeypatch: pytest.
     assert result.exit_code == 1
     assert found["unverified"] == ["tiled"]
     assert found["declined"] == [{"backend": "tiled", "reason": "it is Sunday", "cases": 1}]
+
+
+def test_verify_solves_nothing_that_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashtile.verification.examine.solve", lambda case: 1 / 0)
+    words = ("--backend", "cpu", "--cases", "1", "--long", "0", "--seed", "7", "--dtype", "float32", "--json")
+    found = json.loads(run("verify", *words).stdout)
+    assert (found["failures"], found["declined"][0]["cases"]) == ([], 1)
 
 
 def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

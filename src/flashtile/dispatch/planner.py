@@ -36,7 +36,7 @@ _VARIABLE: Any = os.environ.encodekey(BACKEND_VARIABLE) if hasattr(os.environ, "
 
 @functools.cache
 def entry_of(backend: str) -> ModuleType:
-    return importlib.import_module(f"flashtile.backend.{backend}.kernels")
+    return importlib.import_module(f"flashtile.backend.{backend}.entry")
 
 
 class BackendStatus(NamedTuple):
