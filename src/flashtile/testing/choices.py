@@ -26,8 +26,10 @@ class Choices:
 
     def keep(self, choose: Callable[[], T]) -> T:
         """What `choose` returns in variation 0."""
+        chosen: T
         if self.variation > 0:
-            return next(self._replayed)
+            chosen = next(self._replayed)
+            return chosen
         position = len(self.kept)
         chosen = choose()
         self.kept[position:] = [chosen]  # in place of the choices inside `choose`

@@ -168,7 +168,7 @@ class Draw(Choices):
         return sides[self.choice(range(len(sides)))]
 
     def _scale(self) -> float:
-        scale = self.pick({1 / self.head_dim: 3, 0.3 / self.head_dim**0.5: 3, 0.0: 0.3, -0.1: 0.3})
+        scale: float = self.pick({1 / self.head_dim: 3, 0.3 / self.head_dim**0.5: 3, 0.0: 0.3, -0.1: 0.3})
         return scale if self.variation == 0 else scale * self.rng.uniform(0.5, 1)
 
     def cotangents(self, out_shape: tuple[int, ...], lse_shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
