@@ -379,7 +379,7 @@ def kept_in_variations(case):
 
 def test_variations_differ_in_lengths_and_values():
     sizes = []
-    for seed in range(40):
+    for seed in range(20):
         first, *others = [random_case(seed, variation=n) for n in (0, 1, 2, 1)]
         assert [x.description for x in others[:1]] == [x.description for x in others[2:]]
         for name, x in others[0].differentiable().items():
@@ -387,7 +387,7 @@ def test_variations_differ_in_lengths_and_values():
         assert all(kept_in_variations(x) == kept_in_variations(first) for x in others)
         assert {x.description.partition(" seed ")[2] for x in others} == {f"{seed} variation 1", f"{seed} variation 2"}
         sizes += [len({tuple(x.arguments["q"].shape) for x in (first, *others)})]
-    assert sum(n > 1 for n in sizes) > 25
+    assert sum(n > 1 for n in sizes) > 12
 
 
 def test_random_problems_have_every_feature():
