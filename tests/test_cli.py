@@ -165,6 +165,13 @@ def test_verify_proves_nothing_where_everything_is_declined(monkeypatch: pytest.
     assert found["declined"] == [{"backend": "tiled", "reason": "it is Sunday", "cases": 1}]
 
 
+def test_verify_solves_nothing_that_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashtile.verification.examine.solve", lambda case: 1 / 0)
+    words = ("--backend", "cpu", "--cases", "1", "--long", "0", "--seed", "7", "--dtype", "float32", "--json")
+    found = json.loads(run("verify", *words).stdout)
+    assert (found["failures"], found["declined"][0]["cases"]) == ([], 1)
+
+
 def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["flashtile", "--version"])
     with pytest.raises(SystemExit, match="0"):

@@ -1,4 +1,4 @@
-"""What the documentation shows runs: examples in docstrings and pages. docs/api.md is what the docstrings make."""
+"""Documentation that cannot go stale: examples run, generated pages and tables are current, paths and links exist."""
 
 import __future__
 
@@ -15,12 +15,16 @@ import torch
 import flashtile
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PACKAGE = Path(flashtile.__file__).parent
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
+JOURNAL = ROOT / "docs" / "journal"  # entries keep the names of their date
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def make_api() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
+def script(name: str) -> ModuleType:
+    """One of docs/*.py."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -67,12 +71,12 @@ def test_examples_of_pages(page: Path) -> None:
 
 
 def test_the_api_page_is_what_the_docstrings_make() -> None:
-    made = make_api().page()
+    made = script("make_api").page()
     assert (ROOT / "docs" / "api.md").read_text() == made, "run `python docs/make_api.py`"
 
 
 def test_the_api_page_has_every_public_name_and_argument() -> None:
-    groups = make_api().GROUPS
+    groups = script("make_api").GROUPS
     assert sorted(name for group in groups.values() for name in group) == sorted(flashtile.__all__)
     shared = set(inspect.signature(flashtile.attention).parameters)
     for name in (*groups["Functions"], "ScoreMod"):
@@ -84,10 +88,54 @@ def test_the_api_page_has_every_public_name_and_argument() -> None:
         assert "Raises:" in function.__doc__ or name == "backends"
 
 
+@pytest.mark.parametrize("page", script("make_tables").PAGES)
+def test_tables_are_what_the_results_make(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert "<!-- table: " in text
+    assert text == script("make_tables").filled(text), "run `python docs/make_tables.py`"
+
+
 def test_the_index_leads_to_every_page() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    assert not [page.name for page in PAGES if page.name != "index.md" and f"({page.name}" not in index]
-    assert not [x.name for x in (ROOT / "examples").iterdir() if x.suffix in (".py", ".ipynb") and x.name not in index]
+    """By links, also through the README files of docs/design and docs/journal."""
+    index = ROOT / "docs" / "index.md"
+    reached, ahead = {index}, [index]
+    while ahead:
+        page = ahead.pop()
+        linked = {(page.parent / x).resolve() for x in re.findall(r"\]\(([^)#:]+\.md)", page.read_text())}
+        ahead += linked - reached
+        reached |= linked
+    assert not set(PAGES) - reached
+    text = index.read_text()
+    assert not [x.name for x in (ROOT / "examples").iterdir() if x.suffix in (".py", ".ipynb") and x.name not in text]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that headings have in links, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_headings(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text())
+    targets = [(document if not file else document.parent / file, anchor) for file, anchor in links]
+    assert not [(str(page), anchor) for page, anchor in targets if anchor not in anchors(page)]
+
+
+@pytest.mark.parametrize(
+    "document", [x for x in DOCUMENTS if x.parent != JOURNAL], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_paths_exist(document: Path) -> None:
+    """Files and folders in backticks, from the root of the repository or of the package; `*` stands for any name. Names
+    of Python files alone may be anywhere. Entries of the journal keep the names of their date.
+    """
+    quoted = re.findall(r"`([\w./*-]+)`", document.read_text())
+    named = {x for x in quoted if "/" in x and (x.endswith("/") or "." in x.rpartition("/")[2])}
+    files = {x for x in quoted if x.endswith(".py") and "/" not in x}
+    folders = ("src", "tests", "benchmarks", "examples", "docs")
+    known = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    missing = [x for x in named if not any(list(root.glob(x)) for root in (ROOT, PACKAGE))]
+    assert not [*missing, *(files - known)]
 
 
 def test_dir_is_what_is_public() -> None:

@@ -18,8 +18,11 @@ from offline.launches import launches_of, recorded, replay_of, results_of
 
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu.installed import triton_version
+from flashtile.backend.triton.support import MAX_HEAD_DIM
 from flashtile.backend.triton.tables import KIB, SHARED_MEMORY
+from flashtile.call.call import Call
 from flashtile.dispatch.operators import OPERATORS
+from flashtile.testing.generate import random_case
 
 CHOSEN = {  # family and kernel for each
     "sm_80": ("hdim 33/5", "dkdv"),
@@ -102,6 +105,32 @@ def test_memory_that_runs_out_in_a_pass(backend: str, again: bool) -> None:
 
     expected = launches()
     assert runs_out_of_memory(launches, check) > 8
+
+
+def test_variations_share_backward_kernels() -> None:
+    """Of forward, most: how a row's keys are split depends on lengths."""
+    forward: list[int] = []
+    for seed in range(1_000_000, 1_000_012):
+        kernels = [compiled_by(call_of_seed(seed, n)) for n in range(5)]
+        assert len({backward for _, backward in kernels}) == 1, seed
+        forward.append(len({forward for forward, _ in kernels}))
+    assert sum(forward) < 2.5 * len(forward)
+
+
+def call_of_seed(seed: int, variation: int) -> Call:
+    case = random_case(seed, function="attention", dtypes=(torch.bfloat16,), variation=variation)
+    given = {name: x for name, x in case.arguments.items() if name != "score_mod"}
+    q, k, v = (given.pop(name) for name in "qkv")
+    return described_call(q, k, v, None, None, given)
+
+
+def compiled_by(call: Call) -> tuple[frozenset[Any], frozenset[Any]]:
+    """What Triton compiles forward and backward kernels for."""
+    if max(call.tensors.q.shape[-1], call.tensors.v.shape[-1]) > MAX_HEAD_DIM:
+        return frozenset(), frozenset()
+    found = [(x.name, x.compiled_by) for x in launches_of(call, "sm_90")]
+    forward = {x for x in found if x[0] == "forward"}
+    return frozenset(forward), frozenset(found) - forward
 
 
 MATMUL, EVERYWHERE = torch.backends.cuda.matmul, torch.backends

@@ -16,7 +16,7 @@ from flashtile.cli import main
 from flashtile.cli.env import VARIABLES
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def blocks(language: str, document: str = "README.md") -> list[str]:
@@ -81,7 +81,7 @@ def test_the_tests_that_tables_name_exist() -> None:
     assert not [name for name in named if not (ROOT / "tests" / f"{name}.py").exists()]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files(document: Path) -> None:
     text = document.read_text()
     links = [*re.findall(r"\]\(([^)#]+)", text), *re.findall(r'<img src="([^"]+)"', text)]

@@ -1,5 +1,6 @@
 """The tolerances accept a correct tiled emulation in every dtype with every feature, and catch small mistakes in it."""
 
+import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -361,6 +362,32 @@ def test_random_problems_depend_on_their_seed_alone():
             other = again.differentiable()[name]
             assert tensor.stride() == other.stride()
             torch.testing.assert_close(tensor, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_seeds_keep_their_problems():
+    """Recorded runs are known by their seeds."""
+    descriptions = "\n".join(random_case(seed).description for seed in range(1_000_000, 1_000_050))
+    assert hashlib.sha256(descriptions.encode()).hexdigest()[:16] == "725238ece0737b8c"
+
+
+def kept_in_variations(case):
+    tensors = {name: (x.dtype, x.ndim) for name, x in case.arguments.items() if isinstance(x, Tensor)}
+    heads = {name: (x.shape[-1], x.shape[0] > 0) for name, x in case.arguments.items() if name in ("q", "k", "v")}
+    cotangents = [x is not None for x in (case.dout, case.dlse)]
+    return case.function, sorted(case.arguments), tensors, heads, cotangents
+
+
+def test_variations_differ_in_lengths_and_values():
+    sizes = []
+    for seed in range(20):
+        first, *others = [random_case(seed, variation=n) for n in (0, 1, 2, 1)]
+        assert [x.description for x in others[:1]] == [x.description for x in others[2:]]
+        for name, x in others[0].differentiable().items():
+            torch.testing.assert_close(x, others[2].differentiable()[name], rtol=0, atol=0, equal_nan=True)
+        assert all(kept_in_variations(x) == kept_in_variations(first) for x in others)
+        assert {x.description.partition(" seed ")[2] for x in others} == {f"{seed} variation 1", f"{seed} variation 2"}
+        sizes += [len({tuple(x.arguments["q"].shape) for x in (first, *others)})]
+    assert sum(n > 1 for n in sizes) > 12
 
 
 def test_random_problems_have_every_feature():

@@ -36,6 +36,18 @@ class Launch:
     def name(self) -> str:
         return self.kernel.fn.__name__.removesuffix("_kernel")
 
+    @property
+    def compiled_by(self) -> tuple[Any, ...]:
+        """Triton compiles a kernel for each: constants, which arguments are `None`, and how pointers are aligned."""
+        constants = {p.name for p in self.kernel.params if p.is_constexpr} | {*OPTIONS}
+        found = []
+        for name, x in self.arguments.items():
+            if isinstance(x, Tensor):
+                found.append((name, x.dtype, x.data_ptr() % 16 == 0))
+            else:
+                found.append((name, x if name in constants or x is None else type(x)))
+        return tuple(found)
+
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:

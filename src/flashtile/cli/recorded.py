@@ -20,13 +20,17 @@ FIRST_SEED = 1_000_000  # no test and no check of the project takes seeds from h
 
 
 class Row(NamedTuple):
-    """`cases` seeds from `first_seed` on: the backend ran `runs` of these problems and declined the rest."""
+    """`seeds` seeds from `first_seed` on, with up to `variations` problems each: of `cases` problems the backend ran
+    `runs` and declined the rest.
+    """
 
     backend: str
     device: str
     dtypes: str
     inputs: str
     first_seed: int
+    seeds: int
+    variations: int
     cases: int
     runs: int
     failed: int
@@ -37,17 +41,18 @@ class Row(NamedTuple):
 
     @classmethod
     def from_record(cls, record: dict[str, str]) -> "Row":
-        integers = {name: int(record[name]) for name in ("first_seed", "cases", "runs", "failed")}
+        names = ("first_seed", "seeds", "variations", "cases", "runs", "failed")
+        integers = {name: int(record[name]) for name in names}
         return cls(**record | integers)  # type: ignore[arg-type]
 
     @property
     def about(self) -> tuple[str, str, str, str]:
-        """Rows with the same are about one list of problems, where no seed counts twice."""
+        """Rows with the same are about one list of problems, where no seed, with its variations, counts twice."""
         return self.backend, self.device, self.dtypes, self.inputs
 
     @property
-    def seeds(self) -> range:
-        return range(self.first_seed, self.first_seed + self.cases)
+    def seed_range(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
 
 
 def read(path: Path) -> list[Row]:
@@ -59,9 +64,10 @@ def read(path: Path) -> list[Row]:
 
 
 def rows_of(report: Report) -> list[Row]:
-    """One for each backend, in the order of the command; long problems do not count."""
+    """One for each backend, in the order of the command, without long problems and any seed that was cut short."""
     problems = report.problems
-    report = replace(report, outcomes=[outcome for outcome in report.outcomes if not outcome.long])
+    complete = [outcome for outcome in report.outcomes if not outcome.long and outcome.seed in problems.seeds]
+    report = replace(report, outcomes=complete)
     rows = []
     for backend in problems.backends:
         tallies = [tally for tally in report.tallies() if tally.backend == backend]
@@ -70,6 +76,8 @@ def rows_of(report: Report) -> list[Row]:
                 *about(problems, backend),
                 problems.seeds.start,
                 len(problems.seeds),
+                len(problems.variations),
+                sum(tally.cases + tally.declined for tally in tallies),
                 sum(tally.cases for tally in tallies),
                 sum(tally.failed for tally in tallies),
                 commit() or "",
@@ -102,11 +110,11 @@ def prepare(path: Path, problems: Problems, first: int | None) -> Problems:
     """
     kinds = {about(problems, backend) for backend in problems.backends}
     known = [row for row in read(path) if row.about in kinds]
-    free = max((row.seeds.stop for row in known), default=FIRST_SEED)
+    free = max((row.seed_range.stop for row in known), default=FIRST_SEED)
     if first is None:
         return problems._replace(seeds=range(free, free + len(problems.seeds)))
     for row in known:
-        if row.seeds.start < problems.seeds.stop and problems.seeds.start < row.seeds.stop:
+        if row.seed_range.start < problems.seeds.stop and problems.seeds.start < row.seed_range.stop:
             raise click.UsageError(f"{path} has some of these seeds for {row.backend}; from {free} on it has none")
     return problems
 

@@ -1,5 +1,6 @@
 """`flashtile verify`: does every backend compute what the contract says, on this machine, with this PyTorch?"""
 
+import math
 import shlex
 import sys
 import tempfile
@@ -28,7 +29,15 @@ SHOWN_FAILURES = 20
 
 @click.command()
 @click.option("--backend", "backends", multiple=True, help="A backend by name; may be repeated.  [default: all usable]")
-@click.option("--cases", type=click.IntRange(0), default=200, help="How many random problems.")
+@click.option("--cases", type=click.IntRange(0), default=200, help="How many seeds of random problems.")
+@click.option(
+    "--variations",
+    type=click.IntRange(1),
+    default=1,
+    help="Problems of each seed. They share compiled kernels, and differ in lengths and values.",
+    show_default=True,
+)
+@click.option("--variation", type=click.IntRange(0), help="Only this one of each seed's problems.")
 @click.option(
     "--long",
     "long_cases",
@@ -52,6 +61,7 @@ SHOWN_FAILURES = 20
     help="Values of q, k and v: random, or those of a small GPT that is trained for some seconds first.",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Processes.  [default: CPU cores, at most 8]")
+@click.option("--seconds", type=click.FloatRange(0), help="Begin no seed after this time.  [default: no limit]")
 @click.option("--record", type=OutputFile(), help="Append a row for each backend to a CSV file.")
 @click.option(
     "--recorded",
@@ -65,12 +75,15 @@ SHOWN_FAILURES = 20
 def verify(
     backends: tuple[str, ...],
     cases: int,
+    variations: int,
+    variation: int | None,
     long_cases: int,
     first: int | None,
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
     inputs: str,
     jobs: int | None,
+    seconds: float | None,
     record: Path | None,
     as_json: bool,
 ) -> None:
@@ -81,30 +94,37 @@ def verify(
     """
     if cases + long_cases == 0:
         raise click.UsageError("--cases and --long are both 0: there is nothing to verify")
+    if variation is not None and (variations > 1 or record is not None):
+        raise click.UsageError("--variation repeats one problem: neither --variations nor --record go with it")
     start = first or 0
     seeds, long = range(start, start + cases), range(start, start + long_cases)
-    problems = Problems(seeds, chosen(backends), device, dtypes or None, long=long)
+    of_seed = range(variations) if variation is None else range(variation, variation + 1)
+    problems = Problems(seeds, chosen(backends), device, dtypes or None, long=long, variations=of_seed)
     with captured_values(inputs) as path:
         problems = problems._replace(captured=path)
         if record is not None:
             problems = recorded.prepare(record, problems, first)
-        report = examined(problems, jobs or default_jobs(), record)
+        report = examined(problems, jobs or default_jobs(), seconds, record)
     if as_json:
         print_json(as_dict(report))
     else:
         print_report(report)
+        if (complete := len(report.problems.seeds)) < cases:
+            click.echo(f"{complete} of {cases} seeds are complete")
     sys.exit(0 if report.passed else 1)
 
 
-def examined(problems: Problems, jobs: int, record: Path | None) -> Report:
-    """All outcomes. Those of the seeds before an interruption are recorded."""
+def examined(problems: Problems, jobs: int, seconds: float | None, record: Path | None) -> Report:
+    """All outcomes. Those of the seeds before an interruption, or before a lost GPU, are recorded."""
     start, outcomes = time.perf_counter(), []
     done = 0
     try:
         with progress() as bar:
-            task = bar.add_task("problems", total=len(problems.numbers()))
-            for batch in examine(problems, jobs):
+            task = bar.add_task("seeds", total=len(problems.numbers()))
+            for batch in examine(problems, jobs, math.inf if seconds is None else seconds):
                 outcomes += batch
+                if any(outcome.device_lost for outcome in batch):
+                    break
                 done += 1
                 bar.advance(task)
     finally:
@@ -147,6 +167,8 @@ def repeat(problems: Problems, outcome: Outcome) -> str:
     for dtype in problems.dtypes or ():
         words += ["--dtype", dtype_name(dtype)]
     one, none = ("--long", "--cases") if outcome.long else ("--cases", "--long")
+    if outcome.variation > 0:
+        words += ["--variation", str(outcome.variation)]
     return shlex.join([*words, "--seed", str(outcome.seed), one, "1", none, "0"])
 
 
@@ -161,9 +183,10 @@ def print_report(report: Report) -> None:
         click.echo(f"{backend} declined every problem: nothing is verified")
     if failures or report.passed:
         found = f"{len(failures)} of {len(report.outcomes)} runs failed" if failures else "all within their bounds"
-        problems = report.problems
-        count = f"{len(problems.seeds)} problems and {len(problems.long)} long ones"
-        click.echo(f"{count} on {problems.device}, {report.seconds:.1f} s: {found}")
+        count = f"{report.cases()} problems and {report.cases(long=True)} long ones"
+        click.echo(f"{count} on {report.problems.device}, {report.seconds:.1f} s: {found}")
+    if any(outcome.device_lost for outcome in failures):
+        click.echo("the run ended there: a process that has had such an error can use the GPU for nothing else")
 
 
 def print_failure(problems: Problems, outcome: Outcome) -> None:
@@ -184,7 +207,8 @@ def print_tallies(tallies: list[Tally]) -> None:
     for tally in tallies:
         worst = ("", "", "")
         if tally.worst is not None:
-            worst = (f"{tally.worst.ratio:.3f}", tally.worst.name, str(tally.worst_seed))
+            variation = f" variation {tally.worst_variation}" * (tally.worst_variation > 0)
+            worst = (f"{tally.worst.ratio:.3f}", tally.worst.name, f"{tally.worst_seed}{variation}")
         table.add_row(tally.backend, tally.dtype, str(tally.cases), str(tally.failed), str(tally.declined), *worst)
     print_table(table)
 
@@ -196,8 +220,10 @@ def as_dict(report: Report) -> dict[str, Any]:
         "passed": report.passed,
         "device": str(problems.device),
         "first_seed": problems.seeds.start,
-        "cases": len(problems.seeds),
-        "long_cases": len(problems.long),
+        "seeds": len(problems.seeds),
+        "variations": len(problems.variations),
+        "cases": report.cases(),
+        "long_cases": report.cases(long=True),
         "seconds": report.seconds,
         "results": [asdict(tally) for tally in report.tallies()],
         "failures": [asdict(outcome) | {"again": repeat(problems, outcome)} for outcome in report.failures()],

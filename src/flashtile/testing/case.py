@@ -37,6 +37,7 @@ class Case:
     dout: Tensor | None = None
     dlse: Tensor | None = None
     seed: int = 0
+    variation: int = 0
     description: str = field(default="")
     forward_only: bool = False
     constant: tuple[str, ...] = ()  # features' tensors without a gradient
@@ -128,7 +129,7 @@ def describe(case: Case) -> str:
         elif value is not False and not (name == "dropout_p" and value == 0.0):
             words.append(name if value is True else f"{name}={value!r}".replace(" ", ""))
     words += [f"constant {name}" for name in case.constant if name in given]
-    words.append(f"seed {case.seed}")
+    words.append(f"seed {case.seed}" + f" variation {case.variation}" * (case.variation > 0))
     return " ".join(words)
 
 

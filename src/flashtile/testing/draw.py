@@ -1,12 +1,13 @@
 """The random choices that problems of every kind have in common."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .choices import Choices, weighted
 from .inputs import KINDS, bias_values, query_key_value
 from .layouts import LAYOUTS, combined, lay_out
 from .score_functions import random_score_function
@@ -14,42 +15,42 @@ from .score_functions import random_score_function
 PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; what the oracle's time is proportional to
 AROUND = (16, 32, 64, 128, 256)  # tile sizes: lengths on both sides of them matter
 COMBINED = 0.1  # of tensors
+RESIZED = 0.2  # of variations, whose kernels may have other tiles than those of their seed
 NAN = float("nan")
 # Queries, keys and values of given shapes [..., S, D], in place of random ones.
 Values = Callable[[tuple[tuple[int, ...], ...], torch.dtype, random.Random], tuple[Tensor, Tensor, Tensor]]
 
 
-class Draw:
-    """A stream of choices from a seed, and what all problems choose first."""
+class Draw(Choices):
+    """The choices of one problem, and what all problems choose first."""
 
     def __init__(
-        self, seed: int, device: torch.device, dtypes: tuple[torch.dtype, ...], values: Values | None = None
+        self,
+        number: tuple[int, int],
+        device: torch.device,
+        dtypes: tuple[torch.dtype, ...],
+        values: Values | None = None,
+        kept: Sequence[Any] = (),
     ) -> None:
-        self.seed = seed
+        """`number` is the seed and the variation; `kept` are the choices of variation 0, for another one."""
+        super().__init__(*number, kept)
         self.values = values
         self.device = device
-        self.rng = random.Random(seed)
-        self.combinations = random.Random(f"layouts of {seed}")  # apart: the rest of a seed's problem does not change
-        self.generator = torch.Generator().manual_seed(seed)
-        self.dtype = self.rng.choice(dtypes)
-        self.kind = self.pick(dict(zip(KINDS, (6, 2, 2), strict=True)))
+        # Apart: the rest of a seed's problem does not change.
+        self.combinations = random.Random(f"layouts of {self.seed}")
+        self.dtype = self.choice(dtypes)
+        self.kind = weighted(self.rng, dict(zip(KINDS, (6, 2, 2), strict=True)))
         self.plain = self.chance(0.12)  # no feature at all: the fast paths
         self.num_heads_kv = self.pick({1: 3, 2: 3, 3: 1})
         self.num_heads_q = self.num_heads_kv * self.pick({1: 4, 2: 3, 3: 1, 4: 1})
         self.head_dim = self._head_dim()
         self.head_dim_v = self._head_dim() if self.chance(0.2) else self.head_dim
 
-    def chance(self, p: float) -> bool:
-        return self.rng.random() < p
-
-    def pick(self, weights: dict) -> Any:
-        return self.rng.choices(list(weights), list(weights.values()))[0]
-
     def _head_dim(self) -> int:
         common = {64: 10, 128: 6, 32: 6, 16: 4, 48: 2, 80: 2, 96: 3}
         uncommon = {1: 1, 3: 1, 8: 2, 40: 1, 72: 1, 100: 1, 192: 1, 256: 1, 320: 0.5, 512: 0.5, 1024: 0.5}
         if self.chance(0.1):
-            return self.rng.randint(1, 160)
+            return self.keep(lambda: self.rng.randint(1, 160))
         return self.pick(common | uncommon)
 
     def seqlen(self) -> int:
@@ -63,13 +64,43 @@ class Draw:
     def affordable(self, pairs: int) -> bool:
         return pairs * self.num_heads_q * (self.head_dim + self.head_dim_v + 64) <= PAIR_BUDGET * 192
 
+    def vary(self, queries: list[int], *keys: list[int]) -> tuple[list[int], ...]:
+        """The lengths of sequences in this variation, from those in variation 0. Lengths that are equal stay so.
+
+        Plans depend on lengths up to the next power of two. Most variations stay within that; the others have fewer and
+        shorter sequences.
+        """
+        if self.variation == 0 or not queries:
+            return queries, *keys
+        resized = self.rng.random() < RESIZED
+        count = self.rng.randint(1, len(queries)) if resized else len(queries)
+        order = self.rng.sample(range(len(queries)), count)
+        groups = [[group[b] for b in order] for group in (queries, *keys)]
+        lengths = sorted({n for group in groups for n in group})
+        varied = {n: self.rng.randint(min(n, 1), n) if resized else self._within_bucket(n) for n in lengths}
+        pairs = sum(varied[m] * sum(varied[n] for n in of_keys) for m, *of_keys in zip(*groups, strict=True))
+        if not self.affordable(pairs):
+            varied = {n: min(n, other) for n, other in varied.items()}
+        return tuple([varied[n] for n in group] for group in groups)
+
+    def _within_bucket(self, n: int) -> int:
+        """A length with the same next power of two, at times near a tile's edge."""
+        longest = 1 << max(n - 1, 0).bit_length()
+        shortest = longest // 2 + 1
+        if n <= 2:
+            return n
+        if self.rng.random() < 0.5:
+            return self.rng.randint(shortest, longest)
+        edge = 16 * self.rng.randint(shortest // 16, longest // 16) + self.rng.randint(-2, 2)
+        return min(max(edge, shortest), longest)
+
     def query_key_value(self, *shapes: tuple[int, ...]) -> list[Tensor]:
         """q, k, v [..., H, S, D] on the CPU, rarely with one NaN, or an infinity in V."""
         if self.values is None:
             tensors = query_key_value(self.kind, shapes, self.dtype, self.generator)
         else:
             tensors = self.values(shapes, self.dtype, self.rng)
-        if not self.plain and self.chance(0.04):
+        if not self.plain and self.rng.random() < 0.04:
             which = self.rng.randrange(3)
             values = [NAN] if which < 2 else [NAN, float("inf"), -float("inf")]
             if tensors[which].numel():
@@ -79,9 +110,8 @@ class Draw:
     def layout(self, values: Tensor, expandable: tuple[int, ...] | None = None) -> Tensor:
         """`values` on the device, in some layout, at times combined; `expandable` as in `lay_out`, () for none."""
         weights = (8, 4, 3, 0 if expandable == () else 1, 1)
-        x = lay_out(
-            values.to(self.device), self.pick(dict(zip(LAYOUTS[:-1], weights, strict=True))), self.rng, expandable
-        )
+        layout = self.pick(dict(zip(LAYOUTS[:-1], weights, strict=True)))
+        x = lay_out(values.to(self.device), layout, self.stream(), expandable)
         return combined(x, self.combinations) if self.combinations.random() < COMBINED else x
 
     def pairwise_shape(self, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
@@ -101,7 +131,7 @@ class Draw:
         if self.chance(0.3):
             features["window"] = tuple(self._window_side(seqlen_k) for _ in range(2))
         if self.chance(0.3):
-            features["scale"] = self.pick({1 / self.head_dim: 3, 0.3 / self.head_dim**0.5: 3, 0.0: 0.3, -0.1: 0.3})
+            features["scale"] = self._scale()
         if self.chance(0.2):
             features["softcap"] = rng.choice([1.0, 5.0, 20.0, 50.0])
         if self.chance(0.15):
@@ -116,10 +146,10 @@ class Draw:
         if self.chance(0.2):
             sinks = torch.randn(self.num_heads_q, generator=self.generator) * 3
             sinks[torch.rand(self.num_heads_q, generator=self.generator) < 0.1] = -torch.inf
-            features["sinks"] = sinks.to(rng.choice([dtype, torch.float32])).to(device)
+            features["sinks"] = sinks.to(self.choice([dtype, torch.float32])).to(device)
         if self.chance(0.15):
-            choice = rng.randrange(100)
-            of = (choice, batch, self.num_heads_q, rng.choice([dtype, torch.float32]), device, self.generator)
+            choice = self.choice(range(100))
+            of = (choice, batch, self.num_heads_q, self.choice([dtype, torch.float32]), device, self.generator)
             features["score_mod"] = random_score_function(*of)
         if self.chance(0.25):
             # An infinite score times a tensor's element has a NaN gradient: no infinities before a score_mod.
@@ -134,7 +164,12 @@ class Draw:
         return features
 
     def _window_side(self, seqlen_k: int) -> int | None:
-        return self.rng.choice([None, -1, 0, 1, self.rng.randint(0, 40), self.rng.randint(0, max(1, seqlen_k))])
+        sides = [None, -1, 0, 1, self.rng.randint(0, 40), self.rng.randint(0, max(1, seqlen_k))]
+        return sides[self.choice(range(len(sides)))]
+
+    def _scale(self) -> float:
+        scale: float = self.pick({1 / self.head_dim: 3, 0.3 / self.head_dim**0.5: 3, 0.0: 0.3, -0.1: 0.3})
+        return scale if self.variation == 0 else scale * self.rng.uniform(0.5, 1)
 
     def cotangents(self, out_shape: tuple[int, ...], lse_shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
         """dout and dlse on the CPU or already laid out; sometimes one of them or both are absent."""
@@ -142,7 +177,7 @@ class Draw:
         dout = dlse = None
         if self.chance(0.9):
             dout = torch.randn(out_shape, generator=self.generator, dtype=wide).to(self.dtype)
-            if dout.numel() and not self.plain and self.chance(0.01):
+            if dout.numel() and not self.plain and self.rng.random() < 0.01:
                 dout.view(-1)[self.rng.randrange(dout.numel())] = NAN
         if self.chance(0.4 if dout is not None else 0.6):
             dlse = torch.randn(lse_shape, generator=self.generator, dtype=wide)

@@ -1,8 +1,9 @@
-"""Random problems over the whole contract, each reproducible from its seed.
+"""Random problems over the whole contract, each reproducible from its seed and variation.
 
 Whatever a call must not read is NaN: tokens of no sequence, keys past a length, pages and slots that nobody uses.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -23,9 +24,28 @@ def random_case(
     dtypes: tuple[torch.dtype, ...] | None = None,
     function: str | None = None,
     values: Values | None = None,
+    variation: int = 0,
 ) -> Case:
-    """The problem number `seed`; the same values on every device. q, k and v come from `values` if it is given."""
-    draw = Draw(seed, torch.device(device), dtypes or DTYPES, values)
+    """The problem number `seed`; the same values on every device. q, k and v come from `values` if it is given.
+
+    Its variations are further problems, which differ in lengths and values and mostly need the same kernels.
+    """
+    dtypes = dtypes or DTYPES
+    kept = _kept_choices(seed, dtypes, function, values) if variation > 0 else ()
+    return _made(Draw((seed, variation), torch.device(device), dtypes, values, kept), function)
+
+
+@functools.lru_cache(maxsize=1)  # a seed's variations follow one another
+def _kept_choices(
+    seed: int, dtypes: tuple[torch.dtype, ...], function: str | None, values: Values | None
+) -> tuple[Any, ...]:
+    """The choices that variations share, which are made along with variation 0."""
+    draw = Draw((seed, 0), torch.device("cpu"), dtypes, values)
+    _made(draw, function)
+    return tuple(draw.kept)
+
+
+def _made(draw: Draw, function: str | None) -> Case:
     makers = {"attention": _dense_case, "attention_varlen": _varlen_case, "attention_with_kvcache": cache_case}
     function = function or draw.pick({"attention": 6, "attention_varlen": 4, "attention_with_kvcache": 3})
     if function not in makers:
@@ -33,7 +53,8 @@ def random_case(
     return makers[function](draw)
 
 
-def _dense_case(draw: Draw) -> Case:
+def _dense_sizes(draw: Draw) -> tuple[int, int, int, int]:
+    """Query heads, batch, and the two lengths."""
     batch = draw.pick({0: 1, 1: 10, 2: 8, 3: 3})
     seqlen_q, seqlen_k = draw.seqlen(), draw.seqlen()
     if draw.chance(0.4):
@@ -45,6 +66,14 @@ def _dense_case(draw: Draw) -> Case:
             draw.num_heads_q -= draw.num_heads_kv
         else:
             seqlen_q, seqlen_k = seqlen_q * 3 // 4, seqlen_k * 3 // 4
+    return draw.num_heads_q, batch, seqlen_q, seqlen_k
+
+
+def _dense_case(draw: Draw) -> Case:
+    draw.num_heads_q, batch, seqlen_q, seqlen_k = draw.keep(lambda: _dense_sizes(draw))
+    if batch > 0:
+        lengths_q, lengths_k = draw.vary([seqlen_q] * batch, [seqlen_k] * batch)
+        batch, seqlen_q, seqlen_k = len(lengths_q), lengths_q[0], lengths_k[0]
     q, k, v = draw.query_key_value(
         (batch, draw.num_heads_q, seqlen_q, draw.head_dim),
         (batch, draw.num_heads_kv, seqlen_k, draw.head_dim),
@@ -57,16 +86,23 @@ def _dense_case(draw: Draw) -> Case:
     if dout is not None:
         everywhere = draw.chance(0.15)
         dout = expanded_cotangent(out_shape, 1.0, draw.dtype, draw.device) if everywhere else draw.layout(dout)
-    return Case("attention", arguments, dout, draw.layout(dlse) if dlse is not None else None, draw.seed)
+    dlse = draw.layout(dlse) if dlse is not None else None
+    return Case("attention", arguments, dout, dlse, draw.seed, draw.variation)
 
 
-def _varlen_case(draw: Draw) -> Case:
-    rng, device = draw.rng, draw.device
+def _varlen_lengths(draw: Draw) -> tuple[list[int], list[int]]:
     batch = draw.pick({0: 1, 1: 4, 2: 6, 3: 5, 5: 3, 8: 1})
     lengths_q = [0 if draw.chance(0.1) else draw.seqlen() for _ in range(batch)]
     lengths_k = list(lengths_q) if draw.chance(0.4) else [draw.seqlen() for _ in range(batch)]
     while not draw.affordable(sum(n * m for n, m in zip(lengths_q, lengths_k, strict=True))):
         lengths_q, lengths_k = [n * 3 // 4 for n in lengths_q], [n * 3 // 4 for n in lengths_k]
+    return lengths_q, lengths_k
+
+
+def _varlen_case(draw: Draw) -> Case:
+    rng, device = draw.rng, draw.device
+    lengths_q, lengths_k = draw.vary(*draw.keep(lambda: _varlen_lengths(draw)))
+    batch = len(lengths_q)
     spare_q, spare_k = (rng.randint(1, 20) if draw.chance(0.3) else 0 for _ in range(2))
     total_q, total_k = sum(lengths_q) + spare_q, sum(lengths_k) + spare_k
 
@@ -81,7 +117,7 @@ def _varlen_case(draw: Draw) -> Case:
 
     used = list(lengths_k)
     if draw.chance(0.3):
-        used = [n if draw.chance(0.4) else rng.randint(0, n) for n in lengths_k]
+        used = [n if rng.random() < 0.4 else rng.randint(0, n) for n in lengths_k]
         arguments["seqused_k"] = torch.tensor(used, dtype=torch.int32, device=device)
         for start, n, length in zip(starts_k.tolist(), used, lengths_k, strict=False):
             k[start + n : start + length] = v[start + n : start + length] = NAN
@@ -103,7 +139,9 @@ def _varlen_case(draw: Draw) -> Case:
     longest_k = lengths_k if arguments["cu_seqlens_k"] is not None else used
     for name, lengths in (("max_seqlen_q", lengths_q), ("max_seqlen_k", longest_k)):
         longest = max(lengths, default=0)
-        arguments[name] = draw.pick({None: 1, longest: 1, longest + rng.randint(0, 30): 1})
+        bounds = list(dict.fromkeys((None, longest, longest + rng.randint(0, 30))))
+        chosen = draw.pick(dict.fromkeys(range(len(bounds)), 1))
+        arguments[name] = bounds[min(chosen, len(bounds) - 1)]
     limits = [arguments["max_seqlen_q"], arguments["max_seqlen_k"]]
     limits = [limit if limit is not None else total for limit, total in zip(limits, (total_q, capacity), strict=True)]
     arguments |= draw.features(list(zip(lengths_q, used, strict=True)), *limits)
@@ -117,4 +155,4 @@ def _varlen_case(draw: Draw) -> Case:
     if dlse is not None:
         dlse[:, sum(lengths_q) :] = NAN
         dlse = draw.layout(dlse, (0,))
-    return Case("attention_varlen", arguments, dout, dlse, draw.seed)
+    return Case("attention_varlen", arguments, dout, dlse, draw.seed, draw.variation)

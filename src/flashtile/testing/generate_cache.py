@@ -14,7 +14,8 @@ def cache_case(draw: Draw) -> Case:
     rng, device = draw.rng, draw.device
     batch = draw.pick({0: 1, 1: 5, 2: 6, 3: 4, 5: 2})
     packed, appends, paged = draw.chance(0.35), draw.chance(0.8), batch > 0 and draw.chance(0.5)
-    held, new, queries = _lengths(draw, batch, packed, appends)
+    queries, held, new = draw.vary(*draw.keep(lambda: _lengths(draw, batch, packed, appends)))
+    batch = len(queries)
     total = [n + m for n, m in zip(held, new, strict=True)]  # keys after the call
     spare = rng.randint(1, 5) if packed and draw.chance(0.3) else 0  # tokens of no sequence
 
@@ -61,12 +62,12 @@ def cache_case(draw: Draw) -> Case:
     rows = sum(queries) + spare if packed else max(queries, default=1)
     arguments |= draw.features(list(zip(queries, total, strict=True)), rows, capacity)
     if draw.chance(0.3):
-        arguments["num_splits"] = rng.choice([1, 2, 7])
-    return Case("attention_with_kvcache", arguments, seed=draw.seed)
+        arguments["num_splits"] = draw.choice([1, 2, 7])
+    return Case("attention_with_kvcache", arguments, seed=draw.seed, variation=draw.variation)
 
 
 def _lengths(draw: Draw, batch: int, packed: bool, appends: bool) -> tuple[list[int], list[int], list[int]]:
-    """Of each sequence: keys in the cache, keys to append, queries. The last two are the same everywhere if dense."""
+    """Of each sequence: queries, keys in the cache, keys to append. Without packing only the second differ."""
 
     def count() -> int:
         return draw.pick({1: 4, 0: 0.3, draw.rng.randint(2, 9): 2, draw.seqlen(): 1})
@@ -80,7 +81,7 @@ def _lengths(draw: Draw, batch: int, packed: bool, appends: bool) -> tuple[list[
     while not draw.affordable(sum(n * (m + h) for n, m, h in zip(queries, new, held, strict=True))):
         held, queries = [n // 2 for n in held], [n * 3 // 4 for n in queries]
         new = queries if packed and appends else [n * 3 // 4 for n in new]
-    return held, new, queries
+    return queries, held, new
 
 
 def _dense_caches(
@@ -102,9 +103,9 @@ def _dense_caches(
 
 def _rotary(draw: Draw, longest: int) -> dict[str, Any]:
     """Angles as in RoFormer, of a part of the head dimension, for a few positions more than there are."""
-    pairs = draw.rng.choice([draw.head_dim // 2, draw.head_dim // 2, max(1, draw.head_dim // 4), 1])
+    pairs = draw.choice([draw.head_dim // 2, draw.head_dim // 2, max(1, draw.head_dim // 4), 1])
     frequency = 10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
     angle = torch.arange(max(1, longest) + draw.rng.randint(0, 3))[:, None] * frequency
-    dtype = draw.rng.choice([draw.dtype, torch.float32])
+    dtype = draw.choice([draw.dtype, torch.float32])
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     return {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": draw.chance(0.5)}

@@ -14,7 +14,7 @@ def in_pages(
     Sequence b is the `used[b]` tokens from `starts[b]`; its first `shared[b]` may be those of another sequence too.
     """
     rng = draw.rng
-    page_size = rng.choice([1, 2, 3, 8, 16, 16, 32, 64])
+    page_size = draw.choice([1, 2, 3, 8, 16, 16, 32, 64])
     needed = [-(-n // page_size) for n in used]
     pages = list(range(sum(needed) + rng.randint(1, 4)))
     rng.shuffle(pages)
@@ -26,6 +26,6 @@ def in_pages(
             table[b, page] = slot = pages.pop()
             first, last = start + page * page_size, start + min(n, (page + 1) * page_size)
             paged_k[slot, : last - first], paged_v[slot, : last - first] = k[first:last], v[first:last]
-    if len(used) > 1 and min(shared[:2]) >= page_size and draw.chance(0.15):
+    if len(used) > 1 and min(shared[:2]) >= page_size and rng.random() < 0.15:
         table[1, 0] = table[0, 0]  # two sequences with a common beginning
     return paged_k, paged_v, table

@@ -1,32 +1,37 @@
 """Random problems, run by backends and held against the fp64 oracle, in this process or in several."""
 
+import math
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import processes
 from ..bench.captured import Source
 from ..errors import BackendError
+from ..testing.case import Case
 from ..testing.generate import random_case
 from ..testing.long import LONGEST, long_case
 from ..testing.oracle import solve
 from ..testing.tolerance import Deviation, compare
 
-# How many cases are worth a process, and how many it takes at a time. Starting one takes as long as some dozens of
+# How many problems are worth a process, and how many it takes at a time. Starting one takes as long as some dozens of
 # cases; on a GPU as long as a few, because kernels are compiled for most of them.
 SHARES = {"cuda": (4, 1)}
 SHARES_ELSEWHERE = (50, 4)
 GPU_BACKENDS = ("triton", "hopper")
 LONGEST_INTERPRETED = 4096
+NO_PROBLEM = "no problem to compare with: "
 
 
 class Problems(NamedTuple):
@@ -38,9 +43,16 @@ class Problems(NamedTuple):
     dtypes: tuple[torch.dtype, ...] | None  # None: all
     captured: Path | None = None  # a file of `Source`, for values that are not random
     long: range = range(0)  # seeds of long problems, which come after the others
+    variations: range = range(1)  # of each random problem
 
     def numbers(self) -> list["Number"]:
-        return [Number(seed) for seed in self.seeds] + [Number(seed, long=True) for seed in self.long]
+        """The first problem of each seed, and each long one."""
+        random = [Number(seed, self.variations.start) for seed in self.seeds]
+        return random + [Number(seed, long=True) for seed in self.long]
+
+    def of_seed(self, number: "Number") -> list["Number"]:
+        """The variations of a seed's first problem."""
+        return [number] if number.long else [number._replace(variation=n) for n in self.variations]
 
     @property
     def longest(self) -> int:
@@ -53,6 +65,7 @@ class Number(NamedTuple):
     """What identifies one problem."""
 
     seed: int
+    variation: int = 0
     long: bool = False
 
 
@@ -68,6 +81,8 @@ class Outcome:
     error: str | None = None  # the exception, if one was raised
     declined: str | None = None  # why the backend does not take this problem
     long: bool = False
+    variation: int = 0
+    device_lost: bool = False  # the error is one of the GPU's that this process cannot recover from
 
     @property
     def failed(self) -> bool:
@@ -85,6 +100,7 @@ class Tally:
     declined: int = 0
     worst: Deviation | None = None
     worst_seed: int | None = None
+    worst_variation: int = 0
 
     def add(self, outcome: Outcome) -> None:
         if outcome.declined is not None:
@@ -94,7 +110,7 @@ class Tally:
         self.failed += outcome.failed
         for deviation in outcome.deviations[:1]:
             if self.worst is None or deviation.ratio > self.worst.ratio:
-                self.worst, self.worst_seed = deviation, outcome.seed
+                self.worst, self.worst_seed, self.worst_variation = deviation, outcome.seed, outcome.variation
 
 
 @dataclass(frozen=True)
@@ -113,6 +129,10 @@ class Report:
             found.setdefault(key, Tally(*key)).add(outcome)
         return [found[key] for key in sorted(found)]
 
+    def cases(self, *, long: bool = False) -> int:
+        """Problems that backends were asked to run."""
+        return len({(outcome.seed, outcome.variation) for outcome in self.outcomes if outcome.long == long})
+
     def failures(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.failed]
 
@@ -126,21 +146,37 @@ class Report:
         return not self.failures() and not self.unverified()
 
 
-def examine(problems: Problems, jobs: int) -> Generator[list[Outcome], None, None]:
-    """For each problem, in order, one outcome of each backend. Who stops listening does not wait for the rest."""
+def examine(problems: Problems, jobs: int, seconds: float = math.inf) -> Generator[list[Outcome], None, None]:
+    """For each seed, in order, one outcome of each backend and variation. Who stops listening does not wait for the
+    rest.
+
+    No seed is begun after `seconds`, or once a process has lost its GPU: that is the last failure.
+    """
     cases, at_a_time = SHARES.get(problems.device.type, SHARES_ELSEWHERE)
     numbers = problems.numbers()
-    jobs = min(jobs, len(numbers) // cases)
+    jobs = min(jobs, len(numbers) * len(problems.variations) // cases)
+    one = partial(examine_seed, problems, time.monotonic() + seconds)
     if jobs <= 1:
         with one_thread():
-            yield from map(partial(examine_one, problems), numbers)
+            yield from until_the_end(map(one, numbers))
         return
     context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
     with ProcessPoolExecutor(jobs, context, initializer=start_worker) as pool:
         try:
-            yield from pool.map(partial(examine_one, problems), numbers, chunksize=at_a_time)
+            chunk = max(1, at_a_time // len(problems.variations))
+            yield from until_the_end(pool.map(one, numbers, chunksize=chunk))
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def until_the_end(batches: Iterator[list[Outcome] | None]) -> Iterator[list[Outcome]]:
+    """Up to the first seed for which there was no time, or in which the GPU was lost."""
+    for outcomes in batches:
+        if outcomes is None:
+            return
+        yield outcomes
+        if any(outcome.device_lost for outcome in outcomes):
+            return
 
 
 def start_worker() -> None:
@@ -149,32 +185,97 @@ def start_worker() -> None:
     torch.set_num_threads(1)
 
 
+def examine_seed(problems: Problems, deadline: float, first: Number) -> list[Outcome] | None:
+    """All variations of a seed, in one process, which compiles their kernels once. `None` past the deadline.
+
+    If every backend declines the first one, nearly always for what variations share, the others are left out.
+    """
+    if time.monotonic() > deadline:
+        return None
+    outcomes: list[Outcome] = []
+    for number in problems.of_seed(first):
+        found = examine_one(problems, number)
+        outcomes += found
+        declined = number == first and all(outcome.declined is not None for outcome in found)
+        if declined or any(outcome.device_lost for outcome in found):
+            break
+    return outcomes
+
+
 def examine_one(problems: Problems, number: Number) -> list[Outcome]:
-    """One problem, solved once by the oracle and run by every backend."""
-    seed, long = number
-    dtypes = "any" if problems.dtypes is None else ", ".join(map(dtype_name, problems.dtypes))
+    """One problem, run by every backend, and solved once by the oracle if any of them takes it."""
+    seed, variation, long = number
     try:
-        if long:
-            case = long_case(seed, device=problems.device, dtypes=problems.dtypes, longest=problems.longest)
-        else:
-            values = None if problems.captured is None else Source.load(problems.captured)
-            case = random_case(seed, device=problems.device, dtypes=problems.dtypes, values=values)
+        case = case_of(problems, number)
+    except Exception as error:
+        dtypes = "any" if problems.dtypes is None else ", ".join(map(dtype_name, problems.dtypes))
+        described = f"long, seed {seed}" if long else f"seed {seed}" + f" variation {variation}" * (variation > 0)
+        known = [Outcome(name, seed, dtypes, described, long=long, variation=variation) for name in problems.backends]
+        return [failed(outcome, problems, error, NO_PROBLEM) for outcome in known]
+
+    outcomes, results = {}, {}
+    for name in problems.backends:
+        outcome = Outcome(name, seed, dtype_name(case.dtype), case.description, long=long, variation=variation)
+        outcomes[name] = outcome
+        try:
+            results[name] = on_host(case.run(name))
+        except BackendError as error:
+            outcomes[name] = replace(outcome, declined=error.reasons.get(name, str(error)))
+        except Exception as error:
+            outcomes[name] = failed(outcome, problems, error)
+            if outcomes[name].device_lost:
+                return [outcomes[name]]
+    if results:
+        outcomes |= compared(problems, case, {name: outcomes[name] for name in results}, results)
+    return list(outcomes.values())
+
+
+def compared(
+    problems: Problems, case: Case, outcomes: dict[str, Outcome], results: dict[str, dict[str, Tensor]]
+) -> dict[str, Outcome]:
+    """The outcomes of the backends that have `results`."""
+    try:
         expected = solve(case)
     except Exception as error:
-        message = f"no problem to compare with: {in_words(error)}"
-        described = f"long, seed {seed}" if long else f"seed {seed}"
-        return [Outcome(backend, seed, dtypes, described, error=message, long=long) for backend in problems.backends]
-
-    def outcome(backend: str) -> Outcome:
-        known = partial(Outcome, backend, seed, dtype_name(case.dtype), case.description, long=long)
+        return {name: failed(outcome, problems, error, NO_PROBLEM) for name, outcome in outcomes.items()}
+    found = {}
+    for name, outcome in outcomes.items():
         try:
-            return known(tuple(compare(case.run(backend), case, expected)))
-        except BackendError as error:
-            return known(declined=error.reasons.get(backend, str(error)))
+            found[name] = replace(outcome, deviations=tuple(compare(results[name], case, expected)))
         except Exception as error:
-            return known(error=in_words(error))
+            found[name] = failed(outcome, problems, error)
+    return found
 
-    return [outcome(backend) for backend in problems.backends]
+
+def case_of(problems: Problems, number: Number) -> Case:
+    seed, variation, long = number
+    device, dtypes = problems.device, problems.dtypes
+    if long:
+        return long_case(seed, device=device, dtypes=dtypes, longest=problems.longest)
+    values = None if problems.captured is None else Source.load(problems.captured)
+    return random_case(seed, device=device, dtypes=dtypes, values=values, variation=variation)
+
+
+def on_host(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The results on the CPU. An error of the backend's kernels is raised here at the latest."""
+    return {name: x.cpu() for name, x in results.items()}
+
+
+def failed(outcome: Outcome, problems: Problems, error: Exception, words: str = "") -> Outcome:
+    return replace(outcome, error=words + in_words(error), device_lost=is_lost(problems.device))
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether an error such as an illegal memory access has ended this process's use of the GPU: every later call
+    repeats it.
+    """
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def dtype_name(dtype: torch.dtype) -> str:

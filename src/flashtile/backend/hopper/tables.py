@@ -1,5 +1,5 @@
 """Tiles of the Hopper kernels: at head dimensions 64 and 128 as measured on an H200, at others as counted
-(docs/performance-notes.md).
+(docs/design/hopper-forward.md).
 """
 
 from dataclasses import dataclass, replace
