@@ -4,6 +4,7 @@ The device's time does not count: calls are queued back to back, and only the qu
 turns; each figure is the median of the rounds, with the fastest and the slowest.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -74,10 +75,46 @@ def decoding() -> None:
         compare("attention_with_kvcache", {"reading": step, "appending": lambda: step(k=new, v=new)})
 
 
+def growing() -> None:
+    """One row attends over a dense cache that is one key longer at each call, and over one that is not."""
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    q, cache = torch.randn(1, 8, 1, 64, **options), torch.randn(1, 8, 8192, 64, **options)
+    lengths = itertools.count(1)
+
+    def longer() -> torch.Tensor:
+        k = cache[:, :, : next(lengths)]
+        return flashtile.attention(q, k, k)
+
+    def repeated() -> torch.Tensor:
+        k = cache[:, :, :500]
+        return flashtile.attention(q, k, k)
+
+    with torch.no_grad():
+        compare("attention of one row", {"repeated": repeated, "growing": longer})
+
+
+def default_device() -> None:
+    q = torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16)
+
+    def inside() -> torch.Tensor:
+        with torch.device("cuda"):
+            return flashtile.attention(q, q, q)
+
+    def mode_alone() -> None:
+        with torch.device("cuda"):
+            pass
+
+    with torch.no_grad():
+        runs = {"without": lambda: flashtile.attention(q, q, q), "with": inside, "the mode alone": mode_alone}
+        compare("attention and a default device", runs)
+
+
 def main() -> None:
     for seqlen in (64, 128):
         dense(seqlen)
     decoding()
+    growing()
+    default_device()
 
 
 if __name__ == "__main__":

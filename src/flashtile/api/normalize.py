@@ -60,6 +60,7 @@ def normalize(
         and is_plain_eager(*tensors.values(), *of_cache)
         and q is not None
         and q.dim() > 0
+        and not q.is_nested
     ):
         settings = settings_of(function, q.shape[-1], *scalars)
         if settings.dropout_p > 0:
