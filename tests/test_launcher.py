@@ -1,4 +1,4 @@
-"""Launches by `backend.common.launcher` give Triton's C function what Triton itself would give it."""
+"""Launches by `backend.gpu.launcher` give Triton's C function what Triton itself would give it."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,8 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 
 from flashtile.backend.gpu import launcher
-from flashtile.backend.gpu.launch import Runner, taken
-from flashtile.backend.gpu.pointers import Place
+from flashtile.backend.gpu.launch import TritonLaunch
+from flashtile.backend.gpu.pointers import Slot, resolved
 
 BASE = ("function", False, False, None, None, (4, 1, 0), None, None, None)
 
@@ -63,27 +63,27 @@ def test_arguments(with_descriptors: bool) -> None:
         names = {"k_desc": "tensordesc<bf16[1, 4]>", **names, "v_desc": "tensordesc<bf16[1, 4]>"}
     compiled = Compiled(dict(enumerate(names.values())), layouts)
 
-    places = {"q": Place(0), "lse": Place(1), "absent": None}
+    slots = {"q": Slot(0), "lse": Slot(1), "absent": None}
     if with_descriptors:
-        places |= {"k_desc": Place(2, descriptor, 2), "v_desc": Place(3, descriptor, 4)}
+        slots |= {"k_desc": Slot(2, descriptor, 2), "v_desc": Slot(3, descriptor, 4)}
 
     def tensors() -> list[torch.Tensor | None]:
         return [torch.randn(4, 8) for _ in range(4)]
 
     first = tensors()
-    pointers = taken(places, first)
+    pointers = resolved(slots, first)
     arguments = {"n": 5, "TILE": "tile"} | pointers
     arguments = {name: arguments[name] for name in names}
-    runner = Runner(compiled, 12, arguments, places)
+    by_triton = TritonLaunch(compiled, 12, arguments, slots)
     made = mock.patch.object(nvidia, "make_tensordesc_arg", side_effect=map_of)
     made_here = mock.patch.object(launcher, "make_tensordesc_arg", side_effect=map_of)
     with made, made_here as maps, gpu():
-        launch = launcher.of(compiled, 12, arguments, places, pointers, runner)
+        launch = launcher.of(compiled, 12, arguments, slots, by_triton)
         assert isinstance(launch, launcher.Launcher)
         others = tensors()
         for given in (first, others, others):
             launch(given)
-            runner(given)
+            by_triton(given)
             ours, theirs = compiled.given[-2:]
             assert ours == tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in theirs)
         assert maps.call_count == 2 * len(layouts)  # once for each address
@@ -94,7 +94,7 @@ def test_a_profiler_s_hooks_are_left_to_triton() -> None:
     x = torch.randn(4)
     by_triton = mock.Mock()
     with gpu():
-        launch = launcher.of(compiled, 1, {"x": x}, {"x": Place(0)}, {"x": x}, by_triton)
+        launch = launcher.of(compiled, 1, {"x": x}, {"x": Slot(0)}, by_triton)
     assert launch is not None
     hook = mock.Mock()
     knobs.runtime.launch_enter_hook.add(hook)
@@ -110,4 +110,4 @@ def test_what_needs_scratch_memory_is_left_to_triton() -> None:
     compiled = Compiled({0: "*fp32"}, [])
     compiled.run.global_scratch_size = 128
     x = torch.randn(4)
-    assert launcher.of(compiled, 1, {"x": x}, {"x": Place(0)}, {"x": x}, mock.Mock()) is None
+    assert launcher.of(compiled, 1, {"x": x}, {"x": Slot(0)}, mock.Mock()) is None

@@ -107,7 +107,7 @@ class Recording:
         tensors = [*inputs]  # keeps them alive until the last launch: kernels know addresses only
         for step in self.steps:
             step(tensors)
-        return [None if n is None else tensors[n] for n in self.results]
+        return tuple([None if n is None else tensors[n] for n in self.results])
 
 
 def run(inputs: Sequence[Tensor | None], function: Callable[..., Results], *arguments: Any) -> Results:
