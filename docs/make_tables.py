@@ -1,8 +1,8 @@
 """Fill the tables of README.md, docs/performance.md and docs/architecture.md: `python docs/make_tables.py`.
 
-Figures come from `benchmarks/results/`, layers from `tests/test_imports.py`. A table stands between
-`<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this makes, so that no figure can go
-stale.
+Figures come from `benchmarks/results/`, layers from `tests/test_imports.py`, features from the backends' own answers. A
+table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this makes, so that
+nothing in them can go stale.
 """
 
 import ast
@@ -10,7 +10,9 @@ import csv
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/performance.md", "docs/architecture.md")
@@ -214,7 +216,66 @@ def layers() -> str:
     return "\n".join(["```", *(", ".join(layer) for layer in ast.literal_eval(value)), "```"])
 
 
+# What backends take -------------------------------------------------------------------------------------------------
+
+
+def backends() -> str:
+    """Each feature in each backend, as its `support` module answers for a problem with that feature."""
+    import torch
+
+    from flashtile.call.call import DIFFERENTIABLE, Needs
+    from flashtile.call.device import Device
+    from flashtile.call.problem import Problem
+    from flashtile.call.window import Window
+    from flashtile.dispatch.planner import SUPPORT
+
+    pairs = (True, True, False, False)  # of a batch and its heads, the same
+    none: dict[str, Any] = dict.fromkeys(("page_size", "mask", "bias", "score_mod"))
+    none |= dict.fromkeys(("softcap", "alibi", "sinks", "dropout", "deterministic"), False)
+    plain = Problem(
+        "dense", torch.bfloat16, 2, 8, 8, 4096, 4096, 128, 128, window=Window(None, None), alignment=16, **none
+    )
+    features: dict[str, tuple[dict[str, Any], str | None]] = {
+        "bfloat16, float16": ({}, None),
+        "float32": ({"dtype": torch.float32}, None),
+        "float64": ({"dtype": torch.float64}, None),
+        "head dimension 64": ({"head_dim": 64, "head_dim_v": 64}, None),
+        "head dimension 80": ({"head_dim": 80, "head_dim_v": 80}, None),
+        "head dimension 192 with values of 128": ({"head_dim": 192}, None),
+        "head dimension 512": ({"head_dim": 512, "head_dim_v": 512}, None),
+        "head dimension 1024": ({"head_dim": 1024, "head_dim_v": 1024}, None),
+        "grouped heads": ({"num_heads_kv": 2}, None),
+        "causal": ({"window": Window(None, 0)}, None),
+        "sliding window": ({"window": Window(1023, 0)}, None),
+        "`mask`": ({"mask": pairs}, None),
+        "`softcap`": ({"softcap": True}, None),
+        "`bias`": ({"bias": pairs}, "bias"),
+        "`alibi_slopes`": ({"alibi": True}, "alibi_slopes"),
+        "`sinks`": ({"sinks": True}, "sinks"),
+        "`score_mod`": ({"score_mod": "a function"}, None),
+        "`dropout_p`": ({"dropout": True}, None),
+        "`deterministic`": ({"deterministic": True}, None),
+        "packed sequences": ({"layout": "varlen"}, None),
+        "pages": ({"layout": "paged", "page_size": 64}, None),
+    }
+    devices = {"cpu": Device("cpu", "a CPU", "x86_64", 8)}
+    h200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
+
+    def answer(backend: str, changes: dict[str, Any], gradient: str | None) -> str:
+        support, device, problem = SUPPORT[backend], devices.get(backend, h200), replace(plain, **changes)
+        if support.declines(problem, device) is not None:
+            return "no"
+        needs = Needs(True, True, True, *(name == gradient for name in DIFFERENTIABLE[3:]))
+        declines_backward = getattr(support, "declines_backward", lambda *_: None)
+        return "yes" if declines_backward(problem, device, needs) is None else "forward"
+
+    names = ["reference", "tiled", "cpu", "triton", "hopper"]
+    body = [[feature, *(answer(name, *about) for name in names)] for feature, about in features.items()]
+    return markdown(["feature", *(f"`{name}`" for name in names)], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "backends": backends,
     "speed": speed,
     "losses": losses,
     "h200": h200,

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ..call.advice import refuse
-from ..call.call import Call, Needs
+from ..call.call import DIFFERENTIABLE, FEATURES, Call, Needs
 from ..call.device import describe_device, host_readable
+from ..call.features import DENSE, VARLEN
 from ..call.plan import Plan
 from ..call.problem import Problem
 from ..call.window import visible_pairs
@@ -142,9 +143,8 @@ def explain(
 
 def needs_of(call: Call) -> Needs:
     """The gradients of q, k and v, and of features whose tensors require one."""
-    t = call.tensors
-    bias, alibi_slopes, sinks = (x is not None and x.requires_grad for x in (t.bias, t.alibi_slopes, t.sinks))
-    return Needs(True, True, True, bias, alibi_slopes, sinks)
+    tensors = [getattr(call.tensors, name) for name in DIFFERENTIABLE[3:]]
+    return Needs(True, True, True, *(x is not None and x.requires_grad for x in tensors))
 
 
 def backward_plan(problem: Problem, device: torch.device, backend: str, needs: Needs) -> Plan | None:
@@ -159,13 +159,13 @@ def described_call(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, keywords: dict[str, Any]
 ) -> Call:
     """The normalised call of a public function's arguments; `refuse` answers what it does not take."""
-    tensor_names = ("mask", "bias", "alibi_slopes", "sinks")
+    layout = DENSE if cu_q is None else VARLEN
+    tensor_names = [name for name, x in FEATURES.items() if x.public and layout in x.layouts]
     defaults: dict[str, Any] = dict.fromkeys(
         ("window", "scale", "softcap", "score_mod", "dropout_seed", "deterministic")
     )
     defaults |= {"causal": False, "dropout_p": 0.0, "backend": "auto"}
     if cu_q is not None:
-        tensor_names += ("seqused_k", "page_table")
         defaults |= {"max_seqlen_q": None, "max_seqlen_k": None}
     known = {*tensor_names, *defaults, "return_lse"}
     if unknown := {name: value for name, value in keywords.items() if name not in known}:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..call.cache import CACHE_REQUIRED, CacheTensors
-from ..call.call import Call, Settings, Tensors
+from ..call.call import FEATURES, Call, Settings, Tensors
 from ..call.eager import is_plain_eager
+from ..call.features import SCORES
 from ..call.window import Window
 from ..dispatch import fast_path
 from ..errors import ArgumentError, call_of
@@ -72,6 +73,7 @@ def normalize(
         require_tensors(function, cache._asdict(), CACHE_REQUIRED)
         same_place(function, cache.k_cache, cache._asdict())
     require_tensors(function, tensors, REQUIRED if cache is None else REQUIRED[:3])
+    q = tensors["q"]
     same_place(function, q, tensors)
     # Caches are written in place, so they keep their dtype.
     tensors = in_autocast_dtype(tensors, REQUIRED[:3] if cache is None else REQUIRED[:1])
@@ -168,8 +170,8 @@ def in_autocast_dtype(tensors: dict[str, Any], cast: tuple[str, ...]) -> dict[st
         x = tensors[argument]
         if x.dtype in (torch.float16, torch.bfloat16, torch.float32):
             tensors[argument] = x.to(dtype)
-    for argument in ("bias", "alibi_slopes", "sinks"):
-        x = tensors.get(argument)
+    for argument, feature in FEATURES.items():
+        x = tensors.get(argument) if feature.dtype == SCORES else None
         if x is not None and x.dtype in (torch.float16, torch.bfloat16) and x.dtype != dtype:
             tensors[argument] = x.float()
     return tensors

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..errors import ArgumentError
 from . import device
 from .call import INDICES, Call, Tensors, new_rows, with_copies
-from .check import INDEX_DTYPES, memory, pages
+from .check import memory, pages
+from .features import INDEX_DTYPES
 from .overlap import overlap, overlaps_itself
 from .problem import accumulation_dtype
 

@@ -3,15 +3,33 @@
 The operators' schemas are generated from these tuples, so that an argument is written down once.
 """
 
+from collections import namedtuple
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import device
+from .features import (
+    BOOL,
+    CACHE,
+    DENSE,
+    INDEX,
+    PACKED,
+    PAIRS,
+    PER_HEAD,
+    PER_SEQUENCE_AND_HEAD,
+    SCORES,
+    SEED,
+    VARLEN,
+    Feature,
+    fields_of,
+)
 from .memory import freed
 from .window import Window
+
+OF_A_PART = Feature(layouts=(DENSE, VARLEN), public=False)
 
 
 class Tensors(NamedTuple):
@@ -24,16 +42,16 @@ class Tensors(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Tensor | None = None  # bool, [B|1, H|1, Sq|1, Sk|1]
-    bias: Tensor | None = None  # [B|1, H|1, Sq|1, Sk|1]
-    alibi_slopes: Tensor | None = None  # [H] or [B, H]
-    sinks: Tensor | None = None  # [H]
-    dropout_seed: Tensor | None = None  # int64, one element
-    cu_seqlens_q: Tensor | None = None  # int32, [B + 1]; present iff q is packed
-    cu_seqlens_k: Tensor | None = None  # int32, [B + 1]
-    seqused_k: Tensor | None = None  # int32, [B]
-    page_table: Tensor | None = None  # int32, [B, max_pages]
-    leftpad_k: Tensor | None = None  # int32, [B]; KV cache only
+    mask: Annotated[Tensor | None, Feature((PAIRS,), BOOL, advice="; an additive mask is a `bias`")] = None
+    bias: Annotated[Tensor | None, Feature((PAIRS,), SCORES, gradient=True, advice="; a bool one is a `mask`")] = None
+    alibi_slopes: Annotated[Tensor | None, Feature((PER_HEAD, PER_SEQUENCE_AND_HEAD), SCORES, gradient=True)] = None
+    sinks: Annotated[Tensor | None, Feature((PER_HEAD,), SCORES, gradient=True)] = None
+    dropout_seed: Annotated[Tensor | None, Feature((("1",),), SEED, public=False)] = None  # an int becomes a tensor
+    cu_seqlens_q: Annotated[Tensor | None, Feature((("B+1",),), INDEX, layouts=PACKED)] = None  # iff q is packed
+    cu_seqlens_k: Annotated[Tensor | None, Feature((("B+1",),), INDEX, layouts=(VARLEN,))] = None
+    seqused_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(VARLEN,))] = None
+    page_table: Annotated[Tensor | None, Feature((("B", "max_pages"),), INDEX, layouts=(VARLEN,))] = None
+    leftpad_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(), public=False)] = None  # of a cache
     score_mod_tensors: Sequence[Tensor] = ()
 
     def flat(self) -> tuple[Tensor | None, ...]:
@@ -55,18 +73,18 @@ class Settings(NamedTuple):
     top_left: bool = False
     dropout_p: float = 0.0
     score_mod: str | None = None  # key of a registered function
-    max_seqlen_q: int | None = None  # varlen only
-    max_seqlen_k: int | None = None
-    num_splits: int | None = None  # KV cache only
-    deterministic: bool = False
+    max_seqlen_q: Annotated[int | None, Feature(layouts=(VARLEN,))] = None
+    max_seqlen_k: Annotated[int | None, Feature(layouts=(VARLEN,))] = None
+    num_splits: Annotated[int | None, Feature(layouts=(CACHE,))] = None
+    deterministic: Annotated[bool, Feature(layouts=(DENSE, VARLEN))] = False
     backend: str = "auto"
     # Where this call lies in a larger, sharded one. Positions, masks, ALiBi, dropout and score_mod count from here.
-    b0: int = 0
-    h0: int = 0
-    i0: int = 0
-    j0: int = 0
-    diagonal: int = 0  # what Sk - Sq of the whole exceeds Sk - Sq of this part by
-    num_heads: int | None = None  # query heads of the whole; None: those of q
+    b0: Annotated[int, OF_A_PART] = 0
+    h0: Annotated[int, OF_A_PART] = 0
+    i0: Annotated[int, OF_A_PART] = 0
+    j0: Annotated[int, OF_A_PART] = 0
+    diagonal: Annotated[int, OF_A_PART] = 0  # what Sk - Sq of the whole exceeds Sk - Sq of this part by
+    num_heads: Annotated[int | None, OF_A_PART] = None  # query heads of the whole; None: those of q
 
     @property
     def window(self) -> Window:
@@ -123,16 +141,16 @@ class Call:
         return self.settings.num_heads or self.tensors.q.shape[1]
 
 
-class Needs(NamedTuple):
-    """Which gradients a caller asked for."""
+TENSORS, SETTINGS = fields_of(Tensors), fields_of(Settings)
+FEATURES = {field.name: field.feature for field in TENSORS if field.feature is not None}
+DIFFERENTIABLE = ("q", "k", "v", *(name for name, feature in FEATURES.items() if feature.gradient))
+POSITIONS = tuple(Tensors._fields.index(name) for name in DIFFERENTIABLE)
 
-    q: bool = False
-    k: bool = False
-    v: bool = False
-    bias: bool = False
-    alibi_slopes: bool = False
-    sinks: bool = False
-    score_mod_tensors: tuple[bool, ...] = ()
+
+class Needs(namedtuple("Needs", (*DIFFERENTIABLE, "score_mod_tensors"), defaults=(*[False] * len(DIFFERENTIABLE), ()))):
+    """The requested gradients: a bool for each differentiable tensor, a tuple of them for `score_mod_tensors`."""
+
+    __slots__ = ()
 
     def flat(self) -> tuple[bool, ...]:
         return (*self[:-1], *self.score_mod_tensors)
@@ -143,16 +161,10 @@ class Needs(NamedTuple):
         return cls._make((*flat[:named], tuple(flat[named:])))
 
 
-class Gradients(NamedTuple):
-    """What backward returns; a gradient that nobody asked for is `None`."""
+class Gradients(namedtuple("Gradients", Needs._fields, defaults=(*[None] * len(DIFFERENTIABLE), ()))):
+    """Results of backward, as `Needs`: a tensor, or `None` where none was requested."""
 
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
-    bias: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    score_mod_tensors: tuple[Tensor | None, ...] = ()
+    __slots__ = ()
 
     def flat(self) -> tuple[Tensor | None, ...]:
         return (*self[:-1], *self.score_mod_tensors)
@@ -163,16 +175,10 @@ class Gradients(NamedTuple):
         return cls._make((*flat[:named], tuple(flat[named:])))
 
 
-FLAT_FIELDS = Tensors._fields[:-1]
-
-
-DIFFERENTIABLE = tuple(FLAT_FIELDS.index(name) for name in Needs._fields[:-1])
-
-
 def differentiable_positions(num_flat: int) -> tuple[int, ...]:
-    """Which of `Tensors.flat()` can have a gradient, in the order of `Needs.flat()` and `Gradients.flat()`."""
-    more = num_flat - len(FLAT_FIELDS)
-    return (*DIFFERENTIABLE, *range(len(FLAT_FIELDS), num_flat)) if more else DIFFERENTIABLE
+    """Indices into `Tensors.flat()` of what can have a gradient, in the order of `Needs.flat()`."""
+    named = len(Tensors._fields) - 1
+    return (*POSITIONS, *range(named, num_flat)) if num_flat > named else POSITIONS
 
 
 INDICES = slice(Tensors._fields.index("cu_seqlens_q"), Tensors._fields.index("leftpad_k") + 1)

@@ -9,11 +9,11 @@ from torch import Tensor
 from ..errors import ArgumentError
 from . import device
 from .advice import broadcasts_to, layout_example, pairs_example
-from .call import Call, Tensors
+from .call import FEATURES, Call, Tensors
+from .features import BOOL, INDEX, INDEX_DTYPES, SCORES, one_of
 from .memory import freed
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_HEAD_DIM = 1024
 EXAMPLES = {
     "dense": "flashtile.attention(q, k, v) with q [2, 8, 128, 64], k [2, 4, 256, 64], v [2, 4, 256, 64]",
@@ -98,28 +98,22 @@ def broadcasts(call: Call, batch: int, seqlen_q: int, seqlen_k: int) -> None:
     heads = t.q.shape[1]
     full = (batch, heads, seqlen_q, seqlen_k)
 
-    def fail(argument: str, given: Tensor, accepted: str) -> None:
-        raise ArgumentError(argument, given, accepted, pairs_example(call, argument, given, full) or example)
+    def fail(argument: str, given: Tensor, accepted: str, pairs: bool) -> None:
+        of_pairs = pairs_example(call, argument, given, full) if pairs else None
+        raise ArgumentError(argument, given, accepted, of_pairs or example)
 
-    floating = tuple({t.q.dtype, torch.float32})
-    for name, x, dtypes in (("mask", t.mask, (torch.bool,)), ("bias", t.bias, floating)):
-        if x is None:
+    for name, feature in FEATURES.items():
+        x = getattr(t, name)
+        if x is None or feature.dtype not in (SCORES, BOOL):
             continue
-        if x.dtype not in dtypes:
-            advice = "; an additive mask is a `bias`" if name == "mask" else "; a bool one is a `mask`"
-            fail(name, x, f"dtype {one_of(dtypes)}{advice}")
-        if not broadcasts_to(x, full):
-            fail(name, x, f"four dimensions [B, H, Sq, Sk] = {list(full)}, each of which may be 1")
-    for name, x, shapes in (
-        ("alibi_slopes", t.alibi_slopes, ((heads,), (batch, heads))),
-        ("sinks", t.sinks, ((heads,),)),
-    ):
-        if x is None:
-            continue
-        if x.dtype not in floating:
-            raise ArgumentError(name, x, f"dtype {one_of(floating)}", example)
-        if tuple(x.shape) not in shapes:
-            raise ArgumentError(name, x, "shape " + " or ".join(str(list(shape)) for shape in shapes), example)
+        pairs = feature.broadcasts
+        if x.dtype not in (dtypes := feature.dtypes(t.q.dtype)):
+            fail(name, x, f"dtype {one_of(dtypes)}{feature.advice}", pairs)
+        sizes = feature.sizes(B=batch, H=heads, Sq=seqlen_q, Sk=seqlen_k)
+        if pairs and not broadcasts_to(x, full):
+            fail(name, x, f"four dimensions [B, H, Sq, Sk] = {list(full)}, each of which may be 1", pairs)
+        if not pairs and tuple(x.shape) not in sizes:
+            fail(name, x, "shape " + " or ".join(str(list(size)) for size in sizes), pairs)
     if t.dropout_seed is not None and (t.dropout_seed.dtype != torch.int64 or t.dropout_seed.numel() != 1):
         accepted = f"an int, or an int64 tensor of one element on {t.q.device}"
         raise ArgumentError("dropout_seed", t.dropout_seed, accepted, example)
@@ -130,9 +124,10 @@ def varlen_bounds(call: Call) -> tuple[int, int, int]:
     where they are on a CPU.
     """
     t, settings, example = call.tensors, call.settings, EXAMPLES[call.layout]
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"):
-        x = getattr(t, name)
-        rank = 2 if name == "page_table" else 1
+    for name, feature in FEATURES.items():
+        if feature.dtype != INDEX or not feature.layouts:
+            continue
+        x, rank = getattr(t, name), len(feature.shapes[0])
         if x is not None and (x.dtype not in INDEX_DTYPES or x.dim() != rank):
             raise ArgumentError(name, x, f"int32 (or int64), {rank} dimension{'s' * (rank > 1)}", example)
     if t.cu_seqlens_q is None:  # a KV cache with dense queries
@@ -211,7 +206,3 @@ def pages(table: Tensor, lengths: list[int], num_pages: int, page_size: int, exa
             if not 0 <= page < num_pages:
                 accepted = f"entries of 0 to {num_pages - 1}; sequence {b} uses {page}"
                 raise ArgumentError("page_table", table, accepted, example)
-
-
-def one_of(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -12,33 +12,25 @@ from torch import Tensor
 from torch.library import register_fake, register_vmap
 
 from ..call.cache import CacheCall, CacheTensors, check_apart
-from ..call.call import Call, Settings, Tensors, lse_shape, new_rows
+from ..call.call import FEATURES as FEATURES_OF_CALLS
+from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows
 from ..call.eager import in_forward_mode, untraced
+from ..call.features import CACHE, INDEX
 from ..call.problem import accumulation_dtype
 from ..errors import AttentionError
 from . import fast_path
 from .operators import LIBRARY, run_forward
 
 NAME = "attention_with_kvcache"
-FEATURES = ("cu_seqlens_q", "mask", "bias", "alibi_slopes", "sinks", "dropout_seed")
 OPTIONAL_CACHE = CacheTensors._fields[3:]
-SETTINGS = {
-    "scale": "float",
-    "softcap": "float?",
-    "window_left": "SymInt?",
-    "window_right": "SymInt?",
-    "top_left": "bool",
-    "dropout_p": "float",
-    "score_mod": "str?",
-    "num_splits": "SymInt?",
-    "backend": "str",
-}
+FEATURES = ["cu_seqlens_q", *(name for name, x in FEATURES_OF_CALLS.items() if CACHE in x.layouts and x.dtype != INDEX)]
+OF_CACHE = [field for field in SETTINGS if field.in_layout(CACHE)]
 SCHEMA = ", ".join(
     (
         "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens",
         *(f"Tensor? {name}" for name in (*OPTIONAL_CACHE, *FEATURES)),
         "Tensor[] score_mod_tensors, bool rotary_interleaved",
-        *(f"{kind} {name}" for name, kind in SETTINGS.items()),
+        *(field.schema(CACHE) for field in OF_CACHE),
     )
 )
 
@@ -46,7 +38,7 @@ SCHEMA = ", ".join(
 def arguments(q: Tensor, cache: CacheTensors, features: Tensors, settings: Settings, interleaved: bool) -> list[Any]:
     """A call as the operator takes it."""
     given = (getattr(features, name) for name in FEATURES)
-    scalars = (getattr(settings, name) for name in SETTINGS)
+    scalars = (getattr(settings, field.name) for field in OF_CACHE)
     return [q, *cache, *given, list(features.score_mod_tensors), interleaved, *scalars]
 
 
@@ -89,7 +81,7 @@ def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     named = dict(zip(FEATURES, rest, strict=False))
     modifiers, interleaved, *scalars = rest[len(FEATURES) :]
     features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
-    settings = Settings(**dict(zip(SETTINGS, scalars, strict=True)))
+    settings = Settings(**dict(zip([field.name for field in OF_CACHE], scalars, strict=True)))
     return run_with_cache(CacheCall(Call(features, settings), cache, interleaved))
 
 

@@ -5,16 +5,18 @@ single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan
 """
 
 import functools
-import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call import check
 from ..call.call import (
+    DIFFERENTIABLE,
+    SETTINGS,
+    TENSORS,
     Call,
     Gradients,
     Needs,
@@ -25,29 +27,19 @@ from ..call.call import (
     new_rows,
 )
 from ..call.eager import in_forward_mode, is_plain_eager, untraced
+from ..call.features import Field
 from ..call.problem import accumulation_dtype
 from ..errors import AttentionError
 from . import fast_path, forking
 from .planner import function_of, plan_call
 
 LIBRARY = torch.library.Library("flashtile", "DEF")
-CACHE_ONLY = ("leftpad_k", "num_splits")
-VARLEN_ONLY = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "max_seqlen_q", "max_seqlen_k")
 AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
-SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", Sequence[Tensor]: "Tensor[]"}
 
 
-def schema(fields: type, layout: str) -> list[str]:
-    """The schema arguments of `Tensors` or `Settings`, as far as the layout has them."""
-    arguments = []
-    for name, hint in get_type_hints(fields).items():
-        if name in CACHE_ONLY or (layout == "dense" and name in VARLEN_ONLY):
-            continue
-        optional = isinstance(hint, types.UnionType)
-        kind = SCHEMA_TYPES[hint.__args__[0] if optional else hint]
-        optional = optional and not (layout == "varlen" and name == "cu_seqlens_q")
-        arguments.append(f"{kind}{'?' * optional} {name}")
-    return arguments
+def fields(layout: str) -> list[Field]:
+    """The arguments of a layout's operators."""
+    return [field for field in (*TENSORS, *SETTINGS) if field.in_layout(layout)]
 
 
 class Operators:
@@ -56,9 +48,9 @@ class Operators:
     def __init__(self, layout: str):
         self.layout = layout
         self.name = {"dense": "attention", "varlen": "attention_varlen"}[layout]
-        self.fields = [s.split()[-1] for s in (*schema(Tensors, layout), *schema(Settings, layout))]
-        call = ", ".join((*schema(Tensors, layout), *schema(Settings, layout)))
-        gradients = "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks, Tensor[] dmod"
+        self.fields = [field.name for field in fields(layout)]
+        call = ", ".join(field.schema(layout) for field in fields(layout))
+        gradients = ", ".join((*(f"Tensor d{name}" for name in DIFFERENTIABLE), "Tensor[] dmod"))
         LIBRARY.define(f"{self.name}_forward({call}) -> (Tensor out, Tensor lse)")
         LIBRARY.define(
             f"{self.name}_backward(bool[] needs, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, {call})"
@@ -143,10 +135,10 @@ class Operators:
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Any, ...]:
         call = self.call(arguments)
-        t = call.tensors
-        features = (t.bias, t.alibi_slopes, t.sinks, *t.score_mod_tensors)
+        flat = call.tensors.flat()
         found = []
-        for x, needed in zip((t.q, t.k, t.v, *features), needs, strict=True):
+        for n, needed in zip(differentiable_positions(len(flat)), needs, strict=True):
+            x = flat[n]
             if x is None or not needed:
                 found.append(None)
             elif self.layout == "dense" and len(found) < 3:
