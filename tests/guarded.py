@@ -101,11 +101,11 @@ def cases_of_every_residue(dense_case: Any) -> Iterator[Any]:
     """All four sizes change from call to call, by steps without a common factor. Dtypes differ in how features are read
     and in lanes: of other dtypes than float32, a third of the calls is enough for those.
     """
-    from flashtile.backend.cpu.workspace import BLOCK
+    from flashtile.backend.cpu.workspace import BLOCK_N
 
-    others = itertools.product(range(0, BLOCK, 3), (torch.bfloat16, torch.float64, torch.float16))
-    for n, dtype in (*((n, torch.float32) for n in range(BLOCK)), *others):
-        keys = 1 + 5 * n % BLOCK + n % 2 * BLOCK
+    others = itertools.product(range(0, BLOCK_N, 3), (torch.bfloat16, torch.float64, torch.float16))
+    for n, dtype in (*((n, torch.float32) for n in range(BLOCK_N)), *others):
+        keys = 1 + 5 * n % BLOCK_N + n % 2 * BLOCK_N
         widths = {"head_dim": 1 + 7 * n % 32, "head_dim_v": 1 + (11 * n + 4) % 32}
         causal = (False, True, "top_left")[n % 3]
         yield dense_case(batch=1, seqlen_q=1 + n, seqlen_k=keys, **widths, dtype=dtype, causal=causal, seed=n)

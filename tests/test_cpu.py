@@ -408,7 +408,7 @@ def never(*_: Any) -> Any:
 def test_object_files_are_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load()
     assert len(list(cache.iterdir())) == 1
-    monkeypatch.setattr(jit, "compiled", never)
+    monkeypatch.setattr(jit, "compile_object", never)
     monkeypatch.setattr(forward, "source", never)
     assert load()
 
@@ -417,13 +417,13 @@ def test_other_generators_have_other_object_files(cache: Path, monkeypatch: pyte
     """Their files name an object file. What was written by some that changed meanwhile is not kept."""
     copied = cache.parent / "package"
     shutil.copytree(jit.PACKAGE, copied)
-    assert jit.generators(copied) == jit.GENERATORS
+    assert jit.hash_sources(copied) == jit.SOURCES_HASH
     copied.joinpath("scores.py").write_text("# another\n")
-    assert jit.generators(copied) != jit.GENERATORS
+    assert jit.hash_sources(copied) != jit.SOURCES_HASH
     monkeypatch.setattr(jit, "PACKAGE", copied)
     assert load()
     assert not cache.exists()
-    monkeypatch.setattr(jit, "GENERATORS", jit.generators(copied))
+    monkeypatch.setattr(jit, "SOURCES_HASH", jit.hash_sources(copied))
     assert load()
     assert len(list(cache.iterdir())) == 1
 
@@ -467,22 +467,22 @@ def test_kernels_for_arm_compile() -> None:
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    target = targets.named("neon", "aarch64-unknown-linux-gnu")
+    target = targets.make_target("neon", "aarch64-unknown-linux-gnu")
     everything = arguments.Variant("float16", 4, softcap=True, bias="float32", alibi=True, mask=True, dropout=True)
     for pass_, variant in itertools.product((forward, backward), (VARIANT, everything)):
         machine, source = jit.target_machine(target), pass_.source(variant, target)
         assert "fmla" in machine.emit_assembly(llvm.parse_assembly(source))
-        assert jit.compiled(source, machine)[:4] == b"\x7fELF"
+        assert jit.compile_object(source, machine)[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("asked", ["mmx", ""])
-def test_vectors_that_the_processor_lacks_are_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("requested", ["mmx", ""])
+def test_vectors_that_the_processor_lacks_are_refused(requested: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By everything that would use them, with one message; by what has a plan already, too."""
     case = dense_case(head_dim=9)
     case.run("cpu")
     q = case.arguments["q"]
-    monkeypatch.setenv(support.VECTORS_VARIABLE, asked)
-    told = f"FLASHTILE_CPU_VECTORS is {asked!r}. Accepted here: '"
+    monkeypatch.setenv(support.VECTORS_VARIABLE, requested)
+    told = f"FLASHTILE_CPU_VECTORS is {requested!r}. Accepted here: '"
     for refused in (lambda: case.run("cpu"), lambda: flashtile.attention(q, q, q), lambda: flashtile.explain(q, q, q)):
         with pytest.raises(BackendError) as raised:
             refused()

@@ -19,13 +19,13 @@ from ..epilogue import sink_gradient
 from ..scalars import rows_last
 from . import arguments as args
 from . import targets, threads, workspace
-from .epilogue import in_pages, slope_gradient, without_padding, without_pages
+from .epilogue import gather_pages, scatter_to_pages, slope_gradient, without_padding
 from .jit import function_address
 from .kernels import sums
 from .targets import Target
 from .variant import BACKWARD, FORWARD, Variant
 
-MOST_LAUNCHES = 1024
+MAX_LAUNCHES = 1024
 
 
 @functools.lru_cache(maxsize=1024)
@@ -33,7 +33,7 @@ def forward_address(variant: Variant, target: Target) -> int:
     def source() -> str:
         from .kernels import decode, forward
 
-        return forward.source(variant, target, decode.Decode if variant.few else forward.Forward)
+        return forward.source(variant, target, decode.DecodeKernel if variant.decode else forward.ForwardKernel)
 
     return function_address(FORWARD, variant, target, source)
 
@@ -48,22 +48,22 @@ def backward_address(variant: Variant, target: Target) -> int:
     return function_address(BACKWARD, variant, target, source)
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A kernel and all that it is told, short of addresses."""
 
     function: Any
     block: Any
-    most_threads: int
+    max_threads: int
     work_size: int
     lengths: args.Lengths
     splits: int = 1
-    results: tuple[args.Layout, ...] = ()
+    results: tuple[args.TensorSpec, ...] = ()
 
 
-_LAUNCHES: dict[Hashable, Launch] = {}
+_LAUNCHES: dict[Hashable, KernelLaunch] = {}
 
 
-def lanes(call: Call) -> int:
+def vector_lanes(call: Call) -> int:
     """Reals in a vector."""
     return targets.host().vector_bytes // accumulation_dtype(call.tensors.q.dtype).itemsize
 
@@ -72,17 +72,17 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     t = call.tensors
     q, k, v = rows_last(t.q), rows_last(t.k), rows_last(t.v)
     # Dense calls of one signature are told the same; packed ones follow from the values of their lengths.
-    key = (plan.tile, plan.num_splits, targets.asked(), call.signature()) if call.layout == "dense" else None
+    key = (plan.tile, plan.num_splits, targets.requested_width(), call.signature()) if call.layout == "dense" else None
     launch = _LAUNCHES.get(key)
     if launch is None:
         out = new_rows(t.q, q.shape[1], v.shape[-1], q.dtype)
         lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
         launch = forward_launch(plan, call, q, k, v, out, lse)
         if key is not None:
-            remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
+            remember(_LAUNCHES, key, launch, MAX_LAUNCHES)
     else:
-        out, lse = (layout.new() for layout in launch.results)
-    tensors = args.read(call, q, k, v) | {"out": out, "lse": lse}
+        out, lse = (spec.new() for spec in launch.results)
+    tensors = args.input_tensors(call, q, k, v) | {"out": out, "lse": lse}
     if launch.splits > 1:
         shape = (launch.splits, *lse.shape)
         partial_out, partial_lse = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)
@@ -90,19 +90,19 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
         combine(partial_out, partial_lse, out if out.dim() == 4 else out.transpose(0, 1), lse)
     else:
         run(launch, tensors)
-    covered = launch.lengths.covered
-    if q.dim() == 3 and covered < q.shape[0]:  # tokens of no sequence
-        out[covered:] = 0
-        lse[:, covered:] = -torch.inf
+    used_tokens = launch.lengths.used_tokens
+    if q.dim() == 3 and used_tokens < q.shape[0]:  # tokens of no sequence
+        out[used_tokens:] = 0
+        lse[:, used_tokens:] = -torch.inf
     return out, lse
 
 
-def forward_launch(plan: Plan, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Launch:
+def forward_launch(plan: Plan, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> KernelLaunch:
     target = targets.host()
     variant = args.variant_of(call, target, plan.tile.rows)
-    variant = variant._replace(few=args.few(call, variant, target, plan.tile.rows))
-    values = args.numbers(call, variant, q, k, v)
-    rows = variant.vectors * lanes(call)
+    variant = variant._replace(decode=args.fits_decode(call, variant, target, plan.tile.rows))
+    values = args.call_scalars(call, variant, q, k, v)
+    rows = variant.vectors * vector_lanes(call)
     panels = -(-plan.tile.rows // rows)
     lengths = args.lengths(call, values["num_heads_kv"], values["groups"], panels * rows)
     splits = call.settings.num_splits or plan.num_splits
@@ -115,16 +115,16 @@ def forward_launch(plan: Plan, call: Call, q: Tensor, k: Tensor, v: Tensor, out:
         "batch": lengths.batch,
         "panels": panels,
         "splits": splits,
-        "chunk": args.chunk(lengths.longest, splits),
-        "work_size": workspace.size(workspace.forward_pieces, variant.real, rows, panels, *widths),
+        "chunk": args.chunk(lengths.max_seqlen_k, splits),
+        "work_size": workspace.num_bytes(workspace.forward_layout, variant.real_type, rows, panels, *widths),
     }
     function = forward_address(variant, target)
-    most = args.most_threads(call, lengths, min(plan.tile.rows, panels * rows))
-    results = (args.Layout.of(out), args.Layout.of(lse))
-    return Launch(
+    max_threads = args.max_threads(call, lengths, min(plan.tile.rows, panels * rows))
+    results = (args.TensorSpec.of(out), args.TensorSpec.of(lse))
+    return KernelLaunch(
         threads.WORKER(function),
-        args.block_of(values),
-        min(values["tasks"], most),
+        args.pack(values),
+        min(values["tasks"], max_threads),
         values["work_size"],
         lengths,
         splits,
@@ -132,7 +132,7 @@ def forward_launch(plan: Plan, call: Call, q: Tensor, k: Tensor, v: Tensor, out:
     )
 
 
-class Written(NamedTuple):
+class GradientBuffers(NamedTuple):
     """What a backward kernel writes; `None` for a gradient that nobody asked for."""
 
     delta: Tensor
@@ -140,7 +140,7 @@ class Written(NamedTuple):
     dk: Tensor | None  # in rows of whole vectors
     dv: Tensor | None
     dbias: Tensor | None
-    dbias_lost: Tensor | None  # rounding errors of many terms
+    dbias_error: Tensor | None  # rounding errors of many terms
     dslopes: Tensor | None  # for each split and row
 
 
@@ -148,77 +148,77 @@ def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
     if call.layout == "paged":
-        packed, token = without_pages(call)
-        found = backward(plan, packed, needs, out, lse, dout, dlse)
-        dk, dv = (in_pages(dx, token, x) for dx, x in ((found.k, call.tensors.k), (found.v, call.tensors.v)))
-        return found._replace(k=dk, v=dv)
+        packed, token = gather_pages(call)
+        grads = backward(plan, packed, needs, out, lse, dout, dlse)
+        dk, dv = (scatter_to_pages(dx, token, x) for dx, x in ((grads.k, call.tensors.k), (grads.v, call.tensors.v)))
+        return grads._replace(k=dk, v=dv)
     t = call.tensors
     q, k, v, out = (rows_last(x) for x in (t.q, t.k, t.v, out))
     dout = out.new_zeros(out.shape[-1]).expand(out.shape) if dout is None else rows_last(dout.to(out.dtype))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(lse.dtype).contiguous()
     key = None
     if call.layout == "dense":  # as in forward
-        key = (plan.tile, needs, targets.asked(), call.signature(), out.stride(), dout.stride())
+        key = (plan.tile, needs, targets.requested_width(), call.signature(), out.stride(), dout.stride())
     launch = _LAUNCHES.get(key)
     if launch is None:
-        variant, lengths, owners = backward_tasks(plan, call, needs)
-        written = gradient_memory(call, needs, lse, lengths, owners.splits)
-        launch = backward_launch(call, variant, lengths, owners, (q, k, v, out, dout), lse, written)
+        variant, lengths, task_split = plan_backward(plan, call, needs)
+        buffers = allocate_gradients(call, needs, lse, lengths, task_split.splits)
+        launch = backward_launch(call, variant, lengths, task_split, (q, k, v, out, dout), lse, buffers)
         if key is not None:
-            remember(_LAUNCHES, key, launch, MOST_LAUNCHES)
+            remember(_LAUNCHES, key, launch, MAX_LAUNCHES)
     else:
-        written = gradient_memory(call, needs, lse, launch.lengths, launch.splits)
-    given = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, **written._asdict()}
-    run(launch, args.read(call, q, k, v) | {name: x for name, x in given.items() if x is not None})
-    dq, dslopes = written.dq, written.dslopes
+        buffers = allocate_gradients(call, needs, lse, launch.lengths, launch.splits)
+    row_tensors = {"out": out, "dout": dout, "lse": lse, "dlse": dlse, **buffers._asdict()}
+    run(launch, args.input_tensors(call, q, k, v) | {name: x for name, x in row_tensors.items() if x is not None})
+    dq, dslopes = buffers.dq, buffers.dslopes
     if dq is not None:
         dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))
         if dq.dim() == 3:
-            dq[launch.lengths.covered :] = 0
+            dq[launch.lengths.used_tokens :] = 0
     return Gradients(
         q=dq,
-        k=without_padding(t.k, written.dk),
-        v=without_padding(t.v, written.dv),
-        bias=written.dbias,
+        k=without_padding(t.k, buffers.dk),
+        v=without_padding(t.v, buffers.dv),
+        bias=buffers.dbias,
         alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0), launch.lengths),
-        sinks=sink_gradient(t.sinks, lse, written.delta) if needs.sinks and t.sinks is not None else None,
+        sinks=sink_gradient(t.sinks, lse, buffers.delta) if needs.sinks and t.sinks is not None else None,
     )
 
 
-def backward_tasks(plan: Plan, call: Call, needs: Needs) -> tuple[Variant, args.Lengths, args.Owners]:
+def plan_backward(plan: Plan, call: Call, needs: Needs) -> tuple[Variant, args.Lengths, args.TaskSplit]:
     """What is compiled in, and how the work is shared out."""
     variant = args.variant_of(call, targets.host(), plan.tile.rows)
     variant = variant._replace(bias_gradient=needs.bias, slope_gradient=needs.alibi_slopes)
     heads_kv = args.heads_kv(call)
-    lengths = args.lengths(call, heads_kv, call.tensors.q.shape[1] // heads_kv, variant.vectors * lanes(call))
-    return variant, lengths, args.owners(call, needs, lengths)
+    lengths = args.lengths(call, heads_kv, call.tensors.q.shape[1] // heads_kv, variant.vectors * vector_lanes(call))
+    return variant, lengths, args.split_tasks(call, needs, lengths)
 
 
-def gradient_memory(call: Call, needs: Needs, lse: Tensor, lengths: args.Lengths, splits: int) -> Written:
+def allocate_gradients(call: Call, needs: Needs, lse: Tensor, lengths: args.Lengths, splits: int) -> GradientBuffers:
     """Uninitialised as far as the kernel stores all of it. Packed keys and queries may belong to no sequence."""
     t, real = call.tensors, lse.dtype
     bias = t.bias if needs.bias else None
-    many = bias is not None and args.sharing_bias(call, bias, lengths) > sums.TERMS
+    compensated = bias is not None and args.pairs_per_bias_element(call, bias, lengths) > sums.MAX_PLAIN_TERMS
     dk, dv = (
-        new_rows(x, args.heads_kv(call), workspace.whole(x.shape[-1], lanes(call)), real) if needed else None
+        new_rows(x, args.heads_kv(call), workspace.round_up(x.shape[-1], vector_lanes(call)), real) if needed else None
         for x, needed in ((t.k, needs.k), (t.v, needs.v))
     )
     if call.layout != "dense":
         for x in (dk, dv):
             if x is not None:
                 x.zero_()
-    return Written(
+    return GradientBuffers(
         delta=torch.zeros_like(lse),
-        dq=parts_of_dq(t.q, real, splits) if needs.q else None,
+        dq=allocate_dq(t.q, real, splits) if needs.q else None,
         dk=dk,
         dv=dv,
         dbias=None if bias is None else bias.new_zeros(bias.shape, dtype=real),
-        dbias_lost=bias.new_zeros(bias.shape, dtype=real) if bias is not None and many else None,
+        dbias_error=bias.new_zeros(bias.shape, dtype=real) if bias is not None and compensated else None,
         dslopes=lse.new_zeros((splits, *lse.shape)) if needs.alibi_slopes else None,
     )
 
 
-def parts_of_dq(q: Tensor, real: torch.dtype, splits: int) -> Tensor:
+def allocate_dq(q: Tensor, real: torch.dtype, splits: int) -> Tensor:
     """`dq` itself, if there is one split."""
     if splits == 1:
         return new_rows(q, q.shape[1], q.shape[-1], real)[None]
@@ -229,38 +229,40 @@ def backward_launch(
     call: Call,
     variant: Variant,
     lengths: args.Lengths,
-    owners: args.Owners,
-    read: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    task_split: args.TaskSplit,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     lse: Tensor,
-    written: Written,
-) -> Launch:
-    q, k, v, out, dout = read
-    values = args.numbers(call, variant, q, k, v)
-    dq, dbias = written.dq, written.dbias
-    of_rows = {"out": out, "dout": dout, "dk": written.dk, "dv": written.dv, "dq": None if dq is None else dq[0]}
+    buffers: GradientBuffers,
+) -> KernelLaunch:
+    q, k, v, out, dout = inputs
+    values = args.call_scalars(call, variant, q, k, v)
+    dq, dbias = buffers.dq, buffers.dbias
+    of_rows = {"out": out, "dout": dout, "dk": buffers.dk, "dv": buffers.dv, "dq": None if dq is None else dq[0]}
     for name, x in of_rows.items():
         values |= {} if x is None else args.strides(name, x)
-    rows, widths = variant.vectors * lanes(call), (q.shape[-1], v.shape[-1])
-    chunk = args.chunk(lengths.longest, owners.splits)
-    total_keys = min(chunk, lengths.longest) if lengths.most_rows > sums.ROWS else 0
+    rows, widths = variant.vectors * vector_lanes(call), (q.shape[-1], v.shape[-1])
+    chunk = args.chunk(lengths.max_seqlen_k, task_split.splits)
+    total_keys = min(chunk, lengths.max_seqlen_k) if lengths.max_rows > sums.ROWS_PER_CARRY else 0
     values |= {
         **args.lse_strides(lse),
         **({} if dbias is None else args.pair_strides("dbias", dbias)),
         "dq_split": 0 if dq is None else dq.stride(0),
         "sequences": lengths.table.ctypes.data,
-        "tasks": owners.tasks,
+        "tasks": task_split.tasks,
         "batch": lengths.batch,
         "panels": 1,
-        "splits": owners.splits,
+        "splits": task_split.splits,
         "chunk": chunk,
         "total_keys": total_keys,
-        "share_b": owners.share_b,
-        "share_h": owners.share_h,
-        "work_size": workspace.size(workspace.backward_pieces, variant.real, rows, lanes(call), *widths, total_keys),
+        "share_b": task_split.share_b,
+        "share_h": task_split.share_h,
+        "work_size": workspace.num_bytes(
+            workspace.backward_layout, variant.real_type, rows, vector_lanes(call), *widths, total_keys
+        ),
     }
     worker = threads.WORKER(backward_address(variant, targets.host()))
-    most = min(owners.tasks, args.most_threads(call, lengths, rows))
-    return Launch(worker, args.block_of(values), most, values["work_size"], lengths, owners.splits)
+    max_threads = min(task_split.tasks, args.max_threads(call, lengths, rows))
+    return KernelLaunch(worker, args.pack(values), max_threads, values["work_size"], lengths, task_split.splits)
 
 
 def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -274,14 +276,14 @@ def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) 
     lse.copy_(m + torch.log(total))
 
 
-def run(launch: Launch, tensors: dict[str, Tensor]) -> None:
+def run(launch: KernelLaunch, tensors: dict[str, Tensor]) -> None:
     """Run a kernel. It knows addresses alone: what lies there needs a name in use until afterwards. Dynamo, which may
     find itself in this function after a graph break, lets go of names that nothing mentions any more.
     """
-    count = min(torch.get_num_threads(), launch.most_threads)
+    count = min(torch.get_num_threads(), launch.max_threads)
     if count == 0:
         return
     tensors = tensors | {"workspace": torch.empty(count * launch.work_size, dtype=torch.uint8, device="cpu")}
-    block = args.filled(launch.block, tensors)
+    block = args.bind(launch.block, tensors)
     threads.run(launch.function, ctypes.addressof(block), count)
     del tensors, block

@@ -21,29 +21,29 @@ def slope_gradient(call: Call, of_rows: Tensor, lengths: args.Lengths) -> Tensor
     if bounds is None:
         of_rows = of_rows.sum(dim=-1)
     else:
-        of_rows = sums_of_sequences(of_rows[:, : lengths.covered], bounds.diff().long())
+        of_rows = segment_sums(of_rows[:, : lengths.used_tokens], bounds.diff().long())
     return of_rows if slopes.dim() == 2 else of_rows.sum(dim=0)
 
 
-PART = 64
+CHUNK = 64
 
 
-def sums_of_sequences(x: Tensor, lengths: Tensor) -> Tensor:
+def segment_sums(x: Tensor, lengths: Tensor) -> Tensor:
     """`[H, T]`, packed sequences, to `[B, H]`: parts of a sequence are summed, and then the sums, until one is left, so
     that no accumulator has many terms.
     """
     while bool((lengths > 1).any()):
-        parts = (lengths + PART - 1) // PART
-        moved = (parts.cumsum(0) - parts) * PART - (lengths.cumsum(0) - lengths)  # by so much each sequence
-        place = torch.arange(x.shape[1]) + moved.repeat_interleave(lengths)
-        padded = x.new_zeros((x.shape[0], int(parts.sum()) * PART))
-        x, lengths = padded.index_copy_(1, place, x).unflatten(1, (-1, PART)).sum(dim=-1), parts
-    found = x.new_zeros((len(lengths), x.shape[0]))
-    found[lengths > 0] = x.t()
-    return found
+        chunks = (lengths + CHUNK - 1) // CHUNK
+        shift = (chunks.cumsum(0) - chunks) * CHUNK - (lengths.cumsum(0) - lengths)  # by so much each sequence
+        place = torch.arange(x.shape[1]) + shift.repeat_interleave(lengths)
+        padded = x.new_zeros((x.shape[0], int(chunks.sum()) * CHUNK))
+        x, lengths = padded.index_copy_(1, place, x).unflatten(1, (-1, CHUNK)).sum(dim=-1), chunks
+    sums = x.new_zeros((len(lengths), x.shape[0]))
+    sums[lengths > 0] = x.t()
+    return sums
 
 
-def without_pages(call: Call) -> tuple[Call, Tensor]:
+def gather_pages(call: Call) -> tuple[Call, Tensor]:
     """A paged call with its keys packed, and the place in the pages of each packed token."""
     t = call.tensors
     assert t.page_table is not None
@@ -58,7 +58,7 @@ def without_pages(call: Call) -> tuple[Call, Tensor]:
     return call._replace(tensors=t._replace(k=k, v=v, cu_seqlens_k=bounds, seqused_k=None, page_table=None)), token
 
 
-def in_pages(dx: Tensor | None, token: Tensor, like: Tensor) -> Tensor | None:
+def scatter_to_pages(dx: Tensor | None, token: Tensor, like: Tensor) -> Tensor | None:
     """A gradient of packed keys as one of pages; sequences may share a page."""
     if dx is None:
         return None

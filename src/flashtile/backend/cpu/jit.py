@@ -34,31 +34,31 @@ def cache_directory() -> Path:
     return user_files.directory() / "cpu"
 
 
-def generators(package: Any) -> str:
+def hash_sources(package: Any) -> str:
     """A hash of what IR is written by: a package's files, and the libraries that they use."""
-    found = hashlib.sha256(repr((llvmlite.__version__, np.__version__)).encode())
+    digest = hashlib.sha256(repr((llvmlite.__version__, np.__version__)).encode())
     for file in sorted(package.iterdir(), key=lambda file: file.name):
         if file.is_file():
-            found.update(file.name.encode() + file.read_bytes())
-    return found.hexdigest()
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 PACKAGE = resources.files("flashtile.backend.cpu")
-GENERATORS = generators(PACKAGE)  # as they are imported
+SOURCES_HASH = hash_sources(PACKAGE)  # as they are imported
 
 
 def function_address(name: str, variant: Variant, target: Target, source: Callable[[], str]) -> int:
     """The address of the kernel `name` that `source` writes for a variant and the host, its target."""
     with _LOCK:
-        given = (GENERATORS, name, variant, target, llvm.llvm_version_info)
-        key = hashlib.sha256(repr(given).encode()).hexdigest()
+        key_parts = (SOURCES_HASH, name, variant, target, llvm.llvm_version_info)
+        key = hashlib.sha256(repr(key_parts).encode()).hexdigest()
         path = cache_directory() / f"{key[:32]}.o"
         machine = target_machine(target)
-        code = read(path)
+        code = read_object(path)
         if code is None:
-            code = compiled(source(), machine)
-            if generators(PACKAGE) == GENERATORS:  # or else they were edited meanwhile
-                write(path, code)
+            code = compile_object(source(), machine)
+            if hash_sources(PACKAGE) == SOURCES_HASH:  # or else they were edited meanwhile
+                write_object(path, code)
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
@@ -68,8 +68,8 @@ def function_address(name: str, variant: Variant, target: Target, source: Callab
 
 def target_machine(target: Target) -> Any:
     initialize()
-    found = llvm.Target.from_triple(target.triple)
-    return found.create_target_machine(
+    llvm_target = llvm.Target.from_triple(target.triple)
+    return llvm_target.create_target_machine(
         cpu=target.cpu, features=target.features, opt=2, jit=target.triple == llvm.get_process_triple()
     )
 
@@ -80,7 +80,7 @@ def initialize() -> None:
     llvm.initialize_native_asmprinter()
 
 
-def compiled(source: str, machine: Any) -> bytes:
+def compile_object(source: str, machine: Any) -> bytes:
     """An object file. The generators wrote the vectors and the loops as they should be, so few passes are left: they
     take a tenth of the time of LLVM's own choice, for the same speed.
     """
@@ -94,7 +94,7 @@ def compiled(source: str, machine: Any) -> bytes:
     return machine.emit_object(module)
 
 
-def read(path: Path) -> bytes | None:
+def read_object(path: Path) -> bytes | None:
     """An object file's content; `None` where there is none that is whole."""
     try:
         stored = path.read_bytes()
@@ -104,6 +104,6 @@ def read(path: Path) -> bytes | None:
     return code if code and hashlib.sha256(code).digest() == checksum else None
 
 
-def write(path: Path, code: bytes) -> None:
+def write_object(path: Path, code: bytes) -> None:
     with contextlib.suppress(OSError):
         user_files.write(path, hashlib.sha256(code).digest() + code)

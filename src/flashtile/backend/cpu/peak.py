@@ -39,14 +39,14 @@ def flops_per_second(dtype: torch.dtype) -> float:
 
 def source(variant: Variant, target: Target) -> str:
     """`multiply_add(x)`: every vector of x, as many as a kernel has accumulators, becomes `x / 2 + 1` for each step."""
-    code = Code(target, variant.real)
+    code = Code(target, variant.real_type)
     with code.function(NAME, ADDRESS, public=True) as (block,):
         x = code.pointer(block)
         places = [n * code.lanes for n in range(target.vectors * target.rows)]
         accumulators = [code.variable(x.vector(place)) for place in places]
         with code.loop(0, code.constant(STEPS, LONG)):
             for accumulator in accumulators:
-                accumulator.set(code.multiply_add(accumulator.get(), code.reals(0.5), code.reals(1.0)))
+                accumulator.set(code.multiply_add(accumulator.get(), code.full(0.5), code.full(1.0)))
         for accumulator, place in zip(accumulators, places, strict=True):
             x.store(accumulator.get(), place)
     return str(code.module)

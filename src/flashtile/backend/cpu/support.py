@@ -18,10 +18,10 @@ MACHINES = ("x86_64", "amd64", "arm64", "aarch64")
 ROWS = 256  # of a task: as many as still leave its queries, outputs and a block of keys in the second-level cache
 ROW_BYTES = 2**18
 SPLIT_KEYS = 768  # keys of a split, at least
-ENOUGH_TASKS = 32
+TARGET_TASKS = 32
 
 
-class Tile(NamedTuple):
+class TileConfig(NamedTuple):
     """Query rows of a task, with the heads of a group packed, and keys of a block."""
 
     rows: int
@@ -40,14 +40,16 @@ def unusable() -> str | None:
 
 def misconfigured() -> str | None:
     """Which vectors the environment asks for, and this machine does not have."""
-    asked = os.environ.get(VECTORS_VARIABLE)
-    if asked is None:
+    requested = os.environ.get(VECTORS_VARIABLE)
+    if requested is None:
         return None
     from .targets import usable_widths  # asks LLVM
 
     usable = usable_widths()
     return (
-        None if asked in usable else f"{VECTORS_VARIABLE} is {asked!r}. Accepted here: {', '.join(map(repr, usable))}"
+        None
+        if requested in usable
+        else f"{VECTORS_VARIABLE} is {requested!r}. Accepted here: {', '.join(map(repr, usable))}"
     )
 
 
@@ -62,12 +64,12 @@ def declines(problem: Problem, device: Device) -> str | None:
     return too_long(problem)
 
 
-def tile(problem: Problem, device: Device) -> Tile:
+def tile(problem: Problem, device: Device) -> TileConfig:
     size = 8 if problem.dtype is torch.float64 else 4
-    fitting = ROW_BYTES // ((problem.head_dim + problem.head_dim_v) * size)
+    max_rows = ROW_BYTES // ((problem.head_dim + problem.head_dim_v) * size)
     rows = problem.seqlen_q * problem.num_heads_q // max(problem.num_heads_kv, 1)
     # A quarter of the rows at most, so that there are tasks to share out.
-    return Tile(max(1, min(ROWS, fitting, rows if rows <= 64 else max(64, rows // 4))), 96)
+    return TileConfig(max(1, min(ROWS, max_rows, rows if rows <= 64 else max(64, rows // 4))), 96)
 
 
 def num_splits(problem: Problem, device: Device) -> int:
@@ -76,4 +78,4 @@ def num_splits(problem: Problem, device: Device) -> int:
     if rows > 64:
         return 1
     tasks = max(problem.batch * problem.num_heads_kv, 1)
-    return max(1, min(problem.seqlen_k // SPLIT_KEYS, ENOUGH_TASKS // tasks))
+    return max(1, min(problem.seqlen_k // SPLIT_KEYS, TARGET_TASKS // tasks))

@@ -29,23 +29,23 @@ WIDTHS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "baseline": ((), {"vector_bytes": 16, "vectors": 2, "rows": 6}),
     "neon": (("neon",), {"vector_bytes": 16, "vectors": 4, "rows": 6}),
 }
-GENERIC = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86-64", "neon": "generic"}
+GENERIC_CPUS = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86-64", "neon": "generic"}
 
 
-def named(width: str, triple: str, cpu: str | None = None, features: str = "") -> Target:
+def make_target(width: str, triple: str, cpu: str | None = None, features: str = "") -> Target:
     """A target by its vectors; without `cpu`, any processor that has them."""
     hardware = width != "baseline"
-    return Target(triple, cpu or GENERIC[width], features, **WIDTHS[width][1], fma=hardware, half=hardware)
+    return Target(triple, cpu or GENERIC_CPUS[width], features, **WIDTHS[width][1], fma=hardware, half=hardware)
 
 
-def asked() -> str | None:
+def requested_width() -> str | None:
     """The width that the environment variable `FLASHTILE_CPU_VECTORS` asks for."""
     return os.environ.get(VECTORS_VARIABLE)
 
 
 def host() -> Target:
     """This machine's, with narrower vectors if these are asked for."""
-    return _host(asked())
+    return _host(requested_width())
 
 
 @functools.cache
@@ -53,20 +53,20 @@ def usable_widths() -> list[str]:
     """Widths that this processor has, widest first."""
     from llvmlite import binding as llvm
 
-    has = llvm.get_host_cpu_features()
+    host_features = llvm.get_host_cpu_features()
     widths = ("neon",) if platform.machine().lower() in ("arm64", "aarch64") else ("avx512", "avx2", "baseline")
-    return [width for width in widths if all(has.get(x) for x in WIDTHS[width][0])]
+    return [width for width in widths if all(host_features.get(x) for x in WIDTHS[width][0])]
 
 
 @functools.cache
-def _host(asked: str | None) -> Target:
+def _host(requested: str | None) -> Target:
     from llvmlite import binding as llvm
 
-    if (wrong := misconfigured()) is not None:
-        raise BackendError(wrong, {}, works="tiled")
-    triple, cpu, has = llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
+    if (reason := misconfigured()) is not None:
+        raise BackendError(reason, {}, works="tiled")
+    triple, cpu, host_features = llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
     usable = usable_widths()
-    if asked is not None and asked != usable[0]:
-        return named(asked, triple)
-    has["prefer-256-bit"] = False  # LLVM would split our vectors
-    return named(usable[0], triple, cpu, has.flatten())
+    if requested is not None and requested != usable[0]:
+        return make_target(requested, triple)
+    host_features["prefer-256-bit"] = False  # LLVM would split our vectors
+    return make_target(usable[0], triple, cpu, host_features.flatten())

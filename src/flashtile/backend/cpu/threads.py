@@ -35,7 +35,7 @@ def openmp() -> Any | None:
 
 
 @functools.cache
-def own_threads(count: int) -> ThreadPoolExecutor:
+def thread_pool(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="flashtile")
 
 
@@ -48,6 +48,6 @@ def run(worker: Any, block: int, threads: int) -> None:
     if parallel is not None:
         parallel(worker, block, threads, 0)
         return
-    others = [own_threads(threads - 1).submit(worker, block) for _ in range(threads - 1)]
+    futures = [thread_pool(threads - 1).submit(worker, block) for _ in range(threads - 1)]
     worker(block)
-    wait(others)
+    wait(futures)

@@ -8,7 +8,7 @@ from .kernels.codegen import Code
 from .kernels.elementary import LOG2E
 from .kernels.operands import ADDRESS, DOUBLE, FLOAT, LONG, Pointer, Value
 
-FORWARD, BACKWARD = "attend", "differentiate"  # the kernels' names
+FORWARD, BACKWARD = "forward", "backward"  # the kernels' names
 
 
 class Variant(NamedTuple):
@@ -23,44 +23,44 @@ class Variant(NamedTuple):
     dropout: bool = False
     bias_gradient: bool = False  # backward only
     slope_gradient: bool = False
-    few: bool = False  # forward only: rows for `decode`
+    decode: bool = False  # forward only: rows for `decode`
 
     @property
-    def real(self) -> ir.Type:
+    def real_type(self) -> ir.Type:
         """Of scores, sums and accumulators."""
         return DOUBLE if self.dtype == "float64" else FLOAT
 
     @property
-    def real_name(self) -> str:
+    def real_dtype(self) -> str:
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
-    def modifies(self) -> bool:
+    def modifies_scores(self) -> bool:
         """Whether every score is looked at between the two products."""
         return self.softcap or self.alibi or self.mask or self.bias is not None
 
     @property
-    def natural(self) -> bool:
+    def natural_units(self) -> bool:
         """Whether scores are in the contract's units, not times `log2(e)` (`scores`)."""
         return self.bias is not None
 
     @property
     def to_exp2(self) -> float:
         """The factor from a score's units to exp2's."""
-        return LOG2E if self.natural else 1.0
+        return LOG2E if self.natural_units else 1.0
 
     @property
-    def unit(self) -> float:
+    def score_unit(self) -> float:
         """The factor from the contract's units to a score's."""
-        return 1.0 if self.natural else LOG2E
+        return 1.0 if self.natural_units else LOG2E
 
 
 # Everything that a kernel reads from its argument block; 8 bytes each. Strides are in elements, `work_*` in bytes.
 ADDRESSES = """
 q k v out lse mask bias slopes sinks seed sequences page_table partial_out partial_lse counter workspace
-dout dlse delta dq dk dv dbias dbias_lost dslopes
+dout dlse delta dq dk dv dbias dbias_error dslopes
 """
-NUMBERS = """
+INTEGERS = """
 tasks batch num_heads_kv groups seqlen_total head_dim head_dim_v panels splits chunk
 q_b q_h q_s k_b k_h k_s v_b v_h v_s out_b out_h out_s lse_b lse_h lse_s
 mask_b mask_h mask_i mask_j bias_b bias_h bias_i bias_j slopes_b page_size page_columns
@@ -69,7 +69,7 @@ dout_b dout_h dout_s dq_split dq_b dq_h dq_s dk_b dk_h dk_s dv_b dv_h dv_s
 dbias_b dbias_h dbias_i dbias_j share_b share_h total_keys
 """
 REALS = "factor scale softcap_scale keep_scale"
-FIELDS = tuple((ADDRESSES + NUMBERS + REALS).split())
+FIELDS = tuple((ADDRESSES + INTEGERS + REALS).split())
 
 
 class Arguments:
@@ -85,8 +85,8 @@ class Arguments:
         at = self.code.pointer(self.block, LONG) + FIELDS.index(name)
         return self.code.pointer(Value(self.code, self.code.ir.load(at.ir, typ=ADDRESS)), kind)
 
-    def number(self, name: str) -> Value:
+    def integer(self, name: str) -> Value:
         return self._field(name, LONG)
 
     def real(self, name: str) -> Value:
-        return self.code.convert(self._field(name, DOUBLE), self.code.real)
+        return self.code.convert(self._field(name, DOUBLE), self.code.real_type)

@@ -11,11 +11,11 @@ from .operands import DOUBLE, Value
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 
-class Layout:
+class FloatFormat:
     """How the bits of a real are divided."""
 
     def __init__(self, code: Code):
-        double = code.real is DOUBLE
+        double = code.real_type is DOUBLE
         self.mantissa = 52 if double else 23
         self.bias = 1023 if double else 127
         self.degree = 11 if double else 5  # of exp2's polynomial
@@ -37,22 +37,22 @@ def exp2_coefficients(degree: int) -> tuple[float, ...]:
 
 def split_exp2(code: Code, x: Value) -> tuple[Value, Value, Value]:
     """`2**n`, `f` and `g` with `2**x = 2**n * (1 + f * g)`. `2**n` is 0 from -127 (-1023) down; `x` is at most 128."""
-    layout = Layout(code)
-    x = code.maximum(code.reals(-layout.bias), x)  # in this order, NaN is passed on
-    shifted = x + layout.rounding
-    f = x - (shifted - layout.rounding)
-    *higher, first = exp2_coefficients(layout.degree)[::-1]
-    g = code.reals(higher[0])
+    fmt = FloatFormat(code)
+    x = code.maximum(code.full(-fmt.bias), x)  # in this order, NaN is passed on
+    shifted = x + fmt.rounding
+    f = x - (shifted - fmt.rounding)
+    *higher, first = exp2_coefficients(fmt.degree)[::-1]
+    g = code.full(higher[0])
     for c in (*higher[1:], first):
-        g = code.multiply_add(g, f, code.reals(c))
-    power = code.same_bits(code.same_bits(shifted, code.bits) << layout.mantissa, code.real)
+        g = code.multiply_add(g, f, code.full(c))
+    power = code.bitcast(code.bitcast(shifted, code.bits) << fmt.mantissa, code.real_type)
     return power, f, g
 
 
 def exp2(code: Code, x: Value) -> Value:
     """`2**x` for `x` of at most 128 (1024). Below the smallest normal number it is 0."""
     power, f, g = split_exp2(code, x)
-    return code.multiply_add(f, g, code.reals(1.0)) * power
+    return code.multiply_add(f, g, code.full(1.0)) * power
 
 
 def tanh(code: Code, x: Value) -> Value:
@@ -67,15 +67,15 @@ def log2(code: Code, x: Value) -> Value:
     """Of normal numbers, infinity and NaN. With `x = 2**n * y`, y near 1, and `z = (y - 1) / (y + 1)`:
     `log(y) = 2 (z + z**3 / 3 + z**5 / 5 + ...)`.
     """
-    layout = Layout(code)
-    bits = code.same_bits(x, code.bits)
-    half = round(math.sqrt(0.5) * 2**layout.mantissa) * 2 - 2**layout.mantissa  # y runs from sqrt(1/2) to sqrt(2)
-    exponent = ((bits + (2**layout.mantissa - half)) >> layout.mantissa) - layout.bias
-    y = code.same_bits(bits - (exponent << layout.mantissa), code.real)
+    fmt = FloatFormat(code)
+    bits = code.bitcast(x, code.bits)
+    half = round(math.sqrt(0.5) * 2**fmt.mantissa) * 2 - 2**fmt.mantissa  # y runs from sqrt(1/2) to sqrt(2)
+    exponent = ((bits + (2**fmt.mantissa - half)) >> fmt.mantissa) - fmt.bias
+    y = code.bitcast(bits - (exponent << fmt.mantissa), code.real_type)
     z = (y - 1.0) / (y + 1.0)
     square = z * z
-    series = code.reals(1 / (2 * layout.terms + 1))
-    for k in range(layout.terms - 1, -1, -1):
-        series = code.multiply_add(series, square, code.reals(1 / (2 * k + 1)))
-    found = code.multiply_add(series, z * (2 * LOG2E), code.convert(exponent, code.real))
-    return code.select(x < math.inf, found, x)
+    series = code.full(1 / (2 * fmt.terms + 1))
+    for k in range(fmt.terms - 1, -1, -1):
+        series = code.multiply_add(series, square, code.full(1 / (2 * k + 1)))
+    result = code.multiply_add(series, z * (2 * LOG2E), code.convert(exponent, code.real_type))
+    return code.select(x < math.inf, result, x)

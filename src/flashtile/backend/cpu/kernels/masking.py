@@ -11,7 +11,7 @@ from .products import Panel
 
 def in_window(code: Code, low: Pointer, high: Pointer, n: Value | int, j: Value) -> Value:
     """Whether each of a vector's rows sees key `j` by position."""
-    key = code.repeated(code.convert(j, INT))
+    key = code.splat(code.convert(j, INT))
     return (key >= low.vector(n)) & (key <= high.vector(n))
 
 
@@ -20,13 +20,13 @@ def in_mask(mask: Pointer, n: Value | int) -> Value:
     return mask.vector(n).differs(0)
 
 
-def hidden(code: Code, s: Value, visible: Value) -> Value:
+def mask_fill(code: Code, s: Value, visible: Value) -> Value:
     return code.select(visible, s, -math.inf)
 
 
-def mask_shows_any(code: Code, panel: Panel, mask: Pointer, count: Value) -> Value:
+def mask_has_visible(code: Code, panel: Panel, mask: Pointer, count: Value) -> Value:
     """Whether a bool mask leaves any pair of a block visible."""
-    largest = code.variable(code.reals())
+    largest = code.variable(code.full())
     with code.loop(0, count * panel.rows, code.lanes) as n:
         largest.set(code.maximum(mask.vector(n), largest.get()))
     return code.any(largest.get() > 0)

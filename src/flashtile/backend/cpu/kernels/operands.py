@@ -22,7 +22,7 @@ SIZES = {BYTE: 1, SHORT: 2, HALF: 2, INT: 4, FLOAT: 4, LONG: 8, DOUBLE: 8}
 FLOATING = (FLOAT, DOUBLE, HALF)
 
 
-def element(kind: llvm.Type) -> llvm.Type:
+def element_type(kind: llvm.Type) -> llvm.Type:
     return kind.element if isinstance(kind, llvm.VectorType) else kind
 
 
@@ -35,9 +35,9 @@ class Value:
         self.code, self.ir = code, value
 
     def _binary(self, other: Any, integer: str, floating: str | None = None, swap: bool = False) -> "Value":
-        a, b = self.code.alike(self, other)
+        a, b = self.code.broadcast(self, other)
         a, b = (b, a) if swap else (a, b)
-        name = floating if floating is not None and element(a.type) in FLOATING else integer
+        name = floating if floating is not None and element_type(a.type) in FLOATING else integer
         return Value(self.code, getattr(self.code.ir, name)(a, b))
 
     def __add__(self, other: Any) -> "Value":
@@ -84,10 +84,10 @@ class Value:
         return self._binary(other, "lshr")
 
     def _compare(self, operator: str, other: Any) -> "Value":
-        a, b = self.code.alike(self, other)
+        a, b = self.code.broadcast(self, other)
         # Ordered: a comparison with NaN is false, except !=.
         floating = self.code.ir.fcmp_unordered if operator == "!=" else self.code.ir.fcmp_ordered
-        compare = floating if element(a.type) in FLOATING else self.code.ir.icmp_signed
+        compare = floating if element_type(a.type) in FLOATING else self.code.ir.icmp_signed
         return Value(self.code, compare(operator, a, b))
 
     def __lt__(self, other: Any) -> "Value":
@@ -118,7 +118,7 @@ class Pointer:
         self.code, self.ir, self.kind = code, address, kind
 
     def __add__(self, i: "Value | int") -> "Pointer":
-        step = self.code.ir.gep(self.ir, [self.code.whole(i).ir], source_etype=self.kind)
+        step = self.code.ir.gep(self.ir, [self.code.index(i).ir], source_etype=self.kind)
         step.type = ADDRESS  # llvmlite types the result by its element
         return Pointer(self.code, step, self.kind)
 
@@ -136,14 +136,14 @@ class Pointer:
         """Of a vector, in full."""
         self.code.ir.store(x.ir, (self + i).ir, align=SIZES[self.kind])
 
-    def of(self, kind: llvm.Type) -> "Pointer":
+    def cast(self, kind: llvm.Type) -> "Pointer":
         return Pointer(self.code, self.ir, kind)
 
     def bytes(self, n: "Value | int") -> "Pointer":
         """This address and `n` bytes."""
-        return (self.of(BYTE) + n).of(self.kind)
+        return (self.cast(BYTE) + n).cast(self.kind)
 
-    def absent(self) -> Value:
+    def is_null(self) -> Value:
         return Value(self.code, self.code.ir.icmp_unsigned("==", self.ir, llvm.Constant(ADDRESS, None)))
 
 

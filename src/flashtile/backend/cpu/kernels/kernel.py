@@ -1,0 +1,59 @@
+"""What forward and backward have in common: tasks, a thread's memory, and the parts of masks and biases for a block."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..variant import Arguments, Variant
+from ..workspace import Workspace
+from .codegen import Code
+from .formats import STORAGE_TYPES
+from .masking import mask_has_visible
+from .operands import BYTE, Pointer, Value
+from .products import Panel
+from .scores import ScoreTables
+from .tiles import Task, load_transposed
+
+COUNTER_STRIDE = 64  # bytes: tasks and threads are counted on cache lines of their own
+
+
+def thread_workspace(code: Code, a: Arguments) -> Pointer:
+    """This thread's part of the workspace."""
+    thread = code.fetch_add(a.pointer("counter", BYTE) + COUNTER_STRIDE)
+    return a.pointer("workspace", BYTE) + thread * a.integer("work_size")
+
+
+@contextmanager
+def task_loop(code: Code, a: Arguments) -> Iterator[Value]:
+    """Take tasks, by number, until none is left."""
+    with code.loop_forever() as done:
+        task_index = code.fetch_add(a.pointer("counter"))
+        code.break_if(task_index >= a.integer("tasks"), done)
+        yield task_index
+
+
+def store_rows(code: Code, source: Pointer, to: Pointer, row_offsets: Pointer, rows: Value) -> None:
+    """One number of each row."""
+    with code.loop(0, rows) as r:
+        to[row_offsets[r]] = source[r]
+
+
+class Kernel:
+    """A task's emission: what it is given and where it keeps things."""
+
+    def __init__(self, code: Code, a: Arguments, variant: Variant, panel: Panel, w: Workspace, task: Task):
+        self.code, self.a, self.variant, self.panel, self.w, self.task = code, a, variant, panel, w, task
+
+    def load_mask_and_bias(self, p: Value, first: Value, count: Value) -> Value:
+        """Turn in the block's part of bias and mask; whether the mask shows any of it."""
+        code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
+        for name, dtype in (("mask", "bool" if variant.mask else None), ("bias", variant.bias)):
+            if dtype is None:
+                continue
+            stride, offsets = a.integer(f"{name}_j"), getattr(w, f"{name}_offsets") + p * panel.rows
+            at = a.pointer(name, STORAGE_TYPES[dtype]) + first * stride
+            load_transposed(code, panel, at, offsets, count, stride, dtype, getattr(w, name), code.real(1))
+        return mask_has_visible(code, panel, w.mask, count) if variant.mask else code.index(0).equals(0)
+
+    def score_tables(self, p: Value) -> ScoreTables:
+        rows = p * self.panel.rows
+        return ScoreTables(self.w.bias, self.w.diagonal_key + rows, self.w.slope + rows)
