@@ -70,14 +70,14 @@ BUGS = (
     Bug(
         "visible blocks taken for full ones",
         "backend.tiled.loop",
-        "full=visited.full_lo <= keys.start",
-        "full=visited.lo <= keys.start",
+        "full=visible.full_lo <= keys.start",
+        "full=visible.lo <= keys.start",
     ),
     Bug(
         "last key block forgotten",
         "backend.tiled.loop",
-        "range(first, visited.hi, shape.block_n)",
-        "range(first, visited.hi - 1, shape.block_n)",
+        "range(first, visible.hi, shape.block_n)",
+        "range(first, visible.hi - 1, shape.block_n)",
     ),
     Bug("mask ignored", "backend.blockwise.scores", "if self.mask is not None:", "if self.mask is not None and False:"),
     Bug(
@@ -146,7 +146,7 @@ BUGS = (
         "l = state.l * alpha + p.sum(dim=-1, keepdim=True)",
         "l = state.l * alpha + (p if keep is None else p * keep).sum(dim=-1, keepdim=True)",
     ),
-    Bug("sink not in l", "backend.blockwise.softmax", "torch.exp(relative)", "torch.zeros_like(sink)"),
+    Bug("sink not in l", "backend.blockwise.softmax", "torch.exp(shifted)", "torch.zeros_like(sink)"),
     Bug("NaN in rows that see nothing", "backend.blockwise.softmax", "torch.where(m == -torch.inf, 0.0, m)", "m"),
     Bug("lse without the maximum", "backend.blockwise.softmax", "state.m + torch.log(l)", "torch.log(l)"),
     Bug(
@@ -181,8 +181,8 @@ BUGS = (
     Bug(
         "scale missing in dq",
         "backend.tiled.backward",
-        "unfold_groups(dq_i.finished() * settings.scale, groups)",
-        "unfold_groups(dq_i.finished(), groups)",
+        "unfold_groups(dq_i.result() * settings.scale, groups)",
+        "unfold_groups(dq_i.result(), groups)",
     ),
     Bug(
         "scale twice in dk",

@@ -17,5 +17,5 @@ def sink_weight(sink: Tensor, lse: Tensor) -> Tensor:
 
 def sum_to_heads(rows: Tensor) -> Tensor:
     """`[B, H, S]` or `[H, T]` to `[H]`."""
-    of_heads = rows.sum(dim=-1)
-    return of_heads if of_heads.dim() == 1 else of_heads.sum(dim=0)
+    per_head = rows.sum(dim=-1)
+    return per_head if per_head.dim() == 1 else per_head.sum(dim=0)

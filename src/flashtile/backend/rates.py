@@ -17,8 +17,8 @@ from ..iomodel import Machine
 from .cpu import support as cpu
 
 SECONDS = 0.05  # for each measurement, if the machine is idle
-FEWEST_RUNS = 5
-PIECE = 2**22  # bytes that a CPU moves in one run: some tenths of a millisecond
+MIN_RUNS = 5
+CHUNK_BYTES = 2**22  # bytes that a CPU moves in one run: some tenths of a millisecond
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> Machine:
@@ -49,22 +49,22 @@ def arithmetic(device: torch.device, dtype: torch.dtype, threads: int) -> float:
 def memory(device: torch.device) -> float:
     """Bytes/s that a copy reads and writes, or a sum reads, whichever is more: in pieces of what no cache holds."""
     size = 2**26 if device.type == "cpu" else 2**28
-    piece = PIECE if device.type == "cpu" else size
+    chunk = CHUNK_BYTES if device.type == "cpu" else size
     x = torch.ones(size, dtype=torch.uint8, device=device).view(torch.float32)
     y = torch.empty_like(x)
-    pairs = list(zip(x.split(piece // 4), y.split(piece // 4), strict=True))
+    pairs = list(zip(x.split(chunk // 4), y.split(chunk // 4), strict=True))
     copied = best(lambda a, b: b.copy_(a), device, pairs)
     read = best(lambda a, b: a.sum(), device, pairs)
-    return max(2 * piece / copied, piece / read)
+    return max(2 * chunk / copied, chunk / read)
 
 
 def best(run: Callable[..., Any], device: torch.device, arguments: Sequence[tuple[Any, ...]] = ((),)) -> float:
     """Seconds of the fastest run, each with the next of the arguments, after one that sets things up."""
     run(*arguments[-1])
     seconds, end = [], time.perf_counter() + SECONDS
-    while len(seconds) < FEWEST_RUNS or time.perf_counter() < end:
-        given = arguments[len(seconds) % len(arguments)]
-        seconds.append(fastest(lambda given=given: run(*given), device, repeats=1))
+    while len(seconds) < MIN_RUNS or time.perf_counter() < end:
+        inputs = arguments[len(seconds) % len(arguments)]
+        seconds.append(fastest(lambda inputs=inputs: run(*inputs), device, repeats=1))
     return min(seconds)
 
 

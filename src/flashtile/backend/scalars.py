@@ -34,8 +34,8 @@ def strides(name: str, x: Tensor, align: int, *, keys: bool = False, paged: bool
     units of `align`.
     """
     batch, head, row = strides_of(x, paged)
-    of = {"b": batch, "h": head, "n" if keys else "m": row}
-    return {f"stride_{name}_{dim}": stride // align for dim, stride in of.items()}
+    steps = {"b": batch, "h": head, "n" if keys else "m": row}
+    return {f"stride_{name}_{dim}": stride // align for dim, stride in steps.items()}
 
 
 def lse_strides(x: Tensor | None) -> dict[str, Any]:

@@ -10,9 +10,9 @@ CACHE_VARIABLE = "FLASHTILE_CACHE_DIR"
 
 def directory() -> Path:
     """`$FLASHTILE_CACHE_DIR`, else `flashtile` in the user's cache directory."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given)
+    configured = os.environ.get(CACHE_VARIABLE)
+    if configured:
+        return Path(configured)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "flashtile"
 
@@ -24,12 +24,12 @@ def write(path: Path, content: bytes) -> None:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(aside)
+            os.unlink(temporary)
         raise

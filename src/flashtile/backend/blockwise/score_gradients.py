@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, Needs
-from .scores import Scores, Tile, in_dtype, seen, slab_part, slopes_4d, tile_part
-from .sums import ADDITIONS, Sum
+from .scores import Scores, Tile, cast_floating, slab_part, slopes_4d, tile_part, zero_hidden
+from .sums import TERMS_PER_CARRY, Sum
 from .tiles import Slab
 
 
@@ -13,18 +13,18 @@ class FeatureGradients:
     """Sums, in the accumulation dtype and the shape of each tensor that wants a gradient."""
 
     def __init__(self, call: Call, needs: Needs, dtype: torch.dtype):
-        def new(x: Tensor | None, needed: bool, every: int | None = ADDITIONS) -> Sum | None:
+        def new_sum(x: Tensor | None, needed: bool, every: int | None = TERMS_PER_CARRY) -> Sum | None:
             if x is None or not needed:
                 return None
             return Sum(torch.zeros(x.shape, dtype=dtype, device=x.device), every)
 
         tensors = call.tensors
         shared = tensors.bias is not None and 1 in tensors.bias.shape
-        self.bias = new(tensors.bias, needs.bias, every=1 if shared else None)  # terms are added to parts of it
-        self.alibi_slopes = new(tensors.alibi_slopes, needs.alibi_slopes)
-        self.sinks = new(tensors.sinks, needs.sinks)
+        self.bias = new_sum(tensors.bias, needs.bias, every=1 if shared else None)  # terms are added to parts of it
+        self.alibi_slopes = new_sum(tensors.alibi_slopes, needs.alibi_slopes)
+        self.sinks = new_sum(tensors.sinks, needs.sinks)
         self.score_mod_tensors = [
-            new(x, needed) for x, needed in zip(tensors.score_mod_tensors, needs.score_mod_tensors, strict=True)
+            new_sum(x, needed) for x, needed in zip(tensors.score_mod_tensors, needs.score_mod_tensors, strict=True)
         ]
 
 
@@ -60,22 +60,22 @@ def score_mod_backward(
     scores: Scores, capped: Tensor, ds: Tensor, visible: Tensor | None, tile: Tile, gradients: FeatureGradients
 ) -> Tensor:
     """The gradient of a user's function, by torch.autograd on this tile alone."""
-    before = capped
+    unmodified = capped
     if scores.bias is not None:
-        before = before + tile_part(scores.bias, tile).to(scores.dtype)
+        unmodified = unmodified + tile_part(scores.bias, tile).to(scores.dtype)
     if scores.slopes is not None:
-        before = before - scores.slopes * scores.distance(tile)
+        unmodified = unmodified - scores.slopes * scores.distance(tile)
     with torch.enable_grad():
-        score = seen(before, visible).detach().requires_grad_()
+        score = zero_hidden(unmodified, visible).detach().requires_grad_()
         tensors = [
-            in_dtype(x, scores.dtype).detach().requires_grad_(total is not None)
+            cast_floating(x, scores.dtype).detach().requires_grad_(total is not None)
             for x, total in zip(scores.score_mod_tensors, gradients.score_mod_tensors, strict=True)
         ]
         modified = scores.modify(score, tile, tensors)
-    wanted = [score, *(x for x in tensors if x.requires_grad)]
+    inputs = [score, *(x for x in tensors if x.requires_grad)]
     if not modified.requires_grad:  # a function that ignores the score and every tensor we differentiate
         return torch.zeros_like(ds)
-    dscore, *dtensors = torch.autograd.grad(modified, wanted, ds, allow_unused=True, materialize_grads=True)
+    dscore, *dtensors = torch.autograd.grad(modified, inputs, ds, allow_unused=True, materialize_grads=True)
     totals = [total for total in gradients.score_mod_tensors if total is not None]
     for total, dtensor in zip(totals, dtensors, strict=True):
         total.add(dtensor)

@@ -54,7 +54,7 @@ class Scores:
         self.score_mod = None
         if settings.score_mod is not None:
             self.score_mod = score_mod_function(settings.score_mod)
-            self.score_mod_tensors = [in_dtype(tensor, dtype) for tensor in tensors.score_mod_tensors]
+            self.score_mod_tensors = [cast_floating(tensor, dtype) for tensor in tensors.score_mod_tensors]
         self.seed = tensors.dropout_seed if settings.dropout_p > 0 else None
 
     def positions(self, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ class Scores:
         if self.slopes is not None:
             s = s - self.slopes * self.distance(tile)
         if self.score_mod is not None:
-            s = self.modify(seen(s, visible), tile, self.score_mod_tensors)
+            s = self.modify(zero_hidden(s, visible), tile, self.score_mod_tensors)
         return s
 
     def distance(self, tile: Tile) -> Tensor:
@@ -111,7 +111,7 @@ class Scores:
         return rng.keep_factor(self.seed, self.settings.dropout_p, sequence_head, rows, first_key, num_keys, self.dtype)
 
 
-def seen(s: Tensor, visible: Tensor | None) -> Tensor:
+def zero_hidden(s: Tensor, visible: Tensor | None) -> Tensor:
     """Scores that a user's function may get: a NaN of a pair that nobody sees must not enter its derivatives."""
     return s if visible is None else torch.where(visible, s, 0)
 
@@ -131,7 +131,7 @@ def call_score_mod(
     return modified
 
 
-def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 

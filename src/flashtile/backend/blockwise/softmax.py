@@ -21,18 +21,18 @@ class RowState(NamedTuple):
     acc: Tensor  # [..., M, Dv] sum of exp(s - m) * v
 
 
-def start(sink: Tensor | None, shape: tuple[int, ...], head_dim_v: int, like: Tensor) -> RowState:
+def initial_state(sink: Tensor | None, shape: tuple[int, ...], head_dim_v: int, like: Tensor) -> RowState:
     """The state before the first key. A sink (`[H, 1, 1]`) is a key without a value: `m = sink, l = 1`."""
     acc = like.new_zeros((*shape, head_dim_v))
     if sink is None:
         return RowState(like.new_full((*shape, 1), -torch.inf), like.new_zeros((*shape, 1)), acc)
     sink = sink.expand(*shape, 1)
     m = sink.detach()
-    relative = torch.where(torch.isinf(m), 0.0, sink - m)  # inf - inf would be NaN in every derivative
-    return RowState(m, torch.where(m == -torch.inf, 0.0, torch.exp(relative)), acc)
+    shifted = torch.where(torch.isinf(m), 0.0, sink - m)  # inf - inf would be NaN in every derivative
+    return RowState(m, torch.where(m == -torch.inf, 0.0, torch.exp(shifted)), acc)
 
 
-def joined(a: RowState, b: RowState) -> RowState:
+def join(a: RowState, b: RowState) -> RowState:
     """The state after disjoint sets of keys, from the state after each."""
     m = torch.maximum(a.m, b.m)
     alpha, beta = rescale(a.m, m), rescale(b.m, m)
@@ -49,7 +49,7 @@ def finite_or_zero(m: Tensor) -> Tensor:
     return torch.where(m == -torch.inf, 0.0, m)
 
 
-def finish(state: RowState) -> tuple[Tensor, Tensor]:
+def finalize(state: RowState) -> tuple[Tensor, Tensor]:
     """`out [..., M, Dv]` and `lse [..., M, 1]`; a row that has seen nothing gives 0 and `-inf`."""
     l = torch.where(state.l == 0, 1.0, state.l)  # noqa: E741
     return state.acc / l, torch.where(torch.isinf(state.m), state.m, state.m + torch.log(l))

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-BLOCKS = 16  # that are added up before they are carried to a total
-ADDITIONS = 64  # the same for terms that are sums of whole tiles
-FEW_ROWS, FEW_COLUMNS = 4, 16  # of a product for which BLAS has one accumulator an element
+TILES_PER_CARRY = 16  # that are added up before they are carried to a total
+TERMS_PER_CARRY = 64  # the same for terms that are sums of whole tiles
+NARROW_ROWS, NARROW_COLUMNS = 4, 16  # of a product for which BLAS has one accumulator an element
 
 
 def carry(recent: Tensor, total: Tensor) -> None:
@@ -36,9 +36,9 @@ class Sum:
         """Add a term to a part of the sum, a view."""
         recent = part(self.recent)
         recent += term
-        self.added(part)
+        self.count_term(part)
 
-    def added(self, part: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+    def count_term(self, part: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         """A term has been added to `recent`."""
         self.terms += 1
         if self.every is not None and self.terms % self.every == 0:
@@ -46,7 +46,7 @@ class Sum:
                 self.total = torch.zeros_like(self.recent)
             carry(part(self.recent), part(self.total))
 
-    def finished(self) -> Tensor:
+    def result(self) -> Tensor:
         """The sum, in the memory of the zeros that it began with."""
         return self.recent if self.total is None else self.recent.add_(self.total)
 
@@ -59,11 +59,11 @@ def tree_sum(term: Callable[[int], Tensor], first: int, last: int) -> Tensor:
     return tree_sum(term, first, middle) + tree_sum(term, middle, last)
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
+def chunked_matmul(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`, with a long inner dimension cut into pieces: BLAS may add up all of it in one accumulator."""
-    piece = 128 if a.shape[-2] < FEW_ROWS or b.shape[-1] < FEW_COLUMNS else 512
+    chunk = 128 if a.shape[-2] < NARROW_ROWS or b.shape[-1] < NARROW_COLUMNS else 512
     length = a.shape[-1]
-    if length <= piece:
+    if length <= chunk:
         return a @ b
-    cuts = [slice(start, start + piece) for start in range(0, length, piece)]
-    return torch.stack([a[..., cut] @ b[..., cut, :] for cut in cuts]).sum(dim=0)
+    chunks = [slice(start, start + chunk) for start in range(0, length, chunk)]
+    return torch.stack([a[..., part] @ b[..., part, :] for part in chunks]).sum(dim=0)

@@ -127,8 +127,8 @@ class Side:
             self.firsts = None if self.index.first is None else self.index.first.tolist()
             self.max_length = max(self.lengths, default=0)
         else:
-            asked = settings.max_seqlen_k if keys else settings.max_seqlen_q
-            self.max_length = capacity if asked is None else min(asked, capacity)
+            requested = settings.max_seqlen_k if keys else settings.max_seqlen_q
+            self.max_length = capacity if requested is None else min(requested, capacity)
         if self.num_tokens == 0:
             self.max_length = 0
 
@@ -166,7 +166,7 @@ class Side:
             return new_rows(like, heads, width, dtype).fill_(fill)
         return like.new_full((self.num_tokens + 1, heads, width), fill, dtype=dtype)
 
-    def finished(self, buffer: Tensor) -> Tensor:
+    def result(self, buffer: Tensor) -> Tensor:
         """A filled buffer in the shape of the caller's tensor: without the spare row, pages as pages."""
         if self.dense:
             return buffer
@@ -189,8 +189,8 @@ class Side:
             first, length = self.firsts[batch.start], self.lengths[batch.start]
             return DenseRows(x[first : first + length, heads].transpose(0, 1)[None])  # [1, H, S, D]
         per_sequence = ("first", "page_table", "length", "leftpad")
-        given = {name: y for name in per_sequence if (y := getattr(self.index, name)) is not None}
-        part = {name: y[batch] for name, y in given.items()}
+        per_batch = {name: y for name in per_sequence if (y := getattr(self.index, name)) is not None}
+        part = {name: y[batch] for name, y in per_batch.items()}
         return GatheredRows(x[..., heads, :], self.index._replace(**part))
 
 

@@ -19,23 +19,23 @@ def row_blocks(slab: Slab, shape: TileShape) -> Iterator[slice]:
 
 def tiles(slab: Slab, settings: Settings, scores: Scores, rows: slice, shape: TileShape) -> Iterator[Tile]:
     """The tiles of one row block that may hold a visible pair."""
-    visited = keys_for(slab, settings, rows)
-    first = visited.lo - visited.lo % shape.block_n
-    for start in range(first, visited.hi, shape.block_n):
+    visible = key_range_of(slab, settings, rows)
+    first = visible.lo - visible.lo % shape.block_n
+    for start in range(first, visible.hi, shape.block_n):
         keys = slice(start, min(start + shape.block_n, slab.seqlen_k))
-        tile = Tile(rows, keys, full=visited.full_lo <= keys.start and keys.stop <= visited.full_hi)
-        if not hidden_by_mask(scores, tile):
+        tile = Tile(rows, keys, full=visible.full_lo <= keys.start and keys.stop <= visible.full_hi)
+        if not masked_out(scores, tile):
             yield tile
 
 
-def keys_for(slab: Slab, settings: Settings, rows: slice) -> KeyRange:
+def key_range_of(slab: Slab, settings: Settings, rows: slice) -> KeyRange:
     if isinstance(slab.diagonal, Tensor):  # lengths stay on the device: every key block is visited, and masked
         return KeyRange(0, 0, slab.seqlen_k if settings.window.unlimited else 0, slab.seqlen_k)
     first, last = rows.start + settings.i0, rows.stop - 1 + settings.i0
     return key_range(settings.window, first, last, slab.seqlen_k, slab.diagonal, settings.j0)
 
 
-def hidden_by_mask(scores: Scores, tile: Tile) -> bool:
+def masked_out(scores: Scores, tile: Tile) -> bool:
     """Whether a bool mask hides the whole tile; only asked where its values are on the host, and not under vmap,
     where they differ from example to example.
     """
