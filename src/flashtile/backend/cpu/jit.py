@@ -11,7 +11,7 @@ import contextlib
 import functools
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,18 @@ def cache_directory() -> Path:
 def hash_sources(package: Any) -> str:
     """A hash of what IR is written by: a package's files, and the libraries that they use."""
     digest = hashlib.sha256(repr((llvmlite.__version__, np.__version__)).encode())
-    for file in sorted(package.iterdir(), key=lambda file: file.name):
-        if file.is_file():
-            digest.update(file.name.encode() + file.read_bytes())
+    for file in source_files(package):
+        digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def source_files(folder: Any) -> Iterator[Any]:
+    """The Python files of a package and of those below it, in a fixed order."""
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        if file.is_dir():
+            yield from source_files(file)
+        elif file.name.endswith(".py"):
+            yield file
 
 
 PACKAGE = resources.files("flashtile.backend.cpu")
