@@ -271,7 +271,7 @@ def test_the_guard_would_notice() -> None:
     """A call with a longer sequence than its tensors have."""
     code = (
         "import importlib, torch, guarded, flashtile; from unittest import mock;"
-        "from flashtile.backend.cpu import arguments as a; lengths = a.dense_lengths;"
+        "from flashtile.backend.cpu import lengths as a; lengths = a.dense_lengths;"
         "wrong = lambda b, q, k, *rest: lengths(b, q, k + 1, *rest);"
         "q = guarded.guarded(torch.randn(1, 1, 8, 1024 // 4 * 2), False);"
         "mock.patch.object(a, 'dense_lengths', wrong).start();"
@@ -418,7 +418,7 @@ def test_other_generators_have_other_object_files(cache: Path, monkeypatch: pyte
     copied = cache.parent / "package"
     shutil.copytree(jit.PACKAGE, copied)
     assert jit.hash_sources(copied) == jit.SOURCES_HASH
-    copied.joinpath("scores.py").write_text("# another\n")
+    copied.joinpath("kernels", "scores.py").write_text("# another\n")
     assert jit.hash_sources(copied) != jit.SOURCES_HASH
     monkeypatch.setattr(jit, "PACKAGE", copied)
     assert load()
