@@ -15,18 +15,19 @@ from ..targets import Target
 from ..variant import BACKWARD, Arguments, Variant
 from ..workspace import BLOCK_N, Workspace, backward_layout, round_up
 from .codegen import Code
+from .dbias import accumulate_dbias
+from .dkdv import accumulate_key_gradient, carry_key_gradients, clear_key_gradients
 from .elementary import exp2
 from .formats import load, load_vector, sum_lanes
 from .kernel import Kernel, task_loop, thread_workspace
 from .masking import in_mask, in_window
-from .operands import ADDRESS, LONG, Pointer, Value
-from .products import Panel, accumulate, emit_accumulate, emit_scores, emit_values, score_product, value_product
+from .operands import ADDRESS, Pointer, Value
+from .products import Panel, emit_accumulate, emit_scores, emit_values, score_product, value_product
 from .rng import apply_dropout
 from .scores import distance, final_score, product_gradient
-from .sums import ROWS_PER_CARRY, carry, carry_due, fast_two_sum, needs_totals
+from .sums import ROWS_PER_CARRY, carry, carry_due, needs_totals
 from .tiles import (
     KeyBlock,
-    Task,
     copy_rows,
     fill_row_tables,
     load_keys,
@@ -70,40 +71,6 @@ def source(variant: Variant, target: Target) -> str:
                 with code.if_then(many_rows):
                     carry_key_gradients(code, a, keys, w, last=True)
     return str(code.module)
-
-
-def key_gradient_row(a: Arguments, task: Task, name: str, first: Value) -> Pointer:
-    """The row of dk or dv that belongs to a task's key `first`."""
-    step, head = a.integer(f"{name}_s"), task.b * a.integer(f"{name}_b") + task.kv_head * a.integer(f"{name}_h")
-    return a.pointer(name) + (head + (task.k_first + first) * step)
-
-
-VectorLoop = Iterator[tuple[Pointer, Pointer, Value]]
-
-
-def key_gradient_vectors(code: Code, a: Arguments, task: Task, w: Workspace) -> VectorLoop:
-    """For dk and for dv, if wanted, a loop over the vectors of a task's keys: where a row's sums are, where its totals,
-    and the feature.
-    """
-    for name, width in (("dk", "head_dim"), ("dv", "head_dim_v")):
-        step, padded = a.integer(f"{name}_s"), round_up(a.integer(width), code.lanes)
-        with code.if_then(a.pointer(name).is_null().equals(0)):
-            recent, total = key_gradient_row(a, task, name, task.first_key), getattr(w, f"total_{name}")
-            with code.loop(0, task.last_key + 1 - task.first_key) as j, code.loop(0, padded, code.lanes) as d:
-                yield recent + j * step, total + j * padded, d
-
-
-def clear_key_gradients(code: Code, a: Arguments, task: Task, w: Workspace, many_rows: Value) -> None:
-    """Begin with 0, right before anything is added."""
-    for recent, total, d in key_gradient_vectors(code, a, task, w):
-        recent.store(code.full(), d)
-        with code.if_then(many_rows):
-            total.store(code.full(), d)
-
-
-def carry_key_gradients(code: Code, a: Arguments, task: Task, w: Workspace, last: bool) -> None:
-    for recent, total, d in key_gradient_vectors(code, a, task, w):
-        carry(code, recent, total, d, last)
 
 
 class BackwardKernel(Kernel):
@@ -239,9 +206,9 @@ class BackwardKernel(Kernel):
             with otherwise:
                 self.softmax_backward(first, count, edge=False)
         if self.variant.bias_gradient:
-            self.accumulate_dbias(first, count)
-        self.accumulate_key_gradient("dv", first, count, w.scores, w.dout_rows, width)
-        self.accumulate_key_gradient("dk", first, count, w.dscores, w.q_rows, depth)
+            accumulate_dbias(self, first, count)
+        accumulate_key_gradient(self, "dv", first, count, w.scores, w.dout_rows, width)
+        accumulate_key_gradient(self, "dk", first, count, w.dscores, w.q_rows, depth)
         with code.if_then(a.pointer("dq").is_null().equals(0)):
             value_product(code, panel, w.dscores, k.first, k.stride, count, w.dq, depth, w.alpha)
 
@@ -282,70 +249,6 @@ class BackwardKernel(Kernel):
                 w.dscores.store(ds * a.real("scale"), at + row)
         if variant.slope_gradient:
             panel.store([x + y.get() for x, y in zip(panel.load(w.dslope), slopes, strict=True)], w.dslope)
-
-    def accumulate_key_gradient(
-        self, name: str, first: Value, count: Value, p: Pointer, x: Pointer, width: Value
-    ) -> None:
-        """Add a block's part of dk or dv, `p @ x`, to the keys' rows, which are whole vectors."""
-        code, a = self.code, self.a
-        with code.if_then(a.pointer(name).is_null().equals(0)):
-            at, step = key_gradient_row(a, self.task, name, first), a.integer(f"{name}_s")
-            from_row = code.variable(code.index(0))
-
-            def first_row(j: Value) -> Value:
-                """The first that sees key `j`: later rows see as far at least."""
-                with code.loop_forever() as done:
-                    row = from_row.get()
-                    sees = code.convert(self.w.high[row], LONG) >= first + j
-                    code.break_if(sees | row.equals(self.panel.rows - 1), done)
-                    from_row.set(row + 1)
-                return from_row.get()
-
-            accumulate(code, self.panel, p, count, x, round_up(width, code.lanes), at, step, first_row)
-
-    def accumulate_dbias(self, first: Value, count: Value) -> None:
-        """One number after another: rows, keys and heads may share an element. All keys of a block that share one are
-        summed before, and so are all rows.
-        """
-        code, a, w, task, panel_rows = self.code, self.a, self.w, self.task, self.panel.rows
-        share_j, share_i, share_h = (a.integer(f"dbias_{dim}").equals(0) for dim in "jih")
-        share_rows = share_i & (share_h | a.integer("groups").equals(1))
-        with code.if_then(share_j):
-            self.reduce_dbias_over_keys(count)
-        count = code.select(share_j, code.index(1), count)
-        with code.if_then(share_rows):
-            self.reduce_dbias_over_rows(count)
-        num_valid = code.select(share_rows, code.index(1), num_valid_rows(code, self.panel, task, code.index(0)))
-        step = code.select(share_rows, code.index(1), panel_rows)
-        dbias, dbias_error = a.pointer("dbias"), a.pointer("dbias_error")
-        with code.loop(0, num_valid) as r:
-            i, h = position_and_head(a, task, packed_row(code, self.panel, task, code.index(0), r))
-            row = task.b * a.integer("dbias_b") + h * a.integer("dbias_h") + i * a.integer("dbias_i")
-            with code.loop(0, count) as j:
-                at, x = row + (first + j) * a.integer("dbias_j"), w.dbias[j * step + r]
-                with code.if_else(dbias_error.is_null()) as (plain, compensated):
-                    with plain:
-                        dbias[at] = dbias[at] + x
-                    with compensated:
-                        dbias_error[at], dbias[at] = fast_two_sum(code, dbias_error[at] + x, dbias[at])
-
-    def reduce_dbias_over_keys(self, count: Value) -> None:
-        """To the place of the first key."""
-        code, w, panel = self.code, self.w, self.panel
-        total = [code.variable(code.full()) for _ in range(panel.vectors)]
-        with code.loop(0, count) as j:
-            for x, sum_of_row in zip(panel.load(w.dbias, j), total, strict=True):
-                sum_of_row.set(sum_of_row.get() + x)
-        panel.store([x.get() for x in total], w.dbias)
-
-    def reduce_dbias_over_rows(self, count: Value) -> None:
-        """To one number for each key, one behind another, as many keys at a time as make a vector. Copies of rows have
-        a gradient of 0.
-        """
-        code, w, panel = self.code, self.w, self.panel
-        with code.loop(0, count, code.lanes) as j:
-            keys = [sum(rest, start=x) for x, *rest in (panel.load(w.dbias, j + n) for n in range(code.lanes))]
-            w.dbias.store(sum_lanes(code, keys), j)
 
     def epilogue(self) -> None:
         """The panel's dq, and what its rows add to their slopes."""
