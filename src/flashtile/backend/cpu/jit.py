@@ -1,10 +1,10 @@
-"""From IR to machine code in memory, by way of a cache on disk.
+"""Compile LLVM IR to machine code in memory, with a cache of object files on disk.
 
-An object file is named by the hash of everything that it follows from: the generators and what they are given, the
-processor and its features, and LLVM's version. So a process that finds it writes no IR, which would take longer than
-all else before its first call. Files are written aside and moved into place, so that processes that compile at once do
-not disturb one another; one that is cut short or changed fails its checksum and is made again. A directory that cannot
-be written is no error: then every process compiles.
+An object file's name is a hash of everything that determines its content: the sources of the generators, the variant,
+the processor with its features, and LLVM's version. A process that finds the file does not generate IR, the slowest
+step of a first call. Files are written to a temporary name and moved into place, so concurrent processes do not see
+partial files; a truncated or damaged file fails its checksum and is replaced. If the directory cannot be written, every
+process compiles for itself.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from .variant import Variant
 
 CHECKSUM = hashlib.sha256().digest_size
 _LOCK = threading.Lock()
-_LOADED: list[Any] = []  # machine code lives as long as its engine
+_LOADED: list[Any] = []  # engines, which own the machine code
 
 
 def cache_directory() -> Path:
-    """Where object files are."""
+    """The directory of object files."""
     return user_files.directory() / "cpu"
 
 
 def hash_sources(package: Any) -> str:
-    """A hash of what IR is written by: a package's files, and the libraries that they use."""
+    """Hash a package's sources and the versions of the libraries that its generators use."""
     digest = hashlib.sha256(repr((llvmlite.__version__, np.__version__)).encode())
     for file in source_files(package):
         digest.update(file.name.encode() + file.read_bytes())
@@ -52,11 +52,11 @@ def source_files(folder: Any) -> Iterator[Any]:
 
 
 PACKAGE = resources.files("flashtile.backend.cpu")
-SOURCES_HASH = hash_sources(PACKAGE)  # as they are imported
+SOURCES_HASH = hash_sources(PACKAGE)  # of the imported version
 
 
 def function_address(name: str, variant: Variant, target: Target, source: Callable[[], str]) -> int:
-    """The address of the kernel `name` that `source` writes for a variant and the host, its target."""
+    """Load the kernel `name` of a variant, or compile the IR that `source` generates, and return its address."""
     with _LOCK:
         key_parts = (SOURCES_HASH, name, variant, target, llvm.llvm_version_info)
         key = hashlib.sha256(repr(key_parts).encode()).hexdigest()
@@ -65,7 +65,7 @@ def function_address(name: str, variant: Variant, target: Target, source: Callab
         code = read_object(path)
         if code is None:
             code = compile_object(source(), machine)
-            if hash_sources(PACKAGE) == SOURCES_HASH:  # or else they were edited meanwhile
+            if hash_sources(PACKAGE) == SOURCES_HASH:  # not if they were edited since
                 write_object(path, code)
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
@@ -89,13 +89,13 @@ def initialize() -> None:
 
 
 def compile_object(source: str, machine: Any) -> bytes:
-    """An object file. The generators wrote the vectors and the loops as they should be, so few passes are left: they
-    take a tenth of the time of LLVM's own choice, for the same speed.
+    """Compile to an object file with three passes. The generators emit vectors and unrolled loops themselves, so LLVM's
+    default pipeline would take ten times as long for code of the same speed.
     """
     module = llvm.parse_assembly(source)
     module.verify()
     passes = llvm.create_new_module_pass_manager()
-    passes.add_sroa_pass()  # variables into registers
+    passes.add_sroa_pass()  # promotes variables to registers
     passes.add_instruction_combine_pass()
     passes.add_simplify_cfg_pass()
     passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
@@ -103,7 +103,7 @@ def compile_object(source: str, machine: Any) -> bytes:
 
 
 def read_object(path: Path) -> bytes | None:
-    """An object file's content; `None` where there is none that is whole."""
+    """An object file's content; `None` if it is missing or damaged."""
     try:
         stored = path.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""What is compiled into a kernel, and the numbers and addresses that it is given."""
+"""A kernel's compile-time parameters (`Variant`) and its runtime arguments (`FIELDS` of the argument block)."""
 
 from typing import NamedTuple
 
@@ -8,26 +8,26 @@ from .kernels.codegen import Code
 from .kernels.elementary import LOG2E
 from .kernels.operands import ADDRESS, DOUBLE, FLOAT, LONG, Pointer, Value
 
-FORWARD, BACKWARD = "forward", "backward"  # the kernels' names
+FORWARD, BACKWARD = "forward", "backward"  # names of the compiled functions
 
 
 class Variant(NamedTuple):
-    """Two calls with equal variants run the same machine code; everything else is a number that it is given."""
+    """The properties of a call that machine code depends on; all others are runtime arguments."""
 
-    dtype: str  # of q, k, v and out: "float32", ...
-    vectors: int  # query rows of a panel, in vectors
+    dtype: str  # of q, k, v and out, such as "float32"
+    vectors: int  # width of a panel of query rows
     softcap: bool = False
-    bias: str | None = None  # its dtype
+    bias: str | None = None  # dtype of the bias
     alibi: bool = False
     mask: bool = False
     dropout: bool = False
     bias_gradient: bool = False  # backward only
     slope_gradient: bool = False
-    decode: bool = False  # forward only: rows for `decode`
+    decode: bool = False  # forward only
 
     @property
     def real_type(self) -> ir.Type:
-        """Of scores, sums and accumulators."""
+        """The type of scores, sums and accumulators."""
         return DOUBLE if self.dtype == "float64" else FLOAT
 
     @property
@@ -36,26 +36,26 @@ class Variant(NamedTuple):
 
     @property
     def modifies_scores(self) -> bool:
-        """Whether every score is looked at between the two products."""
+        """Whether every score is changed between the two products."""
         return self.softcap or self.alibi or self.mask or self.bias is not None
 
     @property
     def natural_units(self) -> bool:
-        """Whether scores are in the contract's units, not times `log2(e)` (`scores`)."""
+        """Whether scores are not multiplied by `log2(e)` (see `kernels.scores`)."""
         return self.bias is not None
 
     @property
     def to_exp2(self) -> float:
-        """The factor from a score's units to exp2's."""
+        """The factor that converts scores to arguments of exp2."""
         return LOG2E if self.natural_units else 1.0
 
     @property
     def score_unit(self) -> float:
-        """The factor from the contract's units to a score's."""
+        """The factor that converts natural units to those of scores."""
         return 1.0 if self.natural_units else LOG2E
 
 
-# Everything that a kernel reads from its argument block; 8 bytes each. Strides are in elements, `work_*` in bytes.
+# Fields of the argument block, 8 bytes each. Strides are in elements, `work_size` in bytes.
 ADDRESSES = """
 q k v out lse mask bias slopes sinks seed sequences page_table partial_out partial_lse counter workspace
 dout dlse delta dq dk dv dbias dbias_error dslopes
@@ -73,7 +73,7 @@ FIELDS = tuple((ADDRESSES + INTEGERS + REALS).split())
 
 
 class Arguments:
-    """The argument block as a generator sees it: `arguments.head_dim` loads that number."""
+    """The argument block in generated code: `a.integer("head_dim")` emits a load of that field."""
 
     def __init__(self, code: Code, block: Value):
         self.code, self.block = code, block

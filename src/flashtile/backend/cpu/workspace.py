@@ -1,4 +1,4 @@
-"""A thread's own memory: the tables of its rows, turned queries and outputs, a block of scores, keys and values."""
+"""Layout of a thread's workspace: row tables, transposed queries and outputs, a block of scores, keys and values."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -8,16 +8,16 @@ from llvmlite import ir
 
 from .kernels.operands import BYTE, INT, LONG, SIZES, Pointer
 
-BLOCK_N = 96  # keys at a time: their scores stay in the first-level cache
+BLOCK_N = 96  # keys of a block: its scores stay in the first-level cache
 DROPOUT_KEYS = 8  # keys that share a random counter; a block may begin and end inside such a group
-CACHE_LINE = 64
+CACHE_LINE = 64  # bytes
 
 
 Layout = Iterator[tuple[str, Any, ir.Type]]
 
 
 def row_tables(real_type: ir.Type, rows: int, panels: Any) -> Layout:
-    """One entry for each row of each panel (`tiles.fill_rows`)."""
+    """Tables with one entry for each row of each panel (`tiles.fill_row_tables`)."""
     for name in ("q_offsets", "out_offsets", "lse_offsets", "bias_offsets", "mask_offsets"):
         yield name, panels * rows, LONG
     for name in ("low", "high", "diagonal_key", "position", "sequence_head"):
@@ -27,7 +27,7 @@ def row_tables(real_type: ir.Type, rows: int, panels: Any) -> Layout:
 
 
 def key_block(real_type: ir.Type, rows: int, head_dim: Any, head_dim_v: Any) -> Layout:
-    """What belongs to one block of keys."""
+    """Buffers for one block of keys. Dropout writes whole groups of keys, hence the rows before and after `scores`."""
     yield "new_m", rows, real_type
     yield "alpha", rows, real_type
     yield "scores_front", DROPOUT_KEYS * rows, real_type
@@ -39,7 +39,7 @@ def key_block(real_type: ir.Type, rows: int, head_dim: Any, head_dim_v: Any) -> 
 
 
 def forward_layout(real_type: ir.Type, rows: int, panels: Any, head_dim: Any, head_dim_v: Any) -> Layout:
-    """Name, number of elements and their type; the numbers are ints, or values in a program."""
+    """Name, number of elements and element type of each buffer. Numbers are ints on the host, `Value`s in a kernel."""
     yield from row_tables(real_type, rows, panels)
     yield from key_block(real_type, rows, head_dim, head_dim_v)
     yield "m", panels * rows, real_type
@@ -54,7 +54,7 @@ def forward_layout(real_type: ir.Type, rows: int, panels: Any, head_dim: Any, he
 def backward_layout(
     real_type: ir.Type, rows: int, lanes: int, head_dim: Any, head_dim_v: Any, total_keys: Any
 ) -> Layout:
-    """As above; `total_keys` is the number of keys that have totals of dk and dv."""
+    """The same for backward. `total_keys` is the number of keys that have totals of dk and dv; 0 for few rows."""
     yield from row_tables(real_type, rows, 1)
     yield from key_block(real_type, rows, head_dim, head_dim_v)
     for name in ("lse", "delta", "dslope", "total_dslope"):
@@ -75,18 +75,18 @@ def backward_layout(
 
 
 def round_up(n: Any, step: int) -> Any:
-    """`n` rounded up to a multiple."""
+    """`n` rounded up to a multiple of `step`."""
     return (n + (step - 1)) // step * step
 
 
 @functools.lru_cache(maxsize=1024)
 def num_bytes(layout: Callable[..., Layout], *sizes: Any) -> int:
-    """Bytes of one thread's memory, of `pieces(*given)`."""
+    """The size of one thread's workspace, `layout(*sizes)`."""
     return sum(round_up(count * SIZES[kind], CACHE_LINE) for _, count, kind in layout(*sizes))
 
 
 class Workspace:
-    """The pieces as a generator sees them, by name."""
+    """A thread's workspace in generated code; attributes are pointers to its buffers."""
 
     def __init__(self, base: Pointer, layout: Layout):
         self._buffers: dict[str, Pointer] = {}

@@ -1,11 +1,11 @@
 """FlashAttention-2's backward pass (Dao, "FlashAttention-2", 2023, algorithm 2), for CPUs.
 
-A task is a part of the keys of one key head, with all query rows of the heads that share it: nobody else adds to the
-gradients of its keys, whatever the number of threads. Panels of query rows pass by; each makes its probabilities again
-from the scores and the log-sum-exp, for one block of keys after another. Gradients of queries are kept for each part of
-the keys and added up in the end.
+A task has one split of the keys of one key head and loops over all query rows of that head's group, so no other task
+adds to the gradients of its keys, and results do not depend on the number of threads. For each panel of query rows it
+loops over the key blocks and recomputes the probabilities from the scores and the log-sum-exp. Each split has a dq of
+its own; the host adds them.
 
-A bias that is shared by sequences or heads has its gradient in one task too, which then goes through all of them.
+Where sequences or heads share elements of a bias, one task loops over all of them, so that dbias has one owner too.
 """
 
 import math
@@ -41,7 +41,7 @@ from .tiles import (
 
 
 def source(variant: Variant, target: Target) -> str:
-    """The kernel's module. `differentiate(block)` works on tasks until none is left, as `forward.source` says."""
+    """The LLVM module of a backward kernel, `backward(block)`; any number of threads may run it at once."""
     code = Code(target, variant.real_type)
     panel = Panel(code, variant.vectors)
     emit_scores(code, panel)
@@ -74,7 +74,7 @@ def source(variant: Variant, target: Target) -> str:
 
 
 class BackwardKernel(Kernel):
-    """The emission of one panel of rows."""
+    """Emits the code of one panel of query rows against all keys of the task."""
 
     def run(self) -> None:
         code, a, w = self.code, self.a, self.w
@@ -97,9 +97,7 @@ class BackwardKernel(Kernel):
         self.epilogue()
 
     def prologue(self) -> None:
-        """Empty sums; and if any key is seen, or `delta` is to be stored, the panel's numbers, queries and output
-        gradients.
-        """
+        """Zero the sums, and load the rows if they see any key. The first split always loads them: it stores delta."""
         code, w, panel = self.code, self.w, self.panel
         with code.if_then((w.bounds[0] < w.bounds[3]) | self.task.split.equals(0)):
             self.load_rows()
@@ -112,7 +110,7 @@ class BackwardKernel(Kernel):
         self.fill_row_offsets("dq", w.dq_offsets)
 
     def row_sums(self) -> Iterator[tuple[Pointer, Pointer, Value]]:
-        """A loop over the vectors of dq and of what rows add to their slopes: recent sums, totals, and the place."""
+        """Loop over the vectors of dq and of the rows' parts of dslopes: recent sums, totals, and the index."""
         code, w, rows = self.code, self.w, self.panel.rows
         with code.loop(0, self.a.integer("head_dim") * rows, code.lanes) as n:
             yield w.dq, w.total_dq, n
@@ -125,11 +123,11 @@ class BackwardKernel(Kernel):
             carry(self.code, recent, total, n, last)
 
     def load_rows(self) -> None:
-        """Queries and output gradients, as lanes and as rows."""
+        """Load q and dout twice: transposed for products over features, and by rows for products over query rows."""
         code, a, w, panel, dtype = self.code, self.a, self.w, self.panel, self.variant.dtype
         depth, width, one = a.integer("head_dim"), a.integer("head_dim_v"), code.index(1)
         q, dout = a.pointer("q"), a.pointer("dout")
-        dout_offsets = w.dq_offsets  # before it is needed for dq
+        dout_offsets = w.dq_offsets  # free until dq's offsets are filled in
         self.fill_row_offsets("dout", dout_offsets)
         load_transposed(code, panel, q, w.q_offsets, depth, one, dtype, w.q, a.real("factor"))
         load_transposed(code, panel, dout, dout_offsets, width, one, dtype, w.dout, code.real(1))
@@ -137,7 +135,7 @@ class BackwardKernel(Kernel):
         copy_rows(code, panel, dout, dout_offsets, width, dtype, w.dout_rows, round_up(width, code.lanes))
 
     def compute_delta(self) -> None:
-        """`delta`, the sum of a row's output times its gradient: lanes over features, as many rows as fill a vector."""
+        """`delta = sum_d out * dout`: lanes run over features, for as many rows at a time as fill a vector of sums."""
         code, a, w, panel, dtype = self.code, self.a, self.w, self.panel, self.variant.dtype
         width, out = a.integer("head_dim_v"), a.pointer("out")
         padded, full = round_up(width, code.lanes), width // code.lanes * code.lanes
@@ -153,7 +151,7 @@ class BackwardKernel(Kernel):
             w.delta[r] = w.delta[r] + load(code, out, w.out_offsets[r] + d, dtype) * w.dout_rows[r * padded + d]
 
     def fill_row_offsets(self, name: str, to: Pointer) -> None:
-        """Where the panel's rows are in a tensor with strides of its own."""
+        """Fill `to` with the offsets of the panel's rows in the tensor `name`."""
         code, a, task = self.code, self.a, self.task
         split = task.split * a.integer("dq_split") if name == "dq" else code.index(0)
         with code.loop(0, self.panel.rows) as r:
@@ -162,8 +160,8 @@ class BackwardKernel(Kernel):
             to[r] = split + task.b * a.integer(f"{name}_b") + within
 
     def load_row_stats(self) -> None:
-        """`lse` in exp2's units and `delta`. Rows that see nothing, and copies, have no probabilities: exp(s - inf) is
-        0. Nothing flows through them, whatever their gradient holds.
+        """Load `lse`, converted to score units, and complete `delta`. For rows that see no key, and for padding rows,
+        `lse = inf` makes all probabilities `exp(s - inf) = 0`; their dout is cleared, since `0 * NaN` would be NaN.
         """
         code, a, w, panel = self.code, self.a, self.w, self.panel
         num_valid, infinity = num_valid_rows(code, panel, self.task, code.index(0)), code.real(math.inf)
@@ -190,7 +188,7 @@ class BackwardKernel(Kernel):
             w.dout[d * panel.rows + r] = code.real(0)
 
     def process_block(self, first: Value, count: Value, k: KeyBlock, v: KeyBlock) -> None:
-        """One block of keys: the five products, and between them the gradient of the softmax."""
+        """One block of keys: the five matrix products, and between them the gradient of the softmax."""
         code, a, w, panel = self.code, self.a, self.w, self.panel
         depth, width = a.integer("head_dim"), a.integer("head_dim_v")
         score_product(code, panel, k.first, k.stride, count, w.q, depth, w.scores, w.new_m)
@@ -213,7 +211,9 @@ class BackwardKernel(Kernel):
             value_product(code, panel, w.dscores, k.first, k.stride, count, w.dq, depth, w.alpha)
 
     def softmax_backward(self, first: Value, count: Value, edge: bool) -> None:
-        """Products `scores` to what dv is made of, `p * keep`, and `dscores = dout v` to the products' gradient."""
+        """Turn `scores = q k` into `p * keep`, for dv, and `dscores = dout v` into the gradient of the scaled product,
+        for dq and dk.
+        """
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
         tables = self.score_tables(code.index(0))
         slopes = [code.variable(code.full()) for _ in range(panel.vectors)] if variant.slope_gradient else []
@@ -240,7 +240,7 @@ class BackwardKernel(Kernel):
                 w.scores.store(kept, at + row)
                 ds = p * (dp - w.delta.vector(row))
                 if visible is not None:
-                    ds = code.select(visible, ds, 0.0)  # not 0 * NaN, where a row's delta is NaN
+                    ds = code.select(visible, ds, 0.0)  # where delta is NaN, p * (dp - delta) = 0 * NaN
                 if variant.bias_gradient:
                     w.dbias.store(ds, at + row)
                 if variant.slope_gradient:
@@ -251,7 +251,7 @@ class BackwardKernel(Kernel):
             panel.store([x + y.get() for x, y in zip(panel.load(w.dslope), slopes, strict=True)], w.dslope)
 
     def epilogue(self) -> None:
-        """The panel's dq, and what its rows add to their slopes."""
+        """Store the panel's dq and its rows' parts of dslopes."""
         code, a, w, panel, task = self.code, self.a, self.w, self.panel, self.task
         num_valid = num_valid_rows(code, panel, task, code.index(0))
         dq = a.pointer("dq")

@@ -1,11 +1,9 @@
-"""The language that kernels are written in: a module under construction, with loops, branches and functions as LLVM IR.
-
-A generator reads like the loop it emits:
+"""A builder for LLVM IR, so that a kernel generator reads like the loop it emits:
 
     with code.loop(0, n) as i:
         total.set(total.get() + x.vector(i) * factor)
 
-`operands` has what it computes with.
+`operands` has the values, pointers and variables. "Real" is the floating-point type that a kernel computes in.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +36,7 @@ class Function(NamedTuple):
 
 
 class Code:
-    """A module under construction, and the place in it where the next instruction goes."""
+    """A module under construction, and the position of its next instruction."""
 
     ir: Any  # llvmlite's builder
 
@@ -47,7 +45,7 @@ class Code:
         self.module.triple = target.triple
         self.target, self.real_type = target, real_type
         self.lanes = target.vector_bytes // SIZES[real_type]
-        # Integers as wide as a real, whose bits they are.
+        # The integer type for a real's bits.
         self.bits = LONG if real_type is DOUBLE else INT
         self.functions: dict[str, Function] = {}
         self.constants: dict[tuple[str, str], Value] = {}
@@ -57,31 +55,27 @@ class Code:
     def constant(self, x: float, kind: llvm.Type) -> Value:
         number = float(x) if element_type(kind) in FLOATING else int(x)
         key = (str(kind), repr(number))
-        if key not in self.constants:  # llvmlite takes its time to make one
+        if key not in self.constants:  # llvmlite is slow at making constants
             content = [number] * kind.count if isinstance(kind, llvm.VectorType) else number
             self.constants[key] = Value(self, llvm.Constant(kind, content))
         return self.constants[key]
 
     def index(self, x: "Value | int") -> Value:
-        """An index, 64 bits wide."""
+        """A 64-bit integer."""
         return x if isinstance(x, Value) else self.constant(x, LONG)
 
     def real(self, x: float) -> Value:
         return self.constant(x, self.real_type)
 
     def full(self, x: float = 0.0) -> Value:
-        """A vector of one number."""
+        """A vector constant of reals, all equal."""
         return self.constant(x, llvm.VectorType(self.real_type, self.lanes))
-
-    def iota(self, kind: llvm.Type) -> Value:
-        """The vector 0, 1, 2, ..."""
-        return Value(self, llvm.Constant(llvm.VectorType(kind, self.lanes), list(range(self.lanes))))
 
     def scalar(self, x: "Value | float", kind: llvm.Type) -> Value:
         return x if isinstance(x, Value) else self.constant(x, kind)
 
     def splat(self, x: Value) -> Value:
-        """A scalar in all lanes."""
+        """A vector with `x` in all lanes."""
         if isinstance(x.ir.type, llvm.VectorType):
             return x
         kind = llvm.VectorType(x.ir.type, self.lanes)
@@ -90,7 +84,7 @@ class Code:
         return Value(self, self.ir.shuffle_vector(one, llvm.Constant(kind, llvm.Undefined), zeros))
 
     def broadcast(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """Two operands in one type: numbers become constants, scalars vectors."""
+        """Two operands converted to one type: Python numbers to constants, scalars to vectors."""
         if not isinstance(a, Value):
             return self.constant(a, b.ir.type).ir, b.ir
         if not isinstance(b, Value):
@@ -113,11 +107,8 @@ class Code:
         a, b = (Value(self, x) for x in self.broadcast(a, b))
         return self.select(a < b, a, b)
 
-    def clamp(self, x: Value, low: Any, high: Any) -> Value:
-        return self.minimum(self.maximum(x, low), high)
-
     def multiply_add(self, a: Value, b: Any, c: Any) -> Value:
-        """`a * b + c`, rounded once where the hardware does that."""
+        """`a * b + c`, fused where the hardware has FMA."""
         if not self.target.fma:
             return a * b + c
         x, y = (Value(self, v) for v in self.broadcast(a, b))
@@ -131,7 +122,7 @@ class Code:
         return Value(self, self.ir.call(function, [x.ir for x in operands]))
 
     def reduce(self, name: str, x: Value) -> Value:
-        """One number from a vector: `and`, `or`, `smax`, `smin`, ..."""
+        """Reduce a vector to a scalar by `and`, `or`, `smax`, `smin`, ..."""
         kind = x.ir.type
         full = f"llvm.vector.reduce.{name}.{suffix(kind)}"
         function = self.module.declare_intrinsic(full, (), llvm.FunctionType(kind.element, [kind]))
@@ -141,7 +132,7 @@ class Code:
         return self.reduce("or", condition)
 
     def convert(self, x: Value, kind: llvm.Type, signed: bool = True) -> Value:
-        """To another type of number, in the same number of lanes."""
+        """Convert to another scalar type, lane by lane."""
         source, old = x.ir.type, element_type(x.ir.type)
         if old is kind:
             return x
@@ -163,7 +154,7 @@ class Code:
         return Value(self, self.ir.bitcast(x.ir, wanted))
 
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
-        """Lanes of two vectors, those of `b` counted on from those of `a`."""
+        """A vector of chosen lanes of `a` and `b`; lanes of `b` are numbered after those of `a`."""
         mask = llvm.Constant(llvm.VectorType(INT, len(lanes)), list(lanes))
         return Value(self, self.ir.shuffle_vector(a.ir, b.ir, mask))
 
@@ -191,7 +182,7 @@ class Code:
 
     @contextmanager
     def loop_forever(self) -> Iterator[llvm.Block]:
-        """A loop that ends by `leave_if`."""
+        """A loop that only `break_if` leaves."""
         body, done = self.ir.append_basic_block("body"), self.ir.append_basic_block("done")
         self.ir.branch(body)
         self.ir.position_at_end(body)
@@ -219,7 +210,7 @@ class Code:
 
     @contextmanager
     def function(self, name: str, *kinds: llvm.Type, public: bool = False) -> Iterator[list[Value]]:
-        """Emit a function without result; what is yielded are its arguments, addresses without an element type."""
+        """Emit a function that returns nothing, and yield its arguments. Addresses come without an element type."""
         function = llvm.Function(self.module, llvm.FunctionType(VOID, kinds), name)
         function.attributes.add("nounwind")
         if not public:
@@ -235,7 +226,7 @@ class Code:
 
     @contextmanager
     def shared_function(self, name: str, *kinds: llvm.Type) -> Iterator[list[Value]]:
-        """As `function`; where it is there already, what is yielded is empty and there is nothing to emit."""
+        """Emit a function once for each module: yields its arguments, or nothing if it exists already."""
         if name in self.functions:
             yield []
         else:
@@ -249,12 +240,12 @@ class Code:
         return Pointer(self, x.ir, self.real_type if kind is None else kind)
 
     def fetch_add(self, counter: Pointer) -> Value:
-        """The counter's value, which goes up by one for all threads."""
+        """Atomically add 1 to a counter and return its value before."""
         return Value(self, self.ir.atomic_rmw("add", counter.ir, llvm.Constant(LONG, 1), "monotonic"))
 
 
 def suffix(kind: llvm.Type) -> str:
-    """How an intrinsic's name spells a type."""
+    """The suffix of an intrinsic's name for a type."""
     if isinstance(kind, llvm.VectorType):
         return f"v{kind.count}{suffix(kind.element)}"
     return {FLOAT: "f32", DOUBLE: "f64", HALF: "f16"}.get(kind) or str(kind)

@@ -1,7 +1,8 @@
-"""Forward for few query rows, as in decoding: K and V are read once, and that is what it costs.
+"""The decode variant of the forward kernel, for few query rows: its time is that of reading K and V once.
 
-Lanes run over features: rows would fill a few of them only. Queries stay rows, keys and values are read in their own
-dtype, and the rows of a group share each vector that is read. Everything between the two products is forward's.
+Lanes run over features, since the rows would fill only a few of them. Queries are not transposed, keys and values are
+converted from their own dtype in registers, and each vector that is read serves all rows. Everything between the two
+products is inherited from `forward`.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from .softmax import normalize
 from .sums import carry
 from .tiles import KeyBlock, copy_rows, load_keys, num_valid_rows
 
-ROW_GROUPS = (4, 2, 1)  # query rows that share what is read
+ROW_GROUPS = (4, 2, 1)  # query rows that share each vector of K or V
 
 
 def row_group_sizes(code: Code) -> tuple[int, ...]:
@@ -24,8 +25,8 @@ def row_group_sizes(code: Code) -> tuple[int, ...]:
 
 
 def emit_scores(code: Code, panel: Panel, dtype: str) -> None:
-    """`few_scores_R(k, stride, count, q, depth, s)`: `s[j, r] = sum_d k[j, d] q[r, d]` for R rows, as many keys at a
-    time as make a vector of scores. Past the last key it is that key again, in rows of `s` that nobody reads.
+    """`decode_scores_R(k, stride, count, q, depth, s)`: `s[j, r] = sum_d k[j, d] q[r, d]` for R rows, as many keys at a
+    time as fill a vector of scores. Past the end it repeats the last key; those rows of `s` are not read.
     """
     for rows in row_group_sizes(code):
         with code.function(f"decode_scores_{rows}", ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS) as args:
@@ -49,8 +50,8 @@ def emit_scores(code: Code, panel: Panel, dtype: str) -> None:
 
 
 def emit_values(code: Code, panel: Panel, dtype: str) -> None:
-    """`few_values_R_N(p, v, stride, count, out, width, alpha)`: `out[r] = alpha[r] out[r] + sum_j p[j, r] v[j]` for R
-    rows and N vectors of features.
+    """`decode_values_R_N(p, v, stride, count, out, width, alpha)`: `out[r] = alpha[r] out[r] + sum_j p[j, r] v[j]` for
+    R rows and N vectors of features.
     """
     for rows, strip in itertools.product(row_group_sizes(code), strip_sizes(code)):
         kinds = (ADDRESS, ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS)
@@ -73,7 +74,7 @@ def emit_values(code: Code, panel: Panel, dtype: str) -> None:
 
 
 class DecodeKernel(ForwardKernel):
-    """The emission of one task: a single panel, of head dimensions that are whole vectors."""
+    """Emits the code of one task: a single panel, whose head dimensions are whole vectors."""
 
     @staticmethod
     def emit_products(code: Code, panel: Panel, variant: Variant) -> None:

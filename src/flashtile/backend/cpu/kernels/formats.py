@@ -1,4 +1,4 @@
-"""How numbers lie in memory: float32, float64, bfloat16, float16 and bools, read and written as the kernel's reals."""
+"""Conversion between dtypes in memory (float32, float64, bfloat16, float16, bool) and the kernel's reals."""
 
 from .codegen import Code
 from .operands import BYTE, DOUBLE, FLOAT, HALF, INT, SHORT, Pointer, Value
@@ -8,7 +8,7 @@ ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bool": 1
 
 
 def widen(code: Code, x: Value, dtype: str) -> Value:
-    """Numbers as they are stored, a scalar or a vector, as reals."""
+    """Convert a loaded scalar or vector to reals."""
     if dtype == "bool":
         return code.convert(x, code.real_type, signed=False)
     if dtype == "bfloat16":
@@ -19,7 +19,7 @@ def widen(code: Code, x: Value, dtype: str) -> Value:
 
 
 def narrow(code: Code, x: Value, dtype: str) -> Value:
-    """Reals, rounded to nearest even, as they are stored."""
+    """Convert reals to the dtype in memory, rounding to nearest even."""
     if dtype == "bfloat16":
         bits = code.bitcast(x, INT)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -32,7 +32,7 @@ def narrow(code: Code, x: Value, dtype: str) -> Value:
 def half_to_float(code: Code, x: Value) -> Value:
     if code.target.half:
         return code.convert(code.bitcast(x, HALF), FLOAT)
-    # The exponent moves to its place and is 112 too small: a product mends that, for subnormal numbers too.
+    # Shifted into place, the exponent is 112 too small. A multiplication corrects it, for subnormal numbers too.
     wide = code.convert(x, INT, signed=False)
     magnitude = (wide & 0x7FFF) << 13
     scaled = code.bitcast(code.bitcast(magnitude, FLOAT) * 2.0**112, INT)
@@ -48,7 +48,7 @@ def float_to_half(code: Code, x: Value) -> Value:
     magnitude = bits & 0x7FFFFFFF
     number = code.bitcast(magnitude, FLOAT)
     normal = (magnitude - (112 << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13
-    # One half has a last bit as large as the smallest half-precision number: adding it rounds there.
+    # The last bit of 0.5 + x, in float32, is worth the smallest subnormal half: the addition rounds x to that.
     subnormal = code.bitcast(number + 0.5, INT) - 0x3F000000
     result = code.select(number < 2.0**-14, subnormal, normal)
     result = code.select(number >= 65520.0, 0x7C00, result)
@@ -73,7 +73,7 @@ def store_vector(code: Code, x: Value, p: Pointer, i: Value | int, dtype: str) -
 
 
 def transpose(code: Code, rows: list[Value]) -> list[Value]:
-    """A square of vectors turned over. In each step, blocks of `half` lanes off the diagonal change places."""
+    """Transpose a square of vectors in registers. Each step swaps the off-diagonal blocks of `half` lanes."""
     n = len(rows)
     half = n // 2
     while half:
@@ -90,7 +90,7 @@ def transpose(code: Code, rows: list[Value]) -> list[Value]:
 
 
 def sum_lanes(code: Code, vectors: list[Value]) -> Value:
-    """As many vectors as each has lanes, to one vector of their sums: neighbours are folded, again and again."""
+    """Horizontal sums of as many vectors as each has lanes, as one vector, by a tree of shuffles and additions."""
     n, half = code.lanes, 1
     while len(vectors) > 1:
         low = [lane if not lane & half else n + lane - half for lane in range(n)]

@@ -1,7 +1,7 @@
 """FlashAttention-2's forward pass (Dao, "FlashAttention-2", 2023, algorithm 1), for CPUs.
 
-A task is a few panels of query rows. Blocks of keys stream by; for each, every panel that sees any of it makes its
-scores, takes them into the rows' softmax and adds the values, while the block is in the nearest cache.
+A task has a few panels of query rows and loops over the key blocks. Each panel that sees any key of a block computes
+its scores, updates the online softmax and adds the values, while the block is in the first-level cache.
 """
 
 from ..targets import Target
@@ -20,7 +20,7 @@ from .tiles import KeyBlock, fill_row_tables, find_task, load_keys, load_transpo
 
 
 class ForwardKernel(Kernel):
-    """The emission of one task."""
+    """Emits the code of one task."""
 
     @staticmethod
     def emit_products(code: Code, panel: Panel, variant: Variant) -> None:
@@ -53,7 +53,7 @@ class ForwardKernel(Kernel):
             self.epilogue(p)
 
     def prologue(self, p: Value) -> None:
-        """A panel's tables, its queries as lanes, and an empty state."""
+        """Fill a panel's tables, load its queries, and initialize its softmax state."""
         code, a, w, panel = self.code, self.a, self.w, self.panel
         fill_row_tables(code, a, self.variant, panel, self.task, w, p)
         initialize(code, a, self.variant, panel, self.task, w, p)
@@ -72,7 +72,7 @@ class ForwardKernel(Kernel):
             (w.total_out + width * rows).store(code.full(), n)
 
     def carry(self, p: Value, last: bool) -> None:
-        """Recent sums to the totals, which follow the maximum; at the last, totals to the recent sums."""
+        """Carry recent sums to totals, rescaled to the current maximum; at the end, add totals to the recent sums."""
         code, w, panel = self.code, self.w, self.panel
         rows = p * panel.rows
         m, total_m = panel.load(w.m + rows), panel.load(w.total_m + rows)
@@ -82,7 +82,7 @@ class ForwardKernel(Kernel):
             carry(code, w.l + rows, w.total_l + rows, code.index(n), last, w.alpha.vector(n))
         self.carry_output(p, last)
 
-    # What decoding does in another way: queries and outputs as lanes, keys and values as reals.
+    # Overridden by the decode variant ---------------------------------------------------------------------------------
 
     def load_queries(self, p: Value) -> None:
         a, w, depth, rows = self.a, self.w, self.a.integer("head_dim"), p * self.panel.rows
@@ -96,13 +96,13 @@ class ForwardKernel(Kernel):
         return load_keys(self.code, self.a, self.variant, self.task, side, first, last, getattr(self.w, side))
 
     def score_product(self, p: Value, k: KeyBlock, count: Value) -> None:
-        """The block's scores, and their maximum in `new_m`."""
+        """Compute the block's scores, and their maximum in `new_m`."""
         w, depth = self.w, self.a.integer("head_dim")
         q = w.q + p * depth * self.panel.rows
         score_product(self.code, self.panel, k.first, k.stride, count, q, depth, w.scores, w.new_m)
 
     def value_product(self, p: Value, v: KeyBlock, count: Value) -> None:
-        """The accumulators, scaled by `alpha`, and the block's probabilities times its values."""
+        """Scale the accumulators by `alpha`, and add the block's probabilities times its values."""
         w, width = self.w, self.a.integer("head_dim_v")
         out = w.out + p * width * self.panel.rows
         value_product(self.code, self.panel, w.scores, v.first, v.stride, count, out, width, w.alpha)
@@ -124,10 +124,10 @@ class ForwardKernel(Kernel):
             panel.store([normalize(code, *x) for x in terms], out, d)
         store_transposed(code, panel, out, width, dtype, to, row_offsets, num_valid_rows(code, panel, self.task, p))
 
-    # What it does in the same way.
+    # Shared with the decode variant -----------------------------------------------------------------------------------
 
     def visit_block(self, p: Value, block_first: Value, block_last: Value, k: KeyBlock, v: KeyBlock) -> None:
-        """The keys of a block that a panel sees."""
+        """Process the keys of a block that any row of a panel sees."""
         code, w = self.code, self.w
         lo, full_lo, full_hi, hi = (w.bounds[p * 4 + n] for n in range(4))
         first, last = code.maximum(block_first, lo), code.minimum(block_last, hi)
@@ -160,7 +160,7 @@ class ForwardKernel(Kernel):
         self.value_product(p, v, count)
 
     def modify_scores(self, p: Value, first: Value, count: Value, m: Pointer, edge: bool) -> None:
-        """Products to final scores, in place, and their maximum."""
+        """Apply the score features and masks to a block's scores, in place, and recompute their maximum."""
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
         rows = p * panel.rows
         tables = self.score_tables(p)
@@ -181,7 +181,7 @@ class ForwardKernel(Kernel):
         panel.store([x.get() for x in largest], w.new_m)
 
     def epilogue(self, p: Value) -> None:
-        """A panel's output and log-sum-exp, turned back into rows."""
+        """Normalize and store a panel's output and log-sum-exp. A split stores its own to the partial results."""
         code, a, w, panel, task = self.code, self.a, self.w, self.panel, self.task
         rows = p * panel.rows
         l, lse_offsets, out_offsets = w.l + rows, w.lse_offsets + rows, w.out_offsets + rows  # noqa: E741
@@ -201,7 +201,7 @@ class ForwardKernel(Kernel):
 
 
 def source(variant: Variant, target: Target, kernel_class: type[ForwardKernel] = ForwardKernel) -> str:
-    """The kernel's module. `attend(block)` works on tasks until none is left; any number of threads may call it."""
+    """The LLVM module of a forward kernel, `forward(block)`; any number of threads may run it at once."""
     code = Code(target, variant.real_type)
     panel = Panel(code, variant.vectors)
     kernel_class.emit_products(code, panel, variant)

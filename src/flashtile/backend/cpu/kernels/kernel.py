@@ -1,4 +1,4 @@
-"""What forward and backward have in common: tasks, a thread's memory, and the parts of masks and biases for a block."""
+"""Code that the forward and backward kernels share: the task loop, a thread's workspace, mask and bias of a block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,18 +13,18 @@ from .products import Panel
 from .scores import ScoreTables
 from .tiles import Task, load_transposed
 
-COUNTER_STRIDE = 64  # bytes: tasks and threads are counted on cache lines of their own
+COUNTER_STRIDE = 64  # bytes between the counters of tasks and of threads: a cache line each, since all threads add
 
 
 def thread_workspace(code: Code, a: Arguments) -> Pointer:
-    """This thread's part of the workspace."""
+    """This thread's slice of the workspace. Threads number themselves, so that any thread may call a kernel."""
     thread = code.fetch_add(a.pointer("counter", BYTE) + COUNTER_STRIDE)
     return a.pointer("workspace", BYTE) + thread * a.integer("work_size")
 
 
 @contextmanager
 def task_loop(code: Code, a: Arguments) -> Iterator[Value]:
-    """Take tasks, by number, until none is left."""
+    """Claim tasks from a shared counter until none is left; the loop's value is the task's index."""
     with code.loop_forever() as done:
         task_index = code.fetch_add(a.pointer("counter"))
         code.break_if(task_index >= a.integer("tasks"), done)
@@ -32,19 +32,19 @@ def task_loop(code: Code, a: Arguments) -> Iterator[Value]:
 
 
 def store_rows(code: Code, source: Pointer, to: Pointer, row_offsets: Pointer, rows: Value) -> None:
-    """One number of each row."""
+    """Store one element for each row."""
     with code.loop(0, rows) as r:
         to[row_offsets[r]] = source[r]
 
 
 class Kernel:
-    """A task's emission: what it is given and where it keeps things."""
+    """Base class of kernel generators: emits the code of one task, with its arguments, workspace and panel."""
 
     def __init__(self, code: Code, a: Arguments, variant: Variant, panel: Panel, w: Workspace, task: Task):
         self.code, self.a, self.variant, self.panel, self.w, self.task = code, a, variant, panel, w, task
 
     def load_mask_and_bias(self, p: Value, first: Value, count: Value) -> Value:
-        """Turn in the block's part of bias and mask; whether the mask shows any of it."""
+        """Load the block's bias and mask, transposed, into the workspace; return whether any pair is visible."""
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
         for name, dtype in (("mask", "bool" if variant.mask else None), ("bias", variant.bias)):
             if dtype is None:

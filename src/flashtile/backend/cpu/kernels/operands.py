@@ -1,9 +1,9 @@
-"""What kernels are written with: types, values with arithmetic, typed pointers, variables. Each knows the
-`codegen.Code` that it belongs to, and adds its instructions there.
+"""Operands of generated code: values with arithmetic operators, typed pointers, variables. Each has the `codegen.Code`
+that it belongs to, and appends its instructions there.
 
-Numbers become constants of the type they meet, and scalars that meet a vector are repeated in all its lanes. Variables
-live on the stack until LLVM's `sroa` pass puts them into registers. Arithmetic is IEEE: nothing may be reassociated or
-assumed finite.
+Python numbers become constants of the other operand's type; scalars are broadcast to vectors. Variables live on the
+stack until LLVM's `sroa` pass promotes them to registers. Arithmetic is IEEE: no fast-math flags, so nothing is
+reassociated or assumed finite.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def element_type(kind: llvm.Type) -> llvm.Type:
 
 
 class Value:
-    """A number or a vector of numbers in the program. Integers are signed."""
+    """A scalar or a vector in the generated code. Integers are signed."""
 
     __slots__ = ("code", "ir")
 
@@ -61,7 +61,7 @@ class Value:
         return self._binary(other, "sdiv", "fdiv", swap=True)
 
     def __floordiv__(self, other: Any) -> "Value":
-        """Of integers, neither of which is negative."""
+        """Unsigned division: neither integer may be negative."""
         return self._binary(other, "udiv")
 
     def __mod__(self, other: Any) -> "Value":
@@ -80,12 +80,12 @@ class Value:
         return self._binary(other, "shl")
 
     def __rshift__(self, other: Any) -> "Value":
-        """Without sign."""
+        """Logical shift."""
         return self._binary(other, "lshr")
 
     def _compare(self, operator: str, other: Any) -> "Value":
         a, b = self.code.broadcast(self, other)
-        # Ordered: a comparison with NaN is false, except !=.
+        # Ordered comparisons are false for NaN; != is unordered, true for NaN.
         floating = self.code.ir.fcmp_unordered if operator == "!=" else self.code.ir.fcmp_ordered
         compare = floating if element_type(a.type) in FLOATING else self.code.ir.icmp_signed
         return Value(self.code, compare(operator, a, b))
@@ -110,7 +110,7 @@ class Value:
 
 
 class Pointer:
-    """The address of elements of one type; `p[i]` is an element, `p.vector(i)` as many as a vector has lanes."""
+    """A typed address: `p[i]` is an element, `p.vector(i)` a vector from element `i` on."""
 
     __slots__ = ("code", "ir", "kind")
 
@@ -133,22 +133,18 @@ class Pointer:
         return Value(self.code, self.code.ir.load((self + i).ir, typ=kind, align=SIZES[self.kind]))
 
     def store(self, x: Value, i: "Value | int" = 0) -> None:
-        """Of a vector, in full."""
+        """Store all lanes of a vector."""
         self.code.ir.store(x.ir, (self + i).ir, align=SIZES[self.kind])
 
     def cast(self, kind: llvm.Type) -> "Pointer":
         return Pointer(self.code, self.ir, kind)
-
-    def bytes(self, n: "Value | int") -> "Pointer":
-        """This address and `n` bytes."""
-        return (self.cast(BYTE) + n).cast(self.kind)
 
     def is_null(self) -> Value:
         return Value(self.code, self.code.ir.icmp_unsigned("==", self.ir, llvm.Constant(ADDRESS, None)))
 
 
 class Variable:
-    """A value that changes, on the stack as far as IR goes and in a register after `sroa`."""
+    """A mutable value: a stack slot in IR, a register after `sroa`."""
 
     __slots__ = ("code", "kind", "slot")
 

@@ -1,8 +1,7 @@
-"""The matrix products, as loops over small blocks of accumulators that stay in registers.
+"""Matrix products, as microkernels whose accumulators stay in registers.
 
-Lanes run over query rows; `vectors` of them side by side are a panel. Each step multiplies the panel's vectors by a few
-numbers of the other matrix, read one at a time for all lanes: `rows` keys in the product with K, `rows` features in the
-product with V.
+Lanes run over query rows; a panel is a few vectors of them. Each step multiplies the panel's vectors by up to six
+elements of the other matrix, each broadcast to all lanes: keys in the product with K, features in the product with V.
 """
 
 from collections.abc import Callable
@@ -10,17 +9,17 @@ from collections.abc import Callable
 from .codegen import Code
 from .operands import ADDRESS, LONG, Pointer, Value
 
-ACCUMULATOR_ROWS = (6, 4, 2, 1)  # rows of accumulators at a time: any number is a sum of these
+ACCUMULATOR_ROWS = (6, 4, 2, 1)  # heights of the microkernels; every number of keys or features is a sum of these
 
 
 class Panel:
-    """`vectors` vectors side by side: one number for each of a panel's query rows."""
+    """A group of query rows as `vectors` vectors: one lane for each row."""
 
     def __init__(self, code: Code, vectors: int):
         self.code, self.vectors, self.rows = code, vectors, vectors * code.lanes
 
     def load(self, p: Pointer, i: Value | int = 0) -> list[Value]:
-        """`p` points at panels, `i` counts them."""
+        """Load the vectors of panel `i` of an array of panels."""
         at = p + self.code.index(i) * self.rows
         return [at.vector(n * self.code.lanes) for n in range(self.vectors)]
 
@@ -73,14 +72,14 @@ def emit_values(code: Code, panel: Panel) -> None:
 
 
 def strip_sizes(code: Code) -> tuple[int, ...]:
-    """Vectors of features at a time: as many as there are registers for."""
+    """Widths of the `accumulate` microkernels, in vectors of features, as registers allow."""
     return tuple(n for n in (4, 2, 1) if n <= code.target.vectors)
 
 
 def emit_accumulate(code: Code, panel: Panel) -> None:
     """`accumulate_R_N(p, x, x_stride, y, y_stride, first)`: `y[j] += sum_r p[j, r] x[r]` over the panel's rows from
-    `first` on, for R keys and N vectors of features, which are the lanes here: `x [panel, ...]` and `y` are rows of
-    whole vectors.
+    `first` on, for R keys and N vectors of features. Here lanes run over features; rows of `x [panel, ...]` and `y` are
+    padded to whole vectors.
     """
     for rows in ACCUMULATOR_ROWS:
         for strip in strip_sizes(code):
@@ -113,8 +112,8 @@ def accumulate(
     y_stride: Value,
     first_row: Callable[[Value], Value],
 ) -> None:
-    """`y [count, width] += p [count, panel] @ x [panel, width]`, `width` in whole vectors. Rows in front of
-    `first_row(j)` have nothing for the keys from `j` on.
+    """`y [count, width] += p [count, panel] @ x [panel, width]`, with `width` a multiple of the lanes. Rows before
+    `first_row(j)` have p = 0 for the keys from `j` on, and are skipped.
     """
 
     def keys(j: Value, rows: int) -> None:
@@ -133,7 +132,7 @@ def accumulate(
 def score_product(
     code: Code, panel: Panel, k: Pointer, stride: Value, count: Value, q: Pointer, depth: Value, s: Pointer, m: Pointer
 ) -> None:
-    """`s [count, panel]`, and the maximum `m`, of `count` keys."""
+    """The scores `s [count, panel]` of `count` keys, and their maximum `m`."""
 
     def body(j: Value, rows: int) -> None:
         code.call(f"scores_{rows}", k + stride * j, stride, q, s + j * panel.rows, depth, m)
@@ -152,7 +151,7 @@ def value_product(
     width: Value,
     alpha: Pointer,
 ) -> None:
-    """`o [width, panel]` scaled by `alpha`, plus the product of `count` probabilities and values."""
+    """`o [width, panel] = alpha o + sum_j p[j] v[j]` over `count` keys."""
 
     def body(d: Value, rows: int) -> None:
         code.call(f"values_{rows}", p, v + d, stride, count, o + d * panel.rows, alpha)
@@ -161,7 +160,7 @@ def value_product(
 
 
 def tiled_loop(code: Code, count: Value, body: Callable[[Value, int], None], sizes: tuple[int, ...]) -> None:
-    """`part(start, size)` over `count`: as many of the largest size as fit, then what is left."""
+    """Emit `body(start, size)` over `count`: a loop of the largest size, then the smaller ones for the remainder."""
     largest, *smaller = sizes
     full = count // largest * largest
     with code.loop(0, full, largest) as start:

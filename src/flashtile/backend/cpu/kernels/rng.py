@@ -1,5 +1,5 @@
-"""Dropout from a counter: Philox 4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011), a vector of rows at a time. Eight keys share a counter; any part of the mask can be made alone.
+"""Counter-based dropout: Philox 4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011), for a vector of rows at a time. Eight keys share a counter, so any block of the mask can be computed alone.
 """
 
 from ..variant import Arguments
@@ -34,9 +34,9 @@ def philox(code: Code, counter: list[Value], key: tuple[Value, Value]) -> list[V
 def apply_dropout(
     code: Code, a: Arguments, panel: Panel, p: Pointer, first: Value, count: Value, position: Pointer, head: Pointer
 ) -> None:
-    """Probabilities `p [count, panel]` of keys from `first` on: times `keep_scale`, or 0 where they are dropped.
+    """Multiply the probabilities `p [count, panel]` of keys from `first` on by `keep_scale`, or by 0 to drop them.
 
-    Counters are taken whole, so up to seven rows in front of `p` and behind its last are written too.
+    All eight keys of a counter are written, so up to seven rows before `p` and after its last must be writable.
     """
     seed, threshold = a.pointer("seed", LONG)[0], code.convert(a.integer("threshold"), INT)
     key = (code.convert(seed, INT), code.convert(seed >> 32, INT))

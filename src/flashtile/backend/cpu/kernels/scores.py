@@ -1,10 +1,8 @@
-"""What a score becomes: one line for each feature, in the contract's order.
+"""Score features, one line each, in the contract's order.
 
-Scores are in units of `log2(e)`, so that the softmax is a matter of exp2 alone; the products come with their scale,
-which is folded into the queries, and each feature brings its own factor. Only with a bias are scores as the contract
-has them: `finfo.min` times `log2(e)` would be an infinity.
-
-A `score_mod` will be one more line, emitted from its expression.
+Scores are multiplied by `log2(e)`, so that the softmax needs only exp2. The scale is folded into the queries, and each
+feature has the factor in its own argument. With a bias scores are in natural units instead, because `finfo.min`, a
+common bias for hidden pairs, times `log2(e)` would be an infinity.
 """
 
 from typing import NamedTuple
@@ -17,7 +15,7 @@ from .products import Panel
 
 
 class ScoreTables(NamedTuple):
-    """What the features of one panel and one block read."""
+    """Inputs of the score features, for one panel and one block."""
 
     bias: Pointer  # [keys, rows]
     diagonal_key: Pointer  # [rows], int
@@ -25,7 +23,7 @@ class ScoreTables(NamedTuple):
 
 
 class FinalScore(NamedTuple):
-    """A vector of final scores, and what their gradient needs."""
+    """A vector of final scores, and the value that their gradient needs."""
 
     score: Value
     tanh_s: Value | None  # tanh(s / softcap)
@@ -34,7 +32,7 @@ class FinalScore(NamedTuple):
 def final_score(
     code: Code, a: Arguments, variant: Variant, t: ScoreTables, panel: Panel, s: Value, n: int, j: Value, block_j: Value
 ) -> FinalScore:
-    """The final scores of a vector of rows, `n` rows into the panel, with key `j`, number `block_j` of its block."""
+    """The final scores of a vector of rows, from row `n` of the panel, with key `j`, number `block_j` of the block."""
     tanh_s = None
     if variant.softcap:
         tanh_s = tanh(code, s)
@@ -47,11 +45,11 @@ def final_score(
 
 
 def product_gradient(final: FinalScore, ds: Value) -> Value:
-    """From the gradient of the final scores to that of the products. A bias receives `ds`, a slope `-ds * distance`."""
+    """The gradient of the products from that of the final scores. dbias gets `ds`, dslopes `-ds * distance`."""
     return ds if final.tanh_s is None else ds * (1.0 - final.tanh_s * final.tanh_s)
 
 
 def distance(code: Code, diagonal_key: Pointer, n: int, j: Value) -> Value:
-    """`|i + Sk - Sq - j|`; integers, so that it is exact for as long as float32 has room."""
+    """`|i + Sk - Sq - j|`, subtracted as integers: exact up to 2**24 in float32."""
     offset = diagonal_key.vector(n) - code.convert(j, INT)
     return code.convert(code.maximum(offset, 0 - offset), code.real_type)

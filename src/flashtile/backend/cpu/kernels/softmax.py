@@ -1,7 +1,7 @@
-"""How rows are normalised: the stale maximum `m`, the denominator `l` relative to it, and what begins and ends them.
+"""Online softmax: a row's stale maximum `m` and its denominator `l` relative to `m`.
 
-A sink is a key without a value: it is the state that a row starts with. A row that has seen nothing has `m = -inf` and
-`l = 0`, and gives 0 and `-inf`.
+A sink is a key without a value, so it is the initial state of its rows. A row that has seen no key has `m = -inf` and
+`l = 0`; its output is 0 and its log-sum-exp `-inf`.
 """
 
 import math
@@ -16,7 +16,7 @@ from .tiles import Task, packed_row, position_and_head
 
 
 def initialize(code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, w: Workspace, p: Value) -> None:
-    """`m` and `l` before the first key. Only the first split counts the sink."""
+    """Set `m` and `l` before the first key. Only the first split counts the sink."""
     minus_infinity = code.real(-math.inf)
     sinks = a.pointer("sinks")
     with code.loop(0, panel.rows) as r:
@@ -38,8 +38,9 @@ def update(
     m: Pointer,
     l: Pointer,  # noqa: E741
 ) -> None:
-    """Scores `s [count, panel]` to `exp(s - m)`, in place. `m` follows the maximum `new_m` in steps of 1 at least, so
-    that a slow rise does not round earlier sums in every block; `alpha` is the factor that carries these over.
+    """Replace scores `s [count, panel]` by `exp(s - m)`, and update `m`, `l` and the rescaling factor `alpha`. `m` is
+    raised to the maximum `new_m` only if that is larger by more than 1: else slowly rising scores would round the
+    earlier sums once in every block.
     """
     to_exp2 = variant.to_exp2
     old, highest = panel.load(m), panel.load(w.new_m)
@@ -49,7 +50,7 @@ def update(
         infinite = infinite | x.equals(math.inf)
     with code.if_then(code.any(infinite)):
         resolve_infinities(code, panel, s, count, w.new_m, to_exp2)
-    # Subtract something finite: with 0 for an infinity, exp(-inf - 0) is 0 and not NaN.
+    # Subtract 0 in place of an infinite maximum: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN.
     base = [code.select(code.intrinsic("llvm.fabs", x).equals(math.inf), 0.0, x) for x in new]
     alpha = [rescale(code, x, y, to_exp2) for x, y in zip(old, new, strict=True)]
     total = [code.variable(code.full()) for _ in new]
@@ -75,7 +76,9 @@ def rescale(code: Code, old: Value, new: Value, to_exp2: float) -> Value:
 
 
 def resolve_infinities(code: Code, panel: Panel, s: Pointer, count: Value, new_m: Pointer, to_exp2: float) -> None:
-    """Rows whose maximum is `inf`: their scores of `inf` get an infinite weight and all others none, but for NaN."""
+    """Prepare rows whose maximum is `inf`: scores of `inf` become the smallest score whose exp2 is infinite, finite
+    ones `-inf`, and NaN stays. Other rows are unchanged.
+    """
     infinite, nothing = 128 / to_exp2, -math.inf
     if code.lanes * 8 == code.target.vector_bytes:  # float64
         infinite = 1024 / to_exp2
@@ -89,7 +92,7 @@ def resolve_infinities(code: Code, panel: Panel, s: Pointer, count: Value, new_m
 
 
 def finalize(code: Code, variant: Variant, panel: Panel, m: Pointer, l: Pointer, inverse: Pointer) -> None:  # noqa: E741
-    """What accumulators are to be multiplied by, `1 / l`, and in place of `l` the log-sum-exp."""
+    """Compute `inverse = 1 / l`, and replace `l` by the log-sum-exp."""
     lse, inverses = [], []
     for x, y in zip(panel.load(m), panel.load(l), strict=True):
         row_lse = x + log2(code, y) * LN2 if variant.natural_units else (x + log2(code, y)) * LN2
@@ -100,5 +103,5 @@ def finalize(code: Code, variant: Variant, panel: Panel, m: Pointer, l: Pointer,
 
 
 def normalize(code: Code, x: Value, inverse: Value, lse: Value) -> Value:
-    """An accumulator to an output: 0 for a row that has seen nothing."""
+    """The output of an accumulator; 0 for a row that has seen no key."""
     return code.select(lse.differs(-math.inf), x * inverse, 0.0)

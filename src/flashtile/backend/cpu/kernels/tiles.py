@@ -1,9 +1,9 @@
-"""Which rows and keys a task has: dense, packed or paged sequences, heads that share keys, and splits over keys.
+"""Tasks and their rows and keys: dense, packed or paged sequences, grouped-query heads, windows, splits over keys.
 
 The query heads that share a key head are packed: row `r` of a sequence is position `r // groups` of the group's head
-`r % groups`. A task is a few panels of such rows with one key head and one split of the keys. For each row a table
-says where it lies and which keys it sees, so that nothing later knows of sequences, heads or layouts. Rows past the
-last one are copies of it, which nobody stores.
+`r % groups`. A task has a few panels of such rows, one key head, and one split of the keys. Tables hold each row's
+address and visible keys, so the code after them does not depend on sequences, heads or layouts. Padding rows at the
+end of a panel are copies of the last row and are never stored.
 """
 
 from typing import NamedTuple
@@ -15,15 +15,9 @@ from .formats import STORAGE_TYPES, load, load_vector, store, store_vector, tran
 from .operands import ADDRESS, INT, LONG, Pointer, Value
 from .products import Panel
 
-SEQUENCE_FIELDS = (
-    "first_task",
-    "q_first",
-    "k_first",
-    "seqlen_q",
-    "seqlen_k",
-    "leftpad",
-)  # a row of the table of sequences
-UNLIMITED = 2**40  # of a window's side
+# A row of the table of sequences (`lengths.Lengths.table`).
+SEQUENCE_FIELDS = ("first_task", "q_first", "k_first", "seqlen_q", "seqlen_k", "leftpad")
+UNLIMITED = 2**40  # a side of a window without bound
 
 
 class Task(NamedTuple):
@@ -32,21 +26,21 @@ class Task(NamedTuple):
     b: Value
     kv_head: Value
     split: Value
-    first_row: Value  # of the packed rows
-    num_rows: Value  # of the sequence, packed
-    q_first: Value  # tokens in front of the sequence
+    first_row: Value  # packed row where the task begins
+    num_rows: Value  # packed rows of the sequence
+    q_first: Value  # offset of the sequence's first query token
     k_first: Value
-    diagonal: Value  # seqlen_k - seqlen_q of the whole sequence
-    first_key: Value  # of this split
-    last_key: Value
+    diagonal: Value  # seqlen_k - seqlen_q, plus the call's shift
+    first_key: Value  # of this split, inclusive
+    last_key: Value  # inclusive
 
 
 def find_task(code: Code, a: Arguments, panel: Panel, task_index: Value) -> Task:
-    """A task of the forward pass by its number: splits of one tile lie together, then tiles of one head."""
+    """The forward task with this index. Splits vary fastest, then row tiles, heads and sequences."""
     splits = a.integer("splits")
     split, task_index = task_index % splits, task_index // splits
     sequences = a.pointer("sequences", LONG)
-    # The last sequence that begins at or before this task.
+    # Binary search for the last sequence whose first task is at or before this one.
     low, high = code.variable(code.index(0)), code.variable(a.integer("batch"))
     with code.loop_forever() as done:
         code.break_if(high.get() - low.get() <= 1, done)
@@ -60,7 +54,7 @@ def find_task(code: Code, a: Arguments, panel: Panel, task_index: Value) -> Task
     tiles = (
         sequences[b * len(SEQUENCE_FIELDS) + SEQUENCE_FIELDS.index("seqlen_q")] * a.integer("groups") + tile_rows - 1
     ) // tile_rows
-    first_row = (tiles - 1 - within % tiles) * tile_rows  # under a causal mask the longest first
+    first_row = (tiles - 1 - within % tiles) * tile_rows  # last rows first: under a causal mask they take longest
     return make_task(code, a, b, within // tiles, split, first_row)
 
 
@@ -87,8 +81,8 @@ def make_task(code: Code, a: Arguments, b: Value, kv_head: Value, split: Value, 
 def fill_row_tables(
     code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, w: Workspace, p: Value
 ) -> None:
-    """The tables of panel `p`, and its bounds `[lo, full_lo, full_hi, hi)`: keys outside `[lo, hi)` no row sees, those
-    in `[full_lo, full_hi)` every row.
+    """Fill the tables of panel `p` and its bounds: all visible keys are in `[lo, hi)`, and every row sees all keys in
+    `[full_lo, full_hi)`.
     """
     lo, full_lo = code.variable(code.index(UNLIMITED)), code.variable(code.index(0))
     full_hi, hi = code.variable(code.index(UNLIMITED)), code.variable(code.index(0))
@@ -106,7 +100,7 @@ def fill_row_tables(
         if variant.mask:
             w.mask_offsets[at] = task.b * a.integer("mask_b") + h * a.integer("mask_h") + i * a.integer("mask_i")
         position = i + a.integer("i0")
-        diagonal_key = position + task.diagonal - a.integer("j0")  # as far along the keys as the row is
+        diagonal_key = position + task.diagonal - a.integer("j0")  # the key on this row's diagonal
         low = code.maximum(diagonal_key - a.integer("window_left"), task.first_key)
         right = code.minimum(
             diagonal_key + a.integer("window_right"), position - a.integer("j0") + a.integer("top_left")
@@ -131,7 +125,7 @@ def fill_row_tables(
 
 
 def num_valid_rows(code: Code, panel: Panel, task: Task, p: Value) -> Value:
-    """Rows of panel `p` that are not copies."""
+    """The number of rows of panel `p` without padding."""
     return code.minimum(task.num_rows - task.first_row - p * panel.rows, panel.rows)
 
 
@@ -155,10 +149,10 @@ def load_transposed(
     to: Pointer,
     factor: Value,
 ) -> None:
-    """`to[d] = factor * source[rows_at + d * step]` for `d < count`: rows become lanes.
+    """`to[d, r] = factor * source[row_offsets[r] + d * stride]` for `d < count`: rows become lanes.
 
-    Squares of as many rows and columns as a vector has lanes are turned over in registers; a column at a time does
-    what is left, and what is not contiguous.
+    Squares of lanes by lanes are transposed in registers; the remainder, and columns that are not contiguous, are
+    loaded one element at a time.
     """
     kinds = (ADDRESS, ADDRESS, LONG, LONG, ADDRESS, code.real_type)
     with code.shared_function(f"load_transposed_{dtype}", *kinds) as args:
@@ -178,7 +172,7 @@ def load_transposed(
 def copy_rows(
     code: Code, panel: Panel, source: Pointer, row_offsets: Pointer, count: Value, dtype: str, to: Pointer, width: Value
 ) -> None:
-    """`to[r, d] = source[rows_at[r] + d]` for `d < count`, and 0 from there to `width`."""
+    """`to[r, d] = source[row_offsets[r] + d]` for `d < count`, and 0 from there to `width`."""
     full = count // code.lanes * code.lanes
     with code.loop(0, panel.rows) as r:
         row, at = to + r * width, row_offsets[r]
@@ -193,7 +187,7 @@ def copy_rows(
 def store_transposed(
     code: Code, panel: Panel, source: Pointer, count: Value, dtype: str, to: Pointer, row_offsets: Pointer, rows: Value
 ) -> None:
-    """`to[rows_at + d] = source[d]` for `d < count` and the first `rows` rows: lanes become rows again."""
+    """`to[row_offsets[r] + d] = source[d, r]` for `d < count` and the first `rows` rows: lanes become rows."""
     kinds = (ADDRESS, LONG, ADDRESS, ADDRESS, LONG)
     with code.shared_function(f"store_transposed_{dtype}", *kinds) as args:
         if args:
@@ -211,7 +205,7 @@ def store_transposed(
 
 
 class KeyBlock(NamedTuple):
-    """Where a block of keys, or of their values, can be read: rows of one stride."""
+    """The first row of a block of keys or values in memory, and the stride between rows."""
 
     first: Pointer
     stride: Value
@@ -228,8 +222,8 @@ def load_keys(
     scratch: Pointer,
     dtype: str | None = None,
 ) -> KeyBlock:
-    """Keys `first..last`, exclusive, of `side` "k" or "v", as `dtype` or else as reals: where they lie if they are that
-    already and have one stride, otherwise copied to `scratch`.
+    """Rows `first` to `last`, exclusive, of k or v (`side`), in `dtype` or else as reals. No copy is made if they have
+    that dtype and one stride; otherwise, as at the border of two pages, they are copied to `scratch`.
     """
     target_dtype = variant.real_dtype if dtype is None else dtype
     kind = STORAGE_TYPES[target_dtype]
