@@ -1,4 +1,4 @@
-"""What is kept between processes, in the user's cache directory."""
+"""Files in the user's cache directory, which several processes may write at once."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ def directory() -> Path:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Written aside and moved into place: a process that reads meanwhile sees a whole file, old or new.
+    """Write a temporary file and move it into place, so that concurrent readers see a complete file, old or new.
 
     Raises:
         OSError: the file cannot be written.

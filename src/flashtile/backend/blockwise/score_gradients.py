@@ -1,4 +1,4 @@
-"""The mirror of `scores`: from the gradient of the final score back to that of the product, feature by feature."""
+"""The backward pass of `scores`: from the gradient of the final score to that of the product, feature by feature."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from .tiles import Slab
 
 
 class FeatureGradients:
-    """Sums, in the accumulation dtype and the shape of each tensor that wants a gradient."""
+    """Gradients of the score features, as sums in the accumulation dtype; `None` for those not requested."""
 
     def __init__(self, call: Call, needs: Needs, dtype: torch.dtype):
         def new_sum(x: Tensor | None, needed: bool, every: int | None = TERMS_PER_CARRY) -> Sum | None:
@@ -20,7 +20,8 @@ class FeatureGradients:
 
         tensors = call.tensors
         shared = tensors.bias is not None and 1 in tensors.bias.shape
-        self.bias = new_sum(tensors.bias, needs.bias, every=1 if shared else None)  # terms are added to parts of it
+        # Each term is added to one part of dbias, so carry that part at once.
+        self.bias = new_sum(tensors.bias, needs.bias, every=1 if shared else None)
         self.alibi_slopes = new_sum(tensors.alibi_slopes, needs.alibi_slopes)
         self.sinks = new_sum(tensors.sinks, needs.sinks)
         self.score_mod_tensors = [
@@ -37,8 +38,8 @@ def scores_backward(
     slab: Slab,
     gradients: FeatureGradients,
 ) -> Tensor:
-    """`product = scale * <q, k>` and the gradient `ds` of the final score, both `[B, H, M, N]`, to the gradient of
-    the product; adds what bias, slopes and score_mod tensors receive.
+    """The gradient of `product = scale * <q, k>` from the gradient `ds` of the final score, both `[B, H, M, N]`. Adds
+    the tile's part of the gradients of bias, slopes and score_mod tensors.
     """
     capped = product if scores.softcap is None else scores.softcap * torch.tanh(product / scores.softcap)
     if scores.score_mod is not None:
@@ -59,7 +60,7 @@ def scores_backward(
 def score_mod_backward(
     scores: Scores, capped: Tensor, ds: Tensor, visible: Tensor | None, tile: Tile, gradients: FeatureGradients
 ) -> Tensor:
-    """The gradient of a user's function, by torch.autograd on this tile alone."""
+    """Differentiate the user's score_mod on this tile, by torch.autograd."""
     unmodified = capped
     if scores.bias is not None:
         unmodified = unmodified + tile_part(scores.bias, tile).to(scores.dtype)
@@ -73,7 +74,7 @@ def score_mod_backward(
         ]
         modified = scores.modify(score, tile, tensors)
     inputs = [score, *(x for x in tensors if x.requires_grad)]
-    if not modified.requires_grad:  # a function that ignores the score and every tensor we differentiate
+    if not modified.requires_grad:  # the function ignores the score and all tensors that need a gradient
         return torch.zeros_like(ds)
     dscore, *dtensors = torch.autograd.grad(modified, inputs, ds, allow_unused=True, materialize_grads=True)
     totals = [total for total in gradients.score_mod_tensors if total is not None]

@@ -1,4 +1,4 @@
-"""Attention as the contract writes it: one tile that is the whole call, and torch.autograd for the gradients."""
+"""Attention as in the contract: each slab is one tile, and torch.autograd computes the gradients."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def forward_slab(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
-    """Softmax attention of a slab, from its formula."""
+    """Softmax attention of a slab, by its formula."""
     t, settings, groups = call.tensors, call.settings, slab.num_groups
     dtype = accumulation_dtype(t.q.dtype)
     scores = Scores(call, slab, dtype)
@@ -58,15 +58,15 @@ def forward_slab(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
     if visible is not None:
         s = torch.where(visible, s, -torch.inf)
     sinks = scores.sinks  # [H, 1, 1]
-    if sinks is not None:  # one more key, without a value
-        all_weight = sinks == torch.inf  # derivatives of exp(inf - inf) would be NaN: such a key is alone, with score 0
+    if sinks is not None:  # a key without a value
+        all_weight = sinks == torch.inf  # exp(inf - inf) has NaN derivatives: make it the only key, with score 0
         s = torch.where(all_weight & (s < torch.inf), -torch.inf, s)
         s = torch.cat((s, torch.where(all_weight, 0, sinks).expand(*s.shape[:-1], 1)), dim=-1)  # [B, Hq, Sq, Sk + 1]
     if s.shape[-1] == 0:
         return
     m = finite_or_zero(s.detach().amax(dim=-1, keepdim=True))  # [B, Hq, Sq, 1]
     total = torch.exp(s - m).sum(dim=-1, keepdim=True)
-    empty = total == 0  # log and division never see these rows, in backward neither
+    empty = total == 0  # kept out of log and division, whose derivatives would be NaN
     row_lse = torch.where(empty, -torch.inf, m + torch.log(torch.where(empty, 1, total)))
     row_lse = torch.where(m == torch.inf, m, row_lse)
     p = torch.exp(s - torch.where(empty, 0, row_lse))[..., : slab.seqlen_k]
@@ -86,7 +86,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
-    """Forward once more, on leaves in the accumulation dtype, which lose no bits; torch.autograd goes back."""
+    """Run forward again on leaves in the accumulation dtype, and differentiate it by torch.autograd."""
     dtype = accumulation_dtype(call.tensors.q.dtype)
     inputs = call.tensors.flat()
     flat = [cast_floating(x, dtype) if n < 3 and x is not None else x for n, x in enumerate(inputs)]  # q, k, v
@@ -96,11 +96,11 @@ def backward(
         x = inputs[n]
         if needed and x is not None:
             flat[n] = leaves[n] = cast_floating(x, dtype).detach().requires_grad_()
-    if dout is not None:  # a row that sees nothing passes nothing on, not even 0 * NaN
+    if dout is not None:  # a NaN of a row that sees no key must not spread by 0 * NaN
         dout = torch.where(lse_to_rows(call, lse) == -torch.inf, 0, dout)
     with torch.enable_grad():
         results = forward(plan, call._replace(tensors=Tensors.from_flat(flat)))
-    # Results without a cotangent are left out, and those that for want of keys depend on nothing.
+    # Leave out results without a cotangent, and those that depend on no leaf because there are no keys.
     pairs = [
         (x, dx.to(dtype)) for x, dx in zip(results, (dout, dlse), strict=True) if dx is not None and x.requires_grad
     ]

@@ -1,7 +1,7 @@
 """FlashAttention-2's backward pass in torch operations (Dao, "FlashAttention-2", 2023, algorithm 2).
 
-The probabilities of a tile are recomputed from the scores and the log-sum-exp. The loops run as in forward, row
-blocks outside: dq of a row block is finished when its keys have passed, dk and dv are added up in place.
+The probabilities of a tile are recomputed from the scores and the log-sum-exp. As in forward, the outer loop is over
+row blocks: dq of a row block is complete after its inner loop, dk and dv are accumulated in place.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from .loop import row_blocks, tiles
 
 
 class Saved(NamedTuple):
-    """What forward left and what arrives from above, in the shape of q's rows."""
+    """Results of forward and their gradients, in the shape of q's rows."""
 
     out: Tensor  # [..., Dv]
     lse: Tensor  # [..., 1]
@@ -28,7 +28,7 @@ class Saved(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Where gradients are added up, in the accumulation dtype; `None` for what nobody asked for."""
+    """Gradients in the accumulation dtype; `None` for those not requested."""
 
     dq: Tensor | None
     dk: Tensor | None
@@ -37,7 +37,7 @@ class Totals(NamedTuple):
 
 
 def backward(call: Call, needs: Needs, shape: TileShape, dtype: torch.dtype, saved: Saved) -> Gradients:
-    """Gradients in the accumulation dtype and the inputs' shapes."""
+    """The requested gradients, in the accumulation dtype and the shapes of the inputs."""
     q, k, v = call.tensors.q, call.tensors.k, call.tensors.v
     queries, keys = Side(call, keys=False), Side(call, keys=True)
     totals = Totals(
@@ -82,7 +82,7 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
         if features.sinks is not None and scores.sinks is not None:
             part = (sink_weight(scores.sinks, lse_i) * delta).sum(dim=(0, 2, 3))
             features.sinks.add(-part, lambda x: x[slab.heads_q])
-        # exp(s - inf) is 0: a row that has seen nothing has no probabilities, whatever its scores are
+        # exp(s - inf) is 0: rows that see no key have no probabilities, even if their scores are NaN or infinite
         lse_i = torch.where(lse_i == -torch.inf, torch.inf, lse_i)
         dout_i = fold_groups(dout_i, groups)  # [B, Hkv, G * M, Dv]
         dq_i = Sum(torch.zeros_like(q_i), TILES_PER_CARRY)
@@ -102,11 +102,11 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
                 dp = dp * keep
             ds = p * (dp - delta)
             if visible is not None:
-                ds = torch.where(visible, ds, 0)  # not 0 * NaN, where a row's delta is NaN
+                ds = torch.where(visible, ds, 0)  # where delta is NaN, p * (dp - delta) = 0 * NaN
             ds = scores_backward(scores, product, ds, visible, tile, slab, features)
             ds = fold_groups(ds, groups)  # [B, Hkv, G * M, N]
             if dk is not None:
-                dk.add(tile.keys, chunked_matmul(ds.transpose(-1, -2), q_i))  # q_i carries the scale
+                dk.add(tile.keys, chunked_matmul(ds.transpose(-1, -2), q_i))  # q_i includes the scale
             dq_i.add(chunked_matmul(ds, k_j))
         for total in key_sums:
             total.count_term()
@@ -119,8 +119,8 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
 def dout_and_delta(
     rows: slice, dout: Rows | None, out: Rows, lse: Tensor, dlse: Rows | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`dout` and `delta = sum(dout * out) - dlse` of a row block. Rows without keys pass no gradient through their
-    scores, whatever arrives there; `dlse` still reaches their sink.
+    """`dout` and `delta = sum(dout * out) - dlse` of a row block; both are 0 for rows that see no key, so that a NaN in
+    `dout` does not reach other gradients.
     """
     out_i = out.load(rows).to(dtype)  # [B, Hq, M, Dv]
     dout_i = torch.zeros_like(out_i) if dout is None else dout.load(rows).to(dtype)

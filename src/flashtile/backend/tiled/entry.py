@@ -1,4 +1,4 @@
-"""The tiled backend's two entries: shapes and dtypes of the operators around the blockwise loops."""
+"""The tiled backend's entries, which the dispatcher calls: convert shapes and dtypes for the blockwise loops."""
 
 from torch import Tensor
 

@@ -1,7 +1,7 @@
 """FlashAttention-2's forward pass in torch operations (Dao, "FlashAttention-2", 2023, algorithm 1).
 
-For each block of query rows, key blocks stream by; the softmax is corrected whenever a larger score turns up, so the
-scores of one tile are all that is ever held.
+The outer loop is over blocks of query rows, the inner one over key blocks, with an online softmax: only the scores of
+one tile are in memory.
 """
 
 import torch
@@ -37,15 +37,15 @@ def forward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, o
 
 
 def forward_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows: slice) -> tuple[Tensor, Tensor]:
-    """`out [B, Hq, M, Dv]` and `lse [B, Hq, M, 1]` of one block of rows. A function of differentiable operations alone:
-    `transforms` differentiates this very code, in either direction and to any order.
+    """`out [B, Hq, M, Dv]` and `lse [B, Hq, M, 1]` of one block of rows. All operations are differentiable, because
+    `transforms` differentiates this function, in forward and reverse mode and to any order.
     """
     tensors, groups, dtype = call.tensors, slab.num_groups, scores.dtype
     q, k, v = slab.query_rows(tensors.q), slab.key_rows(tensors.k), slab.key_rows(tensors.v)
     q_i = fold_groups(q.load(rows).to(dtype) * call.settings.scale, groups)  # [B, Hkv, G * M, D]
     leading = (q_i.shape[0], slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, Hq, M
     state = softmax.initial_state(scores.sinks, leading, tensors.v.shape[-1], like=q_i)
-    subtrees: list[RowState] = []  # of 1, 2, 4, ... times as many tiles, the most first: a tree keeps sums short
+    subtrees: list[RowState] = []  # states of 2**n * TILES_PER_CARRY tiles, largest first: a pairwise sum
     for n, tile in enumerate(tiles(slab, call.settings, scores, rows, shape)):
         if n % TILES_PER_CARRY == 0 and n > 0:
             subtrees = push_state(subtrees, state, n // TILES_PER_CARRY)
@@ -66,7 +66,7 @@ def forward_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows:
 
 
 def push_state(subtrees: list[RowState], state: RowState, count: int) -> list[RowState]:
-    """The states of a tree after the state number `count`, from 1: those of equally many tiles are joined."""
+    """Push state number `count`, from 1, onto the stack of a pairwise sum: states of equally many tiles are joined."""
     while count % 2 == 0:
         *subtrees, last = subtrees
         state, count = softmax.join(last, state), count // 2
@@ -74,7 +74,7 @@ def push_state(subtrees: list[RowState], state: RowState, count: int) -> list[Ro
 
 
 def update(state: RowState, s: Tensor, v: Tensor, keep: Tensor | None, num_groups: int) -> RowState:
-    """Take one tile of final scores into the rows' state; dropout acts on `p` after it has been counted in `l`."""
+    """The online-softmax update with one tile of final scores. Dropout applies to `p` in `acc`, not in `l`."""
     m = torch.maximum(state.m, s.detach().amax(dim=-1, keepdim=True))  # [B, Hq, M, 1]
     alpha = softmax.rescale(state.m, m)
     p = torch.exp(s - softmax.finite_or_zero(m))  # [B, Hq, M, N]

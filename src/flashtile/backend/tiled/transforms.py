@@ -1,9 +1,9 @@
-"""Attention that PyTorch's transforms see through: forward mode, second derivatives, vmap, in any nesting.
+"""Attention for PyTorch's transforms: forward mode, second derivatives, vmap, in any nesting.
 
-The operators in `ops` are opaque, so they know first reverse-mode derivatives only. Here a call is made of plain torch
-operations, one block of rows at a time, each wrapped in `Recompute`: a checkpoint that works under every transform.
-Forward mode carries the tangent through the online softmax; whatever needs a graph recomputes one block at a time,
-so memory stays O(S) for every order.
+The registered operators are opaque and support first reverse-mode derivatives only. This module composes a call of
+plain torch operations, one block of rows at a time, each wrapped in `Recompute`, a checkpoint that works under every
+transform. Forward mode propagates tangents through the online softmax; reverse mode recomputes one block at a time, so
+memory is O(S) for derivatives of every order.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,29 +28,29 @@ ROW_BLOCK_SCORES = 2**21  # of one head; 8 MiB in fp32
 
 
 def untraced(function: F) -> F:
-    """Where torch.compile gives up on a function, it goes on with those that this one calls, or that autograd calls for
-    it. Of these it makes graphs in which levels of torch.func are mixed up and tangents are lost (torch 2.11).
+    """Exclude a function from torch.compile. After a graph break, Dynamo compiles the functions that the broken frame
+    or autograd calls; in such graphs it mixes up levels of torch.func, and tangents are lost (torch 2.11).
     """
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 class ZeroResults(NamedTuple):
-    """Results that nobody reads: zeros stand in for them.
+    """Replace results that are not read by zeros.
 
-    The derivatives of attention's gradients depend neither on attention's results nor on the gradients' values.
-    Autograd needs their nodes, but computing them would take a third of the time.
+    Derivatives of attention's gradients depend neither on attention's results nor on the values of the gradients.
+    Autograd needs nodes for them, but computing them would take a third of the time.
     """
 
     like: tuple[tuple[torch.Size, torch.dtype], ...]
-    gradients_too: bool  # nobody reads these results' own gradients and tangents either, only what follows from those
+    gradients_too: bool  # gradients and tangents of these results are not read either, only their derivatives
 
     def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.like)
 
 
 class Recompute(torch.autograd.Function):
-    """`fn(*inputs)` that keeps only its inputs. Its derivatives are again `Recompute`, of `fn`'s vjp or jvp: so the
-    derivative of a derivative, to any order, holds one call's intermediate results at a time.
+    """`fn(*inputs)`, which saves only its inputs. Its derivatives are `Recompute` of `fn`'s vjp or jvp, so derivatives
+    of every order hold the intermediate results of one call at a time.
 
     `fn` returns a tuple of tensors; its inputs are tensors or `None`.
     """
@@ -97,7 +97,7 @@ class Recompute(torch.autograd.Function):
 
 
 def partial_of(fn: Function, inputs: Sequence[Tensor | None], chosen: Sequence[int]) -> Function:
-    """`fn` as a function of the chosen inputs alone."""
+    """`fn` as a function of the chosen inputs, with the others fixed."""
 
     def partial(*values: Tensor) -> tuple[Tensor, ...]:
         all_inputs = list(inputs)
@@ -109,7 +109,7 @@ def partial_of(fn: Function, inputs: Sequence[Tensor | None], chosen: Sequence[i
 
 
 def pullback(fn: Function, num_inputs: int, wanted: list[int]) -> Function:
-    """`(*inputs, *cotangents) ->` the gradients of the wanted inputs; a cotangent that is `None` is zero."""
+    """The function `(*inputs, *cotangents) -> gradients` of the wanted inputs; a cotangent of `None` is zero."""
 
     def gradients(*arguments: Tensor | None) -> tuple[Tensor, ...]:
         inputs, cotangents = arguments[:num_inputs], arguments[num_inputs:]
@@ -121,7 +121,7 @@ def pullback(fn: Function, num_inputs: int, wanted: list[int]) -> Function:
 
 
 def pushforward(fn: Function, num_inputs: int, with_tangent: list[int]) -> Function:
-    """`(*inputs, *tangents) ->` the tangents of the outputs."""
+    """The function `(*inputs, *tangents) -> tangents` of the outputs."""
 
     def tangents(*arguments: Tensor | None) -> tuple[Tensor, ...]:
         inputs, in_tangents = arguments[:num_inputs], arguments[num_inputs:]
@@ -139,7 +139,7 @@ def pushforward(fn: Function, num_inputs: int, with_tangent: list[int]) -> Funct
 
 
 def in_plain_dual_level() -> bool:
-    """Whether we are inside `torch.autograd.forward_ad.dual_level()`, where torch.func.jvp cannot start a level."""
+    """Whether this is inside `torch.autograd.forward_ad.dual_level()`, where torch.func.jvp cannot open a level."""
     return torch.autograd.forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
 
 
@@ -147,7 +147,7 @@ def in_plain_dual_level() -> bool:
 def attend(plan: Plan, call: Call, *, second_derivatives_only: bool = False) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a call, in the shapes of the operators, differentiable by every transform.
 
-    With `second_derivatives_only` nobody reads them nor their first derivatives, only derivatives of the gradients.
+    With `second_derivatives_only`, neither they nor their first derivatives are read, only derivatives of gradients.
     """
     tensors = call.tensors
     dtype = accumulation_dtype(tensors.q.dtype)
@@ -163,8 +163,8 @@ def attend(plan: Plan, call: Call, *, second_derivatives_only: bool = False) -> 
 
 
 def smaller_tiles(shape: TileShape, seqlen_k: int, num_groups: int) -> TileShape:
-    """Blocks for one head, with so few rows that all their scores, `[M, Sk]`, fit into a budget: a derivative of a
-    derivative keeps about a dozen tensors of that size.
+    """Tiles of one head, with few enough rows that all their scores `[M, Sk]` fit into a budget: second derivatives
+    hold about a dozen tensors of that size.
     """
     rows = ROW_BLOCK_SCORES // max(seqlen_k * num_groups, 1)
     block_n = min(4 * shape.block_n, max(seqlen_k, 1))  # with few rows, longer tiles cost little memory
@@ -172,7 +172,7 @@ def smaller_tiles(shape: TileShape, seqlen_k: int, num_groups: int) -> TileShape
 
 
 def call_of_slab(call: Call, slab: Slab) -> tuple[Call, Slab]:
-    """A dense call's part that a slab covers, as a call of its own: its gradients are then of the part's size."""
+    """The part of a dense call that a slab covers, as a call of its own, so that gradients have the part's size."""
     t, s = call.tensors, call.settings
 
     def part(x: Tensor | None) -> Tensor | None:
@@ -208,7 +208,7 @@ def checkpoint_slab(
 
         def block(*flat: Tensor | None, rows: slice = rows) -> tuple[Tensor, Tensor]:
             part = call._replace(tensors=Tensors.from_flat(flat))
-            bound = slab.bound_to(part)  # tensors of one transform's level must not be captured into another's
+            bound = slab.bound_to(part)  # do not capture tensors of another transform's level
             return forward_rows(part, bound, shape, Scores(part, bound, dtype), rows)
 
         zero_results = None
@@ -224,7 +224,7 @@ def checkpoint_slab(
 def assemble(
     parts: list[tuple[Slab, Tensor]], queries: Side, tensors: Tensors, width: int, fill: float, dtype: torch.dtype
 ) -> Tensor:
-    """The slabs' rows `[B, H, Sq, width]` in the shape of q, without writing in place: transforms forbid it."""
+    """Assemble the slabs' rows `[B, H, Sq, width]` in the shape of q, out of place, as transforms require."""
     unwritten = queries.buffer(tensors.q, tensors.q.shape[1], width, dtype, fill)
     if not parts:
         return queries.result(unwritten)
