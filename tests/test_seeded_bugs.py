@@ -1,4 +1,4 @@
-"""The oracle and its bounds notice every mistake in `seeded_bugs`, and no mistake where there is none."""
+"""The oracle and its bounds notice every bug in `seeded_bugs` and `seeded_cpu_bugs`, and raise no false alarm."""
 
 import pytest
 from seeded_bugs import BUGS, Bug, caught_by, planted
