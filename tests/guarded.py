@@ -1,7 +1,7 @@
-"""Tensors that lie against a page which may be neither read nor written: one step outside ends the process.
+"""Tensors next to protected pages, so that one access out of bounds ends the process.
 
-Run as a program it does calls of the CPU backend with every tensor guarded, results and scratch memory too: random
-ones, and then ones of every size modulo vectors and blocks, whose inputs also lie among NaN.
+As a program, it runs calls of the CPU backend with every tensor guarded, results and workspaces included: random calls,
+and calls of every size modulo vectors and blocks, whose inputs are surrounded by NaN.
 """
 
 import ctypes
@@ -25,11 +25,11 @@ ALLOCATORS = (
     (Tensor, "new_empty"),
     (Tensor, "new_empty_strided"),
 )
-KEPT: list[mmap.mmap] = []  # mappings live as long as the process: tensors point into them
+KEPT: list[mmap.mmap] = []  # never unmapped, since tensors point into them
 
 
 def guarded(x: Tensor, in_front: bool) -> Tensor:
-    """A copy with the same strides that begins right behind a protected page, or ends right before one."""
+    """A copy with the same strides that begins right after a protected page, or ends right before one."""
     x = x.detach()
     extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     size = extent * x.element_size()
@@ -43,15 +43,15 @@ def guarded(x: Tensor, in_front: bool) -> Tensor:
     if size == 0:
         return x
     memory = (ctypes.c_char * size).from_address(base + PAGE + (0 if in_front else room - size))
-    found = torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, x.stride())
+    copy = torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, x.stride())
     each = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())
-    found[each] = x[each]
-    return found
+    copy[each] = x[each]
+    return copy
 
 
 @contextmanager
 def guarded_allocation(in_front: bool) -> Iterator[None]:
-    """What Python code allocates for results and scratch is guarded inside this block."""
+    """Guard all tensors that Python code allocates in this block."""
 
     def guard(allocate: Any) -> Any:
         return lambda *args, **kwargs: guarded(allocate(*args, **kwargs), in_front)
@@ -73,9 +73,9 @@ def guard(case: Any, in_front: bool) -> None:
 
 
 def residues() -> None:
-    """Every number of rows, keys and features modulo what kernels take at a time, forward and backward. Inputs are part
-    of larger tensors of NaN, so that an element past the end of any row, head or sequence shows in results; and what is
-    allocated holds NaN until it is written.
+    """Run every number of rows, keys and features modulo the kernels' block sizes, forward and backward. Inputs are
+    part of larger tensors of NaN, so that a read past the end of any row, head or sequence shows in results; allocated
+    memory holds NaN until it is written.
     """
     from checking import dense_case
 
@@ -91,25 +91,25 @@ def residues() -> None:
         guard(case, in_front)
         print(case.description, flush=True)
         with poisoned_allocation(), guarded_allocation(in_front):
-            found = case.run("cpu")
-        wrong = [name for name, x in found.items() if not torch.equal(x, expected[name])]
+            results = case.run("cpu")
+        wrong = [name for name, x in results.items() if not torch.equal(x, expected[name])]
         if wrong:
             raise SystemExit(f"{wrong} changed with what lies around inputs: {case.description}")
 
 
 def cases_of_every_residue(dense_case: Any) -> Iterator[Any]:
-    """All four sizes change from call to call, by steps without a common factor. Dtypes differ in how features are read
-    and in lanes: of other dtypes than float32, a third of the calls is enough for those.
+    """All four sizes change from call to call, by coprime steps. Other dtypes than float32 differ only in lanes and in
+    how features are read, so a third of the calls is enough for them.
     """
-    from flashtile.backend.cpu.workspace import BLOCK
+    from flashtile.backend.cpu.workspace import BLOCK_N
 
-    others = itertools.product(range(0, BLOCK, 3), (torch.bfloat16, torch.float64, torch.float16))
-    for n, dtype in (*((n, torch.float32) for n in range(BLOCK)), *others):
-        keys = 1 + 5 * n % BLOCK + n % 2 * BLOCK
+    others = itertools.product(range(0, BLOCK_N, 3), (torch.bfloat16, torch.float64, torch.float16))
+    for n, dtype in (*((n, torch.float32) for n in range(BLOCK_N)), *others):
+        keys = 1 + 5 * n % BLOCK_N + n % 2 * BLOCK_N
         widths = {"head_dim": 1 + 7 * n % 32, "head_dim_v": 1 + (11 * n + 4) % 32}
         causal = (False, True, "top_left")[n % 3]
         yield dense_case(batch=1, seqlen_q=1 + n, seqlen_k=keys, **widths, dtype=dtype, causal=causal, seed=n)
-        # Few rows, and features that fill vectors, have a kernel of their own; so have keys that are split.
+        # The decode kernel, for few rows and features that fill vectors; some calls with split keys.
         keys += 1600 * (n % 16 == 0)
         few = {"seqlen_q": 1 + n % 3, "seqlen_k": keys, "head_dim": 32, "head_dim_v": 64 - n % 2 * 32}
         yield dense_case(batch=1, **few, dtype=dtype, causal=causal, seed=n, forward_only=True)

@@ -1,9 +1,9 @@
-"""Mistakes that somebody could make in the tiled backend, and whether the random calls of the contract notice each.
+"""Bugs planted in the tiled backend, to test that the contract's random calls notice each of them.
 
     python -m tests.seeded_bugs        # the table: each bug, and the first result and call that showed it
 
-A bug is planted by compiling the changed source of a module and giving the code of each changed function to the
-function that is already there, so that every module that imported it runs the changed one.
+A bug is planted by compiling the changed source of a module and replacing the code objects of the functions that
+changed, so that modules which imported them before run the changed code too.
 """
 
 import functools
@@ -70,14 +70,14 @@ BUGS = (
     Bug(
         "visible blocks taken for full ones",
         "backend.tiled.loop",
-        "full=visited.full_lo <= keys.start",
-        "full=visited.lo <= keys.start",
+        "full=visible.full_lo <= keys.start",
+        "full=visible.lo <= keys.start",
     ),
     Bug(
         "last key block forgotten",
         "backend.tiled.loop",
-        "range(first, visited.hi, shape.block_n)",
-        "range(first, visited.hi - 1, shape.block_n)",
+        "range(first, visible.hi, shape.block_n)",
+        "range(first, visible.hi - 1, shape.block_n)",
     ),
     Bug("mask ignored", "backend.blockwise.scores", "if self.mask is not None:", "if self.mask is not None and False:"),
     Bug(
@@ -146,7 +146,7 @@ BUGS = (
         "l = state.l * alpha + p.sum(dim=-1, keepdim=True)",
         "l = state.l * alpha + (p if keep is None else p * keep).sum(dim=-1, keepdim=True)",
     ),
-    Bug("sink not in l", "backend.blockwise.softmax", "torch.exp(relative)", "torch.zeros_like(sink)"),
+    Bug("sink not in l", "backend.blockwise.softmax", "torch.exp(shifted)", "torch.zeros_like(sink)"),
     Bug("NaN in rows that see nothing", "backend.blockwise.softmax", "torch.where(m == -torch.inf, 0.0, m)", "m"),
     Bug("lse without the maximum", "backend.blockwise.softmax", "state.m + torch.log(l)", "torch.log(l)"),
     Bug(
@@ -181,8 +181,8 @@ BUGS = (
     Bug(
         "scale missing in dq",
         "backend.tiled.backward",
-        "unfold_groups(dq_i.finished() * settings.scale, groups)",
-        "unfold_groups(dq_i.finished(), groups)",
+        "unfold_groups(dq_i.result() * settings.scale, groups)",
+        "unfold_groups(dq_i.result(), groups)",
     ),
     Bug(
         "scale twice in dk",
@@ -233,7 +233,7 @@ BUGS = (
 
 
 def with_mistake(source: str, name: str, old: str, new: str) -> str:
-    """`source` with `new` in the only place where it says `old`."""
+    """`source` with the only occurrence of `old` replaced by `new`."""
     assert source.count(old) == 1, f"{name}: the source has moved on, so the bug has to follow it"
     return source.replace(old, new)
 
@@ -266,7 +266,7 @@ def codes(code: types.CodeType) -> Iterator[tuple[str, types.CodeType]]:
 
 
 def functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
-    """The functions and methods that a module defines itself."""
+    """The functions and methods that a module defines."""
     for owner in (
         module,
         *(x for _, x in inspect.getmembers(module, inspect.isclass) if x.__module__ == module.__name__),
@@ -277,18 +277,18 @@ def functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
 
 
 class Call(NamedTuple):
-    """One call that every bug is tried on, and the tiles it runs in."""
+    """A call that every bug is tried on, and its tile size."""
 
     case: Case
     expected: dict[str, Expected]
     block: int
-    on_device: bool = False  # as if lengths and pages were on a GPU
+    on_device: bool = False  # simulates lengths and pages on a GPU
 
 
 @functools.cache
 def call(n: int) -> Call:
-    """First every feature alone, then random calls, random packed calls whose lengths the host does not read, and calls
-    with a KV cache, of which it reads every other.
+    """Call number `n`: every feature alone, random calls, random packed calls whose lengths the host does not read, and
+    calls with a KV cache, whose lengths it reads in every other one.
     """
     small = list(features().values())
     if n < len(small):
@@ -303,7 +303,7 @@ def call(n: int) -> Call:
 
 
 def caught_by(num_calls: int = NUM_CALLS) -> str | None:
-    """The first wrong result of the fixed calls; `None` if all are right."""
+    """Describe the first wrong result of the fixed calls; `None` if all are right."""
     for n in range(num_calls):
         case, expected, block, on_device = call(n)
         place = lengths_on_the_device() if on_device else nullcontext()

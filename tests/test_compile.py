@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 import flashtile
 from flashtile import ArgumentError, ScoreMod
-from flashtile.backend.cpu import entry
+from flashtile.backend.cpu import entry, launch
 from flashtile.call.call import Call, Settings, Tensors
 from flashtile.dispatch import operators
 
@@ -233,7 +233,7 @@ def test_dynamo_does_not_look_into_what_an_operator_does(after_a_break: bool) ->
         return [out, lse, *operators.run_backward([True] * 3 + [False] * 3, out, lse, out, lse, call)[:3]]  # type: ignore[list-item]
 
     assert_same(torch.compile(run, backend="eager")(), run())
-    assert traced(operators.plan_call, entry.forward, entry.backward, entry.run) == []
+    assert traced(operators.plan_call, entry.forward, entry.backward, launch.run) == []
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -251,7 +251,7 @@ def test_compiled_func_grad_is_refused_or_right(fullgraph: bool, recwarn: pytest
     assert "setup_context" in refusal or not fullgraph
     if "setup_context" not in refusal:
         torch.testing.assert_close(found, gradient(q))
-    assert traced(operators.plan_call, entry.forward, entry.backward, entry.run) == []
+    assert traced(operators.plan_call, entry.forward, entry.backward, launch.run) == []
     assert not [x for x in recwarn if "flashtile" in str(x.message)]
 
 

@@ -1,4 +1,4 @@
-"""The CPU backend: the contract on every width of vectors, tails, threads, processes, its cache of machine code."""
+"""The CPU backend: the contract on every vector width, tails, threads, processes, the cache of machine code."""
 
 import ctypes
 import importlib
@@ -101,7 +101,7 @@ def test_dtypes_and_inputs_on_every_width(dtype: torch.dtype, width: str) -> Non
 
 
 def test_every_feature_on_every_width(width: str) -> None:
-    """In one call, with blocks that are full, at an edge and hidden; float32 and the conversions of half precision."""
+    """All features in one call, with full, partly visible and hidden blocks, in float32 and both half precisions."""
     for dtype, vectors in ((torch.float32, 150), (torch.bfloat16, 150), (torch.float16, 1)):
         given = {
             "window": (40, 30),
@@ -119,8 +119,8 @@ def test_every_feature_on_every_width(width: str) -> None:
 
 @pytest.mark.parametrize("visibility", [{}, {"causal": True}, {"window": (5, 3)}], ids=str)
 def test_tails(visibility: dict[str, Any]) -> None:
-    """Every residue of rows, keys and head dimensions modulo a vector, and of keys and features modulo the rows of
-    accumulators.
+    """Every remainder of rows, keys and head dimensions modulo a vector, and of keys and features modulo the height of
+    a microkernel.
     """
     for n in range(1, 34):
         right(dense_case(batch=1, seqlen_q=n, seqlen_k=97 + n, head_dim=n, head_dim_v=34 - n, **visibility))
@@ -147,7 +147,7 @@ def test_every_broadcast_and_stride_of_mask_and_bias(which: str) -> None:
 
 
 def test_gradients_of_shared_tensors() -> None:
-    """A bias that is broadcast in any way, with keys split where its elements are not shared; slopes of sequences."""
+    """Biases with every set of broadcast dimensions, with split keys where elements are not shared; batched slopes."""
     for kept in itertools.product((False, True), repeat=4):
         shape = [n if keep else 1 for n, keep in zip((2, 4, 70, 800), kept, strict=True)]
         given = {"bias": torch.randn(shape), "alibi_slopes": torch.rand(2, 4) * 0.1}
@@ -166,7 +166,7 @@ def test_only_the_gradients_that_are_asked_for() -> None:
 
 
 def test_gradients_of_results_that_differ_in_strides_alone() -> None:
-    """What is remembered of a call is that of its strides."""
+    """A cached launch serves calls of the same strides only."""
     leaves = [torch.randn(2, 4, 33, 16, requires_grad=True) for _ in range(3)]
     for seen in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
         out = flashtile.attention(*(seen(x) for x in leaves), causal=True, backend="cpu")
@@ -185,7 +185,7 @@ def test_pages_that_sequences_share() -> None:
 
 
 def test_long_sequences() -> None:
-    """Several panels to a task, several blocks of keys, hidden ones between."""
+    """Several panels in a task, several key blocks, hidden blocks between visible ones."""
     for visibility in ({}, {"causal": True}, {"window": (100, 50)}, {"causal": "top_left"}):
         right(dense_case(batch=1, seqlen_q=1100, seqlen_k=900, head_dim=16, **visibility))
 
@@ -211,7 +211,7 @@ def test_nan_and_infinities(name: str, width: str) -> None:
 
 
 def test_extreme_scores_and_sinks() -> None:
-    """Infinite biases and sinks, and biases that stand for infinity."""
+    """Infinite biases and sinks, and `finfo.min`, a common bias for hidden pairs."""
     lowest = torch.finfo(torch.float32).min
     for value, sink in itertools.product((INF, -INF, lowest, NAN), (None, INF, -INF)):
         bias = torch.randn(1, 1, 7, 9)
@@ -258,28 +258,28 @@ def run_guarded(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_nothing_is_touched_outside_of_tensors(width: str) -> None:
-    """Random calls in a process of their own, every tensor of theirs between protected pages; and calls of every
+    """Random calls in a process of their own, with every tensor between protected pages; and calls of every
     residue of rows, keys and head dimensions, forward and backward, whose inputs lie among NaN.
     """
     first = 1000 * WIDTHS.index(width)
-    found = run_guarded(str(first), str(first + 12))
-    assert found.returncode == 0, found.stdout.splitlines()[-1:] + found.stderr.splitlines()[-3:]
-    assert len(found.stdout.splitlines()) >= 12 + 2 * (96 + 3 * 32)
+    process = run_guarded(str(first), str(first + 12))
+    assert process.returncode == 0, process.stdout.splitlines()[-1:] + process.stderr.splitlines()[-3:]
+    assert len(process.stdout.splitlines()) >= 12 + 2 * (96 + 3 * 32)
 
 
 def test_the_guard_would_notice() -> None:
-    """A call with a longer sequence than its tensors have."""
+    """A kernel that is told of one key too many ends the process."""
     code = (
         "import importlib, torch, guarded, flashtile; from unittest import mock;"
-        "from flashtile.backend.cpu import arguments as a; lengths = a.dense_lengths;"
+        "from flashtile.backend.cpu import lengths as a; lengths = a.dense_lengths;"
         "wrong = lambda b, q, k, *rest: lengths(b, q, k + 1, *rest);"
         "q = guarded.guarded(torch.randn(1, 1, 8, 1024 // 4 * 2), False);"
         "mock.patch.object(a, 'dense_lengths', wrong).start();"
         "flashtile.attention(q, q, q, backend='cpu')"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, env=environment)
-    assert found.returncode in (-signal.SIGSEGV, -signal.SIGBUS)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, env=environment)
+    assert process.returncode in (-signal.SIGSEGV, -signal.SIGBUS)
 
 
 # Threads and processes ------------------------------------------------------------------------------------------------
@@ -306,19 +306,19 @@ def test_same_bits_on_any_number_of_threads(openmp: bool, monkeypatch: pytest.Mo
     if not openmp:
         monkeypatch.setattr(threads, "openmp", lambda: None)
     for case in CALLS:
-        found = []
+        results = []
         for n in (1, 2, 3):
             with num_threads(n):
-                found.append(case.run("cpu"))
-        assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in other)
+                results.append(case.run("cpu"))
+        assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in other)
 
 
 def test_calls_from_several_python_threads() -> None:
     expected = [case.run("cpu") for case in CALLS]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda n: CALLS[n % 2].run("cpu"), range(24)))
-    for n, results in enumerate(found):
-        assert all(torch.equal(results[name], expected[n % 2][name]) for name in results)
+        results = list(pool.map(lambda n: CALLS[n % 2].run("cpu"), range(24)))
+    for n, result in enumerate(results):
+        assert all(torch.equal(result[name], expected[n % 2][name]) for name in result)
 
 
 FORKING = """
@@ -358,14 +358,14 @@ assert list(DataLoader(Results(), num_workers=1, batch_size=None, multiprocessin
 
 
 def test_forked_processes_answer() -> None:
-    """On one thread: a parallel region, of a kernel or of PyTorch, would wait for threads that are not there."""
-    found = subprocess.run([sys.executable, "-c", FORKING], timeout=60, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stderr.count("AttentionWarning: attention runs on one thread in a forked process") == 2
+    """A forked process runs on one thread: a parallel region would wait forever for threads of the parent."""
+    process = subprocess.run([sys.executable, "-c", FORKING], timeout=60, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.count("AttentionWarning: attention runs on one thread in a forked process") == 2
 
 
 def test_threads_are_those_of_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where another package has brought an OpenMP library of its own: two of them would have twice the threads."""
+    """Kernels use PyTorch's OpenMP library, even if another package has loaded its own: two have twice the threads."""
     with open("/proc/self/maps") as maps:
         path = next((line.split()[-1] for line in maps if "/libgomp" in line), None)
     if path is None:
@@ -378,7 +378,7 @@ def test_threads_are_those_of_pytorch(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_argument_block_has_no_other_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A field that is misspelled would stand behind the block, and the right one would be 0."""
+    """A misspelled field would be appended behind the block, and the right one would stay 0."""
     strides = arguments.lse_strides
     monkeypatch.setattr(arguments, "lse_strides", lambda lse: strides(lse) | {"lse_stride": 1})
     with pytest.raises(AssertionError, match="lse_stride"):
@@ -408,22 +408,22 @@ def never(*_: Any) -> Any:
 def test_object_files_are_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load()
     assert len(list(cache.iterdir())) == 1
-    monkeypatch.setattr(jit, "compiled", never)
+    monkeypatch.setattr(jit, "compile_object", never)
     monkeypatch.setattr(forward, "source", never)
     assert load()
 
 
 def test_other_generators_have_other_object_files(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their files name an object file. What was written by some that changed meanwhile is not kept."""
+    """The hash of the sources is part of an object file's name, and nothing is stored if sources changed since."""
     copied = cache.parent / "package"
     shutil.copytree(jit.PACKAGE, copied)
-    assert jit.generators(copied) == jit.GENERATORS
+    assert jit.hash_sources(copied) == jit.SOURCES_HASH
     copied.joinpath("kernels", "scores.py").write_text("# another\n")
-    assert jit.generators(copied) != jit.GENERATORS
+    assert jit.hash_sources(copied) != jit.SOURCES_HASH
     monkeypatch.setattr(jit, "PACKAGE", copied)
     assert load()
     assert not cache.exists()
-    monkeypatch.setattr(jit, "GENERATORS", jit.generators(copied))
+    monkeypatch.setattr(jit, "SOURCES_HASH", jit.hash_sources(copied))
     assert load()
     assert len(list(cache.iterdir())) == 1
 
@@ -448,7 +448,7 @@ def test_a_directory_that_cannot_be_written_is_no_error(cache: Path, monkeypatch
 
 
 def test_eight_processes_at_once(tmp_path: Path) -> None:
-    """Forked from one that has loaded everything, so that they meet."""
+    """Forked after all imports, so that they compile at the same time."""
     code = (
         "import os, torch, flashtile, llvmlite.binding; q = torch.ones(1, 1, 4, 8); children = []\n"
         "for _ in range(8):\n"
@@ -462,27 +462,27 @@ def test_eight_processes_at_once(tmp_path: Path) -> None:
 
 
 def test_kernels_for_arm_compile() -> None:
-    """For a processor that is not here: its object file is what the test looks at."""
+    """Cross-compile: the test inspects the assembly and the object file."""
     from llvmlite import binding as llvm
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    target = targets.named("neon", "aarch64-unknown-linux-gnu")
+    target = targets.make_target("neon", "aarch64-unknown-linux-gnu")
     everything = arguments.Variant("float16", 4, softcap=True, bias="float32", alibi=True, mask=True, dropout=True)
     for pass_, variant in itertools.product((forward, backward), (VARIANT, everything)):
         machine, source = jit.target_machine(target), pass_.source(variant, target)
         assert "fmla" in machine.emit_assembly(llvm.parse_assembly(source))
-        assert jit.compiled(source, machine)[:4] == b"\x7fELF"
+        assert jit.compile_object(source, machine)[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("asked", ["mmx", ""])
-def test_vectors_that_the_processor_lacks_are_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By everything that would use them, with one message; by what has a plan already, too."""
+@pytest.mark.parametrize("requested", ["mmx", ""])
+def test_vectors_that_the_processor_lacks_are_refused(requested: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every use is refused with one message, also for a call that has a plan already."""
     case = dense_case(head_dim=9)
     case.run("cpu")
     q = case.arguments["q"]
-    monkeypatch.setenv(support.VECTORS_VARIABLE, asked)
-    told = f"FLASHTILE_CPU_VECTORS is {asked!r}. Accepted here: '"
+    monkeypatch.setenv(support.VECTORS_VARIABLE, requested)
+    told = f"FLASHTILE_CPU_VECTORS is {requested!r}. Accepted here: '"
     for refused in (lambda: case.run("cpu"), lambda: flashtile.attention(q, q, q), lambda: flashtile.explain(q, q, q)):
         with pytest.raises(BackendError) as raised:
             refused()

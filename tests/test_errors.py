@@ -181,7 +181,7 @@ def as_parameter(entry: Wrong) -> Any:
 @pytest.mark.parametrize("entry", [as_parameter(x) for x in (*TENSORS, *SETTINGS, *MODIFIERS, *LENGTHS)])
 def test_wrong_argument(entry: Wrong) -> None:
     a_kernel_ran = AssertionError("a kernel ran")
-    kernel = mock.patch("flashtile.backend.tiled.forward.attend_rows", side_effect=a_kernel_ran)
+    kernel = mock.patch("flashtile.backend.tiled.forward.forward_rows", side_effect=a_kernel_ran)
     with kernel, pytest.raises(AttentionError) as raised:
         CALLS[entry.call](**entry.changes)
     assert isinstance(raised.value, ArgumentError)

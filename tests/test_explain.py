@@ -23,7 +23,7 @@ ARGUMENTS = dense_case().arguments  # 2 sequences, 2 heads on 1, 7 rows, 9 keys,
 
 
 def test_runs_nothing() -> None:
-    with mock.patch("flashtile.backend.tiled.forward.attend_rows", side_effect=AssertionError("it ran")):
+    with mock.patch("flashtile.backend.tiled.forward.forward_rows", side_effect=AssertionError("it ran")):
         flashtile.explain(**ARGUMENTS)
 
 

@@ -1,6 +1,7 @@
-"""Sums over many keys or rows: within the contract's bound, which does not grow with their number.
+"""Sums over many keys or rows are within the contract's bound, which does not grow with their number.
 
-The values are such that errors of one accumulator would all have one sign. Their sums are known without an oracle.
+Values are chosen so that rounding errors of a single accumulator would all have one sign. Sums are known exactly, so
+the tests need no oracle.
 """
 
 import math
@@ -19,7 +20,7 @@ EPS = {torch.float32: 2.0**-23, torch.float64: 2.0**-51}  # counts twice for flo
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """On one thread, since the tests run side by side; `tiled` has small tiles, so that it has many."""
+    """One thread, since tests run in parallel; small tiles, so that `tiled` adds many."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with tile_size(8, 8):
@@ -32,8 +33,8 @@ def rows(length: int, value: float, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def assert_near(x: Tensor, exact: Tensor | float, terms: Tensor | float, score: float = 0.0) -> None:
-    """Within the contract's bound where all of a sum's terms have one sign or their absolute values add up to `terms`;
-    `score` is the largest sum that a score is made of.
+    """The contract's bound for sums whose terms have one sign, or absolute values that add up to `terms`; `score` is
+    the largest absolute sum in a score.
     """
     eps, exact = EPS[x.dtype], torch.as_tensor(exact, dtype=torch.float64)
     limit = 4 * eps * exact.abs() + eps * (32 + 4 * score) * torch.as_tensor(terms, dtype=torch.float64)
@@ -52,7 +53,7 @@ def assert_near(x: Tensor, exact: Tensor | float, terms: Tensor | float, score: 
     ],
 )
 def test_equal_values(backend: str, length: int, num_rows: int, dtype: torch.dtype) -> None:
-    """Uniform weights but for one key's: the mean of equal values, and no gradient of the scores."""
+    """The mean of equal values, with uniform weights but for one key, and no gradient of the scores."""
     q, k, v = rows(num_rows, 1.0, dtype), rows(length, 0.0, dtype), rows(length, THIRD, dtype)
     k[0, 0, 0] = 0.1
     q.requires_grad_()
@@ -68,7 +69,7 @@ def test_equal_values(backend: str, length: int, num_rows: int, dtype: torch.dty
 
 
 def test_rising_scores() -> None:
-    """Every block has a new maximum, a little above the last, for which sums must not be rounded."""
+    """Every block's maximum is slightly above the last one; rescaling must not round the sums each time."""
     ramp = torch.arange(LONG) / LONG
     k = ramp[None, None, :, None].expand(1, 1, LONG, D).contiguous()
     q = rows(2, D**-0.5)
@@ -80,7 +81,7 @@ def test_rising_scores() -> None:
 
 
 def test_one_outlier() -> None:
-    """A large value first, and then values that a single sum would round away in part."""
+    """A large first value, after which a single accumulator would lose low bits of all others."""
     v = rows(LONG, THIRD)
     v[0, 0, 0] = 1e6
     out = flashtile.attention(rows(2, 0.0), rows(LONG, 1.0), v, backend="cpu")
@@ -97,7 +98,7 @@ def test_one_outlier() -> None:
     ],
 )
 def test_keys_of_many_rows(backend: str, length: int, dtype: torch.dtype) -> None:
-    """dk, dv and the gradients of sinks and of a bias that rows share: all have a term of each row."""
+    """dk, dv, dsinks and dbias of a bias that rows share: sums with a term for each row."""
     q, k = rows(length, THIRD, dtype), rows(2, 0.0, dtype).requires_grad_()
     v, weight = rows(2, 0.0, dtype), 1 / 3  # of each key and of the sink
     v[:, :, 0], v[:, :, 1] = 0.7, -0.2
@@ -117,7 +118,7 @@ def test_keys_of_many_rows(backend: str, length: int, dtype: torch.dtype) -> Non
 
 
 def test_slopes_of_packed_sequences() -> None:
-    """Each row adds as much to its sequence's slope: by the key in front of its own, at a distance of 1."""
+    """dslopes of packed sequences: each row adds the same amount, from the key before its own, at distance 1."""
     lengths = torch.tensor([0, 2, 2**17, 0, 4])
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     q = torch.zeros(int(bounds[-1]), 1, D)

@@ -247,7 +247,7 @@ def test_each_block_is_computed_once() -> None:
     q, k, v = leaves_of(dense().tensors)
     out = flashtile.attention(q, k, v, causal=True)
     gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), create_graph=True)
-    blocks = mock.patch.object(transforms, "attend_rows", wraps=transforms.attend_rows)
+    blocks = mock.patch.object(transforms, "forward_rows", wraps=transforms.forward_rows)
     operator = mock.patch.object(OPERATORS["dense"], "differentiate", wraps=OPERATORS["dense"].differentiate)
     with tile_size(2, 3), blocks as blocks, operator as operator:
         torch.autograd.grad(gradients, (q, k, v), (q, k, v))

@@ -1,7 +1,8 @@
-"""The oracle and its bounds notice every mistake in `seeded_bugs`, and no mistake where there is none."""
+"""The oracle and its bounds notice every bug in `seeded_bugs` and `seeded_cpu_bugs`, and raise no false alarm."""
 
 import pytest
 from seeded_bugs import BUGS, Bug, caught_by, planted
+from seeded_cpu_bugs import CPU_BUGS, CpuBug, caught
 
 
 def test_nothing_is_caught_without_a_bug() -> None:
@@ -13,3 +14,12 @@ def test_bug_is_caught(bug: Bug) -> None:
     with planted(bug):
         assert caught_by() is not None
     assert caught_by(num_calls=1) is None  # and it is gone again
+
+
+def test_cpu_kernels_are_right_without_a_bug() -> None:
+    assert not [wrong for check in {x.check for x in CPU_BUGS} if (wrong := check()) is not None]
+
+
+@pytest.mark.parametrize("x", CPU_BUGS, ids=[x.bug.name for x in CPU_BUGS])
+def test_bug_in_cpu_kernels_is_caught(x: CpuBug) -> None:
+    assert caught(x) is not None

@@ -1,4 +1,4 @@
-"""Gradients that follow from the numbers of rows alone."""
+"""The gradient of sinks, from the row statistics lse and delta."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def sink_weight(sink: Tensor, lse: Tensor) -> Tensor:
-    """The sink's share of its rows: all of it for a sink of +inf, nothing where a row has seen nothing."""
+    """The sink's probability in each row: 1 for a sink of +inf, 0 where lse is -inf."""
     share = torch.where(sink == torch.inf, 1, torch.exp(sink - lse))
     return torch.where(lse == -torch.inf, 0, share)
 
 
 def sum_to_heads(rows: Tensor) -> Tensor:
-    """`[B, H, S]` or `[H, T]` to `[H]`."""
-    of_heads = rows.sum(dim=-1)
-    return of_heads if of_heads.dim() == 1 else of_heads.sum(dim=0)
+    """Sum `[B, H, S]` or `[H, T]` to `[H]`."""
+    per_head = rows.sum(dim=-1)
+    return per_head if per_head.dim() == 1 else per_head.sum(dim=0)

@@ -1,8 +1,8 @@
-"""How fast this machine computes and moves bytes, as far as a measurement can tell: the rates of a roofline.
+"""Measure the rates of a roofline: peak arithmetic and memory bandwidth of this machine.
 
-A limit is only a limit if nothing runs faster than the rate that it is computed from. So rates are the best of many
-short runs, which other work on the machine interrupts seldom; and on a CPU, arithmetic is measured in registers, since
-PyTorch's matrix product of float32 may be slower than attention.
+No kernel may run faster than a roofline, so each rate is the best of many short runs, which other processes rarely
+interrupt. On a CPU, arithmetic is measured on registers, because PyTorch's float32 matrix product may be slower than
+attention.
 """
 
 import functools
@@ -16,13 +16,13 @@ from ..call.problem import accumulation_dtype
 from ..iomodel import Machine
 from .cpu import support as cpu
 
-SECONDS = 0.05  # for each measurement, if the machine is idle
-FEWEST_RUNS = 5
-PIECE = 2**22  # bytes that a CPU moves in one run: some tenths of a millisecond
+SECONDS = 0.05  # for each measurement
+MIN_RUNS = 5
+CHUNK_BYTES = 2**22  # that a CPU moves in one run, in a few tenths of a millisecond
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """The rates of a device for one dtype; measured once in a process, for its number of threads."""
+    """The rates of a device for one dtype, measured once in a process for each number of threads."""
     return _machine(device.type, device.index, dtype, torch.get_num_threads())
 
 
@@ -33,13 +33,13 @@ def _machine(device_type: str, index: int | None, dtype: torch.dtype, threads: i
 
 
 def arithmetic(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """FLOP/s of multiplications and additions in the registers of a CPU; elsewhere, of a matrix product."""
+    """FLOP/s of multiply-adds on the registers of a CPU, or of a matrix product on other devices."""
     if device.type == "cpu" and cpu.unusable() is None:
         from .cpu.peak import flops_per_second
 
         return threads * flops_per_second(dtype)
     if device.type == "cpu":
-        n, dtype = 512, accumulation_dtype(dtype)  # which attention computes in
+        n, dtype = 512, accumulation_dtype(dtype)  # the dtype of attention's arithmetic
     else:
         n = 4096
     a = torch.ones((n, n), dtype=dtype, device=device)
@@ -47,29 +47,29 @@ def arithmetic(device: torch.device, dtype: torch.dtype, threads: int) -> float:
 
 
 def memory(device: torch.device) -> float:
-    """Bytes/s that a copy reads and writes, or a sum reads, whichever is more: in pieces of what no cache holds."""
+    """Bytes/s of a copy (read and write) or a sum (read), the larger; on chunks of a tensor larger than the caches."""
     size = 2**26 if device.type == "cpu" else 2**28
-    piece = PIECE if device.type == "cpu" else size
+    chunk = CHUNK_BYTES if device.type == "cpu" else size
     x = torch.ones(size, dtype=torch.uint8, device=device).view(torch.float32)
     y = torch.empty_like(x)
-    pairs = list(zip(x.split(piece // 4), y.split(piece // 4), strict=True))
+    pairs = list(zip(x.split(chunk // 4), y.split(chunk // 4), strict=True))
     copied = best(lambda a, b: b.copy_(a), device, pairs)
     read = best(lambda a, b: a.sum(), device, pairs)
-    return max(2 * piece / copied, piece / read)
+    return max(2 * chunk / copied, chunk / read)
 
 
 def best(run: Callable[..., Any], device: torch.device, arguments: Sequence[tuple[Any, ...]] = ((),)) -> float:
-    """Seconds of the fastest run, each with the next of the arguments, after one that sets things up."""
+    """Seconds of the fastest run after a warm-up; runs cycle through the arguments."""
     run(*arguments[-1])
     seconds, end = [], time.perf_counter() + SECONDS
-    while len(seconds) < FEWEST_RUNS or time.perf_counter() < end:
-        given = arguments[len(seconds) % len(arguments)]
-        seconds.append(fastest(lambda given=given: run(*given), device, repeats=1))
+    while len(seconds) < MIN_RUNS or time.perf_counter() < end:
+        inputs = arguments[len(seconds) % len(arguments)]
+        seconds.append(fastest(lambda inputs=inputs: run(*inputs), device, repeats=1))
     return min(seconds)
 
 
 def fastest(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Seconds of the fastest of some runs."""
+    """Seconds of the fastest of `repeats` runs."""
     seconds = []
     for _ in range(repeats):
         synchronize(device)

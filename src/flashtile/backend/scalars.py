@@ -1,4 +1,4 @@
-"""What the host's side of several backends with kernels asks of a call: rows, windows, and the units of scores."""
+"""Kernel arguments that several backends compute from a call: strides, window bounds, score units, dropout."""
 
 import math
 from typing import Any
@@ -12,14 +12,12 @@ LOG2E = math.log2(math.e)
 
 
 def rows_last(x: Tensor) -> Tensor:
-    """The tensor with contiguous features, which costs a copy if they were not."""
+    """The tensor with contiguous features; a copy if they are not."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def strides_of(x: Tensor, paged: bool = False) -> tuple[int, int, int]:
-    """Of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`: from sequence to sequence (or page to page), from
-    head to head, and from row to row.
-    """
+    """Strides of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`: sequences (or pages), heads, rows."""
     if paged:
         batch, row, head = x.stride()[:3]
     elif x.dim() == 4:
@@ -30,23 +28,21 @@ def strides_of(x: Tensor, paged: bool = False) -> tuple[int, int, int]:
 
 
 def strides(name: str, x: Tensor, align: int, *, keys: bool = False, paged: bool = False) -> dict[str, Any]:
-    """Of `[B, H, S, D]`, `[T, H, D]` or pages `[P, page_size, H, D]`, between sequences (or pages), heads and rows, in
-    units of `align`.
-    """
+    """Strides as kernel arguments `stride_{name}_{b,h,m or n}`, in units of `align` elements (see `strides_of`)."""
     batch, head, row = strides_of(x, paged)
-    of = {"b": batch, "h": head, "n" if keys else "m": row}
-    return {f"stride_{name}_{dim}": stride // align for dim, stride in of.items()}
+    steps = {"b": batch, "h": head, "n" if keys else "m": row}
+    return {f"stride_{name}_{dim}": stride // align for dim, stride in steps.items()}
 
 
 def lse_strides(x: Tensor | None) -> dict[str, Any]:
-    """Of one number a row: contiguous `[B, H, S]` or `[H, T]`."""
+    """Strides of row statistics, contiguous `[B, H, S]` or `[H, T]`."""
     if x is None:
         return {"stride_lse_b": None, "stride_lse_h": None}
     return {"stride_lse_b": x.stride(0) if x.dim() == 3 else 0, "stride_lse_h": x.stride(-2)}
 
 
 def dlse_strides(dlse: Tensor | None) -> dict[str, Any]:
-    """Of a gradient of lse, which may be any."""
+    """Strides of a gradient of lse, which need not be contiguous."""
     if dlse is None:
         return {"stride_dlse_b": None, "stride_dlse_h": None, "stride_dlse_m": None}
     *batch, head, row = dlse.stride()
@@ -54,13 +50,13 @@ def dlse_strides(dlse: Tensor | None) -> dict[str, Any]:
 
 
 def slopes_stride(slopes: Tensor) -> int:
-    """From sequence to sequence of contiguous slopes `[H]` or `[B, H]`."""
+    """The stride between sequences of contiguous slopes `[H]` or `[B, H]`."""
     return slopes.shape[1] if slopes.dim() == 2 else 0
 
 
 def score_units(call: Call) -> dict[str, Any]:
-    """`multiplier` makes scores of products, `factor` base-2 logarithms of scores. The softmax takes the scale where
-    nothing stands between the product and the exponential; there is no multiplier then.
+    """Factors between products, scores and the argument of exp2: `multiplier` turns products into scores, `factor`
+    scores into base-2 exponents. Without score features, `factor` includes the scale and there is no multiplier.
     """
     t, s = call.tensors, call.settings
     folded = t.bias is None and t.alibi_slopes is None and s.softcap is None and s.scale > 0
@@ -72,7 +68,7 @@ def score_units(call: Call) -> dict[str, Any]:
 
 
 def window_numbers(call: Call) -> dict[str, Any]:
-    """The window's sides, `None` where unlimited, and what is added to `seqlen_k - seqlen_q`."""
+    """The window's sides, `None` where unlimited, and the shift of the diagonal against `seqlen_k - seqlen_q`."""
     s = call.settings
     return {
         "window_left": None if s.window_left is None else min(s.window_left, LONGEST),
@@ -88,5 +84,5 @@ def threshold(dropout_p: float) -> int:
 
 
 def keep_scale(limit: int) -> float:
-    """What a probability that is kept is multiplied by; a threshold of 65536 keeps nothing."""
+    """The factor of kept probabilities. At a threshold of 65536 none are kept, and the factor is finite."""
     return 65536 / max(65536 - limit, 1)

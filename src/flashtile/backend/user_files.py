@@ -1,4 +1,4 @@
-"""What is kept between processes, in the user's cache directory."""
+"""Files in the user's cache directory, which several processes may write at once."""
 
 import contextlib
 import os
@@ -10,26 +10,26 @@ CACHE_VARIABLE = "FLASHTILE_CACHE_DIR"
 
 def directory() -> Path:
     """`$FLASHTILE_CACHE_DIR`, else `flashtile` in the user's cache directory."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given)
+    configured = os.environ.get(CACHE_VARIABLE)
+    if configured:
+        return Path(configured)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "flashtile"
 
 
 def write(path: Path, content: bytes) -> None:
-    """Written aside and moved into place: a process that reads meanwhile sees a whole file, old or new.
+    """Write a temporary file and move it into place, so that concurrent readers see a complete file, old or new.
 
     Raises:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(aside)
+            os.unlink(temporary)
         raise

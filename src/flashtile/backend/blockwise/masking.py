@@ -1,4 +1,4 @@
-"""Which pairs of a tile are visible, element by element. Tiles inside the full range never come here."""
+"""Visibility of a tile's pairs, element by element. Tiles that are visible in full do not need it."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,9 @@ from ...call.window import Window
 
 
 def window_visible(window: Window, rows: Tensor, keys: Tensor, diagonal: int | Tensor) -> Tensor | None:
-    """Rows `[M, 1]` and keys `[N]` by position, `diagonal` an int or `[B, 1, 1, 1]`; bool `[(B, 1,) M, N]`."""
+    """Whether pairs are in the window, as bool `[(B, 1,) M, N]`, from the positions of rows `[M, 1]` and keys `[N]`;
+    `diagonal` is an int or `[B, 1, 1, 1]`. `None` for an unlimited window.
+    """
     bounds = []
     if window.left is not None:
         bounds.append(keys >= rows + diagonal - window.left)
@@ -19,7 +21,7 @@ def window_visible(window: Window, rows: Tensor, keys: Tensor, diagonal: int | T
 
 
 def all_of(conditions: list[Tensor]) -> Tensor | None:
-    """The conjunction of broadcastable bool tensors; `None` if there are none, which means always."""
+    """The conjunction of broadcastable bool tensors; `None` (all true) if there are none."""
     if not conditions:
         return None
     visible = conditions[0]

@@ -1,8 +1,8 @@
-"""Dropout from a counter: any tile of the mask can be computed alone, in any order, on any device.
+"""Counter-based dropout: any tile of the mask can be computed alone, in any order, on any device.
 
-Philox 4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Each word is an
-unsigned 32-bit number kept in an int64, for torch has no unsigned arithmetic; a product of two words wraps modulo
-2**64, which leaves its 64 bits intact.
+Philox 4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Words are unsigned
+32-bit numbers in int64 tensors, because torch has no unsigned arithmetic. A product of two words wraps modulo 2**64,
+which preserves its 64 bits.
 """
 
 import torch
@@ -18,7 +18,7 @@ KEYS_PER_COUNTER = 8  # four words of two 16-bit halves
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """The four random words of each counter; all arguments int64 with values below 2**32, broadcast together."""
+    """Four random words for each counter. All arguments are int64 with values below 2**32, and broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -39,7 +39,7 @@ def keep_factor(
     num_keys: int,
     dtype: torch.dtype,
 ) -> Tensor:  # [B, H, M, num_keys]
-    """0 where a probability is dropped, else `65536 / (65536 - t)`."""
+    """The dropout factor of each pair: 0 if it is dropped, else `65536 / (65536 - threshold)`."""
     first_group = first_key // KEYS_PER_COUNTER
     last_group = -(-(first_key + num_keys) // KEYS_PER_COUNTER)
     groups = torch.arange(first_group, last_group, device=seed.device)  # [G]

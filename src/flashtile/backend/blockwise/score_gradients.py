@@ -1,30 +1,31 @@
-"""The mirror of `scores`: from the gradient of the final score back to that of the product, feature by feature."""
+"""The backward pass of `scores`: from the gradient of the final score to that of the product, feature by feature."""
 
 import torch
 from torch import Tensor
 
 from ...call.call import Call, Needs
-from .scores import Scores, Tile, in_dtype, seen, slab_part, slopes_4d, tile_part
-from .sums import ADDITIONS, Sum
+from .scores import Scores, Tile, cast_floating, slab_part, slopes_4d, tile_part, zero_hidden
+from .sums import TERMS_PER_CARRY, Sum
 from .tiles import Slab
 
 
 class FeatureGradients:
-    """Sums, in the accumulation dtype and the shape of each tensor that wants a gradient."""
+    """Gradients of the score features, as sums in the accumulation dtype; `None` for those not requested."""
 
     def __init__(self, call: Call, needs: Needs, dtype: torch.dtype):
-        def new(x: Tensor | None, needed: bool, every: int | None = ADDITIONS) -> Sum | None:
+        def new_sum(x: Tensor | None, needed: bool, every: int | None = TERMS_PER_CARRY) -> Sum | None:
             if x is None or not needed:
                 return None
             return Sum(torch.zeros(x.shape, dtype=dtype, device=x.device), every)
 
         tensors = call.tensors
         shared = tensors.bias is not None and 1 in tensors.bias.shape
-        self.bias = new(tensors.bias, needs.bias, every=1 if shared else None)  # terms are added to parts of it
-        self.alibi_slopes = new(tensors.alibi_slopes, needs.alibi_slopes)
-        self.sinks = new(tensors.sinks, needs.sinks)
+        # Each term is added to one part of dbias, so carry that part at once.
+        self.bias = new_sum(tensors.bias, needs.bias, every=1 if shared else None)
+        self.alibi_slopes = new_sum(tensors.alibi_slopes, needs.alibi_slopes)
+        self.sinks = new_sum(tensors.sinks, needs.sinks)
         self.score_mod_tensors = [
-            new(x, needed) for x, needed in zip(tensors.score_mod_tensors, needs.score_mod_tensors, strict=True)
+            new_sum(x, needed) for x, needed in zip(tensors.score_mod_tensors, needs.score_mod_tensors, strict=True)
         ]
 
 
@@ -37,8 +38,8 @@ def scores_backward(
     slab: Slab,
     gradients: FeatureGradients,
 ) -> Tensor:
-    """`product = scale * <q, k>` and the gradient `ds` of the final score, both `[B, H, M, N]`, to the gradient of
-    the product; adds what bias, slopes and score_mod tensors receive.
+    """The gradient of `product = scale * <q, k>` from the gradient `ds` of the final score, both `[B, H, M, N]`. Adds
+    the tile's part of the gradients of bias, slopes and score_mod tensors.
     """
     capped = product if scores.softcap is None else scores.softcap * torch.tanh(product / scores.softcap)
     if scores.score_mod is not None:
@@ -59,23 +60,23 @@ def scores_backward(
 def score_mod_backward(
     scores: Scores, capped: Tensor, ds: Tensor, visible: Tensor | None, tile: Tile, gradients: FeatureGradients
 ) -> Tensor:
-    """The gradient of a user's function, by torch.autograd on this tile alone."""
-    before = capped
+    """Differentiate the user's score_mod on this tile, by torch.autograd."""
+    unmodified = capped
     if scores.bias is not None:
-        before = before + tile_part(scores.bias, tile).to(scores.dtype)
+        unmodified = unmodified + tile_part(scores.bias, tile).to(scores.dtype)
     if scores.slopes is not None:
-        before = before - scores.slopes * scores.distance(tile)
+        unmodified = unmodified - scores.slopes * scores.distance(tile)
     with torch.enable_grad():
-        score = seen(before, visible).detach().requires_grad_()
+        score = zero_hidden(unmodified, visible).detach().requires_grad_()
         tensors = [
-            in_dtype(x, scores.dtype).detach().requires_grad_(total is not None)
+            cast_floating(x, scores.dtype).detach().requires_grad_(total is not None)
             for x, total in zip(scores.score_mod_tensors, gradients.score_mod_tensors, strict=True)
         ]
         modified = scores.modify(score, tile, tensors)
-    wanted = [score, *(x for x in tensors if x.requires_grad)]
-    if not modified.requires_grad:  # a function that ignores the score and every tensor we differentiate
+    inputs = [score, *(x for x in tensors if x.requires_grad)]
+    if not modified.requires_grad:  # the function ignores the score and all tensors that need a gradient
         return torch.zeros_like(ds)
-    dscore, *dtensors = torch.autograd.grad(modified, wanted, ds, allow_unused=True, materialize_grads=True)
+    dscore, *dtensors = torch.autograd.grad(modified, inputs, ds, allow_unused=True, materialize_grads=True)
     totals = [total for total in gradients.score_mod_tensors if total is not None]
     for total, dtensor in zip(totals, dtensors, strict=True):
         total.add(dtensor)

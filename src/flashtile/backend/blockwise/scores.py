@@ -1,6 +1,6 @@
-"""What a score becomes, and which pairs count: one forward line for each feature and, in mirrored order, its gradient.
+"""Score features: one forward line each and, in reverse order, its gradient (in `score_gradients`).
 
-s = scale * <q, k>                      s is formed by the caller's matrix product
+s = scale * <q, k>                      the caller's matrix product
 s = softcap * tanh(s / softcap)         ds *= 1 - tanh(s / softcap) ** 2
 s = s + bias                            dbias += ds, summed over broadcast dimensions
 s = s - slope * |i + Sk - Sq - j|       dslope -= ds * |i + Sk - Sq - j|
@@ -23,7 +23,7 @@ from .tiles import Slab
 
 
 class Tile(NamedTuple):
-    """A rectangle of scores: positions within the slab's part, and whether every pair in it is visible."""
+    """A rectangle of scores: positions relative to the slab, and whether the window shows every pair in it."""
 
     rows: slice
     keys: slice
@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 
 
 class Scores:
-    """The score features of one slab. Holds its slices of bias, slopes, mask and sinks, and their gradients."""
+    """The score features of one slab, with its slices of bias, slopes, mask and sinks."""
 
     def __init__(self, call: Call, slab: Slab, dtype: torch.dtype):
         tensors, settings = call.tensors, call.settings
@@ -54,18 +54,18 @@ class Scores:
         self.score_mod = None
         if settings.score_mod is not None:
             self.score_mod = score_mod_function(settings.score_mod)
-            self.score_mod_tensors = [in_dtype(tensor, dtype) for tensor in tensors.score_mod_tensors]
+            self.score_mod_tensors = [cast_floating(tensor, dtype) for tensor in tensors.score_mod_tensors]
         self.seed = tensors.dropout_seed if settings.dropout_p > 0 else None
 
     def positions(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """The tile's rows `[M, 1]` and keys `[N]` as positions in the whole sequence."""
+        """Positions of the tile's rows `[M, 1]` and keys `[N]` in the whole sequence."""
         device = self.b.device
         rows = torch.arange(tile.rows.start, tile.rows.stop, device=device)[:, None] + self.settings.i0
         keys = torch.arange(tile.keys.start, tile.keys.stop, device=device) + self.settings.j0
         return rows, keys
 
     def visible(self, tile: Tile, query_exists: Tensor | None, key_exists: Tensor | None) -> Tensor | None:
-        """Bool, broadcastable to `[B, H, M, N]`; `None` means all of the tile."""
+        """Visible pairs, bool broadcastable to `[B, H, M, N]`; `None` if all are."""
         conditions = []
         if not tile.full:
             in_window = window_visible(self.settings.window, *self.positions(tile), self.slab.diagonal)
@@ -79,7 +79,7 @@ class Scores:
         return all_of(conditions)
 
     def forward(self, s: Tensor, tile: Tile, visible: Tensor | None) -> Tensor:
-        """`s = scale * <q, k>`, `[B, H, M, N]`, to the final score; the caller masks it."""
+        """The final scores from `s = scale * <q, k>`, `[B, H, M, N]`, before masking."""
         if self.softcap is not None:
             s = self.softcap * torch.tanh(s / self.softcap)
         if self.bias is not None:
@@ -87,7 +87,7 @@ class Scores:
         if self.slopes is not None:
             s = s - self.slopes * self.distance(tile)
         if self.score_mod is not None:
-            s = self.modify(seen(s, visible), tile, self.score_mod_tensors)
+            s = self.modify(zero_hidden(s, visible), tile, self.score_mod_tensors)
         return s
 
     def distance(self, tile: Tile) -> Tensor:
@@ -111,15 +111,15 @@ class Scores:
         return rng.keep_factor(self.seed, self.settings.dropout_p, sequence_head, rows, first_key, num_keys, self.dtype)
 
 
-def seen(s: Tensor, visible: Tensor | None) -> Tensor:
-    """Scores that a user's function may get: a NaN of a pair that nobody sees must not enter its derivatives."""
+def zero_hidden(s: Tensor, visible: Tensor | None) -> Tensor:
+    """Set hidden scores to 0 for a user's function: a NaN there would enter the function's derivatives."""
     return s if visible is None else torch.where(visible, s, 0)
 
 
 def call_score_mod(
     fn: Callable[..., Any], s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, tensors: list
 ) -> Tensor:
-    """Run a user's function on a tile, and say what is wrong with it in terms of the call."""
+    """Run a user's function on a tile; report its errors as errors of the argument `score_mod`."""
     try:
         modified = fn(s, b, h[None], i, j, *tensors)
     except AttentionError:
@@ -131,7 +131,7 @@ def call_score_mod(
     return modified
 
 
-def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 

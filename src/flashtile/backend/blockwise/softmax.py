@@ -1,9 +1,9 @@
-"""How rows are normalised: the online softmax's state, the sink that enters it first, and the log-sum-exp merge.
+"""Online softmax: the state of a row, its initial value with a sink, and the merge by log-sum-exp.
 
 A row's state is its running maximum `m`, its denominator `l` relative to `m`, and its accumulator `acc` (Milakov and
-Gimelshein, "Online normalizer calculation for softmax", 2018). A row that has seen nothing has `m = -inf`, `l = 0`.
+Gimelshein, "Online normalizer calculation for softmax", 2018). A row that has seen no key has `m = -inf`, `l = 0`.
 
-The maximum cancels out of every result, so derivatives pass it by: it is always detached.
+Results do not depend on the maximum, so it is always detached.
 """
 
 from collections.abc import Sequence
@@ -21,36 +21,36 @@ class RowState(NamedTuple):
     acc: Tensor  # [..., M, Dv] sum of exp(s - m) * v
 
 
-def start(sink: Tensor | None, shape: tuple[int, ...], head_dim_v: int, like: Tensor) -> RowState:
-    """The state before the first key. A sink (`[H, 1, 1]`) is a key without a value: `m = sink, l = 1`."""
+def initial_state(sink: Tensor | None, shape: tuple[int, ...], head_dim_v: int, like: Tensor) -> RowState:
+    """The state before the first key. A sink `[H, 1, 1]` is a key without a value: `m = sink, l = 1`."""
     acc = like.new_zeros((*shape, head_dim_v))
     if sink is None:
         return RowState(like.new_full((*shape, 1), -torch.inf), like.new_zeros((*shape, 1)), acc)
     sink = sink.expand(*shape, 1)
     m = sink.detach()
-    relative = torch.where(torch.isinf(m), 0.0, sink - m)  # inf - inf would be NaN in every derivative
-    return RowState(m, torch.where(m == -torch.inf, 0.0, torch.exp(relative)), acc)
+    shifted = torch.where(torch.isinf(m), 0.0, sink - m)  # inf - inf would be NaN in every derivative
+    return RowState(m, torch.where(m == -torch.inf, 0.0, torch.exp(shifted)), acc)
 
 
-def joined(a: RowState, b: RowState) -> RowState:
-    """The state after disjoint sets of keys, from the state after each."""
+def join(a: RowState, b: RowState) -> RowState:
+    """The state after the union of two disjoint sets of keys, from the states after each."""
     m = torch.maximum(a.m, b.m)
     alpha, beta = rescale(a.m, m), rescale(b.m, m)
     return RowState(m, a.l * alpha + b.l * beta, a.acc * alpha + b.acc * beta)
 
 
 def rescale(m_old: Tensor, m_new: Tensor) -> Tensor:
-    """The factor `exp(m_old - m_new)` that carries sums over to a new maximum; 1 also for `inf - inf`."""
+    """The factor `exp(m_old - m_new)` that rescales sums to a new maximum; 1 also for `inf - inf`."""
     return torch.where(m_old == m_new, 1.0, torch.exp(m_old - finite_or_zero(m_new)))
 
 
 def finite_or_zero(m: Tensor) -> Tensor:
-    """A maximum that is safe to subtract: with `-inf` replaced, `exp(-inf - m)` is 0 and not NaN."""
+    """Replace a maximum of `-inf` by 0, so that `exp(-inf - m)` is 0 and not NaN."""
     return torch.where(m == -torch.inf, 0.0, m)
 
 
-def finish(state: RowState) -> tuple[Tensor, Tensor]:
-    """`out [..., M, Dv]` and `lse [..., M, 1]`; a row that has seen nothing gives 0 and `-inf`."""
+def finalize(state: RowState) -> tuple[Tensor, Tensor]:
+    """`out [..., M, Dv]` and `lse [..., M, 1]`: 0 and `-inf` for rows that have seen no key."""
     l = torch.where(state.l == 0, 1.0, state.l)  # noqa: E741
     return state.acc / l, torch.where(torch.isinf(state.m), state.m, state.m + torch.log(l))
 
@@ -58,7 +58,7 @@ def finish(state: RowState) -> tuple[Tensor, Tensor]:
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint key sets, from each set's `out [..., Dv]` and `lse [..., 1]`.
 
-    Differentiable also where every part is empty: `log` never sees the 0 of a row without keys.
+    Derivatives are finite also where every part is empty: `log` is not applied to the 0 of a row without keys.
     """
     stacked = torch.stack(tuple(lses))  # [parts, ..., 1]
     m = finite_or_zero(stacked.detach().amax(dim=0))  # [..., 1]

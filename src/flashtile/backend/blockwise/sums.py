@@ -1,7 +1,7 @@
-"""Sums of any length, as exact as short ones.
+"""Compensated and pairwise sums, so that rounding errors do not grow with the number of terms.
 
-`torch.sum` adds in a tree. All else that adds many terms to one number does so here: products with a long inner
-dimension, and sums of blocks.
+`torch.sum` is pairwise already. This module has the other long sums: matrix products with a long inner dimension, and
+sums over tiles.
 """
 
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-BLOCKS = 16  # that are added up before they are carried to a total
-ADDITIONS = 64  # the same for terms that are sums of whole tiles
-FEW_ROWS, FEW_COLUMNS = 4, 16  # of a product for which BLAS has one accumulator an element
+TILES_PER_CARRY = 16  # products of tiles that are added before the sum is carried to a total
+TERMS_PER_CARRY = 64  # the same for terms that are sums over whole tiles
+NARROW_ROWS, NARROW_COLUMNS = 4, 16  # BLAS computes narrower products with one accumulator for each element
 
 
 def carry(recent: Tensor, total: Tensor) -> None:
-    """Add `recent` to `total`, in place. `recent` becomes the rounding error of that (Kahan, "Further remarks on
-    reducing truncation errors", 1965), and 0 where the total is an infinity or NaN.
+    """Add `recent` to `total`, in place. `recent` becomes the rounding error of the addition (Kahan, "Further remarks
+    on reducing truncation errors", 1965), or 0 where the total is an infinity or NaN.
     """
     new = total + recent
     recent.sub_(new - total).masked_fill_(~new.isfinite(), 0)
@@ -24,9 +24,7 @@ def carry(recent: Tensor, total: Tensor) -> None:
 
 
 class Sum:
-    """A sum of any number of terms. `every` so many of them, what has been added is carried to a total; `None` is for
-    sums of few terms.
-    """
+    """A compensated sum: after `every` terms, the recent sum is carried to a total. `None` for a plain sum."""
 
     def __init__(self, zeros: Tensor, every: int | None):
         self.recent, self.every, self.terms = zeros, every, 0
@@ -36,34 +34,34 @@ class Sum:
         """Add a term to a part of the sum, a view."""
         recent = part(self.recent)
         recent += term
-        self.added(part)
+        self.count_term(part)
 
-    def added(self, part: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        """A term has been added to `recent`."""
+    def count_term(self, part: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        """Count a term that the caller has added to `recent` itself, and carry if it is due."""
         self.terms += 1
         if self.every is not None and self.terms % self.every == 0:
             if self.total is None:
                 self.total = torch.zeros_like(self.recent)
             carry(part(self.recent), part(self.total))
 
-    def finished(self) -> Tensor:
-        """The sum, in the memory of the zeros that it began with."""
+    def result(self) -> Tensor:
+        """The sum, in the memory of the zeros that it started with."""
         return self.recent if self.total is None else self.recent.add_(self.total)
 
 
 def tree_sum(term: Callable[[int], Tensor], first: int, last: int) -> Tensor:
-    """`term(first) + ... + term(last - 1)`, halves added to one another; holds few terms at a time."""
+    """Pairwise sum of `term(first) + ... + term(last - 1)`; holds only O(log) terms at a time."""
     if last - first == 1:
         return term(first)
     middle = (first + last) // 2
     return tree_sum(term, first, middle) + tree_sum(term, middle, last)
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, with a long inner dimension cut into pieces: BLAS may add up all of it in one accumulator."""
-    piece = 128 if a.shape[-2] < FEW_ROWS or b.shape[-1] < FEW_COLUMNS else 512
+def chunked_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, with a long inner dimension cut into chunks: BLAS may sum all of it in one accumulator."""
+    chunk = 128 if a.shape[-2] < NARROW_ROWS or b.shape[-1] < NARROW_COLUMNS else 512
     length = a.shape[-1]
-    if length <= piece:
+    if length <= chunk:
         return a @ b
-    cuts = [slice(start, start + piece) for start in range(0, length, piece)]
-    return torch.stack([a[..., cut] @ b[..., cut, :] for cut in cuts]).sum(dim=0)
+    chunks = [slice(start, start + chunk) for start in range(0, length, chunk)]
+    return torch.stack([a[..., part] @ b[..., part, :] for part in chunks]).sum(dim=0)

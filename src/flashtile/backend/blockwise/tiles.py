@@ -1,9 +1,9 @@
-"""Which rows and keys a tile holds: dense, varlen or paged, behind one interface.
+"""Tiles of dense, varlen or paged tensors, behind one interface.
 
-A call is cut into `Slab`s: some sequences and some heads that are computed together. A slab reads and writes tensors
-through `Rows`, which turn a range of positions into a tile `[B, H, n, D]`. Where lengths can be read on the host
-(dense, or varlen on a CPU), positions are slices of views. On other devices nothing is read back: positions become
-gathered token indices, and positions that do not exist come as zeros and are written to a spare last row.
+A call is cut into `Slab`s, groups of sequences and heads that are computed together. A slab reads and writes tensors
+through `Rows`, which map a range of positions to a tile `[B, H, n, D]`. Where the host can read the lengths (dense, or
+varlen on a CPU), positions are slices of views. Elsewhere positions become token indices, so that no length is copied
+to the host: positions that do not exist are loaded as zeros and stored to a spare last row.
 """
 
 import copy
@@ -19,7 +19,7 @@ from ...call.call import Call, new_rows
 
 
 class TileShape(NamedTuple):
-    """How much of a call is computed at once: query rows, keys, key/value heads and sequences."""
+    """The size of a tile: query rows, keys, key/value heads and sequences that are computed at once."""
 
     block_m: int
     block_n: int
@@ -28,7 +28,7 @@ class TileShape(NamedTuple):
 
 
 class DenseRows:
-    """Positions are slices: `x` is `[B, H, S, D]`."""
+    """Rows of `x [B, H, S, D]`, as slices."""
 
     def __init__(self, x: Tensor):
         self.x = x
@@ -47,7 +47,7 @@ class DenseRows:
 
 
 class TokenIndex(NamedTuple):
-    """Where the positions of some sequences lie in a flat list of tokens."""
+    """The map from positions of sequences to tokens of a packed or paged tensor."""
 
     first: Tensor | None  # [B] first token, packed sequences
     page_table: Tensor | None  # [B, max_pages], paged ones
@@ -57,7 +57,7 @@ class TokenIndex(NamedTuple):
     leftpad: Tensor | None = None  # [B] positions at the front that do not exist
 
     def tokens(self, positions: slice) -> tuple[Tensor, Tensor]:
-        """Token of each position, and whether it exists; `[B, n]` each. What does not exist is at `num_tokens`."""
+        """The token of each position, or `num_tokens` if it does not exist, and whether it exists; `[B, n]` each."""
         position = torch.arange(positions.start, positions.stop, device=self.length.device)  # [n]
         if self.page_table is None:
             assert self.first is not None
@@ -74,9 +74,7 @@ class TokenIndex(NamedTuple):
 
 
 class GatheredRows:
-    """Positions are indices: `x` is `[T, H, D]` or pages `[P, page_size, H, D]`; a buffer that is written is
-    `[T + 1, H, D]`.
-    """
+    """Rows of `x [T, H, D]` or pages `[P, page_size, H, D]`, by indices; buffers for results are `[T + 1, H, D]`."""
 
     def __init__(self, x: Tensor, index: TokenIndex):
         self.x, self.index = x, index
@@ -106,7 +104,9 @@ Rows = DenseRows | GatheredRows
 
 
 class Side:
-    """The queries or the keys of all sequences of a call; makes the `Rows` of any tensor shaped like them."""
+    """One side of a call, its queries or its keys: lengths and layout of all sequences. Makes `Rows` of any tensor of
+    that layout.
+    """
 
     def __init__(self, call: Call, *, keys: bool):
         tensors, settings = call.tensors, call.settings
@@ -127,13 +127,13 @@ class Side:
             self.firsts = None if self.index.first is None else self.index.first.tolist()
             self.max_length = max(self.lengths, default=0)
         else:
-            asked = settings.max_seqlen_k if keys else settings.max_seqlen_q
-            self.max_length = capacity if asked is None else min(asked, capacity)
+            requested = settings.max_seqlen_k if keys else settings.max_seqlen_q
+            self.max_length = capacity if requested is None else min(requested, capacity)
         if self.num_tokens == 0:
             self.max_length = 0
 
     def bind(self, call: Call) -> None:
-        """Take the tensors from `call`: what the host has read of them stays."""
+        """Use the tensors of `call`; lengths that the host has read before are kept."""
         tensors = call.tensors
         self.x = tensors.k if self.keys else tensors.q
         if self.dense:
@@ -155,19 +155,19 @@ class Side:
         )
 
     def bound_to(self, call: Call) -> "Side":
-        """This side of the same call with other tensors, as transforms hand them over."""
+        """A copy with the tensors of `call`: the same call, inside a transform."""
         side = copy.copy(self)
         side.bind(call)
         return side
 
     def buffer(self, like: Tensor, heads: int, width: int, dtype: torch.dtype, fill: float = 0.0) -> Tensor:
-        """A tensor for results of this side, with the rows of `like`: `[B, H, S, width]` or `[T + 1, H, width]`."""
+        """Allocate a result of this side, with the rows of `like`: `[B, H, S, width]` or `[T + 1, H, width]`."""
         if self.dense:
             return new_rows(like, heads, width, dtype).fill_(fill)
         return like.new_full((self.num_tokens + 1, heads, width), fill, dtype=dtype)
 
-    def finished(self, buffer: Tensor) -> Tensor:
-        """A filled buffer in the shape of the caller's tensor: without the spare row, pages as pages."""
+    def result(self, buffer: Tensor) -> Tensor:
+        """A buffer in the shape of the caller's tensor: without the spare row, and in pages if that is paged."""
         if self.dense:
             return buffer
         buffer = buffer[: self.num_tokens]
@@ -177,11 +177,11 @@ class Side:
         return self.max_length if self.dense else self.lengths[sequence]
 
     def device_length(self, batch: slice) -> int | Tensor:
-        """Lengths that the host does not read, `[B, 1, 1, 1]`; dense ones are known."""
+        """Lengths on the device, `[B, 1, 1, 1]`; an int for dense sequences."""
         return self.max_length if self.dense else self.index.length[batch, None, None, None]
 
     def rows(self, x: Tensor, batch: slice, heads: slice) -> Rows:
-        """Rows of some sequences and heads of `x`, a tensor of this side or one of its buffers."""
+        """Rows of a range of sequences and heads of `x`, a tensor or a buffer of this side."""
         if self.dense:
             return DenseRows(x[batch, heads])
         if self.on_host and not self.paged:
@@ -189,26 +189,26 @@ class Side:
             first, length = self.firsts[batch.start], self.lengths[batch.start]
             return DenseRows(x[first : first + length, heads].transpose(0, 1)[None])  # [1, H, S, D]
         per_sequence = ("first", "page_table", "length", "leftpad")
-        given = {name: y for name in per_sequence if (y := getattr(self.index, name)) is not None}
-        part = {name: y[batch] for name, y in given.items()}
+        per_batch = {name: y for name in per_sequence if (y := getattr(self.index, name)) is not None}
+        part = {name: y[batch] for name, y in per_batch.items()}
         return GatheredRows(x[..., heads, :], self.index._replace(**part))
 
 
 @dataclass(frozen=True)
 class Slab:
-    """Some sequences and heads of a call, computed together."""
+    """Sequences and heads of a call that are computed together."""
 
     queries: Side
     keys: Side
     batch: slice
     heads_q: slice
     heads_kv: slice
-    seqlen_q: int  # the longest sequence's, where they differ
+    seqlen_q: int  # of the longest sequence
     seqlen_k: int
     diagonal: int | Tensor  # seqlen_k - seqlen_q of each sequence; an int, or [B, 1, 1, 1]
 
     def bound_to(self, call: Call) -> "Slab":
-        """This slab of the same call with other tensors, as transforms hand them over."""
+        """A copy with the tensors of `call`: the same call, inside a transform."""
         queries, keys = self.queries.bound_to(call), self.keys.bound_to(call)
         diagonal = self.diagonal
         if isinstance(diagonal, Tensor):
@@ -252,7 +252,7 @@ class Slab:
 
 
 def slabs(call: Call, queries: Side, keys: Side, shape: TileShape) -> Iterator[Slab]:
-    """Cut a call along sequences and key/value heads; host-known lengths give a slab for each sequence."""
+    """Cut a call along sequences and key/value heads. Packed sequences have a slab each if the host knows lengths."""
     heads_kv = num_heads_kv(call)
     group = call.tensors.q.shape[1] // heads_kv
     read_on_host = queries.on_host and call.layout != "dense"
@@ -276,7 +276,7 @@ def num_heads_kv(call: Call) -> int:
 
 
 def fold_groups(x: Tensor, num_groups: int) -> Tensor:
-    """`[B, Hq, M, D]` to `[B, Hkv, G * M, D]`: the query heads of a group become rows of one product."""
+    """`[B, Hq, M, D]` to `[B, Hkv, G * M, D]`: query heads of a group become rows of one matrix product."""
     return x.unflatten(1, (-1, num_groups)).flatten(2, 3) if num_groups > 1 else x
 
 

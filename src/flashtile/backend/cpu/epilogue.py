@@ -1,50 +1,49 @@
-"""What is left to torch operations around a backward kernel: pages, rows of whole vectors, sums over rows."""
+"""Torch operations after (and, for pages, before) a backward kernel: pages, padded rows, sums over rows."""
 
 import torch
 from torch import Tensor
 
 from ...call.call import Call, new_rows
-from . import arguments as args
+from .lengths import Lengths
+
+CHUNK = 64
 
 
 def without_padding(like: Tensor, dx: Tensor | None) -> Tensor | None:
-    """A gradient whose rows are whole vectors, as wide as its input."""
+    """A gradient without the features that pad its rows to whole vectors."""
     if dx is None or dx.shape[-1] == like.shape[-1]:
         return dx
     return new_rows(like, like.shape[1], like.shape[-1], dx.dtype).copy_(dx[..., : like.shape[-1]])
 
 
-def slope_gradient(call: Call, of_rows: Tensor, lengths: args.Lengths) -> Tensor:
-    """What rows add to their slopes, `[B, H, S]` or packed `[H, T]`, as `[H]` or `[B, H]`."""
+def slope_gradient(call: Call, of_rows: Tensor, lengths: Lengths) -> Tensor:
+    """Sum the contributions of rows, `[B, H, S]` or packed `[H, T]`, to the shape of the slopes, `[H]` or `[B, H]`."""
     slopes, bounds = call.tensors.alibi_slopes, call.tensors.cu_seqlens_q
     assert slopes is not None
     if bounds is None:
         of_rows = of_rows.sum(dim=-1)
     else:
-        of_rows = sums_of_sequences(of_rows[:, : lengths.covered], bounds.diff().long())
+        of_rows = segment_sums(of_rows[:, : lengths.used_tokens], bounds.diff().long())
     return of_rows if slopes.dim() == 2 else of_rows.sum(dim=0)
 
 
-PART = 64
-
-
-def sums_of_sequences(x: Tensor, lengths: Tensor) -> Tensor:
-    """`[H, T]`, packed sequences, to `[B, H]`: parts of a sequence are summed, and then the sums, until one is left, so
-    that no accumulator has many terms.
+def segment_sums(x: Tensor, lengths: Tensor) -> Tensor:
+    """Sum packed sequences `[H, T]` to `[B, H]`, in a tree: chunks first, then their sums, until one is left, so that
+    rounding errors do not grow with the length.
     """
     while bool((lengths > 1).any()):
-        parts = (lengths + PART - 1) // PART
-        moved = (parts.cumsum(0) - parts) * PART - (lengths.cumsum(0) - lengths)  # by so much each sequence
-        place = torch.arange(x.shape[1]) + moved.repeat_interleave(lengths)
-        padded = x.new_zeros((x.shape[0], int(parts.sum()) * PART))
-        x, lengths = padded.index_copy_(1, place, x).unflatten(1, (-1, PART)).sum(dim=-1), parts
-    found = x.new_zeros((len(lengths), x.shape[0]))
-    found[lengths > 0] = x.t()
-    return found
+        chunks = (lengths + CHUNK - 1) // CHUNK
+        shift = (chunks.cumsum(0) - chunks) * CHUNK - (lengths.cumsum(0) - lengths)  # of each sequence, by padding
+        place = torch.arange(x.shape[1]) + shift.repeat_interleave(lengths)
+        padded = x.new_zeros((x.shape[0], int(chunks.sum()) * CHUNK))
+        x, lengths = padded.index_copy_(1, place, x).unflatten(1, (-1, CHUNK)).sum(dim=-1), chunks
+    sums = x.new_zeros((len(lengths), x.shape[0]))
+    sums[lengths > 0] = x.t()
+    return sums
 
 
-def without_pages(call: Call) -> tuple[Call, Tensor]:
-    """A paged call with its keys packed, and the place in the pages of each packed token."""
+def gather_pages(call: Call) -> tuple[Call, Tensor]:
+    """Turn a paged call into a packed one; also the token index in the pages of each packed key."""
     t = call.tensors
     assert t.page_table is not None
     assert t.seqused_k is not None or t.cu_seqlens_k is not None
@@ -58,8 +57,8 @@ def without_pages(call: Call) -> tuple[Call, Tensor]:
     return call._replace(tensors=t._replace(k=k, v=v, cu_seqlens_k=bounds, seqused_k=None, page_table=None)), token
 
 
-def in_pages(dx: Tensor | None, token: Tensor, like: Tensor) -> Tensor | None:
-    """A gradient of packed keys as one of pages; sequences may share a page."""
+def scatter_to_pages(dx: Tensor | None, token: Tensor, like: Tensor) -> Tensor | None:
+    """Add a gradient of packed keys into pages; sequences may share a page."""
     if dx is None:
         return None
     pages = dx.new_zeros((like.shape[0] * like.shape[1], *dx.shape[1:]))

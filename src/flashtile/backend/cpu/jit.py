@@ -1,17 +1,17 @@
-"""From IR to machine code in memory, by way of a cache on disk.
+"""Compile LLVM IR to machine code in memory, with a cache of object files on disk.
 
-An object file is named by the hash of everything that it follows from: the generators and what they are given, the
-processor and its features, and LLVM's version. So a process that finds it writes no IR, which would take longer than
-all else before its first call. Files are written aside and moved into place, so that processes that compile at once do
-not disturb one another; one that is cut short or changed fails its checksum and is made again. A directory that cannot
-be written is no error: then every process compiles.
+An object file's name is a hash of everything that determines its content: the sources of the generators, the variant,
+the processor with its features, and LLVM's version. A process that finds the file does not generate IR, the slowest
+step of a first call. Files are written to a temporary name and moved into place, so concurrent processes do not see
+partial files; a truncated or damaged file fails its checksum and is replaced. If the directory cannot be written, every
+process compiles for itself.
 """
 
 import contextlib
 import functools
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,40 +26,47 @@ from .variant import Variant
 
 CHECKSUM = hashlib.sha256().digest_size
 _LOCK = threading.Lock()
-_LOADED: list[Any] = []  # machine code lives as long as its engine
+_LOADED: list[Any] = []  # engines, which own the machine code
 
 
 def cache_directory() -> Path:
-    """Where object files are."""
+    """The directory of object files."""
     return user_files.directory() / "cpu"
 
 
-def generators(package: Any) -> str:
-    """A hash of what IR is written by: a package's files, and the libraries that they use."""
-    found = hashlib.sha256(repr((llvmlite.__version__, np.__version__)).encode())
-    for folder in (package, package.joinpath("kernels")):
-        for file in sorted(folder.iterdir(), key=lambda file: file.name):
-            if file.is_file():
-                found.update(file.name.encode() + file.read_bytes())
-    return found.hexdigest()
+def hash_sources(package: Any) -> str:
+    """Hash a package's sources and the versions of the libraries that its generators use."""
+    digest = hashlib.sha256(repr((llvmlite.__version__, np.__version__)).encode())
+    for file in source_files(package):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def source_files(folder: Any) -> Iterator[Any]:
+    """The Python files of a package and of those below it, in a fixed order."""
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        if file.is_dir():
+            yield from source_files(file)
+        elif file.name.endswith(".py"):
+            yield file
 
 
 PACKAGE = resources.files("flashtile.backend.cpu")
-GENERATORS = generators(PACKAGE)  # as they are imported
+SOURCES_HASH = hash_sources(PACKAGE)  # of the imported version
 
 
 def function_address(name: str, variant: Variant, target: Target, source: Callable[[], str]) -> int:
-    """The address of the kernel `name` that `source` writes for a variant and the host, its target."""
+    """Load the kernel `name` of a variant, or compile the IR that `source` generates, and return its address."""
     with _LOCK:
-        given = (GENERATORS, name, variant, target, llvm.llvm_version_info)
-        key = hashlib.sha256(repr(given).encode()).hexdigest()
+        key_parts = (SOURCES_HASH, name, variant, target, llvm.llvm_version_info)
+        key = hashlib.sha256(repr(key_parts).encode()).hexdigest()
         path = cache_directory() / f"{key[:32]}.o"
         machine = target_machine(target)
-        code = read(path)
+        code = read_object(path)
         if code is None:
-            code = compiled(source(), machine)
-            if generators(PACKAGE) == GENERATORS:  # or else they were edited meanwhile
-                write(path, code)
+            code = compile_object(source(), machine)
+            if hash_sources(PACKAGE) == SOURCES_HASH:  # not if they were edited since
+                write_object(path, code)
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
@@ -69,8 +76,8 @@ def function_address(name: str, variant: Variant, target: Target, source: Callab
 
 def target_machine(target: Target) -> Any:
     initialize()
-    found = llvm.Target.from_triple(target.triple)
-    return found.create_target_machine(
+    llvm_target = llvm.Target.from_triple(target.triple)
+    return llvm_target.create_target_machine(
         cpu=target.cpu, features=target.features, opt=2, jit=target.triple == llvm.get_process_triple()
     )
 
@@ -81,22 +88,22 @@ def initialize() -> None:
     llvm.initialize_native_asmprinter()
 
 
-def compiled(source: str, machine: Any) -> bytes:
-    """An object file. The generators wrote the vectors and the loops as they should be, so few passes are left: they
-    take a tenth of the time of LLVM's own choice, for the same speed.
+def compile_object(source: str, machine: Any) -> bytes:
+    """Compile to an object file with three passes. The generators emit vectors and unrolled loops themselves, so LLVM's
+    default pipeline would take ten times as long for code of the same speed.
     """
     module = llvm.parse_assembly(source)
     module.verify()
     passes = llvm.create_new_module_pass_manager()
-    passes.add_sroa_pass()  # variables into registers
+    passes.add_sroa_pass()  # promotes variables to registers
     passes.add_instruction_combine_pass()
     passes.add_simplify_cfg_pass()
     passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
     return machine.emit_object(module)
 
 
-def read(path: Path) -> bytes | None:
-    """An object file's content; `None` where there is none that is whole."""
+def read_object(path: Path) -> bytes | None:
+    """An object file's content; `None` if it is missing or damaged."""
     try:
         stored = path.read_bytes()
     except OSError:
@@ -105,6 +112,6 @@ def read(path: Path) -> bytes | None:
     return code if code and hashlib.sha256(code).digest() == checksum else None
 
 
-def write(path: Path, code: bytes) -> None:
+def write_object(path: Path, code: bytes) -> None:
     with contextlib.suppress(OSError):
         user_files.write(path, hashlib.sha256(code).digest() + code)

@@ -1,7 +1,7 @@
-"""The rate at which one core multiplies and adds: a loop over registers alone, which no kernel can outrun.
+"""Peak arithmetic rate of one core, measured by a loop of multiply-adds on registers.
 
-A matrix product is no such limit: on some processors the kernels of this package are several times faster than
-PyTorch's product of float32.
+A matrix product would not be an upper limit: on some processors, the kernels of this package are several times faster
+than PyTorch's float32 product.
 """
 
 import ctypes
@@ -18,12 +18,12 @@ from .threads import WORKER
 from .variant import Variant
 
 NAME = "multiply_add"
-STEPS = 2_000  # of the loop in one run: some 10 µs, which other work on the machine hardly ever interrupts
+STEPS = 2_000  # in one run: about 10 µs, short enough that other processes rarely interrupt it
 RUNS = 500
 
 
 def flops_per_second(dtype: torch.dtype) -> float:
-    """Measure one thread in the dtype that the kernels compute in: the best of many short runs."""
+    """Measure one thread in the accumulation dtype: the best of many short runs."""
     target, variant = targets.host(), Variant("float64" if dtype is torch.float64 else "float32", vectors=1)
     run = WORKER(function_address(NAME, variant, target, lambda: source(variant, target)))
     real = ctypes.c_double if dtype is torch.float64 else ctypes.c_float
@@ -38,15 +38,15 @@ def flops_per_second(dtype: torch.dtype) -> float:
 
 
 def source(variant: Variant, target: Target) -> str:
-    """`multiply_add(x)`: every vector of x, as many as a kernel has accumulators, becomes `x / 2 + 1` for each step."""
-    code = Code(target, variant.real)
+    """`multiply_add(x)`: `x = x / 2 + 1` in each step, on as many vectors as a kernel has accumulators."""
+    code = Code(target, variant.real_type)
     with code.function(NAME, ADDRESS, public=True) as (block,):
         x = code.pointer(block)
         places = [n * code.lanes for n in range(target.vectors * target.rows)]
         accumulators = [code.variable(x.vector(place)) for place in places]
         with code.loop(0, code.constant(STEPS, LONG)):
             for accumulator in accumulators:
-                accumulator.set(code.multiply_add(accumulator.get(), code.reals(0.5), code.reals(1.0)))
+                accumulator.set(code.multiply_add(accumulator.get(), code.full(0.5), code.full(1.0)))
         for accumulator, place in zip(accumulators, places, strict=True):
             x.store(accumulator.get(), place)
     return str(code.module)

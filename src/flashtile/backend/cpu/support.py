@@ -1,4 +1,4 @@
-"""What the CPU backend takes, why it declines the rest, and how large its tiles are."""
+"""Planning for the CPU backend, without LLVM: which problems it supports, tile sizes, splits."""
 
 import functools
 import importlib.util
@@ -15,14 +15,15 @@ SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature but score
 MAX_HEAD_DIM = 512
 VECTORS_VARIABLE = "FLASHTILE_CPU_VECTORS"
 MACHINES = ("x86_64", "amd64", "arm64", "aarch64")
-ROWS = 256  # of a task: as many as still leave its queries, outputs and a block of keys in the second-level cache
+# Query rows of a task: as many as leave its queries, its outputs and a block of keys in the second-level cache.
+ROWS = 256
 ROW_BYTES = 2**18
-SPLIT_KEYS = 768  # keys of a split, at least
-ENOUGH_TASKS = 32
+SPLIT_KEYS = 768  # least keys of a split
+TARGET_TASKS = 32
 
 
-class Tile(NamedTuple):
-    """Query rows of a task, with the heads of a group packed, and keys of a block."""
+class TileConfig(NamedTuple):
+    """Packed query rows of a task, and keys of a block."""
 
     rows: int
     keys: int
@@ -30,7 +31,7 @@ class Tile(NamedTuple):
 
 @functools.cache
 def unusable() -> str | None:
-    """Why this backend does not run on this machine; `None` if it does."""
+    """The reason why this backend cannot run on this machine; `None` if it can."""
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed"
     if platform.machine().lower() not in MACHINES:
@@ -39,20 +40,22 @@ def unusable() -> str | None:
 
 
 def misconfigured() -> str | None:
-    """Which vectors the environment asks for, and this machine does not have."""
-    asked = os.environ.get(VECTORS_VARIABLE)
-    if asked is None:
+    """The error if the environment variable requests vectors that this processor lacks; `None` if it does not."""
+    requested = os.environ.get(VECTORS_VARIABLE)
+    if requested is None:
         return None
-    from .targets import usable_widths  # asks LLVM
+    from .targets import usable_widths  # imports LLVM
 
     usable = usable_widths()
     return (
-        None if asked in usable else f"{VECTORS_VARIABLE} is {asked!r}. Accepted here: {', '.join(map(repr, usable))}"
+        None
+        if requested in usable
+        else f"{VECTORS_VARIABLE} is {requested!r}. Accepted here: {', '.join(map(repr, usable))}"
     )
 
 
 def declines(problem: Problem, device: Device) -> str | None:
-    """Why this backend does not take the problem; `None` if it does."""
+    """The reason why this backend does not support the problem; `None` if it does."""
     if device.type != "cpu":
         return f"its kernels run on CPUs, not on {device.type}"
     if problem.score_mod is not None:
@@ -62,18 +65,18 @@ def declines(problem: Problem, device: Device) -> str | None:
     return too_long(problem)
 
 
-def tile(problem: Problem, device: Device) -> Tile:
+def tile(problem: Problem, device: Device) -> TileConfig:
     size = 8 if problem.dtype is torch.float64 else 4
-    fitting = ROW_BYTES // ((problem.head_dim + problem.head_dim_v) * size)
+    max_rows = ROW_BYTES // ((problem.head_dim + problem.head_dim_v) * size)
     rows = problem.seqlen_q * problem.num_heads_q // max(problem.num_heads_kv, 1)
-    # A quarter of the rows at most, so that there are tasks to share out.
-    return Tile(max(1, min(ROWS, fitting, rows if rows <= 64 else max(64, rows // 4))), 96)
+    # At least four tasks for each key head, so that threads can share them.
+    return TileConfig(max(1, min(ROWS, max_rows, rows if rows <= 64 else max(64, rows // 4))), 96)
 
 
 def num_splits(problem: Problem, device: Device) -> int:
-    """Parts of the keys, when there are few rows. The number of threads has no say: it would change the result."""
+    """Splits of the keys, for few query rows. Independent of the number of threads, so that results are too."""
     rows = problem.seqlen_q * problem.num_heads_q // max(problem.num_heads_kv, 1)
     if rows > 64:
         return 1
     tasks = max(problem.batch * problem.num_heads_kv, 1)
-    return max(1, min(problem.seqlen_k // SPLIT_KEYS, ENOUGH_TASKS // tasks))
+    return max(1, min(problem.seqlen_k // SPLIT_KEYS, TARGET_TASKS // tasks))

@@ -1,8 +1,8 @@
-"""Running a compiled function on several threads at once, which share out its tasks among themselves.
+"""Run a compiled function on several threads, which claim its tasks from a shared counter.
 
-PyTorch's OpenMP threads are there already: a parallel region of our own on the library that PyTorch has loaded costs
-some microseconds and never has more threads than cores. Without OpenMP (Windows, some builds for macOS), threads of
-our own call the function. A forked process has neither: `forking` leaves it one thread.
+Kernels run on PyTorch's own OpenMP threads: a parallel region of the library that PyTorch has loaded starts in a few
+microseconds and does not oversubscribe the cores. Without OpenMP (Windows, some builds for macOS) a thread pool is
+used. A forked process has neither, and `dispatch.forking` leaves it one thread.
 """
 
 import ctypes
@@ -17,9 +17,9 @@ WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @functools.cache
 def openmp() -> Any | None:
-    """`GOMP_parallel` of the OpenMP library that PyTorch calls, under the name that GNU's, LLVM's and Intel's have.
-    Other packages bring their own: it is looked up as for PyTorch's library, first where all symbols of the process
-    are, then in what the library itself depends on.
+    """`GOMP_parallel`, which GNU's, LLVM's and Intel's OpenMP libraries export, from the library that PyTorch uses.
+    Other packages may have loaded another one, so the lookup follows the dynamic linker's order for `libtorch_cpu`:
+    first the global symbols of the process, then the dependencies of the library.
     """
     if sys.platform != "linux":
         return None
@@ -35,12 +35,12 @@ def openmp() -> Any | None:
 
 
 @functools.cache
-def own_threads(count: int) -> ThreadPoolExecutor:
+def thread_pool(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="flashtile")
 
 
 def run(worker: Any, block: int, threads: int) -> None:
-    """Call `worker`, a `WORKER`, on `threads` threads and wait for all of them; the GIL is free meanwhile."""
+    """Call `worker`, a `WORKER`, on `threads` threads and wait for all of them, with the GIL released."""
     if threads <= 1:
         worker(block)
         return
@@ -48,6 +48,6 @@ def run(worker: Any, block: int, threads: int) -> None:
     if parallel is not None:
         parallel(worker, block, threads, 0)
         return
-    others = [own_threads(threads - 1).submit(worker, block) for _ in range(threads - 1)]
+    futures = [thread_pool(threads - 1).submit(worker, block) for _ in range(threads - 1)]
     worker(block)
-    wait(others)
+    wait(futures)

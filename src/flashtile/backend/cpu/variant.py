@@ -1,4 +1,4 @@
-"""What is compiled into a kernel, and the numbers and addresses that it is given."""
+"""A kernel's compile-time parameters (`Variant`) and its runtime arguments (`FIELDS` of the argument block)."""
 
 from typing import NamedTuple
 
@@ -8,59 +8,59 @@ from .kernels.codegen import Code
 from .kernels.elementary import LOG2E
 from .kernels.operands import ADDRESS, DOUBLE, FLOAT, LONG, Pointer, Value
 
-FORWARD, BACKWARD = "attend", "differentiate"  # the kernels' names
+FORWARD, BACKWARD = "forward", "backward"  # names of the compiled functions
 
 
 class Variant(NamedTuple):
-    """Two calls with equal variants run the same machine code; everything else is a number that it is given."""
+    """The properties of a call that machine code depends on; all others are runtime arguments."""
 
-    dtype: str  # of q, k, v and out: "float32", ...
-    vectors: int  # query rows of a panel, in vectors
+    dtype: str  # of q, k, v and out, such as "float32"
+    vectors: int  # width of a panel of query rows
     softcap: bool = False
-    bias: str | None = None  # its dtype
+    bias: str | None = None  # dtype of the bias
     alibi: bool = False
     mask: bool = False
     dropout: bool = False
     bias_gradient: bool = False  # backward only
     slope_gradient: bool = False
-    few: bool = False  # forward only: rows for `decode`
+    decode: bool = False  # forward only
 
     @property
-    def real(self) -> ir.Type:
-        """Of scores, sums and accumulators."""
+    def real_type(self) -> ir.Type:
+        """The type of scores, sums and accumulators."""
         return DOUBLE if self.dtype == "float64" else FLOAT
 
     @property
-    def real_name(self) -> str:
+    def real_dtype(self) -> str:
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
-    def modifies(self) -> bool:
-        """Whether every score is looked at between the two products."""
+    def modifies_scores(self) -> bool:
+        """Whether every score is changed between the two products."""
         return self.softcap or self.alibi or self.mask or self.bias is not None
 
     @property
-    def natural(self) -> bool:
-        """Whether scores are in the contract's units, not times `log2(e)` (`scores`)."""
+    def natural_units(self) -> bool:
+        """Whether scores are not multiplied by `log2(e)` (see `kernels.scores`)."""
         return self.bias is not None
 
     @property
     def to_exp2(self) -> float:
-        """The factor from a score's units to exp2's."""
-        return LOG2E if self.natural else 1.0
+        """The factor that converts scores to arguments of exp2."""
+        return LOG2E if self.natural_units else 1.0
 
     @property
-    def unit(self) -> float:
-        """The factor from the contract's units to a score's."""
-        return 1.0 if self.natural else LOG2E
+    def score_unit(self) -> float:
+        """The factor that converts natural units to those of scores."""
+        return 1.0 if self.natural_units else LOG2E
 
 
-# Everything that a kernel reads from its argument block; 8 bytes each. Strides are in elements, `work_*` in bytes.
+# Fields of the argument block, 8 bytes each. Strides are in elements, `work_size` in bytes.
 ADDRESSES = """
 q k v out lse mask bias slopes sinks seed sequences page_table partial_out partial_lse counter workspace
-dout dlse delta dq dk dv dbias dbias_lost dslopes
+dout dlse delta dq dk dv dbias dbias_error dslopes
 """
-NUMBERS = """
+INTEGERS = """
 tasks batch num_heads_kv groups seqlen_total head_dim head_dim_v panels splits chunk
 q_b q_h q_s k_b k_h k_s v_b v_h v_s out_b out_h out_s lse_b lse_h lse_s
 mask_b mask_h mask_i mask_j bias_b bias_h bias_i bias_j slopes_b page_size page_columns
@@ -69,11 +69,11 @@ dout_b dout_h dout_s dq_split dq_b dq_h dq_s dk_b dk_h dk_s dv_b dv_h dv_s
 dbias_b dbias_h dbias_i dbias_j share_b share_h total_keys
 """
 REALS = "factor scale softcap_scale keep_scale"
-FIELDS = tuple((ADDRESSES + NUMBERS + REALS).split())
+FIELDS = tuple((ADDRESSES + INTEGERS + REALS).split())
 
 
 class Arguments:
-    """The argument block as a generator sees it: `arguments.head_dim` loads that number."""
+    """The argument block in generated code: `a.integer("head_dim")` emits a load of that field."""
 
     def __init__(self, code: Code, block: Value):
         self.code, self.block = code, block
@@ -85,8 +85,8 @@ class Arguments:
         at = self.code.pointer(self.block, LONG) + FIELDS.index(name)
         return self.code.pointer(Value(self.code, self.code.ir.load(at.ir, typ=ADDRESS)), kind)
 
-    def number(self, name: str) -> Value:
+    def integer(self, name: str) -> Value:
         return self._field(name, LONG)
 
     def real(self, name: str) -> Value:
-        return self.code.convert(self._field(name, DOUBLE), self.code.real)
+        return self.code.convert(self._field(name, DOUBLE), self.code.real_type)

@@ -1,4 +1,4 @@
-"""Attention as the contract writes it: one tile that is the whole call, and torch.autograd for the gradients."""
+"""Attention as in the contract: each slab is one tile, and torch.autograd computes the gradients."""
 
 from typing import Any
 
@@ -8,26 +8,26 @@ from torch import Tensor
 from ...call.call import Call, Gradients, Needs, Tensors, differentiable_positions
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
-from ..blockwise.rows_of_lse import lse_of_rows, rows_of_lse
-from ..blockwise.scores import Scores, Tile, in_dtype
+from ..blockwise.lse_shape import lse_to_rows, rows_to_lse
+from ..blockwise.scores import Scores, Tile, cast_floating
 from ..blockwise.softmax import finite_or_zero
-from ..blockwise.sums import matmul
+from ..blockwise.sums import chunked_matmul
 from ..blockwise.tiles import Rows, Side, Slab, fold_groups, slabs, unfold_groups
 
 
-class Product(torch.autograd.Function):
+class Matmul(torch.autograd.Function):
     """`a @ b`. The products of its derivative have long inner dimensions too."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        return matmul(a, b)
+        return chunked_matmul(a, b)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
-        da = matmul(dx, b.mT) if ctx.needs_input_grad[0] else None
-        db = matmul(a.mT, dx) if ctx.needs_input_grad[1] else None
+        da = chunked_matmul(dx, b.mT) if ctx.needs_input_grad[0] else None
+        db = chunked_matmul(a.mT, dx) if ctx.needs_input_grad[1] else None
         return da, db
 
 
@@ -39,12 +39,12 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     lse = queries.buffer(t.q, t.q.shape[1], 1, dtype, fill=-torch.inf)
     for slab in slabs(call, queries, keys, plan.tile):
         if slab.seqlen_q > 0:
-            attend(call, slab, slab.query_rows(out), slab.query_rows(lse))
-    return queries.finished(out).to(t.q.dtype), lse_of_rows(call, queries.finished(lse))
+            forward_slab(call, slab, slab.query_rows(out), slab.query_rows(lse))
+    return queries.result(out).to(t.q.dtype), rows_to_lse(call, queries.result(lse))
 
 
-def attend(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
-    """Softmax attention of a slab, from its formula."""
+def forward_slab(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
+    """Softmax attention of a slab, by its formula."""
     t, settings, groups = call.tensors, call.settings, slab.num_groups
     dtype = accumulation_dtype(t.q.dtype)
     scores = Scores(call, slab, dtype)
@@ -52,21 +52,21 @@ def attend(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
     q_rows, k_rows, v_rows = (slab.query_rows(t.q), *(slab.key_rows(x) for x in (t.k, t.v)))
     q = fold_groups(q_rows.load(tile.rows).to(dtype), groups)  # [B, Hkv, G * Sq, D]
     k, v = k_rows.load(tile.keys).to(dtype), v_rows.load(tile.keys).to(dtype)  # [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
-    s = unfold_groups(product(q, k.mT) * settings.scale, groups)  # [B, Hq, Sq, Sk]
+    s = unfold_groups(matmul(q, k.mT) * settings.scale, groups)  # [B, Hq, Sq, Sk]
     visible = scores.visible(tile, q_rows.exists(tile.rows), k_rows.exists(tile.keys))
     s = scores.forward(s, tile, visible)
     if visible is not None:
         s = torch.where(visible, s, -torch.inf)
     sinks = scores.sinks  # [H, 1, 1]
-    if sinks is not None:  # one more key, without a value
-        all_weight = sinks == torch.inf  # derivatives of exp(inf - inf) would be NaN: such a key is alone, with score 0
+    if sinks is not None:  # a key without a value
+        all_weight = sinks == torch.inf  # exp(inf - inf) has NaN derivatives: make it the only key, with score 0
         s = torch.where(all_weight & (s < torch.inf), -torch.inf, s)
         s = torch.cat((s, torch.where(all_weight, 0, sinks).expand(*s.shape[:-1], 1)), dim=-1)  # [B, Hq, Sq, Sk + 1]
     if s.shape[-1] == 0:
         return
     m = finite_or_zero(s.detach().amax(dim=-1, keepdim=True))  # [B, Hq, Sq, 1]
     total = torch.exp(s - m).sum(dim=-1, keepdim=True)
-    empty = total == 0  # log and division never see these rows, in backward neither
+    empty = total == 0  # kept out of log and division, whose derivatives would be NaN
     row_lse = torch.where(empty, -torch.inf, m + torch.log(torch.where(empty, 1, total)))
     row_lse = torch.where(m == torch.inf, m, row_lse)
     p = torch.exp(s - torch.where(empty, 0, row_lse))[..., : slab.seqlen_k]
@@ -76,39 +76,39 @@ def attend(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
     if keep is not None:
         p = p * keep
     lse.store(tile.rows, row_lse)
-    out.store(tile.rows, unfold_groups(product(fold_groups(p, groups), v), groups))
+    out.store(tile.rows, unfold_groups(matmul(fold_groups(p, groups), v), groups))
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    return Product.apply(a, b)  # type: ignore[return-value]
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    return Matmul.apply(a, b)  # type: ignore[return-value]
 
 
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
-    """Forward once more, on leaves in the accumulation dtype, which lose no bits; torch.autograd goes back."""
+    """Run forward again on leaves in the accumulation dtype, and differentiate it by torch.autograd."""
     dtype = accumulation_dtype(call.tensors.q.dtype)
-    given = call.tensors.flat()
-    flat = [in_dtype(x, dtype) if n < 3 and x is not None else x for n, x in enumerate(given)]  # q, k, v
-    positions = differentiable_positions(len(given))
+    inputs = call.tensors.flat()
+    flat = [cast_floating(x, dtype) if n < 3 and x is not None else x for n, x in enumerate(inputs)]  # q, k, v
+    positions = differentiable_positions(len(inputs))
     leaves: dict[int, Tensor] = {}
     for n, needed in zip(positions, needs.flat(), strict=True):
-        x = given[n]
+        x = inputs[n]
         if needed and x is not None:
-            flat[n] = leaves[n] = in_dtype(x, dtype).detach().requires_grad_()
-    if dout is not None:  # a row that sees nothing passes nothing on, not even 0 * NaN
-        dout = torch.where(rows_of_lse(call, lse) == -torch.inf, 0, dout)
+            flat[n] = leaves[n] = cast_floating(x, dtype).detach().requires_grad_()
+    if dout is not None:  # a NaN of a row that sees no key must not spread by 0 * NaN
+        dout = torch.where(lse_to_rows(call, lse) == -torch.inf, 0, dout)
     with torch.enable_grad():
         results = forward(plan, call._replace(tensors=Tensors.from_flat(flat)))
-    # Results without a cotangent are left out, and those that for want of keys depend on nothing.
+    # Leave out results without a cotangent, and those that depend on no leaf because there are no keys.
     pairs = [
         (x, dx.to(dtype)) for x, dx in zip(results, (dout, dlse), strict=True) if dx is not None and x.requires_grad
     ]
-    found = [torch.zeros_like(leaf) for leaf in leaves.values()]
+    grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
     if pairs and leaves:
         outputs, cotangents = zip(*pairs, strict=True)
-        found = torch.autograd.grad(
+        grads = torch.autograd.grad(
             outputs, list(leaves.values()), cotangents, allow_unused=True, materialize_grads=True
         )
-    gradients = dict(zip(leaves, found, strict=True))
+    gradients = dict(zip(leaves, grads, strict=True))
     return Gradients.from_flat([gradients.get(n) for n in positions])

@@ -1,4 +1,4 @@
-"""What the reference backend takes: everything. It holds the whole score matrix."""
+"""Planning for the reference backend, which supports every problem and holds the whole score matrix."""
 
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,11 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 def tile(problem: Problem, device: Device) -> "TileShape":
     """One tile: the whole call."""
-    from ..blockwise.tiles import TileShape  # `import flashtile` does without it
+    from ..blockwise.tiles import TileShape  # deferred: `import flashtile` must be fast
 
     return TileShape(problem.seqlen_q, problem.seqlen_k, problem.num_heads_kv, max(problem.batch, 1))
 
 
 def num_splits(problem: Problem, device: Device) -> int:
-    """Keys are taken in order, in one part."""
+    """Keys are never split."""
     return 1

@@ -1,1 +1,1 @@
-"""Blockwise attention in torch operations: any device, every feature, O(S) memory."""
+"""Tiled attention in torch operations: every device, every feature, O(S) memory."""

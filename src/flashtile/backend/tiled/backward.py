@@ -1,7 +1,7 @@
 """FlashAttention-2's backward pass in torch operations (Dao, "FlashAttention-2", 2023, algorithm 2).
 
-The probabilities of a tile are recomputed from the scores and the log-sum-exp. The loops run as in forward, row
-blocks outside: dq of a row block is finished when its keys have passed, dk and dv are added up in place.
+The probabilities of a tile are recomputed from the scores and the log-sum-exp. As in forward, the outer loop is over
+row blocks: dq of a row block is complete after its inner loop, dk and dv are accumulated in place.
 """
 
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from torch import Tensor
 from ...call.call import Call, Gradients, Needs
 from ..blockwise.score_gradients import FeatureGradients, scores_backward
 from ..blockwise.scores import Scores
-from ..blockwise.sums import BLOCKS, Sum, matmul
+from ..blockwise.sums import TILES_PER_CARRY, Sum, chunked_matmul
 from ..blockwise.tiles import Rows, Side, Slab, TileShape, fold_groups, num_heads_kv, slabs, unfold_groups
 from ..epilogue import sink_weight
 from .loop import row_blocks, tiles
 
 
 class Saved(NamedTuple):
-    """What forward left and what arrives from above, in the shape of q's rows."""
+    """Results of forward and their gradients, in the shape of q's rows."""
 
     out: Tensor  # [..., Dv]
     lse: Tensor  # [..., 1]
@@ -28,7 +28,7 @@ class Saved(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Where gradients are added up, in the accumulation dtype; `None` for what nobody asked for."""
+    """Gradients in the accumulation dtype; `None` for those not requested."""
 
     dq: Tensor | None
     dk: Tensor | None
@@ -37,7 +37,7 @@ class Totals(NamedTuple):
 
 
 def backward(call: Call, needs: Needs, shape: TileShape, dtype: torch.dtype, saved: Saved) -> Gradients:
-    """Gradients in the accumulation dtype and the inputs' shapes."""
+    """The requested gradients, in the accumulation dtype and the shapes of the inputs."""
     q, k, v = call.tensors.q, call.tensors.k, call.tensors.v
     queries, keys = Side(call, keys=False), Side(call, keys=True)
     totals = Totals(
@@ -49,18 +49,18 @@ def backward(call: Call, needs: Needs, shape: TileShape, dtype: torch.dtype, sav
     for slab in slabs(call, queries, keys, shape):
         backward_slab(call, slab, shape, dtype, saved, totals)
     return Gradients(
-        None if totals.dq is None else queries.finished(totals.dq),
-        None if totals.dk is None else keys.finished(totals.dk),
-        None if totals.dv is None else keys.finished(totals.dv),
-        finished(totals.features.bias),
-        finished(totals.features.alibi_slopes),
-        finished(totals.features.sinks),
-        tuple(finished(x) for x in totals.features.score_mod_tensors),
+        None if totals.dq is None else queries.result(totals.dq),
+        None if totals.dk is None else keys.result(totals.dk),
+        None if totals.dv is None else keys.result(totals.dv),
+        result_of(totals.features.bias),
+        result_of(totals.features.alibi_slopes),
+        result_of(totals.features.sinks),
+        tuple(result_of(x) for x in totals.features.score_mod_tensors),
     )
 
 
-def finished(total: Sum | None) -> Tensor | None:
-    return None if total is None else total.finished()
+def result_of(total: Sum | None) -> Tensor | None:
+    return None if total is None else total.result()
 
 
 def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, saved: Saved, totals: Totals) -> None:
@@ -74,18 +74,18 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
         slab.key_rows(tensors.k),
         slab.key_rows(tensors.v),
     )
-    of_keys = [Sum(dx.x, BLOCKS) for dx in (dk, dv) if dx is not None]
+    key_sums = [Sum(dx.x, TILES_PER_CARRY) for dx in (dk, dv) if dx is not None]
     for rows in row_blocks(slab, shape):
         q_i = fold_groups(q.load(rows).to(dtype) * settings.scale, groups)  # [B, Hkv, G * M, D]
         lse_i = lse.load(rows)  # [B, Hq, M, 1]
-        dout_i, delta = row_terms(rows, dout, out, lse_i, dlse, dtype)  # [B, Hq, M, Dv], [B, Hq, M, 1]
+        dout_i, delta = dout_and_delta(rows, dout, out, lse_i, dlse, dtype)  # [B, Hq, M, Dv], [B, Hq, M, 1]
         if features.sinks is not None and scores.sinks is not None:
             part = (sink_weight(scores.sinks, lse_i) * delta).sum(dim=(0, 2, 3))
             features.sinks.add(-part, lambda x: x[slab.heads_q])
-        # exp(s - inf) is 0: a row that has seen nothing has no probabilities, whatever its scores are
+        # exp(s - inf) is 0: rows that see no key have no probabilities, even if their scores are NaN or infinite
         lse_i = torch.where(lse_i == -torch.inf, torch.inf, lse_i)
         dout_i = fold_groups(dout_i, groups)  # [B, Hkv, G * M, Dv]
-        dq_i = Sum(torch.zeros_like(q_i), BLOCKS)
+        dq_i = Sum(torch.zeros_like(q_i), TILES_PER_CARRY)
         for tile in tiles(slab, settings, scores, rows, shape):
             k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
             product = unfold_groups(q_i @ k_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
@@ -97,30 +97,30 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
             keep = scores.keep(tile)
             if dv is not None:
                 kept = p if keep is None else p * keep
-                dv.add(tile.keys, matmul(fold_groups(kept, groups).transpose(-1, -2), dout_i))
+                dv.add(tile.keys, chunked_matmul(fold_groups(kept, groups).transpose(-1, -2), dout_i))
             if keep is not None:
                 dp = dp * keep
             ds = p * (dp - delta)
             if visible is not None:
-                ds = torch.where(visible, ds, 0)  # not 0 * NaN, where a row's delta is NaN
+                ds = torch.where(visible, ds, 0)  # where delta is NaN, p * (dp - delta) = 0 * NaN
             ds = scores_backward(scores, product, ds, visible, tile, slab, features)
             ds = fold_groups(ds, groups)  # [B, Hkv, G * M, N]
             if dk is not None:
-                dk.add(tile.keys, matmul(ds.transpose(-1, -2), q_i))  # q_i carries the scale
-            dq_i.add(matmul(ds, k_j))
-        for total in of_keys:
-            total.added()
+                dk.add(tile.keys, chunked_matmul(ds.transpose(-1, -2), q_i))  # q_i includes the scale
+            dq_i.add(chunked_matmul(ds, k_j))
+        for total in key_sums:
+            total.count_term()
         if dq is not None:
-            dq.store(rows, unfold_groups(dq_i.finished() * settings.scale, groups))
-    for total in of_keys:
-        total.finished()
+            dq.store(rows, unfold_groups(dq_i.result() * settings.scale, groups))
+    for total in key_sums:
+        total.result()
 
 
-def row_terms(
+def dout_and_delta(
     rows: slice, dout: Rows | None, out: Rows, lse: Tensor, dlse: Rows | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`dout` and `delta = sum(dout * out) - dlse` of a row block. Rows without keys pass no gradient through their
-    scores, whatever arrives there; `dlse` still reaches their sink.
+    """`dout` and `delta = sum(dout * out) - dlse` of a row block; both are 0 for rows that see no key, so that a NaN in
+    `dout` does not reach other gradients.
     """
     out_i = out.load(rows).to(dtype)  # [B, Hq, M, Dv]
     dout_i = torch.zeros_like(out_i) if dout is None else dout.load(rows).to(dtype)

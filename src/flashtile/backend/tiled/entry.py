@@ -1,11 +1,11 @@
-"""The tiled backend's two entries: shapes and dtypes of the operators around the blockwise loops."""
+"""The tiled backend's entries, which the dispatcher calls: convert shapes and dtypes for the blockwise loops."""
 
 from torch import Tensor
 
 from ...call.call import Call, Gradients, Needs
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
-from ..blockwise.rows_of_lse import lse_of_rows, rows_of_lse
+from ..blockwise.lse_shape import lse_to_rows, rows_to_lse
 from . import backward as backward_pass
 from . import forward as forward_pass
 from .backward import Saved
@@ -13,13 +13,13 @@ from .backward import Saved
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     out, lse = forward_pass.forward(call, plan.tile, accumulation_dtype(call.tensors.q.dtype))
-    return out, lse_of_rows(call, lse)
+    return out, rows_to_lse(call, lse)
 
 
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
     dtype = accumulation_dtype(call.tensors.q.dtype)
-    dlse_rows = None if dlse is None else rows_of_lse(call, dlse)
-    saved = Saved(out, rows_of_lse(call, lse), dout, dlse_rows)
+    dlse_rows = None if dlse is None else lse_to_rows(call, dlse)
+    saved = Saved(out, lse_to_rows(call, lse), dout, dlse_rows)
     return backward_pass.backward(call, needs, plan.tile, dtype, saved)

@@ -1,7 +1,7 @@
 """FlashAttention-2's forward pass in torch operations (Dao, "FlashAttention-2", 2023, algorithm 1).
 
-For each block of query rows, key blocks stream by; the softmax is corrected whenever a larger score turns up, so the
-scores of one tile are all that is ever held.
+The outer loop is over blocks of query rows, the inner one over key blocks, with an online softmax: only the scores of
+one tile are in memory.
 """
 
 import torch
@@ -11,7 +11,7 @@ from ...call.call import Call
 from ..blockwise import softmax
 from ..blockwise.scores import Scores
 from ..blockwise.softmax import RowState
-from ..blockwise.sums import BLOCKS, matmul
+from ..blockwise.sums import TILES_PER_CARRY, chunked_matmul
 from ..blockwise.tiles import Rows, Side, Slab, TileShape, fold_groups, slabs, unfold_groups
 from .loop import row_blocks, tiles
 
@@ -25,31 +25,31 @@ def forward(call: Call, shape: TileShape, dtype: torch.dtype) -> tuple[Tensor, T
     lse = queries.buffer(tensors.q, num_heads, 1, dtype, fill=-torch.inf)
     for slab in slabs(call, queries, keys, shape):
         forward_slab(call, slab, shape, dtype, slab.query_rows(out), slab.query_rows(lse))
-    return queries.finished(out), queries.finished(lse)
+    return queries.result(out), queries.result(lse)
 
 
 def forward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, out: Rows, lse: Rows) -> None:
     scores = Scores(call, slab, dtype)
     for rows in row_blocks(slab, shape):
-        out_i, lse_i = attend_rows(call, slab, shape, scores, rows)
+        out_i, lse_i = forward_rows(call, slab, shape, scores, rows)
         out.store(rows, out_i)
         lse.store(rows, lse_i)
 
 
-def attend_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows: slice) -> tuple[Tensor, Tensor]:
-    """`out [B, Hq, M, Dv]` and `lse [B, Hq, M, 1]` of one block of rows. A function of differentiable operations alone:
-    `transforms` differentiates this very code, in either direction and to any order.
+def forward_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows: slice) -> tuple[Tensor, Tensor]:
+    """`out [B, Hq, M, Dv]` and `lse [B, Hq, M, 1]` of one block of rows. All operations are differentiable, because
+    `transforms` differentiates this function, in forward and reverse mode and to any order.
     """
     tensors, groups, dtype = call.tensors, slab.num_groups, scores.dtype
     q, k, v = slab.query_rows(tensors.q), slab.key_rows(tensors.k), slab.key_rows(tensors.v)
     q_i = fold_groups(q.load(rows).to(dtype) * call.settings.scale, groups)  # [B, Hkv, G * M, D]
     leading = (q_i.shape[0], slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, Hq, M
-    state = softmax.start(scores.sinks, leading, tensors.v.shape[-1], like=q_i)
-    before: list[RowState] = []  # of 1, 2, 4, ... times as many tiles, the most first: a tree keeps sums short
+    state = softmax.initial_state(scores.sinks, leading, tensors.v.shape[-1], like=q_i)
+    subtrees: list[RowState] = []  # states of 2**n * TILES_PER_CARRY tiles, largest first: a pairwise sum
     for n, tile in enumerate(tiles(slab, call.settings, scores, rows, shape)):
-        if n % BLOCKS == 0 and n > 0:
-            before = with_state(before, state, n // BLOCKS)
-            state = softmax.start(None, leading, tensors.v.shape[-1], like=q_i)
+        if n % TILES_PER_CARRY == 0 and n > 0:
+            subtrees = push_state(subtrees, state, n // TILES_PER_CARRY)
+            state = softmax.initial_state(None, leading, tensors.v.shape[-1], like=q_i)
         k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
         s = unfold_groups(q_i @ k_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
         visible = scores.visible(tile, q.exists(rows), k.exists(tile.keys))
@@ -57,29 +57,29 @@ def attend_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows: 
         if visible is not None:
             s = torch.where(visible, s, -torch.inf)
         state = update(state, s, v_j, scores.keep(tile), groups)
-    while before:
-        state = softmax.joined(before.pop(), state)
-    out, lse = softmax.finish(state)
+    while subtrees:
+        state = softmax.join(subtrees.pop(), state)
+    out, lse = softmax.finalize(state)
     if scores.sinks is not None:  # where the sink takes all the weight, lse is the sink, and moves with it
         lse = torch.where((scores.sinks == torch.inf) & (lse == torch.inf), scores.sinks, lse)
     return out, lse
 
 
-def with_state(before: list[RowState], state: RowState, count: int) -> list[RowState]:
-    """The states of a tree after the state number `count`, from 1: those of equally many tiles are joined."""
+def push_state(subtrees: list[RowState], state: RowState, count: int) -> list[RowState]:
+    """Push state number `count`, from 1, onto the stack of a pairwise sum: states of equally many tiles are joined."""
     while count % 2 == 0:
-        *before, last = before
-        state, count = softmax.joined(last, state), count // 2
-    return [*before, state]
+        *subtrees, last = subtrees
+        state, count = softmax.join(last, state), count // 2
+    return [*subtrees, state]
 
 
 def update(state: RowState, s: Tensor, v: Tensor, keep: Tensor | None, num_groups: int) -> RowState:
-    """Take one tile of final scores into the rows' state; dropout acts on `p` after it has been counted in `l`."""
+    """The online-softmax update with one tile of final scores. Dropout applies to `p` in `acc`, not in `l`."""
     m = torch.maximum(state.m, s.detach().amax(dim=-1, keepdim=True))  # [B, Hq, M, 1]
     alpha = softmax.rescale(state.m, m)
     p = torch.exp(s - softmax.finite_or_zero(m))  # [B, Hq, M, N]
     l = state.l * alpha + p.sum(dim=-1, keepdim=True)  # noqa: E741
     if keep is not None:
         p = p * keep
-    pv = unfold_groups(matmul(fold_groups(p, num_groups), v), num_groups)  # [B, Hq, M, Dv]
+    pv = unfold_groups(chunked_matmul(fold_groups(p, num_groups), v), num_groups)  # [B, Hq, M, Dv]
     return RowState(m, l, state.acc * alpha + pv)

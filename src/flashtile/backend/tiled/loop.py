@@ -1,4 +1,4 @@
-"""The walk over a slab's tiles that forward and backward share: row blocks, and for each the key blocks it can see."""
+"""The loops over a slab's tiles that forward and backward share: row blocks, and the key blocks that each can see."""
 
 from collections.abc import Iterator
 
@@ -18,26 +18,26 @@ def row_blocks(slab: Slab, shape: TileShape) -> Iterator[slice]:
 
 
 def tiles(slab: Slab, settings: Settings, scores: Scores, rows: slice, shape: TileShape) -> Iterator[Tile]:
-    """The tiles of one row block that may hold a visible pair."""
-    visited = keys_for(slab, settings, rows)
-    first = visited.lo - visited.lo % shape.block_n
-    for start in range(first, visited.hi, shape.block_n):
+    """The tiles of one row block that may have a visible pair."""
+    visible = key_range_of(slab, settings, rows)
+    first = visible.lo - visible.lo % shape.block_n
+    for start in range(first, visible.hi, shape.block_n):
         keys = slice(start, min(start + shape.block_n, slab.seqlen_k))
-        tile = Tile(rows, keys, full=visited.full_lo <= keys.start and keys.stop <= visited.full_hi)
-        if not hidden_by_mask(scores, tile):
+        tile = Tile(rows, keys, full=visible.full_lo <= keys.start and keys.stop <= visible.full_hi)
+        if not masked_out(scores, tile):
             yield tile
 
 
-def keys_for(slab: Slab, settings: Settings, rows: slice) -> KeyRange:
-    if isinstance(slab.diagonal, Tensor):  # lengths stay on the device: every key block is visited, and masked
+def key_range_of(slab: Slab, settings: Settings, rows: slice) -> KeyRange:
+    if isinstance(slab.diagonal, Tensor):  # lengths are on the device: all key blocks, masked
         return KeyRange(0, 0, slab.seqlen_k if settings.window.unlimited else 0, slab.seqlen_k)
     first, last = rows.start + settings.i0, rows.stop - 1 + settings.i0
     return key_range(settings.window, first, last, slab.seqlen_k, slab.diagonal, settings.j0)
 
 
-def hidden_by_mask(scores: Scores, tile: Tile) -> bool:
-    """Whether a bool mask hides the whole tile; only asked where its values are on the host, and not under vmap,
-    where they differ from example to example.
+def masked_out(scores: Scores, tile: Tile) -> bool:
+    """Whether the bool mask hides the whole tile. False where the host cannot read the mask, and under vmap, where the
+    mask differs between examples.
     """
     if scores.mask is None or not device.host_readable(scores.mask) or is_functorch_wrapped_tensor(scores.mask):
         return False

@@ -1,4 +1,4 @@
-"""What the tiled backend takes, which is everything, and how large its tiles are."""
+"""Planning for the tiled backend, which supports every problem: tile sizes."""
 
 from typing import TYPE_CHECKING
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 SUMMARY = "torch operations, block by block: any device, every feature"
 BLOCK_M, BLOCK_N = 256, 512
-# Scores of one tile over all its heads and sequences. A few tiles of this size are alive at a time, so it bounds the
-# memory; and it is large enough that a tile's work outweighs the cost of calling some thirty torch operations.
+# Scores of one tile over all its heads and sequences. A few tiles of this size are in memory at a time. Smaller tiles
+# would spend their time on the overhead of about thirty torch operations each.
 TILE_SCORES = 2**20
 
 
 def unusable() -> str | None:
-    """Why this backend does not run on this machine; `None` if it does."""
+    """The reason why this backend cannot run on this machine; `None` if it can."""
     return None
 
 
@@ -25,7 +25,7 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 
 def tile(problem: Problem, device: Device) -> "TileShape":
-    from ..blockwise.tiles import TileShape  # `import flashtile` does without it
+    from ..blockwise.tiles import TileShape  # deferred: `import flashtile` must be fast
 
     block_m = min(BLOCK_M, max(problem.seqlen_q, 1))
     block_n = min(BLOCK_N, max(problem.seqlen_k, 1))
@@ -37,5 +37,5 @@ def tile(problem: Problem, device: Device) -> "TileShape":
 
 
 def num_splits(problem: Problem, device: Device) -> int:
-    """Keys are taken in order, in one part."""
+    """Keys are never split."""
     return 1

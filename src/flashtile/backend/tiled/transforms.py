@@ -1,9 +1,9 @@
-"""Attention that PyTorch's transforms see through: forward mode, second derivatives, vmap, in any nesting.
+"""Attention for PyTorch's transforms: forward mode, second derivatives, vmap, in any nesting.
 
-The operators in `ops` are opaque, so they know first reverse-mode derivatives only. Here a call is made of plain torch
-operations, one block of rows at a time, each wrapped in `Recompute`: a checkpoint that works under every transform.
-Forward mode carries the tangent through the online softmax; whatever needs a graph recomputes one block at a time,
-so memory stays O(S) for every order.
+The registered operators are opaque and support first reverse-mode derivatives only. This module composes a call of
+plain torch operations, one block of rows at a time, each wrapped in `Recompute`, a checkpoint that works under every
+transform. Forward mode propagates tangents through the online softmax; reverse mode recomputes one block at a time, so
+memory is O(S) for derivatives of every order.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ from torch._functorch import eager_transforms
 from ...call.call import Call, Tensors
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
-from ..blockwise.rows_of_lse import lse_of_rows
+from ..blockwise.lse_shape import rows_to_lse
 from ..blockwise.scores import Scores, slab_part, slopes_4d
 from ..blockwise.tiles import GatheredRows, Side, Slab, TileShape, num_heads_kv, slabs
-from .forward import attend_rows
+from .forward import forward_rows
 from .loop import row_blocks
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -28,29 +28,29 @@ ROW_BLOCK_SCORES = 2**21  # of one head; 8 MiB in fp32
 
 
 def untraced(function: F) -> F:
-    """Where torch.compile gives up on a function, it goes on with those that this one calls, or that autograd calls for
-    it. Of these it makes graphs in which levels of torch.func are mixed up and tangents are lost (torch 2.11).
+    """Exclude a function from torch.compile. After a graph break, Dynamo compiles the functions that the broken frame
+    or autograd calls; in such graphs it mixes up levels of torch.func, and tangents are lost (torch 2.11).
     """
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
-class Unread(NamedTuple):
-    """Results that nobody reads: zeros stand in for them.
+class ZeroResults(NamedTuple):
+    """Replace results that are not read by zeros.
 
-    The derivatives of attention's gradients depend neither on attention's results nor on the gradients' values.
-    Autograd needs their nodes, but computing them would take a third of the time.
+    Derivatives of attention's gradients depend neither on attention's results nor on the values of the gradients.
+    Autograd needs nodes for them, but computing them would take a third of the time.
     """
 
     like: tuple[tuple[torch.Size, torch.dtype], ...]
-    gradients_too: bool  # nobody reads these results' own gradients and tangents either, only what follows from those
+    gradients_too: bool  # gradients and tangents of these results are not read either, only their derivatives
 
     def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.like)
 
 
 class Recompute(torch.autograd.Function):
-    """`fn(*inputs)` that keeps only its inputs. Its derivatives are again `Recompute`, of `fn`'s vjp or jvp: so the
-    derivative of a derivative, to any order, holds one call's intermediate results at a time.
+    """`fn(*inputs)`, which saves only its inputs. Its derivatives are `Recompute` of `fn`'s vjp or jvp, so derivatives
+    of every order hold the intermediate results of one call at a time.
 
     `fn` returns a tuple of tensors; its inputs are tensors or `None`.
     """
@@ -59,15 +59,15 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    def forward(fn: Function, unread: Unread | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        if unread is not None:
+    def forward(fn: Function, zero_results: ZeroResults | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        if zero_results is not None:
             assert inputs[0] is not None
-            return unread.zeros(inputs[0].device)
+            return zero_results.zeros(inputs[0].device)
         return fn(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.fn, ctx.unread, *tensors = inputs
+        ctx.fn, ctx.zero_results, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
@@ -75,13 +75,13 @@ class Recompute(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
-        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        unread = None
-        if ctx.unread is not None and ctx.unread.gradients_too:
-            unread = Unread(tuple((inputs[n].shape, inputs[n].dtype) for n in wanted), gradients_too=False)
+        required = [n for n, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        zero_results = None
+        if ctx.zero_results is not None and ctx.zero_results.gradients_too:
+            zero_results = ZeroResults(tuple((inputs[n].shape, inputs[n].dtype) for n in required), gradients_too=False)
         gradients: list[Tensor | None] = [None] * len(inputs)
-        found = Recompute.apply(pullback(ctx.fn, len(inputs), wanted), unread, *inputs, *cotangents)
-        for n, gradient in zip(wanted, found, strict=True):  # type: ignore[arg-type]
+        grads = Recompute.apply(pullback(ctx.fn, len(inputs), required), zero_results, *inputs, *cotangents)
+        for n, gradient in zip(required, grads, strict=True):  # type: ignore[arg-type]
             gradients[n] = gradient
         return None, None, *gradients
 
@@ -89,57 +89,57 @@ class Recompute(torch.autograd.Function):
     @untraced
     def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         inputs = ctx.saved_tensors
-        moving = [n for n, tangent in enumerate(tangents) if tangent is not None]
-        given = [tangents[n] for n in moving]
-        unread = ctx.unread if ctx.unread is not None and ctx.unread.gradients_too else None
-        fn = pushforward(ctx.fn, len(inputs), moving)
-        return Recompute.apply(fn, unread, *inputs, *given)  # type: ignore[return-value]
+        with_tangent = [n for n, tangent in enumerate(tangents) if tangent is not None]
+        moving_tangents = [tangents[n] for n in with_tangent]
+        zero_results = ctx.zero_results if ctx.zero_results is not None and ctx.zero_results.gradients_too else None
+        fn = pushforward(ctx.fn, len(inputs), with_tangent)
+        return Recompute.apply(fn, zero_results, *inputs, *moving_tangents)  # type: ignore[return-value]
 
 
-def of_some(fn: Function, inputs: Sequence[Tensor | None], chosen: Sequence[int]) -> Function:
-    """`fn` as a function of the chosen inputs alone."""
+def partial_of(fn: Function, inputs: Sequence[Tensor | None], chosen: Sequence[int]) -> Function:
+    """`fn` as a function of the chosen inputs, with the others fixed."""
 
-    def of_chosen(*values: Tensor) -> tuple[Tensor, ...]:
-        filled = list(inputs)
+    def partial(*values: Tensor) -> tuple[Tensor, ...]:
+        all_inputs = list(inputs)
         for n, value in zip(chosen, values, strict=True):
-            filled[n] = value
-        return fn(*filled)
+            all_inputs[n] = value
+        return fn(*all_inputs)
 
-    return of_chosen
+    return partial
 
 
 def pullback(fn: Function, num_inputs: int, wanted: list[int]) -> Function:
-    """`(*inputs, *cotangents) ->` the gradients of the wanted inputs; a cotangent that is `None` is zero."""
+    """The function `(*inputs, *cotangents) -> gradients` of the wanted inputs; a cotangent of `None` is zero."""
 
     def gradients(*arguments: Tensor | None) -> tuple[Tensor, ...]:
         inputs, cotangents = arguments[:num_inputs], arguments[num_inputs:]
         primals = [inputs[n] for n in wanted]
-        outputs, pull = torch.func.vjp(of_some(fn, inputs, wanted), *primals)[:2]
+        outputs, pull = torch.func.vjp(partial_of(fn, inputs, wanted), *primals)[:2]
         return pull(tuple(torch.zeros_like(x) if dx is None else dx for x, dx in zip(outputs, cotangents, strict=True)))
 
     return gradients
 
 
-def pushforward(fn: Function, num_inputs: int, moving: list[int]) -> Function:
-    """`(*inputs, *tangents) ->` the tangents of the outputs."""
+def pushforward(fn: Function, num_inputs: int, with_tangent: list[int]) -> Function:
+    """The function `(*inputs, *tangents) -> tangents` of the outputs."""
 
     def tangents(*arguments: Tensor | None) -> tuple[Tensor, ...]:
-        inputs, given = arguments[:num_inputs], arguments[num_inputs:]
-        primals = tuple(inputs[n] for n in moving)
-        moved = of_some(fn, inputs, moving)
+        inputs, in_tangents = arguments[:num_inputs], arguments[num_inputs:]
+        primals = tuple(inputs[n] for n in with_tangent)
+        function = partial_of(fn, inputs, with_tangent)
         if not in_plain_dual_level():
-            return torch.func.jvp(moved, primals, given)[1]
-        outputs, pull = torch.func.vjp(moved, *primals)[
+            return torch.func.jvp(function, primals, in_tangents)[1]
+        outputs, pull = torch.func.vjp(function, *primals)[
             :2
         ]  # the pullback is linear, and its own pullback the pushforward
         _, push = torch.func.vjp(pull, tuple(torch.zeros_like(x) for x in outputs))[:2]
-        return push(given)[0]
+        return push(in_tangents)[0]
 
     return tangents
 
 
 def in_plain_dual_level() -> bool:
-    """Whether we are inside `torch.autograd.forward_ad.dual_level()`, where torch.func.jvp cannot start a level."""
+    """Whether this is inside `torch.autograd.forward_ad.dual_level()`, where torch.func.jvp cannot open a level."""
     return torch.autograd.forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
 
 
@@ -147,30 +147,32 @@ def in_plain_dual_level() -> bool:
 def attend(plan: Plan, call: Call, *, second_derivatives_only: bool = False) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a call, in the shapes of the operators, differentiable by every transform.
 
-    With `second_derivatives_only` nobody reads them nor their first derivatives, only derivatives of the gradients.
+    With `second_derivatives_only`, neither they nor their first derivatives are read, only derivatives of gradients.
     """
     tensors = call.tensors
     dtype = accumulation_dtype(tensors.q.dtype)
     queries, keys = Side(call, keys=False), Side(call, keys=True)
-    shape = smaller(plan.tile, keys.max_length, tensors.q.shape[1] // num_heads_kv(call))
-    unread = second_derivatives_only
-    parts = [(slab, attend_slab(call, slab, shape, dtype, unread)) for slab in slabs(call, queries, keys, shape)]
-    out = assembled([(slab, out) for slab, (out, _) in parts], queries, tensors, tensors.v.shape[-1], 0.0, dtype)
-    lse = assembled([(slab, lse) for slab, (_, lse) in parts], queries, tensors, 1, -torch.inf, dtype)
-    return out.to(tensors.q.dtype), lse_of_rows(call, lse)
+    shape = smaller_tiles(plan.tile, keys.max_length, tensors.q.shape[1] // num_heads_kv(call))
+    zero_results = second_derivatives_only
+    parts = [
+        (slab, checkpoint_slab(call, slab, shape, dtype, zero_results)) for slab in slabs(call, queries, keys, shape)
+    ]
+    out = assemble([(slab, out) for slab, (out, _) in parts], queries, tensors, tensors.v.shape[-1], 0.0, dtype)
+    lse = assemble([(slab, lse) for slab, (_, lse) in parts], queries, tensors, 1, -torch.inf, dtype)
+    return out.to(tensors.q.dtype), rows_to_lse(call, lse)
 
 
-def smaller(shape: TileShape, seqlen_k: int, num_groups: int) -> TileShape:
-    """Blocks for one head, with so few rows that all their scores, `[M, Sk]`, fit into a budget: a derivative of a
-    derivative keeps about a dozen tensors of that size.
+def smaller_tiles(shape: TileShape, seqlen_k: int, num_groups: int) -> TileShape:
+    """Tiles of one head, with few enough rows that all their scores `[M, Sk]` fit into a budget: second derivatives
+    hold about a dozen tensors of that size.
     """
     rows = ROW_BLOCK_SCORES // max(seqlen_k * num_groups, 1)
     block_n = min(4 * shape.block_n, max(seqlen_k, 1))  # with few rows, longer tiles cost little memory
     return shape._replace(block_m=max(min(shape.block_m, rows), 1), block_n=block_n, heads_kv=1, batch=1)
 
 
-def narrowed(call: Call, slab: Slab) -> tuple[Call, Slab]:
-    """A dense call's part that a slab covers, as a call of its own: its gradients are then of the part's size."""
+def call_of_slab(call: Call, slab: Slab) -> tuple[Call, Slab]:
+    """The part of a dense call that a slab covers, as a call of its own, so that gradients have the part's size."""
     t, s = call.tensors, call.settings
 
     def part(x: Tensor | None) -> Tensor | None:
@@ -188,55 +190,55 @@ def narrowed(call: Call, slab: Slab) -> tuple[Call, Slab]:
     )
     first_b, first_h = s.b0 + slab.batch.start, s.h0 + slab.heads_q.start
     inner = Call(tensors, s._replace(b0=first_b, h0=first_h, num_heads=call.num_heads))
-    whole = slabs(
+    slabs_of_inner = slabs(
         inner, Side(inner, keys=False), Side(inner, keys=True), TileShape(1, 1, slab.num_heads_kv, slab.num_sequences)
     )
-    return inner, next(whole)
+    return inner, next(slabs_of_inner)
 
 
-def attend_slab(
+def checkpoint_slab(
     call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, second_derivatives_only: bool
 ) -> tuple[Tensor, Tensor]:
     """`out [B, H, Sq, Dv]` and `lse [B, H, Sq, 1]` of a slab."""
     if call.layout == "dense":
-        call, slab = narrowed(call, slab)
+        call, slab = call_of_slab(call, slab)
     empty = call.tensors.q.new_empty((slab.num_sequences, slab.num_heads_kv * slab.num_groups, 0, 1), dtype=dtype)
     blocks = [(empty.expand(-1, -1, -1, call.tensors.v.shape[-1]), empty)]
     for rows in row_blocks(slab, shape):
 
         def block(*flat: Tensor | None, rows: slice = rows) -> tuple[Tensor, Tensor]:
             part = call._replace(tensors=Tensors.from_flat(flat))
-            bound = slab.bound_to(part)  # tensors of one transform's level must not be captured into another's
-            return attend_rows(part, bound, shape, Scores(part, bound, dtype), rows)
+            bound = slab.bound_to(part)  # do not capture tensors of another transform's level
+            return forward_rows(part, bound, shape, Scores(part, bound, dtype), rows)
 
-        unread = None
+        zero_results = None
         if second_derivatives_only:
             leading = (*empty.shape[:2], rows.stop - rows.start)  # B, H, M
             widths = (call.tensors.v.shape[-1], 1)
-            unread = Unread(tuple((torch.Size((*leading, n)), dtype) for n in widths), gradients_too=True)
-        blocks.append(Recompute.apply(block, unread, *call.tensors.flat()))  # type: ignore[arg-type]
+            zero_results = ZeroResults(tuple((torch.Size((*leading, n)), dtype) for n in widths), gradients_too=True)
+        blocks.append(Recompute.apply(block, zero_results, *call.tensors.flat()))  # type: ignore[arg-type]
     out, lse = zip(*blocks, strict=True)
     return torch.cat(out, dim=2), torch.cat(lse, dim=2)
 
 
-def assembled(
+def assemble(
     parts: list[tuple[Slab, Tensor]], queries: Side, tensors: Tensors, width: int, fill: float, dtype: torch.dtype
 ) -> Tensor:
-    """The slabs' rows `[B, H, Sq, width]` in the shape of q, without writing in place: transforms forbid it."""
-    unseen = queries.buffer(tensors.q, tensors.q.shape[1], width, dtype, fill)
+    """Assemble the slabs' rows `[B, H, Sq, width]` in the shape of q, out of place, as transforms require."""
+    unwritten = queries.buffer(tensors.q, tensors.q.shape[1], width, dtype, fill)
     if not parts:
-        return queries.finished(unseen)
+        return queries.result(unwritten)
     batches = {slab.batch.start: slab for slab, _ in parts}
-    whole = [(slab, torch.cat([x for s, x in parts if s.batch == slab.batch], dim=1)) for slab in batches.values()]
+    sequences = [(slab, torch.cat([x for s, x in parts if s.batch == slab.batch], dim=1)) for slab in batches.values()]
     if queries.dense:
-        return torch.cat([x for _, x in whole])
-    tokens = [x.transpose(1, 2).flatten(0, 1) for _, x in whole]  # [B * Sq, H, width]
+        return torch.cat([x for _, x in sequences])
+    tokens = [x.transpose(1, 2).flatten(0, 1) for _, x in sequences]  # [B * Sq, H, width]
     if queries.on_host:
-        seen = torch.cat(tokens)
-        return torch.cat((seen, queries.finished(unseen)[seen.shape[0] :]))
+        tokens_of_sequences = torch.cat(tokens)
+        return torch.cat((tokens_of_sequences, queries.result(unwritten)[tokens_of_sequences.shape[0] :]))
     index = []
-    for slab, _ in whole:
-        rows = slab.query_rows(unseen)
+    for slab, _ in sequences:
+        rows = slab.query_rows(unwritten)
         assert isinstance(rows, GatheredRows)
         index.append(rows.index.tokens(slice(0, slab.seqlen_q))[0].flatten())
-    return queries.finished(unseen.index_put((torch.cat(index),), torch.cat(tokens)))
+    return queries.result(unwritten.index_put((torch.cat(index),), torch.cat(tokens)))

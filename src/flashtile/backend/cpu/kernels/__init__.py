@@ -1,1 +1,1 @@
-"""The generators of the LLVM kernels."""
+"""Generators of the LLVM kernels."""

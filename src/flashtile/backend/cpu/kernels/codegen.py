@@ -1,11 +1,9 @@
-"""The language that kernels are written in: a module under construction, with loops, branches and functions as LLVM IR.
-
-A generator reads like the loop it emits:
+"""A builder for LLVM IR, so that a kernel generator reads like the loop it emits:
 
     with code.loop(0, n) as i:
         total.set(total.get() + x.vector(i) * factor)
 
-`operands` has what it computes with.
+`operands` has the values, pointers and variables. "Real" is the floating-point type that a kernel computes in.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +26,7 @@ from .operands import (
     Pointer,
     Value,
     Variable,
-    element,
+    element_type,
 )
 
 
@@ -38,50 +36,46 @@ class Function(NamedTuple):
 
 
 class Code:
-    """A module under construction, and the place in it where the next instruction goes."""
+    """A module under construction, and the position of its next instruction."""
 
     ir: Any  # llvmlite's builder
 
-    def __init__(self, target: Target, real: llvm.Type):
+    def __init__(self, target: Target, real_type: llvm.Type):
         self.module = llvm.Module("flashtile")
         self.module.triple = target.triple
-        self.target, self.real = target, real
-        self.lanes = target.vector_bytes // SIZES[real]
-        # Integers as wide as a real, whose bits they are.
-        self.bits = LONG if real is DOUBLE else INT
+        self.target, self.real_type = target, real_type
+        self.lanes = target.vector_bytes // SIZES[real_type]
+        # The integer type for a real's bits.
+        self.bits = LONG if real_type is DOUBLE else INT
         self.functions: dict[str, Function] = {}
         self.constants: dict[tuple[str, str], Value] = {}
 
     # Values ----------------------------------------------------------------------------------------------------------
 
     def constant(self, x: float, kind: llvm.Type) -> Value:
-        number = float(x) if element(kind) in FLOATING else int(x)
+        number = float(x) if element_type(kind) in FLOATING else int(x)
         key = (str(kind), repr(number))
-        if key not in self.constants:  # llvmlite takes its time to make one
+        if key not in self.constants:  # llvmlite is slow at making constants
             content = [number] * kind.count if isinstance(kind, llvm.VectorType) else number
             self.constants[key] = Value(self, llvm.Constant(kind, content))
         return self.constants[key]
 
-    def whole(self, x: "Value | int") -> Value:
-        """An index, 64 bits wide."""
+    def index(self, x: "Value | int") -> Value:
+        """A 64-bit integer."""
         return x if isinstance(x, Value) else self.constant(x, LONG)
 
-    def number(self, x: float) -> Value:
-        return self.constant(x, self.real)
+    def real(self, x: float) -> Value:
+        return self.constant(x, self.real_type)
 
-    def reals(self, x: float = 0.0) -> Value:
-        """A vector of one number."""
-        return self.constant(x, llvm.VectorType(self.real, self.lanes))
-
-    def numbered(self, kind: llvm.Type) -> Value:
-        """The vector 0, 1, 2, ..."""
-        return Value(self, llvm.Constant(llvm.VectorType(kind, self.lanes), list(range(self.lanes))))
+    def full(self, x: float = 0.0) -> Value:
+        """A vector constant of reals, all equal."""
+        return self.constant(x, llvm.VectorType(self.real_type, self.lanes))
 
     def scalar(self, x: "Value | float", kind: llvm.Type) -> Value:
         return x if isinstance(x, Value) else self.constant(x, kind)
 
-    def repeated(self, x: Value) -> Value:
-        """A scalar in all lanes."""
+    def splat(self, x: Value) -> Value:
+        """A vector with `x` in all lanes."""
         if isinstance(x.ir.type, llvm.VectorType):
             return x
         kind = llvm.VectorType(x.ir.type, self.lanes)
@@ -89,39 +83,36 @@ class Code:
         zeros = llvm.Constant(llvm.VectorType(INT, self.lanes), [0] * self.lanes)
         return Value(self, self.ir.shuffle_vector(one, llvm.Constant(kind, llvm.Undefined), zeros))
 
-    def alike(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """Two operands in one type: numbers become constants, scalars vectors."""
+    def broadcast(self, a: Any, b: Any) -> tuple[Any, Any]:
+        """Two operands converted to one type: Python numbers to constants, scalars to vectors."""
         if not isinstance(a, Value):
             return self.constant(a, b.ir.type).ir, b.ir
         if not isinstance(b, Value):
             return a.ir, self.constant(b, a.ir.type).ir
         if a.ir.type == b.ir.type:
             return a.ir, b.ir
-        return self.repeated(a).ir, self.repeated(b).ir
+        return self.splat(a).ir, self.splat(b).ir
 
     def select(self, condition: Value, a: Any, b: Any) -> Value:
-        x, y = self.alike(a, b)
+        x, y = self.broadcast(a, b)
         return Value(self, self.ir.select(condition.ir, x, y))
 
     def maximum(self, a: Any, b: Any) -> Value:
         """The larger; `b` if either is NaN."""
-        a, b = (Value(self, x) for x in self.alike(a, b))
+        a, b = (Value(self, x) for x in self.broadcast(a, b))
         return self.select(a > b, a, b)
 
     def minimum(self, a: Any, b: Any) -> Value:
         """The smaller; `b` if either is NaN."""
-        a, b = (Value(self, x) for x in self.alike(a, b))
+        a, b = (Value(self, x) for x in self.broadcast(a, b))
         return self.select(a < b, a, b)
 
-    def clamp(self, x: Value, low: Any, high: Any) -> Value:
-        return self.minimum(self.maximum(x, low), high)
-
     def multiply_add(self, a: Value, b: Any, c: Any) -> Value:
-        """`a * b + c`, rounded once where the hardware does that."""
+        """`a * b + c`, fused where the hardware has FMA."""
         if not self.target.fma:
             return a * b + c
-        x, y = (Value(self, v) for v in self.alike(a, b))
-        y, z = (Value(self, v) for v in self.alike(y, c))
+        x, y = (Value(self, v) for v in self.broadcast(a, b))
+        y, z = (Value(self, v) for v in self.broadcast(y, c))
         return self.intrinsic("llvm.fma", x, y, z)
 
     def intrinsic(self, name: str, *operands: Value) -> Value:
@@ -130,22 +121,22 @@ class Code:
         function = self.module.declare_intrinsic(f"{name}.{suffix(kind)}", (), llvm.FunctionType(kind, kinds))
         return Value(self, self.ir.call(function, [x.ir for x in operands]))
 
-    def reduced(self, name: str, x: Value) -> Value:
-        """One number from a vector: `and`, `or`, `smax`, `smin`, ..."""
+    def reduce(self, name: str, x: Value) -> Value:
+        """Reduce a vector to a scalar by `and`, `or`, `smax`, `smin`, ..."""
         kind = x.ir.type
         full = f"llvm.vector.reduce.{name}.{suffix(kind)}"
         function = self.module.declare_intrinsic(full, (), llvm.FunctionType(kind.element, [kind]))
         return Value(self, self.ir.call(function, [x.ir]))
 
     def any(self, condition: Value) -> Value:
-        return self.reduced("or", condition)
+        return self.reduce("or", condition)
 
     def convert(self, x: Value, kind: llvm.Type, signed: bool = True) -> Value:
-        """To another type of number, in the same number of lanes."""
-        source, old = x.ir.type, element(x.ir.type)
+        """Convert to another scalar type, lane by lane."""
+        source, old = x.ir.type, element_type(x.ir.type)
         if old is kind:
             return x
-        wanted = llvm.VectorType(kind, source.count) if isinstance(source, llvm.VectorType) else kind
+        result_type = llvm.VectorType(kind, source.count) if isinstance(source, llvm.VectorType) else kind
         wider = kind in SIZES and old in SIZES and SIZES[kind] > SIZES[old]
         if old in FLOATING:
             name = ("fpext" if wider else "fptrunc") if kind in FLOATING else "fptosi"
@@ -155,15 +146,15 @@ class Code:
             name = "sext" if signed and old is not BIT else "zext"
         else:
             name = "trunc"
-        return Value(self, getattr(self.ir, name)(x.ir, wanted))
+        return Value(self, getattr(self.ir, name)(x.ir, result_type))
 
-    def same_bits(self, x: Value, kind: llvm.Type) -> Value:
+    def bitcast(self, x: Value, kind: llvm.Type) -> Value:
         source = x.ir.type
         wanted = llvm.VectorType(kind, source.count) if isinstance(source, llvm.VectorType) else kind
         return Value(self, self.ir.bitcast(x.ir, wanted))
 
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
-        """Lanes of two vectors, those of `b` counted on from those of `a`."""
+        """A vector of chosen lanes of `a` and `b`; lanes of `b` are numbered after those of `a`."""
         mask = llvm.Constant(llvm.VectorType(INT, len(lanes)), list(lanes))
         return Value(self, self.ir.shuffle_vector(a.ir, b.ir, mask))
 
@@ -175,7 +166,7 @@ class Code:
     @contextmanager
     def loop(self, start: "Value | int", stop: "Value | int", step: "Value | int" = 1) -> Iterator[Value]:
         """`for i in range(start, stop, step)`, with 64-bit integers."""
-        first, end, step = self.whole(start), self.whole(stop), self.whole(step)
+        first, end, step = self.index(start), self.index(stop), self.index(step)
         head, body, done = (self.ir.append_basic_block(name) for name in ("loop", "body", "done"))
         before = self.ir.block
         self.ir.branch(head)
@@ -190,8 +181,8 @@ class Code:
         self.ir.position_at_end(done)
 
     @contextmanager
-    def forever(self) -> Iterator[llvm.Block]:
-        """A loop that ends by `leave_if`."""
+    def loop_forever(self) -> Iterator[llvm.Block]:
+        """A loop that only `break_if` leaves."""
         body, done = self.ir.append_basic_block("body"), self.ir.append_basic_block("done")
         self.ir.branch(body)
         self.ir.position_at_end(body)
@@ -199,18 +190,18 @@ class Code:
         self.ir.branch(body)
         self.ir.position_at_end(done)
 
-    def leave_if(self, condition: Value, done: llvm.Block) -> None:
+    def break_if(self, condition: Value, done: llvm.Block) -> None:
         more = self.ir.append_basic_block("more")
         self.ir.cbranch(condition.ir, done, more)
         self.ir.position_at_end(more)
 
     @contextmanager
-    def when(self, condition: Value) -> Iterator[None]:
+    def if_then(self, condition: Value) -> Iterator[None]:
         with self.ir.if_then(condition.ir):
             yield
 
     @contextmanager
-    def either(self, condition: Value) -> Iterator[tuple[Any, Any]]:
+    def if_else(self, condition: Value) -> Iterator[tuple[Any, Any]]:
         """`with code.either(c) as (then, otherwise): with then: ... with otherwise: ...`"""
         with self.ir.if_else(condition.ir) as branches:
             yield branches
@@ -219,7 +210,7 @@ class Code:
 
     @contextmanager
     def function(self, name: str, *kinds: llvm.Type, public: bool = False) -> Iterator[list[Value]]:
-        """Emit a function without result; what is yielded are its arguments, addresses without an element type."""
+        """Emit a function that returns nothing, and yield its arguments. Addresses come without an element type."""
         function = llvm.Function(self.module, llvm.FunctionType(VOID, kinds), name)
         function.attributes.add("nounwind")
         if not public:
@@ -235,26 +226,26 @@ class Code:
 
     @contextmanager
     def shared_function(self, name: str, *kinds: llvm.Type) -> Iterator[list[Value]]:
-        """As `function`; where it is there already, what is yielded is empty and there is nothing to emit."""
+        """Emit a function once for each module: yields its arguments, or nothing if it exists already."""
         if name in self.functions:
             yield []
         else:
-            with self.function(name, *kinds) as given:
-                yield given
+            with self.function(name, *kinds) as args:
+                yield args
 
-    def call(self, name: str, *given: "Value | Pointer") -> None:
-        self.ir.call(self.functions[name].ir, [x.ir for x in given])
+    def call(self, name: str, *args: "Value | Pointer") -> None:
+        self.ir.call(self.functions[name].ir, [x.ir for x in args])
 
     def pointer(self, x: Value, kind: llvm.Type | None = None) -> Pointer:
-        return Pointer(self, x.ir, self.real if kind is None else kind)
+        return Pointer(self, x.ir, self.real_type if kind is None else kind)
 
-    def next_of(self, counter: Pointer) -> Value:
-        """The counter's value, which goes up by one for all threads."""
+    def fetch_add(self, counter: Pointer) -> Value:
+        """Atomically add 1 to a counter and return its value before."""
         return Value(self, self.ir.atomic_rmw("add", counter.ir, llvm.Constant(LONG, 1), "monotonic"))
 
 
 def suffix(kind: llvm.Type) -> str:
-    """How an intrinsic's name spells a type."""
+    """The suffix of an intrinsic's name for a type."""
     if isinstance(kind, llvm.VectorType):
         return f"v{kind.count}{suffix(kind.element)}"
     return {FLOAT: "f32", DOUBLE: "f64", HALF: "f16"}.get(kind) or str(kind)

@@ -1,6 +1,4 @@
-"""Which pairs of a block are visible. Blocks inside the range that every row sees never come here, unless there is a
-bool mask.
-"""
+"""Visibility of a block's pairs, by window and by bool mask. Blocks that every row sees in full skip the window."""
 
 import math
 
@@ -10,23 +8,23 @@ from .products import Panel
 
 
 def in_window(code: Code, low: Pointer, high: Pointer, n: Value | int, j: Value) -> Value:
-    """Whether each of a vector's rows sees key `j` by position."""
-    key = code.repeated(code.convert(j, INT))
+    """Whether each of a vector's rows, from row `n` of the panel, has key `j` in its window."""
+    key = code.splat(code.convert(j, INT))
     return (key >= low.vector(n)) & (key <= high.vector(n))
 
 
 def in_mask(mask: Pointer, n: Value | int) -> Value:
-    """Of one key's row of a turned bool mask, which has 1 for what is visible."""
+    """Whether the transposed bool mask, 1.0 for visible pairs, shows one key to a vector of rows."""
     return mask.vector(n).differs(0)
 
 
-def hidden(code: Code, s: Value, visible: Value) -> Value:
+def mask_fill(code: Code, s: Value, visible: Value) -> Value:
     return code.select(visible, s, -math.inf)
 
 
-def mask_shows_any(code: Code, panel: Panel, mask: Pointer, count: Value) -> Value:
-    """Whether a bool mask leaves any pair of a block visible."""
-    largest = code.variable(code.reals())
+def mask_has_visible(code: Code, panel: Panel, mask: Pointer, count: Value) -> Value:
+    """Whether the bool mask leaves any pair of a block visible."""
+    largest = code.variable(code.full())
     with code.loop(0, count * panel.rows, code.lanes) as n:
         largest.set(code.maximum(mask.vector(n), largest.get()))
     return code.any(largest.get() > 0)

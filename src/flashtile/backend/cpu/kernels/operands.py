@@ -1,9 +1,9 @@
-"""What kernels are written with: types, values with arithmetic, typed pointers, variables. Each knows the
-`codegen.Code` that it belongs to, and adds its instructions there.
+"""Operands of generated code: values with arithmetic operators, typed pointers, variables. Each has the `codegen.Code`
+that it belongs to, and appends its instructions there.
 
-Numbers become constants of the type they meet, and scalars that meet a vector are repeated in all its lanes. Variables
-live on the stack until LLVM's `sroa` pass puts them into registers. Arithmetic is IEEE: nothing may be reassociated or
-assumed finite.
+Python numbers become constants of the other operand's type; scalars are broadcast to vectors. Variables live on the
+stack until LLVM's `sroa` pass promotes them to registers. Arithmetic is IEEE: no fast-math flags, so nothing is
+reassociated or assumed finite.
 """
 
 from typing import Any
@@ -22,12 +22,12 @@ SIZES = {BYTE: 1, SHORT: 2, HALF: 2, INT: 4, FLOAT: 4, LONG: 8, DOUBLE: 8}
 FLOATING = (FLOAT, DOUBLE, HALF)
 
 
-def element(kind: llvm.Type) -> llvm.Type:
+def element_type(kind: llvm.Type) -> llvm.Type:
     return kind.element if isinstance(kind, llvm.VectorType) else kind
 
 
 class Value:
-    """A number or a vector of numbers in the program. Integers are signed."""
+    """A scalar or a vector in the generated code. Integers are signed."""
 
     __slots__ = ("code", "ir")
 
@@ -35,9 +35,9 @@ class Value:
         self.code, self.ir = code, value
 
     def _binary(self, other: Any, integer: str, floating: str | None = None, swap: bool = False) -> "Value":
-        a, b = self.code.alike(self, other)
+        a, b = self.code.broadcast(self, other)
         a, b = (b, a) if swap else (a, b)
-        name = floating if floating is not None and element(a.type) in FLOATING else integer
+        name = floating if floating is not None and element_type(a.type) in FLOATING else integer
         return Value(self.code, getattr(self.code.ir, name)(a, b))
 
     def __add__(self, other: Any) -> "Value":
@@ -61,7 +61,7 @@ class Value:
         return self._binary(other, "sdiv", "fdiv", swap=True)
 
     def __floordiv__(self, other: Any) -> "Value":
-        """Of integers, neither of which is negative."""
+        """Unsigned division: neither integer may be negative."""
         return self._binary(other, "udiv")
 
     def __mod__(self, other: Any) -> "Value":
@@ -80,14 +80,14 @@ class Value:
         return self._binary(other, "shl")
 
     def __rshift__(self, other: Any) -> "Value":
-        """Without sign."""
+        """Logical shift."""
         return self._binary(other, "lshr")
 
     def _compare(self, operator: str, other: Any) -> "Value":
-        a, b = self.code.alike(self, other)
-        # Ordered: a comparison with NaN is false, except !=.
+        a, b = self.code.broadcast(self, other)
+        # Ordered comparisons are false for NaN; != is unordered, true for NaN.
         floating = self.code.ir.fcmp_unordered if operator == "!=" else self.code.ir.fcmp_ordered
-        compare = floating if element(a.type) in FLOATING else self.code.ir.icmp_signed
+        compare = floating if element_type(a.type) in FLOATING else self.code.ir.icmp_signed
         return Value(self.code, compare(operator, a, b))
 
     def __lt__(self, other: Any) -> "Value":
@@ -110,7 +110,7 @@ class Value:
 
 
 class Pointer:
-    """The address of elements of one type; `p[i]` is an element, `p.vector(i)` as many as a vector has lanes."""
+    """A typed address: `p[i]` is an element, `p.vector(i)` a vector from element `i` on."""
 
     __slots__ = ("code", "ir", "kind")
 
@@ -118,7 +118,7 @@ class Pointer:
         self.code, self.ir, self.kind = code, address, kind
 
     def __add__(self, i: "Value | int") -> "Pointer":
-        step = self.code.ir.gep(self.ir, [self.code.whole(i).ir], source_etype=self.kind)
+        step = self.code.ir.gep(self.ir, [self.code.index(i).ir], source_etype=self.kind)
         step.type = ADDRESS  # llvmlite types the result by its element
         return Pointer(self.code, step, self.kind)
 
@@ -133,22 +133,18 @@ class Pointer:
         return Value(self.code, self.code.ir.load((self + i).ir, typ=kind, align=SIZES[self.kind]))
 
     def store(self, x: Value, i: "Value | int" = 0) -> None:
-        """Of a vector, in full."""
+        """Store all lanes of a vector."""
         self.code.ir.store(x.ir, (self + i).ir, align=SIZES[self.kind])
 
-    def of(self, kind: llvm.Type) -> "Pointer":
+    def cast(self, kind: llvm.Type) -> "Pointer":
         return Pointer(self.code, self.ir, kind)
 
-    def bytes(self, n: "Value | int") -> "Pointer":
-        """This address and `n` bytes."""
-        return (self.of(BYTE) + n).of(self.kind)
-
-    def absent(self) -> Value:
+    def is_null(self) -> Value:
         return Value(self.code, self.code.ir.icmp_unsigned("==", self.ir, llvm.Constant(ADDRESS, None)))
 
 
 class Variable:
-    """A value that changes, on the stack as far as IR goes and in a register after `sroa`."""
+    """A mutable value: a stack slot in IR, a register after `sroa`."""
 
     __slots__ = ("code", "kind", "slot")
 

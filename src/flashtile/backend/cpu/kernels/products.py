@@ -1,8 +1,7 @@
-"""The matrix products, as loops over small blocks of accumulators that stay in registers.
+"""Matrix products, as microkernels whose accumulators stay in registers.
 
-Lanes run over query rows; `vectors` of them side by side are a panel. Each step multiplies the panel's vectors by a few
-numbers of the other matrix, read one at a time for all lanes: `rows` keys in the product with K, `rows` features in the
-product with V.
+Lanes run over query rows; a panel is a few vectors of them. Each step multiplies the panel's vectors by up to six
+elements of the other matrix, each broadcast to all lanes: keys in the product with K, features in the product with V.
 """
 
 from collections.abc import Callable
@@ -10,90 +9,90 @@ from collections.abc import Callable
 from .codegen import Code
 from .operands import ADDRESS, LONG, Pointer, Value
 
-PARTS = (6, 4, 2, 1)  # rows of accumulators at a time: any number is a sum of these
+ACCUMULATOR_ROWS = (6, 4, 2, 1)  # heights of the microkernels; every number of keys or features is a sum of these
 
 
 class Panel:
-    """`vectors` vectors side by side: one number for each of a panel's query rows."""
+    """A group of query rows as `vectors` vectors: one lane for each row."""
 
     def __init__(self, code: Code, vectors: int):
         self.code, self.vectors, self.rows = code, vectors, vectors * code.lanes
 
     def load(self, p: Pointer, i: Value | int = 0) -> list[Value]:
-        """`p` points at panels, `i` counts them."""
-        at = p + self.code.whole(i) * self.rows
+        """Load the vectors of panel `i` of an array of panels."""
+        at = p + self.code.index(i) * self.rows
         return [at.vector(n * self.code.lanes) for n in range(self.vectors)]
 
     def store(self, x: list[Value], p: Pointer, i: Value | int = 0) -> None:
-        at = p + self.code.whole(i) * self.rows
+        at = p + self.code.index(i) * self.rows
         for n, vector in enumerate(x):
             at.store(vector, n * self.code.lanes)
 
 
 def emit_scores(code: Code, panel: Panel) -> None:
     """`scores_R(k, stride, q, s, depth, m)`: `s[j] = sum_d k[j, d] q[d]` for R keys, and `m` grows to their maximum."""
-    for rows in PARTS:
-        with code.function(f"scores_{rows}", ADDRESS, LONG, ADDRESS, ADDRESS, LONG, ADDRESS) as given:
-            k, q, s, m = (code.pointer(given[n]) for n in (0, 2, 3, 5))
-            stride, depth = given[1], given[4]
+    for rows in ACCUMULATOR_ROWS:
+        with code.function(f"scores_{rows}", ADDRESS, LONG, ADDRESS, ADDRESS, LONG, ADDRESS) as args:
+            k, q, s, m = (code.pointer(args[n]) for n in (0, 2, 3, 5))
+            stride, depth = args[1], args[4]
             keys = [k + stride * j for j in range(rows)]
-            total = [[code.variable(code.reals()) for _ in range(panel.vectors)] for _ in range(rows)]
+            total = [[code.variable(code.full()) for _ in range(panel.vectors)] for _ in range(rows)]
             with code.loop(0, depth) as d:
                 q_d = panel.load(q, d)
                 for j in range(rows):
-                    k_jd = code.repeated(keys[j][d])
+                    k_jd = code.splat(keys[j][d])
                     for n in range(panel.vectors):
                         total[j][n].set(code.multiply_add(q_d[n], k_jd, total[j][n].get()))
             largest = panel.load(m)
             for j in range(rows):
-                found = [x.get() for x in total[j]]
-                panel.store(found, s, j)
-                largest = [code.maximum(x, y) for x, y in zip(found, largest, strict=True)]
+                s_j = [x.get() for x in total[j]]
+                panel.store(s_j, s, j)
+                largest = [code.maximum(x, y) for x, y in zip(s_j, largest, strict=True)]
             panel.store(largest, m)
 
 
 def emit_values(code: Code, panel: Panel) -> None:
     """`values_R(p, v, stride, count, o, alpha)`: `o[d] = alpha o[d] + sum_j p[j] v[j, d]` for R features."""
-    for rows in PARTS:
-        with code.function(f"values_{rows}", ADDRESS, ADDRESS, LONG, LONG, ADDRESS, ADDRESS) as given:
-            p, v, o, alpha = (code.pointer(given[n]) for n in (0, 1, 4, 5))
-            stride, count = given[2], given[3]
-            total = [[code.variable(code.reals()) for _ in range(panel.vectors)] for _ in range(rows)]
+    for rows in ACCUMULATOR_ROWS:
+        with code.function(f"values_{rows}", ADDRESS, ADDRESS, LONG, LONG, ADDRESS, ADDRESS) as args:
+            p, v, o, alpha = (code.pointer(args[n]) for n in (0, 1, 4, 5))
+            stride, count = args[2], args[3]
+            total = [[code.variable(code.full()) for _ in range(panel.vectors)] for _ in range(rows)]
             with code.loop(0, count) as j:
                 p_j = panel.load(p, j)
                 v_j = v + stride * j
                 for d in range(rows):
-                    v_jd = code.repeated(v_j[d])
+                    v_jd = code.splat(v_j[d])
                     for n in range(panel.vectors):
                         total[d][n].set(code.multiply_add(p_j[n], v_jd, total[d][n].get()))
             scale = panel.load(alpha)
             for d in range(rows):
-                found = zip(panel.load(o, d), scale, total[d], strict=True)
-                panel.store([code.multiply_add(x, a, y.get()) for x, a, y in found], o, d)
+                terms = zip(panel.load(o, d), scale, total[d], strict=True)
+                panel.store([code.multiply_add(x, a, y.get()) for x, a, y in terms], o, d)
 
 
-def strips(code: Code) -> tuple[int, ...]:
-    """Vectors of features at a time: as many as there are registers for."""
+def strip_sizes(code: Code) -> tuple[int, ...]:
+    """Widths of the `accumulate` microkernels, in vectors of features, as registers allow."""
     return tuple(n for n in (4, 2, 1) if n <= code.target.vectors)
 
 
 def emit_accumulate(code: Code, panel: Panel) -> None:
     """`accumulate_R_N(p, x, x_stride, y, y_stride, first)`: `y[j] += sum_r p[j, r] x[r]` over the panel's rows from
-    `first` on, for R keys and N vectors of features, which are the lanes here: `x [panel, ...]` and `y` are rows of
-    whole vectors.
+    `first` on, for R keys and N vectors of features. Here lanes run over features; rows of `x [panel, ...]` and `y` are
+    padded to whole vectors.
     """
-    for rows in PARTS:
-        for strip in strips(code):
-            with code.function(f"accumulate_{rows}_{strip}", ADDRESS, ADDRESS, LONG, ADDRESS, LONG, LONG) as given:
-                p, x, y = (code.pointer(given[n]) for n in (0, 1, 3))
-                x_stride, y_stride, first = given[2], given[4], given[5]
+    for rows in ACCUMULATOR_ROWS:
+        for strip in strip_sizes(code):
+            with code.function(f"accumulate_{rows}_{strip}", ADDRESS, ADDRESS, LONG, ADDRESS, LONG, LONG) as args:
+                p, x, y = (code.pointer(args[n]) for n in (0, 1, 3))
+                x_stride, y_stride, first = args[2], args[4], args[5]
                 lanes = [n * code.lanes for n in range(strip)]
-                total = [[code.variable(code.reals()) for _ in lanes] for _ in range(rows)]
+                total = [[code.variable(code.full()) for _ in lanes] for _ in range(rows)]
                 with code.loop(first, panel.rows) as r:
                     x_r = x + x_stride * r
                     vectors = [x_r.vector(n) for n in lanes]
                     for j in range(rows):
-                        p_jr = code.repeated(p[r + j * panel.rows])
+                        p_jr = code.splat(p[r + j * panel.rows])
                         for vector, sum_of_key in zip(vectors, total[j], strict=True):
                             sum_of_key.set(code.multiply_add(vector, p_jr, sum_of_key.get()))
                 for j in range(rows):
@@ -113,8 +112,8 @@ def accumulate(
     y_stride: Value,
     first_row: Callable[[Value], Value],
 ) -> None:
-    """`y [count, width] += p [count, panel] @ x [panel, width]`, `width` in whole vectors. Rows in front of
-    `first_row(j)` have nothing for the keys from `j` on.
+    """`y [count, width] += p [count, panel] @ x [panel, width]`, with `width` a multiple of the lanes. Rows before
+    `first_row(j)` have p = 0 for the keys from `j` on, and are skipped.
     """
 
     def keys(j: Value, rows: int) -> None:
@@ -125,23 +124,23 @@ def accumulate(
             at = y + y_stride * j + d
             code.call(f"accumulate_{rows}_{strip}", p + j * panel.rows, x + d, width, at, y_stride, first)
 
-        in_parts(code, width // code.lanes, features, strips(code))
+        tiled_loop(code, width // code.lanes, features, strip_sizes(code))
 
-    in_parts(code, count, keys, PARTS)
+    tiled_loop(code, count, keys, ACCUMULATOR_ROWS)
 
 
-def scores(
+def score_product(
     code: Code, panel: Panel, k: Pointer, stride: Value, count: Value, q: Pointer, depth: Value, s: Pointer, m: Pointer
 ) -> None:
-    """`s [count, panel]`, and the maximum `m`, of `count` keys."""
+    """The scores `s [count, panel]` of `count` keys, and their maximum `m`."""
 
-    def part(j: Value, rows: int) -> None:
+    def body(j: Value, rows: int) -> None:
         code.call(f"scores_{rows}", k + stride * j, stride, q, s + j * panel.rows, depth, m)
 
-    in_parts(code, count, part, PARTS)
+    tiled_loop(code, count, body, ACCUMULATOR_ROWS)
 
 
-def values(
+def value_product(
     code: Code,
     panel: Panel,
     p: Pointer,
@@ -152,22 +151,22 @@ def values(
     width: Value,
     alpha: Pointer,
 ) -> None:
-    """`o [width, panel]` scaled by `alpha`, plus the product of `count` probabilities and values."""
+    """`o [width, panel] = alpha o + sum_j p[j] v[j]` over `count` keys."""
 
-    def part(d: Value, rows: int) -> None:
+    def body(d: Value, rows: int) -> None:
         code.call(f"values_{rows}", p, v + d, stride, count, o + d * panel.rows, alpha)
 
-    in_parts(code, width, part, PARTS)
+    tiled_loop(code, width, body, ACCUMULATOR_ROWS)
 
 
-def in_parts(code: Code, count: Value, part: Callable[[Value, int], None], sizes: tuple[int, ...]) -> None:
-    """`part(start, size)` over `count`: as many of the largest size as fit, then what is left."""
-    most, *smaller = sizes
-    whole = count // most * most
-    with code.loop(0, whole, most) as start:
-        part(start, most)
-    done = code.variable(whole)
+def tiled_loop(code: Code, count: Value, body: Callable[[Value, int], None], sizes: tuple[int, ...]) -> None:
+    """Emit `body(start, size)` over `count`: a loop of the largest size, then the smaller ones for the remainder."""
+    largest, *smaller = sizes
+    full = count // largest * largest
+    with code.loop(0, full, largest) as start:
+        body(start, largest)
+    done = code.variable(full)
     for size in smaller:
-        with code.when(count - done.get() >= size):
-            part(done.get(), size)
+        with code.if_then(count - done.get() >= size):
+            body(done.get(), size)
             done.set(done.get() + size)

@@ -1,5 +1,5 @@
-"""Dropout from a counter: Philox 4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011), a vector of rows at a time. Eight keys share a counter; any part of the mask can be made alone.
+"""Counter-based dropout: Philox 4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011), for a vector of rows at a time. Eight keys share a counter, so any block of the mask can be computed alone.
 """
 
 from ..variant import Arguments
@@ -13,7 +13,7 @@ WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 7
 
 
-def product(code: Code, x: Value, factor: int) -> tuple[Value, Value]:
+def wide_product(code: Code, x: Value, factor: int) -> tuple[Value, Value]:
     """The high and low word of a 64-bit product of words."""
     wide = code.convert(x, LONG, signed=False) * factor
     return code.convert(wide >> 32, INT), code.convert(wide, INT)
@@ -24,29 +24,29 @@ def philox(code: Code, counter: list[Value], key: tuple[Value, Value]) -> list[V
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        high_0, low_0 = product(code, c0, MULTIPLIER_0)
-        high_1, low_1 = product(code, c2, MULTIPLIER_1)
+        high_0, low_0 = wide_product(code, c0, MULTIPLIER_0)
+        high_1, low_1 = wide_product(code, c2, MULTIPLIER_1)
         c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
         k0, k1 = k0 + WEYL_0, k1 + WEYL_1
     return [c0, c1, c2, c3]
 
 
-def drop(
+def apply_dropout(
     code: Code, a: Arguments, panel: Panel, p: Pointer, first: Value, count: Value, position: Pointer, head: Pointer
 ) -> None:
-    """Probabilities `p [count, panel]` of keys from `first` on: times `keep_scale`, or 0 where they are dropped.
+    """Multiply the probabilities `p [count, panel]` of keys from `first` on by `keep_scale`, or by 0 to drop them.
 
-    Counters are taken whole, so up to seven rows in front of `p` and behind its last are written too.
+    All eight keys of a counter are written, so up to seven rows before `p` and after its last must be writable.
     """
-    seed, threshold = a.pointer("seed", LONG)[0], code.convert(a.number("threshold"), INT)
+    seed, threshold = a.pointer("seed", LONG)[0], code.convert(a.integer("threshold"), INT)
     key = (code.convert(seed, INT), code.convert(seed >> 32, INT))
-    begin = first + a.number("j0")  # positions in the whole sequence
+    begin = first + a.integer("j0")  # positions in the whole sequence
     first_group, end = begin // DROPOUT_KEYS, begin + count
     with code.loop(first_group, (end + (DROPOUT_KEYS - 1)) // DROPOUT_KEYS) as group:
         row = group * DROPOUT_KEYS - begin
         with code.loop(0, panel.rows, code.lanes) as n:
-            zero = code.repeated(code.constant(0, INT))
-            c0 = code.repeated(code.convert(group, INT))
+            zero = code.splat(code.constant(0, INT))
+            c0 = code.splat(code.convert(group, INT))
             words = philox(code, [c0, position.vector(n), head.vector(n), zero], key)
             for e in range(DROPOUT_KEYS):
                 half = (words[e // 2] >> (16 * (e % 2))) & 0xFFFF

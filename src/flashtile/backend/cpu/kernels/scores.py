@@ -1,10 +1,8 @@
-"""What a score becomes: one line for each feature, in the contract's order.
+"""Score features, one line each, in the contract's order.
 
-Scores are in units of `log2(e)`, so that the softmax is a matter of exp2 alone; the products come with their scale,
-which is folded into the queries, and each feature brings its own factor. Only with a bias are scores as the contract
-has them: `finfo.min` times `log2(e)` would be an infinity.
-
-A `score_mod` will be one more line, emitted from its expression.
+Scores are multiplied by `log2(e)`, so that the softmax needs only exp2. The scale is folded into the queries, and each
+feature has the factor in its own argument. With a bias scores are in natural units instead, because `finfo.min`, a
+common bias for hidden pairs, times `log2(e)` would be an infinity.
 """
 
 from typing import NamedTuple
@@ -16,42 +14,42 @@ from .operands import INT, Pointer, Value
 from .products import Panel
 
 
-class Tables(NamedTuple):
-    """What the features of one panel and one block read."""
+class ScoreTables(NamedTuple):
+    """Inputs of the score features, for one panel and one block."""
 
     bias: Pointer  # [keys, rows]
-    place: Pointer  # [rows], int
+    diagonal_key: Pointer  # [rows], int
     slope: Pointer  # [rows]
 
 
-class Modified(NamedTuple):
-    """A vector of final scores, and what their gradient needs."""
+class FinalScore(NamedTuple):
+    """A vector of final scores, and the value that their gradient needs."""
 
     score: Value
-    capped: Value | None  # tanh(s / softcap)
+    tanh_s: Value | None  # tanh(s / softcap)
 
 
-def modified(
-    code: Code, a: Arguments, variant: Variant, t: Tables, panel: Panel, s: Value, n: int, j: Value, block_j: Value
-) -> Modified:
-    """The final scores of a vector of rows, `n` rows into the panel, with key `j`, number `block_j` of its block."""
-    capped = None
+def final_score(
+    code: Code, a: Arguments, variant: Variant, t: ScoreTables, panel: Panel, s: Value, n: int, j: Value, block_j: Value
+) -> FinalScore:
+    """The final scores of a vector of rows, from row `n` of the panel, with key `j`, number `block_j` of the block."""
+    tanh_s = None
     if variant.softcap:
-        capped = tanh(code, s)
-        s = capped * a.real("softcap_scale")
+        tanh_s = tanh(code, s)
+        s = tanh_s * a.real("softcap_scale")
     if variant.bias is not None:
         s = s + t.bias.vector(block_j * panel.rows + n)
     if variant.alibi:
-        s = s - t.slope.vector(n) * distance(code, t.place, n, j)
-    return Modified(s, capped)
+        s = s - t.slope.vector(n) * distance(code, t.diagonal_key, n, j)
+    return FinalScore(s, tanh_s)
 
 
-def gradient_of_product(forward: Modified, ds: Value) -> Value:
-    """From the gradient of the final scores to that of the products. A bias receives `ds`, a slope `-ds * distance`."""
-    return ds if forward.capped is None else ds * (1.0 - forward.capped * forward.capped)
+def product_gradient(final: FinalScore, ds: Value) -> Value:
+    """The gradient of the products from that of the final scores. dbias gets `ds`, dslopes `-ds * distance`."""
+    return ds if final.tanh_s is None else ds * (1.0 - final.tanh_s * final.tanh_s)
 
 
-def distance(code: Code, place: Pointer, n: int, j: Value) -> Value:
-    """`|i + Sk - Sq - j|`; integers, so that it is exact for as long as float32 has room."""
-    apart = place.vector(n) - code.convert(j, INT)
-    return code.convert(code.maximum(apart, 0 - apart), code.real)
+def distance(code: Code, diagonal_key: Pointer, n: int, j: Value) -> Value:
+    """`|i + Sk - Sq - j|`, subtracted as integers: exact up to 2**24 in float32."""
+    offset = diagonal_key.vector(n) - code.convert(j, INT)
+    return code.convert(code.maximum(offset, 0 - offset), code.real_type)

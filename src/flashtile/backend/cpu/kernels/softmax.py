@@ -1,7 +1,7 @@
-"""How rows are normalised: the stale maximum `m`, the denominator `l` relative to it, and what begins and ends them.
+"""Online softmax: a row's stale maximum `m` and its denominator `l` relative to `m`.
 
-A sink is a key without a value: it is the state that a row starts with. A row that has seen nothing has `m = -inf` and
-`l = 0`, and gives 0 and `-inf`.
+A sink is a key without a value, so it is the initial state of its rows. A row that has seen no key has `m = -inf` and
+`l = 0`; its output is 0 and its log-sum-exp `-inf`.
 """
 
 import math
@@ -15,20 +15,20 @@ from .products import Panel
 from .tiles import Task, packed_row, position_and_head
 
 
-def start(code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, w: Workspace, p: Value) -> None:
-    """`m` and `l` before the first key. Only the first split counts the sink."""
-    minus_infinity = code.number(-math.inf)
+def initialize(code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, w: Workspace, p: Value) -> None:
+    """Set `m` and `l` before the first key. Only the first split counts the sink."""
+    minus_infinity = code.real(-math.inf)
     sinks = a.pointer("sinks")
     with code.loop(0, panel.rows) as r:
         at = p * panel.rows + r
-        w.m[at], w.l[at] = minus_infinity, code.number(0)
-        with code.when(sinks.absent().equals(0) & task.split.equals(0)):
+        w.m[at], w.l[at] = minus_infinity, code.real(0)
+        with code.if_then(sinks.is_null().equals(0) & task.split.equals(0)):
             _, h = position_and_head(a, task, packed_row(code, panel, task, p, r))
-            sink = sinks[h] * variant.unit
-            w.m[at], w.l[at] = sink, code.select(sink.equals(-math.inf), code.number(0), 1)
+            sink = sinks[h] * variant.score_unit
+            w.m[at], w.l[at] = sink, code.select(sink.equals(-math.inf), code.real(0), 1)
 
 
-def probabilities(
+def update(
     code: Code,
     variant: Variant,
     panel: Panel,
@@ -38,8 +38,9 @@ def probabilities(
     m: Pointer,
     l: Pointer,  # noqa: E741
 ) -> None:
-    """Scores `s [count, panel]` to `exp(s - m)`, in place. `m` follows the maximum `new_m` in steps of 1 at least, so
-    that a slow rise does not round earlier sums in every block; `alpha` is the factor that carries these over.
+    """Replace scores `s [count, panel]` by `exp(s - m)`, and update `m`, `l` and the rescaling factor `alpha`. `m` is
+    raised to the maximum `new_m` only if that is larger by more than 1: else slowly rising scores would round the
+    earlier sums once in every block.
     """
     to_exp2 = variant.to_exp2
     old, highest = panel.load(m), panel.load(w.new_m)
@@ -47,22 +48,22 @@ def probabilities(
     infinite = new[0].equals(math.inf)
     for x in new[1:]:
         infinite = infinite | x.equals(math.inf)
-    with code.when(code.any(infinite)):
-        settle_infinities(code, panel, s, count, w.new_m, to_exp2)
-    # Subtract something finite: with 0 for an infinity, exp(-inf - 0) is 0 and not NaN.
+    with code.if_then(code.any(infinite)):
+        resolve_infinities(code, panel, s, count, w.new_m, to_exp2)
+    # Subtract 0 in place of an infinite maximum: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN.
     base = [code.select(code.intrinsic("llvm.fabs", x).equals(math.inf), 0.0, x) for x in new]
     alpha = [rescale(code, x, y, to_exp2) for x, y in zip(old, new, strict=True)]
-    total = [code.variable(code.reals()) for _ in new]
+    total = [code.variable(code.full()) for _ in new]
     with code.loop(0, count) as j:
-        found = []
+        p_j = []
         for x, y, sum_of_row in zip(panel.load(s, j), base, total, strict=True):
-            found.append(exp2(code, scaled(x - y, to_exp2)))
-            sum_of_row.set(sum_of_row.get() + found[-1])
-        panel.store(found, s, j)
+            p_j.append(exp2(code, scaled(x - y, to_exp2)))
+            sum_of_row.set(sum_of_row.get() + p_j[-1])
+        panel.store(p_j, s, j)
     panel.store(new, m)
     panel.store(alpha, w.alpha)
-    found = zip(panel.load(l), alpha, total, strict=True)
-    panel.store([code.multiply_add(x, a, y.get()) for x, a, y in found], l)
+    p_j = zip(panel.load(l), alpha, total, strict=True)
+    panel.store([code.multiply_add(x, a, y.get()) for x, a, y in p_j], l)
 
 
 def scaled(x: Value, factor: float) -> Value:
@@ -71,34 +72,36 @@ def scaled(x: Value, factor: float) -> Value:
 
 def rescale(code: Code, old: Value, new: Value, to_exp2: float) -> Value:
     """The factor `exp(old - new)` between two maxima; 1 also for `inf - inf`."""
-    return code.select(old.equals(new), code.reals(1.0), exp2(code, scaled(old - new, to_exp2)))
+    return code.select(old.equals(new), code.full(1.0), exp2(code, scaled(old - new, to_exp2)))
 
 
-def settle_infinities(code: Code, panel: Panel, s: Pointer, count: Value, new_m: Pointer, to_exp2: float) -> None:
-    """Rows whose maximum is `inf`: their scores of `inf` get an infinite weight and all others none, but for NaN."""
+def resolve_infinities(code: Code, panel: Panel, s: Pointer, count: Value, new_m: Pointer, to_exp2: float) -> None:
+    """Prepare rows whose maximum is `inf`: scores of `inf` become the smallest score whose exp2 is infinite, finite
+    ones `-inf`, and NaN stays. Other rows are unchanged.
+    """
     infinite, nothing = 128 / to_exp2, -math.inf
     if code.lanes * 8 == code.target.vector_bytes:  # float64
         infinite = 1024 / to_exp2
     with code.loop(0, count) as j:
-        settled = []
+        resolved = []
         for x, m in zip(panel.load(s, j), panel.load(new_m), strict=True):
             finite = code.select(x < math.inf, nothing, x)
             one = code.select(x.equals(math.inf), infinite, finite)
-            settled.append(code.select(m.equals(math.inf), one, x))
-        panel.store(settled, s, j)
+            resolved.append(code.select(m.equals(math.inf), one, x))
+        panel.store(resolved, s, j)
 
 
-def finish(code: Code, variant: Variant, panel: Panel, m: Pointer, l: Pointer, inverse: Pointer) -> None:  # noqa: E741
-    """What accumulators are to be multiplied by, `1 / l`, and in place of `l` the log-sum-exp."""
+def finalize(code: Code, variant: Variant, panel: Panel, m: Pointer, l: Pointer, inverse: Pointer) -> None:  # noqa: E741
+    """Compute `inverse = 1 / l`, and replace `l` by the log-sum-exp."""
     lse, inverses = [], []
     for x, y in zip(panel.load(m), panel.load(l), strict=True):
-        found = x + log2(code, y) * LN2 if variant.natural else (x + log2(code, y)) * LN2
-        lse.append(code.select(y.differs(0), found, -math.inf))
+        row_lse = x + log2(code, y) * LN2 if variant.natural_units else (x + log2(code, y)) * LN2
+        lse.append(code.select(y.differs(0), row_lse, -math.inf))
         inverses.append(1.0 / y)
     panel.store(inverses, inverse)
     panel.store(lse, l)
 
 
-def normalized(code: Code, x: Value, inverse: Value, lse: Value) -> Value:
-    """An accumulator to an output: 0 for a row that has seen nothing."""
+def normalize(code: Code, x: Value, inverse: Value, lse: Value) -> Value:
+    """The output of an accumulator; 0 for a row that has seen no key."""
     return code.select(lse.differs(-math.inf), x * inverse, 0.0)

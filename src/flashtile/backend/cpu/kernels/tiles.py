@@ -1,9 +1,9 @@
-"""Which rows and keys a task has: dense, packed or paged sequences, heads that share keys, and splits over keys.
+"""Tasks and their rows and keys: dense, packed or paged sequences, grouped-query heads, windows, splits over keys.
 
 The query heads that share a key head are packed: row `r` of a sequence is position `r // groups` of the group's head
-`r % groups`. A task is a few panels of such rows with one key head and one split of the keys. For each row a table
-says where it lies and which keys it sees, so that nothing later knows of sequences, heads or layouts. Rows past the
-last one are copies of it, which nobody stores.
+`r % groups`. A task has a few panels of such rows, one key head, and one split of the keys. Tables hold each row's
+address and visible keys, so the code after them does not depend on sequences, heads or layouts. Padding rows at the
+end of a panel are copies of the last row and are never stored.
 """
 
 from typing import NamedTuple
@@ -11,12 +11,13 @@ from typing import NamedTuple
 from ..variant import Arguments, Variant
 from ..workspace import Workspace
 from .codegen import Code
-from .formats import STORED, load, load_vector, store, store_vector, transposed
+from .formats import STORAGE_TYPES, load, load_vector, store, store_vector, transpose
 from .operands import ADDRESS, INT, LONG, Pointer, Value
 from .products import Panel
 
-SEQUENCE = ("first_task", "q_first", "k_first", "seqlen_q", "seqlen_k", "leftpad")  # a row of the table of sequences
-UNLIMITED = 2**40  # of a window's side
+# A row of the table of sequences (`lengths.Lengths.table`).
+SEQUENCE_FIELDS = ("first_task", "q_first", "k_first", "seqlen_q", "seqlen_k", "leftpad")
+UNLIMITED = 2**40  # a side of a window without bound
 
 
 class Task(NamedTuple):
@@ -25,79 +26,85 @@ class Task(NamedTuple):
     b: Value
     kv_head: Value
     split: Value
-    first_row: Value  # of the packed rows
-    num_rows: Value  # of the sequence, packed
-    q_first: Value  # tokens in front of the sequence
+    first_row: Value  # packed row where the task begins
+    num_rows: Value  # packed rows of the sequence
+    q_first: Value  # offset of the sequence's first query token
     k_first: Value
-    diagonal: Value  # seqlen_k - seqlen_q of the whole sequence
-    first_key: Value  # of this split
-    last_key: Value
+    diagonal: Value  # seqlen_k - seqlen_q, plus the call's shift
+    first_key: Value  # of this split, inclusive
+    last_key: Value  # inclusive
 
 
-def locate(code: Code, a: Arguments, panel: Panel, number: Value) -> Task:
-    """A task of the forward pass by its number: splits of one tile lie together, then tiles of one head."""
-    splits = a.number("splits")
-    split, number = number % splits, number // splits
+def find_task(code: Code, a: Arguments, panel: Panel, task_index: Value) -> Task:
+    """The forward task with this index. Splits vary fastest, then row tiles, heads and sequences."""
+    splits = a.integer("splits")
+    split, task_index = task_index % splits, task_index // splits
     sequences = a.pointer("sequences", LONG)
-    # The last sequence that begins at or before this task.
-    low, high = code.variable(code.whole(0)), code.variable(a.number("batch"))
-    with code.forever() as found:
-        code.leave_if(high.get() - low.get() <= 1, found)
+    # Binary search for the last sequence whose first task is at or before this one.
+    low, high = code.variable(code.index(0)), code.variable(a.integer("batch"))
+    with code.loop_forever() as done:
+        code.break_if(high.get() - low.get() <= 1, done)
         middle = (low.get() + high.get()) // 2
-        before = sequences[middle * len(SEQUENCE)] <= number
-        low.set(code.select(before, middle, low.get()))
-        high.set(code.select(before, high.get(), middle))
+        starts_before = sequences[middle * len(SEQUENCE_FIELDS)] <= task_index
+        low.set(code.select(starts_before, middle, low.get()))
+        high.set(code.select(starts_before, high.get(), middle))
     b = low.get()
-    within = number - sequences[b * len(SEQUENCE)]
-    tile_rows = a.number("panels") * panel.rows
+    within = task_index - sequences[b * len(SEQUENCE_FIELDS)]
+    tile_rows = a.integer("panels") * panel.rows
     tiles = (
-        sequences[b * len(SEQUENCE) + SEQUENCE.index("seqlen_q")] * a.number("groups") + tile_rows - 1
+        sequences[b * len(SEQUENCE_FIELDS) + SEQUENCE_FIELDS.index("seqlen_q")] * a.integer("groups") + tile_rows - 1
     ) // tile_rows
-    first_row = (tiles - 1 - within % tiles) * tile_rows  # under a causal mask the longest first
-    return task_of(code, a, b, within // tiles, split, first_row)
+    first_row = (tiles - 1 - within % tiles) * tile_rows  # last rows first: under a causal mask they take longest
+    return make_task(code, a, b, within // tiles, split, first_row)
 
 
-def task_of(code: Code, a: Arguments, b: Value, kv_head: Value, split: Value, first_row: Value) -> Task:
+def make_task(code: Code, a: Arguments, b: Value, kv_head: Value, split: Value, first_row: Value) -> Task:
     sequences = a.pointer("sequences", LONG)
-    _, q_first, k_first, seqlen_q, seqlen_k, leftpad = (sequences[b * len(SEQUENCE) + n] for n in range(len(SEQUENCE)))
-    first_key = split * a.number("chunk")
+    _, q_first, k_first, seqlen_q, seqlen_k, leftpad = (
+        sequences[b * len(SEQUENCE_FIELDS) + n] for n in range(len(SEQUENCE_FIELDS))
+    )
+    first_key = split * a.integer("chunk")
     return Task(
         b=b,
         kv_head=kv_head,
         split=split,
         first_row=first_row,
-        num_rows=seqlen_q * a.number("groups"),
+        num_rows=seqlen_q * a.integer("groups"),
         q_first=q_first,
         k_first=k_first,
-        diagonal=seqlen_k - seqlen_q + a.number("diagonal"),
+        diagonal=seqlen_k - seqlen_q + a.integer("diagonal"),
         first_key=code.maximum(first_key, leftpad),
-        last_key=code.minimum(first_key + a.number("chunk"), seqlen_k) - 1,
+        last_key=code.minimum(first_key + a.integer("chunk"), seqlen_k) - 1,
     )
 
 
-def fill_rows(code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, w: Workspace, p: Value) -> None:
-    """The tables of panel `p`, and its bounds `[lo, full_lo, full_hi, hi)`: keys outside `[lo, hi)` no row sees, those
-    in `[full_lo, full_hi)` every row.
+def fill_row_tables(
+    code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, w: Workspace, p: Value
+) -> None:
+    """Fill the tables of panel `p` and its bounds: all visible keys are in `[lo, hi)`, and every row sees all keys in
+    `[full_lo, full_hi)`.
     """
-    lo, full_lo = code.variable(code.whole(UNLIMITED)), code.variable(code.whole(0))
-    full_hi, hi = code.variable(code.whole(UNLIMITED)), code.variable(code.whole(0))
+    lo, full_lo = code.variable(code.index(UNLIMITED)), code.variable(code.index(0))
+    full_hi, hi = code.variable(code.index(UNLIMITED)), code.variable(code.index(0))
     with code.loop(0, panel.rows) as r:
         row = packed_row(code, panel, task, p, r)
         i, h = position_and_head(a, task, row)
         at = p * panel.rows + r
         token = task.q_first + i
-        lse_at = task.b * a.number("lse_b") + h * a.number("lse_h") + token * a.number("lse_s")
-        w.q_at[at] = task.b * a.number("q_b") + h * a.number("q_h") + token * a.number("q_s")
-        w.out_at[at] = task.b * a.number("out_b") + h * a.number("out_h") + token * a.number("out_s")
-        w.lse_at[at] = lse_at
+        lse_offset = task.b * a.integer("lse_b") + h * a.integer("lse_h") + token * a.integer("lse_s")
+        w.q_offsets[at] = task.b * a.integer("q_b") + h * a.integer("q_h") + token * a.integer("q_s")
+        w.out_offsets[at] = task.b * a.integer("out_b") + h * a.integer("out_h") + token * a.integer("out_s")
+        w.lse_offsets[at] = lse_offset
         if variant.bias is not None:
-            w.bias_at[at] = task.b * a.number("bias_b") + h * a.number("bias_h") + i * a.number("bias_i")
+            w.bias_offsets[at] = task.b * a.integer("bias_b") + h * a.integer("bias_h") + i * a.integer("bias_i")
         if variant.mask:
-            w.mask_at[at] = task.b * a.number("mask_b") + h * a.number("mask_h") + i * a.number("mask_i")
-        position = i + a.number("i0")
-        place = position + task.diagonal - a.number("j0")  # as far along the keys as the row is
-        low = code.maximum(place - a.number("window_left"), task.first_key)
-        right = code.minimum(place + a.number("window_right"), position - a.number("j0") + a.number("top_left"))
+            w.mask_offsets[at] = task.b * a.integer("mask_b") + h * a.integer("mask_h") + i * a.integer("mask_i")
+        position = i + a.integer("i0")
+        diagonal_key = position + task.diagonal - a.integer("j0")  # the key on this row's diagonal
+        low = code.maximum(diagonal_key - a.integer("window_left"), task.first_key)
+        right = code.minimum(
+            diagonal_key + a.integer("window_right"), position - a.integer("j0") + a.integer("top_left")
+        )
         high = code.minimum(right, task.last_key)
         low = code.minimum(low, task.last_key + 1)
         high = code.maximum(high, -1)
@@ -107,18 +114,18 @@ def fill_rows(code: Code, a: Arguments, variant: Variant, panel: Panel, task: Ta
         full_hi.set(code.minimum(full_hi.get(), high + 1))
         hi.set(code.maximum(hi.get(), high + 1))
         if variant.alibi:
-            w.place[at] = code.convert(place, INT)
-            w.slope[at] = a.pointer("slopes")[task.b * a.number("slopes_b") + h] * variant.unit
+            w.diagonal_key[at] = code.convert(diagonal_key, INT)
+            w.slope[at] = a.pointer("slopes")[task.b * a.integer("slopes_b") + h] * variant.score_unit
         if variant.dropout:
             w.position[at] = code.convert(position, INT)
-            sequence_head = (task.b + a.number("b0")) * a.number("num_heads") + h + a.number("h0")
+            sequence_head = (task.b + a.integer("b0")) * a.integer("num_heads") + h + a.integer("h0")
             w.sequence_head[at] = code.convert(sequence_head, INT)
     for n, bound in enumerate((lo, full_lo, full_hi, hi)):
         w.bounds[p * 4 + n] = bound.get()
 
 
-def rows_left(code: Code, panel: Panel, task: Task, p: Value) -> Value:
-    """Rows of panel `p` that are not copies."""
+def num_valid_rows(code: Code, panel: Panel, task: Task, p: Value) -> Value:
+    """The number of rows of panel `p` without padding."""
     return code.minimum(task.num_rows - task.first_row - p * panel.rows, panel.rows)
 
 
@@ -127,84 +134,84 @@ def packed_row(code: Code, panel: Panel, task: Task, p: Value, r: Value) -> Valu
 
 
 def position_and_head(a: Arguments, task: Task, row: Value) -> tuple[Value, Value]:
-    groups = a.number("groups")
+    groups = a.integer("groups")
     return row // groups, task.kv_head * groups + row % groups
 
 
-def turn_in(
+def load_transposed(
     code: Code,
     panel: Panel,
     source: Pointer,
-    rows_at: Pointer,
+    row_offsets: Pointer,
     count: Value,
-    step: Value,
-    name: str,
+    stride: Value,
+    dtype: str,
     to: Pointer,
     factor: Value,
 ) -> None:
-    """`to[d] = factor * source[rows_at + d * step]` for `d < count`: rows become lanes.
+    """`to[d, r] = factor * source[row_offsets[r] + d * stride]` for `d < count`: rows become lanes.
 
-    Squares of as many rows and columns as a vector has lanes are turned over in registers; a column at a time does
-    what is left, and what is not contiguous.
+    Squares of lanes by lanes are transposed in registers; the remainder, and columns that are not contiguous, are
+    loaded one element at a time.
     """
-    kinds = (ADDRESS, ADDRESS, LONG, LONG, ADDRESS, code.real)
-    with code.shared_function(f"turn_in_{name}", *kinds) as given:
-        if given:
-            source_, rows_at_, to_ = code.pointer(given[0]), code.pointer(given[1], LONG), code.pointer(given[4])
-            count_, step_, factor_ = given[2], given[3], given[5]
-            whole = code.select(step_.equals(1), count_ // code.lanes * code.lanes, 0)
-            with code.loop(0, whole, code.lanes) as d, code.loop(0, panel.rows, code.lanes) as r:
-                square = [load_vector(code, source_, rows_at_[r + n] + d, name) for n in range(code.lanes)]
-                for n, column in enumerate(transposed(code, square)):
+    kinds = (ADDRESS, ADDRESS, LONG, LONG, ADDRESS, code.real_type)
+    with code.shared_function(f"load_transposed_{dtype}", *kinds) as args:
+        if args:
+            source_, row_offsets_, to_ = code.pointer(args[0]), code.pointer(args[1], LONG), code.pointer(args[4])
+            count_, stride_, factor_ = args[2], args[3], args[5]
+            full = code.select(stride_.equals(1), count_ // code.lanes * code.lanes, 0)
+            with code.loop(0, full, code.lanes) as d, code.loop(0, panel.rows, code.lanes) as r:
+                square = [load_vector(code, source_, row_offsets_[r + n] + d, dtype) for n in range(code.lanes)]
+                for n, column in enumerate(transpose(code, square)):
                     to_.store(column * factor_, (d + n) * panel.rows + r)
-            with code.loop(whole, count_) as d, code.loop(0, panel.rows) as r:
-                to_[d * panel.rows + r] = load(code, source_, rows_at_[r] + d * step_, name) * factor_
-    code.call(f"turn_in_{name}", source, rows_at, count, step, to, factor)
+            with code.loop(full, count_) as d, code.loop(0, panel.rows) as r:
+                to_[d * panel.rows + r] = load(code, source_, row_offsets_[r] + d * stride_, dtype) * factor_
+    code.call(f"load_transposed_{dtype}", source, row_offsets, count, stride, to, factor)
 
 
 def copy_rows(
-    code: Code, panel: Panel, source: Pointer, rows_at: Pointer, count: Value, name: str, to: Pointer, width: Value
+    code: Code, panel: Panel, source: Pointer, row_offsets: Pointer, count: Value, dtype: str, to: Pointer, width: Value
 ) -> None:
-    """`to[r, d] = source[rows_at[r] + d]` for `d < count`, and 0 from there to `width`."""
-    whole = count // code.lanes * code.lanes
+    """`to[r, d] = source[row_offsets[r] + d]` for `d < count`, and 0 from there to `width`."""
+    full = count // code.lanes * code.lanes
     with code.loop(0, panel.rows) as r:
-        row, at = to + r * width, rows_at[r]
-        with code.loop(0, whole, code.lanes) as d:
-            row.store(load_vector(code, source, at + d, name), d)
-        with code.loop(whole, count) as d:
-            row[d] = load(code, source, at + d, name)
+        row, at = to + r * width, row_offsets[r]
+        with code.loop(0, full, code.lanes) as d:
+            row.store(load_vector(code, source, at + d, dtype), d)
+        with code.loop(full, count) as d:
+            row[d] = load(code, source, at + d, dtype)
         with code.loop(count, width) as d:
-            row[d] = code.number(0)
+            row[d] = code.real(0)
 
 
-def turn_out(
-    code: Code, panel: Panel, source: Pointer, count: Value, name: str, to: Pointer, rows_at: Pointer, rows: Value
+def store_transposed(
+    code: Code, panel: Panel, source: Pointer, count: Value, dtype: str, to: Pointer, row_offsets: Pointer, rows: Value
 ) -> None:
-    """`to[rows_at + d] = source[d]` for `d < count` and the first `rows` rows: lanes become rows again."""
+    """`to[row_offsets[r] + d] = source[d, r]` for `d < count` and the first `rows` rows: lanes become rows."""
     kinds = (ADDRESS, LONG, ADDRESS, ADDRESS, LONG)
-    with code.shared_function(f"turn_out_{name}", *kinds) as given:
-        if given:
-            source_, to_, rows_at_ = code.pointer(given[0]), code.pointer(given[2]), code.pointer(given[3], LONG)
-            count_, rows_ = given[1], given[4]
-            whole = count_ // code.lanes * code.lanes
-            with code.loop(0, whole, code.lanes) as d, code.loop(0, rows_, code.lanes) as r:
+    with code.shared_function(f"store_transposed_{dtype}", *kinds) as args:
+        if args:
+            source_, to_, row_offsets_ = code.pointer(args[0]), code.pointer(args[2]), code.pointer(args[3], LONG)
+            count_, rows_ = args[1], args[4]
+            full = count_ // code.lanes * code.lanes
+            with code.loop(0, full, code.lanes) as d, code.loop(0, rows_, code.lanes) as r:
                 square = [source_.vector((d + n) * panel.rows + r) for n in range(code.lanes)]
-                for n, row in enumerate(transposed(code, square)):
-                    with code.when(r + n < rows_):
-                        store_vector(code, row, to_, rows_at_[r + n] + d, name)
-            with code.loop(whole, count_) as d, code.loop(0, rows_) as r:
-                store(code, source_[d * panel.rows + r], to_, rows_at_[r] + d, name)
-    code.call(f"turn_out_{name}", source, count, to, rows_at, rows)
+                for n, row in enumerate(transpose(code, square)):
+                    with code.if_then(r + n < rows_):
+                        store_vector(code, row, to_, row_offsets_[r + n] + d, dtype)
+            with code.loop(full, count_) as d, code.loop(0, rows_) as r:
+                store(code, source_[d * panel.rows + r], to_, row_offsets_[r] + d, dtype)
+    code.call(f"store_transposed_{dtype}", source, count, to, row_offsets, rows)
 
 
-class Keys(NamedTuple):
-    """Where a block of keys, or of their values, can be read: rows of one stride."""
+class KeyBlock(NamedTuple):
+    """The first row of a block of keys or values in memory, and the stride between rows."""
 
     first: Pointer
     stride: Value
 
 
-def read_keys(
+def load_keys(
     code: Code,
     a: Arguments,
     variant: Variant,
@@ -214,47 +221,47 @@ def read_keys(
     last: Value,
     scratch: Pointer,
     dtype: str | None = None,
-) -> Keys:
-    """Keys `first..last`, exclusive, of `side` "k" or "v", as `dtype` or else as reals: where they lie if they are that
-    already and have one stride, otherwise copied to `scratch`.
+) -> KeyBlock:
+    """Rows `first` to `last`, exclusive, of k or v (`side`), in `dtype` or else as reals. No copy is made if they have
+    that dtype and one stride; otherwise, as at the border of two pages, they are copied to `scratch`.
     """
-    wanted = variant.real_name if dtype is None else dtype
-    kind = STORED[wanted]
+    target_dtype = variant.real_dtype if dtype is None else dtype
+    kind = STORAGE_TYPES[target_dtype]
     source, table = a.pointer(side, kind), a.pointer("page_table", LONG)
-    page_size, step = a.number("page_size"), a.number(f"{side}_s")
-    width = a.number("head_dim" if side == "k" else "head_dim_v")
-    of_head, scratch = task.kv_head * a.number(f"{side}_h"), scratch.of(kind)
+    page_size, step = a.integer("page_size"), a.integer(f"{side}_s")
+    width = a.integer("head_dim" if side == "k" else "head_dim_v")
+    head_offset, scratch = task.kv_head * a.integer(f"{side}_h"), scratch.cast(kind)
 
-    def place(j: Value) -> Value:
-        at = code.variable(task.b * a.number(f"{side}_b") + of_head + (task.k_first + j) * step)
-        with code.when(table.absent().equals(0)):
-            page = table[task.b * a.number("page_columns") + j // page_size]
-            at.set(page * a.number(f"{side}_b") + of_head + j % page_size * step)
+    def offset(j: Value) -> Value:
+        at = code.variable(task.b * a.integer(f"{side}_b") + head_offset + (task.k_first + j) * step)
+        with code.if_then(table.is_null().equals(0)):
+            page = table[task.b * a.integer("page_columns") + j // page_size]
+            at.set(page * a.integer(f"{side}_b") + head_offset + j % page_size * step)
         return at.get()
 
     def copy() -> None:
-        whole = width // code.lanes * code.lanes
+        full = width // code.lanes * code.lanes
         with code.loop(first, last) as j:
-            at, to = place(j), scratch + (j - first) * width
-            with code.loop(0, whole, code.lanes) as d:
+            at, to = offset(j), scratch + (j - first) * width
+            with code.loop(0, full, code.lanes) as d:
                 x = (
                     source.vector(at + d)
-                    if wanted == variant.dtype
+                    if target_dtype == variant.dtype
                     else load_vector(code, source, at + d, variant.dtype)
                 )
                 to.store(x, d)
-            with code.loop(whole, width) as d:
-                to[d] = source[at + d] if wanted == variant.dtype else load(code, source, at + d, variant.dtype)
+            with code.loop(full, width) as d:
+                to[d] = source[at + d] if target_dtype == variant.dtype else load(code, source, at + d, variant.dtype)
 
-    if wanted != variant.dtype:
+    if target_dtype != variant.dtype:
         copy()
-        return Keys(scratch, width)
-    found, stride = code.variable(Value(code, scratch.ir)), code.variable(width)
-    together = table.absent() | (first // page_size).equals((last - 1) // page_size)
-    with code.either(together) as (then, otherwise):
+        return KeyBlock(scratch, width)
+    address, row_stride = code.variable(Value(code, scratch.ir)), code.variable(width)
+    contiguous = table.is_null() | (first // page_size).equals((last - 1) // page_size)
+    with code.if_else(contiguous) as (then, otherwise):
         with then:
-            found.set(Value(code, (source + place(first)).ir))
-            stride.set(step)
+            address.set(Value(code, (source + offset(first)).ir))
+            row_stride.set(step)
         with otherwise:
             copy()
-    return Keys(code.pointer(found.get(), kind), stride.get())
+    return KeyBlock(code.pointer(address.get(), kind), row_stride.get())

@@ -1,0 +1,241 @@
+"""Host code of the backward pass: split the work into tasks, allocate gradients, launch the kernel, reduce."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...call.call import Call, Gradients, Needs, new_rows
+from ...call.plan import Plan
+from ..epilogue import sink_gradient
+from ..scalars import rows_last
+from . import arguments as args
+from . import targets, threads, workspace
+from .epilogue import gather_pages, scatter_to_pages, slope_gradient, without_padding
+from .jit import function_address
+from .kernels import sums
+from .launch import KernelLaunch, run
+from .lengths import Lengths, chunk, lengths, max_threads
+from .targets import Target
+from .variant import BACKWARD, Variant
+
+MIN_TASKS = 16  # keys are split where heads and sequences alone give fewer
+MIN_SPLIT_KEYS = 256
+
+
+@functools.lru_cache(maxsize=1024)
+def backward_address(variant: Variant, target: Target) -> int:
+    """The address of the compiled kernel; its generator is imported only if it has to be compiled."""
+
+    def source() -> str:
+        from .kernels import backward
+
+        return backward.source(variant, target)
+
+    return function_address(BACKWARD, variant, target, source)
+
+
+class TaskSplit(NamedTuple):
+    """The tasks of a backward pass. Each owns the gradients of its keys, and every element of dbias that it adds to."""
+
+    tasks: int
+    splits: int  # of the keys
+    share_b: int  # 1 if one task goes through all sequences
+    share_h: int
+
+
+class BackwardTasks(NamedTuple):
+    """The kernel variant, the sequences, and the tasks of a backward pass."""
+
+    variant: Variant
+    lengths: Lengths
+    split: TaskSplit
+
+
+class GradientBuffers(NamedTuple):
+    """The tensors that a backward kernel writes; `None` for a gradient that was not requested."""
+
+    delta: Tensor
+    dq: Tensor | None  # [splits, ...]
+    dk: Tensor | None  # rows padded to whole vectors
+    dv: Tensor | None
+    dbias: Tensor | None
+    dbias_error: Tensor | None  # rounding errors of sums with many terms
+    dslopes: Tensor | None  # [splits, *lse.shape]
+
+
+class RowTensors(NamedTuple):
+    """out, lse and their gradients, as the kernel reads them."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+def backward(
+    plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> Gradients:
+    """The requested gradients of a call, in the accumulation dtype."""
+    return record_backward(plan, call, needs, out, lse, dout, dlse)[1]
+
+
+def record_backward(
+    plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Any, Gradients]:
+    """As `backward`, with the function that repeats it for calls of the same layout, or `None`, as `record_forward`."""
+    if call.layout == "paged":
+        packed, token = gather_pages(call)
+        grads = backward(plan, packed, needs, out, lse, dout, dlse)
+        dk, dv = (scatter_to_pages(dx, token, x) for dx, x in ((grads.k, call.tensors.k), (grads.v, call.tensors.v)))
+        return None, grads._replace(k=dk, v=dv)
+    q, k, v = (rows_last(x) for x in call.tensors[:3])
+    rows, tasks = row_tensors(out, lse, dout, dlse), backward_tasks(plan, call, needs)
+    buffers = allocate_gradients(call, needs, rows.lse, tasks.lengths, tasks.split.splits)
+    launch = backward_launch(call, tasks, (q, k, v, rows.out, rows.dout), rows.lse, buffers)
+    grads = run_backward(launch, call, (q, k, v), rows, buffers, sinks=needs.sinks)
+    return functools.partial(replay_backward, launch, needs) if call.layout == "dense" else None, grads
+
+
+def replay_backward(
+    launch: KernelLaunch, needs: Needs, call: Call, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> Gradients:
+    q, k, v = (rows_last(x) for x in call.tensors[:3])
+    rows = row_tensors(out, lse, dout, dlse)
+    buffers = allocate_gradients(call, needs, rows.lse, launch.lengths, launch.splits)
+    return run_backward(launch, call, (q, k, v), rows, buffers, sinks=needs.sinks)
+
+
+def row_tensors(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> RowTensors:
+    out = rows_last(out)
+    dout = out.new_zeros(out.shape[-1]).expand(out.shape) if dout is None else rows_last(dout.to(out.dtype))
+    return RowTensors(out, lse.contiguous(), dout, None if dlse is None else dlse.to(lse.dtype).contiguous())
+
+
+def run_backward(
+    launch: KernelLaunch,
+    call: Call,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    rows: RowTensors,
+    buffers: GradientBuffers,
+    sinks: bool,
+) -> Gradients:
+    t, (q, k, v) = call.tensors, inputs
+    tensors = {**rows._asdict(), **buffers._asdict()}
+    run(launch, args.input_tensors(call, q, k, v) | {name: x for name, x in tensors.items() if x is not None})
+    dq, dslopes = buffers.dq, buffers.dslopes
+    if dq is not None:
+        dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))
+        if dq.dim() == 3:
+            dq[launch.lengths.used_tokens :] = 0
+    return Gradients(
+        q=dq,
+        k=without_padding(t.k, buffers.dk),
+        v=without_padding(t.v, buffers.dv),
+        bias=buffers.dbias,
+        alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0), launch.lengths),
+        sinks=sink_gradient(t.sinks, rows.lse, buffers.delta) if sinks and t.sinks is not None else None,
+    )
+
+
+def backward_tasks(plan: Plan, call: Call, needs: Needs) -> BackwardTasks:
+    """Choose the variant and split the work."""
+    variant = args.variant_of(call, targets.host(), plan.tile.rows)
+    variant = variant._replace(bias_gradient=needs.bias, slope_gradient=needs.alibi_slopes)
+    heads_kv = args.heads_kv(call)
+    groups = call.tensors.q.shape[1] // heads_kv
+    of_call = lengths(call, heads_kv, groups, variant.vectors * args.vector_lanes(call))
+    return BackwardTasks(variant, of_call, split_tasks(call, needs, of_call))
+
+
+def split_tasks(call: Call, needs: Needs, lengths: Lengths) -> TaskSplit:
+    """A task for each sequence, key head and split, but for what shares a dbias. The split does not depend on the
+    number of threads, so that results do not either.
+    """
+    t = call.tensors
+    shared = [needs.bias and t.bias is not None and n == 1 for n in (t.bias.shape if t.bias is not None else ())]
+    share_b, share_h, _, share_j = shared or (False,) * 4
+    count = (1 if share_b else lengths.batch) * (1 if share_h else args.heads_kv(call))
+    splits = 1 if share_j else max(1, min(MIN_TASKS // max(count, 1), lengths.max_seqlen_k // MIN_SPLIT_KEYS))
+    return TaskSplit(count * splits if lengths.batch else 0, splits, int(share_b), int(share_h))
+
+
+def allocate_gradients(call: Call, needs: Needs, lse: Tensor, lengths: Lengths, splits: int) -> GradientBuffers:
+    """Gradient buffers: uninitialized where the kernel stores every element, else zeros. Packed tokens that belong to
+    no sequence are never stored.
+    """
+    t, real = call.tensors, lse.dtype
+    bias = t.bias if needs.bias else None
+    compensated = bias is not None and pairs_per_bias_element(call, bias, lengths) > sums.MAX_PLAIN_TERMS
+    dk, dv = (
+        new_rows(x, args.heads_kv(call), workspace.round_up(x.shape[-1], args.vector_lanes(call)), real)
+        if needed
+        else None
+        for x, needed in ((t.k, needs.k), (t.v, needs.v))
+    )
+    if call.layout != "dense":
+        for x in (dk, dv):
+            if x is not None:
+                x.zero_()
+    return GradientBuffers(
+        delta=torch.zeros_like(lse),
+        dq=allocate_dq(t.q, real, splits) if needs.q else None,
+        dk=dk,
+        dv=dv,
+        dbias=None if bias is None else bias.new_zeros(bias.shape, dtype=real),
+        dbias_error=bias.new_zeros(bias.shape, dtype=real) if bias is not None and compensated else None,
+        dslopes=lse.new_zeros((splits, *lse.shape)) if needs.alibi_slopes else None,
+    )
+
+
+def allocate_dq(q: Tensor, real: torch.dtype, splits: int) -> Tensor:
+    """`[splits, ...]`; with one split `dq` itself, in the layout of q."""
+    if splits == 1:
+        return new_rows(q, q.shape[1], q.shape[-1], real)[None]
+    return q.new_empty((splits, *q.shape), dtype=real)
+
+
+def pairs_per_bias_element(call: Call, bias: Tensor, lengths: Lengths) -> int:
+    """The largest number of query-key pairs that share an element of the bias."""
+    heads = call.tensors.q.shape[1]
+    rows = lengths.max_rows * args.heads_kv(call) // heads
+    sizes = (lengths.batch, heads, rows, lengths.max_seqlen_k)
+    return math.prod(size for n, size in zip(bias.shape, sizes, strict=True) if n == 1)
+
+
+def backward_launch(
+    call: Call, tasks: BackwardTasks, inputs: tuple[Tensor, ...], lse: Tensor, buffers: GradientBuffers
+) -> KernelLaunch:
+    """Compute all arguments of the kernel but the addresses; `inputs` are q, k, v, out and dout."""
+    q, k, v, out, dout = inputs
+    variant, lengths, split = tasks
+    values = args.call_scalars(call, variant, q, k, v)
+    dq, dbias = buffers.dq, buffers.dbias
+    of_rows = {"out": out, "dout": dout, "dk": buffers.dk, "dv": buffers.dv, "dq": None if dq is None else dq[0]}
+    for name, x in of_rows.items():
+        values |= {} if x is None else args.strides(name, x)
+    lanes, widths = args.vector_lanes(call), (q.shape[-1], v.shape[-1])
+    rows = variant.vectors * lanes
+    split_keys = chunk(lengths.max_seqlen_k, split.splits)
+    total_keys = min(split_keys, lengths.max_seqlen_k) if lengths.max_rows > sums.ROWS_PER_CARRY else 0
+    layout = (variant.real_type, rows, lanes, *widths, total_keys)
+    values |= {
+        **args.lse_strides(lse),
+        **({} if dbias is None else args.pair_strides("dbias", dbias)),
+        "dq_split": 0 if dq is None else dq.stride(0),
+        "sequences": lengths.table.ctypes.data,
+        "tasks": split.tasks,
+        "batch": lengths.batch,
+        "panels": 1,
+        "splits": split.splits,
+        "chunk": split_keys,
+        "total_keys": total_keys,
+        "share_b": split.share_b,
+        "share_h": split.share_h,
+        "work_size": workspace.num_bytes(workspace.backward_layout, *layout),
+    }
+    worker = threads.WORKER(backward_address(variant, targets.host()))
+    count = min(split.tasks, max_threads(call, lengths, rows))
+    return KernelLaunch(worker, args.pack(values), count, values["work_size"], lengths, split.splits)

@@ -1,0 +1,120 @@
+"""Host code of the forward pass: allocate results, launch the kernel, combine splits."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call.call import Call, lse_shape, new_rows
+from ...call.plan import Plan
+from ...call.problem import accumulation_dtype
+from ..scalars import rows_last
+from . import arguments as args
+from . import targets, threads, workspace
+from .jit import function_address
+from .launch import KernelLaunch, TensorSpec, run
+from .lengths import chunk, lengths, max_threads
+from .targets import Target
+from .variant import FORWARD, Variant
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_address(variant: Variant, target: Target) -> int:
+    """The address of the compiled kernel; its generator is imported only if it has to be compiled."""
+
+    def source() -> str:
+        from .kernels import decode, forward
+
+        return forward.source(variant, target, decode.DecodeKernel if variant.decode else forward.ForwardKernel)
+
+    return function_address(FORWARD, variant, target, source)
+
+
+def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a call."""
+    return record_forward(plan, call)[1]
+
+
+def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
+    """As `forward`, with the function that repeats it for calls of the same layout: `None` for packed calls, whose
+    launches depend on the values of their lengths.
+    """
+    q, k, v = (rows_last(x) for x in call.tensors[:3])
+    out = new_rows(call.tensors.q, q.shape[1], v.shape[-1], q.dtype)
+    lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
+    launch = forward_launch(plan, call, (q, k, v), out, lse)
+    results = run_forward(launch, call, (q, k, v), out, lse)
+    return functools.partial(replay_forward, launch) if call.layout == "dense" else None, results
+
+
+def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
+    q, k, v = (rows_last(x) for x in call.tensors[:3])
+    out, lse = (spec.new() for spec in launch.results)
+    return run_forward(launch, call, (q, k, v), out, lse)
+
+
+def run_forward(
+    launch: KernelLaunch, call: Call, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    q, k, v = inputs
+    tensors = args.input_tensors(call, q, k, v) | {"out": out, "lse": lse}
+    if launch.splits > 1:
+        shape = (launch.splits, *lse.shape)
+        partial_out, partial_lse = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)
+        run(launch, tensors | {"partial_out": partial_out, "partial_lse": partial_lse})
+        combine(partial_out, partial_lse, out if out.dim() == 4 else out.transpose(0, 1), lse)
+    else:
+        run(launch, tensors)
+    used_tokens = launch.lengths.used_tokens
+    if q.dim() == 3 and used_tokens < q.shape[0]:  # tokens of no sequence
+        out[used_tokens:] = 0
+        lse[:, used_tokens:] = -torch.inf
+    return out, lse
+
+
+def forward_launch(
+    plan: Plan, call: Call, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor
+) -> KernelLaunch:
+    """Choose the variant and compute all arguments of the kernel but the addresses."""
+    q, k, v = inputs
+    target = targets.host()
+    variant = args.variant_of(call, target, plan.tile.rows)
+    variant = variant._replace(decode=args.fits_decode(call, variant, target, plan.tile.rows))
+    values = args.call_scalars(call, variant, q, k, v)
+    rows = variant.vectors * args.vector_lanes(call)
+    panels = -(-plan.tile.rows // rows)
+    of_call = lengths(call, values["num_heads_kv"], values["groups"], panels * rows)
+    splits = call.settings.num_splits or plan.num_splits
+    widths = q.shape[-1], v.shape[-1]
+    values |= {
+        **args.strides("out", out),
+        **args.lse_strides(lse),
+        "sequences": of_call.table.ctypes.data,
+        "tasks": of_call.tasks * splits,
+        "batch": of_call.batch,
+        "panels": panels,
+        "splits": splits,
+        "chunk": chunk(of_call.max_seqlen_k, splits),
+        "work_size": workspace.num_bytes(workspace.forward_layout, variant.real_type, rows, panels, *widths),
+    }
+    return KernelLaunch(
+        threads.WORKER(forward_address(variant, target)),
+        args.pack(values),
+        min(values["tasks"], max_threads(call, of_call, min(plan.tile.rows, panels * rows))),
+        values["work_size"],
+        of_call,
+        splits,
+        (TensorSpec.of(out), TensorSpec.of(lse)),
+    )
+
+
+def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Combine splits `[splits, ..., Dv]` and `[splits, ...]`: the mean of their outputs, weighted by `exp(lse)`. The
+    split with the largest lse has weight 1 even if that is infinite, where `exp(inf - inf)` would be NaN.
+    """
+    m = partial_lse.amax(dim=0)
+    weights = torch.where(partial_lse == m, 1, torch.exp(partial_lse - m))
+    total = weights.sum(dim=0)
+    out.copy_((partial_out * weights[..., None]).sum(dim=0) / total[..., None])
+    lse.copy_(m + torch.log(total))

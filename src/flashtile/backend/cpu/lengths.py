@@ -1,0 +1,90 @@
+"""The table of sequences that a kernel reads: where each one begins in memory, how long it is, and its first task."""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from ...call.call import Call
+from .kernels.tiles import SEQUENCE_FIELDS, UNLIMITED
+from .workspace import BLOCK_N
+
+WORK_PER_THREAD = 2**21  # multiply-adds; about 30 microseconds, many times the cost of waking a thread
+
+
+class Lengths(NamedTuple):
+    """The table of sequences (`tiles.SEQUENCE_FIELDS`), and the sizes that the host derives from it."""
+
+    table: np.ndarray
+    batch: int
+    tasks: int
+    max_seqlen_k: int
+    max_rows: int  # packed query rows of the longest sequence
+    used_tokens: int  # packed query tokens that belong to a sequence
+
+
+def lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
+    """Build the table for tasks of `rows` packed query rows."""
+    if call.layout == "dense":
+        q, k = call.tensors.q, call.tensors.k
+        return dense_lengths(q.shape[0], q.shape[2], k.shape[2], heads_kv, groups, rows)
+    return packed_lengths(call, heads_kv, groups, rows)
+
+
+@functools.lru_cache(maxsize=256)
+def dense_lengths(batch: int, seqlen_q: int, seqlen_k: int, heads_kv: int, groups: int, rows: int) -> Lengths:
+    """The table of `batch` sequences of equal lengths."""
+    tiles = -(-seqlen_q * groups // rows)
+    table = np.zeros((batch + 1, len(SEQUENCE_FIELDS)), dtype=np.int64)
+    table[:, SEQUENCE_FIELDS.index("first_task")] = np.arange(batch + 1) * (tiles * heads_kv)
+    table[:, SEQUENCE_FIELDS.index("seqlen_q")] = seqlen_q
+    table[:, SEQUENCE_FIELDS.index("seqlen_k")] = seqlen_k
+    return Lengths(table, batch, batch * tiles * heads_kv, seqlen_k, seqlen_q * groups, 0)
+
+
+def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
+    """The table of packed or paged sequences. `cu_seqlens` and the other lengths are on the host and validated."""
+    t = call.tensors
+
+    def to_numpy(x: Tensor) -> np.ndarray:
+        return x.numpy().astype(np.int64)
+
+    if t.cu_seqlens_q is None:  # a KV cache with dense queries
+        batch = t.q.shape[0]
+        q_first, seqlen_q = np.zeros(batch, dtype=np.int64), np.full(batch, t.q.shape[2], dtype=np.int64)
+        used_tokens = 0
+    else:
+        bounds = to_numpy(t.cu_seqlens_q)
+        q_first, seqlen_q, used_tokens = bounds[:-1], np.diff(bounds), int(bounds[-1])
+        batch = len(q_first)
+    k_first = np.zeros(batch, dtype=np.int64)
+    seqlen_k = None if t.seqused_k is None else to_numpy(t.seqused_k)
+    if t.cu_seqlens_k is not None and t.page_table is None:
+        bounds = to_numpy(t.cu_seqlens_k)
+        k_first, capacity = bounds[:-1], np.diff(bounds)
+        seqlen_k = capacity if seqlen_k is None else np.minimum(seqlen_k, capacity)
+    elif seqlen_k is None:
+        assert t.cu_seqlens_k is not None
+        seqlen_k = np.diff(to_numpy(t.cu_seqlens_k))
+    tasks = -(-seqlen_q * groups // rows) * heads_kv
+    table = np.zeros((batch + 1, len(SEQUENCE_FIELDS)), dtype=np.int64)
+    table[1:, 0] = np.cumsum(tasks)
+    columns = {"q_first": q_first, "k_first": k_first, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    if t.leftpad_k is not None:
+        columns["leftpad"] = to_numpy(t.leftpad_k)
+    for name, column in columns.items():
+        table[:-1, SEQUENCE_FIELDS.index(name)] = column
+    max_rows = int(seqlen_q.max(initial=0)) * groups
+    return Lengths(table, batch, int(table[-1, 0]), int(seqlen_k.max(initial=0)), max_rows, used_tokens)
+
+
+def chunk(max_seqlen_k: int, splits: int) -> int:
+    """Keys of one split, a multiple of the block size."""
+    return -(-max_seqlen_k // (splits * BLOCK_N)) * BLOCK_N if splits > 1 else UNLIMITED
+
+
+def max_threads(call: Call, lengths: Lengths, rows: int) -> int:
+    """The largest number of threads that still have enough work to be worth waking."""
+    width = call.tensors.q.shape[-1] + call.tensors.v.shape[-1]
+    return 1 + lengths.tasks * rows * lengths.max_seqlen_k * width // WORK_PER_THREAD

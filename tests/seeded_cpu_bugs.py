@@ -1,0 +1,234 @@
+"""Bugs in the generators of the CPU kernels, each with a random call whose results must show it.
+
+    python -m tests.seeded_cpu_bugs        # the table: each bug, and the wrong result
+
+Bugs are planted as in `seeded_bugs`, and the kernels of each are compiled anew, without the caches in memory and on
+disk. One call for each bug keeps that to a few seconds.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+try:
+    from .checking import dense_case, offsets
+    from .seeded_bugs import Bug, planted
+except ImportError:  # pytest imports the tests as modules of their own
+    from checking import dense_case, offsets
+    from seeded_bugs import Bug, planted
+
+import flashtile
+from flashtile.backend.cpu import host_backward, host_forward, jit, launch
+from flashtile.testing.case import Case
+from flashtile.testing.oracle import Expected, solve
+from flashtile.testing.tolerance import compare
+
+Check = Callable[[], str | None]  # the worst result of a call, if it is out of bounds
+
+
+class CpuBug(NamedTuple):
+    """A bug, and the check that must notice it."""
+
+    bug: Bug
+    check: Check
+
+
+def forward_case(**keywords: Any) -> Case:
+    return dense_case(forward_only=True, **keywords)
+
+
+def paged_case() -> Case:
+    """Pages of four keys, one of them shared by two sequences."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in ((9, 4, 8), (5, 4, 2, 8), (5, 4, 2, 8)))
+    arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": offsets(4, 5), "cu_seqlens_k": None}
+    arguments["page_table"] = torch.tensor([[0, 3, 1], [3, 4, 0]], dtype=torch.int32)
+    arguments["causal"], arguments["seqused_k"] = True, torch.tensor([11, 7], dtype=torch.int32)
+    return Case("attention_varlen", arguments, forward_only=True)
+
+
+def mask_case() -> Case:
+    """A bool mask and a causal window, so that a block is at the window's edge."""
+    mask = torch.rand((2, 1, 7, 9), generator=torch.Generator().manual_seed(0)) < 0.7
+    return dense_case(mask=mask, causal=True, forward_only=True)
+
+
+def bias_case() -> Case:
+    """A bias that sequences and heads share."""
+    return dense_case(bias=torch.randn((1, 1, 7, 9), generator=torch.Generator().manual_seed(0)))
+
+
+@functools.cache
+def solved(make: Callable[[], Case]) -> tuple[Case, Expected]:
+    case = make()
+    return case, solve(case)
+
+
+def wrong_result(make: Callable[[], Case]) -> str | None:
+    """Compare a call with the oracle."""
+    case, expected = solved(make)
+    worst = compare(case.run("cpu"), case, expected)[0]
+    return None if worst.ok else f"{worst.name} ({worst.ratio:.3g} of the bound): {case.description}"
+
+
+def wrong_long_sum() -> str | None:
+    """Compare dv, the sum of 2**20 equal terms, with its exact value. The oracle would take seconds."""
+    q, k, v = torch.zeros(1, 1, 2**20, 1), torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2, 1).requires_grad_()
+    out = flashtile.attention(q, k, v, backend="cpu")
+    (dv,) = torch.autograd.grad(out, v, torch.full_like(out, 0.7))
+    error = (dv.double() / (2**19 * torch.tensor(0.7).double()) - 1).abs().max().item() / 2**-23
+    bound = 4 + 32  # the contract's, in units of eps, where all terms have one sign
+    return None if error <= bound else f"dv ({error / bound:.3g} of the bound): sum over 2**20 rows"
+
+
+def call(make: Callable[..., Case], **keywords: Any) -> Check:
+    """The check of the call `make(**keywords)`."""
+    return functools.partial(wrong_result, functools.partial(make, **keywords))
+
+
+HEADS = call(forward_case, num_heads_q=4, num_heads_kv=2)
+BLOCKS = call(forward_case, seqlen_k=97)  # the second block has one key
+RISING = call(forward_case, seqlen_k=300, scale=3.0)  # several blocks, and maxima that differ by more than 1
+DECODE = call(forward_case, batch=1, num_heads_q=2, seqlen_q=1, seqlen_k=2000, head_dim=32)  # split over keys
+GRADIENTS = call(dense_case)
+
+CPU_BUGS = (
+    CpuBug(
+        Bug(
+            "window: left off by one",
+            "kernels.tiles",
+            'diagonal_key - a.integer("window_left")',
+            'diagonal_key - a.integer("window_left") + 1',
+        ),
+        call(forward_case, window=(3, 2)),
+    ),
+    CpuBug(
+        Bug(
+            "mask ignored at the edge of a window",
+            "kernels.forward",
+            "if variant.mask:",
+            "if variant.mask and not edge:",
+        ),
+        call(mask_case),
+    ),
+    CpuBug(
+        Bug(
+            "heads of a group interleaved",
+            "kernels.tiles",
+            "task.kv_head * groups + row % groups",
+            'task.kv_head + row % groups * a.integer("num_heads_kv")',
+        ),
+        HEADS,
+    ),
+    CpuBug(
+        Bug(
+            "last key block forgotten",
+            "kernels.forward",
+            "hi.get(), BLOCK_N) as block",
+            "hi.get() - 1, BLOCK_N) as block",
+        ),
+        BLOCKS,
+    ),
+    CpuBug(
+        Bug(
+            "page off by one",
+            "kernels.tiles",
+            "+ j // page_size]",
+            '+ (j + 1) // page_size % a.integer("page_columns")]',
+        ),
+        call(paged_case),
+    ),
+    CpuBug(
+        Bug("acc not rescaled", "kernels.products", "code.multiply_add(x, a, y.get())", "x + y.get()"),
+        RISING,
+    ),
+    CpuBug(
+        Bug("sink not in l", "kernels.softmax", "code.select(sink.equals(-math.inf), code.real(0), 1)", "code.real(0)"),
+        call(forward_case, sinks=torch.tensor([1.0, -0.5])),
+    ),
+    CpuBug(
+        Bug("halves of the random words swapped", "kernels.rng", "16 * (e % 2)", "16 * (1 - e % 2)"),
+        call(forward_case, dropout_p=0.3, dropout_seed=5),
+    ),
+    CpuBug(
+        Bug("error of a carry forgotten", "kernels.sums", "error = recent - (new - total)", "error = recent * 0.0"),
+        wrong_long_sum,
+    ),
+    CpuBug(
+        Bug(
+            "splits combined without weights",
+            "host_forward",
+            "torch.where(partial_lse == m, 1, torch.exp(partial_lse - m))",
+            "torch.ones_like(partial_lse)",
+        ),
+        DECODE,
+    ),
+    CpuBug(
+        Bug(
+            "decode: last keys of a vector",
+            "kernels.decode",
+            "code.minimum(j + n, count - 1)",
+            "code.minimum(j + n, count - 2)",
+        ),
+        DECODE,
+    ),
+    CpuBug(
+        Bug("delta added", "kernels.backward", "ds = p * (dp - w.delta", "ds = p * (dp + w.delta"),
+        GRADIENTS,
+    ),
+    CpuBug(
+        Bug("scale missing in dq and dk", "kernels.backward", 'ds * a.real("scale")', "ds"),
+        GRADIENTS,
+    ),
+    CpuBug(
+        Bug(
+            "dk added twice",
+            "kernels.backward",
+            '        accumulate_key_gradient(self, "dk",',
+            '        accumulate_key_gradient(self, "dk", first, count, w.dscores, w.q_rows, depth)\n'
+            '        accumulate_key_gradient(self, "dk",',
+        ),
+        GRADIENTS,
+    ),
+    CpuBug(
+        Bug("dbias overwritten", "kernels.dbias", "dbias[at] = dbias[at] + x", "dbias[at] = x"),
+        call(bias_case),
+    ),
+)
+
+
+@contextmanager
+def fresh_kernels() -> Iterator[None]:
+    """Compile every kernel of this block, with no cache in memory or on disk, before or after."""
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(jit, "read_object", return_value=None))
+        patches.enter_context(mock.patch.object(jit, "write_object"))
+        forget_kernels()
+        try:
+            yield
+        finally:
+            forget_kernels()
+
+
+def forget_kernels() -> None:
+    launch._LAUNCHES.clear()
+    host_forward.forward_address.cache_clear()
+    host_backward.backward_address.cache_clear()
+
+
+def caught(x: CpuBug) -> str | None:
+    with planted(x.bug._replace(module=f"backend.cpu.{x.bug.module}")), fresh_kernels():
+        return x.check()
+
+
+def main() -> None:
+    for x in CPU_BUGS:
+        print(f"{x.bug.name:40} {caught(x) or 'NOT CAUGHT'}; without it: {x.check() or 'right'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
