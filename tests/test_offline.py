@@ -18,7 +18,7 @@ from offline.launches import launches_of, recorded, results_of
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu import replay
 from flashtile.backend.gpu.installed import triton_version
-from flashtile.backend.triton.tables import KIB, SHARED_MEMORY
+from flashtile.backend.triton.configs import KIB, SHARED_MEMORY
 from flashtile.dispatch.operators import OPERATORS
 
 CHOSEN = {  # family and kernel for each

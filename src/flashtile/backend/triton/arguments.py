@@ -12,10 +12,10 @@ from ...call.problem import LONGEST, power_of_two
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..scalars import keep_scale, rows_last, score_units, slopes_stride, strides, threshold, window_numbers
-from .tables import Launch
+from .configs import KernelConfig
 
-MOST_BIAS_SPLITS = 16  # copies of the bias's gradient, added up at the end
-ENOUGH_PROGRAMS = 1024
+MAX_BIAS_SPLITS = 16  # copies of the bias's gradient, added up at the end
+MAX_BIAS_PROGRAMS = 1024
 
 
 def alignment(tensors: list[Tensor]) -> int:
@@ -27,15 +27,15 @@ def alignment(tensors: list[Tensor]) -> int:
     return bits & -bits
 
 
-def inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> dict[str, Any]:
+def shared_scalars(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> dict[str, Any]:
     """What forward and backward kernels have in common. `q`, `k` and `v` have contiguous features."""
     paged = call.tensors.page_table is not None
     return {
         **strides("q", q, align),
         **strides("k", k, align, keys=True, paged=paged),
         **strides("v", v, align, keys=True, paged=paged),
-        **features(call),
-        **sequences(call),
+        **feature_scalars(call),
+        **seqlen_scalars(call),
         **chunks("D", q.shape[-1]),
         **chunks("DV", v.shape[-1]),
         "num_heads_q": q.shape[1],
@@ -45,7 +45,7 @@ def inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> dict[str,
     }
 
 
-def tiled(launch: Launch, tiles: int) -> dict[str, int]:
+def config_scalars(launch: KernelConfig, tiles: int) -> dict[str, int]:
     return {
         "num_tiles": tiles,
         "BLOCK_M": launch.block_m,
@@ -61,15 +61,15 @@ def row_stats_strides(x: Tensor) -> dict[str, int]:
     return {"stride_row_stats_b": batch[0] // 4 if batch else 0, "stride_row_stats_h": head // 4}
 
 
-def bias_tiles(call: Call, bias: Tensor, launch: Launch) -> dict[str, int]:
+def dbias_scalars(call: Call, bias: Tensor, launch: KernelConfig) -> dict[str, int]:
     """How the bias's own tiles and what shares them are counted (`bias_gradient`)."""
     origin = call.settings.j0 % 8 if call.settings.dropout_p > 0 else 0
-    batch, heads, seqlen_q, seqlen_k = pairs_shape(call)
+    batch, heads, seqlen_q, seqlen_k = bias_shape(call)
     counts = (batch, heads, -(-seqlen_q // launch.block_m), -(-(seqlen_k + origin) // launch.block_n))
     own = [1 if n == 1 else count for n, count in zip(bias.shape, counts, strict=True)]
     shared = [count // max(mine, 1) for mine, count in zip(own, counts, strict=True)]
     programs, turns = math.prod(own), math.prod(shared)
-    splits = max(1, min(MOST_BIAS_SPLITS, turns, ENOUGH_PROGRAMS // max(programs, 1)))
+    splits = max(1, min(MAX_BIAS_SPLITS, turns, MAX_BIAS_PROGRAMS // max(programs, 1)))
     return {
         "programs": programs * splits if turns > 0 else 0,
         "splits": splits,
@@ -115,7 +115,7 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         "seed": t.dropout_seed if call.settings.dropout_p > 0 else None,
         "cu_seqlens_q": t.cu_seqlens_q,
         "cu_seqlens_k": None if paged else t.cu_seqlens_k,
-        "seqused_k": used_keys(recorder, call) if paged else t.seqused_k,
+        "seqused_k": paged_seqlens(recorder, call) if paged else t.seqused_k,
         "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
         "leftpad_k": t.leftpad_k,
     }
@@ -131,7 +131,7 @@ def pair_strides(name: str, x: Tensor | None) -> dict[str, Any]:
     return found
 
 
-def features(call: Call) -> dict[str, Any]:
+def feature_scalars(call: Call) -> dict[str, Any]:
     """Everything that modifies scores, with the softmax's units (`scores`, `softmax`)."""
     t, s = call.tensors, call.settings
     limit = threshold(s.dropout_p) if s.dropout_p > 0 else None
@@ -139,7 +139,7 @@ def features(call: Call) -> dict[str, Any]:
     return {
         **pair_strides("mask", t.mask),
         **pair_strides("bias", t.bias),
-        "rows_of_pairs": rows,
+        "pair_rows": rows,
         **score_units(call),
         **window_numbers(call),
         "stride_slopes_b": None if t.alibi_slopes is None else slopes_stride(t.alibi_slopes),
@@ -153,7 +153,7 @@ def features(call: Call) -> dict[str, Any]:
     }
 
 
-def sequences(call: Call) -> dict[str, Any]:
+def seqlen_scalars(call: Call) -> dict[str, Any]:
     """Lengths: where sequences lie, how many positions each can have at most."""
     t, s = call.tensors, call.settings
     paged = t.page_table is not None
@@ -174,12 +174,12 @@ def sequences(call: Call) -> dict[str, Any]:
         "batch": batch,
         "total_q": total_q,
         "total_k": total_k,
-        "longest_k": total_k if s.max_seqlen_k is None else min(s.max_seqlen_k, LONGEST),
-        "SEQUENCES": power_of_two(batch + 1) if packed else 1,
+        "max_seqlen_k": total_k if s.max_seqlen_k is None else min(s.max_seqlen_k, LONGEST),
+        "BLOCK_B": power_of_two(batch + 1) if packed else 1,
     }
 
 
-def new_tokens(call: Call, given: Mapping[str, Tensor | None]) -> dict[str, Any]:
+def append_scalars(call: Call, given: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """The numbers of `append.append_kernel`. Keys and values of `call` are pages, also of a dense cache."""
     t = call.tensors
     packed = t.cu_seqlens_q is not None
@@ -191,7 +191,7 @@ def new_tokens(call: Call, given: Mapping[str, Tensor | None]) -> dict[str, Any]
     batch = table.shape[0]
     return {
         **strides("q", q, 1),
-        **optional_strides("turned", given["turned"]),
+        **optional_strides("rotated_q", given["rotated_q"]),
         **optional_strides("new_k", new_k),
         **optional_strides("new_v", given["new_v"]),
         **{f"stride_{dim}_k": stride for dim, stride in zip(("page", "slot", "head"), t.k.stride()[:3], strict=True)},
@@ -215,7 +215,7 @@ def new_tokens(call: Call, given: Mapping[str, Tensor | None]) -> dict[str, Any]
         "DV": t.v.shape[-1],
         "WIDTH_V": power_of_two(t.v.shape[-1]),
         "HALF": 0 if cos is None else cos.shape[1],
-        "SEQUENCES": power_of_two(batch + 1) if packed else 1,
+        "BLOCK_B": power_of_two(batch + 1) if packed else 1,
     }
 
 
@@ -223,7 +223,7 @@ def optional_strides(name: str, x: Tensor | None) -> dict[str, Any]:
     return {f"stride_{name}_{dim}": None for dim in "bhm"} if x is None else strides(name, x, 1)
 
 
-def used_keys(recorder: Recorder, call: Call) -> Tensor:
+def paged_seqlens(recorder: Recorder, call: Call) -> Tensor:
     """Keys of each paged sequence."""
     t = call.tensors
     if t.seqused_k is not None:
@@ -232,12 +232,12 @@ def used_keys(recorder: Recorder, call: Call) -> Tensor:
     return recorder.op(Tensor.diff, t.cu_seqlens_k)
 
 
-def num_tiles(call: Call, block: int, pack: int = 1) -> int:
+def num_tiles(call: Call, block: int, pack_gqa: int = 1) -> int:
     """Blocks of query rows: of each dense sequence, or of all packed ones and the tokens that belong to none."""
     t = call.tensors
     if t.cu_seqlens_q is None:
-        return -(-t.q.shape[2] * pack // block)
-    return -(-t.q.shape[0] * pack // block) + t.cu_seqlens_q.shape[0]
+        return -(-t.q.shape[2] * pack_gqa // block)
+    return -(-t.q.shape[0] * pack_gqa // block) + t.cu_seqlens_q.shape[0]
 
 
 def num_key_tiles(call: Call, block: int) -> int:
@@ -260,12 +260,12 @@ def dense_batch(x: Tensor) -> int:
     return x.shape[0] if x.dim() == 4 else 1
 
 
-def pairs_shape(call: Call) -> tuple[int, int, int, int]:
+def bias_shape(call: Call) -> tuple[int, int, int, int]:
     """`[B, H, Sq, Sk]` that a bias broadcasts to."""
     t, s = call.tensors, call.settings
-    given = sequences(call)
+    given = seqlen_scalars(call)
     seqlen_q = t.q.shape[2] if t.cu_seqlens_q is None else t.q.shape[0] if s.max_seqlen_q is None else s.max_seqlen_q
-    return given["batch"], t.q.shape[1], seqlen_q, min(given["longest_k"], given["total_k"])
+    return given["batch"], t.q.shape[1], seqlen_q, min(given["max_seqlen_k"], given["total_k"])
 
 
 def precision(dtype: torch.dtype) -> str:

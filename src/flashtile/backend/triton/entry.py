@@ -15,10 +15,10 @@ from ..gpu import replay
 from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
+from .configs import KernelConfig
 from .kernels.append import append_kernel
 from .kernels.forward import forward_kernel
-from .semaphores import counters
-from .tables import Launch
+from .semaphores import new_semaphores
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -31,38 +31,38 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def record_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
-    return attend(recorder, plan, call._replace(tensors=Tensors(*recorder.inputs)))  # type: ignore[arg-type]
+    return record_attention(recorder, plan, call._replace(tensors=Tensors(*recorder.inputs)))  # type: ignore[arg-type]
 
 
-def attend(recorder: Recorder, plan: Plan, call: Call) -> Results:
+def record_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
     """`out` and `lse` of a call whose tensors are the recorder's."""
     t = call.tensors
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
-    launch_shape: Launch = plan.tile.forward
-    pack, splits = plan.tile.pack, call.settings.num_splits or plan.num_splits
+    config: KernelConfig = plan.tile.forward
+    pack_gqa, splits = plan.tile.pack_gqa, call.settings.num_splits or plan.num_splits
     align = args.alignment([q, k, v, out])
-    tiles = args.num_tiles(call, launch_shape.block_m, pack)
-    programs = tiles * (q.shape[1] // pack) * args.dense_batch(q)
-    partial_lse, partial_out, arrived = None, None, None
+    tiles = args.num_tiles(call, config.block_m, pack_gqa)
+    programs = tiles * (q.shape[1] // pack_gqa) * args.dense_batch(q)
+    partial_lse, partial_out, semaphores = None, None, None
     if splits > 1:
         # The parts' results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
         partial_lse = recorder.new(lse.new_empty((splits, *lse.shape)))
         partial_out = recorder.new(lse.new_empty((*partial_lse.shape, v.shape[-1])))
-        arrived = recorder.op(partial(counters, q.device, programs))
-    parts = {"partial_out": partial_out, "partial_lse": partial_lse, "arrived": arrived}
+        semaphores = recorder.op(partial(new_semaphores, q.device, programs))
+    parts = {"partial_out": partial_out, "partial_lse": partial_lse, "semaphores": semaphores}
     recorder.launch(
         forward_kernel,
         args.pointers(recorder, call, q, k, v) | parts | {"sinks": t.sinks, "out": out, "lse": lse},
         programs * splits,
         {
-            **args.inputs(call, q, k, v, align),
+            **args.shared_scalars(call, q, k, v, align),
             **strides("out", out, align),
             **lse_strides(lse),
-            **args.tiled(launch_shape, tiles),
-            "stride_part": None if partial_lse is None else partial_lse.stride(0),
-            "PACK": pack,
+            **args.config_scalars(config, tiles),
+            "stride_split": None if partial_lse is None else partial_lse.stride(0),
+            "PACK_GQA": pack_gqa,
             "SPLITS": splits,
             "WIDTH": power_of_two(v.shape[-1]),
         },
@@ -122,7 +122,7 @@ def record_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Resul
     call = call._replace(tensors=t)
     if cache.k is not None or cache.rotary_cos is not None:
         call = append_and_rotate(recorder, call, cache, given.interleaved)
-    return attend(recorder, plan, call)
+    return record_attention(recorder, plan, call)
 
 
 def total_of_packed(lengths: Tensor, cu_seqlens_q: Tensor) -> Tensor:
@@ -137,10 +137,10 @@ def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, inter
     q = recorder.op(rows_last, t.q)
     given = (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
     new_k, new_v, cos, sin = (None if x is None else recorder.op(rows_last, x) for x in given)
-    turned = None if cos is None else recorder.new(new_rows(t.q, q.shape[1], q.shape[-1], q.dtype))
+    rotated_q = None if cos is None else recorder.new(new_rows(t.q, q.shape[1], q.shape[-1], q.dtype))
     pointers = {
         "q": q,
-        "turned": turned,
+        "rotated_q": rotated_q,
         "k_cache": t.k,
         "v_cache": t.v,
         "new_k": new_k,
@@ -152,7 +152,7 @@ def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, inter
         "page_table": recorder.op(rows_last, t.page_table),
         "cu_seqlens_q": t.cu_seqlens_q,
     }
-    scalars = args.new_tokens(call, pointers) | {"INTERLEAVED": interleaved, "num_warps": 1}
+    scalars = args.append_scalars(call, pointers) | {"INTERLEAVED": interleaved, "num_warps": 1}
     programs = scalars["num_tiles"] * (scalars["num_heads_q"] + scalars["num_heads_k"]) * args.dense_batch(q)
     recorder.launch(append_kernel, pointers, programs, scalars)
-    return call if turned is None else call._replace(tensors=t._replace(q=turned))
+    return call if rotated_q is None else call._replace(tensors=t._replace(q=rotated_q))

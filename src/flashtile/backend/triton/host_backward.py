@@ -14,10 +14,10 @@ from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import dlse_strides, lse_strides, rows_last, strides
 from . import arguments as args
+from .configs import KernelConfig
 from .kernels.dbias import dbias_kernel
-from .kernels.dkdv import delta_kernel, dkdv_kernel
+from .kernels.dkdv import dkdv_kernel, preprocess_kernel
 from .kernels.dq import dq_kernel
-from .tables import Launch
 
 ROWS_AT_ONCE = 64
 
@@ -38,19 +38,19 @@ def record_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = call._replace(tensors=Tensors(*given))  # type: ignore[arg-type]
     t = call.tensors
-    pass_ = BackwardPass(recorder, call, dout)
-    pass_.prepare_rows(out, lse, dlse)
-    dk, dv = pass_.keys(plan.tile.dkdv) if needs.k or needs.v else (None, None)
+    launches = BackwardLaunches(recorder, call, dout)
+    launches.preprocess(out, lse, dlse)
+    dk, dv = launches.dkdv(plan.tile.dkdv) if needs.k or needs.v else (None, None)
     slopes = needs.alibi_slopes
-    dq, dslopes = pass_.rows(plan.tile.dq, lse, slopes) if needs.q or slopes else (None, None)
-    dbias = pass_.bias(plan.tile.dq) if needs.bias else None
+    dq, dslopes = launches.dq(plan.tile.dq, lse, slopes) if needs.q or slopes else (None, None)
+    dbias = launches.dbias(plan.tile.dq) if needs.bias else None
     if slopes:
         dslopes = recorder.op(slope_gradient, t.alibi_slopes, t.cu_seqlens_q, dslopes)
     if call.layout == "paged":  # dk and dv have come by position
         dk, dv = (
             None if dx is None else recorder.op(in_pages, x, t.page_table, dx) for x, dx in ((t.k, dk), (t.v, dv))
         )
-    dsinks = recorder.op(sinks_from_rows, t.sinks, lse, pass_.row_stats) if needs.sinks else None
+    dsinks = recorder.op(sinks_from_rows, t.sinks, lse, launches.row_stats) if needs.sinks else None
     return (
         dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias, dslopes, dsinks
     )  # fmt: skip
@@ -60,26 +60,26 @@ def no_gradient(out: Tensor) -> Tensor:
     return out.new_zeros(out.shape[-1]).expand(out.shape)
 
 
-class BackwardPass:
+class BackwardLaunches:
     """The launches of one backward pass, and what they have in common."""
 
     def __init__(self, recorder: Recorder, call: Call, dout: Tensor):
         self.recorder, self.call, self.dout = recorder, call, dout
         self.q, self.k, self.v = (recorder.op(rows_last, x) for x in call.tensors[:3])
         self.pointers: Pointers = args.pointers(recorder, call, self.q, self.k, self.v) | {"dout": dout}
-        self.row_stats = dout  # set by prepare_rows
+        self.row_stats = dout  # set by preprocess
 
     def inputs(self, *results: Tensor) -> tuple[dict[str, Any], int]:
         """What every kernel takes, and the alignment in whose units strides come."""
         align = args.alignment([self.q, self.k, self.v, self.dout, *results])
         return {
-            **args.inputs(self.call, self.q, self.k, self.v, align),
+            **args.shared_scalars(self.call, self.q, self.k, self.v, align),
             **strides("dout", self.dout, align),
             **args.row_stats_strides(self.row_stats),
         }, align
 
-    def prepare_rows(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
-        """Two numbers a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T (`backward.delta_kernel`)."""
+    def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+        """Two numbers a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T (`backward.preprocess_kernel`)."""
         *leading, total_q = lse.shape
         row_stats = self.recorder.new(lse.new_empty((*leading, total_q + total_q % 2, 2)))
         align = args.alignment([out, self.dout])
@@ -100,11 +100,11 @@ class BackwardPass:
             "BLOCK_M": ROWS_AT_ONCE,
             "num_warps": 4,
         }
-        self.recorder.launch(delta_kernel, pointers, programs, scalars)
+        self.recorder.launch(preprocess_kernel, pointers, programs, scalars)
         self.row_stats = row_stats
         self.pointers = {**self.pointers, "row_stats": Described(row_stats, Tensor.view, torch.int64)}
 
-    def keys(self, shape: Launch) -> tuple[Tensor, Tensor]:
+    def dkdv(self, shape: KernelConfig) -> tuple[Tensor, Tensor]:
         """dk and dv, by position where keys are paged."""
         dk, dv = (self.recorder.new(new_key_rows(self.call, x)) for x in self.call.tensors[1:3])
         given, align = self.inputs(dk, dv)
@@ -114,13 +114,13 @@ class BackwardPass:
             **given,
             **strides("dk", dk, align, keys=True),
             **strides("dv", dv, align, keys=True),
-            **args.tiled(shape, tiles),
+            **args.config_scalars(shape, tiles),
             "scale": self.call.settings.scale,
         }
         self.recorder.launch(dkdv_kernel, {**self.pointers, "dk": dk, "dv": dv}, programs, scalars)
         return dk, dv
 
-    def rows(self, shape: Launch, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
+    def dq(self, shape: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
         """dq, and what each row gives to its slope, shaped as lse."""
         q = self.call.tensors.q
         dq = self.recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
@@ -132,17 +132,17 @@ class BackwardPass:
             **given,
             **strides("dq", dq, align),
             **lse_strides(dslopes),
-            **args.tiled(shape, tiles),
+            **args.config_scalars(shape, tiles),
             "scale": self.call.settings.scale,
         }
         self.recorder.launch(dq_kernel, {**self.pointers, "dq": dq, "dslopes": dslopes}, programs, scalars)
         return dq, dslopes
 
-    def bias(self, shape: Launch) -> Tensor:
+    def dbias(self, shape: KernelConfig) -> Tensor:
         """dbias, fp32 and shaped as the bias."""
         bias = self.call.tensors.bias
         assert bias is not None
-        tiles = args.bias_tiles(self.call, bias, shape)
+        tiles = args.dbias_scalars(self.call, bias, shape)
         programs, splits = tiles.pop("programs"), tiles["splits"]
         dbias = self.recorder.op(lambda bias: bias.new_zeros((splits, *bias.shape), dtype=torch.float32), bias)
         given, _ = self.inputs()

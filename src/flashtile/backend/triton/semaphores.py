@@ -11,15 +11,15 @@ from ...call.problem import power_of_two
 from ...remember import remember
 from ..gpu.launch import current_stream
 
-MOST_STREAMS = 256
-ALIGNED = 4  # counters in 16 bytes: a kernel may be compiled for a pointer that is a multiple of them
-RESERVED = 2**16  # counters for graphs; a layer's step takes at most as many as half the chip's cores
+MAX_STREAMS = 256
+ALIGNMENT = 4  # new_semaphores in 16 bytes: a kernel may be compiled for a pointer that is a multiple of them
+RESERVED = 2**16  # new_semaphores for graphs; a layer's step takes at most as many as half the chip's cores
 
 _of_streams: dict[tuple[torch.device, int], Tensor] = {}
 _for_graphs: dict[torch.device, list[Tensor]] = {}  # what was reserved, and last what no graph has of it
 
 
-def counters(device: torch.device, count: int) -> Tensor:
+def new_semaphores(device: torch.device, count: int) -> Tensor:
     """At least `count` zeros, int32."""
     if device.type != "cuda":
         return zeros(device, count)
@@ -29,7 +29,7 @@ def counters(device: torch.device, count: int) -> Tensor:
     known = _of_streams.get(key)
     if known is None or len(known) < count:
         reserve(device)
-        known = remember(_of_streams, key, zeros(device, power_of_two(count)), MOST_STREAMS)
+        known = remember(_of_streams, key, zeros(device, power_of_two(count)), MAX_STREAMS)
     return known
 
 
@@ -38,7 +38,7 @@ def of_a_graph(device: torch.device, count: int) -> Tensor:
     reserved = _for_graphs.get(device)
     if not reserved or len(reserved[-1]) < count:
         return zeros(device, count)
-    end = -(-count // ALIGNED) * ALIGNED
+    end = -(-count // ALIGNMENT) * ALIGNMENT
     found, reserved[-1] = reserved[-1][:count], reserved[-1][end:]
     return found
 

@@ -11,11 +11,11 @@ from ...call.device import Device
 from ...call.problem import Problem, too_long
 
 if TYPE_CHECKING:
-    from .tables import Tile
+    from .configs import TileConfig
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature but score_mod"
 MAX_HEAD_DIM = 512
-MOST_SEQUENCES = 2**16  # packed; each program looks through all of them
+MAX_SEQUENCES = 2**16  # packed; each program looks through all of them
 
 
 def interpreted() -> bool:
@@ -40,25 +40,25 @@ def declines(problem: Problem, device: Device) -> str | None:
     if device.arch.startswith("sm_") and int(device.arch[3:]) < 80:
         return f"it needs an NVIDIA GPU of compute capability 8.0 or newer; this one is {device.arch}"
     if problem.dtype is torch.float64:
-        return "it computes in float32; float64 is for the tiled backend"
+        return "it computes in float32; float64 is for the config_scalars backend"
     if problem.score_mod is not None:
         return "it does not take a score_mod yet"
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
     if (reason := too_long(problem)) is not None:
         return reason
-    if problem.layout != "dense" and problem.batch > MOST_SEQUENCES:
-        return f"a packed batch has at most {MOST_SEQUENCES} sequences"
+    if problem.layout != "dense" and problem.batch > MAX_SEQUENCES:
+        return f"a packed batch has at most {MAX_SEQUENCES} sequences"
     return None
 
 
-def tile(problem: Problem, device: Device) -> "Tile":
-    from . import tables  # `import flashtile` does without them
+def tile(problem: Problem, device: Device) -> "TileConfig":
+    from . import configs  # `import flashtile` does without them
 
-    return tables.tile(problem, device)
+    return configs.tile(problem, device)
 
 
 def num_splits(problem: Problem, device: Device) -> int:
-    from . import tables
+    from . import configs
 
-    return tables.num_splits(problem, device)
+    return configs.num_splits(problem, device)

@@ -1,6 +1,6 @@
 """FlashAttention-2's backward pass (Dao, "FlashAttention-2", 2023, algorithm 2) without atomics, in three kernels.
 
-`delta_kernel` prepares two numbers for each row. `dkdv_kernel` owns a block of keys and walks over the rows that see
+`preprocess_kernel` prepares two numbers a row. `dkdv_kernel` owns a block of keys and walks over the rows that see
 it, `dq_kernel` (`backward_rows`) owns a block of rows and walks over its keys. Each recomputes the probabilities of a
 tile: seven products instead of five, but every result has one writer, and the same call gives the same bits.
 """
@@ -9,32 +9,32 @@ import triton
 import triton.language as tl
 
 from . import scores
-from .masking import Window, nth_block, num_blocks, row_blocks, seen_from, within
+from .masking import WindowSize, nth_block, num_blocks, row_blocks, row_bounds, within
 from .products import add_product, inner_products, scaled, zeros
-from .rng import Dropout, kept, words_of
-from .scores import Features, Pairs, slope_of
+from .rng import Dropout, keep_mask, load_seed
+from .scores import Features, PairTensor, load_slope
 from .softmax import INFINITY, LOG2E
 from .tiles import (
     Chunks,
-    Rows,
-    block_of,
+    HeadRows,
+    elements,
     kernel,
-    key_side,
+    key_seqlen,
     key_tile,
-    keys_of,
-    length_of,
+    key_value_head,
     load_k,
-    load_numbers,
+    load_row_stats,
     load_rows,
     load_v,
+    query_seqlen,
     row_pointers,
     store_rows,
-    wide,
+    work_tile,
 )
 
 
 @kernel
-def delta_kernel(
+def preprocess_kernel(
     out, dout, lse, dlse, row_stats,
     stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
     stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m, stride_row_stats_b, stride_row_stats_h,
@@ -49,19 +49,23 @@ def delta_kernel(
     b = (program // num_tiles // num_heads_q).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = row < total_q
-    x = out + b * wide(stride_out_b, ALIGN) + head * wide(stride_out_h, ALIGN)
-    dx = dout + b * wide(stride_dout_b, ALIGN) + head * wide(stride_dout_h, ALIGN)
-    out_i = load_rows(x + row[:, None] * wide(stride_out_m, ALIGN), exists, DV, DV0, DV1)
-    dout_i = load_rows(dx + row[:, None] * wide(stride_dout_m, ALIGN), exists, DV, DV0, DV1)
+    x = out + b * elements(stride_out_b, ALIGN) + head * elements(stride_out_h, ALIGN)
+    dx = dout + b * elements(stride_dout_b, ALIGN) + head * elements(stride_dout_h, ALIGN)
+    out_i = load_rows(x + row[:, None] * elements(stride_out_m, ALIGN), exists, DV, DV0, DV1)
+    dout_i = load_rows(dx + row[:, None] * elements(stride_dout_m, ALIGN), exists, DV, DV0, DV1)
     delta = tl.sum(out_i.a.to(tl.float32) * dout_i.a.to(tl.float32), 1)
     if DV1 > 0:
         delta += tl.sum(out_i.b.to(tl.float32) * dout_i.b.to(tl.float32), 1)
-    lse_i = tl.load(lse + b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + row, mask=exists, other=-INFINITY)
+    lse_i = tl.load(
+        lse + b * elements(stride_lse_b, 1) + head * elements(stride_lse_h, 1) + row, mask=exists, other=-INFINITY
+    )
     if dlse is not None:
-        given = dlse + b * wide(stride_dlse_b, 1) + head * wide(stride_dlse_h, 1) + row * wide(stride_dlse_m, 1)
+        given = (
+            dlse + b * elements(stride_dlse_b, 1) + head * elements(stride_dlse_h, 1) + row * elements(stride_dlse_m, 1)
+        )
         delta -= tl.load(given, mask=exists, other=0.0).to(tl.float32)
     empty = lse_i == -INFINITY
-    at = b * wide(stride_row_stats_b, 2) + head * wide(stride_row_stats_h, 2) + row
+    at = b * elements(stride_row_stats_b, 2) + head * elements(stride_row_stats_h, 2) + row
     tl.store(row_stats + 2 * at, tl.where(empty, INFINITY, lse_i * LOG2E), mask=exists)
     tl.store(row_stats + 2 * at + 1, tl.where(empty, 0.0, delta), mask=exists)
 
@@ -75,56 +79,56 @@ def dkdv_kernel(
     stride_dv_b, stride_dv_h, stride_dv_n, stride_row_stats_b, stride_row_stats_h,
     stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slopes_b, stride_table_b,
-    num_tiles, batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, num_pages,
+    num_tiles, batch, num_heads_q, num_heads_k, total_q, total_k, max_seqlen_k, pair_rows, num_pages,
     window_left, window_right, top_left, diagonal, i0, j0, b0, h0, num_heads, threshold, keep_scale,
     factor, multiplier, softcap, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    SEQUENCES: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_B: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys. Tiles are transposed, `[N, M]`: probabilities are the left operand of both sums."""
-    factor = scores.unit(factor, softcap, bias, slopes)
+    factor = scores.score_unit(factor, softcap, bias, slopes)
     origin = 0 if threshold is None else -(j0 % 8)
-    span = block_of(
-        tl.program_id(0), num_tiles, num_heads_k, cu_seqlens_k, batch, total_k, origin, 1, BLOCK_N, SEQUENCES
+    work = work_tile(
+        tl.program_id(0), num_tiles, num_heads_k, cu_seqlens_k, batch, total_k, origin, 1, BLOCK_N, BLOCK_B
     )
-    if span.start < span.length:
-        b = tl.where(span.sequence < batch, span.sequence, 0).to(tl.int64)
-        first_q, length_q = length_of(span.sequence, cu_seqlens_q, batch, total_q)
-        key_range = keys_of(
-            span.sequence, cu_seqlens_k, seqused_k, leftpad_k, batch, total_k, longest_k, page_table is not None
+    if work.start < work.seqlen:
+        b = tl.where(work.sequence < batch, work.sequence, 0).to(tl.int64)
+        first_q, length_q = query_seqlen(work.sequence, cu_seqlens_q, batch, total_q)
+        seqlen_k = key_seqlen(
+            work.sequence, cu_seqlens_k, seqused_k, leftpad_k, batch, total_k, max_seqlen_k, page_table is not None
         )
-        side = key_side(
-            k + span.head * wide(stride_k_h, ALIGN), v + span.head * wide(stride_v_h, ALIGN), b, key_range,
-            page_table, num_pages, wide(stride_k_b, ALIGN), wide(stride_k_n, ALIGN),
-            wide(stride_v_b, ALIGN), wide(stride_v_n, ALIGN), stride_table_b, PAGE_SIZE,
+        kv = key_value_head(
+            k + work.head * elements(stride_k_h, ALIGN), v + work.head * elements(stride_v_h, ALIGN), b, seqlen_k,
+            page_table, num_pages, elements(stride_k_b, ALIGN), elements(stride_k_n, ALIGN),
+            elements(stride_v_b, ALIGN), elements(stride_v_n, ALIGN), stride_table_b, PAGE_SIZE,
         )  # fmt: skip
-        tile = key_tile(side, span.start, PAGE_SIZE, BLOCK_N)
-        k_j = load_k(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
-        v_j = load_v(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
+        tile = key_tile(kv, work.start, PAGE_SIZE, BLOCK_N)
+        k_j = load_k(kv, tile, tile.exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
+        v_j = load_v(kv, tile, tile.exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
 
-        shift = key_range.length - length_q + diagonal
-        window = Window(window_left, window_right, top_left)
-        last = tl.minimum(span.start + BLOCK_N, side.range.end) - 1
-        rows_seen = tl.where(last >= span.start, length_q, 0)  # a block without keys is seen by no row
-        blocks = row_blocks(window, span.start, last, shift, rows_seen, BLOCK_M)
-        keys = span.start + tl.arange(0, BLOCK_N)[:, None]  # [N, 1]
-        bounds = seen_from(window, keys, shift, tile.exists[:, None], length_q)
-        q_stride, dout_stride = wide(stride_q_m, ALIGN), wide(stride_dout_m, ALIGN)
+        shift = seqlen_k.seqlen - length_q + diagonal
+        window = WindowSize(window_left, window_right, top_left)
+        last = tl.minimum(work.start + BLOCK_N, kv.range.end) - 1
+        rows_seen = tl.where(last >= work.start, length_q, 0)  # a block without keys is seen by no row
+        blocks = row_blocks(window, work.start, last, shift, rows_seen, BLOCK_M)
+        keys = work.start + tl.arange(0, BLOCK_N)[:, None]  # [N, 1]
+        bounds = row_bounds(window, keys, shift, tile.exists[:, None], length_q)
+        q_stride, dout_stride = elements(stride_q_m, ALIGN), elements(stride_dout_m, ALIGN)
 
         COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
         dk_j, dv_j = zeros(BLOCK_N, D0, D1, COMPENSATED), zeros(BLOCK_N, DV0, DV1, COMPENSATED)
         group = num_heads_q // num_heads_k
         for g in tl.range(0, group):
-            head = span.head * group + g
+            head = work.head * group + g
             slope = None
             if slopes is not None:
-                slope = slope_of(slopes, b, head, stride_slopes_b)
+                slope = load_slope(slopes, b, head, stride_slopes_b)
             features = Features(
                 multiplier,
                 softcap,
-                Pairs(mask, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n, rows_of_pairs),
-                Pairs(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, rows_of_pairs),
+                PairTensor(mask, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n, pair_rows),
+                PairTensor(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, pair_rows),
                 slope,
                 b,
                 head,
@@ -133,37 +137,39 @@ def dkdv_kernel(
             )
             dropout = None
             if threshold is not None:
-                key_0, key_1 = words_of(seed)
+                key_0, key_1 = load_seed(seed)
                 dropout = Dropout(threshold, key_0, key_1, (b + b0) * num_heads + h0 + head, i0, j0)
-            q_head = q + b * wide(stride_q_b, ALIGN) + head * wide(stride_q_h, ALIGN)
-            dout_head = dout + b * wide(stride_dout_b, ALIGN) + head * wide(stride_dout_h, ALIGN)
-            q_rows = Rows(q_head + first_q * q_stride, q_stride)
-            dout_rows = Rows(dout_head + first_q * dout_stride, dout_stride)
-            row_stats_ptr = row_stats + b * wide(stride_row_stats_b, 2) + head * wide(stride_row_stats_h, 2) + first_q
-            dk_j, dv_j = dkdv_of_rows(
+            q_head = q + b * elements(stride_q_b, ALIGN) + head * elements(stride_q_h, ALIGN)
+            dout_head = dout + b * elements(stride_dout_b, ALIGN) + head * elements(stride_dout_h, ALIGN)
+            q_rows = HeadRows(q_head + first_q * q_stride, q_stride)
+            dout_rows = HeadRows(dout_head + first_q * dout_stride, dout_stride)
+            row_stats_ptr = (
+                row_stats + b * elements(stride_row_stats_b, 2) + head * elements(stride_row_stats_h, 2) + first_q
+            )
+            dk_j, dv_j = inner_loop(
                 dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_stats_ptr, length_q, keys, tile.exists, features,
                 bounds, dropout, factor, keep_scale, True, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
-            dk_j, dv_j = dkdv_of_rows(
+            dk_j, dv_j = inner_loop(
                 dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_stats_ptr, length_q, keys, tile.exists, features,
                 bounds, dropout, factor, keep_scale, False, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
 
         # Positions of this sequence that hold no key get 0, whatever the loop made of them.
-        position = span.start + tl.arange(0, BLOCK_N)
-        stored = (position >= 0) & (position < span.length)
+        position = work.start + tl.arange(0, BLOCK_N)
+        stored = (position >= 0) & (position < work.seqlen)
         holds = tile.exists[:, None]
         dv_scale = 1.0 if threshold is None else keep_scale
         dk_j, dv_j = scaled(dk_j, scale, D1), scaled(dv_j, dv_scale, DV1)
-        token = (span.first + position)[:, None]
-        dk_rows = dk + b * wide(stride_dk_b, ALIGN) + span.head * wide(stride_dk_h, ALIGN)
-        dv_rows = dv + b * wide(stride_dv_b, ALIGN) + span.head * wide(stride_dv_h, ALIGN)
-        store_rows(dk_rows + token * wide(stride_dk_n, ALIGN), where(holds, dk_j, D1), stored, D, D0, D1)
-        store_rows(dv_rows + token * wide(stride_dv_n, ALIGN), where(holds, dv_j, DV1), stored, DV, DV0, DV1)
+        token = (work.offset + position)[:, None]
+        dk_rows = dk + b * elements(stride_dk_b, ALIGN) + work.head * elements(stride_dk_h, ALIGN)
+        dv_rows = dv + b * elements(stride_dv_b, ALIGN) + work.head * elements(stride_dv_h, ALIGN)
+        store_rows(dk_rows + token * elements(stride_dk_n, ALIGN), where(holds, dk_j, D1), stored, D, D0, D1)
+        store_rows(dv_rows + token * elements(stride_dv_n, ALIGN), where(holds, dv_j, DV1), stored, DV, DV0, DV1)
 
 
 @triton.jit
-def dkdv_of_rows(
+def inner_loop(
     dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_stats_ptr, length_q, keys, holds, features, bounds, dropout,
     factor, keep_scale, MASKED: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
@@ -175,14 +181,14 @@ def dkdv_of_rows(
         row = start_m + tl.arange(0, BLOCK_M)
         exists = row < length_q if MASKED else None
         q_i = load_rows(row_pointers(q_rows, start_m, BLOCK_M), exists, D, D0, D1)  # [M, D]
-        lse_i, delta_i = load_numbers(row_stats_ptr + row, exists)  # [M]
+        lse_i, delta_i = load_row_stats(row_stats_ptr + row, exists)  # [M]
         s = scores.forward(inner_products(k_j, q_i, D1, PRECISION), features, row[None, :], keys, holds[:, None])
         p = tl.exp2(s.t * factor - lse_i[None, :])  # [N, M]
         visible = None
         if MASKED:  # a row past the last one sees nothing: it would read another's bias, and 0 * NaN is NaN
             visible = within(bounds, row[None, :])
         if features.mask.data is not None:
-            in_mask = scores.shown(features, row[None, :], keys, holds[:, None])
+            in_mask = scores.load_mask(features, row[None, :], keys, holds[:, None])
             visible = in_mask if visible is None else visible & in_mask
         if visible is not None:
             p = tl.where(visible, p, 0.0)
@@ -191,7 +197,7 @@ def dkdv_of_rows(
         p_kept = p
         if dropout is not None:
             first_key = tl.min(keys)
-            keep = tl.trans(kept(dropout, row[:, None], first_key, BLOCK_N))
+            keep = tl.trans(keep_mask(dropout, row[:, None], first_key, BLOCK_N))
             p_kept = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         dv_j = add_product(dv_j, None, p_kept, dout_i, DV1, PRECISION)

@@ -12,7 +12,7 @@ import triton.language as tl
 UNLIMITED = tl.constexpr(-(2**31))  # a comparison with it is compiled away
 
 
-class Window(NamedTuple):
+class WindowSize(NamedTuple):
     """The sides of the window, `None` where unlimited."""
 
     left: tl.tensor | None
@@ -20,7 +20,7 @@ class Window(NamedTuple):
     top_left: tl.tensor | None  # shift of the bound `j <= i + shift` of top-left causal
 
 
-class Blocks(NamedTuple):
+class BlockInfo(NamedTuple):
     """Positions at which the blocks to visit begin: masked from `lo`, whole from `full_lo`, masked from `full_hi`."""
 
     lo: tl.tensor
@@ -58,7 +58,7 @@ def nth_block(blocks, n, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def all_masked(blocks):
-    return Blocks(blocks.lo, blocks.hi, blocks.hi, blocks.hi)
+    return BlockInfo(blocks.lo, blocks.hi, blocks.hi, blocks.hi)
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def to_blocks(lo, full_lo, full_hi, hi, origin, BLOCK: tl.constexpr):
     last = tl.where(hi > lo, last, first)
     whole_first = tl.minimum(tl.cdiv(tl.maximum(full_lo, lo) - origin, BLOCK), last)
     whole_last = tl.maximum((tl.minimum(full_hi, hi) - origin) // BLOCK, whole_first)
-    return Blocks(
+    return BlockInfo(
         origin + first * BLOCK, origin + whole_first * BLOCK, origin + whole_last * BLOCK, origin + last * BLOCK
     )
 
@@ -108,11 +108,11 @@ def row_blocks(window, first_key, last_key, shift, num_rows, BLOCK: tl.constexpr
 
 
 @triton.jit
-def keys_seen(window, rows, shift, key_range, PADDED: tl.constexpr):
+def key_bounds(window, rows, shift, seqlen_k, PADDED: tl.constexpr):
     """The keys that each row sees, of those that exist; with PADDED, blocks may begin before the first."""
-    lower, upper = UNLIMITED, key_range.end - 1
+    lower, upper = UNLIMITED, seqlen_k.end - 1
     if PADDED:
-        lower = key_range.begin
+        lower = seqlen_k.begin
     if window.left is not None:
         lower = tl.maximum(rows + (shift - window.left), lower)
     if window.right is not None:
@@ -123,7 +123,7 @@ def keys_seen(window, rows, shift, key_range, PADDED: tl.constexpr):
 
 
 @triton.jit
-def seen_from(window, keys, shift, holds, num_rows):
+def row_bounds(window, keys, shift, holds, num_rows):
     """The rows that see each key: none see one that does not exist (`holds`, of the shape of `keys`)."""
     lower, upper = UNLIMITED, tl.where(holds, num_rows - 1, -1)
     if window.left is not None:

@@ -16,10 +16,10 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 class Sum(NamedTuple):
-    """A compensated sum, or a plain one, whose excess is the number 0."""
+    """A compensated sum, or a plain one, whose compensation is the number 0."""
 
     total: tl.tensor
-    excess: tl.tensor  # what rounding has added to `total`
+    compensation: tl.tensor  # what rounding has added to `total`
 
 
 class Sums(NamedTuple):
@@ -27,8 +27,8 @@ class Sums(NamedTuple):
 
     a: tl.tensor
     b: tl.tensor
-    excess_a: tl.tensor
-    excess_b: tl.tensor
+    compensation_a: tl.tensor
+    compensation_b: tl.tensor
 
 
 @triton.jit
@@ -45,14 +45,14 @@ def add(x, part, COMPENSATED: tl.constexpr):
 
 @triton.jit
 def add_scaled(x, alpha, part, COMPENSATED: tl.constexpr):
-    """The sum times `alpha`, with one more part. An infinite sum stays infinite: its excess would be NaN."""
+    """The sum times `alpha`, with one more part. An infinite sum stays infinite: its compensation would be NaN."""
     if COMPENSATED:
-        y = tl.fma(x.excess, -alpha, part)
+        y = tl.fma(x.compensation, -alpha, part)
         total = tl.fma(x.total, alpha, y)
-        excess = tl.fma(x.total, -alpha, total) - y
-        return Sum(total, tl.minimum(excess, LARGEST))
+        compensation = tl.fma(x.total, -alpha, total) - y
+        return Sum(total, tl.minimum(compensation, LARGEST))
     else:
-        return Sum(x.total * alpha + part, x.excess)
+        return Sum(x.total * alpha + part, x.compensation)
 
 
 @triton.jit
@@ -60,9 +60,9 @@ def zeros(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, COMPENSATED: tl.c
     """Sums `[N, D]` before anything is added."""
     a = tl.zeros([N, D0], tl.float32)
     b = 0.0 if D1 == 0 else tl.zeros([N, D1], tl.float32)
-    excess_a = tl.zeros([N, D0], tl.float32) if COMPENSATED else 0.0
-    excess_b = tl.zeros([N, D1], tl.float32) if COMPENSATED and D1 > 0 else 0.0
-    return Sums(a, b, excess_a, excess_b)
+    compensation_a = tl.zeros([N, D0], tl.float32) if COMPENSATED else 0.0
+    compensation_b = tl.zeros([N, D1], tl.float32) if COMPENSATED and D1 > 0 else 0.0
+    return Sums(a, b, compensation_a, compensation_b)
 
 
 @triton.jit
@@ -86,21 +86,21 @@ def inner_products(x, y, D1: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def add_product(acc, alpha, p, y, D1: tl.constexpr, PRECISION: tl.constexpr):
     """`acc [M, D] * alpha + p [M, N] @ y [N, D]`; `alpha` is `[M, 1]`, or `None` for 1."""
-    a, excess_a = add_chunk(acc.a, acc.excess_a, alpha, p, y.a, PRECISION)
+    a, compensation_a = add_chunk(acc.a, acc.compensation_a, alpha, p, y.a, PRECISION)
     if D1 == 0:
-        return Sums(a, acc.b, excess_a, acc.excess_b)
+        return Sums(a, acc.b, compensation_a, acc.compensation_b)
     else:
-        b, excess_b = add_chunk(acc.b, acc.excess_b, alpha, p, y.b, PRECISION)
-        return Sums(a, b, excess_a, excess_b)
+        b, compensation_b = add_chunk(acc.b, acc.compensation_b, alpha, p, y.b, PRECISION)
+        return Sums(a, b, compensation_a, compensation_b)
 
 
 @triton.jit
-def add_chunk(acc, excess, alpha, p, y, PRECISION: tl.constexpr):
-    """One chunk of `add_product`, and its excess."""
+def add_chunk(acc, compensation, alpha, p, y, PRECISION: tl.constexpr):
+    """One chunk of `add_product`, and its compensation."""
     if y.dtype == tl.float32:
         part = tl.dot(p, y, input_precision=PRECISION)
-        found = add_scaled(Sum(acc, excess), 1.0 if alpha is None else alpha, part, True)
-        return found.total, found.excess
+        found = add_scaled(Sum(acc, compensation), 1.0 if alpha is None else alpha, part, True)
+        return found.total, found.compensation
     else:
         acc = acc if alpha is None else acc * alpha
-        return tl.dot(p.to(y.dtype), y, acc, input_precision=PRECISION), excess
+        return tl.dot(p.to(y.dtype), y, acc, input_precision=PRECISION), compensation

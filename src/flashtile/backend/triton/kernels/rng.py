@@ -13,7 +13,7 @@ LARGE = tl.constexpr(8192)  # pairs of a tile with a word for each thread, where
 class Dropout(NamedTuple):
     """The mask of one sequence."""
 
-    threshold: tl.tensor  # halves below it are dropped
+    threshold: tl.tensor  # keep_bits below it are dropped
     key_0: tl.tensor  # the seed's two words
     key_1: tl.tensor
     sequence_head: tl.tensor  # b * num_heads_q + h, a number or [M, 1]
@@ -22,7 +22,7 @@ class Dropout(NamedTuple):
 
 
 @triton.jit
-def words_of(seed):
+def load_seed(seed):
     word = tl.load(seed)
     return (word & 0xFFFFFFFF).to(tl.uint32), ((word >> 32) & 0xFFFFFFFF).to(tl.uint32)
 
@@ -39,7 +39,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def kept(dropout, rows, first_key, N: tl.constexpr):
+def keep_mask(dropout, rows, first_key, N: tl.constexpr):
     """Bool `[M, N]`: which pairs of rows `[M, 1]` and the keys from `first_key` on are kept. The first key's position
     in the whole sequence is a multiple of 8.
     """
@@ -52,7 +52,7 @@ def kept(dropout, rows, first_key, N: tl.constexpr):
     for n in tl.static_range(EIGHTS):
         words = philox(c1 * 0 + (first + n).to(tl.uint32), c1, c2, c1 * 0, dropout.key_0, dropout.key_1)
         for w in tl.static_range(4):
-            bits |= halves(words[w], dropout.threshold) << (8 * n + 2 * w)
+            bits |= keep_bits(words[w], dropout.threshold) << (8 * n + 2 * w)
     # Words go to the threads whose pairs they are for. Without `gather` each of those would draw them once more.
     bits = tl.gather(bits, tl.zeros([M, WORDS], tl.int32) + tl.arange(0, WORDS)[None, :], 1)
     # Key j has bit 8 n + 2 w + half. In the layout of a matrix product w differs between threads: it is shifted away
@@ -65,7 +65,7 @@ def kept(dropout, rows, first_key, N: tl.constexpr):
 
 
 @triton.jit
-def halves(word, threshold):
-    """Two bits: whether the low and the high half of each word are kept."""
+def keep_bits(word, threshold):
+    """Two bits: whether the low and the high half of each word are keep_mask."""
     low, high = (word & 0xFFFF) >= threshold, (word >> 16) >= threshold
     return low.to(tl.uint32) | (high.to(tl.uint32) << 1)

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from .softmax import LOG2E
-from .tiles import wide
+from .tiles import elements
 
 
-class Pairs(NamedTuple):
+class PairTensor(NamedTuple):
     """A mask or bias `[B, H, Sq, Sk]`; `data` is `None` where there is none, the stride of a broadcast row or column is
     `None`, that of a broadcast sequence or head 0.
     """
@@ -36,8 +36,8 @@ class Features(NamedTuple):
 
     multiplier: tl.tensor | None  # of the product; `None` where the softmax takes the scale
     softcap: tl.tensor | None
-    mask: Pairs
-    bias: Pairs
+    mask: PairTensor
+    bias: PairTensor
     slope: tl.tensor | None  # a number, or [M, 1]
     sequence: tl.tensor  # int64
     head: tl.tensor  # a number, or [M, 1]
@@ -46,33 +46,33 @@ class Features(NamedTuple):
 
 
 class Score(NamedTuple):
-    t: tl.tensor  # the score in the softmax's units (`unit`)
+    t: tl.tensor  # the score in the softmax's units (`score_unit`)
     tanh: tl.tensor  # of the capped score, for its derivative; without a softcap, the score
 
 
 @triton.jit
-def slope_of(slopes, sequence, head, stride_b):
+def load_slope(slopes, sequence, head, stride_b):
     return tl.load(slopes + sequence * stride_b + head).to(tl.float32)
 
 
 @triton.jit
-def load_pairs(x, features, rows, keys, inside, OTHER: tl.constexpr):
+def load_pair_tensor(x, features, rows, keys, inside, OTHER: tl.constexpr):
     """`[M, N]`, or one row or column where the tensor is broadcast; `inside` is `None` where every key exists. Rows
     past the last one repeat it.
     """
-    pointers = x.data + (features.sequence * wide(x.stride_b, 1) + features.head * wide(x.stride_h, 1))
+    pointers = x.data + (features.sequence * elements(x.stride_b, 1) + features.head * elements(x.stride_h, 1))
     if x.stride_m is not None:
-        pointers += tl.minimum(rows, x.num_rows - 1) * wide(x.stride_m, 1)
+        pointers += tl.minimum(rows, x.num_rows - 1) * elements(x.stride_m, 1)
     if x.stride_n is None:
         return tl.load(pointers)
     elif inside is None:
-        return tl.load(pointers + keys * wide(x.stride_n, 1))
+        return tl.load(pointers + keys * elements(x.stride_n, 1))
     else:
-        return tl.load(pointers + keys * wide(x.stride_n, 1), mask=inside, other=OTHER)
+        return tl.load(pointers + keys * elements(x.stride_n, 1), mask=inside, other=OTHER)
 
 
 @triton.jit
-def unit(factor, softcap, bias, slopes):
+def score_unit(factor, softcap, bias, slopes):
     """What makes base-2 logarithms of scores: the softmax takes the softcap where nothing comes after it."""
     if softcap is not None and bias is None and slopes is None:
         return factor * softcap
@@ -93,7 +93,7 @@ def forward(product, features, rows, keys, inside):
     elif features.multiplier is not None:
         t = t * features.multiplier
     if features.bias.data is not None:
-        t += load_pairs(features.bias, features, rows, keys, inside, 0.0).to(tl.float32)
+        t += load_pair_tensor(features.bias, features, rows, keys, inside, 0.0).to(tl.float32)
     if features.slope is not None:
         t -= features.slope * distance(features, rows, keys)
     return Score(t, capped)
@@ -141,6 +141,6 @@ def fast_tanh(x):
 
 
 @triton.jit
-def shown(features, rows, keys, inside):
+def load_mask(features, rows, keys, inside):
     """Which pairs the mask shows."""
-    return load_pairs(features.mask, features, rows, keys, inside, 0) != 0
+    return load_pair_tensor(features.mask, features, rows, keys, inside, 0) != 0

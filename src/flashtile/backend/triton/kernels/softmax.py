@@ -27,13 +27,13 @@ class RowState(NamedTuple):
 
 
 @triton.jit
-def unit_of_m(factor, COMPENSATED: tl.constexpr):
+def row_max_unit(factor, COMPENSATED: tl.constexpr):
     """The unit that makes a base-2 logarithm of `m`: that of scores, unless it is one already."""
     return 1.0 if COMPENSATED else factor
 
 
 @triton.jit
-def start(sinks, heads, unit, with_sink, acc, M: tl.constexpr, COMPENSATED: tl.constexpr):
+def init(sinks, heads, unit, with_sink, acc, M: tl.constexpr, COMPENSATED: tl.constexpr):
     """The state before the first key. A sink is a key without a value; `heads [M]` names each row's."""
     m = tl.full([M], -float("inf"), tl.float32)
     l = tl.zeros([M], tl.float32)  # noqa: E741
@@ -68,7 +68,7 @@ def add_row_sums(state, alpha, p, COMPENSATED: tl.constexpr):
 
 
 @triton.jit
-def finish(state, unit):
+def finalize(state, unit):
     """The factor `[M]` that makes `acc` the output, and `lse [M]`; rows that saw nothing give 0 and -inf."""
     l = tl.where(state.l.total == 0, 1.0, state.l.total)  # noqa: E741
     weight = tl.where(

@@ -16,8 +16,8 @@ POINTERS = {
     "q", "k", "v", "out", "lse", "dout", "dlse", "row_stats", "dq", "dk", "dv", "dbias", "dslopes",
     "mask", "bias", "slopes", "sinks", "seed",
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "leftpad_k",
-    "partial_out", "partial_lse", "arrived",
-    "turned", "k_cache", "v_cache", "new_k", "new_v", "cos", "sin", "lengths", "totals",
+    "partial_out", "partial_lse", "semaphores",
+    "rotated_q", "k_cache", "v_cache", "new_k", "new_v", "cos", "sin", "lengths", "totals",
 }  # fmt: skip
 
 
@@ -34,46 +34,46 @@ def kernel(function: Any) -> Any:
 
 
 class Chunks(NamedTuple):
-    """Rows of one tile: `[N, D]` as `a [N, D0]` and `b [N, D1]`; `b` is the number 0 where `D1` is."""
+    """HeadRows of one tile: `[N, D]` as `a [N, D0]` and `b [N, D1]`; `b` is the number 0 where `D1` is."""
 
     a: tl.tensor
     b: tl.tensor
 
 
-class Rows(NamedTuple):
+class HeadRows(NamedTuple):
     """The rows of one sequence and head in memory."""
 
     data: tl.tensor  # pointer to position 0
     stride: tl.tensor  # elements from row to row, int64
 
 
-class Span(NamedTuple):
+class WorkTile(NamedTuple):
     """One block of rows of one sequence."""
 
     sequence: tl.tensor
     head: tl.tensor
     start: tl.tensor  # the block's first position
-    first: tl.tensor  # token of the sequence's position 0; 0 where sequences are not packed
-    length: tl.tensor  # the sequence's positions
+    offset: tl.tensor  # token of the sequence's position 0; 0 where sequences are not packed
+    seqlen: tl.tensor  # the sequence's positions
 
 
-class KeyRange(NamedTuple):
+class SeqlenInfo(NamedTuple):
     """The keys of one sequence that exist: positions `begin <= j < end`."""
 
-    first: tl.tensor  # token of position 0
-    length: tl.tensor  # Sk, which positions of queries are aligned to
+    offset: tl.tensor  # token of position 0
+    seqlen: tl.tensor  # Sk, which positions of queries are aligned to
     begin: tl.tensor
     end: tl.tensor
 
 
-class KeySide(NamedTuple):
+class KeyValueHead(NamedTuple):
     """Keys and values of one sequence and head. In pages (PAGE_SIZE > 0), `k` and `v` point to the head in the first
     one; else the last four are the number 0.
     """
 
-    k: Rows
-    v: Rows
-    range: KeyRange
+    k: HeadRows
+    v: HeadRows
+    range: SeqlenInfo
     table: tl.tensor  # pointer to the sequence's first entry
     num_pages: tl.tensor
     page_stride_k: tl.tensor  # elements from page to page
@@ -92,17 +92,17 @@ class KeyTile(NamedTuple):
 
 
 @triton.jit
-def wide(stride, ALIGN: tl.constexpr):
+def elements(stride, ALIGN: tl.constexpr):
     """A stride in elements, from units of ALIGN elements: offsets are 64-bit, and the compiler sees their alignment."""
     return stride.to(tl.int64) * ALIGN
 
 
 @triton.jit
-def block_of(
-    program, num_tiles, num_heads, cu_seqlens, batch, total, origin, PACK: tl.constexpr, BLOCK: tl.constexpr,
-    SEQUENCES: tl.constexpr,
+def work_tile(
+    program, num_tiles, num_heads, cu_seqlens, batch, total, origin, PACK_GQA: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """The block of rows that a program owns; blocks start at `origin <= 0`, each position has `PACK` rows. Programs
+    """The block of rows that a program owns; blocks start at `origin <= 0`, each position has `PACK_GQA` rows. Programs
     count through blocks, then heads, then (dense) sequences, so that those that run together share keys.
 
     Packed: `num_tiles` counts the blocks of all sequences; after the last sequence come the tokens that belong to none,
@@ -111,14 +111,14 @@ def block_of(
     """
     tile, head = program % num_tiles, program // num_tiles
     if cu_seqlens is None:
-        return Span(head // num_heads, head % num_heads, origin + (num_tiles - 1 - tile) * BLOCK, 0, total)
+        return WorkTile(head // num_heads, head % num_heads, origin + (num_tiles - 1 - tile) * BLOCK, 0, total)
     else:
-        n = tl.arange(0, SEQUENCES)
+        n = tl.arange(0, BLOCK_B)
         start = tl.load(cu_seqlens + n, mask=n <= batch, other=total).to(tl.int32)
         stop = tl.load(cu_seqlens + n + 1, mask=n < batch, other=total).to(tl.int32)
         start = tl.minimum(tl.maximum(start, 0), total)
         length = tl.maximum(tl.minimum(stop, total) - start, 0)
-        blocks = tl.where((n <= batch) & (length > 0), tl.cdiv(length * PACK - origin, BLOCK), 0)
+        blocks = tl.where((n <= batch) & (length > 0), tl.cdiv(length * PACK_GQA - origin, BLOCK), 0)
         sequence = tl.sum((tl.cumsum(blocks, 0) <= tile).to(tl.int32), 0)
         own = n == sequence  # nowhere, past the last block
         before = tl.sum(tl.where(n < sequence, blocks, 0), 0)
@@ -126,11 +126,11 @@ def block_of(
         length = tl.sum(tl.where(own, length, 0), 0)
         first = tl.sum(tl.where(own, start, 0), 0)
         block = tl.maximum(count - 1 - (tile - before), 0)
-        return Span(sequence, head, origin + block * BLOCK, first, length)
+        return WorkTile(sequence, head, origin + block * BLOCK, first, length)
 
 
 @triton.jit
-def length_of(sequence, cu_seqlens, batch, total):
+def query_seqlen(sequence, cu_seqlens, batch, total):
     """First token and length of a sequence; past the last one, nothing."""
     if cu_seqlens is None:
         return 0, total
@@ -143,7 +143,7 @@ def length_of(sequence, cu_seqlens, batch, total):
 
 
 @triton.jit
-def keys_of(sequence, cu_seqlens, seqused, leftpad, batch, total, longest, PAGED: tl.constexpr):
+def key_seqlen(sequence, cu_seqlens, seqused, leftpad, batch, total, longest, PAGED: tl.constexpr):
     """The keys of a sequence. `total` bounds what can be read: tokens, or positions that a page table has room for."""
     exists = sequence < batch
     if PAGED:
@@ -151,63 +151,65 @@ def keys_of(sequence, cu_seqlens, seqused, leftpad, batch, total, longest, PAGED
         length = tl.maximum(tl.load(seqused + sequence, mask=exists, other=0).to(tl.int32), 0)
         end = tl.minimum(length, total)
     else:
-        first, length = length_of(sequence, cu_seqlens, batch, total)
+        first, length = query_seqlen(sequence, cu_seqlens, batch, total)
         if seqused is not None:
             length = tl.minimum(tl.load(seqused + sequence, mask=exists, other=0).to(tl.int32), length)
         end = tl.minimum(length, total - first)
     begin = 0
     if leftpad is not None:
         begin = tl.maximum(tl.load(leftpad + sequence, mask=exists, other=0).to(tl.int32), 0)
-    return KeyRange(first, length, begin, tl.minimum(end, longest))
+    return SeqlenInfo(first, length, begin, tl.minimum(end, longest))
 
 
 @triton.jit
-def one_page(table, num_pages, key_range):
+def one_page(table, num_pages, seqlen_k):
     """A table of one column, as a dense cache has it: where the sequence lies as a whole, and its keys. An entry
     outside the pages holds none.
     """
-    page = tl.load(table, mask=key_range.length > 0, other=-1)  # without sequences there is no table
+    page = tl.load(table, mask=seqlen_k.seqlen > 0, other=-1)  # without sequences there is no table
     exists = (page >= 0) & (page < num_pages)
-    end = tl.where(exists, key_range.end, 0)
-    return tl.where(exists, page, 0).to(tl.int64), KeyRange(key_range.first, key_range.length, key_range.begin, end)
+    end = tl.where(exists, seqlen_k.end, 0)
+    return tl.where(exists, page, 0).to(tl.int64), SeqlenInfo(seqlen_k.offset, seqlen_k.seqlen, seqlen_k.begin, end)
 
 
 @triton.jit
-def key_side(
-    k, v, b, key_range, page_table, num_pages, stride_k_b, stride_k_n, stride_v_b, stride_v_n, stride_table_b,
+def key_value_head(
+    k, v, b, seqlen_k, page_table, num_pages, stride_k_b, stride_k_n, stride_v_b, stride_v_n, stride_table_b,
     PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """`k` and `v` point to the head in the first sequence or page. PAGE_SIZE is 0 without pages, and for a page table
     of one column.
     """
     if PAGE_SIZE > 0:
-        table = page_table + b * wide(stride_table_b, 1)
-        return KeySide(Rows(k, stride_k_n), Rows(v, stride_v_n), key_range, table, num_pages, stride_k_b, stride_v_b)
+        table = page_table + b * elements(stride_table_b, 1)
+        return KeyValueHead(
+            HeadRows(k, stride_k_n), HeadRows(v, stride_v_n), seqlen_k, table, num_pages, stride_k_b, stride_v_b
+        )
     else:
         page = b
         if page_table is not None:
-            page, key_range = one_page(page_table + b * wide(stride_table_b, 1), num_pages, key_range)
-        k_rows = Rows(k + page * stride_k_b + key_range.first * stride_k_n, stride_k_n)
-        v_rows = Rows(v + page * stride_v_b + key_range.first * stride_v_n, stride_v_n)
-        return KeySide(k_rows, v_rows, key_range, 0, 0, 0, 0)
+            page, seqlen_k = one_page(page_table + b * elements(stride_table_b, 1), num_pages, seqlen_k)
+        k_rows = HeadRows(k + page * stride_k_b + seqlen_k.offset * stride_k_n, stride_k_n)
+        v_rows = HeadRows(v + page * stride_v_b + seqlen_k.offset * stride_v_n, stride_v_n)
+        return KeyValueHead(k_rows, v_rows, seqlen_k, 0, 0, 0, 0)
 
 
 @triton.jit
-def key_tile(side, start, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
+def key_tile(kv, start, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
     """The keys from position `start` on. Entries of a page table that point outside the pages hold no keys."""
     position = start + tl.arange(0, N)
-    exists = (position >= side.range.begin) & (position < side.range.end)
+    exists = (position >= kv.range.begin) & (position < kv.range.end)
     if PAGE_SIZE == 0:
         return KeyTile(start, 0, 0, exists)
     elif PAGE_SIZE % N == 0:
-        nearest = tl.maximum(tl.minimum(start, side.range.end - 1), 0)
-        page = tl.load(side.table + nearest // PAGE_SIZE)
-        end = tl.where((page >= 0) & (page < side.num_pages), side.range.end, 0)
+        nearest = tl.maximum(tl.minimum(start, kv.range.end - 1), 0)
+        page = tl.load(kv.table + nearest // PAGE_SIZE)
+        end = tl.where((page >= 0) & (page < kv.num_pages), kv.range.end, 0)
         page = tl.where(end > 0, page, 0)
         return KeyTile(start, page.to(tl.int64), start % PAGE_SIZE, exists & (position < end))
     else:
-        page = tl.load(side.table + position // PAGE_SIZE, mask=exists, other=-1)
-        in_pages = (page >= 0) & (page < side.num_pages)
+        page = tl.load(kv.table + position // PAGE_SIZE, mask=exists, other=-1)
+        in_pages = (page >= 0) & (page < kv.num_pages)
         return KeyTile(start, tl.where(in_pages, page, 0).to(tl.int64), position % PAGE_SIZE, exists & in_pages)
 
 
@@ -217,21 +219,21 @@ def key_pointers(x, page_stride, tile, PAGE_SIZE: tl.constexpr, N: tl.constexpr)
     if PAGE_SIZE == 0:
         return row_pointers(x, tile.start, N)
     elif PAGE_SIZE % N == 0:
-        return row_pointers(Rows(x.data + tile.page * page_stride, x.stride), tile.slot, N)
+        return row_pointers(HeadRows(x.data + tile.page * page_stride, x.stride), tile.slot, N)
     else:
         return (x.data + (tile.page * page_stride + tile.slot * x.stride))[:, None]
 
 
 @triton.jit
-def load_k(side, tile, exists, PAGE_SIZE: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
+def load_k(kv, tile, exists, PAGE_SIZE: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
            D1: tl.constexpr):  # fmt: skip
-    return load_rows(key_pointers(side.k, side.page_stride_k, tile, PAGE_SIZE, N), exists, D, D0, D1)  # [N, D]
+    return load_rows(key_pointers(kv.k, kv.page_stride_k, tile, PAGE_SIZE, N), exists, D, D0, D1)  # [N, D]
 
 
 @triton.jit
-def load_v(side, tile, exists, PAGE_SIZE: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
+def load_v(kv, tile, exists, PAGE_SIZE: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
            D1: tl.constexpr):  # fmt: skip
-    return load_rows(key_pointers(side.v, side.page_stride_v, tile, PAGE_SIZE, N), exists, D, D0, D1)  # [N, Dv]
+    return load_rows(key_pointers(kv.v, kv.page_stride_v, tile, PAGE_SIZE, N), exists, D, D0, D1)  # [N, Dv]
 
 
 @triton.jit
@@ -265,9 +267,9 @@ def load_rows(pointers, exists, D: tl.constexpr, D0: tl.constexpr, D1: tl.conste
 
 
 @triton.jit
-def load_numbers(pointers, exists):
-    """Two numbers of each row, fp32 `[M]`: lse as a base-2 logarithm and delta. They lie side by side and are read as
-    one integer, for the layout in which a tile wants them makes each thread read many. Rows that do not exist get
+def load_row_stats(pointers, exists):
+    """Two numbers of each row, fp32 `[M]`: lse as a base-2 logarithm and delta. They lie kv by kv and are read as
+    one integer, for the layout in which a tile wants them makes each thread read many. HeadRows that do not exist get
     infinity, which makes their probabilities 0; `exists` is `None` where every row does.
     """
     pair = tl.load(pointers) if exists is None else tl.load(pointers, mask=exists, other=0x7F800000)

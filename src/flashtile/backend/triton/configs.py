@@ -12,7 +12,7 @@ from ...call.problem import Problem, power_of_two
 from . import tuned
 
 
-class Launch(NamedTuple):
+class KernelConfig(NamedTuple):
     """One kernel's tile of query rows and keys, and how it is run."""
 
     block_m: int
@@ -26,22 +26,22 @@ class Launch(NamedTuple):
         return f"{self.block_m} x {self.block_n} ({self.num_warps} warps, {self.num_stages} stages{tuned})"
 
 
-class Tile(NamedTuple):
-    """The kernels of one problem; `pack` query heads of a group are rows of one tile of forward."""
+class TileConfig(NamedTuple):
+    """The kernels of one problem; `pack_gqa` query heads of a group are rows of one tile of forward."""
 
-    forward: Launch
-    dkdv: Launch
-    dq: Launch
-    pack: int = 1
+    forward: KernelConfig
+    dkdv: KernelConfig
+    dq: KernelConfig
+    pack_gqa: int = 1
 
 
-class Row(NamedTuple):
+class WidthConfigs(NamedTuple):
     """The kernels for head dimensions up to `width`."""
 
     width: int
-    forward: Launch
-    dkdv: Launch
-    dq: Launch
+    forward: KernelConfig
+    dkdv: KernelConfig
+    dq: KernelConfig
 
 
 KIB = 1024
@@ -53,54 +53,54 @@ SMALLEST = 64
 
 HALF = {  # float16 and bfloat16, by shared memory
     227: (
-        Row(64, Launch(64, 64, 4, 3), Launch(64, 64, 4, 3), Launch(128, 64, 4, 3)),
-        Row(128, Launch(128, 128, 8, 3), Launch(32, 128, 8, 3), Launch(128, 64, 8, 3)),
-        Row(256, Launch(128, 64, 8, 2), Launch(64, 64, 8, 1), Launch(128, 32, 8, 2)),
-        Row(512, Launch(64, 32, 8, 2), Launch(32, 32, 8, 1), Launch(64, 16, 8, 1)),
+        WidthConfigs(64, KernelConfig(64, 64, 4, 3), KernelConfig(64, 64, 4, 3), KernelConfig(128, 64, 4, 3)),
+        WidthConfigs(128, KernelConfig(128, 128, 8, 3), KernelConfig(32, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
+        WidthConfigs(256, KernelConfig(128, 64, 8, 2), KernelConfig(64, 64, 8, 1), KernelConfig(128, 32, 8, 2)),
+        WidthConfigs(512, KernelConfig(64, 32, 8, 2), KernelConfig(32, 32, 8, 1), KernelConfig(64, 16, 8, 1)),
     ),
     99: (
-        Row(64, Launch(128, 64, 4, 3), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2)),
-        Row(128, Launch(64, 64, 4, 2), Launch(32, 64, 4, 2), Launch(64, 32, 4, 2)),
-        Row(256, Launch(64, 32, 4, 2), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1)),
-        Row(512, Launch(32, 16, 4, 1), Launch(16, 16, 4, 1), Launch(16, 16, 4, 1)),
+        WidthConfigs(64, KernelConfig(128, 64, 4, 3), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
+        WidthConfigs(128, KernelConfig(64, 64, 4, 2), KernelConfig(32, 64, 4, 2), KernelConfig(64, 32, 4, 2)),
+        WidthConfigs(256, KernelConfig(64, 32, 4, 2), KernelConfig(32, 32, 4, 1), KernelConfig(32, 32, 4, 1)),
+        WidthConfigs(512, KernelConfig(32, 16, 4, 1), KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1)),
     ),
     64: (
-        Row(64, Launch(128, 64, 4, 1), Launch(64, 64, 4, 1), Launch(64, 64, 4, 1)),
-        Row(128, Launch(64, 64, 4, 1), Launch(32, 64, 4, 1), Launch(64, 32, 4, 1)),
-        Row(256, Launch(64, 32, 4, 1), Launch(16, 32, 4, 1), Launch(32, 16, 4, 1)),
-        Row(512, Launch(16, 16, 4, 1), Launch(16, 16, 4, 1), Launch(16, 16, 4, 1)),
+        WidthConfigs(64, KernelConfig(128, 64, 4, 1), KernelConfig(64, 64, 4, 1), KernelConfig(64, 64, 4, 1)),
+        WidthConfigs(128, KernelConfig(64, 64, 4, 1), KernelConfig(32, 64, 4, 1), KernelConfig(64, 32, 4, 1)),
+        WidthConfigs(256, KernelConfig(64, 32, 4, 1), KernelConfig(16, 32, 4, 1), KernelConfig(32, 16, 4, 1)),
+        WidthConfigs(512, KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1)),
     ),
 }
 SINGLE = {  # float32; exact products have no matrix units, so registers bound the tiles
     64: (
-        Row(64, Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
-        Row(128, Launch(32, 32, 8, 1), Launch(16, 32, 8, 1), Launch(32, 16, 8, 1)),
-        Row(256, Launch(16, 32, 8, 1), Launch(16, 16, 8, 1), Launch(16, 16, 8, 1)),
-        Row(512, Launch(16, 16, 8, 1), Launch(16, 16, 8, 1), Launch(16, 16, 8, 1)),
+        WidthConfigs(64, KernelConfig(64, 32, 8, 1), KernelConfig(32, 32, 8, 1), KernelConfig(32, 32, 8, 1)),
+        WidthConfigs(128, KernelConfig(32, 32, 8, 1), KernelConfig(16, 32, 8, 1), KernelConfig(32, 16, 8, 1)),
+        WidthConfigs(256, KernelConfig(16, 32, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
+        WidthConfigs(512, KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
     ),
 }
-INTERPRETER = Row(512, *(Launch(16, 16, 4, 1),) * 3)
-LEAST_COPY = 4  # bytes
-MOST_PACKED_ROWS = 64  # query rows of a group that become one tile
+INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
+MIN_COPY_BYTES = 4  # bytes
+MAX_PACKED_ROWS = 64  # query rows of a group that become one tile
 KEYS_TIMES_WIDTH = 8192  # of a tile that decodes
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
-SMALL = Launch(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
-LEAST_KEYS = 64  # of one part of a split row
+SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
+MIN_SPLIT_KEYS = 64  # of one part of a split row
 
 
-def tile(problem: Problem, device: Device) -> Tile:
+def tile(problem: Problem, device: Device) -> TileConfig:
     row = row_of(problem, device)
     group = problem.num_heads_q // max(problem.num_heads_kv, 1)
     packed_rows = max(problem.seqlen_q, 1) * group
-    if packed_rows > MOST_PACKED_ROWS:
+    if packed_rows > MAX_PACKED_ROWS:
         if not needs_room(problem, device):
             found = tuned_row(row, problem.dtype, device)
             row = found._replace(forward=row.forward) if wants_small(problem, row, device) else found
-        return Tile(row.forward, row.dkdv, row.dq)
-    return Tile(decoding(row, packed_rows, problem, device), row.dkdv, row.dq, pack=group)
+        return TileConfig(row.forward, row.dkdv, row.dq)
+    return TileConfig(decoding(row, packed_rows, problem, device), row.dkdv, row.dq, pack_gqa=group)
 
 
-def decoding(row: Row, packed_rows: int, problem: Problem, device: Device) -> Launch:
+def decoding(row: WidthConfigs, packed_rows: int, problem: Problem, device: Device) -> KernelConfig:
     """Few rows: reading keys is all the work, so that tiles are small enough for two programs on a core.
 
     Where shared memory is largest and nothing else wants it, three blocks of keys and values are on their way while
@@ -113,19 +113,19 @@ def decoding(row: Row, packed_rows: int, problem: Problem, device: Device) -> La
     if misaligned(problem, device):
         block_m = min(block_m, given.block_m)
     widths = problem.head_dim, problem.head_dim_v
-    asynchronous = all(n * problem.dtype.itemsize % LEAST_COPY == 0 for n in widths)  # not of where a batch lies
+    asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)  # not of where a batch lies
     if has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout):
-        return Launch(block_m, block_n, 4, 4)
-    return Launch(block_m, min(given.block_n, block_n), 4, given.num_stages)
+        return KernelConfig(block_m, block_n, 4, 4)
+    return KernelConfig(block_m, min(given.block_n, block_n), 4, given.num_stages)
 
 
-def row_of(problem: Problem, device: Device) -> Row:
+def row_of(problem: Problem, device: Device) -> WidthConfigs:
     if device.type == "cpu":
         return INTERPRETER
     return fitted(shipped(problem.dtype, max(problem.head_dim, problem.head_dim_v), device), problem, device)
 
 
-def shipped(dtype: torch.dtype, width: int, device: Device) -> Row:
+def shipped(dtype: torch.dtype, width: int, device: Device) -> WidthConfigs:
     """The kernels for plain problems of a width."""
     table = SINGLE if dtype is torch.float32 else HALF
     rows = table[max(size for size in table if size <= memory_of(device))]
@@ -155,20 +155,20 @@ def misaligned(problem: Problem, device: Device) -> bool:
     """Whether rows cannot be copied asynchronously on Hopper, where ptxas miscompiles some warpgroup products of such
     tiles (`tests/offline` looks for that): tiles of 32 rows do without.
     """
-    return problem.alignment < LEAST_COPY and device.arch == "sm_90"
+    return problem.alignment < MIN_COPY_BYTES and device.arch == "sm_90"
 
 
-def tuned_row(row: Row, dtype: torch.dtype, device: Device) -> Row:
+def tuned_row(row: WidthConfigs, dtype: torch.dtype, device: Device) -> WidthConfigs:
     """The row with what `flashtile tune` has found for it on this machine."""
     found = tuned.launches(device, family(dtype), row.width) if device.type == "cuda" else {}
-    return row._replace(**{kernel: Launch(*numbers, tuned=True) for kernel, numbers in found.items()})
+    return row._replace(**{kernel: KernelConfig(*numbers, tuned=True) for kernel, numbers in found.items()})
 
 
 def family(dtype: torch.dtype) -> str:
     return "single" if dtype is torch.float32 else "half"
 
 
-def fitted(row: Row, problem: Problem, device: Device) -> Row:
+def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
     """Smaller tiles for features that hold a tile of their own in shared memory or registers: a bias or mask for every
     pair in all kernels, any bias, dropout and ALiBi in forward, whose tiles are the largest. Or one that suits them
     (`wants_small`), and for rows that are `misaligned`.
@@ -186,10 +186,10 @@ def fitted(row: Row, problem: Problem, device: Device) -> Row:
     if of_pairs:
         dkdv = dkdv._replace(block_m=max(16, dkdv.block_m // 2))
         dq = dq._replace(block_n=max(16, dq.block_n // 2))
-    return Row(row.width, forward, dkdv, dq)
+    return WidthConfigs(row.width, forward, dkdv, dq)
 
 
-def wants_small(problem: Problem, row: Row, device: Device) -> bool:
+def wants_small(problem: Problem, row: WidthConfigs, device: Device) -> bool:
     """Whether forward has much to do beside its products: numbers of a softcap or dropout for every pair, or masks in
     most blocks, as short windows have. Then two programs on a core, of which one multiplies while the other does that,
     are faster than one large tile (H200, width 128: +14%, +2%, +17%).
@@ -203,7 +203,7 @@ def wants_small(problem: Problem, row: Row, device: Device) -> bool:
 def num_splits(problem: Problem, device: Device) -> int:
     """Parts that the keys of a row are split into, so that few rows still fill the chip."""
     chosen = tile(problem, device)
-    blocks = -(-max(problem.seqlen_q, 1) * chosen.pack // chosen.forward.block_m)
-    programs = max(1, blocks * problem.num_heads_q // chosen.pack * problem.batch)
+    blocks = -(-max(problem.seqlen_q, 1) * chosen.pack_gqa // chosen.forward.block_m)
+    programs = max(1, blocks * problem.num_heads_q // chosen.pack_gqa * problem.batch)
     wanted = device.cores // programs
-    return max(1, min(wanted, problem.seqlen_k // LEAST_KEYS))
+    return max(1, min(wanted, problem.seqlen_k // MIN_SPLIT_KEYS))
