@@ -133,7 +133,7 @@ def test_precision_of_fp32_products(settings: list[tuple[Any, str, Any]], expect
         setattr(owner, name, value)
     q = torch.empty(1, 2, 16, 16)
     launches = launches_of(described_call(q, q, q, None, None, {}), "sm_90")
-    assert {x.arguments["PRECISION"] for x in launches if "PRECISION" in x.arguments} == {expected}
+    assert {x.arguments["CONFIG"].PRECISION for x in launches if "CONFIG" in x.arguments} == {expected}
 
 
 def test_a_register_that_nothing_has_written_is_found() -> None:

@@ -1,7 +1,6 @@
 """From a call to the arguments of a kernel: pointers, strides, lengths and scalars, by the kernels' names for them."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ from ...call.call import Call
 from ...call.problem import LONGEST, power_of_two
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
-from ..scalars import keep_scale, rows_last, score_units, slopes_stride, strides, threshold, window_numbers
+from ..scalars import keep_scale, lse_strides, rows_last, score_units, slopes_stride, strides, threshold, window_numbers
 from .configs import KernelConfig
+from .kernels.parameters import Constants, HeadDim
 
 MAX_BIAS_SPLITS = 16  # copies of the bias's gradient, added up at the end
 MAX_BIAS_PROGRAMS = 1024
@@ -28,7 +28,7 @@ def alignment(tensors: list[Tensor]) -> int:
 
 
 def shared_scalars(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> dict[str, Any]:
-    """What forward and backward kernels have in common. `q`, `k` and `v` have contiguous features."""
+    """The scalars of `parameters.Inputs`. `q`, `k` and `v` have contiguous features."""
     paged = call.tensors.page_table is not None
     return {
         **strides("q", q, align),
@@ -36,51 +36,64 @@ def shared_scalars(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> d
         **strides("v", v, align, keys=True, paged=paged),
         **feature_scalars(call),
         **seqlen_scalars(call),
-        **chunks("D", q.shape[-1]),
-        **chunks("DV", v.shape[-1]),
         "num_heads_q": q.shape[1],
         "num_heads_k": num_heads_k(call),
-        "ALIGN": align,
-        "PRECISION": precision(q.dtype),
     }
 
 
-def config_scalars(launch: KernelConfig, tiles: int) -> dict[str, int]:
-    return {
-        "num_tiles": tiles,
-        "BLOCK_M": launch.block_m,
-        "BLOCK_N": launch.block_n,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-    }
+def constants(call: Call, config: KernelConfig, align: int, pack_gqa: int = 1, splits: int = 1) -> dict[str, Any]:
+    """The compile-time constants of forward and backward kernels, and Triton's options."""
+    t = call.tensors
+    several_pages = t.page_table is not None and t.page_table.shape[1] > 1
+    compiled = Constants(
+        HEAD_DIM=head_dim(t.q.shape[-1]),
+        HEAD_DIM_V=head_dim(t.v.shape[-1]),
+        COMPENSATED=t.q.dtype is torch.float32,
+        PRECISION=precision(t.q.dtype),
+        ALIGN=align,
+        PAGE_SIZE=t.k.shape[1] if several_pages else 0,
+        BLOCK_B=block_b(call),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        PACK_GQA=pack_gqa,
+        SPLITS=splits,
+    )
+    return {"CONFIG": compiled, "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def block_b(call: Call) -> int:
+    """Packed sequences and the tokens that belong to none, rounded up to a power of two."""
+    cu_seqlens_q = call.tensors.cu_seqlens_q
+    return 1 if cu_seqlens_q is None else power_of_two(cu_seqlens_q.shape[0])
+
+
+def row_strides(name: str, x: Tensor | None) -> dict[str, Any]:
+    """Of one value a row, contiguous: `[B, H, S]` or `[H, T]`."""
+    return dict(zip((f"stride_{name}_b", f"stride_{name}_h"), lse_strides(x).values(), strict=True))
 
 
 def row_stats_strides(x: Tensor) -> dict[str, int]:
-    """Of two numbers a row, `[B, H, S, 2]` or `[H, T, 2]`, in units of two rows, which lie on 16 bytes."""
+    """Of two values a row, `[B, H, S, 2]` or `[H, T, 2]`, in units of two rows, which are aligned to 16 bytes."""
     *batch, head, _, _ = x.stride()
     return {"stride_row_stats_b": batch[0] // 4 if batch else 0, "stride_row_stats_h": head // 4}
 
 
-def dbias_scalars(call: Call, bias: Tensor, launch: KernelConfig) -> dict[str, int]:
-    """How the bias's own tiles and what shares them are counted (`bias_gradient`)."""
+def dbias_scalars(call: Call, bias: Tensor, config: KernelConfig) -> dict[str, int]:
+    """The tiles of a bias and what shares them (`dbias.BiasTiles`), and the number of programs."""
     origin = call.settings.j0 % 8 if call.settings.dropout_p > 0 else 0
     batch, heads, seqlen_q, seqlen_k = bias_shape(call)
-    counts = (batch, heads, -(-seqlen_q // launch.block_m), -(-(seqlen_k + origin) // launch.block_n))
+    counts = (batch, heads, -(-seqlen_q // config.block_m), -(-(seqlen_k + origin) // config.block_n))
     own = [1 if n == 1 else count for n, count in zip(bias.shape, counts, strict=True)]
     shared = [count // max(mine, 1) for mine, count in zip(own, counts, strict=True)]
-    programs, turns = math.prod(own), math.prod(shared)
-    splits = max(1, min(MAX_BIAS_SPLITS, turns, MAX_BIAS_PROGRAMS // max(programs, 1)))
+    programs, sharing = math.prod(own), math.prod(shared)
+    splits = max(1, min(MAX_BIAS_SPLITS, sharing, MAX_BIAS_PROGRAMS // max(programs, 1)))
     return {
-        "programs": programs * splits if turns > 0 else 0,
+        "programs": programs * splits if sharing > 0 else 0,
         "splits": splits,
         **{f"tiles_{dim}": n for dim, n in zip("hmn", own[1:], strict=True)},
         **{f"shared_{dim}": n for dim, n in zip("bhmn", shared, strict=True)},
         "bias_rows": bias.shape[2],
         "bias_keys": bias.shape[3],
-        "BLOCK_M": launch.block_m,
-        "BLOCK_N": launch.block_n,
-        "num_warps": launch.num_warps,
-        "num_stages": 1,
     }
 
 
@@ -92,17 +105,17 @@ def dbias_strides(x: Tensor) -> dict[str, Any]:
     return found
 
 
-def chunks(prefix: str, width: int) -> dict[str, int]:
-    """A width as one or two powers of two from 16 on: 96 is 64 + 32; 120 is better taken as 128."""
+def head_dim(width: int) -> HeadDim:
+    """A width as one or two powers of two, 16 or more: 96 is 64 + 32; 120 is better taken as 128."""
     first = max(16, 1 << (width.bit_length() - 1))
     rest = 0 if width <= first else max(16, power_of_two(width - first))
     if rest == first:
         first, rest = 2 * first, 0
-    return {prefix: width, f"{prefix}0": first, f"{prefix}1": rest}
+    return HeadDim(width, first, rest)
 
 
 def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor | Described | None]:
-    """The tensors that forward and backward kernels have in common."""
+    """The pointers of `parameters.Inputs`."""
     t = call.tensors
     paged = t.page_table is not None
     return {
@@ -112,6 +125,7 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         "mask": None if t.mask is None else Described(t.mask, Tensor.view, torch.uint8),
         "bias": t.bias,
         "slopes": recorder.contiguous(t.alibi_slopes),
+        "sinks": None,  # for forward only
         "seed": t.dropout_seed if call.settings.dropout_p > 0 else None,
         "cu_seqlens_q": t.cu_seqlens_q,
         "cu_seqlens_k": None if paged else t.cu_seqlens_k,
@@ -166,61 +180,14 @@ def seqlen_scalars(call: Call) -> dict[str, Any]:
         total_k = min(t.page_table.shape[1] * t.k.shape[1], LONGEST) if t.k.shape[0] > 0 else 0
     else:
         total_k = t.k.shape[0] if packed else t.k.shape[2]
-    several_pages = t.page_table is not None and t.page_table.shape[1] > 1
     return {
-        "stride_table_b": None if t.page_table is None else rows_last(t.page_table).stride(0),
-        "PAGE_SIZE": t.k.shape[1] if several_pages else 0,
+        "stride_page_table_b": None if t.page_table is None else rows_last(t.page_table).stride(0),
         "num_pages": t.k.shape[0] if paged else None,
         "batch": batch,
         "total_q": total_q,
         "total_k": total_k,
         "max_seqlen_k": total_k if s.max_seqlen_k is None else min(s.max_seqlen_k, LONGEST),
-        "BLOCK_B": power_of_two(batch + 1) if packed else 1,
     }
-
-
-def append_scalars(call: Call, given: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """The numbers of `append.append_kernel`. Keys and values of `call` are pages, also of a dense cache."""
-    t = call.tensors
-    packed = t.cu_seqlens_q is not None
-    q, table, cos, sin, new_k = given["q"], given["page_table"], given["cos"], given["sin"], given["new_k"]
-    assert q is not None
-    assert table is not None
-    queries = q.shape[0] if packed else q.shape[2]
-    appended = 0 if new_k is None else queries if packed else new_k.shape[2]
-    batch = table.shape[0]
-    return {
-        **strides("q", q, 1),
-        **optional_strides("rotated_q", given["rotated_q"]),
-        **optional_strides("new_k", new_k),
-        **optional_strides("new_v", given["new_v"]),
-        **{f"stride_{dim}_k": stride for dim, stride in zip(("page", "slot", "head"), t.k.stride()[:3], strict=True)},
-        **{f"stride_{dim}_v": stride for dim, stride in zip(("page", "slot", "head"), t.v.stride()[:3], strict=True)},
-        "stride_cos": None if cos is None else cos.stride(0),
-        "stride_sin": None if sin is None else sin.stride(0),
-        "rotary_positions": None if cos is None else cos.shape[0],
-        "stride_table_b": table.stride(0),
-        "num_tiles": num_tiles(call, 1) if packed else max(queries, appended),
-        "batch": batch,
-        "num_heads_q": q.shape[1],
-        "num_heads_k": num_heads_k(call),
-        "total_q": queries if packed else max(queries, appended),
-        "queries": queries,
-        "appended": appended,
-        "page_size": t.k.shape[1],
-        "num_pages": t.k.shape[0],
-        "num_columns": table.shape[1],
-        "D": q.shape[-1],
-        "WIDTH": power_of_two(q.shape[-1]),
-        "DV": t.v.shape[-1],
-        "WIDTH_V": power_of_two(t.v.shape[-1]),
-        "HALF": 0 if cos is None else cos.shape[1],
-        "BLOCK_B": power_of_two(batch + 1) if packed else 1,
-    }
-
-
-def optional_strides(name: str, x: Tensor | None) -> dict[str, Any]:
-    return {f"stride_{name}_{dim}": None for dim in "bhm"} if x is None else strides(name, x, 1)
 
 
 def paged_seqlens(recorder: Recorder, call: Call) -> Tensor:

@@ -10,13 +10,12 @@ from ...call.cache import CacheCall, CacheTensors, paged_call, rows_in_order
 from ...call.cache import append_and_rotate as in_operations
 from ...call.call import Call, Tensors, lse_shape, new_rows
 from ...call.plan import Plan
-from ...call.problem import power_of_two
 from ..gpu import replay
 from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
 from .configs import KernelConfig
-from .kernels.append import append_kernel
+from .host_append import append_and_rotate
 from .kernels.forward import forward_kernel
 from .semaphores import new_semaphores
 
@@ -60,11 +59,9 @@ def record_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
             **args.shared_scalars(call, q, k, v, align),
             **strides("out", out, align),
             **lse_strides(lse),
-            **args.config_scalars(config, tiles),
-            "stride_split": None if partial_lse is None else partial_lse.stride(0),
-            "PACK_GQA": pack_gqa,
-            "SPLITS": splits,
-            "WIDTH": power_of_two(v.shape[-1]),
+            **args.constants(call, config, align, pack_gqa, splits),
+            "stride_partials_split": None if partial_lse is None else partial_lse.stride(0),
+            "num_tiles": tiles,
         },
     )
     return out, lse
@@ -128,31 +125,3 @@ def record_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Resul
 def total_of_packed(lengths: Tensor, cu_seqlens_q: Tensor) -> Tensor:
     """Keys of each sequence once those beside its queries are appended."""
     return lengths + cu_seqlens_q.diff().long()
-
-
-def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, interleaved: bool) -> Call:
-    """As `flashtile.call.cache.append_and_rotate`. All tensors are the recorder's."""
-    t = call.tensors
-    assert t.page_table is not None
-    q = recorder.op(rows_last, t.q)
-    given = (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
-    new_k, new_v, cos, sin = (None if x is None else recorder.op(rows_last, x) for x in given)
-    rotated_q = None if cos is None else recorder.new(new_rows(t.q, q.shape[1], q.shape[-1], q.dtype))
-    pointers = {
-        "q": q,
-        "rotated_q": rotated_q,
-        "k_cache": t.k,
-        "v_cache": t.v,
-        "new_k": new_k,
-        "new_v": new_v,
-        "cos": cos,
-        "sin": sin,
-        "lengths": cache.cache_seqlens,
-        "totals": t.seqused_k if new_k is not None and t.cu_seqlens_q is None else None,
-        "page_table": recorder.op(rows_last, t.page_table),
-        "cu_seqlens_q": t.cu_seqlens_q,
-    }
-    scalars = args.append_scalars(call, pointers) | {"INTERLEAVED": interleaved, "num_warps": 1}
-    programs = scalars["num_tiles"] * (scalars["num_heads_q"] + scalars["num_heads_k"]) * args.dense_batch(q)
-    recorder.launch(append_kernel, pointers, programs, scalars)
-    return call if rotated_q is None else call._replace(tensors=t._replace(q=rotated_q))

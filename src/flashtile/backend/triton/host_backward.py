@@ -16,8 +16,9 @@ from ..scalars import dlse_strides, lse_strides, rows_last, strides
 from . import arguments as args
 from .configs import KernelConfig
 from .kernels.dbias import dbias_kernel
-from .kernels.dkdv import dkdv_kernel, preprocess_kernel
+from .kernels.dkdv import dkdv_kernel
 from .kernels.dq import dq_kernel
+from .kernels.preprocess import preprocess_kernel
 
 ROWS_AT_ONCE = 64
 
@@ -92,7 +93,7 @@ class BackwardLaunches:
             **lse_strides(lse),
             **dlse_strides(dlse),
             **args.row_stats_strides(row_stats),
-            **args.chunks("DV", out.shape[-1]),
+            "DV": args.head_dim(out.shape[-1]),
             "num_tiles": tiles,
             "num_heads_q": out.shape[1],
             "total_q": total_q,
@@ -104,49 +105,52 @@ class BackwardLaunches:
         self.row_stats = row_stats
         self.pointers = {**self.pointers, "row_stats": Described(row_stats, Tensor.view, torch.int64)}
 
-    def dkdv(self, shape: KernelConfig) -> tuple[Tensor, Tensor]:
+    def dkdv(self, config: KernelConfig) -> tuple[Tensor, Tensor]:
         """dk and dv, by position where keys are paged."""
         dk, dv = (self.recorder.new(new_key_rows(self.call, x)) for x in self.call.tensors[1:3])
         given, align = self.inputs(dk, dv)
-        tiles = args.num_key_tiles(self.call, shape.block_n)
+        tiles = args.num_key_tiles(self.call, config.block_n)
         programs = tiles * args.num_heads_k(self.call) * args.dense_batch(dk)
         scalars = {
             **given,
             **strides("dk", dk, align, keys=True),
             **strides("dv", dv, align, keys=True),
-            **args.config_scalars(shape, tiles),
+            **args.constants(self.call, config, align),
+            "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
         self.recorder.launch(dkdv_kernel, {**self.pointers, "dk": dk, "dv": dv}, programs, scalars)
         return dk, dv
 
-    def dq(self, shape: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
+    def dq(self, config: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
         """dq, and what each row gives to its slope, shaped as lse."""
         q = self.call.tensors.q
         dq = self.recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
         dslopes = self.recorder.new(torch.empty_like(lse)) if slopes else None
         given, align = self.inputs(dq)
-        tiles = args.num_tiles(self.call, shape.block_m)
+        tiles = args.num_tiles(self.call, config.block_m)
         programs = tiles * dq.shape[1] * args.dense_batch(dq)
         scalars = {
             **given,
             **strides("dq", dq, align),
-            **lse_strides(dslopes),
-            **args.config_scalars(shape, tiles),
+            **args.row_strides("dslopes", dslopes),
+            **args.constants(self.call, config, align),
+            "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
         self.recorder.launch(dq_kernel, {**self.pointers, "dq": dq, "dslopes": dslopes}, programs, scalars)
         return dq, dslopes
 
-    def dbias(self, shape: KernelConfig) -> Tensor:
+    def dbias(self, config: KernelConfig) -> Tensor:
         """dbias, fp32 and shaped as the bias."""
         bias = self.call.tensors.bias
         assert bias is not None
-        tiles = args.dbias_scalars(self.call, bias, shape)
+        tiles = args.dbias_scalars(self.call, bias, config)
         programs, splits = tiles.pop("programs"), tiles["splits"]
         dbias = self.recorder.op(lambda bias: bias.new_zeros((splits, *bias.shape), dtype=torch.float32), bias)
-        given, _ = self.inputs()
-        scalars = {**given, **tiles, **args.dbias_strides(dbias)}
+        given, align = self.inputs()
+        constants = args.constants(self.call, config._replace(num_stages=1), align)
+        scalars = {**given, **tiles, **constants, **args.dbias_strides(dbias), "num_tiles": None}
         self.recorder.launch(dbias_kernel, {**self.pointers, "dbias": dbias}, programs, scalars)
         return self.recorder.op(lambda dbias: dbias.sum(dim=0), dbias)
 
