@@ -1,4 +1,4 @@
-"""From a call to the arguments of a kernel: pointers, strides, lengths and scalars, by the kernels' names for them."""
+"""The arguments that forward and backward kernels share, by flat name: pointers, scalars and constants."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from ..scalars import keep_scale, lse_strides, rows_last, score_units, slopes_st
 from .configs import KernelConfig
 from .kernels.parameters import Constants, HeadDim
 
-MAX_BIAS_SPLITS = 16  # copies of the bias's gradient, added up at the end
+MAX_BIAS_SPLITS = 16  # partial gradients of a bias, summed at the end
 MAX_BIAS_PROGRAMS = 1024
 
 
@@ -68,12 +68,12 @@ def block_b(call: Call) -> int:
 
 
 def row_strides(name: str, x: Tensor | None) -> dict[str, Any]:
-    """Of one value a row, contiguous: `[B, H, S]` or `[H, T]`."""
+    """Strides of one value a row, contiguous: `[B, H, S]` or `[H, T]`."""
     return dict(zip((f"stride_{name}_b", f"stride_{name}_h"), lse_strides(x).values(), strict=True))
 
 
 def row_stats_strides(x: Tensor) -> dict[str, int]:
-    """Of two values a row, `[B, H, S, 2]` or `[H, T, 2]`, in units of two rows, which are aligned to 16 bytes."""
+    """Strides of two values a row, `[B, H, S, 2]` or `[H, T, 2]`, in units of two rows (16 bytes)."""
     *batch, head, _, _ = x.stride()
     return {"stride_row_stats_b": batch[0] // 4 if batch else 0, "stride_row_stats_h": head // 4}
 
@@ -98,7 +98,7 @@ def dbias_scalars(call: Call, bias: Tensor, config: KernelConfig) -> dict[str, i
 
 
 def dbias_strides(x: Tensor) -> dict[str, Any]:
-    """Of `[splits, B, H, Sq, Sk]`; a broadcast row or column has none."""
+    """Strides of `[splits, B, H, Sq, Sk]`; a broadcast row or column has none."""
     found: dict[str, Any] = {"stride_dbias_split": x.stride(0)}
     for dim, n, stride in zip("bhmn", x.shape[1:], x.stride()[1:], strict=True):
         found[f"stride_dbias_{dim}"] = stride if n > 1 or dim in "bh" else None
@@ -136,7 +136,7 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
 
 
 def pair_strides(name: str, x: Tensor | None) -> dict[str, Any]:
-    """Of a mask or bias; broadcast rows and columns have none, broadcast sequences and heads one of 0."""
+    """Strides of a mask or bias: `None` for a broadcast row or column, 0 for a broadcast sequence or head."""
     if x is None:
         return {f"stride_{name}_{dim}": None for dim in "bhmn"}
     found = {}
@@ -146,7 +146,7 @@ def pair_strides(name: str, x: Tensor | None) -> dict[str, Any]:
 
 
 def feature_scalars(call: Call) -> dict[str, Any]:
-    """Everything that modifies scores, with the softmax's units (`scores`, `softmax`)."""
+    """Scalars of the features, with the units of scores (`scores`, `softmax`)."""
     t, s = call.tensors, call.settings
     limit = threshold(s.dropout_p) if s.dropout_p > 0 else None
     rows = next((x.shape[2] for x in (t.bias, t.mask) if x is not None and x.shape[2] > 1), 1)
@@ -168,7 +168,7 @@ def feature_scalars(call: Call) -> dict[str, Any]:
 
 
 def seqlen_scalars(call: Call) -> dict[str, Any]:
-    """Lengths: where sequences lie, how many positions each can have at most."""
+    """Scalars of the sequences: their number, and the tokens or positions that memory holds."""
     t, s = call.tensors, call.settings
     paged = t.page_table is not None
     packed = t.cu_seqlens_q is not None
@@ -191,7 +191,7 @@ def seqlen_scalars(call: Call) -> dict[str, Any]:
 
 
 def paged_seqlens(recorder: Recorder, call: Call) -> Tensor:
-    """Keys of each paged sequence."""
+    """The number of keys of each paged sequence."""
     t = call.tensors
     if t.seqused_k is not None:
         return t.seqused_k
@@ -200,7 +200,7 @@ def paged_seqlens(recorder: Recorder, call: Call) -> Tensor:
 
 
 def num_tiles(call: Call, block: int, pack_gqa: int = 1) -> int:
-    """Blocks of query rows: of each dense sequence, or of all packed ones and the tokens that belong to none."""
+    """Blocks of query rows: of each dense sequence, or at most of all packed ones and tokens that belong to none."""
     t = call.tensors
     if t.cu_seqlens_q is None:
         return -(-t.q.shape[2] * pack_gqa // block)
@@ -208,7 +208,7 @@ def num_tiles(call: Call, block: int, pack_gqa: int = 1) -> int:
 
 
 def num_key_tiles(call: Call, block: int) -> int:
-    """Blocks of keys, likewise; one more where dropout makes blocks start before the first key."""
+    """Blocks of keys, as `num_tiles`; one more if dropout makes blocks start before the first key."""
     t = call.tensors
     more = 1 if call.settings.dropout_p > 0 and call.settings.j0 % 8 else 0
     if call.layout == "varlen":
@@ -223,7 +223,7 @@ def num_heads_k(call: Call) -> int:
 
 
 def dense_batch(x: Tensor) -> int:
-    """Sequences that the grid counts; packed ones are found by the programs."""
+    """Sequences in the grid; programs find packed ones themselves."""
     return x.shape[0] if x.dim() == 4 else 1
 
 
@@ -236,9 +236,9 @@ def bias_shape(call: Call) -> tuple[int, int, int, int]:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How fp32 products are formed; PyTorch's own setting for matrix products on a GPU decides.
+    """Precision of float32 products, from PyTorch's setting for matrix products on a GPU.
 
-    This attribute knows what was set by any of PyTorch's APIs. `torch.get_float32_matmul_precision` and `allow_tf32`
-    raise once `fp32_precision` has been set (torch 2.11 to 2.15).
+    `fp32_precision` reflects settings through any of PyTorch's APIs. `torch.get_float32_matmul_precision` and
+    `allow_tf32` raise once `fp32_precision` has been set (torch 2.11 to 2.15).
     """
     return "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

@@ -1,6 +1,6 @@
-"""Tiles for each family of problems and chips, as measured or, where we have no such chip, as they fit.
+"""Kernel configurations for families of problems and chips: measured on the chips we have, fitted to the others.
 
-A chip's family follows from the shared memory that one program may take, and from how its matrix units are fed.
+A chip's family follows from its shared memory for one program, and from how its matrix units are fed.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from . import tuned
 
 
 class KernelConfig(NamedTuple):
-    """One kernel's tile of query rows and keys, and how it is run."""
+    """A kernel's tile of query rows and keys, its warps and its pipeline stages."""
 
     block_m: int
     block_n: int
@@ -27,7 +27,7 @@ class KernelConfig(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """The kernels of one problem; `pack_gqa` query heads of a group are rows of one tile of forward."""
+    """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile."""
 
     forward: KernelConfig
     dkdv: KernelConfig
@@ -36,7 +36,7 @@ class TileConfig(NamedTuple):
 
 
 class WidthConfigs(NamedTuple):
-    """The kernels for head dimensions up to `width`."""
+    """The configurations for head dimensions up to `width`."""
 
     width: int
     forward: KernelConfig
@@ -49,7 +49,7 @@ SHARED_MEMORY = {  # KiB that one program may take
     "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99,
     "sm_121": 99, "gfx942": 64, "gfx950": 160,
 }  # fmt: skip
-SMALLEST = 64
+MIN_SHARED_MEMORY = 64
 
 HALF = {  # float16 and bfloat16, by shared memory
     227: (
@@ -80,12 +80,12 @@ SINGLE = {  # float32; exact products have no matrix units, so registers bound t
     ),
 }
 INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
-MIN_COPY_BYTES = 4  # bytes
+MIN_COPY_BYTES = 4  # of an asynchronous copy
 MAX_PACKED_ROWS = 64  # query rows of a group that become one tile
 KEYS_TIMES_WIDTH = 8192  # of a tile that decodes
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
 SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
-MIN_SPLIT_KEYS = 64  # of one part of a split row
+MIN_SPLIT_KEYS = 64  # of one split of a row
 
 
 def tile(problem: Problem, device: Device) -> TileConfig:
@@ -101,19 +101,19 @@ def tile(problem: Problem, device: Device) -> TileConfig:
 
 
 def decoding(row: WidthConfigs, packed_rows: int, problem: Problem, device: Device) -> KernelConfig:
-    """Few rows: reading keys is all the work, so that tiles are small enough for two programs on a core.
+    """The configuration for few rows. Loading keys is all the work; tiles are small enough for two programs on a core.
 
-    Where shared memory is largest and nothing else wants it, three blocks of keys and values are on their way while
-    one is used: on an H200, that is within 1.5% of the best tile for any batch and length measured. Larger blocks gain
-    that where rows are split or long and lose 5% where they are neither, but lengths may not choose: with a number of
-    splits given, a sequence's bits depend neither on the batch nor on how long that is.
+    With the most shared memory, and no feature that needs it, three blocks of keys and values are in flight while one
+    is used: within 1.5% of the best tile for any batch and length measured on an H200. Larger blocks gain 1.5% if rows
+    are split or long, and lose 5% otherwise. The choice must not depend on lengths: with a given number of splits, a
+    sequence's bits depend neither on the batch nor on the longest sequence in it.
     """
     given, block_n = row.forward, max(16, KEYS_TIMES_WIDTH // row.width)
     block_m = max(16, power_of_two(packed_rows))
     if misaligned(problem, device):
         block_m = min(block_m, given.block_m)
     widths = problem.head_dim, problem.head_dim_v
-    asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)  # not of where a batch lies
+    asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)  # whatever the address
     if has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout):
         return KernelConfig(block_m, block_n, 4, 4)
     return KernelConfig(block_m, min(given.block_n, block_n), 4, given.num_stages)
@@ -126,40 +126,40 @@ def row_of(problem: Problem, device: Device) -> WidthConfigs:
 
 
 def shipped(dtype: torch.dtype, width: int, device: Device) -> WidthConfigs:
-    """The kernels for plain problems of a width."""
+    """The shipped configurations for plain problems of a width."""
     table = SINGLE if dtype is torch.float32 else HALF
     rows = table[max(size for size in table if size <= memory_of(device))]
     return next(row for row in rows if width <= row.width)
 
 
 def memory_of(device: Device) -> int:
-    return SHARED_MEMORY.get(device.arch, SMALLEST)
+    return SHARED_MEMORY.get(device.arch, MIN_SHARED_MEMORY)
 
 
 def has_pairs(problem: Problem) -> bool:
-    """Whether scores take numbers of their own for pairs."""
+    """Whether a feature adds a value to the score of each pair."""
     return problem.bias is not None or problem.mask is not None or problem.alibi
 
 
 def has_most(dtype: torch.dtype, device: Device) -> bool:
-    """Whether tiles are those of the chips with the most shared memory, of which we measure one."""
+    """Whether the configurations are those of chips with the most shared memory, one of which we measured."""
     return dtype is not torch.float32 and memory_of(device) >= max(HALF)
 
 
 def needs_room(problem: Problem, device: Device) -> bool:
-    """Whether a problem may want more shared memory for a tile than the plain ones, on which tiles are tuned."""
+    """Whether a tile may need more shared memory than in the plain problems on which tiles are tuned."""
     return misaligned(problem, device) or problem.dropout or has_pairs(problem) or problem.page_size is not None
 
 
 def misaligned(problem: Problem, device: Device) -> bool:
-    """Whether rows cannot be copied asynchronously on Hopper, where ptxas miscompiles some warpgroup products of such
-    tiles (`tests/offline` looks for that): tiles of 32 rows do without.
+    """Whether rows cannot be copied asynchronously on Hopper. There, ptxas 12.8 miscompiles some warpgroup products of
+    such tiles (`tests/offline` detects it); tiles of 32 rows have none.
     """
     return problem.alignment < MIN_COPY_BYTES and device.arch == "sm_90"
 
 
 def tuned_row(row: WidthConfigs, dtype: torch.dtype, device: Device) -> WidthConfigs:
-    """The row with what `flashtile tune` has found for it on this machine."""
+    """The row, with the configurations that `flashtile tune` saved on this machine."""
     found = tuned.launches(device, family(dtype), row.width) if device.type == "cuda" else {}
     return row._replace(**{kernel: KernelConfig(*numbers, tuned=True) for kernel, numbers in found.items()})
 
@@ -169,9 +169,9 @@ def family(dtype: torch.dtype) -> str:
 
 
 def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
-    """Smaller tiles for features that hold a tile of their own in shared memory or registers: a bias or mask for every
-    pair in all kernels, any bias, dropout and ALiBi in forward, whose tiles are the largest. Or one that suits them
-    (`wants_small`), and for rows that are `misaligned`.
+    """Smaller tiles for features that hold a tile of their own in shared memory or registers: in all kernels a bias or
+    mask for every pair; in forward, whose tiles are the largest, any bias, dropout and ALiBi. Also for problems that
+    are `misaligned`, or for which `wants_small` holds.
     """
     given = [x for x in (problem.bias, problem.mask) if x is not None]
     of_pairs = any(not (x[2] or x[3]) for x in given)
@@ -190,9 +190,9 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
 
 
 def wants_small(problem: Problem, row: WidthConfigs, device: Device) -> bool:
-    """Whether forward has much to do beside its products: numbers of a softcap or dropout for every pair, or masks in
-    most blocks, as short windows have. Then two programs on a core, of which one multiplies while the other does that,
-    are faster than one large tile (H200, width 128: +14%, +2%, +17%).
+    """Whether forward does much work besides its products: softcap or dropout for every pair, or masks in most blocks,
+    as with short windows. Two programs on a core then overlap that work with products and are faster than one large
+    tile (H200, width 128: +14%, +2%, +17%).
     """
     left, right, _ = problem.window
     short = left is not None and right is not None and left + right <= SHORT_WINDOW
@@ -201,7 +201,7 @@ def wants_small(problem: Problem, row: WidthConfigs, device: Device) -> bool:
 
 
 def num_splits(problem: Problem, device: Device) -> int:
-    """Parts that the keys of a row are split into, so that few rows still fill the chip."""
+    """The number of programs that share the keys of a row, so that few rows still fill the chip."""
     chosen = tile(problem, device)
     blocks = -(-max(problem.seqlen_q, 1) * chosen.pack_gqa // chosen.forward.block_m)
     programs = max(1, blocks * problem.num_heads_q // chosen.pack_gqa * problem.batch)

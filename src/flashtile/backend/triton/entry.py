@@ -1,4 +1,4 @@
-"""The Triton backend's entries in front of its kernels: passes over a call's tensors, run on the tensors' device."""
+"""Entry points of the Triton backend: forward, backward, and attention with a KV cache."""
 
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ def record_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
 
 
 def record_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
-    """`out` and `lse` of a call whose tensors are the recorder's."""
+    """Record the forward pass of a call whose tensors belong to the recorder; returns `out` and `lse`."""
     t = call.tensors
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
@@ -46,14 +46,14 @@ def record_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
     programs = tiles * (q.shape[1] // pack_gqa) * args.dense_batch(q)
     partial_lse, partial_out, semaphores = None, None, None
     if splits > 1:
-        # The parts' results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
+        # Partial results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
         partial_lse = recorder.new(lse.new_empty((splits, *lse.shape)))
         partial_out = recorder.new(lse.new_empty((*partial_lse.shape, v.shape[-1])))
         semaphores = recorder.op(partial(new_semaphores, q.device, programs))
-    parts = {"partial_out": partial_out, "partial_lse": partial_lse, "semaphores": semaphores}
+    partials = {"partial_out": partial_out, "partial_lse": partial_lse, "semaphores": semaphores}
     recorder.launch(
         forward_kernel,
-        args.pointers(recorder, call, q, k, v) | parts | {"sinks": t.sinks, "out": out, "lse": lse},
+        args.pointers(recorder, call, q, k, v) | partials | {"sinks": t.sinks, "out": out, "lse": lse},
         programs * splits,
         {
             **args.shared_scalars(call, q, k, v, align),
@@ -68,7 +68,7 @@ def record_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
 
 
 def __getattr__(name: str) -> Any:
-    """`backward`, when it is first asked for: its kernels take a third of the time that all of them take to import."""
+    """Import `backward` on first use: its kernels take a third of the import time of all kernels."""
     if name != "backward":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .host_backward import backward
@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
 
 
 def attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Tensor, Tensor]:
-    """Everything that a call with a KV cache does: at most three launches, instead of some thirty operations."""
+    """Append, rotate and attend: at most three launches, instead of some thirty operations."""
     if not appendable(call.cache):
         return forward(plan, in_operations(call))
     forward_key = (plan.tile, plan.num_splits, args.precision(call.tensors.q.dtype), call.signature())
@@ -90,9 +90,7 @@ def attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Tensor, Tensor]:
 
 
 def appendable(cache: CacheTensors) -> bool:
-    """Whether the cache itself can be written: a copy of it would not be the cache. And there has to be something to
-    look at.
-    """
+    """Whether the kernel can write into the cache: its features are contiguous, and it has sequences."""
     table = cache.cache_seqlens if cache.page_table is None else cache.page_table
     return cache.k_cache.stride(-1) == 1 and cache.v_cache.stride(-1) == 1 and 0 not in table.shape
 
@@ -123,5 +121,5 @@ def record_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Resul
 
 
 def total_of_packed(lengths: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    """Keys of each sequence once those beside its queries are appended."""
+    """Keys of each sequence after the call: a packed call appends as many keys as it has queries."""
     return lengths + cu_seqlens_q.diff().long()

@@ -15,7 +15,9 @@ from .kernels.append import AppendConstants, append_kernel
 
 
 def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, interleaved: bool) -> Call:
-    """As `flashtile.call.cache.append_and_rotate`. All tensors are the recorder's."""
+    """Record the launch of `append_kernel`: `flashtile.call.cache.append_and_rotate` in one kernel. Tensors belong to
+    the recorder.
+    """
     t = call.tensors
     assert t.page_table is not None
     q = recorder.op(rows_last, t.q)

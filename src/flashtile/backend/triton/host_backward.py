@@ -1,4 +1,4 @@
-"""The launches of one backward pass: two numbers for each row first, then the gradients, a kernel for each kind."""
+"""The launches of a backward pass: row statistics first, then one kernel for each kind of gradient."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def record_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     dbias = launches.dbias(plan.tile.dq) if needs.bias else None
     if slopes:
         dslopes = recorder.op(slope_gradient, t.alibi_slopes, t.cu_seqlens_q, dslopes)
-    if call.layout == "paged":  # dk and dv have come by position
+    if call.layout == "paged":  # dk and dv are by position
         dk, dv = (
             None if dx is None else recorder.op(in_pages, x, t.page_table, dx) for x, dx in ((t.k, dk), (t.v, dv))
         )
@@ -62,7 +62,7 @@ def no_gradient(out: Tensor) -> Tensor:
 
 
 class BackwardLaunches:
-    """The launches of one backward pass, and what they have in common."""
+    """The launches of one backward pass and the arguments that they share."""
 
     def __init__(self, recorder: Recorder, call: Call, dout: Tensor):
         self.recorder, self.call, self.dout = recorder, call, dout
@@ -71,7 +71,7 @@ class BackwardLaunches:
         self.row_stats = dout  # set by preprocess
 
     def inputs(self, *results: Tensor) -> tuple[dict[str, Any], int]:
-        """What every kernel takes, and the alignment in whose units strides come."""
+        """Scalars that every kernel takes, and the alignment: the unit of strides."""
         align = args.alignment([self.q, self.k, self.v, self.dout, *results])
         return {
             **args.shared_scalars(self.call, self.q, self.k, self.v, align),
@@ -80,7 +80,7 @@ class BackwardLaunches:
         }, align
 
     def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
-        """Two numbers a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T (`backward.preprocess_kernel`)."""
+        """Launch `preprocess_kernel`: two values a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T."""
         *leading, total_q = lse.shape
         row_stats = self.recorder.new(lse.new_empty((*leading, total_q + total_q % 2, 2)))
         align = args.alignment([out, self.dout])
@@ -123,7 +123,7 @@ class BackwardLaunches:
         return dk, dv
 
     def dq(self, config: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
-        """dq, and what each row gives to its slope, shaped as lse."""
+        """dq, and each row's part of the gradient of its slope, shaped as lse."""
         q = self.call.tensors.q
         dq = self.recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
         dslopes = self.recorder.new(torch.empty_like(lse)) if slopes else None
@@ -156,12 +156,12 @@ class BackwardLaunches:
 
 
 def sinks_from_rows(sinks: Tensor, lse: Tensor, row_stats: Tensor) -> Tensor:
-    """dsinks, where the second number of a row is its delta."""
+    """dsinks; the second of the row statistics is delta."""
     return sink_gradient(sinks, lse, row_stats[..., : lse.shape[-1], 1])
 
 
 def slope_gradient(slopes: Tensor, cu_seqlens: Tensor | None, rows: Tensor) -> Tensor:
-    """`[H]` or `[B, H]`, from what each row gives, shaped as lse."""
+    """The gradient of slopes `[H]` or `[B, H]`: sums of the rows' parts, shaped as lse."""
     if slopes.dim() == 1:
         return sum_to_heads(rows)
     if cu_seqlens is None:
@@ -173,7 +173,7 @@ def slope_gradient(slopes: Tensor, cu_seqlens: Tensor | None, rows: Tensor) -> T
 
 
 def new_key_rows(call: Call, x: Tensor) -> Tensor:
-    """Uninitialised gradients for k or v. Pages may be shared: theirs come by position first, `[B, H, S, D]`."""
+    """Uninitialized gradients for k or v. Pages may be shared: their gradients are by position, `[B, H, S, D]`."""
     if call.layout == "dense":
         return new_rows(x, x.shape[1], x.shape[-1], x.dtype)
     if call.layout == "varlen":
@@ -184,10 +184,10 @@ def new_key_rows(call: Call, x: Tensor) -> Tensor:
 
 
 def in_pages(pages: Tensor, table: Tensor, by_position: Tensor) -> Tensor:
-    """Gradients of pages `[P, page_size, H, D]`: the sum over all positions that lie there."""
+    """Gradients of pages `[P, page_size, H, D]`: sums over all positions in each slot."""
     page_size = pages.shape[1]
     exists = (table >= 0) & (table < pages.shape[0])
-    page = torch.where(exists, table.long(), pages.shape[0])  # [B, columns]; the spare page takes what is nowhere
+    page = torch.where(exists, table.long(), pages.shape[0])  # [B, columns]; a spare page for invalid entries
     total = pages.new_zeros((pages.shape[0] + 1, *pages.shape[1:]), dtype=torch.float32)
     given = by_position.unflatten(2, (-1, page_size)).permute(0, 2, 3, 1, 4)  # [B, columns, page_size, H, D]
     return total.index_put_((page,), given.float(), accumulate=True)[:-1]  # sorted, hence deterministic

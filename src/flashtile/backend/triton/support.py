@@ -1,4 +1,4 @@
-"""What the Triton backend takes, why it declines the rest, and how large its tiles are."""
+"""The problems that the Triton backend accepts, the reasons for which it declines others, and its tiles."""
 
 import functools
 import importlib.util
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature but score_mod"
 MAX_HEAD_DIM = 512
-MAX_SEQUENCES = 2**16  # packed; each program looks through all of them
+MAX_SEQUENCES = 2**16  # packed; each program searches all of them
 
 
 def interpreted() -> bool:
@@ -25,7 +25,7 @@ def interpreted() -> bool:
 
 @functools.cache
 def unusable() -> str | None:
-    """Why this backend does not run on this machine; `None` if it does."""
+    """The reason why this backend cannot run on this machine, or `None`."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (PyTorch's GPU builds bring it)"
     if not torch.cuda.is_available() and not interpreted():
@@ -34,7 +34,7 @@ def unusable() -> str | None:
 
 
 def declines(problem: Problem, device: Device) -> str | None:
-    """Why this backend does not take the problem; `None` if it does."""
+    """The reason why this backend declines the problem, or `None`."""
     if device.type != "cuda" and not interpreted():
         return f"its kernels run on GPUs, not on {device.type}"
     if device.arch.startswith("sm_") and int(device.arch[3:]) < 80:
@@ -53,7 +53,7 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 
 def tile(problem: Problem, device: Device) -> "TileConfig":
-    from . import configs  # `import flashtile` does without them
+    from . import configs  # not needed by `import flashtile`
 
     return configs.tile(problem, device)
 
