@@ -18,8 +18,8 @@ from offline.launches import launches_of, recorded, replay_of, results_of
 
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu.installed import triton_version
+from flashtile.backend.triton.configs import KIB, SHARED_MEMORY
 from flashtile.backend.triton.support import MAX_HEAD_DIM
-from flashtile.backend.triton.tables import KIB, SHARED_MEMORY
 from flashtile.call.call import Call
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.testing.generate import random_case
@@ -163,7 +163,7 @@ def test_precision_of_fp32_products(settings: list[tuple[Any, str, Any]], expect
         setattr(owner, name, value)
     q = torch.empty(1, 2, 16, 16)
     launches = launches_of(described_call(q, q, q, None, None, {}), "sm_90")
-    assert {x.arguments["PRECISION"] for x in launches if "PRECISION" in x.arguments} == {expected}
+    assert {x.arguments["CONFIG"].PRECISION for x in launches if "CONFIG" in x.arguments} == {expected}
 
 
 def test_a_register_that_nothing_has_written_is_found() -> None:

@@ -12,8 +12,8 @@ import torch
 from calls import dense_call
 from click.testing import CliRunner
 
-from flashtile.backend.triton import support, tables, tuned
-from flashtile.backend.triton.tables import Launch
+from flashtile.backend.triton import configs, support, tuned
+from flashtile.backend.triton.configs import KernelConfig
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
 from flashtile.cli import main
@@ -21,21 +21,21 @@ from flashtile.errors import AttentionWarning
 from flashtile.tuning.search import LEAST_GAIN, TuningError, neighbours, search
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
-SHIPPED = Launch(128, 128, 8, 3)
+SHIPPED = KernelConfig(128, 128, 8, 3)
 
 
 class MadeUp:
     """A trial whose times are a function of the tile; `wrong` are refused."""
 
-    def __init__(self, seconds: dict[Launch, float], wrong: Sequence[Launch] = (), otherwise: float = 2.0):
+    def __init__(self, seconds: dict[KernelConfig, float], wrong: Sequence[KernelConfig] = (), otherwise: float = 2.0):
         self.known, self.wrong, self.otherwise = seconds, wrong, otherwise
-        self.checked: list[Launch] = []
+        self.checked: list[KernelConfig] = []
 
-    def refuses(self, launch: Launch) -> str | None:
+    def refuses(self, launch: KernelConfig) -> str | None:
         self.checked.append(launch)
         return "wrong" if launch in self.wrong else None
 
-    def seconds(self, launches: Sequence[Launch]) -> list[float]:
+    def seconds(self, launches: Sequence[KernelConfig]) -> list[float]:
         assert set(launches) <= set(self.checked)  # nothing is timed before it is checked
         assert not set(launches) & set(self.wrong)
         return [self.known.get(launch, self.otherwise) for launch in launches]
@@ -57,9 +57,9 @@ class Ticking:
 
 def test_it_goes_from_neighbour_to_neighbour() -> None:
     """Two steps away, through one that is better than the shipped one."""
-    times = {SHIPPED: 1.0, Launch(128, 128, 8, 2): 0.9, Launch(128, 64, 8, 2): 0.7}
+    times = {SHIPPED: 1.0, KernelConfig(128, 128, 8, 2): 0.9, KernelConfig(128, 64, 8, 2): 0.7}
     found = search(SHIPPED, MadeUp(times), 100, lambda: 0.0)
-    assert found.best == Launch(128, 64, 8, 2)
+    assert found.best == KernelConfig(128, 64, 8, 2)
     assert found.gain == pytest.approx(0.3)
     assert found.seconds == (1.0, 0.7)
     assert found.finished
@@ -67,7 +67,7 @@ def test_it_goes_from_neighbour_to_neighbour() -> None:
 
 
 def test_a_wrong_tile_is_no_candidate() -> None:
-    fast = Launch(128, 128, 8, 2)
+    fast = KernelConfig(128, 128, 8, 2)
     found = search(SHIPPED, MadeUp({SHIPPED: 1.0, fast: 0.1}, wrong=[fast]), 100, lambda: 0.0)
     assert found.best == SHIPPED
     assert [x.refused for x in found.tried if x.launch == fast] == ["wrong"]
@@ -81,14 +81,14 @@ def test_what_is_hardly_faster_is_not_faster() -> None:
 
 def test_luck_does_not_last() -> None:
     """A tile that was faster once, and is not when both are timed again at the end."""
-    lucky = Launch(128, 128, 8, 2)
+    lucky = KernelConfig(128, 128, 8, 2)
     trial = MadeUp({SHIPPED: 1.0, lucky: 0.5})
     once = trial.seconds
 
-    def second_time(launches: Sequence[Launch]) -> list[float]:
+    def second_time(launches: Sequence[KernelConfig]) -> list[float]:
         return [1.0, 1.0] if tuple(launches) == (SHIPPED, lucky) and trial.known[lucky] == 0.6 else once(launches)
 
-    def first_time(launches: Sequence[Launch]) -> list[float]:
+    def first_time(launches: Sequence[KernelConfig]) -> list[float]:
         found = second_time(launches)
         if tuple(launches) == (SHIPPED, lucky):
             trial.known[lucky] = 0.6
@@ -110,7 +110,7 @@ def test_a_machine_on_which_the_shipped_tile_is_wrong() -> None:
 
 
 def test_neighbours_are_tiles() -> None:
-    for launch in (SHIPPED, Launch(16, 16, 1, 1), Launch(256, 256, 8, 7)):
+    for launch in (SHIPPED, KernelConfig(16, 16, 1, 1), KernelConfig(256, 256, 8, 7)):
         found = list(neighbours(launch))
         assert launch not in found
         for m, n, warps, stages, of_a_file in found:
@@ -200,15 +200,15 @@ def problem(**changes: object) -> Problem:
 
 
 def test_plain_problems_take_what_was_found() -> None:
-    before = tables.tile(problem(), H200)
+    before = configs.tile(problem(), H200)
     tuned.save(entry("forward", (64, 64, 4, 2)))
-    after = tables.tile(problem(), H200)
-    assert after == before._replace(forward=Launch(64, 64, 4, 2, tuned=True))
+    after = configs.tile(problem(), H200)
+    assert after == before._replace(forward=KernelConfig(64, 64, 4, 2, tuned=True))
     assert str(after.forward) == "64 x 64 (4 warps, 2 stages, tuned on this machine)"
-    assert tables.tile(problem(head_dim=96, head_dim_v=80), H200).forward.tuned
-    assert not tables.tile(problem(head_dim=64, head_dim_v=64), H200).forward.tuned
-    assert not tables.tile(problem(dtype=torch.float32), H200).forward.tuned
-    assert not tables.tile(problem(), H200._replace(name="NVIDIA H100")).forward.tuned
+    assert configs.tile(problem(head_dim=96, head_dim_v=80), H200).forward.tuned
+    assert not configs.tile(problem(head_dim=64, head_dim_v=64), H200).forward.tuned
+    assert not configs.tile(problem(dtype=torch.float32), H200).forward.tuned
+    assert not configs.tile(problem(), H200._replace(name="NVIDIA H100")).forward.tuned
 
 
 @pytest.mark.parametrize(
@@ -220,10 +220,10 @@ def test_plain_problems_take_what_was_found() -> None:
 )  # fmt: skip
 def test_problems_that_need_room_keep_the_shipped_tiles(changes: dict[str, object]) -> None:
     given = replace(problem(), **changes)  # type: ignore[arg-type]
-    before = tables.tile(given, H200)
+    before = configs.tile(given, H200)
     for kernel in tuned.KERNELS:
         tuned.save(entry(kernel, (256, 256, 8, 7)))
-    assert tables.tile(given, H200) == before
+    assert configs.tile(given, H200) == before
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ def test_without_a_gpu_it_says_so() -> None:
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_it_saves_what_is_faster(dry_run: bool) -> None:
     pytest.importorskip("triton")
-    fast = Launch(64, 128, 8, 3)
-    times = {tables.HALF[227][1].forward: 1.0, fast: 0.5}
+    fast = KernelConfig(64, 128, 8, 3)
+    times = {configs.HALF[227][1].forward: 1.0, fast: 0.5}
     module = "flashtile.tuning.trial"
     with (
         mock.patch.object(support, "unusable", return_value=None),

@@ -95,7 +95,7 @@ def searched(subject: "Subject", seconds: float, dry_run: bool) -> "tuple[Found,
 
 
 def save(subject: "Subject", found: "Found") -> Any:
-    from ..backend.triton import tables
+    from ..backend.triton import configs
 
     device = describe_device(subject.device)
     before, after = found.seconds
@@ -106,7 +106,7 @@ def save(subject: "Subject", found: "Found") -> Any:
             device.name,
             device.arch,
             tuned.installed(),
-            tables.family(subject.dtype),
+            configs.family(subject.dtype),
             subject.shipped().width,
             subject.kernel,
             found.best[:4],

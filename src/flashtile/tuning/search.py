@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..backend.triton.tables import Launch
+from ..backend.triton.configs import KernelConfig
 from ..backend.triton.tuned import BLOCKS, STAGES, WARPS
 
 LEAST_GAIN = 0.01  # of the time: below it, two tiles count as equally fast
@@ -14,11 +14,11 @@ LEAST_GAIN = 0.01  # of the time: below it, two tiles count as equally fast
 class Trial(Protocol):
     """One kernel on one device."""
 
-    def refuses(self, launch: Launch) -> str | None:
+    def refuses(self, launch: KernelConfig) -> str | None:
         """Why a tile is none: it does not compile, does not fit, or computes something wrong; `None` if it is one."""
         ...
 
-    def seconds(self, launches: Sequence[Launch]) -> list[float]:
+    def seconds(self, launches: Sequence[KernelConfig]) -> list[float]:
         """Of each tile, timed in turns: medians, to be compared with one another alone."""
         ...
 
@@ -31,8 +31,8 @@ class TuningError(RuntimeError):
 class Tried:
     """A tile that was tried, and what became of it."""
 
-    launch: Launch
-    against: Launch | None = None  # the best one until then
+    launch: KernelConfig
+    against: KernelConfig | None = None  # the best one until then
     gain: float | None = None  # of time against it: 0.1 is a tenth less
     refused: str | None = None
 
@@ -41,15 +41,15 @@ class Tried:
 class Found:
     """The best tile; `gain` is of time against the shipped one, measured once more at the end."""
 
-    shipped: Launch
-    best: Launch
+    shipped: KernelConfig
+    best: KernelConfig
     gain: float = 0.0
     seconds: tuple[float, float] = (0.0, 0.0)  # of the shipped one and of the best
     finished: bool = True  # no neighbour of the best one is left
     tried: list[Tried] = field(default_factory=list)
 
 
-def search(shipped: Launch, trial: Trial, seconds: float, clock: Callable[[], float] = time.monotonic) -> Found:
+def search(shipped: KernelConfig, trial: Trial, seconds: float, clock: Callable[[], float] = time.monotonic) -> Found:
     """Go to a faster neighbour as long as there is one and time is left.
 
     Raises:
@@ -81,7 +81,7 @@ def search(shipped: Launch, trial: Trial, seconds: float, clock: Callable[[], fl
     return found
 
 
-def neighbours(launch: Launch) -> Iterator[Launch]:
+def neighbours(launch: KernelConfig) -> Iterator[KernelConfig]:
     """Tiles that differ in one number; or in two that go together, a tile's shape, or its rows and their warps."""
     m, n, warps, stages = launch[:4]
     shapes = [
@@ -92,4 +92,4 @@ def neighbours(launch: Launch) -> Iterator[Launch]:
     ]  # fmt: skip
     for block_m, block_n, w, s in shapes:
         if block_m in BLOCKS and block_n in BLOCKS and w in WARPS and s in STAGES:
-            yield Launch(block_m, block_n, w, s)
+            yield KernelConfig(block_m, block_n, w, s)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..api.explain import described_call
 from ..backend.rates import synchronize
-from ..backend.triton import tables
-from ..backend.triton.tables import Launch, Tile
+from ..backend.triton import configs
+from ..backend.triton.configs import KernelConfig, TileConfig
 from ..bench.check import spoil_memory
 from ..bench.clocks import clock_of
 from ..bench.rounds import Entrant, interleave
@@ -41,8 +41,8 @@ class Subject:
     seqlen: int
     device: torch.device
 
-    def shipped(self) -> tables.Row:
-        return tables.shipped(self.dtype, self.head_dim, describe_device(self.device))
+    def shipped(self) -> configs.WidthConfigs:
+        return configs.shipped(self.dtype, self.head_dim, describe_device(self.device))
 
 
 class GpuTrial:
@@ -74,11 +74,11 @@ class GpuTrial:
         forward_only = self.subject.kernel == "forward"
         return Case("attention", {"q": q, "k": k, "v": v, "causal": causal}, dout, forward_only=forward_only)
 
-    def plan(self, launch: Launch) -> Plan:
+    def plan(self, launch: KernelConfig) -> Plan:
         row = self.row._replace(**{self.subject.kernel: launch})
-        return Plan("triton", Tile(row.forward, row.dkdv, row.dq), 1, ())
+        return Plan("triton", TileConfig(row.forward, row.dkdv, row.dq), 1, ())
 
-    def refuses(self, launch: Launch) -> str | None:
+    def refuses(self, launch: KernelConfig) -> str | None:
         for case, expected in zip(self.cases, self.expected, strict=True):
             spoil_memory(case)
             try:
@@ -100,7 +100,7 @@ class GpuTrial:
         except Exception as error:
             raise TuningError(f"the GPU does not go on after a tile: {error}") from error
 
-    def results(self, launch: Launch, case: Case) -> dict[str, Tensor]:
+    def results(self, launch: KernelConfig, case: Case) -> dict[str, Tensor]:
         """What the kernel computes of a case."""
         given = {"causal": case.arguments["causal"], "backend": "triton"}
         q, k, v = (case.arguments[name] for name in "qkv")
@@ -112,7 +112,7 @@ class GpuTrial:
         found = self.kernels.backward(plan, call, needs, out, lse, case.dout, None)
         return {f"d{name}": getattr(found, name) for name in "qkv" if getattr(needs, name)}
 
-    def seconds(self, launches: Sequence[Launch]) -> list[float]:
+    def seconds(self, launches: Sequence[KernelConfig]) -> list[float]:
         """The sum over the two calls of each tile's medians."""
         totals = [0.0] * len(launches)
         for call, dout in self.timed:
@@ -124,7 +124,7 @@ class GpuTrial:
                 totals[n] += statistics.median(entrant.seconds) if entrant.failure is None else float("inf")
         return totals
 
-    def run(self, launch: Launch, call: Call, dout: Tensor) -> Any:
+    def run(self, launch: KernelConfig, call: Call, dout: Tensor) -> Any:
         plan = self.plan(launch)
         if self.subject.kernel == "forward":
             return lambda: self.kernels.forward(plan, call)

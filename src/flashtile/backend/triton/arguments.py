@@ -1,7 +1,6 @@
-"""From a call to the arguments of a kernel: pointers, strides, lengths and scalars, by the kernels' names for them."""
+"""The arguments that forward and backward kernels share, by flat name: pointers, scalars and constants."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,11 +10,12 @@ from ...call.call import Call
 from ...call.problem import LONGEST, power_of_two
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
-from ..scalars import keep_scale, rows_last, score_units, slopes_stride, strides, threshold, window_numbers
-from .tables import Launch
+from ..scalars import keep_scale, lse_strides, rows_last, score_units, slopes_stride, strides, threshold, window_numbers
+from .configs import KernelConfig
+from .kernels.parameters import Constants, HeadDim
 
-MOST_BIAS_SPLITS = 16  # copies of the bias's gradient, added up at the end
-ENOUGH_PROGRAMS = 1024
+MAX_BIAS_SPLITS = 16  # partial gradients of a bias, summed at the end
+MAX_BIAS_PROGRAMS = 1024
 
 
 def alignment(tensors: list[Tensor]) -> int:
@@ -27,82 +27,95 @@ def alignment(tensors: list[Tensor]) -> int:
     return bits & -bits
 
 
-def inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> dict[str, Any]:
-    """What forward and backward kernels have in common. `q`, `k` and `v` have contiguous features."""
+def shared_scalars(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> dict[str, Any]:
+    """The scalars of `parameters.Inputs`. `q`, `k` and `v` have contiguous features."""
     paged = call.tensors.page_table is not None
     return {
         **strides("q", q, align),
         **strides("k", k, align, keys=True, paged=paged),
         **strides("v", v, align, keys=True, paged=paged),
-        **features(call),
-        **sequences(call),
-        **chunks("D", q.shape[-1]),
-        **chunks("DV", v.shape[-1]),
+        **feature_scalars(call),
+        **seqlen_scalars(call),
         "num_heads_q": q.shape[1],
         "num_heads_k": num_heads_k(call),
-        "ALIGN": align,
-        "PRECISION": precision(q.dtype),
     }
 
 
-def tiled(launch: Launch, tiles: int) -> dict[str, int]:
-    return {
-        "num_tiles": tiles,
-        "BLOCK_M": launch.block_m,
-        "BLOCK_N": launch.block_n,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-    }
+def constants(call: Call, config: KernelConfig, align: int, pack_gqa: int = 1, splits: int = 1) -> dict[str, Any]:
+    """The compile-time constants of forward and backward kernels, and Triton's options."""
+    t = call.tensors
+    several_pages = t.page_table is not None and t.page_table.shape[1] > 1
+    compiled = Constants(
+        HEAD_DIM=head_dim(t.q.shape[-1]),
+        HEAD_DIM_V=head_dim(t.v.shape[-1]),
+        COMPENSATED=t.q.dtype is torch.float32,
+        PRECISION=precision(t.q.dtype),
+        ALIGN=align,
+        PAGE_SIZE=t.k.shape[1] if several_pages else 0,
+        BLOCK_B=block_b(call),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        PACK_GQA=pack_gqa,
+        SPLITS=splits,
+    )
+    return {"CONFIG": compiled, "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def block_b(call: Call) -> int:
+    """Packed sequences and the tokens that belong to none, rounded up to a power of two."""
+    cu_seqlens_q = call.tensors.cu_seqlens_q
+    return 1 if cu_seqlens_q is None else power_of_two(cu_seqlens_q.shape[0])
+
+
+def row_strides(name: str, x: Tensor | None) -> dict[str, Any]:
+    """Strides of one value a row, contiguous: `[B, H, S]` or `[H, T]`."""
+    return dict(zip((f"stride_{name}_b", f"stride_{name}_h"), lse_strides(x).values(), strict=True))
 
 
 def row_stats_strides(x: Tensor) -> dict[str, int]:
-    """Of two numbers a row, `[B, H, S, 2]` or `[H, T, 2]`, in units of two rows, which lie on 16 bytes."""
+    """Strides of two values a row, `[B, H, S, 2]` or `[H, T, 2]`, in units of two rows (16 bytes)."""
     *batch, head, _, _ = x.stride()
     return {"stride_row_stats_b": batch[0] // 4 if batch else 0, "stride_row_stats_h": head // 4}
 
 
-def bias_tiles(call: Call, bias: Tensor, launch: Launch) -> dict[str, int]:
-    """How the bias's own tiles and what shares them are counted (`bias_gradient`)."""
+def dbias_scalars(call: Call, bias: Tensor, config: KernelConfig) -> dict[str, int]:
+    """The tiles of a bias and what shares them (`dbias.BiasTiles`), and the number of programs."""
     origin = call.settings.j0 % 8 if call.settings.dropout_p > 0 else 0
-    batch, heads, seqlen_q, seqlen_k = pairs_shape(call)
-    counts = (batch, heads, -(-seqlen_q // launch.block_m), -(-(seqlen_k + origin) // launch.block_n))
+    batch, heads, seqlen_q, seqlen_k = bias_shape(call)
+    counts = (batch, heads, -(-seqlen_q // config.block_m), -(-(seqlen_k + origin) // config.block_n))
     own = [1 if n == 1 else count for n, count in zip(bias.shape, counts, strict=True)]
     shared = [count // max(mine, 1) for mine, count in zip(own, counts, strict=True)]
-    programs, turns = math.prod(own), math.prod(shared)
-    splits = max(1, min(MOST_BIAS_SPLITS, turns, ENOUGH_PROGRAMS // max(programs, 1)))
+    programs, sharing = math.prod(own), math.prod(shared)
+    splits = max(1, min(MAX_BIAS_SPLITS, sharing, MAX_BIAS_PROGRAMS // max(programs, 1)))
     return {
-        "programs": programs * splits if turns > 0 else 0,
+        "programs": programs * splits if sharing > 0 else 0,
         "splits": splits,
         **{f"tiles_{dim}": n for dim, n in zip("hmn", own[1:], strict=True)},
         **{f"shared_{dim}": n for dim, n in zip("bhmn", shared, strict=True)},
         "bias_rows": bias.shape[2],
         "bias_keys": bias.shape[3],
-        "BLOCK_M": launch.block_m,
-        "BLOCK_N": launch.block_n,
-        "num_warps": launch.num_warps,
-        "num_stages": 1,
     }
 
 
 def dbias_strides(x: Tensor) -> dict[str, Any]:
-    """Of `[splits, B, H, Sq, Sk]`; a broadcast row or column has none."""
+    """Strides of `[splits, B, H, Sq, Sk]`; a broadcast row or column has none."""
     found: dict[str, Any] = {"stride_dbias_split": x.stride(0)}
     for dim, n, stride in zip("bhmn", x.shape[1:], x.stride()[1:], strict=True):
         found[f"stride_dbias_{dim}"] = stride if n > 1 or dim in "bh" else None
     return found
 
 
-def chunks(prefix: str, width: int) -> dict[str, int]:
-    """A width as one or two powers of two from 16 on: 96 is 64 + 32; 120 is better taken as 128."""
+def head_dim(width: int) -> HeadDim:
+    """A width as one or two powers of two, 16 or more: 96 is 64 + 32; 120 is better taken as 128."""
     first = max(16, 1 << (width.bit_length() - 1))
     rest = 0 if width <= first else max(16, power_of_two(width - first))
     if rest == first:
         first, rest = 2 * first, 0
-    return {prefix: width, f"{prefix}0": first, f"{prefix}1": rest}
+    return HeadDim(width, first, rest)
 
 
 def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor | Described | None]:
-    """The tensors that forward and backward kernels have in common."""
+    """The pointers of `parameters.Inputs`."""
     t = call.tensors
     paged = t.page_table is not None
     return {
@@ -112,17 +125,18 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         "mask": None if t.mask is None else Described(t.mask, Tensor.view, torch.uint8),
         "bias": t.bias,
         "slopes": recorder.contiguous(t.alibi_slopes),
+        "sinks": None,  # for forward only
         "seed": t.dropout_seed if call.settings.dropout_p > 0 else None,
         "cu_seqlens_q": t.cu_seqlens_q,
         "cu_seqlens_k": None if paged else t.cu_seqlens_k,
-        "seqused_k": used_keys(recorder, call) if paged else t.seqused_k,
+        "seqused_k": paged_seqlens(recorder, call) if paged else t.seqused_k,
         "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
         "leftpad_k": t.leftpad_k,
     }
 
 
 def pair_strides(name: str, x: Tensor | None) -> dict[str, Any]:
-    """Of a mask or bias; broadcast rows and columns have none, broadcast sequences and heads one of 0."""
+    """Strides of a mask or bias: `None` for a broadcast row or column, 0 for a broadcast sequence or head."""
     if x is None:
         return {f"stride_{name}_{dim}": None for dim in "bhmn"}
     found = {}
@@ -131,15 +145,15 @@ def pair_strides(name: str, x: Tensor | None) -> dict[str, Any]:
     return found
 
 
-def features(call: Call) -> dict[str, Any]:
-    """Everything that modifies scores, with the softmax's units (`scores`, `softmax`)."""
+def feature_scalars(call: Call) -> dict[str, Any]:
+    """Scalars of the features, with the units of scores (`scores`, `softmax`)."""
     t, s = call.tensors, call.settings
     limit = threshold(s.dropout_p) if s.dropout_p > 0 else None
     rows = next((x.shape[2] for x in (t.bias, t.mask) if x is not None and x.shape[2] > 1), 1)
     return {
         **pair_strides("mask", t.mask),
         **pair_strides("bias", t.bias),
-        "rows_of_pairs": rows,
+        "pair_rows": rows,
         **score_units(call),
         **window_numbers(call),
         "stride_slopes_b": None if t.alibi_slopes is None else slopes_stride(t.alibi_slopes),
@@ -153,8 +167,8 @@ def features(call: Call) -> dict[str, Any]:
     }
 
 
-def sequences(call: Call) -> dict[str, Any]:
-    """Lengths: where sequences lie, how many positions each can have at most."""
+def seqlen_scalars(call: Call) -> dict[str, Any]:
+    """Scalars of the sequences: their number, and the tokens or positions that memory holds."""
     t, s = call.tensors, call.settings
     paged = t.page_table is not None
     packed = t.cu_seqlens_q is not None
@@ -166,65 +180,18 @@ def sequences(call: Call) -> dict[str, Any]:
         total_k = min(t.page_table.shape[1] * t.k.shape[1], LONGEST) if t.k.shape[0] > 0 else 0
     else:
         total_k = t.k.shape[0] if packed else t.k.shape[2]
-    several_pages = t.page_table is not None and t.page_table.shape[1] > 1
     return {
-        "stride_table_b": None if t.page_table is None else rows_last(t.page_table).stride(0),
-        "PAGE_SIZE": t.k.shape[1] if several_pages else 0,
+        "stride_page_table_b": None if t.page_table is None else rows_last(t.page_table).stride(0),
         "num_pages": t.k.shape[0] if paged else None,
         "batch": batch,
         "total_q": total_q,
         "total_k": total_k,
-        "longest_k": total_k if s.max_seqlen_k is None else min(s.max_seqlen_k, LONGEST),
-        "SEQUENCES": power_of_two(batch + 1) if packed else 1,
+        "max_seqlen_k": total_k if s.max_seqlen_k is None else min(s.max_seqlen_k, LONGEST),
     }
 
 
-def new_tokens(call: Call, given: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """The numbers of `append.append_kernel`. Keys and values of `call` are pages, also of a dense cache."""
-    t = call.tensors
-    packed = t.cu_seqlens_q is not None
-    q, table, cos, sin, new_k = given["q"], given["page_table"], given["cos"], given["sin"], given["new_k"]
-    assert q is not None
-    assert table is not None
-    queries = q.shape[0] if packed else q.shape[2]
-    appended = 0 if new_k is None else queries if packed else new_k.shape[2]
-    batch = table.shape[0]
-    return {
-        **strides("q", q, 1),
-        **optional_strides("turned", given["turned"]),
-        **optional_strides("new_k", new_k),
-        **optional_strides("new_v", given["new_v"]),
-        **{f"stride_{dim}_k": stride for dim, stride in zip(("page", "slot", "head"), t.k.stride()[:3], strict=True)},
-        **{f"stride_{dim}_v": stride for dim, stride in zip(("page", "slot", "head"), t.v.stride()[:3], strict=True)},
-        "stride_cos": None if cos is None else cos.stride(0),
-        "stride_sin": None if sin is None else sin.stride(0),
-        "rotary_positions": None if cos is None else cos.shape[0],
-        "stride_table_b": table.stride(0),
-        "num_tiles": num_tiles(call, 1) if packed else max(queries, appended),
-        "batch": batch,
-        "num_heads_q": q.shape[1],
-        "num_heads_k": num_heads_k(call),
-        "total_q": queries if packed else max(queries, appended),
-        "queries": queries,
-        "appended": appended,
-        "page_size": t.k.shape[1],
-        "num_pages": t.k.shape[0],
-        "num_columns": table.shape[1],
-        "D": q.shape[-1],
-        "WIDTH": power_of_two(q.shape[-1]),
-        "DV": t.v.shape[-1],
-        "WIDTH_V": power_of_two(t.v.shape[-1]),
-        "HALF": 0 if cos is None else cos.shape[1],
-        "SEQUENCES": power_of_two(batch + 1) if packed else 1,
-    }
-
-
-def optional_strides(name: str, x: Tensor | None) -> dict[str, Any]:
-    return {f"stride_{name}_{dim}": None for dim in "bhm"} if x is None else strides(name, x, 1)
-
-
-def used_keys(recorder: Recorder, call: Call) -> Tensor:
-    """Keys of each paged sequence."""
+def paged_seqlens(recorder: Recorder, call: Call) -> Tensor:
+    """The number of keys of each paged sequence."""
     t = call.tensors
     if t.seqused_k is not None:
         return t.seqused_k
@@ -232,16 +199,16 @@ def used_keys(recorder: Recorder, call: Call) -> Tensor:
     return recorder.op(Tensor.diff, t.cu_seqlens_k)
 
 
-def num_tiles(call: Call, block: int, pack: int = 1) -> int:
-    """Blocks of query rows: of each dense sequence, or of all packed ones and the tokens that belong to none."""
+def num_tiles(call: Call, block: int, pack_gqa: int = 1) -> int:
+    """Blocks of query rows: of each dense sequence, or at most of all packed ones and tokens that belong to none."""
     t = call.tensors
     if t.cu_seqlens_q is None:
-        return -(-t.q.shape[2] * pack // block)
-    return -(-t.q.shape[0] * pack // block) + t.cu_seqlens_q.shape[0]
+        return -(-t.q.shape[2] * pack_gqa // block)
+    return -(-t.q.shape[0] * pack_gqa // block) + t.cu_seqlens_q.shape[0]
 
 
 def num_key_tiles(call: Call, block: int) -> int:
-    """Blocks of keys, likewise; one more where dropout makes blocks start before the first key."""
+    """Blocks of keys, as `num_tiles`; one more if dropout makes blocks start before the first key."""
     t = call.tensors
     more = 1 if call.settings.dropout_p > 0 and call.settings.j0 % 8 else 0
     if call.layout == "varlen":
@@ -256,22 +223,22 @@ def num_heads_k(call: Call) -> int:
 
 
 def dense_batch(x: Tensor) -> int:
-    """Sequences that the grid counts; packed ones are found by the programs."""
+    """Sequences in the grid; programs find packed ones themselves."""
     return x.shape[0] if x.dim() == 4 else 1
 
 
-def pairs_shape(call: Call) -> tuple[int, int, int, int]:
+def bias_shape(call: Call) -> tuple[int, int, int, int]:
     """`[B, H, Sq, Sk]` that a bias broadcasts to."""
     t, s = call.tensors, call.settings
-    given = sequences(call)
+    given = seqlen_scalars(call)
     seqlen_q = t.q.shape[2] if t.cu_seqlens_q is None else t.q.shape[0] if s.max_seqlen_q is None else s.max_seqlen_q
-    return given["batch"], t.q.shape[1], seqlen_q, min(given["longest_k"], given["total_k"])
+    return given["batch"], t.q.shape[1], seqlen_q, min(given["max_seqlen_k"], given["total_k"])
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How fp32 products are formed; PyTorch's own setting for matrix products on a GPU decides.
+    """Precision of float32 products, from PyTorch's setting for matrix products on a GPU.
 
-    This attribute knows what was set by any of PyTorch's APIs. `torch.get_float32_matmul_precision` and `allow_tf32`
-    raise once `fp32_precision` has been set (torch 2.11 to 2.15).
+    `fp32_precision` reflects settings through any of PyTorch's APIs. `torch.get_float32_matmul_precision` and
+    `allow_tf32` raise once `fp32_precision` has been set (torch 2.11 to 2.15).
     """
     return "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

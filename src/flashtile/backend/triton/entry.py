@@ -1,4 +1,4 @@
-"""The Triton backend's entries in front of its kernels: passes over a call's tensors, run on the tensors' device."""
+"""Entry points of the Triton backend: forward, backward, and attention with a KV cache."""
 
 from functools import partial
 from typing import Any
@@ -10,15 +10,14 @@ from ...call.cache import CacheCall, CacheTensors, paged_call, rows_in_order
 from ...call.cache import append_and_rotate as in_operations
 from ...call.call import Call, Tensors, lse_shape, new_rows
 from ...call.plan import Plan
-from ...call.problem import power_of_two
 from ..gpu import replay
 from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
-from .kernels.append import append_kernel
+from .configs import KernelConfig
+from .host_append import append_and_rotate
 from .kernels.forward import forward_kernel
-from .semaphores import counters
-from .tables import Launch
+from .semaphores import new_semaphores
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -33,47 +32,45 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 
 
 def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
-    return attend(recorder, plan, call._replace(tensors=Tensors(*recorder.inputs)))  # type: ignore[arg-type]
+    return launch_attention(recorder, plan, call._replace(tensors=Tensors(*recorder.inputs)))  # type: ignore[arg-type]
 
 
-def attend(recorder: Recorder, plan: Plan, call: Call) -> Results:
-    """`out` and `lse` of a call whose tensors are the recorder's."""
+def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
+    """Record the forward pass of a call whose tensors belong to the recorder; returns `out` and `lse`."""
     t = call.tensors
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
-    launch_shape: Launch = plan.tile.forward
-    pack, splits = plan.tile.pack, call.settings.num_splits or plan.num_splits
+    config: KernelConfig = plan.tile.forward
+    pack_gqa, splits = plan.tile.pack_gqa, call.settings.num_splits or plan.num_splits
     align = args.alignment([q, k, v, out])
-    tiles = args.num_tiles(call, launch_shape.block_m, pack)
-    programs = tiles * (q.shape[1] // pack) * args.dense_batch(q)
-    partial_lse, partial_out, arrived = None, None, None
+    tiles = args.num_tiles(call, config.block_m, pack_gqa)
+    programs = tiles * (q.shape[1] // pack_gqa) * args.dense_batch(q)
+    partial_lse, partial_out, semaphores = None, None, None
     if splits > 1:
-        # The parts' results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
+        # Partial results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
         partial_lse = recorder.new(lse.new_empty((splits, *lse.shape)))
         partial_out = recorder.new(lse.new_empty((*partial_lse.shape, v.shape[-1])))
-        arrived = recorder.op(partial(counters, q.device, programs))
-    parts = {"partial_out": partial_out, "partial_lse": partial_lse, "arrived": arrived}
+        semaphores = recorder.op(partial(new_semaphores, q.device, programs))
+    partials = {"partial_out": partial_out, "partial_lse": partial_lse, "semaphores": semaphores}
     recorder.launch(
         forward_kernel,
-        args.pointers(recorder, call, q, k, v) | parts | {"sinks": t.sinks, "out": out, "lse": lse},
+        args.pointers(recorder, call, q, k, v) | partials | {"sinks": t.sinks, "out": out, "lse": lse},
         programs * splits,
         {
-            **args.inputs(call, q, k, v, align),
+            **args.shared_scalars(call, q, k, v, align),
             **strides("out", out, align),
             **lse_strides(lse),
-            **args.tiled(launch_shape, tiles),
-            "stride_part": None if partial_lse is None else partial_lse.stride(0),
-            "PACK": pack,
-            "SPLITS": splits,
-            "WIDTH": power_of_two(v.shape[-1]),
+            **args.constants(call, config, align, pack_gqa, splits),
+            "stride_partials_split": None if partial_lse is None else partial_lse.stride(0),
+            "num_tiles": tiles,
         },
     )
     return out, lse
 
 
 def __getattr__(name: str) -> Any:
-    """Import the backward pass at its first use: its kernels take a third of the time that all take to import."""
+    """Import the backward pass on first use: its kernels take a third of the import time of all kernels."""
     if name not in ("backward", "record_backward"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import host_backward
@@ -83,7 +80,7 @@ def __getattr__(name: str) -> Any:
 
 
 def attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Tensor, Tensor]:
-    """Everything that a call with a KV cache does: at most three launches, instead of some thirty operations."""
+    """Append, rotate and attend: at most three launches, instead of some thirty operations."""
     if not appendable(call.cache):
         return forward(plan, in_operations(call))
     out, lse = replay.run(call.inputs, launch_with_cache, plan, call)
@@ -92,15 +89,14 @@ def attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Tensor, Tensor]:
 
 def record_attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, tuple[Tensor, Tensor]]:
     if not appendable(call.cache):
-        return None, forward(plan, in_operations(call))
+        repeat, results = record_forward(plan, in_operations(call))
+        return lambda call: repeat(in_operations(call)), results
     recording, (out, lse) = replay.record(call.inputs, launch_with_cache, plan, call)
     return lambda call: recording(call.inputs), (out, lse)  # type: ignore[return-value]
 
 
 def appendable(cache: CacheTensors) -> bool:
-    """Whether the cache itself can be written: a copy of it would not be the cache. And there has to be something to
-    look at.
-    """
+    """Whether the kernel can write into the cache: its features are contiguous, and it has sequences."""
     table = cache.cache_seqlens if cache.page_table is None else cache.page_table
     return cache.k_cache.stride(-1) == 1 and cache.v_cache.stride(-1) == 1 and 0 not in table.shape
 
@@ -127,37 +123,9 @@ def launch_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Resul
     call = call._replace(tensors=t)
     if cache.k is not None or cache.rotary_cos is not None:
         call = append_and_rotate(recorder, call, cache, given.interleaved)
-    return attend(recorder, plan, call)
+    return launch_attention(recorder, plan, call)
 
 
 def total_of_packed(lengths: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    """Keys of each sequence once those beside its queries are appended."""
+    """Keys of each sequence after the call: a packed call appends as many keys as it has queries."""
     return lengths + cu_seqlens_q.diff().long()
-
-
-def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, interleaved: bool) -> Call:
-    """As `flashtile.call.cache.append_and_rotate`. All tensors are the recorder's."""
-    t = call.tensors
-    assert t.page_table is not None
-    q = recorder.op(rows_last, t.q)
-    given = (cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
-    new_k, new_v, cos, sin = (None if x is None else recorder.op(rows_last, x) for x in given)
-    turned = None if cos is None else recorder.new(new_rows(t.q, q.shape[1], q.shape[-1], q.dtype))
-    pointers = {
-        "q": q,
-        "turned": turned,
-        "k_cache": t.k,
-        "v_cache": t.v,
-        "new_k": new_k,
-        "new_v": new_v,
-        "cos": cos,
-        "sin": sin,
-        "lengths": cache.cache_seqlens,
-        "totals": t.seqused_k if new_k is not None and t.cu_seqlens_q is None else None,
-        "page_table": recorder.op(rows_last, t.page_table),
-        "cu_seqlens_q": t.cu_seqlens_q,
-    }
-    scalars = args.new_tokens(call, pointers) | {"INTERLEAVED": interleaved, "num_warps": 1}
-    programs = scalars["num_tiles"] * (scalars["num_heads_q"] + scalars["num_heads_k"]) * args.dense_batch(q)
-    recorder.launch(append_kernel, pointers, programs, scalars)
-    return call if turned is None else call._replace(tensors=t._replace(q=turned))

@@ -1,4 +1,4 @@
-"""The launches of one backward pass: two numbers for each row first, then the gradients, a kernel for each kind."""
+"""The launches of a backward pass: row statistics first, then one kernel for each kind of gradient."""
 
 from typing import Any
 
@@ -13,10 +13,11 @@ from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import dlse_strides, lse_strides, rows_last, strides
 from . import arguments as args
+from .configs import KernelConfig
 from .kernels.dbias import dbias_kernel
-from .kernels.dkdv import delta_kernel, dkdv_kernel
+from .kernels.dkdv import dkdv_kernel
 from .kernels.dq import dq_kernel
-from .tables import Launch
+from .kernels.preprocess import preprocess_kernel
 
 ROWS_AT_ONCE = 64
 
@@ -44,19 +45,19 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = call._replace(tensors=Tensors(*given))  # type: ignore[arg-type]
     t = call.tensors
-    pass_ = BackwardPass(recorder, call, dout)
-    pass_.prepare_rows(out, lse, dlse)
-    dk, dv = pass_.keys(plan.tile.dkdv) if needs.k or needs.v else (None, None)
+    launches = BackwardLaunches(recorder, call, dout)
+    launches.preprocess(out, lse, dlse)
+    dk, dv = launches.dkdv(plan.tile.dkdv) if needs.k or needs.v else (None, None)
     slopes = needs.alibi_slopes
-    dq, dslopes = pass_.rows(plan.tile.dq, lse, slopes) if needs.q or slopes else (None, None)
-    dbias = pass_.bias(plan.tile.dq) if needs.bias else None
+    dq, dslopes = launches.dq(plan.tile.dq, lse, slopes) if needs.q or slopes else (None, None)
+    dbias = launches.dbias(plan.tile.dq) if needs.bias else None
     if slopes:
         dslopes = recorder.op(slope_gradient, t.alibi_slopes, t.cu_seqlens_q, dslopes)
-    if call.layout == "paged":  # dk and dv have come by position
+    if call.layout == "paged":  # dk and dv are by position
         dk, dv = (
             None if dx is None else recorder.op(in_pages, x, t.page_table, dx) for x, dx in ((t.k, dk), (t.v, dv))
         )
-    dsinks = recorder.op(sinks_from_rows, t.sinks, lse, pass_.row_stats) if needs.sinks else None
+    dsinks = recorder.op(sinks_from_rows, t.sinks, lse, launches.row_stats) if needs.sinks else None
     return (
         dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias, dslopes, dsinks
     )  # fmt: skip
@@ -66,26 +67,26 @@ def no_gradient(out: Tensor) -> Tensor:
     return out.new_zeros(out.shape[-1]).expand(out.shape)
 
 
-class BackwardPass:
-    """The launches of one backward pass, and what they have in common."""
+class BackwardLaunches:
+    """The launches of one backward pass and the arguments that they share."""
 
     def __init__(self, recorder: Recorder, call: Call, dout: Tensor):
         self.recorder, self.call, self.dout = recorder, call, dout
         self.q, self.k, self.v = (recorder.op(rows_last, x) for x in call.tensors[:3])
         self.pointers: Pointers = args.pointers(recorder, call, self.q, self.k, self.v) | {"dout": dout}
-        self.row_stats = dout  # set by prepare_rows
+        self.row_stats = dout  # set by preprocess
 
     def inputs(self, *results: Tensor) -> tuple[dict[str, Any], int]:
-        """What every kernel takes, and the alignment in whose units strides come."""
+        """Scalars that every kernel takes, and the alignment: the unit of strides."""
         align = args.alignment([self.q, self.k, self.v, self.dout, *results])
         return {
-            **args.inputs(self.call, self.q, self.k, self.v, align),
+            **args.shared_scalars(self.call, self.q, self.k, self.v, align),
             **strides("dout", self.dout, align),
             **args.row_stats_strides(self.row_stats),
         }, align
 
-    def prepare_rows(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
-        """Two numbers a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T (`backward.delta_kernel`)."""
+    def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+        """Launch `preprocess_kernel`: two values a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T."""
         *leading, total_q = lse.shape
         row_stats = self.recorder.new(lse.new_empty((*leading, total_q + total_q % 2, 2)))
         align = args.alignment([out, self.dout])
@@ -98,7 +99,7 @@ class BackwardPass:
             **lse_strides(lse),
             **dlse_strides(dlse),
             **args.row_stats_strides(row_stats),
-            **args.chunks("DV", out.shape[-1]),
+            "DV": args.head_dim(out.shape[-1]),
             "num_tiles": tiles,
             "num_heads_q": out.shape[1],
             "total_q": total_q,
@@ -106,64 +107,67 @@ class BackwardPass:
             "BLOCK_M": ROWS_AT_ONCE,
             "num_warps": 4,
         }
-        self.recorder.launch(delta_kernel, pointers, programs, scalars)
+        self.recorder.launch(preprocess_kernel, pointers, programs, scalars)
         self.row_stats = row_stats
         self.pointers = {**self.pointers, "row_stats": Described(row_stats, Tensor.view, torch.int64)}
 
-    def keys(self, shape: Launch) -> tuple[Tensor, Tensor]:
+    def dkdv(self, config: KernelConfig) -> tuple[Tensor, Tensor]:
         """dk and dv, by position where keys are paged."""
         dk, dv = (self.recorder.new(new_key_rows(self.call, x)) for x in self.call.tensors[1:3])
         given, align = self.inputs(dk, dv)
-        tiles = args.num_key_tiles(self.call, shape.block_n)
+        tiles = args.num_key_tiles(self.call, config.block_n)
         programs = tiles * args.num_heads_k(self.call) * args.dense_batch(dk)
         scalars = {
             **given,
             **strides("dk", dk, align, keys=True),
             **strides("dv", dv, align, keys=True),
-            **args.tiled(shape, tiles),
+            **args.constants(self.call, config, align),
+            "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
         self.recorder.launch(dkdv_kernel, {**self.pointers, "dk": dk, "dv": dv}, programs, scalars)
         return dk, dv
 
-    def rows(self, shape: Launch, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
-        """dq, and what each row gives to its slope, shaped as lse."""
+    def dq(self, config: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
+        """dq, and each row's part of the gradient of its slope, shaped as lse."""
         q = self.call.tensors.q
         dq = self.recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
         dslopes = self.recorder.new(torch.empty_like(lse)) if slopes else None
         given, align = self.inputs(dq)
-        tiles = args.num_tiles(self.call, shape.block_m)
+        tiles = args.num_tiles(self.call, config.block_m)
         programs = tiles * dq.shape[1] * args.dense_batch(dq)
         scalars = {
             **given,
             **strides("dq", dq, align),
-            **lse_strides(dslopes),
-            **args.tiled(shape, tiles),
+            **args.row_strides("dslopes", dslopes),
+            **args.constants(self.call, config, align),
+            "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
         self.recorder.launch(dq_kernel, {**self.pointers, "dq": dq, "dslopes": dslopes}, programs, scalars)
         return dq, dslopes
 
-    def bias(self, shape: Launch) -> Tensor:
+    def dbias(self, config: KernelConfig) -> Tensor:
         """dbias, fp32 and shaped as the bias."""
         bias = self.call.tensors.bias
         assert bias is not None
-        tiles = args.bias_tiles(self.call, bias, shape)
+        tiles = args.dbias_scalars(self.call, bias, config)
         programs, splits = tiles.pop("programs"), tiles["splits"]
         dbias = self.recorder.op(lambda bias: bias.new_zeros((splits, *bias.shape), dtype=torch.float32), bias)
-        given, _ = self.inputs()
-        scalars = {**given, **tiles, **args.dbias_strides(dbias)}
+        given, align = self.inputs()
+        constants = args.constants(self.call, config._replace(num_stages=1), align)
+        scalars = {**given, **tiles, **constants, **args.dbias_strides(dbias), "num_tiles": None}
         self.recorder.launch(dbias_kernel, {**self.pointers, "dbias": dbias}, programs, scalars)
         return self.recorder.op(lambda dbias: dbias.sum(dim=0), dbias)
 
 
 def sinks_from_rows(sinks: Tensor, lse: Tensor, row_stats: Tensor) -> Tensor:
-    """dsinks, where the second number of a row is its delta."""
+    """dsinks; the second of the row statistics is delta."""
     return sink_gradient(sinks, lse, row_stats[..., : lse.shape[-1], 1])
 
 
 def slope_gradient(slopes: Tensor, cu_seqlens: Tensor | None, rows: Tensor) -> Tensor:
-    """`[H]` or `[B, H]`, from what each row gives, shaped as lse."""
+    """The gradient of slopes `[H]` or `[B, H]`: sums of the rows' parts, shaped as lse."""
     if slopes.dim() == 1:
         return sum_to_heads(rows)
     if cu_seqlens is None:
@@ -175,7 +179,7 @@ def slope_gradient(slopes: Tensor, cu_seqlens: Tensor | None, rows: Tensor) -> T
 
 
 def new_key_rows(call: Call, x: Tensor) -> Tensor:
-    """Uninitialised gradients for k or v. Pages may be shared: theirs come by position first, `[B, H, S, D]`."""
+    """Uninitialized gradients for k or v. Pages may be shared: their gradients are by position, `[B, H, S, D]`."""
     if call.layout == "dense":
         return new_rows(x, x.shape[1], x.shape[-1], x.dtype)
     if call.layout == "varlen":
@@ -186,10 +190,10 @@ def new_key_rows(call: Call, x: Tensor) -> Tensor:
 
 
 def in_pages(pages: Tensor, table: Tensor, by_position: Tensor) -> Tensor:
-    """Gradients of pages `[P, page_size, H, D]`: the sum over all positions that lie there."""
+    """Gradients of pages `[P, page_size, H, D]`: sums over all positions in each slot."""
     page_size = pages.shape[1]
     exists = (table >= 0) & (table < pages.shape[0])
-    page = torch.where(exists, table.long(), pages.shape[0])  # [B, columns]; the spare page takes what is nowhere
+    page = torch.where(exists, table.long(), pages.shape[0])  # [B, columns]; a spare page for invalid entries
     total = pages.new_zeros((pages.shape[0] + 1, *pages.shape[1:]), dtype=torch.float32)
     given = by_position.unflatten(2, (-1, page_size)).permute(0, 2, 3, 1, 4)  # [B, columns, page_size, H, D]
     return total.index_put_((page,), given.float(), accumulate=True)[:-1]  # sorted, hence deterministic

@@ -1,7 +1,7 @@
-"""Zeros that the programs of a launch count with; they leave them at zero, so that nothing has to clear them.
+"""Zero-initialized semaphores. Kernels reset them on exit, so that no launch has to clear them.
 
-Two launches that may run at the same time never share one. Launches on a stream follow each other and share. A captured
-one runs whenever its graph does: what it has, nothing else gets any more.
+Launches that may run at the same time never share a semaphore. Launches of one stream run one after another: they do. A
+captured graph may run at any time and owns its slice for good.
 """
 
 import torch
@@ -11,16 +11,16 @@ from ...call.problem import power_of_two
 from ...remember import remember
 from ..gpu.launch import current_stream
 
-MOST_STREAMS = 256
-ALIGNED = 4  # counters in 16 bytes: a kernel may be compiled for a pointer that is a multiple of them
-RESERVED = 2**16  # counters for graphs; a layer's step takes at most as many as half the chip's cores
+MAX_STREAMS = 256
+ALIGNMENT = 4  # semaphores in 16 bytes, the alignment that a kernel may be compiled for
+RESERVED = 2**16  # for graphs; a layer's step takes at most as many as half the chip's cores
 
 _of_streams: dict[tuple[torch.device, int], Tensor] = {}
-_for_graphs: dict[torch.device, list[Tensor]] = {}  # what was reserved, and last what no graph has of it
+_for_graphs: dict[torch.device, list[Tensor]] = {}  # reserved memory; the last entry is the free rest
 
 
-def counters(device: torch.device, count: int) -> Tensor:
-    """At least `count` zeros, int32."""
+def new_semaphores(device: torch.device, count: int) -> Tensor:
+    """At least `count` semaphores, int32."""
     if device.type != "cuda":
         return zeros(device, count)
     if torch.cuda.is_current_stream_capturing():
@@ -29,22 +29,22 @@ def counters(device: torch.device, count: int) -> Tensor:
     known = _of_streams.get(key)
     if known is None or len(known) < count:
         reserve(device)
-        known = remember(_of_streams, key, zeros(device, power_of_two(count)), MOST_STREAMS)
+        known = remember(_of_streams, key, zeros(device, power_of_two(count)), MAX_STREAMS)
     return known
 
 
 def of_a_graph(device: torch.device, count: int) -> Tensor:
-    """From what was reserved: zeros of the graph's own are set with each replay, by one more launch."""
+    """A slice of the reserved memory. Zeros that a graph allocates itself cost one more launch in each replay."""
     reserved = _for_graphs.get(device)
     if not reserved or len(reserved[-1]) < count:
         return zeros(device, count)
-    end = -(-count // ALIGNED) * ALIGNED
+    end = -(-count // ALIGNMENT) * ALIGNMENT
     found, reserved[-1] = reserved[-1][:count], reserved[-1][end:]
     return found
 
 
 def reserve(device: torch.device) -> None:
-    """See to it that a capture that begins after this call finds some."""
+    """Reserve memory for captures that begin after this call."""
     reserved = _for_graphs.setdefault(device, [])
     if not reserved or len(reserved[-1]) < RESERVED // 2:
         reserved.append(zeros(device, RESERVED))

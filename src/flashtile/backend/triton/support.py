@@ -1,4 +1,4 @@
-"""What the Triton backend takes, why it declines the rest, and how large its tiles are."""
+"""The problems that the Triton backend accepts, the reasons for which it declines others, and its tiles."""
 
 import functools
 import importlib.util
@@ -11,11 +11,11 @@ from ...call.device import Device
 from ...call.problem import Problem, too_long
 
 if TYPE_CHECKING:
-    from .tables import Tile
+    from .configs import TileConfig
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature but score_mod"
 MAX_HEAD_DIM = 512
-MOST_SEQUENCES = 2**16  # packed; each program looks through all of them
+MAX_SEQUENCES = 2**16  # packed; each program searches all of them
 
 
 def interpreted() -> bool:
@@ -25,7 +25,7 @@ def interpreted() -> bool:
 
 @functools.cache
 def unusable() -> str | None:
-    """Why this backend does not run on this machine; `None` if it does."""
+    """The reason why this backend cannot run on this machine, or `None`."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (PyTorch's GPU builds bring it)"
     if not torch.cuda.is_available() and not interpreted():
@@ -34,31 +34,31 @@ def unusable() -> str | None:
 
 
 def declines(problem: Problem, device: Device) -> str | None:
-    """Why this backend does not take the problem; `None` if it does."""
+    """The reason why this backend declines the problem, or `None`."""
     if device.type != "cuda" and not interpreted():
         return f"its kernels run on GPUs, not on {device.type}"
     if device.arch.startswith("sm_") and int(device.arch[3:]) < 80:
         return f"it needs an NVIDIA GPU of compute capability 8.0 or newer; this one is {device.arch}"
     if problem.dtype is torch.float64:
-        return "it computes in float32; float64 is for the tiled backend"
+        return "it computes in float32; float64 is for the config_scalars backend"
     if problem.score_mod is not None:
         return "it does not take a score_mod yet"
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
     if (reason := too_long(problem)) is not None:
         return reason
-    if problem.layout != "dense" and problem.batch > MOST_SEQUENCES:
-        return f"a packed batch has at most {MOST_SEQUENCES} sequences"
+    if problem.layout != "dense" and problem.batch > MAX_SEQUENCES:
+        return f"a packed batch has at most {MAX_SEQUENCES} sequences"
     return None
 
 
-def tile(problem: Problem, device: Device) -> "Tile":
-    from . import tables  # `import flashtile` does without them
+def tile(problem: Problem, device: Device) -> "TileConfig":
+    from . import configs  # not needed by `import flashtile`
 
-    return tables.tile(problem, device)
+    return configs.tile(problem, device)
 
 
 def num_splits(problem: Problem, device: Device) -> int:
-    from . import tables
+    from . import configs
 
-    return tables.num_splits(problem, device)
+    return configs.num_splits(problem, device)

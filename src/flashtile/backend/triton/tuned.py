@@ -1,7 +1,7 @@
-"""Tiles that `flashtile tune` found on this machine: a file in the user's directory, read once in a process.
+"""Configurations that `flashtile tune` saved on this machine: a file in the user's directory, read once in a process.
 
-An entry is for one chip, one version of Triton, one family of dtypes, one width of the shipped tables and one kernel.
-Entries for anything else are left alone; a file that is not what it should be is told once and not used.
+An entry is for one chip, version of Triton, family of dtypes, width of the shipped configurations, and kernel. Entries
+for others are kept. An invalid file is ignored with one warning.
 """
 
 import functools
@@ -23,13 +23,13 @@ BLOCKS, WARPS, STAGES = (16, 32, 64, 128, 256), (1, 2, 4, 8), range(1, 8)
 
 
 class Entry(NamedTuple):
-    """One kernel's tile: query rows, keys, warps and stages; with what was measured, for people."""
+    """One kernel's configuration: query rows, keys, warps and stages. `measured` is for human readers."""
 
     device: str
     arch: str
     triton: str  # major and minor
     family: str  # of dtypes: float16 and bfloat16, or float32
-    width: int  # of the row of the shipped table that it stands for
+    width: int  # of the shipped configurations that it replaces
     kernel: str
     launch: tuple[int, int, int, int]
     measured: dict[str, Any]
@@ -44,7 +44,7 @@ def path() -> Path:
 
 
 def launches(device: Device, family: str, width: int) -> dict[str, tuple[int, int, int, int]]:
-    """The tiles found for one row of the shipped tables, by kernel."""
+    """The saved configurations for one width, by kernel."""
     here = (device.name, device.arch, installed(), family, width)
     return {entry.kernel: entry.launch for entry in entries(path()) if entry.key[:5] == here}
 
@@ -55,7 +55,7 @@ def installed() -> str:
 
 @functools.cache
 def entries(file: Path) -> tuple[Entry, ...]:
-    """What a file has; nothing, with a warning, if it cannot be read as such."""
+    """The entries of a file; none, with a warning, if it is invalid."""
     try:
         return parsed(file.read_text())
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def parsed(text: str) -> tuple[Entry, ...]:
     """The entries of a file's text.
 
     Raises:
-        ValueError, TypeError, KeyError: it is not such a file.
+        ValueError, TypeError, KeyError: the file is invalid.
     """
     found = json.loads(text)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -89,7 +89,7 @@ def checked(entry: Entry) -> Entry:
 
 
 def save(entry: Entry) -> Path:
-    """Put an entry into the file, in the place of one with its key. A file that cannot be read is written anew."""
+    """Save an entry; it replaces one with the same key. An invalid file is overwritten."""
     file = path()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttentionWarning)

@@ -1,93 +1,145 @@
-"""New tokens of a KV cache in one launch: queries and keys turned to their positions, keys and values written there."""
+"""New tokens of a KV cache in one launch: rotate queries and keys, write keys and values into the cache."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from .tiles import block_of, kernel, wide
+from .kernel import Pointer, Scalar, kernel
+from .parameters import BatchTensor, QueryTensor
+from .rows import elements, head_pointer
+from .sequences import query_tile
+
+
+class CacheTensor(NamedTuple):
+    """A paged cache `[pages, page_size, Hkv, D]`; strides are in elements."""
+
+    data: Pointer
+    stride_page: Scalar
+    stride_slot: Scalar
+    stride_h: Scalar
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines, `[positions, rotary_dim / 2]`."""
+
+    cos: Pointer
+    sin: Pointer
+    cos_stride: Scalar
+    sin_stride: Scalar
+    rotary_positions: Scalar
+
+
+class NewTokens(NamedTuple):
+    """The tokens of a call. Dense: each sequence has `queries` and `appended` tokens; `total_q` is the larger. Packed:
+    a sequence appends as many keys as it has queries.
+    """
+
+    cu_seqlens_q: Pointer
+    lengths: Pointer  # of the cache before the call
+    totals: Pointer  # after it: a result
+    num_tiles: Scalar
+    batch: Scalar
+    num_heads_q: Scalar
+    num_heads_k: Scalar
+    total_q: Scalar
+    queries: Scalar
+    appended: Scalar
+
+
+@dataclass(frozen=True)
+class AppendConstants:
+    """What is compiled into the kernel."""
+
+    D: int
+    DV: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    HALF: int  # rotated pairs, 0 for none
+    INTERLEAVED: bool
+    BLOCK_B: int
 
 
 @kernel
 def append_kernel(
-    q, turned, k_cache, v_cache, new_k, new_v, cos, sin, lengths, totals, page_table, cu_seqlens_q,
-    stride_q_b, stride_q_h, stride_q_m, stride_turned_b, stride_turned_h, stride_turned_m,
-    stride_page_k, stride_slot_k, stride_head_k, stride_page_v, stride_slot_v, stride_head_v,
-    stride_new_k_b, stride_new_k_h, stride_new_k_m, stride_new_v_b, stride_new_v_h, stride_new_v_m,
-    stride_cos, stride_sin, stride_table_b, num_tiles, batch, num_heads_q, num_heads_k, total_q, queries, appended,
-    page_size, num_pages, num_columns, rotary_positions,
-    D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, SEQUENCES: tl.constexpr,
+    q: QueryTensor, rotated_q: QueryTensor, k_cache: CacheTensor, v_cache: CacheTensor, new_k: QueryTensor,
+    new_v: QueryTensor, rotary: Rotary, tokens: NewTokens, page_table: BatchTensor, page_size: Scalar,
+    num_pages: Scalar, num_columns: Scalar, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token and head: first the query heads, then the key heads. `lengths` are those before the
-    call, `totals`, written here, those after it; HALF the rotated pairs (0: none). Dense: each sequence has `queries`
-    and `appended` tokens, `total_q` is the larger. Packed: its queries and new keys are as many. What has no place in
-    the cache is not written.
+    """One program for each token and head: first the query heads, then the key heads. Tokens for which the cache has no
+    room are not written.
     """
-    heads = num_heads_q + num_heads_k
-    span = block_of(tl.program_id(0), num_tiles, heads, cu_seqlens_q, batch, total_q, 0, 1, 1, SEQUENCES)
-    b = span.sequence.to(tl.int64)
-    if span.sequence < batch:
-        place = span.start
-        held = tl.maximum(tl.load(lengths + b).to(tl.int32), 0)
-        if cu_seqlens_q is not None:
-            queries = span.length
-            appended = queries if new_k is not None else 0
-        if totals is not None:
-            total = tl.load(lengths + b) + appended
-            tl.store(totals + b, total.to(totals.dtype.element_ty), mask=(span.head == 0) & (place == 0))
-        token = span.first + place
-        d = tl.arange(0, WIDTH)
-        if span.head < num_heads_q:
-            if turned is not None:
+    D: tl.constexpr = CONFIG.D
+    DV: tl.constexpr = CONFIG.DV
+    heads = tokens.num_heads_q + tokens.num_heads_k
+    work = query_tile(tokens, tl.program_id(0), heads, 1, 1, CONFIG.BLOCK_B)
+    b = work.sequence.to(tl.int64)
+    if work.sequence < tokens.batch:
+        place = work.start
+        cached = tl.maximum(tl.load(tokens.lengths + b).to(tl.int32), 0)
+        queries, appended = tokens.queries, tokens.appended
+        if tokens.cu_seqlens_q is not None:
+            queries = work.seqlen
+            appended = queries if new_k.data is not None else 0
+        if tokens.totals is not None:
+            total = tl.load(tokens.lengths + b) + appended
+            first = (work.head == 0) & (place == 0)
+            tl.store(tokens.totals + b, total.to(tokens.totals.dtype.element_ty), mask=first)
+        token = work.offset + place
+        d = tl.arange(0, CONFIG.BLOCK_D)
+        if work.head < tokens.num_heads_q:
+            if rotated_q.data is not None:
                 exists = place < queries
-                x = q + b * wide(stride_q_b, 1) + span.head * wide(stride_q_h, 1) + token * wide(stride_q_m, 1)
-                position = held + appended - queries + place  # the queries are the last tokens of their sequence
-                y = rotated(
-                    x, d, exists, position, cos, sin, stride_cos, stride_sin, rotary_positions, D, HALF, INTERLEAVED
-                )
-                found = turned + b * wide(stride_turned_b, 1) + span.head * wide(stride_turned_h, 1)
-                tl.store(found + token * wide(stride_turned_m, 1) + d, y, mask=d < tl.where(exists, D, 0))
-        elif new_k is not None:
-            head = span.head - num_heads_q
-            position = held + place
+                x = head_pointer(q, b, work.head, 1) + token * elements(q.stride_m, 1)
+                position = cached + appended - queries + place  # the queries are the last tokens of their sequence
+                y = rotate(x, d, exists, position, rotary, CONFIG)
+                pointer = head_pointer(rotated_q, b, work.head, 1) + token * elements(rotated_q.stride_m, 1)
+                tl.store(pointer + d, y, mask=d < tl.where(exists, D, 0))
+        elif new_k.data is not None:
+            head = work.head - tokens.num_heads_q
+            position = cached + place
             column = position // page_size
             nearest = tl.minimum(column, num_columns - 1)
-            page = tl.load(page_table + b * wide(stride_table_b, 1) + nearest).to(tl.int64)
+            page = tl.load(page_table.data + b * elements(page_table.stride_b, 1) + nearest).to(tl.int64)
             exists = (place < appended) & (column < num_columns) & (page >= 0) & (page < num_pages)
             slot = position % page_size
-            x = new_k + b * wide(stride_new_k_b, 1) + head * wide(stride_new_k_h, 1) + token * wide(stride_new_k_m, 1)
-            y = rotated(
-                x, d, exists, position, cos, sin, stride_cos, stride_sin, rotary_positions, D, HALF, INTERLEAVED
-            )
-            found = k_cache + page * wide(stride_page_k, 1) + slot * wide(stride_slot_k, 1)
-            tl.store(found + head * wide(stride_head_k, 1) + d, y, mask=d < tl.where(exists, D, 0))
-            dv = tl.arange(0, WIDTH_V)
-            x = new_v + b * wide(stride_new_v_b, 1) + head * wide(stride_new_v_h, 1) + token * wide(stride_new_v_m, 1)
-            found = v_cache + page * wide(stride_page_v, 1) + slot * wide(stride_slot_v, 1)
+            x = head_pointer(new_k, b, head, 1) + token * elements(new_k.stride_m, 1)
+            y = rotate(x, d, exists, position, rotary, CONFIG)
+            tl.store(cache_pointer(k_cache, page, slot, head) + d, y, mask=d < tl.where(exists, D, 0))
+            dv = tl.arange(0, CONFIG.BLOCK_DV)
+            x = head_pointer(new_v, b, head, 1) + token * elements(new_v.stride_m, 1)
             values = tl.load(x + dv, mask=dv < tl.where(exists, DV, 0))
-            tl.store(found + head * wide(stride_head_v, 1) + dv, values, mask=dv < tl.where(exists, DV, 0))
+            tl.store(cache_pointer(v_cache, page, slot, head) + dv, values, mask=dv < tl.where(exists, DV, 0))
 
 
 @triton.jit
-def rotated(
-    x, d, exists, position, cos, sin, stride_cos, stride_sin, rotary_positions, D: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """The features `d` of a token, the first `2 * HALF` turned by its position's angles (Su et al., "RoFormer", section
-    3.2.2): pairs (0, 1), (2, 3), ... if INTERLEAVED, else feature n with n + HALF.
+def cache_pointer(cache, page, slot, head):
+    """Pointer to the row of a page's slot and head."""
+    pointer = cache.data + page * elements(cache.stride_page, 1) + slot * elements(cache.stride_slot, 1)
+    return pointer + head * elements(cache.stride_h, 1)
+
+
+@triton.jit
+def rotate(x, d, exists, position, rotary, CONFIG: tl.constexpr):
+    """Load features `d` of a token and rotate the first `2 * HALF` by the angles of its position.
+
+    Pairs are (0, 1), (2, 3), ... if INTERLEAVED, else feature n with n + HALF (Su et al., "RoFormer", section 3.2.2).
     """
-    given = tl.load(x + d, mask=d < tl.where(exists, D, 0), other=0.0)
+    HALF: tl.constexpr = CONFIG.HALF
+    features = tl.load(x + d, mask=d < tl.where(exists, CONFIG.D, 0), other=0.0)
     if HALF == 0:
-        return given
+        return features
     else:
-        turning = d < tl.where(exists, 2 * HALF, 0)
-        if INTERLEAVED:
+        rotates = d < tl.where(exists, 2 * HALF, 0)
+        if CONFIG.INTERLEAVED:
             angle, other, first = d // 2, d ^ 1, d % 2 == 0
         else:
             angle, first = d % HALF, d < HALF
             other = tl.where(first, d + HALF, d - HALF)
-        row = tl.minimum(tl.maximum(position, 0), rotary_positions - 1)
-        c = tl.load(cos + row * wide(stride_cos, 1) + angle, mask=turning, other=1.0).to(tl.float32)
-        s = tl.load(sin + row * wide(stride_sin, 1) + angle, mask=turning, other=0.0).to(tl.float32)
-        partner = tl.load(x + other, mask=turning, other=0.0).to(tl.float32)
-        y = given.to(tl.float32) * c + tl.where(first, -partner, partner) * s
-        return tl.where(turning, y.to(given.dtype), given)
+        row = tl.minimum(tl.maximum(position, 0), rotary.rotary_positions - 1)
+        c = tl.load(rotary.cos + row * elements(rotary.cos_stride, 1) + angle, mask=rotates, other=1.0).to(tl.float32)
+        s = tl.load(rotary.sin + row * elements(rotary.sin_stride, 1) + angle, mask=rotates, other=0.0).to(tl.float32)
+        partner = tl.load(x + other, mask=rotates, other=0.0).to(tl.float32)
+        y = features.to(tl.float32) * c + tl.where(first, -partner, partner) * s
+        return tl.where(rotates, y.to(features.dtype), features)

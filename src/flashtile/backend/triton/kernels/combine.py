@@ -1,59 +1,63 @@
-"""What the parts of a split row found, merged by their log-sum-exp by the last part of a tile that is done.
+"""Split-KV combine: the last split of a tile to finish merges all partial results by their log-sum-exp.
 
-The order of the parts is that of their row_stats, whichever is last: the same call gives the same bits.
+Partial results are merged in the order of the splits: the same call gives the same bits.
 """
 
 import triton
 import triton.language as tl
 
+from .rows import elements
 from .softmax import LN2, LOG2E
 
-NUMBERS = tl.constexpr(512)  # of the result that are formed at once
-MOST_AT_ONCE = tl.constexpr(16)  # parts that are read at once
+ELEMENTS = tl.constexpr(512)  # of the result that are computed at once
+MAX_UNROLL = tl.constexpr(16)  # splits that are loaded at once
 
 
 @triton.jit
-def is_last(arrived, PARTS: tl.constexpr):
-    """Whether the other programs of a tile have stored what they found; this one has. The last sets the tile's counter
-    to zero again, for the next launch.
-    """
-    tl.debug_barrier()  # one thread counts, after all have stored
-    last = tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1
+def is_last_split(semaphore, SPLITS: tl.constexpr):
+    """Count this split as finished; whether all others are. The last one resets the semaphore for the next launch."""
+    tl.debug_barrier()  # all threads have stored before one counts
+    last = tl.atomic_add(semaphore, 1, sem="acq_rel") == SPLITS - 1
     if last:
-        tl.store(arrived, 0)
+        tl.store(semaphore, 0)
     return last
 
 
 @triton.jit
-def merge(
-    partial_out, partial_lse, out, lse, span, first, stride_out_h, stride_out_m, stride_lse_h, stride_part,
-    PACK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Merge the rows of a tile. `out` is that of the sequence, `first` where it begins in lse. `partial_lse
-    [SPLITS, ...]` has rows as lse, `partial_out` the same and DV numbers in each, of which WIDTH is the power of two.
-    """
-    AT_ONCE: tl.constexpr = min(SPLITS, MOST_AT_ONCE)
-    ROWS: tl.constexpr = min(BLOCK_M, max(1, NUMBERS // WIDTH))
+def combine_splits(partials, out, lse, b, work, CONFIG: tl.constexpr):
+    """Merge the rows of a tile."""
+    PACK_GQA: tl.constexpr = CONFIG.PACK_GQA
+    SPLITS: tl.constexpr = CONFIG.SPLITS
+    DV: tl.constexpr = CONFIG.HEAD_DIM_V.WIDTH
+    WIDTH: tl.constexpr = triton.next_power_of_2(DV)
+    ROWS: tl.constexpr = min(CONFIG.BLOCK_M, max(1, ELEMENTS // WIDTH))
+    UNROLL: tl.constexpr = min(SPLITS, MAX_UNROLL)
+    out_b = out.data + b * elements(out.stride_b, CONFIG.ALIGN)
+    lse_b = b * elements(lse.stride_b, 1) + work.offset
+    stride_out_h, stride_out_m = elements(out.stride_h, CONFIG.ALIGN), elements(out.stride_m, CONFIG.ALIGN)
+    stride_lse_h, stride_split = elements(lse.stride_h, 1), elements(partials.stride_split, 1)
     d = tl.arange(0, WIDTH)[None, :]
-    for n in range(0, tl.minimum(span.length * PACK - span.start, BLOCK_M), ROWS):
-        row = span.start + n + tl.arange(0, ROWS)[:, None]
-        position, head = row // PACK, span.head * PACK + row % PACK  # [R, 1]
-        exists = position < span.length
-        at = first + head * stride_lse_h + position
-        # Other cores wrote these: they are read from the cache that all share.
+    for n in range(0, tl.minimum(work.seqlen * PACK_GQA - work.start, CONFIG.BLOCK_M), ROWS):
+        row = work.start + n + tl.arange(0, ROWS)[:, None]
+        position, head = row // PACK_GQA, work.head * PACK_GQA + row % PACK_GQA  # [R, 1]
+        exists = position < work.seqlen
+        lse_row = lse_b + head * stride_lse_h + position
+        # Other cores wrote these: load them from the L2 cache, which all cores share.
         m = tl.full([ROWS, 1], -float("inf"), tl.float32)
-        for p in tl.range(0, SPLITS, loop_unroll_factor=AT_ONCE):
-            x = tl.load(partial_lse + (at + p * stride_part), mask=exists, other=0.0, cache_modifier=".cg")
+        for split in tl.range(0, SPLITS, loop_unroll_factor=UNROLL):
+            partial_lse = partials.partial_lse + (lse_row + split * stride_split)
+            x = tl.load(partial_lse, mask=exists, other=0.0, cache_modifier=".cg")
             m = tl.maximum(m, x)
         total, merged = tl.zeros([ROWS, 1], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
-        for p in tl.range(0, SPLITS, loop_unroll_factor=AT_ONCE):
-            part = at + p * stride_part
-            x = tl.load(partial_lse + part, mask=exists, other=0.0, cache_modifier=".cg")
-            y = tl.load(partial_out + part * DV + d, mask=exists & (d < DV), other=0.0, cache_modifier=".cg")
-            # The maximum drops NaN, the sum does not. Equal infinities have no difference; parts without keys hold 0.
+        for split in tl.range(0, SPLITS, loop_unroll_factor=UNROLL):
+            partial_row = lse_row + split * stride_split
+            x = tl.load(partials.partial_lse + partial_row, mask=exists, other=0.0, cache_modifier=".cg")
+            partial_out = partials.partial_out + partial_row * DV + d
+            y = tl.load(partial_out, mask=exists & (d < DV), other=0.0, cache_modifier=".cg")
+            # The maximum drops NaN, the sum does not. Equal infinities have no difference; splits without keys hold 0.
             weight = tl.where(x == m, 1.0, tl.exp2((x - m) * LOG2E))
             total += weight
             merged += weight * y
-        found = out + head * stride_out_h + (span.first + position) * stride_out_m
-        tl.store(found + d, (merged / total).to(out.dtype.element_ty), mask=exists & (d < DV))
-        tl.store(lse + at, m + tl.log2(total) * LN2, mask=exists)
+        out_rows = out_b + head * stride_out_h + (work.offset + position) * stride_out_m
+        tl.store(out_rows + d, (merged / total).to(out.data.dtype.element_ty), mask=exists & (d < DV))
+        tl.store(lse.data + lse_row, m + tl.log2(total) * LN2, mask=exists)

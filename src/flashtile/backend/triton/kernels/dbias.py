@@ -1,125 +1,99 @@
-"""The gradient of a bias, in memory proportional to the bias: one program for each tile of the bias, which adds up the
-score gradients of all sequences, heads, rows and keys that share it. No atomics: one writer, one order.
+"""The gradient of a bias, in memory proportional to the bias.
+
+One program for each tile of the bias adds the score gradients of all sequences, heads, rows and keys that share it. No
+atomics: one writer, one order.
 """
+
+from typing import NamedTuple
 
 import triton.language as tl
 
-from . import scores
-from .dq import score_gradient
-from .masking import Window, keys_seen
+from .kernel import Pointer, Scalar, kernel
+from .keys import key_tile, load_k, load_v
+from .masking import key_bounds
+from .parameters import KeyTensor, Params, QueryTensor, RowTensor
 from .products import add, zero_sum
-from .rng import Dropout, words_of
-from .scores import Features, Pairs, slope_of
-from .tiles import (
-    kernel,
-    key_side,
-    key_tile,
-    keys_of,
-    length_of,
-    load_k,
-    load_numbers,
-    load_rows,
-    load_v,
-    wide,
-)
+from .prologue import prologue
+from .rng import block_origin
+from .rows import elements
+from .score_gradient import load_row_tile, score_gradient
+from .sequences import query_seqlen
+
+
+class BiasGradient(NamedTuple):
+    """`[splits, B, H, Sq, Sk]`, float32, shaped as the bias; a broadcast row or column has no stride."""
+
+    data: Pointer
+    stride_split: Scalar
+    stride_b: Scalar
+    stride_h: Scalar
+    stride_m: Scalar
+    stride_n: Scalar
+    bias_rows: Scalar
+    bias_keys: Scalar
+
+
+class BiasTiles(NamedTuple):
+    """The bias's own tiles, and the sequences, heads, row and key blocks that share one. Of each pair, one is 1."""
+
+    tiles_h: Scalar
+    tiles_m: Scalar
+    tiles_n: Scalar
+    shared_b: Scalar
+    shared_h: Scalar
+    shared_m: Scalar
+    shared_n: Scalar
+    splits: Scalar  # programs that share the work of one tile
 
 
 @kernel
 def dbias_kernel(
-    q, k, v, dout, row_stats, dbias, mask, bias, slopes, seed,
-    cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, leftpad_k,
-    stride_q_b, stride_q_h, stride_q_m, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n,
-    stride_dout_b, stride_dout_h, stride_dout_m, stride_row_stats_b, stride_row_stats_h,
-    stride_dbias_split, stride_dbias_b, stride_dbias_h, stride_dbias_m, stride_dbias_n,
-    stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
-    stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slopes_b, stride_table_b,
-    tiles_h, tiles_m, tiles_n, shared_b, shared_h, shared_m, shared_n, bias_rows, bias_keys, splits,
-    batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, num_pages,
-    window_left, window_right, top_left, diagonal, i0, j0, b0, h0, num_heads, threshold, keep_scale,
-    factor, multiplier, softcap,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    SEQUENCES: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q: QueryTensor, k: KeyTensor, v: KeyTensor, dout: QueryTensor, row_stats: RowTensor, dbias: BiasGradient,
+    tiles: BiasTiles, params: Params, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """`tiles_*` count the bias's own tiles, `shared_*` the sequences, heads, row and key blocks that share one: one of
-    the two is 1. Each of `splits` programs adds every `splits`-th of what is shared.
-    """
-    factor = scores.unit(factor, softcap, bias, slopes)
-    program = tl.program_id(0)
-    split, program = program % splits, program // splits
-    own_n, program = program % tiles_n, program // tiles_n
-    own_m, program = program % tiles_m, program // tiles_m
-    own_h, own_b = program % tiles_h, program // tiles_h
-    window = Window(window_left, window_right, top_left)
-    origin = 0 if threshold is None else -(j0 % 8)
-    COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
-    total = zero_sum(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), COMPENSATED)
-    for turn in tl.range(split, shared_b * shared_h * shared_m * shared_n, splits):
-        # One of each pair is 0: the bias's own index, or the turn's.
-        tile_n, turn = own_n + turn % shared_n, turn // shared_n
-        tile_m, turn = own_m + turn % shared_m, turn // shared_m
-        head, b = own_h + turn % shared_h, (own_b + turn // shared_h).to(tl.int64)
-        first_q, length_q = length_of(b, cu_seqlens_q, batch, total_q)
-        key_range = keys_of(b, cu_seqlens_k, seqused_k, leftpad_k, batch, total_k, longest_k, page_table is not None)
-        head_k = head // (num_heads_q // num_heads_k)
-        side = key_side(
-            k + head_k * wide(stride_k_h, ALIGN), v + head_k * wide(stride_v_h, ALIGN), b, key_range,
-            page_table, num_pages, wide(stride_k_b, ALIGN), wide(stride_k_n, ALIGN),
-            wide(stride_v_b, ALIGN), wide(stride_v_n, ALIGN), stride_table_b, PAGE_SIZE,
-        )  # fmt: skip
+    """Store `dbias`. Each of `splits` programs adds every `splits`-th problem that shares the tile."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    lengths, program = params.lengths, tl.program_id(0)
+    split, program = program % tiles.splits, program // tiles.splits
+    own_n, program = program % tiles.tiles_n, program // tiles.tiles_n
+    own_m, program = program % tiles.tiles_m, program // tiles.tiles_m
+    own_h, own_b = program % tiles.tiles_h, program // tiles.tiles_h
+    origin = block_origin(params.dropout)
+    total = zero_sum(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), CONFIG.COMPENSATED)
+    for n in tl.range(split, tiles.shared_b * tiles.shared_h * tiles.shared_m * tiles.shared_n, tiles.splits):
+        # One of each pair is 0: the bias's own index, or the shared one.
+        tile_n, n = own_n + n % tiles.shared_n, n // tiles.shared_n
+        tile_m, n = own_m + n % tiles.shared_m, n // tiles.shared_m
+        head, b = own_h + n % tiles.shared_h, (own_b + n // tiles.shared_h).to(tl.int64)
+        offset_q, seqlen_q = query_seqlen(lengths, b)
+        head_k = head // (lengths.num_heads_q // lengths.num_heads_k)
+        kv, info = prologue(k, v, params, b, b, seqlen_q, head, head_k, CONFIG)
         row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        exists = row < seqlen_q
+        row_tile = load_row_tile(q, dout, row_stats, b, head, offset_q, row, exists, CONFIG)
         first_key = origin + tile_n * BLOCK_N
-        exists = row < length_q
-        shift = key_range.length - length_q + diagonal
-        slope = None
-        if slopes is not None:
-            slope = slope_of(slopes, b, head, stride_slopes_b)
-        features = Features(
-            multiplier,
-            softcap,
-            Pairs(mask, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n, rows_of_pairs),
-            Pairs(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, rows_of_pairs),
-            slope,
-            b,
-            head,
-            shift,
-            q.dtype.element_ty != tl.float32,
-        )
-        dropout = None
-        if threshold is not None:
-            key_0, key_1 = words_of(seed)
-            dropout = Dropout(threshold, key_0, key_1, (b + b0) * num_heads + h0 + head, i0, j0)
-
-        token = (first_q + row)[:, None]
-        q_rows = q + b * wide(stride_q_b, ALIGN) + head * wide(stride_q_h, ALIGN)
-        dout_rows = dout + b * wide(stride_dout_b, ALIGN) + head * wide(stride_dout_h, ALIGN)
-        row_stats_ptr = row_stats + b * wide(stride_row_stats_b, 2) + head * wide(stride_row_stats_h, 2) + first_q
-        q_i = load_rows(q_rows + token * wide(stride_q_m, ALIGN), exists, D, D0, D1)  # [M, D]
-        dout_i = load_rows(dout_rows + token * wide(stride_dout_m, ALIGN), exists, DV, DV0, DV1)  # [M, Dv]
-        lse_i, delta_i = load_numbers(row_stats_ptr + row, exists)  # [M]
-        tile = key_tile(side, first_key, PAGE_SIZE, BLOCK_N)
+        tile = key_tile(kv, first_key, CONFIG)
         keys = first_key + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
-        k_j = load_k(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
-        v_j = load_v(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
-        padded = leftpad_k is not None or threshold is not None
-        bounds = keys_seen(window, row[:, None], shift, side.range, padded)
-        ds = score_gradient(
-            q_i, k_j, dout_i, v_j, lse_i[:, None], delta_i[:, None], row[:, None], keys, first_key, tile.exists,
-            features, bounds, dropout, factor, keep_scale, True, D1, DV1, PAGE_SIZE, BLOCK_N, PRECISION,
-        )  # fmt: skip
-        total = add(total, tl.where(exists[:, None], ds.t, 0.0), COMPENSATED)
+        k_j = load_k(kv, tile, tile.exists, CONFIG)  # [N, D]
+        v_j = load_v(kv, tile, tile.exists, CONFIG)  # [N, Dv]
+        bounds = key_bounds(params, row_tile.position, info.shift, kv.seqlen)
+        ds = score_gradient(row_tile, k_j, v_j, keys, first_key, tile.exists, params, info, bounds, True, CONFIG)
+        total = add(total, tl.where(exists[:, None], ds.t, 0.0), CONFIG.COMPENSATED)
 
-    found = dbias + split * wide(stride_dbias_split, 1) + own_b * wide(stride_dbias_b, 1)
-    found += own_h * wide(stride_dbias_h, 1)
+    pointer = dbias.data + split * elements(dbias.stride_split, 1) + own_b * elements(dbias.stride_b, 1)
+    pointer += own_h * elements(dbias.stride_h, 1)
     rows = own_m * BLOCK_M + tl.arange(0, BLOCK_M)
     keys = origin + own_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if stride_dbias_m is None and stride_dbias_n is None:
-        tl.store(found, tl.sum(total.total))
-    elif stride_dbias_m is None:
-        tl.store(found + keys * wide(stride_dbias_n, 1), tl.sum(total.total, 0), mask=(keys >= 0) & (keys < bias_keys))
-    elif stride_dbias_n is None:
-        tl.store(found + rows * wide(stride_dbias_m, 1), tl.sum(total.total, 1), mask=rows < bias_rows)
+    if dbias.stride_m is None and dbias.stride_n is None:
+        tl.store(pointer, tl.sum(total.total))
+    elif dbias.stride_m is None:
+        exists = (keys >= 0) & (keys < dbias.bias_keys)
+        tl.store(pointer + keys * elements(dbias.stride_n, 1), tl.sum(total.total, 0), mask=exists)
+    elif dbias.stride_n is None:
+        tl.store(pointer + rows * elements(dbias.stride_m, 1), tl.sum(total.total, 1), mask=rows < dbias.bias_rows)
     else:
-        at = rows[:, None] * wide(stride_dbias_m, 1) + keys[None, :] * wide(stride_dbias_n, 1)
-        inside = (rows[:, None] < bias_rows) & (keys[None, :] >= 0) & (keys[None, :] < bias_keys)
-        tl.store(found + at, total.total, mask=inside)
+        rows, keys = rows[:, None], keys[None, :]
+        exists = (rows < dbias.bias_rows) & (keys >= 0) & (keys < dbias.bias_keys)
+        at = rows * elements(dbias.stride_m, 1) + keys * elements(dbias.stride_n, 1)
+        tl.store(pointer + at, total.total, mask=exists)

@@ -1,211 +1,144 @@
 """FlashAttention-2's backward pass (Dao, "FlashAttention-2", 2023, algorithm 2) without atomics, in three kernels.
 
-`delta_kernel` prepares two numbers for each row. `dkdv_kernel` owns a block of keys and walks over the rows that see
-it, `dq_kernel` (`backward_rows`) owns a block of rows and walks over its keys. Each recomputes the probabilities of a
-tile: seven products instead of five, but every result has one writer, and the same call gives the same bits.
+`preprocess_kernel` computes two numbers a row. `dkdv_kernel` owns a block of keys and walks over the rows that see it;
+`dq_kernel` owns a block of rows and walks over its keys. Each recomputes the probabilities of a tile: seven products
+instead of five, but every result has one writer, and the same call gives the same bits.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from . import scores
-from .masking import Window, nth_block, num_blocks, row_blocks, seen_from, within
+from .kernel import Scalar, kernel
+from .keys import key_tile, key_value_head, load_k, load_v
+from .masking import Bounds, nth_block, num_blocks, row_blocks, row_bounds, within
+from .parameters import KeyTensor, Params, QueryTensor, RowTensor
 from .products import add_product, inner_products, scaled, zeros
-from .rng import Dropout, kept, words_of
-from .scores import Features, Pairs, slope_of
-from .softmax import INFINITY, LOG2E
-from .tiles import (
-    Chunks,
-    Rows,
-    block_of,
-    kernel,
-    key_side,
-    key_tile,
-    keys_of,
-    length_of,
-    load_k,
-    load_numbers,
-    load_rows,
-    load_v,
-    row_pointers,
-    store_rows,
-    wide,
-)
+from .prologue import batch_index, head_info
+from .rng import block_origin, keep_mask
+from .rows import Chunks, HeadRows, elements, head_pointer, load_row_stats, load_rows, row_pointers, store_rows
+from .sequences import key_seqlen, query_seqlen, work_tile
 
 
-@kernel
-def delta_kernel(
-    out, dout, lse, dlse, row_stats,
-    stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
-    stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m, stride_row_stats_b, stride_row_stats_h,
-    num_tiles, num_heads_q, total_q,
-    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """The two numbers of each row: lse as a base-2 logarithm, and `delta = sum(dout * out) - dlse`. A row that saw
-    nothing gets infinity, so that its probabilities come out as 0, and 0.
-    """
-    program = tl.program_id(0)
-    tile, head = program % num_tiles, program // num_tiles % num_heads_q
-    b = (program // num_tiles // num_heads_q).to(tl.int64)
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    exists = row < total_q
-    x = out + b * wide(stride_out_b, ALIGN) + head * wide(stride_out_h, ALIGN)
-    dx = dout + b * wide(stride_dout_b, ALIGN) + head * wide(stride_dout_h, ALIGN)
-    out_i = load_rows(x + row[:, None] * wide(stride_out_m, ALIGN), exists, DV, DV0, DV1)
-    dout_i = load_rows(dx + row[:, None] * wide(stride_dout_m, ALIGN), exists, DV, DV0, DV1)
-    delta = tl.sum(out_i.a.to(tl.float32) * dout_i.a.to(tl.float32), 1)
-    if DV1 > 0:
-        delta += tl.sum(out_i.b.to(tl.float32) * dout_i.b.to(tl.float32), 1)
-    lse_i = tl.load(lse + b * wide(stride_lse_b, 1) + head * wide(stride_lse_h, 1) + row, mask=exists, other=-INFINITY)
-    if dlse is not None:
-        given = dlse + b * wide(stride_dlse_b, 1) + head * wide(stride_dlse_h, 1) + row * wide(stride_dlse_m, 1)
-        delta -= tl.load(given, mask=exists, other=0.0).to(tl.float32)
-    empty = lse_i == -INFINITY
-    at = b * wide(stride_row_stats_b, 2) + head * wide(stride_row_stats_h, 2) + row
-    tl.store(row_stats + 2 * at, tl.where(empty, INFINITY, lse_i * LOG2E), mask=exists)
-    tl.store(row_stats + 2 * at + 1, tl.where(empty, 0.0, delta), mask=exists)
+class KeyValueTile(NamedTuple):
+    """A block of keys and values."""
+
+    position: tl.tensor  # [N, 1]
+    k: Chunks  # [N, D]
+    v: Chunks  # [N, Dv]
+    exists: tl.tensor  # [N, 1]
+    bounds: Bounds  # rows that see each key
+
+
+class QueryHead(NamedTuple):
+    """The rows of one sequence and query head."""
+
+    q: HeadRows
+    dout: HeadRows
+    row_stats: tl.tensor  # pointer to position 0
+    seqlen: tl.tensor
 
 
 @kernel
 def dkdv_kernel(
-    q, k, v, dout, row_stats, dk, dv, mask, bias, slopes, seed,
-    cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, leftpad_k,
-    stride_q_b, stride_q_h, stride_q_m, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n,
-    stride_dout_b, stride_dout_h, stride_dout_m, stride_dk_b, stride_dk_h, stride_dk_n,
-    stride_dv_b, stride_dv_h, stride_dv_n, stride_row_stats_b, stride_row_stats_h,
-    stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n,
-    stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slopes_b, stride_table_b,
-    num_tiles, batch, num_heads_q, num_heads_k, total_q, total_k, longest_k, rows_of_pairs, num_pages,
-    window_left, window_right, top_left, diagonal, i0, j0, b0, h0, num_heads, threshold, keep_scale,
-    factor, multiplier, softcap, scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    SEQUENCES: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q: QueryTensor, k: KeyTensor, v: KeyTensor, dout: QueryTensor, dk: KeyTensor, dv: KeyTensor, row_stats: RowTensor,
+    params: Params, scale: Scalar, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys. Tiles are transposed, `[N, M]`: probabilities are the left operand of both sums."""
-    factor = scores.unit(factor, softcap, bias, slopes)
-    origin = 0 if threshold is None else -(j0 % 8)
-    span = block_of(
-        tl.program_id(0), num_tiles, num_heads_k, cu_seqlens_k, batch, total_k, origin, 1, BLOCK_N, SEQUENCES
-    )
-    if span.start < span.length:
-        b = tl.where(span.sequence < batch, span.sequence, 0).to(tl.int64)
-        first_q, length_q = length_of(span.sequence, cu_seqlens_q, batch, total_q)
-        key_range = keys_of(
-            span.sequence, cu_seqlens_k, seqused_k, leftpad_k, batch, total_k, longest_k, page_table is not None
-        )
-        side = key_side(
-            k + span.head * wide(stride_k_h, ALIGN), v + span.head * wide(stride_v_h, ALIGN), b, key_range,
-            page_table, num_pages, wide(stride_k_b, ALIGN), wide(stride_k_n, ALIGN),
-            wide(stride_v_b, ALIGN), wide(stride_v_n, ALIGN), stride_table_b, PAGE_SIZE,
-        )  # fmt: skip
-        tile = key_tile(side, span.start, PAGE_SIZE, BLOCK_N)
-        k_j = load_k(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, D, D0, D1)  # [N, D]
-        v_j = load_v(side, tile, tile.exists, PAGE_SIZE, BLOCK_N, DV, DV0, DV1)  # [N, Dv]
+    """Store `dk` and `dv`. Tiles are transposed, `[N, M]`: probabilities are the left operand of both sums."""
+    ALIGN: tl.constexpr = CONFIG.ALIGN
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    D: tl.constexpr = CONFIG.HEAD_DIM
+    DV: tl.constexpr = CONFIG.HEAD_DIM_V
+    lengths = params.lengths
+    work = work_tile(
+        tl.program_id(0), lengths.num_tiles, lengths.num_heads_k, lengths.cu_seqlens_k, lengths.batch, lengths.total_k,
+        block_origin(params.dropout), 1, BLOCK_N, CONFIG.BLOCK_B,
+    )  # fmt: skip
+    if work.start < work.seqlen:
+        b = batch_index(params, work)
+        offset_q, seqlen_q = query_seqlen(lengths, work.sequence)
+        seqlen_k = key_seqlen(lengths, work.sequence)
+        kv = key_value_head(k, v, lengths, b, work.head, seqlen_k, CONFIG)
+        tile = key_tile(kv, work.start, CONFIG)
+        k_j = load_k(kv, tile, tile.exists, CONFIG)  # [N, D]
+        v_j = load_v(kv, tile, tile.exists, CONFIG)  # [N, Dv]
 
-        shift = key_range.length - length_q + diagonal
-        window = Window(window_left, window_right, top_left)
-        last = tl.minimum(span.start + BLOCK_N, side.range.end) - 1
-        rows_seen = tl.where(last >= span.start, length_q, 0)  # a block without keys is seen by no row
-        blocks = row_blocks(window, span.start, last, shift, rows_seen, BLOCK_M)
-        keys = span.start + tl.arange(0, BLOCK_N)[:, None]  # [N, 1]
-        bounds = seen_from(window, keys, shift, tile.exists[:, None], length_q)
-        q_stride, dout_stride = wide(stride_q_m, ALIGN), wide(stride_dout_m, ALIGN)
+        shift = seqlen_k.seqlen - seqlen_q + params.window.diagonal
+        last = tl.minimum(work.start + BLOCK_N, kv.seqlen.end) - 1
+        num_rows = tl.where(last >= work.start, seqlen_q, 0)  # no row sees a block without keys
+        blocks = row_blocks(params.window, work.start, last, shift, num_rows, CONFIG.BLOCK_M)
+        keys, exists = work.start + tl.arange(0, BLOCK_N)[:, None], tile.exists[:, None]  # [N, 1]
+        bounds = row_bounds(params.window, keys, shift, exists, seqlen_q)
+        key_block = KeyValueTile(keys, k_j, v_j, exists, bounds)
+        stride_q, stride_dout = elements(q.stride_m, ALIGN), elements(dout.stride_m, ALIGN)
 
-        COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
-        dk_j, dv_j = zeros(BLOCK_N, D0, D1, COMPENSATED), zeros(BLOCK_N, DV0, DV1, COMPENSATED)
-        group = num_heads_q // num_heads_k
+        dk_j, dv_j = zeros(BLOCK_N, D, CONFIG.COMPENSATED), zeros(BLOCK_N, DV, CONFIG.COMPENSATED)
+        group = lengths.num_heads_q // lengths.num_heads_k
         for g in tl.range(0, group):
-            head = span.head * group + g
-            slope = None
-            if slopes is not None:
-                slope = slope_of(slopes, b, head, stride_slopes_b)
-            features = Features(
-                multiplier,
-                softcap,
-                Pairs(mask, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n, rows_of_pairs),
-                Pairs(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, rows_of_pairs),
-                slope,
-                b,
-                head,
-                shift,
-                q.dtype.element_ty != tl.float32,
-            )
-            dropout = None
-            if threshold is not None:
-                key_0, key_1 = words_of(seed)
-                dropout = Dropout(threshold, key_0, key_1, (b + b0) * num_heads + h0 + head, i0, j0)
-            q_head = q + b * wide(stride_q_b, ALIGN) + head * wide(stride_q_h, ALIGN)
-            dout_head = dout + b * wide(stride_dout_b, ALIGN) + head * wide(stride_dout_h, ALIGN)
-            q_rows = Rows(q_head + first_q * q_stride, q_stride)
-            dout_rows = Rows(dout_head + first_q * dout_stride, dout_stride)
-            row_stats_ptr = row_stats + b * wide(stride_row_stats_b, 2) + head * wide(stride_row_stats_h, 2) + first_q
-            dk_j, dv_j = dkdv_of_rows(
-                dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_stats_ptr, length_q, keys, tile.exists, features,
-                bounds, dropout, factor, keep_scale, True, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, PRECISION,
-            )  # fmt: skip
-            dk_j, dv_j = dkdv_of_rows(
-                dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_stats_ptr, length_q, keys, tile.exists, features,
-                bounds, dropout, factor, keep_scale, False, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, PRECISION,
-            )  # fmt: skip
+            head = work.head * group + g
+            info = head_info(params, b, head, shift)
+            q_rows = HeadRows(head_pointer(q, b, head, ALIGN) + offset_q * stride_q, stride_q)
+            dout_rows = HeadRows(head_pointer(dout, b, head, ALIGN) + offset_q * stride_dout, stride_dout)
+            rows = QueryHead(q_rows, dout_rows, head_pointer(row_stats, b, head, 2) + offset_q, seqlen_q)
+            dk_j, dv_j = inner_loop(dk_j, dv_j, blocks, key_block, rows, params, info, True, CONFIG)
+            dk_j, dv_j = inner_loop(dk_j, dv_j, blocks, key_block, rows, params, info, False, CONFIG)
 
-        # Positions of this sequence that hold no key get 0, whatever the loop made of them.
-        position = span.start + tl.arange(0, BLOCK_N)
-        stored = (position >= 0) & (position < span.length)
-        holds = tile.exists[:, None]
-        dv_scale = 1.0 if threshold is None else keep_scale
-        dk_j, dv_j = scaled(dk_j, scale, D1), scaled(dv_j, dv_scale, DV1)
-        token = (span.first + position)[:, None]
-        dk_rows = dk + b * wide(stride_dk_b, ALIGN) + span.head * wide(stride_dk_h, ALIGN)
-        dv_rows = dv + b * wide(stride_dv_b, ALIGN) + span.head * wide(stride_dv_h, ALIGN)
-        store_rows(dk_rows + token * wide(stride_dk_n, ALIGN), where(holds, dk_j, D1), stored, D, D0, D1)
-        store_rows(dv_rows + token * wide(stride_dv_n, ALIGN), where(holds, dv_j, DV1), stored, DV, DV0, DV1)
+        # Positions of this sequence without a key get 0.
+        position = work.start + tl.arange(0, BLOCK_N)
+        stored = (position >= 0) & (position < work.seqlen)
+        dv_scale = 1.0 if params.dropout.threshold is None else params.dropout.keep_scale
+        dk_j, dv_j = scaled(dk_j, scale, D), scaled(dv_j, dv_scale, DV)
+        token = (work.offset + position)[:, None]
+        dk_head, dv_head = head_pointer(dk, b, work.head, ALIGN), head_pointer(dv, b, work.head, ALIGN)
+        store_rows(dk_head + token * elements(dk.stride_n, ALIGN), where(exists, dk_j, D), stored, D)
+        store_rows(dv_head + token * elements(dv.stride_n, ALIGN), where(exists, dv_j, DV), stored, DV)
 
 
 @triton.jit
-def dkdv_of_rows(
-    dk_j, dv_j, blocks, k_j, v_j, q_rows, dout_rows, row_stats_ptr, length_q, keys, holds, features, bounds, dropout,
-    factor, keep_scale, MASKED: tl.constexpr,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds what the blocks of rows give that need masks, or those that do not."""
+def inner_loop(dk_j, dv_j, blocks, tile, rows, params, info, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+    """Add the gradients of the blocks of rows that need masks, or of those that do not."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    D: tl.constexpr = CONFIG.HEAD_DIM
+    DV: tl.constexpr = CONFIG.HEAD_DIM_V
     for n in range(num_blocks(blocks, MASKED, BLOCK_M)):
         start_m = nth_block(blocks, n, MASKED, BLOCK_M)
         row = start_m + tl.arange(0, BLOCK_M)
-        exists = row < length_q if MASKED else None
-        q_i = load_rows(row_pointers(q_rows, start_m, BLOCK_M), exists, D, D0, D1)  # [M, D]
-        lse_i, delta_i = load_numbers(row_stats_ptr + row, exists)  # [M]
-        s = scores.forward(inner_products(k_j, q_i, D1, PRECISION), features, row[None, :], keys, holds[:, None])
-        p = tl.exp2(s.t * factor - lse_i[None, :])  # [N, M]
+        exists = row < rows.seqlen if MASKED else None
+        q_i = load_rows(row_pointers(rows.q, start_m, BLOCK_M), exists, D)  # [M, D]
+        lse_i, delta_i = load_row_stats(rows.row_stats + row, exists)  # [M]
+        kq = inner_products(tile.k, q_i, D, CONFIG)
+        s = scores.forward(kq, params, info, row[None, :], tile.position, tile.exists, CONFIG.COMPENSATED)
+        p = tl.exp2(s.t * info.factor - lse_i[None, :])  # [N, M]
         visible = None
-        if MASKED:  # a row past the last one sees nothing: it would read another's bias, and 0 * NaN is NaN
-            visible = within(bounds, row[None, :])
-        if features.mask.data is not None:
-            in_mask = scores.shown(features, row[None, :], keys, holds[:, None])
+        if MASKED:  # also for rows past the last one: they repeat its bias, and 0 * NaN is NaN
+            visible = within(tile.bounds, row[None, :])
+        if params.scores.mask.data is not None:
+            in_mask = scores.load_mask(params, info, row[None, :], tile.position, tile.exists)
             visible = in_mask if visible is None else visible & in_mask
         if visible is not None:
             p = tl.where(visible, p, 0.0)
-        dout_i = load_rows(row_pointers(dout_rows, start_m, BLOCK_M), exists, DV, DV0, DV1)  # [M, Dv]
-        dp = inner_products(v_j, dout_i, DV1, PRECISION)  # [N, M]
+        dout_i = load_rows(row_pointers(rows.dout, start_m, BLOCK_M), exists, DV)  # [M, Dv]
+        dp = inner_products(tile.v, dout_i, DV, CONFIG)  # [N, M]
         p_kept = p
-        if dropout is not None:
-            first_key = tl.min(keys)
-            keep = tl.trans(kept(dropout, row[:, None], first_key, BLOCK_N))
+        if params.dropout.threshold is not None:
+            first_key = tl.min(tile.position)
+            keep = tl.trans(keep_mask(params.dropout, info.stream, row[:, None], first_key, CONFIG.BLOCK_N))
             p_kept = tl.where(keep, p, 0.0)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
-        dv_j = add_product(dv_j, None, p_kept, dout_i, DV1, PRECISION)
-        ds = scores.backward(p * (dp - delta_i[None, :]), s, features)
+            dp = tl.where(keep, dp * params.dropout.keep_scale, 0.0)
+        dv_j = add_product(dv_j, None, p_kept, dout_i, DV, CONFIG)
+        ds = scores.backward(p * (dp - delta_i[None, :]), s, params)
         if visible is not None:
             ds = tl.where(visible, ds, 0.0)  # not 0 * NaN, where a row's delta is NaN
-        dk_j = add_product(dk_j, None, ds, q_i, D1, PRECISION)
+        dk_j = add_product(dk_j, None, ds, q_i, D, CONFIG)
     return dk_j, dv_j
 
 
 @triton.jit
-def where(condition, x, D1: tl.constexpr):
+def where(condition, x, D: tl.constexpr):
     """`x [N, D]` where `condition [N, 1]` holds, else 0."""
-    if D1 == 0:
+    if D.CHUNK_1 == 0:
         return Chunks(tl.where(condition, x.a, 0.0), x.b)
     else:
         return Chunks(tl.where(condition, x.a, 0.0), tl.where(condition, x.b, 0.0))

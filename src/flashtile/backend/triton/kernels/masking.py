@@ -1,7 +1,7 @@
-"""Which blocks a tile visits and which pairs in it are visible: `[lo, full_lo, full_hi, hi)`.
+"""The blocks that a tile visits, `[lo, full_lo, full_hi, hi)`, and the pairs that are visible in them.
 
-Blocks of `[full_lo, full_hi)` run without any mask code, blocks outside `[lo, hi)` are not visited. Key `j` is visible
-to row `i` iff `i + shift - left <= j <= i + shift + right`, with `shift = seqlen_k - seqlen_q` in an unsharded call.
+Blocks in `[full_lo, full_hi)` need no masks; blocks outside `[lo, hi)` are not visited. Key `j` is visible to row `i`
+iff `i + shift - left <= j <= i + shift + right`, with `shift = seqlen_k - seqlen_q` in an unsharded call.
 """
 
 from typing import NamedTuple
@@ -9,19 +9,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from . import scores
+from .rng import block_origin
+
 UNLIMITED = tl.constexpr(-(2**31))  # a comparison with it is compiled away
 
 
-class Window(NamedTuple):
-    """The sides of the window, `None` where unlimited."""
-
-    left: tl.tensor | None
-    right: tl.tensor | None
-    top_left: tl.tensor | None  # shift of the bound `j <= i + shift` of top-left causal
-
-
-class Blocks(NamedTuple):
-    """Positions at which the blocks to visit begin: masked from `lo`, whole from `full_lo`, masked from `full_hi`."""
+class BlockInfo(NamedTuple):
+    """The blocks to visit, by position: masked from `lo`, full from `full_lo`, masked from `full_hi`."""
 
     lo: tl.tensor
     full_lo: tl.tensor
@@ -30,8 +25,8 @@ class Blocks(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The keys that a row sees or the rows that see a key, `lower <= position <= upper`. All that depends on one of
-    the two is in its bounds, so that a pair costs one comparison, or two.
+    """The keys that a row sees, or the rows that see a key: `lower <= position <= upper`. A pair costs one comparison,
+    or two.
     """
 
     lower: tl.tensor
@@ -48,7 +43,7 @@ def num_blocks(blocks, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def nth_block(blocks, n, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the n-th block begins, of those that need masks (at both ends) or of those that do not."""
+    """Start of the n-th block of those that need masks (at both ends), or of those that do not."""
     if MASKED:
         before = (blocks.full_lo - blocks.lo) // BLOCK
         return tl.where(n < before, blocks.lo + n * BLOCK, blocks.full_hi + (n - before) * BLOCK)
@@ -58,49 +53,50 @@ def nth_block(blocks, n, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def all_masked(blocks):
-    return Blocks(blocks.lo, blocks.hi, blocks.hi, blocks.hi)
+    return BlockInfo(blocks.lo, blocks.hi, blocks.hi, blocks.hi)
 
 
 @triton.jit
 def to_blocks(lo, full_lo, full_hi, hi, origin, BLOCK: tl.constexpr):
-    """Positions to boundaries of blocks that start at `origin`: what is not whole is masked."""
+    """Round positions to blocks that start at `origin`: a block that is partly visible is masked."""
     hi = tl.maximum(hi, lo)
     first = (lo - origin) // BLOCK
     last = tl.cdiv(hi - origin, BLOCK)
     last = tl.where(hi > lo, last, first)
-    whole_first = tl.minimum(tl.cdiv(tl.maximum(full_lo, lo) - origin, BLOCK), last)
-    whole_last = tl.maximum((tl.minimum(full_hi, hi) - origin) // BLOCK, whole_first)
-    return Blocks(
-        origin + first * BLOCK, origin + whole_first * BLOCK, origin + whole_last * BLOCK, origin + last * BLOCK
+    full_first = tl.minimum(tl.cdiv(tl.maximum(full_lo, lo) - origin, BLOCK), last)
+    full_last = tl.maximum((tl.minimum(full_hi, hi) - origin) // BLOCK, full_first)
+    return BlockInfo(
+        origin + first * BLOCK, origin + full_first * BLOCK, origin + full_last * BLOCK, origin + last * BLOCK
     )
 
 
 @triton.jit
-def key_blocks(window, first_row, last_row, shift, begin, end, origin, BLOCK: tl.constexpr):
-    """Key blocks for the rows `first_row..last_row`, of the keys `begin <= j < end`."""
-    lo, full_lo, full_hi, hi = begin, begin, end, end
-    if window.left is not None:
-        lo = tl.maximum(lo, first_row + shift - window.left)
-        full_lo = tl.maximum(full_lo, last_row + shift - window.left)
-    if window.right is not None:
-        full_hi = tl.minimum(full_hi, first_row + shift + window.right + 1)
-        hi = tl.minimum(hi, last_row + shift + window.right + 1)
+def key_blocks(params, first_row, last_row, shift, seqlen_k, BLOCK: tl.constexpr):
+    """Key blocks for the rows `first_row..last_row`."""
+    window = params.window
+    lo, full_lo, full_hi, hi = seqlen_k.begin, seqlen_k.begin, seqlen_k.end, seqlen_k.end
+    if window.window_left is not None:
+        lo = tl.maximum(lo, first_row + shift - window.window_left)
+        full_lo = tl.maximum(full_lo, last_row + shift - window.window_left)
+    if window.window_right is not None:
+        full_hi = tl.minimum(full_hi, first_row + shift + window.window_right + 1)
+        hi = tl.minimum(hi, last_row + shift + window.window_right + 1)
     if window.top_left is not None:
         full_hi = tl.minimum(full_hi, first_row + window.top_left + 1)
         hi = tl.minimum(hi, last_row + window.top_left + 1)
-    return to_blocks(lo, full_lo, full_hi, hi, origin, BLOCK)
+    return to_blocks(lo, full_lo, full_hi, hi, block_origin(params.dropout), BLOCK)
 
 
 @triton.jit
 def row_blocks(window, first_key, last_key, shift, num_rows, BLOCK: tl.constexpr):
     """Row blocks for the keys `first_key..last_key`: the inverse of `key_blocks`."""
     lo, full_lo, full_hi, hi = 0, 0, num_rows, num_rows
-    if window.left is not None:
-        full_hi = tl.minimum(full_hi, first_key - shift + window.left + 1)
-        hi = tl.minimum(hi, last_key - shift + window.left + 1)
-    if window.right is not None:
-        lo = tl.maximum(lo, first_key - shift - window.right)
-        full_lo = tl.maximum(full_lo, last_key - shift - window.right)
+    if window.window_left is not None:
+        full_hi = tl.minimum(full_hi, first_key - shift + window.window_left + 1)
+        hi = tl.minimum(hi, last_key - shift + window.window_left + 1)
+    if window.window_right is not None:
+        lo = tl.maximum(lo, first_key - shift - window.window_right)
+        full_lo = tl.maximum(full_lo, last_key - shift - window.window_right)
     if window.top_left is not None:
         lo = tl.maximum(lo, first_key - window.top_left)
         full_lo = tl.maximum(full_lo, last_key - window.top_left)
@@ -108,28 +104,29 @@ def row_blocks(window, first_key, last_key, shift, num_rows, BLOCK: tl.constexpr
 
 
 @triton.jit
-def keys_seen(window, rows, shift, key_range, PADDED: tl.constexpr):
-    """The keys that each row sees, of those that exist; with PADDED, blocks may begin before the first."""
-    lower, upper = UNLIMITED, key_range.end - 1
-    if PADDED:
-        lower = key_range.begin
-    if window.left is not None:
-        lower = tl.maximum(rows + (shift - window.left), lower)
-    if window.right is not None:
-        upper = tl.minimum(rows + (shift + window.right), upper)
+def key_bounds(params, rows, shift, seqlen_k):
+    """The keys that each row sees, of those that exist. With left padding or dropout, blocks begin before the first."""
+    window = params.window
+    lower, upper = UNLIMITED, seqlen_k.end - 1
+    if params.lengths.leftpad_k is not None or params.dropout.threshold is not None:
+        lower = seqlen_k.begin
+    if window.window_left is not None:
+        lower = tl.maximum(rows + (shift - window.window_left), lower)
+    if window.window_right is not None:
+        upper = tl.minimum(rows + (shift + window.window_right), upper)
     if window.top_left is not None:
         upper = tl.minimum(rows + window.top_left, upper)
     return Bounds(lower, upper)
 
 
 @triton.jit
-def seen_from(window, keys, shift, holds, num_rows):
-    """The rows that see each key: none see one that does not exist (`holds`, of the shape of `keys`)."""
-    lower, upper = UNLIMITED, tl.where(holds, num_rows - 1, -1)
-    if window.left is not None:
-        upper = tl.minimum(keys + (window.left - shift), upper)
-    if window.right is not None:
-        lower = tl.maximum(keys - (shift + window.right), lower)
+def row_bounds(window, keys, shift, exists, num_rows):
+    """The rows that see each key: none if it does not exist."""
+    lower, upper = UNLIMITED, tl.where(exists, num_rows - 1, -1)
+    if window.window_left is not None:
+        upper = tl.minimum(keys + (window.window_left - shift), upper)
+    if window.window_right is not None:
+        lower = tl.maximum(keys - (shift + window.window_right), lower)
     if window.top_left is not None:
         lower = tl.maximum(keys - window.top_left, lower)
     return Bounds(lower, upper)
@@ -143,8 +140,21 @@ def within(bounds, positions):
 
 @triton.jit
 def visible_keys(bounds, keys, exists, RANGE: tl.constexpr):
-    """As `within`, with RANGE: the keys of one page are a range. Of several, some in between may not exist."""
+    """As `within` if the keys that exist are a range, which bounds hold. Some pages in between may not exist."""
     if RANGE:
         return within(bounds, keys)
     else:
         return within(bounds, keys) & exists
+
+
+@triton.jit
+def mask_fill(t, value, bounds, params, info, rows, keys, exists, MASKED: tl.constexpr, RANGE: tl.constexpr):
+    """`t [M, N]` where a pair is visible, else `value`. `exists [1, N]` is `None` where every key does."""
+    visible = visible_keys(bounds, keys, exists, RANGE) if MASKED else exists
+    if params.scores.mask.data is not None:
+        in_mask = scores.load_mask(params, info, rows, keys, exists)
+        visible = in_mask if visible is None else visible & in_mask
+    if visible is None:
+        return t
+    else:
+        return tl.where(visible, t, value)

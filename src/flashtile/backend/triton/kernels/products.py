@@ -1,8 +1,9 @@
 """Products of tiles, and the running sums that they add up to.
 
-A sum over a million keys in one float32 accumulator loses four digits. Those of float32 inputs are compensated, so that
-their error does not grow with the number of terms (Kahan, "Further remarks on reducing truncation errors", 1965): the
-sum of each block starts from zero. 16-bit inputs are added up by the matrix units, which truncate (docs/contract.md).
+A sum of a million terms in one float32 accumulator loses four digits. For float32 inputs each block's sum starts from
+zero and is added with compensation (Kahan, "Further remarks on reducing truncation errors", 1965), so that the error
+does not grow with the number of terms. For 16-bit inputs the matrix units accumulate, which truncates
+(docs/contract.md).
 """
 
 from typing import NamedTuple
@@ -10,97 +11,99 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import Chunks
+from .rows import Chunks
 
-LARGEST = tl.constexpr(3.4028234663852886e38)
+MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 
 
 class Sum(NamedTuple):
-    """A compensated sum, or a plain one, whose excess is the number 0."""
+    """A running sum."""
 
     total: tl.tensor
-    excess: tl.tensor  # what rounding has added to `total`
+    compensation: tl.tensor  # what rounding has added to `total`; the number 0 in a plain sum
 
 
 class Sums(NamedTuple):
-    """Running sums `[M, D]` in chunks, as `Chunks`; the excesses are the number 0 where matrix units add."""
+    """Running sums `[M, D]` in chunks, as `Chunks`."""
 
     a: tl.tensor
     b: tl.tensor
-    excess_a: tl.tensor
-    excess_b: tl.tensor
+    compensation_a: tl.tensor
+    compensation_b: tl.tensor
 
 
 @triton.jit
 def zero_sum(zero, COMPENSATED: tl.constexpr):
-    """A sum of the shape of `zero` before anything is added."""
+    """An empty sum of the shape of `zero`."""
     return Sum(zero, zero if COMPENSATED else 0.0)
 
 
 @triton.jit
 def add(x, part, COMPENSATED: tl.constexpr):
-    """The sum with one more part."""
+    """Add `part`."""
     return add_scaled(x, 1.0, part, COMPENSATED)
 
 
 @triton.jit
 def add_scaled(x, alpha, part, COMPENSATED: tl.constexpr):
-    """The sum times `alpha`, with one more part. An infinite sum stays infinite: its excess would be NaN."""
+    """Multiply by `alpha`, then add `part`. An infinite sum stays infinite: its compensation would be NaN."""
     if COMPENSATED:
-        y = tl.fma(x.excess, -alpha, part)
+        y = tl.fma(x.compensation, -alpha, part)
         total = tl.fma(x.total, alpha, y)
-        excess = tl.fma(x.total, -alpha, total) - y
-        return Sum(total, tl.minimum(excess, LARGEST))
+        compensation = tl.fma(x.total, -alpha, total) - y
+        return Sum(total, tl.minimum(compensation, MAX_FLOAT))
     else:
-        return Sum(x.total * alpha + part, x.excess)
+        return Sum(x.total * alpha + part, x.compensation)
 
 
 @triton.jit
-def zeros(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, COMPENSATED: tl.constexpr):
-    """Sums `[N, D]` before anything is added."""
+def zeros(N: tl.constexpr, D: tl.constexpr, COMPENSATED: tl.constexpr):
+    """Empty sums `[N, D]`."""
+    D0: tl.constexpr = D.CHUNK_0
+    D1: tl.constexpr = D.CHUNK_1
     a = tl.zeros([N, D0], tl.float32)
     b = 0.0 if D1 == 0 else tl.zeros([N, D1], tl.float32)
-    excess_a = tl.zeros([N, D0], tl.float32) if COMPENSATED else 0.0
-    excess_b = tl.zeros([N, D1], tl.float32) if COMPENSATED and D1 > 0 else 0.0
-    return Sums(a, b, excess_a, excess_b)
+    compensation_a = tl.zeros([N, D0], tl.float32) if COMPENSATED else 0.0
+    compensation_b = tl.zeros([N, D1], tl.float32) if COMPENSATED and D1 > 0 else 0.0
+    return Sums(a, b, compensation_a, compensation_b)
 
 
 @triton.jit
-def scaled(x, factor, D1: tl.constexpr):
+def scaled(x, factor, D: tl.constexpr):
     """`x [N, D]` times `factor`, a number or `[N, 1]`."""
-    if D1 == 0:
+    if D.CHUNK_1 == 0:
         return Chunks(x.a * factor, x.b)
     else:
         return Chunks(x.a * factor, x.b * factor)
 
 
 @triton.jit
-def inner_products(x, y, D1: tl.constexpr, PRECISION: tl.constexpr):
+def inner_products(x, y, D: tl.constexpr, CONFIG: tl.constexpr):
     """`x [M, D] @ y [N, D]^T`, fp32 `[M, N]`."""
-    s = tl.dot(x.a, y.a.T, input_precision=PRECISION)
-    if D1 > 0:
-        s = tl.dot(x.b, y.b.T, s, input_precision=PRECISION)
+    s = tl.dot(x.a, y.a.T, input_precision=CONFIG.PRECISION)
+    if D.CHUNK_1 > 0:
+        s = tl.dot(x.b, y.b.T, s, input_precision=CONFIG.PRECISION)
     return s
 
 
 @triton.jit
-def add_product(acc, alpha, p, y, D1: tl.constexpr, PRECISION: tl.constexpr):
+def add_product(acc, alpha, p, y, D: tl.constexpr, CONFIG: tl.constexpr):
     """`acc [M, D] * alpha + p [M, N] @ y [N, D]`; `alpha` is `[M, 1]`, or `None` for 1."""
-    a, excess_a = add_chunk(acc.a, acc.excess_a, alpha, p, y.a, PRECISION)
-    if D1 == 0:
-        return Sums(a, acc.b, excess_a, acc.excess_b)
+    a, compensation_a = add_chunk(acc.a, acc.compensation_a, alpha, p, y.a, CONFIG)
+    if D.CHUNK_1 == 0:
+        return Sums(a, acc.b, compensation_a, acc.compensation_b)
     else:
-        b, excess_b = add_chunk(acc.b, acc.excess_b, alpha, p, y.b, PRECISION)
-        return Sums(a, b, excess_a, excess_b)
+        b, compensation_b = add_chunk(acc.b, acc.compensation_b, alpha, p, y.b, CONFIG)
+        return Sums(a, b, compensation_a, compensation_b)
 
 
 @triton.jit
-def add_chunk(acc, excess, alpha, p, y, PRECISION: tl.constexpr):
-    """One chunk of `add_product`, and its excess."""
+def add_chunk(acc, compensation, alpha, p, y, CONFIG: tl.constexpr):
+    """One chunk of `add_product`, and its compensation."""
     if y.dtype == tl.float32:
-        part = tl.dot(p, y, input_precision=PRECISION)
-        found = add_scaled(Sum(acc, excess), 1.0 if alpha is None else alpha, part, True)
-        return found.total, found.excess
+        part = tl.dot(p, y, input_precision=CONFIG.PRECISION)
+        x = add_scaled(Sum(acc, compensation), 1.0 if alpha is None else alpha, part, True)
+        return x.total, x.compensation
     else:
         acc = acc if alpha is None else acc * alpha
-        return tl.dot(p.to(y.dtype), y, acc, input_precision=PRECISION), excess
+        return tl.dot(p.to(y.dtype), y, acc, input_precision=CONFIG.PRECISION), compensation

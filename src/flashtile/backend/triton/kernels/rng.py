@@ -1,5 +1,6 @@
-"""Dropout from a counter (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): Philox 4x32 with 7
-rounds, one counter for 8 keys of a row. Any tile of the mask can be computed alone.
+"""Dropout by a counter-based generator, Philox 4x32-7: one counter for 8 keys of a row, in any order of tiles.
+
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 from typing import NamedTuple
@@ -7,24 +8,29 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-LARGE = tl.constexpr(8192)  # pairs of a tile with a word for each thread, where a word is of 32 keys
+WIDE_TILE = tl.constexpr(8192)  # pairs of a tile that gives each thread a word of 32 keys
 
 
-class Dropout(NamedTuple):
-    """The mask of one sequence."""
+class Stream(NamedTuple):
+    """The random numbers of one sequence and head."""
 
-    threshold: tl.tensor  # halves below it are dropped
     key_0: tl.tensor  # the seed's two words
     key_1: tl.tensor
-    sequence_head: tl.tensor  # b * num_heads_q + h, a number or [M, 1]
-    i0: tl.tensor  # positions of the first row and key held here in the whole sequence
-    j0: tl.tensor
+    sequence_head: tl.tensor  # b * num_heads + h in the whole call, a number or [M, 1]
 
 
 @triton.jit
-def words_of(seed):
-    word = tl.load(seed)
-    return (word & 0xFFFFFFFF).to(tl.uint32), ((word >> 32) & 0xFFFFFFFF).to(tl.uint32)
+def block_origin(dropout):
+    """Where blocks of keys start: at a key whose position in the whole sequence is a multiple of 8."""
+    return 0 if dropout.threshold is None else -(dropout.j0 % 8)
+
+
+@triton.jit
+def load_stream(dropout, b, head):
+    """The random numbers of a sequence and head, a number or `[M, 1]`."""
+    word = tl.load(dropout.seed)
+    key_0, key_1 = (word & 0xFFFFFFFF).to(tl.uint32), ((word >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return Stream(key_0, key_1, (b + dropout.b0) * dropout.num_heads + dropout.h0 + head)
 
 
 @triton.jit
@@ -39,20 +45,20 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def kept(dropout, rows, first_key, N: tl.constexpr):
+def keep_mask(dropout, stream, rows, first_key, N: tl.constexpr):
     """Bool `[M, N]`: which pairs of rows `[M, 1]` and the keys from `first_key` on are kept. The first key's position
     in the whole sequence is a multiple of 8.
     """
     M: tl.constexpr = rows.shape[0]
-    EIGHTS: tl.constexpr = 4 if M * N >= LARGE and N >= 32 else 2  # of keys in one word of bits
+    EIGHTS: tl.constexpr = 4 if M * N >= WIDE_TILE and N >= 32 else 2  # of keys in one word of bits
     WORDS: tl.constexpr = N // (8 * EIGHTS)
     first = (first_key + dropout.j0) // 8 + EIGHTS * tl.arange(0, WORDS)[None, :]  # [1, W]
     bits = (rows * 0 + first * 0).to(tl.uint32)  # [M, W]
-    c1, c2 = bits + (rows + dropout.i0).to(tl.uint32), bits + dropout.sequence_head.to(tl.uint32)
+    c1, c2 = bits + (rows + dropout.i0).to(tl.uint32), bits + stream.sequence_head.to(tl.uint32)
     for n in tl.static_range(EIGHTS):
-        words = philox(c1 * 0 + (first + n).to(tl.uint32), c1, c2, c1 * 0, dropout.key_0, dropout.key_1)
+        words = philox(c1 * 0 + (first + n).to(tl.uint32), c1, c2, c1 * 0, stream.key_0, stream.key_1)
         for w in tl.static_range(4):
-            bits |= halves(words[w], dropout.threshold) << (8 * n + 2 * w)
+            bits |= keep_bits(words[w], dropout.threshold) << (8 * n + 2 * w)
     # Words go to the threads whose pairs they are for. Without `gather` each of those would draw them once more.
     bits = tl.gather(bits, tl.zeros([M, WORDS], tl.int32) + tl.arange(0, WORDS)[None, :], 1)
     # Key j has bit 8 n + 2 w + half. In the layout of a matrix product w differs between threads: it is shifted away
@@ -65,7 +71,7 @@ def kept(dropout, rows, first_key, N: tl.constexpr):
 
 
 @triton.jit
-def halves(word, threshold):
-    """Two bits: whether the low and the high half of each word are kept."""
+def keep_bits(word, threshold):
+    """Two bits: whether the low and the high half of each word are keep_mask."""
     low, high = (word & 0xFFFF) >= threshold, (word >> 16) >= threshold
     return low.to(tl.uint32) | (high.to(tl.uint32) << 1)

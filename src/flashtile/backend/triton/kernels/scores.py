@@ -1,12 +1,11 @@
-"""What a score becomes, and which pairs count: one forward line for each feature and, beside it, its gradient.
+"""Scores and their gradients, and the mask. Each feature is one line in `forward` and one in `backward`.
 
 s = scale * <q, k>                      s is formed by the caller's matrix product
 s = softcap * tanh(s / softcap)         ds *= 1 - tanh(s / softcap) ** 2
 s = s + bias                            dbias = ds
 s = s - slope * |i + Sk - Sq - j|       dslope = -ds * |i + Sk - Sq - j|
 
-Rows are `[M, 1]` and keys `[1, N]`, or rows `[1, M]` and keys `[N, 1]`: every line serves both orientations.
-A score_mod would come last; this backend declines it.
+Rows are `[M, 1]` and keys `[1, N]`, or rows `[1, M]` and keys `[N, 1]`. This backend declines a score_mod.
 """
 
 from typing import NamedTuple
@@ -14,103 +13,77 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .rows import elements
 from .softmax import LOG2E
-from .tiles import wide
-
-
-class Pairs(NamedTuple):
-    """A mask or bias `[B, H, Sq, Sk]`; `data` is `None` where there is none, the stride of a broadcast row or column is
-    `None`, that of a broadcast sequence or head 0.
-    """
-
-    data: tl.tensor | None
-    stride_b: tl.tensor | None
-    stride_h: tl.tensor | None
-    stride_m: tl.tensor | None
-    stride_n: tl.tensor | None
-    num_rows: tl.tensor
-
-
-class Features(NamedTuple):
-    """What changes the scores of one sequence and head; `None` where absent."""
-
-    multiplier: tl.tensor | None  # of the product; `None` where the softmax takes the scale
-    softcap: tl.tensor | None
-    mask: Pairs
-    bias: Pairs
-    slope: tl.tensor | None  # a number, or [M, 1]
-    sequence: tl.tensor  # int64
-    head: tl.tensor  # a number, or [M, 1]
-    shift: tl.tensor  # seqlen_k - seqlen_q, in an unsharded call
-    half: tl.constexpr  # whether inputs are float16 or bfloat16
 
 
 class Score(NamedTuple):
-    t: tl.tensor  # the score in the softmax's units (`unit`)
+    t: tl.tensor  # the score, in units of `softmax_factor`
     tanh: tl.tensor  # of the capped score, for its derivative; without a softcap, the score
 
 
 @triton.jit
-def slope_of(slopes, sequence, head, stride_b):
-    return tl.load(slopes + sequence * stride_b + head).to(tl.float32)
+def load_slope(slopes, sequence, head):
+    return tl.load(slopes.data + sequence * slopes.stride_b + head).to(tl.float32)
 
 
 @triton.jit
-def load_pairs(x, features, rows, keys, inside, OTHER: tl.constexpr):
-    """`[M, N]`, or one row or column where the tensor is broadcast; `inside` is `None` where every key exists. Rows
-    past the last one repeat it.
+def load_pairs(tensor, params, info, rows, keys, exists, OTHER: tl.constexpr):
+    """Load `[M, N]` of a mask or bias, or one row or column where it is broadcast. Rows past the last one repeat it.
+    `exists` is `None` where every key does.
     """
-    pointers = x.data + (features.sequence * wide(x.stride_b, 1) + features.head * wide(x.stride_h, 1))
-    if x.stride_m is not None:
-        pointers += tl.minimum(rows, x.num_rows - 1) * wide(x.stride_m, 1)
-    if x.stride_n is None:
+    pointers = tensor.data + (info.sequence * elements(tensor.stride_b, 1) + info.head * elements(tensor.stride_h, 1))
+    if tensor.stride_m is not None:
+        pointers += tl.minimum(rows, params.lengths.pair_rows - 1) * elements(tensor.stride_m, 1)
+    if tensor.stride_n is None:
         return tl.load(pointers)
-    elif inside is None:
-        return tl.load(pointers + keys * wide(x.stride_n, 1))
+    elif exists is None:
+        return tl.load(pointers + keys * elements(tensor.stride_n, 1))
     else:
-        return tl.load(pointers + keys * wide(x.stride_n, 1), mask=inside, other=OTHER)
+        return tl.load(pointers + keys * elements(tensor.stride_n, 1), mask=exists, other=OTHER)
 
 
 @triton.jit
-def unit(factor, softcap, bias, slopes):
-    """What makes base-2 logarithms of scores: the softmax takes the softcap where nothing comes after it."""
-    if softcap is not None and bias is None and slopes is None:
-        return factor * softcap
+def softmax_factor(x):
+    """The factor that makes base-2 logarithms of scores. It includes the softcap if no feature comes after it."""
+    if x.softcap is not None and x.bias.data is None and x.slopes.data is None:
+        return x.factor * x.softcap
     else:
-        return factor
+        return x.factor
 
 
 @triton.jit
-def forward(product, features, rows, keys, inside):
-    """The final score of `product = <q, k>`, not yet masked."""
+def forward(product, params, info, rows, keys, exists, ACCURATE: tl.constexpr):
+    """The final score of `product = <q, k>`, not yet masked. ACCURATE is for float32 inputs."""
+    features = params.scores
     t, capped = product, product
     if features.softcap is not None:
-        x = product * (features.multiplier / features.softcap)
-        capped = fast_tanh(x) if features.half else tanh(x)
+        ratio = product * (features.multiplier / features.softcap)
+        capped = tanh(ratio) if ACCURATE else fast_tanh(ratio)
         t = capped
-        if features.bias.data is not None or features.slope is not None:
+        if features.bias.data is not None or features.slopes.data is not None:
             t = features.softcap * capped
     elif features.multiplier is not None:
         t = t * features.multiplier
     if features.bias.data is not None:
-        t += load_pairs(features.bias, features, rows, keys, inside, 0.0).to(tl.float32)
-    if features.slope is not None:
-        t -= features.slope * distance(features, rows, keys)
+        t += load_pairs(features.bias, params, info, rows, keys, exists, 0.0).to(tl.float32)
+    if features.slopes.data is not None:
+        t -= info.slope * distance(info, rows, keys)
     return Score(t, capped)
 
 
 @triton.jit
-def backward(ds, score, features):
-    """From the gradient of the final score to that of `scale * <q, k>`."""
-    if features.softcap is not None:
+def backward(ds, score, params):
+    """The gradient of `scale * <q, k>`, from that of the final score."""
+    if params.scores.softcap is not None:
         ds = ds * (1 - score.tanh * score.tanh)
     return ds
 
 
 @triton.jit
-def distance(features, rows, keys):
+def distance(info, rows, keys):
     """`|i + shift - j|`, fp32."""
-    return tl.abs((rows + features.shift).to(tl.float32) - keys.to(tl.float32))
+    return tl.abs((rows + info.shift).to(tl.float32) - keys.to(tl.float32))
 
 
 @triton.jit
@@ -126,8 +99,8 @@ def tanh(x):
 
 @triton.jit
 def fast_tanh(x):
-    """Within 4e-6 of itself, a hundredth of what float16 inputs are rounded to: a quotient of two polynomials, fitted
-    to have the least relative error up to 6.5, where the tangent is 1. One special function instead of two.
+    """Relative error 4e-6, a hundredth of the rounding of float16 inputs: a quotient of two polynomials, fitted to the
+    least relative error up to 6.5, where tanh is 1. One special function instead of two.
     """
     x = tl.maximum(x, -6.5, propagate_nan=tl.PropagateNan.ALL)
     x = tl.minimum(x, 6.5, propagate_nan=tl.PropagateNan.ALL)
@@ -141,6 +114,6 @@ def fast_tanh(x):
 
 
 @triton.jit
-def shown(features, rows, keys, inside):
-    """Which pairs the mask shows."""
-    return load_pairs(features.mask, features, rows, keys, inside, 0) != 0
+def load_mask(params, info, rows, keys, exists):
+    """The mask of a tile: true where a pair is visible."""
+    return load_pairs(params.scores.mask, params, info, rows, keys, exists, 0) != 0

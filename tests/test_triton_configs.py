@@ -7,8 +7,8 @@ import pytest
 import torch
 from calls import dense_call
 
-from flashtile.backend.triton import tables
-from flashtile.backend.triton.tables import HALF, SMALL, Launch
+from flashtile.backend.triton import configs
+from flashtile.backend.triton.configs import HALF, SMALL, KernelConfig
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
 from flashtile.call.window import Window
@@ -27,34 +27,34 @@ def problem(**changes: Any) -> Problem:
 )
 def test_work_beside_products_takes_small_tiles_of_forward(changes: dict[str, Any]) -> None:
     plain = HALF[227][1]
-    found = tables.tile(problem(**changes), H200)
-    assert found == tables.Tile(SMALL, plain.dkdv, plain.dq)
+    found = configs.tile(problem(**changes), H200)
+    assert found == configs.TileConfig(SMALL, plain.dkdv, plain.dq)
     for device, more in ((A100, {}), (H200, {"head_dim": 256, "head_dim_v": 256}), (H200, {"dtype": torch.float32})):
-        assert tables.tile(problem(**changes | more), device).forward != SMALL
+        assert configs.tile(problem(**changes | more), device).forward != SMALL
     for more in ({"alibi": True}, {"bias": (True,) * 4}, {"mask": (True,) * 4}):
-        assert tables.tile(problem(**changes | more), H200).forward == Launch(128, 64, 8, 3)
+        assert configs.tile(problem(**changes | more), H200).forward == KernelConfig(128, 64, 8, 3)
 
 
 @pytest.mark.parametrize("window", [Window(4096, 0), Window(1024, None), Window(None, 0), Window(1024, 2048)])
 def test_long_windows_keep_the_large_tile(window: Window) -> None:
-    assert tables.tile(problem(window=window), H200) == tables.tile(problem(), H200)
+    assert configs.tile(problem(window=window), H200) == configs.tile(problem(), H200)
 
 
 def test_decoding_has_one_tile_whatever_is_in_the_batch() -> None:
     """With `num_splits` given, bits depend neither on the batch nor on how long it is."""
     found = [
-        tables.tile(replace(problem(), seqlen_q=1, batch=batch, seqlen_k=seqlen_k), H200)
+        configs.tile(replace(problem(), seqlen_q=1, batch=batch, seqlen_k=seqlen_k), H200)
         for batch in (1, 64)
         for seqlen_k in (1, 1024, 65536)
     ]
-    assert {x.forward for x in found} == {Launch(16, 64, 4, 4)}
+    assert {x.forward for x in found} == {KernelConfig(16, 64, 4, 4)}
     one = problem(bias=(True,) * 4)
-    assert tables.tile(replace(one, seqlen_q=1), H200).forward == Launch(16, 64, 4, 3)
-    assert tables.tile(replace(problem(), seqlen_q=1), A100).forward == Launch(16, 64, 4, 2)
+    assert configs.tile(replace(one, seqlen_q=1), H200).forward == KernelConfig(16, 64, 4, 3)
+    assert configs.tile(replace(problem(), seqlen_q=1), A100).forward == KernelConfig(16, 64, 4, 2)
 
 
 def test_misaligned_rows_have_no_warpgroup_products_where_they_decode() -> None:
     """ptxas miscompiles some of them, whose tiles have 64 rows."""
     few = replace(problem(head_dim=40, head_dim_v=1), seqlen_q=16, alignment=2)
-    assert tables.tile(few, H200).forward.block_m == 32
-    assert tables.tile(replace(few, alignment=16), H200).forward.block_m == 64
+    assert configs.tile(few, H200).forward.block_m == 32
+    assert configs.tile(replace(few, alignment=16), H200).forward.block_m == 64

@@ -1,0 +1,209 @@
+"""Kernel configurations for families of problems and chips: measured on the chips we have, fitted to the others.
+
+A chip's family follows from its shared memory for one program, and from how its matrix units are fed.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ...call.device import Device
+from ...call.problem import Problem, power_of_two
+from . import tuned
+
+
+class KernelConfig(NamedTuple):
+    """A kernel's tile of query rows and keys, its warps and its pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tuned: bool = False  # found by `flashtile tune` on this machine
+
+    def __str__(self) -> str:
+        tuned = ", tuned on this machine" * self.tuned
+        return f"{self.block_m} x {self.block_n} ({self.num_warps} warps, {self.num_stages} stages{tuned})"
+
+
+class TileConfig(NamedTuple):
+    """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile."""
+
+    forward: KernelConfig
+    dkdv: KernelConfig
+    dq: KernelConfig
+    pack_gqa: int = 1
+
+
+class WidthConfigs(NamedTuple):
+    """The configurations for head dimensions up to `width`."""
+
+    width: int
+    forward: KernelConfig
+    dkdv: KernelConfig
+    dq: KernelConfig
+
+
+KIB = 1024
+SHARED_MEMORY = {  # KiB that one program may take
+    "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99,
+    "sm_121": 99, "gfx942": 64, "gfx950": 160,
+}  # fmt: skip
+MIN_SHARED_MEMORY = 64
+
+HALF = {  # float16 and bfloat16, by shared memory
+    227: (
+        WidthConfigs(64, KernelConfig(64, 64, 4, 3), KernelConfig(64, 64, 4, 3), KernelConfig(128, 64, 4, 3)),
+        WidthConfigs(128, KernelConfig(128, 128, 8, 3), KernelConfig(32, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
+        WidthConfigs(256, KernelConfig(128, 64, 8, 2), KernelConfig(64, 64, 8, 1), KernelConfig(128, 32, 8, 2)),
+        WidthConfigs(512, KernelConfig(64, 32, 8, 2), KernelConfig(32, 32, 8, 1), KernelConfig(64, 16, 8, 1)),
+    ),
+    99: (
+        WidthConfigs(64, KernelConfig(128, 64, 4, 3), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
+        WidthConfigs(128, KernelConfig(64, 64, 4, 2), KernelConfig(32, 64, 4, 2), KernelConfig(64, 32, 4, 2)),
+        WidthConfigs(256, KernelConfig(64, 32, 4, 2), KernelConfig(32, 32, 4, 1), KernelConfig(32, 32, 4, 1)),
+        WidthConfigs(512, KernelConfig(32, 16, 4, 1), KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1)),
+    ),
+    64: (
+        WidthConfigs(64, KernelConfig(128, 64, 4, 1), KernelConfig(64, 64, 4, 1), KernelConfig(64, 64, 4, 1)),
+        WidthConfigs(128, KernelConfig(64, 64, 4, 1), KernelConfig(32, 64, 4, 1), KernelConfig(64, 32, 4, 1)),
+        WidthConfigs(256, KernelConfig(64, 32, 4, 1), KernelConfig(16, 32, 4, 1), KernelConfig(32, 16, 4, 1)),
+        WidthConfigs(512, KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1)),
+    ),
+}
+SINGLE = {  # float32; exact products have no matrix units, so registers bound the tiles
+    64: (
+        WidthConfigs(64, KernelConfig(64, 32, 8, 1), KernelConfig(32, 32, 8, 1), KernelConfig(32, 32, 8, 1)),
+        WidthConfigs(128, KernelConfig(32, 32, 8, 1), KernelConfig(16, 32, 8, 1), KernelConfig(32, 16, 8, 1)),
+        WidthConfigs(256, KernelConfig(16, 32, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
+        WidthConfigs(512, KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
+    ),
+}
+INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
+MIN_COPY_BYTES = 4  # of an asynchronous copy
+MAX_PACKED_ROWS = 64  # query rows of a group that become one tile
+KEYS_TIMES_WIDTH = 8192  # of a tile that decodes
+SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
+SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
+MIN_SPLIT_KEYS = 64  # of one split of a row
+
+
+def tile(problem: Problem, device: Device) -> TileConfig:
+    row = row_of(problem, device)
+    group = problem.num_heads_q // max(problem.num_heads_kv, 1)
+    packed_rows = max(problem.seqlen_q, 1) * group
+    if packed_rows > MAX_PACKED_ROWS:
+        if not needs_room(problem, device):
+            found = tuned_row(row, problem.dtype, device)
+            row = found._replace(forward=row.forward) if wants_small(problem, row, device) else found
+        return TileConfig(row.forward, row.dkdv, row.dq)
+    return TileConfig(decoding(row, packed_rows, problem, device), row.dkdv, row.dq, pack_gqa=group)
+
+
+def decoding(row: WidthConfigs, packed_rows: int, problem: Problem, device: Device) -> KernelConfig:
+    """The configuration for few rows. Loading keys is all the work; tiles are small enough for two programs on a core.
+
+    With the most shared memory, and no feature that needs it, three blocks of keys and values are in flight while one
+    is used: within 1.5% of the best tile for any batch and length measured on an H200. Larger blocks gain 1.5% if rows
+    are split or long, and lose 5% otherwise. The choice must not depend on lengths: with a given number of splits, a
+    sequence's bits depend neither on the batch nor on the longest sequence in it.
+    """
+    given, block_n = row.forward, max(16, KEYS_TIMES_WIDTH // row.width)
+    block_m = max(16, power_of_two(packed_rows))
+    if misaligned(problem, device):
+        block_m = min(block_m, given.block_m)
+    widths = problem.head_dim, problem.head_dim_v
+    asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)  # whatever the address
+    if has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout):
+        return KernelConfig(block_m, block_n, 4, 4)
+    return KernelConfig(block_m, min(given.block_n, block_n), 4, given.num_stages)
+
+
+def row_of(problem: Problem, device: Device) -> WidthConfigs:
+    if device.type == "cpu":
+        return INTERPRETER
+    return fitted(shipped(problem.dtype, max(problem.head_dim, problem.head_dim_v), device), problem, device)
+
+
+def shipped(dtype: torch.dtype, width: int, device: Device) -> WidthConfigs:
+    """The shipped configurations for plain problems of a width."""
+    table = SINGLE if dtype is torch.float32 else HALF
+    rows = table[max(size for size in table if size <= memory_of(device))]
+    return next(row for row in rows if width <= row.width)
+
+
+def memory_of(device: Device) -> int:
+    return SHARED_MEMORY.get(device.arch, MIN_SHARED_MEMORY)
+
+
+def has_pairs(problem: Problem) -> bool:
+    """Whether a feature adds a value to the score of each pair."""
+    return problem.bias is not None or problem.mask is not None or problem.alibi
+
+
+def has_most(dtype: torch.dtype, device: Device) -> bool:
+    """Whether the configurations are those of chips with the most shared memory, one of which we measured."""
+    return dtype is not torch.float32 and memory_of(device) >= max(HALF)
+
+
+def needs_room(problem: Problem, device: Device) -> bool:
+    """Whether a tile may need more shared memory than in the plain problems on which tiles are tuned."""
+    return misaligned(problem, device) or problem.dropout or has_pairs(problem) or problem.page_size is not None
+
+
+def misaligned(problem: Problem, device: Device) -> bool:
+    """Whether rows cannot be copied asynchronously on Hopper. There, ptxas 12.8 miscompiles some warpgroup products of
+    such tiles (`tests/offline` detects it); tiles of 32 rows have none.
+    """
+    return problem.alignment < MIN_COPY_BYTES and device.arch == "sm_90"
+
+
+def tuned_row(row: WidthConfigs, dtype: torch.dtype, device: Device) -> WidthConfigs:
+    """The row, with the configurations that `flashtile tune` saved on this machine."""
+    found = tuned.launches(device, family(dtype), row.width) if device.type == "cuda" else {}
+    return row._replace(**{kernel: KernelConfig(*numbers, tuned=True) for kernel, numbers in found.items()})
+
+
+def family(dtype: torch.dtype) -> str:
+    return "single" if dtype is torch.float32 else "half"
+
+
+def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
+    """Smaller tiles for features that hold a tile of their own in shared memory or registers: in all kernels a bias or
+    mask for every pair; in forward, whose tiles are the largest, any bias, dropout and ALiBi. Also for problems that
+    are `misaligned`, or for which `wants_small` holds.
+    """
+    given = [x for x in (problem.bias, problem.mask) if x is not None]
+    of_pairs = any(not (x[2] or x[3]) for x in given)
+    small = wants_small(problem, row, device)
+    forward, dkdv, dq = SMALL if small else row.forward, row.dkdv, row.dq
+    if misaligned(problem, device):
+        forward, dq = (x._replace(block_m=32, num_warps=4) for x in (forward, dq))
+        dkdv = dkdv._replace(block_n=32, num_warps=4)
+    room_for_pairs = problem.dtype is torch.float32 and row.width <= 128  # in registers
+    if (has_pairs(problem) or problem.dropout) and not small and not room_for_pairs:
+        forward = forward._replace(block_n=max(16, forward.block_n // 2))
+    if of_pairs:
+        dkdv = dkdv._replace(block_m=max(16, dkdv.block_m // 2))
+        dq = dq._replace(block_n=max(16, dq.block_n // 2))
+    return WidthConfigs(row.width, forward, dkdv, dq)
+
+
+def wants_small(problem: Problem, row: WidthConfigs, device: Device) -> bool:
+    """Whether forward does much work besides its products: softcap or dropout for every pair, or masks in most blocks,
+    as with short windows. Two programs on a core then overlap that work with products and are faster than one large
+    tile (H200, width 128: +14%, +2%, +17%).
+    """
+    left, right, _ = problem.window
+    short = left is not None and right is not None and left + right <= SHORT_WINDOW
+    measured = has_most(problem.dtype, device) and 64 < row.width <= 128
+    return measured and not has_pairs(problem) and (problem.softcap or problem.dropout or short)
+
+
+def num_splits(problem: Problem, device: Device) -> int:
+    """The number of programs that share the keys of a row, so that few rows still fill the chip."""
+    chosen = tile(problem, device)
+    blocks = -(-max(problem.seqlen_q, 1) * chosen.pack_gqa // chosen.forward.block_m)
+    programs = max(1, blocks * problem.num_heads_q // chosen.pack_gqa * problem.batch)
+    wanted = device.cores // programs
+    return max(1, min(wanted, problem.seqlen_k // MIN_SPLIT_KEYS))

@@ -1,0 +1,110 @@
+"""Keys and values of one sequence and head, and loads of their tiles: dense, packed, or from pages."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .rows import HeadRows, elements, load_rows, row_pointers
+from .sequences import SeqlenInfo
+
+
+class KeyValueHead(NamedTuple):
+    """Keys and values of one sequence and head. In pages (PAGE_SIZE > 0), `k` and `v` point to the head in the first
+    one; otherwise the last four are the number 0.
+    """
+
+    k: HeadRows
+    v: HeadRows
+    seqlen: SeqlenInfo
+    table: tl.tensor  # pointer to the sequence's first entry
+    num_pages: tl.tensor
+    page_stride_k: tl.tensor  # elements from page to page
+    page_stride_v: tl.tensor
+
+
+class KeyTile(NamedTuple):
+    """A block of keys: from `start` on in memory or, in pages, at `page` and `slot`; `[N]`, or numbers where the block
+    lies in one page.
+    """
+
+    start: tl.tensor
+    page: tl.tensor
+    slot: tl.tensor
+    exists: tl.tensor  # [N]
+
+
+@triton.jit
+def key_value_head(k, v, lengths, b, head, seqlen, CONFIG: tl.constexpr):
+    """Keys and values of a sequence and key head."""
+    ALIGN: tl.constexpr = CONFIG.ALIGN
+    k_head, v_head = k.data + head * elements(k.stride_h, ALIGN), v.data + head * elements(v.stride_h, ALIGN)
+    stride_k_b, stride_k_n = elements(k.stride_b, ALIGN), elements(k.stride_n, ALIGN)
+    stride_v_b, stride_v_n = elements(v.stride_b, ALIGN), elements(v.stride_n, ALIGN)
+    if CONFIG.PAGE_SIZE > 0:
+        table = lengths.page_table.data + b * elements(lengths.page_table.stride_b, 1)
+        k_rows, v_rows = HeadRows(k_head, stride_k_n), HeadRows(v_head, stride_v_n)
+        return KeyValueHead(k_rows, v_rows, seqlen, table, lengths.num_pages, stride_k_b, stride_v_b)
+    else:
+        page = b
+        if lengths.page_table.data is not None:
+            table = lengths.page_table.data + b * elements(lengths.page_table.stride_b, 1)
+            page, seqlen = only_page(table, lengths.num_pages, seqlen)
+        k_rows = HeadRows(k_head + page * stride_k_b + seqlen.offset * stride_k_n, stride_k_n)
+        v_rows = HeadRows(v_head + page * stride_v_b + seqlen.offset * stride_v_n, stride_v_n)
+        return KeyValueHead(k_rows, v_rows, seqlen, 0, 0, 0, 0)
+
+
+@triton.jit
+def only_page(table, num_pages, seqlen):
+    """The page of a sequence whose page table has one column, as that of a dense cache, and the keys there: none if the
+    entry is outside the pages.
+    """
+    page = tl.load(table, mask=seqlen.seqlen > 0, other=-1)  # without sequences there is no table
+    exists = (page >= 0) & (page < num_pages)
+    end = tl.where(exists, seqlen.end, 0)
+    return tl.where(exists, page, 0).to(tl.int64), SeqlenInfo(seqlen.offset, seqlen.seqlen, seqlen.begin, end)
+
+
+@triton.jit
+def key_tile(kv, start, CONFIG: tl.constexpr):
+    """The block of keys from position `start` on. Page table entries outside the pages hold no keys."""
+    N: tl.constexpr = CONFIG.BLOCK_N
+    PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
+    position = start + tl.arange(0, N)
+    exists = (position >= kv.seqlen.begin) & (position < kv.seqlen.end)
+    if PAGE_SIZE == 0:
+        return KeyTile(start, 0, 0, exists)
+    elif PAGE_SIZE % N == 0:
+        nearest = tl.maximum(tl.minimum(start, kv.seqlen.end - 1), 0)
+        page = tl.load(kv.table + nearest // PAGE_SIZE)
+        end = tl.where((page >= 0) & (page < kv.num_pages), kv.seqlen.end, 0)
+        page = tl.where(end > 0, page, 0)
+        return KeyTile(start, page.to(tl.int64), start % PAGE_SIZE, exists & (position < end))
+    else:
+        page = tl.load(kv.table + position // PAGE_SIZE, mask=exists, other=-1)
+        in_pages = (page >= 0) & (page < kv.num_pages)
+        return KeyTile(start, tl.where(in_pages, page, 0).to(tl.int64), position % PAGE_SIZE, exists & in_pages)
+
+
+@triton.jit
+def key_pointers(x, page_stride, tile, CONFIG: tl.constexpr):
+    """Pointers `[N, 1]` to a block of rows of k or v."""
+    if CONFIG.PAGE_SIZE == 0:
+        return row_pointers(x, tile.start, CONFIG.BLOCK_N)
+    elif CONFIG.PAGE_SIZE % CONFIG.BLOCK_N == 0:
+        return row_pointers(HeadRows(x.data + tile.page * page_stride, x.stride), tile.slot, CONFIG.BLOCK_N)
+    else:
+        return (x.data + (tile.page * page_stride + tile.slot * x.stride))[:, None]
+
+
+@triton.jit
+def load_k(kv, tile, exists, CONFIG: tl.constexpr):
+    D: tl.constexpr = CONFIG.HEAD_DIM
+    return load_rows(key_pointers(kv.k, kv.page_stride_k, tile, CONFIG), exists, D)  # [N, D]
+
+
+@triton.jit
+def load_v(kv, tile, exists, CONFIG: tl.constexpr):
+    DV: tl.constexpr = CONFIG.HEAD_DIM_V
+    return load_rows(key_pointers(kv.v, kv.page_stride_v, tile, CONFIG), exists, DV)  # [N, Dv]

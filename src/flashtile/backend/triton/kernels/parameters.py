@@ -1,0 +1,140 @@
+"""The parameters of the kernels: tensors with their strides, sequence lengths, features, and compile-time constants.
+
+Every field of a NamedTuple may be `None`: absent, and compiled away.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .kernel import Pointer, Scalar
+
+
+class QueryTensor(NamedTuple):
+    """`[B, H, Sq, D]`, or packed `[T, H, D]`, where `stride_b` is 0. Features are contiguous."""
+
+    data: Pointer
+    stride_b: Scalar  # strides in units of ALIGN elements
+    stride_h: Scalar
+    stride_m: Scalar
+
+
+class KeyTensor(NamedTuple):
+    """`[B, Hkv, Sk, D]`, packed `[T, Hkv, D]`, or pages, where `stride_b` is from page to page."""
+
+    data: Pointer
+    stride_b: Scalar
+    stride_h: Scalar
+    stride_n: Scalar
+
+
+class RowTensor(NamedTuple):
+    """One value a row, contiguous: `[B, H, Sq]` or `[H, T]`."""
+
+    data: Pointer
+    stride_b: Scalar
+    stride_h: Scalar
+
+
+class PairTensor(NamedTuple):
+    """A mask or bias `[B, H, Sq, Sk]`. A broadcast row or column has no stride, a broadcast sequence or head 0."""
+
+    data: Pointer
+    stride_b: Scalar
+    stride_h: Scalar
+    stride_m: Scalar
+    stride_n: Scalar
+
+
+class BatchTensor(NamedTuple):
+    """A page table `[B, columns]` or slopes `[B, H]`."""
+
+    data: Pointer
+    stride_b: Scalar
+
+
+class Lengths(NamedTuple):
+    """Sequences. `total_q` and `total_k` are tokens, or positions of a dense sequence."""
+
+    cu_seqlens_q: Pointer
+    cu_seqlens_k: Pointer
+    seqused_k: Pointer
+    page_table: BatchTensor
+    leftpad_k: Pointer
+    num_tiles: Scalar  # blocks of rows: of a dense sequence, or of all packed ones
+    batch: Scalar
+    num_heads_q: Scalar
+    num_heads_k: Scalar
+    total_q: Scalar
+    total_k: Scalar
+    max_seqlen_k: Scalar
+    pair_rows: Scalar  # rows of mask and bias
+    num_pages: Scalar
+
+
+class WindowSize(NamedTuple):
+    """Keys that a row sees to its left and right; `None` where unlimited."""
+
+    window_left: Scalar
+    window_right: Scalar
+    top_left: Scalar  # shift of the bound `j <= i + shift` of top-left causal
+    diagonal: Scalar  # added to seqlen_k - seqlen_q
+
+
+class ScoreInputs(NamedTuple):
+    """Scores: `multiplier` makes them of products, `factor` makes base-2 logarithms of them."""
+
+    mask: PairTensor
+    bias: PairTensor
+    slopes: BatchTensor
+    sinks: Pointer
+    factor: Scalar
+    multiplier: Scalar  # `None` where the softmax takes the scale
+    softcap: Scalar
+
+
+class DropoutInputs(NamedTuple):
+    """Dropout and the position of this call's part in the whole call."""
+
+    seed: Pointer
+    i0: Scalar
+    j0: Scalar
+    b0: Scalar
+    h0: Scalar
+    num_heads: Scalar  # of the whole call
+    threshold: Scalar  # `None` without dropout
+    keep_scale: Scalar
+
+
+class Params(NamedTuple):
+    """Sequences and features of a call."""
+
+    lengths: Lengths
+    window: WindowSize
+    dropout: DropoutInputs
+    scores: ScoreInputs
+
+
+@dataclass(frozen=True)
+class HeadDim:
+    """A head dimension, held in one or two chunks, powers of two: 96 = 64 + 32."""
+
+    WIDTH: int
+    CHUNK_0: int
+    CHUNK_1: int  # 0 without a second chunk
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is compiled into a kernel."""
+
+    HEAD_DIM: HeadDim
+    HEAD_DIM_V: HeadDim
+    COMPENSATED: bool  # float32 inputs: sums carry their rounding errors
+    PRECISION: str  # of float32 products: "ieee" or "tf32"
+    ALIGN: int  # elements, the unit of strides
+    PAGE_SIZE: int  # 0 without pages, and for a page table of one column
+    BLOCK_B: int  # a power of two above the number of packed sequences
+    BLOCK_M: int
+    BLOCK_N: int
+    PACK_GQA: int = 1  # query heads that share a tile
+    SPLITS: int = 1  # programs that share the keys of a row

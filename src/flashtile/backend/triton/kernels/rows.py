@@ -1,0 +1,95 @@
+"""Loads and stores of tiles of rows.
+
+A row of any width is held in one or two chunks whose widths are powers of two (96 = 64 + 32, 192 = 128 + 64), because
+Triton's tensors must be. Memory needs no padding.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Chunks(NamedTuple):
+    """Rows of one tile: `[N, D]` as `a` and `b`; `b` is the number 0 without a second chunk."""
+
+    a: tl.tensor
+    b: tl.tensor
+
+
+class HeadRows(NamedTuple):
+    """The rows of one sequence and head in memory."""
+
+    data: tl.tensor  # pointer to position 0
+    stride: tl.tensor  # elements from row to row, int64
+
+
+@triton.jit
+def elements(stride, ALIGN: tl.constexpr):
+    """A stride in elements, from units of ALIGN elements: offsets are 64-bit, and the compiler sees their alignment."""
+    return stride.to(tl.int64) * ALIGN
+
+
+@triton.jit
+def head_pointer(x, b, head, ALIGN: tl.constexpr):
+    """Pointer to a head of a sequence, for a tensor with `stride_b` and `stride_h`."""
+    return x.data + b * elements(x.stride_b, ALIGN) + head * elements(x.stride_h, ALIGN)
+
+
+@triton.jit
+def row_pointers(x, first, N: tl.constexpr):
+    """Pointers `[N, 1]` to the rows from position `first` on: a scalar that moves and offsets that do not."""
+    return (x.data + first * x.stride) + tl.arange(0, N)[:, None] * x.stride
+
+
+@triton.jit
+def load_chunk(pointers, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    """Load features `FIRST` to `FIRST + WIDTH` of rows `[N, 1]`; 0 past `D` and for rows that do not exist."""
+    d = FIRST + tl.arange(0, WIDTH)[None, :]
+    if FIRST + WIDTH > D:
+        if exists is None:
+            return tl.load(pointers + d, mask=d < D, other=0.0)
+        else:
+            return tl.load(pointers + d, mask=exists[:, None] & (d < D), other=0.0)
+    elif exists is None:
+        return tl.load(pointers + d)
+    else:
+        return tl.load(pointers + d, mask=exists[:, None], other=0.0)
+
+
+@triton.jit
+def load_rows(pointers, exists, D: tl.constexpr):
+    """Load rows `[N, D]`; `exists [N]` is `None` where every row does."""
+    if D.CHUNK_1 == 0:
+        return Chunks(load_chunk(pointers, exists, 0, D.CHUNK_0, D.WIDTH), 0.0)
+    else:
+        return Chunks(
+            load_chunk(pointers, exists, 0, D.CHUNK_0, D.WIDTH),
+            load_chunk(pointers, exists, D.CHUNK_0, D.CHUNK_1, D.WIDTH),
+        )
+
+
+@triton.jit
+def store_chunk(pointers, x, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    d = FIRST + tl.arange(0, WIDTH)[None, :]
+    tl.store(pointers + d, x.to(pointers.dtype.element_ty), mask=exists[:, None] & (d < D))
+
+
+@triton.jit
+def store_rows(pointers, x, exists, D: tl.constexpr):
+    """Store those rows `[N, D]` that exist."""
+    store_chunk(pointers, x.a, exists, 0, D.CHUNK_0, D.WIDTH)
+    if D.CHUNK_1 > 0:
+        store_chunk(pointers, x.b, exists, D.CHUNK_0, D.CHUNK_1, D.WIDTH)
+
+
+@triton.jit
+def load_row_stats(pointers, exists):
+    """Load lse (base 2) and delta of each row, fp32 `[M]`.
+
+    The pair is loaded as one int64: in the layout that a tile wants, each thread loads many of them. Rows that do not
+    exist get an infinite lse, which makes their probabilities 0; `exists` is `None` where every row does.
+    """
+    pair = tl.load(pointers) if exists is None else tl.load(pointers, mask=exists, other=0x7F800000)
+    low, high = (pair & 0xFFFFFFFF).to(tl.int32), (pair >> 32).to(tl.int32)
+    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)

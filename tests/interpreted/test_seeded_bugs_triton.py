@@ -1,0 +1,136 @@
+"""Bugs planted in the Triton kernels: the contract's bounds notice each one in Triton's interpreter.
+
+A bug is planted by changing the source from which the interpreter compiles a function under `triton.jit`.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from checking import dense_case
+from seeded_bugs import with_mistake
+
+from flashtile.testing.case import Case
+from flashtile.testing.oracle import Expected, solve
+from flashtile.testing.tolerance import compare
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+KERNELS = "flashtile.backend.triton.kernels"
+
+
+class Bug(NamedTuple):
+    name: str
+    function: str  # module and function below KERNELS
+    old: str
+    new: str
+    call: str  # of CALLS: the one that notices it
+
+
+BUGS = (
+    Bug("window: left off by one", "masking.key_bounds", "window_left), lower", "window_left + 1), lower", "window"),
+    Bug("window: right off by one", "masking.row_bounds", "window_right), lower", "window_right - 1), lower", "window"),
+    Bug("visible blocks taken for full", "masking.key_blocks", "first_row + shift + window", "hi + window", "causal"),
+    Bug("last block forgotten", "masking.to_blocks", "tl.cdiv(hi - origin, BLOCK)", "(hi - origin) // BLOCK", "causal"),
+    Bug("mask ignored", "masking.mask_fill", "params.scores.mask.data is not None", "False", "mask"),
+    Bug("heads interleaved", "dkdv.dkdv_kernel", "head * group + g", "head + g * lengths.num_heads_k", "causal"),
+    Bug("splits without weights", "combine.combine_splits", "tl.exp2((x - m) * LOG2E)", "1.0", "splits"),
+    Bug("keys between splits forgotten", "forward.split_of", "tl.cdiv(count, SPLITS)", "count // SPLITS", "splits"),
+    Bug("page off by one", "keys.key_tile", "+ position // PAGE_SIZE", "+ (position + 1) // PAGE_SIZE", "pages"),
+    Bug("dropout words in another order", "rng.keep_mask", "<< (8 * n + 2 * w)", "<< (8 * n + 6 - 2 * w)", "dropout"),
+    Bug("dropout not in dp", "score_gradient.score_gradient", "tl.where(keep, dp *", "tl.where(True, dp *", "dropout"),
+    Bug("l not rescaled", "softmax.add_row_sums", "state.l, alpha,", "state.l, 1.0,", "causal"),
+    Bug("sink not in l", "softmax.init", "l, tl.exp2(sink - m))", "l, 0.0)", "sinks"),
+    Bug("compensation dropped", "products.add_scaled", "tl.fma(x.compensation, -alpha, part)", "part", "long"),
+    Bug("scale missing in dq", "dq.dq_kernel", "scaled(dq_i, scale, D)", "scaled(dq_i, 1.0, D)", "causal"),
+    Bug("delta added", "score_gradient.score_gradient", "(dp - delta_i)", "(dp + delta_i)", "causal"),
+    Bug("delta without dlse", "preprocess.preprocess_kernel", "dlse.data is not None", "False", "causal"),
+    Bug("softcap without derivative", "scores.backward", "params.scores.softcap is not None", "False", "softcap"),
+    Bug("dslopes with the wrong sign", "dq.inner_loop", "-dslope, CONFIG", "dslope, CONFIG", "slopes"),
+)
+
+
+def with_cache(**options: Any) -> Case:
+    """Three queries and 67 keys; `splits` of pages with 3 slots, or of a dense cache."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 3, 16, generator=generator)
+    k, v = (torch.randn(1, 2, 67, 16, generator=generator) for _ in range(2))
+    arguments: dict[str, Any] = {
+        "q": q,
+        "k_cache": k,
+        "v_cache": v,
+        "cache_seqlens": torch.tensor([67], dtype=torch.int32),
+    }
+    if options.pop("pages", False):
+        order = torch.randperm(23, generator=generator)
+        for name in ("k_cache", "v_cache"):
+            rows = torch.nn.functional.pad(arguments[name], (0, 0, 0, 2))[0].transpose(0, 1)  # [69, H, D]
+            arguments[name] = rows.unflatten(0, (23, 3))[order.argsort()].contiguous()
+        arguments["page_table"] = order.int()[None]
+    return Case("attention_with_kvcache", arguments | options, q, forward_only=True)
+
+
+def long_sum() -> Case:
+    """Sums of 129 blocks, each rounded down by half a unit in the last place."""
+    case = dense_case(batch=1, num_heads_q=1, seqlen_q=1, seqlen_k=16 * 129, forward_only=True)
+    v = torch.full_like(case.arguments["v"], (1 + 0.98 * 2.0**-14) / 16)
+    v[:, :, 0] = 1024
+    case.arguments |= {"k": torch.zeros_like(case.arguments["k"]), "v": v}
+    return case
+
+
+CALLS = {
+    "causal": lambda: dense_case(batch=1, num_heads_q=4, num_heads_kv=2, seqlen_q=5, seqlen_k=34, causal=True),
+    "window": lambda: dense_case(batch=1, seqlen_q=5, seqlen_k=20, window=(9, 4)),
+    "mask": lambda: dense_case(batch=1, mask=torch.rand(1, 1, 7, 9) > 0.5),
+    "softcap": lambda: dense_case(batch=1, softcap=2.0),
+    "slopes": lambda: dense_case(batch=1, alibi_slopes=torch.tensor([0.5, 0.1])),
+    "sinks": lambda: dense_case(batch=1, sinks=torch.tensor([0.5, 1.0])),
+    "dropout": lambda: dense_case(batch=1, seqlen_k=17, dropout_p=0.4, dropout_seed=3),
+    "splits": lambda: with_cache(num_splits=3),
+    "pages": lambda: with_cache(pages=True),
+    "long": long_sum,
+}
+
+
+@functools.cache
+def call(name: str) -> tuple[Case, dict[str, Expected]]:
+    case = CALLS[name]()
+    return case, solve(case)
+
+
+def wrong(name: str) -> list[str]:
+    """The results of a call outside of their bounds."""
+    case, expected = call(name)
+    return [str(x) for x in compare(case.run("triton"), case, expected) if not x.ok]
+
+
+@contextmanager
+def planted(bug: Bug) -> Iterator[None]:
+    module, name = bug.function.split(".")
+    function = getattr(importlib.import_module(f"{KERNELS}.{module}"), name)
+    if name.endswith("_kernel"):  # generated: it calls the function that the module defines
+        function = function.fn.__globals__["body"]
+    lines, first = inspect.getsourcelines(function.fn)
+    changed = with_mistake("".join(lines), bug.name, bug.old, bug.new).splitlines(keepends=True)
+    with mock.patch.object(inspect, "getsourcelines", return_value=(changed, first)):
+        code = function.rewriter.rewrite_ast()
+    with mock.patch.dict(function.rewritten_fn, {function.fn: code}):
+        yield
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_wrong_without_a_bug(name: str) -> None:
+    assert wrong(name) == []
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
+def test_bug_is_noticed(bug: Bug) -> None:
+    with planted(bug):
+        assert wrong(bug.call)
