@@ -14,7 +14,7 @@ from offline.compiled import Compiled, compile_launch
 from offline.launches import Launch, hopper_launches_of
 
 from flashtile.backend.hopper import support
-from flashtile.backend.hopper.tables import NARROW, WIDE
+from flashtile.backend.hopper.tables import THREE_WARPGROUPS, TWO_WARPGROUPS
 from flashtile.call.call import Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
@@ -27,7 +27,7 @@ CHOSEN = (
     ("causal", 96, SHORT), ("causal", 96, LONG), ("packed 256", 256, SHORT),
 )  # fmt: skip
 BACKWARD = (("causal", 64, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
-WIDE_BACKWARD = (("causal", (192, 128), SHORT), ("packed 256", 256, SHORT))
+SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("packed 256", 256, SHORT))
 SPILLED = 150  # bytes of a thread's backward pass at most
 MORE = {("packed everything 64", 64, SHORT): 8, ("causal", 96, LONG): 16}  # than 4 bytes of a thread's forward pass
 FEW = 32  # bytes of it that newer versions of Triton spill
@@ -101,12 +101,17 @@ def test_tiles_follow_the_keys_that_a_row_sees() -> None:
         return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
     with mock.patch("flashtile.backend.hopper.tables.triton_version", return_value=(3, 6)):
-        assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is WIDE[64, 64]
-        assert chosen("full", 96, LONG) is WIDE[96, 96]
+        assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
+        assert chosen("full", 96, LONG) is THREE_WARPGROUPS[96, 96]
     with mock.patch("flashtile.backend.hopper.tables.triton_version", return_value=(3, 7)):
-        assert chosen("full", 64, LONG) is NARROW[64, 64]
-    assert chosen("causal", 64, SHORT) == chosen("window", 64, LONG) == chosen("softcap", 64, LONG) == NARROW[64, 64]
-    assert chosen("full", 128, LONG) is NARROW[128, 128]
+        assert chosen("full", 64, LONG) is TWO_WARPGROUPS[64, 64]
+    assert (
+        chosen("causal", 64, SHORT)
+        == chosen("window", 64, LONG)
+        == chosen("softcap", 64, LONG)
+        == TWO_WARPGROUPS[64, 64]
+    )
+    assert chosen("full", 128, LONG) is TWO_WARPGROUPS[128, 128]
 
 
 def launch_of(family: tuple, name: str) -> Launch:
@@ -131,8 +136,8 @@ def test_backward_compiles_for_hopper(family: tuple) -> None:
     assert found.spilled <= SPILLED
     assert not found.serialized
     assert not found.unset
-    tile = launch.arguments["TILE"]
-    chunks = len(tile.head_dim.chunks)
+    config = launch.arguments["CONFIG"]
+    chunks = len(config.head_dim.chunks)
     loops = inner_loops(found.sass, 6, ("HGMMA", "MUFU.EX2", "STL", "LDL"))
     steps = [order for order in loops if len(waits_in(order)) >= 5]
     assert len(steps) >= 2  # one for each warpgroup
@@ -147,21 +152,21 @@ def test_backward_compiles_for_hopper(family: tuple) -> None:
         assert products[-1] < waits[3]
         late, early = (part.count("MUFU.EX2") for part in (order[: waits[0]], order[waits[4] :]))
         assert late + early == order.count("MUFU.EX2") > 0
-        assert early == (late if tile.half_early else 0)
+        assert early == (late if config.early_half_exps else 0)
 
 
-@pytest.mark.parametrize("family", WIDE_BACKWARD)
+@pytest.mark.parametrize("family", SPLIT_BACKWARD)
 def test_backward_of_wide_heads_compiles_for_hopper(family: tuple) -> None:
     """For dq, exponentials run beside the product of dout with values; for dv, they stand between its two products."""
-    launches = [launch_of(family, name) for name in ("wide_rows", "wide_keys")]
-    rows, keys = (compile_launch(launch, "sm_90") for launch in launches)
-    for found in (rows, keys):
+    launches = [launch_of(family, name) for name in ("dq", "dkdv")]
+    dq, dkdv = (compile_launch(launch, "sm_90") for launch in launches)
+    for found in (dq, dkdv):
         assert found.shared <= SHARED_MEMORY
         assert found.spilled == 0
         assert not found.serialized
         assert not found.unset
-    values = len(launches[0].arguments["TILE"].head_dim_v.chunks)
-    for sass, waits in ((rows.sass, [values, 0, 0]), (keys.sass, [0, 0])):
+    values = len(launches[0].arguments["CONFIG"].head_dim_v.chunks)
+    for sass, waits in ((dq.sass, [values, 0, 0]), (dkdv.sass, [0, 0])):
         steps = inner_loops(sass, most_waits=3)
         assert len(steps) >= len(waits) - 1  # for dq one of each warpgroup, for dv of one
         for order in steps:
@@ -187,23 +192,23 @@ def test_what_runs_beside_what(compiled: dict[tuple, Compiled], family: tuple) -
     maxima, before the branch for levels that move and before values are waited for. What rescales sums stands behind
     a branch of its own.
     """
-    tile = launch_of(family, "forward").arguments["TILE"]
+    config = launch_of(family, "forward").arguments["CONFIG"]
     loops = inner_loops(compiled[family].sass)
-    assert len(loops) == tile.consumers  # one for each warpgroup
+    assert len(loops) == config.num_warpgroups  # one for each warpgroup
     for order in loops:
         waits, exponentials, maxima, products, votes, rescaling = (
             [n for n, word in enumerate(order) if kind in word]
             for kind in ("DEPBAR", "MUFU.EX2", "FMNMX", "HGMMA", "VOTE", "FMUL")
         )
         # For the scores, with products of all chunks of values in flight; then for these.
-        assert [order[n][-1] for n in waits] == [str(len(tile.head_dim_v.chunks)), "0"]
+        assert [order[n][-1] for n in waits] == [str(len(config.head_dim_v.chunks)), "0"]
         assert products[-1] < waits[0] < maxima[0]
         assert not {"STL", "LDL"} & set(order)
         [vote] = votes
         assert vote < waits[1]
         branch = order.index("BRA", vote)
-        assert sum(maxima[0] < n < branch for n in exponentials) >= tile.guessed
-        assert "BRA" in order[rescaling[-1] - 1 - sum(tile.head_dim_v.chunks) // 2 : rescaling[-1]]
+        assert sum(maxima[0] < n < branch for n in exponentials) >= config.speculative_exps
+        assert "BRA" in order[rescaling[-1] - 1 - sum(config.head_dim_v.chunks) // 2 : rescaling[-1]]
 
 
 def waits_in(order: list[str]) -> list[int]:

@@ -44,7 +44,7 @@ def test_three_warpgroups(name: str) -> None:
     """Which are chosen for long sequences only."""
     planner.forget_plans()
     try:
-        with mock.patch.object(tables, "MANY_KEYS", 0), mock.patch.object(replay, "_PASSES", {}):
+        with mock.patch.object(tables, "MIN_KEYS_3WG", 0), mock.patch.object(replay, "_PASSES", {}):
             check_random_problems(name)
     finally:
         planner.forget_plans()

@@ -10,25 +10,30 @@ pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backend.hopper import support
 from flashtile.backend.hopper.kernels.shared import masking
-from flashtile.backend.hopper.kernels.shared.masking import Window
+from flashtile.backend.hopper.kernels.shared.masking import MaskBounds
 
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 PLAIN = SimpleNamespace(minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b))
 BLOCK_N = 128
 
 
-def drawn(rng: random.Random) -> tuple[Window, int, int, int]:
+def drawn(rng: random.Random) -> tuple[MaskBounds, int, int, int]:
     """A window, lengths and a shift: of an unsharded call or not."""
     seqlen_q, seqlen_k = rng.randint(1, 700), rng.randint(1, 700)
     sides = [rng.choice((None, rng.randint(0, 400))) for _ in range(2)]
     top_left = rng.choice((None, None, rng.randint(-200, 200)))
-    return Window(*sides, top_left), seqlen_q, seqlen_k, seqlen_k - seqlen_q + rng.choice((0, rng.randint(-300, 300)))
+    return (
+        MaskBounds(*sides, top_left),
+        seqlen_q,
+        seqlen_k,
+        seqlen_k - seqlen_q + rng.choice((0, rng.randint(-300, 300))),
+    )
 
 
-def seen(window: Window, row: int, key: int, shift: int) -> bool:
-    left = window.left is None or key >= row + shift - window.left
-    right = window.right is None or key <= row + shift + window.right
-    return left and right and (window.top_left is None or key <= row + window.top_left)
+def seen(bounds: MaskBounds, row: int, key: int, shift: int) -> bool:
+    left = bounds.left is None or key >= row + shift - bounds.left
+    right = bounds.right is None or key <= row + shift + bounds.right
+    return left and right and (bounds.top_left is None or key <= row + bounds.top_left)
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -39,21 +44,21 @@ def test_rows_of_a_block_of_keys(seed: int, block_m: int) -> None:
     """
     rng = random.Random(seed)
     with mock.patch.object(masking, "gl", PLAIN):
-        window, seqlen_q, seqlen_k, shift = drawn(rng)
+        bounds, seqlen_q, seqlen_k, shift = drawn(rng)
         visits: dict[int, list[int]] = {m: [] for m in range(-(-seqlen_q // block_m))}
         for n in range(-(-seqlen_k // BLOCK_N)):
             keys = range(n * BLOCK_N, min((n + 1) * BLOCK_N, seqlen_k))
-            rows = masking.row_blocks.fn(window, keys[0], keys[-1], shift, seqlen_q, block_m)
+            rows = masking.m_block_range.fn(bounds, keys[0], keys[-1], shift, seqlen_q, block_m)
             for m in visits:
                 in_block = range(m * block_m, (m + 1) * block_m)
                 if rows.lo <= m < rows.hi:
                     visits[m].append(n)
-                pairs = [seen(window, i, j, shift) for i in in_block if i < seqlen_q for j in keys]
+                pairs = [seen(bounds, i, j, shift) for i in in_block if i < seqlen_q for j in keys]
                 assert rows.lo <= m < rows.hi or not any(pairs)
                 if rows.lo <= m < rows.hi and rows.full_lo <= m < rows.full_hi:
                     assert all(pairs)
                     assert in_block[-1] < seqlen_q
         for m, visiting in visits.items():
-            counted = masking.blocks_seen.fn(window, m * block_m, shift, seqlen_k, block_m, BLOCK_N)
+            counted = masking.contributing_n_blocks.fn(bounds, m * block_m, shift, seqlen_k, block_m, BLOCK_N)
             assert visiting == list(range(counted.lo, counted.hi))[: len(visiting)]
             assert not visiting or visiting[-1] == counted.hi - 1

@@ -105,10 +105,10 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     backward_pass = sys.modules[f"{kernels.__package__}.backward_launches"]
     device = Device("cuda", "emulated", support.ARCHITECTURE, cores)
     launched: list[str] = []
-    counter = torch.zeros(1, dtype=torch.int32)  # that dense launches share, as on a GPU
+    semaphore = torch.zeros(1, dtype=torch.int32)  # that dense launches share, as on a GPU
 
-    def counter_of(device: torch.device, packed: bool) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32) if packed else counter
+    def semaphore_of(device: torch.device, packed: bool) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32) if packed else semaphore
 
     def launch(
         kernel: Any, programs: int, numbers: dict[str, Any], places: Places, tensors: list[Tensor | None]
@@ -117,8 +117,8 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         constants = [name for name, parameter in parameters if parameter.annotation is language.constexpr]
 
         def step(tensors: list[Tensor | None]) -> None:
-            given = numbers | taken(places, tensors)
-            arguments = {name: x if name in constants else argument(x) for name, x in given.items()}
+            inputs = numbers | taken(places, tensors)
+            arguments = {name: x if name in constants else argument(x) for name, x in inputs.items()}
             del arguments["num_warps"]
             launched.append(kernel.__name__)
             Machine(seed + len(launched)).run(kernel, programs, arguments)
@@ -128,8 +128,8 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
 
     with (
         mock.patch.multiple(replay, launch=launch, _PASSES={}),
-        mock.patch.multiple(kernels, counter=counter_of, describe_device=lambda _: device),
-        mock.patch.multiple(backward_pass, counter=counter_of, describe_device=lambda _: device),
+        mock.patch.multiple(kernels, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
+        mock.patch.multiple(backward_pass, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
         mock.patch.object(planner, "describe_device", return_value=device),
         mock.patch.object(operators, "entry_of", return_value=kernels),
         mock.patch.object(support, "unusable", return_value=None),

@@ -8,32 +8,34 @@ from ...call.memory import memory_of
 from ...call.plan import Plan
 from ..gpu import replay
 from ..gpu.replay import Recorder, Results
-from .descriptors import copyable
-from .fused_backward import FusedPass
-from .split_backward import WidePass
-from .tables import BackwardLaunch, WideBackward
+from .descriptors import tma_aligned
+from .fused_backward import FusedBackward
+from .split_backward import SplitBackward
+from .tables import FusedBackwardConfig, SplitBackwardConfig
 
 
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
-    results, tile = (out, lse, dout, dlse), plan.tile.backward
-    key = ("hopper backward", tile, needs, call.signature(), *map(memory_of, results))
-    dq, dk, dv, dsinks = replay.run(key, (*call.tensors[:-1], *results), record_backward, tile, call, needs)
+    results, config = (out, lse, dout, dlse), plan.tile.backward
+    key = ("hopper backward", config, needs, call.signature(), *map(memory_of, results))
+    dq, dk, dv, dsinks = replay.run(key, (*call.tensors[:-1], *results), record_backward, config, call, needs)
     return Gradients(q=dq, k=dk, v=dv, sinks=dsinks)
 
 
-def record_backward(recorder: Recorder, tile: BackwardLaunch | WideBackward, call: Call, needs: Needs) -> Results:
-    *given, out, lse, dout, dlse = recorder.inputs
+def record_backward(
+    recorder: Recorder, config: FusedBackwardConfig | SplitBackwardConfig, call: Call, needs: Needs
+) -> Results:
+    *inputs, out, lse, dout, dlse = recorder.inputs
     assert out is not None
     assert lse is not None
-    out, lse = recorder.op(copyable, out), recorder.op(Tensor.contiguous, lse)
-    dout = recorder.op(torch.zeros_like, out) if dout is None else recorder.op(copyable, dout)
-    tensors = Tensors(*given)  # type: ignore[arg-type]
-    if tile.kind == "wide":
-        pass_ = WidePass(recorder, tile, call, tensors, dout)
+    out, lse = recorder.op(tma_aligned, out), recorder.op(Tensor.contiguous, lse)
+    dout = recorder.op(torch.zeros_like, out) if dout is None else recorder.op(tma_aligned, dout)
+    tensors = Tensors(*inputs)  # type: ignore[arg-type]
+    if config.kind == "split":
+        launches = SplitBackward(recorder, config, call, tensors, dout)
     else:
-        pass_ = FusedPass(recorder, tile, call, tensors, dout)
-    dq, dk, dv = pass_.run(out, lse, dlse, needs)
-    dsinks = pass_.sink_gradient() if needs.sinks else None
+        launches = FusedBackward(recorder, config, call, tensors, dout)
+    dq, dk, dv = launches.run(out, lse, dlse, needs)
+    dsinks = launches.sink_gradient() if needs.sinks else None
     return dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dsinks

@@ -11,13 +11,13 @@ from ...call.problem import Problem, too_long
 from ..gpu.installed import triton_version
 
 if TYPE_CHECKING:
-    from .tables import Tile
+    from .tables import TileConfig
 
 SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # of q and v
-COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
-DECODING_ROWS = 64
+TMA_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
+MAX_DECODE_ROWS = 64
 OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton, whose Gluon is experimental
 VERIFIED = (3, 6)  # on a GPU
 
@@ -28,11 +28,11 @@ def unsupported() -> str | None:
     if version is None:
         return "triton is not installed (PyTorch's GPU builds bring it)"
     if not OLDEST <= version <= NEWEST:
-        return f"its kernels are for Triton {in_words(OLDEST)} to {in_words(NEWEST)}; this is {in_words(version)}"
+        return f"its kernels are for Triton {dotted(OLDEST)} to {dotted(NEWEST)}; this is {dotted(version)}"
     return None
 
 
-def in_words(version: tuple[int, ...]) -> str:
+def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
@@ -57,13 +57,13 @@ def declines(problem: Problem, device: Device) -> str | None:
     if problem.layout == "paged":
         return "it does not take pages"
     if head_dims(problem) not in HEAD_DIMS:
-        taken = [str(d) if d == d_v else f"{d} with values of {d_v}" for d, d_v in HEAD_DIMS]
-        return f"head dimensions are {', '.join(taken[:-1])} or {taken[-1]}"
-    given = ("mask", "bias", "score_mod", "dropout")
-    if (absent := [name for name in given if getattr(problem, name)]) != []:
-        return f"it does not take {' or '.join(absent)}"
-    if problem.alignment < COPY_ALIGNMENT:
-        return f"rows of q, k and v have to lie on {COPY_ALIGNMENT} bytes for the copy engine"
+        accepted = [str(d) if d == d_v else f"{d} with values of {d_v}" for d, d_v in HEAD_DIMS]
+        return f"head dimensions are {', '.join(accepted[:-1])} or {accepted[-1]}"
+    features = ("mask", "bias", "score_mod", "dropout")
+    if (unsupported := [name for name in features if getattr(problem, name)]) != []:
+        return f"it does not take {' or '.join(unsupported)}"
+    if problem.alignment < TMA_ALIGNMENT:
+        return f"rows of q, k and v have to lie on {TMA_ALIGNMENT} bytes for the copy engine"
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
         return "the call is empty"
     return too_long(problem)
@@ -86,20 +86,18 @@ def defers(problem: Problem, device: Device) -> str | None:
     """Why `auto` leaves a problem to the next backend that this one could take."""
     version = triton_version()
     if version is not None and version != VERIFIED:
-        return (
-            f"its kernels have run with Triton {in_words(VERIFIED)} only, not {in_words(version)}; ask for it by name"
-        )
+        return f"its kernels have run with Triton {dotted(VERIFIED)} only, not {dotted(version)}; ask for it by name"
     if problem.softcap and problem.head_dim == 64:
         return "a softcap at head dimension 64 takes exponential units longer than these kernels can hide"
-    if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= DECODING_ROWS:
+    if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= MAX_DECODE_ROWS:
         return "a few rows are decoded faster with the keys split among programs"
     return None
 
 
-def tile(problem: Problem, device: Device) -> "Tile":
+def tile(problem: Problem, device: Device) -> "TileConfig":
     from . import tables  # `import flashtile` does without them
 
-    return tables.tile(problem, device)
+    return tables.tile_config(problem, device)
 
 
 def num_splits(problem: Problem, device: Device) -> int:

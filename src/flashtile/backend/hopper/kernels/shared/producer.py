@@ -11,101 +11,101 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ... import tables
-from .pipeline import Ring, Slots, expect_rows, fill, load_rows, round_of, slot_of
-from .schedule import take_tile, want_tile
+from .pipeline import Pipeline, SmemBuffers, acquire_and_load, expect_bytes, load_boxes, stage_of, wraps_of
+from .tile_scheduler import pop_tile, request_tile
 
-ROWS = gl.constexpr(tables.ROWS)  # of one warpgroup
-NOTICE = gl.constexpr(2)  # blocks of keys before the end of a tile, the next one is asked for
-END = gl.constexpr(tables.END)
+MMA_M = gl.constexpr(tables.MMA_M)  # of one warpgroup
+REQUEST_DISTANCE = gl.constexpr(2)  # blocks of keys before the end of a tile, the next one is asked for
+RAGGED_EXTENT = gl.constexpr(tables.RAGGED_EXTENT)
 
 
-class Inputs(NamedTuple):
+class ForwardPipelines(NamedTuple):
     """What the copying warp hands to the computing ones."""
 
-    q: Slots  # `tiles_of_q` slots for each consumer
-    q_free: gl.shared_memory_descriptor  # [slots, 1] barriers: there are more slots than gates
-    k: Ring
-    v: Ring
+    q: SmemBuffers  # `tiles_of_q` slots for each consumer
+    q_empty: gl.shared_memory_descriptor  # [slots, 1] barriers: there are more slots than gates
+    k: Pipeline
+    v: Pipeline
 
 
 @gluon.jit
-def copy(q_desc, k_desc, v_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.constexpr):
+def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr, PACKED: gl.constexpr):
     """The warp that copies, for the n-th step the n-th keys and the values of the block before, over the edges of tiles
     too. Where q has one slot, it is the last tile's until that one's last scores: values do not wait for it.
     """
-    HEAD_DIM: gl.constexpr = TILE.head_dim
-    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
-    BLOCK_N: gl.constexpr = TILE.block_n
-    STAGES: gl.constexpr = TILE.stages
-    EARLY_Q: gl.constexpr = TILE.tiles_of_q > 1
-    k, v = inputs.k, inputs.v
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    STAGES: gl.constexpr = CONFIG.stages
+    EARLY_Q: gl.constexpr = CONFIG.q_stages > 1
+    k, v = pipelines.k, pipelines.v
     tile_count = 0
-    n = 0  # steps
+    count = 0  # steps
     mbarrier.arrive(v.full.index(0), count=1)  # no block comes before the first one: its slot stays as it is
-    tile = take_tile(queue, 0)
+    tile = pop_tile(queue, 0)
     while tile.b >= 0:
-        key = (tile.hi - 1) * BLOCK_N
+        first_key = (tile.hi - 1) * BLOCK_N
         if tile_count == 0:
-            fill(k, k_desc, keys_at(tile, key, PACKED), 0, STAGES, HEAD_DIM)
-            copy_q(q_desc, inputs, tile, 0, TILE, PACKED)
-        want_tile(queue, tile.hi - tile.lo <= NOTICE)
-        for above in range(tile.lo + 1, tile.hi):
-            n += 1
-            want_tile(queue, above == tile.hi - NOTICE)
-            fill(k, k_desc, keys_at(tile, key - BLOCK_N, PACKED), n, STAGES, HEAD_DIM)
-            fill(v, v_desc, keys_at(tile, key, PACKED), n, STAGES, HEAD_DIM_V)
-            key -= BLOCK_N
-        last = tile
+            acquire_and_load(k, k_desc, kv_coord(tile, first_key, PACKED), 0, STAGES, HEAD_DIM)
+            load_q(q_desc, pipelines, tile, 0, CONFIG, PACKED)
+        request_tile(queue, tile.hi - tile.lo <= REQUEST_DISTANCE)
+        for n in range(tile.lo + 1, tile.hi):
+            count += 1
+            request_tile(queue, n == tile.hi - REQUEST_DISTANCE)
+            acquire_and_load(k, k_desc, kv_coord(tile, first_key - BLOCK_N, PACKED), count, STAGES, HEAD_DIM)
+            acquire_and_load(v, v_desc, kv_coord(tile, first_key, PACKED), count, STAGES, HEAD_DIM_V)
+            first_key -= BLOCK_N
+        previous = tile
         tile_count += 1
-        n += 1
-        tile = take_tile(queue, tile_count)
+        count += 1
+        tile = pop_tile(queue, tile_count)
         if tile.b >= 0:
-            fill(k, k_desc, keys_at(tile, (tile.hi - 1) * BLOCK_N, PACKED), n, STAGES, HEAD_DIM)
+            acquire_and_load(k, k_desc, kv_coord(tile, (tile.hi - 1) * BLOCK_N, PACKED), count, STAGES, HEAD_DIM)
             if EARLY_Q:
-                copy_q(q_desc, inputs, tile, tile_count, TILE, PACKED)
-        fill(v, v_desc, keys_at(last, key, PACKED), n, STAGES, HEAD_DIM_V)
+                load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
+        acquire_and_load(v, v_desc, kv_coord(previous, first_key, PACKED), count, STAGES, HEAD_DIM_V)
         if not EARLY_Q:  # noqa: SIM102  # decided when the kernel is compiled
             if tile.b >= 0:
-                copy_q(q_desc, inputs, tile, tile_count, TILE, PACKED)
+                load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
 
 
 @gluon.jit
-def copy_q(q_desc, inputs, tile, tile_count, TILE: gl.constexpr, PACKED: gl.constexpr):
-    HEAD_DIM: gl.constexpr = TILE.head_dim
-    CONSUMERS: gl.constexpr = TILE.consumers
-    TILES: gl.constexpr = TILE.tiles_of_q
-    for c in gl.static_range(CONSUMERS):
-        slot = q_slot(tile_count, c, TILE)
-        mbarrier.wait(inputs.q_free.index(slot), (round_of(tile_count, TILES) & 1) ^ 1)
-        expect_rows(inputs.q, q_desc, slot, HEAD_DIM)
-        at = rows_at(tile, tile.head, tile.first_row + c * ROWS, PACKED)
-        load_rows(inputs.q, q_desc, at, slot, HEAD_DIM)
+def load_q(q_desc, pipelines, tile, tile_count, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
+    Q_STAGES: gl.constexpr = CONFIG.q_stages
+    for warpgroup in gl.static_range(NUM_WARPGROUPS):
+        stage = q_stage(tile_count, warpgroup, CONFIG)
+        mbarrier.wait(pipelines.q_empty.index(stage), (wraps_of(tile_count, Q_STAGES) & 1) ^ 1)
+        expect_bytes(pipelines.q, q_desc, stage, HEAD_DIM)
+        coord = q_coord(tile, tile.head, tile.first_row + warpgroup * MMA_M, PACKED)
+        load_boxes(pipelines.q, q_desc, coord, stage, HEAD_DIM)
 
 
 @gluon.jit
-def rows_at(tile, head, row, PACKED: gl.constexpr):
+def q_coord(tile, head, row, PACKED: gl.constexpr):
     """Coordinates of a box of q, out or dout."""
     if PACKED:
-        return packed(head, row, tile.token_q, tile.seqlen_q)
+        return ragged_coord(head, row, tile.token_q, tile.seqlen_q)
     else:
         return (tile.b, head, row, 0)
 
 
 @gluon.jit
-def keys_at(tile, key, PACKED: gl.constexpr):
+def kv_coord(tile, first_key, PACKED: gl.constexpr):
     """Coordinates of a box of k, v, dk or dv."""
     if PACKED:
-        return packed(tile.head_k, key, tile.token_k, tile.seqlen_k)
+        return ragged_coord(tile.head_k, first_key, tile.token_k, tile.seqlen_k)
     else:
-        return (tile.b, tile.head_k, key, 0)
+        return (tile.b, tile.head_k, first_key, 0)
 
 
 @gluon.jit
-def packed(head, row, token, seqlen):
+def ragged_coord(head, row, token, seqlen):
     """Rows past the sequence's last one have fourth coordinates of END and more, which lie outside."""
-    return (END, token + seqlen, head, END - seqlen + row, 0)
+    return (RAGGED_EXTENT, token + seqlen, head, RAGGED_EXTENT - seqlen + row, 0)
 
 
 @gluon.jit
-def q_slot(tile_count, consumer, TILE: gl.constexpr):
-    return slot_of(tile_count, TILE.tiles_of_q) * TILE.consumers + consumer
+def q_stage(tile_count, warpgroup, CONFIG: gl.constexpr):
+    return stage_of(tile_count, CONFIG.q_stages) * CONFIG.num_warpgroups + warpgroup

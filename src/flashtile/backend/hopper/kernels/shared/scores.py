@@ -15,11 +15,11 @@ from triton.experimental.gluon import language as gl
 from .softmax import LOG2E
 
 
-class Scoring(NamedTuple):
+class ScoreParams(NamedTuple):
     """What scores become; `None` where absent."""
 
-    factor: gl.tensor  # makes base-2 logarithms of scores
-    multiplier: gl.tensor | None  # makes scores of products; `None` where the softmax takes the scale
+    scale_log2: gl.tensor  # makes base-2 logarithms of scores
+    scale: gl.tensor | None  # makes scores of products; `None` where the softmax takes the scale
     softcap: gl.tensor | None
     slopes: gl.tensor | None  # pointer, [H] or [B, H]
     stride_slopes_b: gl.tensor
@@ -33,25 +33,25 @@ class Score(NamedTuple):
 
 
 @gluon.jit
-def forward(product, scoring, b, head, shift, rows, keys):
+def forward(qk, params, b, head, shift, rows, keys):
     """The final score of `product = <q, k>`, not yet masked. The diagonal is `key = row + shift`."""
-    t, capped = product, product
-    if scoring.softcap is not None:
-        capped = tanh(product * (scoring.multiplier / scoring.softcap))
-        t = scoring.softcap * capped
-    elif scoring.multiplier is not None:
-        t = t * scoring.multiplier
-    if scoring.slopes is not None:
-        sequence = gl.minimum(b, scoring.batch - 1)  # what belongs to no sequence has no slope, and no pair is visible
-        slope = gl.load(scoring.slopes + sequence * scoring.stride_slopes_b + head).to(gl.float32)
+    t, capped = qk, qk
+    if params.softcap is not None:
+        capped = tanh(qk * (params.scale / params.softcap))
+        t = params.softcap * capped
+    elif params.scale is not None:
+        t = t * params.scale
+    if params.slopes is not None:
+        sequence = gl.minimum(b, params.batch - 1)  # what belongs to no sequence has no slope, and no pair is visible
+        slope = gl.load(params.slopes + sequence * params.stride_slopes_b + head).to(gl.float32)
         t -= slope * gl.abs((rows + shift).to(gl.float32) - keys.to(gl.float32))
     return Score(t, capped)
 
 
 @gluon.jit
-def derivative(p, score, scoring):
+def derivative(p, score, params):
     """`p` times the derivative of the final score by `scale * <q, k>`."""
-    if scoring.softcap is not None:
+    if params.softcap is not None:
         p = p * (1 - score.tanh * score.tanh)
     return p
 

@@ -8,70 +8,70 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .producer import ROWS
+from .producer import MMA_M
 
 
 @gluon.jit
-def product_of_rows(a, b, s, ADD: gl.constexpr = False):
+def gemm_nt(a, b, s, ACCUMULATE: gl.constexpr = False):
     """`a @ b^T`, a sum over chunks, in flight: added to `s`, or only of its shape."""
     for c in gl.static_range(len(a)):
-        s = warpgroup_mma(a[c], b[c].permute((1, 0)), s, use_acc=ADD or c > 0, is_async=True)
+        s = warpgroup_mma(a[c], b[c].permute((1, 0)), s, use_acc=ACCUMULATE or c > 0, is_async=True)
     return s
 
 
 @gluon.jit
-def add_weighted_rows(acc, p, rows, add=True):
+def gemm_rs(acc, p, b, accumulate=True):
     """`acc + p @ rows`, by chunks, in flight; unless `add`, only `p @ rows`."""
-    found = ()
+    result = ()
     for c in gl.static_range(len(acc)):
         p_c = gl.convert_layout(p, gl.DotOperandLayout(0, acc[c].type.layout, 2), assert_trivial=True)
-        found = found + (warpgroup_mma(p_c, rows[c], acc[c], use_acc=add, is_async=True),)
-    return found
+        result = result + (warpgroup_mma(p_c, b[c], acc[c], use_acc=accumulate, is_async=True),)
+    return result
 
 
 @gluon.jit
-def no_sums(HEAD_DIM: gl.constexpr):
-    found = ()
+def zero_accumulators(HEAD_DIM: gl.constexpr):
+    accumulators = ()
     for c in gl.static_range(len(HEAD_DIM.chunks)):
-        found = found + (no_sum(HEAD_DIM, c),)
-    return found
+        accumulators = accumulators + (zero_accumulator(HEAD_DIM, c),)
+    return accumulators
 
 
 @gluon.jit
-def no_sum(HEAD_DIM: gl.constexpr, c: gl.constexpr):
+def zero_accumulator(HEAD_DIM: gl.constexpr, c: gl.constexpr):
     WIDTH: gl.constexpr = HEAD_DIM.chunks[c]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    return gl.zeros([ROWS, WIDTH], gl.float32, layout)
+    return gl.zeros([MMA_M, WIDTH], gl.float32, layout)
 
 
 @gluon.jit
-def times(x, factor):
+def scale_rows(x, factor):
     """Rows times a factor `[ROWS]`."""
     return x * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout)), 1)
 
 
 @gluon.jit
-def wait_for_values(acc, x, y):
+def gemm_wait_pair(acc, x, y):
     """The sums `acc` when no product is in flight any more. What else was given is computed before that."""
-    acc, others = wait_for_all(acc, (x, y))
+    acc, others = gemm_wait_with(acc, (x, y))
     return acc, others[0], others[1]
 
 
 @gluon.jit
-def wait_for_sums(acc, LEFT: gl.constexpr = 0):
+def gemm_wait(acc, PENDING: gl.constexpr = 0):
     """The sums `acc` when no more than the last LEFT products are in flight."""
-    found = warpgroup_mma_wait(LEFT, deps=acc)
-    return (found,) if len(acc) == 1 else found
+    result = warpgroup_mma_wait(PENDING, deps=acc)
+    return (result,) if len(acc) == 1 else result
 
 
 @gluon.jit
-def halves(x):
+def split_columns(x):
     """The left and the right half of the columns: which registers are meant, none is moved."""
     return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
 
 
 @gluon.jit
-def joined(left, right):
+def join_columns(left, right):
     """The inverse of `halves`."""
     HEIGHT: gl.constexpr = left.shape[0]
     WIDTH: gl.constexpr = 2 * left.shape[1]
@@ -81,7 +81,7 @@ def joined(left, right):
 
 
 @gluon.jit
-def wait_for_all(acc, others):
+def gemm_wait_with(acc, others):
     """As `wait_for_values`, with any number of others."""
-    found = warpgroup_mma_wait(0, deps=acc + others)
-    return found[: len(acc)], found[len(acc) :]
+    results = warpgroup_mma_wait(0, deps=acc + others)
+    return results[: len(acc)], results[len(acc) :]

@@ -1,0 +1,132 @@
+"""A step of forward: one block of keys, for the 64 rows of a warpgroup.
+
+The product of q with the block and that of the block before with its values are in flight together; the softmax runs
+beside another warpgroup's products. So the sums are always a block behind the scores, over the edges of tiles too: a
+tile's first step completes the sums of the tile before.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+
+from ..shared import scores, softmax
+from ..shared.column_masks import where_bits
+from ..shared.masking import n_block_range, visible_keys
+from ..shared.mma import gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
+from ..shared.pipeline import consumer_release, consumer_wait, opaque, stage_chunks
+from ..shared.producer import MMA_M, q_stage
+from ..shared.softmax import INFINITY
+from ..shared.tile_scheduler import WorkTile
+
+
+class WarpgroupTile(NamedTuple):
+    """64 rows of a tile, and which of its blocks of keys need no masks for them."""
+
+    tile: WorkTile
+    first_row: gl.tensor
+    full_lo: gl.tensor
+    full_hi: gl.tensor
+    shift: gl.tensor  # what aligns rows with keys: the diagonal is `key = row + shift`
+
+
+class SoftmaxState(NamedTuple):
+    """What a step leaves of 64 rows."""
+
+    acc: tuple[gl.tensor, ...]  # sums of all blocks before the last one, by chunks of columns
+    p: gl.tensor  # probabilities of the last one
+    row_max: gl.tensor
+    l: gl.tensor  # sums of all probabilities  # noqa: E741
+
+
+@gluon.jit
+def warpgroup_tile(tile, warpgroup: gl.constexpr, bounds, diagonal, BLOCK_N: gl.constexpr):
+    """The consumer's part of a tile."""
+    first_row = tile.first_row + warpgroup * MMA_M
+    shift = tile.seqlen_k - tile.seqlen_q + diagonal
+    blocks = n_block_range(bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
+    return WarpgroupTile(tile, first_row, blocks.full_lo, blocks.full_hi, shift)
+
+
+@gluon.jit
+def zero_scores(BLOCK_N: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    return gl.zeros([MMA_M, BLOCK_N], gl.float32, layout)
+
+
+@gluon.jit
+def initial_state(wg_tile, params, dtype: gl.constexpr, CONFIG: gl.constexpr):
+    """Before the first tile's first step. The sums that this completes, of whatever is in memory, are nobody's."""
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    acc = zero_accumulators(HEAD_DIM_V)
+    return next_tile_state(acc, mma_operand(zero_scores(CONFIG.block_n), acc, dtype), wg_tile, params, CONFIG)
+
+
+@gluon.jit
+def next_tile_state(acc, p, wg_tile, params, CONFIG: gl.constexpr):
+    """Before a tile's first step: its softmax begins, the sums are still those of the tile before."""
+    tile = wg_tile.tile
+    row_max, l = softmax.initial_state(zero_scores(CONFIG.block_n), params.sinks, tile.head, tile.b < params.batch)  # noqa: E741
+    return SoftmaxState(acc, p, row_max, l)
+
+
+@gluon.jit
+def mma_operand(p, acc, dtype: gl.constexpr):
+    """Probabilities as the left operand of their product with values: they stay in the registers that they are in."""
+    layout: gl.constexpr = acc[0].type.layout
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def mainloop_step(
+    state, accumulate, pipelines, q_i, count, tile_count, wg_tile, block, bounds, params,
+    warpgroup: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """The n-th step of a warpgroup: scores and probabilities of a block of keys, values of the one before it. `add`
+    them to the sums, or begin anew.
+    """
+    STAGES: gl.constexpr = CONFIG.stages
+    PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)  # products with values
+    k, v, tile = pipelines.k, pipelines.v, wg_tile.tile
+    consumer_wait(k, count, STAGES)
+    consumer_wait(v, count, STAGES)
+    if CONFIG.q_stages == 1:
+        # These tiles have no registers to keep operands in.
+        q_i = stage_chunks(pipelines.q, opaque(warpgroup), CONFIG.num_warpgroups)
+    s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
+    acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
+    s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
+    consumer_release(k.empty, count, STAGES)
+    release_q_early(pipelines.q_empty, tile_count, warpgroup, block == tile.lo, CONFIG)
+    t = masked_scores(s, wg_tile, block, bounds, params)
+    row_max, alpha, changed, p = softmax.update(state.row_max, t, params.scale_log2, CONFIG.speculative_exps)
+    l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
+    acc, p, l = gemm_wait_pair(acc, p, l)  # noqa: E741
+    consumer_release(v.empty, count, STAGES)
+    p = mma_operand(p, acc, v.data[0].dtype)
+    changed = gl.where(block == tile.hi - 1, 0, changed)  # in a first step, sums are those of the tile before
+    return SoftmaxState(softmax.rescale(acc, alpha, changed), p, row_max, l)
+
+
+@gluon.jit
+def masked_scores(s, wg_tile, block, bounds, params):
+    """Final scores `[ROWS, BLOCK_N]` of the part's products with a block of keys."""
+    layout: gl.constexpr = s.type.layout
+    tile = wg_tile.tile
+    first_key = block * s.shape[1]
+    rows = gl.expand_dims(wg_tile.first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
+    keys = gl.expand_dims(first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
+    t = scores.forward(s, params, tile.b, tile.head, wg_tile.shift, rows, keys).t
+    if (block >= wg_tile.full_hi) | (block < wg_tile.full_lo):
+        t = where_bits(
+            visible_keys(t, bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k), t, -INFINITY
+        )
+    return t
+
+
+@gluon.jit
+def release_q_early(q_empty, tile_count, warpgroup, last, CONFIG: gl.constexpr):
+    """Where there is room for one tile's q, let go of it with its last scores: the next comes during the softmax."""
+    if CONFIG.q_stages == 1:
+        mbarrier.arrive(q_empty.index(q_stage(tile_count, warpgroup, CONFIG)), count=1, pred=last)
