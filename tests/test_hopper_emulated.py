@@ -129,11 +129,12 @@ class Bug(NamedTuple):
 
 
 MAINLOOP, PIPELINE = "kernels/forward/mainloop.py", "kernels/shared/pipeline.py"
-FORWARD, PRODUCER = "kernels/forward/forward.py", "kernels/shared/producer.py"
+FORWARD, PRODUCER = "kernels/forward/forward.py", "kernels/forward/producer.py"
 EPILOGUE, MASKING, SOFTMAX = (f"kernels/shared/{name}.py" for name in ("epilogue", "masking", "softmax_ptx"))
 SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/column_masks.py"
 FUSED, DQ_WRITER = "kernels/backward/fused.py", "kernels/backward/dq_writer.py"
 DQ, DKDV = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py"
+COORDINATES = "kernels/shared/coordinates.py"
 
 WAIT_S = "s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))\n    "
 RELEASE_K = "consumer_release(k.empty, count, STAGES)\n    "
@@ -221,7 +222,7 @@ BUGS = (
         f"{RELEASE_DQ_V}{WAIT_DP}",
         "causal 256",
     ),
-    Bug("rows of the next packed sequence", PRODUCER, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
+    Bug("rows of the next packed sequence", COORDINATES, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
 )
 
 

@@ -236,7 +236,8 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> N
 @pytest.mark.parametrize("chunks", [(64,), (64, 32)])
 def test_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
     """Its kernels in front and behind are Triton's: blocks of rows begin without a turn, whatever lies in memory."""
-    from flashtile.backend.hopper.kernels.rows import postprocess_kernel, preprocess_kernel
+    from flashtile.backend.hopper.kernels.postprocess import postprocess_kernel
+    from flashtile.backend.hopper.kernels.preprocess import preprocess_kernel
     from flashtile.backend.hopper.tables import NUM_WARPGROUPS, HeadDim
 
     batch, heads, rows, width, block = 1, 2, 80, sum(chunks), 64
@@ -295,7 +296,7 @@ def swizzled_chunk(dq_accum: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("chunks", [(64, 32), (128,)])
 def test_packed_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
     """The b-th sequence begins with block `cu_seqlens_q[b] // BLOCK_M + b`; tokens of none are one sequence more."""
-    from flashtile.backend.hopper.kernels.rows import postprocess_kernel
+    from flashtile.backend.hopper.kernels.postprocess import postprocess_kernel
     from flashtile.backend.hopper.tables import NUM_WARPGROUPS, HeadDim
 
     cu_seqlens_q, tokens, heads, width, block = [0, 5, 5, 138, 142], 147, 2, sum(chunks), 64

@@ -22,7 +22,7 @@ from ..scalars import (
     window_numbers,
 )
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
-from .kernels.rows import preprocess_kernel
+from .kernels.preprocess import preprocess_kernel
 from .semaphores import tile_count_semaphore
 from .tables import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
 

@@ -12,7 +12,7 @@ from ..scalars import strides
 from .backward_launches import WARPS, BackwardLaunches
 from .descriptors import dq_accum_descriptor
 from .kernels.backward.fused import backward_kernel
-from .kernels.rows import postprocess_kernel
+from .kernels.postprocess import postprocess_kernel
 from .tables import ALIGN, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
 
 

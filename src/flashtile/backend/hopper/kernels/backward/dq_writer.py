@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ... import tables
 from ..shared.compat import thread_barrier, tma_reduce_add, tma_store
 from ..shared.masking import contributing_n_blocks
-from ..shared.pipeline import NamedBarriers, barrier_sync, slice_columns, wait_stores_complete
+from ..shared.pipeline import NamedBarriers, slice_columns
+from ..shared.ptx import barrier_sync, load_acquire, wait_stores_complete
 from .tile_scheduler import first_m_block, next_m_block, pop_key_tile
 
 MMA_M = gl.constexpr(tables.MMA_M)
@@ -65,26 +66,6 @@ def dq_writer_warp(
 
 
 @gluon.jit
-def swizzled(dq):
-    """`[ROWS, 64 or 32]` in another order, in which they are added up: `rows.in_order` brings them back.
-
-    A thread has pairs `e` of columns, 8 apart. Here it has four numbers side by side, and eight threads have the 128
-    bytes that shared memory takes at once, so that no two write to the same bank. These bytes are a row of 32 columns,
-    or half of one of 64, of which the halves `h` lie in two panels.
-    """
-    w_h_g2_g0_j2_j1_t_e = gl.reshape(dq, [4, 2, 4, 2, dq.shape[1] // 16, 2, 4, 2])
-    return gl.reshape(gl.permute(w_h_g2_g0_j2_j1_t_e, [0, 2, 4, 1, 3, 6, 5, 7]), dq.shape)
-
-
-@gluon.jit
-def unswizzled(x, layout: gl.constexpr):
-    """The order of before, for a warpgroup that reads what another one has stored."""
-    w_g2_j2_h_g0_t_j1_e = gl.reshape(x, [4, 4, x.shape[1] // 16, 2, 2, 4, 2, 2])
-    result = gl.reshape(gl.permute(w_g2_j2_h_g0_t_j1_e, [0, 3, 1, 4, 2, 6, 5, 7]), x.shape)
-    return gl.convert_layout(result, layout, assert_trivial=True)
-
-
-@gluon.jit
 def write_share(warpgroup: gl.constexpr, dq_accum_desc, dq_pipeline, row, FIRST: gl.constexpr, CONFIG: gl.constexpr):
     """A share of a block."""
     BOX: gl.constexpr = dq_accum_desc.block_type.shape[-1]
@@ -104,11 +85,4 @@ def wait_for_dq_semaphore(semaphore, position):
         arrived = load_acquire(semaphore)
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [arrived], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def load_acquire(semaphore):
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [semaphore.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )

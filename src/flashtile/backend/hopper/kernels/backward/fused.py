@@ -25,29 +25,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..shared import scores
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel, reinterpret_smem, thread_barrier
+from ..shared.coordinates import kv_coord
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
-from ..shared.mma import gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, zero_accumulators
+from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, zero_accumulators
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
     NamedBarriers,
     allocate_boxes,
-    barrier_arrive,
-    barrier_sync,
     consumer_release,
     consumer_wait,
     make_mbarriers,
     make_pipeline,
-    opaque,
     slice_columns,
     stage_chunks,
     stage_of,
 )
-from ..shared.producer import MMA_M, kv_coord
+from ..shared.ptx import barrier_arrive, barrier_sync, opaque
 from ..shared.scores import ScoreParams
+from ..shared.swizzle import swizzled
 from ..shared.tile_scheduler import SeqlenInfo, make_tile_queue
-from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, dq_writer_warp, swizzled
+from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, dq_writer_warp
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from .scores import begin_probabilities, block_coord, finish_probabilities
 from .tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile

@@ -7,6 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..shared.compat import tma_load
+from ..shared.coordinates import kv_coord, q_coord
+from ..shared.mma import MMA_M
 from ..shared.pipeline import (
     NamedBarriers,
     Pipeline,
@@ -18,8 +20,7 @@ from ..shared.pipeline import (
     producer_acquire,
     stage_of,
 )
-from ..shared.producer import MMA_M, REQUEST_DISTANCE, kv_coord, q_coord
-from ..shared.tile_scheduler import request_tile
+from ..shared.tile_scheduler import REQUEST_DISTANCE, request_tile
 from .tile_scheduler import first_m_block, next_m_block, pop_key_tile
 
 

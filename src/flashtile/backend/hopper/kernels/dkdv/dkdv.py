@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from ..backward.dq_writer import swizzled, unswizzled
 from ..backward.producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from ..backward.scores import block_coord, block_scores
 from ..backward.tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
@@ -21,22 +20,20 @@ from ..shared.column_masks import where_bits
 from ..shared.compat import kernel
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
-from ..shared.mma import gemm_nt, gemm_rs, gemm_wait, zero_accumulators
+from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
     NamedBarriers,
-    barrier_arrive,
-    barrier_sync,
     consumer_release,
     consumer_wait,
     make_pipeline,
-    opaque,
     stage_chunks,
     stage_of,
 )
-from ..shared.producer import MMA_M
+from ..shared.ptx import barrier_arrive, barrier_sync, opaque
 from ..shared.scores import ScoreParams
+from ..shared.swizzle import swizzled, unswizzled
 from ..shared.tile_scheduler import SeqlenInfo, make_tile_queue
 
 CONSUMER_THREADS = gl.constexpr(256)  # threads of the warpgroups that compute

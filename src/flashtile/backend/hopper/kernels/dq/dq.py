@@ -22,7 +22,7 @@ from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
-from ..shared.mma import gemm_nt, gemm_rs, gemm_wait, zero_accumulators
+from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -32,10 +32,9 @@ from ..shared.pipeline import (
     make_buffers,
     make_mbarriers,
     make_pipeline,
-    opaque,
     stage_chunks,
 )
-from ..shared.producer import MMA_M
+from ..shared.ptx import opaque
 from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import SeqlenInfo, TileScheduler, make_tile_queue, pop_tile, scheduler_warp

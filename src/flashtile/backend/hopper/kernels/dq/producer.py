@@ -6,9 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..shared.coordinates import kv_coord, q_coord
+from ..shared.mma import MMA_M
 from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load, expect_bytes, load_boxes
-from ..shared.producer import MMA_M, REQUEST_DISTANCE, kv_coord, q_coord
-from ..shared.tile_scheduler import pop_tile, request_tile
+from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
 
 
 class DqPipelines(NamedTuple):

@@ -14,9 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..shared import softmax
 from ..shared.compat import kernel
+from ..shared.coordinates import q_coord
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds
-from ..shared.mma import gemm_rs, gemm_wait, scale_rows
+from ..shared.mma import MMA_M, gemm_rs, gemm_wait, scale_rows
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -26,14 +27,14 @@ from ..shared.pipeline import (
     make_buffers,
     make_mbarriers,
     make_pipeline,
-    opaque,
     stage_chunks,
     wraps_of,
 )
-from ..shared.producer import MMA_M, ForwardPipelines, producer_warp, q_coord, q_stage
+from ..shared.ptx import opaque
 from ..shared.scores import ScoreParams
 from ..shared.tile_scheduler import SeqlenInfo, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
 from .mainloop import initial_state, mainloop_step, next_tile_state, warpgroup_tile
+from .producer import ForwardPipelines, producer_warp, q_stage
 
 
 class ForwardOutputs(NamedTuple):

@@ -14,11 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..shared import scores, softmax
 from ..shared.column_masks import where_bits
 from ..shared.masking import n_block_range, visible_keys
-from ..shared.mma import gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
-from ..shared.pipeline import consumer_release, consumer_wait, opaque, stage_chunks
-from ..shared.producer import MMA_M, q_stage
+from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
+from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
+from ..shared.ptx import opaque
 from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import WorkTile
+from .producer import q_stage
 
 
 class WarpgroupTile(NamedTuple):

@@ -8,7 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .producer import MMA_M
+from ... import tables
+
+MMA_M = gl.constexpr(tables.MMA_M)
 
 
 @gluon.jit

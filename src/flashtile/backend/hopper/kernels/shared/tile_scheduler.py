@@ -20,6 +20,7 @@ from .pipeline import make_mbarriers, stage_of, wraps_of
 
 QUEUE_STAGES = gl.constexpr(2)  # of the queue
 TILE_FIELDS = gl.constexpr(11)
+REQUEST_DISTANCE = gl.constexpr(2)  # blocks before the end of a tile at which the next one is requested
 
 
 class TileScheduler(NamedTuple):

@@ -1,8 +1,4 @@
-"""The warp that copies q, k and v into shared memory, and where boxes lie in the tensors.
-
-Coordinates of dense tensors are `(sequence, head, row, feature)`. Those of packed ones make a box end with its sequence
-(`descriptors.packed_boxes`).
-"""
+"""The producer warp of the forward kernel: TMA loads of q, k and v."""
 
 from typing import NamedTuple
 
@@ -10,13 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ... import tables
-from .pipeline import Pipeline, SmemBuffers, acquire_and_load, expect_bytes, load_boxes, stage_of, wraps_of
-from .tile_scheduler import pop_tile, request_tile
-
-MMA_M = gl.constexpr(tables.MMA_M)  # of one warpgroup
-REQUEST_DISTANCE = gl.constexpr(2)  # blocks of keys before the end of a tile, the next one is asked for
-RAGGED_EXTENT = gl.constexpr(tables.RAGGED_EXTENT)
+from ..shared.coordinates import kv_coord, q_coord
+from ..shared.mma import MMA_M
+from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load, expect_bytes, load_boxes, stage_of, wraps_of
+from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
 
 
 class ForwardPipelines(NamedTuple):
@@ -80,30 +73,6 @@ def load_q(q_desc, pipelines, tile, tile_count, CONFIG: gl.constexpr, PACKED: gl
         expect_bytes(pipelines.q, q_desc, stage, HEAD_DIM)
         coord = q_coord(tile, tile.head, tile.first_row + warpgroup * MMA_M, PACKED)
         load_boxes(pipelines.q, q_desc, coord, stage, HEAD_DIM)
-
-
-@gluon.jit
-def q_coord(tile, head, row, PACKED: gl.constexpr):
-    """Coordinates of a box of q, out or dout."""
-    if PACKED:
-        return ragged_coord(head, row, tile.token_q, tile.seqlen_q)
-    else:
-        return (tile.b, head, row, 0)
-
-
-@gluon.jit
-def kv_coord(tile, first_key, PACKED: gl.constexpr):
-    """Coordinates of a box of k, v, dk or dv."""
-    if PACKED:
-        return ragged_coord(tile.head_k, first_key, tile.token_k, tile.seqlen_k)
-    else:
-        return (tile.b, tile.head_k, first_key, 0)
-
-
-@gluon.jit
-def ragged_coord(head, row, token, seqlen):
-    """Rows past the sequence's last one have fourth coordinates of END and more, which lie outside."""
-    return (RAGGED_EXTENT, token + seqlen, head, RAGGED_EXTENT - seqlen + row, 0)
 
 
 @gluon.jit
