@@ -13,9 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ... import tables
 from ..shared.compat import thread_barrier, tma_reduce_add, tma_store
-from ..shared.masking import contributing_n_blocks
+from ..shared.masking import MaskBounds, contributing_n_blocks
 from ..shared.pipeline import NamedBarriers, slice_columns
 from ..shared.ptx import barrier_sync, load_acquire, wait_stores_complete
+from ..shared.tile_scheduler import TileQueue
 from .tile_scheduler import first_m_block, next_m_block, pop_key_tile
 
 MMA_M = gl.constexpr(tables.MMA_M)
@@ -31,12 +32,22 @@ class DqPipeline(NamedTuple):
     empty: gl.shared_memory_descriptor  # [HALVES, 1] barriers
 
 
+class DqWriter(NamedTuple):
+    """Arguments of the warps that write dq."""
+
+    desc: gl.tensor  # descriptor of dq_accum
+    pipeline: DqPipeline
+    queue: TileQueue
+    semaphore: gl.tensor  # pointer, [blocks of rows, NUM_WARPGROUPS]
+    bounds: MaskBounds
+    group: gl.tensor
+    padded_rows: gl.tensor
+
+
 @gluon.jit
-def dq_writer_warp(
-    warpgroup: gl.constexpr, dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows,
-    CONFIG: gl.constexpr,
-):  # fmt: skip
+def dq_writer_warp(warpgroup: gl.constexpr, writer, CONFIG: gl.constexpr):
     BLOCK_M: gl.constexpr = CONFIG.block_m
+    dq_pipeline, queue, group = writer.pipeline, writer.queue, writer.group
     tile_count = 0
     tile = pop_key_tile(queue, 0)
     while tile.b >= 0:
@@ -44,16 +55,18 @@ def dq_writer_warp(
         m, group_head = first_m_block(tile, CONFIG.lpt), 0
         for _ in range(group * (tile.hi - tile.lo)):
             barrier_sync(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
-            row = tile.padded_row + group_head * padded_rows + m * BLOCK_M
-            semaphore = dq_semaphore + row // BLOCK_M * NUM_WARPGROUPS + warpgroup
-            n_blocks = contributing_n_blocks(bounds, m * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, CONFIG.block_n)
+            row = tile.padded_row + group_head * writer.padded_rows + m * BLOCK_M
+            semaphore = writer.semaphore + row // BLOCK_M * NUM_WARPGROUPS + warpgroup
+            n_blocks = contributing_n_blocks(
+                writer.bounds, m * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, CONFIG.block_n
+            )
             position = n - n_blocks.lo if CONFIG.lpt else n_blocks.hi - 1 - n
             wait_for_dq_semaphore(semaphore, position if CONFIG.in_order else gl.minimum(position, 1))
             fence_async_shared()  # for the warpgroup's stores: they are done when it comes to the barrier
             if position == 0:
-                write_share(warpgroup, dq_accum_desc, dq_pipeline, row, True, CONFIG)
+                write_share(warpgroup, writer, row, True, CONFIG)
             else:
-                write_share(warpgroup, dq_accum_desc, dq_pipeline, row, False, CONFIG)
+                write_share(warpgroup, writer, row, False, CONFIG)
             tma.store_wait(0)  # the copy engine has read them
             mbarrier.arrive(dq_pipeline.empty.index(warpgroup), count=1)
             if CONFIG.in_order | (position == 0):
@@ -66,16 +79,16 @@ def dq_writer_warp(
 
 
 @gluon.jit
-def write_share(warpgroup: gl.constexpr, dq_accum_desc, dq_pipeline, row, FIRST: gl.constexpr, CONFIG: gl.constexpr):
+def write_share(warpgroup: gl.constexpr, writer, row, FIRST: gl.constexpr, CONFIG: gl.constexpr):
     """A share of a block."""
-    BOX: gl.constexpr = dq_accum_desc.block_type.shape[-1]
+    BOX: gl.constexpr = writer.desc.block_type.shape[-1]
     for n in gl.static_range(CONFIG.dq_shares[warpgroup].width // BOX):
         coord = (row + CONFIG.dq_shares[warpgroup].row, CONFIG.dq_shares[warpgroup].column + n * BOX)
-        box = slice_columns(dq_pipeline.smem.index(warpgroup), n * BOX, BOX)
+        box = slice_columns(writer.pipeline.smem.index(warpgroup), n * BOX, BOX)
         if FIRST:
-            tma_store(dq_accum_desc, coord, box)
+            tma_store(writer.desc, coord, box)
         else:
-            tma_reduce_add(dq_accum_desc, coord, box)
+            tma_reduce_add(writer.desc, coord, box)
 
 
 @gluon.jit

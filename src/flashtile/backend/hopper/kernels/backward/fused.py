@@ -45,8 +45,8 @@ from ..shared.pipeline import (
 from ..shared.ptx import barrier_arrive, barrier_sync, opaque
 from ..shared.scores import ScoreParams
 from ..shared.swizzle import swizzled
-from ..shared.tile_scheduler import SeqlenInfo, make_tile_queue
-from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, dq_writer_warp
+from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
+from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from .scores import begin_probabilities, block_coord, finish_probabilities
 from .tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
@@ -65,6 +65,17 @@ class BackwardOutputs(NamedTuple):
     scale: gl.tensor  # of dk
     ds: gl.shared_memory_descriptor  # [DS_STAGES * NUM_WARPGROUPS, MMA_M, BLOCK_M]
     dq_pipeline: DqPipeline
+
+
+class BackwardContext(NamedTuple):
+    """Arguments of the consumer warpgroups, the same for all tiles."""
+
+    pipelines: BackwardPipelines
+    outputs: BackwardOutputs
+    queue: TileQueue
+    group: gl.tensor
+    bounds: MaskBounds
+    params: ScoreParams
 
 
 @kernel
@@ -105,16 +116,15 @@ def backward_kernel(
     bounds = MaskBounds(window_left, window_right, top_left)
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
+    context = BackwardContext(pipelines, outputs, queue, group, bounds, params)
+    dq_writer = DqWriter(dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows)
     gl.warp_specialize(
         [
-            (consumer_warpgroup, (0, pipelines, outputs, queue, group, bounds, params, CONFIG, PACKED)),
-            (consumer_warpgroup, (gl.constexpr(1), pipelines, outputs, queue, group, bounds, params, CONFIG, PACKED)),
+            (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+            (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
             (backward_producer_warp, (descs, pipelines, queue, group, padded_rows, CONFIG, PACKED)),
-            (dq_writer_warp, (0, dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, CONFIG)),
-            (
-                dq_writer_warp,
-                (gl.constexpr(1), dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, CONFIG),
-            ),
+            (dq_writer_warp, (0, dq_writer, CONFIG)),
+            (dq_writer_warp, (gl.constexpr(1), dq_writer, CONFIG)),
             (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
         ],
         [4, 1, 1, 1, 1],
@@ -123,16 +133,15 @@ def backward_kernel(
 
 
 @gluon.jit
-def consumer_warpgroup(
-    warpgroup: gl.constexpr, pipelines, outputs, queue, group, bounds, params, CONFIG: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
+def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
     """A warpgroup that computes dk and dv of 64 keys, and its share of the dq that 128 keys give."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     CHUNKS: gl.constexpr = len(HEAD_DIM.chunks)  # products that one of a head dimension takes
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    pipelines, outputs, queue = context.pipelines, context.outputs, context.queue
+    group, bounds, params = context.group, context.bounds, context.params
     dtype: gl.constexpr = outputs.ds.dtype
     rows, k, v, dq_pipeline = pipelines.rows, pipelines.k, pipelines.v, outputs.dq_pipeline
     zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)

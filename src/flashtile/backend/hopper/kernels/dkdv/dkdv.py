@@ -34,7 +34,7 @@ from ..shared.pipeline import (
 from ..shared.ptx import barrier_arrive, barrier_sync, opaque
 from ..shared.scores import ScoreParams
 from ..shared.swizzle import swizzled, unswizzled
-from ..shared.tile_scheduler import SeqlenInfo, make_tile_queue
+from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 
 CONSUMER_THREADS = gl.constexpr(256)  # threads of the warpgroups that compute
 
@@ -56,6 +56,7 @@ class DkdvContext(NamedTuple):
     group: gl.tensor
     bounds: MaskBounds
     params: ScoreParams
+    queue: TileQueue
 
 
 @kernel
@@ -96,13 +97,13 @@ def dkdv_kernel(
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
-    context = DkdvContext(pipelines, weights, group, bounds, params)
+    context = DkdvContext(pipelines, weights, group, bounds, params, queue)
     dk_output = OutputTensor(dk, stride_dk_b, stride_dk_h, stride_dk_m)
     dv_output = OutputTensor(dv, stride_dv_b, stride_dv_h, stride_dv_m)
     gl.warp_specialize(
         [
-            (dv_warpgroup, (context, dv_output, queue, CONFIG)),
-            (dk_warpgroup, (context, dk_output, scale, queue, CONFIG)),
+            (dv_warpgroup, (context, dv_output, CONFIG)),
+            (dk_warpgroup, (context, dk_output, scale, CONFIG)),
             (backward_producer_warp, (descs, pipelines, queue, group, padded_rows, CONFIG, PACKED)),
             (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
         ],
@@ -112,7 +113,7 @@ def dkdv_kernel(
 
 
 @gluon.jit
-def dv_warpgroup(context, output, queue, CONFIG: gl.constexpr):
+def dv_warpgroup(context, output, CONFIG: gl.constexpr):
     """The warpgroup that computes probabilities and dv."""
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     BLOCK_M: gl.constexpr = CONFIG.block_m
@@ -123,7 +124,7 @@ def dv_warpgroup(context, output, queue, CONFIG: gl.constexpr):
     zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)
     count = 0
     tile_count = 0
-    tile = pop_key_tile(queue, 0)
+    tile = pop_key_tile(context.queue, 0)
     while tile.b >= 0:
         full_lo, full_hi = full_blocks(context.bounds, tile, BLOCK_M)
         dv = zero_accumulators(HEAD_DIM_V)
@@ -153,11 +154,11 @@ def dv_warpgroup(context, output, queue, CONFIG: gl.constexpr):
             output, dv, 1.0, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM_V
         )  # fmt: skip
         tile_count += 1
-        tile = pop_key_tile(queue, tile_count)
+        tile = pop_key_tile(context.queue, tile_count)
 
 
 @gluon.jit
-def dk_warpgroup(context, output, scale, queue, CONFIG: gl.constexpr):
+def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
     """The warpgroup that computes gradients of probabilities and of scores, and dk."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     BLOCK_M: gl.constexpr = CONFIG.block_m
@@ -169,7 +170,7 @@ def dk_warpgroup(context, output, scale, queue, CONFIG: gl.constexpr):
     smem_layout: gl.constexpr = swizzled(zeros).type.layout
     count = 0
     tile_count = 0
-    tile = pop_key_tile(queue, 0)
+    tile = pop_key_tile(context.queue, 0)
     while tile.b >= 0:
         full_lo, full_hi = full_blocks(context.bounds, tile, BLOCK_M)
         dk = zero_accumulators(HEAD_DIM)
@@ -198,7 +199,7 @@ def dk_warpgroup(context, output, scale, queue, CONFIG: gl.constexpr):
             output, dk, scale, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM
         )  # fmt: skip
         tile_count += 1
-        tile = pop_key_tile(queue, tile_count)
+        tile = pop_key_tile(context.queue, tile_count)
 
 
 @gluon.jit

@@ -37,7 +37,7 @@ from ..shared.pipeline import (
 from ..shared.ptx import opaque
 from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
-from ..shared.tile_scheduler import SeqlenInfo, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
+from ..shared.tile_scheduler import SeqlenInfo, TileQueue, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
 from .producer import DqPipelines, dq_producer_warp
 
 
@@ -47,6 +47,19 @@ class RowStats(NamedTuple):
     neg_lse_log2: gl.tensor  # pointer: what makes log-probabilities of scores
     neg_delta: gl.tensor  # pointer, negated
     padded_rows: gl.tensor
+
+
+class DqContext(NamedTuple):
+    """Arguments of the consumer warpgroups, the same for all tiles."""
+
+    pipelines: DqPipelines
+    row_stats: RowStats
+    output: OutputTensor
+    scale: gl.tensor  # of dq
+    queue: TileQueue
+    bounds: MaskBounds
+    diagonal: gl.tensor
+    params: ScoreParams
 
 
 @kernel
@@ -80,16 +93,11 @@ def dq_kernel(
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
     row_stats = RowStats(neg_lse_log2, neg_delta, padded_rows)
     output = OutputTensor(dq, stride_dq_b, stride_dq_h, stride_dq_m)
+    context = DqContext(pipelines, row_stats, output, scale, queue, bounds, diagonal, params)
     gl.warp_specialize(
         [
-            (
-                consumer_warpgroup,
-                (0, pipelines, row_stats, output, scale, queue, bounds, diagonal, params, CONFIG, PACKED),
-            ),
-            (
-                consumer_warpgroup,
-                (gl.constexpr(1), pipelines, row_stats, output, scale, queue, bounds, diagonal, params, CONFIG, PACKED),
-            ),
+            (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+            (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
             (dq_producer_warp, (q_desc, k_desc, v_desc, dout_desc, pipelines, queue, CONFIG, PACKED)),
             (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
         ],
@@ -99,10 +107,7 @@ def dq_kernel(
 
 
 @gluon.jit
-def consumer_warpgroup(
-    warpgroup: gl.constexpr, pipelines, row_stats, output, scale, queue, bounds, diagonal, params, CONFIG: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
+def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
     """A warpgroup that computes dq of 64 rows of each tile."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
@@ -111,6 +116,7 @@ def consumer_warpgroup(
     NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
     DP_GEMMS: gl.constexpr = len(HEAD_DIM_V.chunks)  # products with values, of a step
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    pipelines, queue, bounds, params = context.pipelines, context.queue, context.bounds, context.params
     dtype: gl.constexpr = pipelines.q.data[0].dtype
     kv = pipelines.kv
     zeros = gl.zeros([MMA_M, BLOCK_N], gl.float32, s_layout)
@@ -119,9 +125,9 @@ def consumer_warpgroup(
     tile = pop_tile(queue, 0)
     while tile.b >= 0:
         first_row = tile.first_row + warpgroup * MMA_M
-        shift = tile.seqlen_k - tile.seqlen_q + diagonal
+        shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
         blocks = n_block_range(bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
-        neg_lse_log2, neg_delta = load_row_stats(row_stats, tile, first_row, s_layout, PACKED)
+        neg_lse_log2, neg_delta = load_row_stats(context.row_stats, tile, first_row, s_layout, PACKED)
         dq = zero_accumulators(HEAD_DIM)
         mbarrier.wait(pipelines.q.full.index(warpgroup), tile_count & 1)
         mbarrier.wait(pipelines.dout.full.index(warpgroup), tile_count & 1)
@@ -158,7 +164,9 @@ def consumer_warpgroup(
             dq = gemm_wait(dq)
             consumer_release(kv.empty, 2 * count + 1, KV_STAGES)
             count += 1
-        store_accumulators(output, dq, scale, tile.b, tile.head, tile.token_q, first_row, tile.seqlen_q, HEAD_DIM)
+        store_accumulators(
+            context.output, dq, context.scale, tile.b, tile.head, tile.token_q, first_row, tile.seqlen_q, HEAD_DIM
+        )  # fmt: skip
         tile_count += 1
         tile = pop_tile(queue, tile_count)
 

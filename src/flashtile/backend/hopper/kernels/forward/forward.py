@@ -6,8 +6,6 @@ do not wait between tiles. There is one copy of the step's code for each warpgro
 one for the edges.
 """
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -33,15 +31,8 @@ from ..shared.pipeline import (
 from ..shared.ptx import opaque
 from ..shared.scores import ScoreParams
 from ..shared.tile_scheduler import SeqlenInfo, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
-from .mainloop import initial_state, mainloop_step, next_tile_state, warpgroup_tile
+from .mainloop import ForwardContext, ForwardOutputs, initial_state, mainloop_step, next_tile_state, warpgroup_tile
 from .producer import ForwardPipelines, producer_warp, q_stage
-
-
-class ForwardOutputs(NamedTuple):
-    out: gl.tensor  # descriptor
-    smem: gl.shared_memory_descriptor  # [CONSUMERS, *rows, columns that leave at once]
-    lse: gl.tensor  # pointer, [B, H, Sq] or [H, T]
-    stride_lse: gl.tensor  # from head to head
 
 
 @kernel
@@ -75,14 +66,12 @@ def forward_kernel(
     bounds = MaskBounds(window_left, window_right, top_left)
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch)
     outputs = ForwardOutputs(out_desc, smem, lse, stride_lse)
+    context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params)
     if CONFIG.num_warpgroups == 2:
         gl.warp_specialize(
             [
-                (consumer_warpgroup, (0, pipelines, outputs, queue, bounds, diagonal, params, CONFIG, PACKED)),
-                (
-                    consumer_warpgroup,
-                    (gl.constexpr(1), pipelines, outputs, queue, bounds, diagonal, params, CONFIG, PACKED),
-                ),
+                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
                 (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
@@ -92,15 +81,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer_warpgroup, (0, pipelines, outputs, queue, bounds, diagonal, params, CONFIG, PACKED)),
-                (
-                    consumer_warpgroup,
-                    (gl.constexpr(1), pipelines, outputs, queue, bounds, diagonal, params, CONFIG, PACKED),
-                ),
-                (
-                    consumer_warpgroup,
-                    (gl.constexpr(2), pipelines, outputs, queue, bounds, diagonal, params, CONFIG, PACKED),
-                ),
+                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
+                (consumer_warpgroup, (gl.constexpr(2), context, CONFIG, PACKED)),
                 (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
@@ -110,20 +93,18 @@ def forward_kernel(
 
 
 @gluon.jit
-def consumer_warpgroup(
-    warpgroup: gl.constexpr, pipelines, outputs, queue, bounds, diagonal, params,
-    CONFIG: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
+def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
     """A warpgroup that computes 64 rows of each tile."""
     BLOCK_N: gl.constexpr = CONFIG.block_n
     STAGES: gl.constexpr = CONFIG.stages
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
+    pipelines, outputs, queue, params = context.pipelines, context.outputs, context.queue, context.params
     q, v = pipelines.q, pipelines.v
     count = 0  # steps
     tile_count = 0
     tile = pop_tile(queue, 0)
-    wg_tile = warpgroup_tile(tile, warpgroup, bounds, diagonal, BLOCK_N)
+    wg_tile = warpgroup_tile(tile, warpgroup, context, BLOCK_N)
     state = initial_state(wg_tile, params, outputs.out.dtype, CONFIG)
     accumulate = count == 0  # a step's values go on with the sums; else they begin them
     # Where results go whose last values are still to come, and what makes them of sums.
@@ -140,8 +121,7 @@ def consumer_warpgroup(
         while block >= tile.lo:
             while block >= stop:
                 state = mainloop_step(
-                    state, accumulate, pipelines, q_i, count, tile_count, wg_tile, block, bounds, params,
-                    warpgroup, CONFIG,
+                    state, accumulate, context, q_i, count, tile_count, wg_tile, block, warpgroup, CONFIG
                 )  # fmt: skip
                 accumulate = block != first
                 block -= 1
@@ -155,7 +135,7 @@ def consumer_warpgroup(
             mbarrier.arrive(pipelines.q_empty.index(stage), count=1)
         tile_count += 1
         tile = pop_tile(queue, tile_count)
-        wg_tile = warpgroup_tile(tile, warpgroup, bounds, diagonal, BLOCK_N)
+        wg_tile = warpgroup_tile(tile, warpgroup, context, BLOCK_N)
     consumer_wait(v, count, STAGES)
     acc = gemm_wait(gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate))
     store_out(outputs, acc, inv_l, out_coord, warpgroup, CONFIG)

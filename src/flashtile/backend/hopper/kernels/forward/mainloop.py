@@ -13,13 +13,32 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..shared import scores, softmax
 from ..shared.column_masks import where_bits
-from ..shared.masking import n_block_range, visible_keys
+from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
 from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
 from ..shared.ptx import opaque
+from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
-from ..shared.tile_scheduler import WorkTile
-from .producer import q_stage
+from ..shared.tile_scheduler import TileQueue, WorkTile
+from .producer import ForwardPipelines, q_stage
+
+
+class ForwardOutputs(NamedTuple):
+    out: gl.tensor  # descriptor
+    smem: gl.shared_memory_descriptor  # [CONSUMERS, *rows, columns that leave at once]
+    lse: gl.tensor  # pointer, [B, H, Sq] or [H, T]
+    stride_lse: gl.tensor  # from head to head
+
+
+class ForwardContext(NamedTuple):
+    """Arguments of the consumer warpgroups, the same for all tiles."""
+
+    pipelines: ForwardPipelines
+    outputs: ForwardOutputs
+    queue: TileQueue
+    bounds: MaskBounds
+    diagonal: gl.tensor
+    params: ScoreParams
 
 
 class WarpgroupTile(NamedTuple):
@@ -42,11 +61,11 @@ class SoftmaxState(NamedTuple):
 
 
 @gluon.jit
-def warpgroup_tile(tile, warpgroup: gl.constexpr, bounds, diagonal, BLOCK_N: gl.constexpr):
+def warpgroup_tile(tile, warpgroup: gl.constexpr, context, BLOCK_N: gl.constexpr):
     """The consumer's part of a tile."""
     first_row = tile.first_row + warpgroup * MMA_M
-    shift = tile.seqlen_k - tile.seqlen_q + diagonal
-    blocks = n_block_range(bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
+    shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
+    blocks = n_block_range(context.bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
     return WarpgroupTile(tile, first_row, blocks.full_lo, blocks.full_hi, shift)
 
 
@@ -81,15 +100,15 @@ def mma_operand(p, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    state, accumulate, pipelines, q_i, count, tile_count, wg_tile, block, bounds, params,
-    warpgroup: gl.constexpr, CONFIG: gl.constexpr,
+    state, accumulate, context, q_i, count, tile_count, wg_tile, block, warpgroup: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """The n-th step of a warpgroup: scores and probabilities of a block of keys, values of the one before it. `add`
     them to the sums, or begin anew.
     """
     STAGES: gl.constexpr = CONFIG.stages
     PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)  # products with values
-    k, v, tile = pipelines.k, pipelines.v, wg_tile.tile
+    pipelines, params, tile = context.pipelines, context.params, wg_tile.tile
+    k, v = pipelines.k, pipelines.v
     consumer_wait(k, count, STAGES)
     consumer_wait(v, count, STAGES)
     if CONFIG.q_stages == 1:
@@ -100,7 +119,7 @@ def mainloop_step(
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     consumer_release(k.empty, count, STAGES)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, block == tile.lo, CONFIG)
-    t = masked_scores(s, wg_tile, block, bounds, params)
+    t = masked_scores(s, wg_tile, block, context)
     row_max, alpha, changed, p = softmax.update(state.row_max, t, params.scale_log2, CONFIG.speculative_exps)
     l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
     acc, p, l = gemm_wait_pair(acc, p, l)  # noqa: E741
@@ -111,17 +130,17 @@ def mainloop_step(
 
 
 @gluon.jit
-def masked_scores(s, wg_tile, block, bounds, params):
+def masked_scores(s, wg_tile, block, context):
     """Final scores `[ROWS, BLOCK_N]` of the part's products with a block of keys."""
     layout: gl.constexpr = s.type.layout
     tile = wg_tile.tile
     first_key = block * s.shape[1]
     rows = gl.expand_dims(wg_tile.first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
     keys = gl.expand_dims(first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
-    t = scores.forward(s, params, tile.b, tile.head, wg_tile.shift, rows, keys).t
+    t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys).t
     if (block >= wg_tile.full_hi) | (block < wg_tile.full_lo):
         t = where_bits(
-            visible_keys(t, bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k), t, -INFINITY
+            visible_keys(t, context.bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k), t, -INFINITY
         )
     return t
 
