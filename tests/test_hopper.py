@@ -1,4 +1,4 @@
-"""The Hopper backend without a GPU: what it takes, and how ptxas compiles its kernels."""
+"""The Hopper backend without a GPU: what it supports, and the SASS of its kernels."""
 
 import re
 from dataclasses import replace
@@ -28,9 +28,9 @@ CHOSEN = (
 )  # fmt: skip
 BACKWARD = (("causal", 64, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
 SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("packed 256", 256, SHORT))
-SPILLED = 150  # bytes of a thread's backward pass at most
-MORE = {("packed everything 64", 64, SHORT): 8, ("causal", 96, LONG): 16}  # than 4 bytes of a thread's forward pass
-FEW = 32  # bytes of it that newer versions of Triton spill
+BACKWARD_SPILL, FORWARD_SPILL = 150, 4  # most bytes of a thread
+MORE_FORWARD_SPILL = {("packed everything 64", 64, SHORT): 8, ("causal", 96, LONG): 16}
+NEWER_TRITON_SPILL = 32  # most bytes of a thread in forward
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 
 
@@ -42,23 +42,23 @@ def problem(**changes: object) -> Problem:
     ("changes", "reason"),
     [
         ({"dtype": torch.float32}, "bfloat16 and float16"),
-        ({"layout": "paged"}, "pages"),
-        ({"head_dim": 80, "head_dim_v": 80}, "64, 96, 128, 192 with values of 128, 192 or 256"),
-        ({"head_dim_v": 128}, "192 with values of 128"),
+        ({"layout": "paged"}, "paged"),
+        ({"head_dim": 80, "head_dim_v": 80}, "64, 96, 128, 192 (128 for v), 192 and 256"),
+        ({"head_dim_v": 128}, "192 (128 for v)"),
         ({"dropout": True, "bias": (True, True, False, False)}, "bias or dropout"),
         ({"alignment": 8}, "16 bytes"),
         ({"seqlen_k": 0}, "empty"),
         ({"seqlen_q": 2**31}, "positions"),
     ],
 )
-def test_what_is_declined(changes: dict, reason: str) -> None:
+def test_declines(changes: dict, reason: str) -> None:
     declined = support.declines(problem(**changes), H200)
     assert declined is not None
     assert reason in declined
 
 
-def test_what_auto_leaves_to_others() -> None:
-    changes, reason = {"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoded"
+def test_auto_defers_to_other_backends() -> None:
+    changes, reason = {"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoding"
     with mock.patch.multiple(support, unusable=lambda: None, triton_version=lambda: (3, 6)):
         assert support.declines(problem(**changes), H200) is None
         assert support.defers(problem(), H200) is None
@@ -83,7 +83,7 @@ def test_what_auto_leaves_to_others() -> None:
                 assert reason in dict(chosen.why)["hopper"]
 
 
-def test_auto_leaves_what_has_not_run_with_this_triton() -> None:
+def test_auto_defers_with_untested_versions_of_triton() -> None:
     with mock.patch.object(support, "triton_version", return_value=(3, 9)):
         assert "Triton 3.6 only, not 3.9" in str(support.defers(problem(), H200))
         assert support.unsupported() is None
@@ -91,12 +91,12 @@ def test_auto_leaves_what_has_not_run_with_this_triton() -> None:
         assert "this is 4.0" in str(support.unsupported())
 
 
-def test_what_is_taken() -> None:
+def test_accepts_hopper_only() -> None:
     assert support.declines(problem(), H200) is None
     assert "not for sm_100" in str(support.declines(problem(), H200._replace(arch="sm_100")))
 
 
-def test_tiles_follow_the_keys_that_a_row_sees() -> None:
+def test_configurations_depend_on_the_keys_per_row() -> None:
     def chosen(name: str, head_dim: int, seqlen: int) -> object:
         return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
@@ -126,14 +126,14 @@ def compiled() -> dict[tuple, Compiled]:
 
 @pytest.mark.parametrize("family", BACKWARD)
 def test_backward_compiles_for_hopper(family: tuple) -> None:
-    """Exponentials run beside dout's product with v; where half of them come early, these when the next scores are
-    there, which are asked for before dk.
+    """Exponentials overlap dout's product with v. With early_half_exps, half of them follow the wait for the next
+    scores, which are issued before dk.
     """
     launch = launch_of(family, "backward")
     found = compile_launch(launch, "sm_90")
     assert found.shared <= SHARED_MEMORY
     assert found.spilled is not None
-    assert found.spilled <= SPILLED
+    assert found.spilled <= BACKWARD_SPILL
     assert not found.serialized
     assert not found.unset
     config = launch.arguments["CONFIG"]
@@ -143,8 +143,8 @@ def test_backward_compiles_for_hopper(family: tuple) -> None:
     assert len(steps) >= 2  # one for each warpgroup
     for order in steps:
         waits = waits_in(order)
-        # For dout's product with v, with and without masks; for dv, with dq behind it; for dq; for the next scores; for
-        # dk. Of dq there are two products, of the others one for each chunk.
+        # Waits: dout's product with v, with and without masks; dv, with dq in flight; dq; the next scores; dk.
+        # dq takes two wgmmas, the other products one for each chunk.
         assert [int(order[n][-1]) for n in waits] == [0, 0, 2, 2 * chunks, chunks, 0]
         products = [n for n, word in enumerate(order) if word == "HGMMA"]
         for first, last in ((-1, waits[0]), (waits[1], waits[2]), (waits[2], waits[3])):
@@ -156,8 +156,8 @@ def test_backward_compiles_for_hopper(family: tuple) -> None:
 
 
 @pytest.mark.parametrize("family", SPLIT_BACKWARD)
-def test_backward_of_wide_heads_compiles_for_hopper(family: tuple) -> None:
-    """For dq, exponentials run beside the product of dout with values; for dv, they stand between its two products."""
+def test_split_backward_compiles_for_hopper(family: tuple) -> None:
+    """In dq, exponentials overlap dout's product with values; in dkdv, they stand between dv's two products."""
     launches = [launch_of(family, name) for name in ("dq", "dkdv")]
     dq, dkdv = (compile_launch(launch, "sm_90") for launch in launches)
     for found in (dq, dkdv):
@@ -168,7 +168,7 @@ def test_backward_of_wide_heads_compiles_for_hopper(family: tuple) -> None:
     values = len(launches[0].arguments["CONFIG"].head_dim_v.chunks)
     for sass, waits in ((dq.sass, [values, 0, 0]), (dkdv.sass, [0, 0])):
         steps = inner_loops(sass, most_waits=3)
-        assert len(steps) >= len(waits) - 1  # for dq one of each warpgroup, for dv of one
+        assert len(steps) >= len(waits) - 1  # dq: one for each warpgroup; dkdv: only dv's
         for order in steps:
             at = [n for n, word in enumerate(order) if "DEPBAR" in word]
             assert [int(order[n][-1]) for n in at] == waits
@@ -181,16 +181,20 @@ def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> 
     found = compiled[family]
     assert found.shared <= SHARED_MEMORY
     assert found.spilled is not None
-    assert found.spilled <= (MORE.get(family, 4) if support.triton_version() == support.VERIFIED else FEW)
+    assert found.spilled <= (
+        MORE_FORWARD_SPILL.get(family, FORWARD_SPILL)
+        if support.triton_version() == support.VERIFIED
+        else NEWER_TRITON_SPILL
+    )
     assert not found.serialized
     assert not found.unset
 
 
 @pytest.mark.parametrize("family", CHOSEN)
-def test_what_runs_beside_what(compiled: dict[tuple, Compiled], family: tuple) -> None:
-    """In each step, the products with keys and with values are in flight together. Guessed exponentials stand among the
-    maxima, before the branch for levels that move and before values are waited for. What rescales sums stands behind
-    a branch of its own.
+def test_overlap_of_forward(compiled: dict[tuple, Compiled], family: tuple) -> None:
+    """In each step, the products with keys and with values are in flight together. Speculative exponentials stand
+    between the maxima and the branch for a changed row_max, before the wait for the values' product. Rescaling has a
+    branch of its own.
     """
     config = launch_of(family, "forward").arguments["CONFIG"]
     loops = inner_loops(compiled[family].sass)
@@ -200,7 +204,7 @@ def test_what_runs_beside_what(compiled: dict[tuple, Compiled], family: tuple) -
             [n for n, word in enumerate(order) if kind in word]
             for kind in ("DEPBAR", "MUFU.EX2", "FMNMX", "HGMMA", "VOTE", "FMUL")
         )
-        # For the scores, with products of all chunks of values in flight; then for these.
+        # Waits: the scores, with the products of all chunks of values in flight; then these.
         assert [order[n][-1] for n in waits] == [str(len(config.head_dim_v.chunks)), "0"]
         assert products[-1] < waits[0] < maxima[0]
         assert not {"STL", "LDL"} & set(order)
@@ -212,13 +216,15 @@ def test_what_runs_beside_what(compiled: dict[tuple, Compiled], family: tuple) -
 
 
 def waits_in(order: list[str]) -> list[int]:
+    """Positions of the waits for wgmmas."""
     return [n for n, word in enumerate(order) if "DEPBAR" in word]
 
 
 def inner_loops(sass: str, most_waits: int = 2, first: tuple[str, ...] = ("HGMMA",)) -> list[list[str]]:
-    """Products, what softmax does, and waits for products, in order, of the innermost loops that have so many waits:
-    the steps inside a tile. (Where a wait for a copy tries again, it too jumps back, out of the middle of a step.)
-    A step begins with one of `first`.
+    """Instructions of the steps inside a tile: wgmmas, waits and softmax instructions, in order.
+
+    Steps are the innermost loops with at most `most_waits` waits that begin with one of `first`. A retried wait for TMA
+    also jumps back, out of the middle of a step.
     """
     lines, labels, found = sass.splitlines(), {}, []
     for n, line in enumerate(lines):
@@ -228,7 +234,7 @@ def inner_loops(sass: str, most_waits: int = 2, first: tuple[str, ...] = ("HGMMA
         if jump is not None and jump[1] in labels:
             body = "\n".join(lines[labels[jump[1]] : n])
             order = re.findall(r"HGMMA|MUFU\.EX2|FMNMX|FMUL|VOTE\b|BRA|STL|LDL|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", body)
-            while order[:1] == ["BRA"]:  # of waits for copies
+            while order[:1] == ["BRA"]:  # of waits for TMA
                 del order[0]
             if order[:1] and order[0] in first and "MUFU.EX2" in order and len(waits_in(order)) <= most_waits:
                 found.append((labels[jump[1]], n, order))

@@ -1,4 +1,4 @@
-"""The Hopper kernels' logic without a GPU: `gluon_emulation` runs them, and notices what is wrong with them."""
+"""The Hopper kernels' logic without a GPU: `gluon_emulation` runs them and detects mistakes."""
 
 import shutil
 from dataclasses import replace
@@ -30,7 +30,7 @@ CORES = 3
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tensors are small: threads would only wait for each other."""
+    """One thread: the tensors are too small for more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -38,7 +38,7 @@ def one_thread():
 
 
 def wrong(case: Case, seed: int, folder: Path = FOLDER) -> list[str]:
-    """What is outside of its bound."""
+    """Results outside of their error bounds."""
     with emulated(CORES, seed, folder) as launched, poisoned_allocation():
         results = case.run("hopper")
     assert any(name in launched for name in ("backward_kernel", "dkdv_kernel")) != case.forward_only
@@ -59,7 +59,7 @@ def test_a_sink_of_infinity_takes_all_the_weight() -> None:
 
 
 def hash_of(name: str) -> int:
-    """Another problem for each name, the same in every run."""
+    """A seed for each name, the same in every run."""
     return sum(name.encode())
 
 
@@ -67,30 +67,30 @@ def hash_of(name: str) -> int:
     "name", ["causal 64", "window 64", "grouped heads 64", "packed sinks 64", "grouped heads 96", "packed 96"]
 )
 def test_three_warpgroups(name: str) -> None:
-    """Which are chosen for long sequences only."""
+    """A configuration otherwise chosen for long sequences only."""
     case = replace(case_of(name, hash_of(name), "cpu"), forward_only=True)
     with mock.patch.multiple(tables, MIN_KEYS_3WG=0, triton_version=lambda: tables.NO_SPILL_TRITON):
         assert wrong(case, seed=0) == []
 
 
 @pytest.mark.parametrize("name", ["causal 64", "sinks 128", "packed sinks 64", "packed 128", "slopes 64"])
-def test_steps_are_taken_again_on_other_tensors(name: str) -> None:
-    """Of a pass that was written down, with the same lengths and other values."""
+def test_replay_on_other_tensors(name: str) -> None:
+    """A replayed call with the same layouts and other values."""
     first = case_of(name, 3, "cpu", (129, 200))
     values = {"q": first.arguments["q"].flip(-1), "k": first.arguments["k"] * 0.5, "v": first.arguments["v"] + 1}
     second = replace(first, arguments=first.arguments | {name: x.contiguous() for name, x in values.items()})
     first = replace(first, arguments=first.arguments | {name: first.arguments[name].contiguous() for name in values})
     with emulated(CORES, 0) as launched, poisoned_allocation():
         first.run("hopper")
-        written = dict(replay._PASSES)
-        assert len(written) == 1 + ("backward_kernel" in launched)
+        recorded = dict(replay._PASSES)
+        assert len(recorded) == 1 + ("backward_kernel" in launched)
         results = second.run("hopper")
-        assert written == replay._PASSES
+        assert recorded == replay._PASSES
     assert [str(x) for x in compare(results, second, solve(second)) if not x.ok] == []
 
 
 def test_gradients_repeat_bitwise_in_any_order_of_events() -> None:
-    """Those that are asked to; without that, dq depends on the order."""
+    """With deterministic=True; without it, dq depends on the order, dk and dv do not."""
     q, k, v, dout = (torch.randn(1, 3, 400, 128, dtype=torch.float16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -107,7 +107,7 @@ def test_gradients_repeat_bitwise_in_any_order_of_events() -> None:
 
 
 @pytest.mark.parametrize(("needed", "kernel"), [("q", "dq_kernel"), ("k", "dkdv_kernel")])
-def test_wide_gradients_that_nobody_needs_are_not_computed(needed: str, kernel: str) -> None:
+def test_split_backward_computes_needed_gradients_only(needed: str, kernel: str) -> None:
     tensors = {name: torch.randn(1, 2, 130, 256, dtype=torch.bfloat16) for name in "qkv"}
     tensors[needed].requires_grad_()
     with emulated(CORES, 0) as launched:
@@ -143,7 +143,7 @@ STORE_SMEM = ".store(out.to(desc.dtype))"
 DS_BARRIER = "            barrier_sync(DS_BARRIER, CONSUMER_THREADS)\n"
 WAIT_DK = "            dk, partial_p = gemm_wait_with(dk, partial_p)\n"
 RELEASE_ROWS = "            consumer_release(rows.empty, count, STAGES)\n"
-WAIT_READ = "tma.store_wait(0)  # the copy engine has read them\n            "
+WAIT_READ = "tma.store_wait(0)  # TMA has read the staging buffer\n            "
 RELEASE_DQ = "mbarrier.arrive(dq_pipeline.empty.index(warpgroup), count=1)\n            "
 SPLIT_DK, SPLIT_DQ = (f"            {x} = gemm_wait({x})\n" for x in ("dk", "dq"))
 RELEASE_DQ_K = "            consumer_release(kv.empty, 2 * count + 1, KV_STAGES)\n"
@@ -167,7 +167,7 @@ BUGS = (
         "0)\n\n\n@gluon.jit\ndef producer_acquire",
     ),
     Bug("stage never released", MAINLOOP, "consumer_release(v.empty, count, STAGES)", "pass"),
-    Bug("staged output overwritten before it is read", EPILOGUE, "tma.store_wait(0)  # what", "# what"),
+    Bug("staged output overwritten before it is read", EPILOGUE, "tma.store_wait(0)  # TMA", "# TMA"),
     Bug("no fence before the output is stored", EPILOGUE, f"{STORE_SMEM}\n        fence_async_shared()", STORE_SMEM),
     Bug("product read in flight", FORWARD, "gemm_wait(gemm_rs(", "(gemm_rs("),
     Bug("acc not rescaled", MAINLOOP, "softmax.rescale(acc, alpha, changed)", "acc"),
@@ -238,4 +238,4 @@ def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
                 return
         except EmulationError:
             return
-    pytest.fail("nobody noticed")
+    pytest.fail("not detected")

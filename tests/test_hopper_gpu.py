@@ -1,6 +1,6 @@
-"""The Hopper backend on its GPU: `pytest -m gpu tests/test_hopper_gpu.py`.
+"""The Hopper backend on a GPU: `pytest -m gpu tests/test_hopper_gpu.py`.
 
-A barrier that is never signalled hangs: a test that takes too long ends the process, and says where it was.
+A barrier that is never signaled hangs: a test that takes too long ends the process and prints the stack.
 """
 
 import faulthandler
@@ -22,12 +22,12 @@ from flashtile.testing.tolerance import compare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(support.unusable() is not None, reason=f"{support.unusable()}")]
 PROBLEMS = 8  # of each variant
-PATIENCE = 300  # seconds for one test, the compilation of its kernels included
+TIMEOUT = 300  # seconds for one test, compilation included
 
 
 @pytest.fixture(autouse=True)
 def watchdog() -> Iterator[None]:
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    faulthandler.dump_traceback_later(TIMEOUT, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
 
@@ -41,7 +41,7 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
     "name", ["full 64", "causal 64", "window 64", "packed sinks 64", "causal 96", "window 96", "packed 96"]
 )
 def test_three_warpgroups(name: str) -> None:
-    """Which are chosen for long sequences only."""
+    """A configuration otherwise chosen for long sequences only."""
     planner.forget_plans()
     try:
         with mock.patch.object(tables, "MIN_KEYS_3WG", 0), mock.patch.object(replay, "_PASSES", {}):
@@ -54,7 +54,7 @@ def check_random_problems(name: str) -> None:
     failures = []
     for seed in range(PROBLEMS):
         case = case_of(name, seed, "cuda")
-        if case.arguments.get("max_seqlen_q", LONGER[0]) < LONGER[0]:  # nothing to compute but zero-length sequences
+        if case.arguments.get("max_seqlen_q", LONGER[0]) < LONGER[0]:  # only zero-length sequences
             continue
         with poisoned_allocation():
             results = {key: x.cpu() for key, x in case.run("hopper").items()}
@@ -90,7 +90,7 @@ def test_repeats_are_bitwise_equal() -> None:
 
 
 def test_gradients_repeat_bitwise() -> None:
-    """More programs than multiprocessors, several heads at work at a time. dk and dv have one order anyway."""
+    """More programs than SMs, several heads at a time. dk and dv repeat without deterministic=True."""
     dense = (((2, 5, 700, 64), True), ((3, 24, 1025, 128), True), ((2, 8, 1500, 128), False), ((2, 8, 1000, 256), True))
     for shape, causal in dense:
         q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -104,7 +104,7 @@ def test_gradients_repeat_bitwise() -> None:
 
 
 @pytest.mark.parametrize("name", ["sum", "transposed", "every second feature", "off by one"])
-def test_gradients_of_outputs_that_lie_anyhow(name: str) -> None:
+def test_strides_of_dout(name: str) -> None:
     q, k, v = (torch.randn(2, 4, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     out = flashtile.attention(q, k, v, causal=True, backend="hopper")
     wide = torch.randn(2, 4, 200, 129, device="cuda", dtype=torch.bfloat16)

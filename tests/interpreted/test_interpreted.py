@@ -234,8 +234,8 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> N
 
 
 @pytest.mark.parametrize("chunks", [(64,), (64, 32)])
-def test_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
-    """Its kernels in front and behind are Triton's: blocks of rows begin without a turn, whatever lies in memory."""
+def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
+    """Preprocess and postprocess. The dq semaphores are reset, whatever was in memory."""
     from flashtile.backend.hopper.kernels.postprocess import postprocess_kernel
     from flashtile.backend.hopper.kernels.preprocess import preprocess_kernel
     from flashtile.backend.hopper.tables import NUM_WARPGROUPS, HeadDim
@@ -278,8 +278,8 @@ def test_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
 
 
 def swizzled(dq_accum: torch.Tensor, chunks: tuple[int, ...]) -> torch.Tensor:
-    """dq's sums `[..., rows, D]` as the Hopper kernel leaves them: each 64 rows and 64 columns, or 32 if a chunk has no
-    more, in the order of its threads.
+    """dq accumulators `[..., rows, D]` in the order that the Hopper kernel writes: swizzled in squares of 64 rows and
+    64 columns, or 32 where a chunk has no more.
     """
     return torch.cat([swizzled_chunk(x) for x in dq_accum.split(chunks, -1)], -1)
 
@@ -294,8 +294,10 @@ def swizzled_chunk(dq_accum: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunks", [(64, 32), (128,)])
-def test_packed_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
-    """The b-th sequence begins with block `cu_seqlens_q[b] // BLOCK_M + b`; tokens of none are one sequence more."""
+def test_hopper_postprocess_of_packed_rows(chunks: tuple[int, ...]) -> None:
+    """Sequence b begins with block `cu_seqlens_q[b] // BLOCK_M + b`; tokens outside all sequences are one more
+    sequence.
+    """
     from flashtile.backend.hopper.kernels.postprocess import postprocess_kernel
     from flashtile.backend.hopper.tables import NUM_WARPGROUPS, HeadDim
 

@@ -1,4 +1,4 @@
-"""What the launches of one backward pass have in common: its tensors, and the numbers of rows that come first."""
+"""Tensors, kernel arguments and the preprocessing launch that the fused and the split backward pass share."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,17 +26,17 @@ from .kernels.preprocess import preprocess_kernel
 from .semaphores import tile_count_semaphore
 from .tables import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
 
-L2_BYTES = 24 * 2**20  # of rows and of what is added up for them, that the L2 cache keeps
+L2_BYTES = 24 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
 WARPS = 4
 
 
 class BlockCounts(NamedTuple):
-    """How many blocks there are; of packed sequences, how many there can be."""
+    """Numbers of blocks; upper bounds if packed."""
 
-    heads: int  # of queries, of all dense sequences
-    m_blocks: int  # of each
-    n_blocks: int  # of a key head of one dense sequence, or of all packed ones
-    num_tiles: int  # blocks of keys of all heads
+    heads: int  # query heads; dense: of all sequences
+    m_blocks: int  # blocks of rows of a head
+    n_blocks: int  # blocks of keys of a key head; dense: of one sequence
+    num_tiles: int  # blocks of keys of all key heads
 
     @classmethod
     def of(cls, config: FusedBackwardConfig | DkdvConfig, q: Tensor, k: Tensor, batch: int) -> "BlockCounts":
@@ -50,7 +50,7 @@ class BlockCounts(NamedTuple):
 
 
 class BackwardLaunches:
-    """One backward pass, whose dk and dv come from a kernel with this tile. Each head has `padded_rows` rows."""
+    """Recorded launches of one backward pass. `config` is that of the kernel for dk and dv."""
 
     def __init__(
         self, recorder: Recorder, config: FusedBackwardConfig | DkdvConfig, call: Call, t: Tensors, dout: Tensor
@@ -75,7 +75,7 @@ class BackwardLaunches:
         return self.recorder.new(self.q.new_empty(shape, dtype=dtype))
 
     def row_kernel_scalars(self) -> dict[str, Any]:
-        """Numbers for the kernels with a program for each block of rows."""
+        """Scalars of the kernels that run one program for each block of rows."""
         return {
             "num_tiles": self.blocks.m_blocks,
             "num_heads": self.q.shape[1],
@@ -84,6 +84,7 @@ class BackwardLaunches:
         }
 
     def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None, dq_semaphore: Tensor | None) -> None:
+        """Launch the kernel for the row statistics, which also resets the dq semaphores."""
         scalars = {
             **self.row_kernel_scalars(),
             **strides("out", out, ALIGN),
@@ -103,7 +104,7 @@ class BackwardLaunches:
         self.recorder.launch(preprocess_kernel, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
 
     def input_pointers(self) -> Pointers:
-        """What passes by, for the copy engine, and what a kernel reads besides."""
+        """Descriptors and pointers of the inputs."""
         block_m, (box, box_v) = self.config.block_m, (x.box for x in (self.config.head_dim, self.config.head_dim_v))
         return {
             "q_desc": Described(self.q, self.make_descriptor, (block_m, box)),
@@ -118,29 +119,29 @@ class BackwardLaunches:
         }
 
     def row_stats_pointers(self) -> Pointers:
-        """The numbers of rows, for the copy engine."""
+        """TMA descriptors of the row statistics."""
         return {
             "neg_lse_log2_desc": Described(self.neg_lse_log2, row_stats_descriptor, self.config.block_m),
             "neg_delta_desc": Described(self.neg_delta, row_stats_descriptor, self.config.block_m),
         }
 
     def new_dk_dv(self) -> tuple[Tensor, Tensor]:
-        """dk and dv."""
+        """Buffers for dk and dv."""
         return self.new_key_gradient(self.tensors.k), self.new_key_gradient(self.tensors.v)
 
     def new_key_gradient(self, x: Tensor) -> Tensor:
-        """dk or dv. The kernel writes no keys past those that are used."""
+        """Buffer for dk or dv. With `seqused_k` it is zeroed: the kernels write no gradients of unused keys."""
         if self.seqused_k is None:
             return self.recorder.new(new_rows(x, x.shape[1], x.shape[-1], x.dtype))
         return self.recorder.op(partial(torch.zeros_like, memory_format=torch.contiguous_format), x)
 
     def new_dq(self) -> Tensor:
-        """dq."""
+        """Buffer for dq."""
         q = self.tensors.q
         return self.recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
 
     def common_scalars(self) -> dict[str, Any]:
-        """Of kernels that walk over rows or keys."""
+        """Scalars of all kernels that compute gradients."""
         return {
             **score_units(self.call),
             **window_numbers(self.call),
@@ -155,7 +156,7 @@ class BackwardLaunches:
         }
 
     def key_kernel_scalars(self, bytes_per_row: int) -> dict[str, Any]:
-        """Of the kernel that computes dk and dv, whose rows take so much of the L2 cache."""
+        """Scalars of the kernel for dk and dv; `bytes_per_row` is the L2 footprint of a row of its inputs."""
         heads_k = self.k.shape[1]
         return {
             **self.common_scalars(),
@@ -168,8 +169,10 @@ class BackwardLaunches:
         }
 
     def l2_swizzle(self, bytes_per_row: int) -> int:
-        """Heads of keys that are worked on together. One section just fills the device, so that programs that wait for
-        each other begin together; and where keys are seen by different numbers of rows, the L2 cache has to hold it.
+        """Key heads that are scheduled together.
+
+        One group just fills the device, so that programs that wait for each other start together. With a window or a
+        diagonal, the group also has to fit the L2 cache, as its blocks of keys visit different rows.
         """
         resident_heads = max(1, self.programs // self.blocks.n_blocks)
         if self.call.settings.window.unlimited:
@@ -178,11 +181,12 @@ class BackwardLaunches:
         return max(1, min(resident_heads, L2_BYTES // bytes_per_head))
 
     def sink_gradient(self) -> Tensor:
+        """dsinks; call after `preprocess`."""
         gradient = partial(sink_gradient_from_row_stats, self.q.shape[1])
         return self.recorder.op(gradient, self.sinks, self.neg_lse_log2, self.neg_delta)
 
 
 def sink_gradient_from_row_stats(num_heads: int, sinks: Tensor, neg_lse_log2: Tensor, neg_delta: Tensor) -> Tensor:
-    """dsinks, from the numbers of rows, of which those of padding add nothing."""
+    """dsinks from the row statistics, to which padding contributes 0."""
     lse, delta = (x.view(-1, num_heads, x.shape[-1]) for x in (neg_lse_log2 / -LOG2E, -neg_delta))
     return sink_gradient(sinks, lse, delta)

@@ -1,4 +1,4 @@
-"""The Hopper backend's entries: results are allocated, tensors described to the copy engine, kernels launched."""
+"""Entry points of the Hopper backend: allocate results, describe tensors for TMA, launch kernels."""
 
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from .tables import MMA_M, ForwardConfig
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
+    """Output and lse of a call."""
     config: ForwardConfig = plan.tile.forward
     out, lse = replay.run(("hopper", config, call.signature()), call.tensors[:-1], record_forward, config, call)
     assert out is not None
@@ -29,6 +30,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def record_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Results:
+    """Record the launches of a forward pass."""
     t = Tensors(*recorder.inputs)  # type: ignore[arg-type]
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
@@ -55,7 +57,7 @@ def record_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
 
 
 def __getattr__(name: str) -> Any:
-    """`backward`, when it is first asked for: its kernels take a third of the time that all of them take to import."""
+    """Import `backward` on first use: its kernels take a third of the time to import all kernels."""
     if name != "backward":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .host_backward import backward
@@ -65,7 +67,7 @@ def __getattr__(name: str) -> Any:
 
 
 def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, Any]]:
-    """Programs, and the arguments of the kernel that are no tensors."""
+    """Number of programs, and the kernel's scalar arguments."""
     t = call.tensors
     scheduling = scheduler_args(call, config.block_m)
     return min(describe_device(t.q.device).cores, scheduling["num_tiles"]), {

@@ -1,4 +1,4 @@
-"""The launches of a backward pass in one kernel, which adds dq up in memory, and of what makes dq of the sums."""
+"""Launches of the fused backward pass: one kernel that accumulates dq in memory, and the conversion of dq."""
 
 from typing import Any
 
@@ -17,6 +17,8 @@ from .tables import ALIGN, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
 
 
 class FusedBackward(BackwardLaunches):
+    """The fused backward pass: preprocess, backward, postprocess."""
+
     config: FusedBackwardConfig
 
     def __init__(self, recorder: Recorder, config: FusedBackwardConfig, call: Call, t: Tensors, dout: Tensor):
@@ -25,7 +27,7 @@ class FusedBackward(BackwardLaunches):
         self.dq_accum = self.empty(self.blocks.heads * self.padded_rows, config.head_dim.width)
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, _: Needs) -> Results:
-        """dq, dk and dv, all of which one kernel computes."""
+        """Launch all kernels; returns dq, dk and dv."""
         self.preprocess(out, lse, dlse, self.dq_semaphore)
         dk, dv = self.new_dk_dv()
         box = (MMA_M, self.config.head_dim.box)
@@ -44,6 +46,7 @@ class FusedBackward(BackwardLaunches):
         return self.postprocess(), dk, dv
 
     def postprocess(self) -> Tensor:
+        """Launch the conversion of dq."""
         dq = self.new_dq()
         scalars: dict[str, Any] = {
             **self.row_kernel_scalars(),

@@ -1,4 +1,4 @@
-"""The backward pass of a call: numbers of rows first, then one kernel or, for wide heads, two."""
+"""Host code of the backward pass: record or replay its launches."""
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from .tables import FusedBackwardConfig, SplitBackwardConfig
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
+    """Gradients of a call."""
     results, config = (out, lse, dout, dlse), plan.tile.backward
     key = ("hopper backward", config, needs, call.signature(), *map(memory_of, results))
     dq, dk, dv, dsinks = replay.run(key, (*call.tensors[:-1], *results), record_backward, config, call, needs)
@@ -26,6 +27,7 @@ def backward(
 def record_backward(
     recorder: Recorder, config: FusedBackwardConfig | SplitBackwardConfig, call: Call, needs: Needs
 ) -> Results:
+    """Record the launches of a backward pass."""
     *inputs, out, lse, dout, dlse = recorder.inputs
     assert out is not None
     assert lse is not None

@@ -1,13 +1,13 @@
-"""How many tiles of rows a call has, and in what order they are taken (`schedule.Work`)."""
+"""Arguments of the tile scheduler for tiles of rows (`kernels.shared.tile_scheduler`)."""
 
 from ...call.call import Call
 from .tables import max_blocks
 
-L2_BYTES = 16 * 2**20  # keys and values that the L2 cache keeps while others pass
+L2_BYTES = 16 * 2**20  # of keys and values that stay in the L2 cache
 
 
 def scheduler_args(call: Call, block_m: int) -> dict[str, int]:
-    """For a kernel whose tiles have `block_m` rows."""
+    """Scheduler arguments of a kernel whose tiles have `block_m` rows."""
     dense = call.tensors.cu_seqlens_q is None
     return dense_scheduler_args(call, block_m) if dense else packed_scheduler_args(call, block_m)
 
@@ -27,7 +27,7 @@ def dense_scheduler_args(call: Call, block_m: int) -> dict[str, int]:
 
 
 def packed_scheduler_args(call: Call, block_m: int) -> dict[str, int]:
-    """Tokens; tiles as many as there can be, those of tokens that belong to no sequence included."""
+    """Sequence lengths are unknown to the host: token counts, and an upper bound of the tiles."""
     tokens, heads, _ = call.tensors.q.shape
     assert call.tensors.cu_seqlens_q is not None
     batch = call.tensors.cu_seqlens_q.shape[0] - 1
@@ -43,7 +43,11 @@ def packed_scheduler_args(call: Call, block_m: int) -> dict[str, int]:
 
 
 def l2_swizzle(call: Call) -> int:
-    """Heads that are worked on together: where rows see different numbers of keys, as many as the L2 cache holds."""
+    """Query heads that are scheduled together.
+
+    With a window or a diagonal, as many as the L2 cache holds keys and values for, since their tiles see different
+    keys.
+    """
     q, k, v = call.tensors.q, call.tensors.k, call.tensors.v
     group = q.shape[1] // k.shape[1]
     if call.settings.window.unlimited:

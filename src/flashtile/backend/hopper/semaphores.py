@@ -1,4 +1,4 @@
-"""The counters that persistent programs take their work from."""
+"""The semaphore from which persistent programs take their tiles."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ semaphores: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def tile_count_semaphore(device: torch.device, packed: bool) -> Tensor:
-    """A zero that a launch counts with. One of dense sequences leaves it at zero: launches on a stream share it.
-    A captured one may run beside others, and has its own.
+    """A zero-initialized semaphore.
+
+    Dense launches reset it on exit and share one for each stream. Packed launches and captured graphs, which may run
+    beside other launches, get their own.
     """
     if packed or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The launches of a backward pass of wide heads: a kernel for dq, one for dk and dv."""
+"""Launches of the split backward pass for head dimensions over 128: one kernel for dq, one for dk and dv."""
 
 from torch import Tensor
 
@@ -13,12 +13,14 @@ from .tables import ALIGN, SplitBackwardConfig
 
 
 class SplitBackward(BackwardLaunches):
+    """The split backward pass: preprocess, dkdv, dq."""
+
     def __init__(self, recorder: Recorder, config: SplitBackwardConfig, call: Call, t: Tensors, dout: Tensor):
         super().__init__(recorder, config.dkdv, call, t, dout)
         self.dq_config = config.dq
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
-        """dq, dk and dv, where they are needed."""
+        """Launch the kernels whose gradients are needed; returns dq, dk and dv."""
         self.preprocess(out, lse, dlse, None)
         dk, dv = self.launch_dkdv() if needs.k or needs.v else (None, None)
         return self.launch_dq() if needs.q else None, dk, dv

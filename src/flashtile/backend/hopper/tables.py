@@ -1,4 +1,4 @@
-"""Tiles of the Hopper kernels: at head dimensions 64 and 128 as measured on an H200, at others as counted
+"""Kernel configurations: measured on an H200 for head dimensions 64 and 128, derived from resource counts for others
 (docs/performance-notes.md).
 """
 
@@ -9,29 +9,29 @@ from ...call.device import Device
 from ...call.problem import Problem
 from ..gpu.installed import triton_version
 
-MMA_M = 64  # of one warpgroup
-DQ_COLUMNS = 64  # of dq at most, that one warpgroup computes
-NUM_WARPGROUPS = 2  # of a block of 128 keys in backward, and shares of its dq: one for each computing warpgroup
-ALIGN = 8  # elements, of which strides of rows are multiples
-RAGGED_EXTENT = 2**30  # of the dimension in which packed rows are described to the copy engine
-MIN_KEYS_3WG = 1024  # of a row, from which on wide tiles pay
-IN_ORDER_MIN_KEYS = 8192  # keys, from which on sums of dq in one order are faster than in any
+MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
+DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
+NUM_WARPGROUPS = 2  # consumers in backward, with 64 keys and one share of dq each
+ALIGN = 8  # elements; divides the strides of rows
+RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
+MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster
+IN_ORDER_MIN_KEYS = 8192  # keys from which accumulating dq in order is faster than in any order
 
 
 class Constexpr:
-    """What is compiled into a kernel."""
+    """Base of objects that kernels take as constexpr arguments."""
 
     @property
     def cache_key(self) -> str:
-        """By which Triton tells kernels apart on disk; without it by `str`, which is for people."""
+        """Identity in Triton's disk cache, which would use `str`; that is for people."""
         return repr(self)
 
 
 @dataclass(frozen=True)
 class HeadDim(Constexpr):
-    """A head dimension, split into `chunks`, powers of two as products take them.
+    """A head dimension, split into `chunks` that are powers of two, as tensors require.
 
-    The copy engine fills them with boxes as wide as the narrowest chunk, so that one kind of box serves all.
+    TMA boxes are as wide as the narrowest chunk, so that one kind of box fills all chunks.
     """
 
     chunks: tuple[int, ...]
@@ -42,7 +42,7 @@ class HeadDim(Constexpr):
 
     @property
     def padded_width(self) -> int:
-        """Columns of memory that holds all chunks side by side, a power of two."""
+        """Columns of shared memory that holds all chunks side by side, a power of two."""
         return 1 << (self.width - 1).bit_length()
 
     @property
@@ -61,20 +61,18 @@ class HeadDim(Constexpr):
 
 @dataclass(frozen=True)
 class ForwardConfig(Constexpr):
-    """One kernel's tile: `64 * consumers` query rows, `block_n` keys of `stages` blocks at a time, and how many
-    registers a thread of each role has.
-    """
+    """Forward kernel: tiles of `64 * num_warpgroups` rows, blocks of `block_n` keys in `stages`."""
 
     head_dim: HeadDim  # of q and k
     head_dim_v: HeadDim  # of v and the results
-    epilogue_columns: int  # columns of results that leave at once, a power of two
+    epilogue_columns: int  # of the output in one TMA store, a power of two
     block_n: int
     num_warpgroups: int
     stages: int
     consumer_registers: int = 240
     producer_registers: int = 24
-    q_stages: int = 2  # in shared memory, for each consumer; one is copied anew during its tile's last step
-    speculative_exps: int = 16  # of a thread's exponentials in a step: computed before the maximum is known
+    q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
+    speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
 
     @property
     def block_m(self) -> int:
@@ -86,28 +84,26 @@ class ForwardConfig(Constexpr):
 
 @dataclass(frozen=True)
 class DqShare(Constexpr):
-    """What one warpgroup computes of a block's dq: 64 rows of some columns."""
+    """One warpgroup's share of a block's dq: 64 rows of some columns."""
 
-    row: int  # the first one, in the block
-    column: int  # the first one
+    row: int  # first row in the block
+    column: int  # first column
     width: int
-    chunk: int  # in which these columns are
+    chunk: int  # of these columns
 
 
 @dataclass(frozen=True)
 class FusedBackwardConfig(Constexpr):
-    """The backward kernel's tile: 128 keys, `block_m` query rows at a time in `stages`; and the order of its work
-    (`backward_schedule`).
-    """
+    """Fused backward kernel: tiles of 128 keys, blocks of `block_m` rows in `stages`."""
 
     head_dim: HeadDim  # of q, k and v
     block_m: int
     stages: int
     consumer_registers: int
     producer_registers: int
-    early_half_exps: bool  # half of a block's exponentials are computed a product earlier
-    lpt: bool = False
-    in_order: bool = False  # sums of dq have one order (`backward_sums`)
+    early_half_exps: bool  # compute half of a block's exponentials one product earlier
+    lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
+    in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
     block_n: int = 2 * MMA_M
     kind: Literal["fused"] = "fused"
 
@@ -128,7 +124,7 @@ class FusedBackwardConfig(Constexpr):
 
 @dataclass(frozen=True)
 class DqConfig(Constexpr):
-    """The tile of the kernel that computes dq of wide heads: as forward's, with keys and values in turn in `slots`."""
+    """dq kernel: tiles of `64 * num_warpgroups` rows; keys and values alternate in `kv_stages`."""
 
     head_dim: HeadDim
     head_dim_v: HeadDim
@@ -145,21 +141,21 @@ class DqConfig(Constexpr):
 
 @dataclass(frozen=True)
 class DkdvConfig(Constexpr):
-    """The tile of the kernel that computes dk and dv of wide heads: 64 keys, 64 query rows at a time in `stages`."""
+    """dk and dv kernel: tiles of 64 keys, blocks of 64 rows in `stages`."""
 
     head_dim: HeadDim
     head_dim_v: HeadDim
     stages: int
     block_m: int = MMA_M
     block_n: int = MMA_M
-    lpt: bool = True  # nobody waits for others: the longest work comes first
+    lpt: bool = True  # programs never wait for each other
     consumer_registers: int = 240
     producer_registers: int = 24
 
 
 @dataclass(frozen=True)
 class SplitBackwardConfig(Constexpr):
-    """Two kernels: over 128 features sums of dq in memory cost more than scores computed twice."""
+    """Two kernels: over 128 features, accumulating dq in memory costs more than computing scores twice."""
 
     dq: DqConfig
     dkdv: DkdvConfig
@@ -171,12 +167,14 @@ class SplitBackwardConfig(Constexpr):
 
 
 class TileConfig(NamedTuple):
+    """Configurations of a problem's kernels."""
+
     forward: ForwardConfig
     backward: FusedBackwardConfig | SplitBackwardConfig
 
 
 D64, D96, D128, D192, D256 = (HeadDim(x) for x in ((64,), (64, 32), (128,), (128, 64), (256,)))
-# By the head dimensions of q and v: these, columns of results that leave at once, keys, warpgroups, stages.
+# Keys: head dimensions of q and v. Fields: these, epilogue_columns, block_n, num_warpgroups, stages.
 TWO_WARPGROUPS = {
     (64, 64): ForwardConfig(D64, D64, 64, 128, 2, 4),
     (96, 96): ForwardConfig(D96, D96, 128, 128, 2, 3),
@@ -185,7 +183,7 @@ TWO_WARPGROUPS = {
     (192, 192): ForwardConfig(D192, D192, 128, 64, 2, 3, q_stages=1, speculative_exps=12),
     (256, 256): ForwardConfig(D256, D256, 128, 64, 2, 2, q_stages=1, speculative_exps=12),
 }
-# Read keys less often, have more rows past the last one, and no registers to keep guesses in.
+# Three warpgroups read keys less often, waste more rows at the end, and have no registers for speculative values.
 THREE_WARPGROUPS = {
     (64, 64): ForwardConfig(D64, D64, 64, 128, 3, 4, 160, 32, speculative_exps=0),
     (96, 96): ForwardConfig(D96, D96, 64, 64, 3, 4, 160, 32, speculative_exps=0),
@@ -200,40 +198,43 @@ SPLIT_BACKWARD = {
     (192, 192): SplitBackwardConfig(DqConfig(D192, D192, kv_stages=5), DkdvConfig(D192, D192, stages=2)),
     (256, 256): SplitBackwardConfig(DqConfig(D256, D256, kv_stages=3), DkdvConfig(D256, D256, stages=2)),
 }
-NO_SPILL_TRITON = (3, 6)  # newer versions of Triton keep more in registers than WIDE's have
+NO_SPILL_TRITON = (3, 6)  # with newer versions, kernels of three warpgroups spill registers
 
 
 def tile_config(problem: Problem, device: Device) -> TileConfig:
-    features = problem.softcap or problem.alibi  # take more registers than three warpgroups have
+    """Configurations for a problem."""
+    features = problem.softcap or problem.alibi  # need more registers than three warpgroups have
     fits = triton_version() == NO_SPILL_TRITON and not features
     head_dims = problem.head_dim, problem.head_dim_v
-    min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window has masks on both sides
+    min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides
     three = head_dims in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits
     forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[head_dims]
     return TileConfig(forward, backward_config(problem))
 
 
 def backward_config(problem: Problem) -> FusedBackwardConfig | SplitBackwardConfig:
+    """Configuration of the backward pass."""
     head_dims = problem.head_dim, problem.head_dim_v
     if head_dims in SPLIT_BACKWARD:
         return SPLIT_BACKWARD[head_dims]
     config = FUSED_BACKWARD[problem.head_dim]
     limited = not problem.window.unlimited
-    # Without a diagonal, an order keeps programs in step, so that they read the same rows from the L2 cache.
+    # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache.
     in_order = problem.deterministic or (not limited and problem.seqlen_k >= IN_ORDER_MIN_KEYS)
     lpt = limited and (not in_order or config.block_m < config.block_n)
     return replace(config, lpt=lpt, in_order=in_order)
 
 
 def max_blocks(tokens: int, block: int, batch: int) -> int:
-    """Blocks that packed sequences can have. The tokens that belong to none are one sequence more, and each sequence
-    begins with a block.
+    """Upper bound of the blocks of packed sequences.
+
+    Each sequence begins with a block of its own, and tokens outside all sequences count as one more sequence.
     """
     return tokens // block + batch + 1
 
 
 def keys_per_row(problem: Problem) -> int:
-    """How many keys a row sees, about."""
+    """Approximate number of keys that a row sees."""
     window = problem.window
     keys = problem.seqlen_k
     if window.right is not None or window.top_left:

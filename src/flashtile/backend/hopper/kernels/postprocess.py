@@ -1,4 +1,4 @@
-"""dq in the input's dtype from its fp32 accumulators, after the fused backward kernel."""
+"""Conversion of dq from fp32 accumulators to the input's dtype, after the fused backward kernel."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def postprocess_kernel(
     stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, batch, scale,
     HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dq from its sums. Nothing has been written for a block of rows whose counter of turns is 0: it sees no key."""
+    """dq from its accumulators. A dq semaphore of 0 means that nothing was written: the rows see no key."""
     block, flat_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     b, head = (flat_head // num_heads).to(tl.int64), flat_head % num_heads
     row, exists = block_rows(block, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
@@ -25,7 +25,7 @@ def postprocess_kernel(
     for c in tl.static_range(len(HEAD_DIM.chunks)):
         feature = HEAD_DIM.offsets[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
         offset = first + tl.arange(0, BLOCK_M)[:, None] * HEAD_DIM.width + feature
-        written = tl.where(offset >= 0, writers, 0) > 0  # one number as a mask of this shape
+        written = tl.where(offset >= 0, writers, 0) > 0  # the scalar as a mask of this shape
         dq_i = unswizzled(tl.load(dq_accum + offset, mask=written, other=0.0), BLOCK_M, HEAD_DIM.chunks[c])
         x = dq + b * stride64(stride_dq_b, ALIGN) + head * stride64(stride_dq_h, ALIGN)
         offset = row[:, None] * stride64(stride_dq_m, ALIGN) + feature
@@ -34,7 +34,7 @@ def postprocess_kernel(
 
 @triton.jit
 def unswizzled(x, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """Undoes `backward_sums.scrambled` in each square of 64 rows and columns, or where there are 32, in these."""
+    """Undo `swizzle.swizzled` in each square of 64 rows and 64 columns, or 32 where a chunk has no more."""
     R: tl.constexpr = BLOCK_M // 64
     COLUMNS: tl.constexpr = min(WIDTH, 64)
     C: tl.constexpr = WIDTH // COLUMNS

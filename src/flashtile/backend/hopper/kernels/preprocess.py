@@ -1,4 +1,4 @@
-"""Row statistics of the backward pass, computed before its kernels run: the negated lse and delta."""
+"""Row statistics of the backward pass, computed before its kernels run: negated lse and delta."""
 
 import triton.language as tl
 
@@ -17,8 +17,9 @@ def preprocess_kernel(
     stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m,
     num_tiles, num_heads, seqlen_q, batch, HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """`start = -lse`, a base-2 logarithm, and `-delta = dlse - sum(dout * out)`. Padding and rows that saw nothing get
-    -inf, so that their probabilities come out as 0, and 0. No block of rows has had a turn yet.
+    """`neg_lse_log2 = -lse * log2(e)` and `neg_delta = dlse - sum(dout * out)`; resets the dq semaphores.
+
+    Padding and rows without visible keys get -inf, which makes their probabilities 0, and a delta of 0.
     """
     block, flat_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     b, head = (flat_head // num_heads).to(tl.int64), flat_head % num_heads

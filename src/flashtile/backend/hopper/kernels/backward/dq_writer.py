@@ -1,8 +1,9 @@
-"""The warps that add what each block of keys gives to dq to its sums in memory, one for each computing warpgroup.
+"""The warps that accumulate dq in global memory, one for each consumer warpgroup.
 
-The first block of keys that is taken for a block of rows writes, so that nothing has to be cleared, and the others wait
-until it has: a warpgroup's share of a block of rows has a counter. Where the same call has to give the same bits
-(`ordered`), it counts all that have added, and each waits for its turn: the order is that in which blocks are taken.
+The first block of keys for a block of rows stores, so that dq_accum need not be cleared; later blocks add, after
+waiting for the first one on a dq semaphore. There is one semaphore for each warpgroup's share of a block of rows. With
+IN_ORDER, for bitwise repeatable gradients, it counts all additions, and each block waits for its position in the
+scheduler's order.
 """
 
 from typing import NamedTuple
@@ -25,11 +26,11 @@ NUM_WARPGROUPS = gl.constexpr(tables.NUM_WARPGROUPS)
 
 
 class DqPipeline(NamedTuple):
-    """What a computing warpgroup hands over: its share of a block's dq."""
+    """Staging buffers for each warpgroup's share of dq."""
 
-    smem: gl.shared_memory_descriptor  # [HALVES, ROWS, COLUMNS] fp32, of which a share may leave columns free
-    full: NamedBarriers  # HALVES
-    empty: gl.shared_memory_descriptor  # [HALVES, 1] barriers
+    smem: gl.shared_memory_descriptor  # [NUM_WARPGROUPS, MMA_M, DQ_COLUMNS] fp32; a share may use fewer columns
+    full: NamedBarriers  # NUM_WARPGROUPS
+    empty: gl.shared_memory_descriptor  # [NUM_WARPGROUPS, 1] mbarriers
 
 
 class DqWriter(NamedTuple):
@@ -46,6 +47,7 @@ class DqWriter(NamedTuple):
 
 @gluon.jit
 def dq_writer_warp(warpgroup: gl.constexpr, writer, CONFIG: gl.constexpr):
+    """The partition that stores or adds one warpgroup's shares of dq."""
     BLOCK_M: gl.constexpr = CONFIG.block_m
     dq_pipeline, queue, group = writer.pipeline, writer.queue, writer.group
     tile_count = 0
@@ -62,12 +64,12 @@ def dq_writer_warp(warpgroup: gl.constexpr, writer, CONFIG: gl.constexpr):
             )
             position = n - n_blocks.lo if CONFIG.lpt else n_blocks.hi - 1 - n
             wait_for_dq_semaphore(semaphore, position if CONFIG.in_order else gl.minimum(position, 1))
-            fence_async_shared()  # for the warpgroup's stores: they are done when it comes to the barrier
+            fence_async_shared()  # for the warpgroup's stores, complete since the barrier
             if position == 0:
                 write_share(warpgroup, writer, row, True, CONFIG)
             else:
                 write_share(warpgroup, writer, row, False, CONFIG)
-            tma.store_wait(0)  # the copy engine has read them
+            tma.store_wait(0)  # TMA has read the staging buffer
             mbarrier.arrive(dq_pipeline.empty.index(warpgroup), count=1)
             if CONFIG.in_order | (position == 0):
                 wait_stores_complete()
@@ -80,7 +82,7 @@ def dq_writer_warp(warpgroup: gl.constexpr, writer, CONFIG: gl.constexpr):
 
 @gluon.jit
 def write_share(warpgroup: gl.constexpr, writer, row, FIRST: gl.constexpr, CONFIG: gl.constexpr):
-    """A share of a block."""
+    """Store (FIRST) or add a share of dq."""
     BOX: gl.constexpr = writer.desc.block_type.shape[-1]
     for n in gl.static_range(CONFIG.dq_shares[warpgroup].width // BOX):
         coord = (row + CONFIG.dq_shares[warpgroup].row, CONFIG.dq_shares[warpgroup].column + n * BOX)
@@ -93,6 +95,7 @@ def write_share(warpgroup: gl.constexpr, writer, row, FIRST: gl.constexpr, CONFI
 
 @gluon.jit
 def wait_for_dq_semaphore(semaphore, position):
+    """Wait until `position` blocks of keys have contributed; orders later TMA operations behind them."""
     arrived = load_acquire(semaphore)
     while arrived < position:
         arrived = load_acquire(semaphore)

@@ -1,13 +1,13 @@
-"""FlashAttention's backward pass on Hopper (Shah et al., "FlashAttention-3", 2024, section 3 and appendix B), in Gluon.
+"""Fused backward kernel for Hopper (Shah et al., "FlashAttention-3", 2024, section 3 and appendix B), in Gluon.
 
-A program owns 128 keys of a head and walks over the rows that see them; one warp schedules, one copies, two warpgroups
-of 64 keys each compute. Tiles are transposed, `[N, M]`: probabilities and their gradients are left operands of dv and
-dk in the registers that they are in. Gradients of scores also pass through shared memory: each warpgroup computes its
-share of the block's dq from all 128 keys. Two more warps add these shares to sums in fp32, of which `rows` makes dq in
-the end.
+A persistent program takes a block of 128 keys of a head and iterates over the rows that see it, with a scheduler warp,
+a producer warp and two consumer warpgroups of 64 keys each. Blocks are transposed, `[N, M]`, so that p and ds are left
+operands of dv and dk in the registers that hold them. ds also passes through shared memory: each warpgroup computes its
+share of the block's dq from all 128 keys. Two more warps accumulate the shares in fp32 (`dq_writer`), which
+`postprocess` converts.
 
-Products follow each other so that other work is done beside each: exponentials beside that of dout with v; the exchange
-of gradients of scores beside dv; then comes dq, which is handed over beside the next scores and dk.
+The products are ordered so that each overlaps other work: the exponentials overlap dout's product with v, the exchange
+of ds overlaps dv, and the hand-over of dq overlaps the next scores and dk.
 """
 
 from typing import NamedTuple
@@ -52,13 +52,13 @@ from .scores import begin_probabilities, block_coord, finish_probabilities
 from .tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
 
 DS_STAGES = gl.constexpr(2)
-CONSUMER_THREADS = gl.constexpr(256)  # threads of the warpgroups that compute
-PIPELINE_THREADS = gl.constexpr(256 + 32)
-DS_BARRIER = LAST_BARRIER  # where they meet when gradients of scores are in shared memory
+CONSUMER_THREADS = gl.constexpr(256)
+PIPELINE_THREADS = gl.constexpr(256 + 32)  # with the producer warp
+DS_BARRIER = LAST_BARRIER  # both warpgroups have stored their ds
 
 
 class BackwardOutputs(NamedTuple):
-    """Where results go, and the shared memory that gradients of scores pass through."""
+    """Gradients, and the shared memory that ds passes through."""
 
     dk: gl.tensor  # descriptor
     dv: gl.tensor  # descriptor
@@ -87,8 +87,8 @@ def backward_kernel(
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Boxes of q and dout are [1, 1, BLOCK_M, columns], those of k, v, dk and dv [1, 1, ROWS, columns], that of dq
-    [ROWS, columns], those of the numbers of rows [1, BLOCK_M]. Packed sequences are described as in `forward_kernel`.
+    """Boxes: q and dout `[1, 1, BLOCK_M, columns]`, k, v, dk and dv `[1, 1, MMA_M, columns]`, dq_accum `[MMA_M,
+    columns]`, row statistics `[1, BLOCK_M]`. Packed sequences are described as in `forward_kernel`.
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -134,9 +134,9 @@ def backward_kernel(
 
 @gluon.jit
 def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
-    """A warpgroup that computes dk and dv of 64 keys, and its share of the dq that 128 keys give."""
+    """The partition that computes dk and dv of 64 keys, and its share of the dq of 128 keys."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
-    CHUNKS: gl.constexpr = len(HEAD_DIM.chunks)  # products that one of a head dimension takes
+    CHUNKS: gl.constexpr = len(HEAD_DIM.chunks)  # wgmmas of a product over the head dimension
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -157,7 +157,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         for h in gl.static_range(NUM_WARPGROUPS):
             consumer_wait(k, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
             consumer_wait(v, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
-        tma.store_wait(0)  # the last tile's dk has left
+        tma.store_wait(0)  # TMA has read the previous tile's dk
         thread_barrier()
         m, group_head = first_m_block(tile, CONFIG.lpt), 0
         steps = group * (tile.hi - tile.lo)
@@ -172,7 +172,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             dout_i = stage_chunks(rows.dout, count, STAGES)
             masked = (m < full_lo) | (m >= blocks.full_hi)
 
-            # An accumulator is written before a product is in flight: ptxas would wait for it.
+            # Write accumulators before any product is in flight: ptxas would insert a wait.
             consumer_wait(rows.dout, count, STAGES)
             dp = rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout).broadcast_to([MMA_M, BLOCK_M])
             dp = gemm_nt(stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS), dout_i, dp, ACCUMULATE=True)
@@ -185,17 +185,17 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
                 p = where_bits(visible, p, 0.0)
             ds_weight = scores.derivative(p, score, params)
             dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
-            if masked:  # 0 * dp would be NaN where dp is
+            if masked:  # 0 * dp is NaN where dp is
                 dp = where_bits(visible, dp, 0.0)
             ds = (ds_weight * dp).to(dtype)
             stage = stage_of(count, DS_STAGES) * NUM_WARPGROUPS
             outputs.ds.index(stage + warpgroup).store(ds)
             dv = gemm_rs(dv, p.to(dtype), dout_i)
             barrier_sync(DS_BARRIER, CONSUMER_THREADS)
-            fence_async_shared()  # for both warpgroups' stores: each one's are done when it comes to the barrier
+            fence_async_shared()  # for both warpgroups' stores, complete since the barrier
             dq = start_dq(outputs.ds, k, stage, warpgroup, CONFIG)
-            dv = gemm_wait(dv, NUM_WARPGROUPS)  # its operand's registers are needed
-            # The next block's scores; once more the last one's, which nobody reads.
+            dv = gemm_wait(dv, NUM_WARPGROUPS)  # frees the registers of p
+            # The next block's scores; after the last block its own again, unused.
             next_count = gl.where(steps_left > 1, count + 1, count)
             s = start_qk(rows, k, next_count, zeros, warpgroup, CONFIG)
             dk = gemm_rs(dk, ds, q_i)
@@ -225,7 +225,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
 
 @gluon.jit
 def start_qk(rows, k, count, zeros, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
-    """`k @ q^T` `[ROWS, BLOCK_M]` with the count-th block of rows, in flight."""
+    """Issue `k @ q^T [MMA_M, BLOCK_M]` with block of rows number `count`."""
     consumer_wait(rows.q, count, CONFIG.stages)
     q_i = stage_chunks(rows.q, count, CONFIG.stages)
     return gemm_nt(stage_chunks(k, opaque(warpgroup), NUM_WARPGROUPS), q_i, zeros)
@@ -233,7 +233,7 @@ def start_qk(rows, k, count, zeros, warpgroup: gl.constexpr, CONFIG: gl.constexp
 
 @gluon.jit
 def start_dq(ds, k, stage, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
-    """The warpgroup's share of `ds @ k` `[BLOCK_M, D]`, in flight."""
+    """Issue the warpgroup's share of `ds @ k [BLOCK_M, D]`."""
     SHARE: gl.constexpr = CONFIG.dq_shares[warpgroup]
     WIDTH: gl.constexpr = SHARE.width
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -249,7 +249,7 @@ def start_dq(ds, k, stage, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def store_dkdv(desc, coord, x, scale, smem, HEAD_DIM: gl.constexpr):
-    """dk or dv of 64 keys."""
+    """Store dk or dv of 64 keys."""
     buffer = reinterpret_smem(smem, desc.dtype, desc.block_type.shape[:-1] + [HEAD_DIM.padded_width], desc.layout)
     for c in gl.static_range(len(x)):
         columns = x[c]

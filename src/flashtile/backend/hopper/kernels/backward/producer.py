@@ -1,4 +1,4 @@
-"""The warp that copies for the backward pass: a block of keys, then all rows that see it."""
+"""The producer warp of the backward kernels: a block of keys, then all blocks of rows that see it."""
 
 from typing import NamedTuple
 
@@ -25,19 +25,17 @@ from .tile_scheduler import first_m_block, next_m_block, pop_key_tile
 
 
 class RowPipeline(NamedTuple):
-    """Blocks of rows on their way to the warpgroups that compute. q comes with one number of each row, dout with the
-    other; readers let go of all four at once.
-    """
+    """Blocks of rows. q arrives with neg_lse_log2, dout with neg_delta; consumers release all four at once."""
 
     q: SmemBuffers
     dout: SmemBuffers
-    neg_lse_log2: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32: what makes log-probabilities of scores
-    neg_delta: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32, negated
+    neg_lse_log2: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32
+    neg_delta: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32
     empty: NamedBarriers
 
 
 class BackwardDescriptors(NamedTuple):
-    """Descriptors of what is copied."""
+    """TMA descriptors of the inputs."""
 
     q: gl.tensor
     k: gl.tensor
@@ -48,13 +46,16 @@ class BackwardDescriptors(NamedTuple):
 
 
 class BackwardPipelines(NamedTuple):
+    """Pipelines between the producer warp and the consumer warpgroups."""
+
     rows: RowPipeline
-    k: Pipeline  # a slot for each 64 keys of a block
+    k: Pipeline  # a stage for each 64 keys of a block
     v: Pipeline
 
 
 @gluon.jit
 def make_row_pipeline(descs, empty, CONFIG: gl.constexpr):
+    """A pipeline of blocks of rows."""
     STAGES: gl.constexpr = CONFIG.stages
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
@@ -74,7 +75,7 @@ def make_row_pipeline(descs, empty, CONFIG: gl.constexpr):
 
 @gluon.jit
 def backward_producer_warp(descs, pipelines, queue, group, padded_rows, CONFIG: gl.constexpr, PACKED: gl.constexpr):
-    """The warp that copies."""
+    """The partition that loads keys, values and blocks of rows."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     BLOCK_M: gl.constexpr = CONFIG.block_m
@@ -82,7 +83,7 @@ def backward_producer_warp(descs, pipelines, queue, group, padded_rows, CONFIG: 
     STAGES: gl.constexpr = CONFIG.stages
     rows = pipelines.rows
     tile_count = 0
-    count = 0  # of blocks of rows
+    count = 0  # blocks of rows
     tile = pop_key_tile(queue, 0)
     while tile.b >= 0:
         steps = group * (tile.hi - tile.lo)
@@ -117,7 +118,7 @@ def backward_producer_warp(descs, pipelines, queue, group, padded_rows, CONFIG: 
 
 @gluon.jit
 def load_rows_and_stat(buffers, row_stat, desc, row_stat_desc, coord, stat_coord, stage, HEAD_DIM: gl.constexpr):
-    """Start the copies of a block of rows, and of one number of each, to a slot that is free."""
+    """Start the loads of a block of rows and of one statistic of its rows to an empty stage."""
     full = buffers.full.index(stage)
     mbarrier.expect(full, HEAD_DIM.num_boxes * desc.block_type.nbytes + row_stat_desc.block_type.nbytes)
     load_boxes(buffers, desc, coord, stage, HEAD_DIM)
@@ -128,6 +129,7 @@ def load_rows_and_stat(buffers, row_stat, desc, row_stat_desc, coord, stat_coord
 def load_keys(
     pipeline, desc, tile, tile_count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
+    """Load k or v of a block of keys, MMA_M keys for each stage."""
     PARTS: gl.constexpr = BLOCK_N // MMA_M
     for part in gl.static_range(PARTS):
         coord = kv_coord(tile, tile.first_key + part * MMA_M, PACKED)

@@ -1,7 +1,7 @@
-"""Probabilities of the backward pass, from products and the rows' log-sum-exp.
+"""Probabilities of the backward pass, recomputed from scores and lse.
 
-They are computed in two parts, each beside a product: one beside the last one of the step before, dk's, and one beside
-that of dout with v.
+They are computed in two parts, each overlapping a product: the first part overlaps the previous step's dk, the second
+one the product of dout with v.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from ..shared.pipeline import stage_of
 
 
 class BlockCoord(NamedTuple):
-    """Where the scores of a block `[N, M]` of keys and rows stand."""
+    """Position of a transposed block of scores `[N, M]`."""
 
     b: gl.tensor
     head: gl.tensor
@@ -26,13 +26,15 @@ class BlockCoord(NamedTuple):
 
 @gluon.jit
 def block_coord(tile, group, group_head, m, first_key, CONFIG: gl.constexpr):
+    """Position of the block of rows m of a query head."""
     return BlockCoord(tile.b, tile.head_k * group + group_head, tile.shift, m * CONFIG.block_m, first_key)
 
 
 @gluon.jit
 def begin_probabilities(s, rows, count, coord, params, CONFIG: gl.constexpr):
-    """The first part: logarithms of probabilities, or of the first half of rows probabilities. With a softcap, whose
-    derivative wants the products later, nothing.
+    """First part: base-2 logarithms of p, or p itself for the first half of the rows.
+
+    With a softcap, whose derivative needs the scores later, it computes nothing.
     """
     if params.softcap is not None:
         return (s,)
@@ -47,7 +49,7 @@ def begin_probabilities(s, rows, count, coord, params, CONFIG: gl.constexpr):
 
 @gluon.jit
 def finish_probabilities(partial_p, rows, count, coord, params, CONFIG: gl.constexpr):
-    """Probabilities, and the scores of which a softcap's derivative is computed."""
+    """Second part: p, and the scores for the derivative of a softcap."""
     if params.softcap is not None:
         score = block_scores(partial_p[0], coord, params)
         return gl.exp2(log2_probabilities(score, rows, count, params, CONFIG)), score
@@ -58,13 +60,14 @@ def finish_probabilities(partial_p, rows, count, coord, params, CONFIG: gl.const
 
 @gluon.jit
 def log2_probabilities(score, rows, count, params, CONFIG: gl.constexpr):
+    """Base-2 logarithms of p."""
     neg_lse_log2 = rows.neg_lse_log2.index(stage_of(count, CONFIG.stages)).load(score.t.type.layout)
     return score.t * params.scale_log2 + neg_lse_log2
 
 
 @gluon.jit
 def block_scores(s, coord, params):
-    """Final scores of products `[N, M]`."""
+    """Final scores of a block of products `[N, M]`."""
     layout: gl.constexpr = s.type.layout
     rows = gl.expand_dims(coord.first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
     keys = gl.expand_dims(coord.first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)

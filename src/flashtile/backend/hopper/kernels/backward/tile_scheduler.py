@@ -1,13 +1,13 @@
-"""Which block of keys a program of the backward pass computes next.
+"""Tile scheduler of the backward pass, for blocks of keys.
 
-Blocks are counted through the heads of a section first, those of packed sequences through all heads. A program waits
-for no work but such that has been taken before its own (`backward_sums`), so that waiting never goes in a circle.
+Dense blocks are ordered by groups of `l2_swizzle` heads, packed ones by head. A program only waits for the dq of blocks
+that were taken before its own (`dq_writer`), so waiting never deadlocks.
 
-Upwards, blocks of keys are taken from the last to the first and rows passed from the first to the last: beside a
-diagonal, a block begins with rows that the one after it has passed before, and nobody waits, but the longest work comes
-last. Downwards, it is the other way round: the longest work comes first, and each block has to come a step after the
-one before, which is shorter by a diagonal's blocks of rows; if these are two or more, programs that are a step apart
-once stay so.
+There are two orders. Without LPT, blocks of keys are taken from last to first and rows visited from first to last: next
+to a diagonal, a block starts with rows that the following block has already passed, so no program waits, but the
+longest block comes last. With LPT (longest processing time first) both orders are reversed: the longest block comes
+first, and each block has to run one step behind the previous one, which is shorter by the diagonal's blocks of rows. If
+these are two or more, programs that are one step apart stay so.
 """
 
 from typing import NamedTuple
@@ -31,38 +31,38 @@ from ..shared.tile_scheduler import (
 
 
 class KeyTileScheduler(NamedTuple):
-    """The blocks of keys of one launch."""
+    """Parameters of the tile scheduler of one launch."""
 
-    num_tiles: gl.tensor  # at most, where sequences are packed
-    num_blocks: gl.tensor  # dense: of keys, for each head
-    total_heads: gl.tensor  # dense: of keys, of all sequences
-    l2_swizzle: gl.tensor  # dense: heads that are worked on together
-    semaphore: gl.tensor  # pointer to a zero, which a dense launch leaves as it was
+    num_tiles: gl.tensor  # upper bound if packed
+    num_blocks: gl.tensor  # dense: blocks of keys of a head
+    total_heads: gl.tensor  # dense: key heads of all sequences
+    l2_swizzle: gl.tensor  # dense: key heads that share the L2 cache
+    semaphore: gl.tensor  # pointer to a zero; a dense launch resets it
     num_heads_k: gl.tensor
-    group: gl.tensor  # of query heads that share a key head
-    padded_rows: gl.tensor  # for each query head in the buffer of sums
-    diagonal: gl.tensor  # what is added to seqlen_k - seqlen_q
+    group: gl.tensor  # query heads for each key head
+    padded_rows: gl.tensor  # of a query head, in dq_accum and the row statistics
+    diagonal: gl.tensor  # added to seqlen_k - seqlen_q
 
 
 class KeyWorkTile(NamedTuple):
     """A block of keys of one head, and the blocks of rows `lo <= m < hi` that see it."""
 
-    b: gl.tensor  # -1: there is none left
+    b: gl.tensor  # -1: end of the queue
     head_k: gl.tensor
     first_key: gl.tensor
     lo: gl.tensor
     hi: gl.tensor
-    padded_row: gl.tensor  # row 0 of the group's first head, in what has padded rows
-    shift: gl.tensor  # aligns rows with keys: the diagonal is `key = row + shift`
+    padded_row: gl.tensor  # padded row of row 0 of the group's first head
+    shift: gl.tensor  # the diagonal is `key = row + shift`
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
-    token_q: gl.tensor  # of row 0; 0 where sequences are not packed
+    token_q: gl.tensor  # token of row 0; 0 if dense
     token_k: gl.tensor
 
 
 @gluon.jit
 def key_scheduler_warp(queue, scheduler, seqlens, bounds, CONFIG: gl.constexpr, PACKED: gl.constexpr):
-    """The warp that schedules."""
+    """The partition that schedules blocks of keys."""
     if PACKED:
         schedule_packed_key_tiles(queue, scheduler, seqlens, bounds, CONFIG)
     else:
@@ -93,13 +93,13 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
 
 @gluon.jit
 def schedule_packed_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.constexpr):
-    """Keys that belong to no sequence are a sequence that no row sees."""
+    """Keys outside all sequences count as one more sequence, which no row sees."""
     BLOCK_M: gl.constexpr = CONFIG.block_m
     BLOCK_N: gl.constexpr = CONFIG.block_n
     tile_index = gl.program_id(0)
     count = 0
     b = 0
-    previous_blocks = 0  # blocks of the sequences before
+    previous_blocks = 0  # of the sequences before b
     token_k, seqlen_k = key_range(seqlens, 0)
     while tile_index < scheduler.num_tiles:
         block = tile_index // scheduler.num_heads_k
@@ -119,7 +119,7 @@ def schedule_packed_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.cons
             last_key = gl.minimum(first_key + BLOCK_N, seqlen_k) - 1
             shift = seqlen_k - seqlen_q + scheduler.diagonal
             m_blocks = m_block_range(bounds, first_key, last_key, shift, seqlen_q, BLOCK_M)
-            # As in `rows`: each sequence begins with a block of rows.
+            # Each sequence begins with a block of its own (`padded_rows`).
             padded_row = head * scheduler.group * scheduler.padded_rows + (token_q // BLOCK_M + b) * BLOCK_M
             tile = KeyWorkTile(
                 b, head, first_key, m_blocks.lo, m_blocks.hi, padded_row, shift, seqlen_q, seqlen_k, token_q, token_k
@@ -133,7 +133,7 @@ def schedule_packed_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.cons
 
 @gluon.jit
 def key_head_and_block(scheduler, tile_index, LPT: gl.constexpr):
-    """Head, counted through all sequences, and block."""
+    """Head, counted through all sequences, and block of keys."""
     flat_head, block = head_and_block(scheduler, tile_index)
     if LPT:
         block = scheduler.num_blocks - 1 - block
@@ -142,7 +142,7 @@ def key_head_and_block(scheduler, tile_index, LPT: gl.constexpr):
 
 @gluon.jit
 def first_m_block(tile, LPT: gl.constexpr):
-    """The block of rows that a block of keys begins with."""
+    """The first block of rows that a block of keys visits."""
     if LPT:
         return tile.hi - 1
     else:
@@ -151,8 +151,10 @@ def first_m_block(tile, LPT: gl.constexpr):
 
 @gluon.jit
 def next_m_block(m, group_head, tile, group, LPT: gl.constexpr):
-    """The block of rows after m, and of which member of the group of heads. The same rows of all members come first:
-    passing a head's rows before the next one's would make short blocks of keys wait for long ones at each head.
+    """The block of rows after m, and the query head of the group.
+
+    Heads of the group are the inner loop. As the outer loop, they would make short blocks of keys wait for long ones at
+    each head.
     """
     next_head = group_head + 1
     wraps = next_head == group
@@ -164,6 +166,7 @@ def next_m_block(m, group_head, tile, group, LPT: gl.constexpr):
 
 @gluon.jit
 def pop_key_tile(queue, count):
+    """Wait for tile number `count` of the program."""
     fields = pop_fields(queue, count)
     tile = KeyWorkTile(
         fields[0], fields[1], fields[2], fields[3], fields[4], fields[5],

@@ -1,9 +1,8 @@
-"""dk and dv of wide heads on Hopper, in Gluon: a program owns 64 keys of a head and walks over the rows that see them.
+"""dk and dv kernel of the split backward pass for Hopper, in Gluon: blocks of 64 keys iterate over blocks of rows.
 
-Two warpgroups compute, each two products of a step: one probabilities and dv, the other their gradients and dk. What
-the first one finds passes to the second one through shared memory, in fp32. Tiles are transposed, `[keys, rows]`: what
-is computed of scores is the left operand of dv and dk in the registers that it is in. dq has a kernel of its own,
-`wide_rows`.
+Two consumer warpgroups compute two products of a step each: one p and dv, the other dp and dk. The first passes p,
+times the score's derivative, to the second through shared memory in fp32. Blocks are transposed, `[N, M]`, so that p
+and ds are left operands of dv and dk in the registers that hold them. dq has its own kernel, `dq`.
 """
 
 from typing import NamedTuple
@@ -36,20 +35,21 @@ from ..shared.scores import ScoreParams
 from ..shared.swizzle import swizzled, unswizzled
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 
-CONSUMER_THREADS = gl.constexpr(256)  # threads of the warpgroups that compute
+CONSUMER_THREADS = gl.constexpr(256)
 
 
 class DsWeights(NamedTuple):
-    """What gradients of probabilities are multiplied with: probabilities, times what features' derivatives make of
-    them. A slot is free when that of the rows is: these are let go later.
+    """`ds / dp`: p times the derivative of the score transformations.
+
+    A stage is empty when the stage of its rows is, which is released later.
     """
 
-    data: gl.shared_memory_descriptor  # [STAGES, ROWS, BLOCK_M] fp32, `scrambled`
+    data: gl.shared_memory_descriptor  # [STAGES, MMA_M, BLOCK_M] fp32, swizzled
     full: NamedBarriers
 
 
 class DkdvContext(NamedTuple):
-    """What both warpgroups have to know."""
+    """Arguments of both consumer warpgroups."""
 
     pipelines: BackwardPipelines
     weights: DsWeights
@@ -67,9 +67,7 @@ def dkdv_kernel(
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Boxes are [1, 1, 64, columns], those of the numbers of rows [1, 64]. Packed sequences are described as in
-    `forward_kernel`.
-    """
+    """Boxes are `[1, 1, 64, columns]`, of row statistics `[1, 64]`. Packed sequences as in `forward_kernel`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     PACKED: gl.constexpr = cu_seqlens_q is not None
@@ -114,7 +112,7 @@ def dkdv_kernel(
 
 @gluon.jit
 def dv_warpgroup(context, output, CONFIG: gl.constexpr):
-    """The warpgroup that computes probabilities and dv."""
+    """The partition that computes p and dv."""
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
@@ -159,7 +157,7 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
 
 @gluon.jit
 def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
-    """The warpgroup that computes gradients of probabilities and of scores, and dk."""
+    """The partition that computes dp, ds and dk."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
@@ -183,7 +181,7 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
             dp = gemm_nt(stage_chunks(v, opaque(0), 1), stage_chunks(rows.dout, count, STAGES), zeros)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             dp += rows.neg_delta.index(stage).load(s_layout)
-            if masked:  # 0 * dp would be NaN where dp is
+            if masked:  # 0 * dp is NaN where dp is
                 dp = where_bits(visible_in(dp, context.bounds, tile, m * BLOCK_M), dp, 0.0)
             barrier_sync(weights.full.first + stage, weights.full.threads)
             ds_weight = unswizzled(weights.data.index(stage).load(smem_layout), s_layout)
@@ -204,11 +202,12 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def full_blocks(bounds, tile, BLOCK_M: gl.constexpr):
-    """Blocks of rows that see all keys of a tile."""
+    """Range of the blocks of rows that see all keys of a tile."""
     blocks = m_block_range(bounds, tile.first_key, tile.first_key + (MMA_M - 1), tile.shift, tile.seqlen_q, BLOCK_M)
     return gl.where(tile.first_key + MMA_M > tile.seqlen_k, tile.hi, blocks.full_lo), blocks.full_hi
 
 
 @gluon.jit
 def visible_in(x, bounds, tile, first_row):
+    """Mask bits of a block of the tile."""
     return visible_rows(x, bounds, opaque(tile.first_key), first_row, tile.shift, tile.seqlen_q, tile.seqlen_k)

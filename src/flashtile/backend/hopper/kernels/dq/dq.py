@@ -1,10 +1,11 @@
-"""dq of wide heads on Hopper, in Gluon: tiles of rows walk over keys, as in `forward`.
+"""dq kernel of the split backward pass for Hopper, in Gluon: tiles of rows iterate over blocks of keys.
 
-Over 128 features the sums of dk and dv of 64 keys fill a program's registers, and to add up dq in memory for every 64
-keys, as `backward` does for every 128, would take longer than to compute scores twice. So dq has a kernel of its own;
-`wide_keys` computes dk and dv. Each result has one writer.
+For head dimensions over 128, the accumulators of dk and dv of 64 keys fill the registers. Accumulating dq in memory for
+every 64 keys, instead of 128 as in the fused kernel, would take longer than computing the scores twice. So dq has its
+own kernel, `dkdv` computes dk and dv, and each result has one writer.
 
-One warp schedules, one copies, two warpgroups of 64 rows each compute, one beside the other's exponentials.
+A scheduler warp, a producer warp, and two consumer warpgroups of 64 rows each; the products of one overlap the
+exponentials of the other.
 """
 
 from typing import NamedTuple
@@ -42,10 +43,10 @@ from .producer import DqPipelines, dq_producer_warp
 
 
 class RowStats(NamedTuple):
-    """Two numbers of each row, `[heads, padded_rows]` as `rows` lays them out."""
+    """Row statistics `[heads, padded_rows]` as `padded_rows` lays them out."""
 
-    neg_lse_log2: gl.tensor  # pointer: what makes log-probabilities of scores
-    neg_delta: gl.tensor  # pointer, negated
+    neg_lse_log2: gl.tensor  # pointer
+    neg_delta: gl.tensor  # pointer
     padded_rows: gl.tensor
 
 
@@ -70,7 +71,7 @@ def dq_kernel(
     group, padded_rows, batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Boxes are [1, 1, 64, columns]. Packed sequences are described as in `forward_kernel`."""
+    """Boxes are `[1, 1, 64, columns]`. Packed sequences are described as in `forward_kernel`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     PACKED: gl.constexpr = cu_seqlens_q is not None
@@ -108,13 +109,13 @@ def dq_kernel(
 
 @gluon.jit
 def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
-    """A warpgroup that computes dq of 64 rows of each tile."""
+    """The partition that computes dq of 64 rows of each tile."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     BLOCK_N: gl.constexpr = CONFIG.block_n
     KV_STAGES: gl.constexpr = CONFIG.kv_stages
     NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
-    DP_GEMMS: gl.constexpr = len(HEAD_DIM_V.chunks)  # products with values, of a step
+    DP_GEMMS: gl.constexpr = len(HEAD_DIM_V.chunks)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     pipelines, queue, bounds, params = context.pipelines, context.queue, context.bounds, context.params
     dtype: gl.constexpr = pipelines.q.data[0].dtype
@@ -135,7 +136,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             block = tile.hi - 1 + tile.lo - n
             first_key = block * BLOCK_N
             masked = (block >= blocks.full_hi) | (block < blocks.full_lo)
-            buffer = opaque(warpgroup)  # these tiles have no registers to keep operands in
+            buffer = opaque(warpgroup)  # wide heads leave no registers for precomputed addresses
             consumer_wait(kv, 2 * count + 1, KV_STAGES)
             s = gemm_nt(
                 stage_chunks(pipelines.q, buffer, NUM_WARPGROUPS), stage_chunks(kv, 2 * count + 1, KV_STAGES), zeros
@@ -157,7 +158,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             consumer_release(kv.empty, 2 * count, KV_STAGES)
             mbarrier.arrive(pipelines.rows_empty.index(warpgroup), count=1, pred=n == tile.hi - 1)
             dp += gl.expand_dims(neg_delta, 1)
-            if masked:  # 0 * dp would be NaN where dp is
+            if masked:  # 0 * dp is NaN where dp is
                 dp = where_bits(visible, dp, 0.0)
             ds = (ds_weight * dp).to(dtype)
             dq = gemm_rs(dq, ds, stage_chunks(kv, 2 * opaque(count) + 1, KV_STAGES))
@@ -173,10 +174,10 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
 
 @gluon.jit
 def load_row_stats(row_stats, tile, first_row, s_layout: gl.constexpr, PACKED: gl.constexpr):
-    """`start` and `delta` `[ROWS]`; of rows past the last one, what makes their probabilities 0."""
+    """Load neg_lse_log2 and neg_delta `[MMA_M]`; rows past the sequence's end get -inf and 0, so that p is 0."""
     row = first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, s_layout))
     base = tile.lse_head.to(gl.int64) * row_stats.padded_rows
-    if PACKED:  # as in `rows`: each sequence begins with a block of rows
+    if PACKED:  # each sequence begins with a block of its own
         base += (tile.token_q // MMA_M + tile.b) * MMA_M
     exists = row < tile.seqlen_q
     neg_lse_log2 = gl.load(row_stats.neg_lse_log2 + base + row, mask=exists, other=-INFINITY)

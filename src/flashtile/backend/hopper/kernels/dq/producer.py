@@ -1,4 +1,4 @@
-"""The warp that copies for dq of wide heads: a tile of rows, then the keys and values that they see."""
+"""The producer warp of the dq kernel: a tile of rows, then the keys and values that it sees."""
 
 from typing import NamedTuple
 
@@ -13,15 +13,17 @@ from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
 
 
 class DqPipelines(NamedTuple):
-    q: SmemBuffers  # one for each consumer
+    """Buffers between the producer warp and the consumer warpgroups."""
+
+    q: SmemBuffers  # one for each warpgroup
     dout: SmemBuffers
-    rows_empty: gl.shared_memory_descriptor  # [CONSUMERS, 1] barriers, for both
-    kv: Pipeline  # the n-th block's values are its item 2n, its keys item 2n + 1: these are let go last
+    rows_empty: gl.shared_memory_descriptor  # [NUM_WARPGROUPS, 1] mbarriers, for q and dout
+    kv: Pipeline  # block n: v in load 2n, k in load 2n + 1, as k is released last
 
 
 @gluon.jit
 def dq_producer_warp(q_desc, k_desc, v_desc, dout_desc, pipelines, queue, CONFIG: gl.constexpr, PACKED: gl.constexpr):
-    """The warp that copies for dq. A tile's first values come before its rows, whose memory is free later."""
+    """The partition that loads. A tile's first values come before its rows, whose buffers are released later."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     BLOCK_N: gl.constexpr = CONFIG.block_n

@@ -1,9 +1,9 @@
-"""FlashAttention's forward pass on Hopper (Shah et al., "FlashAttention-3", 2024, section 3), in Gluon.
+"""Forward kernel for Hopper (Shah et al., "FlashAttention-3", 2024, section 3), in Gluon.
 
-One warp schedules, one copies q, k and v by TMA, two or three warpgroups of 64 rows each compute, block of keys after
-block of keys (`forward_step`). A tile's last values are multiplied in the first step of the next one: the matrix units
-do not wait between tiles. There is one copy of the step's code for each warpgroup, and less to compile than with an own
-one for the edges.
+Warp-specialized and persistent: a scheduler warp, a producer warp that loads q, k and v by TMA, and two or three
+consumer warpgroups of 64 rows each that iterate over blocks of keys (`mainloop`). A tile's last product with values is
+issued in the first step of the next tile, so that the tensor cores do not idle between tiles. All steps share one copy
+of the main loop's code in each warpgroup; separate code for a tile's edges would take longer to compile.
 """
 
 from triton.experimental import gluon
@@ -42,14 +42,15 @@ def forward_kernel(
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Boxes of q and out are [1, 1, ROWS, columns], those of k and v [1, 1, BLOCK_N, columns]; one more dimension where
-    sequences are packed. `seqlen_q` and `seqlen_k` are their tokens then.
+    """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed.
+
+    If packed, `seqlen_q` and `seqlen_k` are numbers of tokens.
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     Q_BUFFERS: gl.constexpr = CONFIG.q_stages * CONFIG.num_warpgroups
-    THREADS: gl.constexpr = 128 * CONFIG.num_warpgroups + 32  # those who compute and those who copy
+    THREADS: gl.constexpr = 128 * CONFIG.num_warpgroups + 32  # consumers and producer
     gl.static_assert(FIRST_BARRIER + 2 * CONFIG.stages - 1 <= LAST_BARRIER)
     q = make_buffers(q_desc, Q_BUFFERS, HEAD_DIM)
     k = make_pipeline(k_desc, CONFIG.stages, NamedBarriers(FIRST_BARRIER, THREADS), HEAD_DIM)
@@ -94,20 +95,20 @@ def forward_kernel(
 
 @gluon.jit
 def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
-    """A warpgroup that computes 64 rows of each tile."""
+    """The partition that computes 64 rows of each tile."""
     BLOCK_N: gl.constexpr = CONFIG.block_n
     STAGES: gl.constexpr = CONFIG.stages
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
     pipelines, outputs, queue, params = context.pipelines, context.outputs, context.queue, context.params
     q, v = pipelines.q, pipelines.v
-    count = 0  # steps
+    count = 0  # steps of the main loop
     tile_count = 0
     tile = pop_tile(queue, 0)
     wg_tile = warpgroup_tile(tile, warpgroup, context, BLOCK_N)
     state = initial_state(wg_tile, params, outputs.out.dtype, CONFIG)
-    accumulate = count == 0  # a step's values go on with the sums; else they begin them
-    # Where results go whose last values are still to come, and what makes them of sums.
+    accumulate = count == 0
+    # Coordinates and 1 / l of the tile whose last product with values is still to come.
     out_coord = q_coord(tile, tile.head, wg_tile.first_row, PACKED)
     inv_l = gl.zeros([MMA_M], gl.float32, gl.SliceLayout(1, state.acc[0].type.layout))
     while tile.b >= 0:
@@ -117,7 +118,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         state = next_tile_state(state.acc, state.p, wg_tile, params, CONFIG)
         first = tile.hi - 1
         block, stop = first, first
-        # The first step, which completes the tile before, then all others: a branch in each step would cost 1 to 4%.
+        # The first step completes the previous tile. Two loops, as a branch in each step would cost 1 to 4%.
         while block >= tile.lo:
             while block >= stop:
                 state = mainloop_step(
@@ -144,7 +145,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
 
 @gluon.jit
 def finalize(outputs, state, wg_tile):
-    """Stores lse of rows whose scores are all there; gives the factor `[ROWS]` that makes their sums results."""
+    """Store lse of finished rows, and return `1 / l [MMA_M]`, which normalizes acc."""
     tile = wg_tile.tile
     layout: gl.constexpr = gl.SliceLayout(1, state.acc[0].type.layout)
     inv_l, lse = softmax.finalize(state.row_max, state.l, layout)
@@ -156,7 +157,7 @@ def finalize(outputs, state, wg_tile):
 
 @gluon.jit
 def store_out(outputs, acc, inv_l, out_coord, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
-    """The results of 64 rows whose sums are all there."""
+    """Store the output of 64 finished rows."""
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     smem = outputs.smem.index(opaque(warpgroup))
     for c in gl.static_range(len(acc)):

@@ -1,8 +1,8 @@
-"""A step of forward: one block of keys, for the 64 rows of a warpgroup.
+"""Main loop of the forward kernel: one block of keys for the 64 rows of a warpgroup.
 
-The product of q with the block and that of the block before with its values are in flight together; the softmax runs
-beside another warpgroup's products. So the sums are always a block behind the scores, over the edges of tiles too: a
-tile's first step completes the sums of the tile before.
+The product of q with a block of keys and the product of the previous block's p with its values are in flight together;
+the softmax overlaps another warpgroup's products. acc is therefore one block behind the scores, across tile boundaries
+too: a tile's first step completes acc of the previous tile.
 """
 
 from typing import NamedTuple
@@ -24,10 +24,12 @@ from .producer import ForwardPipelines, q_stage
 
 
 class ForwardOutputs(NamedTuple):
+    """Results and the staging buffers of their TMA stores."""
+
     out: gl.tensor  # descriptor
-    smem: gl.shared_memory_descriptor  # [CONSUMERS, *rows, columns that leave at once]
+    smem: gl.shared_memory_descriptor  # [NUM_WARPGROUPS, *rows, epilogue_columns]
     lse: gl.tensor  # pointer, [B, H, Sq] or [H, T]
-    stride_lse: gl.tensor  # from head to head
+    stride_lse: gl.tensor  # between heads
 
 
 class ForwardContext(NamedTuple):
@@ -42,27 +44,27 @@ class ForwardContext(NamedTuple):
 
 
 class WarpgroupTile(NamedTuple):
-    """64 rows of a tile, and which of its blocks of keys need no masks for them."""
+    """64 rows of a tile, and the blocks of keys that need no mask for them."""
 
     tile: WorkTile
     first_row: gl.tensor
     full_lo: gl.tensor
     full_hi: gl.tensor
-    shift: gl.tensor  # what aligns rows with keys: the diagonal is `key = row + shift`
+    shift: gl.tensor  # the diagonal is `key = row + shift`
 
 
 class SoftmaxState(NamedTuple):
-    """What a step leaves of 64 rows."""
+    """State of a warpgroup's rows between two steps."""
 
-    acc: tuple[gl.tensor, ...]  # sums of all blocks before the last one, by chunks of columns
-    p: gl.tensor  # probabilities of the last one
+    acc: tuple[gl.tensor, ...]  # p @ v without the last block, one for each chunk
+    p: gl.tensor  # of the last block
     row_max: gl.tensor
-    l: gl.tensor  # sums of all probabilities  # noqa: E741
+    l: gl.tensor  # sum of p over all blocks  # noqa: E741
 
 
 @gluon.jit
 def warpgroup_tile(tile, warpgroup: gl.constexpr, context, BLOCK_N: gl.constexpr):
-    """The consumer's part of a tile."""
+    """A warpgroup's rows of a tile."""
     first_row = tile.first_row + warpgroup * MMA_M
     shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
     blocks = n_block_range(context.bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
@@ -71,13 +73,14 @@ def warpgroup_tile(tile, warpgroup: gl.constexpr, context, BLOCK_N: gl.constexpr
 
 @gluon.jit
 def zero_scores(BLOCK_N: gl.constexpr):
+    """Zeros `[MMA_M, BLOCK_N]` in the layout of scores."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     return gl.zeros([MMA_M, BLOCK_N], gl.float32, layout)
 
 
 @gluon.jit
 def initial_state(wg_tile, params, dtype: gl.constexpr, CONFIG: gl.constexpr):
-    """Before the first tile's first step. The sums that this completes, of whatever is in memory, are nobody's."""
+    """State before the first step of a program. The accumulator finished there is garbage and is discarded."""
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     acc = zero_accumulators(HEAD_DIM_V)
     return next_tile_state(acc, mma_operand(zero_scores(CONFIG.block_n), acc, dtype), wg_tile, params, CONFIG)
@@ -85,7 +88,7 @@ def initial_state(wg_tile, params, dtype: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def next_tile_state(acc, p, wg_tile, params, CONFIG: gl.constexpr):
-    """Before a tile's first step: its softmax begins, the sums are still those of the tile before."""
+    """State before the first step of a tile: a new row_max and l; acc and p are still the previous tile's."""
     tile = wg_tile.tile
     row_max, l = softmax.initial_state(zero_scores(CONFIG.block_n), params.sinks, tile.head, tile.b < params.batch)  # noqa: E741
     return SoftmaxState(acc, p, row_max, l)
@@ -93,7 +96,7 @@ def next_tile_state(acc, p, wg_tile, params, CONFIG: gl.constexpr):
 
 @gluon.jit
 def mma_operand(p, acc, dtype: gl.constexpr):
-    """Probabilities as the left operand of their product with values: they stay in the registers that they are in."""
+    """p as the left operand of its product with values, in the registers that hold it."""
     layout: gl.constexpr = acc[0].type.layout
     return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
 
@@ -102,17 +105,18 @@ def mma_operand(p, acc, dtype: gl.constexpr):
 def mainloop_step(
     state, accumulate, context, q_i, count, tile_count, wg_tile, block, warpgroup: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The n-th step of a warpgroup: scores and probabilities of a block of keys, values of the one before it. `add`
-    them to the sums, or begin anew.
+    """Step number `count`: scores and p of one block of keys, and the product of the previous block's p and values.
+
+    Without `accumulate`, acc starts anew with this product.
     """
     STAGES: gl.constexpr = CONFIG.stages
-    PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)  # products with values
+    PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)
     pipelines, params, tile = context.pipelines, context.params, wg_tile.tile
     k, v = pipelines.k, pipelines.v
     consumer_wait(k, count, STAGES)
     consumer_wait(v, count, STAGES)
     if CONFIG.q_stages == 1:
-        # These tiles have no registers to keep operands in.
+        # Wide heads leave no registers for precomputed addresses.
         q_i = stage_chunks(pipelines.q, opaque(warpgroup), CONFIG.num_warpgroups)
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
@@ -125,13 +129,13 @@ def mainloop_step(
     acc, p, l = gemm_wait_pair(acc, p, l)  # noqa: E741
     consumer_release(v.empty, count, STAGES)
     p = mma_operand(p, acc, v.data[0].dtype)
-    changed = gl.where(block == tile.hi - 1, 0, changed)  # in a first step, sums are those of the tile before
+    changed = gl.where(block == tile.hi - 1, 0, changed)  # in a first step, acc is the previous tile's
     return SoftmaxState(softmax.rescale(acc, alpha, changed), p, row_max, l)
 
 
 @gluon.jit
 def masked_scores(s, wg_tile, block, context):
-    """Final scores `[ROWS, BLOCK_N]` of the part's products with a block of keys."""
+    """Final scores `[MMA_M, BLOCK_N]` of a block of keys."""
     layout: gl.constexpr = s.type.layout
     tile = wg_tile.tile
     first_key = block * s.shape[1]
@@ -147,6 +151,6 @@ def masked_scores(s, wg_tile, block, context):
 
 @gluon.jit
 def release_q_early(q_empty, tile_count, warpgroup, last, CONFIG: gl.constexpr):
-    """Where there is room for one tile's q, let go of it with its last scores: the next comes during the softmax."""
+    """With a single stage for q, release it with the tile's last scores: the next q loads during the softmax."""
     if CONFIG.q_stages == 1:
         mbarrier.arrive(q_empty.index(q_stage(tile_count, warpgroup, CONFIG)), count=1, pred=last)

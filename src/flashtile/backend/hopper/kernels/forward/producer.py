@@ -13,18 +13,20 @@ from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
 
 
 class ForwardPipelines(NamedTuple):
-    """What the copying warp hands to the computing ones."""
+    """Buffers between the producer warp and the consumer warpgroups."""
 
-    q: SmemBuffers  # `tiles_of_q` slots for each consumer
-    q_empty: gl.shared_memory_descriptor  # [slots, 1] barriers: there are more slots than gates
+    q: SmemBuffers  # q_stages for each warpgroup
+    q_empty: gl.shared_memory_descriptor  # [buffers, 1] mbarriers: there are too few named barriers
     k: Pipeline
     v: Pipeline
 
 
 @gluon.jit
 def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr, PACKED: gl.constexpr):
-    """The warp that copies, for the n-th step the n-th keys and the values of the block before, over the edges of tiles
-    too. Where q has one slot, it is the last tile's until that one's last scores: values do not wait for it.
+    """The partition that loads q, k and v.
+
+    Step n of the main loop needs block n of keys and the values of block n - 1, across tile boundaries too. With a
+    single stage for q, the previous tile holds it until its last scores are computed; the values do not wait for that.
     """
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
@@ -33,8 +35,8 @@ def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr
     EARLY_Q: gl.constexpr = CONFIG.q_stages > 1
     k, v = pipelines.k, pipelines.v
     tile_count = 0
-    count = 0  # steps
-    mbarrier.arrive(v.full.index(0), count=1)  # no block comes before the first one: its slot stays as it is
+    count = 0  # steps of the main loop
+    mbarrier.arrive(v.full.index(0), count=1)  # the first step has no previous values: its stage stays unwritten
     tile = pop_tile(queue, 0)
     while tile.b >= 0:
         first_key = (tile.hi - 1) * BLOCK_N
@@ -57,13 +59,14 @@ def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr
             if EARLY_Q:
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
         acquire_and_load(v, v_desc, kv_coord(previous, first_key, PACKED), count, STAGES, HEAD_DIM_V)
-        if not EARLY_Q:  # noqa: SIM102  # decided when the kernel is compiled
+        if not EARLY_Q:  # noqa: SIM102 - a compile-time branch
             if tile.b >= 0:
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
 
 
 @gluon.jit
 def load_q(q_desc, pipelines, tile, tile_count, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+    """Load the tile's q, one box for each consumer warpgroup."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
     Q_STAGES: gl.constexpr = CONFIG.q_stages
@@ -77,4 +80,5 @@ def load_q(q_desc, pipelines, tile, tile_count, CONFIG: gl.constexpr, PACKED: gl
 
 @gluon.jit
 def q_stage(tile_count, warpgroup, CONFIG: gl.constexpr):
+    """Buffer of q for a warpgroup's tile."""
     return stage_of(tile_count, CONFIG.q_stages) * CONFIG.num_warpgroups + warpgroup

@@ -1,8 +1,8 @@
-"""Which columns of a tile count, as bits of a number.
+"""Column masks as bit sets, so that ptxas emits R2P.
 
-A thread holds 2 neighbouring columns of every 8, the other columns of its row are held by 3 more threads. ptxas
-makes predicates of bits, several at a time (`R2P`); to compare each pair with its bounds is several times the work, of
-units that also look for maxima.
+A thread holds 2 adjacent columns of every 8; three more threads hold the other columns of its row. ptxas turns bits
+into predicates several at a time (`R2P`). Comparing each pair with its bounds would cost several times as much, in the
+units that also compute maxima.
 """
 
 from triton.experimental import gluon
@@ -11,35 +11,34 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def thread_view(x):
-    """`[M, N] -> [M, N // 8, 4, 2]`: the third dimension is the four threads that hold a row."""
+    """`[M, N] -> [M, N // 8, 4, 2]`: the third dimension counts the four threads that hold a row."""
     return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
 
 
 @gluon.jit
 def expand_per_thread(x):
-    """`[M, 4] -> [M, 1, 4, 1]`, beside `by_thread`."""
+    """`[M, 4] -> [M, 1, 4, 1]`, broadcastable to `thread_view`."""
     return gl.expand_dims(gl.expand_dims(x, 1), 3)
 
 
 @gluon.jit
 def from_thread_view(view, x):
-    """The inverse of `by_thread`, for what came of x: nothing moves."""
+    """The inverse of `thread_view`, in the layout of x, without moving data."""
     return gl.convert_layout(gl.reshape(view, x.shape), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
 def all_visible(x):
-    """Every pair of `x [M, N]` is visible."""
+    """The mask under which every pair of `x [M, N]` is visible."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, thread_view(x).type.layout))
     return gl.full([x.shape[0], 4], -1, gl.int32, layout)
 
 
 @gluon.jit
 def bits_below(bound, x):
-    """For each row of `x [M, N]` a bit for each of its columns that a thread holds, `[M, 4]`: whether it is below the
-    bound `[M]`.
+    """`[M, 4]`: for each thread of a row of `x [M, N]`, a bit for each of its columns below `bound [M]`.
 
-    Visible columns are a run, so that those of a thread are a run of bits.
+    Visible columns are contiguous, and so are a thread's bits.
     """
     N: gl.constexpr = x.shape[1]
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, thread_view(x).type.layout))
@@ -48,13 +47,14 @@ def bits_below(bound, x):
     bound = gl.minimum(gl.maximum(bound, 0), N)
     count = bound // 8 * 2 + gl.minimum(bound % 8, 2)
     half = count // 2
-    return ((gl.full_like(count, 1) << half) << (count - half)) - 1  # in two steps, for count may be 32
+    return ((gl.full_like(count, 1) << half) << (count - half)) - 1  # two shifts, as count may be 32
 
 
 @gluon.jit
 def where_bits(visible, x, other):
-    """`x [M, N]` where the bit of its column is set, else `other`. In `gl.where` LLVM would do all tests first; ptxas
-    finds its predicates where each test stands before its choice.
+    """`x [M, N]` where the bit of its column is set, else `other`.
+
+    Inline PTX keeps each test next to its select, where ptxas finds R2P; LLVM hoists the tests of a `gl.where`.
     """
     view = thread_view(x)
     layout: gl.constexpr = view.type.layout

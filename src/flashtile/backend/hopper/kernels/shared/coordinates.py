@@ -32,5 +32,5 @@ def kv_coord(tile, first_key, PACKED: gl.constexpr):
 
 @gluon.jit
 def ragged_coord(head, row, token, seqlen):
-    """Rows past the sequence's last one have fourth coordinates of END and more, which lie outside."""
+    """Coordinates in a ragged descriptor: rows past the sequence's end lie out of bounds, at RAGGED_EXTENT or more."""
     return (RAGGED_EXTENT, token + seqlen, head, RAGGED_EXTENT - seqlen + row, 0)

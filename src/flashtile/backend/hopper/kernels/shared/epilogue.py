@@ -1,7 +1,7 @@
-"""Results on their way out: from registers through shared memory to the copy engine; or straight to memory.
+"""Stores of accumulators: through shared memory by TMA, or directly from registers.
 
-Straight, a thread writes two neighbouring features at a time. That is slow beside the copy engine, but needs no shared
-memory, and is rare: once for a tile.
+A direct store writes two adjacent features of a thread at a time. It is slower than TMA, but needs no shared memory and
+happens once for a tile.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ ALIGN = gl.constexpr(tables.ALIGN)
 
 @gluon.jit
 def tma_store_columns(desc, out, coord, smem, FIRST: gl.constexpr):
-    """Columns of the results from FIRST on, as many at once as there is room for."""
+    """Store columns from FIRST on by TMA, as many at a time as the staging buffer holds."""
     WIDTH: gl.constexpr = out.shape[1]
     SMEM_COLUMNS: gl.constexpr = smem.shape[-1]
     BOX: gl.constexpr = desc.block_type.shape[-1]
@@ -31,7 +31,7 @@ def tma_store_columns(desc, out, coord, smem, FIRST: gl.constexpr):
     else:
         OFFSET: gl.constexpr = FIRST % SMEM_COLUMNS
         if OFFSET == 0:
-            tma.store_wait(0)  # what was there has left
+            tma.store_wait(0)  # TMA has read the previous contents
             thread_barrier()
         slice_columns(as_matrix(smem), OFFSET, WIDTH).store(out.to(desc.dtype))
         fence_async_shared()
@@ -43,14 +43,14 @@ class OutputTensor(NamedTuple):
     """`[B, H, S, D]` or `[T, H, D]` with contiguous features; strides are in units of ALIGN elements."""
 
     data: gl.tensor  # pointer
-    stride_b: gl.tensor  # 0 where sequences are packed
+    stride_b: gl.tensor  # 0 if packed
     stride_h: gl.tensor
     stride_m: gl.tensor
 
 
 @gluon.jit
 def store_accumulators(output, acc, scale, b, head, token, first_row, seqlen, HEAD_DIM: gl.constexpr):
-    """Rows `first <= i < stop` of a sequence that begins with a token: `sums` times a scale, by chunks."""
+    """Store `acc * scale`, one accumulator for each chunk, to rows `first_row <= row < seqlen` of a sequence."""
     base = output.data + b.to(gl.int64) * output.stride_b * ALIGN + head.to(gl.int64) * output.stride_h * ALIGN
     for c in gl.static_range(len(acc)):
         store_chunk(output, base, acc[c] * scale, token, first_row, seqlen, HEAD_DIM.offsets[c])
@@ -58,7 +58,7 @@ def store_accumulators(output, acc, scale, b, head, token, first_row, seqlen, HE
 
 @gluon.jit
 def store_chunk(output, base, x, token, first_row, seqlen, FIRST: gl.constexpr):
-    """Features from FIRST on."""
+    """Store features from FIRST on."""
     layout: gl.constexpr = x.type.layout
     row = first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
     feature = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))

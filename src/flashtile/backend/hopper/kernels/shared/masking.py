@@ -1,7 +1,7 @@
-"""Which blocks a tile visits and which pairs in them are visible: `[lo, full_lo, full_hi, hi)`.
+"""Block ranges of a tile and masks of a block: `[lo, full_lo, full_hi, hi)`.
 
-Blocks of `[full_lo, full_hi)` run without any mask code, blocks outside `[lo, hi)` are not visited. Key `j` is visible
-to row `i` iff `i + shift - left <= j <= i + shift + right`, with `shift = seqlen_k - seqlen_q` in an unsharded call.
+Blocks outside `[lo, hi)` are skipped; blocks in `[full_lo, full_hi)` run without mask code. Key `j` is visible to row
+`i` iff `i + shift - left <= j <= i + shift + right`, where `shift = seqlen_k - seqlen_q` in an unsharded call.
 """
 
 from typing import NamedTuple
@@ -13,15 +13,15 @@ from .column_masks import bits_below
 
 
 class MaskBounds(NamedTuple):
-    """The sides of the window, `None` where unlimited."""
+    """Sides of the sliding window, `None` where unlimited."""
 
     left: gl.tensor | None
     right: gl.tensor | None
-    top_left: gl.tensor | None  # shift of the bound `j <= i + shift` of top-left causal
+    top_left: gl.tensor | None  # top-left causal: key <= row + top_left
 
 
 class BlockRange(NamedTuple):
-    """Numbers of blocks of keys, or of rows."""
+    """A range of blocks of keys (n) or of rows (m), and its part without masks."""
 
     lo: gl.tensor
     full_lo: gl.tensor
@@ -31,8 +31,9 @@ class BlockRange(NamedTuple):
 
 @gluon.jit
 def n_block_range(bounds, first_row, last_row, shift, seqlen_k, BLOCK_N: gl.constexpr):
-    """Key blocks for the rows `first_row..last_row`. There is at least one, wholly hidden where no key is visible: it
-    leaves rows as they began.
+    """Blocks of keys for the rows `first_row..last_row`.
+
+    There is at least one. Where no key is visible it is fully masked, which leaves the softmax state unchanged.
     """
     lo, full_lo, full_hi, hi = 0, 0, seqlen_k, seqlen_k
     if bounds.left is not None:
@@ -54,8 +55,9 @@ def n_block_range(bounds, first_row, last_row, shift, seqlen_k, BLOCK_N: gl.cons
 
 @gluon.jit
 def m_block_range(bounds, first_key, last_key, shift, seqlen_q, BLOCK_M: gl.constexpr):
-    """Blocks of rows that see keys of `first_key..last_key`: the inverse of `key_blocks`, but that there may be none. A
-    block that the last row cuts is masked.
+    """Blocks of rows that see keys of `first_key..last_key`; may be empty. The inverse of `n_block_range`.
+
+    A block that contains the sequence's end is masked.
     """
     lo, full_lo, full_hi, hi = 0, 0, seqlen_q, seqlen_q
     if bounds.left is not None:
@@ -74,7 +76,7 @@ def m_block_range(bounds, first_key, last_key, shift, seqlen_q, BLOCK_M: gl.cons
 
 @gluon.jit
 def contributing_n_blocks(bounds, first_row, shift, seqlen_k, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The blocks of keys to which `row_blocks` gives the block of rows that begins with `first_row`."""
+    """Blocks of keys whose `m_block_range` contains the block of rows that starts at `first_row`."""
     first_key, keys = 0, seqlen_k
     if bounds.left is not None:
         first_key = gl.maximum(first_row + shift - bounds.left, 0)
@@ -88,7 +90,7 @@ def contributing_n_blocks(bounds, first_row, shift, seqlen_k, BLOCK_M: gl.conste
 
 @gluon.jit
 def visible_keys(x, bounds, first_row, first_key, shift, seqlen_k):
-    """Which pairs of `x [M, N]` are visible, of rows and keys from the first ones on; as bits."""
+    """Mask bits of `x [M, N]`, whose first row and key are given."""
     rows = first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     stop = gl.full_like(rows, 0) + seqlen_k
     if bounds.right is not None:
@@ -103,7 +105,7 @@ def visible_keys(x, bounds, first_row, first_key, shift, seqlen_k):
 
 @gluon.jit
 def visible_rows(x, bounds, first_key, first_row, shift, seqlen_q, seqlen_k):
-    """The same of `x [N, M]`: keys stand first."""
+    """Mask bits of the transposed block `x [N, M]`."""
     keys = first_key + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     stop = gl.full_like(keys, 0) + seqlen_q
     if bounds.left is not None:

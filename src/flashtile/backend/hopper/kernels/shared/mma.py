@@ -1,7 +1,9 @@
-"""Products and sums of a head dimension that is split into chunks, because a tensor has a power of two columns.
+"""Asynchronous matrix products (wgmma) over head dimensions that are split into chunks.
 
-A product of rows with rows, as of q with k, adds up over the chunks; rows weighted by a matrix, as v by probabilities,
-have a sum for each. Both are asked for here and waited for later: nothing may touch them in between.
+A tensor has a power of two columns, so a head dimension like 96 is held in chunks 64 + 32. Products that reduce over
+the head dimension sum over its chunks; products that produce it have one accumulator for each chunk.
+
+`gemm_*` only issue the products. Nothing may read the result or write the operands before a `gemm_wait*`.
 """
 
 from triton.experimental import gluon
@@ -10,12 +12,12 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ... import tables
 
-MMA_M = gl.constexpr(tables.MMA_M)
+MMA_M = gl.constexpr(tables.MMA_M)  # rows of one warpgroup's product
 
 
 @gluon.jit
 def gemm_nt(a, b, s, ACCUMULATE: gl.constexpr = False):
-    """`a @ b^T`, a sum over chunks, in flight: added to `s`, or only of its shape."""
+    """Issue `a @ b^T`, summed over chunks. Without ACCUMULATE, the contents of `s` are ignored."""
     for c in gl.static_range(len(a)):
         s = warpgroup_mma(a[c], b[c].permute((1, 0)), s, use_acc=ACCUMULATE or c > 0, is_async=True)
     return s
@@ -23,7 +25,7 @@ def gemm_nt(a, b, s, ACCUMULATE: gl.constexpr = False):
 
 @gluon.jit
 def gemm_rs(acc, p, b, accumulate=True):
-    """`acc + p @ rows`, by chunks, in flight; unless `add`, only `p @ rows`."""
+    """Issue `acc + p @ b` for each chunk, with `p` in registers; without `accumulate`, `p @ b`."""
     result = ()
     for c in gl.static_range(len(acc)):
         p_c = gl.convert_layout(p, gl.DotOperandLayout(0, acc[c].type.layout, 2), assert_trivial=True)
@@ -33,6 +35,7 @@ def gemm_rs(acc, p, b, accumulate=True):
 
 @gluon.jit
 def zero_accumulators(HEAD_DIM: gl.constexpr):
+    """Zero accumulators `[MMA_M, chunk]`, one for each chunk."""
     accumulators = ()
     for c in gl.static_range(len(HEAD_DIM.chunks)):
         accumulators = accumulators + (zero_accumulator(HEAD_DIM, c),)
@@ -48,33 +51,33 @@ def zero_accumulator(HEAD_DIM: gl.constexpr, c: gl.constexpr):
 
 @gluon.jit
 def scale_rows(x, factor):
-    """Rows times a factor `[ROWS]`."""
+    """Scale each row of `x` by its `factor [MMA_M]`."""
     return x * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout)), 1)
 
 
 @gluon.jit
 def gemm_wait_pair(acc, x, y):
-    """The sums `acc` when no product is in flight any more. What else was given is computed before that."""
+    """Wait for all products; returns `acc`, x and y. The compiler computes x and y before the wait."""
     acc, others = gemm_wait_with(acc, (x, y))
     return acc, others[0], others[1]
 
 
 @gluon.jit
 def gemm_wait(acc, PENDING: gl.constexpr = 0):
-    """The sums `acc` when no more than the last LEFT products are in flight."""
+    """Wait until at most PENDING products are in flight; returns `acc`."""
     result = warpgroup_mma_wait(PENDING, deps=acc)
     return (result,) if len(acc) == 1 else result
 
 
 @gluon.jit
 def split_columns(x):
-    """The left and the right half of the columns: which registers are meant, none is moved."""
+    """Left and right half of the columns, without moving data between registers."""
     return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
 
 
 @gluon.jit
 def join_columns(left, right):
-    """The inverse of `halves`."""
+    """The inverse of `split_columns`."""
     HEIGHT: gl.constexpr = left.shape[0]
     WIDTH: gl.constexpr = 2 * left.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -84,6 +87,6 @@ def join_columns(left, right):
 
 @gluon.jit
 def gemm_wait_with(acc, others):
-    """As `wait_for_values`, with any number of others."""
+    """Like `gemm_wait_pair`, with a tuple of any length."""
     results = warpgroup_mma_wait(0, deps=acc + others)
     return results[: len(acc)], results[len(acc) :]

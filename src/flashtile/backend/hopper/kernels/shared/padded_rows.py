@@ -10,14 +10,15 @@ import triton.language as tl
 
 @triton.jit
 def stride64(stride, ALIGN: tl.constexpr):
-    """A stride in elements, from units of ALIGN elements: offsets are 64-bit, and the compiler sees their alignment."""
+    """Stride in elements from units of ALIGN elements: 64-bit, and visibly aligned to the compiler."""
     return stride.to(tl.int64) * ALIGN
 
 
 @triton.jit
 def block_rows(block, cu_seqlens_q, batch, seqlen_q, BLOCK_M: tl.constexpr):
-    """Where the rows of the n-th block are in a tensor, and which of them exist. `seqlen_q` is the number of tokens
-    where sequences are packed; those that belong to none are one more sequence.
+    """Rows of a block and whether they exist.
+
+    If packed, `seqlen_q` is the number of tokens. Tokens outside all sequences count as one more sequence.
     """
     first, stop = block * BLOCK_M, seqlen_q
     if cu_seqlens_q is not None:
@@ -36,4 +37,5 @@ def block_rows(block, cu_seqlens_q, batch, seqlen_q, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def token_of(cu_seqlens_q, b, num_tokens):
+    """First token of sequence b, clamped to the tokens that exist."""
     return tl.minimum(tl.maximum(tl.load(cu_seqlens_q + b), 0), num_tokens)

@@ -1,8 +1,8 @@
-"""Rings of shared memory between the warp that copies and the warpgroups that compute.
+"""Multi-stage pipelines of shared memory between a producer warp and consumer warpgroups.
 
-A slot is handed over twice: by a barrier in memory when the copy engine has written it, whose phase flips with every
-round, and by a gate when every reader has let go. A gate is one of the chip's 16 named barriers: each warp arrives for
-itself, where a barrier in memory would have a warpgroup meet first. The n-th use of a ring takes slot `n % STAGES`.
+TMA signals that a stage is full through an mbarrier, whose phase flips with every wrap around the stages. Consumers
+signal that a stage is empty through one of the SM's 16 named barriers: each warp arrives on its own, where an mbarrier
+would first synchronize the warpgroup. Use number `count` of a pipeline takes stage `count % STAGES`.
 """
 
 from typing import NamedTuple
@@ -14,23 +14,25 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .compat import tma_load
 from .ptx import barrier_arrive, barrier_sync
 
-FIRST_BARRIER, LAST_BARRIER = gl.constexpr(7), gl.constexpr(15)  # Triton numbers its own from below
+FIRST_BARRIER, LAST_BARRIER = gl.constexpr(7), gl.constexpr(15)  # Triton's own named barriers count from 0
 
 
 class NamedBarriers(NamedTuple):
-    """Named barriers, one for each slot."""
+    """Consecutive named barriers, one for each stage."""
 
     first: gl.constexpr
-    threads: gl.constexpr  # those who arrive and those who wait
+    threads: gl.constexpr  # arriving and waiting ones
 
 
 class SmemBuffers(NamedTuple):
-    data: tuple[gl.shared_memory_descriptor, ...]  # of each chunk of columns, [STAGES, *rows, chunk]
+    """Shared memory of the stages and their full barriers."""
+
+    data: tuple[gl.shared_memory_descriptor, ...]  # for each chunk, [STAGES, *rows, chunk]
     full: gl.shared_memory_descriptor  # [STAGES, 1]
 
 
 class Pipeline(NamedTuple):
-    """Slots and their gates."""
+    """Buffers with named barriers for empty stages."""
 
     data: tuple[gl.shared_memory_descriptor, ...]
     full: gl.shared_memory_descriptor
@@ -39,7 +41,7 @@ class Pipeline(NamedTuple):
 
 @gluon.jit
 def make_mbarriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
-    """`[STAGES, 1]` barriers, each of which waits for `COUNT` arrivals."""
+    """`[STAGES, 1]` mbarriers, each completed by COUNT arrivals."""
     mbarriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
         mbarrier.init(mbarriers.index(n), count=COUNT)
@@ -48,19 +50,20 @@ def make_mbarriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def make_buffers(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Slots of rows, which the descriptor's boxes fill side by side."""
+    """Buffers for STAGES blocks of rows."""
     return SmemBuffers(allocate_chunks(desc, STAGES, HEAD_DIM), make_mbarriers(STAGES, 1))
 
 
 @gluon.jit
 def make_pipeline(desc, STAGES: gl.constexpr, empty, HEAD_DIM: gl.constexpr):
+    """A pipeline of STAGES blocks of rows."""
     buffers = make_buffers(desc, STAGES, HEAD_DIM)
     return Pipeline(buffers.data, buffers.full, empty)
 
 
 @gluon.jit
 def allocate_chunks(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Shared memory for each chunk."""
+    """Shared memory for each chunk of a head dimension."""
     buffers = ()
     for c in gl.static_range(len(HEAD_DIM.chunks)):
         buffers = buffers + (allocate_boxes(desc, STAGES, HEAD_DIM.chunks[c]),)
@@ -69,8 +72,9 @@ def allocate_chunks(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def allocate_boxes(desc, STAGES: gl.constexpr, WIDTH: gl.constexpr):
-    """Shared memory for boxes that lie side by side, WIDTH columns together. What is wider than the swizzle lies in
-    panels of the swizzle's width anyway.
+    """Shared memory for boxes side by side, WIDTH columns in all.
+
+    Columns beyond the swizzle's width lie in further panels of that width, as the layout of a wide box has them.
     """
     shape: gl.constexpr = [STAGES] + desc.block_type.shape[:-1] + [WIDTH]
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
@@ -78,7 +82,7 @@ def allocate_boxes(desc, STAGES: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def acquire_and_load(pipeline, desc, coord, count, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Start the copy that is the ring's n-th, once its slot is free."""
+    """Wait until the stage of load number `count` is empty, and start the load."""
     stage = stage_of(count, STAGES)
     producer_acquire(pipeline.empty, count, STAGES)
     expect_bytes(pipeline, desc, stage, HEAD_DIM)
@@ -87,12 +91,13 @@ def acquire_and_load(pipeline, desc, coord, count, STAGES: gl.constexpr, HEAD_DI
 
 @gluon.jit
 def expect_bytes(pipeline, desc, stage, HEAD_DIM: gl.constexpr):
+    """Announce the bytes of one stage to its full barrier."""
     mbarrier.expect(pipeline.full.index(stage), HEAD_DIM.num_boxes * desc.block_type.nbytes)
 
 
 @gluon.jit
 def load_boxes(pipeline, desc, coord, stage, HEAD_DIM: gl.constexpr):
-    """Start the copies to a slot that is free and expects them. Coordinates are those of the first box."""
+    """Start the TMA loads of an empty stage whose bytes were announced; `coord` is that of the first box."""
     BOX: gl.constexpr = HEAD_DIM.box
     for c in gl.static_range(len(HEAD_DIM.chunks)):
         for n in gl.static_range(HEAD_DIM.chunks[c] // BOX):
@@ -104,7 +109,7 @@ def load_boxes(pipeline, desc, coord, stage, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def slice_columns(smem, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """WIDTH columns of some memory, from FIRST on."""
+    """WIDTH columns of shared memory, from FIRST on."""
     if smem.shape[-1] == WIDTH:
         return smem
     else:
@@ -113,7 +118,7 @@ def slice_columns(smem, FIRST: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def stage_of(count, STAGES: gl.constexpr):
-    """`n % STAGES`, of which the compiler does not know that n is not negative."""
+    """`count % STAGES`; the compiler does not know that count is not negative."""
     if STAGES & (STAGES - 1) == 0:
         return count & (STAGES - 1)
     else:
@@ -122,7 +127,7 @@ def stage_of(count, STAGES: gl.constexpr):
 
 @gluon.jit
 def wraps_of(count, STAGES: gl.constexpr):
-    """`n // STAGES`."""
+    """`count // STAGES`, whose parity is the phase of a barrier."""
     if STAGES & (STAGES - 1) == 0:
         return count >> (STAGES.bit_length() - 1)
     else:
@@ -131,23 +136,26 @@ def wraps_of(count, STAGES: gl.constexpr):
 
 @gluon.jit
 def consumer_wait(pipeline, count, STAGES: gl.constexpr):
+    """Wait until the stage is full."""
     mbarrier.wait(pipeline.full.index(stage_of(count, STAGES)), wraps_of(count, STAGES) & 1)
 
 
 @gluon.jit
 def producer_acquire(empty, count, STAGES: gl.constexpr):
+    """Wait until the stage is empty; at first all are."""
     if count >= STAGES:
         barrier_sync(empty.first + stage_of(count, STAGES), empty.threads)
 
 
 @gluon.jit
 def consumer_release(empty, count, STAGES: gl.constexpr):
+    """Signal that this warp has read the stage."""
     barrier_arrive(empty.first + stage_of(count, STAGES), empty.threads)
 
 
 @gluon.jit
 def stage_chunks(pipeline, count, STAGES: gl.constexpr):
-    """The n-th rows as matrices in shared memory `[rows, chunk]`."""
+    """The stage's chunks as matrices `[rows, chunk]`."""
     chunks = ()
     for c in gl.static_range(len(pipeline.data)):
         chunks = chunks + (as_matrix(pipeline.data[c].index(stage_of(count, STAGES))),)
@@ -156,5 +164,5 @@ def stage_chunks(pipeline, count, STAGES: gl.constexpr):
 
 @gluon.jit
 def as_matrix(smem):
-    """Memory without the dimensions of 1 that boxes have."""
+    """Shared memory without the leading dimensions of size 1 that boxes have."""
     return smem.reshape([smem.shape[-2], smem.shape[-1]])

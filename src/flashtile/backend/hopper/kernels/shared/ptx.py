@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def barrier_sync(barrier, threads):
-    """Waits at a named barrier until so many threads have arrived, those who wait included."""
+    """Wait at a named barrier until `threads` threads have arrived, the waiting ones included."""
     gl.inline_asm_elementwise(
         "bar.sync $1, $2; mov.b32 $0, $1;",
         "=r,r,r,~{memory}",
@@ -19,7 +19,7 @@ def barrier_sync(barrier, threads):
 
 @gluon.jit
 def barrier_arrive(barrier, threads):
-    """Arrives at a named barrier and goes on."""
+    """Arrive at a named barrier without waiting."""
     gl.inline_asm_elementwise(
         "bar.arrive $1, $2; mov.b32 $0, $1;",
         "=r,r,r,~{memory}",
@@ -32,7 +32,7 @@ def barrier_arrive(barrier, threads):
 
 @gluon.jit
 def wait_stores_complete():
-    """Waits until what this warpgroup gave to the copy engine has arrived in memory, not only left."""
+    """Wait until this warp's TMA stores are visible in global memory, not only read from shared memory."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, $1;",
         "=r,r",
@@ -45,12 +45,13 @@ def wait_stores_complete():
 
 @gluon.jit
 def opaque(n):
-    """`n`, of which the compiler knows nothing: what follows from it is not computed ahead of a loop and kept."""
+    """Hide n from the optimizer, so that values derived from it are not hoisted out of the loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def load_acquire(semaphore):
+    """Load a semaphore with acquire semantics."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [semaphore.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
