@@ -27,7 +27,9 @@ FEATURES = {
 }
 DETERMINISTIC = fixed(deterministic=True)
 EVERYTHING = all_of(NUMBERS, slopes_of_sequences, sinks)
-VARIANTS = {f"{name} {dim}": Variant(given, head_dim=dim) for name, given in FEATURES.items() for dim in (64, 128)}
+VARIANTS = {
+    f"{name} {dim}": Variant(features, head_dim=dim) for name, features in FEATURES.items() for dim in (64, 128)
+}
 VARIANTS |= {
     "grouped heads 64": Variant(CAUSAL, heads=(6, 2)),
     "grouped heads 128": Variant(head_dim=128, heads=(4, 1), transposed=True),
@@ -87,5 +89,5 @@ def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> C
         return call_of(VARIANTS[name])
     width, width_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     q, k, v = (torch.empty(1, 2, seqlen, d, dtype=torch.bfloat16) for d in (width, width, width_v))
-    given = FEATURES[name](Draw(0, (seqlen,)), Sizes(1, 2, seqlen, seqlen, q.dtype))
-    return described_call(q, k, v, None, None, given)
+    keywords = FEATURES[name](Draw(0, (seqlen,)), Sizes(1, 2, seqlen, seqlen, q.dtype))
+    return described_call(q, k, v, None, None, keywords)

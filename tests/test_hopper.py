@@ -130,15 +130,15 @@ def test_backward_compiles_for_hopper(family: tuple) -> None:
     scores, which are issued before dk.
     """
     launch = launch_of(family, "backward")
-    found = compile_launch(launch, "sm_90")
-    assert found.shared <= SHARED_MEMORY
-    assert found.spilled is not None
-    assert found.spilled <= BACKWARD_SPILL
-    assert not found.serialized
-    assert not found.unset
+    kernel = compile_launch(launch, "sm_90")
+    assert kernel.shared <= SHARED_MEMORY
+    assert kernel.spilled is not None
+    assert kernel.spilled <= BACKWARD_SPILL
+    assert not kernel.serialized
+    assert not kernel.unset
     config = launch.arguments["CONFIG"]
     chunks = len(config.head_dim.chunks)
-    loops = inner_loops(found.sass, 6, ("HGMMA", "MUFU.EX2", "STL", "LDL"))
+    loops = inner_loops(kernel.sass, 6, ("HGMMA", "MUFU.EX2", "STL", "LDL"))
     steps = [order for order in loops if len(waits_in(order)) >= 5]
     assert len(steps) >= 2  # one for each warpgroup
     for order in steps:
@@ -160,11 +160,11 @@ def test_split_backward_compiles_for_hopper(family: tuple) -> None:
     """In dq, exponentials overlap dout's product with values; in dkdv, they stand between dv's two products."""
     launches = [launch_of(family, name) for name in ("dq", "dkdv")]
     dq, dkdv = (compile_launch(launch, "sm_90") for launch in launches)
-    for found in (dq, dkdv):
-        assert found.shared <= SHARED_MEMORY
-        assert found.spilled == 0
-        assert not found.serialized
-        assert not found.unset
+    for kernel in (dq, dkdv):
+        assert kernel.shared <= SHARED_MEMORY
+        assert kernel.spilled == 0
+        assert not kernel.serialized
+        assert not kernel.unset
     values = len(launches[0].arguments["CONFIG"].head_dim_v.chunks)
     for sass, waits in ((dq.sass, [values, 0, 0]), (dkdv.sass, [0, 0])):
         steps = inner_loops(sass, most_waits=3)
@@ -178,16 +178,16 @@ def test_split_backward_compiles_for_hopper(family: tuple) -> None:
 
 @pytest.mark.parametrize("family", CHOSEN)
 def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> None:
-    found = compiled[family]
-    assert found.shared <= SHARED_MEMORY
-    assert found.spilled is not None
-    assert found.spilled <= (
+    kernel = compiled[family]
+    assert kernel.shared <= SHARED_MEMORY
+    assert kernel.spilled is not None
+    assert kernel.spilled <= (
         MORE_FORWARD_SPILL.get(family, FORWARD_SPILL)
         if support.triton_version() == support.VERIFIED
         else NEWER_TRITON_SPILL
     )
-    assert not found.serialized
-    assert not found.unset
+    assert not kernel.serialized
+    assert not kernel.unset
 
 
 @pytest.mark.parametrize("family", CHOSEN)
@@ -226,7 +226,7 @@ def inner_loops(sass: str, most_waits: int = 2, first: tuple[str, ...] = ("HGMMA
     Steps are the innermost loops with at most `most_waits` waits that begin with one of `first`. A retried wait for TMA
     also jumps back, out of the middle of a step.
     """
-    lines, labels, found = sass.splitlines(), {}, []
+    lines, labels, steps = sass.splitlines(), {}, []
     for n, line in enumerate(lines):
         if (label := re.match(r"(\.L_x_\d+):", line.strip())) is not None:
             labels[label[1]] = n
@@ -237,5 +237,5 @@ def inner_loops(sass: str, most_waits: int = 2, first: tuple[str, ...] = ("HGMMA
             while order[:1] == ["BRA"]:  # of waits for TMA
                 del order[0]
             if order[:1] and order[0] in first and "MUFU.EX2" in order and len(waits_in(order)) <= most_waits:
-                found.append((labels[jump[1]], n, order))
-    return [x[2] for x in found if not any(y is not x and x[0] <= y[0] and y[1] <= x[1] for y in found)]
+                steps.append((labels[jump[1]], n, order))
+    return [x[2] for x in steps if not any(y is not x and x[0] <= y[0] and y[1] <= x[1] for y in steps)]

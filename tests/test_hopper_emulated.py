@@ -112,10 +112,10 @@ def test_split_backward_computes_needed_gradients_only(needed: str, kernel: str)
     tensors[needed].requires_grad_()
     with emulated(CORES, 0) as launched:
         out = flashtile.attention(**tensors, backend="hopper")
-        [found] = torch.autograd.grad(out.sum(), [tensors[needed]])
+        [gradient] = torch.autograd.grad(out.sum(), [tensors[needed]])
     assert launched == ["forward_kernel", "preprocess_kernel", kernel]
     expected = flashtile.attention(**tensors, backend="reference").sum()
-    torch.testing.assert_close(found, *torch.autograd.grad(expected, [tensors[needed]]), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(gradient, *torch.autograd.grad(expected, [tensors[needed]]), atol=2e-2, rtol=2e-2)
 
 
 class Bug(NamedTuple):

@@ -94,13 +94,13 @@ def test_gradients_repeat_bitwise() -> None:
     dense = (((2, 5, 700, 64), True), ((3, 24, 1025, 128), True), ((2, 8, 1500, 128), False), ((2, 8, 1000, 256), True))
     for shape, causal in dense:
         q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        for deterministic, given in ((True, (q, k, v)), (False, (k, v))):
+        for deterministic, inputs in ((True, (q, k, v)), (False, (k, v))):
             out = flashtile.attention(q, k, v, causal=causal, deterministic=deterministic, backend="hopper")
             dout = torch.randn_like(out)
-            first = torch.autograd.grad(out, given, dout, retain_graph=True)
+            first = torch.autograd.grad(out, inputs, dout, retain_graph=True)
             for _ in range(30):
-                again = torch.autograd.grad(out, given, dout, retain_graph=True)
-                assert all(map(torch.equal, first, again))
+                repeat = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+                assert all(map(torch.equal, first, repeat))
 
 
 @pytest.mark.parametrize("name", ["sum", "transposed", "every second feature", "off by one"])
@@ -114,9 +114,9 @@ def test_strides_of_dout(name: str) -> None:
         "every second feature": wide[..., :128:2],
         "off by one": wide[..., 1:65],
     }[name]
-    found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    gradients = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
     expected = torch.autograd.grad(out, (q, k, v), dout.contiguous())
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, gradients, expected))
 
 
 def test_a_captured_call_is_replayed() -> None:
@@ -137,10 +137,10 @@ def test_the_second_gpu_while_the_first_is_current() -> None:
     here = [torch.randn(2, 4, 300, 64, device="cuda:0", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     there = [x.detach().to("cuda:1").requires_grad_() for x in here]
     results = []
-    for given in (here, there):
+    for inputs in (here, there):
         with torch.cuda.device(0):
-            out = flashtile.attention(*given, causal=True, backend="hopper")
-            results.append((out, *torch.autograd.grad(out, given, torch.ones_like(out))))
+            out = flashtile.attention(*inputs, causal=True, backend="hopper")
+            results.append((out, *torch.autograd.grad(out, inputs, torch.ones_like(out))))
     for x, y in zip(*results, strict=True):
         assert y.device.index == 1
         assert torch.equal(x.cpu(), y.cpu())

@@ -2,7 +2,7 @@
 
 The first block of keys for a block of rows stores, so that dq_accum need not be cleared; later blocks add, after
 waiting for the first one on a dq semaphore. There is one semaphore for each warpgroup's share of a block of rows. With
-IN_ORDER, for bitwise repeatable gradients, it counts all additions, and each block waits for its position in the
+`in_order`, for bitwise repeatable gradients, it counts all additions, and each block waits for its position in the
 scheduler's order.
 """
 
@@ -20,7 +20,6 @@ from ..shared.ptx import barrier_sync, load_acquire, wait_stores_complete
 from ..shared.tile_scheduler import TileQueue
 from .tile_scheduler import first_m_block, next_m_block, pop_key_tile
 
-MMA_M = gl.constexpr(tables.MMA_M)
 DQ_COLUMNS = gl.constexpr(tables.DQ_COLUMNS)
 NUM_WARPGROUPS = gl.constexpr(tables.NUM_WARPGROUPS)
 

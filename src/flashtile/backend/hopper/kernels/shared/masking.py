@@ -48,9 +48,9 @@ def n_block_range(bounds, first_row, last_row, shift, seqlen_k, BLOCK_N: gl.cons
     lo = gl.minimum(lo, gl.maximum(seqlen_k - 1, 0))
     first = lo // BLOCK_N
     last = gl.maximum(gl.cdiv(gl.maximum(hi, 0), BLOCK_N), first + 1)
-    whole_first = gl.minimum(gl.cdiv(gl.maximum(full_lo, 0), BLOCK_N), last)
-    whole_last = gl.minimum(gl.maximum(gl.maximum(full_hi, 0) // BLOCK_N, whole_first), last)
-    return BlockRange(first, whole_first, whole_last, last)
+    full_first = gl.minimum(gl.cdiv(gl.maximum(full_lo, 0), BLOCK_N), last)
+    full_last = gl.minimum(gl.maximum(gl.maximum(full_hi, 0) // BLOCK_N, full_first), last)
+    return BlockRange(first, full_first, full_last, last)
 
 
 @gluon.jit
