@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtile import iomodel
-from flashtile.backend.hopper.tables import NARROW
+from flashtile.backend.hopper.tables import TWO_WARPGROUPS
 from flashtile.backend.triton import tables
 from flashtile.iomodel import Shape, Work, gpu
 
@@ -46,7 +46,7 @@ class Case:
     def predicted(self) -> Work:
         row = next(row for row in tables.HALF[227] if row.width >= self.head_dim)
         if self.kind == "forward":
-            tile = NARROW[self.head_dim, self.head_dim] if self.backend == "hopper" else row.forward
+            tile = TWO_WARPGROUPS[self.head_dim, self.head_dim] if self.backend == "hopper" else row.forward
             return gpu.kernel_forward(self.shape, tile.block_m)
         if self.kind == "backward":
             return gpu.kernel_backward(self.shape, row.dq.block_m, row.dkdv.block_n)

@@ -1,4 +1,4 @@
-"""Named problems for the Hopper backend's kernels, and the calls whose kernels are compiled without a GPU."""
+"""Named problems for the Hopper kernels, and the calls whose kernels are compiled without a GPU."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from flashtile.api.explain import described_call
 from flashtile.call.call import Call
 from flashtile.testing.case import Case
 
-LONGER = (*LENGTHS[9:], 192, 193, 255, 256, 383, 384, 385, 511, 513, 640)  # around every tile
+LONGER = (*LENGTHS[9:], 192, 193, 255, 256, 383, 384, 385, 511, 513, 640)  # around the edges of all tiles
 
 NUMBERS = fixed(causal=True, window=(200, None), softcap=20.0, scale=0.2)
 FEATURES = {
@@ -27,7 +27,9 @@ FEATURES = {
 }
 DETERMINISTIC = fixed(deterministic=True)
 EVERYTHING = all_of(NUMBERS, slopes_of_sequences, sinks)
-VARIANTS = {f"{name} {dim}": Variant(given, head_dim=dim) for name, given in FEATURES.items() for dim in (64, 128)}
+VARIANTS = {
+    f"{name} {dim}": Variant(features, head_dim=dim) for name, features in FEATURES.items() for dim in (64, 128)
+}
 VARIANTS |= {
     "grouped heads 64": Variant(CAUSAL, heads=(6, 2)),
     "grouped heads 128": Variant(head_dim=128, heads=(4, 1), transposed=True),
@@ -41,7 +43,7 @@ VARIANTS |= {
     "packed sinks 64": Variant(all_of(CAUSAL, sinks), layout="used", heads=(4, 2)),
     "packed softcap 128": Variant(fixed(causal="top_left", softcap=3.0), layout="used", head_dim=128),
 }
-CHUNKED = {  # head dimensions of which products take chunks
+CHUNKED = {  # head dimensions that are split into chunks
     "causal 96": Variant(CAUSAL, head_dim=96),
     "window 96": Variant(FEATURES["window"], head_dim=96),
     "grouped heads 96": Variant(CAUSAL, FP16, head_dim=96, heads=(6, 2), transposed=True),
@@ -67,14 +69,14 @@ FORWARD_ONLY = ("softcap 64", "everything 64")
 
 
 def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
-    """A random problem of a variant. What `FORWARD_ONLY` says has another backend's backward pass, as has the gradient
-    of slopes.
+    """A random problem of a variant. The backward pass of FORWARD_ONLY, and the gradient of slopes, run in other
+    backends.
     """
     case = VARIANTS[name].case(seed, device, lengths)
     return replace(case, forward_only=any(word in name for word in FORWARD_ONLY), constant=("alibi_slopes",))
 
 
-SHORT, LONG = 512, 8192  # lengths with different tiles
+SHORT, LONG = 512, 8192  # lengths with different configurations
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (96, 192, (192, 128), 256)]
 FAMILIES += [(name, 96, LONG) for name in FEATURES]
@@ -82,10 +84,10 @@ FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "pac
 
 
 def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> Call:
-    """A head dimension may be two: of q and k, and of v."""
+    """`head_dim` may be a pair: of q and k, and of v."""
     if name in VARIANTS:
         return call_of(VARIANTS[name])
     width, width_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     q, k, v = (torch.empty(1, 2, seqlen, d, dtype=torch.bfloat16) for d in (width, width, width_v))
-    given = FEATURES[name](Draw(0, (seqlen,)), Sizes(1, 2, seqlen, seqlen, q.dtype))
-    return described_call(q, k, v, None, None, given)
+    keywords = FEATURES[name](Draw(0, (seqlen,)), Sizes(1, 2, seqlen, seqlen, q.dtype))
+    return described_call(q, k, v, None, None, keywords)

@@ -1,4 +1,4 @@
-"""The Hopper backend without a GPU: what it takes, and how ptxas compiles its kernels."""
+"""The Hopper backend without a GPU: what it supports, and the SASS of its kernels."""
 
 import re
 from dataclasses import replace
@@ -14,7 +14,7 @@ from offline.compiled import Compiled, compile_launch
 from offline.launches import Launch, hopper_launches_of
 
 from flashtile.backend.hopper import support
-from flashtile.backend.hopper.tables import NARROW, WIDE
+from flashtile.backend.hopper.tables import THREE_WARPGROUPS, TWO_WARPGROUPS
 from flashtile.call.call import Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
@@ -27,10 +27,10 @@ CHOSEN = (
     ("causal", 96, SHORT), ("causal", 96, LONG), ("packed 256", 256, SHORT),
 )  # fmt: skip
 BACKWARD = (("causal", 64, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
-WIDE_BACKWARD = (("causal", (192, 128), SHORT), ("packed 256", 256, SHORT))
-SPILLED = 150  # bytes of a thread's backward pass at most
-MORE = {("packed everything 64", 64, SHORT): 8, ("causal", 96, LONG): 16}  # than 4 bytes of a thread's forward pass
-FEW = 32  # bytes of it that newer versions of Triton spill
+SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("packed 256", 256, SHORT))
+BACKWARD_SPILL, FORWARD_SPILL = 150, 4  # most bytes of a thread
+MORE_FORWARD_SPILL = {("packed everything 64", 64, SHORT): 8, ("causal", 96, LONG): 16}
+NEWER_TRITON_SPILL = 32  # most bytes of a thread in forward
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 
 
@@ -42,23 +42,23 @@ def problem(**changes: object) -> Problem:
     ("changes", "reason"),
     [
         ({"dtype": torch.float32}, "bfloat16 and float16"),
-        ({"layout": "paged"}, "pages"),
-        ({"head_dim": 80, "head_dim_v": 80}, "64, 96, 128, 192 with values of 128, 192 or 256"),
-        ({"head_dim_v": 128}, "192 with values of 128"),
+        ({"layout": "paged"}, "paged"),
+        ({"head_dim": 80, "head_dim_v": 80}, "64, 96, 128, 192 (128 for v), 192 and 256"),
+        ({"head_dim_v": 128}, "192 (128 for v)"),
         ({"dropout": True, "bias": (True, True, False, False)}, "bias or dropout"),
         ({"alignment": 8}, "16 bytes"),
         ({"seqlen_k": 0}, "empty"),
         ({"seqlen_q": 2**31}, "positions"),
     ],
 )
-def test_what_is_declined(changes: dict, reason: str) -> None:
+def test_declines(changes: dict, reason: str) -> None:
     declined = support.declines(problem(**changes), H200)
     assert declined is not None
     assert reason in declined
 
 
-def test_what_auto_leaves_to_others() -> None:
-    changes, reason = {"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoded"
+def test_auto_defers_to_other_backends() -> None:
+    changes, reason = {"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoding"
     with mock.patch.multiple(support, unusable=lambda: None, triton_version=lambda: (3, 6)):
         assert support.declines(problem(**changes), H200) is None
         assert support.defers(problem(), H200) is None
@@ -83,7 +83,7 @@ def test_what_auto_leaves_to_others() -> None:
                 assert reason in dict(chosen.why)["hopper"]
 
 
-def test_auto_leaves_what_has_not_run_with_this_triton() -> None:
+def test_auto_defers_with_untested_versions_of_triton() -> None:
     with mock.patch.object(support, "triton_version", return_value=(3, 9)):
         assert "Triton 3.6 only, not 3.9" in str(support.defers(problem(), H200))
         assert support.unsupported() is None
@@ -91,22 +91,27 @@ def test_auto_leaves_what_has_not_run_with_this_triton() -> None:
         assert "this is 4.0" in str(support.unsupported())
 
 
-def test_what_is_taken() -> None:
+def test_accepts_hopper_only() -> None:
     assert support.declines(problem(), H200) is None
     assert "not for sm_100" in str(support.declines(problem(), H200._replace(arch="sm_100")))
 
 
-def test_tiles_follow_the_keys_that_a_row_sees() -> None:
+def test_configurations_depend_on_the_keys_per_row() -> None:
     def chosen(name: str, head_dim: int, seqlen: int) -> object:
         return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
     with mock.patch("flashtile.backend.hopper.tables.triton_version", return_value=(3, 6)):
-        assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is WIDE[64, 64]
-        assert chosen("full", 96, LONG) is WIDE[96, 96]
+        assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
+        assert chosen("full", 96, LONG) is THREE_WARPGROUPS[96, 96]
     with mock.patch("flashtile.backend.hopper.tables.triton_version", return_value=(3, 7)):
-        assert chosen("full", 64, LONG) is NARROW[64, 64]
-    assert chosen("causal", 64, SHORT) == chosen("window", 64, LONG) == chosen("softcap", 64, LONG) == NARROW[64, 64]
-    assert chosen("full", 128, LONG) is NARROW[128, 128]
+        assert chosen("full", 64, LONG) is TWO_WARPGROUPS[64, 64]
+    assert (
+        chosen("causal", 64, SHORT)
+        == chosen("window", 64, LONG)
+        == chosen("softcap", 64, LONG)
+        == TWO_WARPGROUPS[64, 64]
+    )
+    assert chosen("full", 128, LONG) is TWO_WARPGROUPS[128, 128]
 
 
 def launch_of(family: tuple, name: str) -> Launch:
@@ -121,25 +126,25 @@ def compiled() -> dict[tuple, Compiled]:
 
 @pytest.mark.parametrize("family", BACKWARD)
 def test_backward_compiles_for_hopper(family: tuple) -> None:
-    """Exponentials run beside dout's product with v; where half of them come early, these when the next scores are
-    there, which are asked for before dk.
+    """Exponentials overlap dout's product with v. With early_half_exps, half of them follow the wait for the next
+    scores, which are issued before dk.
     """
     launch = launch_of(family, "backward")
-    found = compile_launch(launch, "sm_90")
-    assert found.shared <= SHARED_MEMORY
-    assert found.spilled is not None
-    assert found.spilled <= SPILLED
-    assert not found.serialized
-    assert not found.unset
-    tile = launch.arguments["TILE"]
-    chunks = len(tile.head_dim.chunks)
-    loops = inner_loops(found.sass, 6, ("HGMMA", "MUFU.EX2", "STL", "LDL"))
+    kernel = compile_launch(launch, "sm_90")
+    assert kernel.shared <= SHARED_MEMORY
+    assert kernel.spilled is not None
+    assert kernel.spilled <= BACKWARD_SPILL
+    assert not kernel.serialized
+    assert not kernel.unset
+    config = launch.arguments["CONFIG"]
+    chunks = len(config.head_dim.chunks)
+    loops = inner_loops(kernel.sass, 6, ("HGMMA", "MUFU.EX2", "STL", "LDL"))
     steps = [order for order in loops if len(waits_in(order)) >= 5]
     assert len(steps) >= 2  # one for each warpgroup
     for order in steps:
         waits = waits_in(order)
-        # For dout's product with v, with and without masks; for dv, with dq behind it; for dq; for the next scores; for
-        # dk. Of dq there are two products, of the others one for each chunk.
+        # Waits: dout's product with v, with and without masks; dv, with dq in flight; dq; the next scores; dk.
+        # dq takes two wgmmas, the other products one for each chunk.
         assert [int(order[n][-1]) for n in waits] == [0, 0, 2, 2 * chunks, chunks, 0]
         products = [n for n, word in enumerate(order) if word == "HGMMA"]
         for first, last in ((-1, waits[0]), (waits[1], waits[2]), (waits[2], waits[3])):
@@ -147,23 +152,23 @@ def test_backward_compiles_for_hopper(family: tuple) -> None:
         assert products[-1] < waits[3]
         late, early = (part.count("MUFU.EX2") for part in (order[: waits[0]], order[waits[4] :]))
         assert late + early == order.count("MUFU.EX2") > 0
-        assert early == (late if tile.half_early else 0)
+        assert early == (late if config.early_half_exps else 0)
 
 
-@pytest.mark.parametrize("family", WIDE_BACKWARD)
-def test_backward_of_wide_heads_compiles_for_hopper(family: tuple) -> None:
-    """For dq, exponentials run beside the product of dout with values; for dv, they stand between its two products."""
-    launches = [launch_of(family, name) for name in ("wide_rows", "wide_keys")]
-    rows, keys = (compile_launch(launch, "sm_90") for launch in launches)
-    for found in (rows, keys):
-        assert found.shared <= SHARED_MEMORY
-        assert found.spilled == 0
-        assert not found.serialized
-        assert not found.unset
-    values = len(launches[0].arguments["TILE"].head_dim_v.chunks)
-    for sass, waits in ((rows.sass, [values, 0, 0]), (keys.sass, [0, 0])):
+@pytest.mark.parametrize("family", SPLIT_BACKWARD)
+def test_split_backward_compiles_for_hopper(family: tuple) -> None:
+    """In dq, exponentials overlap dout's product with values; in dkdv, they stand between dv's two products."""
+    launches = [launch_of(family, name) for name in ("dq", "dkdv")]
+    dq, dkdv = (compile_launch(launch, "sm_90") for launch in launches)
+    for kernel in (dq, dkdv):
+        assert kernel.shared <= SHARED_MEMORY
+        assert kernel.spilled == 0
+        assert not kernel.serialized
+        assert not kernel.unset
+    values = len(launches[0].arguments["CONFIG"].head_dim_v.chunks)
+    for sass, waits in ((dq.sass, [values, 0, 0]), (dkdv.sass, [0, 0])):
         steps = inner_loops(sass, most_waits=3)
-        assert len(steps) >= len(waits) - 1  # for dq one of each warpgroup, for dv of one
+        assert len(steps) >= len(waits) - 1  # dq: one for each warpgroup; dkdv: only dv's
         for order in steps:
             at = [n for n, word in enumerate(order) if "DEPBAR" in word]
             assert [int(order[n][-1]) for n in at] == waits
@@ -173,49 +178,55 @@ def test_backward_of_wide_heads_compiles_for_hopper(family: tuple) -> None:
 
 @pytest.mark.parametrize("family", CHOSEN)
 def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> None:
-    found = compiled[family]
-    assert found.shared <= SHARED_MEMORY
-    assert found.spilled is not None
-    assert found.spilled <= (MORE.get(family, 4) if support.triton_version() == support.VERIFIED else FEW)
-    assert not found.serialized
-    assert not found.unset
+    kernel = compiled[family]
+    assert kernel.shared <= SHARED_MEMORY
+    assert kernel.spilled is not None
+    assert kernel.spilled <= (
+        MORE_FORWARD_SPILL.get(family, FORWARD_SPILL)
+        if support.triton_version() == support.VERIFIED
+        else NEWER_TRITON_SPILL
+    )
+    assert not kernel.serialized
+    assert not kernel.unset
 
 
 @pytest.mark.parametrize("family", CHOSEN)
-def test_what_runs_beside_what(compiled: dict[tuple, Compiled], family: tuple) -> None:
-    """In each step, the products with keys and with values are in flight together. Guessed exponentials stand among the
-    maxima, before the branch for levels that move and before values are waited for. What rescales sums stands behind
-    a branch of its own.
+def test_overlap_of_forward(compiled: dict[tuple, Compiled], family: tuple) -> None:
+    """In each step, the products with keys and with values are in flight together. Speculative exponentials stand
+    between the maxima and the branch for a changed row_max, before the wait for the values' product. Rescaling has a
+    branch of its own.
     """
-    tile = launch_of(family, "forward").arguments["TILE"]
+    config = launch_of(family, "forward").arguments["CONFIG"]
     loops = inner_loops(compiled[family].sass)
-    assert len(loops) == tile.consumers  # one for each warpgroup
+    assert len(loops) == config.num_warpgroups  # one for each warpgroup
     for order in loops:
         waits, exponentials, maxima, products, votes, rescaling = (
             [n for n, word in enumerate(order) if kind in word]
             for kind in ("DEPBAR", "MUFU.EX2", "FMNMX", "HGMMA", "VOTE", "FMUL")
         )
-        # For the scores, with products of all chunks of values in flight; then for these.
-        assert [order[n][-1] for n in waits] == [str(len(tile.head_dim_v.chunks)), "0"]
+        # Waits: the scores, with the products of all chunks of values in flight; then these.
+        assert [order[n][-1] for n in waits] == [str(len(config.head_dim_v.chunks)), "0"]
         assert products[-1] < waits[0] < maxima[0]
         assert not {"STL", "LDL"} & set(order)
         [vote] = votes
         assert vote < waits[1]
         branch = order.index("BRA", vote)
-        assert sum(maxima[0] < n < branch for n in exponentials) >= tile.guessed
-        assert "BRA" in order[rescaling[-1] - 1 - sum(tile.head_dim_v.chunks) // 2 : rescaling[-1]]
+        assert sum(maxima[0] < n < branch for n in exponentials) >= config.speculative_exps
+        assert "BRA" in order[rescaling[-1] - 1 - sum(config.head_dim_v.chunks) // 2 : rescaling[-1]]
 
 
 def waits_in(order: list[str]) -> list[int]:
+    """Positions of the waits for wgmmas."""
     return [n for n, word in enumerate(order) if "DEPBAR" in word]
 
 
 def inner_loops(sass: str, most_waits: int = 2, first: tuple[str, ...] = ("HGMMA",)) -> list[list[str]]:
-    """Products, what softmax does, and waits for products, in order, of the innermost loops that have so many waits:
-    the steps inside a tile. (Where a wait for a copy tries again, it too jumps back, out of the middle of a step.)
-    A step begins with one of `first`.
+    """Instructions of the steps inside a tile: wgmmas, waits and softmax instructions, in order.
+
+    Steps are the innermost loops with at most `most_waits` waits that begin with one of `first`. A retried wait for TMA
+    also jumps back, out of the middle of a step.
     """
-    lines, labels, found = sass.splitlines(), {}, []
+    lines, labels, steps = sass.splitlines(), {}, []
     for n, line in enumerate(lines):
         if (label := re.match(r"(\.L_x_\d+):", line.strip())) is not None:
             labels[label[1]] = n
@@ -223,8 +234,8 @@ def inner_loops(sass: str, most_waits: int = 2, first: tuple[str, ...] = ("HGMMA
         if jump is not None and jump[1] in labels:
             body = "\n".join(lines[labels[jump[1]] : n])
             order = re.findall(r"HGMMA|MUFU\.EX2|FMNMX|FMUL|VOTE\b|BRA|STL|LDL|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", body)
-            while order[:1] == ["BRA"]:  # of waits for copies
+            while order[:1] == ["BRA"]:  # of waits for TMA
                 del order[0]
             if order[:1] and order[0] in first and "MUFU.EX2" in order and len(waits_in(order)) <= most_waits:
-                found.append((labels[jump[1]], n, order))
-    return [x[2] for x in found if not any(y is not x and x[0] <= y[0] and y[1] <= x[1] for y in found)]
+                steps.append((labels[jump[1]], n, order))
+    return [x[2] for x in steps if not any(y is not x and x[0] <= y[0] and y[1] <= x[1] for y in steps)]

@@ -1,4 +1,4 @@
-"""The Hopper kernels' logic without a GPU: `gluon_emulation` runs them, and notices what is wrong with them."""
+"""The Hopper kernels' logic without a GPU: `gluon_emulation` runs them and detects mistakes."""
 
 import shutil
 from dataclasses import replace
@@ -30,7 +30,7 @@ CORES = 3
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tensors are small: threads would only wait for each other."""
+    """One thread: the tensors are too small for more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -38,10 +38,10 @@ def one_thread():
 
 
 def wrong(case: Case, seed: int, folder: Path = FOLDER) -> list[str]:
-    """What is outside of its bound."""
+    """Results outside of their error bounds."""
     with emulated(CORES, seed, folder) as launched, poisoned_allocation():
         results = case.run("hopper")
-    assert any(name in launched for name in ("backward_kernel", "wide_keys_kernel")) != case.forward_only
+    assert any(name in launched for name in ("backward_kernel", "dkdv_kernel")) != case.forward_only
     return [f"{case.description}\n  {x}" for x in compare(results, case, solve(case)) if not x.ok]
 
 
@@ -59,7 +59,7 @@ def test_a_sink_of_infinity_takes_all_the_weight() -> None:
 
 
 def hash_of(name: str) -> int:
-    """Another problem for each name, the same in every run."""
+    """A seed for each name, the same in every run."""
     return sum(name.encode())
 
 
@@ -67,15 +67,15 @@ def hash_of(name: str) -> int:
     "name", ["causal 64", "window 64", "grouped heads 64", "packed sinks 64", "grouped heads 96", "packed 96"]
 )
 def test_three_warpgroups(name: str) -> None:
-    """Which are chosen for long sequences only."""
+    """A configuration otherwise chosen for long sequences only."""
     case = replace(case_of(name, hash_of(name), "cpu"), forward_only=True)
-    with mock.patch.multiple(tables, MANY_KEYS=0, triton_version=lambda: tables.WITHOUT_SPILLS):
+    with mock.patch.multiple(tables, MIN_KEYS_3WG=0, triton_version=lambda: tables.NO_SPILL_TRITON):
         assert wrong(case, seed=0) == []
 
 
 @pytest.mark.parametrize("name", ["causal 64", "sinks 128", "packed sinks 64", "packed 128", "slopes 64"])
-def test_steps_are_taken_again_on_other_tensors(name: str) -> None:
-    """Of a pass that was written down, with the same lengths and other values."""
+def test_replay_on_other_tensors(name: str) -> None:
+    """A replayed call with the same layouts and other values."""
     first = case_of(name, 3, "cpu", (129, 200))
     values = {"q": first.arguments["q"].flip(-1), "k": first.arguments["k"] * 0.5, "v": first.arguments["v"] + 1}
     second = replace(first, arguments=first.arguments | {name: x.contiguous() for name, x in values.items()})
@@ -89,7 +89,7 @@ def test_steps_are_taken_again_on_other_tensors(name: str) -> None:
 
 
 def test_gradients_repeat_bitwise_in_any_order_of_events() -> None:
-    """Those that are asked to; without that, dq depends on the order."""
+    """With deterministic=True; without it, dq depends on the order, dk and dv do not."""
     q, k, v, dout = (torch.randn(1, 3, 400, 128, dtype=torch.float16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -105,20 +105,20 @@ def test_gradients_repeat_bitwise_in_any_order_of_events() -> None:
     assert all(torch.equal(again[n], first[n]) for again in others for n in (0, 2, 3))
 
 
-@pytest.mark.parametrize(("needed", "kernel"), [("q", "wide_rows_kernel"), ("k", "wide_keys_kernel")])
-def test_wide_gradients_that_nobody_needs_are_not_computed(needed: str, kernel: str) -> None:
+@pytest.mark.parametrize(("needed", "kernel"), [("q", "dq_kernel"), ("k", "dkdv_kernel")])
+def test_split_backward_computes_needed_gradients_only(needed: str, kernel: str) -> None:
     tensors = {name: torch.randn(1, 2, 130, 256, dtype=torch.bfloat16) for name in "qkv"}
     tensors[needed].requires_grad_()
     with emulated(CORES, 0) as launched:
         out = flashtile.attention(**tensors, backend="hopper")
-        [found] = torch.autograd.grad(out.sum(), [tensors[needed]])
-    assert launched == ["forward_kernel", "prepare_kernel", kernel]
+        [gradient] = torch.autograd.grad(out.sum(), [tensors[needed]])
+    assert launched == ["forward_kernel", "preprocess_kernel", kernel]
     expected = flashtile.attention(**tensors, backend="reference").sum()
-    torch.testing.assert_close(found, *torch.autograd.grad(expected, [tensors[needed]]), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(gradient, *torch.autograd.grad(expected, [tensors[needed]]), atol=2e-2, rtol=2e-2)
 
 
 class Bug(NamedTuple):
-    """A mistake in a kernel, and the problem on which it has to be noticed in one of some orders of events."""
+    """A mistake in a kernel, and the problem on which the emulation has to notice it within some orders of events."""
 
     name: str
     file: str
@@ -127,130 +127,101 @@ class Bug(NamedTuple):
     variant: str = "causal 128"
 
 
-WAIT = "s = warpgroup_mma_wait(VALUES, deps=(s,))\n    "
-LET_GO = "release(k.gates, n, STAGES)\n    "
-LET_Q_GO = "release_q_early(inputs.q_free, tile_count, consumer, block == tile.lo, TILE)\n    "
-STORED = ".store(out.to(desc.dtype))"
-MEET = "            wait_at(FOR_BOTH, BOTH)\n"
-LAST_DK = "            dk, begun = wait_for_all(dk, begun)\n"
-ROWS_GO = "            release(rows.gates, count, STAGES)\n"
-READ = "tma.store_wait(0)  # the copy engine has read them\n            "
-SUMS_GO = "mbarrier.arrive(sums.empty.index(half), count=1)\n            "
-DK, DQ_WIDE = (f"            {x} = wait_for_sums({x})\n" for x in ("dk", "dq"))
-KEYS_GO = "            release(keys.gates, 2 * count + 1, SLOTS)\n"
-DP = "            dp, weight = warpgroup_mma_wait(0, deps=(dp, weight))\n"
-VALUES_GO = "            release(keys.gates, 2 * count, SLOTS)\n"
+MAINLOOP, PIPELINE = "kernels/forward/mainloop.py", "kernels/shared/pipeline.py"
+FORWARD, PRODUCER = "kernels/forward/forward.py", "kernels/forward/producer.py"
+EPILOGUE, MASKING, SOFTMAX = (f"kernels/shared/{name}.py" for name in ("epilogue", "masking", "softmax_ptx"))
+SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/column_masks.py"
+FUSED, DQ_WRITER = "kernels/backward/fused.py", "kernels/backward/dq_writer.py"
+DQ, DKDV = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py"
+COORDINATES = "kernels/shared/coordinates.py"
+
+WAIT_S = "s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))\n    "
+RELEASE_K = "consumer_release(k.empty, count, STAGES)\n    "
+RELEASE_Q = "release_q_early(pipelines.q_empty, tile_count, warpgroup, block == tile.lo, CONFIG)\n    "
+STORE_SMEM = ".store(out.to(desc.dtype))"
+DS_BARRIER = "            barrier_sync(DS_BARRIER, CONSUMER_THREADS)\n"
+WAIT_DK = "            dk, partial_p = gemm_wait_with(dk, partial_p)\n"
+RELEASE_ROWS = "            consumer_release(rows.empty, count, STAGES)\n"
+WAIT_READ = "tma.store_wait(0)  # TMA has read the staging buffer\n            "
+RELEASE_DQ = "mbarrier.arrive(dq_pipeline.empty.index(warpgroup), count=1)\n            "
+SPLIT_DK, SPLIT_DQ = (f"            {x} = gemm_wait({x})\n" for x in ("dk", "dq"))
+RELEASE_DQ_K = "            consumer_release(kv.empty, 2 * count + 1, KV_STAGES)\n"
+WAIT_DP = "            dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))\n"
+RELEASE_DQ_V = "            consumer_release(kv.empty, 2 * count, KV_STAGES)\n"
 BUGS = (
-    Bug("keys let go before their product is there", "kernels/forward/step.py", f"{WAIT}{LET_GO}", f"{LET_GO}{WAIT}"),
+    Bug("keys released before their product is complete", MAINLOOP, f"{WAIT_S}{RELEASE_K}", f"{RELEASE_K}{WAIT_S}"),
     Bug(
-        "q let go before its product is there",
-        "kernels/forward/step.py",
-        f"{WAIT}{LET_GO}{LET_Q_GO}",
-        f"{LET_Q_GO}{WAIT}{LET_GO}",
+        "q released before its product is complete",
+        MAINLOOP,
+        f"{WAIT_S}{RELEASE_K}{RELEASE_Q}",
+        f"{RELEASE_Q}{WAIT_S}{RELEASE_K}",
         "causal 256",
     ),
-    Bug(
-        "nobody says that the first slot is full",
-        "kernels/shared/producer.py",
-        "mbarrier.arrive(v.full.index(0), count=1)",
-        "pass",
-    ),
-    Bug("values not waited for", "kernels/forward/step.py", "wait_full(v, n, STAGES)", "pass"),
+    Bug("first stage never full", PRODUCER, "mbarrier.arrive(v.full.index(0), count=1)", "pass"),
+    Bug("no wait for values", MAINLOOP, "consumer_wait(v, count, STAGES)", "pass"),
     Bug(
         "wrong phase",
-        "kernels/shared/pipeline.py",
-        "round_of(n, STAGES) & 1)\n\n\n@gluon.jit\ndef wait_free",
-        "0)\n\n\n@gluon.jit\ndef wait_free",
+        PIPELINE,
+        "wraps_of(count, STAGES) & 1)\n\n\n@gluon.jit\ndef producer_acquire",
+        "0)\n\n\n@gluon.jit\ndef producer_acquire",
     ),
-    Bug("slot never let go", "kernels/forward/step.py", "release(v.gates, n, STAGES)", "pass"),
+    Bug("stage never released", MAINLOOP, "consumer_release(v.empty, count, STAGES)", "pass"),
+    Bug("staged output overwritten before it is read", EPILOGUE, "tma.store_wait(0)  # TMA", "# TMA"),
+    Bug("no fence before the output is stored", EPILOGUE, f"{STORE_SMEM}\n        fence_async_shared()", STORE_SMEM),
+    Bug("product read in flight", FORWARD, "gemm_wait(gemm_rs(", "(gemm_rs("),
+    Bug("acc not rescaled", MAINLOOP, "softmax.rescale(acc, alpha, changed)", "acc"),
+    Bug("acc rescaled by the next tile", MAINLOOP, "gl.where(block == tile.hi - 1, 0, changed)", "changed"),
+    Bug("acc never reset", FORWARD, "accumulate = block != first", "pass"),
+    Bug("row maximum of two threads", SOFTMAX, "bfly.b32 other, top, 2,", "bfly.b32 other, top, 1,"),
+    Bug("second row without a vote", SOFTMAX, "setp.gt.or.f32 p, limit, $7, p;", ""),
+    Bug("stale speculative exponentials", SOFTMAX, "{repeated}KEPT", "KEPT"),
+    Bug("diagonal off by one", MASKING, "(shift + bounds.right + 1)", "(shift + bounds.right + 2)"),
+    Bug("half of a thread's pair of columns", COLUMN_MASKS, "gl.minimum(bound % 8, 2)", "bound % 8 // 2"),
     Bug(
-        "results read before the last ones have left",
-        "kernels/shared/epilogue.py",
-        "tma.store_wait(0)  # what",
-        "# what",
-    ),
-    Bug(
-        "no fence before results are sent",
-        "kernels/shared/epilogue.py",
-        f"{STORED}\n        fence_async_shared()",
-        STORED,
-    ),
-    Bug(
-        "product read in flight",
-        "kernels/forward/forward.py",
-        "wait_for_sums(add_weighted_rows(",
-        "(add_weighted_rows(",
-    ),
-    Bug("sums that do not follow a level", "kernels/forward/step.py", "softmax.rescaled(acc, alpha, moved)", "acc"),
-    Bug(
-        "sums that follow the next level",
-        "kernels/forward/step.py",
-        "gl.where(block == tile.hi - 1, 0, moved)",
-        "moved",
-    ),
-    Bug("sums that never begin anew", "kernels/forward/forward.py", "add = block != first", "pass"),
-    Bug("a maximum of two threads", "kernels/shared/branches.py", "bfly.b32 other, top, 2,", "bfly.b32 other, top, 1,"),
-    Bug("a row that nobody asks for", "kernels/shared/branches.py", "setp.gt.or.f32 p, limit, $7, p;", ""),
-    Bug("guesses kept", "kernels/shared/branches.py", "{again}KEPT", "KEPT"),
-    Bug("diagonal off by one", "kernels/shared/masking.py", "(shift + window.right + 1)", "(shift + window.right + 2)"),
-    Bug(
-        "half of a thread's pair of columns", "kernels/shared/column_masks.py", "gl.minimum(own % 8, 2)", "own % 8 // 2"
-    ),
-    Bug(
-        "a block too few",
-        "kernels/shared/masking.py",
+        "one block too few",
+        MASKING,
         "gl.cdiv(gl.maximum(hi, 0), BLOCK_N), first",
         "gl.maximum(hi, 0) // BLOCK_N, first",
     ),
-    Bug("counter left as it is", "kernels/shared/schedule.py", "gl.store(work.counter, 0)", "pass"),
-    Bug("no turns", "kernels/backward/dq_sums.py", "turn if TILE.ordered else gl.minimum(turn, 1)", "0"),
+    Bug("tile semaphore not reset", SCHEDULER, "gl.store(scheduler.semaphore, 0)", "pass"),
+    Bug("no wait for the dq semaphore", DQ_WRITER, "position if CONFIG.in_order else gl.minimum(position, 1)", "0"),
+    Bug("dq semaphore released before the store", DQ_WRITER, "                wait_stores_complete()\n", ""),
+    Bug("half of ds", FUSED, DS_BARRIER, ""),
+    Bug("no fence before dq's product", FUSED, "fence_async_shared()  # for both", "# for both"),
+    Bug("no fence before dq is written", DQ_WRITER, "fence_async_shared()  # for", "# for"),
+    Bug("rows released before dk is complete", FUSED, f"{WAIT_DK}{RELEASE_ROWS}", f"{RELEASE_ROWS}{WAIT_DK}"),
+    Bug("one chunk's product read in flight", FUSED, "(2 * CHUNKS, deps=(dq,", "(3 * CHUNKS, deps=(dq,", "causal 96"),
+    Bug("staged dq overwritten before it is read", DQ_WRITER, f"{WAIT_READ}{RELEASE_DQ}", f"{RELEASE_DQ}{WAIT_READ}"),
+    Bug("one half of the output over the other", EPILOGUE, "if OFFSET == 0:", "if FIRST == 0:", "causal 192/128"),
     Bug(
-        "a turn given before the sums are there",
-        "kernels/backward/dq_sums.py",
-        "                results_landed()\n",
+        "no wait for probabilities",
+        DKDV,
+        "            barrier_sync(weights.full.first + stage, weights.full.threads)\n",
         "",
-    ),
-    Bug("half of the gradients of scores", "kernels/backward/fused.py", MEET, ""),
-    Bug("no fence before dq's product", "kernels/backward/fused.py", "fence_async_shared()  # for both", "# for both"),
-    Bug("no fence before sums are sent", "kernels/backward/dq_sums.py", "fence_async_shared()  # for", "# for"),
-    Bug(
-        "rows let go before their product is there",
-        "kernels/backward/fused.py",
-        f"{LAST_DK}{ROWS_GO}",
-        f"{ROWS_GO}{LAST_DK}",
+        "causal 256",
     ),
     Bug(
-        "a chunk's product read in flight",
-        "kernels/backward/fused.py",
-        "(2 * CHUNKS, deps=(dq,",
-        "(3 * CHUNKS, deps=(dq,",
-        "causal 96",
-    ),
-    Bug("sums overwritten before they are read", "kernels/backward/dq_sums.py", f"{READ}{SUMS_GO}", f"{SUMS_GO}{READ}"),
-    Bug(
-        "a half of the results over the other",
-        "kernels/shared/epilogue.py",
-        "if PLACE == 0:",
-        "if FIRST == 0:",
+        "rows released before split dk is complete",
+        DKDV,
+        f"{SPLIT_DK}{RELEASE_ROWS}",
+        f"{RELEASE_ROWS}{SPLIT_DK}",
         "causal 192/128",
     ),
     Bug(
-        "probabilities not waited for",
-        "kernels/dkdv/dkdv.py",
-        "            wait_at(weights.full.first + slot, weights.full.threads)\n",
-        "",
+        "keys released before dq is complete",
+        DQ,
+        f"{SPLIT_DQ}{RELEASE_DQ_K}",
+        f"{RELEASE_DQ_K}{SPLIT_DQ}",
         "causal 256",
     ),
-    Bug("rows let go before dk", "kernels/dkdv/dkdv.py", f"{DK}{ROWS_GO}", f"{ROWS_GO}{DK}", "causal 192/128"),
-    Bug("keys let go before dq", "kernels/dq/dq.py", f"{DQ_WIDE}{KEYS_GO}", f"{KEYS_GO}{DQ_WIDE}", "causal 256"),
     Bug(
-        "values let go before their product is there",
-        "kernels/dq/dq.py",
-        f"{DP}{VALUES_GO}",
-        f"{VALUES_GO}{DP}",
+        "values released before dp is complete",
+        DQ,
+        f"{WAIT_DP}{RELEASE_DQ_V}",
+        f"{RELEASE_DQ_V}{WAIT_DP}",
         "causal 256",
     ),
-    Bug("packed rows of the next sequence", "kernels/shared/producer.py", "END - seqlen + row", "row", "packed 128"),
+    Bug("rows of the next packed sequence", COORDINATES, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
 )
 
 
@@ -266,4 +237,4 @@ def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
                 return
         except EmulationError:
             return
-    pytest.fail("nobody noticed")
+    pytest.fail("not detected")

@@ -1,6 +1,6 @@
-"""The Hopper backend on its GPU: `pytest -m gpu tests/test_hopper_gpu.py`.
+"""The Hopper backend on a GPU: `pytest -m gpu tests/test_hopper_gpu.py`.
 
-A barrier that is never signalled hangs: a test that takes too long ends the process, and says where it was.
+A barrier that is never signaled hangs: a test that takes too long ends the process and prints the stack.
 """
 
 import faulthandler
@@ -21,12 +21,12 @@ from flashtile.testing.tolerance import compare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(support.unusable() is not None, reason=f"{support.unusable()}")]
 PROBLEMS = 8  # of each variant
-PATIENCE = 300  # seconds for one test, the compilation of its kernels included
+TIMEOUT = 300  # seconds for one test, compilation included
 
 
 @pytest.fixture(autouse=True)
 def watchdog() -> Iterator[None]:
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    faulthandler.dump_traceback_later(TIMEOUT, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
 
@@ -40,10 +40,10 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
     "name", ["full 64", "causal 64", "window 64", "packed sinks 64", "causal 96", "window 96", "packed 96"]
 )
 def test_three_warpgroups(name: str) -> None:
-    """Which are chosen for long sequences only."""
+    """A configuration otherwise chosen for long sequences only."""
     fast_path.forget()
     try:
-        with mock.patch.object(tables, "MANY_KEYS", 0):
+        with mock.patch.object(tables, "MIN_KEYS_3WG", 0):
             check_random_problems(name)
     finally:
         fast_path.forget()
@@ -53,7 +53,7 @@ def check_random_problems(name: str) -> None:
     failures = []
     for seed in range(PROBLEMS):
         case = case_of(name, seed, "cuda")
-        if case.arguments.get("max_seqlen_q", LONGER[0]) < LONGER[0]:  # nothing to compute but zero-length sequences
+        if case.arguments.get("max_seqlen_q", LONGER[0]) < LONGER[0]:  # only zero-length sequences
             continue
         with poisoned_allocation():
             results = {key: x.cpu() for key, x in case.run("hopper").items()}
@@ -89,21 +89,21 @@ def test_repeats_are_bitwise_equal() -> None:
 
 
 def test_gradients_repeat_bitwise() -> None:
-    """More programs than multiprocessors, several heads at work at a time. dk and dv have one order anyway."""
+    """More programs than SMs, several heads at a time. dk and dv repeat without deterministic=True."""
     dense = (((2, 5, 700, 64), True), ((3, 24, 1025, 128), True), ((2, 8, 1500, 128), False), ((2, 8, 1000, 256), True))
     for shape, causal in dense:
         q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        for deterministic, given in ((True, (q, k, v)), (False, (k, v))):
+        for deterministic, inputs in ((True, (q, k, v)), (False, (k, v))):
             out = flashtile.attention(q, k, v, causal=causal, deterministic=deterministic, backend="hopper")
             dout = torch.randn_like(out)
-            first = torch.autograd.grad(out, given, dout, retain_graph=True)
+            first = torch.autograd.grad(out, inputs, dout, retain_graph=True)
             for _ in range(30):
-                again = torch.autograd.grad(out, given, dout, retain_graph=True)
-                assert all(map(torch.equal, first, again))
+                repeat = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+                assert all(map(torch.equal, first, repeat))
 
 
 @pytest.mark.parametrize("name", ["sum", "transposed", "every second feature", "off by one"])
-def test_gradients_of_outputs_that_lie_anyhow(name: str) -> None:
+def test_strides_of_dout(name: str) -> None:
     q, k, v = (torch.randn(2, 4, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     out = flashtile.attention(q, k, v, causal=True, backend="hopper")
     wide = torch.randn(2, 4, 200, 129, device="cuda", dtype=torch.bfloat16)
@@ -113,9 +113,9 @@ def test_gradients_of_outputs_that_lie_anyhow(name: str) -> None:
         "every second feature": wide[..., :128:2],
         "off by one": wide[..., 1:65],
     }[name]
-    found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    gradients = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
     expected = torch.autograd.grad(out, (q, k, v), dout.contiguous())
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, gradients, expected))
 
 
 def test_a_captured_call_is_replayed() -> None:
@@ -136,10 +136,10 @@ def test_the_second_gpu_while_the_first_is_current() -> None:
     here = [torch.randn(2, 4, 300, 64, device="cuda:0", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     there = [x.detach().to("cuda:1").requires_grad_() for x in here]
     results = []
-    for given in (here, there):
+    for inputs in (here, there):
         with torch.cuda.device(0):
-            out = flashtile.attention(*given, causal=True, backend="hopper")
-            results.append((out, *torch.autograd.grad(out, given, torch.ones_like(out))))
+            out = flashtile.attention(*inputs, causal=True, backend="hopper")
+            results.append((out, *torch.autograd.grad(out, inputs, torch.ones_like(out))))
     for x, y in zip(*results, strict=True):
         assert y.device.index == 1
         assert torch.equal(x.cpu(), y.cpu())

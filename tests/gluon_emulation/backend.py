@@ -1,4 +1,4 @@
-"""The Hopper backend on the emulation: `emulated` puts it in the place of the one on a GPU."""
+"""The Hopper backend on the emulation: `emulated` substitutes it for the one on a GPU."""
 
 import functools
 import importlib
@@ -28,10 +28,10 @@ from .values import Pointer, Shared, Value, as_tensor
 
 
 class Semantic:
-    """Of Triton's compiler, what kernels ask directly."""
+    """The part of Triton's compiler that kernels call directly."""
 
     def memdesc_reinterpret(self, memory: Shared, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        return memory.reinterpreted(dtype, shape)
+        return memory.reinterpret(dtype, shape)
 
 
 def builtin(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,13 +42,13 @@ def jit(function: Any = None, **options: Any) -> Any:
     return function if function is not None else jit
 
 
-def in_place_of_triton() -> dict[str, ModuleType]:
-    """Modules by the names under which the kernels import them."""
+def triton_modules() -> dict[str, ModuleType]:
+    """Substitutes for the modules that the kernels import, by name."""
 
     def module(name: str, **attributes: Any) -> ModuleType:
-        found = ModuleType(name)
-        vars(found).update(attributes)
-        return found
+        substitute = ModuleType(name)
+        vars(substitute).update(attributes)
+        return substitute
 
     gluon = "triton.experimental.gluon"
     core = module("_core", builtin=builtin, _unwrap_if_constexpr=lambda x: x)
@@ -74,23 +74,23 @@ FOLDER = Path(str(support.__file__)).parent
 
 @functools.cache
 def emulated_kernels(folder: Path = FOLDER) -> ModuleType:
-    """`backend.hopper.entry` of the package in a folder, imported with the emulation in the place of Triton."""
+    """`backend.hopper.entry` of the package in a folder, imported on the emulation."""
     name = "flashtile.backend.hopper_emulated" + (f"_in_{folder.name}" if folder != FOLDER else "")
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
     assert spec is not None
-    with mock.patch.dict(sys.modules, in_place_of_triton()):
+    with mock.patch.dict(sys.modules, triton_modules()):
         sys.modules[name] = importlib.util.module_from_spec(spec)
-        found = importlib.import_module(f"{name}.entry")
+        entry = importlib.import_module(f"{name}.entry")
         importlib.import_module(f"{name}.host_backward")
         loaded = {other: module for other, module in sys.modules.items() if other.startswith(name)}
     sys.modules.update(loaded)
-    return found
+    return entry
 
 
-def argument(x: Any) -> Any:
-    """What a kernel gets."""
+def kernel_argument(x: Any) -> Any:
+    """A kernel's view of an argument."""
     if isinstance(x, Tensor):
         return Pointer(x)
     return Value(as_tensor(x)) if isinstance(x, bool | int | float) else x
@@ -98,23 +98,24 @@ def argument(x: Any) -> Any:
 
 @contextmanager
 def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[list[str]]:
-    """`backend="hopper"` takes CPU tensors: its kernels run in the emulation of a GPU with so many cores. The seed
-    decides in which order things happen. Gives the names of the kernels that are launched.
+    """Let `backend="hopper"` take CPU tensors and run on an emulated GPU with `cores` SMs.
+
+    The seed decides the order of events. Yields the names of the kernels launched.
     """
     kernels = emulated_kernels(folder)
-    backward_pass = sys.modules[f"{kernels.__package__}.backward_launches"]
+    backward_launches = sys.modules[f"{kernels.__package__}.backward_launches"]
     device = Device("cuda", "emulated", support.ARCHITECTURE, cores)
     launched: list[str] = []
-    counter = torch.zeros(1, dtype=torch.int32)  # that dense launches share, as on a GPU
+    semaphore = torch.zeros(1, dtype=torch.int32)  # shared by dense launches, as on a GPU
 
-    def counter_of(device: torch.device, packed: bool) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32) if packed else counter
+    def semaphore_of(device: torch.device, packed: bool) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32) if packed else semaphore
 
     def launch(kernel: Any, programs: int, scalars: dict[str, Any], slots: Slots, tensors: list[Tensor | None]) -> None:
         parameters = inspect.signature(kernel).parameters.items()
         constants = [name for name, parameter in parameters if parameter.annotation is language.constexpr]
-        named = scalars | resolved(slots, tensors)
-        arguments = {name: x if name in constants else argument(x) for name, x in named.items()}
+        values = scalars | resolved(slots, tensors)
+        arguments = {name: x if name in constants else kernel_argument(x) for name, x in values.items()}
         del arguments["num_warps"]
         launched.append(kernel.__name__)
         Machine(seed + len(launched)).run(kernel, programs, arguments)
@@ -125,8 +126,8 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
 
     with (
         mock.patch.multiple(replay, launch=launch, replayable=replayable),
-        mock.patch.multiple(kernels, counter=counter_of, describe_device=lambda _: device),
-        mock.patch.multiple(backward_pass, counter=counter_of, describe_device=lambda _: device),
+        mock.patch.multiple(kernels, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
+        mock.patch.multiple(backward_launches, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
         mock.patch.object(planner, "describe_device", return_value=device),
         mock.patch.object(planner, "entry_of", return_value=kernels),
         mock.patch.object(fast_path, "entry_of", return_value=kernels),

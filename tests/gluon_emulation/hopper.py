@@ -1,4 +1,4 @@
-"""Barriers, copies by the copy engine and products of a warpgroup: `gluon.language.nvidia.hopper` and descriptors."""
+"""mbarriers, TMA and wgmma: `gluon.language.nvidia.hopper` and TMA descriptors."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -9,36 +9,39 @@ import torch
 from torch import Tensor
 
 from .machine import EmulationError, machine
-from .values import Shared, Value, check_extent, memory_of, plain
+from .values import Shared, Value, check_extent, memory_of, unwrap
 
 
 class Barrier:
-    """A barrier in shared memory: a phase ends when all have arrived and all expected bytes are there."""
+    """An mbarrier: a phase completes when all arrivals and all expected bytes are there."""
 
     def __init__(self, number: int):
         self.number = number
-        self.count = 0  # arrivals that a phase waits for; 0: not initialised
-        self.missing = 0
-        self.bytes = 0
+        self.count = 0  # arrivals of a phase; 0: not initialized
+        self.pending_arrivals = 0
+        self.pending_bytes = 0
         self.phase = 0
 
     def arrive(self, count: int) -> None:
-        if not 0 < count <= self.missing:
-            raise EmulationError(f"{machine().here().name} arrives where {self.missing} of {self.count} are missing")
-        self.missing -= count
-        self.turn_over()
+        if not 0 < count <= self.pending_arrivals:
+            name = machine().current_task().name
+            raise EmulationError(f"{name} arrives {count} times with {self.pending_arrivals} of {self.count} pending")
+        self.pending_arrivals -= count
+        self.try_complete_phase()
 
     def receive(self, nbytes: int) -> None:
-        self.bytes -= nbytes
-        self.turn_over()
+        self.pending_bytes -= nbytes
+        self.try_complete_phase()
 
-    def turn_over(self) -> None:
-        if self.missing == 0 and self.bytes == 0:
-            self.missing = self.count
+    def try_complete_phase(self) -> None:
+        if self.pending_arrivals == 0 and self.pending_bytes == 0:
+            self.pending_arrivals = self.count
             self.phase ^= 1
 
 
 class Barriers:
+    """An array of mbarriers in shared memory."""
+
     def __init__(self, count: int):
         self.barriers = [Barrier(n) for n in range(count)]
 
@@ -47,17 +50,17 @@ class Barriers:
 
 
 class MBarrierLayout:
-    """Memory of this layout is made of barriers."""
+    """Layout that marks memory as an array of mbarriers."""
 
     barriers = Barriers
 
 
 def init(barrier: Barrier, count: int) -> None:
-    barrier.count = barrier.missing = count
+    barrier.count = barrier.pending_arrivals = count
 
 
 def expect(barrier: Barrier, nbytes: int) -> None:
-    barrier.bytes += nbytes
+    barrier.pending_bytes += nbytes
     barrier.arrive(1)
     machine().pause()
 
@@ -70,13 +73,13 @@ def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
 
 def wait(barrier: Barrier, phase: Any) -> None:
     if barrier.count == 0:
-        raise EmulationError("a barrier that nobody has initialised")
+        raise EmulationError("wait for an uninitialized barrier")
     parity = int(phase)
     machine().wait(lambda: barrier.phase != parity, f"barrier {barrier.number} to leave phase {parity}")
 
 
 class TensorDescriptor:
-    """A tensor as the copy engine knows it."""
+    """A TMA descriptor."""
 
     base: Tensor
     shape: Sequence[int]
@@ -93,40 +96,40 @@ class TensorDescriptor:
         return SimpleNamespace(shape=list(self.block_shape), nbytes=nbytes)
 
     def box(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Offsets of a box's elements, and which of them lie in the tensor. Addresses are computed modulo 2**64."""
+        """Offsets of a box's elements, and whether they are in bounds. Addresses are computed modulo 2**64."""
         size = self.base.element_size()
         address = np.zeros(self.block_shape, dtype=np.uint64)
         inside = np.ones(self.block_shape, dtype=bool)
         for dim, (first, length, stride) in enumerate(zip(coordinates, self.shape, self.strides, strict=True)):
             along = [-1 if n == dim else 1 for n in range(len(self.shape))]
-            here = (int(first) + np.arange(self.block_shape[dim], dtype=np.int64)).reshape(along)
-            inside &= (here >= 0) & (here < length)
-            address += here.astype(np.uint64) * np.uint64(stride * size % 2**64)
+            index = (int(first) + np.arange(self.block_shape[dim], dtype=np.int64)).reshape(along)
+            inside &= (index >= 0) & (index < length)
+            address += index.astype(np.uint64) * np.uint64(stride * size % 2**64)
         offset = torch.from_numpy(address.view(np.int64) // size)
-        found = torch.from_numpy(inside)
-        check_extent(self.base, offset[found])
-        return offset, found
+        inside_box = torch.from_numpy(inside)
+        check_extent(self.base, offset[inside_box])
+        return offset, inside_box
 
 
 class Store:
-    """What the copy engine brings from shared memory to the tensor, some time later."""
+    """A TMA store or addition that completes later."""
 
     def __init__(self, desc: TensorDescriptor, coordinates: Sequence[Any], source: Shared, add: bool):
         source.check_fenced()
         if source.shape != list(desc.block_shape) or source.dtype != desc.dtype:
-            raise EmulationError(f"a box of {source.shape} {source.dtype} for one of {desc.block_shape} {desc.dtype}")
+            raise EmulationError(f"store of {source.shape} {source.dtype} to a box of {desc.block_shape} {desc.dtype}")
         self.desc, self.source, self.add = desc, source, add
         self.offset, self.inside = desc.box(coordinates)
-        self.asked = source.data.clone()
+        self.snapshot = source.data.clone()
         self.read = self.written = False
-        machine().here().stores.append(self)
-        machine().here().unread.append(self)
-        machine().pending.append(self.write)
+        machine().current_task().stores.append(self)
+        machine().current_task().unread_stores.append(self)
+        machine().tma_operations.append(self.write)
         machine().pause()
 
     def finish_reading(self) -> None:
-        if not self.read and not same(self.asked, self.source.data):
-            raise EmulationError("shared memory was written before the copy engine had read it")
+        if not self.read and not same(self.snapshot, self.source.data):
+            raise EmulationError("shared memory was written before TMA had read it")
         self.read = True
 
     def write(self) -> None:
@@ -135,8 +138,8 @@ class Store:
         except EmulationError as error:
             machine().fail(error)
             return
-        memory, at, given = memory_of(self.desc.base), self.offset[self.inside], self.asked[self.inside]
-        memory[at] = memory[at] + given if self.add else given
+        memory, at, values = memory_of(self.desc.base), self.offset[self.inside], self.snapshot[self.inside]
+        memory[at] = memory[at] + values if self.add else values
         self.written = True
 
 
@@ -146,16 +149,16 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def async_load(desc: TensorDescriptor, coordinates: Sequence[Any], barrier: Barrier, result: Shared) -> None:
     if result.shape != list(desc.block_shape) or result.dtype != desc.dtype:
-        raise EmulationError(f"a box of {desc.block_shape} {desc.dtype} for memory of {result.shape} {result.dtype}")
+        raise EmulationError(f"load of a box of {desc.block_shape} {desc.dtype} to {result.shape} {result.dtype}")
     offset, inside = desc.box(coordinates)
     result.data.fill_(torch.nan)
 
     def load() -> None:
-        found = memory_of(desc.base)[torch.where(inside, offset, 0)] if bool(inside.any()) else torch.zeros(())
-        result.data.copy_(torch.where(inside, found, 0))
+        values = memory_of(desc.base)[torch.where(inside, offset, 0)] if bool(inside.any()) else torch.zeros(())
+        result.data.copy_(torch.where(inside, values, 0))
         barrier.receive(result.nbytes)
 
-    machine().pending.append(load)
+    machine().tma_operations.append(load)
     machine().pause()
 
 
@@ -168,8 +171,8 @@ def async_atomic_add(desc: TensorDescriptor, coordinates: Sequence[Any], source:
 
 
 def store_wait(pendings: int) -> None:
-    """Until the copy engine has read the shared memory of all stores but the latest ones."""
-    stores = machine().here().unread
+    """Wait until TMA has read the shared memory of all stores but the latest `pendings`."""
+    stores = machine().current_task().unread_stores
     for store in stores[: len(stores) - pendings]:
         store.finish_reading()
     del stores[: len(stores) - pendings]
@@ -177,31 +180,33 @@ def store_wait(pendings: int) -> None:
 
 
 def fence_async_shared() -> None:
-    task = machine().here()
+    task = machine().current_task()
     unfenced = task.program.unfenced
-    for span in [span for span, (writer, write) in unfenced.items() if write <= task.sees.get(writer, 0)]:
+    for span in [span for span, (writer, write) in unfenced.items() if write <= task.clock.get(writer, 0)]:
         del unfenced[span]
 
 
 class Product(Value):
-    """A product in flight: nobody reads it before it was waited for."""
+    """A product in flight, which may not be read before a wait."""
 
     def __init__(self, a: Value | Shared, b: Shared, acc: Value | None, shape: list[int]):
         super().__init__(torch.empty(shape))
         self.a, self.b, self.acc = a, b, acc
-        self.asked = [operand(x).clone() for x in (a, b)]
+        self.snapshot = [operand(x).clone() for x in (a, b)]
         self.finished = False
 
     @property
     def tensor(self) -> Tensor:
         if not self.finished:
-            raise EmulationError(f"{machine().here().name} reads a product in flight")
+            raise EmulationError(f"{machine().current_task().name} reads a product in flight")
         return self._tensor
 
     def finish(self) -> None:
-        if not all(same(x, operand(y)) for x, y in zip(self.asked, (self.a, self.b), strict=True)):
-            raise EmulationError(f"{machine().here().name}: an operand was written while its product was in flight")
-        a, b = self.asked
+        if not all(same(x, operand(y)) for x, y in zip(self.snapshot, (self.a, self.b), strict=True)):
+            raise EmulationError(
+                f"{machine().current_task().name}: an operand was written while its product was in flight"
+            )
+        a, b = self.snapshot
         self._tensor = a.float() @ b.float()
         if self.acc is not None:
             self._tensor = self._tensor + self.acc.tensor
@@ -217,9 +222,9 @@ def warpgroup_mma(a: Value | Shared, b: Shared, acc: Value, use_acc: Any = True,
         if isinstance(x, Shared):
             x.check_fenced()
     if not (a.dtype == b.dtype and [a.shape[0], b.shape[1]] == acc.shape and a.shape[1] == b.shape[0]):
-        raise EmulationError(f"a product of {a.shape} {a.dtype} and {b.shape} {b.dtype} to {acc.shape}")
-    task = machine().here()
-    product = Product(a, b, acc if plain(use_acc) else None, acc.shape)
+        raise EmulationError(f"product of {a.shape} {a.dtype} and {b.shape} {b.dtype} to {acc.shape}")
+    task = machine().current_task()
+    product = Product(a, b, acc if unwrap(use_acc) else None, acc.shape)
     task.products.append(product)
     machine().pause()
     if not is_async:
@@ -228,8 +233,8 @@ def warpgroup_mma(a: Value | Shared, b: Shared, acc: Value, use_acc: Any = True,
 
 
 def warpgroup_mma_wait(num_outstanding: int, deps: tuple[Any, ...] = ()) -> Any:
-    """Until all products but the latest ones are there."""
-    products = machine().here().products
+    """Wait for all products but the latest `num_outstanding`."""
+    products = machine().current_task().products
     for product in products[: len(products) - num_outstanding]:
         product.finish()
     del products[: len(products) - num_outstanding]

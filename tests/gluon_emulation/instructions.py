@@ -1,6 +1,7 @@
-"""PTX instructions as kernels write them: arithmetic, predicates, and what the 32 lanes of a warp tell each other.
+"""Interpreter of the PTX in the kernels' inline assembly: arithmetic, predicates, votes and shuffles of 32 lanes.
 
-A register is a number of every thread, `[warps, 32, *]`. Branches lead on to a label and are taken by whole warps.
+A register holds a value of every thread, `[warps, 32, *]`. Branches go forward, to a label, and are taken by whole
+warps.
 """
 
 import functools
@@ -16,75 +17,76 @@ from .machine import EmulationError
 
 
 def run(asm: str, constraints: str, args: Sequence[Tensor], results: int, pack: int) -> list[Tensor]:
-    """What `asm` makes of tensors, of which each thread has `pack` numbers at a time."""
+    """Results of `asm` on tensors, of which each thread holds `pack` elements at a time."""
     shape = torch.broadcast_shapes(*(x.shape for x in args))
-    inputs = [registers(x.expand(shape), pack).unbind(-1) for x in args]
+    inputs = [to_registers(x.expand(shape), pack).unbind(-1) for x in args]
     kinds = [kind for kind in constraints.split(",") if not kind.startswith("~")]
     assert len(kinds) == pack * (results + len(args)), constraints
-    given = dict(enumerate(itertools.chain(*inputs), pack * results))
-    bound = {int(kind): given[n] for n, kind in enumerate(kinds) if kind.isdigit()}
-    found = execute(asm, {f"${n}": x for n, x in (given | bound).items()})
-    return [
-        tensor(torch.stack([found[f"${n * pack + i}"] for i in range(pack)], -1), shape, pack) for n in range(results)
-    ]
+    operands = dict(enumerate(itertools.chain(*inputs), pack * results))
+    tied = {int(kind): operands[n] for n, kind in enumerate(kinds) if kind.isdigit()}
+    state = execute(asm, {f"${n}": x for n, x in (operands | tied).items()})
+    outputs = [torch.stack([state[f"${n * pack + i}"] for i in range(pack)], -1) for n in range(results)]
+    return [from_registers(x, shape, pack) for x in outputs]
 
 
-def registers(x: Tensor, pack: int) -> Tensor:
-    """Of `[M, N // 8, 4, 2]` or `[M, 4]`: a thread has two columns of every eight of row `i`, the same of row `i + 8`,
-    or one number of each. Numbers that are taken one by one have no place.
+def to_registers(x: Tensor, pack: int) -> Tensor:
+    """Elements of `[M, N // 8, 4, 2]` or `[M, 4]` by thread.
+
+    A thread holds two columns of every eight of rows `i` and `i + 8`, or one element of each row. With pack = 1,
+    elements are independent of each other.
     """
     if pack == 1:
         return x.reshape(1, 1, -1, 1)
-    apart = x.reshape(-1, 2, 8, *(x.shape[1:] if x.dim() == 4 else (1, 4, 1)))  # warp, half, row, eight, lane, pair
-    return apart.permute(0, 2, 4, 3, 1, 5).reshape(len(apart), 32, 1, pack)
+    split = x.reshape(-1, 2, 8, *(x.shape[1:] if x.dim() == 4 else (1, 4, 1)))  # warp, half, row, eight, lane, pair
+    return split.permute(0, 2, 4, 3, 1, 5).reshape(len(split), 32, 1, pack)
 
 
-def tensor(x: Tensor, shape: torch.Size, pack: int) -> Tensor:
-    """The inverse."""
+def from_registers(x: Tensor, shape: torch.Size, pack: int) -> Tensor:
+    """The inverse of `to_registers`."""
     if pack == 1:
         return x.reshape(shape)
     return x.reshape(len(x), 8, 4, -1, 2, shape[3] if len(shape) == 4 else 1).permute(0, 4, 1, 3, 2, 5).reshape(shape)
 
 
-def execute(asm: str, at: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The registers after the instructions, of those before."""
-    some = next(iter(at.values()))
-    awake = torch.ones_like(some, dtype=torch.bool)
-    asleep: dict[str, Tensor] = {}
+def execute(asm: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Registers after the instructions, from those before."""
+    like = next(iter(state.values()))
+    active = torch.ones_like(like, dtype=torch.bool)
+    inactive: dict[str, Tensor] = {}
     for words in lines_of(asm):
         if words[0].endswith(":"):
-            awake = awake | asleep.pop(words[0][:-1])
+            active = active | inactive.pop(words[0][:-1])
         elif words[1:2] == ["bra"]:
-            leaves = awake & predicate(words[0][1:], at)
-            if not (leaves == leaves[:, :1]).all():
-                raise EmulationError("a warp's threads branch apart")
-            asleep[words[2]] = leaves
-            awake = awake & ~leaves
+            branches = active & predicate(words[0][1:], state)
+            if not (branches == branches[:, :1]).all():
+                raise EmulationError("the threads of a warp diverge")
+            inactive[words[2]] = branches
+            active = active & ~branches
         else:
             name, target, *operands = words
-            result = INSTRUCTIONS[name.split(".")[0]](name, *(operand(x, at, some) for x in operands))
-            if asleep:  # what was never written is anything
-                result = torch.where(awake, result, at.get(target, torch.zeros_like(result)))
-            at[target] = result
-    return at
+            result = INSTRUCTIONS[name.split(".")[0]](name, *(operand(x, state, like) for x in operands))
+            if inactive:
+                result = torch.where(active, result, state.get(target, torch.zeros_like(result)))
+            state[target] = result
+    return state
 
 
 @functools.cache
 def lines_of(asm: str) -> list[list[str]]:
-    """The words of each instruction and label."""
-    plain = re.sub(r"//[^\n]*", "", asm).strip(" {}\n").replace(":", ":;")
-    lines = (re.split(r"[\s,]+", line.strip()) for line in plain.split(";"))
+    """Words of each instruction and label."""
+    text = re.sub(r"//[^\n]*", "", asm).strip(" {}\n").replace(":", ":;")
+    lines = (re.split(r"[\s,]+", line.strip()) for line in text.split(";"))
     return [words for words in lines if words[0] not in ("", ".reg")]
 
 
-def predicate(word: str, at: dict[str, Tensor]) -> Tensor:
-    return ~at[word[1:]] if word.startswith("!") else at[word]
+def predicate(word: str, state: dict[str, Tensor]) -> Tensor:
+    return ~state[word[1:]] if word.startswith("!") else state[word]
 
 
-def operand(word: str, at: dict[str, Tensor], like: Tensor) -> Tensor:
-    """A register, or a constant: `0f` and the bits of a float, a float, `0x` and bits, a whole number."""
-    if word in at:
-        return at[word]
+def operand(word: str, state: dict[str, Tensor], like: Tensor) -> Tensor:
+    """A register or a constant: `0f` and the bits of a float, a float, `0x` and bits, an integer."""
+    if word in state:
+        return state[word]
     if word.startswith("0f"):
         return torch.full(like.shape, struct.unpack(">f", bytes.fromhex(word[2:]))[0])
     if "." in word:
@@ -92,17 +94,18 @@ def operand(word: str, at: dict[str, Tensor], like: Tensor) -> Tensor:
     return torch.full(like.shape, int(word, 0), dtype=torch.int64 if word.startswith("0x") else torch.int32)
 
 
-def plainly(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def without_name(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An instruction that ignores its name's suffixes."""
     return lambda name, *args: function(*args)
 
 
 def compare(name: str, a: Tensor, b: Tensor, other: Tensor | None = None) -> Tensor:
-    found = {"gt": torch.gt, "ne": torch.ne}[name.split(".")[1]](a, b)
-    return found | other if other is not None else found
+    result = {"gt": torch.gt, "ne": torch.ne}[name.split(".")[1]](a, b)
+    return result | other if other is not None else result
 
 
-def vote(name: str, voice: Tensor, members: Tensor) -> Tensor:
-    return voice.any(1, keepdim=True).expand_as(voice)
+def vote(name: str, x: Tensor, members: Tensor) -> Tensor:
+    return x.any(1, keepdim=True).expand_as(x)
 
 
 def shuffle(name: str, x: Tensor, distance: Tensor, clamp: Tensor, members: Tensor) -> Tensor:
@@ -110,19 +113,19 @@ def shuffle(name: str, x: Tensor, distance: Tensor, clamp: Tensor, members: Tens
 
 
 INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
-    "mov": plainly(lambda x: x),
-    "neg": plainly(torch.neg),
-    "sub": plainly(torch.sub),
-    "mul": plainly(torch.mul),
-    "fma": plainly(lambda a, b, c: torch.addcmul(c, a, b)),
-    "rcp": plainly(torch.reciprocal),
-    "min": plainly(torch.fmin),
-    "max": plainly(torch.fmax),
-    "ex2": plainly(torch.exp2),
-    "lg2": plainly(torch.log2),
-    "and": plainly(torch.bitwise_and),
+    "mov": without_name(lambda x: x),
+    "neg": without_name(torch.neg),
+    "sub": without_name(torch.sub),
+    "mul": without_name(torch.mul),
+    "fma": without_name(lambda a, b, c: torch.addcmul(c, a, b)),
+    "rcp": without_name(torch.reciprocal),
+    "min": without_name(torch.fmin),
+    "max": without_name(torch.fmax),
+    "ex2": without_name(torch.exp2),
+    "lg2": without_name(torch.log2),
+    "and": without_name(torch.bitwise_and),
     "setp": compare,
-    "selp": plainly(lambda a, b, chosen: torch.where(chosen, a, b)),
+    "selp": without_name(lambda a, b, condition: torch.where(condition, a, b)),
     "vote": vote,
     "shfl": shuffle,
 }

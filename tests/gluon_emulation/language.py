@@ -1,4 +1,4 @@
-"""What `triton.experimental.gluon.language` and `triton.language` are to the kernels."""
+"""`triton.experimental.gluon.language` and `triton.language` on CPU tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from . import instructions
-from .machine import EmulationError, machine, tell
-from .values import Pointer, Shared, Value, as_tensor, plain
+from .machine import EmulationError, machine, merge_clock
+from .values import Pointer, Shared, Value, as_tensor, unwrap
 
 float32, float16, bfloat16 = torch.float32, torch.float16, torch.bfloat16
 int32, int64 = torch.int32, torch.int64
@@ -20,7 +20,7 @@ def constexpr(x: Any) -> Any:
 
 
 class Layout:
-    """Of which nothing is known here."""
+    """Any layout; layouts have no effect here."""
 
     def __init__(self, *args: Any, **kwargs: Any): ...
 
@@ -34,7 +34,7 @@ DotOperandLayout = Layout
 
 
 def program_id(axis: int) -> Value:
-    return Value(as_tensor(machine().here().program.number))
+    return Value(as_tensor(machine().current_task().program.number))
 
 
 def num_programs(axis: int) -> Value:
@@ -42,24 +42,24 @@ def num_programs(axis: int) -> Value:
 
 
 def num_warps() -> int:
-    return machine().here().num_warps
+    return machine().current_task().num_warps
 
 
 def warp_specialize(
-    partitions: Sequence[tuple[Callable[..., None], tuple]], warps: Sequence[int], registers: Sequence[int]
+    functions: Sequence[tuple[Callable[..., None], tuple]], warps: Sequence[int], registers: Sequence[int]
 ) -> None:
-    """Run functions side by side; the first one has the warps that the kernel began with."""
-    assert len(partitions) == len(warps) + 1 == len(registers) + 1
-    here = machine().here()
-    others = [
-        machine().add(here.program, f"{here.name}, partition {n} ({f.__name__})", count, lambda f=f, a=a: f(*a))
-        for n, ((f, a), count) in enumerate(zip(partitions, (here.num_warps, *warps), strict=True))
+    """Run functions as partitions; the first one has the warps that the kernel started with."""
+    assert len(functions) == len(warps) + 1 == len(registers) + 1
+    task = machine().current_task()
+    partitions = [
+        machine().add(task.program, f"{task.name}, partition {n} ({f.__name__})", count, lambda f=f, a=a: f(*a))
+        for n, ((f, a), count) in enumerate(zip(functions, (task.num_warps, *warps), strict=True))
     ]
-    machine().wait(lambda: all(task.done for task in others), "its partitions")
+    machine().wait(lambda: all(task.done for task in partitions), "its partitions")
 
 
 def thread_barrier() -> None:
-    """A partition is one thread here."""
+    """No effect: a partition is one thread here."""
 
 
 def arange(start: int, stop: int, layout: Any = None) -> Value:
@@ -67,7 +67,7 @@ def arange(start: int, stop: int, layout: Any = None) -> Value:
 
 
 def full(shape: Sequence[int], x: Any, dtype: torch.dtype, layout: Any = None) -> Value:
-    return Value(torch.as_tensor(plain(x)).to(dtype).expand(list(shape)))
+    return Value(torch.as_tensor(unwrap(x)).to(dtype).expand(list(shape)))
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, layout: Any = None) -> Value:
@@ -107,16 +107,17 @@ def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value
 
 
 def where(condition: Any, a: Any, b: Any) -> Value:
-    return Value(torch.where(torch.as_tensor(plain(condition)), plain(a), plain(b)))
+    return Value(torch.where(torch.as_tensor(unwrap(condition)), unwrap(a), unwrap(b)))
 
 
 def minimum(a: Any, b: Any) -> Value:
     """NaN loses, as on a GPU."""
-    return Value(torch.fmin(as_tensor(plain(a)), as_tensor(plain(b))))
+    return Value(torch.fmin(as_tensor(unwrap(a)), as_tensor(unwrap(b))))
 
 
 def maximum(a: Any, b: Any) -> Value:
-    return Value(torch.fmax(as_tensor(plain(a)), as_tensor(plain(b))))
+    """NaN loses, as on a GPU."""
+    return Value(torch.fmax(as_tensor(unwrap(a)), as_tensor(unwrap(b))))
 
 
 def cdiv(a: Any, b: Any) -> Any:
@@ -124,11 +125,11 @@ def cdiv(a: Any, b: Any) -> Any:
 
 
 def max(x: Value, axis: int) -> Value:  # noqa: A001
-    found = x.tensor
-    if found.is_floating_point():
-        hidden = found.isnan()
-        return Value(torch.where(hidden.all(axis), torch.nan, found.masked_fill(hidden, -torch.inf).amax(axis)))
-    return Value(found.amax(axis))
+    values = x.tensor
+    if values.is_floating_point():
+        is_nan = values.isnan()
+        return Value(torch.where(is_nan.all(axis), torch.nan, values.masked_fill(is_nan, -torch.inf).amax(axis)))
+    return Value(values.amax(axis))
 
 
 def sum(x: Value, axis: int) -> Value:  # noqa: A001
@@ -148,27 +149,27 @@ def log2(x: Value) -> Value:
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
-    found = pointer.memory()[pointer.at(mask)].clone()
+    values = pointer.memory()[pointer.at(mask)].clone()
     if mask is not None:
         assert other is not None
-        found = torch.where(torch.as_tensor(plain(mask)), found, torch.as_tensor(other, dtype=found.dtype))
-    return Value(found)
+        values = torch.where(torch.as_tensor(unwrap(mask)), values, torch.as_tensor(other, dtype=values.dtype))
+    return Value(values)
 
 
 def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     at, memory = pointer.at(mask), pointer.memory()
-    given = torch.as_tensor(plain(value)).to(memory.dtype).expand(at.shape)
+    values = torch.as_tensor(unwrap(value)).to(memory.dtype).expand(at.shape)
     if mask is not None:
-        chosen = torch.as_tensor(plain(mask)).expand(at.shape)
-        at, given = at[chosen], given[chosen]
-    memory[at] = given
+        selected = torch.as_tensor(unwrap(mask)).expand(at.shape)
+        at, values = at[selected], values[selected]
+    memory[at] = values
 
 
 def atomic_add(pointer: Pointer, value: int, sem: str, scope: str = "gpu") -> Value:
     machine().pause()
-    before = load(pointer)
-    store(pointer, before.tensor + value)
-    return before
+    old = load(pointer)
+    store(pointer, old.tensor + value)
+    return old
 
 
 def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any = None) -> Any:
@@ -181,55 +182,55 @@ def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
-    """The instructions that Gluon has no name for."""
+    """Inline assembly: synchronization instructions are emulated, arithmetic is interpreted."""
     if asm.startswith("bar.sync $1, $2;"):
-        meet(int(args[0]), int(args[1]) // 32)
+        barrier_sync(int(args[0]), int(args[1]) // 32)
     elif asm.startswith("bar.arrive $1, $2;"):
-        come(int(args[0]), int(args[1]) // 32)
+        barrier_arrive(int(args[0]), int(args[1]) // 32)
     elif asm.startswith("cp.async.bulk.wait_group 0;"):
-        task = machine().here()
+        task = machine().current_task()
         machine().wait(lambda: all(store.written for store in task.stores), "its results to arrive")
         task.stores.clear()
-        task.unread.clear()
+        task.unread_stores.clear()
     elif asm.startswith("ld.acquire.gpu.global.b32 $0, [$1];"):
-        return changed(args[0])
+        return load_acquire(args[0])
     elif asm.startswith("fence.proxy.async.global;"):
-        machine().here().seen.clear()  # it stands behind the loop that asks
+        machine().current_task().polled.clear()  # follows the polling loop
     elif asm != "mov.b32 $0, $1;":
-        results = len(dtype) if isinstance(dtype, tuple) else 1
-        found = instructions.run(asm, constraints, [as_tensor(plain(x)) for x in args], results, pack)
-        return tuple(Value(x) for x in found) if isinstance(dtype, tuple) else Value(found[0])
+        num_results = len(dtype) if isinstance(dtype, tuple) else 1
+        results = instructions.run(asm, constraints, [as_tensor(unwrap(x)) for x in args], num_results, pack)
+        return tuple(Value(x) for x in results) if isinstance(dtype, tuple) else Value(results[0])
     return args[0]
 
 
-def come(number: int, num_warps: int) -> int:
-    """Named barrier: arrive, and go on. Gives how many warps have come when all have."""
-    task = machine().here()
-    gates = task.program.gates
-    before = gates.get(number, 0)
-    gates[number] = before + task.num_warps
-    phase = before // num_warps
-    if task.phases.get(number) == phase:
-        raise EmulationError(f"{task.name} comes to named barrier {number} twice")
-    task.phases[number] = phase
-    tell(task.program.told.setdefault((number, phase), {}), task.sees)
+def barrier_arrive(number: int, num_warps: int) -> int:
+    """Arrive at a named barrier. Returns the arrivals that complete this phase, in warps."""
+    task = machine().current_task()
+    barriers = task.program.named_barriers
+    arrived = barriers.get(number, 0)
+    barriers[number] = arrived + task.num_warps
+    phase = arrived // num_warps
+    if task.barrier_phases.get(number) == phase:
+        raise EmulationError(f"{task.name} arrives at named barrier {number} twice in a phase")
+    task.barrier_phases[number] = phase
+    merge_clock(task.program.barrier_clocks.setdefault((number, phase), {}), task.clock)
     machine().pause()
     return (phase + 1) * num_warps
 
 
-def meet(number: int, num_warps: int) -> None:
-    """Named barrier: wait until so many warps have come."""
-    goal = come(number, num_warps)
-    task = machine().here()
-    machine().wait(lambda: task.program.gates[number] >= goal, f"named barrier {number}")
-    tell(task.sees, task.program.told[number, task.phases[number]])
+def barrier_sync(number: int, num_warps: int) -> None:
+    """Arrive at a named barrier and wait until `num_warps` warps have arrived."""
+    goal = barrier_arrive(number, num_warps)
+    task = machine().current_task()
+    machine().wait(lambda: task.program.named_barriers[number] >= goal, f"named barrier {number}")
+    merge_clock(task.clock, task.program.barrier_clocks[number, task.barrier_phases[number]])
 
 
-def changed(counter: Pointer) -> Value:
-    """A counter's value. Who asks again before it has changed waits: a loop that goes round would."""
-    task = machine().here()
-    key = (counter.base.data_ptr(), int(counter.offset))
-    machine().wait(lambda: int(load(counter)) != task.seen.get(key), f"a counter to leave {task.seen.get(key)}")
-    found = load(counter)
-    task.seen[key] = int(found)
-    return found
+def load_acquire(semaphore: Pointer) -> Value:
+    """A semaphore's value. A repeated load waits for a change, as a polling loop would."""
+    task = machine().current_task()
+    key = (semaphore.base.data_ptr(), int(semaphore.offset))
+    machine().wait(lambda: int(load(semaphore)) != task.polled.get(key), f"a semaphore to leave {task.polled.get(key)}")
+    value = load(semaphore)
+    task.polled[key] = int(value)
+    return value

@@ -1,4 +1,4 @@
-"""Programs and their partitions, taking turns in random order, and the copy engine that works beside them."""
+"""Programs, their partitions in random order, and asynchronous TMA operations."""
 
 import random
 import threading
@@ -7,37 +7,37 @@ from typing import Any
 
 
 class EmulationError(RuntimeError):
-    """A kernel did what no GPU allows."""
+    """A deadlock, a race or an out-of-bounds access in a kernel."""
 
 
 class StoppedError(BaseException):
-    """Another partition has failed."""
+    """Ends a partition after another one has failed."""
 
 
 class Task:
-    """A partition of a program. It runs in a thread, but only when it is its turn."""
+    """A partition of a program: a thread that only runs when the machine resumes it."""
 
     def __init__(self, program: "Program", name: str, num_warps: int, run: Callable[[], None]):
         self.program, self.name, self.num_warps = program, name, num_warps
         self.ready: Callable[[], bool] | None = None
         self.waiting_for = ""
         self.done = False
-        self.turn = threading.Semaphore(0)
+        self.resume = threading.Semaphore(0)
         self.products: list[Any] = []  # in flight
-        self.stores: list[Any] = []  # that may not have arrived
-        self.unread: list[Any] = []  # stores whose memory is still to be read
-        self.phases: dict[int, int] = {}  # of named barriers, that it came to last
-        self.seen: dict[Any, int] = {}  # value of the counter that this one looks at in vain
-        self.sees: dict[Task, int] = {}  # up to which of their writes others' are done, as named barriers have told
+        self.stores: list[Any] = []  # perhaps not yet written to global memory
+        self.unread_stores: list[Any] = []  # perhaps not yet read from shared memory
+        self.barrier_phases: dict[int, int] = {}  # last phase arrived at, by named barrier
+        self.polled: dict[Any, int] = {}  # last value loaded, by semaphore
+        self.clock: dict[Task, int] = {}  # vector clock: number of each task's writes known to be complete
         self.thread = threading.Thread(target=self.main, args=(run,), daemon=True)
 
     def main(self, run: Callable[[], None]) -> None:
         machine = self.program.machine
-        self.turn.acquire()
+        self.resume.acquire()
         try:
             if machine.failure is None:
                 run()
-                self.finish()
+                self.check_finished()
         except StoppedError:
             pass
         except BaseException as error:
@@ -45,37 +45,37 @@ class Task:
         self.done = True
         machine.leave(self)
 
-    def finish(self) -> None:
+    def check_finished(self) -> None:
         if self.products:
             raise EmulationError(f"{self.name} ends with a product in flight")
-        if self.unread:
-            raise EmulationError(f"{self.name} ends before the copy engine has read its shared memory")
+        if self.unread_stores:
+            raise EmulationError(f"{self.name} ends before TMA has read its shared memory")
 
 
 class Program:
-    """One program of a launch, with its shared memory."""
+    """One program of a launch and the state of its shared memory."""
 
     def __init__(self, machine: "Machine", number: int):
         self.machine, self.number = machine, number
         self.writes = 0
-        # Addresses written, which the copy engine does not see yet: by whom, in which of the program's writes.
+        # Address ranges without a proxy fence since their last write: the writer, and the write's number.
         self.unfenced: dict[tuple[int, int], tuple[Task, int]] = {}
-        self.gates: dict[int, int] = {}  # arrivals at named barriers
-        self.told: dict[tuple[int, int], dict[Task, int]] = {}  # what a phase of them tells those whom it lets go
+        self.named_barriers: dict[int, int] = {}  # arrivals
+        self.barrier_clocks: dict[tuple[int, int], dict[Task, int]] = {}  # merged by a phase's arrivals
 
 
 class Machine:
-    """One launch: `programs` times `kernel(**arguments)`, all at once."""
+    """One launch: all programs of `kernel(**arguments)` at once."""
 
     current: "Machine | None" = None
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
         self.tasks: list[Task] = []
-        self.task: Task | None = None
-        self.pending: list[Callable[[], None]] = []  # what the copy engine was asked for
+        self.running: Task | None = None
+        self.tma_operations: list[Callable[[], None]] = []  # issued, not complete
         self.failure: BaseException | None = None
-        self.over = threading.Semaphore(0)
+        self.finished = threading.Semaphore(0)
         self.num_programs = 0
 
     def run(self, kernel: Callable[..., None], num_programs: int, arguments: dict[str, Any]) -> None:
@@ -84,12 +84,12 @@ class Machine:
             self.add(Program(self, n), f"program {n}", 4, lambda: kernel(**arguments))
         Machine.current = self
         try:
-            self.hand_on()
-            self.over.acquire()
+            self.switch()
+            self.finished.acquire()
         finally:
             Machine.current = None
-        while self.pending and self.failure is None:
-            self.pending.pop(0)()
+        while self.tma_operations and self.failure is None:
+            self.tma_operations.pop(0)()
         if self.failure is not None:
             raise self.failure
 
@@ -99,58 +99,58 @@ class Machine:
         task.thread.start()
         return task
 
-    def here(self) -> Task:
-        assert self.task is not None
-        return self.task
+    def current_task(self) -> Task:
+        assert self.running is not None
+        return self.running
 
     def wait(self, ready: Callable[[], bool], waiting_for: str) -> None:
-        """Others may run before, and have to as long as `ready()` is false."""
+        """Let others run; returns once `ready()` is true."""
         if ready() and self.rng.random() < 0.7:
             return
-        task = self.here()
+        task = self.current_task()
         task.ready, task.waiting_for = ready, waiting_for
-        self.hand_on()
-        task.turn.acquire()
+        self.switch()
+        task.resume.acquire()
         if self.failure is not None:
             raise StoppedError
         task.ready = None
 
     def pause(self) -> None:
-        """Others may run here."""
+        """Maybe let others run."""
         if self.rng.random() < 0.1:
             self.wait(lambda: True, "its turn")
 
     def leave(self, task: Task) -> None:
         self.tasks.remove(task)
         if self.tasks:
-            self.hand_on()
+            self.switch()
         else:
-            self.over.release()
+            self.finished.release()
 
-    def hand_on(self) -> None:
-        """Give the turn to a partition that can go on, after some of the copy engine's work."""
+    def switch(self) -> None:
+        """Complete some TMA operations, then resume a random partition that can run."""
         while self.failure is None:
-            able = [task for task in self.tasks if task.ready is None or task.ready()]
-            if self.pending and (not able or self.rng.random() < 0.4):
-                self.pending.pop(self.rng.randrange(len(self.pending)))()
-            elif able:
-                self.task = self.rng.choice(able)
+            runnable = [task for task in self.tasks if task.ready is None or task.ready()]
+            if self.tma_operations and (not runnable or self.rng.random() < 0.4):
+                self.tma_operations.pop(self.rng.randrange(len(self.tma_operations)))()
+            elif runnable:
+                self.running = self.rng.choice(runnable)
                 break
             else:
                 waits = "\n".join(f"  {task.name}: {task.waiting_for}" for task in self.tasks)
-                self.failure = EmulationError(f"every partition waits:\n{waits}")
+                self.failure = EmulationError(f"deadlock:\n{waits}")
         if self.failure is not None:
-            self.task = self.tasks[0]
-        self.here().turn.release()
+            self.running = self.tasks[0]
+        self.current_task().resume.release()
 
     def fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
 
 
-def tell(listener: dict[Task, int], told: dict[Task, int]) -> None:
-    """Add what is told of writes that are done."""
-    for task, write in told.items():
-        listener[task] = max(listener.get(task, 0), write)
+def merge_clock(clock: dict[Task, int], other: dict[Task, int]) -> None:
+    """Raise `clock` to at least `other`."""
+    for task, write in other.items():
+        clock[task] = max(clock.get(task, 0), write)
 
 
 def machine() -> Machine:

@@ -1,4 +1,4 @@
-"""Gluon's values: numbers and tensors as the GPU computes with them, pointers, and shared memory."""
+"""Gluon's values: scalars and tensors with a GPU's arithmetic, pointers, and shared memory."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from .machine import EmulationError, machine
 LAYOUT = SimpleNamespace(layout=None)
 
 
-def plain(x: Any) -> Any:
-    """A value's tensor; what is no value as it is."""
+def unwrap(x: Any) -> Any:
+    """A value's tensor; other objects as they are."""
     return x.tensor if isinstance(x, Value) else x
 
 
-def divided(a: Any, b: Any) -> Tensor:
+def divide(a: Any, b: Any) -> Tensor:
     return torch.div(as_tensor(a), b, rounding_mode="trunc")
 
 
@@ -27,7 +27,7 @@ def remainder(a: Any, b: Any) -> Tensor:
 
 
 def as_tensor(x: Any) -> Tensor:
-    """A number as a kernel gets it: 32 bits, if these are enough."""
+    """A scalar as a kernel receives it: 32 bits if they suffice."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, bool):
@@ -38,7 +38,7 @@ def as_tensor(x: Any) -> Tensor:
 
 
 class Value:
-    """A number or a tensor in registers."""
+    """A scalar or a tensor in registers."""
 
     type = LAYOUT
 
@@ -85,28 +85,28 @@ class Value:
 
 
 def add_operators() -> None:
-    """C's rules for whole numbers: division rounds towards 0."""
+    """C's integer rules: division rounds towards 0."""
     binary: dict[str, Callable[[Any, Any], Any]] = {
         "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
-        "floordiv": divided, "mod": remainder, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+        "floordiv": divide, "mod": remainder, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
         "lshift": operator.lshift, "rshift": operator.rshift,
     }  # fmt: skip
 
     def define(name: str, function: Callable[[Any, Any], Any]) -> None:
-        def straight(self: Value, other: Any) -> Any:
-            return NotImplemented if isinstance(other, Pointer) else Value(function(self.tensor, plain(other)))
+        def direct(self: Value, other: Any) -> Any:
+            return NotImplemented if isinstance(other, Pointer) else Value(function(self.tensor, unwrap(other)))
 
         def reflected(self: Value, other: Any) -> Value:
-            return Value(function(plain(other), self.tensor))
+            return Value(function(unwrap(other), self.tensor))
 
-        setattr(Value, f"__{name}__", straight)
+        setattr(Value, f"__{name}__", direct)
         setattr(Value, f"__r{name}__", reflected)
 
     for name, function in binary.items():
         define(name, function)
     for name in ("lt", "le", "gt", "ge", "eq", "ne"):
         compare = getattr(operator, name)
-        setattr(Value, f"__{name}__", lambda self, other, f=compare: Value(f(self.tensor, plain(other))))
+        setattr(Value, f"__{name}__", lambda self, other, f=compare: Value(f(self.tensor, unwrap(other))))
 
 
 class Pointer:
@@ -117,28 +117,28 @@ class Pointer:
         self.dtype = SimpleNamespace(element_ty=base.dtype)
 
     def __add__(self, more: Any) -> "Pointer":
-        more = plain(more)
+        more = unwrap(more)
         return Pointer(self.base, self.offset + (more.long() if isinstance(more, Tensor) else more))
 
     def to(self, dtype: Any) -> "Pointer":
         return self
 
     def at(self, mask: Any) -> Tensor:
-        """Offsets `[...]`, 0 where masked; all others lie in the tensor."""
+        """Offsets `[...]`, 0 where masked; the others have to be in bounds."""
         offset = torch.as_tensor(self.offset)
         if mask is None:
             check_extent(self.base, offset)
             return offset
-        offset, chosen = torch.broadcast_tensors(offset, torch.as_tensor(plain(mask)))
-        check_extent(self.base, offset[chosen])
-        return torch.where(chosen, offset, 0)
+        offset, selected = torch.broadcast_tensors(offset, torch.as_tensor(unwrap(mask)))
+        check_extent(self.base, offset[selected])
+        return torch.where(selected, offset, 0)
 
     def memory(self) -> Tensor:
         return memory_of(self.base) if self.base.numel() > 0 else self.base.new_zeros(1)
 
 
 def memory_of(x: Tensor) -> Tensor:
-    """All of a tensor's memory from its first element on, as it lies."""
+    """A tensor's storage from its first element on."""
     storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
     return storage[x.storage_offset() :]
 
@@ -147,11 +147,13 @@ def check_extent(x: Tensor, offset: Tensor) -> None:
     extent = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() > 0 else 0
     if offset.numel() > 0 and not (offset.min() >= 0 and offset.max() < extent):
         outside = f"{int(offset.min())} to {int(offset.max())}"
-        raise EmulationError(f"{machine().here().name} reaches elements {outside} of {list(x.shape)}, {x.stride()}")
+        raise EmulationError(
+            f"{machine().current_task().name} reaches elements {outside} of {list(x.shape)}, {x.stride()}"
+        )
 
 
 class Shared:
-    """Shared memory, or a view of it. It begins as NaN."""
+    """Shared memory or a view of it; initially NaN."""
 
     def __init__(self, data: Tensor):
         self.data = data
@@ -170,7 +172,7 @@ class Shared:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Addresses, from the first to the one after the last."""
+        """First address and end address."""
         start = self.data.data_ptr()
         last = sum((n - 1) * stride for n, stride in zip(self.data.shape, self.data.stride(), strict=True))
         return start, start + (last + 1) * self.data.element_size()
@@ -178,7 +180,7 @@ class Shared:
     def index(self, n: Any) -> "Shared":
         n = int(n)
         if not 0 <= n < self.data.shape[0]:
-            raise EmulationError(f"slot {n} of {self.data.shape[0]}")
+            raise EmulationError(f"index {n} of {self.data.shape[0]}")
         return Shared(self.data[n])
 
     def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
@@ -196,25 +198,27 @@ class Shared:
     def store(self, value: Value) -> None:
         if list(value.shape) != self.shape or value.dtype != self.dtype:
             raise EmulationError(f"{value.shape} {value.dtype} stored to {self.shape} {self.dtype}")
-        task = machine().here()
+        task = machine().current_task()
         task.program.writes += 1
-        task.sees[task] = task.program.writes
+        task.clock[task] = task.program.writes
         task.program.unfenced[self.span] = task, task.program.writes
         self.data.copy_(value.tensor)
 
-    def reinterpreted(self, dtype: torch.dtype, shape: Sequence[int]) -> "Shared":
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int]) -> "Shared":
         size = torch.empty(0, dtype=dtype).element_size()
         for n in shape:
             size *= n
         return Shared(self.data.reshape(-1).view(torch.uint8)[:size].view(dtype).view(list(shape)))
 
     def check_fenced(self) -> None:
-        """What other units of the chip read has to be fenced: by its writer, or by who knows that it is written."""
+        """Require a proxy fence after the last write, by the writer or by a task that knows of the write."""
         first, last = self.span
-        program = machine().here().program
+        program = machine().current_task().program
         for (start, stop), (writer, _) in program.unfenced.items():
             if start < last and first < stop:
-                raise EmulationError(f"{machine().here().name} hands on what {writer.name} has written without a fence")
+                raise EmulationError(
+                    f"{machine().current_task().name} passes on a write of {writer.name} without a fence"
+                )
 
 
 add_operators()

@@ -242,18 +242,19 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> N
 
 
 @pytest.mark.parametrize("chunks", [(64,), (64, 32)])
-def test_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
-    """Its kernels in front and behind are Triton's: blocks of rows begin without a turn, whatever lies in memory."""
-    from flashtile.backend.hopper.kernels.rows import finish_kernel, prepare_kernel
-    from flashtile.backend.hopper.tables import HALVES, HeadDim
+def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
+    """Preprocess and postprocess. The dq semaphores are reset, whatever was in memory."""
+    from flashtile.backend.hopper.kernels.postprocess import postprocess_kernel
+    from flashtile.backend.hopper.kernels.preprocess import preprocess_kernel
+    from flashtile.backend.hopper.tables import NUM_WARPGROUPS, HeadDim
 
     batch, heads, rows, width, block = 1, 2, 80, sum(chunks), 64
     out, dout = (torch.randn(batch, heads, rows, width) for _ in range(2))
     lse = torch.randn(batch, heads, rows)
     lse[0, 1, 3] = -torch.inf
     tiles = -(-rows // block)
-    start, delta = (torch.full((heads, tiles * block), torch.nan) for _ in range(2))
-    turns = torch.full((heads * tiles, HALVES), 7, dtype=torch.int32)
+    neg_lse_log2, neg_delta = (torch.full((heads, tiles * block), torch.nan) for _ in range(2))
+    dq_semaphore = torch.full((heads * tiles, NUM_WARPGROUPS), 7, dtype=torch.int32)
     lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": rows, "batch": batch}
     lengths |= {"HEAD_DIM": HeadDim(chunks), "ALIGN": 1, "BLOCK_M": block}
     strides = {
@@ -261,61 +262,69 @@ def test_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
     }
     strides |= {"stride_lse_b": lse.stride(0), "stride_lse_h": lse.stride(1)}
     strides |= {f"stride_dlse_{dim}": None for dim in "bhm"}
-    prepare_kernel[(heads * tiles,)](out, dout, lse, None, start, delta, turns, None, **strides, **lengths)
-    assert not turns.any()
+    preprocess_kernel[(heads * tiles,)](
+        out, dout, lse, None, neg_lse_log2, neg_delta, dq_semaphore, None, **strides, **lengths
+    )
+    assert not dq_semaphore.any()
     seen = lse[0].isfinite()
     expected = torch.where(seen, -(out * dout).sum(-1)[0], 0)
-    torch.testing.assert_close(delta[:, :rows], expected)
-    torch.testing.assert_close(start[:, :rows], torch.where(seen, -lse[0] / math.log(2), -torch.inf))
-    assert (start[:, rows:] == -torch.inf).all()
-    assert (delta[:, rows:] == 0).all()
+    torch.testing.assert_close(neg_delta[:, :rows], expected)
+    torch.testing.assert_close(neg_lse_log2[:, :rows], torch.where(seen, -lse[0] / math.log(2), -torch.inf))
+    assert (neg_lse_log2[:, rows:] == -torch.inf).all()
+    assert (neg_delta[:, rows:] == 0).all()
 
-    sums = torch.randn(heads * tiles * block, width)
-    turns[1] = 4
+    dq_accum = torch.randn(heads * tiles * block, width)
+    dq_semaphore[1] = 4
     dq = torch.full_like(out, torch.nan)
     strides = {f"stride_dq_{dim}": n for dim, n in zip("bhm", dq.stride(), strict=False)}
-    finish_kernel[(heads * tiles,)](scrambled(sums, chunks), turns, dq, None, **strides, **lengths, scale=0.5)
+    postprocess_kernel[(heads * tiles,)](
+        swizzled(dq_accum, chunks), dq_semaphore, dq, None, **strides, **lengths, scale=0.5
+    )
     expected = torch.zeros_like(dq)
-    expected[0, 0, block:] = sums[block:rows] * 0.5
+    expected[0, 0, block:] = dq_accum[block:rows] * 0.5
     torch.testing.assert_close(dq, expected)
 
 
-def scrambled(sums: torch.Tensor, chunks: tuple[int, ...]) -> torch.Tensor:
-    """dq's sums `[..., rows, D]` as the Hopper kernel leaves them: each 64 rows and 64 columns, or 32 if a chunk has no
-    more, in the order of its threads.
+def swizzled(dq_accum: torch.Tensor, chunks: tuple[int, ...]) -> torch.Tensor:
+    """dq accumulators `[..., rows, D]` in the order that the Hopper kernel writes: swizzled in squares of 64 rows and
+    64 columns, or 32 where a chunk has no more.
     """
-    return torch.cat([scrambled_chunk(x) for x in sums.split(chunks, -1)], -1)
+    return torch.cat([swizzled_chunk(x) for x in dq_accum.split(chunks, -1)], -1)
 
 
-def scrambled_chunk(sums: torch.Tensor) -> torch.Tensor:
-    width = min(sums.shape[-1], 64)
-    squares = sums.unflatten(-1, (-1, width)).unflatten(-3, (-1, 64)).transpose(-3, -2)  # [..., R, C, 64, width]
+def swizzled_chunk(dq_accum: torch.Tensor) -> torch.Tensor:
+    width = min(dq_accum.shape[-1], 64)
+    squares = dq_accum.unflatten(-1, (-1, width)).unflatten(-3, (-1, 64)).transpose(-3, -2)  # [..., R, C, 64, width]
     parts = squares.unflatten(-2, (4, 2, 4, 2)).unflatten(-1, (-1, 2, 4, 2))  # w h g2 g0 j2 j1 t e
     first = parts.dim() - 8
     order = [*range(first), *(first + n for n in (0, 2, 4, 1, 3, 6, 5, 7))]
-    return parts.permute(order).reshape(squares.shape).transpose(-3, -2).reshape(sums.shape)
+    return parts.permute(order).reshape(squares.shape).transpose(-3, -2).reshape(dq_accum.shape)
 
 
 @pytest.mark.parametrize("chunks", [(64, 32), (128,)])
-def test_packed_rows_of_the_hopper_backward_pass(chunks: tuple[int, ...]) -> None:
-    """The b-th sequence begins with block `cu_seqlens_q[b] // BLOCK_M + b`; tokens of none are one sequence more."""
-    from flashtile.backend.hopper.kernels.rows import finish_kernel
-    from flashtile.backend.hopper.tables import HALVES, HeadDim
+def test_hopper_postprocess_of_packed_rows(chunks: tuple[int, ...]) -> None:
+    """Sequence b begins with block `cu_seqlens_q[b] // BLOCK_M + b`; tokens outside all sequences are one more
+    sequence.
+    """
+    from flashtile.backend.hopper.kernels.postprocess import postprocess_kernel
+    from flashtile.backend.hopper.tables import NUM_WARPGROUPS, HeadDim
 
     cu_seqlens_q, tokens, heads, width, block = [0, 5, 5, 138, 142], 147, 2, sum(chunks), 64
     batch = len(cu_seqlens_q) - 1
     tiles = tokens // block + batch + 1
     lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": tokens, "batch": batch}
     lengths |= {"HEAD_DIM": HeadDim(chunks), "ALIGN": 1, "BLOCK_M": block}
-    sums = torch.randn(heads, tiles * block, width)
-    turns = torch.ones(heads * tiles, HALVES, dtype=torch.int32)
+    dq_accum = torch.randn(heads, tiles * block, width)
+    dq_semaphore = torch.ones(heads * tiles, NUM_WARPGROUPS, dtype=torch.int32)
     dq = torch.full((tokens, heads, width), torch.nan)
     strides = {"stride_dq_b": 0, "stride_dq_h": dq.stride(1), "stride_dq_m": dq.stride(0)}
     cu_tensor = torch.tensor(cu_seqlens_q, dtype=torch.int32)
-    finish_kernel[(heads * tiles,)](scrambled(sums, chunks), turns, dq, cu_tensor, **strides, **lengths, scale=0.5)
+    postprocess_kernel[(heads * tiles,)](
+        swizzled(dq_accum, chunks), dq_semaphore, dq, cu_tensor, **strides, **lengths, scale=0.5
+    )
     for b, (first, stop) in enumerate(itertools.pairwise([*cu_seqlens_q, tokens])):
         row = (first // block + b) * block
-        expected = sums[:, row : row + stop - first].transpose(0, 1) * 0.5
+        expected = dq_accum[:, row : row + stop - first].transpose(0, 1) * 0.5
         torch.testing.assert_close(dq[first:stop], expected)
 
 

@@ -1,4 +1,4 @@
-"""What the launches of one backward pass have in common: its tensors, and the numbers of rows that come first."""
+"""Tensors, kernel arguments and the preprocessing launch that the fused and the split backward pass share."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,121 +21,127 @@ from ..scalars import (
     strides,
     window_numbers,
 )
-from .descriptors import boxes, packed_boxes, row_stats
-from .kernels.rows import prepare_kernel
-from .semaphores import counter
-from .tables import ALIGN, ROWS, BackwardLaunch, KeysLaunch, most_blocks
+from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
+from .kernels.preprocess import preprocess_kernel
+from .semaphores import tile_count_semaphore
+from .tables import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
 
-SECTION_BYTES = 24 * 2**20  # of rows and of what is added up for them, that the L2 cache keeps
+L2_BYTES = 24 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
 WARPS = 4
 
 
-class Extent(NamedTuple):
-    """How many blocks there are; of packed sequences, how many there can be."""
+class BlockCounts(NamedTuple):
+    """Numbers of blocks; upper bounds if packed."""
 
-    heads: int  # of queries, of all dense sequences
-    row_blocks: int  # of each
-    key_blocks: int  # of a key head of one dense sequence, or of all packed ones
-    tiles: int  # blocks of keys of all heads
+    heads: int  # query heads; dense: of all sequences
+    m_blocks: int  # blocks of rows of a head
+    n_blocks: int  # blocks of keys of a key head; dense: of one sequence
+    num_tiles: int  # blocks of keys of all key heads
 
     @classmethod
-    def of(cls, tile: BackwardLaunch | KeysLaunch, q: Tensor, k: Tensor, sequences: int) -> "Extent":
+    def of(cls, config: FusedBackwardConfig | DkdvConfig, q: Tensor, k: Tensor, batch: int) -> "BlockCounts":
         if q.dim() == 4:
-            rows, keys = -(-q.shape[2] // tile.block_m), -(-k.shape[2] // tile.block_n)
-            return cls(sequences * q.shape[1], rows, keys, sequences * k.shape[1] * keys)
-        rows, keys = (most_blocks(len(x), block, sequences) for x, block in ((q, tile.block_m), (k, tile.block_n)))
-        return cls(q.shape[1], rows, keys, k.shape[1] * keys)
+            m_blocks, n_blocks = -(-q.shape[2] // config.block_m), -(-k.shape[2] // config.block_n)
+            return cls(batch * q.shape[1], m_blocks, n_blocks, batch * k.shape[1] * n_blocks)
+        m_blocks, n_blocks = (
+            max_blocks(len(x), block, batch) for x, block in ((q, config.block_m), (k, config.block_n))
+        )
+        return cls(q.shape[1], m_blocks, n_blocks, k.shape[1] * n_blocks)
 
 
-class BackwardPass:
-    """One backward pass, whose dk and dv come from a kernel with this tile. Each head has `padded_rows` rows."""
+class BackwardLaunches:
+    """Recorded launches of one backward pass. `config` is that of the kernel for dk and dv."""
 
-    def __init__(self, recorder: Recorder, tile: BackwardLaunch | KeysLaunch, call: Call, t: Tensors, dout: Tensor):
-        self.recorder, self.tile, self.call, self.tensors, self.dout = recorder, tile, call, t, dout
+    def __init__(
+        self, recorder: Recorder, config: FusedBackwardConfig | DkdvConfig, call: Call, t: Tensors, dout: Tensor
+    ):
+        self.recorder, self.config, self.call, self.tensors, self.dout = recorder, config, call, t, dout
         self.q, self.k, self.v = (recorder.op(rows_last, x) for x in t[:3])
         self.sinks, self.slopes = t.sinks, recorder.contiguous(t.alibi_slopes)
         self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = (
             recorder.contiguous(x) for x in (t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k)
         )
         self.packed = self.cu_seqlens_q is not None
-        self.described = packed_boxes if self.packed else boxes
+        self.make_descriptor = ragged_descriptor if self.packed else dense_descriptor
         self.batch = len(self.q) if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
         self.seqlen_q, self.seqlen_k = (len(x) if self.packed else x.shape[2] for x in (self.q, self.k))
-        self.extent = Extent.of(tile, self.q, self.k, self.batch)
+        self.blocks = BlockCounts.of(config, self.q, self.k, self.batch)
         self.cores = describe_device(self.q.device).cores
-        self.programs = min(self.cores, self.extent.tiles)
-        self.padded_rows = self.extent.row_blocks * tile.block_m
-        self.start, self.delta = (self.empty(self.extent.heads, self.padded_rows) for _ in range(2))
+        self.programs = min(self.cores, self.blocks.num_tiles)
+        self.padded_rows = self.blocks.m_blocks * config.block_m
+        self.neg_lse_log2, self.neg_delta = (self.empty(self.blocks.heads, self.padded_rows) for _ in range(2))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.recorder.new(self.q.new_empty(shape, dtype=dtype))
 
-    def of_rows(self) -> dict[str, Any]:
-        """Numbers for the kernels with a program for each block of rows."""
+    def row_kernel_scalars(self) -> dict[str, Any]:
+        """Scalars of the kernels that run one program for each block of rows."""
         return {
-            "num_tiles": self.extent.row_blocks,
+            "num_tiles": self.blocks.m_blocks,
             "num_heads": self.q.shape[1],
             "seqlen_q": self.seqlen_q,
             "batch": self.batch,
         }
 
-    def prepare(self, out: Tensor, lse: Tensor, dlse: Tensor | None, turns: Tensor | None) -> None:
+    def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None, dq_semaphore: Tensor | None) -> None:
+        """Launch the kernel for the row statistics, which also resets the dq semaphores."""
         scalars = {
-            **self.of_rows(),
+            **self.row_kernel_scalars(),
             **strides("out", out, ALIGN),
             **strides("dout", self.dout, ALIGN),
             **lse_strides(lse),
             **dlse_strides(dlse),
-            "HEAD_DIM": self.tile.head_dim_v,
+            "HEAD_DIM": self.config.head_dim_v,
             "ALIGN": ALIGN,
-            "BLOCK_M": self.tile.block_m,
+            "BLOCK_M": self.config.block_m,
             "num_warps": WARPS,
         }
         pointers = {
             "out": out, "dout": self.dout, "lse": lse, "dlse": dlse,
-            "start": self.start, "delta": self.delta, "turns": turns, "cu_seqlens_q": self.cu_seqlens_q,
+            "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta,
+            "dq_semaphore": dq_semaphore, "cu_seqlens_q": self.cu_seqlens_q,
         }  # fmt: skip
-        self.recorder.launch(prepare_kernel, pointers, self.extent.heads * self.extent.row_blocks, scalars)
+        self.recorder.launch(preprocess_kernel, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
 
-    def rows_and_keys(self) -> Pointers:
-        """What passes by, for the copy engine, and what a kernel reads besides."""
-        rows, (box, box_v) = self.tile.block_m, (x.box for x in (self.tile.head_dim, self.tile.head_dim_v))
+    def input_pointers(self) -> Pointers:
+        """Descriptors and pointers of the inputs."""
+        block_m, (box, box_v) = self.config.block_m, (x.box for x in (self.config.head_dim, self.config.head_dim_v))
         return {
-            "q_desc": Described(self.q, self.described, (rows, box)),
-            "k_desc": Described(self.k, self.described, (ROWS, box)),
-            "v_desc": Described(self.v, self.described, (ROWS, box_v)),
-            "dout_desc": Described(self.dout, self.described, (rows, box_v)),
-            "counter": self.recorder.op(partial(counter, self.q.device, self.packed)),
+            "q_desc": Described(self.q, self.make_descriptor, (block_m, box)),
+            "k_desc": Described(self.k, self.make_descriptor, (MMA_M, box)),
+            "v_desc": Described(self.v, self.make_descriptor, (MMA_M, box_v)),
+            "dout_desc": Described(self.dout, self.make_descriptor, (block_m, box_v)),
+            "tile_count_semaphore": self.recorder.op(partial(tile_count_semaphore, self.q.device, self.packed)),
             "slopes": self.slopes,
             "cu_seqlens_q": self.cu_seqlens_q,
             "cu_seqlens_k": self.cu_seqlens_k,
             "seqused_k": self.seqused_k,
         }
 
-    def described_numbers(self) -> Pointers:
-        """The numbers of rows, for the copy engine."""
+    def row_stats_pointers(self) -> Pointers:
+        """TMA descriptors of the row statistics."""
         return {
-            "start_desc": Described(self.start, row_stats, self.tile.block_m),
-            "delta_desc": Described(self.delta, row_stats, self.tile.block_m),
+            "neg_lse_log2_desc": Described(self.neg_lse_log2, row_stats_descriptor, self.config.block_m),
+            "neg_delta_desc": Described(self.neg_delta, row_stats_descriptor, self.config.block_m),
         }
 
-    def results_of_keys(self) -> tuple[Tensor, Tensor]:
-        """dk and dv."""
-        return self.of_keys(self.tensors.k), self.of_keys(self.tensors.v)
+    def new_dk_dv(self) -> tuple[Tensor, Tensor]:
+        """Buffers for dk and dv."""
+        return self.new_key_gradient(self.tensors.k), self.new_key_gradient(self.tensors.v)
 
-    def of_keys(self, x: Tensor) -> Tensor:
-        """dk or dv. The kernel writes no keys past those that are used."""
+    def new_key_gradient(self, x: Tensor) -> Tensor:
+        """Buffer for dk or dv. With `seqused_k` it is zeroed: the kernels write no gradients of unused keys."""
         if self.seqused_k is None:
             return self.recorder.new(new_rows(x, x.shape[1], x.shape[-1], x.dtype))
         return self.recorder.op(partial(torch.zeros_like, memory_format=torch.contiguous_format), x)
 
-    def result_of_rows(self) -> Tensor:
-        """dq."""
+    def new_dq(self) -> Tensor:
+        """Buffer for dq."""
         q = self.tensors.q
         return self.recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
 
-    def common_numbers(self) -> dict[str, Any]:
-        """Of kernels that walk over rows or keys."""
+    def common_scalars(self) -> dict[str, Any]:
+        """Scalars of all kernels that compute gradients."""
         return {
             **score_units(self.call),
             **window_numbers(self.call),
@@ -149,35 +155,38 @@ class BackwardPass:
             "num_warps": WARPS,
         }
 
-    def numbers_of_keys(self, bytes_of_row: int) -> dict[str, Any]:
-        """Of the kernel that computes dk and dv, whose rows take so much of the L2 cache."""
+    def key_kernel_scalars(self, bytes_per_row: int) -> dict[str, Any]:
+        """Scalars of the kernel for dk and dv; `bytes_per_row` is the L2 footprint of a row of its inputs."""
         heads_k = self.k.shape[1]
         return {
-            **self.common_numbers(),
-            "num_tiles": self.extent.tiles,
-            "num_blocks": self.extent.key_blocks,
-            "all_heads": self.batch * heads_k,
-            "section": 0 if self.packed else self.section(bytes_of_row),
+            **self.common_scalars(),
+            "num_tiles": self.blocks.num_tiles,
+            "num_blocks": self.blocks.n_blocks,
+            "total_heads": self.batch * heads_k,
+            "l2_swizzle": 0 if self.packed else self.l2_swizzle(bytes_per_row),
             "num_heads_k": heads_k,
-            "TILE": self.tile,
+            "CONFIG": self.config,
         }
 
-    def section(self, bytes_of_row: int) -> int:
-        """Heads of keys that are worked on together. One section just fills the device, so that programs that wait for
-        each other begin together; and where keys are seen by different numbers of rows, the L2 cache has to hold it.
+    def l2_swizzle(self, bytes_per_row: int) -> int:
+        """Key heads that are scheduled together.
+
+        One group just fills the device, so that programs that wait for each other start together. With a window or a
+        diagonal, the group also has to fit the L2 cache, as its blocks of keys visit different rows.
         """
-        at_once = max(1, self.programs // self.extent.key_blocks)
+        resident_heads = max(1, self.programs // self.blocks.n_blocks)
         if self.call.settings.window.unlimited:
-            return at_once
-        of_one = self.q.shape[1] // self.k.shape[1] * self.seqlen_q * bytes_of_row
-        return max(1, min(at_once, SECTION_BYTES // of_one))
+            return resident_heads
+        bytes_per_head = self.q.shape[1] // self.k.shape[1] * self.seqlen_q * bytes_per_row
+        return max(1, min(resident_heads, L2_BYTES // bytes_per_head))
 
     def sink_gradient(self) -> Tensor:
-        gradient = partial(sinks_from_rows, self.q.shape[1])
-        return self.recorder.op(gradient, self.sinks, self.start, self.delta)
+        """dsinks; call after `preprocess`."""
+        gradient = partial(sink_gradient_from_row_stats, self.q.shape[1])
+        return self.recorder.op(gradient, self.sinks, self.neg_lse_log2, self.neg_delta)
 
 
-def sinks_from_rows(num_heads: int, sinks: Tensor, start: Tensor, delta: Tensor) -> Tensor:
-    """dsinks, from the numbers of rows, of which those of padding add nothing."""
-    lse, delta = (x.view(-1, num_heads, x.shape[-1]) for x in (start / -LOG2E, -delta))
+def sink_gradient_from_row_stats(num_heads: int, sinks: Tensor, neg_lse_log2: Tensor, neg_delta: Tensor) -> Tensor:
+    """dsinks from the row statistics, to which padding contributes 0."""
+    lse, delta = (x.view(-1, num_heads, x.shape[-1]) for x in (neg_lse_log2 / -LOG2E, -neg_delta))
     return sink_gradient(sinks, lse, delta)

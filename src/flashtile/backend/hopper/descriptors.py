@@ -1,4 +1,4 @@
-"""How tensors are described to the copy engine (TMA)."""
+"""TMA descriptors of tensors."""
 
 import functools
 from collections.abc import Sequence
@@ -11,61 +11,67 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright:
 
 from ...call.problem import alignment
 from ..scalars import rows_last
-from .support import COPY_ALIGNMENT
-from .tables import END
+from .support import TMA_ALIGNMENT
+from .tables import RAGGED_EXTENT
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+UNSWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
-def boxes(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
-    """`[B, H, S, D]` as the copy engine sees it, in boxes of rows and columns: what a box holds past the last row is 0,
-    and is not written. Nothing is read at the stride of a single entry, which need not be aligned.
+def dense_descriptor(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+    """Descriptor of `[B, H, S, D]` in boxes of rows and columns.
+
+    TMA fills rows past the end with 0 and does not write them. A dimension of size 1 gets an aligned stride, as its own
+    is never used and may be unaligned.
     """
-    strides = [stride if n > 1 else COPY_ALIGNMENT for n, stride in zip(x.shape, x.stride(), strict=True)]
-    return descriptor(x, x.shape, [*strides[:-1], 1], (1, 1, *box))
+    strides = [stride if n > 1 else TMA_ALIGNMENT for n, stride in zip(x.shape, x.stride(), strict=True)]
+    return make_descriptor(x, x.shape, [*strides[:-1], 1], (1, 1, *box))
 
 
-def sums(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
-    """The sums of dq `[rows of all heads, D]`."""
-    return descriptor(x, x.shape, x.stride(), box)
+def dq_accum_descriptor(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+    """Descriptor of the accumulators of dq, `[padded rows of all heads, D]`."""
+    return make_descriptor(x, x.shape, x.stride(), box)
 
 
-def packed_boxes(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
-    """`[T, H, D]` as the copy engine sees it, so that boxes end with any sequence, not only with the last token.
+def ragged_descriptor(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+    """Descriptor of packed `[T, H, D]` that cuts boxes at the end of any sequence, not only at the last token.
 
-    Token `first + i` of a sequence that ends before token `stop` has the coordinates `(END, stop, head, END - length +
-    i, 0)`. Addresses are computed modulo 2**64, where `END` times the first stride and `END` times the fourth one are
-    0 together; and the fourth dimension has END entries, so that `i >= length` lies outside. The copy engine knows no
-    tensor without rows: it gets one that nothing reads.
+    Row i of a sequence of `length` tokens that ends before token `stop` has coordinates `(RAGGED_EXTENT, stop, head,
+    RAGGED_EXTENT - length + i, 0)`. The fourth dimension has RAGGED_EXTENT entries, so `i >= length` is out of bounds.
+    Addresses are computed modulo 2**64, where RAGGED_EXTENT times the first stride and RAGGED_EXTENT times the fourth
+    one add up to 0.
+
+    TMA accepts no empty tensor: in its place it gets one that is never read.
     """
     x = x if len(x) > 0 else x.new_zeros((1, *x.shape[1:]))
     token, head = x.stride()[:2]
     strides = (2**34 - token, token, head, token, 1)
-    return descriptor(x, (2**31 - 1, 2**31 - 1, x.shape[1], END, x.shape[-1]), strides, (1, 1, 1, *box))
+    return make_descriptor(x, (2**31 - 1, 2**31 - 1, x.shape[1], RAGGED_EXTENT, x.shape[-1]), strides, (1, 1, 1, *box))
 
 
-def row_stats(x: Tensor, rows: int) -> TensorDescriptor:
-    """One fp32 number for each row, in boxes of `rows`: contiguous, and `rows` of them divide what a head has."""
+def row_stats_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Descriptor of one fp32 value for each row, contiguous, in boxes of `rows`, which divides a head's padded rows."""
     x = x.view(-1, rows)
-    found = descriptor(x, x.shape, x.stride(), (1, rows))
-    found.layout = PLAIN
-    return found
+    descriptor = make_descriptor(x, x.shape, x.stride(), (1, rows))
+    descriptor.layout = UNSWIZZLED
+    return descriptor
 
 
-def descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> TensorDescriptor:
-    found = object.__new__(TensorDescriptor)  # whose own checks, repeated for each call, take longer than the launch
-    found.__dict__.update(base=x, shape=list(shape), strides=list(strides), block_shape=list(box), padding="zero")
-    found.layout = layout_of(tuple(box), x.dtype)
-    return found
+def make_descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> TensorDescriptor:
+    # Skips the constructor, whose checks take longer than the launch.
+    """A `TensorDescriptor` with the default layout for its box."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(base=x, shape=list(shape), strides=list(strides), block_shape=list(box), padding="zero")
+    descriptor.layout = default_layout(tuple(box), x.dtype)
+    return descriptor
 
 
 @functools.cache
-def layout_of(box: tuple[int, ...], dtype: torch.dtype) -> Any:
+def default_layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(box), DTYPES[dtype])
 
 
-def copyable(x: Tensor) -> Tensor:
-    """The tensor with contiguous features and rows on 16 bytes, which costs a copy if they were not."""
+def tma_aligned(x: Tensor) -> Tensor:
+    """The tensor itself, or a copy if features are not contiguous or rows not aligned to 16 bytes."""
     x = rows_last(x)
-    return x if alignment(x) >= COPY_ALIGNMENT else x.clone(memory_format=torch.contiguous_format)
+    return x if alignment(x) >= TMA_ALIGNMENT else x.clone(memory_format=torch.contiguous_format)

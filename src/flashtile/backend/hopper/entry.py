@@ -1,4 +1,4 @@
-"""The Hopper backend's entries: results are allocated, tensors described to the copy engine, kernels launched."""
+"""Entry points of the Hopper backend: allocate results, describe tensors for TMA, launch kernels."""
 
 from functools import partial
 from typing import Any
@@ -13,14 +13,15 @@ from ..gpu import replay
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import rows_last, score_units, slopes_stride, window_numbers
-from .descriptors import boxes, packed_boxes
+from .descriptors import dense_descriptor, ragged_descriptor
 from .kernels.forward.forward import forward_kernel
-from .lengths import lengths_of
-from .semaphores import counter
-from .tables import ROWS, Launch
+from .scheduler_args import scheduler_args
+from .semaphores import tile_count_semaphore
+from .tables import MMA_M, ForwardConfig
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a call."""
     out, lse = replay.run(call.inputs, launch_forward, plan.tile.forward, call)
     return out, lse  # type: ignore[return-value]
 
@@ -31,7 +32,8 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     return lambda call: recording(call.inputs), (out, lse)  # type: ignore[return-value]
 
 
-def launch_forward(recorder: Recorder, tile: Launch, call: Call) -> Results:
+def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Results:
+    """Record the launches of a forward pass."""
     t = Tensors(*recorder.inputs)  # type: ignore[arg-type]
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
@@ -39,26 +41,26 @@ def launch_forward(recorder: Recorder, tile: Launch, call: Call) -> Results:
     if q.numel() == 0:
         return out, lse
     packed = call.layout == "varlen"
-    described = packed_boxes if packed else boxes
+    make_descriptor = ragged_descriptor if packed else dense_descriptor
     pointers = {
-        "q_desc": Described(q, described, (ROWS, tile.head_dim.box)),
-        "k_desc": Described(k, described, (tile.block_n, tile.head_dim.box)),
-        "v_desc": Described(v, described, (tile.block_n, tile.head_dim_v.box)),
-        "out_desc": Described(out, described, (ROWS, min(tile.head_dim_v.box, tile.staged))),
+        "q_desc": Described(q, make_descriptor, (MMA_M, config.head_dim.box)),
+        "k_desc": Described(k, make_descriptor, (config.block_n, config.head_dim.box)),
+        "v_desc": Described(v, make_descriptor, (config.block_n, config.head_dim_v.box)),
+        "out_desc": Described(out, make_descriptor, (MMA_M, min(config.head_dim_v.box, config.epilogue_columns))),
         "lse": lse,
-        "counter": recorder.op(partial(counter, q.device, packed)),
+        "tile_count_semaphore": recorder.op(partial(tile_count_semaphore, q.device, packed)),
         "slopes": recorder.contiguous(t.alibi_slopes),
         "sinks": recorder.contiguous(t.sinks),
         "cu_seqlens_q": recorder.contiguous(t.cu_seqlens_q),
         "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
         "seqused_k": recorder.contiguous(t.seqused_k),
     }
-    recorder.launch(forward_kernel, pointers, *launch_scalars(call, tile))
+    recorder.launch(forward_kernel, pointers, *launch_scalars(call, config))
     return out, lse
 
 
 def __getattr__(name: str) -> Any:
-    """Import the backward pass at its first use: its kernels take a third of the time that all take to import."""
+    """Import the backward pass on first use: its kernels take a third of the time to import all kernels."""
     if name not in ("backward", "record_backward"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import host_backward
@@ -67,18 +69,18 @@ def __getattr__(name: str) -> Any:
     return globals()[name]
 
 
-def launch_scalars(call: Call, tile: Launch) -> tuple[int, dict[str, Any]]:
-    """Programs, and the arguments of the kernel that are no tensors."""
+def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, Any]]:
+    """Number of programs, and the kernel's scalar arguments."""
     t = call.tensors
-    lengths = lengths_of(call, tile.block_m)
-    return min(describe_device(t.q.device).cores, lengths["num_tiles"]), {
-        **lengths,
-        "stride_lse": lengths["seqlen_q"],
+    scheduling = scheduler_args(call, config.block_m)
+    return min(describe_device(t.q.device).cores, scheduling["num_tiles"]), {
+        **scheduling,
+        "stride_lse": scheduling["seqlen_q"],
         **score_units(call),
         **window_numbers(call),
         "stride_slopes_b": 0 if t.alibi_slopes is None else slopes_stride(t.alibi_slopes),
         "num_heads": t.q.shape[1],
         "group": t.q.shape[1] // t.k.shape[1],
-        "TILE": tile,
+        "CONFIG": config,
         "num_warps": 4,
     }

@@ -1,4 +1,4 @@
-"""The launches of a backward pass in one kernel, which adds dq up in memory, and of what makes dq of the sums."""
+"""Launches of the fused backward pass: one kernel that accumulates dq in memory, and the conversion of dq."""
 
 from typing import Any
 
@@ -9,49 +9,59 @@ from ...call.call import Call, Needs, Tensors
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
-from .backward_launches import WARPS, BackwardPass
-from .descriptors import sums
+from .backward_launches import WARPS, BackwardLaunches
+from .descriptors import dq_accum_descriptor
 from .kernels.backward.fused import backward_kernel
-from .kernels.rows import finish_kernel
-from .tables import ALIGN, HALVES, ROWS, BackwardLaunch
+from .kernels.postprocess import postprocess_kernel
+from .tables import ALIGN, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
 
 
-class FusedPass(BackwardPass):
-    tile: BackwardLaunch
+class FusedBackward(BackwardLaunches):
+    """The fused backward pass: preprocess, backward, postprocess."""
 
-    def __init__(self, recorder: Recorder, tile: BackwardLaunch, call: Call, t: Tensors, dout: Tensor):
-        super().__init__(recorder, tile, call, t, dout)
-        self.turns = self.empty(self.extent.heads * self.extent.row_blocks, HALVES, dtype=torch.int32)
-        self.sums = self.empty(self.extent.heads * self.padded_rows, tile.head_dim.width)
+    config: FusedBackwardConfig
+
+    def __init__(self, recorder: Recorder, config: FusedBackwardConfig, call: Call, t: Tensors, dout: Tensor):
+        super().__init__(recorder, config, call, t, dout)
+        self.dq_semaphore = self.empty(self.blocks.heads * self.blocks.m_blocks, NUM_WARPGROUPS, dtype=torch.int32)
+        self.dq_accum = self.empty(self.blocks.heads * self.padded_rows, config.head_dim.width)
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, _: Needs) -> Results:
-        """dq, dk and dv, all of which one kernel computes."""
-        self.prepare(out, lse, dlse, self.turns)
-        dk, dv = self.results_of_keys()
-        box = (ROWS, self.tile.head_dim.box)
+        """Launch all kernels; returns dq, dk and dv."""
+        self.preprocess(out, lse, dlse, self.dq_semaphore)
+        dk, dv = self.new_dk_dv()
+        box = (MMA_M, self.config.head_dim.box)
         pointers = {
-            **self.rows_and_keys(),
-            **self.described_numbers(),
-            "dq_desc": Described(self.sums, sums, (ROWS, min(share.width for share in self.tile.shares))),
-            "dk_desc": Described(dk, self.described, box),
-            "dv_desc": Described(dv, self.described, box),
-            "turns": self.turns,
+            **self.input_pointers(),
+            **self.row_stats_pointers(),
+            "dq_accum_desc": Described(
+                self.dq_accum, dq_accum_descriptor, (MMA_M, min(share.width for share in self.config.dq_shares))
+            ),
+            "dk_desc": Described(dk, self.make_descriptor, box),
+            "dv_desc": Described(dv, self.make_descriptor, box),
+            "dq_semaphore": self.dq_semaphore,
         }
-        bytes_of_row = self.tile.head_dim.width * (2 * self.q.element_size() + self.sums.element_size())
-        self.recorder.launch(backward_kernel, pointers, self.programs, self.numbers_of_keys(bytes_of_row))
-        return self.finish(), dk, dv
+        bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + self.dq_accum.element_size())
+        self.recorder.launch(backward_kernel, pointers, self.programs, self.key_kernel_scalars(bytes_per_row))
+        return self.postprocess(), dk, dv
 
-    def finish(self) -> Tensor:
-        dq = self.result_of_rows()
+    def postprocess(self) -> Tensor:
+        """Launch the conversion of dq."""
+        dq = self.new_dq()
         scalars: dict[str, Any] = {
-            **self.of_rows(),
+            **self.row_kernel_scalars(),
             **strides("dq", dq, ALIGN),
             "scale": self.call.settings.scale,
-            "HEAD_DIM": self.tile.head_dim,
+            "HEAD_DIM": self.config.head_dim,
             "ALIGN": ALIGN,
-            "BLOCK_M": self.tile.block_m,
+            "BLOCK_M": self.config.block_m,
             "num_warps": WARPS,
         }
-        pointers = {"sums": self.sums, "turns": self.turns, "dq": dq, "cu_seqlens_q": self.cu_seqlens_q}
-        self.recorder.launch(finish_kernel, pointers, self.extent.heads * self.extent.row_blocks, scalars)
+        pointers = {
+            "dq_accum": self.dq_accum,
+            "dq_semaphore": self.dq_semaphore,
+            "dq": dq,
+            "cu_seqlens_q": self.cu_seqlens_q,
+        }
+        self.recorder.launch(postprocess_kernel, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
         return dq

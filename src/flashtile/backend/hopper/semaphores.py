@@ -1,4 +1,4 @@
-"""The counters that persistent programs take their work from."""
+"""The semaphore from which persistent programs take their tiles."""
 
 import torch
 from torch import Tensor
@@ -6,18 +6,20 @@ from torch import Tensor
 from ...remember import remember
 from ..gpu.launch import current_stream
 
-MOST_COUNTERS = 256
+MAX_SEMAPHORES = 256
 
-counters: dict[tuple[torch.device, int], Tensor] = {}
+semaphores: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def counter(device: torch.device, packed: bool) -> Tensor:
-    """A zero that a launch counts with. One of dense sequences leaves it at zero: launches on a stream share it.
-    A captured one may run beside others, and has its own.
+def tile_count_semaphore(device: torch.device, packed: bool) -> Tensor:
+    """A zero-initialized semaphore.
+
+    Dense launches reset it on exit and share one for each stream. Packed launches, which do not reset it, and captured
+    graphs, which may run beside other launches, get their own.
     """
     if packed or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = (device, current_stream())
-    if (known := counters.get(key)) is not None:
-        return known
-    return remember(counters, key, torch.zeros(1, dtype=torch.int32, device=device), MOST_COUNTERS)
+    if (cached := semaphores.get(key)) is not None:
+        return cached
+    return remember(semaphores, key, torch.zeros(1, dtype=torch.int32, device=device), MAX_SEMAPHORES)

@@ -1,46 +1,48 @@
-"""The launches of a backward pass of wide heads: a kernel for dq, one for dk and dv."""
+"""Launches of the split backward pass for head dimensions over 128: one kernel for dq, one for dk and dv."""
 
 from torch import Tensor
 
 from ...call.call import Call, Needs, Tensors
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
-from .backward_launches import BackwardPass
-from .kernels.dkdv.dkdv import wide_keys_kernel
-from .kernels.dq.dq import wide_rows_kernel
-from .lengths import lengths_of
-from .tables import ALIGN, WideBackward
+from .backward_launches import BackwardLaunches
+from .kernels.dkdv.dkdv import dkdv_kernel
+from .kernels.dq.dq import dq_kernel
+from .scheduler_args import scheduler_args
+from .tables import ALIGN, SplitBackwardConfig
 
 
-class WidePass(BackwardPass):
-    def __init__(self, recorder: Recorder, tile: WideBackward, call: Call, t: Tensors, dout: Tensor):
-        super().__init__(recorder, tile.keys, call, t, dout)
-        self.tile_of_rows = tile.rows
+class SplitBackward(BackwardLaunches):
+    """The split backward pass: preprocess, dkdv, dq."""
+
+    def __init__(self, recorder: Recorder, config: SplitBackwardConfig, call: Call, t: Tensors, dout: Tensor):
+        super().__init__(recorder, config.dkdv, call, t, dout)
+        self.dq_config = config.dq
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
-        """dq, dk and dv, where they are needed."""
-        self.prepare(out, lse, dlse, None)
-        dk, dv = self.gradients_of_keys() if needs.k or needs.v else (None, None)
-        return self.gradient_of_rows() if needs.q else None, dk, dv
+        """Launch the kernels whose gradients are needed; returns dq, dk and dv."""
+        self.preprocess(out, lse, dlse, None)
+        dk, dv = self.launch_dkdv() if needs.k or needs.v else (None, None)
+        return self.launch_dq() if needs.q else None, dk, dv
 
-    def gradient_of_rows(self) -> Tensor:
-        dq = self.result_of_rows()
-        lengths = lengths_of(self.call, self.tile_of_rows.block_m)
+    def launch_dq(self) -> Tensor:
+        dq = self.new_dq()
+        scheduling = scheduler_args(self.call, self.dq_config.block_m)
         scalars = {
-            **self.common_numbers(),
-            **lengths,
+            **self.common_scalars(),
+            **scheduling,
             **strides("dq", dq, ALIGN),
             "num_heads": self.q.shape[1],
-            "TILE": self.tile_of_rows,
+            "CONFIG": self.dq_config,
         }
-        pointers = {**self.rows_and_keys(), "start": self.start, "delta": self.delta, "dq": dq}
-        self.recorder.launch(wide_rows_kernel, pointers, min(self.cores, lengths["num_tiles"]), scalars)
+        pointers = {**self.input_pointers(), "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta, "dq": dq}
+        self.recorder.launch(dq_kernel, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
         return dq
 
-    def gradients_of_keys(self) -> tuple[Tensor, Tensor]:
-        dk, dv = self.results_of_keys()
-        bytes_of_row = (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
-        scalars = {**self.numbers_of_keys(bytes_of_row), **strides("dk", dk, ALIGN), **strides("dv", dv, ALIGN)}
-        pointers = {**self.rows_and_keys(), **self.described_numbers(), "dk": dk, "dv": dv}
-        self.recorder.launch(wide_keys_kernel, pointers, self.programs, scalars)
+    def launch_dkdv(self) -> tuple[Tensor, Tensor]:
+        dk, dv = self.new_dk_dv()
+        bytes_per_row = (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
+        scalars = {**self.key_kernel_scalars(bytes_per_row), **strides("dk", dk, ALIGN), **strides("dv", dv, ALIGN)}
+        pointers = {**self.input_pointers(), **self.row_stats_pointers(), "dk": dk, "dv": dv}
+        self.recorder.launch(dkdv_kernel, pointers, self.programs, scalars)
         return dk, dv

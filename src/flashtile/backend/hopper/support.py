@@ -1,4 +1,4 @@
-"""What the Hopper backend takes, and why it declines the rest."""
+"""Problems that the Hopper backend accepts, and the reasons why it declines the others."""
 
 import functools
 from typing import TYPE_CHECKING
@@ -11,34 +11,34 @@ from ...call.problem import Problem, too_long
 from ..gpu.installed import triton_version
 
 if TYPE_CHECKING:
-    from .tables import Tile
+    from .tables import TileConfig
 
 SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # of q and v
-COPY_ALIGNMENT = 16  # bytes, of every row that the copy engine reads
-DECODING_ROWS = 64
-OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton, whose Gluon is experimental
-VERIFIED = (3, 6)  # on a GPU
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # (of q and k, of v)
+TMA_ALIGNMENT = 16  # bytes, of rows
+MAX_DECODE_ROWS = 64
+OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton; Gluon is experimental and changes between them
+VERIFIED = (3, 6)  # tested on a GPU
 
 
 def unsupported() -> str | None:
-    """Why the installed Triton cannot compile these kernels; `None` if it can."""
+    """Why the installed Triton cannot compile the kernels; `None` if it can."""
     version = triton_version()
     if version is None:
         return "triton is not installed (PyTorch's GPU builds bring it)"
     if not OLDEST <= version <= NEWEST:
-        return f"its kernels are for Triton {in_words(OLDEST)} to {in_words(NEWEST)}; this is {in_words(version)}"
+        return f"its kernels are for Triton {dotted(OLDEST)} to {dotted(NEWEST)}; this is {dotted(version)}"
     return None
 
 
-def in_words(version: tuple[int, ...]) -> str:
+def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
 @functools.cache
 def unusable() -> str | None:
-    """Why this backend does not run on this machine; `None` if it does."""
+    """Why the backend does not run on this machine; `None` if it does."""
     if (reason := unsupported()) is not None:
         return reason
     if not torch.cuda.is_available():
@@ -49,21 +49,21 @@ def unusable() -> str | None:
 
 
 def declines(problem: Problem, device: Device) -> str | None:
-    """Why this backend does not take the problem; `None` if it does."""
+    """Why the backend does not support the problem; `None` if it does."""
     if device.arch != ARCHITECTURE:
         return f"its kernels are for Hopper GPUs ({ARCHITECTURE}), not for {device.arch}"
     if problem.dtype not in (torch.bfloat16, torch.float16):
-        return "it computes with bfloat16 and float16 inputs"
+        return "it supports bfloat16 and float16 inputs only"
     if problem.layout == "paged":
-        return "it does not take pages"
+        return "it does not support paged KV caches"
     if head_dims(problem) not in HEAD_DIMS:
-        taken = [str(d) if d == d_v else f"{d} with values of {d_v}" for d, d_v in HEAD_DIMS]
-        return f"head dimensions are {', '.join(taken[:-1])} or {taken[-1]}"
-    given = ("mask", "bias", "score_mod", "dropout")
-    if (absent := [name for name in given if getattr(problem, name)]) != []:
-        return f"it does not take {' or '.join(absent)}"
-    if problem.alignment < COPY_ALIGNMENT:
-        return f"rows of q, k and v have to lie on {COPY_ALIGNMENT} bytes for the copy engine"
+        accepted = [str(d) if d == d_v else f"{d} ({d_v} for v)" for d, d_v in HEAD_DIMS]
+        return f"it supports head dimensions {', '.join(accepted[:-1])} and {accepted[-1]}"
+    features = ("mask", "bias", "score_mod", "dropout")
+    if (unsupported := [name for name in features if getattr(problem, name)]) != []:
+        return f"it does not support {' or '.join(unsupported)}"
+    if problem.alignment < TMA_ALIGNMENT:
+        return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
         return "the call is empty"
     return too_long(problem)
@@ -74,7 +74,7 @@ def head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
-    """Why its backward pass does not take a problem that its forward pass does."""
+    """Why the backward pass does not support a problem that the forward pass supports."""
     if problem.softcap and problem.head_dim == 64:
         return "its backward pass is no faster with a softcap at head dimension 64"
     if needs.alibi_slopes:
@@ -83,25 +83,25 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
 
 
 def defers(problem: Problem, device: Device) -> str | None:
-    """Why `auto` leaves a problem to the next backend that this one could take."""
+    """Why `auto` leaves a supported problem to the next backend."""
     version = triton_version()
     if version is not None and version != VERIFIED:
-        return (
-            f"its kernels have run with Triton {in_words(VERIFIED)} only, not {in_words(version)}; ask for it by name"
-        )
+        tested, installed = dotted(VERIFIED), dotted(version)
+        return f"its kernels are tested with Triton {tested} only, not {installed}; ask for it by name"
     if problem.softcap and problem.head_dim == 64:
-        return "a softcap at head dimension 64 takes exponential units longer than these kernels can hide"
-    if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= DECODING_ROWS:
-        return "a few rows are decoded faster with the keys split among programs"
+        return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
+    if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= MAX_DECODE_ROWS:
+        return "decoding a few rows is faster with keys split among programs"
     return None
 
 
-def tile(problem: Problem, device: Device) -> "Tile":
-    from . import tables  # `import flashtile` does without them
+def tile(problem: Problem, device: Device) -> "TileConfig":
+    """Kernel configurations for the problem."""
+    from . import tables  # not needed by `import flashtile`
 
-    return tables.tile(problem, device)
+    return tables.tile_config(problem, device)
 
 
 def num_splits(problem: Problem, device: Device) -> int:
-    """Keys are taken in order, in one part."""
+    """Splits of the keys: always one, decoding is left to other backends."""
     return 1

@@ -1,4 +1,4 @@
-"""Tiles of the Hopper kernels: at head dimensions 64 and 128 as measured on an H200, at others as counted
+"""Kernel configurations: measured on an H200 for head dimensions 64 and 128, derived from resource counts for others
 (docs/design/hopper-forward.md).
 """
 
@@ -9,29 +9,29 @@ from ...call.device import Device
 from ...call.problem import Problem
 from ..gpu.installed import triton_version
 
-ROWS = 64  # of one warpgroup
-COLUMNS = 64  # of dq at most, that one warpgroup computes
-HALVES = 2  # of a block of 128 keys in backward, and shares of its dq: one for each computing warpgroup
-ALIGN = 8  # elements, of which strides of rows are multiples
-END = 2**30  # of the dimension in which packed rows are described to the copy engine
-MANY_KEYS = 1024  # of a row, from which on wide tiles pay
-LONG = 8192  # keys, from which on sums of dq in one order are faster than in any
+MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
+DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
+NUM_WARPGROUPS = 2  # consumers in backward, with 64 keys and one share of dq each
+ALIGN = 8  # elements; divides the strides of rows
+RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
+MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster
+IN_ORDER_MIN_KEYS = 8192  # keys from which accumulating dq in order is faster than in any order
 
 
-class Compiled:
-    """What is compiled into a kernel."""
+class Constexpr:
+    """Base of objects that kernels take as constexpr arguments."""
 
     @property
     def cache_key(self) -> str:
-        """By which Triton tells kernels apart on disk; without it by `str`, which is for people."""
+        """Identity in Triton's disk cache, which would use `str`; that is for people."""
         return repr(self)
 
 
 @dataclass(frozen=True)
-class HeadDim(Compiled):
-    """A head dimension, split into `chunks`, powers of two as products take them.
+class HeadDim(Constexpr):
+    """A head dimension, split into `chunks` that are powers of two, as tensors require.
 
-    The copy engine fills them with boxes as wide as the narrowest chunk, so that one kind of box serves all.
+    TMA boxes are as wide as the narrowest chunk, so that one kind of box fills all chunks.
     """
 
     chunks: tuple[int, ...]
@@ -41,8 +41,8 @@ class HeadDim(Compiled):
         return sum(self.chunks)
 
     @property
-    def room(self) -> int:
-        """Columns of memory that holds all chunks side by side, a power of two."""
+    def padded_width(self) -> int:
+        """Columns of shared memory that holds all chunks side by side, a power of two."""
         return 1 << (self.width - 1).bit_length()
 
     @property
@@ -50,73 +50,69 @@ class HeadDim(Compiled):
         return min(self.chunks)
 
     @property
-    def boxes(self) -> int:
+    def num_boxes(self) -> int:
         return self.width // self.box
 
     @property
-    def starts(self) -> tuple[int, ...]:
+    def offsets(self) -> tuple[int, ...]:
         """The first column of each chunk."""
         return tuple(sum(self.chunks[:c]) for c in range(len(self.chunks)))
 
 
 @dataclass(frozen=True)
-class Launch(Compiled):
-    """One kernel's tile: `64 * consumers` query rows, `block_n` keys of `stages` blocks at a time, and how many
-    registers a thread of each role has.
-    """
+class ForwardConfig(Constexpr):
+    """Forward kernel: tiles of `64 * num_warpgroups` rows, blocks of `block_n` keys in `stages`."""
 
     head_dim: HeadDim  # of q and k
     head_dim_v: HeadDim  # of v and the results
-    staged: int  # columns of results that leave at once, a power of two
+    epilogue_columns: int  # of the output in one TMA store, a power of two
     block_n: int
-    consumers: int
+    num_warpgroups: int
     stages: int
     consumer_registers: int = 240
-    copy_registers: int = 24
-    tiles_of_q: int = 2  # in shared memory, for each consumer; one is copied anew during its tile's last step
-    guessed: int = 16  # of a thread's exponentials in a step: computed before the maximum is known
+    producer_registers: int = 24
+    q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
+    speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
 
     @property
     def block_m(self) -> int:
-        return ROWS * self.consumers
+        return MMA_M * self.num_warpgroups
 
     def __str__(self) -> str:
-        return f"{self.block_m} x {self.block_n} ({self.consumers} warpgroups, {self.stages} stages)"
+        return f"{self.block_m} x {self.block_n} ({self.num_warpgroups} warpgroups, {self.stages} stages)"
 
 
 @dataclass(frozen=True)
-class Share(Compiled):
-    """What one warpgroup computes of a block's dq: 64 rows of some columns."""
+class DqShare(Constexpr):
+    """One warpgroup's share of a block's dq: 64 rows of some columns."""
 
-    row: int  # the first one, in the block
-    column: int  # the first one
+    row: int  # first row in the block
+    column: int  # first column
     width: int
-    chunk: int  # in which these columns are
+    chunk: int  # of these columns
 
 
 @dataclass(frozen=True)
-class BackwardLaunch(Compiled):
-    """The backward kernel's tile: 128 keys, `block_m` query rows at a time in `stages`; and the order of its work
-    (`backward_schedule`).
-    """
+class FusedBackwardConfig(Constexpr):
+    """Fused backward kernel: tiles of 128 keys, blocks of `block_m` rows in `stages`."""
 
     head_dim: HeadDim  # of q, k and v
     block_m: int
     stages: int
     consumer_registers: int
-    copy_registers: int
-    half_early: bool  # half of a block's exponentials are computed a product earlier
-    downwards: bool = False
-    ordered: bool = False  # sums of dq have one order (`backward_sums`)
-    block_n: int = 2 * ROWS
+    producer_registers: int
+    early_half_exps: bool  # compute half of a block's exponentials one product earlier
+    lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
+    in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
+    block_n: int = 2 * MMA_M
     kind: Literal["fused"] = "fused"
 
     @property
-    def shares(self) -> tuple[Share, Share]:
+    def dq_shares(self) -> tuple[DqShare, DqShare]:
         width, chunks = self.head_dim.width, self.head_dim.chunks
-        if self.block_m > ROWS:
-            return Share(0, 0, width, 0), Share(ROWS, 0, width, 0)
-        return Share(0, 0, COLUMNS, 0), Share(0, COLUMNS, width - COLUMNS, len(chunks) - 1)
+        if self.block_m > MMA_M:
+            return DqShare(0, 0, width, 0), DqShare(MMA_M, 0, width, 0)
+        return DqShare(0, 0, DQ_COLUMNS, 0), DqShare(0, DQ_COLUMNS, width - DQ_COLUMNS, len(chunks) - 1)
 
     @property
     def head_dim_v(self) -> HeadDim:
@@ -127,113 +123,118 @@ class BackwardLaunch(Compiled):
 
 
 @dataclass(frozen=True)
-class RowsLaunch(Compiled):
-    """The tile of the kernel that computes dq of wide heads: as forward's, with keys and values in turn in `slots`."""
+class DqConfig(Constexpr):
+    """dq kernel: tiles of `64 * num_warpgroups` rows; keys and values alternate in `kv_stages`."""
 
     head_dim: HeadDim
     head_dim_v: HeadDim
-    slots: int
-    block_n: int = ROWS
-    consumers: int = 2
+    kv_stages: int
+    block_n: int = MMA_M
+    num_warpgroups: int = 2
     consumer_registers: int = 240
-    copy_registers: int = 24
+    producer_registers: int = 24
 
     @property
     def block_m(self) -> int:
-        return ROWS * self.consumers
+        return MMA_M * self.num_warpgroups
 
 
 @dataclass(frozen=True)
-class KeysLaunch(Compiled):
-    """The tile of the kernel that computes dk and dv of wide heads: 64 keys, 64 query rows at a time in `stages`."""
+class DkdvConfig(Constexpr):
+    """dk and dv kernel: tiles of 64 keys, blocks of 64 rows in `stages`."""
 
     head_dim: HeadDim
     head_dim_v: HeadDim
     stages: int
-    block_m: int = ROWS
-    block_n: int = ROWS
-    downwards: bool = True  # nobody waits for others: the longest work comes first
+    block_m: int = MMA_M
+    block_n: int = MMA_M
+    lpt: bool = True  # programs never wait for each other
     consumer_registers: int = 240
-    copy_registers: int = 24
+    producer_registers: int = 24
 
 
 @dataclass(frozen=True)
-class WideBackward(Compiled):
-    """Two kernels: over 128 features sums of dq in memory cost more than scores computed twice."""
+class SplitBackwardConfig(Constexpr):
+    """Two kernels: over 128 features, accumulating dq in memory costs more than computing scores twice."""
 
-    rows: RowsLaunch
-    keys: KeysLaunch
-    kind: Literal["wide"] = "wide"
+    dq: DqConfig
+    dkdv: DkdvConfig
+    kind: Literal["split"] = "split"
 
     def __str__(self) -> str:
-        rows, keys = self.rows, self.keys
-        return f"dq {rows.block_m} rows x {rows.block_n} keys, dk and dv {keys.block_n} keys x {keys.block_m} rows"
+        dq, dkdv = self.dq, self.dkdv
+        return f"dq {dq.block_m} rows x {dq.block_n} keys, dk and dv {dkdv.block_n} keys x {dkdv.block_m} rows"
 
 
-class Tile(NamedTuple):
-    forward: Launch
-    backward: BackwardLaunch | WideBackward
+class TileConfig(NamedTuple):
+    """Configurations of a problem's kernels."""
+
+    forward: ForwardConfig
+    backward: FusedBackwardConfig | SplitBackwardConfig
 
 
-OF_64, OF_96, OF_128, OF_192, OF_256 = (HeadDim(x) for x in ((64,), (64, 32), (128,), (128, 64), (256,)))
-# By the head dimensions of q and v: these, columns of results that leave at once, keys, warpgroups, stages.
-NARROW = {
-    (64, 64): Launch(OF_64, OF_64, 64, 128, 2, 4),
-    (96, 96): Launch(OF_96, OF_96, 128, 128, 2, 3),
-    (128, 128): Launch(OF_128, OF_128, 128, 128, 2, 2),
-    (192, 128): Launch(OF_192, OF_128, 64, 128, 2, 2, tiles_of_q=1),
-    (192, 192): Launch(OF_192, OF_192, 128, 64, 2, 3, tiles_of_q=1, guessed=12),
-    (256, 256): Launch(OF_256, OF_256, 128, 64, 2, 2, tiles_of_q=1, guessed=12),
+D64, D96, D128, D192, D256 = (HeadDim(x) for x in ((64,), (64, 32), (128,), (128, 64), (256,)))
+# Keys: head dimensions of q and v. Fields: these, epilogue_columns, block_n, num_warpgroups, stages.
+TWO_WARPGROUPS = {
+    (64, 64): ForwardConfig(D64, D64, 64, 128, 2, 4),
+    (96, 96): ForwardConfig(D96, D96, 128, 128, 2, 3),
+    (128, 128): ForwardConfig(D128, D128, 128, 128, 2, 2),
+    (192, 128): ForwardConfig(D192, D128, 64, 128, 2, 2, q_stages=1),
+    (192, 192): ForwardConfig(D192, D192, 128, 64, 2, 3, q_stages=1, speculative_exps=12),
+    (256, 256): ForwardConfig(D256, D256, 128, 64, 2, 2, q_stages=1, speculative_exps=12),
 }
-# Read keys less often, have more rows past the last one, and no registers to keep guesses in.
-WIDE = {
-    (64, 64): Launch(OF_64, OF_64, 64, 128, 3, 4, 160, 32, guessed=0),
-    (96, 96): Launch(OF_96, OF_96, 64, 64, 3, 4, 160, 32, guessed=0),
+# Three warpgroups read keys less often, waste more rows at the end, and have no registers for speculative values.
+THREE_WARPGROUPS = {
+    (64, 64): ForwardConfig(D64, D64, 64, 128, 3, 4, 160, 32, speculative_exps=0),
+    (96, 96): ForwardConfig(D96, D96, 64, 64, 3, 4, 160, 32, speculative_exps=0),
 }
-BACKWARD = {
-    64: BackwardLaunch(OF_64, 128, 2, 240, 24, half_early=True),
-    96: BackwardLaunch(OF_96, 64, 2, 240, 24, half_early=False),
-    128: BackwardLaunch(OF_128, 64, 2, 240, 24, half_early=False),
+FUSED_BACKWARD = {
+    64: FusedBackwardConfig(D64, 128, 2, 240, 24, early_half_exps=True),
+    96: FusedBackwardConfig(D96, 64, 2, 240, 24, early_half_exps=False),
+    128: FusedBackwardConfig(D128, 64, 2, 240, 24, early_half_exps=False),
 }
-WIDE_BACKWARD = {
-    (192, 128): WideBackward(RowsLaunch(OF_192, OF_128, slots=6), KeysLaunch(OF_192, OF_128, stages=3)),
-    (192, 192): WideBackward(RowsLaunch(OF_192, OF_192, slots=5), KeysLaunch(OF_192, OF_192, stages=2)),
-    (256, 256): WideBackward(RowsLaunch(OF_256, OF_256, slots=3), KeysLaunch(OF_256, OF_256, stages=2)),
+SPLIT_BACKWARD = {
+    (192, 128): SplitBackwardConfig(DqConfig(D192, D128, kv_stages=6), DkdvConfig(D192, D128, stages=3)),
+    (192, 192): SplitBackwardConfig(DqConfig(D192, D192, kv_stages=5), DkdvConfig(D192, D192, stages=2)),
+    (256, 256): SplitBackwardConfig(DqConfig(D256, D256, kv_stages=3), DkdvConfig(D256, D256, stages=2)),
 }
-WITHOUT_SPILLS = (3, 6)  # newer versions of Triton keep more in registers than WIDE's have
+NO_SPILL_TRITON = (3, 6)  # with newer versions, kernels of three warpgroups spill registers
 
 
-def tile(problem: Problem, device: Device) -> Tile:
-    features = problem.softcap or problem.alibi  # take more registers than three warpgroups have
-    fits = triton_version() == WITHOUT_SPILLS and not features
+def tile_config(problem: Problem, device: Device) -> TileConfig:
+    """Configurations for a problem."""
+    features = problem.softcap or problem.alibi  # need more registers than three warpgroups have
+    fits = triton_version() == NO_SPILL_TRITON and not features
     head_dims = problem.head_dim, problem.head_dim_v
-    many = MANY_KEYS if problem.window.left is None else 2 * MANY_KEYS  # a window has masks on both sides
-    wide = head_dims in WIDE and keys_of_a_row(problem) >= many and fits
-    forward = (WIDE if wide else NARROW)[head_dims]
-    return Tile(forward, backward_tile(problem))
+    min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides
+    three = head_dims in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits
+    forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[head_dims]
+    return TileConfig(forward, backward_config(problem))
 
 
-def backward_tile(problem: Problem) -> BackwardLaunch | WideBackward:
+def backward_config(problem: Problem) -> FusedBackwardConfig | SplitBackwardConfig:
+    """Configuration of the backward pass."""
     head_dims = problem.head_dim, problem.head_dim_v
-    if head_dims in WIDE_BACKWARD:
-        return WIDE_BACKWARD[head_dims]
-    found = BACKWARD[problem.head_dim]
+    if head_dims in SPLIT_BACKWARD:
+        return SPLIT_BACKWARD[head_dims]
+    config = FUSED_BACKWARD[problem.head_dim]
     limited = not problem.window.unlimited
-    # Without a diagonal, an order keeps programs in step, so that they read the same rows from the L2 cache.
-    ordered = problem.deterministic or (not limited and problem.seqlen_k >= LONG)
-    downwards = limited and (not ordered or found.block_m < found.block_n)
-    return replace(found, downwards=downwards, ordered=ordered)
+    # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache.
+    in_order = problem.deterministic or (not limited and problem.seqlen_k >= IN_ORDER_MIN_KEYS)
+    lpt = limited and (not in_order or config.block_m < config.block_n)
+    return replace(config, lpt=lpt, in_order=in_order)
 
 
-def most_blocks(tokens: int, block: int, sequences: int) -> int:
-    """Blocks that packed sequences can have. The tokens that belong to none are one sequence more, and each sequence
-    begins with a block.
+def max_blocks(tokens: int, block: int, batch: int) -> int:
+    """Upper bound of the blocks of packed sequences.
+
+    Each sequence begins with a block of its own, and tokens outside all sequences count as one more sequence.
     """
-    return tokens // block + sequences + 1
+    return tokens // block + batch + 1
 
 
-def keys_of_a_row(problem: Problem) -> int:
-    """How many keys a row sees, about."""
+def keys_per_row(problem: Problem) -> int:
+    """Approximate number of keys that a row sees."""
     window = problem.window
     keys = problem.seqlen_k
     if window.right is not None or window.top_left:

@@ -1,1 +1,1 @@
-"""Device code in Gluon."""
+"""Device code: Gluon kernels for Hopper, and Triton kernels before and after the fused backward kernel."""

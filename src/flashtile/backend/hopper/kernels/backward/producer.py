@@ -1,4 +1,4 @@
-"""The warp that copies for the backward pass: a block of keys, then all rows that see it."""
+"""The producer warp of the backward kernels: a block of keys, then all blocks of rows that see it."""
 
 from typing import NamedTuple
 
@@ -6,108 +6,131 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..shared.pipeline import Gates, Ring, Slots, barriers, fill, load_rows, new_memories, slot_of, wait_free
-from ..shared.producer import NOTICE, ROWS, keys_at, rows_at
-from ..shared.schedule import want_tile
-from ..shared.versions import load_box
-from .schedule import first_rows, next_rows, take_keys
+from ..shared.compat import tma_load
+from ..shared.coordinates import kv_coord, q_coord
+from ..shared.mma import MMA_M
+from ..shared.pipeline import (
+    NamedBarriers,
+    Pipeline,
+    SmemBuffers,
+    acquire_and_load,
+    allocate_chunks,
+    load_boxes,
+    make_mbarriers,
+    producer_acquire,
+    stage_of,
+)
+from ..shared.tile_scheduler import REQUEST_DISTANCE, request_tile
+from .tile_scheduler import first_m_block, next_m_block, pop_key_tile
 
 
-class RowRing(NamedTuple):
-    """Blocks of rows on their way to the warpgroups that compute. q comes with one number of each row, dout with the
-    other; readers let go of all four at once.
-    """
+class RowPipeline(NamedTuple):
+    """Blocks of rows. q arrives with neg_lse_log2, dout with neg_delta; consumers release all four at once."""
 
-    q: Slots
-    dout: Slots
-    start: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32: what makes log-probabilities of scores
-    delta: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32, negated
-    gates: Gates
+    q: SmemBuffers
+    dout: SmemBuffers
+    neg_lse_log2: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32
+    neg_delta: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32
+    empty: NamedBarriers
 
 
-class Sources(NamedTuple):
-    """Descriptors of what is copied."""
+class BackwardDescriptors(NamedTuple):
+    """TMA descriptors of the inputs."""
 
     q: gl.tensor
     k: gl.tensor
     v: gl.tensor
     dout: gl.tensor
-    start: gl.tensor
-    delta: gl.tensor
+    neg_lse_log2: gl.tensor
+    neg_delta: gl.tensor
 
 
-class BackwardInputs(NamedTuple):
-    rows: RowRing
-    k: Ring  # a slot for each 64 keys of a block
-    v: Ring
+class BackwardPipelines(NamedTuple):
+    """Pipelines between the producer warp and the consumer warpgroups."""
 
-
-@gluon.jit
-def new_rows(sources, gates, TILE: gl.constexpr):
-    STAGES: gl.constexpr = TILE.stages
-    HEAD_DIM: gl.constexpr = TILE.head_dim
-    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
-    numbers: gl.constexpr = [STAGES] + sources.start.block_type.shape
-    q = new_memories(sources.q, STAGES, HEAD_DIM)
-    dout = new_memories(sources.dout, STAGES, HEAD_DIM_V)
-    start = gl.allocate_shared_memory(gl.float32, numbers, sources.start.layout)
-    delta = gl.allocate_shared_memory(gl.float32, numbers, sources.start.layout)
-    return RowRing(Slots(q, barriers(STAGES, 1)), Slots(dout, barriers(STAGES, 1)), start, delta, gates)
+    rows: RowPipeline
+    k: Pipeline  # a stage for each 64 keys of a block
+    v: Pipeline
 
 
 @gluon.jit
-def copy_backward(sources, inputs, queue, group, padded_rows, TILE: gl.constexpr, PACKED: gl.constexpr):
-    """The warp that copies."""
-    HEAD_DIM: gl.constexpr = TILE.head_dim
-    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
-    BLOCK_M: gl.constexpr = TILE.block_m
-    BLOCK_N: gl.constexpr = TILE.block_n
-    STAGES: gl.constexpr = TILE.stages
-    rows = inputs.rows
+def make_row_pipeline(descs, empty, CONFIG: gl.constexpr):
+    """A pipeline of blocks of rows."""
+    STAGES: gl.constexpr = CONFIG.stages
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    stat_shape: gl.constexpr = [STAGES] + descs.neg_lse_log2.block_type.shape
+    q = allocate_chunks(descs.q, STAGES, HEAD_DIM)
+    dout = allocate_chunks(descs.dout, STAGES, HEAD_DIM_V)
+    neg_lse_log2 = gl.allocate_shared_memory(gl.float32, stat_shape, descs.neg_lse_log2.layout)
+    neg_delta = gl.allocate_shared_memory(gl.float32, stat_shape, descs.neg_lse_log2.layout)
+    return RowPipeline(
+        SmemBuffers(q, make_mbarriers(STAGES, 1)),
+        SmemBuffers(dout, make_mbarriers(STAGES, 1)),
+        neg_lse_log2,
+        neg_delta,
+        empty,
+    )
+
+
+@gluon.jit
+def backward_producer_warp(descs, pipelines, queue, group, padded_rows, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+    """The partition that loads keys, values and blocks of rows."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    STAGES: gl.constexpr = CONFIG.stages
+    rows = pipelines.rows
     tile_count = 0
-    count = 0  # of blocks of rows
-    tile = take_keys(queue, 0)
+    count = 0  # blocks of rows
+    tile = pop_key_tile(queue, 0)
     while tile.b >= 0:
         steps = group * (tile.hi - tile.lo)
-        want_tile(queue, steps < NOTICE)
+        request_tile(queue, steps < REQUEST_DISTANCE)
         if steps == 0:
-            copy_keys(inputs.k, sources.k, tile, tile_count, BLOCK_N, HEAD_DIM, PACKED)
-            copy_keys(inputs.v, sources.v, tile, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
-        m, member = first_rows(tile, TILE.downwards), 0
-        left = steps
-        while left > 0:
-            want_tile(queue, left == NOTICE)
-            slot = slot_of(count, STAGES)
-            at = rows_at(tile, tile.head_k * group + member, m * BLOCK_M, PACKED)
-            numbers_at = ((tile.sums_row + member * padded_rows) // BLOCK_M + m, 0)
-            wait_free(rows.gates, count, STAGES)
-            load_rows_and_numbers(rows.q, rows.start, sources.q, sources.start, at, numbers_at, slot, HEAD_DIM)
-            if left == steps:
-                copy_keys(inputs.k, sources.k, tile, tile_count, BLOCK_N, HEAD_DIM, PACKED)
-            load_rows_and_numbers(rows.dout, rows.delta, sources.dout, sources.delta, at, numbers_at, slot, HEAD_DIM_V)
-            if left == steps:
-                copy_keys(inputs.v, sources.v, tile, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
+            load_keys(pipelines.k, descs.k, tile, tile_count, BLOCK_N, HEAD_DIM, PACKED)
+            load_keys(pipelines.v, descs.v, tile, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
+        m, group_head = first_m_block(tile, CONFIG.lpt), 0
+        steps_left = steps
+        while steps_left > 0:
+            request_tile(queue, steps_left == REQUEST_DISTANCE)
+            stage = stage_of(count, STAGES)
+            coord = q_coord(tile, tile.head_k * group + group_head, m * BLOCK_M, PACKED)
+            stat_coord = ((tile.padded_row + group_head * padded_rows) // BLOCK_M + m, 0)
+            producer_acquire(rows.empty, count, STAGES)
+            load_rows_and_stat(
+                rows.q, rows.neg_lse_log2, descs.q, descs.neg_lse_log2, coord, stat_coord, stage, HEAD_DIM
+            )
+            if steps_left == steps:
+                load_keys(pipelines.k, descs.k, tile, tile_count, BLOCK_N, HEAD_DIM, PACKED)
+            load_rows_and_stat(
+                rows.dout, rows.neg_delta, descs.dout, descs.neg_delta, coord, stat_coord, stage, HEAD_DIM_V
+            )
+            if steps_left == steps:
+                load_keys(pipelines.v, descs.v, tile, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
             count += 1
-            left -= 1
-            m, member = next_rows(m, member, tile, group, TILE.downwards)
+            steps_left -= 1
+            m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
         tile_count += 1
-        tile = take_keys(queue, tile_count)
+        tile = pop_key_tile(queue, tile_count)
 
 
 @gluon.jit
-def load_rows_and_numbers(slots, numbers, desc, numbers_desc, at, numbers_at, slot, HEAD_DIM: gl.constexpr):
-    """Start the copies of a block of rows, and of one number of each, to a slot that is free."""
-    full = slots.full.index(slot)
-    mbarrier.expect(full, HEAD_DIM.boxes * desc.block_type.nbytes + numbers_desc.block_type.nbytes)
-    load_rows(slots, desc, at, slot, HEAD_DIM)
-    load_box(numbers_desc, numbers_at, full, numbers.index(slot))
+def load_rows_and_stat(buffers, row_stat, desc, row_stat_desc, coord, stat_coord, stage, HEAD_DIM: gl.constexpr):
+    """Start the loads of a block of rows and of one statistic of its rows to an empty stage."""
+    full = buffers.full.index(stage)
+    mbarrier.expect(full, HEAD_DIM.num_boxes * desc.block_type.nbytes + row_stat_desc.block_type.nbytes)
+    load_boxes(buffers, desc, coord, stage, HEAD_DIM)
+    tma_load(row_stat_desc, stat_coord, full, row_stat.index(stage))
 
 
 @gluon.jit
-def copy_keys(
-    ring, desc, tile, tile_count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr,
+def load_keys(
+    pipeline, desc, tile, tile_count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    PARTS: gl.constexpr = BLOCK_N // ROWS
+    """Load k or v of a block of keys, MMA_M keys for each stage."""
+    PARTS: gl.constexpr = BLOCK_N // MMA_M
     for part in gl.static_range(PARTS):
-        at = keys_at(tile, tile.first_key + part * ROWS, PACKED)
-        fill(ring, desc, at, tile_count * PARTS + part, PARTS, HEAD_DIM)
+        coord = kv_coord(tile, tile.first_key + part * MMA_M, PACKED)
+        acquire_and_load(pipeline, desc, coord, tile_count * PARTS + part, PARTS, HEAD_DIM)

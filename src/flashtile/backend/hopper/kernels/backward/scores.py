@@ -1,7 +1,7 @@
-"""Probabilities of the backward pass, from products and the rows' log-sum-exp.
+"""Probabilities of the backward pass, recomputed from scores and lse.
 
-They are computed in two parts, each beside a product: one beside the last one of the step before, dk's, and one beside
-that of dout with v.
+They are computed in two parts, each overlapping a product: the first part overlaps the previous step's dk, the second
+one the product of dout with v.
 """
 
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..shared import scores
-from ..shared.chunks import halves, joined
-from ..shared.pipeline import slot_of
+from ..shared.mma import join_columns, split_columns
+from ..shared.pipeline import stage_of
 
 
-class Place(NamedTuple):
-    """Where the scores of a block `[N, M]` of keys and rows stand."""
+class BlockCoord(NamedTuple):
+    """Position of a transposed block of scores `[N, M]`."""
 
     b: gl.tensor
     head: gl.tensor
@@ -25,47 +25,50 @@ class Place(NamedTuple):
 
 
 @gluon.jit
-def place_of(tile, group, member, m, first_key, TILE: gl.constexpr):
-    return Place(tile.b, tile.head_k * group + member, tile.shift, m * TILE.block_m, first_key)
+def block_coord(tile, group, group_head, m, first_key, CONFIG: gl.constexpr):
+    """Position of the block of rows m of a query head."""
+    return BlockCoord(tile.b, tile.head_k * group + group_head, tile.shift, m * CONFIG.block_m, first_key)
 
 
 @gluon.jit
-def begin(s, rows, count, place, scoring, TILE: gl.constexpr):
-    """The first part: logarithms of probabilities, or of the first half of rows probabilities. With a softcap, whose
-    derivative wants the products later, nothing.
+def begin_probabilities(s, rows, count, coord, params, CONFIG: gl.constexpr):
+    """First part: base-2 logarithms of p, or p itself for the first half of the rows.
+
+    With a softcap, whose derivative needs the scores later, it computes nothing.
     """
-    if scoring.softcap is not None:
+    if params.softcap is not None:
         return (s,)
     else:
-        t = logarithms(scored(s, place, scoring), rows, count, scoring, TILE)
-        if TILE.half_early:
-            left, right = halves(t)
+        t = log2_probabilities(block_scores(s, coord, params), rows, count, params, CONFIG)
+        if CONFIG.early_half_exps:
+            left, right = split_columns(t)
             return (gl.exp2(left), right)
         else:
             return (t,)
 
 
 @gluon.jit
-def probabilities(begun, rows, count, place, scoring, TILE: gl.constexpr):
-    """Probabilities, and the scores of which a softcap's derivative is computed."""
-    if scoring.softcap is not None:
-        score = scored(begun[0], place, scoring)
-        return gl.exp2(logarithms(score, rows, count, scoring, TILE)), score
+def finish_probabilities(partial_p, rows, count, coord, params, CONFIG: gl.constexpr):
+    """Second part: p, and the scores for the derivative of a softcap."""
+    if params.softcap is not None:
+        score = block_scores(partial_p[0], coord, params)
+        return gl.exp2(log2_probabilities(score, rows, count, params, CONFIG)), score
     else:
-        p = joined(begun[0], gl.exp2(begun[1])) if TILE.half_early else gl.exp2(begun[0])
+        p = join_columns(partial_p[0], gl.exp2(partial_p[1])) if CONFIG.early_half_exps else gl.exp2(partial_p[0])
         return p, scores.Score(p, p)
 
 
 @gluon.jit
-def logarithms(score, rows, count, scoring, TILE: gl.constexpr):
-    start = rows.start.index(slot_of(count, TILE.stages)).load(score.t.type.layout)
-    return score.t * scoring.factor + start
+def log2_probabilities(score, rows, count, params, CONFIG: gl.constexpr):
+    """Base-2 logarithms of p."""
+    neg_lse_log2 = rows.neg_lse_log2.index(stage_of(count, CONFIG.stages)).load(score.t.type.layout)
+    return score.t * params.scale_log2 + neg_lse_log2
 
 
 @gluon.jit
-def scored(s, place, scoring):
-    """Final scores of products `[N, M]`."""
+def block_scores(s, coord, params):
+    """Final scores of a block of products `[N, M]`."""
     layout: gl.constexpr = s.type.layout
-    rows = gl.expand_dims(place.first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
-    keys = gl.expand_dims(place.first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
-    return scores.forward(s, scoring, place.b, place.head, place.shift, rows, keys)
+    rows = gl.expand_dims(coord.first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
+    keys = gl.expand_dims(coord.first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
+    return scores.forward(s, params, coord.b, coord.head, coord.shift, rows, keys)

@@ -1,1 +1,1 @@
-"""The kernel for dk and dv of wide heads."""
+"""The dk and dv kernel of the split backward pass, for head dimensions over 128."""

@@ -1,9 +1,8 @@
-"""dk and dv of wide heads on Hopper, in Gluon: a program owns 64 keys of a head and walks over the rows that see them.
+"""dk and dv kernel of the split backward pass for Hopper, in Gluon: blocks of 64 keys iterate over blocks of rows.
 
-Two warpgroups compute, each two products of a step: one probabilities and dv, the other their gradients and dk. What
-the first one finds passes to the second one through shared memory, in fp32. Tiles are transposed, `[keys, rows]`: what
-is computed of scores is the left operand of dv and dk in the registers that it is in. dq has a kernel of its own,
-`wide_rows`.
+Two consumer warpgroups compute two products of a step each: one p and dv, the other dp and dk. The first passes p,
+times the score's derivative, to the second through shared memory in fp32. Blocks are transposed, `[N, M]`, so that p
+and ds are left operands of dv and dk in the registers that hold them. dq has its own kernel, `dq`.
 """
 
 from typing import NamedTuple
@@ -12,204 +11,203 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from ..backward.dq_sums import scrambled, unscrambled
-from ..backward.producer import BackwardInputs, Sources, copy_backward, new_rows
-from ..backward.schedule import KeyWork, first_rows, next_rows, schedule_keys, take_keys
-from ..backward.scores import place_of, scored
+from ..backward.producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
+from ..backward.scores import block_coord, block_scores
+from ..backward.tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
 from ..shared import scores
-from ..shared.chunks import add_weighted_rows, no_sums, product_of_rows, wait_for_sums
 from ..shared.column_masks import where_bits
-from ..shared.epilogue import Result, store_sums
-from ..shared.masking import Window, row_blocks, rows_seen
+from ..shared.compat import kernel
+from ..shared.epilogue import OutputTensor, store_accumulators
+from ..shared.masking import MaskBounds, m_block_range, visible_rows
+from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
 from ..shared.pipeline import (
-    FIRST_GATE,
-    LAST_GATE,
-    Gates,
-    afresh,
-    arrive_at,
-    new_ring,
-    release,
-    rows_of,
-    slot_of,
-    wait_at,
-    wait_full,
+    FIRST_BARRIER,
+    LAST_BARRIER,
+    NamedBarriers,
+    consumer_release,
+    consumer_wait,
+    make_pipeline,
+    stage_chunks,
+    stage_of,
 )
-from ..shared.producer import ROWS
-from ..shared.schedule import Sequences, new_queue
-from ..shared.scores import Scoring
-from ..shared.versions import kernel
+from ..shared.ptx import barrier_arrive, barrier_sync, opaque
+from ..shared.scores import ScoreParams
+from ..shared.swizzle import swizzled, unswizzled
+from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 
-BOTH = gl.constexpr(256)  # threads of the warpgroups that compute
+CONSUMER_THREADS = gl.constexpr(256)
 
 
-class Weights(NamedTuple):
-    """What gradients of probabilities are multiplied with: probabilities, times what features' derivatives make of
-    them. A slot is free when that of the rows is: these are let go later.
+class DsWeights(NamedTuple):
+    """`ds / dp`: p times the derivative of the score transformations.
+
+    A stage is empty when the stage of its rows is, which is released later.
     """
 
-    data: gl.shared_memory_descriptor  # [STAGES, ROWS, BLOCK_M] fp32, `scrambled`
-    full: Gates
+    data: gl.shared_memory_descriptor  # [STAGES, MMA_M, BLOCK_M] fp32, swizzled
+    full: NamedBarriers
 
 
-class Scope(NamedTuple):
-    """What both warpgroups have to know."""
+class DkdvContext(NamedTuple):
+    """Arguments of both consumer warpgroups."""
 
-    inputs: BackwardInputs
-    weights: Weights
+    pipelines: BackwardPipelines
+    weights: DsWeights
     group: gl.tensor
-    window: Window
-    scoring: Scoring
+    bounds: MaskBounds
+    params: ScoreParams
+    queue: TileQueue
 
 
 @kernel
-def wide_keys_kernel(
-    q_desc, k_desc, v_desc, dout_desc, start_desc, delta_desc, dk, dv, slopes, counter,
+def dkdv_kernel(
+    q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, dk, dv, slopes, tile_count_semaphore,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_dk_b, stride_dk_h, stride_dk_m, stride_dv_b, stride_dv_h, stride_dv_m,
-    stride_slopes_b, num_tiles, num_blocks, all_heads, section, num_heads_k, group, padded_rows, batch,
+    stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows, batch,
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, TILE: gl.constexpr,
+    factor, multiplier, softcap, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Boxes are [1, 1, 64, columns], those of the numbers of rows [1, 64]. Packed sequences are described as in
-    `forward_kernel`.
-    """
-    HEAD_DIM: gl.constexpr = TILE.head_dim
-    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
+    """Boxes are `[1, 1, 64, columns]`, of row statistics `[1, 64]`. Packed sequences as in `forward_kernel`."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     PACKED: gl.constexpr = cu_seqlens_q is not None
-    BLOCK_M: gl.constexpr = TILE.block_m
-    FOR_K: gl.constexpr = FIRST_GATE + TILE.stages
-    FOR_WEIGHTS: gl.constexpr = FOR_K + 2
-    gl.static_assert(FOR_WEIGHTS + TILE.stages - 1 <= LAST_GATE)
-    sources = Sources(q_desc, k_desc, v_desc, dout_desc, start_desc, delta_desc)
-    inputs = BackwardInputs(
-        new_rows(sources, Gates(FIRST_GATE, BOTH + 32), TILE),
-        new_ring(k_desc, 1, Gates(FOR_K, 128 + 32), HEAD_DIM),
-        new_ring(v_desc, 1, Gates(FOR_K + 1, 128 + 32), HEAD_DIM_V),
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    K_BARRIER: gl.constexpr = FIRST_BARRIER + CONFIG.stages
+    WEIGHTS_BARRIER: gl.constexpr = K_BARRIER + 2
+    gl.static_assert(WEIGHTS_BARRIER + CONFIG.stages - 1 <= LAST_BARRIER)
+    descs = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc)
+    pipelines = BackwardPipelines(
+        make_row_pipeline(descs, NamedBarriers(FIRST_BARRIER, CONSUMER_THREADS + 32), CONFIG),
+        make_pipeline(k_desc, 1, NamedBarriers(K_BARRIER, 128 + 32), HEAD_DIM),
+        make_pipeline(v_desc, 1, NamedBarriers(K_BARRIER + 1, 128 + 32), HEAD_DIM_V),
     )
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    weights = Weights(
-        gl.allocate_shared_memory(gl.float32, [TILE.stages, ROWS, BLOCK_M], layout), Gates(FOR_WEIGHTS, BOTH)
+    weights = DsWeights(
+        gl.allocate_shared_memory(gl.float32, [CONFIG.stages, MMA_M, BLOCK_M], layout),
+        NamedBarriers(WEIGHTS_BARRIER, CONSUMER_THREADS),
     )
-    queue = new_queue(3)
+    queue = make_tile_queue(3)
     fence_async_shared()
 
-    work = KeyWork(
-        num_tiles, num_blocks, all_heads, section, counter, num_heads_k, group, padded_rows, diagonal
+    scheduler = KeyTileScheduler(
+        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal
     )  # fmt: skip
-    sequences = Sequences(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
-    window = Window(window_left, window_right, top_left)
-    scoring = Scoring(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
-    scope = Scope(inputs, weights, group, window, scoring)
-    result_k = Result(dk, stride_dk_b, stride_dk_h, stride_dk_m)
-    result_v = Result(dv, stride_dv_b, stride_dv_h, stride_dv_m)
+    seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
+    bounds = MaskBounds(window_left, window_right, top_left)
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
+    context = DkdvContext(pipelines, weights, group, bounds, params, queue)
+    dk_output = OutputTensor(dk, stride_dk_b, stride_dk_h, stride_dk_m)
+    dv_output = OutputTensor(dv, stride_dv_b, stride_dv_h, stride_dv_m)
     gl.warp_specialize(
         [
-            (compute_dv, (scope, result_v, queue, TILE)),
-            (compute_dk, (scope, result_k, scale, queue, TILE)),
-            (copy_backward, (sources, inputs, queue, group, padded_rows, TILE, PACKED)),
-            (schedule_keys, (queue, work, sequences, window, TILE, PACKED)),
+            (dv_warpgroup, (context, dv_output, CONFIG)),
+            (dk_warpgroup, (context, dk_output, scale, CONFIG)),
+            (backward_producer_warp, (descs, pipelines, queue, group, padded_rows, CONFIG, PACKED)),
+            (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
         ],
         [4, 1, 1],
-        [TILE.consumer_registers, TILE.copy_registers, TILE.copy_registers],
+        [CONFIG.consumer_registers, CONFIG.producer_registers, CONFIG.producer_registers],
     )
 
 
 @gluon.jit
-def compute_dv(scope, result, queue, TILE: gl.constexpr):
-    """The warpgroup that computes probabilities and dv."""
-    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
-    BLOCK_M: gl.constexpr = TILE.block_m
-    STAGES: gl.constexpr = TILE.stages
+def dv_warpgroup(context, output, CONFIG: gl.constexpr):
+    """The partition that computes p and dv."""
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    STAGES: gl.constexpr = CONFIG.stages
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    k, rows, weights, scoring = scope.inputs.k, scope.inputs.rows, scope.weights, scope.scoring
+    k, rows, weights, params = context.pipelines.k, context.pipelines.rows, context.weights, context.params
     dtype: gl.constexpr = k.data[0].dtype
-    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)
     count = 0
     tile_count = 0
-    tile = take_keys(queue, 0)
+    tile = pop_key_tile(context.queue, 0)
     while tile.b >= 0:
-        full_lo, full_hi = unmasked(scope.window, tile, BLOCK_M)
-        dv = no_sums(HEAD_DIM_V)
-        wait_full(k, tile_count, 1)
-        m, member = first_rows(tile, TILE.downwards), 0
-        for _ in range(scope.group * (tile.hi - tile.lo)):
-            slot = slot_of(count, STAGES)
+        full_lo, full_hi = full_blocks(context.bounds, tile, BLOCK_M)
+        dv = zero_accumulators(HEAD_DIM_V)
+        consumer_wait(k, tile_count, 1)
+        m, group_head = first_m_block(tile, CONFIG.lpt), 0
+        for _ in range(context.group * (tile.hi - tile.lo)):
+            stage = stage_of(count, STAGES)
             masked = (m < full_lo) | (m >= full_hi)
-            wait_full(rows.q, count, STAGES)
-            s = product_of_rows(rows_of(k, afresh(0), 1), rows_of(rows.q, count, STAGES), nothing)
+            consumer_wait(rows.q, count, STAGES)
+            s = gemm_nt(stage_chunks(k, opaque(0), 1), stage_chunks(rows.q, count, STAGES), zeros)
             s = warpgroup_mma_wait(0, deps=(s,))
-            score = scored(s, place_of(tile, scope.group, member, m, tile.first_key, TILE), scoring)
-            p = gl.exp2(score.t * scoring.factor + rows.start.index(slot).load(s_layout))
+            score = block_scores(s, block_coord(tile, context.group, group_head, m, tile.first_key, CONFIG), params)
+            p = gl.exp2(score.t * params.scale_log2 + rows.neg_lse_log2.index(stage).load(s_layout))
             if masked:
-                seen = seen_of(p, scope.window, tile, m * BLOCK_M)
-                p = where_bits(seen, p, 0.0)
-            weights.data.index(slot).store(scrambled(scores.derivative(p, score, scoring)))
-            arrive_at(weights.full.first + slot, weights.full.threads)
-            wait_full(rows.dout, count, STAGES)
-            dv = add_weighted_rows(dv, p.to(dtype), rows_of(rows.dout, count, STAGES))
-            dv = wait_for_sums(dv)
-            release(rows.gates, count, STAGES)
+                visible = visible_in(p, context.bounds, tile, m * BLOCK_M)
+                p = where_bits(visible, p, 0.0)
+            weights.data.index(stage).store(swizzled(scores.derivative(p, score, params)))
+            barrier_arrive(weights.full.first + stage, weights.full.threads)
+            consumer_wait(rows.dout, count, STAGES)
+            dv = gemm_rs(dv, p.to(dtype), stage_chunks(rows.dout, count, STAGES))
+            dv = gemm_wait(dv)
+            consumer_release(rows.empty, count, STAGES)
             count += 1
-            m, member = next_rows(m, member, tile, scope.group, TILE.downwards)
-        release(k.gates, tile_count, 1)
-        store_sums(
-            result, dv, 1.0, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM_V
+            m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)
+        consumer_release(k.empty, tile_count, 1)
+        store_accumulators(
+            output, dv, 1.0, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM_V
         )  # fmt: skip
         tile_count += 1
-        tile = take_keys(queue, tile_count)
+        tile = pop_key_tile(context.queue, tile_count)
 
 
 @gluon.jit
-def compute_dk(scope, result, scale, queue, TILE: gl.constexpr):
-    """The warpgroup that computes gradients of probabilities and of scores, and dk."""
-    HEAD_DIM: gl.constexpr = TILE.head_dim
-    BLOCK_M: gl.constexpr = TILE.block_m
-    STAGES: gl.constexpr = TILE.stages
+def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
+    """The partition that computes dp, ds and dk."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    STAGES: gl.constexpr = CONFIG.stages
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    v, rows, weights = scope.inputs.v, scope.inputs.rows, scope.weights
+    v, rows, weights = context.pipelines.v, context.pipelines.rows, context.weights
     dtype: gl.constexpr = v.data[0].dtype
-    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
-    in_memory: gl.constexpr = scrambled(nothing).type.layout
+    zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)
+    smem_layout: gl.constexpr = swizzled(zeros).type.layout
     count = 0
     tile_count = 0
-    tile = take_keys(queue, 0)
+    tile = pop_key_tile(context.queue, 0)
     while tile.b >= 0:
-        full_lo, full_hi = unmasked(scope.window, tile, BLOCK_M)
-        dk = no_sums(HEAD_DIM)
-        wait_full(v, tile_count, 1)
-        m, member = first_rows(tile, TILE.downwards), 0
-        for _ in range(scope.group * (tile.hi - tile.lo)):
-            slot = slot_of(count, STAGES)
+        full_lo, full_hi = full_blocks(context.bounds, tile, BLOCK_M)
+        dk = zero_accumulators(HEAD_DIM)
+        consumer_wait(v, tile_count, 1)
+        m, group_head = first_m_block(tile, CONFIG.lpt), 0
+        for _ in range(context.group * (tile.hi - tile.lo)):
+            stage = stage_of(count, STAGES)
             masked = (m < full_lo) | (m >= full_hi)
-            wait_full(rows.dout, count, STAGES)
-            dp = product_of_rows(rows_of(v, afresh(0), 1), rows_of(rows.dout, count, STAGES), nothing)
+            consumer_wait(rows.dout, count, STAGES)
+            dp = gemm_nt(stage_chunks(v, opaque(0), 1), stage_chunks(rows.dout, count, STAGES), zeros)
             dp = warpgroup_mma_wait(0, deps=(dp,))
-            dp += rows.delta.index(slot).load(s_layout)
-            if masked:  # 0 * dp would be NaN where dp is
-                dp = where_bits(seen_of(dp, scope.window, tile, m * BLOCK_M), dp, 0.0)
-            wait_at(weights.full.first + slot, weights.full.threads)
-            weight = unscrambled(weights.data.index(slot).load(in_memory), s_layout)
-            ds = (weight * dp).to(dtype)
-            wait_full(rows.q, count, STAGES)
-            dk = add_weighted_rows(dk, ds, rows_of(rows.q, count, STAGES))
-            dk = wait_for_sums(dk)
-            release(rows.gates, count, STAGES)
+            dp += rows.neg_delta.index(stage).load(s_layout)
+            if masked:  # 0 * dp is NaN where dp is
+                dp = where_bits(visible_in(dp, context.bounds, tile, m * BLOCK_M), dp, 0.0)
+            barrier_sync(weights.full.first + stage, weights.full.threads)
+            ds_weight = unswizzled(weights.data.index(stage).load(smem_layout), s_layout)
+            ds = (ds_weight * dp).to(dtype)
+            consumer_wait(rows.q, count, STAGES)
+            dk = gemm_rs(dk, ds, stage_chunks(rows.q, count, STAGES))
+            dk = gemm_wait(dk)
+            consumer_release(rows.empty, count, STAGES)
             count += 1
-            m, member = next_rows(m, member, tile, scope.group, TILE.downwards)
-        release(v.gates, tile_count, 1)
-        store_sums(
-            result, dk, scale, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM
+            m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)
+        consumer_release(v.empty, tile_count, 1)
+        store_accumulators(
+            output, dk, scale, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM
         )  # fmt: skip
         tile_count += 1
-        tile = take_keys(queue, tile_count)
+        tile = pop_key_tile(context.queue, tile_count)
 
 
 @gluon.jit
-def unmasked(window, tile, BLOCK_M: gl.constexpr):
-    """Blocks of rows that see all keys of a tile."""
-    blocks = row_blocks(window, tile.first_key, tile.first_key + (ROWS - 1), tile.shift, tile.seqlen_q, BLOCK_M)
-    return gl.where(tile.first_key + ROWS > tile.seqlen_k, tile.hi, blocks.full_lo), blocks.full_hi
+def full_blocks(bounds, tile, BLOCK_M: gl.constexpr):
+    """Range of the blocks of rows that see all keys of a tile."""
+    blocks = m_block_range(bounds, tile.first_key, tile.first_key + (MMA_M - 1), tile.shift, tile.seqlen_q, BLOCK_M)
+    return gl.where(tile.first_key + MMA_M > tile.seqlen_k, tile.hi, blocks.full_lo), blocks.full_hi
 
 
 @gluon.jit
-def seen_of(x, window, tile, first_row):
-    return rows_seen(x, window, afresh(tile.first_key), first_row, tile.shift, tile.seqlen_q, tile.seqlen_k)
+def visible_in(x, bounds, tile, first_row):
+    """Mask bits of a block of the tile."""
+    return visible_rows(x, bounds, opaque(tile.first_key), first_row, tile.shift, tile.seqlen_q, tile.seqlen_k)

@@ -1,1 +1,1 @@
-"""The kernel for dq of wide heads."""
+"""The dq kernel of the split backward pass, for head dimensions over 128."""

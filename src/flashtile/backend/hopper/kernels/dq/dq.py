@@ -1,10 +1,11 @@
-"""dq of wide heads on Hopper, in Gluon: tiles of rows walk over keys, as in `forward`.
+"""dq kernel of the split backward pass for Hopper, in Gluon: tiles of rows iterate over blocks of keys.
 
-Over 128 features the sums of dk and dv of 64 keys fill a program's registers, and to add up dq in memory for every 64
-keys, as `backward` does for every 128, would take longer than to compute scores twice. So dq has a kernel of its own;
-`wide_keys` computes dk and dv. Each result has one writer.
+For head dimensions over 128, the accumulators of dk and dv of 64 keys fill the registers. Accumulating dq in memory for
+every 64 keys, instead of 128 as in the fused kernel, would take longer than computing the scores twice. So dq has its
+own kernel, `dkdv` computes dk and dv, and each result has one writer.
 
-One warp schedules, one copies, two warpgroups of 64 rows each compute, one beside the other's exponentials.
+A scheduler warp, a producer warp, and two consumer warpgroups of 64 rows each; the products of one overlap the
+exponentials of the other.
 """
 
 from typing import NamedTuple
@@ -18,151 +19,166 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..shared import scores
-from ..shared.chunks import add_weighted_rows, no_sums, product_of_rows, wait_for_sums
-from ..shared.column_masks import all_seen, where_bits
-from ..shared.epilogue import Result, store_sums
-from ..shared.masking import Window, key_blocks, keys_seen
+from ..shared.column_masks import all_visible, where_bits
+from ..shared.compat import kernel
+from ..shared.epilogue import OutputTensor, store_accumulators
+from ..shared.masking import MaskBounds, n_block_range, visible_keys
+from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
 from ..shared.pipeline import (
-    FIRST_GATE,
-    LAST_GATE,
-    Gates,
-    afresh,
-    barriers,
-    new_ring,
-    new_slots,
-    release,
-    rows_of,
-    wait_full,
+    FIRST_BARRIER,
+    LAST_BARRIER,
+    NamedBarriers,
+    consumer_release,
+    consumer_wait,
+    make_buffers,
+    make_mbarriers,
+    make_pipeline,
+    stage_chunks,
 )
-from ..shared.producer import ROWS
-from ..shared.schedule import Sequences, Work, new_queue, schedule, take_tile
-from ..shared.scores import Scoring
+from ..shared.ptx import opaque
+from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
-from ..shared.versions import kernel
-from .producer import RowTiles, copy_for_rows
+from ..shared.tile_scheduler import SeqlenInfo, TileQueue, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
+from .producer import DqPipelines, dq_producer_warp
 
 
-class RowNumbers(NamedTuple):
-    """Two numbers of each row, `[heads, padded_rows]` as `rows` lays them out."""
+class RowStats(NamedTuple):
+    """Row statistics `[heads, padded_rows]` as `padded_rows` lays them out."""
 
-    start: gl.tensor  # pointer: what makes log-probabilities of scores
-    delta: gl.tensor  # pointer, negated
+    neg_lse_log2: gl.tensor  # pointer
+    neg_delta: gl.tensor  # pointer
     padded_rows: gl.tensor
 
 
+class DqContext(NamedTuple):
+    """Arguments of the consumer warpgroups, the same for all tiles."""
+
+    pipelines: DqPipelines
+    row_stats: RowStats
+    output: OutputTensor
+    scale: gl.tensor  # of dq
+    queue: TileQueue
+    bounds: MaskBounds
+    diagonal: gl.tensor
+    params: ScoreParams
+
+
 @kernel
-def wide_rows_kernel(
-    q_desc, k_desc, v_desc, dout_desc, start, delta, dq, slopes, counter, cu_seqlens_q, cu_seqlens_k, seqused_k,
-    stride_dq_b, stride_dq_h, stride_dq_m, stride_slopes_b, num_tiles, num_blocks, all_heads, section, num_heads,
+def dq_kernel(
+    q_desc, k_desc, v_desc, dout_desc, neg_lse_log2, neg_delta, dq, slopes, tile_count_semaphore,
+    cu_seqlens_q, cu_seqlens_k, seqused_k,
+    stride_dq_b, stride_dq_h, stride_dq_m, stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads,
     group, padded_rows, batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, TILE: gl.constexpr,
+    factor, multiplier, softcap, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Boxes are [1, 1, 64, columns]. Packed sequences are described as in `forward_kernel`."""
-    HEAD_DIM: gl.constexpr = TILE.head_dim
-    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
+    """Boxes are `[1, 1, 64, columns]`. Packed sequences are described as in `forward_kernel`."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     PACKED: gl.constexpr = cu_seqlens_q is not None
-    CONSUMERS: gl.constexpr = TILE.consumers
-    gl.static_assert(FIRST_GATE + TILE.slots - 1 <= LAST_GATE)
-    inputs = RowTiles(
-        new_slots(q_desc, CONSUMERS, HEAD_DIM),
-        new_slots(dout_desc, CONSUMERS, HEAD_DIM_V),
-        barriers(CONSUMERS, 1),
-        new_ring(k_desc, TILE.slots, Gates(FIRST_GATE, 128 * CONSUMERS + 32), HEAD_DIM),
+    NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
+    gl.static_assert(FIRST_BARRIER + CONFIG.kv_stages - 1 <= LAST_BARRIER)
+    pipelines = DqPipelines(
+        make_buffers(q_desc, NUM_WARPGROUPS, HEAD_DIM),
+        make_buffers(dout_desc, NUM_WARPGROUPS, HEAD_DIM_V),
+        make_mbarriers(NUM_WARPGROUPS, 1),
+        make_pipeline(k_desc, CONFIG.kv_stages, NamedBarriers(FIRST_BARRIER, 128 * NUM_WARPGROUPS + 32), HEAD_DIM),
     )
-    queue = new_queue(CONSUMERS + 1)
+    queue = make_tile_queue(NUM_WARPGROUPS + 1)
     fence_async_shared()
 
-    work = Work(num_tiles, num_blocks, all_heads, section, counter, num_heads, group, diagonal)
-    sequences = Sequences(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
-    window = Window(window_left, window_right, top_left)
-    scoring = Scoring(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
-    numbers = RowNumbers(start, delta, padded_rows)
-    result = Result(dq, stride_dq_b, stride_dq_h, stride_dq_m)
+    scheduler = TileScheduler(
+        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal
+    )
+    seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
+    bounds = MaskBounds(window_left, window_right, top_left)
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
+    row_stats = RowStats(neg_lse_log2, neg_delta, padded_rows)
+    output = OutputTensor(dq, stride_dq_b, stride_dq_h, stride_dq_m)
+    context = DqContext(pipelines, row_stats, output, scale, queue, bounds, diagonal, params)
     gl.warp_specialize(
         [
-            (consume_keys, (0, inputs, numbers, result, scale, queue, window, diagonal, scoring, TILE, PACKED)),
-            (
-                consume_keys,
-                (gl.constexpr(1), inputs, numbers, result, scale, queue, window, diagonal, scoring, TILE, PACKED),
-            ),
-            (copy_for_rows, (q_desc, k_desc, v_desc, dout_desc, inputs, queue, TILE, PACKED)),
-            (schedule, (queue, work, sequences, window, TILE, PACKED)),
+            (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+            (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
+            (dq_producer_warp, (q_desc, k_desc, v_desc, dout_desc, pipelines, queue, CONFIG, PACKED)),
+            (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
         ],
         [4, 1, 1],
-        [TILE.consumer_registers, TILE.copy_registers, TILE.copy_registers],
+        [CONFIG.consumer_registers, CONFIG.producer_registers, CONFIG.producer_registers],
     )
 
 
 @gluon.jit
-def consume_keys(
-    consumer: gl.constexpr, inputs, numbers, result, scale, queue, window, diagonal, scoring, TILE: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
-    """A warpgroup that computes dq of 64 rows of each tile."""
-    HEAD_DIM: gl.constexpr = TILE.head_dim
-    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
-    BLOCK_N: gl.constexpr = TILE.block_n
-    SLOTS: gl.constexpr = TILE.slots
-    CONSUMERS: gl.constexpr = TILE.consumers
-    VALUES: gl.constexpr = len(HEAD_DIM_V.chunks)  # products with values, of a step
+def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+    """The partition that computes dq of 64 rows of each tile."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    KV_STAGES: gl.constexpr = CONFIG.kv_stages
+    NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
+    DP_GEMMS: gl.constexpr = len(HEAD_DIM_V.chunks)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    dtype: gl.constexpr = inputs.q.data[0].dtype
-    keys = inputs.keys
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    pipelines, queue, bounds, params = context.pipelines, context.queue, context.bounds, context.params
+    dtype: gl.constexpr = pipelines.q.data[0].dtype
+    kv = pipelines.kv
+    zeros = gl.zeros([MMA_M, BLOCK_N], gl.float32, s_layout)
     count = 0
     tile_count = 0
-    tile = take_tile(queue, 0)
+    tile = pop_tile(queue, 0)
     while tile.b >= 0:
-        first_row = tile.first_row + consumer * ROWS
-        shift = tile.seqlen_k - tile.seqlen_q + diagonal
-        blocks = key_blocks(window, first_row, first_row + (ROWS - 1), shift, tile.seqlen_k, BLOCK_N)
-        start, delta = numbers_of(numbers, tile, first_row, s_layout, PACKED)
-        dq = no_sums(HEAD_DIM)
-        mbarrier.wait(inputs.q.full.index(consumer), tile_count & 1)
-        mbarrier.wait(inputs.dout.full.index(consumer), tile_count & 1)
-        for above in range(tile.lo, tile.hi):
-            block = tile.hi - 1 + tile.lo - above
+        first_row = tile.first_row + warpgroup * MMA_M
+        shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
+        blocks = n_block_range(bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
+        neg_lse_log2, neg_delta = load_row_stats(context.row_stats, tile, first_row, s_layout, PACKED)
+        dq = zero_accumulators(HEAD_DIM)
+        mbarrier.wait(pipelines.q.full.index(warpgroup), tile_count & 1)
+        mbarrier.wait(pipelines.dout.full.index(warpgroup), tile_count & 1)
+        for n in range(tile.lo, tile.hi):
+            block = tile.hi - 1 + tile.lo - n
             first_key = block * BLOCK_N
             masked = (block >= blocks.full_hi) | (block < blocks.full_lo)
-            own = afresh(consumer)  # these tiles have no registers to keep operands in
-            wait_full(keys, 2 * count + 1, SLOTS)
-            s = product_of_rows(rows_of(inputs.q, own, CONSUMERS), rows_of(keys, 2 * count + 1, SLOTS), nothing)
-            wait_full(keys, 2 * count, SLOTS)
-            v_j = rows_of(keys, 2 * count, SLOTS)[:VALUES]
-            dp = product_of_rows(rows_of(inputs.dout, own, CONSUMERS), v_j, nothing)
-            s = warpgroup_mma_wait(VALUES, deps=(s,))
-            row = gl.expand_dims(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)), 1)
+            buffer = opaque(warpgroup)  # wide heads leave no registers for precomputed addresses
+            consumer_wait(kv, 2 * count + 1, KV_STAGES)
+            s = gemm_nt(
+                stage_chunks(pipelines.q, buffer, NUM_WARPGROUPS), stage_chunks(kv, 2 * count + 1, KV_STAGES), zeros
+            )
+            consumer_wait(kv, 2 * count, KV_STAGES)
+            v_j = stage_chunks(kv, 2 * count, KV_STAGES)[:DP_GEMMS]
+            dp = gemm_nt(stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS), v_j, zeros)
+            s = warpgroup_mma_wait(DP_GEMMS, deps=(s,))
+            row = gl.expand_dims(first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, s_layout)), 1)
             key = gl.expand_dims(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout)), 0)
-            score = scores.forward(s, scoring, tile.b, tile.head, shift, row, key)
-            p = gl.exp2(score.t * scoring.factor + gl.expand_dims(start, 1))
-            seen = all_seen(p)
+            score = scores.forward(s, params, tile.b, tile.head, shift, row, key)
+            p = gl.exp2(score.t * params.scale_log2 + gl.expand_dims(neg_lse_log2, 1))
+            visible = all_visible(p)
             if masked:
-                seen = keys_seen(p, window, first_row, first_key, shift, tile.seqlen_k)
-                p = where_bits(seen, p, 0.0)
-            weight = scores.derivative(p, score, scoring)
-            dp, weight = warpgroup_mma_wait(0, deps=(dp, weight))
-            release(keys.gates, 2 * count, SLOTS)
-            mbarrier.arrive(inputs.free.index(consumer), count=1, pred=above == tile.hi - 1)
-            dp += gl.expand_dims(delta, 1)
-            if masked:  # 0 * dp would be NaN where dp is
-                dp = where_bits(seen, dp, 0.0)
-            ds = (weight * dp).to(dtype)
-            dq = add_weighted_rows(dq, ds, rows_of(keys, 2 * afresh(count) + 1, SLOTS))
-            dq = wait_for_sums(dq)
-            release(keys.gates, 2 * count + 1, SLOTS)
+                visible = visible_keys(p, bounds, first_row, first_key, shift, tile.seqlen_k)
+                p = where_bits(visible, p, 0.0)
+            ds_weight = scores.derivative(p, score, params)
+            dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
+            consumer_release(kv.empty, 2 * count, KV_STAGES)
+            mbarrier.arrive(pipelines.rows_empty.index(warpgroup), count=1, pred=n == tile.hi - 1)
+            dp += gl.expand_dims(neg_delta, 1)
+            if masked:  # 0 * dp is NaN where dp is
+                dp = where_bits(visible, dp, 0.0)
+            ds = (ds_weight * dp).to(dtype)
+            dq = gemm_rs(dq, ds, stage_chunks(kv, 2 * opaque(count) + 1, KV_STAGES))
+            dq = gemm_wait(dq)
+            consumer_release(kv.empty, 2 * count + 1, KV_STAGES)
             count += 1
-        store_sums(result, dq, scale, tile.b, tile.head, tile.token_q, first_row, tile.seqlen_q, HEAD_DIM)
+        store_accumulators(
+            context.output, dq, context.scale, tile.b, tile.head, tile.token_q, first_row, tile.seqlen_q, HEAD_DIM
+        )  # fmt: skip
         tile_count += 1
-        tile = take_tile(queue, tile_count)
+        tile = pop_tile(queue, tile_count)
 
 
 @gluon.jit
-def numbers_of(numbers, tile, first_row, s_layout: gl.constexpr, PACKED: gl.constexpr):
-    """`start` and `delta` `[ROWS]`; of rows past the last one, what makes their probabilities 0."""
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    first = tile.lse_head.to(gl.int64) * numbers.padded_rows
-    if PACKED:  # as in `rows`: each sequence begins with a block of rows
-        first += (tile.token_q // ROWS + tile.b) * ROWS
+def load_row_stats(row_stats, tile, first_row, s_layout: gl.constexpr, PACKED: gl.constexpr):
+    """Load neg_lse_log2 and neg_delta `[MMA_M]`; rows past the sequence's end get -inf and 0, so that p is 0."""
+    row = first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, s_layout))
+    base = tile.lse_head.to(gl.int64) * row_stats.padded_rows
+    if PACKED:  # each sequence begins with a block of its own
+        base += (tile.token_q // MMA_M + tile.b) * MMA_M
     exists = row < tile.seqlen_q
-    start = gl.load(numbers.start + first + row, mask=exists, other=-INFINITY)
-    return start, gl.load(numbers.delta + first + row, mask=exists, other=0.0)
+    neg_lse_log2 = gl.load(row_stats.neg_lse_log2 + base + row, mask=exists, other=-INFINITY)
+    return neg_lse_log2, gl.load(row_stats.neg_delta + base + row, mask=exists, other=0.0)

@@ -1,4 +1,4 @@
-"""The warp that copies for dq of wide heads: a tile of rows, then the keys and values that they see."""
+"""The producer warp of the dq kernel: a tile of rows, then the keys and values that it sees."""
 
 from typing import NamedTuple
 
@@ -6,45 +6,50 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..shared.pipeline import Ring, Slots, expect_rows, fill, load_rows
-from ..shared.producer import NOTICE, ROWS, keys_at, rows_at
-from ..shared.schedule import take_tile, want_tile
+from ..shared.coordinates import kv_coord, q_coord
+from ..shared.mma import MMA_M
+from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load, expect_bytes, load_boxes
+from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
 
 
-class RowTiles(NamedTuple):
-    q: Slots  # one for each consumer
-    dout: Slots
-    free: gl.shared_memory_descriptor  # [CONSUMERS, 1] barriers, for both
-    keys: Ring  # the n-th block's values are its item 2n, its keys item 2n + 1: these are let go last
+class DqPipelines(NamedTuple):
+    """Buffers between the producer warp and the consumer warpgroups."""
+
+    q: SmemBuffers  # one for each warpgroup
+    dout: SmemBuffers
+    rows_empty: gl.shared_memory_descriptor  # [NUM_WARPGROUPS, 1] mbarriers, for q and dout
+    kv: Pipeline  # block n: v in load 2n, k in load 2n + 1, as k is released last
 
 
 @gluon.jit
-def copy_for_rows(q_desc, k_desc, v_desc, dout_desc, inputs, queue, TILE: gl.constexpr, PACKED: gl.constexpr):
-    """The warp that copies for dq. A tile's first values come before its rows, whose memory is free later."""
-    HEAD_DIM: gl.constexpr = TILE.head_dim
-    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
-    BLOCK_N: gl.constexpr = TILE.block_n
-    SLOTS: gl.constexpr = TILE.slots
-    CONSUMERS: gl.constexpr = TILE.consumers
+def dq_producer_warp(q_desc, k_desc, v_desc, dout_desc, pipelines, queue, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+    """The partition that loads. A tile's first values come before its rows, whose buffers are released later."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    KV_STAGES: gl.constexpr = CONFIG.kv_stages
+    NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
     tile_count = 0
     count = 0
-    tile = take_tile(queue, 0)
+    tile = pop_tile(queue, 0)
     while tile.b >= 0:
-        want_tile(queue, tile.hi - tile.lo < NOTICE)
-        key = (tile.hi - 1) * BLOCK_N
-        for above in range(tile.lo, tile.hi):
-            want_tile(queue, above == tile.hi - NOTICE)
-            fill(inputs.keys, v_desc, keys_at(tile, key, PACKED), 2 * count, SLOTS, HEAD_DIM_V)
-            if above == tile.lo:
-                for c in gl.static_range(CONSUMERS):
-                    at = rows_at(tile, tile.head, tile.first_row + c * ROWS, PACKED)
-                    mbarrier.wait(inputs.free.index(c), (tile_count & 1) ^ 1)
-                    expect_rows(inputs.q, q_desc, c, HEAD_DIM)
-                    load_rows(inputs.q, q_desc, at, c, HEAD_DIM)
-                    expect_rows(inputs.dout, dout_desc, c, HEAD_DIM_V)
-                    load_rows(inputs.dout, dout_desc, at, c, HEAD_DIM_V)
-            fill(inputs.keys, k_desc, keys_at(tile, key, PACKED), 2 * count + 1, SLOTS, HEAD_DIM)
-            key -= BLOCK_N
+        request_tile(queue, tile.hi - tile.lo < REQUEST_DISTANCE)
+        first_key = (tile.hi - 1) * BLOCK_N
+        for n in range(tile.lo, tile.hi):
+            request_tile(queue, n == tile.hi - REQUEST_DISTANCE)
+            acquire_and_load(pipelines.kv, v_desc, kv_coord(tile, first_key, PACKED), 2 * count, KV_STAGES, HEAD_DIM_V)
+            if n == tile.lo:
+                for warpgroup in gl.static_range(NUM_WARPGROUPS):
+                    coord = q_coord(tile, tile.head, tile.first_row + warpgroup * MMA_M, PACKED)
+                    mbarrier.wait(pipelines.rows_empty.index(warpgroup), (tile_count & 1) ^ 1)
+                    expect_bytes(pipelines.q, q_desc, warpgroup, HEAD_DIM)
+                    load_boxes(pipelines.q, q_desc, coord, warpgroup, HEAD_DIM)
+                    expect_bytes(pipelines.dout, dout_desc, warpgroup, HEAD_DIM_V)
+                    load_boxes(pipelines.dout, dout_desc, coord, warpgroup, HEAD_DIM_V)
+            acquire_and_load(
+                pipelines.kv, k_desc, kv_coord(tile, first_key, PACKED), 2 * count + 1, KV_STAGES, HEAD_DIM
+            )
+            first_key -= BLOCK_N
             count += 1
         tile_count += 1
-        tile = take_tile(queue, tile_count)
+        tile = pop_tile(queue, tile_count)

@@ -1,166 +1,164 @@
-"""FlashAttention's forward pass on Hopper (Shah et al., "FlashAttention-3", 2024, section 3), in Gluon.
+"""Forward kernel for Hopper (Shah et al., "FlashAttention-3", 2024, section 3), in Gluon.
 
-One warp schedules, one copies q, k and v by TMA, two or three warpgroups of 64 rows each compute, block of keys after
-block of keys (`forward_step`). A tile's last values are multiplied in the first step of the next one: the matrix units
-do not wait between tiles. There is one copy of the step's code for each warpgroup, and less to compile than with an own
-one for the edges.
+Warp-specialized and persistent: a scheduler warp, a producer warp that loads q, k and v by TMA, and two or three
+consumer warpgroups of 64 rows each that iterate over blocks of keys (`mainloop`). A tile's last product with values is
+issued in the first step of the next tile, so that the tensor cores do not idle between tiles. All steps share one copy
+of the main loop's code in each warpgroup; separate code for a tile's edges would take longer to compile.
 """
-
-from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..shared import softmax
-from ..shared.chunks import add_weighted_rows, times, wait_for_sums
-from ..shared.epilogue import store_columns
-from ..shared.masking import Window
+from ..shared.compat import kernel
+from ..shared.coordinates import q_coord
+from ..shared.epilogue import tma_store_columns
+from ..shared.masking import MaskBounds
+from ..shared.mma import MMA_M, gemm_rs, gemm_wait, scale_rows
 from ..shared.pipeline import (
-    FIRST_GATE,
-    LAST_GATE,
-    Gates,
-    afresh,
-    barriers,
-    new_memory,
-    new_ring,
-    new_slots,
-    round_of,
-    rows_of,
-    wait_full,
+    FIRST_BARRIER,
+    LAST_BARRIER,
+    NamedBarriers,
+    allocate_boxes,
+    consumer_wait,
+    make_buffers,
+    make_mbarriers,
+    make_pipeline,
+    stage_chunks,
+    wraps_of,
 )
-from ..shared.producer import ROWS, Inputs, copy, q_slot, rows_at
-from ..shared.schedule import Sequences, Work, new_queue, schedule, take_tile
-from ..shared.scores import Scoring
-from ..shared.versions import kernel
-from .step import next_rows, no_rows, part_of, step
-
-
-class Results(NamedTuple):
-    out: gl.tensor  # descriptor
-    staged: gl.shared_memory_descriptor  # [CONSUMERS, *rows, columns that leave at once]
-    lse: gl.tensor  # pointer, [B, H, Sq] or [H, T]
-    stride_lse: gl.tensor  # from head to head
+from ..shared.ptx import opaque
+from ..shared.scores import ScoreParams
+from ..shared.tile_scheduler import SeqlenInfo, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
+from .mainloop import ForwardContext, ForwardOutputs, initial_state, mainloop_step, next_tile_state, warpgroup_tile
+from .producer import ForwardPipelines, producer_warp, q_stage
 
 
 @kernel
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse, slopes, sinks, counter, cu_seqlens_q, cu_seqlens_k, seqused_k,
-    stride_slopes_b, stride_lse, num_tiles, num_blocks, all_heads, section, num_heads, group, batch,
-    seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left, factor, multiplier, softcap, TILE: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, lse, slopes, sinks, tile_count_semaphore, cu_seqlens_q, cu_seqlens_k, seqused_k,
+    stride_slopes_b, stride_lse, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads, group, batch,
+    seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Boxes of q and out are [1, 1, ROWS, columns], those of k and v [1, 1, BLOCK_N, columns]; one more dimension where
-    sequences are packed. `seqlen_q` and `seqlen_k` are their tokens then.
+    """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed.
+
+    If packed, `seqlen_q` and `seqlen_k` are numbers of tokens.
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
-    HEAD_DIM: gl.constexpr = TILE.head_dim
-    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
-    Q_SLOTS: gl.constexpr = TILE.tiles_of_q * TILE.consumers
-    THREADS: gl.constexpr = 128 * TILE.consumers + 32  # those who compute and those who copy
-    gl.static_assert(FIRST_GATE + 2 * TILE.stages - 1 <= LAST_GATE)
-    q = new_slots(q_desc, Q_SLOTS, HEAD_DIM)
-    k = new_ring(k_desc, TILE.stages, Gates(FIRST_GATE, THREADS), HEAD_DIM)
-    v = new_ring(v_desc, TILE.stages, Gates(FIRST_GATE + TILE.stages, THREADS), HEAD_DIM_V)
-    inputs = Inputs(q, barriers(Q_SLOTS, 1), k, v)
-    queue = new_queue(TILE.consumers + 1)
-    staged = new_memory(out_desc, TILE.consumers, TILE.staged)
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    Q_BUFFERS: gl.constexpr = CONFIG.q_stages * CONFIG.num_warpgroups
+    THREADS: gl.constexpr = 128 * CONFIG.num_warpgroups + 32  # consumers and producer
+    gl.static_assert(FIRST_BARRIER + 2 * CONFIG.stages - 1 <= LAST_BARRIER)
+    q = make_buffers(q_desc, Q_BUFFERS, HEAD_DIM)
+    k = make_pipeline(k_desc, CONFIG.stages, NamedBarriers(FIRST_BARRIER, THREADS), HEAD_DIM)
+    v = make_pipeline(v_desc, CONFIG.stages, NamedBarriers(FIRST_BARRIER + CONFIG.stages, THREADS), HEAD_DIM_V)
+    pipelines = ForwardPipelines(q, make_mbarriers(Q_BUFFERS, 1), k, v)
+    queue = make_tile_queue(CONFIG.num_warpgroups + 1)
+    smem = allocate_boxes(out_desc, CONFIG.num_warpgroups, CONFIG.epilogue_columns)
     fence_async_shared()
 
-    work = Work(num_tiles, num_blocks, all_heads, section, counter, num_heads, group, diagonal)
-    sequences = Sequences(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
-    window = Window(window_left, window_right, top_left)
-    scoring = Scoring(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch)
-    results = Results(out_desc, staged, lse, stride_lse)
-    if TILE.consumers == 2:
+    scheduler = TileScheduler(
+        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal
+    )
+    seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
+    bounds = MaskBounds(window_left, window_right, top_left)
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch)
+    outputs = ForwardOutputs(out_desc, smem, lse, stride_lse)
+    context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params)
+    if CONFIG.num_warpgroups == 2:
         gl.warp_specialize(
             [
-                (consume, (0, inputs, results, queue, window, diagonal, scoring, TILE, PACKED)),
-                (consume, (gl.constexpr(1), inputs, results, queue, window, diagonal, scoring, TILE, PACKED)),
-                (copy, (q_desc, k_desc, v_desc, inputs, queue, TILE, PACKED)),
-                (schedule, (queue, work, sequences, window, TILE, PACKED)),
+                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
+                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
+                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
             [4, 1, 1],
-            [TILE.consumer_registers, TILE.copy_registers, TILE.copy_registers],
+            [CONFIG.consumer_registers, CONFIG.producer_registers, CONFIG.producer_registers],
         )
     else:
         gl.warp_specialize(
             [
-                (consume, (0, inputs, results, queue, window, diagonal, scoring, TILE, PACKED)),
-                (consume, (gl.constexpr(1), inputs, results, queue, window, diagonal, scoring, TILE, PACKED)),
-                (consume, (gl.constexpr(2), inputs, results, queue, window, diagonal, scoring, TILE, PACKED)),
-                (copy, (q_desc, k_desc, v_desc, inputs, queue, TILE, PACKED)),
-                (schedule, (queue, work, sequences, window, TILE, PACKED)),
+                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
+                (consumer_warpgroup, (gl.constexpr(2), context, CONFIG, PACKED)),
+                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
+                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
             [4, 4, 1, 1],
-            [TILE.consumer_registers, TILE.consumer_registers, TILE.copy_registers, TILE.copy_registers],
+            [CONFIG.consumer_registers] * 2 + [CONFIG.producer_registers] * 2,
         )
 
 
 @gluon.jit
-def consume(
-    consumer: gl.constexpr, inputs, results, queue, window, diagonal, scoring, TILE: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """A warpgroup that computes 64 rows of each tile."""
-    BLOCK_N: gl.constexpr = TILE.block_n
-    STAGES: gl.constexpr = TILE.stages
-    TILES_OF_Q: gl.constexpr = TILE.tiles_of_q
-    Q_SLOTS: gl.constexpr = TILES_OF_Q * TILE.consumers
-    q, v = inputs.q, inputs.v
-    n = 0  # steps
+def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+    """The partition that computes 64 rows of each tile."""
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    STAGES: gl.constexpr = CONFIG.stages
+    Q_STAGES: gl.constexpr = CONFIG.q_stages
+    Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
+    pipelines, outputs, queue, params = context.pipelines, context.outputs, context.queue, context.params
+    q, v = pipelines.q, pipelines.v
+    count = 0  # steps of the main loop
     tile_count = 0
-    tile = take_tile(queue, 0)
-    part = part_of(tile, consumer, window, diagonal, BLOCK_N)
-    rows = no_rows(part, scoring, results.out.dtype, TILE)
-    add = n == 0  # a step's values go on with the sums; else they begin them
-    # Where results go whose last values are still to come, and what makes them of sums.
-    at = rows_at(tile, tile.head, part.first_row, PACKED)
-    weight = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, rows.acc[0].type.layout))
+    tile = pop_tile(queue, 0)
+    wg_tile = warpgroup_tile(tile, warpgroup, context, BLOCK_N)
+    state = initial_state(wg_tile, params, outputs.out.dtype, CONFIG)
+    accumulate = count == 0
+    # Coordinates and 1 / l of the tile whose last product with values is still to come.
+    out_coord = q_coord(tile, tile.head, wg_tile.first_row, PACKED)
+    inv_l = gl.zeros([MMA_M], gl.float32, gl.SliceLayout(1, state.acc[0].type.layout))
     while tile.b >= 0:
-        slot = q_slot(tile_count, consumer, TILE)
-        mbarrier.wait(q.full.index(slot), round_of(tile_count, TILES_OF_Q) & 1)
-        q_i = rows_of(q, slot, Q_SLOTS)
-        rows = next_rows(rows.acc, rows.p, part, scoring, TILE)
+        stage = q_stage(tile_count, warpgroup, CONFIG)
+        mbarrier.wait(q.full.index(stage), wraps_of(tile_count, Q_STAGES) & 1)
+        q_i = stage_chunks(q, stage, Q_BUFFERS)
+        state = next_tile_state(state.acc, state.p, wg_tile, params, CONFIG)
         first = tile.hi - 1
         block, stop = first, first
-        # The first step, which completes the tile before, then all others: a branch in each step would cost 1 to 4%.
+        # The first step completes the previous tile. Two loops, as a branch in each step would cost 1 to 4%.
         while block >= tile.lo:
             while block >= stop:
-                rows = step(rows, add, inputs, q_i, n, tile_count, part, block, window, scoring, consumer, TILE)
-                add = block != first
+                state = mainloop_step(
+                    state, accumulate, context, q_i, count, tile_count, wg_tile, block, warpgroup, CONFIG
+                )  # fmt: skip
+                accumulate = block != first
                 block -= 1
-                n += 1
+                count += 1
             if (stop == first) & (tile_count > 0):
-                store(results, rows.acc, weight, at, consumer, TILE)
+                store_out(outputs, state.acc, inv_l, out_coord, warpgroup, CONFIG)
             stop = tile.lo
-        at = rows_at(tile, tile.head, part.first_row, PACKED)
-        weight = finish(results, rows, part)
-        if TILES_OF_Q > 1:
-            mbarrier.arrive(inputs.q_free.index(slot), count=1)
+        out_coord = q_coord(tile, tile.head, wg_tile.first_row, PACKED)
+        inv_l = finalize(outputs, state, wg_tile)
+        if Q_STAGES > 1:
+            mbarrier.arrive(pipelines.q_empty.index(stage), count=1)
         tile_count += 1
-        tile = take_tile(queue, tile_count)
-        part = part_of(tile, consumer, window, diagonal, BLOCK_N)
-    wait_full(v, n, STAGES)
-    acc = wait_for_sums(add_weighted_rows(rows.acc, rows.p, rows_of(v, n, STAGES), add))
-    store(results, acc, weight, at, consumer, TILE)
+        tile = pop_tile(queue, tile_count)
+        wg_tile = warpgroup_tile(tile, warpgroup, context, BLOCK_N)
+    consumer_wait(v, count, STAGES)
+    acc = gemm_wait(gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate))
+    store_out(outputs, acc, inv_l, out_coord, warpgroup, CONFIG)
     tma.store_wait(0)
 
 
 @gluon.jit
-def finish(results, rows, part):
-    """Stores lse of rows whose scores are all there; gives the factor `[ROWS]` that makes their sums results."""
-    tile = part.tile
-    layout: gl.constexpr = gl.SliceLayout(1, rows.acc[0].type.layout)
-    weight, lse = softmax.finish(rows.level, rows.l, layout)
-    row = part.first_row + gl.arange(0, ROWS, layout)
-    start = results.lse + tile.lse_head.to(gl.int64) * results.stride_lse + tile.token_q
-    gl.store(start + row, lse, mask=row < tile.seqlen_q)
-    return weight
+def finalize(outputs, state, wg_tile):
+    """Store lse of finished rows, and return `1 / l [MMA_M]`, which normalizes acc."""
+    tile = wg_tile.tile
+    layout: gl.constexpr = gl.SliceLayout(1, state.acc[0].type.layout)
+    inv_l, lse = softmax.finalize(state.row_max, state.l, layout)
+    row = wg_tile.first_row + gl.arange(0, MMA_M, layout)
+    base = outputs.lse + tile.lse_head.to(gl.int64) * outputs.stride_lse + tile.token_q
+    gl.store(base + row, lse, mask=row < tile.seqlen_q)
+    return inv_l
 
 
 @gluon.jit
-def store(results, acc, weight, at, consumer: gl.constexpr, TILE: gl.constexpr):
-    """The results of 64 rows whose sums are all there."""
-    HEAD_DIM_V: gl.constexpr = TILE.head_dim_v
-    staged = results.staged.index(afresh(consumer))
+def store_out(outputs, acc, inv_l, out_coord, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
+    """Store the output of 64 finished rows."""
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    smem = outputs.smem.index(opaque(warpgroup))
     for c in gl.static_range(len(acc)):
-        store_columns(results.out, times(acc[c], weight), at, staged, HEAD_DIM_V.starts[c])
+        tma_store_columns(outputs.out, scale_rows(acc[c], inv_l), out_coord, smem, HEAD_DIM_V.offsets[c])

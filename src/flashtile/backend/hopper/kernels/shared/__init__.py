@@ -1,1 +1,1 @@
-"""What the kernels share."""
+"""Building blocks of several kernels."""

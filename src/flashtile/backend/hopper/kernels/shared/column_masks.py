@@ -1,8 +1,8 @@
-"""Which columns of a tile count, as bits of a number.
+"""Column masks as bit sets, so that ptxas emits R2P.
 
-A thread holds 2 neighbouring columns of every 8, the other columns of its row are held by 3 more threads. ptxas
-makes predicates of bits, several at a time (`R2P`); to compare each pair with its bounds is several times the work, of
-units that also look for maxima.
+A thread holds 2 adjacent columns of every 8; three more threads hold the other columns of its row. ptxas turns bits
+into predicates several at a time (`R2P`). Comparing each pair with its bounds would cost several times as much, in the
+units that also compute maxima.
 """
 
 from triton.experimental import gluon
@@ -10,66 +10,66 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def by_thread(x):
-    """`[M, N] -> [M, N // 8, 4, 2]`: the third dimension is the four threads that hold a row."""
+def thread_view(x):
+    """`[M, N] -> [M, N // 8, 4, 2]`: the third dimension counts the four threads that hold a row."""
     return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
 
 
 @gluon.jit
-def of_threads(x):
-    """`[M, 4] -> [M, 1, 4, 1]`, beside `by_thread`."""
+def expand_per_thread(x):
+    """`[M, 4] -> [M, 1, 4, 1]`, broadcastable to `thread_view`."""
     return gl.expand_dims(gl.expand_dims(x, 1), 3)
 
 
 @gluon.jit
-def together(apart, x):
-    """The inverse of `by_thread`, for what came of x: nothing moves."""
-    return gl.convert_layout(gl.reshape(apart, x.shape), x.type.layout, assert_trivial=True)
+def from_thread_view(view, x):
+    """The inverse of `thread_view`, in the layout of x, without moving data."""
+    return gl.convert_layout(gl.reshape(view, x.shape), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def all_seen(x):
-    """Every pair of `x [M, N]` is visible."""
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(x).type.layout))
+def all_visible(x):
+    """The mask under which every pair of `x [M, N]` is visible."""
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, thread_view(x).type.layout))
     return gl.full([x.shape[0], 4], -1, gl.int32, layout)
 
 
 @gluon.jit
 def bits_below(bound, x):
-    """For each row of `x [M, N]` a bit for each of its columns that a thread holds, `[M, 4]`: whether it is below the
-    bound `[M]`.
+    """`[M, 4]`: for each thread of a row of `x [M, N]`, a bit for each of its columns below `bound [M]`.
 
-    Visible columns are a run, so that those of a thread are a run of bits.
+    Visible columns are contiguous, and so are a thread's bits.
     """
     N: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(x).type.layout))
-    own = gl.expand_dims(gl.convert_layout(bound, gl.SliceLayout(1, layout), assert_trivial=True), 1)
-    own -= 2 * gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, layout)), 0)
-    own = gl.minimum(gl.maximum(own, 0), N)
-    count = own // 8 * 2 + gl.minimum(own % 8, 2)
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, thread_view(x).type.layout))
+    bound = gl.expand_dims(gl.convert_layout(bound, gl.SliceLayout(1, layout), assert_trivial=True), 1)
+    bound -= 2 * gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, layout)), 0)
+    bound = gl.minimum(gl.maximum(bound, 0), N)
+    count = bound // 8 * 2 + gl.minimum(bound % 8, 2)
     half = count // 2
-    return ((gl.full_like(count, 1) << half) << (count - half)) - 1  # in two steps, for count may be 32
+    return ((gl.full_like(count, 1) << half) << (count - half)) - 1  # two shifts, as count may be 32
 
 
 @gluon.jit
-def where_bits(seen, x, other):
-    """`x [M, N]` where the bit of its column is set, else `other`. In `gl.where` LLVM would do all tests first; ptxas
-    finds its predicates where each test stands before its choice.
+def where_bits(visible, x, other):
+    """`x [M, N]` where the bit of its column is set, else `other`.
+
+    Inline PTX keeps each test next to its select, where ptxas finds R2P; LLVM hoists the tests of a `gl.where`.
     """
-    apart = by_thread(x)
-    layout: gl.constexpr = apart.type.layout
+    view = thread_view(x)
+    layout: gl.constexpr = view.type.layout
     N: gl.constexpr = x.shape[1]
-    eights = gl.arange(0, N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    octet = gl.arange(0, N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    eights = gl.expand_dims(gl.expand_dims(gl.expand_dims(eights, 0), 2), 3)
+    octet = gl.expand_dims(gl.expand_dims(gl.expand_dims(octet, 0), 2), 3)
     pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 1), 2)
-    bit = 1 << (eights * 2 + pair)
+    bit = 1 << (octet * 2 + pair)
     kept = gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, $4, p; }",
         "=r,r,r,r,r",
-        [apart, of_threads(seen), bit, gl.full_like(apart, other)],
+        [view, expand_per_thread(visible), bit, gl.full_like(view, other)],
         dtype=gl.float32,
         is_pure=True,
         pack=1,
     )
-    return together(kept, x)
+    return from_thread_view(kept, x)

@@ -1,7 +1,7 @@
-"""Results on their way out: from registers through shared memory to the copy engine; or straight to memory.
+"""Stores of accumulators: through shared memory by TMA, or directly from registers.
 
-Straight, a thread writes two neighbouring features at a time. That is slow beside the copy engine, but needs no shared
-memory, and is rare: once for a tile.
+A direct store writes two adjacent features of a thread at a time. It is slower than TMA, but needs no shared memory and
+happens once for a tile.
 """
 
 from typing import NamedTuple
@@ -11,57 +11,57 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ... import tables
-from .chunks import halves
-from .pipeline import as_matrix, columns_of
-from .versions import store_box, thread_barrier
+from .compat import thread_barrier, tma_store
+from .mma import split_columns
+from .pipeline import as_matrix, slice_columns
 
 ALIGN = gl.constexpr(tables.ALIGN)
 
 
 @gluon.jit
-def store_columns(desc, out, at, staged, FIRST: gl.constexpr):
-    """Columns of the results from FIRST on, as many at once as there is room for."""
+def tma_store_columns(desc, out, coord, smem, FIRST: gl.constexpr):
+    """Store columns from FIRST on by TMA, as many at a time as the staging buffer holds."""
     WIDTH: gl.constexpr = out.shape[1]
-    ROOM: gl.constexpr = staged.shape[-1]
+    SMEM_COLUMNS: gl.constexpr = smem.shape[-1]
     BOX: gl.constexpr = desc.block_type.shape[-1]
-    if WIDTH > ROOM:
-        left, right = halves(out)
-        store_columns(desc, left, at, staged, FIRST)
-        store_columns(desc, right, at, staged, FIRST + WIDTH // 2)
+    if WIDTH > SMEM_COLUMNS:
+        left, right = split_columns(out)
+        tma_store_columns(desc, left, coord, smem, FIRST)
+        tma_store_columns(desc, right, coord, smem, FIRST + WIDTH // 2)
     else:
-        PLACE: gl.constexpr = FIRST % ROOM
-        if PLACE == 0:
-            tma.store_wait(0)  # what was there has left
+        OFFSET: gl.constexpr = FIRST % SMEM_COLUMNS
+        if OFFSET == 0:
+            tma.store_wait(0)  # TMA has read the previous contents
             thread_barrier()
-        columns_of(as_matrix(staged), PLACE, WIDTH).store(out.to(desc.dtype))
+        slice_columns(as_matrix(smem), OFFSET, WIDTH).store(out.to(desc.dtype))
         fence_async_shared()
         for n in gl.static_range(WIDTH // BOX):
-            store_box(desc, at[:-1] + (FIRST + n * BOX,), columns_of(staged, PLACE + n * BOX, BOX))
+            tma_store(desc, coord[:-1] + (FIRST + n * BOX,), slice_columns(smem, OFFSET + n * BOX, BOX))
 
 
-class Result(NamedTuple):
+class OutputTensor(NamedTuple):
     """`[B, H, S, D]` or `[T, H, D]` with contiguous features; strides are in units of ALIGN elements."""
 
     data: gl.tensor  # pointer
-    stride_b: gl.tensor  # 0 where sequences are packed
+    stride_b: gl.tensor  # 0 if packed
     stride_h: gl.tensor
     stride_m: gl.tensor
 
 
 @gluon.jit
-def store_sums(result, sums, scale, b, head, token, first, stop, HEAD_DIM: gl.constexpr):
-    """Rows `first <= i < stop` of a sequence that begins with a token: `sums` times a scale, by chunks."""
-    start = result.data + b.to(gl.int64) * result.stride_b * ALIGN + head.to(gl.int64) * result.stride_h * ALIGN
-    for c in gl.static_range(len(sums)):
-        store_chunk(result, start, sums[c] * scale, token, first, stop, HEAD_DIM.starts[c])
+def store_accumulators(output, acc, scale, b, head, token, first_row, seqlen, HEAD_DIM: gl.constexpr):
+    """Store `acc * scale`, one accumulator for each chunk, to rows `first_row <= row < seqlen` of a sequence."""
+    base = output.data + b.to(gl.int64) * output.stride_b * ALIGN + head.to(gl.int64) * output.stride_h * ALIGN
+    for c in gl.static_range(len(acc)):
+        store_chunk(output, base, acc[c] * scale, token, first_row, seqlen, HEAD_DIM.offsets[c])
 
 
 @gluon.jit
-def store_chunk(result, start, x, token, first, stop, FIRST: gl.constexpr):
-    """Features from FIRST on."""
+def store_chunk(output, base, x, token, first_row, seqlen, FIRST: gl.constexpr):
+    """Store features from FIRST on."""
     layout: gl.constexpr = x.type.layout
-    row = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
+    row = first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
     feature = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-    rows = start + gl.expand_dims((token + row).to(gl.int64) * result.stride_m * ALIGN, 1)
-    exists = gl.expand_dims(row < stop, 1)
-    gl.store(rows + gl.expand_dims(feature, 0), x.to(result.data.dtype.element_ty), mask=exists)
+    rows = base + gl.expand_dims((token + row).to(gl.int64) * output.stride_m * ALIGN, 1)
+    exists = gl.expand_dims(row < seqlen, 1)
+    gl.store(rows + gl.expand_dims(feature, 0), x.to(output.data.dtype.element_ty), mask=exists)

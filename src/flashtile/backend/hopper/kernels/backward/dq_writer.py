@@ -1,0 +1,103 @@
+"""The warps that accumulate dq in global memory, one for each consumer warpgroup.
+
+The first block of keys for a block of rows stores, so that dq_accum need not be cleared; later blocks add, after
+waiting for the first one on a dq semaphore. There is one semaphore for each warpgroup's share of a block of rows. With
+`in_order`, for bitwise repeatable gradients, it counts all additions, and each block waits for its position in the
+scheduler's order.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ... import tables
+from ..shared.compat import thread_barrier, tma_reduce_add, tma_store
+from ..shared.masking import MaskBounds, contributing_n_blocks
+from ..shared.pipeline import NamedBarriers, slice_columns
+from ..shared.ptx import barrier_sync, load_acquire, wait_stores_complete
+from ..shared.tile_scheduler import TileQueue
+from .tile_scheduler import first_m_block, next_m_block, pop_key_tile
+
+DQ_COLUMNS = gl.constexpr(tables.DQ_COLUMNS)
+NUM_WARPGROUPS = gl.constexpr(tables.NUM_WARPGROUPS)
+
+
+class DqPipeline(NamedTuple):
+    """Staging buffers for each warpgroup's share of dq."""
+
+    smem: gl.shared_memory_descriptor  # [NUM_WARPGROUPS, MMA_M, DQ_COLUMNS] fp32; a share may use fewer columns
+    full: NamedBarriers  # NUM_WARPGROUPS
+    empty: gl.shared_memory_descriptor  # [NUM_WARPGROUPS, 1] mbarriers
+
+
+class DqWriter(NamedTuple):
+    """Arguments of the warps that write dq."""
+
+    desc: gl.tensor  # descriptor of dq_accum
+    pipeline: DqPipeline
+    queue: TileQueue
+    semaphore: gl.tensor  # pointer, [blocks of rows, NUM_WARPGROUPS]
+    bounds: MaskBounds
+    group: gl.tensor
+    padded_rows: gl.tensor
+
+
+@gluon.jit
+def dq_writer_warp(warpgroup: gl.constexpr, writer, CONFIG: gl.constexpr):
+    """The partition that stores or adds one warpgroup's shares of dq."""
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    dq_pipeline, queue, group = writer.pipeline, writer.queue, writer.group
+    tile_count = 0
+    tile = pop_key_tile(queue, 0)
+    while tile.b >= 0:
+        n = tile.first_key // CONFIG.block_n
+        m, group_head = first_m_block(tile, CONFIG.lpt), 0
+        for _ in range(group * (tile.hi - tile.lo)):
+            barrier_sync(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
+            row = tile.padded_row + group_head * writer.padded_rows + m * BLOCK_M
+            semaphore = writer.semaphore + row // BLOCK_M * NUM_WARPGROUPS + warpgroup
+            n_blocks = contributing_n_blocks(
+                writer.bounds, m * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, CONFIG.block_n
+            )
+            position = n - n_blocks.lo if CONFIG.lpt else n_blocks.hi - 1 - n
+            wait_for_dq_semaphore(semaphore, position if CONFIG.in_order else gl.minimum(position, 1))
+            fence_async_shared()  # for the warpgroup's stores, complete since the barrier
+            if position == 0:
+                write_share(warpgroup, writer, row, True, CONFIG)
+            else:
+                write_share(warpgroup, writer, row, False, CONFIG)
+            tma.store_wait(0)  # TMA has read the staging buffer
+            mbarrier.arrive(dq_pipeline.empty.index(warpgroup), count=1)
+            if CONFIG.in_order | (position == 0):
+                wait_stores_complete()
+                thread_barrier()
+                gl.atomic_add(semaphore, 1, sem="release", scope="gpu")
+            m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
+        tile_count += 1
+        tile = pop_key_tile(queue, tile_count)
+
+
+@gluon.jit
+def write_share(warpgroup: gl.constexpr, writer, row, FIRST: gl.constexpr, CONFIG: gl.constexpr):
+    """Store (FIRST) or add a share of dq."""
+    BOX: gl.constexpr = writer.desc.block_type.shape[-1]
+    for n in gl.static_range(CONFIG.dq_shares[warpgroup].width // BOX):
+        coord = (row + CONFIG.dq_shares[warpgroup].row, CONFIG.dq_shares[warpgroup].column + n * BOX)
+        box = slice_columns(writer.pipeline.smem.index(warpgroup), n * BOX, BOX)
+        if FIRST:
+            tma_store(writer.desc, coord, box)
+        else:
+            tma_reduce_add(writer.desc, coord, box)
+
+
+@gluon.jit
+def wait_for_dq_semaphore(semaphore, position):
+    """Wait until `position` blocks of keys have contributed; orders later TMA operations behind them."""
+    arrived = load_acquire(semaphore)
+    while arrived < position:
+        arrived = load_acquire(semaphore)
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [arrived], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -1,0 +1,156 @@
+"""Main loop of the forward kernel: one block of keys for the 64 rows of a warpgroup.
+
+The product of q with a block of keys and the product of the previous block's p with its values are in flight together;
+the softmax overlaps another warpgroup's products. acc is therefore one block behind the scores, across tile boundaries
+too: a tile's first step completes acc of the previous tile.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+
+from ..shared import scores, softmax
+from ..shared.column_masks import where_bits
+from ..shared.masking import MaskBounds, n_block_range, visible_keys
+from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
+from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
+from ..shared.ptx import opaque
+from ..shared.scores import ScoreParams
+from ..shared.softmax import INFINITY
+from ..shared.tile_scheduler import TileQueue, WorkTile
+from .producer import ForwardPipelines, q_stage
+
+
+class ForwardOutputs(NamedTuple):
+    """Results and the staging buffers of their TMA stores."""
+
+    out: gl.tensor  # descriptor
+    smem: gl.shared_memory_descriptor  # [NUM_WARPGROUPS, *rows, epilogue_columns]
+    lse: gl.tensor  # pointer, [B, H, Sq] or [H, T]
+    stride_lse: gl.tensor  # between heads
+
+
+class ForwardContext(NamedTuple):
+    """Arguments of the consumer warpgroups, the same for all tiles."""
+
+    pipelines: ForwardPipelines
+    outputs: ForwardOutputs
+    queue: TileQueue
+    bounds: MaskBounds
+    diagonal: gl.tensor
+    params: ScoreParams
+
+
+class WarpgroupTile(NamedTuple):
+    """64 rows of a tile, and the blocks of keys that need no mask for them."""
+
+    tile: WorkTile
+    first_row: gl.tensor
+    full_lo: gl.tensor
+    full_hi: gl.tensor
+    shift: gl.tensor  # the diagonal is `key = row + shift`
+
+
+class SoftmaxState(NamedTuple):
+    """State of a warpgroup's rows between two steps."""
+
+    acc: tuple[gl.tensor, ...]  # p @ v without the last block, one for each chunk
+    p: gl.tensor  # of the last block
+    row_max: gl.tensor
+    l: gl.tensor  # sum of p over all blocks  # noqa: E741
+
+
+@gluon.jit
+def warpgroup_tile(tile, warpgroup: gl.constexpr, context, BLOCK_N: gl.constexpr):
+    """A warpgroup's rows of a tile."""
+    first_row = tile.first_row + warpgroup * MMA_M
+    shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
+    blocks = n_block_range(context.bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
+    return WarpgroupTile(tile, first_row, blocks.full_lo, blocks.full_hi, shift)
+
+
+@gluon.jit
+def zero_scores(BLOCK_N: gl.constexpr):
+    """Zeros `[MMA_M, BLOCK_N]` in the layout of scores."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    return gl.zeros([MMA_M, BLOCK_N], gl.float32, layout)
+
+
+@gluon.jit
+def initial_state(wg_tile, params, dtype: gl.constexpr, CONFIG: gl.constexpr):
+    """State before the first step of a program. The accumulator finished there is garbage and is discarded."""
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    acc = zero_accumulators(HEAD_DIM_V)
+    return next_tile_state(acc, mma_operand(zero_scores(CONFIG.block_n), acc, dtype), wg_tile, params, CONFIG)
+
+
+@gluon.jit
+def next_tile_state(acc, p, wg_tile, params, CONFIG: gl.constexpr):
+    """State before the first step of a tile: a new row_max and l; acc and p are still the previous tile's."""
+    tile = wg_tile.tile
+    row_max, l = softmax.initial_state(zero_scores(CONFIG.block_n), params.sinks, tile.head, tile.b < params.batch)  # noqa: E741
+    return SoftmaxState(acc, p, row_max, l)
+
+
+@gluon.jit
+def mma_operand(p, acc, dtype: gl.constexpr):
+    """p as the left operand of its product with values, in the registers that hold it."""
+    layout: gl.constexpr = acc[0].type.layout
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def mainloop_step(
+    state, accumulate, context, q_i, count, tile_count, wg_tile, block, warpgroup: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Step number `count`: scores and p of one block of keys, and the product of the previous block's p and values.
+
+    Without `accumulate`, acc starts anew with this product.
+    """
+    STAGES: gl.constexpr = CONFIG.stages
+    PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)
+    pipelines, params, tile = context.pipelines, context.params, wg_tile.tile
+    k, v = pipelines.k, pipelines.v
+    consumer_wait(k, count, STAGES)
+    consumer_wait(v, count, STAGES)
+    if CONFIG.q_stages == 1:
+        # Wide heads leave no registers for precomputed addresses.
+        q_i = stage_chunks(pipelines.q, opaque(warpgroup), CONFIG.num_warpgroups)
+    s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
+    acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
+    s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
+    consumer_release(k.empty, count, STAGES)
+    release_q_early(pipelines.q_empty, tile_count, warpgroup, block == tile.lo, CONFIG)
+    t = masked_scores(s, wg_tile, block, context)
+    row_max, alpha, changed, p = softmax.update(state.row_max, t, params.scale_log2, CONFIG.speculative_exps)
+    l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
+    acc, p, l = gemm_wait_pair(acc, p, l)  # noqa: E741
+    consumer_release(v.empty, count, STAGES)
+    p = mma_operand(p, acc, v.data[0].dtype)
+    changed = gl.where(block == tile.hi - 1, 0, changed)  # in a first step, acc is the previous tile's
+    return SoftmaxState(softmax.rescale(acc, alpha, changed), p, row_max, l)
+
+
+@gluon.jit
+def masked_scores(s, wg_tile, block, context):
+    """Final scores `[MMA_M, BLOCK_N]` of a block of keys."""
+    layout: gl.constexpr = s.type.layout
+    tile = wg_tile.tile
+    first_key = block * s.shape[1]
+    rows = gl.expand_dims(wg_tile.first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
+    keys = gl.expand_dims(first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
+    t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys).t
+    if (block >= wg_tile.full_hi) | (block < wg_tile.full_lo):
+        t = where_bits(
+            visible_keys(t, context.bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k), t, -INFINITY
+        )
+    return t
+
+
+@gluon.jit
+def release_q_early(q_empty, tile_count, warpgroup, last, CONFIG: gl.constexpr):
+    """With a single stage for q, release it with the tile's last scores: the next q loads during the softmax."""
+    if CONFIG.q_stages == 1:
+        mbarrier.arrive(q_empty.index(q_stage(tile_count, warpgroup, CONFIG)), count=1, pred=last)

@@ -1,0 +1,84 @@
+"""The producer warp of the forward kernel: TMA loads of q, k and v."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ..shared.coordinates import kv_coord, q_coord
+from ..shared.mma import MMA_M
+from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load, expect_bytes, load_boxes, stage_of, wraps_of
+from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
+
+
+class ForwardPipelines(NamedTuple):
+    """Buffers between the producer warp and the consumer warpgroups."""
+
+    q: SmemBuffers  # q_stages for each warpgroup
+    q_empty: gl.shared_memory_descriptor  # [buffers, 1] mbarriers: there are too few named barriers
+    k: Pipeline
+    v: Pipeline
+
+
+@gluon.jit
+def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+    """The partition that loads q, k and v.
+
+    Step n of the main loop needs block n of keys and the values of block n - 1, across tile boundaries too. With a
+    single stage for q, the previous tile holds it until its last scores are computed; the values do not wait for that.
+    """
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    STAGES: gl.constexpr = CONFIG.stages
+    EARLY_Q: gl.constexpr = CONFIG.q_stages > 1
+    k, v = pipelines.k, pipelines.v
+    tile_count = 0
+    count = 0  # steps of the main loop
+    mbarrier.arrive(v.full.index(0), count=1)  # the first step has no previous values: its stage stays unwritten
+    tile = pop_tile(queue, 0)
+    while tile.b >= 0:
+        first_key = (tile.hi - 1) * BLOCK_N
+        if tile_count == 0:
+            acquire_and_load(k, k_desc, kv_coord(tile, first_key, PACKED), 0, STAGES, HEAD_DIM)
+            load_q(q_desc, pipelines, tile, 0, CONFIG, PACKED)
+        request_tile(queue, tile.hi - tile.lo <= REQUEST_DISTANCE)
+        for n in range(tile.lo + 1, tile.hi):
+            count += 1
+            request_tile(queue, n == tile.hi - REQUEST_DISTANCE)
+            acquire_and_load(k, k_desc, kv_coord(tile, first_key - BLOCK_N, PACKED), count, STAGES, HEAD_DIM)
+            acquire_and_load(v, v_desc, kv_coord(tile, first_key, PACKED), count, STAGES, HEAD_DIM_V)
+            first_key -= BLOCK_N
+        previous = tile
+        tile_count += 1
+        count += 1
+        tile = pop_tile(queue, tile_count)
+        if tile.b >= 0:
+            acquire_and_load(k, k_desc, kv_coord(tile, (tile.hi - 1) * BLOCK_N, PACKED), count, STAGES, HEAD_DIM)
+            if EARLY_Q:
+                load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
+        acquire_and_load(v, v_desc, kv_coord(previous, first_key, PACKED), count, STAGES, HEAD_DIM_V)
+        if not EARLY_Q:  # noqa: SIM102 - a compile-time branch
+            if tile.b >= 0:
+                load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
+
+
+@gluon.jit
+def load_q(q_desc, pipelines, tile, tile_count, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+    """Load the tile's q, one box for each consumer warpgroup."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
+    Q_STAGES: gl.constexpr = CONFIG.q_stages
+    for warpgroup in gl.static_range(NUM_WARPGROUPS):
+        stage = q_stage(tile_count, warpgroup, CONFIG)
+        mbarrier.wait(pipelines.q_empty.index(stage), (wraps_of(tile_count, Q_STAGES) & 1) ^ 1)
+        expect_bytes(pipelines.q, q_desc, stage, HEAD_DIM)
+        coord = q_coord(tile, tile.head, tile.first_row + warpgroup * MMA_M, PACKED)
+        load_boxes(pipelines.q, q_desc, coord, stage, HEAD_DIM)
+
+
+@gluon.jit
+def q_stage(tile_count, warpgroup, CONFIG: gl.constexpr):
+    """Buffer of q for a warpgroup's tile."""
+    return stage_of(tile_count, CONFIG.q_stages) * CONFIG.num_warpgroups + warpgroup

@@ -1,0 +1,42 @@
+"""Conversion of dq from fp32 accumulators to the input's dtype, after the fused backward kernel."""
+
+import triton
+import triton.language as tl
+
+from .. import tables
+from .shared.compat import triton_kernel
+from .shared.padded_rows import block_rows, stride64
+
+NUM_WARPGROUPS = tl.constexpr(tables.NUM_WARPGROUPS)  # of a block of rows, each with a dq semaphore
+
+
+@triton_kernel
+def postprocess_kernel(
+    dq_accum, dq_semaphore, dq, cu_seqlens_q,
+    stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, batch, scale,
+    HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dq from its accumulators. A dq semaphore of 0 means that nothing was written: the rows see no key."""
+    block, flat_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
+    b, head = (flat_head // num_heads).to(tl.int64), flat_head % num_heads
+    row, exists = block_rows(block, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
+    first = tl.program_id(0).to(tl.int64) * (BLOCK_M * HEAD_DIM.width)
+    writers = tl.load(dq_semaphore + tl.program_id(0) * NUM_WARPGROUPS)
+    for c in tl.static_range(len(HEAD_DIM.chunks)):
+        feature = HEAD_DIM.offsets[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
+        offset = first + tl.arange(0, BLOCK_M)[:, None] * HEAD_DIM.width + feature
+        written = tl.where(offset >= 0, writers, 0) > 0  # the scalar as a mask of this shape
+        dq_i = unswizzled(tl.load(dq_accum + offset, mask=written, other=0.0), BLOCK_M, HEAD_DIM.chunks[c])
+        x = dq + b * stride64(stride_dq_b, ALIGN) + head * stride64(stride_dq_h, ALIGN)
+        offset = row[:, None] * stride64(stride_dq_m, ALIGN) + feature
+        tl.store(x + offset, (dq_i * scale).to(dq.dtype.element_ty), mask=exists[:, None])
+
+
+@triton.jit
+def unswizzled(x, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Undo `swizzle.swizzled` in each square of 64 rows and 64 columns, or 32 where a chunk has no more."""
+    R: tl.constexpr = BLOCK_M // 64
+    COLUMNS: tl.constexpr = min(WIDTH, 64)
+    C: tl.constexpr = WIDTH // COLUMNS
+    r_w_g2_j2_c_h_g0_t_j1_e = tl.reshape(x, [R, 4, 4, COLUMNS // 16, C, 2, 2, 4, 2, 2])
+    return tl.reshape(tl.permute(r_w_g2_j2_c_h_g0_t_j1_e, [0, 1, 5, 2, 6, 4, 3, 8, 7, 9]), [BLOCK_M, WIDTH])

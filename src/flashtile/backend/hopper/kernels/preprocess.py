@@ -1,0 +1,45 @@
+"""Row statistics of the backward pass, computed before its kernels run: negated lse and delta."""
+
+import triton.language as tl
+
+from .. import tables
+from .shared.compat import triton_kernel
+from .shared.padded_rows import block_rows, stride64
+from .shared.softmax import INFINITY, LOG2E
+
+NUM_WARPGROUPS = tl.constexpr(tables.NUM_WARPGROUPS)  # of a block of rows, each with a dq semaphore
+
+
+@triton_kernel
+def preprocess_kernel(
+    out, dout, lse, dlse, neg_lse_log2, neg_delta, dq_semaphore, cu_seqlens_q,
+    stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
+    stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m,
+    num_tiles, num_heads, seqlen_q, batch, HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """`neg_lse_log2 = -lse * log2(e)` and `neg_delta = dlse - sum(dout * out)`; resets the dq semaphores.
+
+    Padding and rows without visible keys get -inf, which makes their probabilities 0, and a delta of 0.
+    """
+    block, flat_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
+    b, head = (flat_head // num_heads).to(tl.int64), flat_head % num_heads
+    row, exists = block_rows(block, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
+    x = out + b * stride64(stride_out_b, ALIGN) + head * stride64(stride_out_h, ALIGN)
+    dx = dout + b * stride64(stride_dout_b, ALIGN) + head * stride64(stride_dout_h, ALIGN)
+    neg_delta_i = tl.zeros([BLOCK_M], tl.float32)
+    for c in tl.static_range(len(HEAD_DIM.chunks)):
+        feature = HEAD_DIM.offsets[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
+        out_i = tl.load(x + row[:, None] * stride64(stride_out_m, ALIGN) + feature, mask=exists[:, None], other=0.0)
+        dout_i = tl.load(dx + row[:, None] * stride64(stride_dout_m, ALIGN) + feature, mask=exists[:, None], other=0.0)
+        neg_delta_i -= tl.sum(out_i.to(tl.float32) * dout_i.to(tl.float32), 1)
+    lse_row = lse + b * stride64(stride_lse_b, 1) + head * stride64(stride_lse_h, 1)
+    lse_i = tl.load(lse_row + row, mask=exists, other=-INFINITY)
+    if dlse is not None:
+        dlse_row = dlse + b * stride64(stride_dlse_b, 1) + head * stride64(stride_dlse_h, 1)
+        neg_delta_i += tl.load(dlse_row + row * stride64(stride_dlse_m, 1), mask=exists, other=0.0).to(tl.float32)
+    no_keys = lse_i == -INFINITY
+    offset = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(neg_lse_log2 + offset, tl.where(no_keys, -INFINITY, -LOG2E * lse_i))
+    tl.store(neg_delta + offset, tl.where(no_keys, 0.0, neg_delta_i))
+    if dq_semaphore is not None:
+        tl.store(dq_semaphore + tl.program_id(0) * NUM_WARPGROUPS + tl.arange(0, NUM_WARPGROUPS), 0)

@@ -1,0 +1,36 @@
+"""TMA coordinates of boxes of rows and keys.
+
+Dense tensors have coordinates `(sequence, head, row, feature)`. Those of packed tensors cut a box where its sequence
+ends (`descriptors.ragged_descriptor`).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ... import tables
+
+RAGGED_EXTENT = gl.constexpr(tables.RAGGED_EXTENT)
+
+
+@gluon.jit
+def q_coord(tile, head, row, PACKED: gl.constexpr):
+    """Coordinates of a box of q, out or dout."""
+    if PACKED:
+        return ragged_coord(head, row, tile.token_q, tile.seqlen_q)
+    else:
+        return (tile.b, head, row, 0)
+
+
+@gluon.jit
+def kv_coord(tile, first_key, PACKED: gl.constexpr):
+    """Coordinates of a box of k, v, dk or dv."""
+    if PACKED:
+        return ragged_coord(tile.head_k, first_key, tile.token_k, tile.seqlen_k)
+    else:
+        return (tile.b, tile.head_k, first_key, 0)
+
+
+@gluon.jit
+def ragged_coord(head, row, token, seqlen):
+    """Coordinates in a ragged descriptor: rows past the sequence's end lie out of bounds, at RAGGED_EXTENT or more."""
+    return (RAGGED_EXTENT, token + seqlen, head, RAGGED_EXTENT - seqlen + row, 0)

@@ -1,0 +1,24 @@
+"""Order of an accumulator's elements in shared memory that avoids bank conflicts."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def swizzled(dq):
+    """Reorder `[MMA_M, 64 or 32]` for a store to shared memory; `postprocess.unswizzled` undoes it in global memory.
+
+    A thread of an accumulator holds pairs `e` of columns, 8 apart. In the new order it holds four adjacent elements,
+    and eight threads cover the 128 bytes that shared memory serves at once, so that no two of them hit the same bank.
+    These bytes are a row of 32 columns, or half a row of 64 columns, whose halves `h` lie in two panels.
+    """
+    w_h_g2_g0_j2_j1_t_e = gl.reshape(dq, [4, 2, 4, 2, dq.shape[1] // 16, 2, 4, 2])
+    return gl.reshape(gl.permute(w_h_g2_g0_j2_j1_t_e, [0, 2, 4, 1, 3, 6, 5, 7]), dq.shape)
+
+
+@gluon.jit
+def unswizzled(x, layout: gl.constexpr):
+    """The inverse of `swizzled`, for a warpgroup that reads what another one has stored."""
+    w_g2_j2_h_g0_t_j1_e = gl.reshape(x, [4, 4, x.shape[1] // 16, 2, 2, 4, 2, 2])
+    result = gl.reshape(gl.permute(w_g2_j2_h_g0_t_j1_e, [0, 3, 1, 4, 2, 6, 5, 7]), x.shape)
+    return gl.convert_layout(result, layout, assert_trivial=True)

@@ -1,0 +1,56 @@
+"""Arguments of the tile scheduler for tiles of rows (`kernels.shared.tile_scheduler`)."""
+
+from ...call.call import Call
+from .tables import max_blocks
+
+L2_BYTES = 16 * 2**20  # of keys and values that stay in the L2 cache
+
+
+def scheduler_args(call: Call, block_m: int) -> dict[str, int]:
+    """Scheduler arguments of a kernel whose tiles have `block_m` rows."""
+    dense = call.tensors.cu_seqlens_q is None
+    return dense_scheduler_args(call, block_m) if dense else packed_scheduler_args(call, block_m)
+
+
+def dense_scheduler_args(call: Call, block_m: int) -> dict[str, int]:
+    batch, heads, seqlen_q, _ = call.tensors.q.shape
+    blocks = -(-seqlen_q // block_m)
+    return {
+        "num_tiles": blocks * heads * batch,
+        "num_blocks": blocks,
+        "total_heads": heads * batch,
+        "l2_swizzle": l2_swizzle(call),
+        "batch": batch,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": call.tensors.k.shape[2],
+    }
+
+
+def packed_scheduler_args(call: Call, block_m: int) -> dict[str, int]:
+    """Sequence lengths are unknown to the host: token counts, and an upper bound of the tiles."""
+    tokens, heads, _ = call.tensors.q.shape
+    assert call.tensors.cu_seqlens_q is not None
+    batch = call.tensors.cu_seqlens_q.shape[0] - 1
+    return {
+        "num_tiles": max_blocks(tokens, block_m, batch) * heads,
+        "num_blocks": 0,
+        "total_heads": 0,
+        "l2_swizzle": 0,
+        "batch": batch,
+        "seqlen_q": tokens,
+        "seqlen_k": call.tensors.k.shape[0],
+    }
+
+
+def l2_swizzle(call: Call) -> int:
+    """Query heads that are scheduled together.
+
+    With a window or a diagonal, as many as the L2 cache holds keys and values for, since their tiles see different
+    keys.
+    """
+    q, k, v = call.tensors.q, call.tensors.k, call.tensors.v
+    group = q.shape[1] // k.shape[1]
+    if call.settings.window.unlimited:
+        return group
+    bytes_per_head = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+    return group * max(1, L2_BYTES // bytes_per_head)
