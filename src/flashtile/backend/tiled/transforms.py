@@ -129,9 +129,8 @@ def pushforward(fn: Function, num_inputs: int, with_tangent: list[int]) -> Funct
         function = partial_of(fn, inputs, with_tangent)
         if not in_plain_dual_level():
             return torch.func.jvp(function, primals, in_tangents)[1]
-        outputs, pull = torch.func.vjp(function, *primals)[
-            :2
-        ]  # the pullback is linear, and its own pullback the pushforward
+        # The pullback is linear in the cotangents, so its own pullback is the pushforward.
+        outputs, pull = torch.func.vjp(function, *primals)[:2]
         _, push = torch.func.vjp(pull, tuple(torch.zeros_like(x) for x in outputs))[:2]
         return push(in_tangents)[0]
 

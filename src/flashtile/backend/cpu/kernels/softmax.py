@@ -62,8 +62,8 @@ def update(
         panel.store(p_j, s, j)
     panel.store(new, m)
     panel.store(alpha, w.alpha)
-    p_j = zip(panel.load(l), alpha, total, strict=True)
-    panel.store([code.multiply_add(x, a, y.get()) for x, a, y in p_j], l)
+    terms = zip(panel.load(l), alpha, total, strict=True)
+    panel.store([code.multiply_add(x, a, y.get()) for x, a, y in terms], l)
 
 
 def scaled(x: Value, factor: float) -> Value:
