@@ -1,6 +1,4 @@
-"""Shipped kernels compile for GPUs that are not here, one launch for each architecture; `python -m offline --full` does
-all of them.
-"""
+"""Compile shipped kernels for other GPUs, one launch for each architecture; `python -m offline --full` compiles all."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +40,7 @@ def test_compiles_within_the_chip(arch: str) -> None:
 
 
 def test_the_long_loop_stays_asynchronous_on_hopper() -> None:
-    """ptxas serializes matrix products when it finds no way to keep their operands apart, and says so."""
+    """ptxas warns when it serializes matrix products because it cannot keep their operands apart."""
     (launch,) = [x for x in launches_of(call_of_family("hdim 64 causal"), "sm_90") if x.name == "forward"]
     found = compile_launch(launch, "sm_90")
     assert not found.serialized
@@ -64,7 +62,7 @@ def test_four_programs_of_head_dim_64_share_a_hopper_core(arguments: dict[str, A
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_results_lie_in_memory_as_a_compiler_expects(name: str, backend: str) -> None:
-    """Also where a kernel reads a copy of its input, whose order in memory is another."""
+    """Also if a kernel reads a copy of its input with another memory layout."""
     strided = torch.empty(2, 128, 4, 128, dtype=torch.bfloat16).transpose(1, 2)[..., ::2]
     inputs = dict.fromkeys("qkv", torch.empty(2, 4, 128, 64, dtype=torch.bfloat16)) | {name: strided}
     call, operators = described_call(**inputs, cu_q=None, cu_k=None, keywords={}), OPERATORS["dense"]
@@ -84,7 +82,7 @@ def test_results_lie_in_memory_as_a_compiler_expects(name: str, backend: str) ->
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_memory_that_runs_out_in_a_pass(backend: str, again: bool) -> None:
-    """While it is written down, and when its steps are taken again: the next call launches all of its kernels."""
+    """While a call is recorded, and while it is replayed: the next call launches all of its kernels."""
     q = torch.empty(2, 128, 4, 128, dtype=torch.bfloat16).transpose(1, 2)[..., ::2]  # features are copied
     call = described_call(q, q, q, None, None, {"sinks": torch.zeros(4)})
 
@@ -128,7 +126,7 @@ def precision_restored() -> Iterator[None]:
     ],
 )
 def test_precision_of_fp32_products(settings: list[tuple[Any, str, Any]], expected: str) -> None:
-    """By either of PyTorch's APIs, or both."""
+    """Set through either of PyTorch's APIs, or both."""
     for owner, name, value in settings:
         setattr(owner, name, value)
     q = torch.empty(1, 2, 16, 16)
