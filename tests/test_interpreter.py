@@ -1,4 +1,4 @@
-"""The Triton kernels, interpreted: `tests/interpreted` in a process in which Triton interprets."""
+"""Run `tests/interpreted` in a process of its own with Triton's interpreter."""
 
 import importlib.util
 import os

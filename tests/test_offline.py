@@ -1,6 +1,4 @@
-"""Shipped kernels compile for GPUs that are not here, one launch for each architecture; `python -m offline --full` does
-all of them.
-"""
+"""Compile shipped kernels for other GPUs, one launch for each architecture; `python -m offline --full` compiles all."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -45,7 +43,7 @@ def test_compiles_within_the_chip(arch: str) -> None:
 
 
 def test_the_long_loop_stays_asynchronous_on_hopper() -> None:
-    """ptxas serializes matrix products when it finds no way to keep their operands apart, and says so."""
+    """ptxas warns when it serializes matrix products because it cannot keep their operands apart."""
     (launch,) = [x for x in launches_of(call_of_family("hdim 64 causal"), "sm_90") if x.name == "forward"]
     found = compile_launch(launch, "sm_90")
     assert not found.serialized
@@ -67,7 +65,7 @@ def test_four_programs_of_head_dim_64_share_a_hopper_core(arguments: dict[str, A
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_results_lie_in_memory_as_a_compiler_expects(name: str, backend: str) -> None:
-    """Also where a kernel reads a copy of its input, whose order in memory is another."""
+    """Also if a kernel reads a copy of its input with another memory layout."""
     strided = torch.empty(2, 128, 4, 128, dtype=torch.bfloat16).transpose(1, 2)[..., ::2]
     inputs = dict.fromkeys("qkv", torch.empty(2, 4, 128, 64, dtype=torch.bfloat16)) | {name: strided}
     call, operators = described_call(**inputs, cu_q=None, cu_k=None, keywords={}), OPERATORS["dense"]
@@ -158,7 +156,7 @@ def precision_restored() -> Iterator[None]:
     ],
 )
 def test_precision_of_fp32_products(settings: list[tuple[Any, str, Any]], expected: str) -> None:
-    """By either of PyTorch's APIs, or both."""
+    """Set through either of PyTorch's APIs, or both."""
     for owner, name, value in settings:
         setattr(owner, name, value)
     q = torch.empty(1, 2, 16, 16)

@@ -1,4 +1,4 @@
-"""Which tiles problems get. Needs neither Triton nor a GPU."""
+"""The configurations chosen for problems. Needs neither Triton nor a GPU."""
 
 from dataclasses import replace
 from typing import Any
@@ -41,7 +41,7 @@ def test_long_windows_keep_the_large_tile(window: Window) -> None:
 
 
 def test_decoding_has_one_tile_whatever_is_in_the_batch() -> None:
-    """With `num_splits` given, bits depend neither on the batch nor on how long it is."""
+    """With `num_splits` given, bits depend neither on the batch nor on its lengths."""
     found = [
         configs.tile(replace(problem(), seqlen_q=1, batch=batch, seqlen_k=seqlen_k), H200)
         for batch in (1, 64)
@@ -54,7 +54,7 @@ def test_decoding_has_one_tile_whatever_is_in_the_batch() -> None:
 
 
 def test_misaligned_rows_have_no_warpgroup_products_where_they_decode() -> None:
-    """ptxas miscompiles some of them, whose tiles have 64 rows."""
+    """ptxas 12.8 miscompiles some of them in tiles of 64 rows."""
     few = replace(problem(head_dim=40, head_dim_v=1), seqlen_q=16, alignment=2)
     assert configs.tile(few, H200).forward.block_m == 32
     assert configs.tile(replace(few, alignment=16), H200).forward.block_m == 64

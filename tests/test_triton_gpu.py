@@ -97,7 +97,7 @@ def test_more_elements_than_32_bits_count(roomy: None) -> None:
 
 
 def test_strides_past_32_bits(roomy: None) -> None:
-    """Rows that are 2**29 elements apart, so that a tile's own offsets pass 2**31."""
+    """Rows 2**29 elements apart, so that offsets within a tile pass 2**31."""
     buffer = torch.zeros(8 * 2**29, device="cuda", dtype=torch.bfloat16)
     values = dense(1, 1, 8)
     far = [buffer[64 * n :].as_strided((1, 1, 8, 64), (8 * 2**29, 8 * 2**29, 2**29, 1)) for n in range(3)]
@@ -181,7 +181,7 @@ def test_a_fixed_split_makes_rows_independent_of_their_batch() -> None:
 
 @torch.no_grad()
 def test_split_steps_run_side_by_side() -> None:
-    """Of two graphs, and on two streams beside them: none counts the parts of another."""
+    """Two graphs and two streams at once: none counts the splits of another."""
     steps = []
     for n in (3000, 5000):
         q = torch.randn(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
@@ -250,7 +250,7 @@ def test_the_second_gpu_while_the_first_is_current() -> None:
 
 
 def test_one_problem_from_each_end() -> None:
-    """Shapes that broke other libraries, all in one variant: Sq > Sk, one token, zero lengths between long ones."""
+    """Shapes that broke other libraries: Sq > Sk, one token, zero lengths between long ones."""
     offsets_q = torch.tensor([0, 0, 300, 300, 301, 430], dtype=torch.int32)
     offsets_k = torch.tensor([0, 7, 7, 200, 201, 220], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""`flashtile tune` without a GPU: the search with times made up, the file, the tables that read it, the command."""
+"""`flashtile tune` without a GPU: the search with made-up times, the file, the saved configurations, the command."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ SHIPPED = KernelConfig(128, 128, 8, 3)
 
 
 class MadeUp:
-    """A trial whose times are a function of the tile; `wrong` are refused."""
+    """A trial whose times are a function of the tile; it refuses tiles in `wrong`."""
 
     def __init__(self, seconds: dict[KernelConfig, float], wrong: Sequence[KernelConfig] = (), otherwise: float = 2.0):
         self.known, self.wrong, self.otherwise = seconds, wrong, otherwise
@@ -42,7 +42,7 @@ class MadeUp:
 
 
 class Ticking:
-    """A clock that goes on by a second each time it is read."""
+    """A clock that advances by a second with each reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -56,7 +56,7 @@ class Ticking:
 
 
 def test_it_goes_from_neighbour_to_neighbour() -> None:
-    """Two steps away, through one that is better than the shipped one."""
+    """The best tile is two steps away; the one between is better than the shipped one."""
     times = {SHIPPED: 1.0, KernelConfig(128, 128, 8, 2): 0.9, KernelConfig(128, 64, 8, 2): 0.7}
     found = search(SHIPPED, MadeUp(times), 100, lambda: 0.0)
     assert found.best == KernelConfig(128, 64, 8, 2)
@@ -80,7 +80,7 @@ def test_what_is_hardly_faster_is_not_faster() -> None:
 
 
 def test_luck_does_not_last() -> None:
-    """A tile that was faster once, and is not when both are timed again at the end."""
+    """A tile that is faster at first, but not when both are timed again at the end."""
     lucky = KernelConfig(128, 128, 8, 2)
     trial = MadeUp({SHIPPED: 1.0, lucky: 0.5})
     once = trial.seconds
@@ -176,7 +176,7 @@ def test_entries_of_others_are_left_alone(changes: dict[str, object]) -> None:
     ],
 )
 def test_a_file_that_is_none(text: str) -> None:
-    """Told once, not used, and replaced by the next search."""
+    """One warning; the file is ignored, and replaced by the next search."""
     tuned.path().write_text(text)
     with pytest.warns(AttentionWarning, match="is not used"):
         assert tuned.launches(H200, "half", 128) == {}

@@ -1,7 +1,7 @@
-"""The Triton kernels in Triton's interpreter, on CPU tensors: the contract on small shapes. `tests/test_interpreter.py`
-runs this in a process of its own, for the interpreter is a mode of the whole process.
+"""The contract on small shapes, with the Triton kernels in Triton's interpreter on CPU tensors.
+`tests/test_interpreter.py` runs this in a process of its own, for the interpreter is a mode of the whole process.
 
-bf16 products are wrong there, so that fp16 and fp32 stand for all.
+The interpreter's bf16 products are wrong; fp16 and fp32 stand for all.
 """
 
 import gc
@@ -90,7 +90,7 @@ def test_a_sink_of_infinity_takes_all_the_weight() -> None:
 @pytest.mark.parametrize("value", [INF, NAN])
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_infinities_spread_as_in_the_oracle(name: str, value: float) -> None:
-    """Also to where dropout takes away the only value with a weight."""
+    """Also if dropout removes the only value with a weight."""
     case = dense_case(seqlen_q=3, dropout_p=0.5, dropout_seed=3, forward_only=True)
     case.arguments[name][0, 0, 1, 0] = value
     results, expected = case.run("triton"), case.run("reference")
@@ -121,7 +121,7 @@ def test_caches(seed: int) -> None:
 
 
 def test_shards_count_from_where_they_lie() -> None:
-    """Positions, windows, ALiBi and dropout of a part of a larger call, whose keys begin anywhere in a counter."""
+    """Positions, windows, ALiBi and dropout of a part of a larger call, whose first key is anywhere in a counter."""
     from flashtile.api.explain import described_call
     from flashtile.dispatch.planner import entry_of, plan_call
 
@@ -148,7 +148,7 @@ def test_offsets_outside_the_tokens_are_keys_that_do_not_exist() -> None:
 
 
 def test_derivatives_that_kernels_do_not_have() -> None:
-    """Forward mode and second derivatives of a call that names this backend are those of `tiled`."""
+    """Forward mode and second derivatives of a call that names this backend come from `tiled`."""
     q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     found = []
     for backend in ("triton", "tiled"):
@@ -169,7 +169,7 @@ def on_the_device() -> Any:
 
 
 def like(x: object) -> object:
-    """Other numbers that lie in memory in the same way; integers and booleans stay as they are."""
+    """Other values in the same memory layout; integers and booleans stay as they are."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         return x
     memory = x.untyped_storage().clone()
@@ -185,7 +185,7 @@ REPEATED = (
 
 @pytest.mark.parametrize("name", [*REPEATED, "cache 1", "cache 3", "cache 8"])
 def test_a_call_like_one_before(name: str) -> None:
-    """What has been written down of a call serves others, and keeps nothing of it."""
+    """A recorded call is replayed for others and keeps none of its memory."""
     if name.startswith("cache"):
         dtypes = (torch.float32,)
         case = random_case(int(name[6:]), dtypes=dtypes, function="attention_with_kvcache")
@@ -210,7 +210,7 @@ def test_a_call_like_one_before(name: str) -> None:
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "rows", "pages", "packed"])
 def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> None:
-    """As on a GPU, where nobody reads the lengths on the host: steps that differ in them alone have one signature."""
+    """As on a GPU, whose lengths the host does not read: steps that differ in lengths only share one recording."""
     fast_path.forget()
     table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
     options: dict[str, dict[str, torch.Tensor]] = {

@@ -1,1 +1,1 @@
-"""Compiling the shipped kernels for GPUs that are not here: `python -m offline` in tests/, or with --full."""
+"""Compile the shipped kernels for GPUs that are not in this machine: `python -m offline` in tests/, or with --full."""

@@ -24,7 +24,7 @@ from .launches import hopper_launches_of, launches_of
 @click.option("--arch", "architectures", multiple=True, help="May be repeated.  [default: all]")
 @click.option("--out", type=click.Path(path_type=Path), help="A CSV file of the results.")
 def main(full: bool, architectures: tuple[str, ...], out: Path | None) -> None:
-    """Exit code 1 if a kernel does not compile, takes more shared memory than its chip has, or is compiled wrongly."""
+    """Exit code 1 if a kernel does not compile, exceeds its chip's shared memory, or is miscompiled."""
     chosen = architectures or ARCHITECTURES
     work = [
         (arch, family, launch)

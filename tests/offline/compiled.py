@@ -80,7 +80,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
 
 
 def assembled(ptx: str, arch: str) -> str:
-    """What ptxas says of a kernel."""
+    """The log of ptxas for a kernel."""
     named = re.search(r"\.target\s+(\w+)", ptx)
     assert named is not None
     with tempfile.TemporaryDirectory() as folder:

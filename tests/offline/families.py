@@ -1,4 +1,4 @@
-"""The calls whose kernels are compiled for GPUs that are not here."""
+"""The calls whose kernels are compiled."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ FAMILIES = (
 
 
 def call_of(variant: Variant) -> Call:
-    """A call of long sequences: what is compiled depends on lengths only where few queries have tiles of their own."""
+    """A call of long sequences. Kernels depend on lengths only for few queries, which have their own tiles."""
     case = variant.case(0, "cpu", (min(257, variant.longest),))
     arguments: dict[str, Any] = dict(case.arguments)
     positional = [arguments.pop(name, None) for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]

@@ -1,4 +1,4 @@
-"""The launches that a call makes, recorded instead of run: the product's own tiles and arguments, without a GPU."""
+"""Record the launches of a call, with the shipped tiles and arguments, instead of running them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,14 +61,14 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def launches_of(call: Call, arch: str, *, backward: bool = True) -> list[Launch]:
-    """What forward and backward of a call on CPU tensors would launch on a GPU."""
+    """The launches of forward and backward on a GPU, for a call on CPU tensors."""
     with recorded() as found:
         results_of(call, "triton", arch, backward=backward)
     return found
 
 
 def hopper_launches_of(call: Call) -> list[Launch]:
-    """What the Hopper backend would launch on an H200 for a call on CPU tensors; backward if it takes that."""
+    """The Hopper backend's launches on an H200, for a call on CPU tensors; backward if the backend accepts it."""
     with recorded() as found:
         results_of(call, "hopper", "sm_90")
     return found

@@ -26,7 +26,7 @@ def kernel(function: Any) -> Any:
     name, parameters = function.__name__, inspect.signature(function).parameters.values()
     fields = [field for p in parameters for field in flatten(p.name, p.annotation)]
     pointers, scalars = ([x for x, kind in fields if kind is wanted] for wanted in (Pointer, Scalar))
-    scalars.sort(key=lambda x: not x.startswith("stride_"))
+    scalars.sort(key=lambda x: not x.startswith("stride_"))  # neighbors in constant memory are loaded in pairs
     constants = [f"{x}: tl.constexpr" for x, kind in fields if kind is tl.constexpr]
     body = ", ".join(constructor(p.name, p.annotation) for p in parameters)
     source = f"def {name}({', '.join(pointers + scalars + constants)}):\n    body({body})\n"

@@ -46,8 +46,8 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def keep_mask(dropout, stream, rows, first_key, N: tl.constexpr):
-    """Bool `[M, N]`: which pairs of rows `[M, 1]` and the keys from `first_key` on are kept. The first key's position
-    in the whole sequence is a multiple of 8.
+    """Bool `[M, N]`: true where a pair of rows `[M, 1]` and keys from `first_key` on is kept. The position of the first
+    key in the whole sequence is a multiple of 8.
     """
     M: tl.constexpr = rows.shape[0]
     EIGHTS: tl.constexpr = 4 if M * N >= WIDE_TILE and N >= 32 else 2  # of keys in one word of bits
@@ -59,10 +59,10 @@ def keep_mask(dropout, stream, rows, first_key, N: tl.constexpr):
         words = philox(c1 * 0 + (first + n).to(tl.uint32), c1, c2, c1 * 0, stream.key_0, stream.key_1)
         for w in tl.static_range(4):
             bits |= keep_bits(words[w], dropout.threshold) << (8 * n + 2 * w)
-    # Words go to the threads whose pairs they are for. Without `gather` each of those would draw them once more.
+    # Move words to the threads that use them. Without `gather` each of those would generate them again.
     bits = tl.gather(bits, tl.zeros([M, WORDS], tl.int32) + tl.arange(0, WORDS)[None, :], 1)
-    # Key j has bit 8 n + 2 w + half. In the layout of a matrix product w differs between threads: it is shifted away
-    # for all pairs of a word at once, and the others are constants.
+    # Key j has bit 8 n + 2 w + half. In the layout of a matrix product only w differs between threads: one shift of the
+    # word serves all its pairs, and the rest of the position is constant.
     n = tl.arange(0, EIGHTS)[None, None, :, None, None]
     w = tl.arange(0, 4)[None, None, None, :, None]
     half = tl.arange(0, 2)[None, None, None, None, :]
@@ -72,6 +72,6 @@ def keep_mask(dropout, stream, rows, first_key, N: tl.constexpr):
 
 @triton.jit
 def keep_bits(word, threshold):
-    """Two bits: whether the low and the high half of each word are keep_mask."""
+    """Two bits: whether the low and the high half of each word are kept."""
     low, high = (word & 0xFFFF) >= threshold, (word >> 16) >= threshold
     return low.to(tl.uint32) | (high.to(tl.uint32) << 1)
