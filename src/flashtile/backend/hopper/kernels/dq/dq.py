@@ -158,9 +158,10 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             consumer_release(kv.empty, 2 * count, KV_STAGES)
             mbarrier.arrive(pipelines.rows_empty.index(warpgroup), count=1, pred=n == tile.hi - 1)
             dp += gl.expand_dims(neg_delta, 1)
-            if masked:  # 0 * dp is NaN where dp is
-                dp = where_bits(visible, dp, 0.0)
-            ds = (ds_weight * dp).to(dtype)
+            ds = ds_weight * dp
+            if masked:  # NaN in a hidden pair: dp, or the derivative of a softcap
+                ds = where_bits(visible, ds, 0.0)
+            ds = ds.to(dtype)
             dq = gemm_rs(dq, ds, stage_chunks(kv, 2 * opaque(count) + 1, KV_STAGES))
             dq = gemm_wait(dq)
             consumer_release(kv.empty, 2 * count + 1, KV_STAGES)
