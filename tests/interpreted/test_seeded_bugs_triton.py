@@ -86,13 +86,13 @@ def long_sum() -> Case:
 
 
 CALLS = {
-    "causal": lambda: dense_case(batch=1, num_heads_q=4, num_heads_kv=2, seqlen_q=5, seqlen_k=34, causal=True),
-    "window": lambda: dense_case(batch=1, seqlen_q=5, seqlen_k=20, window=(9, 4)),
+    "causal": lambda: dense_case(batch=1, num_heads_q=4, num_heads_kv=2, seqlen_q=4, seqlen_k=34, causal=True),
+    "window": lambda: dense_case(batch=1, num_heads_q=1, seqlen_q=5, seqlen_k=20, window=(9, 4)),
     "mask": lambda: dense_case(batch=1, mask=torch.rand(1, 1, 7, 9) > 0.5),
     "softcap": lambda: dense_case(batch=1, softcap=2.0),
     "slopes": lambda: dense_case(batch=1, alibi_slopes=torch.tensor([0.5, 0.1])),
     "sinks": lambda: dense_case(batch=1, sinks=torch.tensor([0.5, 1.0])),
-    "dropout": lambda: dense_case(batch=1, seqlen_k=17, dropout_p=0.4, dropout_seed=3),
+    "dropout": lambda: dense_case(batch=1, num_heads_q=1, seqlen_k=9, dropout_p=0.4, dropout_seed=3),
     "splits": lambda: with_cache(num_splits=3),
     "pages": lambda: with_cache(pages=True),
     "long": long_sum,
