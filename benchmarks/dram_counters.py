@@ -18,7 +18,7 @@ from typing import Any
 
 from flashtile import iomodel
 from flashtile.backend.hopper.tables import TWO_WARPGROUPS
-from flashtile.backend.triton import tables
+from flashtile.backend.triton import configs
 from flashtile.iomodel import Shape, Work, gpu
 
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
@@ -44,7 +44,7 @@ class Case:
         return Shape(*sizes, causal=self.causal, itemsize=4 if self.kind == "standard" else 2)
 
     def predicted(self) -> Work:
-        row = next(row for row in tables.HALF[227] if row.width >= self.head_dim)
+        row = next(row for row in configs.HALF[227] if row.width >= self.head_dim)
         if self.kind == "forward":
             tile = TWO_WARPGROUPS[self.head_dim, self.head_dim] if self.backend == "hopper" else row.forward
             return gpu.kernel_forward(self.shape, tile.block_m)

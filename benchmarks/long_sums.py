@@ -107,7 +107,7 @@ def providers(dtype: torch.dtype, operators: Any) -> dict[str, Callable[..., Res
         return {"flashtile": own("auto"), "sdpa:efficient": of_pytorch(SDPBackend.EFFICIENT_ATTENTION)}
     found = {"flashtile": own("auto"), "flashtile:triton": own("triton")}
     found["sdpa:cudnn"] = of_pytorch(SDPBackend.CUDNN_ATTENTION)
-    if operators is not None and dtype == torch.bfloat16:
+    if operators is not None:
         found["fa3"] = lambda *given: flash_attention_3(operators, *given)
     return found
 
@@ -123,10 +123,11 @@ def relative(x: Tensor, reference: Tensor) -> tuple[float, float]:
 @click.option("--out", type=click.Path(path_type=Path))
 @click.option("--device", default="cuda")
 @click.option("--longest", default=2**20, help="Tokens.")
-def main(fa3_library: Path | None, out: Path | None, device: str, longest: int) -> None:
+@click.option("--dtype", "dtypes", multiple=True, default=("bfloat16", "float16", "float32"), help="May be repeated.")
+def main(fa3_library: Path | None, out: Path | None, device: str, longest: int, dtypes: tuple[str, ...]) -> None:
     operators = None if fa3_library is None else FlashAttention3(fa3_library).operators()
     rows = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in (getattr(torch, name) for name in dtypes):
         for head_dim in (64, 128):
             for seqlen_q, seqlen_k in ((min(m, longest), min(n, longest)) for m, n in SHAPES):
                 for kind in KINDS:

@@ -22,7 +22,8 @@ except ImportError:  # pytest imports the tests as modules of their own
     from seeded_bugs import Bug, planted
 
 import flashtile
-from flashtile.backend.cpu import host_backward, host_forward, jit, launch
+from flashtile.backend.cpu import host_backward, host_forward, jit
+from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import Expected, solve
 from flashtile.testing.tolerance import compare
@@ -215,7 +216,7 @@ def fresh_kernels() -> Iterator[None]:
 
 
 def forget_kernels() -> None:
-    launch._LAUNCHES.clear()
+    fast_path.forget()
     host_forward.forward_address.cache_clear()
     host_backward.backward_address.cache_clear()
 

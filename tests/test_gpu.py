@@ -65,11 +65,16 @@ def test_nothing_waits_for_the_gpu() -> None:
     call = varlen_call()
     seed = torch.zeros(1, dtype=torch.int64, device="cuda")
     dense = [x.unflatten(0, (2, 45)).transpose(1, 2) for x in (call["q"], call["k"], call["v"])]
-    flashtile.attention(*[x[:, :, :1] for x in dense[:1]], *dense[1:])  # the first split call reserves semaphores
-    with no_synchronisation():
+
+    def run() -> None:
         out, lse = flashtile.attention_varlen(**call, causal=True, dropout_p=0.1, dropout_seed=seed, return_lse=True)
         (out.sum() + lse.nan_to_num(neginf=0).sum()).backward()
         flashtile.attention(*dense, window=(7, 0), sinks=torch.zeros(4, device="cuda")).sum().backward()
+
+    run()  # the first split call of a process reserves semaphores for graphs, and waits
+    with no_synchronisation():
+        for _ in range(3):
+            run()
 
 
 def test_offsets_outside_the_tokens_are_keys_that_do_not_exist() -> None:
@@ -200,6 +205,9 @@ def test_memory_that_runs_out_leaves_everything_usable(backend: str, again: bool
         expected, failures = run(), 0
     except flashtile.BackendError as error:
         pytest.skip(str(error))
+    gc.collect()
+    torch.cuda.empty_cache()
+    fragments = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # left by tests before this one
     try:
         for extra in range(0, 2**31, MEMORY_STEP):
             forget()
@@ -218,7 +226,7 @@ def test_memory_that_runs_out_leaves_everything_usable(backend: str, again: bool
         memory(None)
     assert results is not None
     assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
-    assert failures >= sum(x.nbytes for x in expected) // MEMORY_STEP - 1
+    assert failures >= (sum(x.nbytes for x in expected) - fragments) // MEMORY_STEP - 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), torch.no_grad():
         out = flashtile.attention(*leaves, causal=True, deterministic=True, backend=backend)

@@ -89,6 +89,16 @@ def test_replay_on_other_tensors(name: str) -> None:
     assert [str(x) for x in compare(results, second, solve(second)) if not x.ok] == []
 
 
+def test_nan_outside_of_all_sequences_stays_there() -> None:
+    """A softcap's derivative of it is NaN, and no factor of 0 makes that 0."""
+    q, dout = (torch.randn(5, 1, 192, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(3, 1, 192, dtype=torch.bfloat16) for _ in range(2))
+    q[4] = dout[4] = torch.nan
+    offsets = {f"cu_seqlens_{x}": torch.tensor([0, n], dtype=torch.int32) for x, n in (("q", 4), ("k", 3))}
+    case = Case("attention_varlen", {"q": q, "k": k, "v": v, "softcap": 5.0} | offsets, dout, None, 0)
+    assert wrong(case, seed=0) == []
+
+
 def test_gradients_repeat_bitwise_in_any_order_of_events() -> None:
     """With deterministic=True; without it, dq depends on the order, dk and dv do not."""
     q, k, v, dout = (torch.randn(1, 3, 400, 128, dtype=torch.float16) for _ in range(4))

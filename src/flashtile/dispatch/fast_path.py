@@ -95,22 +95,22 @@ def forget() -> None:
     planner.forget_plans()
 
 
-def find(what: Hashable, tensors: Sequence[Tensor | None]) -> Entry | None:
-    """The entry of a call of `what` (function and settings) with these tensors, the first of which is q; `None` where
-    a call takes the operators' way.
+def find(what: Hashable, q: Tensor, tensors: Sequence[Tensor | None]) -> Entry | None:
+    """The entry of a call of `what` (function and settings) with these tensors, q among them; `None` where a call takes
+    the operators' way.
     """
     if forking.forked:
         return None
     layouts = layout_key(tensors)
-    return None if layouts is None else entry((what, state_of_process(tensors[0]), layouts))
+    return None if layouts is None else entry((what, state_of_process(q), layouts))
 
 
 def find_call(call: Call) -> Entry | None:
     """The entry of a call that came through an operator."""
-    return None if call.settings.score_mod is not None else find(call.key, call.inputs)
+    return None if call.settings.score_mod is not None else find(call.key, call.tensors.q, call.inputs)
 
 
-def state_of_process(q: Any) -> Hashable:
+def state_of_process(q: Tensor) -> Hashable:
     """Settings outside of the call that its plan or launches depend on."""
     if q.is_cpu:
         return _ENVIRONMENT.get(_BACKEND), torch.get_num_threads(), _ENVIRONMENT.get(_VECTORS)

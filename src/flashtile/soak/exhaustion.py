@@ -1,5 +1,7 @@
 """A GPU whose memory runs out in the middle of a call, at each of its allocations: the next call has to be right."""
 
+import gc
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,7 @@ def problem(seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
 
 def settled(device: torch.device) -> int:
     """Bytes that are allocated, after all that can be given back is."""
+    gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(device)
