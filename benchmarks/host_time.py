@@ -65,11 +65,11 @@ def dense(seqlen: int) -> None:
 
 def decoding() -> None:
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    cache, new = torch.randn(4, 8, 512, 64, **options), torch.randn(4, 8, 1, 64, **options)
+    caches, new = torch.randn(2, 4, 8, 512, 64, **options), torch.randn(4, 8, 1, 64, **options)
     lengths = torch.full((4,), 100, dtype=torch.int32, device="cuda")
 
     def step(**appended: torch.Tensor) -> torch.Tensor:
-        return flashtile.attention_with_kvcache(new, cache, cache, cache_seqlens=lengths, **appended)
+        return flashtile.attention_with_kvcache(new, *caches, cache_seqlens=lengths, **appended)
 
     with torch.no_grad():
         compare("attention_with_kvcache", {"reading": step, "appending": lambda: step(k=new, v=new)})
