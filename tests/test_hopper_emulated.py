@@ -76,7 +76,7 @@ def test_three_warpgroups(name: str) -> None:
 @pytest.mark.parametrize("name", ["causal 64", "sinks 128", "packed sinks 64", "packed 128", "slopes 64"])
 def test_replay_on_other_tensors(name: str) -> None:
     """A replayed call with the same layouts and other values."""
-    first = case_of(name, 3, "cpu", (129, 200))
+    first = case_of(name, 3, "cpu", (65, 130))
     values = {"q": first.arguments["q"].flip(-1), "k": first.arguments["k"] * 0.5, "v": first.arguments["v"] + 1}
     second = replace(first, arguments=first.arguments | {name: x.contiguous() for name, x in values.items()})
     first = replace(first, arguments=first.arguments | {name: first.arguments[name].contiguous() for name in values})
@@ -91,7 +91,7 @@ def test_replay_on_other_tensors(name: str) -> None:
 
 def test_gradients_repeat_bitwise_in_any_order_of_events() -> None:
     """With deterministic=True; without it, dq depends on the order, dk and dv do not."""
-    q, k, v, dout = (torch.randn(1, 3, 400, 128, dtype=torch.float16) for _ in range(4))
+    q, k, v, dout = (torch.randn(1, 2, 320, 64, dtype=torch.float16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def gradients(seed: int, deterministic: bool) -> tuple[Tensor, ...]:
@@ -234,7 +234,7 @@ def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
     (folder / bug.file).write_text(with_mistake(source, bug.name, bug.old, bug.new))
     for seed in range(8):
         try:
-            if wrong(case_of(bug.variant, seed, "cpu", (384, 385)), seed, folder):
+            if wrong(case_of(bug.variant, seed, "cpu", (192, 257)), seed, folder):
                 return
         except EmulationError:
             return
