@@ -126,6 +126,7 @@ class Bug(NamedTuple):
     old: str
     new: str
     variant: str = "causal 128"
+    lengths: tuple[int, int] = (192, 257)
 
 
 MAINLOOP, PIPELINE = "kernels/forward/mainloop.py", "kernels/shared/pipeline.py"
@@ -150,7 +151,13 @@ RELEASE_DQ_K = "            consumer_release(kv.empty, 2 * count + 1, KV_STAGES)
 WAIT_DP = "            dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))\n"
 RELEASE_DQ_V = "            consumer_release(kv.empty, 2 * count, KV_STAGES)\n"
 BUGS = (
-    Bug("keys released before their product is complete", MAINLOOP, f"{WAIT_S}{RELEASE_K}", f"{RELEASE_K}{WAIT_S}"),
+    Bug(
+        "keys released before their product is complete",
+        MAINLOOP,
+        f"{WAIT_S}{RELEASE_K}",
+        f"{RELEASE_K}{WAIT_S}",
+        lengths=(384, 385),
+    ),
     Bug(
         "q released before its product is complete",
         MAINLOOP,
@@ -207,6 +214,7 @@ BUGS = (
         f"{SPLIT_DK}{RELEASE_ROWS}",
         f"{RELEASE_ROWS}{SPLIT_DK}",
         "causal 192/128",
+        (384, 385),
     ),
     Bug(
         "keys released before dq is complete",
@@ -221,6 +229,7 @@ BUGS = (
         f"{WAIT_DP}{RELEASE_DQ_V}",
         f"{RELEASE_DQ_V}{WAIT_DP}",
         "causal 256",
+        (129, 130),
     ),
     Bug("rows of the next packed sequence", COORDINATES, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
 )
@@ -234,7 +243,7 @@ def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
     (folder / bug.file).write_text(with_mistake(source, bug.name, bug.old, bug.new))
     for seed in range(8):
         try:
-            if wrong(case_of(bug.variant, seed, "cpu", (192, 257)), seed, folder):
+            if wrong(case_of(bug.variant, seed, "cpu", bug.lengths), seed, folder):
                 return
         except EmulationError:
             return
