@@ -1,7 +1,8 @@
 """Tensors next to protected pages, so that one access out of bounds ends the process.
 
-As a program, it runs calls of the CPU backend with every tensor guarded, results and workspaces included: random calls,
-and calls of every size modulo vectors and blocks, whose inputs are surrounded by NaN.
+As a program, `guarded.py FIRST LAST DTYPE...` runs calls of the CPU backend with every tensor guarded, results and
+workspaces included: the random calls of these seeds, and calls of every size modulo vectors and blocks in float32 and
+the named dtypes, whose inputs are surrounded by NaN.
 """
 
 import ctypes
@@ -9,7 +10,7 @@ import itertools
 import mmap
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -72,7 +73,7 @@ def guard(case: Any, in_front: bool) -> None:
         setattr(case, name, None if x is None else guarded(x, in_front))
 
 
-def residues() -> None:
+def residues(dtypes: Sequence[torch.dtype]) -> None:
     """Run every number of rows, keys and features modulo the kernels' block sizes, forward and backward. Inputs are
     part of larger tensors of NaN, so that a read past the end of any row, head or sequence shows in results; allocated
     memory holds NaN until it is written.
@@ -81,7 +82,7 @@ def residues() -> None:
 
     from flashtile.testing.poison import in_larger_buffer, poisoned_allocation
 
-    for case in cases_of_every_residue(dense_case):
+    for case in cases_of_every_residue(dense_case, dtypes):
         expected = case.run("cpu")
         for name in "qkv":
             case.arguments[name] = in_larger_buffer(case.arguments[name], ((1, 0), (0, 1), (1, 1), (2, 3)))
@@ -97,13 +98,13 @@ def residues() -> None:
             raise SystemExit(f"{wrong} changed with what lies around inputs: {case.description}")
 
 
-def cases_of_every_residue(dense_case: Any) -> Iterator[Any]:
+def cases_of_every_residue(dense_case: Any, dtypes: Sequence[torch.dtype]) -> Iterator[Any]:
     """All four sizes change from call to call, by coprime steps. Other dtypes than float32 differ only in lanes and in
     how features are read, so a third of the calls is enough for them.
     """
     from flashtile.backend.cpu.workspace import BLOCK_N
 
-    others = itertools.product(range(0, BLOCK_N, 3), (torch.bfloat16, torch.float64, torch.float16))
+    others = itertools.product(range(0, BLOCK_N, 3), dtypes)
     for n, dtype in (*((n, torch.float32) for n in range(BLOCK_N)), *others):
         keys = 1 + 5 * n % BLOCK_N + n % 2 * BLOCK_N
         widths = {"head_dim": 1 + 7 * n % 32, "head_dim_v": 1 + (11 * n + 4) % 32}
@@ -134,4 +135,4 @@ def random_calls(first: int, last: int) -> None:
 
 if __name__ == "__main__":
     random_calls(int(sys.argv[1]), int(sys.argv[2]))
-    residues()
+    residues([getattr(torch, name) for name in sys.argv[3:]])

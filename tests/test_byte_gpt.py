@@ -16,6 +16,7 @@ from flashtile.bench import captured as captured_module
 from flashtile.bench.byte_gpt import (
     ATTENTIONS,
     Attend,
+    ByteGPT,
     Cache,
     flashtile_attention,
     new_model,
@@ -34,14 +35,22 @@ STEPS = 12
 
 
 def losses(attend: Attend, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.tensor(list(train(new_model(dtype=dtype), attend, STEPS, batch=4, seqlen=64)), dtype=torch.float64)
+    return torch.tensor(list(train(new_model(dtype=dtype), attend, STEPS, batch=2, seqlen=32)), dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def model() -> ByteGPT:
+    """A model that is trained less, so that tests are quick."""
+    model = new_model()
+    for _ in train(model, sdpa_attention, STEPS, batch=2, seqlen=32):
+        pass
+    return model
 
 
 @pytest.fixture
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is trained less, so that tests are quick."""
-    monkeypatch.setattr(captured_module, "trained", [])
-    captured_module.trained_model(STEPS)
+def few_steps(model: ByteGPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture from this model."""
+    monkeypatch.setattr(captured_module, "trained", [model])
 
 
 def test_losses_agree_step_by_step() -> None:

@@ -257,14 +257,18 @@ def run_guarded(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(program, capture_output=True, text=True, check=False)
 
 
+# Compilation takes most of the time: each dtype meets two widths, and float32, with the most residues, all three.
+GUARDED = {"avx512": ("bfloat16", "float64"), "avx2": ("bfloat16", "float16"), "baseline": ("float16", "float64")}
+
+
 def test_nothing_is_touched_outside_of_tensors(width: str) -> None:
     """Random calls in a process of their own, with every tensor between protected pages; and calls of every
     residue of rows, keys and head dimensions, forward and backward, whose inputs lie among NaN.
     """
     first = 1000 * WIDTHS.index(width)
-    process = run_guarded(str(first), str(first + 12))
+    process = run_guarded(str(first), str(first + 5), *GUARDED[width])
     assert process.returncode == 0, process.stdout.splitlines()[-1:] + process.stderr.splitlines()[-3:]
-    assert len(process.stdout.splitlines()) >= 12 + 2 * (96 + 3 * 32)
+    assert len(process.stdout.splitlines()) >= 5 + 2 * (96 + 2 * 32)
 
 
 def test_the_guard_would_notice() -> None:

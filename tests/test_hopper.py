@@ -1,5 +1,10 @@
-"""The Hopper backend without a GPU: what it supports, and the SASS of its kernels."""
+"""The Hopper backend without a GPU: what it supports, and the SASS of its kernels.
 
+`pytest -m sass` compiles all kernels and examines the order of their instructions; by default, one problem for each
+kernel is compiled.
+"""
+
+import functools
 import re
 from dataclasses import replace
 from unittest import mock
@@ -31,6 +36,10 @@ SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("packed 256", 256, SHORT))
 BACKWARD_SPILL, FORWARD_SPILL = 150, 4  # most bytes of a thread
 MORE_FORWARD_SPILL = {("packed everything 64", 64, SHORT): 8, ("causal", 96, LONG): 16}
 NEWER_TRITON_SPILL = 32  # most bytes of a thread in forward
+ONE_OF_EACH = (  # problem, kernel, most spilled bytes of a thread
+    (("full", 64, SHORT), "forward", NEWER_TRITON_SPILL), (("full", 64, SHORT), "backward", BACKWARD_SPILL),
+    (("full", (192, 128), SHORT), "dq", 0), (("full", (192, 128), SHORT), "dkdv", 0),
+)  # fmt: skip
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 
 
@@ -119,18 +128,28 @@ def launch_of(family: tuple, name: str) -> Launch:
     return launch
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[tuple, Compiled]:
-    return {family: compile_launch(launch_of(family, "forward"), "sm_90") for family in CHOSEN}
+@functools.cache
+def compiled(family: tuple, name: str) -> Compiled:
+    return compile_launch(launch_of(family, name), "sm_90")
 
 
+@pytest.mark.parametrize(("family", "name", "most_spilled"), ONE_OF_EACH)
+def test_kernel_compiles(family: tuple, name: str, most_spilled: int) -> None:
+    kernel = compiled(family, name)
+    assert kernel.shared <= SHARED_MEMORY
+    assert kernel.spilled is not None
+    assert kernel.spilled <= most_spilled
+    assert not kernel.serialized
+    assert not kernel.unset
+
+
+@pytest.mark.sass
 @pytest.mark.parametrize("family", BACKWARD)
 def test_backward_compiles_for_hopper(family: tuple) -> None:
     """Exponentials overlap dout's product with v. With early_half_exps, half of them follow the wait for the next
     scores, which are issued before dk.
     """
-    launch = launch_of(family, "backward")
-    kernel = compile_launch(launch, "sm_90")
+    launch, kernel = launch_of(family, "backward"), compiled(family, "backward")
     assert kernel.shared <= SHARED_MEMORY
     assert kernel.spilled is not None
     assert kernel.spilled <= BACKWARD_SPILL
@@ -155,17 +174,17 @@ def test_backward_compiles_for_hopper(family: tuple) -> None:
         assert early == (late if config.early_half_exps else 0)
 
 
+@pytest.mark.sass
 @pytest.mark.parametrize("family", SPLIT_BACKWARD)
 def test_split_backward_compiles_for_hopper(family: tuple) -> None:
     """In dq, exponentials overlap dout's product with values; in dkdv, they stand between dv's two products."""
-    launches = [launch_of(family, name) for name in ("dq", "dkdv")]
-    dq, dkdv = (compile_launch(launch, "sm_90") for launch in launches)
+    dq, dkdv = (compiled(family, name) for name in ("dq", "dkdv"))
     for kernel in (dq, dkdv):
         assert kernel.shared <= SHARED_MEMORY
         assert kernel.spilled == 0
         assert not kernel.serialized
         assert not kernel.unset
-    values = len(launches[0].arguments["CONFIG"].head_dim_v.chunks)
+    values = len(launch_of(family, "dq").arguments["CONFIG"].head_dim_v.chunks)
     for sass, waits in ((dq.sass, [values, 0, 0]), (dkdv.sass, [0, 0])):
         steps = inner_loops(sass, most_waits=3)
         assert len(steps) >= len(waits) - 1  # dq: one for each warpgroup; dkdv: only dv's
@@ -176,9 +195,10 @@ def test_split_backward_compiles_for_hopper(family: tuple) -> None:
             assert at[0] < exponentials[0] < exponentials[-1] < at[1]
 
 
+@pytest.mark.sass
 @pytest.mark.parametrize("family", CHOSEN)
-def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> None:
-    kernel = compiled[family]
+def test_compiles_for_hopper(family: tuple) -> None:
+    kernel = compiled(family, "forward")
     assert kernel.shared <= SHARED_MEMORY
     assert kernel.spilled is not None
     assert kernel.spilled <= (
@@ -190,14 +210,15 @@ def test_compiles_for_hopper(compiled: dict[tuple, Compiled], family: tuple) -> 
     assert not kernel.unset
 
 
+@pytest.mark.sass
 @pytest.mark.parametrize("family", CHOSEN)
-def test_overlap_of_forward(compiled: dict[tuple, Compiled], family: tuple) -> None:
+def test_overlap_of_forward(family: tuple) -> None:
     """In each step, the products with keys and with values are in flight together. Speculative exponentials stand
     between the maxima and the branch for a changed row_max, before the wait for the values' product. Rescaling has a
     branch of its own.
     """
     config = launch_of(family, "forward").arguments["CONFIG"]
-    loops = inner_loops(compiled[family].sass)
+    loops = inner_loops(compiled(family, "forward").sass)
     assert len(loops) == config.num_warpgroups  # one for each warpgroup
     for order in loops:
         waits, exponentials, maxima, products, votes, rescaling = (

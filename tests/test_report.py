@@ -33,7 +33,7 @@ from flashtile.report.overview import overview
 from flashtile.report.page import render, write, write_sections
 from flashtile.report.plots import VARIABLES, standalone, svg_of
 from flashtile.report.section import Plot, Section, Series, Table
-from flashtile.report.settings import settings_for
+from flashtile.report.settings import Settings, settings_for
 from flashtile.report.verdict import ADJECTIVES, MARGIN, RULE
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -45,16 +45,20 @@ PLOTS = 11
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A small report, as the command makes it: its sections, its folder and what was printed."""
+    """A small report, as the command makes it, of one call a sample: its sections, its folder and what was printed."""
     folder, reports = tmp_path_factory.mktemp("report"), []
     whole = gather_module.gather
 
-    def kept(*arguments: Any) -> Any:
-        reports.append(whole(*arguments))
+    def kept(settings: Settings, *arguments: Any) -> Any:
+        timing = replace(settings.timing, sample_seconds=1e-4, rest_seconds=0.0)
+        short = replace(settings, timing=timing, error_seqlen=64, captured_cases=3, long_cases=1, ladder_seconds=1e-3)
+        reports.append(whole(replace(short, stack_seqlens=(8, 16), long_seqlens=(64,)), *arguments))
         return reports[0]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather_module, "gather", kept)
+        patch.setattr(training, "BATCH", 2)
+        patch.setattr(training, "SEQLEN", 32)
         result = CliRunner().invoke(main, ["report", "--quick", *SMALL, "--images", "--out", str(folder)])
     assert result.exit_code == 0, result.output
     return reports[0], folder, result.output
