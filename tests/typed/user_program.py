@@ -1,6 +1,6 @@
 """A user's program that type checkers accept, and lines that they have to refuse: those with `type: ignore`.
 
-pyright and mypy read it (`make types`), with ignores that nothing needs as errors; `tests/test_typed.py` runs it.
+pyright and mypy read it (`make types`), with ignores that nothing needs as errors; `tests/api/test_typed.py` runs it.
 """
 
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true

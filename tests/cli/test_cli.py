@@ -17,7 +17,7 @@ from flashtile.backend.tiled import entry, forward, support
 from flashtile.cli import main
 from flashtile.dispatch import fast_path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run(*words: str) -> Result:

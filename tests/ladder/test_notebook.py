@@ -10,7 +10,7 @@ import torch
 from flashtile import iomodel
 from flashtile.ladder import step05_flash1, step06_flash2
 
-NOTEBOOK = Path(__file__).parents[1] / "examples" / "ladder.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "ladder.ipynb"
 
 
 def cells() -> list[dict[str, Any]]:

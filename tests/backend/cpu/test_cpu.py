@@ -253,7 +253,7 @@ def test_score_mod_is_declined_with_a_reason() -> None:
 
 
 def run_guarded(*words: str) -> subprocess.CompletedProcess:
-    program = [sys.executable, str(Path(__file__).parent / "guarded.py"), *words]
+    program = [sys.executable, str(Path(__file__).parents[2] / "guarded.py"), *words]
     return subprocess.run(program, capture_output=True, text=True, check=False)
 
 
@@ -281,7 +281,7 @@ def test_the_guard_would_notice() -> None:
         "mock.patch.object(a, 'dense_lengths', wrong).start();"
         "flashtile.attention(q, q, q, backend='cpu')"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, env=environment)
     assert process.returncode in (-signal.SIGSEGV, -signal.SIGBUS)
 

@@ -34,7 +34,7 @@ STEPS = {
     "tensor cores": step09_cuda_tensor_cores,
 }
 BUGS = step09_cuda_registers.BUGS
-PAGE = Path(__file__).parents[1] / "docs" / "ladder.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ladder.md"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 

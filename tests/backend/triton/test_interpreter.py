@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[2]
 
 
 # Two processes, so that two workers share the time: the named problems, and everything else.

@@ -12,7 +12,7 @@ import torch
 import flashtile
 from flashtile.api.signatures import CacheKeywords, Keywords, VarlenKeywords
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_user_program_runs() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import flashtile
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(flashtile.__file__).parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]

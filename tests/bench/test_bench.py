@@ -30,7 +30,7 @@ from flashtile.bench.tables import reasons, tables
 from flashtile.cli import main
 from flashtile.testing.case import Case
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 QUICK = Timing(rounds=2, sample_seconds=1e-4, rest_seconds=0.0, fresh_runs=1)
 SMALL = Cell(heads=2, seqlen_q=40, head_dim=16)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashtile
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def load(name: str) -> ModuleType:

@@ -30,7 +30,7 @@ from flashtile.bench.cell import Cell
 from flashtile.bench.inputs import make_case
 from flashtile.cli import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS = 12
 
 

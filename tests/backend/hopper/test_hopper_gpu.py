@@ -1,4 +1,4 @@
-"""The Hopper backend on a GPU: `pytest -m gpu tests/test_hopper_gpu.py`.
+"""The Hopper backend on a GPU: `pytest -m gpu tests/backend/hopper/test_hopper_gpu.py`.
 
 A barrier that is never signaled hangs: a test that takes too long ends the process and prints the stack.
 """

@@ -16,7 +16,7 @@ from flashtile import iomodel
 from flashtile.iomodel import Shape, gpu
 from flashtile.iomodel.gpu import Cache
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "dram_counters.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "dram_counters.py"
 SMALL = Shape(1024, 1024, 64, 64, batch=2, num_heads_q=4, num_heads_kv=2, itemsize=2)
 
 

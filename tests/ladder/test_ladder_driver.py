@@ -11,7 +11,7 @@ import torch
 
 from flashtile.ladder import cuda_compile, cuda_launch, step03_cpp, step09_cuda_warps
 
-SOURCE = Path(__file__).parent / "cuda_emulation" / "driver.c"
+SOURCE = Path(__file__).parents[1] / "cuda_emulation" / "driver.c"
 pytestmark = pytest.mark.skipif(step03_cpp.compiler() is None, reason="there is no C++ compiler")
 
 

@@ -1,4 +1,4 @@
-"""The Triton backend on a GPU: `pytest -m gpu tests/test_triton_gpu.py`."""
+"""The Triton backend on a GPU: `pytest -m gpu tests/backend/triton/test_triton_gpu.py`."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -15,7 +15,7 @@ from flashtile.backend.cpu.targets import WIDTHS
 from flashtile.cli import main
 from flashtile.cli.env import VARIABLES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 
 
