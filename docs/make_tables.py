@@ -1,7 +1,7 @@
 """Fill the tables of README.md, docs/performance.md and docs/architecture.md: `python docs/make_tables.py`.
 
-Figures come from `benchmarks/results/`, layers from `tests/project/test_imports.py`, features from the backends' own answers. A
-table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this makes, so that
+Figures come from `benchmarks/results/`, layers from `tests/project/test_imports.py`, features from the backends' own
+answers. A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this makes, so that
 nothing in them can go stale.
 """
 
@@ -207,7 +207,7 @@ def first_calls() -> str:
 
 
 def layers() -> str:
-    tree = ast.parse((ROOT / "tests" / "test_imports.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "tests" / "project" / "test_imports.py").read_text(encoding="utf-8"))
     (value,) = (
         node.value
         for node in tree.body

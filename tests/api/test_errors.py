@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from test_imports import MODULES
+from modules import MODULES
 from torch import Tensor
 
 import flashtile

@@ -1,5 +1,5 @@
 """The contract on small shapes, with the Triton kernels in Triton's interpreter on CPU tensors.
-`tests/backend/triton/test_interpreter.py` runs this in a process of its own, for the interpreter is a mode of the whole process.
+`tests/backend/triton/test_interpreter.py` runs this in a process of its own: the interpreter is a mode of the process.
 
 The interpreter's bf16 products are wrong; fp16 and fp32 stand for all.
 """

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from modules import MODULES, PACKAGE
 
 import flashtile
 
-PACKAGE = Path(flashtile.__file__).parent
 HEAVY = {
     "triton",
     "llvmlite",
@@ -85,18 +85,6 @@ def test_import_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # Directions ----------------------------------------------------------------------------------------------------------
-
-
-def modules() -> dict[str, Path]:
-    """Every module of the package by its name without the leading `flashtile.`; the package itself is ''."""
-    names = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return names
-
-
-MODULES = modules()
 
 
 def imports_of(name: str, *, at_import: bool) -> Iterator[str]:
