@@ -1,8 +1,8 @@
 """Fill the tables of README.md, docs/performance.md and docs/architecture.md: `python docs/make_tables.py`.
 
 Figures come from `benchmarks/results/`, layers from `tests/project/test_imports.py`, features from the backends' own
-answers. A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this makes, so that
-nothing in them can go stale.
+answers. A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this
+makes, so that nothing in them can go stale.
 """
 
 import ast

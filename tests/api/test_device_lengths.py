@@ -3,7 +3,6 @@
 Run on the CPU here, by telling the package that the host may not read (`checking.lengths_on_the_device`).
 """
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 from checking import BACKENDS, assert_right, lengths_on_the_device, tile_size
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from no_reads import NoReads
 from packing import TOTAL_K, in_pages, packed_case
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile.api.normalize import normalize
@@ -76,17 +75,6 @@ def test_falling_offsets_are_empty_sequences(backend: str) -> None:
     assert not out[5:].any()
     assert (lse[:, 5:] == -torch.inf).all()
     assert out.isfinite().all()
-
-
-class NoReads(TorchDispatchMode):
-    """Operators that bring a tensor's values to the host are errors."""
-
-    READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "item")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in self.READS, f"{name} reads values on the host"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -24,7 +24,7 @@ from checking import assert_right as oracle_right
 from checking import changed_during_calls, features, lengths_on_the_device, tile_size
 from hypothesis import given
 from hypothesis import strategies as st
-from test_device_lengths import NoReads
+from no_reads import NoReads
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode

@@ -1,9 +1,8 @@
 """Rows that see nothing, NaN and infinities: where they may spread and where they must not."""
 
-from typing import Any
-
 import pytest
 import torch
+from blind import BLIND
 from checking import BACKENDS, assert_right, dense_case, tile_size
 
 import flashtile
@@ -11,19 +10,6 @@ from flashtile.testing.case import Case
 from flashtile.testing.poison import poisoned_allocation, with_guard_bands
 
 INF, NAN = torch.inf, torch.nan
-ROW_1 = torch.arange(7)[:, None] == 1
-
-# A call of 7 rows and 9 keys for each way in which a row, or all of them, can see nothing.
-BLIND: dict[str, dict[str, Any]] = {
-    "no keys": {"seqlen_k": 0},
-    "causal, more queries than keys": {"seqlen_q": 12, "seqlen_k": 5, "causal": True},
-    "window left of the first key": {"seqlen_q": 12, "seqlen_k": 5, "window": (2, 1)},
-    "top_left and window": {"seqlen_q": 4, "seqlen_k": 9, "causal": "top_left", "window": (1, None)},
-    "mask of one row": {"mask": ~ROW_1[None, None]},
-    "mask of everything": {"mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)},
-    "bias of -inf": {"bias": torch.where(ROW_1, -INF, 0.0)[None, None]},
-    "score_mod of -inf": {"score_mod": lambda score, b, h, i, j: torch.where(i == 1, -INF, score)},
-}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -18,10 +18,10 @@ from unittest import mock
 
 import pytest
 import torch
+from blind import BLIND
 from checking import assert_right, dense_case, features, offsets
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_nan import BLIND
 
 import flashtile
 from flashtile import BackendError

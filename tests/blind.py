@@ -1,0 +1,20 @@
+"""Calls in which rows see nothing."""
+
+from typing import Any
+
+import torch
+
+INF = torch.inf
+ROW_1 = torch.arange(7)[:, None] == 1
+
+# A call of 7 rows and 9 keys for each way in which a row, or all of them, can see nothing.
+BLIND: dict[str, dict[str, Any]] = {
+    "no keys": {"seqlen_k": 0},
+    "causal, more queries than keys": {"seqlen_q": 12, "seqlen_k": 5, "causal": True},
+    "window left of the first key": {"seqlen_q": 12, "seqlen_k": 5, "window": (2, 1)},
+    "top_left and window": {"seqlen_q": 4, "seqlen_k": 9, "causal": "top_left", "window": (1, None)},
+    "mask of one row": {"mask": ~ROW_1[None, None]},
+    "mask of everything": {"mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)},
+    "bias of -inf": {"bias": torch.where(ROW_1, -INF, 0.0)[None, None]},
+    "score_mod of -inf": {"score_mod": lambda score, b, h, i, j: torch.where(i == 1, -INF, score)},
+}
