@@ -193,6 +193,26 @@ def test_a_default_device_leaves_it_on(kind: str) -> None:
 OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
 
 
+def test_rotary_conventions_do_not_share_a_recording() -> None:
+    """Where lengths are on the device, so that calls with a cache are kept."""
+    q, k, v = (torch.randn(1, 2, 1, 16) for _ in range(3))
+    angles = torch.rand(8, 8)
+    rotary = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    lengths = torch.tensor([5], dtype=torch.int32)
+
+    def outs(interleaved: bool, count: int) -> list[Tensor]:
+        caches = torch.ones(2, 1, 2, 8, 16)
+        options = rotary | {"k": k, "v": v, "cache_seqlens": lengths, "rotary_interleaved": interleaved}
+        return [flashtile.attention_with_kvcache(q, *caches, **options) for _ in range(count)]
+
+    with mock.patch("flashtile.call.device.host_readable", return_value=False):
+        for interleaved in (True, False):
+            with switched_off():
+                (right,) = outs(interleaved, 1)
+            assert all(torch.equal(x, right) for x in outs(interleaved, 3))
+    assert len(fast_path._recent) == 2
+
+
 def test_dropout_draws_anew() -> None:
     q, k, v = inputs(64)
     outs = [flashtile.attention(q, k, v, dropout_p=0.5) for _ in range(4)]

@@ -363,6 +363,7 @@ def attention_with_kvcache(
         backend=backend,
         num_splits=num_splits,
         cache=cache,
+        rotary_interleaved=interleaved,
     )
     out, lse = attend_with_cache(call, cache, interleaved)
     return (out, lse) if return_lse else out

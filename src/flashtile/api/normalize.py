@@ -43,6 +43,7 @@ def normalize(
     max_seqlen_k: Any = None,
     num_splits: Any = None,
     cache: CacheTensors | None = None,
+    rotary_interleaved: bool | None = None,
 ) -> Call:
     """The call of a public function's arguments. `tensors` holds those that are tensors as they stand; of a KV cache,
     k and v are the caches, and what else it has is in `cache`.
@@ -66,7 +67,7 @@ def normalize(
         settings = settings_of(function, q.shape[-1], *scalars)
         if settings.dropout_p > 0:
             tensors["dropout_seed"] = dropout_seed = seed_of(function, dropout_seed, q.device)
-        entry = fast_path.find((function, settings), q, (*tensors.values(), *of_cache))
+        entry = fast_path.find((function, settings, rotary_interleaved), q, (*tensors.values(), *of_cache))
         if entry is not None and entry.settings is not None:
             return Call(Tensors(**tensors), entry.settings, entry, is_plain_eager=True)
     if cache is not None:  # first, for k and v have other names in it
