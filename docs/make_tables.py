@@ -98,7 +98,7 @@ def speed() -> str:
 
 
 def losses() -> str:
-    """Where we are slower than a peer by the report's rule, one line for each pass and head dimension."""
+    """Losses by the report's rule, one line for each pass and head dimension."""
     groups: dict[str, list[str]] = {}
     for x in ("forward", "backward"):
         for (d, m, n), ratio in against(rates(f"h200-hopper-{x}", by_length), PEERS).items():

@@ -117,7 +117,7 @@ class Call:
 
     @property
     def layout(self) -> str:
-        """Of the keys: "paged" has pages, with packed queries or, for a KV cache, dense ones."""
+        """Layout of the keys. "paged" has pages, with packed queries or, for a KV cache, dense ones."""
         if self.tensors.page_table is not None:
             return "paged"
         return "dense" if self.tensors.cu_seqlens_q is None else "varlen"

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 
 class Plan(NamedTuple):
-    """How one pass of a problem is run. What forward leaves for backward is the same in every backend: each pass has a
-    plan of its own. `why` has, for each backend that was asked before, the reason it declined.
+    """The way to run one pass of a problem. Forward leaves the same results for backward in every backend, so each pass
+    has a plan of its own. `why` has, for each backend that was asked before, the reason it declined.
     """
 
     backend: str

@@ -57,7 +57,7 @@ class Pass:
 
 
 class Entry:
-    """What is known of the calls with one key."""
+    """Everything kept for the calls with one key."""
 
     __slots__ = ("apart", "backward", "forward", "paged", "settings")
 

@@ -120,7 +120,7 @@ def plot_of(settings: Settings, measure: str, found: Found) -> Plot:
 
 
 def of_the_longest(settings: Settings, found: Found) -> str:
-    """How far the dense method's matrices go."""
+    """Largest length at which the dense method's matrices fit."""
     words, longest = [], settings.memory_seqlens[-1]
     for measure in MEASURES:
         own, dense = (found.get((measure, name), {}) for name in (OWN, DENSE))

@@ -50,7 +50,7 @@ class NewTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class AppendConstants:
-    """What is compiled into the kernel."""
+    """Compile-time constants of a kernel."""
 
     D: int
     DV: int

@@ -125,7 +125,7 @@ class HeadDim:
 
 @dataclass(frozen=True)
 class Constants:
-    """What is compiled into a kernel."""
+    """Compile-time parameters of a kernel."""
 
     HEAD_DIM: HeadDim
     HEAD_DIM_V: HeadDim
