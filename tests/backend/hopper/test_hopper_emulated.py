@@ -26,6 +26,7 @@ from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
 CORES = 3
+AROUND_TILES = (33, 64, 65, 127, 128, 129, 192, 193, 255, 257, 300)  # longer ones run on a GPU
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def wrong(case: Case, seed: int, folder: Path = FOLDER) -> list[str]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_random_problems_are_within_the_bound(name: str) -> None:
-    assert wrong(case_of(name, hash_of(name), "cpu"), seed=0) == []
+    assert wrong(case_of(name, hash_of(name), "cpu", AROUND_TILES), seed=0) == []
 
 
 def test_a_sink_of_infinity_takes_all_the_weight() -> None:
