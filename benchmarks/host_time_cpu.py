@@ -1,0 +1,66 @@
+"""Time of calls of a few tokens on a CPU, which is the host's: `python benchmarks/host_time_cpu.py`.
+
+One thread. Each figure is the least of the rounds' means: what the call takes where nothing else runs. To compare two
+states of the source, run it with PYTHONPATH set to each in turn.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import flashtile
+
+ROUNDS, CALLS, WARM = 9, 300, 20
+
+
+def microseconds(run: Callable[[], Any]) -> float:
+    """Of one call."""
+    for _ in range(WARM):
+        run()
+    means = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            run()
+        means.append((time.perf_counter() - start) / CALLS * 1e6)
+    return min(means)
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """`[1, 1, 4, 16]` where a name says no other."""
+    q, k, v = (torch.randn(1, 1, 4, 16) for _ in range(3))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = flashtile.attention(*leaves)
+    dout = torch.ones_like(out)
+    packed, offsets = torch.randn(8, 1, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
+    caches, new, lengths = torch.randn(2, 2, 1, 64, 16), torch.randn(2, 1, 1, 16), torch.tensor([3, 9])
+    keys, grown = torch.randn(1, 1, 4000, 16), itertools.count(1)
+
+    def growing() -> torch.Tensor:
+        longer = keys[:, :, : next(grown)]
+        return flashtile.attention(q, longer, longer)
+
+    return {
+        "forward": lambda: flashtile.attention(q, k, v),
+        "causal, window, softcap": lambda: flashtile.attention(q, k, v, causal=True, window=(3, 0), softcap=30.0),
+        "dropout": lambda: flashtile.attention(q, k, v, dropout_p=0.1, dropout_seed=3),
+        "forward with gradients": lambda: flashtile.attention(*leaves),
+        "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+        "packed, 3 and 5 tokens": lambda: flashtile.attention_varlen(packed, packed, packed, offsets, offsets),
+        "KV cache, 3 and 9 tokens": lambda: flashtile.attention_with_kvcache(new, *caches, cache_seqlens=lengths),
+        "170 keys": lambda: flashtile.attention(q, keys[:, :, :170], keys[:, :, :170]),
+        "one key more at each call": growing,  # its quickest round has 21 to 320 keys
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name, run in calls().items():
+        print(f"{name}: {microseconds(run):.1f} us")
+
+
+if __name__ == "__main__":
+    main()
