@@ -19,7 +19,7 @@ ROUNDS, CALLS, WARM = 11, 100, 20
 
 
 def microseconds(run: Callable[[], Any], calls: int) -> float:
-    """Of one call."""
+    """Time of one call."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):

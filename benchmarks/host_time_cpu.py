@@ -17,7 +17,7 @@ ROUNDS, CALLS, WARM = 9, 300, 20
 
 
 def microseconds(run: Callable[[], Any]) -> float:
-    """Of one call."""
+    """Time of one call."""
     for _ in range(WARM):
         run()
     means = []

@@ -194,7 +194,7 @@ OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
 
 
 def test_rotary_conventions_do_not_share_a_recording() -> None:
-    """Where lengths are on the device, so that calls with a cache are kept."""
+    """Lengths are not read, as on a GPU, so that calls with a cache are kept."""
     q, k, v = (torch.randn(1, 2, 1, 16) for _ in range(3))
     angles = torch.rand(8, 8)
     rotary = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}

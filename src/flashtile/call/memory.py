@@ -8,19 +8,6 @@ from torch import Tensor
 LOWEST_ADDRESS = 2**32
 
 
-def in_memory(*tensors: Tensor | None) -> bool:
-    """Whether tensors have memory of their own, unlike freed ones, those of "meta", of zeros alone, and wrappers of
-    transforms. Calls of one signature are alike in this.
-    """
-    try:
-        for x in tensors:
-            if x is not None and (x.is_meta or ((place := x.data_ptr()) < LOWEST_ADDRESS and not exists(x, place))):
-                return False
-    except RuntimeError:  # there is no address to ask for
-        return False
-    return True
-
-
 def exists(x: Tensor, place: int) -> bool:
     """Whether there is memory behind a low address, or nothing that would need it."""
     return x.numel() == 0 or (place != 0 and x.untyped_storage().nbytes() > 0)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backend.cpu.support import VECTORS_VARIABLE
 from ..call import device
 from ..call.call import Call, Gradients, Needs, Settings
 from ..call.memory import layout_key
@@ -22,13 +23,12 @@ from .planner import BACKEND_VARIABLE, entry_of, function_of, plan_call
 
 GENERATION = 2048  # layouts
 MOST_BACKWARD = 64  # layouts of one forward call's backward passes
-CPU_VARIABLE = "FLASHTILE_CPU_VECTORS"
 
 # Where os.environ looks a name up. It raises an error where there is none, which takes longer than all of the lookup.
 _ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
 _BACKEND, _VECTORS = (
     os.environ.encodekey(name) if hasattr(os.environ, "_data") else name  # type: ignore[attr-defined]
-    for name in (BACKEND_VARIABLE, CPU_VARIABLE)
+    for name in (BACKEND_VARIABLE, VECTORS_VARIABLE)
 )
 
 

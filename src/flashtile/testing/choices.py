@@ -25,7 +25,7 @@ class Choices:
         self._replayed = iter(kept)
 
     def keep(self, choose: Callable[[], T]) -> T:
-        """What `choose` returns in variation 0."""
+        """The value of `choose` in variation 0."""
         chosen: T
         if self.variation > 0:
             chosen = next(self._replayed)

@@ -67,7 +67,7 @@ def cache_case(draw: Draw) -> Case:
 
 
 def _lengths(draw: Draw, batch: int, packed: bool, appends: bool) -> tuple[list[int], list[int], list[int]]:
-    """Of each sequence: queries, keys in the cache, keys to append. Without packing only the second differ."""
+    """Counts for each sequence: queries, keys in the cache, keys to append. Without packing only the second differ."""
 
     def count() -> int:
         return draw.pick({1: 4, 0: 0.3, draw.rng.randint(2, 9): 2, draw.seqlen(): 1})

@@ -62,7 +62,7 @@ class Problems(NamedTuple):
 
 
 class Number(NamedTuple):
-    """What identifies one problem."""
+    """Identity of one problem."""
 
     seed: int
     variation: int = 0
@@ -71,7 +71,7 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one backend made of one problem."""
+    """Result of one backend for one problem."""
 
     backend: str
     seed: int

@@ -123,7 +123,7 @@ def call_of_seed(seed: int, variation: int) -> Call:
 
 
 def compiled_by(call: Call) -> tuple[frozenset[Any], frozenset[Any]]:
-    """What Triton compiles forward and backward kernels for."""
+    """Specializations that Triton compiles forward and backward kernels for."""
     if max(call.tensors.q.shape[-1], call.tensors.v.shape[-1]) > MAX_HEAD_DIM:
         return frozenset(), frozenset()
     found = [(x.name, x.compiled_by) for x in launches_of(call, "sm_90")]

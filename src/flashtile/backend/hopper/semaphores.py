@@ -15,7 +15,7 @@ def tile_count_semaphore(device: torch.device, packed: bool) -> Tensor:
     """A zero-initialized semaphore.
 
     Dense launches reset it on exit and share one for each stream. Packed launches, which do not reset it, and captured
-    graphs, which may run beside other launches, get their own.
+    graphs, which may run at the same time as other launches, get their own.
     """
     if packed or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)

@@ -21,7 +21,7 @@ class Stream(NamedTuple):
 
 @triton.jit
 def block_origin(dropout):
-    """Where blocks of keys start: at a key whose position in the whole sequence is a multiple of 8."""
+    """Start of the blocks of keys: a key whose position in the whole sequence is a multiple of 8."""
     return 0 if dropout.threshold is None else -(dropout.j0 % 8)
 
 
