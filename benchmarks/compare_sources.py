@@ -40,9 +40,11 @@ CELLS = [
     *both("float32 dropout 64 1k", dtype="float32", heads=8, head_dim=64, seqlen=1024, dropout_p=0.1),
     *(cell(f"triton {d} 4k {c}", backend="triton", head_dim=d, heads=2048 // d, seqlen=4096, causal=c == "causal")
       for d in (64, 128, 256) for c in ("full", "causal")),
-    *(cell(f"triton {f} {d}", backend="triton", head_dim=d, heads=2048 // d, seqlen=2048, batch=2, **{f: v})
+    *(cell(f"triton {f} {d}", measure, backend="triton", head_dim=d, heads=2048 // d, seqlen=2048, batch=2, **{f: v})
       for f, v in (("bias", True), ("mask", True), ("slopes", True), ("dropout_p", 0.1), ("softcap", 30.0))
-      for d in (64, 128)),
+      for d in (64, 128) for measure in ("forward", "backward")),
+    *(cell(f"append {b} x {s}", "append", batch=b, heads=32, heads_kv=8, head_dim=128, seqlen=1, seqlen_k=s)
+      for b, s in ((1, 8192), (64, 4096))),
     *(cell(f"decode {b} x {s}", batch=b, heads=32, heads_kv=8, head_dim=128, seqlen=1, seqlen_k=s)
       for b, s in ((1, 8192), (1, 65536), (64, 8192))),
     *(cell(f"hopper {d} {s} {c}", head_dim=d, heads=2048 // d, seqlen=s, batch=max(1, 16384 // s), causal=c == "causal")
@@ -61,14 +63,19 @@ def call_of(given: dict[str, Any]) -> Any:
     import flashtile
 
     dtype, heads, seqlen = getattr(torch, given.get("dtype", "bfloat16")), given["heads"], given["seqlen"]
-    batch, seqlen_k = given.get("batch", 1), given.get("seqlen_k", seqlen)
+    batch, heads_kv, seqlen_k = given.get("batch", 1), given.get("heads_kv", heads), given.get("seqlen_k", seqlen)
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=dtype, generator=generator)
 
     q = draw(batch, heads, seqlen, given["head_dim"])
-    k, v = (draw(batch, given.get("heads_kv", heads), seqlen_k, given["head_dim"]) for _ in range(2))
+    k, v = (draw(batch, heads_kv, seqlen_k, given["head_dim"]) for _ in range(2))
+    if given["measure"] == "append":
+        lengths = torch.full((batch,), seqlen_k // 2, dtype=torch.int32, device="cuda")
+        new = (draw(batch, heads_kv, seqlen, given["head_dim"]) for _ in range(2))
+        appended = dict(zip("kv", new, strict=True))
+        return lambda: flashtile.attention_with_kvcache(q, k, v, cache_seqlens=lengths, **appended)
     options = {name: given[name] for name in ("backend", "causal", "softcap", "dropout_p", "window") if name in given}
     if "bias" in given:
         options["bias"] = draw(1, heads, seqlen, seqlen_k)
@@ -80,7 +87,8 @@ def call_of(given: dict[str, Any]) -> Any:
         options["dropout_seed"] = 1
     if given["measure"] == "forward":
         return lambda: flashtile.attention(q, k, v, **options)
-    inputs = [x.requires_grad_() for x in (q, k, v, *([options["bias"]] if "bias" in given else []))]
+    features = [options[name] for name in ("bias", "alibi_slopes") if name in options]
+    inputs = [x.requires_grad_() for x in (q, k, v, *features)]
     out = flashtile.attention(*inputs[:3], **options)
     dout = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
