@@ -842,6 +842,16 @@ def test_negative_lengths_and_short_rotary_tables_stay_inside() -> None:
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("new", [2, (1, 2), (0, 0)])
+def test_tables_without_entries(new: int | tuple[int, ...]) -> None:
+    """No page and no angle exists: nothing is written, and nothing turns."""
+    arguments = problem(held=(3, 2), new=new, page_size=3, rotary_cos=COS[:0], rotary_sin=SIN[:0])
+    arguments |= {"page_table": arguments["page_table"][:, :0], "cache_seqlens": int32(0, 0)}
+    caches, out = on_the_device(arguments)
+    assert_written(caches, arguments, {})
+    assert not out.any()
+
+
 @pytest.mark.parametrize("pad", [-1, 5, 99])
 def test_any_leftpad_hides_keys(pad: int) -> None:
     """None of them, or all."""

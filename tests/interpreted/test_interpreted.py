@@ -241,6 +241,25 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> N
     assert recorded.forward.replay is not None
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_tables_without_entries(packed: bool) -> None:
+    """No page and no angle exists, and the lengths are not checked: nothing is read, written or turned."""
+    pages = torch.randn(2, 3, 4, 1, 16)
+    angles = torch.empty(0, 4)
+    shape = (3, 2, 16) if packed else (2, 2, 1, 16)
+    more = {"cu_seqlens_q": offsets(1, 1)} if packed else {}
+    options = {"page_table": torch.empty(2, 0, dtype=torch.int32), "rotary_cos": angles, "rotary_sin": angles, **more}
+    q, lengths = torch.randn(shape), torch.tensor([0, 7], dtype=torch.int32)
+    k, v = torch.randn(2, *shape[:-2], 1, 16) if packed else torch.randn(2, 2, 1, 1, 16)
+    before = pages.clone()
+    with on_the_device():
+        out = flashtile.attention_with_kvcache(
+            q, pages[0], pages[1], k=k, v=v, cache_seqlens=lengths, **options, backend="triton"
+        )
+    assert not out.any()
+    assert torch.equal(pages, before)
+
+
 @pytest.mark.parametrize("chunks", [(64,), (64, 32)])
 def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
     """Preprocess and postprocess. The dq semaphores are reset, whatever was in memory."""

@@ -197,9 +197,9 @@ def rotated(x: Tensor, position: Tensor, cache: CacheTensors, interleaved: bool)
     """`x` with its first `rotary_dim` features turned by the angles of each token's `position [T]` (Su et al.,
     "RoFormer", section 3.2.2): pairs (0, 1), (2, 3), ... if interleaved, else feature n with n + rotary_dim / 2.
     """
-    if cache.rotary_cos is None or cache.rotary_sin is None:
+    if cache.rotary_cos is None or cache.rotary_sin is None or cache.rotary_cos.shape[0] == 0:
         return x
-    position = position.clamp(0, max(cache.rotary_cos.shape[0] - 1, 0))
+    position = position.clamp(0, cache.rotary_cos.shape[0] - 1)
     dtype = accumulation_dtype(x.dtype)
     cos, sin = (table[position].to(dtype)[:, None] for table in (cache.rotary_cos, cache.rotary_sin))  # [T, 1, R / 2]
     tokens = tokens_of(x)  # [T, H, D]
@@ -219,10 +219,10 @@ def append(
     its write becomes a second copy of one that has a place, or of what stands there already.
     """
     num_pages, page_size = k_pages.shape[:2]
-    if k.shape[0] == 0 or num_pages == 0:
+    if k.shape[0] == 0 or num_pages == 0 or table.numel() == 0:
         return
     column = position // page_size
-    page = table[tokens.sequence, column.clamp(0, max(table.shape[1] - 1, 0))].long()
+    page = table[tokens.sequence, column.clamp(0, table.shape[1] - 1)].long()
     fits = tokens.exists & (column < table.shape[1]) & (page >= 0) & (page < num_pages)
     page, slot = page.clamp(0, num_pages - 1), position % page_size
     substitute = fits.int().argmax(dim=0, keepdim=True)  # [1] the first token that fits, if any does, else token 0

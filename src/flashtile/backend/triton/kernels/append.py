@@ -100,9 +100,9 @@ def append_kernel(
             head = work.head - tokens.num_heads_q
             position = cached + place
             column = position // page_size
-            nearest = tl.minimum(column, num_columns - 1)
-            page = tl.load(page_table.data + b * elements(page_table.stride_b, 1) + nearest).to(tl.int64)
-            exists = (place < appended) & (column < num_columns) & (page >= 0) & (page < num_pages)
+            pages = page_table.data + b * elements(page_table.stride_b, 1)
+            page = tl.load(pages + column, mask=column < num_columns, other=-1).to(tl.int64)
+            exists = (place < appended) & (page >= 0) & (page < num_pages)
             slot = position % page_size
             x = head_pointer(new_k, b, head, 1) + token * elements(new_k.stride_m, 1)
             y = rotate(x, d, exists, position, rotary, CONFIG)
@@ -131,7 +131,7 @@ def rotate(x, d, exists, position, rotary, CONFIG: tl.constexpr):
     if HALF == 0:
         return features
     else:
-        rotates = d < tl.where(exists, 2 * HALF, 0)
+        rotates = d < tl.where(exists & (rotary.rotary_positions > 0), 2 * HALF, 0)
         if CONFIG.INTERLEAVED:
             angle, other, first = d // 2, d ^ 1, d % 2 == 0
         else:

@@ -60,7 +60,8 @@ def only_page(table, num_pages, seqlen):
     """The page of a sequence whose page table has one column, as that of a dense cache, and the keys there: none if the
     entry is outside the pages.
     """
-    page = tl.load(table, mask=seqlen.seqlen > 0, other=-1)  # without sequences there is no table
+    used = (seqlen.seqlen > 0) & (seqlen.end > 0)  # without sequences, or without columns, there is no entry
+    page = tl.load(table, mask=used, other=-1)
     exists = (page >= 0) & (page < num_pages)
     end = tl.where(exists, seqlen.end, 0)
     return tl.where(exists, page, 0).to(tl.int64), SeqlenInfo(seqlen.offset, seqlen.seqlen, seqlen.begin, end)
