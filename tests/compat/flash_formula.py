@@ -20,8 +20,8 @@ def formula(
     keep: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out [B, Sq, Hq, D]`, `lse [B, Hq, Sq]` and the weights `[B, Hq, Sq, Sk]` of float64 tensors. `keep` multiplies the
-    weights of `out`; keys before `first_key` do not exist.
+    """`out [B, Sq, Hq, D]`, `lse [B, Hq, Sq]` and the weights `[B, Hq, Sq, Sk]` of float64 tensors. `keep` multiplies
+    the weights of `out`; keys before `first_key` do not exist.
     """
     batch, seqlen_q, heads, width = q.shape
     seqlen_k, group = k.shape[1], heads // k.shape[2]
@@ -51,18 +51,13 @@ def formula(
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """`x [B, S, H, D]` multiplied by the rotation of each pair of features, as a complex number. positions `[B, S]`."""
-    half = cos.shape[1]
-    first, second = (0, 1) if interleaved else (0, half)
-    step = 2 if interleaved else 1
-    x = x.clone()
-    a = x[..., first : 2 * half if interleaved else half : step]
-    b = x[..., second : 2 * half : step]
-    turned = torch.complex(a, b) * torch.complex(cos[positions], sin[positions])[:, :, None]
-    x[..., first : 2 * half if interleaved else half : step], x[..., second : 2 * half : step] = (
-        turned.real,
-        turned.imag,
-    )
-    return x
+    half, step = cos.shape[1], 2 if interleaved else 1
+    first = slice(0, 2 * half if interleaved else half, step)
+    second = slice(1 if interleaved else half, 2 * half, step)
+    turned = torch.complex(x[..., first], x[..., second]) * torch.complex(cos[positions], sin[positions])[:, :, None]
+    result = x.clone()
+    result[..., first], result[..., second] = turned.real, turned.imag
+    return result
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -41,9 +41,9 @@ ACCEPTED = {
 
 
 def decline(example: str, **values: Any) -> None:
-    """Raise the error for the first argument that is set and has no equivalent. Unset is `None`, `False` or 0."""
+    """Raise the error for the first argument that is set and has no equivalent. Unset is `None`, 0 or empty."""
     for argument, value in values.items():
-        if value is not None and not (isinstance(value, int) and value == 0):
+        if isinstance(value, Tensor) or value:
             refuse(argument, value, ACCEPTED[argument], example)
 
 

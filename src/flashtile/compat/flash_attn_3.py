@@ -49,17 +49,22 @@ def flash_attn_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    decline(
-        DENSE,
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        num_splits=None if num_splits == 1 else num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-    )
+    if not (
+        qv is q_descale is k_descale is v_descale is pack_gqa is None
+        and attention_chunk == sm_margin == 0
+        and num_splits == 1
+    ):  # which takes less time than the answer
+        decline(
+            DENSE,
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            attention_chunk=attention_chunk,
+            num_splits=None if num_splits == 1 else num_splits,
+            pack_gqa=pack_gqa,
+            sm_margin=sm_margin,
+        )
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, DENSE), softcap, None, deterministic)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = attention(q, k, v, **settings, return_lse=True)
@@ -145,18 +150,23 @@ def flash_attn_varlen_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    decline(
-        PACKED,
-        seqused_q=seqused_q,
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        num_splits=None if num_splits == 1 else num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-    )
+    if not (
+        seqused_q is qv is q_descale is k_descale is v_descale is pack_gqa is None
+        and attention_chunk == sm_margin == 0
+        and num_splits == 1
+    ):  # which takes less time than the answer
+        decline(
+            PACKED,
+            seqused_q=seqused_q,
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            attention_chunk=attention_chunk,
+            num_splits=None if num_splits == 1 else num_splits,
+            pack_gqa=pack_gqa,
+            sm_margin=sm_margin,
+        )
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, PACKED), softcap, None, deterministic)
     settings["max_seqlen_q"], settings["max_seqlen_k"] = max_seqlen_q, max_seqlen_k
     out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **settings, seqused_k=seqused_k, return_lse=True)
@@ -218,17 +228,21 @@ def flash_attn_with_kvcache(
         ArgumentError: an argument is not what it should be, or has no equivalent.
         AttentionError: a tensor requires a gradient outside of `torch.no_grad()`: there are no derivatives.
     """
-    decline(
-        CACHE,
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        scheduler_metadata=scheduler_metadata,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-    )
+    if not (
+        qv is q_descale is k_descale is v_descale is scheduler_metadata is pack_gqa is None
+        and attention_chunk == sm_margin == 0
+    ):  # which takes less time than the answer
+        decline(
+            CACHE,
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            attention_chunk=attention_chunk,
+            scheduler_metadata=scheduler_metadata,
+            pack_gqa=pack_gqa,
+            sm_margin=sm_margin,
+        )
     packed, paged = cu_seqlens_q is not None, page_table is not None
     if cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
         accepted = "the tensor that is `cu_seqlens_q`: as many new keys as queries for each sequence"

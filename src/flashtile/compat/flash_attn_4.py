@@ -64,20 +64,34 @@ def flash_attn_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    decline(
-        DENSE,
-        qv=qv,
-        gather_kv_indices=gather_kv_indices,
-        num_splits=None if num_splits == 1 else num_splits,
-        pack_gqa=pack_gqa,
-        score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod,
-        aux_tensors=aux_tensors,
-        aux_scalars=aux_scalars,
-        block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-    )
+    if not (
+        qv
+        is gather_kv_indices
+        is pack_gqa
+        is score_mod
+        is score_mod_bwd
+        is mask_mod
+        is aux_tensors
+        is aux_scalars
+        is block_sparse_tensors
+        is block_sparse_tensors_bwd
+        is None
+        and num_splits == 1
+    ):  # which takes less time than the answer
+        decline(
+            DENSE,
+            qv=qv,
+            gather_kv_indices=gather_kv_indices,
+            num_splits=None if num_splits == 1 else num_splits,
+            pack_gqa=pack_gqa,
+            score_mod=score_mod,
+            score_mod_bwd=score_mod_bwd,
+            mask_mod=mask_mod,
+            aux_tensors=aux_tensors,
+            aux_scalars=aux_scalars,
+            block_sparse_tensors=block_sparse_tensors,
+            block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+        )
     settings = keywords(0.0, softmax_scale, causal, window_from(window_size, DENSE), softcap, None, deterministic)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = attention(q, k, v, **settings, sinks=learnable_sink, return_lse=True)
@@ -137,24 +151,42 @@ def flash_attn_varlen_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    decline(
-        PACKED,
-        qv=qv,
-        min_seqlen_k=min_seqlen_k,
-        seqused_q=seqused_q,
-        gather_kv_indices=gather_kv_indices,
-        num_splits=None if num_splits == 1 else num_splits,
-        pack_gqa=pack_gqa,
-        score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod,
-        block_sparse_tensors=block_sparse_tensors,
-        aux_tensors=aux_tensors,
-        aux_scalars=aux_scalars,
-        scheduler_metadata=scheduler_metadata,
-        seqlen_k_per_split=seqlen_k_per_split,
-        disable_scheduler_metadata=disable_scheduler_metadata,
-    )
+    if not (
+        qv
+        is min_seqlen_k
+        is seqused_q
+        is gather_kv_indices
+        is pack_gqa
+        is score_mod
+        is score_mod_bwd
+        is mask_mod
+        is block_sparse_tensors
+        is aux_tensors
+        is aux_scalars
+        is scheduler_metadata
+        is seqlen_k_per_split
+        is None
+        and num_splits == 1
+        and disable_scheduler_metadata is False
+    ):  # which takes less time than the answer
+        decline(
+            PACKED,
+            qv=qv,
+            min_seqlen_k=min_seqlen_k,
+            seqused_q=seqused_q,
+            gather_kv_indices=gather_kv_indices,
+            num_splits=None if num_splits == 1 else num_splits,
+            pack_gqa=pack_gqa,
+            score_mod=score_mod,
+            score_mod_bwd=score_mod_bwd,
+            mask_mod=mask_mod,
+            block_sparse_tensors=block_sparse_tensors,
+            aux_tensors=aux_tensors,
+            aux_scalars=aux_scalars,
+            scheduler_metadata=scheduler_metadata,
+            seqlen_k_per_split=seqlen_k_per_split,
+            disable_scheduler_metadata=disable_scheduler_metadata,
+        )
     if cu_seqlens_q is None:
         accepted = "offsets [B + 1] of packed q; for q [B, Sq, Hq, D], flash_attn_func, or flashtile's KV cache"
         refuse("cu_seqlens_q", None, accepted, PACKED)
