@@ -19,6 +19,7 @@ def test_there_and_back() -> None:
     assert (used.tolist(), used.dtype) == ([2, 0, 3], torch.int32)
     back = pad_input(tokens, indices, 3, 4)
     assert torch.equal(back, x * MASK[..., None, None])
+    assert torch.equal(pad_input(tokens, indices.int(), 3, 4), back)
     (dx,) = gradients(back, (x,))
     assert torch.equal(dx == 0, (MASK == 0)[..., None, None].expand_as(dx))
 
@@ -36,3 +37,4 @@ def test_rows() -> None:
     x = randn(6, 2, 3)
     indices = torch.tensor([4, 0, 4])
     assert torch.equal(index_first_axis(x, indices), x[indices])
+    assert torch.equal(index_first_axis(x, indices.int()), x[indices])

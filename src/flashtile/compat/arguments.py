@@ -52,7 +52,7 @@ def refuse(argument: str, value: Any, accepted: str, example: str) -> NoReturn:
 
 
 def window_of(window_size: Sequence[int | None], example: str) -> tuple[int | None, int | None] | None:
-    """`window` of a `window_size`, in which every negative number is unlimited."""
+    """Convert a `window_size`, in which every negative number is unlimited, to `window`."""
     if window_size == UNLIMITED:
         return None
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
@@ -85,5 +85,5 @@ def keywords(
 
 
 def infinite_lse(lse: Tensor) -> Tensor:
-    """`lse` as FlashAttention-2 returns it: rows that see no key have +inf."""
+    """Convert `lse` to FlashAttention-2's: rows that see no key have +inf."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)

@@ -86,7 +86,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of one tensor, `qkv [B, S, 3, H, D]` or `[B, S, num_heads_q + 2 * Hkv, D]`."""
+    """Attention as by `flash_attn_func`, of one tensor `qkv [B, S, 3, H, D]` or `[B, S, num_heads_q + 2 * Hkv, D]`."""
     if qkv.dim() == 5:
         q, k, v = qkv.unbind(2)
     else:

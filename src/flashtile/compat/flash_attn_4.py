@@ -198,7 +198,7 @@ def flash_attn_varlen_func(
 
 
 def window_from(window_size: WindowSize, example: str) -> WindowSize | None:
-    """`window` of FlashAttention-4's `window_size`, whose negative sides shift the window away from the diagonal."""
+    """Convert FlashAttention-4's `window_size` to `window`. Negative sides, which shift a window, are declined."""
     if window_size in ((None, None), (-1, -1)):
         return None
     pair = isinstance(window_size, tuple | list) and len(window_size) == 2

@@ -1,4 +1,4 @@
-"""`import flash_attn` of programs and libraries that expect it, answered by `flashtile.compat.flash_attn`.
+"""Answer `import flash_attn` of programs and libraries that expect it with `flashtile.compat.flash_attn`.
 
 A finder at the end of `sys.meta_path` makes the modules, and has the metadata of a distribution `flash-attn`. Both are
 there from `install` to `uninstall`, and only in a process that has no `flash_attn` of its own.
@@ -31,7 +31,7 @@ Summary: FlashAttention's interface, computed by flashtile
 
 
 class FlashAttnDistribution(Distribution):
-    """What `importlib.metadata` says about `flash-attn`."""
+    """Metadata of a distribution `flash-attn`."""
 
     def read_text(self, filename: str) -> str | None:
         return {"METADATA": METADATA, "top_level.txt": f"{NAME}\n"}.get(filename)
@@ -45,7 +45,7 @@ class FlashAttnDistribution(Distribution):
 
 
 class FlashAttnLoader(Loader):
-    """Fills a module with the public names of flashtile's module."""
+    """Loader that fills a module with the public names of flashtile's module."""
 
     def __init__(self, source: str):
         self.source = source
@@ -59,7 +59,7 @@ class FlashAttnLoader(Loader):
 
 
 class FlashAttnFinder(DistributionFinder):
-    """Finds the modules and the metadata of `flash_attn`."""
+    """Finder of the modules and the metadata of `flash_attn`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -81,7 +81,7 @@ FINDER = FlashAttnFinder()
 
 
 class Installation:
-    """What `install` returns: `with flashtile.compat.install():` uninstalls at the end."""
+    """Context manager that `install` returns, and that uninstalls at the end of a `with` block."""
 
     def __enter__(self) -> "Installation":
         return self

@@ -20,7 +20,7 @@ def lengths_of(
     appends: bool,
     example: str,
 ) -> Tensor:
-    """`cache_seqlens` as a tensor `[B]`. `None` is a full cache, to which nothing can be appended."""
+    """Make `cache_seqlens` a tensor `[B]`. `None` is a full cache, to which nothing can be appended."""
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens
     if cache_seqlens is None:
@@ -43,9 +43,9 @@ def rotate_apart(
     starts: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """q, k and rotary tables for `flashtile.attention_with_kvcache`: as they are if its positions are FlashAttention's,
-    else q and k rotated, and no tables. `together` is False where all queries are at one position; `starts` are
-    positions other than `lengths`.
+    """Return q, k and rotary tables for `flashtile.attention_with_kvcache`: as they are if its positions are those of
+    FlashAttention, else q and k rotated, and no tables. `together` is False where all queries are at one position;
+    `starts` are positions other than `lengths`.
     """
     if k is None:
         accepted = "None without keys to append; flash_attn.layers.rotary.apply_rotary_emb rotates q"
@@ -83,8 +83,8 @@ def places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """`x [..., S, H, D]` with its first `rotary_dim` features rotated (Su et al., "RoFormer", section 3.2.2), computed
-    in float32 (float64 for float64). `cos`, `sin [S_rotary, rotary_dim / 2]`; `positions [..., S]`. Tokens at positions
+    """Rotate the first `rotary_dim` features of `x [..., S, H, D]` (Su et al., "RoFormer", section 3.2.2), computed in
+    float32 (float64 for float64). `cos`, `sin [S_rotary, rotary_dim / 2]`; `positions [..., S]`. Tokens at positions
     behind the tables are not rotated.
     """
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32

@@ -9,7 +9,7 @@ __all__ = ["index_first_axis", "pad_input", "unpad_input"]
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 - the original's name
-    """Rows `indices [N]` of `input [M, ...]`, which are `[N, ...]`."""
+    """Rows `indices [N]`, int32 or int64, of `input [M, ...]`, which are `[N, ...]`."""
     return input.index_select(0, indices)
 
 
@@ -38,4 +38,4 @@ def unpad_input(
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The inverse of `unpad_input`: tokens `[T, ...]` at `indices [T]` of a batch `[batch, seqlen, ...]` of zeros."""
     padded = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
-    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    return padded.index_put((indices,), hidden_states).unflatten(0, (batch, seqlen))

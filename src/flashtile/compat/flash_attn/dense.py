@@ -69,7 +69,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Outputs:
-    """`flash_attn_func` of keys and values in one tensor, `kv [B, Sk, 2, Hkv, D]`."""
+    """Attention as by `flash_attn_func`, of keys and values in one tensor, `kv [B, Sk, 2, Hkv, D]`."""
     k, v = kv.unbind(2)
     return flash_attn_func(
         q,
@@ -97,7 +97,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Outputs:
-    """`flash_attn_func` of queries, keys and values in one tensor, `qkv [B, S, 3, H, D]`."""
+    """Attention as by `flash_attn_func`, of queries, keys and values in one tensor, `qkv [B, S, 3, H, D]`."""
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
         q,
@@ -115,7 +115,7 @@ def flash_attn_qkvpacked_func(
 
 
 def with_probabilities(q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """`(out, softmax_lse, S_dmask)` of q, k and v in flashtile's layout."""
+    """Compute `(out, softmax_lse, S_dmask)` of q, k and v in flashtile's layout."""
     if settings["dropout_p"] > 0:
         settings["dropout_seed"] = new_seed(q)
     out, lse = attention(q, k, v, **settings, return_lse=True)

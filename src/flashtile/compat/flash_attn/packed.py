@@ -77,7 +77,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Outputs:
-    """`flash_attn_varlen_func` of keys and values in one tensor, `kv [Tk, 2, Hkv, D]`."""
+    """Attention as by `flash_attn_varlen_func`, of keys and values in one tensor, `kv [Tk, 2, Hkv, D]`."""
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
         q,
@@ -111,7 +111,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Outputs:
-    """`flash_attn_varlen_func` of queries, keys and values in one tensor, `qkv [T, 3, H, D]`."""
+    """Attention as by `flash_attn_varlen_func`, of queries, keys and values in one tensor, `qkv [T, 3, H, D]`."""
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
         q,
@@ -133,7 +133,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def with_probabilities(q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """`(out, softmax_lse, S_dmask)` of a packed call."""
+    """Compute `(out, softmax_lse, S_dmask)` of a packed call."""
     has_dropout = settings["dropout_p"] > 0
     if has_dropout and settings["page_table"] is not None:
         accepted = "False for a call with `block_table` and dropout: a page may belong to several sequences"

@@ -1,4 +1,4 @@
-"""`S_dmask` of FlashAttention-2: the weights of a call, with the sign of dropout. For tests: memory is O(S²).
+"""Weights of a call with the sign of dropout, FlashAttention-2's `S_dmask`. For tests: memory is O(S²).
 
 A fused kernel never has these weights. They are its results for values that are columns of the identity: once without
 dropout, and once with the seed of the call, which gives 0 where a weight was dropped.
@@ -23,7 +23,7 @@ def new_seed(q: Tensor) -> Tensor:
 
 @torch.no_grad()
 def dense_probabilities(q: Tensor, k: Tensor, settings: dict[str, Any]) -> Tensor:
-    """`S_dmask [B, Hq, Sq, Sk]` of `q [B, Hq, Sq, D]` and `k [B, Hkv, Sk, D]`, for the keywords of the call."""
+    """Compute `S_dmask [B, Hq, Sq, Sk]` of `q [B, Hq, Sq, D]` and `k [B, Hkv, Sk, D]`, for the keywords of the call."""
 
     def attend(columns: Tensor, **other: Any) -> Tensor:
         return attention(q, k, columns.expand(*k.shape[:2], -1, -1), **settings | other)
@@ -34,7 +34,7 @@ def dense_probabilities(q: Tensor, k: Tensor, settings: dict[str, Any]) -> Tenso
 
 @torch.no_grad()
 def packed_probabilities(q: Tensor, k: Tensor, settings: dict[str, Any]) -> Tensor:
-    """`S_dmask [B, Hq, max_seqlen_q, max_seqlen_k]` of packed `q [Tq, Hq, D]` and `k [Tk, Hkv, D]`."""
+    """Compute `S_dmask [B, Hq, max_seqlen_q, max_seqlen_k]` of packed `q [Tq, Hq, D]` and `k [Tk, Hkv, D]`."""
 
     def attend(columns: Tensor, **other: Any) -> Tensor:
         return attention_varlen(q, k, columns[:, None].expand(-1, k.shape[1], -1), **settings | other)

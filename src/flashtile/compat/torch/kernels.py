@@ -195,16 +195,15 @@ def flash_backward(
         "dropout_p": dropout_p,
         "dropout_seed": seed_of(rng_state) if dropout_p > 0 else None,
     }
-    tensors = grad_out, query, key, value, out
     if cum_seq_q is None:
-        views = (x.transpose(1, 2) for x in tensors)
-        dq, dk, dv = differentiate("attention_backward", *views, logsumexp, **settings)
+        dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+        dq, dk, dv = differentiate("attention_backward", dout, q, k, v, o, logsumexp, **settings)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
     settings |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    return differentiate("attention_varlen_backward", *tensors, logsumexp, **settings)
+    return differentiate("attention_varlen_backward", grad_out, query, key, value, out, logsumexp, **settings)
 
 
-# What they share -----------------------------------------------------------------------------------------------------
+# Shared by both -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -231,7 +230,7 @@ def differentiate(
     return dq, dk, dv
 
 
-def pairs_of(attn_mask: Tensor | None, query: Tensor) -> dict[str, Tensor]:
+def pairs_of(attn_mask: Tensor | None, query: Tensor) -> dict[str, Any]:
     return {} if attn_mask is None else mask_keyword(attn_mask, query.shape[:1])
 
 

@@ -38,7 +38,7 @@ class Kernels:
 
 
 class Activation:
-    """What `activate` returns: `with activate():` ends with what was active before."""
+    """Context manager that `activate` returns. At its end the implementation is active that was so before."""
 
     def __init__(self, before: str | None):
         self.before = before

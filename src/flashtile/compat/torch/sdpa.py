@@ -1,5 +1,7 @@
 """PyTorch's `scaled_dot_product_attention`: its arguments as those of `flashtile.attention`."""
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         accepted = "None with is_causal=True; flashtile.attention takes `mask` or `bias` with causal='top_left'"
         refuse("attn_mask", attn_mask, accepted, EXAMPLE)
-    causal = "top_left" if is_causal else False
+    causal: Literal[False, "top_left"] = "top_left" if is_causal else False
     if query.dim() == key.dim() == value.dim() == 4:
         batch, heads = query.shape[0], query.shape[1]
         if key.shape[0] == batch and value.shape[0] == batch and (enable_gqa or key.shape[1] == heads):
@@ -63,7 +65,7 @@ def with_leading_dimensions(
     value: Tensor,
     attn_mask: Tensor | None,
     dropout_p: float,
-    causal: bool | str,
+    causal: Literal[False, "top_left"],
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
@@ -80,14 +82,14 @@ def with_leading_dimensions(
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     q, k, v = (x.expand(*lead, -1, -1, -1).reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     keyword = {} if attn_mask is None else mask_keyword(attn_mask, lead)
-    out = attention(q, k, v, causal="top_left" if causal else False, scale=scale, dropout_p=dropout_p, **keyword)
+    out = attention(q, k, v, causal=causal, scale=scale, dropout_p=dropout_p, **keyword)
     if max(query.dim(), key.dim(), value.dim()) == 2:
         return out[0, 0]
     return out.reshape(*lead, *out.shape[1:])
 
 
-def mask_keyword(attn_mask: Tensor, lead: torch.Size) -> dict[str, Tensor]:
-    """`attn_mask` as `mask` or `bias` of four dimensions; those that it broadcasts stay 1 where that is possible."""
+def mask_keyword(attn_mask: Tensor, lead: torch.Size) -> dict[str, Any]:
+    """Make `attn_mask` a `mask` or `bias` of four dimensions; those that it broadcasts stay 1 where possible."""
     mask = attn_mask[(None,) * (4 - attn_mask.dim())] if attn_mask.dim() < 4 else attn_mask
     if len(lead) != 1 or mask.dim() > 4:
         same = all(n == 1 for n in mask.shape[:-3])

@@ -104,7 +104,7 @@ def varlen_attn_out(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`varlen_attn` whose result is written into `out [Tq, Hq, Dv]`, by a copy. It has no derivatives.
+    """Attention as by `varlen_attn`, whose result is written into `out [Tq, Hq, Dv]`, by a copy. It has no derivatives.
 
     Raises:
         ArgumentError: as `varlen_attn`; out has another shape or dtype; a tensor requires a gradient outside of
