@@ -100,6 +100,16 @@ def test_dtypes_and_head_dimensions_that_the_original_refuses(dtype: torch.dtype
     torch.testing.assert_close(lse.double(), reference[1], atol=1e-4, rtol=0)
 
 
+def test_compiled_as_one_graph() -> None:
+    def call(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        out, lse, _ = flash_attn_func(q, k, k, causal=True, window_size=(2, 0), return_attn_probs=True)
+        return out + lse.mT[..., None]
+
+    mine, theirs = leaves(randn(B, SQ, HQ, D), randn(B, SK, HKV, D)), leaves(randn(B, SQ, HQ, D), randn(B, SK, HKV, D))
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert_gradients_agree((compiled(*mine), mine), (call(*theirs), theirs))
+
+
 @pytest.mark.parametrize("window_size", [3, (1,), None])
 def test_a_window_is_a_pair(window_size: Any) -> None:
     q = randn(1, 3, 2, D)

@@ -152,7 +152,8 @@ def calls() -> Iterator[list[str]]:
 @pytest.mark.parametrize("options", [x for x in MASKS if not x.startswith("float")] + ["float mask"])
 def test_activated_sdpa(calls: list[str], options: str) -> None:
     settings = {"attn_mask": randn(2, 1, L, S)} if options == "float mask" else MASKS[options]
-    inputs = randn(2, H, L, E), randn(2, H, S, E, seed=1), randn(2, H, S, E, seed=2)
+    settings = settings | {"enable_gqa": True}
+    inputs = randn(2, H, L, E), randn(2, 2, S, E, seed=1), randn(2, 2, S, E, seed=2)
     mine, theirs = leaves(*inputs), leaves(*inputs)
     reference = native(*theirs, **settings)
     expected = gradients(reference, theirs)
