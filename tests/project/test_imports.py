@@ -40,6 +40,7 @@ LAYERS = (
     ("report",),
     ("ladder",),
     ("cli",),
+    ("compat",),
 )
 
 
@@ -52,7 +53,7 @@ def test_import_loads_nothing_heavy() -> None:
     loaded = python("-c", code).stdout.split()
     assert "flashtile.api.attention" in loaded
     assert not {name for name in loaded if name in HEAVY or name.split(".")[0] in HEAVY}
-    outer = ("flashtile.testing", "flashtile.cli", "flashtile.bench", "flashtile.report")
+    outer = ("flashtile.testing", "flashtile.cli", "flashtile.bench", "flashtile.report", "flashtile.compat")
     assert not {name for name in loaded if name.startswith(outer)}
     assert not {
         name
@@ -178,6 +179,17 @@ def test_the_oracle_is_independent() -> None:
         if name.startswith("testing"):
             outside = {t for t in imports_of(name, at_import=False) if not t.startswith("testing")}
             assert outside <= ({""} if name == "testing.case" else set()), f"{name} imports {outside}"
+
+
+def test_other_names_use_the_public_functions_alone() -> None:
+    """So that `flash_attn`'s and PyTorch's names mean what flashtile's do, and nothing waits for them."""
+    for name in MODULES:
+        for target in set(imports_of(name, at_import=False)):
+            inside = target.split(".")[0] == "compat"
+            if name.split(".")[0] == "compat":
+                assert inside or target in ("api.attention", "errors"), f"{name} imports {target or 'flashtile'}"
+            else:
+                assert not inside, f"{name} imports {target}"
 
 
 def test_the_ladder_stands_alone() -> None:

@@ -1,0 +1,89 @@
+"""Arguments of FlashAttention's interfaces as those of flashtile, and the refusal of those that it does not have."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+
+UNLIMITED = (-1, -1)
+FP8 = "None: there are no fp8 inputs; multiply q, k and v by their factors and pass them in bfloat16"
+BLOCKS = "None: there is no block sparsity; flashtile.attention has `mask`, `window` and `score_mod`"
+MODS = "None: a CuTe function cannot run here; flashtile.ScoreMod takes a function of torch operations"
+SCHEDULE = "its default: it only tunes FlashAttention's own scheduler"
+
+# Arguments that flashtile has nothing for, and the way that works.
+ACCEPTED = {
+    "attention_chunk": "0: there is no chunked attention; flashtile.attention takes it as a `mask`",
+    "aux_scalars": MODS,
+    "aux_tensors": MODS,
+    "block_sparse_tensors": BLOCKS,
+    "block_sparse_tensors_bwd": BLOCKS,
+    "disable_scheduler_metadata": SCHEDULE,
+    "gather_kv_indices": "None: gather the keys before the call, or hide the others by `mask` of flashtile.attention",
+    "k_descale": FP8,
+    "mask_mod": "None: a CuTe function cannot run here; flashtile.attention has `mask`",
+    "min_seqlen_k": "None: it belongs to gather_kv_indices",
+    "num_splits": "0 or 1: only a call with a KV cache can be split by hand",
+    "pack_gqa": SCHEDULE,
+    "q_descale": FP8,
+    "qv": "None: concatenate q with qv, and k with v, along the last dimension, and pass `softmax_scale`",
+    "scheduler_metadata": SCHEDULE,
+    "score_mod": MODS,
+    "score_mod_bwd": MODS,
+    "seqlen_k_per_split": SCHEDULE,
+    "seqused_q": "None: leave unused queries out of q, or ignore their rows of the result",
+    "sm_margin": SCHEDULE,
+    "v_descale": FP8,
+}
+
+
+def decline(example: str, **values: Any) -> None:
+    """Raise the error for the first argument that is set and has no equivalent. Unset is `None`, 0 or empty."""
+    for argument, value in values.items():
+        if isinstance(value, Tensor) or value:
+            refuse(argument, value, ACCEPTED[argument], example)
+
+
+def refuse(argument: str, value: Any, accepted: str, example: str) -> NoReturn:
+    raise ArgumentError(argument, value, accepted, example)
+
+
+def window_of(window_size: Sequence[int | None], example: str) -> tuple[int | None, int | None] | None:
+    """Convert a `window_size`, in which every negative number is unlimited, to `window`."""
+    if window_size == UNLIMITED:
+        return None
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        refuse("window_size", window_size, "(left, right) of integers, where -1 is unlimited", example)
+    left, right = window_size
+    return (None if left is not None and left < 0 else left), (None if right is not None and right < 0 else right)
+
+
+def keywords(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """Keywords of `flashtile.attention` for those that all of FlashAttention-2's functions have. `deterministic=False`
+    leaves the choice to `torch.use_deterministic_algorithms`.
+    """
+    return {
+        "dropout_p": dropout_p,
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap if softcap > 0 else None,
+        "alibi_slopes": alibi_slopes,
+        "deterministic": deterministic or None,
+    }
+
+
+def infinite_lse(lse: Tensor) -> Tensor:
+    """Convert `lse` to FlashAttention-2's: rows that see no key have +inf."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)

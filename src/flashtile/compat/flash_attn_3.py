@@ -1,0 +1,288 @@
+"""The interface of FlashAttention-3, module `flash_attn_interface` (Shah et al., 2024), by flashtile.
+
+Names, order and defaults of arguments, shapes and results are the original's. fp8, `qv`, chunks and its scheduler's
+settings are declined.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..api.attention import attention, attention_varlen, attention_with_kvcache
+from .arguments import decline, keywords, refuse, window_of
+from .positions import lengths_of, rotate_apart
+
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+DENSE = "flash_attn_func(q, k, v, causal=True)"
+PACKED = "flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True)"
+CACHE = "flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)"
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention over `[B, S, H, D]` with FlashAttention-3's arguments; tensors are viewed, never copied.
+
+    The arguments are those of `flashtile.compat.flash_attn.flash_attn_func`. `qv`, descales, `attention_chunk`,
+    `num_splits` above 1, `pack_gqa` and `sm_margin` must have their defaults.
+
+    Returns:
+        `out [B, Sq, Hq, Dv]`; with `return_attn_probs` `(out, softmax_lse [B, Hq, Sq])`, -inf for rows that see no key.
+
+    Raises:
+        ArgumentError: an argument is not what it should be, or has no equivalent.
+    """
+    if not (
+        qv is q_descale is k_descale is v_descale is pack_gqa is None
+        and attention_chunk == sm_margin == 0
+        and num_splits == 1
+    ):  # which takes less time than the answer
+        decline(
+            DENSE,
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            attention_chunk=attention_chunk,
+            num_splits=None if num_splits == 1 else num_splits,
+            pack_gqa=pack_gqa,
+            sm_margin=sm_margin,
+        )
+    settings = keywords(0.0, softmax_scale, causal, window_of(window_size, DENSE), softcap, None, deterministic)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = attention(q, k, v, **settings, return_lse=True)
+    return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention as by `flash_attn_func`, of one tensor `qkv [B, S, 3, H, D]` or `[B, S, num_heads_q + 2 * Hkv, D]`."""
+    if qkv.dim() == 5:
+        q, k, v = qkv.unbind(2)
+    else:
+        if num_heads_q is None or num_heads_q > qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
+            accepted = f"an int from 0 such that {qkv.shape[2]} heads are num_heads_q + 2 * Hkv"
+            refuse("num_heads_q", num_heads_q, accepted, "flash_attn_qkvpacked_func(qkv, num_heads_q=8)")
+        heads = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split((num_heads_q, heads, heads), dim=2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        window_size,
+        attention_chunk,
+        softcap,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention over packed sequences with FlashAttention-3's arguments, `q [Tq, Hq, D]`, `k [Tk, Hkv, D]`.
+
+    `seqused_k`, integers `[B]`, are the keys of each sequence that exist; `seqused_q` is declined, and so is all that
+    `flash_attn_func` declines.
+
+    Returns:
+        `out [Tq, Hq, Dv]`; with `return_attn_probs` `(out, softmax_lse [Hq, Tq])`, -inf for rows that see no key.
+
+    Raises:
+        ArgumentError: an argument is not what it should be, or has no equivalent.
+    """
+    if not (
+        seqused_q is qv is q_descale is k_descale is v_descale is pack_gqa is None
+        and attention_chunk == sm_margin == 0
+        and num_splits == 1
+    ):  # which takes less time than the answer
+        decline(
+            PACKED,
+            seqused_q=seqused_q,
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            attention_chunk=attention_chunk,
+            num_splits=None if num_splits == 1 else num_splits,
+            pack_gqa=pack_gqa,
+            sm_margin=sm_margin,
+        )
+    settings = keywords(0.0, softmax_scale, causal, window_of(window_size, PACKED), softcap, None, deterministic)
+    settings["max_seqlen_q"], settings["max_seqlen_k"] = max_seqlen_q, max_seqlen_k
+    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **settings, seqused_k=seqused_k, return_lse=True)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Append to a KV cache, in place, and attend over it, with FlashAttention-3's arguments.
+
+    Args:
+        q: queries `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`.
+        k, v: keys and values to append, `[B, S_new, Hkv, D]` and Dv; packed like q if q is packed.
+        cu_seqlens_q: integers `[B + 1]`, offsets of packed sequences in q.
+        cu_seqlens_k_new: the same tensor as `cu_seqlens_q`, for packed k and v; other offsets are declined.
+        max_seqlen_q: an int with `cu_seqlens_q`; no result depends on it.
+        rotary_seqlens: integers `[B]`, rotary positions of the first token, in place of `cache_seqlens`.
+
+    The other arguments are those of `flashtile.compat.flash_attn.flash_attn_with_kvcache`, where `block_table` is
+    called `page_table`. `qv`, descales, `attention_chunk`, `scheduler_metadata`, `pack_gqa` and `sm_margin` must have
+    their defaults.
+
+    Returns:
+        `out` in the shape of q with Dv; with `return_softmax_lse` `(out, softmax_lse, out_accum, softmax_lse_accum)`:
+        lse `[B, Hq, Sq]` or `[Hq, Tq]`, -inf for rows that see no key, and two empty tensors: results of the splits are
+        not kept.
+
+    Raises:
+        ArgumentError: an argument is not what it should be, or has no equivalent.
+        AttentionError: a tensor requires a gradient outside of `torch.no_grad()`: there are no derivatives.
+    """
+    if not (
+        qv is q_descale is k_descale is v_descale is scheduler_metadata is pack_gqa is None
+        and attention_chunk == sm_margin == 0
+    ):  # which takes less time than the answer
+        decline(
+            CACHE,
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            attention_chunk=attention_chunk,
+            scheduler_metadata=scheduler_metadata,
+            pack_gqa=pack_gqa,
+            sm_margin=sm_margin,
+        )
+    packed, paged = cu_seqlens_q is not None, page_table is not None
+    if cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
+        accepted = "the tensor that is `cu_seqlens_q`: as many new keys as queries for each sequence"
+        refuse("cu_seqlens_k_new", cu_seqlens_k_new, accepted, CACHE)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    lengths = lengths_of(cache_seqlens, k_cache, page_table, batch, appends=k is not None, example=CACHE)
+    window = window_of(window_size, CACHE)
+    if rotary_cos is not None or rotary_sin is not None:
+        q, k, rotary_cos, rotary_sin = rotate_apart(
+            q,
+            k,
+            rotary_cos,
+            rotary_sin,
+            lengths,
+            interleaved=rotary_interleaved,
+            together=causal or window is not None,
+            example=CACHE,
+            starts=rotary_seqlens,
+            cu_seqlens=cu_seqlens_q,
+        )
+    out, lse = attention_with_kvcache(
+        q if packed else q.transpose(1, 2),
+        k_cache if paged else k_cache.transpose(1, 2),
+        v_cache if paged else v_cache.transpose(1, 2),
+        k=k if packed or k is None else k.transpose(1, 2),
+        v=v if packed or v is None else v.transpose(1, 2),
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_seqlens=lengths,
+        cache_batch_idx=cache_batch_idx,
+        leftpad_k=cache_leftpad,
+        page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        scale=softmax_scale,
+        causal=causal,
+        window=window,
+        softcap=softcap if softcap > 0 else None,
+        rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits or None,
+        return_lse=True,
+    )
+    out = out if packed else out.transpose(1, 2)
+    return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out

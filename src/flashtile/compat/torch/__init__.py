@@ -1,0 +1,17 @@
+"""PyTorch's names for attention, computed by flashtile: `scaled_dot_product_attention`, `varlen_attn`.
+
+The functions are for programs that import them from here. `activate` makes PyTorch's own functions run in flashtile.
+"""
+
+from .registration import activate, restore
+from .sdpa import scaled_dot_product_attention
+from .varlen import AuxRequest, varlen_attn, varlen_attn_out
+
+__all__ = [
+    "AuxRequest",
+    "activate",
+    "restore",
+    "scaled_dot_product_attention",
+    "varlen_attn",
+    "varlen_attn_out",
+]

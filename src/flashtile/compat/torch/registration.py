@@ -1,0 +1,82 @@
+"""PyTorch's own attention functions, run in flashtile between `activate` and `restore`.
+
+PyTorch has a registry for implementations of flash attention, `torch.nn.attention.register_flash_attention_impl`. The
+name "flashtile" is in it once this module is imported, which changes no function yet.
+"""
+
+import warnings
+
+import torch
+from torch.library import Library
+from torch.nn import attention as registry
+
+from ...errors import AttentionError
+from . import kernels
+
+NAME = "flashtile"
+HAS_REGISTRY = hasattr(registry, "register_flash_attention_impl")
+
+
+class Kernels:
+    """Kernels in PyTorch's dispatcher, until they are removed: the handle that the registry keeps."""
+
+    def __init__(self) -> None:
+        self.libraries = []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            for key, operators in kernels.OPERATORS.items():
+                library = Library("aten", "IMPL", key)
+                self.libraries.append(library)
+                for name, function in operators.items():
+                    if hasattr(torch.ops.aten, name):  # older versions have fewer
+                        library.impl(name, function, key)
+
+    def remove(self) -> None:
+        for library in self.libraries:
+            library._destroy()
+        self.libraries = []
+
+
+class Activation:
+    """Context manager that `activate` returns. At its end the implementation is active that was so before."""
+
+    def __init__(self, before: str | None):
+        self.before = before
+
+    def __enter__(self) -> "Activation":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        restore()
+        if self.before is not None:
+            registry.activate_flash_attention_impl(self.before)
+
+
+def activate() -> Activation:
+    """Run `torch.nn.functional.scaled_dot_product_attention` and `torch.nn.attention.varlen.varlen_attn` in flashtile.
+
+    The first on CPUs and GPUs, wherever PyTorch chooses flash attention for a call; the second on both too. The same as
+    `torch.nn.attention.activate_flash_attention_impl("flashtile")`.
+
+    Raises:
+        AttentionError: PyTorch has no such registry.
+    """
+    if not HAS_REGISTRY:
+        raise AttentionError(
+            f"PyTorch {torch.__version__} has no register_flash_attention_impl.\n  accepted: a newer PyTorch\n"
+            "  a call that works: flashtile.compat.torch.scaled_dot_product_attention(query, key, value)"
+        )
+    before = registry.current_flash_attention_impl()
+    if before != NAME:
+        registry.activate_flash_attention_impl(NAME)
+    return Activation(None if before == NAME else before)
+
+
+def restore() -> None:
+    """Undo `activate`; PyTorch's kernels are back. Changes nothing while another implementation is active."""
+    if HAS_REGISTRY and registry.current_flash_attention_impl() == NAME:
+        registry.restore_flash_attention_impl()
+
+
+if HAS_REGISTRY:
+    registry.register_flash_attention_impl(NAME, register_fn=Kernels)

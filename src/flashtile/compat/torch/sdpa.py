@@ -1,0 +1,97 @@
+"""PyTorch's `scaled_dot_product_attention`: its arguments as those of `flashtile.attention`."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...api.attention import attention
+from ..arguments import refuse
+
+EXAMPLE = "scaled_dot_product_attention(query, key, value, is_causal=True)"
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Tensors of four dimensions are passed on as they are. Others are viewed with four, and copied only where broadcast
+    leading dimensions leave no such view.
+
+    Args:
+        query: `[..., Hq, L, E]`, or `[L, E]`; any leading dimensions, which broadcast with those of key and value.
+        key: `[..., Hkv, S, E]`.
+        value: `[..., Hkv, S, Ev]`.
+        attn_mask: broadcasts to `[..., Hq, L, S]`: bool, True is visible, or of q's dtype or float32, added to the
+            scores. A floating-point mask has a gradient.
+        dropout_p: probability of dropping a weight, `0 <= p < 1`; applies whenever it is above 0.
+        is_causal: key j is visible iff `j <= i` (top-left), without `attn_mask`.
+        scale: factor of the products; `E ** -0.5` if `None`.
+        enable_gqa: key and value may have fewer heads than query.
+
+    Returns:
+        `[..., Hq, L, Ev]` in q's dtype; rows that see no key are 0.
+
+    Raises:
+        ArgumentError: an argument is not what it should be; both `attn_mask` and `is_causal`; other heads without
+            `enable_gqa`.
+    """
+    if is_causal and attn_mask is not None:
+        accepted = "None with is_causal=True; flashtile.attention takes `mask` or `bias` with causal='top_left'"
+        refuse("attn_mask", attn_mask, accepted, EXAMPLE)
+    causal: Literal[False, "top_left"] = "top_left" if is_causal else False
+    if query.dim() == key.dim() == value.dim() == 4:
+        batch, heads = query.shape[0], query.shape[1]
+        if key.shape[0] == batch and value.shape[0] == batch and (enable_gqa or key.shape[1] == heads):
+            if attn_mask is None:
+                return attention(query, key, value, causal=causal, scale=scale, dropout_p=dropout_p)
+            keyword = mask_keyword(attn_mask, query.shape[:1])
+            return attention(query, key, value, scale=scale, dropout_p=dropout_p, **keyword)
+    return with_leading_dimensions(query, key, value, attn_mask, dropout_p, causal, scale, enable_gqa)
+
+
+def with_leading_dimensions(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    causal: Literal[False, "top_left"],
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """The general case: leading dimensions are broadcast and become one, the batch."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() < 2:
+            refuse(name, x, "a tensor of at least 2 dimensions", EXAMPLE)
+    q, k, v = (x[(None,) * (3 - x.dim())] for x in (query, key, value))  # [..., H, S, E]
+    heads = {q.shape[-3], k.shape[-3], v.shape[-3]}
+    if not enable_gqa and len(heads - {1}) > 1:
+        refuse("enable_gqa", enable_gqa, "True where key and value have fewer heads than query", EXAMPLE)
+    if not enable_gqa:
+        q, k, v = (x.expand(*x.shape[:-3], max(heads), -1, -1) for x in (q, k, v))
+    lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    q, k, v = (x.expand(*lead, -1, -1, -1).reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    keyword = {} if attn_mask is None else mask_keyword(attn_mask, lead)
+    out = attention(q, k, v, causal=causal, scale=scale, dropout_p=dropout_p, **keyword)
+    if max(query.dim(), key.dim(), value.dim()) == 2:
+        return out[0, 0]
+    return out.reshape(*lead, *out.shape[1:])
+
+
+def mask_keyword(attn_mask: Tensor, lead: torch.Size) -> dict[str, Any]:
+    """Make `attn_mask` a `mask` or `bias` of four dimensions; those that it broadcasts stay 1 where possible."""
+    mask = attn_mask[(None,) * (4 - attn_mask.dim())] if attn_mask.dim() < 4 else attn_mask
+    if len(lead) != 1 or mask.dim() > 4:
+        same = all(n == 1 for n in mask.shape[:-3])
+        mask = (mask if same else mask.expand(*lead, -1, -1, -1)).reshape(-1, *mask.shape[-3:])
+    return {"mask" if mask.dtype is torch.bool else "bias": mask}

@@ -1,0 +1,94 @@
+"""Signatures of the originals, as facts: FlashAttention 2.8.3, FlashAttention-3 and -4 of August 2026, PyTorch 2.13."""
+
+SIGNATURES = {
+    ("flash_attn", "flash_attn_func"): (
+        "(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "alibi_slopes=None, deterministic=False, return_attn_probs=False)"
+    ),
+    ("flash_attn", "flash_attn_qkvpacked_func"): (
+        "(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "alibi_slopes=None, deterministic=False, return_attn_probs=False)"
+    ),
+    ("flash_attn", "flash_attn_kvpacked_func"): (
+        "(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "alibi_slopes=None, deterministic=False, return_attn_probs=False)"
+    ),
+    ("flash_attn", "flash_attn_varlen_func"): (
+        "(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
+        "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
+        "return_attn_probs=False, block_table=None)"
+    ),
+    ("flash_attn", "flash_attn_varlen_qkvpacked_func"): (
+        "(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), "
+        "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False)"
+    ),
+    ("flash_attn", "flash_attn_varlen_kvpacked_func"): (
+        "(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
+        "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
+        "return_attn_probs=False)"
+    ),
+    ("flash_attn", "flash_attn_with_kvcache"): (
+        "(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+        "return_softmax_lse=False)"
+    ),
+    ("flash_attn.bert_padding", "unpad_input"): "(hidden_states, attention_mask, unused_mask=None)",
+    ("flash_attn.bert_padding", "pad_input"): "(hidden_states, indices, batch, seqlen)",
+    ("flash_attn.layers.rotary", "apply_rotary_emb"): (
+        "(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None)"
+    ),
+    ("flash_attn.layers.rotary", "apply_rotary_emb_qkv_"): (
+        "(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None)"
+    ),
+    ("flash_attn.layers.rotary", "apply_rotary_emb_kv_"): "(kv, cos, sin, interleaved=False, seqlen_offsets=0)",
+    ("flash_attn_3", "flash_attn_func"): (
+        "(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
+        "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "
+        "deterministic=False, sm_margin=0, return_attn_probs=False)"
+    ),
+    ("flash_attn_3", "flash_attn_qkvpacked_func"): (
+        "(qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, "
+        "window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, "
+        "sm_margin=0, return_attn_probs=False)"
+    ),
+    ("flash_attn_3", "flash_attn_varlen_func"): (
+        "(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, "
+        "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
+        "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "
+        "deterministic=False, sm_margin=0, return_attn_probs=False)"
+    ),
+    ("flash_attn_3", "flash_attn_with_kvcache"): (
+        "(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
+        "max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, "
+        "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+        "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
+        "return_softmax_lse=False)"
+    ),
+    ("flash_attn_4", "flash_attn_func"): (
+        "(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, "
+        "None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
+        "score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, "
+        "block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False)"
+    ),
+    ("flash_attn_4", "flash_attn_varlen_func"): (
+        "(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+        "min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, "
+        "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, "
+        "num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None, "
+        "block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, "
+        "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False)"
+    ),
+    ("torch", "varlen_attn"): (
+        "(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, "
+        "window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None)"
+    ),
+    ("torch", "varlen_attn_out"): (
+        "(out, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, "
+        "window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None)"
+    ),
+    ("torch", "scaled_dot_product_attention"): (
+        "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False)"
+    ),
+}

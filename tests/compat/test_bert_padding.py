@@ -1,0 +1,40 @@
+"""`flash_attn.bert_padding`: tokens of a padded batch, and back."""
+
+import torch
+from flash_formula import gradients, leaves, randn
+
+from flashtile.compat.flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+
+MASK = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
+
+
+def test_there_and_back() -> None:
+    (x,) = leaves(randn(3, 4, 2, 5))
+    tokens, indices, cu_seqlens, longest, used = unpad_input(x, MASK)
+    assert torch.equal(tokens, x[MASK.bool()])
+    assert indices.tolist() == [0, 1, 9, 10, 11]
+    assert (cu_seqlens.tolist(), cu_seqlens.dtype) == ([0, 2, 2, 5], torch.int32)
+    assert longest == 3
+    assert type(longest) is int
+    assert (used.tolist(), used.dtype) == ([2, 0, 3], torch.int32)
+    back = pad_input(tokens, indices, 3, 4)
+    assert torch.equal(back, x * MASK[..., None, None])
+    assert torch.equal(pad_input(tokens, indices.int(), 3, 4), back)
+    (dx,) = gradients(back, (x,))
+    assert torch.equal(dx == 0, (MASK == 0)[..., None, None].expand_as(dx))
+
+
+def test_unused_places() -> None:
+    unused = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    tokens, indices, cu_seqlens, longest, used = unpad_input(randn(3, 4, 5), MASK, unused)
+    assert tokens.shape == (6, 5)
+    assert indices.tolist() == [0, 1, 2, 9, 10, 11]
+    assert cu_seqlens.tolist() == [0, 3, 3, 6]
+    assert (longest, used.tolist()) == (3, [2, 0, 3])
+
+
+def test_rows() -> None:
+    x = randn(6, 2, 3)
+    indices = torch.tensor([4, 0, 4])
+    assert torch.equal(index_first_axis(x, indices), x[indices])
+    assert torch.equal(index_first_axis(x, indices.int()), x[indices])

@@ -1,0 +1,153 @@
+"""FlashAttention-3's and -4's names: results, what they return, and what they decline."""
+
+from typing import Any
+
+import pytest
+import torch
+from flash_formula import assert_gradients_agree, assert_same, formula, leaves, randn, rotated
+
+from flashtile.compat import flash_attn_3, flash_attn_4
+from flashtile.errors import ArgumentError
+
+B, SQ, SK, HQ, HKV, D = 2, 5, 7, 4, 2, 6
+CU = torch.tensor([0, 2, 7], dtype=torch.int32)
+Q, K, V = randn(B, SQ, HQ, D), randn(B, SK, HKV, D, seed=1), randn(B, SK, HKV, D, seed=2)
+
+
+def minus(lse: torch.Tensor) -> torch.Tensor:
+    return lse.masked_fill(lse == torch.inf, -torch.inf)
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_dense(version: int) -> None:
+    """More queries than keys: the first rows see nothing, with lse -inf."""
+    mine, theirs = leaves(K, Q[:, :, :HKV], V[:, :SQ]), leaves(K, Q[:, :, :HKV], V[:, :SQ])
+    settings: dict[str, Any] = {"causal": True, "softcap": 1.5}
+    if version == 3:
+        out, lse = flash_attn_3.flash_attn_func(*mine, 0.4, window_size=(2, -1), return_attn_probs=True, **settings)
+        assert torch.equal(flash_attn_3.flash_attn_func(*mine, 0.4, window_size=(2, -1), **settings), out)
+    else:
+        out, lse = flash_attn_4.flash_attn_func(
+            *mine, softmax_scale=0.4, window_size=(2, None), return_lse=True, **settings
+        )
+    reference, reference_lse, _ = formula(*theirs, scale=0.4, window_size=(2, -1), **settings)
+    assert_same((lse, minus(reference_lse)))
+    assert (lse == -torch.inf).any()
+    assert_gradients_agree((out, mine), (reference, theirs))
+
+
+@pytest.mark.parametrize("heads", [None, HQ])
+def test_qkvpacked_of_version_3(heads: int | None) -> None:
+    qkv = randn(B, SK, 3, HQ, D) if heads is None else randn(B, SK, HQ + 2 * HKV, D)
+    parts = qkv.unbind(2) if heads is None else qkv.split((HQ, HKV, HKV), dim=2)
+    out = flash_attn_3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=heads)
+    assert_same((out, formula(*parts, causal=True)[0]))
+    if heads is not None:
+        with pytest.raises(ArgumentError, match="`num_heads_q`"):
+            flash_attn_3.flash_attn_qkvpacked_func(qkv)
+
+
+def test_sinks_of_version_4() -> None:
+    mine, theirs = leaves(Q, K, V, randn(HQ)), leaves(Q, K, V, randn(HQ))
+    out, lse = flash_attn_4.flash_attn_func(*mine[:3], learnable_sink=mine[3])
+    assert lse is None
+    assert_gradients_agree((out, mine), (formula(*theirs[:3], sinks=theirs[3])[0], theirs))
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_packed(version: int) -> None:
+    q, k, v, used = Q[0], K[0], V[0], torch.tensor([1, 4], dtype=torch.int32)
+    cu_q = torch.tensor([0, 2, 5], dtype=torch.int32)
+    if version == 3:
+        out, lse = flash_attn_3.flash_attn_varlen_func(
+            q, k, v, cu_q, CU, 3, 5, seqused_k=used, causal=True, return_attn_probs=True
+        )
+    else:
+        out, lse = flash_attn_4.flash_attn_varlen_func(
+            q, k, v, None, cu_q, CU, 3, 5, seqused_k=used, causal=True, return_lse=True
+        )
+    for rows, keys in ((slice(0, 2), slice(0, 1)), (slice(2, 5), slice(2, 6))):
+        reference, reference_lse, _ = formula(q[None, rows], k[None, keys], v[None, keys], causal=True)
+        assert_same((out[rows], reference[0]), (lse[:, rows], minus(reference_lse)[0]))
+
+
+def test_pages_of_version_4() -> None:
+    pages = torch.stack((K[0, :6], V[0, :6])).unflatten(1, (3, 2))  # three pages of two keys
+    table = torch.tensor([[2, 0], [1, 1]], dtype=torch.int32)
+    used = torch.tensor([3, 2], dtype=torch.int32)
+    cu_q = torch.tensor([0, 2, 5], dtype=torch.int32)
+    out, _ = flash_attn_4.flash_attn_varlen_func(Q[0], *pages, cu_seqlens_q=cu_q, seqused_k=used, page_table=table)
+    for rows, keys in ((slice(0, 2), [4, 5, 0]), (slice(2, 5), [2, 3])):
+        assert_same((out[rows], formula(Q[:1, rows], K[:1, keys], V[:1, keys])[0][0]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("starts", [None, torch.tensor([3, 0], dtype=torch.int32)], ids=["lengths", "starts"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_cache_of_version_3(packed: bool, starts: torch.Tensor | None, causal: bool) -> None:
+    """Appended and rotated keys, with dense and packed queries, at positions of the cache or of their own."""
+    cos, sin = randn(16, 2).cos(), randn(16, 2).sin()
+    lengths, cu = torch.tensor([4, 1], dtype=torch.int32), torch.tensor([0, 2, 5], dtype=torch.int32)
+    counts = (2, 3) if packed else (2, 2)
+    q, k, v = randn(5, HQ, D), randn(5, HKV, D, seed=1), randn(5, HKV, D, seed=2)
+    if not packed:
+        q, k, v = (x[:4].unflatten(0, (2, 2)) for x in (q, k, v))
+    caches = K.repeat(1, 2, 1, 1), V.repeat(1, 2, 1, 1)
+    k_cache, v_cache = caches[0].clone(), caches[1].clone()
+    more = {"cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "max_seqlen_q": 3} if packed else {}
+    out, lse, *rest = flash_attn_3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=False, rotary_seqlens=starts,
+        cache_seqlens=lengths, causal=causal, return_softmax_lse=True, **more,
+    )  # fmt: skip
+    assert [x.numel() for x in rest] == [0, 0]
+    for b, n in enumerate(counts):
+        rows = slice(2 * b, 2 * b + n)
+        row, k_new, v_new = ((x[rows] if packed else x[b])[None] for x in (q, k, v))
+        length, first = int(lengths[b]), int((lengths if starts is None else starts)[b])
+        positions = first + torch.arange(n)[None]
+        row = rotated(row, cos, sin, positions if causal else torch.full_like(positions, first), False)
+        k_new = rotated(k_new, cos, sin, positions, False)
+        keys = torch.cat((caches[0][b : b + 1, :length], k_new), dim=1)
+        values = torch.cat((caches[1][b : b + 1, :length], v_new), dim=1)
+        reference, reference_lse, _ = formula(row, keys, values, causal=causal)
+        assert_same((out[rows] if packed else out[b], reference[0]))
+        assert_same((lse[:, rows] if packed else lse[b], reference_lse[0]), (k_cache[b, : length + n], keys[0]))
+
+
+DECLINED = {
+    "qv": Q, "q_descale": Q, "k_descale": Q, "v_descale": Q, "attention_chunk": 4, "num_splits": 3, "pack_gqa": True,
+    "sm_margin": 2, "seqused_q": CU, "scheduler_metadata": CU, "gather_kv_indices": CU, "score_mod": min,
+    "score_mod_bwd": min, "mask_mod": min, "aux_tensors": [Q], "aux_scalars": (1,), "block_sparse_tensors": (Q,),
+    "block_sparse_tensors_bwd": (Q,), "min_seqlen_k": 1, "seqlen_k_per_split": 64, "disable_scheduler_metadata": True,
+}  # fmt: skip
+PACKED = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 5, "max_seqlen_k": 5}
+CALLS = [
+    (flash_attn_3.flash_attn_func, {}),
+    (flash_attn_3.flash_attn_varlen_func, PACKED),
+    (flash_attn_3.flash_attn_with_kvcache, {"cache_seqlens": 3}),
+    (flash_attn_4.flash_attn_func, {}),
+    (flash_attn_4.flash_attn_varlen_func, PACKED),
+]
+
+
+@pytest.mark.parametrize(("function", "needed"), CALLS, ids=lambda x: getattr(x, "__module__", ""))
+def test_what_has_no_equivalent_is_declined(function: Any, needed: dict[str, Any]) -> None:
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    declined = [name for name in names if name in DECLINED and not (name == "num_splits" and "k_cache" in names)]
+    assert len(declined) >= 6
+    for name in declined:
+        with pytest.raises(ArgumentError, match=f"`{name}`") as caught:
+            function(Q, K, V, **needed, **{name: DECLINED[name]})
+        assert caught.value.argument == name
+        assert "a call that works: flash_attn_" in str(caught.value)
+
+
+def test_other_errors() -> None:
+    with pytest.raises(ArgumentError, match="`window_size`"):
+        flash_attn_4.flash_attn_func(Q, K, V, window_size=(-3, 5))
+    with pytest.raises(ArgumentError, match="`cu_seqlens_q`"):
+        flash_attn_4.flash_attn_varlen_func(Q, K, V)
+    with pytest.raises(ArgumentError, match="`cu_seqlens_k_new`"):
+        flash_attn_3.flash_attn_with_kvcache(
+            Q[0], K, V, K[0], V[0], cache_seqlens=3, cu_seqlens_q=CU, cu_seqlens_k_new=CU + 0
+        )

@@ -1,0 +1,33 @@
+"""Names, order and defaults of arguments are the originals'."""
+
+import importlib
+import inspect
+
+import pytest
+from originals import SIGNATURES
+
+
+@pytest.mark.parametrize(("module", "name"), SIGNATURES)
+def test_signature(module: str, name: str) -> None:
+    function = getattr(importlib.import_module(f"flashtile.compat.{module}"), name)
+    signature = inspect.signature(function)
+    bare = [x.replace(annotation=inspect.Parameter.empty) for x in signature.parameters.values()]
+    assert (
+        str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)) == SIGNATURES[module, name]
+    )
+
+
+@pytest.mark.parametrize("name", [name for module, name in SIGNATURES if module == "torch" and "varlen" in name])
+def test_the_installed_torch_has_them(name: str) -> None:
+    """PyTorch of another version may have fewer arguments, in the same order."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    if hasattr(varlen, name):
+        theirs = [*inspect.signature(getattr(varlen, name)).parameters]
+        ours = [*inspect.signature(getattr(importlib.import_module("flashtile.compat.torch"), name)).parameters]
+        assert [x for x in ours if x in theirs] == theirs
+
+
+@pytest.mark.parametrize("module", ["flash_attn.flash_attn_interface", "flash_attn"])
+def test_modules_have_all_names(module: str) -> None:
+    functions = {name for place, name in SIGNATURES if place == "flash_attn"}
+    assert functions <= set(dir(importlib.import_module(f"flashtile.compat.{module}")))

@@ -1,0 +1,241 @@
+"""PyTorch's names, against PyTorch: the functions, and PyTorch's own functions while flashtile is active."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from flash_formula import assert_gradients_agree, assert_same, formula, gradients, leaves, randn
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as native
+
+import flashtile.compat.torch as names
+from flashtile.compat.torch import AuxRequest, kernels, scaled_dot_product_attention, varlen_attn, varlen_attn_out
+from flashtile.errors import ArgumentError
+
+H, L, S, E = 4, 5, 7, 6
+MASK = torch.rand(2, 1, L, S, generator=torch.Generator().manual_seed(0)) < 0.7
+MASK[..., 0] = True  # no row without keys, for which PyTorch's versions differ
+SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "4": ((2, H, L, E), (2, H, S, E), (2, H, S, 3)),
+    "2": ((L, E), (S, E), (S, 3)),
+    "3": ((H, L, E), (H, S, E), (H, S, 3)),
+    "5": ((3, 2, H, L, E), (3, 2, H, S, E), (3, 2, H, S, 3)),
+    "broadcast": ((3, 1, H, L, E), (2, 1, S, E), (1, 2, H, S, 3)),
+    "batch of keys": ((2, H, L, E), (1, H, S, E), (1, H, S, 3)),
+    "head of keys": ((2, H, L, E), (2, 1, S, E), (2, 1, S, 3)),
+}
+MASKS: dict[str, Any] = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.7},
+    "bool": {"attn_mask": MASK[0, 0]},
+    "bool of batch": {"attn_mask": MASK},
+    "float": {"attn_mask": randn(L, S)},
+    "float of heads": {"attn_mask": randn(H, L, S)},
+}
+
+
+@pytest.mark.parametrize("options", MASKS)
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_sdpa(shapes: str, options: str) -> None:
+    settings = dict(MASKS[options])
+    if (
+        shapes in ("2", "3")
+        and options in ("bool of batch", "float of heads")
+        and shapes + options != "3float of heads"
+    ):
+        return
+    inputs = [randn(*shape, seed=n) for n, shape in enumerate(SHAPES[shapes])]
+    if options.startswith("float"):
+        inputs.append(settings.pop("attn_mask"))
+    mine, theirs = leaves(*inputs), leaves(*inputs)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        reference = native(*theirs, **settings)
+    out = scaled_dot_product_attention(*mine, **settings)
+    assert_gradients_agree((out, mine), (reference, theirs))
+
+
+def test_sdpa_of_grouped_heads() -> None:
+    q, k = randn(2, H, L, E), randn(2, 2, S, E)
+    out = scaled_dot_product_attention(q, k, k, MASK, enable_gqa=True)
+    assert_same((out, native(q, k, k, MASK, enable_gqa=True)))
+    q, k = randn(3, 2, H, L, E), randn(3, 2, 2, S, E)
+    mask = torch.rand(3, 1, H, L, S) < 0.8
+    assert_same((scaled_dot_product_attention(q, k, k, mask, enable_gqa=True).nan_to_num(),
+                 native(q, k, k, mask, enable_gqa=True).nan_to_num()))  # fmt: skip
+
+
+def test_sdpa_with_dropout() -> None:
+    """A mean over many masks is the output without dropout; the seed is torch's."""
+    q = randn(1, 1, 4, E).expand(20_000, 1, 4, E)
+    torch.manual_seed(3)
+    out = scaled_dot_product_attention(q, q, q, None, 0.5)
+    torch.testing.assert_close(out.mean(0), native(q[0], q[0], q[0]), atol=0.05, rtol=0)
+    torch.manual_seed(3)
+    assert torch.equal(scaled_dot_product_attention(q, q, q, None, 0.5), out)
+
+
+def test_sdpa_declines() -> None:
+    q, k = randn(2, H, L, E), randn(2, 2, S, E)
+    with pytest.raises(ArgumentError, match="`attn_mask`"):
+        scaled_dot_product_attention(q, q, q, MASK, is_causal=True)
+    with pytest.raises(ArgumentError, match="`enable_gqa`"):
+        scaled_dot_product_attention(q, k, k)
+    with pytest.raises(ArgumentError, match="`query`"):
+        scaled_dot_product_attention(q[0, 0, 0], k, k)
+
+
+# varlen_attn ---------------------------------------------------------------------------------------------------------
+
+CU_Q, CU_K = torch.tensor([0, 3, 3, 8]), torch.tensor([0, 5, 7, 9])
+BOUNDS = [((0, 3), (0, 5)), ((3, 3), (5, 7)), ((3, 8), (7, 9))]
+
+
+def packed_formula(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    parts = [formula(q[None, a:b], k[None, c:d], v[None, c:d], **settings) for (a, b), (c, d) in BOUNDS]
+    lse = torch.cat([x[1][0] for x in parts], dim=1)
+    return torch.cat([x[0][0] for x in parts]), lse.masked_fill(lse == torch.inf, -torch.inf)
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (2, 0), (1, 1)])
+def test_varlen(window_size: tuple[int, int]) -> None:
+    tensors = randn(8, H, E), randn(9, 2, E, seed=1), randn(9, 2, E, seed=2)
+    mine, theirs = leaves(*tensors), leaves(*tensors)
+    out, lse = varlen_attn(
+        *mine, CU_Q, CU_K, 5, 5, return_aux=AuxRequest(lse=True), scale=0.6, window_size=window_size, enable_gqa=True
+    )
+    reference, reference_lse = packed_formula(*theirs, scale=0.6, window_size=window_size)
+    assert_same((lse, reference_lse))
+    assert_gradients_agree((out, mine), (reference, theirs))
+    written = torch.empty_like(out)
+    settings: dict[str, Any] = {"scale": 0.6, "window_size": window_size, "enable_gqa": True}
+    with torch.no_grad():
+        assert varlen_attn_out(written, *tensors, CU_Q, CU_K, 5, 5, **settings) is written
+    assert torch.equal(written, out)
+
+
+def test_varlen_declines() -> None:
+    q, k = randn(8, H, E), randn(8, 2, E)
+    with pytest.raises(ArgumentError, match="`enable_gqa`"):
+        varlen_attn(q, k, k, CU_Q, CU_Q, 5, 5)
+    with pytest.raises(ArgumentError, match="`num_splits`"):
+        varlen_attn(q, q, q, CU_Q, CU_Q, 5, 5, num_splits=1)
+    with pytest.raises(ArgumentError, match="`out`"):
+        varlen_attn_out(q[:2], q, q, q, CU_Q, CU_Q, 5, 5)
+    with pytest.raises(ArgumentError, match="`out`"):
+        varlen_attn_out(torch.empty_like(q), *leaves(q, q, q), CU_Q, CU_Q, 5, 5)
+
+
+# PyTorch's own functions ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls() -> Iterator[list[str]]:
+    """Names of PyTorch's operators that run in flashtile, as they are called."""
+    pytest.importorskip("torch.nn.attention._registry")
+    seen: list[str] = []
+
+    def noting(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            seen.append(name)
+            return function(*arguments, **options)
+
+        return call
+
+    noted = {key: {name: noting(name, f) for name, f in group.items()} for key, group in kernels.OPERATORS.items()}
+    with mock.patch.object(kernels, "OPERATORS", noted):
+        yield seen
+
+
+@pytest.mark.parametrize("options", [x for x in MASKS if not x.startswith("float")] + ["float mask"])
+def test_activated_sdpa(calls: list[str], options: str) -> None:
+    settings = {"attn_mask": randn(2, 1, L, S)} if options == "float mask" else MASKS[options]
+    settings = settings | {"enable_gqa": True}
+    inputs = randn(2, H, L, E), randn(2, 2, S, E, seed=1), randn(2, 2, S, E, seed=2)
+    mine, theirs = leaves(*inputs), leaves(*inputs)
+    reference = native(*theirs, **settings)
+    expected = gradients(reference, theirs)
+    with names.activate():
+        out = native(*mine, **settings)
+        found = gradients(out, mine)
+    operator = "_scaled_dot_product_flash_attention_for_cpu"
+    assert calls == [operator, f"{operator}_backward"]
+    assert_same((out, reference), *zip(found, expected, strict=True))
+    assert out.stride() == reference.stride()
+    assert [x.stride() for x in found] == [x.stride() for x in expected]
+    again = native(*theirs, **settings)
+    assert len(calls) == 2
+    assert torch.equal(again, reference)
+
+
+def test_activated_varlen(calls: list[str]) -> None:
+    """On a CPU, where PyTorch has no kernel of its own."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    tensors = randn(8, H, E), randn(9, 2, E, seed=1), randn(9, 2, E, seed=2)
+    mine, theirs = leaves(*tensors), leaves(*tensors)
+    settings: dict[str, Any] = {"window_size": (2, 0), "enable_gqa": True}
+    with names.activate():
+        out = varlen.varlen_attn(*mine, CU_Q, CU_K, 5, 5, **settings)
+        reference, _ = packed_formula(*theirs, window_size=(2, 0))
+        assert_gradients_agree((out, mine), (reference, theirs))
+        if hasattr(varlen, "varlen_attn_out"):
+            written = torch.empty_like(tensors[0])
+            varlen.varlen_attn_out(written, *tensors, CU_Q, CU_K, 5, 5, **settings)
+            assert torch.equal(written, out)
+    assert calls[:2] == ["_flash_attention_forward", "_flash_attention_backward"]
+    with pytest.raises(NotImplementedError):
+        varlen.varlen_attn(*tensors, CU_Q, CU_K, 5, 5, **settings)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_of_the_operators(packed: bool) -> None:
+    """The state that a GPU's forward pass returns gives its mask again in backward: gradients of a linear loss."""
+    shape = (8, H, E) if packed else (2, 4, H, E)
+    q, k, v, dout = (randn(*shape, seed=n) for n in range(4))
+    place = (CU_Q, CU_Q, 5, 5) if packed else (None, None, 4, 4)
+    more = {"window_size_left": 3, "scale": 0.5}
+    torch.manual_seed(0)
+    out, lse, state, unused, _ = kernels.flash_forward(q, k, v, *place, 0.5, True, False, **more)
+    *_, dv = kernels.flash_backward(dout, q, k, v, out, lse, *place, 0.5, True, state, unused, **more)
+    assert state.dtype is torch.uint64
+    assert_same(((dv * v).sum(), (dout * out).sum()))  # out is linear in v
+    if not packed:
+        views = [x.transpose(1, 2) for x in (q, k, v, dout)]
+        out, lse, *_, state, offset, _ = kernels.sdpa_cuda(*views[:3], 0.5, True)
+        *_, dv = kernels.sdpa_cuda_backward(views[3], *views[:3], out, lse, None, None, 4, 4, 0.5, True, state, offset)
+        assert_same(((dv * views[2]).sum(), (views[3] * out).sum()))
+
+
+def test_activation_is_undone() -> None:
+    attention = pytest.importorskip("torch.nn.attention")
+    if not hasattr(attention, "register_flash_attention_impl"):
+        pytest.skip("this PyTorch has no registry")
+    assert "flashtile" in attention.list_flash_attention_impls()
+    assert attention.current_flash_attention_impl() is None
+    with names.activate():
+        assert attention.current_flash_attention_impl() == "flashtile"
+        names.activate()
+    assert attention.current_flash_attention_impl() is None
+    names.restore()  # changes nothing
+    other = mock.Mock()
+    attention.register_flash_attention_impl("other", register_fn=lambda: other)
+    attention.activate_flash_attention_impl("other")
+    names.restore()
+    assert attention.current_flash_attention_impl() == "other"
+    with names.activate():
+        pass
+    assert attention.current_flash_attention_impl() == "other"
+    attention.restore_flash_attention_impl()
+    torch.nn.attention._registry._FLASH_ATTENTION_IMPLS.pop("other")
+
+
+def test_activated_and_compiled() -> None:
+    """Strides and dtypes of results are those that a trace expects."""
+    pytest.importorskip("torch.nn.attention._registry")
+    mine, theirs = leaves(randn(1, 2, L, 8)), leaves(randn(1, 2, L, 8))
+    compiled = torch.compile(lambda x: native(x, x, x, is_causal=True), backend="aot_eager")
+    with names.activate():
+        out = compiled(*mine)
+        assert_gradients_agree((out, mine), (native(*theirs * 3, is_causal=True), theirs))
