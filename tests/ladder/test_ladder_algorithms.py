@@ -17,11 +17,15 @@ from flashtile.ladder import (
     launcher,
     linear_attention,
     lsh_attention,
+    saved_for_backward,
     shared_memory,
     softmax_passes,
     step05_flash1,
     step06_flash2,
+    stream_k,
+    tensor_parallel,
     tiled_matmul,
+    unified_max,
 )
 from flashtile.ladder.counted import count
 
@@ -162,6 +166,71 @@ def test_attention_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (wrong - expected).abs().max() > 0.01
 
 
+# Other schedules -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_constant_in_place_of_the_maximum(causal: bool) -> None:
+    """Right for scores in range and out of it; without the check, scores out of range give no number."""
+    q, k, v = (x.float() for x in doubles(50, 8))
+    for factor, phi in ((1.0, 0.0), (1.0, 3.0), (40.0, 0.0)):
+        expected, expected_lse = step06_flash2.attention(q.double(), k.double(), v.double(), causal, factor)
+        out, lse = unified_max.attention(q, k, v, causal, factor, phi=phi)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5 * max(1, factor))
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
+    assert 0 < unified_max.rows_taken_again(q, k, 40.0) <= 50
+    assert unified_max.rows_taken_again(q, k, 0.3) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unified_max, "RANGE", math.inf)
+        assert not bool(unified_max.attention(q, k, v, causal, 40.0)[0].isfinite().all())
+
+
+def test_stream_k() -> None:
+    """Each tile once, shares that differ by one at most, and attention for any number of workers."""
+    for outputs, keys, workers in ((3, 5, 4), (1, 7, 3), (4, 2, 16), (5, 1, 1)):
+        shares = stream_k.pieces(outputs, keys, workers)
+        sizes = [sum(piece.last - piece.first for piece in own) for own in shares]
+        assert max(sizes) - min(sizes) <= 1
+        tiles = [(piece.output, j) for own in shares for piece in own for j in range(piece.first, piece.last)]
+        assert sorted(tiles) == list(itertools.product(range(outputs), range(keys)))
+    q, k, v = doubles(200, 4)
+    for causal in (False, True):
+        expected, expected_lse = step06_flash2.attention(q, k, v, causal)
+        for workers in (1, 3, 7):
+            out, lse = stream_k.attention(q, k, v, causal, workers=workers)
+            close(out, expected)
+            close(lse, expected_lse)
+    whole, streamed = stream_k.busy(133, 10, 132)
+    assert (whole, streamed) == (pytest.approx(133 / 264), pytest.approx(1330 / 132 / 11))
+
+
+def test_heads_over_devices() -> None:
+    x, w_qkv, w_out = (torch.randn(*shape, dtype=torch.float64) for shape in ((9, 12), (12, 3, 8), (8, 12)))
+    q, k, v = ((x @ w_qkv[:, i]).view(9, 4, 2).transpose(0, 1) for i in range(3))
+    expected = (torch.softmax(q @ k.mT / math.sqrt(2), -1) @ v).transpose(0, 1).reshape(9, 8) @ w_out
+    for devices in (1, 2, 4):
+        close(tensor_parallel.parallel_layer(x, w_qkv, w_out, 4, devices), expected)
+    assert [tensor_parallel.numbers_sent(9, 12, devices) for devices in (1, 2)] == [0, 108]
+    with pytest.raises(ValueError, match="4 heads do not go onto 3"):
+        tensor_parallel.parallel_layer(x, w_qkv, w_out, 4, 3)
+
+
+def test_what_backward_keeps() -> None:
+    """P; with dropout P, its factors and their product. Flash: out, lse, and the generator's state."""
+    n, d = 64, 16
+    state = torch.Generator().get_state().nbytes
+    assert saved_for_backward.saved_bytes(saved_for_backward.standard, n, d) == 4 * n**2
+    assert saved_for_backward.saved_bytes(saved_for_backward.standard, n, d, 0.1) == 3 * 4 * n**2
+    assert saved_for_backward.saved_bytes(saved_for_backward.flash, n, d) == 4 * n * (d + 1)
+    assert saved_for_backward.saved_bytes(saved_for_backward.flash, n, d, 0.1) == 4 * n * (d + 1) + state
+    q, k, v = (x.requires_grad_() for x in doubles(20, 4))
+    for function in (saved_for_backward.standard, saved_for_backward.flash):
+        grads = torch.autograd.grad(function(q, k, v).sum(), (q, k, v))
+        expected = torch.autograd.grad((torch.softmax(q @ k.mT / 2, 1) @ v).sum(), (q, k, v))
+        for x, y in zip(grads, expected, strict=True):
+            close(x, y)
+
+
 # Counts --------------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +311,18 @@ def test_shared_memory_of_tiles() -> None:
 
 # The page ------------------------------------------------------------------------------------------------------------
 
-COUNTED = ("tiled_matmul", "fusion", "softmax_passes", "block_sparse", "intensity", "launcher", "shared_memory")
+COUNTED = (
+    "tiled_matmul",
+    "fusion",
+    "softmax_passes",
+    "intensity",
+    "saved_for_backward",
+    "block_sparse",
+    "stream_k",
+    "tensor_parallel",
+    "launcher",
+    "shared_memory",
+)
 
 
 @pytest.mark.parametrize("module", COUNTED)
