@@ -315,6 +315,7 @@ COUNTED = (
     "tiled_matmul",
     "fusion",
     "softmax_passes",
+    "complexity",
     "intensity",
     "saved_for_backward",
     "block_sparse",

@@ -1,5 +1,6 @@
 """Claims that do not survive measurement: each one's figure, and the page that has them all."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -61,6 +62,12 @@ def test_the_listing_forgets_element_0() -> None:
     rest = math.exp(-4) + math.exp(-3)
     assert sums[0].item() == pytest.approx((1 + rest) / rest)
     assert sums[1].item() == pytest.approx(1), "with a small element 0 nothing shows"
+
+
+def test_times_of_strides_are_the_recorded_ones() -> None:
+    recorded = json.loads((PAGE.parents[1] / "benchmarks" / "results" / "h200-ladder.json").read_text())
+    slower = {row["stride"]: round(row["slower"], 1) for row in recorded["tables"]["coalescing"]["rows"]}
+    assert {stride: slower[stride] for stride in claims.MEASURED_STRIDES} == claims.MEASURED_STRIDES
 
 
 def test_counts_of_memory() -> None:

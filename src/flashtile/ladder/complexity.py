@@ -52,13 +52,13 @@ def count(n: int, d: int, heads: int) -> dict[str, int]:
 
 
 def main() -> None:
-    for n, d, heads in ((128, 64, 12), (128, 768, 1), (512, 64, 12), (1536, 64, 12)):
+    for n, d, heads in ((128, 64, 4), (128, 256, 1), (512, 64, 4), (2048, 64, 4)):
         counted = count(n, d, heads)
         softmax = SOFTMAX_OPERATIONS * heads * n**2
         quadratic = counted["scores"] + counted["weights times values"]
         share = quadratic / sum(counted.values())
         words = "as the formulas" if counted == formulas(n, d, heads) else "NOT as the formulas"
-        print(f"N = {n:>4}, {heads:>2} heads of {d:>3}: {sum(counted.values()) / 1e9:7.2f} G, {words};", end=" ")
+        print(f"N = {n:>4}, {heads:>2} heads of {d:>3}: {sum(counted.values()) / 1e9:5.2f} G, {words};", end=" ")
         print(f"Q Kᵀ and P V {share:.0%}, softmax {softmax / 1e9:.2f} G more")
 
 

@@ -1,7 +1,7 @@
 """Tensors in the big memory that count their reads and writes: bytes and launches of an algorithm, by running it.
 
 An algorithm of the ladder touches the big memory through slices alone: `x[part]` on the right is a read, `x[part] =` a
-write, and whatever has no slice is in the small memory. Run on `Counted` tensors it counts itself:
+write, and everything without a slice is in the small memory. Run on `Counted` tensors it counts itself:
 
     counts, (out, lse) = count(step06_flash2.attention, [q, k, v])
     counts["read"], counts["written"]                                                                     (bytes)

@@ -3,7 +3,7 @@
 Every operation of a layer is a kernel of its own that reads its operands from the big memory and writes its result,
 two bytes for a number. A product [a, b] by [b, c] moves a b + b c + a c numbers for 2 a b c operations.
 
-Encoders. For short N the weights dominate: 12 D² numbers are read for each layer, whatever N is, so operations for each
+Encoders. For short N the weights dominate: 12 D² numbers are read for each layer at any N, so operations for each
 byte rise with N. For long N the scores do: h N² numbers are written and read again, for 2 d operations each way, so
 operations for each byte fall towards those of standard attention. The top lies between, near N = 512. What a fused
 attention removes is this second part. (Kim et al., "Full Stack Optimization of Transformer Inference: a Survey", 2023,

@@ -9,11 +9,11 @@ dimension and type would take hours to compile. Rules make flags follow from oth
     even MN                 only with even K, without a window, without ALiBi, and for d <= 128
     even K                  only without ALiBi
 
-Whatever a rule switches off has to be allowed to be off: "not even" is a kernel with masks, which is right for even
-lengths too, only slower. ("Local off if causal" is right because a causal window is a local call with right = 0.)
+A rule may switch "even" off, because a kernel with masks is right for even lengths too, only slower. It may switch
+"local" off for causal calls, because a causal window comes as a local call whose right side is 0.
 
-Deterministic backward. Each key block adds to dq, in the order of arrival. With `deterministic` the grid has not one
-block for each key block but, for each head of each sequence, only so many that all multiprocessors have one,
+Deterministic backward. Each key block adds to dq, in the order of arrival. Without `deterministic` the grid
+has a block for each key block. With it, each head of each sequence has just enough blocks to fill the GPU,
 
     workers = ceil(multiprocessors / (batch heads))
 
@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 
 class Flags(NamedTuple):
-    """What a call asks for, or what a kernel is compiled for."""
+    """The features that a call asks for, or that a kernel is compiled for."""
 
     dropout: bool = False
     causal: bool = False

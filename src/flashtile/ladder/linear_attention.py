@@ -6,7 +6,7 @@ If the weight of a pair is a product of features, phi(q_i) · phi(k_j), then the
 
 2 N f d operations for S and as many for the outputs, and no matrix of N x N (Katharopoulos et al., "Transformers are
 RNNs", 2020). Causal: S and z grow from row to row, here from block to block, so that decoding needs the state [f, d]
-alone, whatever the length.
+alone, at any length.
 
 With `elu_features`, phi(x) = elu(x) + 1, this is not softmax attention and is not meant to be: a model has to be
 trained with it. `random_features` approximate exp(q · k): for w from a normal distribution, exp(q · k) is the mean of
@@ -72,7 +72,7 @@ def quadratic(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, features
 
 
 def operations(n: int, d: int, features: int) -> tuple[int, int]:
-    """Of the products: of linear attention without causal, and of softmax attention."""
+    """Operations of the products of linear attention, without causal, and of softmax attention."""
     return 2 * n * features * (2 * d + 1), 4 * n**2 * d
 
 

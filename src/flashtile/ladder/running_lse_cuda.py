@@ -5,12 +5,13 @@ the 32 scores of a tile are in shared memory. Each thread takes the tile's maxim
 reduction across threads, and takes one logarithm for each tile.
 
 The kernel is in running_lse.cu next to this file. float32, d 16, 32 or 64. It is compiled and launched as step 9 is.
+On a GPU, `python -m flashtile.ladder.running_lse_cuda` prints errors of lse next to those of step 9's warps.
 """
 
 import torch
 from torch import Tensor
 
-from . import cuda_launch
+from . import cuda_launch, step09_cuda_warps
 from .cuda_compile import Source, source
 
 THREADS, BLOCK_N = 128, 32
@@ -36,3 +37,16 @@ def attention(
     grid = cuda_launch.blocks(call.n, THREADS), call.heads
     cuda_launch.launch(source_for(q.shape[-1]), NAME, grid, (THREADS, 1), *call.arguments)
     return call.out, call.lse
+
+
+def main() -> None:
+    for n in (1024, 16384, 131072):
+        q, k, v = torch.randn(3, n, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+        exact = torch.logsumexp(q[:128].double() @ k.double().mT / 4, dim=1)  # [128]
+        running, plain = (f(q, k, v)[1][:128] for f in (attention, step09_cuda_warps.attention))
+        errors = [float((lse - exact).abs().max()) for lse in (running, plain)]
+        print(f"N = {n:>7,}: error of the running log-sum-exp {errors[0]:.1e}, of step 9 {errors[1]:.1e}")
+
+
+if __name__ == "__main__":
+    main()
