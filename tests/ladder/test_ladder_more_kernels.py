@@ -141,24 +141,17 @@ def test_cuda_in_the_emulation(name: str) -> None:
             assert near(module.attention(q[:9], k, v, **keywords), exact(q[:9], k, v))
 
 
-BARRIERS = [
-    ("running lse", "__syncthreads();  // the tile is there"),
-    ("block for each query, tree", "__syncthreads();  // this level is complete"),
-]
-
-
 @needs_compiler
-@pytest.mark.parametrize(("name", "barrier"), BARRIERS)
-def test_without_a_barrier_an_order_goes_wrong(name: str, barrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, keywords = KERNELS[name]
-    without = module.source_for(16, *keywords.values())._replace(replaced=(barrier, "//"))
-    monkeypatch.setattr(module, "source_for", lambda *_: without)
+def test_without_a_barrier_of_the_tree_an_order_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = "__syncthreads();  // this level is complete"
+    without = block_query.source_for(16, "tree")._replace(replaced=(barrier, "//"))
+    monkeypatch.setattr(block_query, "source_for", lambda *_: without)
     q, k, v = torch.randn(3, 40, 16)
     wrong = 0
     for order in ORDERS:
         with emulation(order):
             try:
-                wrong += not near(module.attention(q, k, v, **keywords), exact(q, k, v))
+                wrong += not near(block_query.attention(q, k, v), exact(q, k, v))
             except EmulationError:
                 wrong += 1
     assert wrong
