@@ -23,7 +23,9 @@ INTEGERS: tuple[tuple[str, Callable[..., Tensor]], ...] = (
     ("add", lambda i, j: i + j), ("sub", lambda i, j: i - j), ("mul", lambda i, j: 3 * i * j),
     ("abs", lambda i, j: abs(i - j)), ("sign", lambda i, j: torch.sign(i - j)),
     ("div", lambda i, j: (i - j) // 3), ("mod", lambda i, j: (i - j) % 5), ("clamp", lambda i, j: (i - j).clamp(-2, 3)),
-    ("min", lambda i, j: torch.minimum(i, j) - 1), ("bits", lambda i, j: (i & 5) | (j ^ 3)),
+    ("min", lambda i, j: torch.minimum(i, j) - 1),
+    ("bits", lambda i, j: (i & 5) | (j ^ 3)), ("shift", lambda i, j: (i - j >> 1) + (j << 2)),
+
     ("where", lambda i, j: torch.where((i < j) & ~(j == 3), i, -j)), ("to", lambda i, j: (i / (j + 1)).to(torch.int64)),
 )  # fmt: skip
 

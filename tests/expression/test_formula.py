@@ -174,6 +174,16 @@ def test_text(fn: Callable[..., Any], expected: str) -> None:
     assert str(traced(fn, *[torch.ones(3)] * (fn is not score_functions.soft_bound))) == expected
 
 
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return torch.sign(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return g
+
+
 def branches(score: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
     return score if score > 0 else -score
 
@@ -182,6 +192,8 @@ def branches(score: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
     ("fn", "reason"),
     [
         (branches, r"line \d+, `return score if score > 0 else -score`: a branch depends on a value; `torch\.where"),
+        (lambda s, b, h, i, j, t: torch.ops.aten.tanh(s), "`aten.tanh` is not an operation"),
+        (lambda s, b, h, i, j, t: StraightThrough.apply(s), "in a torch.autograd.Function"),
         (lambda s, b, h, i, j, t: torch.cumsum(s, 0), "`cumsum` is not an operation"),
         (lambda s, b, h, i, j, t: s.cumsum(0), "`cumsum` is not an operation"),
         (lambda s, b, h, i, j, t: s + t, "1 dimensions has 0 indices"),

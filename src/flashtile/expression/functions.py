@@ -125,6 +125,22 @@ of_two("minimum", "min")
 of_two("maximum", "max")
 
 
+def shift(name: str, op: str) -> None:
+    """A shift by a constant: a product with a power of two, or a quotient that rounds down."""
+
+    def call(tracer: Any, x: Any, bits: Any) -> Any:
+        b, n = tracer.builder, tracer.builder.constant_of(tracer.node(bits))
+        if not isinstance(n, int) or not 0 <= n < 63:
+            raise UntraceableError("a shift by what is no constant from 0 to 62")
+        return tracer.proxy(b.op(op, b.as_integer(tracer.node(x)), b.constant(1 << n)))
+
+    FUNCTIONS[name] = call
+
+
+shift("bitwise_left_shift", "mul")
+shift("bitwise_right_shift", "floordiv")
+
+
 @special("clamp", "clip")
 def clamp(tracer: Any, x: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002
     """By conditions, as the derivative at a bound is that inside. Of integers, their range is known."""

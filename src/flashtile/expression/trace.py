@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from ..errors import AttentionError
@@ -38,7 +39,7 @@ def trace(
     arguments = [tracer.capture(x) for x in tensors]
     inputs = [Proxy(tracer, tracer.builder.input(name)) for name in INPUTS[mask:]]
     try:
-        with Watch(fn), Operations(tracer):
+        with torch.enable_grad(), Watch(fn), Operations(tracer):
             result = fn(*inputs, *arguments)
             if not isinstance(result, Standing) or (node := tracer.node(result)).kind != (BOOL if mask else REAL):
                 raise UntraceableError(f"it does not return {'a condition' if mask else 'a real tensor'}")
@@ -106,6 +107,8 @@ class Tracer:
         return Proxy(self, node)
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():  # as inside of an autograd.Function, whose derivative is its own
+            raise UntraceableError("an operation under torch.no_grad() or in a torch.autograd.Function")
         if name == "__getitem__":
             return self.standing(args[0])[args[1]]
         if name not in FUNCTIONS:
@@ -134,7 +137,9 @@ class Operations(TorchFunctionMode):
 
 
 def name_of(func: Any) -> str:
-    """The name of a torch function or method, or of a property."""
+    """The name of a torch function or method, or of a property; that of an operator with its library."""
+    if isinstance(func, OpOverloadPacket | OpOverload):
+        return str(func)
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name
 
@@ -179,7 +184,8 @@ def method(name: str, *, swap: bool = False) -> Any:
 
 OPERATORS = {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
-    "pow": "pow", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "pow": "pow", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift", "and": "bitwise_and",
+    "or": "bitwise_or", "xor": "bitwise_xor",
 }  # fmt: skip
 UNARY_OPERATORS = {"neg": "neg", "abs": "abs", "invert": "bitwise_not", "pos": "clone"}
 for symbol, function_name in OPERATORS.items():

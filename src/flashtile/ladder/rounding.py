@@ -3,7 +3,8 @@
 - Fused multiply-add. `a * b + c` as one instruction rounds once, as two it rounds twice. Compilers for GPUs fuse unless
   told otherwise (`--fmad=false`), those for CPUs often do not.
 - The order of a sum. Floating-point addition is not associative: one after the other, backwards, in tiles or in pairs,
-  each rounds at other places. A tile size is an order.
+  each rounds at other places. A tile size is an order. A compensated sum (Kahan, 1965) keeps what each addition
+  lost and gives it to the next one.
 - exp(x) or 2^(x log2 e). GPUs have an instruction for 2^x, and log2 e is folded into the scale: but log2 e is rounded,
   and so is its product with x, by up to half a unit of the last place of x log2 e, which exp2 turns into a relative
   error of |x| 2^-24 and more.
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 LOG2_E = np.float32(1.4426950408889634)
-ORDERS = ("forward", "backward", "pairs")
+ORDERS = ("forward", "backward", "pairs", "kahan")
 Array = Any
 
 
@@ -29,12 +30,24 @@ def multiply_add(a: Array, b: Array, c: Array, fused: bool) -> Array:
 
 
 def product(a: Array, b: Array, fused: bool, order: str) -> Array:
-    """`a [M, K] @ b [K, N]` in float32, one multiply-add after the other; in pairs, of two halves added at the end."""
+    """`a [M, K] @ b [K, N]` in float32, one multiply-add after the other; in pairs, of two halves added at the end.
+
+    "kahan" is forward with a compensation: `lost` is what the last addition rounded off, and the next term makes up for
+    it. A compiler that may reorder floating-point additions (`-ffast-math`) removes it.
+    """
     inner = a.shape[1]
     if order == "pairs" and inner > 1:
         half = inner // 2
         return product(a[:, :half], b[:half], fused, order) + product(a[:, half:], b[half:], fused, order)
     total = np.zeros((len(a), b.shape[1]), np.float32)  # [M, N]
+    if order == "kahan":
+        lost = np.zeros_like(total)
+        for i in range(inner):
+            term = multiply_add(a[:, i, None], b[None, i], -lost, fused)
+            new = total + term
+            lost = (new - total) - term
+            total = new
+        return total
     for i in range(inner) if order != "backward" else reversed(range(inner)):
         total = multiply_add(a[:, i, None], b[None, i], total, fused)
     return total
@@ -58,6 +71,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "two roundings in place of a fused multiply-add": {"fused": False},
     "sums backwards": {"order": "backward"},
     "sums in pairs": {"order": "pairs"},
+    "compensated sums (Kahan)": {"order": "kahan"},
     "2^(x log2 e) in place of exp": {"base2": True},
 }
 
