@@ -6,6 +6,7 @@ A test compares the file with what this makes, so that it cannot go stale.
 import inspect
 import re
 import textwrap
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ PAGE = Path(__file__).with_name("api.md")
 GROUPS = {
     "Functions": ("attention", "attention_varlen", "attention_with_kvcache", "merge_attention", "explain", "backends"),
     "Classes": ("ScoreMod", "Explanation", "BackendStatus"),
+    "Score modifications": tuple(f"score_mods.{name}" for name in flashtile.score_mods.__all__),
     "Errors and warnings": ("AttentionError", "ArgumentError", "BackendError", "AttentionWarning"),
 }
 INTRODUCTION = """\
@@ -30,7 +32,7 @@ ENTRY = re.compile(r"^(\w[\w, ]*): (.*)$")
 def page() -> str:
     parts = [INTRODUCTION]
     for group, names in GROUPS.items():
-        parts += [f"## {group}\n", *(f"### {name}\n\n{described(name, getattr(flashtile, name))}" for name in names)]
+        parts += [f"## {group}\n", *(f"### {name}\n\n{described(name, attrgetter(name)(flashtile))}" for name in names)]
     return "\n".join(parts)
 
 

@@ -1,5 +1,6 @@
 """flashtile: exact attention for PyTorch, forward and backward, in O(S) memory, with nothing to compile."""
 
+from . import score_mods
 from . import supported as _supported  # noqa: F401 - says no before anything newer is read
 from .api.attention import attention, attention_varlen, attention_with_kvcache
 from .api.explain import Explanation, explain
@@ -24,6 +25,7 @@ __all__ = [
     "backends",
     "explain",
     "merge_attention",
+    "score_mods",
 ]
 
 
