@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from ...expression import Formula
 from .kernels.codegen import Code
 from .kernels.elementary import LOG2E
 from .kernels.operands import ADDRESS, DOUBLE, FLOAT, LONG, Pointer, Value
@@ -20,6 +21,8 @@ class Variant(NamedTuple):
     bias: str | None = None  # dtype of the bias
     alibi: bool = False
     mask: bool = False
+    formula: Formula | None = None  # of the score_mod
+    wide: bool = False  # whether offsets in its tensors need 64 bits
     dropout: bool = False
     bias_gradient: bool = False  # backward only
     slope_gradient: bool = False
@@ -37,12 +40,12 @@ class Variant(NamedTuple):
     @property
     def modifies_scores(self) -> bool:
         """Whether every score is changed between the two products."""
-        return self.softcap or self.alibi or self.mask or self.bias is not None
+        return self.softcap or self.alibi or self.mask or self.bias is not None or self.formula is not None
 
     @property
     def natural_units(self) -> bool:
         """Whether scores are not multiplied by `log2(e)` (see `kernels.scores`)."""
-        return self.bias is not None
+        return self.bias is not None or self.formula is not None
 
     @property
     def to_exp2(self) -> float:
@@ -57,7 +60,7 @@ class Variant(NamedTuple):
 
 # Fields of the argument block, 8 bytes each. Strides are in elements, `work_size` in bytes.
 ADDRESSES = """
-q k v out lse mask bias slopes sinks seed sequences page_table partial_out partial_lse counter workspace
+q k v out lse mask bias slopes captured sinks seed sequences page_table partial_out partial_lse counter workspace
 dout dlse delta dq dk dv dbias dbias_error dslopes
 """
 INTEGERS = """

@@ -45,29 +45,29 @@ def exp2_coefficients(degree: int) -> tuple[float, ...]:
     return tuple(np.polynomial.polynomial.polyfit(points, values, degree - 1).tolist())
 
 
-def split_exp2(code: Code, x: Value) -> tuple[Value, Value, Value]:
-    """Split `2**x = 2**n * (1 + f * g)` into `2**n`, `f` and `g`. `2**n` is 0 for `n <= -127` (-1023); `x` is at most
-    128 (1024).
+def split_exp2(code: Code, x: Value, degree: int) -> tuple[Value, Value, Value]:
+    """Split `2**x = 2**n * (1 + f * g)` into `2**n`, `f` and `g`, a polynomial such that `f * g` has this degree. `2**n`
+    is 0 for `n <= -127` (-1023); `x` is at most 128 (1024).
     """
     fmt = FloatFormat(code)
     x = code.maximum(code.full(-fmt.bias), x)  # `maximum` returns its second operand if either is NaN
     shifted = x + fmt.rounding
     f = x - (shifted - fmt.rounding)
-    g = polynomial(code, exp2_coefficients(fmt.degree), f)
+    g = polynomial(code, exp2_coefficients(degree), f)
     power = code.bitcast(code.bitcast(shifted, code.bits) << fmt.mantissa, code.real_type)
     return power, f, g
 
 
 def exp2(code: Code, x: Value) -> Value:
     """`2**x` for `x <= 128` (1024). Results below the smallest normal number are flushed to 0."""
-    power, f, g = split_exp2(code, x)
+    power, f, g = split_exp2(code, x, FloatFormat(code).degree)
     return code.multiply_add(f, g, code.full(1.0)) * power
 
 
 def tanh(code: Code, x: Value) -> Value:
     """`tanh(|x|) = -e / (2 + e)` with `e = exp(-2 |x|) - 1`, formed without cancellation; then x's sign."""
     magnitude = code.intrinsic("llvm.fabs", x)
-    power, f, g = split_exp2(code, magnitude * (-2 * LOG2E))
+    power, f, g = split_exp2(code, magnitude * (-2 * LOG2E), FloatFormat(code).degree + 1)  # e may be much less than 1
     e = code.multiply_add(power, f * g, power - 1.0)
     return code.intrinsic("llvm.copysign", (0.0 - e) / (e + 2.0), x)
 
@@ -153,7 +153,7 @@ def erf(code: Code, x: Value) -> Value:
     large = code.minimum(code.full(ERF_RANGE[1]), code.maximum(code.full(ERF_RANGE[0]), magnitude))
     first, last = (1 / (1 + y / 2) for y in ERF_RANGE)
     t = (1.0 / (large * 0.5 + 1.0)) * (2 / (last - first)) - (last + first) / (last - first)
-    scaled_erfc = polynomial(code, erfc_coefficients(22 if code.real_type is DOUBLE else 9), t)
+    scaled_erfc = polynomial(code, erfc_coefficients(20 if code.real_type is DOUBLE else 9), t)
     of_large = 1.0 - exp(code, large * large * -1.0) * scaled_erfc
     return code.intrinsic("llvm.copysign", code.select(magnitude < 1.0, of_small, of_large), x)
 
@@ -170,7 +170,7 @@ def floor(code: Code, x: Value) -> Value:
     return code.select(magnitude < first_integer, result, x)
 
 
-ERF_RANGE = (1.0, 6.0)  # where `erf` is not its series, and not 1
+ERF_RANGE = (0.8, 6.0)  # more than where `erf` is neither its series nor 1: interpolation is worst at the ends
 
 
 @functools.cache

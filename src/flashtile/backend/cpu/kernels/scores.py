@@ -2,7 +2,8 @@
 
 Scores are multiplied by `log2(e)`, so that the softmax needs only exp2. The scale is folded into the queries, and each
 feature has the factor in its own argument. With a bias scores are in natural units instead, because `finfo.min`, a
-common bias for hidden pairs, times `log2(e)` would be an infinity.
+common bias for hidden pairs, times `log2(e)` would be an infinity. So they are with a score_mod, which takes natural
+scores.
 """
 
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from .codegen import Code
 from .elementary import tanh
 from .operands import INT, Pointer, Value
 from .products import Panel
+from .stages import StagedCode
 
 
 class ScoreTables(NamedTuple):
@@ -20,6 +22,7 @@ class ScoreTables(NamedTuple):
     bias: Pointer  # [keys, rows]
     diagonal_key: Pointer  # [rows], int
     slope: Pointer  # [rows]
+    formula: StagedCode | None
 
 
 class FinalScore(NamedTuple):
@@ -41,6 +44,8 @@ def final_score(
         s = s + t.bias.vector(block_j * panel.rows + n)
     if variant.alibi:
         s = s - t.slope.vector(n) * distance(code, t.diagonal_key, n, j)
+    if t.formula is not None:
+        s, *_ = t.formula.at_pair(n // code.lanes, s)
     return FinalScore(s, tanh_s)
 
 
