@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import Call
+from ...call.call import Call, Needs
 from ...call.problem import accumulation_dtype
 from ...expression import Formula, score_mod_formula
+from ...expression.derivative import Load
+from ...expression.program import TensorType, joined
 from ..scalars import keep_scale, slopes_stride, strides_of, threshold
 from . import targets
 from .kernels.captured import stored_dtype
 from .kernels.formats import ITEM_SIZES
+from .kernels.stages import GRADIENT_DIMENSIONS
 from .kernels.tiles import UNLIMITED
 from .targets import Target
 from .variant import FIELDS, REALS, Variant
@@ -60,6 +63,30 @@ def formula_of(call: Call) -> Formula | None:
     formula = score_mod_formula(key, t.score_mod_tensors, accumulation_dtype(t.q.dtype))
     assert isinstance(formula, Formula), "`support.declines` refuses what cannot be traced"
     return formula
+
+
+def with_derivative(variant: Variant, call: Call, needs: Needs) -> Variant:
+    """The variant for backward, whose formula has the score, its partial derivative by the unmodified score, and for
+    each load with a gradient the partial derivative by the element, and its indices. Behind the captured tensors are
+    the gradients that are requested.
+    """
+    formula, wanted = variant.formula, wanted_gradients(call, needs)
+    if formula is None:
+        return variant
+    partials = formula.partials([n in wanted for n in range(len(formula.tensors))])
+    types = [TensorType(variant.real_dtype, GRADIENT_DIMENSIONS + formula.tensors[n].ndim) for n in wanted]
+    loads = [
+        Load(len(formula.tensors) + wanted.index(x.tensor), 1 + x.partial, tuple(1 + n for n in x.indices))
+        for x in partials.loads
+    ]
+    differentiated = Formula(joined(formula.program, partials.program), (*formula.tensors, *types))
+    wide = variant.wide or any(call.tensors.score_mod_tensors[n].numel() > LARGEST_OFFSET for n in wanted)
+    return variant._replace(formula=differentiated, loads=tuple(loads), wide=wide)
+
+
+def wanted_gradients(call: Call, needs: Needs) -> list[int]:
+    """The numbers of the score_mod's tensors whose gradients are requested."""
+    return [n for n, (_, needed) in enumerate(zip(call.tensors.score_mod_tensors, needs.score_mod_tensors)) if needed]
 
 
 def extent(x: Tensor) -> int:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from ...call.call import Needs
 from ...call.device import Device
 from ...call.problem import Problem, too_long
 from ...expression import Untraced
@@ -65,11 +64,6 @@ def declines(problem: Problem, device: Device) -> str | None:
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
     return too_long(problem)
-
-
-def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
-    """The reason why this backend has no backward pass for these gradients; `None` if it has one."""
-    return "it has no backward pass of a score_mod yet" if problem.score_mod is not None else None
 
 
 def tile(problem: Problem, device: Device) -> TileConfig:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from ...expression import Formula
+from ...expression.derivative import Load
 from .kernels.codegen import Code
 from .kernels.elementary import LOG2E
 from .kernels.operands import ADDRESS, DOUBLE, FLOAT, LONG, Pointer, Value
@@ -24,7 +25,8 @@ class Variant(NamedTuple):
     formula: Formula | None = None  # of the score_mod
     wide: bool = False  # whether offsets in its tensors need 64 bits
     dropout: bool = False
-    bias_gradient: bool = False  # backward only
+    loads: tuple[Load, ...] = ()  # of the formula's tensors that have a gradient; backward only
+    bias_gradient: bool = False
     slope_gradient: bool = False
     decode: bool = False  # forward only
 
@@ -56,6 +58,15 @@ class Variant(NamedTuple):
     def score_unit(self) -> float:
         """The factor that converts natural units to those of scores."""
         return 1.0 if self.natural_units else LOG2E
+
+
+class TaskSplit(NamedTuple):
+    """The tasks of a backward pass. Each owns the gradients of its keys, and every element of dbias that it adds to."""
+
+    tasks: int
+    splits: int  # of the keys
+    share_b: int  # 1 if one task goes through all sequences
+    share_h: int
 
 
 # Fields of the argument block, 8 bytes each. Strides are in elements, `work_size` in bytes.

@@ -106,10 +106,10 @@ class Emitter:
         return self.code.select(condition, x, y)
 
     def floordiv(self, x: Value, y: Value, nonnegative: bool) -> Value:
-        return x // y if nonnegative else self.divided(x, y)[0]
+        return x // self.code.maximum(y, 1) if nonnegative else self.divided(x, y)[0]
 
     def mod(self, x: Value, y: Value, nonnegative: bool) -> Value:
-        return x % y if nonnegative else self.divided(x, y)[1]
+        return x % self.code.maximum(y, 1) if nonnegative else self.divided(x, y)[1]  # a size may be 0
 
     def divided(self, x: Value, y: Value) -> tuple[Value, Value]:
         """The quotient, rounded down, and the remainder. Neither a divisor of 0 nor an overflow traps."""

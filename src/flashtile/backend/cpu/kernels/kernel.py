@@ -70,7 +70,7 @@ class Kernel:
         emitter = Emitter(code, captured, code.convert(self.task.b + a.integer("b0"), INT))
         starts = [first_row + n * code.lanes for n in range(self.panel.vectors)]
         rows = [{"h": w.head.vector(n), "q_idx": w.position.vector(n)} for n in starts]
-        return StagedCode(staged(formula.program), emitter, rows)
+        return StagedCode(staged(formula.program, self.variant.loads), emitter, rows)
 
     def key_position(self, j: Value) -> Value:
         """The position of a key in the whole sequence."""

@@ -6,7 +6,8 @@ common bias for hidden pairs, times `log2(e)` would be an infinity. So they are 
 scores.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from ..variant import Arguments, Variant
 from .codegen import Code
@@ -30,6 +31,7 @@ class FinalScore(NamedTuple):
 
     score: Value
     tanh_s: Value | None  # tanh(s / softcap)
+    formula: Sequence[Any]  # results of the formula
 
 
 def final_score(
@@ -44,13 +46,16 @@ def final_score(
         s = s + t.bias.vector(block_j * panel.rows + n)
     if variant.alibi:
         s = s - t.slope.vector(n) * distance(code, t.diagonal_key, n, j)
+    formula: Sequence[Any] = ()
     if t.formula is not None:
-        s, *_ = t.formula.at_pair(n // code.lanes, s)
-    return FinalScore(s, tanh_s)
+        s, *_ = formula = t.formula.at_pair(n // code.lanes, s)
+    return FinalScore(s, tanh_s, formula)
 
 
 def product_gradient(final: FinalScore, ds: Value) -> Value:
-    """The gradient of the products from that of the final scores. dbias gets `ds`, dslopes `-ds * distance`."""
+    """The gradient of the products from that of the scores before the score_mod. dbias gets `ds`, dslopes
+    `-ds * distance`.
+    """
     return ds if final.tanh_s is None else ds * (1.0 - final.tanh_s * final.tanh_s)
 
 

@@ -4,12 +4,14 @@ alone are emitted before the loop, those of keys alone once for all rows of a ke
 
 from typing import Any, NamedTuple
 
+from ....expression.derivative import Load
 from ....expression.program import Instruction, Program, emit_instruction
 from .formula import Emitter
 from .operands import Value
 
 UNIFORM, ROW, KEY = 0, 1, 2  # the bits of a stage
 PAIR = ROW | KEY
+GRADIENT_DIMENSIONS = 4  # of a captured tensor's gradient, before the tensor's own (`captured_gradients`)
 INPUT_STAGES = {"score": PAIR, "b": UNIFORM, "h": ROW, "q_idx": ROW, "k_idx": KEY}
 
 
@@ -26,7 +28,8 @@ class Staged(NamedTuple):
     outputs: tuple[int, ...]
 
 
-def staged(program: Program) -> Staged:
+def staged(program: Program, loads: tuple[Load, ...] = ()) -> Staged:
+    """A program with stages. Results that are indices of `loads` become positions in the gradients of their tensors."""
     numbers: dict[Instruction, int] = {}
     stages: list[int] = []
     new: list[int] = []
@@ -49,7 +52,11 @@ def staged(program: Program) -> Staged:
             base = add(Instruction("base", "", same, (x.value, others)))
             operands = (base, *(positions[d] for d in others))
         new.append(add(x._replace(operands=operands)))
-    return Staged(tuple(numbers), tuple(stages), tuple(new[n] for n in program.outputs))
+    outputs = [new[n] for n in program.outputs]
+    for load in loads:
+        for d, n in enumerate(load.indices):
+            outputs[n] = add(Instruction("position", "", (outputs[n],), (load.tensor, GRADIENT_DIMENSIONS + d)))
+    return Staged(tuple(numbers), tuple(stages), tuple(outputs))
 
 
 class StagedCode:
