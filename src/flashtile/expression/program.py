@@ -81,25 +81,42 @@ def emit(program: Program, emitter: Any) -> tuple[Any, ...]:
     """The results of a program in an emitter's code."""
     values: list[Any] = []
     for x in program.instructions:
-        operands = [values[n] for n in x.operands]
-        match x.op:
-            case "constant":
-                values.append(emitter.constant(number(x), x.kind))
-            case "input":
-                values.append(emitter.input(x.value))
-            case "size":
-                values.append(emitter.size(*x.value))
-            case "load":
-                values.append(emitter.load(x.value, operands))
-            case "cast":
-                values.append(emitter.cast(operands[0], program.instructions[x.operands[0]].kind, x.kind))
-            case "round":
-                values.append(emitter.round(operands[0], x.value))
-            case "floordiv" | "mod":
-                values.append(getattr(emitter, x.op)(*operands, x.value))
-            case _:
-                values.append(getattr(emitter, x.op)(*operands))
+        kinds = [program.instructions[n].kind for n in x.operands]
+        values.append(emit_instruction(x, [values[n] for n in x.operands], kinds, emitter))
     return tuple(values[n] for n in program.outputs)
+
+
+def emit_instruction(x: Instruction, operands: list[Any], kinds: Sequence[str], emitter: Any) -> Any:
+    """One instruction in an emitter's code, from its operands' code and kinds."""
+    match x.op:
+        case "constant":
+            return emitter.constant(number(x), x.kind)
+        case "input":
+            return emitter.input(x.value)
+        case "size":
+            return emitter.size(*x.value)
+        case "load":
+            return emitter.load(x.value, operands)
+        case "cast":
+            return emitter.cast(operands[0], kinds[0], x.kind)
+        case "round":
+            return emitter.round(operands[0], x.value)
+        case "floordiv" | "mod":
+            return getattr(emitter, x.op)(*operands, x.value)
+    return getattr(emitter, x.op)(*operands)
+
+
+def joined(*programs: Program) -> Program:
+    """The program with the results of all, in order. Instructions that are the same are shared."""
+    numbers: dict[Instruction, int] = {}
+    outputs: list[int] = []
+    for program in programs:
+        new: list[int] = []
+        for x in program.instructions:
+            x = x._replace(operands=tuple(new[n] for n in x.operands))
+            new.append(numbers.setdefault(x, len(numbers)))
+        outputs += [new[n] for n in program.outputs]
+    return Program(tuple(numbers), tuple(outputs))
 
 
 def number(constant: Instruction) -> float | int | bool:

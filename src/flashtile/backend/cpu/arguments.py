@@ -2,16 +2,22 @@
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...call.call import Call
+from ...call.call import Call, Needs
 from ...call.problem import accumulation_dtype
+from ...expression import Formula, score_mod_formula
+from ...expression.derivative import Load
+from ...expression.program import TensorType, joined
 from ..scalars import keep_scale, slopes_stride, strides_of, threshold
 from . import targets
+from .kernels.captured import stored_dtype
 from .kernels.formats import ITEM_SIZES
+from .kernels.stages import GRADIENT_DIMENSIONS
 from .kernels.tiles import UNLIMITED
 from .targets import Target
 from .variant import FIELDS, REALS, Variant
@@ -20,6 +26,7 @@ from .workspace import CACHE_LINE
 # Behind the fields: counters of tasks and of threads, each on a cache line of its own, since every thread adds to them.
 COUNTERS_INDEX = len(FIELDS) + CACHE_LINE // 8
 ArgumentBlock = ctypes.c_int64 * (COUNTERS_INDEX + 2 * CACHE_LINE // 8)
+LARGEST_OFFSET = 2**31 - 1
 ZEROS = dict.fromkeys(FIELDS, 0)
 FIELD_INDEX = {name: n for n, name in enumerate(FIELDS)}
 DTYPE_NAMES = {
@@ -42,8 +49,49 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
         bias=None if t.bias is None else DTYPE_NAMES[t.bias.dtype],
         alibi=t.alibi_slopes is not None,
         mask=t.mask is not None,
+        formula=formula_of(call),
+        wide=any(extent(x) > LARGEST_OFFSET for x in t.score_mod_tensors),
         dropout=s.dropout_p > 0,
     )
+
+
+def formula_of(call: Call) -> Formula | None:
+    """The formula of the call's score_mod."""
+    t, key = call.tensors, call.settings.score_mod
+    if key is None:
+        return None
+    formula = score_mod_formula(key, t.score_mod_tensors, accumulation_dtype(t.q.dtype))
+    assert isinstance(formula, Formula), "`support.declines` refuses what cannot be traced"
+    return formula
+
+
+def with_derivative(variant: Variant, call: Call, needs: Needs) -> Variant:
+    """The variant for backward, whose formula has the score, its partial derivative by the unmodified score, and for
+    each load with a gradient the partial derivative by the element, and its indices. Behind the captured tensors are
+    the gradients that are requested.
+    """
+    formula, wanted = variant.formula, wanted_gradients(call, needs)
+    if formula is None:
+        return variant
+    partials = formula.partials([n in wanted for n in range(len(formula.tensors))])
+    types = [TensorType(variant.real_dtype, GRADIENT_DIMENSIONS + formula.tensors[n].ndim) for n in wanted]
+    loads = [
+        Load(len(formula.tensors) + wanted.index(x.tensor), 1 + x.partial, tuple(1 + n for n in x.indices))
+        for x in partials.loads
+    ]
+    differentiated = Formula(joined(formula.program, partials.program), (*formula.tensors, *types))
+    wide = variant.wide or any(call.tensors.score_mod_tensors[n].numel() > LARGEST_OFFSET for n in wanted)
+    return variant._replace(formula=differentiated, loads=tuple(loads), wide=wide)
+
+
+def wanted_gradients(call: Call, needs: Needs) -> list[int]:
+    """The numbers of the score_mod's tensors whose gradients are requested."""
+    return [n for n, (_, needed) in enumerate(zip(call.tensors.score_mod_tensors, needs.score_mod_tensors)) if needed]
+
+
+def extent(x: Tensor) -> int:
+    """The largest offset of an element, in elements."""
+    return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
 def fits_decode(call: Call, variant: Variant, target: Target, rows: int) -> bool:
@@ -102,6 +150,16 @@ def input_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tens
         if x is not None:
             tensors[name] = x if dtype is None else x.detach().to(dtype).contiguous()
     return tensors
+
+
+def captured_tensors(call: Call) -> list[Tensor]:
+    """The tensors of the score_mod, in dtypes that kernels read."""
+    return [x.detach().to(getattr(torch, stored_dtype(str(x.dtype).removeprefix("torch.")))) for x in call.tensors.score_mod_tensors]
+
+
+def captured_table(tensors: Sequence[Tensor]) -> Tensor:
+    """Addresses, sizes and strides of the tensors of a score_mod (`captured.table_offsets`)."""
+    return torch.tensor([n for x in tensors for n in (x.data_ptr(), *x.shape, *x.stride())] or [0])
 
 
 def call_scalars(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Host code of the backward pass: split the work into tasks, allocate gradients, launch the kernel, reduce."""
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -14,15 +15,17 @@ from ..scalars import rows_last
 from . import arguments as args
 from . import targets, threads, workspace
 from .epilogue import gather_pages, scatter_to_pages, slope_gradient, without_padding
+from .captured_gradients import CapturedGradients, captured_gradients
 from .jit import function_address
 from .kernels import sums
 from .launch import KernelLaunch, run
 from .lengths import Lengths, chunk, lengths, max_threads
 from .targets import Target
-from .variant import BACKWARD, Variant
+from .variant import BACKWARD, TaskSplit, Variant
 
 MIN_TASKS = 16  # keys are split where heads and sequences alone give fewer
 MIN_SPLIT_KEYS = 256
+MAX_CAPTURED_BYTES = 2**26  # for the gradients of a score_mod's tensors, which most tasks have sums of their own of
 
 
 @functools.lru_cache(maxsize=1024)
@@ -37,21 +40,21 @@ def backward_address(variant: Variant, target: Target) -> int:
     return function_address(BACKWARD, variant, target, source)
 
 
-class TaskSplit(NamedTuple):
-    """The tasks of a backward pass. Each owns the gradients of its keys, and every element of dbias that it adds to."""
-
-    tasks: int
-    splits: int  # of the keys
-    share_b: int  # 1 if one task goes through all sequences
-    share_h: int
-
-
 class BackwardTasks(NamedTuple):
     """The kernel variant, the sequences, and the tasks of a backward pass."""
 
     variant: Variant
     lengths: Lengths
     split: TaskSplit
+    captured: CapturedGradients
+
+
+class BackwardStep(NamedTuple):
+    """A launch of the kernel, and what the host does around it."""
+
+    launch: KernelLaunch
+    needs: Needs
+    captured: CapturedGradients
 
 
 class GradientBuffers(NamedTuple):
@@ -95,17 +98,18 @@ def record_backward(
     rows, tasks = row_tensors(out, lse, dout, dlse), backward_tasks(plan, call, needs)
     buffers = allocate_gradients(call, needs, rows.lse, tasks.lengths, tasks.split.splits)
     launch = backward_launch(call, tasks, (q, k, v, rows.out, rows.dout), rows.lse, buffers)
-    grads = run_backward(launch, call, (q, k, v), rows, buffers, sinks=needs.sinks)
-    return functools.partial(replay_backward, launch, needs) if call.layout == "dense" else None, grads
+    step = BackwardStep(launch, needs, tasks.captured)
+    grads = run_backward(step, call, (q, k, v), rows, buffers)
+    return functools.partial(replay_backward, step) if call.layout == "dense" else None, grads
 
 
 def replay_backward(
-    launch: KernelLaunch, needs: Needs, call: Call, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+    step: BackwardStep, call: Call, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     rows = row_tensors(out, lse, dout, dlse)
-    buffers = allocate_gradients(call, needs, rows.lse, launch.lengths, launch.splits)
-    return run_backward(launch, call, (q, k, v), rows, buffers, sinks=needs.sinks)
+    buffers = allocate_gradients(call, step.needs, rows.lse, step.launch.lengths, step.launch.splits)
+    return run_backward(step, call, (q, k, v), rows, buffers)
 
 
 def row_tensors(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> RowTensors:
@@ -115,16 +119,17 @@ def row_tensors(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | No
 
 
 def run_backward(
-    launch: KernelLaunch,
+    step: BackwardStep,
     call: Call,
     inputs: tuple[Tensor, Tensor, Tensor],
     rows: RowTensors,
     buffers: GradientBuffers,
-    sinks: bool,
 ) -> Gradients:
-    t, (q, k, v) = call.tensors, inputs
-    tensors = {**rows._asdict(), **buffers._asdict()}
+    t, (q, k, v), launch = call.tensors, inputs, step.launch
+    captured, dcaptured = args.captured_tensors(call), step.captured.allocate(rows.lse.dtype)
+    tensors = {**rows._asdict(), **buffers._asdict(), "captured": args.captured_table([*captured, *dcaptured])}
     run(launch, args.input_tensors(call, q, k, v) | {name: x for name, x in tensors.items() if x is not None})
+    del captured  # which the table has the addresses of
     dq, dslopes = buffers.dq, buffers.dslopes
     if dq is not None:
         dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))
@@ -136,7 +141,8 @@ def run_backward(
         v=without_padding(t.v, buffers.dv),
         bias=buffers.dbias,
         alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0), launch.lengths),
-        sinks=sink_gradient(t.sinks, rows.lse, buffers.delta) if sinks and t.sinks is not None else None,
+        sinks=sink_gradient(t.sinks, rows.lse, buffers.delta) if step.needs.sinks and t.sinks is not None else None,
+        score_mod_tensors=step.captured.sums(dcaptured),
     )
 
 
@@ -144,19 +150,30 @@ def backward_tasks(plan: Plan, call: Call, needs: Needs) -> BackwardTasks:
     """Choose the variant and split the work."""
     variant = args.variant_of(call, targets.host(), plan.tile.rows)
     variant = variant._replace(bias_gradient=needs.bias, slope_gradient=needs.alibi_slopes)
+    variant = args.with_derivative(variant, call, needs)
     heads_kv = args.heads_kv(call)
     groups = call.tensors.q.shape[1] // heads_kv
     of_call = lengths(call, heads_kv, groups, variant.vectors * args.vector_lanes(call))
-    return BackwardTasks(variant, of_call, split_tasks(call, needs, of_call))
+    choices = []
+    for joined in itertools.product((False, True), repeat=3):
+        split = split_tasks(call, needs, of_call, *joined)
+        captured = captured_gradients(call, variant, needs, (of_call.batch, heads_kv), split)
+        choices.append(BackwardTasks(variant, of_call, split, captured))
+        if captured.num_bytes <= MAX_CAPTURED_BYTES:
+            return choices[-1]
+    return min(choices, key=lambda x: x.captured.num_bytes)
 
 
-def split_tasks(call: Call, needs: Needs, lengths: Lengths) -> TaskSplit:
-    """A task for each sequence, key head and split, but for what shares a dbias. The split does not depend on the
-    number of threads, so that results do not either.
+def split_tasks(
+    call: Call, needs: Needs, lengths: Lengths, one_split: bool, all_sequences: bool, all_heads: bool
+) -> TaskSplit:
+    """A task for each sequence, key head and split, but for what shares a dbias, and what the last arguments join. The
+    split does not depend on the number of threads, so that results do not either.
     """
     t = call.tensors
     shared = [needs.bias and t.bias is not None and n == 1 for n in (t.bias.shape if t.bias is not None else ())]
     share_b, share_h, _, share_j = shared or (False,) * 4
+    share_b, share_h, share_j = share_b or all_sequences, share_h or all_heads, share_j or one_split
     count = (1 if share_b else lengths.batch) * (1 if share_h else args.heads_kv(call))
     splits = 1 if share_j else max(1, min(MIN_TASKS // max(count, 1), lengths.max_seqlen_k // MIN_SPLIT_KEYS))
     return TaskSplit(count * splits if lengths.batch else 0, splits, int(share_b), int(share_h))
@@ -210,7 +227,7 @@ def backward_launch(
 ) -> KernelLaunch:
     """Compute all arguments of the kernel but the addresses; `inputs` are q, k, v, out and dout."""
     q, k, v, out, dout = inputs
-    variant, lengths, split = tasks
+    variant, lengths, split, _ = tasks
     values = args.call_scalars(call, variant, q, k, v)
     dq, dbias = buffers.dq, buffers.dbias
     of_rows = {"out": out, "dout": dout, "dk": buffers.dk, "dv": buffers.dv, "dq": None if dq is None else dq[0]}

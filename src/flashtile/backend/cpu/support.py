@@ -12,7 +12,7 @@ from ...call.device import Device
 from ...call.problem import Problem, too_long
 from ...expression import Untraced
 
-SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature but score_mod, head dimensions to 512"
+SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature, head dimensions to 512"
 MAX_HEAD_DIM = 512
 VECTORS_VARIABLE = "FLASHTILE_CPU_VECTORS"
 MACHINES = ("x86_64", "amd64", "arm64", "aarch64")
@@ -61,8 +61,6 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"its kernels run on CPUs, not on {device.type}"
     if isinstance(problem.score_mod, Untraced):
         return f"the score_mod cannot be traced: {problem.score_mod.reason}"
-    if problem.score_mod is not None:
-        return "it does not take a score_mod yet"
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
     return too_long(problem)

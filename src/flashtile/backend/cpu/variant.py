@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from ...expression import Formula
+from ...expression.derivative import Load
 from .kernels.codegen import Code
 from .kernels.elementary import LOG2E
 from .kernels.operands import ADDRESS, DOUBLE, FLOAT, LONG, Pointer, Value
@@ -20,8 +22,11 @@ class Variant(NamedTuple):
     bias: str | None = None  # dtype of the bias
     alibi: bool = False
     mask: bool = False
+    formula: Formula | None = None  # of the score_mod
+    wide: bool = False  # whether offsets in its tensors need 64 bits
     dropout: bool = False
-    bias_gradient: bool = False  # backward only
+    loads: tuple[Load, ...] = ()  # of the formula's tensors that have a gradient; backward only
+    bias_gradient: bool = False
     slope_gradient: bool = False
     decode: bool = False  # forward only
 
@@ -37,12 +42,12 @@ class Variant(NamedTuple):
     @property
     def modifies_scores(self) -> bool:
         """Whether every score is changed between the two products."""
-        return self.softcap or self.alibi or self.mask or self.bias is not None
+        return self.softcap or self.alibi or self.mask or self.bias is not None or self.formula is not None
 
     @property
     def natural_units(self) -> bool:
         """Whether scores are not multiplied by `log2(e)` (see `kernels.scores`)."""
-        return self.bias is not None
+        return self.bias is not None or self.formula is not None
 
     @property
     def to_exp2(self) -> float:
@@ -55,9 +60,18 @@ class Variant(NamedTuple):
         return 1.0 if self.natural_units else LOG2E
 
 
+class TaskSplit(NamedTuple):
+    """The tasks of a backward pass. Each owns the gradients of its keys, and every element of dbias that it adds to."""
+
+    tasks: int
+    splits: int  # of the keys
+    share_b: int  # 1 if one task goes through all sequences
+    share_h: int
+
+
 # Fields of the argument block, 8 bytes each. Strides are in elements, `work_size` in bytes.
 ADDRESSES = """
-q k v out lse mask bias slopes sinks seed sequences page_table partial_out partial_lse counter workspace
+q k v out lse mask bias slopes captured sinks seed sequences page_table partial_out partial_lse counter workspace
 dout dlse delta dq dk dv dbias dbias_error dslopes
 """
 INTEGERS = """

@@ -20,7 +20,7 @@ def row_tables(real_type: ir.Type, rows: int, panels: Any) -> Layout:
     """Tables with one entry for each row of each panel (`tiles.fill_row_tables`)."""
     for name in ("q_offsets", "out_offsets", "lse_offsets", "bias_offsets", "mask_offsets"):
         yield name, panels * rows, LONG
-    for name in ("low", "high", "diagonal_key", "position", "sequence_head"):
+    for name in ("low", "high", "diagonal_key", "position", "head", "sequence_head"):
         yield name, panels * rows, INT
     yield "slope", panels * rows, real_type
     yield "bounds", panels * 4, LONG

@@ -16,6 +16,7 @@ from ..variant import BACKWARD, Arguments, Variant
 from ..workspace import BLOCK_N, Workspace, backward_layout, round_up
 from .codegen import Code
 from .dbias import accumulate_dbias
+from .dcaptured import ElementGradients
 from .dkdv import accumulate_key_gradient, carry_key_gradients, clear_key_gradients
 from .elementary import exp2
 from .formats import load, load_vector, sum_lanes
@@ -216,9 +217,12 @@ class BackwardKernel(Kernel):
         """
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
         tables = self.score_tables(code.index(0))
+        elements = ElementGradients(self) if variant.loads else None
         slopes = [code.variable(code.full()) for _ in range(panel.vectors)] if variant.slope_gradient else []
         with code.loop(0, count) as j:
             key, at = first + j, j * panel.rows
+            if tables.formula is not None:
+                tables.formula.at_key(self.key_position(key))
             for n in range(panel.vectors):
                 row = n * code.lanes
                 final = final_score(code, a, variant, tables, panel, w.scores.vector(at + row), row, key, j)
@@ -230,6 +234,9 @@ class BackwardKernel(Kernel):
                 if variant.mask:
                     mask_visible = in_mask(w.mask + at, row)
                     visible = mask_visible if visible is None else visible & mask_visible
+                if variant.formula is not None:  # whose derivative may be NaN or infinite where p is 0
+                    counted = w.lse.vector(row).differs(math.inf)
+                    visible = counted if visible is None else visible & counted
                 if visible is not None:
                     p = code.select(visible, p, 0.0)
                 dp = w.dscores.vector(at + row)
@@ -241,6 +248,10 @@ class BackwardKernel(Kernel):
                 ds = p * (dp - w.delta.vector(row))
                 if visible is not None:
                     ds = code.select(visible, ds, 0.0)  # where delta is NaN, p * (dp - delta) = 0 * NaN
+                if elements is not None:
+                    elements.add(n, final.formula, ds, visible)
+                if variant.formula is not None:
+                    ds = code.select(visible, ds * final.formula[1], 0.0)
                 if variant.bias_gradient:
                     w.dbias.store(ds, at + row)
                 if variant.slope_gradient:
@@ -249,6 +260,8 @@ class BackwardKernel(Kernel):
                 w.dscores.store(ds * a.real("scale"), at + row)
         if variant.slope_gradient:
             panel.store([x + y.get() for x, y in zip(panel.load(w.dslope), slopes, strict=True)], w.dslope)
+        if elements is not None:
+            elements.flush()
 
     def epilogue(self) -> None:
         """Store the panel's dq and its rows' parts of dslopes."""

@@ -121,6 +121,16 @@ class Code:
         function = self.module.declare_intrinsic(f"{name}.{suffix(kind)}", (), llvm.FunctionType(kind, kinds))
         return Value(self, self.ir.call(function, [x.ir for x in operands]))
 
+    def masked_gather(self, addresses: Value, kind: llvm.Type) -> Value:
+        """Elements of type `kind` at a vector of addresses, all of which are readable."""
+        lanes, result = addresses.ir.type.count, llvm.VectorType(kind, addresses.ir.type.count)
+        mask = llvm.VectorType(BIT, lanes)
+        name = f"llvm.masked.gather.{suffix(result)}.v{lanes}p0"
+        kinds = [addresses.ir.type, INT, mask, result]
+        function = self.module.declare_intrinsic(name, (), llvm.FunctionType(result, kinds))
+        every, nothing = llvm.Constant(mask, [1] * lanes), llvm.Constant(result, llvm.Undefined)
+        return Value(self, self.ir.call(function, [addresses.ir, llvm.Constant(INT, SIZES[kind]), every, nothing]))
+
     def reduce(self, name: str, x: Value) -> Value:
         """Reduce a vector to a scalar by `and`, `or`, `smax`, `smin`, ..."""
         kind = x.ir.type

@@ -167,6 +167,8 @@ class ForwardKernel(Kernel):
         low, high = w.low + rows, w.high + rows
         largest = [code.variable(x) for x in panel.load(m)]
         with code.loop(0, count) as j:
+            if tables.formula is not None:
+                tables.formula.at_key(self.key_position(first + j))
             final = []
             for n, (s, top) in enumerate(zip(panel.load(w.scores, j), largest, strict=True)):
                 row = n * code.lanes

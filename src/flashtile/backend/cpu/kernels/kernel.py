@@ -3,14 +3,18 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ....expression import Formula
 from ..variant import Arguments, Variant
 from ..workspace import Workspace
+from .captured import Captured
 from .codegen import Code
 from .formats import STORAGE_TYPES
+from .formula import Emitter
 from .masking import mask_has_visible
-from .operands import BYTE, Pointer, Value
+from .operands import BYTE, INT, LONG, Pointer, Value
 from .products import Panel
 from .scores import ScoreTables
+from .stages import StagedCode, staged
 from .tiles import Task, load_transposed
 
 COUNTER_STRIDE = 64  # bytes between the counters of tasks and of threads: a cache line each, since all threads add
@@ -55,5 +59,19 @@ class Kernel:
         return mask_has_visible(code, panel, w.mask, count) if variant.mask else code.index(0).equals(0)
 
     def score_tables(self, p: Value) -> ScoreTables:
+        """The inputs of the score features, for a loop over keys that begins here."""
         rows = p * self.panel.rows
-        return ScoreTables(self.w.bias, self.w.diagonal_key + rows, self.w.slope + rows)
+        formula = None if self.variant.formula is None else self.formula_code(self.variant.formula, rows)
+        return ScoreTables(self.w.bias, self.w.diagonal_key + rows, self.w.slope + rows, formula)
+
+    def formula_code(self, formula: Formula, first_row: Value) -> StagedCode:
+        code, a, w = self.code, self.a, self.w
+        captured = Captured(code, formula.tensors, a.pointer("captured", LONG), self.variant.wide)
+        emitter = Emitter(code, captured, code.convert(self.task.b + a.integer("b0"), INT))
+        starts = [first_row + n * code.lanes for n in range(self.panel.vectors)]
+        rows = [{"h": w.head.vector(n), "q_idx": w.position.vector(n)} for n in starts]
+        return StagedCode(staged(formula.program, self.variant.loads), emitter, rows)
+
+    def key_position(self, j: Value) -> Value:
+        """The position of a key in the whole sequence."""
+        return self.code.convert(j + self.a.integer("j0"), INT)

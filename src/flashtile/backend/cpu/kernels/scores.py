@@ -2,16 +2,19 @@
 
 Scores are multiplied by `log2(e)`, so that the softmax needs only exp2. The scale is folded into the queries, and each
 feature has the factor in its own argument. With a bias scores are in natural units instead, because `finfo.min`, a
-common bias for hidden pairs, times `log2(e)` would be an infinity.
+common bias for hidden pairs, times `log2(e)` would be an infinity. So they are with a score_mod, which takes natural
+scores.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from ..variant import Arguments, Variant
 from .codegen import Code
 from .elementary import tanh
 from .operands import INT, Pointer, Value
 from .products import Panel
+from .stages import StagedCode
 
 
 class ScoreTables(NamedTuple):
@@ -20,6 +23,7 @@ class ScoreTables(NamedTuple):
     bias: Pointer  # [keys, rows]
     diagonal_key: Pointer  # [rows], int
     slope: Pointer  # [rows]
+    formula: StagedCode | None
 
 
 class FinalScore(NamedTuple):
@@ -27,6 +31,7 @@ class FinalScore(NamedTuple):
 
     score: Value
     tanh_s: Value | None  # tanh(s / softcap)
+    formula: Sequence[Any]  # results of the formula
 
 
 def final_score(
@@ -41,11 +46,16 @@ def final_score(
         s = s + t.bias.vector(block_j * panel.rows + n)
     if variant.alibi:
         s = s - t.slope.vector(n) * distance(code, t.diagonal_key, n, j)
-    return FinalScore(s, tanh_s)
+    formula: Sequence[Any] = ()
+    if t.formula is not None:
+        s, *_ = formula = t.formula.at_pair(n // code.lanes, s)
+    return FinalScore(s, tanh_s, formula)
 
 
 def product_gradient(final: FinalScore, ds: Value) -> Value:
-    """The gradient of the products from that of the final scores. dbias gets `ds`, dslopes `-ds * distance`."""
+    """The gradient of the products from that of the scores before the score_mod. dbias gets `ds`, dslopes
+    `-ds * distance`.
+    """
     return ds if final.tanh_s is None else ds * (1.0 - final.tanh_s * final.tanh_s)
 
 

@@ -116,8 +116,11 @@ def fill_row_tables(
         if variant.alibi:
             w.diagonal_key[at] = code.convert(diagonal_key, INT)
             w.slope[at] = a.pointer("slopes")[task.b * a.integer("slopes_b") + h] * variant.score_unit
-        if variant.dropout:
+        if variant.dropout or variant.formula is not None:
             w.position[at] = code.convert(position, INT)
+        if variant.formula is not None:
+            w.head[at] = code.convert(h + a.integer("h0"), INT)
+        if variant.dropout:
             sequence_head = (task.b + a.integer("b0")) * a.integer("num_heads") + h + a.integer("h0")
             w.sequence_head[at] = code.convert(sequence_head, INT)
     for n, bound in enumerate((lo, full_lo, full_hi, hi)):
