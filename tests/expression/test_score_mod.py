@@ -20,6 +20,7 @@ import flashtile
 from flashtile import ArgumentError, AttentionError, ScoreMod
 from flashtile.call.call import Call, Settings, Tensors
 from flashtile.dispatch.operators import OPERATORS
+from flashtile.errors import AttentionWarning
 from flashtile.expression import score_mod
 from flashtile.testing.case import ScoreFunction
 
@@ -301,7 +302,8 @@ def test_a_global_tensor_that_comes_to_require_grad() -> None:
     table = torch.ones(4)
     names: dict[str, Any] = {"table": table}
     exec("def fn(score, b, h, i, j): return score + table[h]", names)
-    flashtile.attention(Q, K, V, score_mod=names["fn"])
+    with pytest.warns(AttentionWarning, match="a tensor that is neither in its closure nor among"):
+        flashtile.attention(Q, K, V, score_mod=names["fn"])
     table.requires_grad_()
     with pytest.raises(ArgumentError, match="score_mod"):
         flashtile.attention(Q, K, V, score_mod=names["fn"])
@@ -398,8 +400,12 @@ def test_writing_into_what_a_function_makes_is_pure() -> None:
 
 def test_a_result_that_is_wrong_on_tiles_alone() -> None:
     """A single score does not tell."""
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score if score.numel() == 1 else i - j
+
     with pytest.raises(ArgumentError, match=r"x\.to\(score\.dtype\)"):
-        flashtile.attention(Q, K, V, score_mod=lambda score, b, h, i, j: score if score.numel() == 1 else (i - j))
+        flashtile.attention(Q, K, V, score_mod=fn, backend="tiled")
 
 
 @pytest.mark.parametrize("tensors", [(1.0,), [None], "ab", 3, None, torch.ones(2)])

@@ -27,10 +27,10 @@ LONGEST_IMPORT = 0.04  # seconds
 
 # Each line may import from the lines above it and from itself: a folder with all in it, or a module beside them.
 LAYERS = (
-    ("errors", "remember", "processes", "supported"),
+    ("dynamo", "errors", "remember", "processes", "supported"),
     ("iomodel",),
-    ("call",),
     ("expression",),
+    ("call",),
     ("backend",),
     ("dispatch",),
     ("api",),

@@ -200,7 +200,8 @@ def in_words(problem: Problem) -> str:
     dim = f"{p.head_dim}/{p.head_dim_v}" if p.head_dim != p.head_dim_v else f"{p.head_dim}"
     features = [name for name in ("softcap", "alibi", "sinks", "dropout", "deterministic") if getattr(p, name)]
     features += [f"{name} with broadcast {x}" for name in ("mask", "bias") if (x := getattr(p, name)) is not None]
-    features += [f"score_mod {p.score_mod}"] if p.score_mod else []
+    if p.score_mod is not None:
+        features.append("score_mod " + "; ".join(str(p.score_mod).splitlines()))
     if not p.window.unlimited:
         features.append(f"window ({p.window.left}, {p.window.right}){' top-left causal' * p.window.top_left}")
     return (

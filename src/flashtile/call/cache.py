@@ -71,7 +71,7 @@ class CacheCall(Call):
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
-        return (*self.tensors[:-1], *self.cache)
+        return (*self.tensors[:-1], *self.cache, *self.tensors.score_mod_tensors)
 
     @property
     def key(self) -> Hashable:

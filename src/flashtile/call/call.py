@@ -107,8 +107,8 @@ class Call:
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
-        """All tensors that kernels may read; those of a `score_mod` are not among them."""
-        return self.tensors[:-1]
+        """All tensors that kernels may read."""
+        return self.tensors.flat()
 
     @property
     def key(self) -> Hashable:

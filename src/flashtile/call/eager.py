@@ -1,7 +1,4 @@
-"""Who looks at a call, beside its kernels."""
-
-from collections.abc import Callable
-from typing import Any, TypeVar
+"""Modes, traces, profilers and transforms around a call."""
 
 from torch import Tensor
 from torch._C import (
@@ -10,25 +7,12 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
-from torch._C._dynamo import eval_frame
 from torch._C._functorch import maybe_current_level
 from torch.autograd import _profiler_enabled, forward_ad  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 PLAIN = (Tensor, Parameter)
-SKIPPED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def untraced(function: Function) -> Function:
-    """Mark a function as one that Dynamo leaves alone, with all that it calls: after a graph break it would trace what
-    an operator does, and break on each launch. As `torch.compiler.disable`, which costs each call a microsecond, and
-    the first one the import of Dynamo.
-    """
-    eval_frame.set_code_exec_strategy(function.__code__, SKIPPED)  # for frames
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for calls in a traced frame
-    return function
 
 
 def in_forward_mode() -> bool:

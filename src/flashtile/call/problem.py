@@ -5,6 +5,7 @@ from typing import overload
 
 import torch
 
+from ..expression import Formula, Untraced, score_mod_formula
 from . import check
 from .call import Call
 from .memory import address
@@ -33,7 +34,7 @@ class Problem:
     bias: tuple[bool, ...] | None
     alibi: bool
     sinks: bool
-    score_mod: str | None
+    score_mod: Formula | Untraced | None
     dropout: bool
     deterministic: bool
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
@@ -58,6 +59,9 @@ class Problem:
             batch, seqlen_q, seqlen_k = check.varlen_bounds(call)
             num_heads_kv = t.k.shape[-2]
         check.broadcasts(call, batch, seqlen_q, seqlen_k)
+        formula = None
+        if s.score_mod is not None:
+            formula = score_mod_formula(s.score_mod, t.score_mod_tensors, accumulation_dtype(t.q.dtype))
         return cls(
             layout=layout,
             dtype=t.q.dtype,
@@ -75,7 +79,7 @@ class Problem:
             bias=None if t.bias is None else tuple(n == 1 for n in t.bias.shape),
             alibi=t.alibi_slopes is not None,
             sinks=t.sinks is not None,
-            score_mod=s.score_mod,
+            score_mod=formula,
             dropout=s.dropout_p > 0,
             deterministic=s.deterministic,
             alignment=alignment(t.q, t.k, t.v),

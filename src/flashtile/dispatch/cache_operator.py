@@ -14,9 +14,10 @@ from torch.library import register_fake, register_vmap
 from ..call.cache import CacheCall, CacheTensors, check_apart
 from ..call.call import FEATURES as FEATURES_OF_CALLS
 from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows
-from ..call.eager import in_forward_mode, untraced
+from ..call.eager import in_forward_mode
 from ..call.features import CACHE, INDEX
 from ..call.problem import accumulation_dtype
+from ..dynamo import untraced
 from ..errors import AttentionError
 from . import fast_path
 from .operators import LIBRARY, run_forward

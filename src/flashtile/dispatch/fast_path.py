@@ -18,6 +18,7 @@ from ..call import device
 from ..call.call import Call, Gradients, Needs, Settings
 from ..call.memory import layout_key
 from ..call.plan import Plan
+from ..expression import is_local
 from . import forking, planner
 from .planner import BACKEND_VARIABLE, entry_of, function_of, plan_call
 
@@ -107,7 +108,8 @@ def find(what: Hashable, q: Tensor, tensors: Sequence[Tensor | None]) -> Entry |
 
 def find_call(call: Call) -> Entry | None:
     """The entry of a call that came through an operator."""
-    return None if call.settings.score_mod is not None else find(call.key, call.tensors.q, call.inputs)
+    name = call.settings.score_mod
+    return None if name is not None and is_local(name) else find(call.key, call.tensors.q, call.inputs)
 
 
 def state_of_process(q: Tensor) -> Hashable:

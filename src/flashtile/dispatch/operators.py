@@ -26,9 +26,10 @@ from ..call.call import (
     lse_shape,
     new_rows,
 )
-from ..call.eager import in_forward_mode, is_plain_eager, untraced
+from ..call.eager import in_forward_mode, is_plain_eager
 from ..call.features import Field
 from ..call.problem import accumulation_dtype
+from ..dynamo import untraced
 from ..errors import AttentionError
 from . import fast_path, forking
 from .planner import function_of, plan_call

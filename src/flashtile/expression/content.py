@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..call.eager import untraced
+from ..dynamo import untraced
 from ..errors import ArgumentError
 from .purity import EXAMPLE
 

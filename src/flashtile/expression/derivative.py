@@ -85,9 +85,10 @@ def terms(builder: Builder, x: Instruction, result: Node, operands: list[Node], 
             return [op("mul", g, op("sign", a))]
         case "minimum" | "maximum":  # equal operands share the derivative; NaN passes it on to both
             half = op("mul", g, constant(0.5))
-            lesser = op("where", op("lt", a, b), g, op("where", op("gt", a, b), constant(0.0), half))
-            greater = op("where", op("gt", a, b), g, op("where", op("lt", a, b), constant(0.0), half))
-            return [lesser, greater] if x.op == "minimum" else [greater, lesser]
+            shared = op("where", op("eq", a, b), half, g)
+            smaller = op("where", op("gt", a, b), constant(0.0), shared)
+            larger = op("where", op("lt", a, b), constant(0.0), shared)
+            return [smaller, larger] if x.op == "minimum" else [larger, smaller]
         case "where":
             zero = constant(0.0)
             return [None, op("where", a, g, zero), op("where", a, zero, g)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .derivative import Partials, partials
-from .functions import Untraceable
+from .functions import UntraceableError
 from .program import Program, TensorType
 from .text import text
 from .trace import trace
@@ -33,6 +33,9 @@ class Untraced(NamedTuple):
 
     reason: str
 
+    def __str__(self) -> str:
+        return f"not traced: {self.reason}"
+
 
 @functools.lru_cache(maxsize=1024)
 def derived(formula: Formula, wanted: tuple[bool, ...]) -> Partials:
@@ -52,5 +55,5 @@ def formula_of(
             return Untraced("it reads a tensor of complex numbers")
     try:
         return Formula(trace(fn, tensors, real, mask=mask), tensors)
-    except Untraceable as error:
+    except UntraceableError as error:
         return Untraced(str(error))

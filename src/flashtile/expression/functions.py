@@ -13,7 +13,10 @@ FUNCTIONS: dict[str, Any] = {}
 NARROW = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-class Untraceable(Exception):
+UNKNOWN_TENSOR = "it reads a tensor that is neither in its closure nor among the `tensors` of a flashtile.ScoreMod"
+
+
+class UntraceableError(Exception):
     """Why a function has no program."""
 
 
@@ -23,7 +26,7 @@ def named(*names: str) -> Callable[[Any], Any]:
     def register(fn: Any) -> Any:
         def call(tracer: Any, *args: Any, **unknown: Any) -> Any:
             if unknown:
-                raise Untraceable(f"`{names[0]}` with the argument `{next(iter(unknown))}`")
+                raise UntraceableError(f"`{names[0]}` with the argument `{next(iter(unknown))}`")
             return tracer.proxy(fn(tracer.builder, *(tracer.node(x) for x in args)))
 
         FUNCTIONS.update(dict.fromkeys(names, call))
@@ -83,9 +86,9 @@ def sub(b: Builder, x: Node, y: Node) -> Node:
     return b.op("sub", x, y)
 
 
-@binary("rsub")
-def rsub(b: Builder, x: Node, y: Node) -> Node:
-    return b.op("sub", y, x)
+@special("rsub")
+def rsub(tracer: Any, x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    return FUNCTIONS["sub"](tracer, y, x, alpha=alpha)
 
 
 @special("div", "divide", "true_divide")
@@ -95,7 +98,7 @@ def div(tracer: Any, x: Any, y: Any, *, rounding_mode: str | None = None) -> Any
         return tracer.proxy(b.op("div", left, right))
     if rounding_mode == "floor":
         return tracer.proxy(floor_divide(b, left, right))
-    raise Untraceable("a division that rounds toward zero; `//` rounds down")
+    raise UntraceableError("a division that rounds toward zero; `//` rounds down")
 
 
 @named("floor_divide")
@@ -108,14 +111,14 @@ def floor_divide(b: Builder, x: Node, y: Node) -> Node:
 @named("remainder")
 def remainder(b: Builder, x: Node, y: Node) -> Node:
     if REAL in (x.kind, y.kind):
-        raise Untraceable("a remainder of real numbers")
+        raise UntraceableError("a remainder of real numbers")
     return b.op("mod", x, y)
 
 
 def of_two(op: str, name: str) -> None:
     def call(tracer: Any, *args: Any) -> Any:
         if len(args) != 2:
-            raise Untraceable(f"`{name}` over a dimension; of two values it is `torch.{op}(x, y)`")
+            raise UntraceableError(f"`{name}` over a dimension; of two values it is `torch.{op}(x, y)`")
         return tracer.proxy(tracer.builder.op(op, *(tracer.node(x) for x in args)))
 
     FUNCTIONS[name] = call
@@ -185,7 +188,7 @@ def power(tracer: Any, x: Any, exponent: Any) -> Any:
     b = tracer.builder
     n = b.constant_of(tracer.node(exponent))
     if n is None:
-        raise Untraceable("a power whose exponent is no constant")
+        raise UntraceableError("a power whose exponent is no constant")
     base = tracer.node(x)
     if base.kind == BOOL or (base.kind in INTEGERS and (n < 0 or not isinstance(n, int))):
         base = b.cast(base, REAL)
@@ -194,7 +197,7 @@ def power(tracer: Any, x: Any, exponent: Any) -> Any:
     if n != int(n):
         return tracer.proxy(b.op("exp", b.op("mul", b.op("log", base), b.constant(float(n)))))
     if abs(n) > 64:
-        raise Untraceable(f"a power of {n}")
+        raise UntraceableError(f"a power of {n}")
     result, factor, left = b.constant(1 if base.kind in INTEGERS else 1.0), base, int(abs(n))
     while left:
         result = b.op("mul", result, factor) if left & 1 else result
@@ -244,14 +247,14 @@ def converted(tracer: Any, x: Any, dtype: Any) -> Any:
     """A real rounds to a narrower dtype and stays in the accumulation dtype for a wider one."""
     b, node = tracer.builder, tracer.node(x)
     if not isinstance(dtype, torch.dtype):
-        raise Untraceable(f"a conversion to {dtype!r}")
+        raise UntraceableError(f"a conversion to {dtype!r}")
     if dtype is torch.bool:
         return tracer.proxy(b.cast(node, BOOL))
     if dtype.is_complex:
-        raise Untraceable("a conversion to complex numbers")
+        raise UntraceableError("a conversion to complex numbers")
     if not dtype.is_floating_point:
         if dtype not in (torch.int32, torch.int64):
-            raise Untraceable(f"a conversion to {dtype}; torch.int32 and torch.int64 are accepted")
+            raise UntraceableError(f"a conversion to {dtype}; torch.int32 and torch.int64 are accepted")
         wanted = INT32 if dtype is torch.int32 and node.kind == REAL else None
         return tracer.proxy(b.cast(node, wanted) if wanted else b.as_integer(node))
     node = b.cast(node, REAL)
@@ -265,6 +268,11 @@ def to(tracer: Any, x: Any, dtype: Any = None, *_: Any, **options: Any) -> Any:
     if dtype is None or isinstance(dtype, torch.device | str):
         return tracer.proxy(tracer.node(x))
     return converted(tracer, x, dtype if isinstance(dtype, torch.dtype) else getattr(dtype, "dtype", dtype))
+
+
+@special("__getitem__")
+def getitem(tracer: Any, x: Any, indices: Any) -> Any:
+    raise UntraceableError(UNKNOWN_TENSOR)
 
 
 @special("type_as")
@@ -284,7 +292,7 @@ def filled(name: str, value: Any) -> None:
     def call(tracer: Any, x: Any, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
         like, given = name.endswith("like"), list(args)
         if not like and given.pop(0) not in ((), [], torch.Size([])):
-            raise Untraceable(f"`{name}` of a shape other than ()")
+            raise UntraceableError(f"`{name}` of a shape other than ()")
         fill = given[0] if value is None else value
         dtype = dtype or x.dtype
         if not dtype.is_floating_point and dtype is not torch.bool:

@@ -58,7 +58,7 @@ class Program(NamedTuple):
 
 class Emitter(Protocol):
     """A backend's code for the leaves. It has a method for each operation of `operations.OPERATIONS` too, which takes
-    the operands' code and gives the result's. Operands of one operation have one kind, but for the condition of `where`.
+    the operands' code and gives the result's. Operands have one kind, but for the condition of `where`.
     """
 
     def constant(self, value: float, kind: str) -> Any: ...

@@ -26,7 +26,7 @@ class Range(NamedTuple):
 
 INT32_RANGE, INT64_RANGE = Range(-(2**31), 2**31 - 1), Range(-(2**63), 2**63 - 1)
 INDEX_RANGE = Range(0, 2**30 - 1)
-SIZE_RANGE = Range(0, 2**31 - 1)
+SIZE_RANGE = Range(1, 2**31 - 1)  # an index into a dimension of size 0 is outside anyway
 
 
 def of_dtype(dtype: str) -> Range:
@@ -78,9 +78,9 @@ def exact(op: str, operands: tuple[Range, ...]) -> Range:
         case "floordiv" if b.low > 0:
             return corners(lambda x, y: x // y, a, b)
         case "mod" if b.low > 0:
-            return a if 0 <= a.low and a.high < b.low else Range(0, b.high - 1)
+            return a if a.low >= 0 and a.high < b.low else Range(0, b.high - 1)
         case "and_" if a.low >= 0 and b.low >= 0:
             return Range(0, min(a.high, b.high))
     # Division by what may be 0 or below, and the bits of numbers of any sign.
-    widest = INT32_RANGE if all(x.kind == INT32 for x in operands) and op not in ("floordiv", "mod") else INT64_RANGE
-    return widest
+    narrow = op not in ("floordiv", "mod") and all(x.kind == INT32 for x in operands)
+    return INT32_RANGE if narrow else INT64_RANGE

@@ -11,7 +11,7 @@ import functools
 import pickle
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ..errors import ArgumentError, AttentionError, AttentionWarning
 from .content import LOCAL, cells_of, content_of, found_by_name
+from .formula import Formula, Untraced, formula_of, types_of
+from .program import TensorType
 from .purity import EXAMPLE, SIGNATURE, examine, sample
 
 _functions: dict[str, Callable[..., Tensor]] = {}
@@ -146,7 +148,7 @@ def score_mod_function(key: str) -> Callable[..., Tensor]:
         accepted = "a flashtile.ScoreMod of the same function, made in this process before the program runs: " + (
             "a function that reads no objects but constants, modules and functions; what it reads of tensors are its "
             "`tensors`"
-            if key.endswith(LOCAL)
+            if is_local(key)
             else "the same code, the same numbers in its closure, defaults and globals, and the same version of Python"
         )
         raise AttentionError(
@@ -154,6 +156,27 @@ def score_mod_function(key: str) -> Callable[..., Tensor]:
             f"has the name of the function, not its code.\n  accepted: {accepted}"
         )
     return fn
+
+
+def is_local(key: str) -> bool:
+    """Whether a function reads objects of this process that may change, so that nothing can be kept for it."""
+    return key.endswith(LOCAL)
+
+
+def score_mod_formula(key: str, tensors: Sequence[Tensor], real: torch.dtype) -> Formula | Untraced:
+    """The formula of the function under a key, for tensors like these and scores of dtype `real`.
+
+    Raises:
+        AttentionError: as `score_mod_function`.
+    """
+    fn, types_ = score_mod_function(key), types_of(tensors)
+    # What a local function reads may have changed since it was traced.
+    return formula_of(fn, types_, real) if is_local(key) else _formula(key, types_, real)
+
+
+@functools.lru_cache(maxsize=1024)
+def _formula(key: str, types_: tuple[TensorType, ...], real: torch.dtype) -> Formula | Untraced:
+    return formula_of(score_mod_function(key), types_, real)
 
 
 def _register(fn: Callable[..., Tensor], content: str) -> str:

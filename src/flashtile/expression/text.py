@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from .operations import CALL, OPERATIONS, UNARY
-from .program import REAL, Instruction, Program, number
+from .program import INTEGERS, REAL, Instruction, Program, number
 
 Text = tuple[str, int]  # and the precedence of its outermost operator
 
@@ -15,7 +15,8 @@ def text(program: Program, tensors: Sequence[str] = ()) -> str:
     lines: list[str] = []
     found: list[Text] = []
     for n, x in enumerate(program.instructions):
-        whole = of_instruction(x, [found[m] for m in x.operands], tensors)
+        source = program.instructions[x.operands[0]].kind if x.operands else ""
+        whole = of_instruction(x, [found[m] for m in x.operands], source, tensors)
         if uses[n] > 1 and x.op not in ("constant", "input", "size", "cast", "neg"):
             name = f"x{len(lines)}"
             lines.append(f"{name} = {whole[0]}")
@@ -24,7 +25,7 @@ def text(program: Program, tensors: Sequence[str] = ()) -> str:
     return "\n".join([*lines, ", ".join(found[n][0] for n in program.outputs)])
 
 
-def of_instruction(x: Instruction, operands: list[Text], tensors: Sequence[str]) -> Text:
+def of_instruction(x: Instruction, operands: list[Text], source: str, tensors: Sequence[str]) -> Text:
     def name(tensor: int) -> str:
         return tensors[tensor] if tensor < len(tensors) else f"tensor{tensor}"
 
@@ -39,13 +40,16 @@ def of_instruction(x: Instruction, operands: list[Text], tensors: Sequence[str])
         case "load":
             return (f"{name(x.value)}[{', '.join(t for t, _ in operands)}]" if operands else name(x.value)), CALL
         case "cast":
-            return operands[0]  # what an operator needs, as in Python
+            whole = x.kind in INTEGERS and source == REAL
+            return (f"int({operands[0][0]})", CALL) if whole else operands[0]  # others are implied, as in Python
         case "round":
             return f"{x.value}({operands[0][0]})", CALL
     operation = OPERATIONS[x.op]
     if operation.precedence == CALL:
         return operation.text.format(*(t for t, _ in operands)), CALL
-    least = operation.precedence
-    # The right operand of `-` needs brackets around an operator of the same precedence.
-    shown = [f"({t})" if p < least + (n > 0 or least == UNARY and p != CALL) else t for n, (t, p) in enumerate(operands)]
+    least, shown = operation.precedence, []
+    for n, (operand, precedence) in enumerate(operands):
+        # A right operand, as that of `-`, needs brackets around an operator of the same precedence.
+        enough = least + 1 if n > 0 or least == UNARY else least
+        shown.append(operand if precedence >= enough else f"({operand})")
     return operation.text.format(*shown), least

@@ -15,17 +15,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .builder import Builder, Node
-from .functions import FUNCTIONS, Untraceable
+from .functions import FUNCTIONS, UNKNOWN_TENSOR, UntraceableError
 from .program import BOOL, INPUTS, INTEGERS, REAL, Program, TensorType
-
-HOW = "`torch.where(condition, x, y)` chooses; tensors that it reads are `tensors` of a flashtile.ScoreMod"
 
 
 def trace(fn: Callable[..., Any], tensors: tuple[TensorType, ...], real: torch.dtype, *, mask: bool = False) -> Program:
     """The program of a function. `real` is the accumulation dtype, which is the score's for the function.
 
     Raises:
-        Untraceable: the function branches on a value, or calls what programs do not have; with its line.
+        UntraceableError: the function branches on a value, or calls what programs do not have; with its line.
     """
     tracer = Tracer(Builder(tensors), real)
     inputs = [Proxy(tracer, tracer.builder.input(name)) for name in INPUTS[mask:]]
@@ -34,14 +32,14 @@ def trace(fn: Callable[..., Any], tensors: tuple[TensorType, ...], real: torch.d
         with Fresh(tracer):
             node = tracer.node(fn(*inputs, *captured))
             if node.kind != (BOOL if mask else REAL):
-                raise Untraceable(f"it returns {'a number' if mask else 'no real number'}")
+                raise UntraceableError(f"it returns {'a number' if mask else 'no real number'}")
     except Exception as error:
-        raise Untraceable(f"{place(error, fn)}{reason(error)}") from error
+        raise UntraceableError(f"{place(error, fn)}{reason(error)}") from error
     return tracer.builder.program(node)
 
 
 def reason(error: Exception) -> str:
-    return str(error) if isinstance(error, Untraceable) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, UntraceableError) else f"{type(error).__name__}: {error}"
 
 
 def place(error: Exception, fn: Any) -> str:
@@ -73,8 +71,8 @@ class Tracer:
         if isinstance(x, Tensor) and id(x) in self.fresh:
             return self.builder.constant(x.item())
         if isinstance(x, Tensor):
-            raise Untraceable("it reads a tensor that is not among its `tensors`, nor in its closure")
-        raise Untraceable(f"an operand is {type(x).__name__}")
+            raise UntraceableError(UNKNOWN_TENSOR)
+        raise UntraceableError(f"an operand is {type(x).__name__}")
 
     def proxy(self, node: Node) -> "Proxy":
         return Proxy(self, node)
@@ -84,7 +82,7 @@ class Tracer:
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in FUNCTIONS:
-            raise Untraceable(f"`{name}` is not an operation that can be traced")
+            raise UntraceableError(f"`{name}` is not an operation that can be traced")
         return FUNCTIONS[name](self, *args, **kwargs)
 
 
@@ -125,18 +123,18 @@ class Standing:
         return tracer.call(name_of(func), args, kwargs or {})
 
     def __bool__(self) -> bool:
-        raise Untraceable("a branch depends on a value")
+        raise UntraceableError("a branch depends on a value; `torch.where(condition, x, y)` chooses")
 
     def __float__(self) -> float:
-        raise Untraceable("Python asks for the value of a tensor")
+        raise UntraceableError("Python asks for the value of a tensor")
 
-    __int__ = __index__ = __len__ = __iter__ = __float__  # type: ignore[assignment]
+    __int__ = __index__ = __len__ = __iter__ = __float__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in FUNCTIONS:
-            raise Untraceable(f"`{name}` is not an operation that can be traced")
+            raise UntraceableError(f"`{name}` is not an operation that can be traced")
         return lambda *args, **kwargs: self.tracer.call(name, (self, *args), kwargs)
 
     device = torch.device("cpu")
@@ -227,18 +225,20 @@ class Captured(Standing):
         found = []
         for index in indices if isinstance(indices, tuple) else (indices,):
             if not isinstance(index, Standing | int | Tensor) or isinstance(index, bool):
-                raise Untraceable(f"a captured tensor is indexed by {index!r}; integers and index tensors are accepted")
+                raise UntraceableError(
+                    f"a captured tensor is indexed by {index!r}; integers and index tensors are accepted"
+                )
             node = self.tracer.node(index)
             if node.kind not in INTEGERS:
-                raise Untraceable("a captured tensor is indexed by what is no integer")
+                raise UntraceableError("a captured tensor is indexed by what is no integer")
             found.append(node)
         if len(found) > self.ndim:
-            raise Untraceable(f"a captured tensor of {self.type.ndim} dimensions has more indices")
+            raise UntraceableError(f"a captured tensor of {self.type.ndim} dimensions has more indices")
         return Captured(self.tracer, self.tensor, (*self.indices, *found))
 
     def loaded(self) -> Node:
         if self.ndim > 0:
-            raise Untraceable(
+            raise UntraceableError(
                 f"a captured tensor of {self.type.ndim} dimensions has {len(self.indices)} indices; a formula reads "
                 "single elements"
             )

@@ -10,6 +10,7 @@ import torch
 
 from ...call.device import Device
 from ...call.problem import Problem, too_long
+from ...expression import Untraced
 
 SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature but score_mod, head dimensions to 512"
 MAX_HEAD_DIM = 512
@@ -58,6 +59,8 @@ def declines(problem: Problem, device: Device) -> str | None:
     """The reason why this backend does not support the problem; `None` if it does."""
     if device.type != "cpu":
         return f"its kernels run on CPUs, not on {device.type}"
+    if isinstance(problem.score_mod, Untraced):
+        return f"the score_mod cannot be traced: {problem.score_mod.reason}"
     if problem.score_mod is not None:
         return "it does not take a score_mod yet"
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:

@@ -34,7 +34,7 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 
 def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Results:
     """Record the launches of a forward pass."""
-    t = Tensors(*recorder.inputs)  # type: ignore[arg-type]
+    t = Tensors.from_flat(recorder.inputs)
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))

@@ -45,7 +45,7 @@ def launch_backward(
     assert lse is not None
     out, lse = recorder.op(tma_aligned, out), recorder.op(Tensor.contiguous, lse)
     dout = recorder.op(torch.zeros_like, out) if dout is None else recorder.op(tma_aligned, dout)
-    tensors = Tensors(*inputs)  # type: ignore[arg-type]
+    tensors = Tensors.from_flat(inputs)
     if config.kind == "split":
         launches = SplitBackward(recorder, config, call, tensors, dout)
     else:

@@ -32,7 +32,7 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 
 
 def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
-    return launch_attention(recorder, plan, call._replace(tensors=Tensors(*recorder.inputs)))  # type: ignore[arg-type]
+    return launch_attention(recorder, plan, call._replace(tensors=Tensors.from_flat(recorder.inputs)))
 
 
 def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
@@ -103,8 +103,9 @@ def appendable(cache: CacheTensors) -> bool:
 
 def launch_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Results:
     here = len(Tensors._fields) - 1
-    features = Tensors(*recorder.inputs[:here])  # type: ignore[arg-type]
-    cache = CacheTensors(*recorder.inputs[here:])  # type: ignore[arg-type]
+    after = here + len(CacheTensors._fields)
+    features = Tensors.from_flat((*recorder.inputs[:here], *recorder.inputs[after:]))
+    cache = CacheTensors(*recorder.inputs[here:after])  # type: ignore[arg-type]
     call = paged_call(Call(features, given.settings), cache)
     t = call.tensors
     assert t.page_table is not None

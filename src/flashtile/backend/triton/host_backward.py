@@ -43,7 +43,7 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     assert lse is not None
     out, lse = recorder.op(rows_last, out), recorder.op(Tensor.contiguous, lse)
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
-    call = call._replace(tensors=Tensors(*given))  # type: ignore[arg-type]
+    call = call._replace(tensors=Tensors.from_flat(given))
     t = call.tensors
     launches = BackwardLaunches(recorder, call, dout)
     launches.preprocess(out, lse, dlse)

@@ -9,6 +9,7 @@ import torch
 
 from ...call.device import Device
 from ...call.problem import Problem, too_long
+from ...expression import Untraced
 
 if TYPE_CHECKING:
     from .configs import TileConfig
@@ -41,6 +42,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"it needs an NVIDIA GPU of compute capability 8.0 or newer; this one is {device.arch}"
     if problem.dtype is torch.float64:
         return "it computes in float32; float64 is for the config_scalars backend"
+    if isinstance(problem.score_mod, Untraced):
+        return f"the score_mod cannot be traced: {problem.score_mod.reason}"
     if problem.score_mod is not None:
         return "it does not take a score_mod yet"
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
