@@ -90,7 +90,8 @@ class Writer:
         # What varies least is added first: sums of numbers stay numbers.
         pointer = " + ".join([f"captured[{first}]", *(text for _, text in sorted(steps, key=lambda step: step[0]))])
         mask = self.inside(tensor, indices)
-        options = "" if mask is None else f", mask={mask}, other={'float("nan")' if kind == REAL else '0'}"
+        other = 'float("nan")' if kind == REAL else "0"
+        options = "" if mask is None else f", mask={mask}, other={other}"
         loaded = f"{language}.load({pointer}{options})"
         return self.line(f"{loaded} != 0" if kind == BOOL else f"{loaded}.to({language}.{DTYPES[kind]})", *indices)
 

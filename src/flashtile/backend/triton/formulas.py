@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...expression.formula import Formula
+from ...call.call import Call
+from ...expression import Formula, score_mod_formula
 from ..gpu.formula import source
-from ..gpu.pointers import Described
+from ..gpu.pointers import Described, Pointers
+from ..gpu.replay import Recorder
 from .kernels import functions
 from .kernels.kernel import defined, with_captured
 
@@ -43,6 +45,29 @@ def device_function(
     return DeviceFunction(triton.jit(defined(name, text.replace("score_mod", name, 1), name, names)), position_inputs)
 
 
+def formula_of(call: Call) -> Formula | None:
+    """The formula of a call's score_mod."""
+    if call.settings.score_mod is None:
+        return None
+    formula = score_mod_formula(call.settings.score_mod, call.tensors.score_mod_tensors, torch.float32)
+    assert isinstance(formula, Formula)  # `support` declines others
+    return formula
+
+
+def launch(
+    recorder: Recorder, call: Call, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any],
+    **derivatives: Any,
+) -> None:  # fmt: skip
+    """Launch a kernel for a call, with the device function of its score_mod and the `derivatives` that the kernel uses.
+    """
+    formula = formula_of(call)
+    if formula is not None:
+        kernel = with_captured(kernel, tuple(x.ndim for x in formula.tensors))
+        accurate = call.tensors.q.dtype is torch.float32
+        scalars = scalars | {"score_mod": device_function(formula, accurate=accurate, **derivatives).function}
+    recorder.launch(kernel, pointers, programs, scalars)
+
+
 def captured_scalars(tensors: Sequence[Tensor]) -> dict[str, int]:
     """Sizes and strides of captured tensors."""
     return {
@@ -59,8 +84,3 @@ def captured_pointers(tensors: Sequence[Tensor]) -> dict[str, Tensor | Described
         f"captured{n}": Described(x, Tensor.view, torch.uint8) if x.dtype is torch.bool else x
         for n, x in enumerate(tensors)
     }
-
-
-def kernel_of(kernel: Any, formula: Formula | None) -> Any:
-    """The kernel that takes a formula's captured tensors."""
-    return kernel if formula is None else with_captured(kernel, tuple(x.ndim for x in formula.tensors))

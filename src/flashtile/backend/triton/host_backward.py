@@ -13,6 +13,7 @@ from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import dlse_strides, lse_strides, rows_last, strides
 from . import arguments as args
+from . import formulas
 from .configs import KernelConfig
 from .kernels.dbias import dbias_kernel
 from .kernels.dkdv import dkdv_kernel
@@ -59,7 +60,8 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
         )
     dsinks = recorder.op(sinks_from_rows, t.sinks, lse, launches.row_stats) if needs.sinks else None
     return (
-        dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias, dslopes, dsinks
+        dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias, dslopes, dsinks,
+        *(recorder.op(torch.zeros_like, x) if needed else None for x, needed in zip(t.score_mod_tensors, needs.score_mod_tensors, strict=True)),
     )  # fmt: skip
 
 
@@ -84,6 +86,13 @@ class BackwardLaunches:
             **strides("dout", self.dout, align),
             **args.row_stats_strides(self.row_stats),
         }, align
+
+    def launch(
+        self, kernel: Any, results: Pointers, programs: int, scalars: dict[str, Any], load: int | None = None
+    ) -> None:
+        """Launch a kernel that recomputes scores; `load` as for `formulas.device_function`."""
+        pointers = {**self.pointers, **results}
+        formulas.launch(self.recorder, self.call, kernel, pointers, programs, scalars, partial=load is None, load=load)
 
     def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
         """Launch `preprocess_kernel`: two values a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T."""
@@ -125,7 +134,7 @@ class BackwardLaunches:
             "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
-        self.recorder.launch(dkdv_kernel, {**self.pointers, "dk": dk, "dv": dv}, programs, scalars)
+        self.launch(dkdv_kernel, {"dk": dk, "dv": dv}, programs, scalars)
         return dk, dv
 
     def dq(self, config: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
@@ -144,7 +153,7 @@ class BackwardLaunches:
             "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
-        self.recorder.launch(dq_kernel, {**self.pointers, "dq": dq, "dslopes": dslopes}, programs, scalars)
+        self.launch(dq_kernel, {"dq": dq, "dslopes": dslopes}, programs, scalars)
         return dq, dslopes
 
     def dbias(self, config: KernelConfig) -> Tensor:
@@ -157,7 +166,7 @@ class BackwardLaunches:
         given, align = self.inputs()
         constants = args.constants(self.call, config._replace(num_stages=1), align)
         scalars = {**given, **tiles, **constants, **args.dbias_strides(dbias), "num_tiles": None}
-        self.recorder.launch(dbias_kernel, {**self.pointers, "dbias": dbias}, programs, scalars)
+        self.launch(dbias_kernel, {"dbias": dbias}, programs, scalars)
         return self.recorder.op(lambda dbias: dbias.sum(dim=0), dbias)
 
 

@@ -69,7 +69,8 @@ def unsigned(x):
 @triton.jit
 def inside(index, size):
     """Whether `0 <= index < size`, by one comparison."""
-    return unsigned(index) < (size.to(tl.uint64) if index.dtype == tl.int64 else size.to(tl.uint32))
+    small = unsigned(index) < (size.to(tl.uint64) if index.dtype == tl.int64 else size.to(tl.uint32))
+    return tl.where(small, True, False)  # Triton's interpreter (3.9) broadcasts a number's comparison as an integer
 
 
 @triton.jit
