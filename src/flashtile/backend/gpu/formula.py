@@ -45,8 +45,8 @@ class Value(NamedTuple):
 class Writer:
     """An emitter (`expression.program.Emitter`) of the body's lines."""
 
-    def __init__(self, tensors: Sequence[TensorType], language: str):
-        self.tensors, self.language = tensors, language
+    def __init__(self, tensors: Sequence[TensorType], language: str, wide: bool):
+        self.tensors, self.language, self.wide = tensors, language, wide
         self.values: dict[str, Value] = {}  # by text: what a formula and its derivatives share is computed once
 
     @property
@@ -83,16 +83,22 @@ class Writer:
     def load(self, tensor: int, indices: Sequence[Value]) -> Value:
         language, first, kind = self.language, self.first(tensor), LOADED[self.tensors[tensor].dtype]
         ndim = self.tensors[tensor].ndim
+        to_wide = f".to({language}.int64)" if self.wide else ""
         steps = [
-            (len(x.inputs), f"{x.name} * captured[{first + 1 + ndim + n}].to({language}.int64)")
+            (len(x.inputs), f"{x.name} * captured[{first + 1 + ndim + n}]{to_wide}")
             for n, x in enumerate(indices)
         ]
         # What varies least is added first: sums of numbers stay numbers.
         pointer = " + ".join([f"captured[{first}]", *(text for _, text in sorted(steps, key=lambda step: step[0]))])
         mask = self.inside(tensor, indices)
         other = 'float("nan")' if kind == REAL else "0"
-        options = "" if mask is None else f", mask={mask}, other={other}"
-        loaded = f"{language}.load({pointer}{options})"
+        inputs = frozenset[str]().union(*(x.inputs for x in indices))
+        if mask is None:
+            loaded = f"{language}.load({pointer})"
+        elif inputs >= {"q_idx", "k_idx"}:
+            loaded = f"load_pairs({pointer}, {mask}, {other}, {self.size_text(tensor, 0)})"
+        else:
+            loaded = f"{language}.load({pointer}, mask={mask}, other={other})"
         return self.line(f"{loaded} != 0" if kind == BOOL else f"{loaded}.to({language}.{DTYPES[kind]})", *indices)
 
     def position(self, tensor: int, indices: Sequence[Value]) -> Value:
@@ -139,12 +145,20 @@ class Source(NamedTuple):
     position_inputs: frozenset[str]
 
 
-def source(name: str, formula: Formula, *, partial: bool = False, load: int | None = None, language: str = "tl") -> Source:
+def source(
+    name: str,
+    formula: Formula,
+    *,
+    partial: bool = False,
+    load: int | None = None,
+    wide: bool = False,
+    language: str = "tl",
+) -> Source:
     """A function that returns the new score; with `partial`, also its derivative by the score; with `load`, also its
     derivative by the element that this load of the formula reads, and the element's position. Loads are those of
-    `formula.partials` of all tensors of real numbers.
+    `formula.partials` of all tensors of real numbers. `wide`: offsets into captured tensors have 64 bits.
     """
-    writer = Writer(formula.tensors, language)
+    writer = Writer(formula.tensors, language, wide)
     [score] = emit(formula.program, writer)
     results, inputs = [score], frozenset[str]()
     if partial or load is not None:

@@ -32,15 +32,15 @@ class DeviceFunction(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def device_function(
-    formula: Formula, *, accurate: bool, partial: bool = False, load: int | None = None
+    formula: Formula, *, accurate: bool, wide: bool = False, partial: bool = False, load: int | None = None
 ) -> DeviceFunction:
     """The device function of a formula; `accurate` is for float32 inputs. For the rest see `backend.gpu.formula`."""
-    text, position_inputs = source("score_mod", formula, partial=partial, load=load)
+    text, position_inputs = source("score_mod", formula, partial=partial, load=load, wide=wide)
     digest = hashlib.sha256(f"{accurate} {text}".encode()).hexdigest()[:16]
     name = f"score_mod_{digest}"
     fast = "" if accurate else "fast_"
     names = {op: getattr(functions, fast + op) for op in ("exp", "tanh", "sigmoid")}
-    names |= {op: getattr(functions, op) for op in ("floordiv", "mod", "inside")}
+    names |= {op: getattr(functions, op) for op in ("floordiv", "mod", "inside", "load_pairs")}
     names |= {"__name__": functions.__name__, "tl": tl}
     return DeviceFunction(triton.jit(defined(name, text.replace("score_mod", name, 1), name, names)), position_inputs)
 
@@ -64,8 +64,14 @@ def launch(
     if formula is not None:
         kernel = with_captured(kernel, tuple(x.ndim for x in formula.tensors))
         accurate = call.tensors.q.dtype is torch.float32
-        scalars = scalars | {"score_mod": device_function(formula, accurate=accurate, **derivatives).function}
+        wide = any(needs_wide_offsets(x) for x in call.tensors.score_mod_tensors)
+        function = device_function(formula, accurate=accurate, wide=wide, **derivatives).function
+        scalars = scalars | {"score_mod": function}
     recorder.launch(kernel, pointers, programs, scalars)
+
+
+def needs_wide_offsets(x: Tensor) -> bool:
+    return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) >= 2**31
 
 
 def captured_scalars(tensors: Sequence[Tensor]) -> dict[str, int]:

@@ -74,6 +74,19 @@ def inside(index, size):
 
 
 @triton.jit
+def load_pairs(pointers, mask, OTHER: tl.constexpr, size):
+    """Load an element for each pair, in a branch that is always taken unless the tensor is empty.
+
+    Triton (3.6 to 3.9) starts other loads of a loop an iteration ahead, by copies to shared memory. For elements from
+    all over a table that costs a tile of memory and the registers of all addresses, and gains nothing.
+    """
+    found = tl.full(pointers.shape, OTHER, pointers.dtype.element_ty)
+    if size > 0:
+        found = tl.load(pointers, mask=mask, other=OTHER)
+    return found
+
+
+@triton.jit
 def floordiv(x, y, NONNEGATIVE: tl.constexpr):
     """Integer division that rounds down; Triton's rounds toward zero. NONNEGATIVE: neither is below 0."""
     if NONNEGATIVE:  # unsigned, a division by a power of two is a shift

@@ -58,7 +58,17 @@ def softmax_factor(x):
 @triton.jit
 def forward(product, params, info, rows, keys, exists, ACCURATE: tl.constexpr):
     """The final score of `product = <q, k>`, not yet masked. ACCURATE is for float32 inputs."""
-    features = params.scores
+    t, capped = unmodified_score(product, params.scores, params, info, rows, keys, exists, ACCURATE)
+    if params.scores.score_mod is None:
+        return Score(t, capped, 0)
+    else:
+        modified = modify(t, params, info, rows, keys)
+        return Score(tl.broadcast_to(modified[0], product.shape), capped, modified)
+
+
+@triton.jit
+def unmodified_score(product, features, params, info, rows, keys, exists, ACCURATE: tl.constexpr):
+    """The score before score_mod, and the tanh of its softcap."""
     t, capped = product, product
     if features.softcap is not None:
         ratio = product * (features.multiplier / features.softcap)
@@ -72,19 +82,18 @@ def forward(product, params, info, rows, keys, exists, ACCURATE: tl.constexpr):
         t += load_pairs(features.bias, params, info, rows, keys, exists, 0.0).to(tl.float32)
     if features.slopes.data is not None:
         t -= info.slope * distance(info, rows, keys)
-    if features.score_mod is None:
-        return Score(t, capped, 0)
-    else:
-        modified = modify(t, params, info, rows, keys)
-        return Score(tl.broadcast_to(modified[0], product.shape), capped, modified)
+    return t, capped
 
 
 @triton.jit
 def modify(t, params, info, rows, keys):
-    """The results of score_mod. Its indices count from the whole call's first sequence, head, row and key."""
-    part, score_mod = params.dropout, params.scores.score_mod
+    """The results of score_mod. Its indices count from the whole call's first sequence, head, row and key.
+
+    `params.scores` must not be assigned to a variable: Triton 3.6 to 3.9 would make tensors of its fields.
+    """
+    part = params.dropout
     sequence, head = info.sequence.to(tl.int32) + part.b0, info.head + part.h0
-    return score_mod(t, sequence, head, rows + part.i0, keys + part.j0, params.scores.captured)
+    return params.scores.score_mod(t, sequence, head, rows + part.i0, keys + part.j0, params.scores.captured)
 
 
 @triton.jit
