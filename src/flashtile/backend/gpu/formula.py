@@ -10,6 +10,7 @@ the shape of what it depends on, so that an element of a captured tensor that de
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ...expression.derivative import Load
 from ...expression.formula import Formula
 from ...expression.program import BOOL, INT32, INT64, REAL, TensorType, emit
 
@@ -162,18 +163,23 @@ def source(
     [score] = emit(formula.program, writer)
     results, inputs = [score], frozenset[str]()
     if partial or load is not None:
-        wanted, loads = formula.partials(differentiable(formula))
+        wanted, found = formula.partials(differentiable(formula))
         derivatives = emit(wanted, writer)
         if partial:
             results.append(derivatives[0])
         if load is not None:
-            read = loads[load]
+            read = found[load]
             position = writer.position(read.tensor, [derivatives[n] for n in read.indices])
             results += [derivatives[read.partial], position]
             inputs = position.inputs
     body = "".join(f"    {line}\n" for line in writer.lines)
     returned = "".join(f"{x.name}, " for x in results)
     return Source(f"def {name}(score, b, h, q_idx, k_idx, captured):\n{body}    return ({returned})\n", inputs)
+
+
+def loads(formula: Formula) -> tuple[Load, ...]:
+    """The loads by which the formula has derivatives."""
+    return formula.partials(differentiable(formula)).loads
 
 
 def differentiable(formula: Formula) -> tuple[bool, ...]:

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from ...call.call import Call
 from ...expression import Formula, score_mod_formula
-from ..gpu.formula import source
+from ..gpu.formula import loads, source
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder
 from .kernels import functions
 from .kernels.kernel import defined, with_captured
+
+__all__ = ["captured_pointers", "captured_scalars", "device_function", "formula_of", "function_of", "launch", "loads"]
 
 
 class DeviceFunction(NamedTuple):
@@ -49,9 +51,16 @@ def formula_of(call: Call) -> Formula | None:
     """The formula of a call's score_mod."""
     if call.settings.score_mod is None:
         return None
-    formula = score_mod_formula(call.settings.score_mod, call.tensors.score_mod_tensors, torch.float32)
+    formula = score_mod_formula(call.settings.score_mod)
     assert isinstance(formula, Formula)  # `support` declines others
     return formula
+
+
+def function_of(call: Call, formula: Formula, **derivatives: Any) -> DeviceFunction:
+    """The device function of a call's formula, with the `derivatives` that a kernel uses."""
+    accurate = call.tensors.q.dtype is torch.float32
+    wide = any(needs_wide_offsets(x) for x in call.tensors.score_mod_tensors)
+    return device_function(formula, accurate=accurate, wide=wide, **derivatives)
 
 
 def launch(
@@ -63,10 +72,7 @@ def launch(
     formula = formula_of(call)
     if formula is not None:
         kernel = with_captured(kernel, tuple(x.ndim for x in formula.tensors))
-        accurate = call.tensors.q.dtype is torch.float32
-        wide = any(needs_wide_offsets(x) for x in call.tensors.score_mod_tensors)
-        function = device_function(formula, accurate=accurate, wide=wide, **derivatives).function
-        scalars = scalars | {"score_mod": function}
+        scalars = scalars | {"score_mod": function_of(call, formula, **derivatives).function}
     recorder.launch(kernel, pointers, programs, scalars)
 
 

@@ -1,5 +1,7 @@
 """The launches of a backward pass: row statistics first, then one kernel for each kind of gradient."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +18,10 @@ from . import arguments as args
 from . import formulas
 from .configs import KernelConfig
 from .kernels.dbias import dbias_kernel
+from .kernels.dcaptured import dcaptured_kernel
 from .kernels.dkdv import dkdv_kernel
 from .kernels.dq import dq_kernel
+from .kernels.exact_sum import LEAST_EXPONENT, NAN, NEGATIVE, POSITIVE, WORD_BITS, WORDS
 from .kernels.preprocess import preprocess_kernel
 
 ROWS_AT_ONCE = 64
@@ -58,10 +62,11 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
         dk, dv = (
             None if dx is None else recorder.op(in_pages, x, t.page_table, dx) for x, dx in ((t.k, dk), (t.v, dv))
         )
+    dcaptured = launches.dcaptured(plan.tile.dq, needs.score_mod_tensors)
     dsinks = recorder.op(sinks_from_rows, t.sinks, lse, launches.row_stats) if needs.sinks else None
     return (
         dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias, dslopes, dsinks,
-        *(recorder.op(torch.zeros_like, x) if needed else None for x, needed in zip(t.score_mod_tensors, needs.score_mod_tensors, strict=True)),
+        *dcaptured,
     )  # fmt: skip
 
 
@@ -168,6 +173,42 @@ class BackwardLaunches:
         scalars = {**given, **tiles, **constants, **args.dbias_strides(dbias), "num_tiles": None}
         self.launch(dbias_kernel, {"dbias": dbias}, programs, scalars)
         return self.recorder.op(lambda dbias: dbias.sum(dim=0), dbias)
+
+    def dcaptured(self, config: KernelConfig, needed: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of the tensors that a score_mod captures, fp32; a launch for each load of a tensor."""
+        formula = formulas.formula_of(self.call)
+        if formula is None or not any(needed):
+            return [None] * len(needed)
+        tensors = self.call.tensors.score_mod_tensors
+        sums = [self.recorder.op(new_sums, x) if wanted else None for x, wanted in zip(tensors, needed, strict=True)]
+        given, align = self.inputs()
+        tiles = args.num_tiles(self.call, config.block_m)
+        programs = tiles * self.q.shape[1] * args.dense_batch(self.q)
+        constants = args.constants(self.call, config._replace(num_stages=1), align)
+        for n, load in enumerate(formulas.loads(formula)):
+            if needed[load.tensor]:
+                inputs = formulas.function_of(self.call, formula, load=n).position_inputs
+                by = {"BY_ROW": bool(inputs & {"score", "q_idx"}), "BY_KEY": bool(inputs & {"score", "k_idx"})}
+                scalars = {**given, **constants, **by, "num_tiles": tiles}
+                self.launch(dcaptured_kernel, {"sums": sums[load.tensor]}, programs, scalars, load=n)
+        return [None if x is None else self.recorder.op(rounded_sums, tensors[n], x) for n, x in enumerate(sums)]
+
+
+def new_sums(x: Tensor) -> Tensor:
+    """Exact sums, 0, for the elements of a tensor."""
+    return x.new_zeros((x.numel(), WORDS.value), dtype=torch.int64)
+
+
+def rounded_sums(x: Tensor, sums: Tensor) -> Tensor:
+    """The values of exact sums, fp32, shaped as `x`: rounded to 53 bits word by word, then once more."""
+    *words, special = sums.unbind(dim=1)
+    total = words.pop().double()
+    for word in reversed(words):
+        total = total * 2.0**WORD_BITS.value + word
+    total = total * 2.0**LEAST_EXPONENT.value
+    for flag, value in ((POSITIVE, math.inf), (NEGATIVE, -math.inf), (NAN, math.nan)):
+        total = torch.where((special & flag.value) > 0, total + value, total)
+    return total.float().view(x.shape)
 
 
 def sinks_from_rows(sinks: Tensor, lse: Tensor, row_stats: Tensor) -> Tensor:

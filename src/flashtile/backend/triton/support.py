@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...call.call import Needs
 from ...call.device import Device
 from ...call.problem import Problem, too_long
 from ...expression import Untraced
@@ -54,13 +53,6 @@ def declines(problem: Problem, device: Device) -> str | None:
         return reason
     if problem.layout != "dense" and problem.batch > MAX_SEQUENCES:
         return f"a packed batch has at most {MAX_SEQUENCES} sequences"
-    return None
-
-
-def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
-    """The reason why this backend has no backward pass for these gradients, or `None`."""
-    if any(needs.score_mod_tensors):
-        return "it has no gradients of a score_mod's tensors yet"
     return None
 
 
