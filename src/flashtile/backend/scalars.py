@@ -59,7 +59,8 @@ def score_units(call: Call) -> dict[str, Any]:
     scores into base-2 exponents. Without score features, `factor` includes the scale and there is no multiplier.
     """
     t, s = call.tensors, call.settings
-    folded = t.bias is None and t.alibi_slopes is None and s.softcap is None and s.scale > 0
+    features = (t.bias, t.alibi_slopes, s.softcap, s.score_mod)
+    folded = all(x is None for x in features) and s.scale > 0
     return {
         "factor": s.scale * LOG2E if folded else LOG2E,
         "multiplier": None if folded else s.scale,

@@ -11,6 +11,7 @@ from ...call.problem import LONGEST, power_of_two
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..scalars import keep_scale, lse_strides, rows_last, score_units, slopes_stride, strides, threshold, window_numbers
+from . import formulas
 from .configs import KernelConfig
 from .kernels.parameters import Constants, HeadDim
 
@@ -35,6 +36,7 @@ def shared_scalars(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> d
         **strides("k", k, align, keys=True, paged=paged),
         **strides("v", v, align, keys=True, paged=paged),
         **feature_scalars(call),
+        **formulas.captured_scalars(call.tensors.score_mod_tensors),
         **seqlen_scalars(call),
         "num_heads_q": q.shape[1],
         "num_heads_k": num_heads_k(call),
@@ -132,6 +134,7 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         "seqused_k": paged_seqlens(recorder, call) if paged else t.seqused_k,
         "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
         "leftpad_k": t.leftpad_k,
+        **formulas.captured_pointers(t.score_mod_tensors),
     }
 
 
@@ -164,6 +167,7 @@ def feature_scalars(call: Call) -> dict[str, Any]:
         "b0": s.b0,
         "h0": s.h0,
         "num_heads": call.num_heads,
+        "score_mod": None,  # a kernel that has one is launched with another
     }
 
 

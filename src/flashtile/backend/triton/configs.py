@@ -138,7 +138,8 @@ def memory_of(device: Device) -> int:
 
 def has_pairs(problem: Problem) -> bool:
     """Whether a feature adds a value to the score of each pair."""
-    return problem.bias is not None or problem.mask is not None or problem.alibi
+    features = (problem.bias, problem.mask, problem.score_mod)
+    return problem.alibi or any(x is not None for x in features)
 
 
 def has_most(dtype: torch.dtype, device: Device) -> bool:
@@ -169,12 +170,12 @@ def family(dtype: torch.dtype) -> str:
 
 
 def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
-    """Smaller tiles for features that hold a tile of their own in shared memory or registers: in all kernels a bias or
-    mask for every pair; in forward, whose tiles are the largest, any bias, dropout and ALiBi. Also for problems that
-    are `misaligned`, or for which `wants_small` holds.
+    """Smaller tiles for features that hold a tile of their own in shared memory or registers: in all kernels a
+    score_mod, and a bias or mask for every pair; in forward, whose tiles are the largest, any bias, dropout and ALiBi.
+    Also for problems that are `misaligned`, or for which `wants_small` holds.
     """
     given = [x for x in (problem.bias, problem.mask) if x is not None]
-    of_pairs = any(not (x[2] or x[3]) for x in given)
+    of_pairs = problem.score_mod is not None or any(not (x[2] or x[3]) for x in given)
     small = wants_small(problem, row, device)
     forward, dkdv, dq = SMALL if small else row.forward, row.dkdv, row.dq
     if misaligned(problem, device):

@@ -15,6 +15,7 @@ from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
 from .configs import KernelConfig
+from .formulas import launch
 from .host_append import append_and_rotate
 from .kernels.forward import forward_kernel
 from .semaphores import new_semaphores
@@ -53,7 +54,9 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
         partial_out = recorder.new(lse.new_empty((*partial_lse.shape, v.shape[-1])))
         semaphores = recorder.op(partial(new_semaphores, q.device, programs))
     partials = {"partial_out": partial_out, "partial_lse": partial_lse, "semaphores": semaphores}
-    recorder.launch(
+    launch(
+        recorder,
+        call,
         forward_kernel,
         args.pointers(recorder, call, q, k, v) | partials | {"sinks": t.sinks, "out": out, "lse": lse},
         programs * splits,

@@ -1,5 +1,7 @@
 """The launches of a backward pass: row statistics first, then one kernel for each kind of gradient."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +15,13 @@ from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import dlse_strides, lse_strides, rows_last, strides
 from . import arguments as args
+from . import formulas
 from .configs import KernelConfig
 from .kernels.dbias import dbias_kernel
+from .kernels.dcaptured import dcaptured_kernel
 from .kernels.dkdv import dkdv_kernel
 from .kernels.dq import dq_kernel
+from .kernels.exact_sum import LEAST_EXPONENT, NAN, NEGATIVE, POSITIVE, WORD_BITS, WORDS
 from .kernels.preprocess import preprocess_kernel
 
 ROWS_AT_ONCE = 64
@@ -57,9 +62,11 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
         dk, dv = (
             None if dx is None else recorder.op(in_pages, x, t.page_table, dx) for x, dx in ((t.k, dk), (t.v, dv))
         )
+    dcaptured = launches.dcaptured(plan.tile.dq, needs.score_mod_tensors)
     dsinks = recorder.op(sinks_from_rows, t.sinks, lse, launches.row_stats) if needs.sinks else None
     return (
-        dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias, dslopes, dsinks
+        dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias, dslopes, dsinks,
+        *dcaptured,
     )  # fmt: skip
 
 
@@ -84,6 +91,13 @@ class BackwardLaunches:
             **strides("dout", self.dout, align),
             **args.row_stats_strides(self.row_stats),
         }, align
+
+    def launch(
+        self, kernel: Any, results: Pointers, programs: int, scalars: dict[str, Any], load: int | None = None
+    ) -> None:
+        """Launch a kernel that recomputes scores; `load` as for `formulas.device_function`."""
+        pointers = {**self.pointers, **results}
+        formulas.launch(self.recorder, self.call, kernel, pointers, programs, scalars, partial=load is None, load=load)
 
     def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
         """Launch `preprocess_kernel`: two values a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T."""
@@ -125,7 +139,7 @@ class BackwardLaunches:
             "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
-        self.recorder.launch(dkdv_kernel, {**self.pointers, "dk": dk, "dv": dv}, programs, scalars)
+        self.launch(dkdv_kernel, {"dk": dk, "dv": dv}, programs, scalars)
         return dk, dv
 
     def dq(self, config: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
@@ -144,7 +158,7 @@ class BackwardLaunches:
             "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
-        self.recorder.launch(dq_kernel, {**self.pointers, "dq": dq, "dslopes": dslopes}, programs, scalars)
+        self.launch(dq_kernel, {"dq": dq, "dslopes": dslopes}, programs, scalars)
         return dq, dslopes
 
     def dbias(self, config: KernelConfig) -> Tensor:
@@ -157,8 +171,44 @@ class BackwardLaunches:
         given, align = self.inputs()
         constants = args.constants(self.call, config._replace(num_stages=1), align)
         scalars = {**given, **tiles, **constants, **args.dbias_strides(dbias), "num_tiles": None}
-        self.recorder.launch(dbias_kernel, {**self.pointers, "dbias": dbias}, programs, scalars)
+        self.launch(dbias_kernel, {"dbias": dbias}, programs, scalars)
         return self.recorder.op(lambda dbias: dbias.sum(dim=0), dbias)
+
+    def dcaptured(self, config: KernelConfig, needed: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of the tensors that a score_mod captures, fp32; a launch for each load of a tensor."""
+        formula = formulas.formula_of(self.call)
+        if formula is None or not any(needed):
+            return [None] * len(needed)
+        tensors = self.call.tensors.score_mod_tensors
+        sums = [self.recorder.op(new_sums, x) if wanted else None for x, wanted in zip(tensors, needed, strict=True)]
+        given, align = self.inputs()
+        tiles = args.num_tiles(self.call, config.block_m)
+        programs = tiles * self.q.shape[1] * args.dense_batch(self.q)
+        constants = args.constants(self.call, config._replace(num_stages=1), align)
+        for n, load in enumerate(formulas.loads(formula)):
+            if needed[load.tensor]:
+                inputs = formulas.function_of(self.call, formula, load=n).position_inputs
+                by = {"BY_ROW": bool(inputs & {"score", "q_idx"}), "BY_KEY": bool(inputs & {"score", "k_idx"})}
+                scalars = {**given, **constants, **by, "num_tiles": tiles}
+                self.launch(dcaptured_kernel, {"sums": sums[load.tensor]}, programs, scalars, load=n)
+        return [None if x is None else self.recorder.op(rounded_sums, tensors[n], x) for n, x in enumerate(sums)]
+
+
+def new_sums(x: Tensor) -> Tensor:
+    """Exact sums, 0, for the elements of a tensor."""
+    return x.new_zeros((x.numel(), WORDS.value), dtype=torch.int64)
+
+
+def rounded_sums(x: Tensor, sums: Tensor) -> Tensor:
+    """The values of exact sums, fp32, shaped as `x`: rounded to 53 bits word by word, then once more."""
+    *words, special = sums.unbind(dim=1)
+    total = words.pop().double()
+    for word in reversed(words):
+        total = total * 2.0**WORD_BITS.value + word
+    total = total * 2.0**LEAST_EXPONENT.value
+    for flag, value in ((POSITIVE, math.inf), (NEGATIVE, -math.inf), (NAN, math.nan)):
+        total = torch.where((special & flag.value) > 0, total + value, total)
+    return total.float().view(x.shape)
 
 
 def sinks_from_rows(sinks: Tensor, lse: Tensor, row_stats: Tensor) -> Tensor:

@@ -10,11 +10,12 @@ import torch
 from ...call.device import Device
 from ...call.problem import Problem, too_long
 from ...expression import Untraced
+from ..gpu.formula import unsupported
 
 if TYPE_CHECKING:
     from .configs import TileConfig
 
-SUMMARY = "Triton kernels: any GPU that Triton serves, every feature but score_mod"
+SUMMARY = "Triton kernels: any GPU that Triton serves, every feature"
 MAX_HEAD_DIM = 512
 MAX_SEQUENCES = 2**16  # packed; each program searches all of them
 
@@ -44,8 +45,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it computes in float32; float64 is for the config_scalars backend"
     if isinstance(problem.score_mod, Untraced):
         return f"the score_mod cannot be traced: {problem.score_mod.reason}"
-    if problem.score_mod is not None:
-        return "it does not take a score_mod yet"
+    if problem.score_mod is not None and (reason := unsupported(problem.score_mod)) is not None:
+        return reason
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
     if (reason := too_long(problem)) is not None:

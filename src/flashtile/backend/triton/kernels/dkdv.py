@@ -128,7 +128,7 @@ def inner_loop(dk_j, dv_j, blocks, tile, rows, params, info, MASKED: tl.constexp
             p_kept = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * params.dropout.keep_scale, 0.0)
         dv_j = add_product(dv_j, None, p_kept, dout_i, DV, CONFIG)
-        ds = scores.backward(p * (dp - delta_i[None, :]), s, params)
+        ds = scores.backward(scores.unmodified(p * (dp - delta_i[None, :]), s, params), s, params)
         if visible is not None:
             ds = tl.where(visible, ds, 0.0)  # not 0 * NaN, where a row's delta is NaN
         dk_j = add_product(dk_j, None, ds, q_i, D, CONFIG)

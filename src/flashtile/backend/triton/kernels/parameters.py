@@ -6,7 +6,9 @@ Every field of a NamedTuple may be `None`: absent, and compiled away.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .kernel import Pointer, Scalar
+import triton.language as tl
+
+from .kernel import Captured, Pointer, Scalar
 
 
 class QueryTensor(NamedTuple):
@@ -90,6 +92,8 @@ class ScoreInputs(NamedTuple):
     factor: Scalar
     multiplier: Scalar  # `None` where the softmax takes the scale
     softcap: Scalar
+    score_mod: tl.constexpr  # a device function, one for each formula
+    captured: Captured
 
 
 class DropoutInputs(NamedTuple):

@@ -42,8 +42,8 @@ def load_row_tile(q, dout, row_stats, b, head, offset, position, exists, CONFIG:
 def score_gradient(
     row_tile, k_j, v_j, keys, first_key, exists, params, info, bounds, MASKED: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """The gradient of the final score, `ds [M, N]`, as a score of which `tanh` is that of forward. `exists [N]` is
-    `None` where every key does.
+    """The gradient of the score before score_mod, `ds [M, N]`, as a score of which the rest is that of forward.
+    `exists [N]` is `None` where every key does.
     """
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
@@ -56,7 +56,7 @@ def score_gradient(
     if params.dropout.threshold is not None:
         keep = keep_mask(params.dropout, info.stream, rows, first_key, CONFIG.BLOCK_N)
         dp = tl.where(keep, dp * params.dropout.keep_scale, 0.0)
-    ds = p * (dp - delta_i)
+    ds = scores.unmodified(p * (dp - delta_i), s, params)
     # Also where a row's delta is NaN.
     ds = mask_fill(ds, 0.0, bounds, params, info, rows, keys, keys_exist, MASKED, CONFIG.PAGE_SIZE == 0)
-    return Score(ds, s.tanh)
+    return Score(ds, s.tanh, s.modified)

@@ -4,8 +4,10 @@ s = scale * <q, k>                      s is formed by the caller's matrix produ
 s = softcap * tanh(s / softcap)         ds *= 1 - tanh(s / softcap) ** 2
 s = s + bias                            dbias = ds
 s = s - slope * |i + Sk - Sq - j|       dslope = -ds * |i + Sk - Sq - j|
+s = score_mod(s, b, h, i, j)            ds *= its partial derivative by s
 
-Rows are `[M, 1]` and keys `[1, N]`, or rows `[1, M]` and keys `[N, 1]`. This backend declines a score_mod.
+Rows are `[M, 1]` and keys `[1, N]`, or rows `[1, M]` and keys `[N, 1]`. A score_mod is a device function generated from
+its formula (`backend.triton.formulas`).
 """
 
 from typing import NamedTuple
@@ -13,13 +15,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .functions import fast_tanh, tanh
 from .rows import elements
-from .softmax import LOG2E
 
 
 class Score(NamedTuple):
     t: tl.tensor  # the score, in units of `softmax_factor`
     tanh: tl.tensor  # of the capped score, for its derivative; without a softcap, the score
+    modified: tl.tuple  # results of score_mod: the score, then the derivatives that the kernel uses; 0 without one
 
 
 @triton.jit
@@ -46,7 +49,7 @@ def load_pairs(tensor, params, info, rows, keys, exists, OTHER: tl.constexpr):
 @triton.jit
 def softmax_factor(x):
     """The factor that makes base-2 logarithms of scores. It includes the softcap if no feature comes after it."""
-    if x.softcap is not None and x.bias.data is None and x.slopes.data is None:
+    if x.softcap is not None and x.bias.data is None and x.slopes.data is None and x.score_mod is None:
         return x.factor * x.softcap
     else:
         return x.factor
@@ -55,13 +58,23 @@ def softmax_factor(x):
 @triton.jit
 def forward(product, params, info, rows, keys, exists, ACCURATE: tl.constexpr):
     """The final score of `product = <q, k>`, not yet masked. ACCURATE is for float32 inputs."""
-    features = params.scores
+    t, capped = unmodified_score(product, params.scores, params, info, rows, keys, exists, ACCURATE)
+    if params.scores.score_mod is None:
+        return Score(t, capped, 0)
+    else:
+        modified = modify(t, params, info, rows, keys)
+        return Score(tl.broadcast_to(modified[0], product.shape), capped, modified)
+
+
+@triton.jit
+def unmodified_score(product, features, params, info, rows, keys, exists, ACCURATE: tl.constexpr):
+    """The score before score_mod, and the tanh of its softcap."""
     t, capped = product, product
     if features.softcap is not None:
         ratio = product * (features.multiplier / features.softcap)
         capped = tanh(ratio) if ACCURATE else fast_tanh(ratio)
         t = capped
-        if features.bias.data is not None or features.slopes.data is not None:
+        if features.bias.data is not None or features.slopes.data is not None or features.score_mod is not None:
             t = features.softcap * capped
     elif features.multiplier is not None:
         t = t * features.multiplier
@@ -69,12 +82,31 @@ def forward(product, params, info, rows, keys, exists, ACCURATE: tl.constexpr):
         t += load_pairs(features.bias, params, info, rows, keys, exists, 0.0).to(tl.float32)
     if features.slopes.data is not None:
         t -= info.slope * distance(info, rows, keys)
-    return Score(t, capped)
+    return t, capped
+
+
+@triton.jit
+def modify(t, params, info, rows, keys):
+    """The results of score_mod. Its indices count from the whole call's first sequence, head, row and key.
+
+    `params.scores` must not be assigned to a variable: Triton 3.6 to 3.9 would make tensors of its fields.
+    """
+    part = params.dropout
+    sequence, head = info.sequence.to(tl.int32) + part.b0, info.head + part.h0
+    return params.scores.score_mod(t, sequence, head, rows + part.i0, keys + part.j0, params.scores.captured)
+
+
+@triton.jit
+def unmodified(ds, score, params):
+    """The gradient of the score before score_mod, from that of the final one. Of a hidden pair it may be NaN."""
+    if params.scores.score_mod is not None:
+        ds = ds * score.modified[1]
+    return ds
 
 
 @triton.jit
 def backward(ds, score, params):
-    """The gradient of `scale * <q, k>`, from that of the final score."""
+    """The gradient of `scale * <q, k>`, from that of the score before score_mod."""
     if params.scores.softcap is not None:
         ds = ds * (1 - score.tanh * score.tanh)
     return ds
@@ -84,33 +116,6 @@ def backward(ds, score, params):
 def distance(info, rows, keys):
     """`|i + shift - j|`, fp32."""
     return tl.abs((rows + info.shift).to(tl.float32) - keys.to(tl.float32))
-
-
-@triton.jit
-def tanh(x):
-    """Within 3 units in the last place: a series where `1 - 2 / (e^2x + 1)` would cancel (Abramowitz and Stegun,
-    4.5.64).
-    """
-    square = x * x
-    series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-    quotient = 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1)
-    return tl.where(square < 0.04, series, quotient)
-
-
-@triton.jit
-def fast_tanh(x):
-    """Relative error 4e-6, a hundredth of the rounding of float16 inputs: a quotient of two polynomials, fitted to the
-    least relative error up to 6.5, where tanh is 1. One special function instead of two.
-    """
-    x = tl.maximum(x, -6.5, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.minimum(x, 6.5, propagate_nan=tl.PropagateNan.ALL)
-    square = x * x
-    above = 0.9999994181878639 + square * (
-        0.12382975705472646 + square * (0.002349169468988402 + square * 4.2760037824266486e-06)
-    )
-    below = 1 + square * (0.45715849213461746 + square * (0.02140813340500195 + square * 0.00015023561741497716))
-    root = tl.rsqrt(below)  # its square is the reciprocal, by one instruction: a division takes eight
-    return (x * above) * (root * root)
 
 
 @triton.jit
