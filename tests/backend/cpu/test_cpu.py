@@ -32,6 +32,7 @@ from flashtile.testing.generate import random_case
 from flashtile.testing.inputs import KINDS
 from flashtile.testing.layouts import LAYOUTS, lay_out
 from flashtile.testing.poison import poisoned_allocation
+from flashtile.testing.tolerance import compare
 
 arguments, backward, forward, jit, targets, threads, variants = (
     importlib.import_module(f"flashtile.backend.cpu.{name}")
@@ -129,6 +130,18 @@ def test_tails(visibility: dict[str, Any]) -> None:
 def test_head_dimensions() -> None:
     for head_dim, head_dim_v in ((1, 512), (512, 1), (256, 128)):
         right(dense_case(seqlen_q=70, seqlen_k=100, head_dim=head_dim, head_dim_v=head_dim_v, causal=True))
+
+
+@pytest.mark.parametrize("head_dim", [128, 256, 512])
+def test_scores_whose_terms_are_all_alike(head_dim: int) -> None:
+    """Forward and backward add them in different orders. Long sums of equal terms round in one direction."""
+    for value in (3.0, 6.0, 7.3):
+        q, k = torch.full((1, 6, 2, head_dim), value), torch.full((1, 3, 2, head_dim), value)
+        slopes = torch.linspace(0.1, 0.9, 6)
+        arguments = {"q": q, "k": k, "v": torch.randn(1, 3, 2, head_dim), "causal": True, "alibi_slopes": slopes}
+        dout, dlse = torch.randn(1, 6, 2, head_dim), torch.randn(1, 6, 2)
+        case = Case("attention", arguments, dout, dlse, 0)
+        assert all(deviation.ok for deviation in compare(case.run("cpu"), case))
 
 
 def test_strides() -> None:

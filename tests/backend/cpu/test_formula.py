@@ -100,7 +100,9 @@ def reference(x: Instruction, operands: list[Tensor], inputs: Inputs, dtype: tor
             return torch.full((KEYS, ROWS), value, dtype=torch.float64 if x.kind == REAL else None), anywhere
         case "input":
             keys = torch.arange(FIRST_KEY, FIRST_KEY + KEYS)[:, None]
-            values = dict(zip(INPUTS, (inputs.score.double(), torch.tensor(B), inputs.h, inputs.q_idx, keys), strict=True))
+            values = dict(
+                zip(INPUTS, (inputs.score.double(), torch.tensor(B), inputs.h, inputs.q_idx, keys), strict=True)
+            )
             return values[x.value].expand(KEYS, ROWS), anywhere
         case "size":
             return torch.tensor(inputs.tensors[x.value[0]].shape[x.value[1]]).expand(KEYS, ROWS), anywhere
@@ -171,7 +173,9 @@ def random_inputs(random_: random.Random, dtype: torch.dtype) -> Inputs:
     score = torch.where(randn(KEYS, ROWS) > 0.5, odd, score)
     tensors = []
     for name in random_.sample(DTYPES, 4):
-        shape = [random_.choice((0, 1, 3, 8) if random_.random() < 0.2 else (5, 40, 70)) for _ in range(random_.randrange(4))]
+        shape = [
+            random_.choice((0, 1, 3, 8) if random_.random() < 0.2 else (5, 40, 70)) for _ in range(random_.randrange(4))
+        ]
         x = (randn(*shape) * 30).to(getattr(torch, name))
         tensors.append(x.transpose(0, -1) if x.dim() > 1 and random_.random() < 0.5 else x)
     h = torch.arange(ROWS, dtype=torch.int32) % random_.choice((1, 2, 3))
@@ -199,7 +203,9 @@ def random_program(random_: random.Random, inputs: Inputs) -> Program:
     for _ in range(40):
         name = random_.choice([*OPERATIONS, "round", "cast"])
         if name == "round":
-            nodes.append(builder.round(builder.cast(random_.choice(nodes), REAL), random_.choice(("bfloat16", "float16"))))
+            nodes.append(
+                builder.round(builder.cast(random_.choice(nodes), REAL), random_.choice(("bfloat16", "float16")))
+            )
         elif name == "cast":
             nodes.append(builder.cast(random_.choice(nodes), random_.choice((REAL, "int64", BOOL))))
         else:

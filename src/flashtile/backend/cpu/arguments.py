@@ -154,7 +154,10 @@ def input_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tens
 
 def captured_tensors(call: Call) -> list[Tensor]:
     """The tensors of the score_mod, in dtypes that kernels read."""
-    return [x.detach().to(getattr(torch, stored_dtype(str(x.dtype).removeprefix("torch.")))) for x in call.tensors.score_mod_tensors]
+    return [
+        x.detach().to(getattr(torch, stored_dtype(str(x.dtype).removeprefix("torch."))))
+        for x in call.tensors.score_mod_tensors
+    ]
 
 
 def captured_table(tensors: Sequence[Tensor]) -> Tensor:

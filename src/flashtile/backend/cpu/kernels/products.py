@@ -9,6 +9,9 @@ from collections.abc import Callable
 from .codegen import Code
 from .operands import ADDRESS, LONG, Pointer, Value
 
+# Terms that a score's sum adds one by one. Where all terms are alike, the roundings of a longer sum point one way, and
+# those of forward and backward, whose orders differ, do not cancel.
+FEATURES_OF_A_SUM = 96
 ACCUMULATOR_ROWS = (6, 4, 2, 1)  # heights of the microkernels; every number of keys or features is a sum of these
 
 
@@ -37,12 +40,29 @@ def emit_scores(code: Code, panel: Panel) -> None:
             stride, depth = args[1], args[4]
             keys = [k + stride * j for j in range(rows)]
             total = [[code.variable(code.full()) for _ in range(panel.vectors)] for _ in range(rows)]
-            with code.loop(0, depth) as d:
-                q_d = panel.load(q, d)
+            several = depth > FEATURES_OF_A_SUM
+            with code.if_then(several):
                 for j in range(rows):
-                    k_jd = code.splat(keys[j][d])
-                    for n in range(panel.vectors):
-                        total[j][n].set(code.multiply_add(q_d[n], k_jd, total[j][n].get()))
+                    panel.store([code.full()] * panel.vectors, s, j)
+            first = code.variable(code.index(0))
+            with code.loop_forever() as done:
+                last = code.minimum(first.get() + FEATURES_OF_A_SUM, depth)
+                with code.loop(first.get(), last) as d:
+                    q_d = panel.load(q, d)
+                    for j in range(rows):
+                        k_jd = code.splat(keys[j][d])
+                        for n in range(panel.vectors):
+                            total[j][n].set(code.multiply_add(q_d[n], k_jd, total[j][n].get()))
+                code.break_if(last >= depth, done)
+                first.set(last)
+                for j in range(rows):
+                    panel.store([x + y.get() for x, y in zip(panel.load(s, j), total[j], strict=True)], s, j)
+                    for x in total[j]:
+                        x.set(code.full())
+            with code.if_then(several):
+                for j in range(rows):
+                    for x, y in zip(panel.load(s, j), total[j], strict=True):
+                        y.set(x + y.get())
             largest = panel.load(m)
             for j in range(rows):
                 s_j = [x.get() for x in total[j]]
