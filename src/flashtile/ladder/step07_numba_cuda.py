@@ -8,6 +8,9 @@ and of V, is brought into shared memory by all of them together, a barrier befor
         thread t copies row t of the tile of K and of V        barrier
         each thread: online softmax over the tile's keys       barrier
 
+Types. Numba computes in the wider type of two operands, and a Python float is float64. On a GPU that is dear: so the
+scale is a float32 argument, and sums begin as float32(0.0).
+
 Why it is faster. Rows run in parallel, and each number of K and V that comes from the big memory serves BLOCK rows.
 What it lacks: one thread's scalar products leave the tensor cores idle. Step 8's products of tiles can use them.
 
@@ -20,6 +23,7 @@ import math
 import os
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +52,7 @@ def kernel(d: int) -> Any:
         k_tile = cuda.shared.array((BLOCK, d), float32)
         v_tile = cuda.shared.array((BLOCK, d), float32)
         acc = cuda.local.array(d, float32)
-        m, l = -math.inf, 0.0  # noqa: E741
+        m, l = float32(-math.inf), float32(0.0)  # noqa: E741
         for c in range(d):
             acc[c] = 0.0
         for start in range(0, min(first + BLOCK, n) if causal else n, BLOCK):
@@ -60,7 +64,7 @@ def kernel(d: int) -> Any:
             if row < n:
                 for j in range(min(BLOCK, n - start)):
                     if not causal or start + j <= row:
-                        x = 0.0
+                        x = float32(0.0)  # 0.0 alone is float64, and makes every sum with it float64
                         for c in range(d):
                             x += q[row, c] * k_tile[j, c]
                         x *= scale
@@ -110,5 +114,5 @@ def attention(
     tensors = [x.detach().contiguous() for x in (q, k, v)]
     arrays = [x.numpy() if x.device.type == "cpu" else x for x in (*tensors, out, lse)]  # numba takes torch's on a GPU
     blocks = (n + BLOCK - 1) // BLOCK
-    kernel(d)[blocks, BLOCK](*arrays[:3], scale, causal, *arrays[3:])
+    kernel(d)[blocks, BLOCK](*arrays[:3], np.float32(scale), causal, *arrays[3:])
     return out, lse
