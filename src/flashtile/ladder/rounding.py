@@ -54,6 +54,18 @@ def attention(
     return product(p, v, fused, order) / l, lse
 
 
+def truncated_to_tf32(x: Array) -> Array:
+    """float32 with the 10 bits after the leading one that a tensor core reads for TF32; the 13 below are dropped."""
+    return (np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def attention_in_tf32(q: Array, k: Array, v: Array, scale: float) -> Array:
+    """float32 `[N, d]` to out `[N, d]`: both products of TF32 factors, sums and exp in float32, as a fused kernel."""
+    s = np.float32(scale) * (truncated_to_tf32(q) @ truncated_to_tf32(k).T)  # [N, N]
+    p = np.exp(s - s.max(axis=1, keepdims=True))  # [N, N]
+    return truncated_to_tf32(p) @ truncated_to_tf32(v) / p.sum(axis=1, keepdims=True)
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "two roundings in place of a fused multiply-add": {"fused": False},
     "sums backwards": {"order": "backward"},

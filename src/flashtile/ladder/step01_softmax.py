@@ -111,11 +111,12 @@ def attention(
     """
     n, d = q.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
-    out, lse = torch.zeros_like(q), q.new_zeros(n)  # [N, d], [N]
+    out, lse = q.new_empty((n, d)), q.new_empty((n,))
     for i in range(n):
-        m, l, o = -math.inf, 0.0, q.new_zeros(d)  # [], [], [d]  # noqa: E741
+        q_i = q[i]  # [d]
+        m, l, o = -math.inf, 0.0, torch.zeros_like(q_i)  # [], [], [d]  # noqa: E741
         for j in range(i + 1 if causal else n):
-            x = scale * float(q[i] @ k[j])
+            x = scale * float(q_i @ k[j])
             m_new = max(m, x)
             kept, new = l * math.exp(m - m_new), math.exp(x - m_new)
             l = kept + new  # noqa: E741

@@ -56,7 +56,7 @@ class Values(NamedTuple):
 LINES = (
     ("", "def variant(q, k, v, x):"),
     ("", "    n, d = q.shape"),
-    ("", "    out, lse = torch.empty_like(q), q.new_empty(n)"),
+    ("", "    out, lse = q.new_empty((n, d)), q.new_empty((n,))"),
     ("", "    for first in range(0, n, BLOCK):"),
     ("", "        q_i = x.scale * q[first : first + BLOCK]  # [BLOCK, d]"),
     ("uneven", "        q_i = padded(q_i)"),
