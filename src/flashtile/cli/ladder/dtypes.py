@@ -1,6 +1,6 @@
 """The tables `dtypes` and `blocks` of `flashtile ladder`: kernels in every dtype that they take, by the GPU's own time.
 
-A comparison is fair where inputs, dtype, precision of products and mask are the same, and nothing but the device is timed.
+A comparison is fair where inputs, dtype, precision of products and mask are the same, and the device alone is timed.
 """
 
 import functools
@@ -98,10 +98,10 @@ def dtypes(device: torch.device) -> Measurement:
                 continue
             table.rows.append(problem.key | {"pass": direction, "step": step, "n": n} | row)
     table.notes.append(
-        "TFLOP/s count visible pairs, two products forward and five backward. Peak: of the data sheet, for the dtype "
-        "(elsewhere of a matrix product measured here). Roofline: the time that the algorithm's own operations and bytes "
-        "take at these rates; S and P count for step 4 where one of them does not fit the L2 cache. Step 10 is a loop of "
-        "torch operations: the host's time, not the device's."
+        "TFLOP/s count visible pairs, two products forward and five backward. Peak: the data sheet's for the dtype "
+        "(elsewhere that of a matrix product measured here). Roofline: the time that an algorithm's own operations and "
+        "bytes take at these rates; S and P count for step 4 where one of them does not fit the L2 cache. Step 10 is a "
+        "loop of torch operations: the host's time, not the device's."
     )
     return table
 

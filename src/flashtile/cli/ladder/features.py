@@ -1,4 +1,4 @@
-"""The tables `features` and `backward` of `flashtile ladder`: what masks, dropout and gradients cost in steps 4 to 11."""
+"""The tables `features` and `backward` of `flashtile ladder`: the price of masks, dropout and gradients."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ def features(device: torch.device) -> Measurement:
     """Step 5 with the paper's second algorithm, and step 10's variants; bytes are counted while they run."""
     n = FEATURES_LENGTH
     table = Table("features", f"Features: forward of one head, N = {n}, d = {WIDTH}, float32")
-    table.see = "Causal and windows skip tiles and cost less than nothing; a mask of N² is read; dropout keeps a state, no mask."
+    table.see = "Causal and windows skip tiles and save time; a mask of N² is read; dropout keeps a state and no mask."
     q, k, v = inputs(n, WIDTH, device)
     mask = torch.ones((n, n), dtype=torch.bool, device=device).tril_()
     state = torch.Generator(device).manual_seed(0).get_state()
@@ -57,8 +57,8 @@ def features(device: torch.device) -> Measurement:
         row["mb_moved"] = (counts["read"] + counts["written"]) / 1e6
         row["kept_bytes"] = kept
     table.notes.append(
-        f"Kept for backward beyond q, k, v, out and lse: a mask of dropout would have {n * n:,} bytes. Window: the last "
-        f"{WINDOW[0]} keys; uneven: N = {n - 1}."
+        f"Kept for backward beyond q, k, v, out and lse: a mask of dropout would have {n * n:,} bytes. Window: the "
+        f"last {WINDOW[0]} keys; uneven: N = {n - 1}."
     )
     return table
 

@@ -52,8 +52,8 @@ def lite_errors(device: torch.device, lengths: tuple[int, ...]) -> dict[int, Err
         if device.type == "cuda":
             in_tf32 = step08_triton_online.attention(q, k, v, input_precision="tf32")[0]
         else:
-            arrays = (x.numpy() for x in (q, k, v))
-            in_tf32 = torch.from_numpy(rounding.attention_in_tf32(*arrays, 1 / math.sqrt(64)))
+            out = rounding.attention_in_tf32(q.numpy(), k.numpy(), v.numpy(), 1 / math.sqrt(64))
+            in_tf32 = torch.from_numpy(out)
         found[n] = of_lite, of_online, error_of(in_tf32, q, k, v)
     return found
 

@@ -37,9 +37,8 @@ class Table:
         for stored in slow_rows.get():
             if stored.table == self.name and key.items() <= stored.row.items():
                 words = ", ".join(f"{name} = {value}" for name, value in key.items())
-                self.notes.append(
-                    f"Stored, from {stored.machine['device']}: {words}. It took {stored.seconds:.0f} s; --all measures it."
-                )
+                source = f"Stored, from {stored.machine['device']}: {words}"
+                self.notes.append(f"{source}. It took {stored.seconds:.0f} s; --all measures it.")
                 self.rows.append(stored.row)
                 self.row_seconds.append(0.0)
                 return stored.row

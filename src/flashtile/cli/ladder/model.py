@@ -61,8 +61,8 @@ def layers(device: torch.device) -> Measurement:
     """One layer's forward pass on one sequence: projections, attention, feed-forward, in 16-bit numbers."""
     table = Table("layers", "A transformer's layer from the model: one sequence, 16-bit numbers")
     table.see = (
-        "Attention's share grows with N. The layer's intensity rises while weights are shared by more tokens, and falls "
-        "once S and P outweigh all else; fused attention has no such fall."
+        "Attention's share grows with N. The layer's intensity rises while weights are shared by more tokens, and "
+        "falls once S and P outweigh all else; fused attention has no such fall."
     )
     yield "from the model"
     for name, (width, heads) in MODELS.items():
@@ -71,15 +71,16 @@ def layers(device: torch.device) -> Measurement:
     rates = machine(device, torch.float32)
     table.notes.append(
         "Decoding multiplies each weight once for each sequence: 2 operations for 2 bytes, an intensity equal to the "
-        f"batch. It is balanced at a batch equal to the ridge, peak over bandwidth: {DATA_SHEETS['NVIDIA H200'].ridge():.0f} "
-        f"by an H200's data sheet; for float32 on this machine, with 4 bytes for 2 operations, {2 * rates.ridge:.0f}. "
-        "Caches of keys are not shared by sequences: their intensity does not grow with the batch."
+        "batch. It is balanced at a batch equal to the ridge, peak over bandwidth: "
+        f"{DATA_SHEETS['NVIDIA H200'].ridge():.0f} by an H200's data sheet; for float32 on this machine, with 4 bytes "
+        f"for 2 operations, {2 * rates.ridge:.0f}. Caches of keys are not shared by sequences: their intensity does "
+        "not grow with the batch."
     )
     return table
 
 
 def layer(n: int, width: int, heads: int) -> dict[str, Any]:
-    """Operations in GFLOP and operations for each byte. All projections are width x width, feed-forward 4 times as wide.
+    """Operations in GFLOP and operations for each byte. Projections are width x width, feed-forward is 4 times as wide.
 
     The products of h heads of d = width / h numbers cost 4 N² width operations, whatever h is.
     """

@@ -12,9 +12,7 @@ def pointwise(device: torch.device) -> Measurement:
     """Each operation on S `[N, N]` into a buffer that is there, beside a copy of S and the product that makes it."""
     n, d = POINTWISE_LENGTH, WIDTH
     table = Table("pointwise", f"One operation at a time: S [N, N] in float32, N = {n}; the product has d = {d}")
-    table.see = (
-        "Every operation but the product runs at the rate of a copy, so two in one pass cost half of two passes."
-    )
+    table.see = "All but the product run at about the rate of a copy: two of them in one pass cost half of two passes."
     copied = None
     for name, (run, accesses, operations) in operations_on_scores(n, d, device).items():
         yield name
@@ -25,8 +23,8 @@ def pointwise(device: torch.device) -> Measurement:
         row["gflops"] = operations * n * n / row["ms"] / 1e6
         row["operations_for_a_byte"] = operations / (accesses * ITEM)
     table.notes.append(
-        "Accesses: reads and writes of the big memory for each score. Buffers are made before, so that the allocator has "
-        "no part. A softmax is five operations for each score."
+        "Accesses: reads and writes of the big memory for each score. Buffers are made before, so that the allocator "
+        "has no part. A softmax is five operations for each score."
     )
     return table
 

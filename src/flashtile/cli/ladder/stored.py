@@ -1,8 +1,8 @@
-"""Stored runs of `flashtile ladder`: one file for a CPU and one for an H200, from which docs/ladder_measurements.md is made.
+"""Stored runs of `flashtile ladder`: a file for a CPU and one for an H200. docs/ladder_measurements.md is made of them.
 
     {"tables": {NAME: {"title", "rows", "notes", ..., "machine", "seconds"}}}
 
-Each table says on which machine, when and under what load it was measured, because tables may be measured one at a time.
+Each table says on which machine, when and under what load it was measured: tables may be measured one at a time.
 """
 
 import json
