@@ -1,4 +1,4 @@
-"""Bytes that strided loads fetch from L2 and from HBM, as a GPU counts them: `python benchmarks/coalescing_counters.py`.
+"""Bytes that strided loads fetch from L2 and from HBM, counted: `python benchmarks/coalescing_counters.py`.
 
 The ladder's page on coalescing reads every number of a large array once, neighbouring threads `stride` numbers apart.
 Sectors of 32 bytes predict min(stride, 8) bytes fetched for one used; pieces of 64 bytes predict min(stride, 16). The

@@ -105,3 +105,8 @@ def attention_in_float64(q: Array, k: Array, v: Array, scale: float) -> tuple[Ar
 
 def largest(x: Array) -> float:
     return float(np.abs(x).max())
+
+
+if __name__ == "__main__":
+    for line in table():
+        print(", ".join(f"{name} {x:.2g}" if isinstance(x, float) else x for name, x in line.items()))

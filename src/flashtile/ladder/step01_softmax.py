@@ -124,3 +124,9 @@ def attention(
             m = m_new
         out[i], lse[i] = o, m + math.log(l)
     return out, lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

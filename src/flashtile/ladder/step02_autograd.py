@@ -132,3 +132,9 @@ def in_order(ends: Sequence[Value]) -> list[Value]:
             stack.append((x, True))
             stack.extend((parent, False) for parent in x.parents)
     return order
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -70,3 +70,9 @@ def backward(
                 dq[i][c] += ds * k[j][c]
                 dk[j][c] += ds * q[i][c]
     return dq, dk, dv
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -135,3 +135,9 @@ def float32(x: Tensor, shape: torch.Size) -> Tensor:
 
 def pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors]
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -109,3 +109,9 @@ def attention(
     scale = arrays[0].dtype.type(1 / math.sqrt(d) if scale is None else scale)
     run(*arrays, scale, causal, out.numpy(), lse.numpy())
     return out, lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

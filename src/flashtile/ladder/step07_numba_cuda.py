@@ -116,3 +116,9 @@ def attention(
     blocks = (n + BLOCK - 1) // BLOCK
     kernel(d)[blocks, BLOCK](*arrays[:3], np.float32(scale), causal, *arrays[3:])
     return out, lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

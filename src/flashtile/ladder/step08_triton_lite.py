@@ -81,3 +81,9 @@ def attention(
     with on(q.device):
         kernel[grid](q, k, v, out, n, scale, d, BLOCK_M, BLOCK_N, input_precision, num_stages=2)
     return out, None
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -152,3 +152,9 @@ def attention(
     with on(q.device):
         kernel[grid](q, k, v, out, lse, n, scale_log2, *constants, num_stages=2, num_warps=block_m // 16)
     return out, lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

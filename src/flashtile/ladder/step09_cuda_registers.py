@@ -82,3 +82,9 @@ def attention(
     compiled = source_for(q.shape[-1], torch.float32, bug)
     cuda_launch.launch(compiled, NAME, grid, (BLOCK, BLOCK), *call.arguments)
     return call.out, call.lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -50,3 +50,9 @@ def attention(
     compiled = source_for(q.shape[-1])
     cuda_launch.launch(compiled, NAME, (1, call.heads), (THREADS, 1), *call.arguments, m, l)
     return call.out, call.lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

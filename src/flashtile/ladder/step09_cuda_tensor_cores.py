@@ -53,3 +53,9 @@ def attention(
     compiled = source_for(q.shape[-1], q.dtype)
     cuda_launch.launch(compiled, NAME, grid, (THREADS, 1), *call.arguments)
     return call.out, call.lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

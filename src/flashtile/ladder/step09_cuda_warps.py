@@ -53,3 +53,9 @@ def attention(
     compiled = source_for(q.shape[-1], torch.float32, *flags)
     cuda_launch.launch(compiled, NAME, (call.n, call.heads), (32 * WARPS, 1), *call.arguments)
     return call.out, call.lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

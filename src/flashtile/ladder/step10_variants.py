@@ -204,3 +204,9 @@ def backward(
     for other in accumulators[1:]:
         dq = dq + other
     return dq, dk, dv
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)
