@@ -69,9 +69,7 @@ def run(file: str) -> None:
 
 def device_for(step: Step) -> torch.device:
     """The GPU for a step that needs one, where there is one; interpreters take the CPU's tensors."""
-    return torch.device(
-        "cuda" if step.module in ON_GPU + ("step09_cuda_rows",) and torch.cuda.is_available() else "cpu"
-    )
+    return torch.device("cuda" if step.module in ON_GPU and torch.cuda.is_available() else "cpu")
 
 
 def call(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:

@@ -130,7 +130,9 @@ def measured(names: tuple[str, ...], device: torch.device, everything: bool) -> 
     try:
         for name in named or on_device:
             start = time.perf_counter()
-            if name in LONG_RUNS and name not in named and not everything:
+            if device.type != "cuda" and name in ON_A_GPU + LONG_RUNS:
+                table = stored_table(name, stored.load(stored.path_for(torch.device("cuda"))))
+            elif name in LONG_RUNS and name not in named and not everything:
                 table = stored_table(name, kept)
             else:
                 try:
@@ -161,10 +163,11 @@ def stored_table(name: str, tables: dict[str, Any]) -> "Table":
     """A table of the stored run, with a note on where it comes from."""
     from .measure import Table
 
+    how = f"`--device cuda --table {name}` measures it on a GPU."
     if name not in tables:
-        return Table(name, name, notes=[f"Not measured: it takes minutes. `--table {name}` or --all measures it."])
+        return Table(name, name, notes=[f"Not measured, and not stored: {how}"])
     found = tables[name]
-    where = f"Stored, from {found['machine']['device']}; `--table {name}` or --all measures it here."
+    where = f"Stored, from {found['machine']['device']}: {how}"
     fields = {field: found[field] for field in ("title", "see", "rows", "asides") if field in found}
     return Table(name, **fields, notes=[where, *found["notes"]])
 

@@ -136,7 +136,7 @@ def measured(
     """A table of the rows that `measure` yields."""
 
     def run(device: torch.device) -> Measurement:
-        table = Table(name, title, see)
+        table = Table(name, title, see=see)
         yield "compiling"
         problem = cuda_problem(device)
         if problem is not None:

@@ -25,11 +25,11 @@ class Table:
 
     name: str
     title: str
-    see: str = ""  # one sentence: what to look at
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     asides: list[str] = field(default_factory=list)
     ok: bool = True  # False where an error ended the measurement
+    see: str = ""  # one sentence: what to look at
     row_seconds: list[float] = field(default_factory=list)  # that measuring each row took
 
     def add(self, key: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

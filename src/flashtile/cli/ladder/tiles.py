@@ -25,13 +25,12 @@ def tiles(device: torch.device) -> Measurement:
         one, two = iomodel.flash1_forward(shape, memory), iomodel.flash2_forward(shape, rows, keys)
         run_one = lambda memory=memory: step05_flash1.attention(q, k, v, memory=memory // 4)  # noqa: E731
         run_two = lambda rows=rows, keys=keys: step06_flash2.attention(q, k, v, block_m=rows, block_n=keys)  # noqa: E731
-        row = {"on_chip": name, "tile": f"{rows} x {keys}"}
-        row |= {"flash1_mb_read": one.read / 1e6, "flash1_mb_written": one.written / 1e6}
+        row = {"flash1_mb_read": one.read / 1e6, "flash1_mb_written": one.written / 1e6}
         row |= {"flash2_mb_read": two.read / 1e6, "flash2_mb_written": two.written / 1e6}
         table.add(
-            row,
-            lambda run_one=run_one, run_two=run_two: (
-                timed(run_one, device, prefix="flash1_") | timed(run_two, device, prefix="flash2_")
+            {"on_chip": name, "tile": f"{rows} x {keys}"},
+            lambda row=row, run_one=run_one, run_two=run_two: (
+                row | timed(run_one, device, prefix="flash1_") | timed(run_two, device, prefix="flash2_")
             ),
         )
     table.notes.append(
@@ -65,12 +64,12 @@ def widths(device: torch.device) -> Measurement:
         q, k, v = inputs(n, d, device)
         work = iomodel.flash1_forward(Shape.square(n, d), memory)
         rows, keys = iomodel.block_sizes(memory, d)
-        row = {"head_dim": d, "tile": f"{rows} x {keys}", "mb_moved": work.moved / 1e6}
-        row["bytes_for_1000_flops"] = 1e3 * work.moved / work.flops
+        row = {"mb_moved": work.moved / 1e6, "bytes_for_1000_flops": 1e3 * work.moved / work.flops}
         table.add(
-            row,
-            lambda q=q, k=k, v=v, flops=work.flops: (
-                rated(timed(lambda: step05_flash1.attention(q, k, v), device, prefix="flash1_"), flops, "flash1")
+            {"head_dim": d, "tile": f"{rows} x {keys}"},
+            lambda row=row, q=q, k=k, v=v, flops=work.flops: (
+                row
+                | rated(timed(lambda: step05_flash1.attention(q, k, v), device, prefix="flash1_"), flops, "flash1")
                 | rated(timed(lambda: product(q, k, v), device, prefix="product_"), flops, "product")
             ),
         )
