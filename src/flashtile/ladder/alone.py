@@ -1,6 +1,6 @@
-"""Run one step by itself: `python -m flashtile.ladder.step05_flash1`.
+"""Skip this file when you learn: it runs one step by itself, `python -m flashtile.ladder.step05_flash1`.
 
-Prints a result, its largest error against attention in fp64, the bytes that the step moves, and its time against the
+It prints a result, its largest error against attention in fp64, the bytes that the step moves, and its time against the
 step before. A step that needs a GPU, a compiler or a package that is not here says so.
 """
 
@@ -101,7 +101,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def bytes_moved(step: Step, module: ModuleType, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Reads and writes of the big memory: counted where a step slices tensors, else from the bounds of its loops."""
+    """Reads and writes of HBM: counted where a step slices tensors, else from the bounds of its loops."""
     n, d = q.shape
     if step.module in COUNTED:
         function = module.attention_in_kernels if step.module == "step04_standard" else module.attention

@@ -1,4 +1,4 @@
-"""Tensors that count the bytes of their slices: steps 1, 4, 5, 6 and 10 touch the big memory by slices alone.
+"""Tensors that count the bytes of their slices: steps 1, 4, 5, 6 and 10 touch HBM by slices alone.
 
 `x[rows]` on the right is a read and `x[rows] =` a write. `count` runs a step on such tensors.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Counted:
-    """A tensor in the big memory: every read and write of a part of it is counted, in bytes."""
+    """A tensor in HBM: every read and write of a part of it is counted, in bytes."""
 
     def __init__(self, x: Tensor, counts: dict[str, int]):
         self.x, self.counts = x, counts

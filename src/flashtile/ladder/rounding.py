@@ -1,4 +1,4 @@
-"""Beside step 9: three things that no formula mentions and that move the last digits. On the CPU, in float32.
+"""Rounding in step 9: three things that no formula mentions and that move the last digits. On the CPU, in float32.
 
 - Fused multiply-add. `a * b + c` as one instruction rounds once, as two it rounds twice. Compilers for GPUs fuse unless
   told otherwise (`--fmad=false`), those for CPUs often do not.

@@ -49,7 +49,7 @@ def online_softmax(x: Tensor) -> Tensor:
 
 
 class Normalizer(NamedTuple):
-    """What softmax has to know of a block of scores: sum of exp(x) = l * exp(m)."""
+    """The state of softmax after a block of scores: sum of exp(x) = l * exp(m)."""
 
     m: Tensor  # [] maximum
     l: Tensor  # [] sum of exp(x - m)  # noqa: E741

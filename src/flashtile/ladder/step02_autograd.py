@@ -1,6 +1,6 @@
 """Step 2, first half. Attention on numbers that remember: scalar automatic differentiation in plain Python.
 
-What changed. Step 1 has no derivative. Here every number is a `Value` that keeps the values it was made from and the
+The change. Step 1 has no derivative. Here every number is a `Value` that keeps the values it was made from and the
 derivative with respect to each; forward builds that graph, and `backward` walks it from the end, adding up
 
     dL/dx = sum over the values y made from x of  dL/dy * dy/dx                                        (chain rule)

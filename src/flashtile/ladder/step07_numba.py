@@ -1,6 +1,6 @@
 """Step 7, first half. Numba on the CPU: the tiles of step 6 as loops, compiled from Python by LLVM.
 
-What changed. Step 6 calls thirteen torch operations for each tile; here the tile's own loops are written out, and
+The change. Step 6 calls thirteen torch operations for each tile; here the tile's own loops are written out, and
 Numba compiles them. The formulas are those of step 6:
 
     m_new = max(m, rowmax(S))       alpha = exp(m - m_new)       P = exp(S - m_new)

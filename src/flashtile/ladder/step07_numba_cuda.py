@@ -1,6 +1,6 @@
 """Step 7, second half. Numba for CUDA: one thread for each row, K and V tiles in shared memory.
 
-What changed. The loop over row blocks of the first half becomes a grid of thread blocks, and the loop over the rows of
+The change. The loop over row blocks of the first half becomes a grid of thread blocks, and the loop over the rows of
 a block becomes its threads. Each thread keeps its row's q, m, l and acc to itself. What all of them read, a tile of K
 and of V, is brought into shared memory by all of them together, a barrier before and after:
 
@@ -11,8 +11,8 @@ and of V, is brought into shared memory by all of them together, a barrier befor
 Types. Numba computes in the wider type of two operands, and a Python float is float64. On a GPU that is dear: so the
 scale is a float32 argument, and sums begin as float32(0.0).
 
-Why it is faster. Rows run in parallel, and each number of K and V that comes from the big memory serves BLOCK rows.
-What it lacks: one thread's scalar products leave the tensor cores idle. Step 8's products of tiles can use them.
+Why it is faster. Rows run in parallel, and each number of K and V that comes from HBM serves BLOCK rows.
+It lacks this: one thread's scalar products leave the tensor cores idle. Step 8's products of tiles can use them.
 
 Needs Numba (`pip install numba`), float32. On a GPU q, k, v are there; without one, set NUMBA_ENABLE_CUDASIM=1 before
 Python starts, and Numba's simulator runs each thread as a Python thread on tensors of the CPU: for small N only.
@@ -74,7 +74,7 @@ def kernel(d: int) -> Any:
                         for c in range(d):
                             acc[c] = acc[c] * alpha + p * v_tile[j, c]
                         m = m_new
-            cuda.syncthreads()  # nobody reads it any more
+            cuda.syncthreads()  # no thread reads it any more
         if row < n:
             for c in range(d):
                 out[row, c] = acc[c] / l

@@ -1,6 +1,6 @@
 """Step 8, first of three. Triton, "lite": one kernel, with a softmax that is local to each tile. It is wrong.
 
-What changed. The tile loop of step 6 becomes one kernel: each program takes BLOCK_M rows and walks over the keys, and
+The change. The tile loop of step 6 becomes one kernel: each program takes BLOCK_M rows and walks over the keys, and
 what lay in Python variables lies in registers and shared memory. The formula of a tile is the plain softmax,
 
     O_i = sum over key tiles j of  softmax(scale Q_i K_jᵀ) V_j                                     (not attention)

@@ -1,8 +1,8 @@
 """Step 8, third of three. Triton with the log-sum-exp, causal masking and any length: what a product needs.
 
-What changed.
+The change.
 
-- lse = m + log(l) is written beside the output. It is all that backward needs to make P again, P = exp(S - lse), and it
+- lse = m + log(l) is written with the output. It is all that backward needs to make P again, P = exp(S - lse), and it
   lets attentions over different keys be merged later (step 1's merge).
 - Causal: a block of rows stops at its last visible key. Tiles wholly below the diagonal run in a first loop without any
   mask code, those on the diagonal in a second one: `inner` is compiled twice, with MASKED a constant of each.

@@ -1,12 +1,12 @@
 """Step 8, second of three. Triton with the online softmax: nine lines for two make step08_triton_lite.py right.
 
-What changed. Each row keeps its maximum m and its denominator l across the tiles, as in step 6:
+The change. Each row keeps its maximum m and its denominator l across the tiles, as in step 6:
 
     m_new = max(m, rowmax(S))       alpha = exp(m - m_new)       P = exp(S - m_new)
     l = alpha l + rowsum(P)         acc = alpha acc + P V        at the end: O = acc / l
 
-What it costs. One multiplication of the accumulator for each tile, and two numbers for each row. No read and no write
-of the big memory is added.
+The cost. One multiplication of the accumulator for each tile, and two numbers for each row. No read and no write
+of HBM is added.
 
 Limits: N a multiple of 64; d 16, 32, 64 or 128; no causal; no lse (`None` is returned); forward only.
 """

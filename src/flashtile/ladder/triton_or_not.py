@@ -1,7 +1,7 @@
-"""What the three files of step 8 need of Triton, in a form that can be imported without it.
+"""Skip this file when you learn: checks before step 8's launches, and Triton in a form that can be imported without it.
 
 Without Triton, `triton` and `tl` are stand-ins that let the kernels be defined and read. `check` runs before each
-launch and says what is missing, so that nobody meets an error from inside Triton for want of a GPU.
+launch and says what is missing, so that a missing GPU is not an error from inside Triton.
 """
 
 from contextlib import AbstractContextManager, nullcontext

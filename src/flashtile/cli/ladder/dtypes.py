@@ -214,7 +214,7 @@ def device_seconds(run: Run, clock: Clock) -> list[float]:
 
 
 def own_work(step: str, direction: str, shape: Shape, cache: int) -> tuple[float, float]:
-    """Operations and bytes of big memory, of the algorithm that a step is: standard, or each matrix once."""
+    """Operations and bytes of HBM, of the algorithm that a step is: standard, or each matrix once."""
     forward = direction == "forward"
     least = iomodel.flash2_forward(shape, shape.seqlen_q, shape.seqlen_k).moved
     if not forward:

@@ -19,7 +19,7 @@ def intensity(device: torch.device) -> Measurement:
     rates = machine(device, torch.float32)
     table = Table(
         "intensity",
-        "Arithmetic intensity from the model: float32, d = 64, operations for each byte of the big memory",
+        "Arithmetic intensity from the model: float32, d = 64, operations for each byte of HBM",
         notes=[
             f"Here float32 arithmetic reaches {rates.flops_per_second / 1e9:.4g} GFLOP/s and memory "
             f"{rates.bytes_per_second / 1e9:.4g} GB/s: the ridge is at {rates.ridge:.3g} operations for each byte."

@@ -23,7 +23,7 @@ def pointwise(device: torch.device) -> Measurement:
         row["gflops"] = operations * n * n / row["ms"] / 1e6
         row["operations_for_a_byte"] = operations / (accesses * ITEM)
     table.notes.append(
-        "Accesses: reads and writes of the big memory for each score. Buffers are made before, so that the allocator "
+        "Accesses: reads and writes of HBM for each score. Buffers are made before, so that the allocator "
         "has no part. A softmax is five operations for each score."
     )
     return table

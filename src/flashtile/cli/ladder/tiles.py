@@ -53,7 +53,7 @@ WIDTHS, WIDTHS_LENGTH = (16, 32, 64, 128, 256), 1024
 
 
 def widths(device: torch.device) -> Measurement:
-    """Time for each multiplication as heads get wider, with the on-chip memory of an A100 for all."""
+    """Time for each multiplication as heads get wider, with the SRAM of an A100 for all."""
     n, memory = WIDTHS_LENGTH, iomodel.ON_CHIP_BYTES["A100"]
     table = Table("widths", f"Head dimensions: one head, N = {n}, float32, FlashAttention-1's tiles for 192 KB")
     table.see = (
