@@ -390,7 +390,19 @@ def dtypes_words() -> str:
             cells.append(f"at N = {n} {against}")
         title = f"{dtype}, {heads} head{'s' if heads > 1 else ''}: the product is"
         lines.append(paragraph(title, "; ".join(cells) + ".", bullet="- "))
-    return "\n".join(lines)
+    return "\n".join([*lines, limits(found)])
+
+
+def limits(found: list[Row]) -> str:
+    """The claim that standard attention is limited by memory and fused attention by arithmetic, by the roofline."""
+    n, heads = max(row["n"] for row in found), max(row["heads"] for row in found)
+    own = [row for row in found if (row["n"], row["heads"]) == (n, heads)]
+    by_step = {
+        name: [f"{row['limit']} in {row['dtype']}" for row in own if row["step"] == step]
+        for name, step in {"standard attention": STANDARD, "the product": PRODUCT}.items()
+    }
+    words = "; ".join(f"{name} by {', '.join(limits)}" for name, limits in by_step.items())
+    return paragraph(f"By the roofline, {heads} heads, N = {n}, the limit is: {words}.", bullet="- ")
 
 
 def compared(other: float, own: float) -> str:

@@ -12,13 +12,10 @@ import ast
 import csv
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))  # for those who load this file by its path
 
 import ladder_tables
 from cells import markdown

@@ -16,8 +16,8 @@ from ... import attention, iomodel
 from ...backend.rates import arithmetic, memory
 from ...bench.clocks import Clock, clock_of
 from ...iomodel import Machine, Shape, roofline
-from ...ladder import step04_standard, step08_triton_lse, step10_variants
-from .gpu import STEP_9, cuda_problem
+from ...ladder import step04_standard, step07_numba_cuda, step08_triton_lse, step10_variants
+from .gpu import NUMBA, STEP_9, cuda_problem, numba_problem
 from .measure import Measurement, Run, Table, in_tf32, tf32_products, triton_compiles
 
 LENGTHS, HEADS, WIDTH = (512, 2048, 8192), (1, 16), 64
@@ -29,7 +29,7 @@ DTYPES = {
 }
 SECONDS = 420.0  # for the table: calls beyond are left out
 SAMPLE_SECONDS, SAMPLES = 0.01, 5
-MOST = {"10 compiled variants": 2048}  # loops of torch operations: beyond, launches take seconds
+MOST = {"10 compiled variants": 2048, NUMBA: 2048}  # loops of torch operations and of single threads take long beyond
 
 
 class DataSheet(NamedTuple):
@@ -75,8 +75,8 @@ def dtypes(device: torch.device) -> Measurement:
         "Compare within a dtype: tensor cores, not fusion, separate float32 from the others, and fusion is worth most "
         "where the scores no longer fit the L2 cache."
     )
-    if device.type != "cuda":
-        table.notes.append(f"Not measured: the tensors are on {device}; it needs an NVIDIA GPU.")
+    if (problem_here := cuda_problem(device)) is not None:
+        table.notes.append(f"Not measured: {problem_here}")
         return table
     yield "rates"
     clock, peaks, end = clock_of(device), rates(device), time.perf_counter() + SECONDS
@@ -176,7 +176,9 @@ def kernels(problem: Problem, device: torch.device) -> dict[str, Any]:
         found["8 Triton, lse"] = functools.partial(
             step08_triton_lse.attention, causal=causal, input_precision=precision
         )
-    if cuda_problem(device) is None and problem.label != "TF32":
+    if problem.label == "float32" and problem.heads == 1 and numba_problem(device) is None:
+        found[NUMBA] = lambda q, k, v: step07_numba_cuda.attention(q[0, 0], k[0, 0], v[0, 0], causal)
+    if problem.label != "TF32":
         for name, (step, dtype) in STEP_9.items():
             half = dtype is torch.float16 and DTYPES[problem.label].itemsize == 2  # float16 and bfloat16
             if half or DTYPES[problem.label] is dtype:
