@@ -74,11 +74,15 @@ def machine(file: str) -> str:
     groups: dict[str, list[str]] = {}
     for name, table in tables.items():
         groups.setdefault(described(table["machine"]), []).append(name)
-    lines = [f"- {', '.join(f'`{name}`' for name in names)}: {words}" for words, names in groups.items()]
+    lines = [
+        paragraph(f"{', '.join(f'`{name}`' for name in names)}: {words}", bullet="- ")
+        for words, names in groups.items()
+    ]
     noisy = {name: share for name, table in tables.items() if (share := disturbed_share(table["rows"])) > 0}
     if noisy:
         words = ", ".join(f"`{name}` {100 * share:.0f}%" for name, share in noisy.items())
-        lines.append(f"- Times whose median is twice the fastest run or more: {words}. The others have none.")
+        sentence = f"Times whose median is twice the fastest run or more: {words}. The others have none."
+        lines.append(paragraph(sentence, bullet="- "))
     return "\n".join(lines)
 
 
@@ -588,7 +592,14 @@ def counters_differ() -> str:
     return str(math.ceil(100 * max(abs(x["difference"]) for x in found if not x["case"].startswith("standard"))))
 
 
+def largest(column: str) -> Callable[[], str]:
+    """The largest error of the CPU's table `lite`."""
+    return lambda: figure(max(row[column] for row in rows("cpu", "lite", column)))
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "tf32_error": largest("online_tf32"),
+    "ieee_error": largest("online"),
     "counters_differ": counters_differ,
     "python_graph_factor": factor(GRAPH, FLOATS),
     "cpp_graph_factor": factor(CPP_GRAPH, CPP),
