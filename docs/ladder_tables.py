@@ -16,7 +16,8 @@ from cells import figure, listed, markdown, paragraph
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "src" / "flashtile" / "cli" / "ladder" / "results"
 COUNTERS = ROOT / "benchmarks" / "results"
-QUIET = 0.5  # load of the minute before a run, and the share of disturbed times, that a quiet machine stays below
+QUIET = 0.25  # load for each core in the minute before a run, below which a machine is quiet
+LOSS = 0.97  # the report's rule: less of a peer's speed than this is a loss
 Row = dict[str, Any]
 
 
@@ -95,7 +96,11 @@ def described(machine: Row) -> str:
         about.append(machine["date"])
     words = ", ".join(about) + "."
     if machine.get("load") is not None:
-        quiet = "" if machine["load"] < QUIET else " *The machine was not quiet: these times are provisional.*"
+        quiet = (
+            ""
+            if machine["load"] < QUIET * machine["cores"]
+            else " *The machine was not quiet: these times are provisional.*"
+        )
         words += f" One thread; load {machine['load']} on {machine['cores']} cores before the run.{quiet}"
     return words
 
@@ -394,7 +399,19 @@ def dtypes_words() -> str:
             cells.append(f"at N = {n} {against}")
         title = f"{dtype}, {heads} head{'s' if heads > 1 else ''}: the product is"
         lines.append(paragraph(title, "; ".join(cells) + ".", bullet="- "))
-    return "\n".join([*lines, limits(found)])
+    return "\n".join([*lines, losses(found), limits(found)])
+
+
+def losses(found: list[Row]) -> str:
+    """Cells in which a step of the ladder is ahead of the product, by dtype."""
+    cells: dict[str, list[bool]] = {}
+    for row in found:
+        if row["step"] == PRODUCT:
+            key = ("dtype", "heads", "n")
+            peers = [x for x in found if all(x[y] == row[y] for y in key) and x["step"].startswith(("8", "9"))]
+            cells.setdefault(row["dtype"], []).append(min(x["ms"] for x in peers) < LOSS * row["ms"])
+    words = ", ".join(f"{dtype} {sum(lost)} of {len(lost)}" for dtype, lost in cells.items())
+    return paragraph(f"Cells in which the product loses to step 8 or 9 by more than 3%: {words}.", bullet="- ")
 
 
 def limits(found: list[Row]) -> str:
@@ -411,7 +428,7 @@ def limits(found: list[Row]) -> str:
 
 def compared(other: float, own: float) -> str:
     """How fast `own` is against `other`; within 3% they are equal."""
-    if abs(other / own - 1) < 0.03:
+    if LOSS < other / own < 1 / LOSS:
         return "as fast as"
     return f"{figure(other / own)} times as fast as" if other > own else f"{figure(own / other)} times as slow as"
 
