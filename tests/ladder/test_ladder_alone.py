@@ -2,8 +2,8 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
+import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 
 from flashtile import iomodel
 from flashtile.iomodel import Shape
-from flashtile.ladder import STEPS, alone, cuda_launch, step03_cpp, step09_cuda_warps
+from flashtile.ladder import STEPS, alone, step03_cpp
 from flashtile.ladder.counted import count
 
 FOLDER = Path(alone.__file__).parent
@@ -23,6 +23,14 @@ def missing(module: str) -> bool:
     if module == "step03_cpp":
         return step03_cpp.compiler() is None
     return module == "step07_numba" and importlib.util.find_spec("numba") is None
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Running a step leaves one thread."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -45,11 +53,7 @@ def test_every_step_can_be_run() -> None:
 def test_a_step_prints_what_it_does(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     if missing(module):
         pytest.skip("its compiler is not installed")
-    threads = torch.get_num_threads()
-    try:
-        alone.run(str(FOLDER / f"{module}.py"))
-    finally:
-        torch.set_num_threads(threads)
+    alone.run(str(FOLDER / f"{module}.py"))
     printed = capsys.readouterr().out
     found = re.search(r"largest error, from fp64 +(\S+)", printed)
     assert found is not None
@@ -94,13 +98,14 @@ def test_step_1_on_counted_tensors() -> None:
     assert out.isfinite().all()
 
 
-def test_as_a_command_and_where_there_is_no_gpu() -> None:
-    """A module runs as a program; one that needs a GPU says so and fails."""
-    if cuda_launch.unavailable(torch.device("cuda" if torch.cuda.is_available() else "cpu")) is None:
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_as_a_program_where_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `python -m` runs it: a step that needs a GPU says so, and the program fails."""
+    if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    command = [sys.executable, "-m", f"flashtile.ladder.{Path(step09_cuda_warps.__file__).stem}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "Step 9, CUDA C++, warps" in done.stdout
-    assert "cannot run: step 9 of the ladder is CUDA C++" in done.stdout
-    assert not done.stderr
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("flashtile.ladder.step09_cuda_warps", run_name="__main__")
+    assert ended.value.code == 1
+    printed = capsys.readouterr().out
+    assert "Step 9, CUDA C++, warps" in printed
+    assert "cannot run: step 9 of the ladder is CUDA C++" in printed

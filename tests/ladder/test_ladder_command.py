@@ -265,15 +265,13 @@ def test_tiles() -> None:
 @pytest.mark.skipif(not triton_or_not.INSTALLED, reason="Triton is not installed")
 def test_lite_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, since this one has no interpreter."""
-    monkeypatch.setattr(lite, "LITE_PUBLISHED", {64: 0.002, 128: 0.761, 256: 1.292})
+    monkeypatch.setattr(lite, "LITE_PUBLISHED", {64: 0.002, 128: 0.761})
     rows = run_json("--table", "lite")["tables"]["lite"]["rows"]
-    assert [(row["n"], row["tiles"]) for row in rows] == [(64, 1), (128, 2), (256, 4)]
+    assert [(row["n"], row["tiles"]) for row in rows] == [(64, 1), (128, 2)]
     assert all(row["online"] < 1e-5 for row in rows)
     assert all(5e-4 < row["online_tf32"] < 5e-3 for row in rows), "the published errors of online, 0.001 to 0.002"
     assert rows[0]["lite"] < 1e-5
-    errors = [row["lite"] for row in rows[1:]]
-    assert errors[0] > 0.1
-    assert errors == sorted(errors)
+    assert rows[1]["lite"] > 0.1
 
 
 @pytest.mark.skipif(not triton_or_not.INSTALLED, reason="Triton is not installed")

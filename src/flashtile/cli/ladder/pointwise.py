@@ -5,12 +5,13 @@ import torch
 from .measure import Measurement, Run, Table, timed
 
 POINTWISE_LENGTH, WIDTH = 4096, 64
+ON_A_GPU = 4  # times as long: S of 1 GiB, far more than L2, and a pass that takes longer than its launch
 ITEM = 4  # bytes of float32
 
 
 def pointwise(device: torch.device) -> Measurement:
     """Each operation on S `[N, N]` into a buffer that is there, beside a copy of S and the product that makes it."""
-    n, d = POINTWISE_LENGTH, WIDTH
+    n, d = POINTWISE_LENGTH * (ON_A_GPU if device.type == "cuda" else 1), WIDTH
     table = Table("pointwise", f"One operation at a time: S [N, N] in float32, N = {n}; the product has d = {d}")
     table.see = "All but the product run at about the rate of a copy: two of them in one pass cost half of two passes."
     copied = None
