@@ -109,7 +109,7 @@ def test_measured_figures_of_the_ladder_are_made() -> None:
 
 def test_no_stored_run_of_the_ladder_beats_its_roofline() -> None:
     """float32 runs of `long` against the bound of the same stored run, each matrix moved once."""
-    tables = script("ladder_tables")
+    tables = script("ladder_stored")
     for file in ("cpu", "h200"):
         bounds = {row["n"]: row["bound_ms"] for row in tables.rows(file, "intensity") if "once" in row["algorithm"]}
         for row in tables.rows(file, "long"):
