@@ -25,6 +25,7 @@ HEADINGS = {
     "step": "step",
     "ms": "ms",
     "median_ms": "median, ms",
+    "spread": "median over fastest",
     "page_faults": "page faults",
     "online_tf32": "error, online in TF32",
     "error": "largest error",
