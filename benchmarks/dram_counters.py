@@ -129,16 +129,21 @@ def counted(name: str, ncu: str) -> dict[str, dict[str, int]]:
 
 
 def bytes_of(text: str) -> dict[str, dict[str, int]]:
-    """From ncu's table: one row for each launch and metric, after lines of its own."""
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    """Bytes by kernel and metric, added up over launches."""
     found: dict[str, dict[str, int]] = {}
-    for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
+    for row in table_of(text):
         if row["Metric Unit"] != "byte":
             raise CountersError(f"ncu counts in {row['Metric Unit']!r}, not in bytes")
         kernel = found.setdefault(row["Kernel Name"], {READ: 0, WRITTEN: 0})
         kernel[row["Metric Name"]] += round(float(row["Metric Value"].replace(",", "")))
     return found
+
+
+def table_of(text: str) -> list[dict[str, str]]:
+    """ncu's table: one row for each launch and metric, after lines of its own."""
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    return list(csv.DictReader(line for line in lines[start:] if line.startswith('"')))
 
 
 def compared(name: str, case: Case, kernels: dict[str, dict[str, int]] | None) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""Fill the tables of README.md, docs/performance.md and docs/architecture.md: `python docs/make_tables.py`.
+"""Fill the tables of README.md, docs/performance.md, docs/architecture.md and the ladder's two pages.
 
-Figures come from `benchmarks/results/`, layers from `tests/project/test_imports.py`, features from the backends' own
-answers. A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this
-makes, so that nothing in them can go stale.
+    python docs/make_tables.py
+
+Figures come from `benchmarks/results/` and from the ladder's stored runs, layers from `tests/project/test_imports.py`,
+features from the backends' own answers. A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure
+within a line between `<!-- figure: NAME -->` and `<!-- end -->`. A test compares the pages with what this makes, so
+that nothing in them can go stale.
 """
 
 import ast
@@ -14,9 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ladder_tables
+from cells import markdown
+
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/performance.md", "docs/architecture.md")
+PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/ladder.md", "docs/ladder_measurements.md")
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)")
 HEAD_DIMS = ("64", "96", "128", "192 with values of 128", "192", "256")
 PEERS = ("sdpa:cudnn", "fa3")
 LOSS = 0.97  # the report's rule: slower than this is a loss
@@ -25,19 +32,14 @@ Cells = dict[tuple[str, ...], dict[str, float]]
 
 
 def filled(text: str) -> str:
-    """A page with its tables made anew."""
-    return TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+    """A page with its tables and figures made anew."""
+    text = TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+    return FIGURE.sub(lambda found: f"{found[1]}{ladder_tables.FIGURES[found[2]]()}{found[3]}", text)
 
 
 def rows(name: str) -> list[Row]:
     with (ROOT / "benchmarks" / "results" / f"{name}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def markdown(header: Iterable[str], body: Iterable[Iterable[str]]) -> str:
-    columns = list(header)
-    lines = [columns, ["---"] * len(columns), *body]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines).replace("| --- ", "|---")
 
 
 def geomean(ratios: list[float]) -> float:
@@ -285,7 +287,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu": cpu,
     "first_calls": first_calls,
     "layers": layers,
-}
+} | ladder_tables.TABLES
 
 if __name__ == "__main__":
     for page in (ROOT / name for name in PAGES):

@@ -158,12 +158,12 @@ def test_bugs_on_a_gpu(name: str) -> None:
 # Each barrier and wait, without which some order of the threads goes wrong.
 BARRIERS = [
     ("rows", "__syncthreads();  // the tile is there"),
-    ("rows", "__syncthreads();  // nobody reads the tile any more"),
+    ("rows", "__syncthreads();  // no thread reads the tile any more"),
     ("registers", "__syncthreads();  // the tiles are there"),
-    ("registers", "__syncthreads();  // nobody reads the tiles any more"),
+    ("registers", "__syncthreads();  // no thread reads the tiles any more"),
     ("registers", "__syncwarp();"),
-    ("tensor cores", "__syncthreads();  // nobody reads Q, or the last V, any more"),
-    ("tensor cores", "__syncthreads();  // nobody reads K any more: V takes its place"),
+    ("tensor cores", "__syncthreads();  // no thread reads Q, or the last V, any more"),
+    ("tensor cores", "__syncthreads();  // no thread reads K any more: V takes its place"),
     ("tensor cores", "wait_for_copies();\n"),
     ("tensor cores", "__syncthreads();\n}"),
 ]

@@ -9,9 +9,11 @@ import pytest
 import torch
 from emulated_cuda import emulation, needs_compiler
 
-from flashtile.cli.ladder import gpu, long
+from flashtile import iomodel
+from flashtile.cli.ladder import dtypes, gpu, long, show
 from flashtile.cli.ladder import rounding as ladder_rounding
 from flashtile.cli.ladder.measure import Measurement, Table
+from flashtile.iomodel import Machine, Shape
 from flashtile.ladder import (
     cuda_compile,
     cuda_launch,
@@ -146,6 +148,9 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         run()
         return 1.0
 
+    def timed(run: Callable[[], Any], *_: Any, prefix: str = "") -> dict[str, float]:
+        return {f"{prefix}ms": run_once(run), f"{prefix}median_ms": 1.0}
+
     monkeypatch.setattr(gpu, "cuda_problem", lambda device: None)
     monkeypatch.setattr(ladder_rounding, "cuda_problem", lambda device: None)
     monkeypatch.setattr(gpu, "compiled", lambda *_: cuda_launch.Kernel(None, None, 40, 0, 1024))  # type: ignore[arg-type]
@@ -155,7 +160,7 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(memory_patterns, name, value)
     monkeypatch.setattr(memory_patterns, "fastest_ms", run_once)
     for module in (gpu, long):
-        monkeypatch.setattr(module, "milliseconds", run_once)
+        monkeypatch.setattr(module, "timed", timed)
     with emulation():
         yield
 
@@ -168,6 +173,58 @@ def test_table_of_step_9() -> None:
     assert all(row["error"] < (2e-3 if "float16" in row["step"] else 1e-5) for row in rows)
     assert rows[0]["tflops"] == pytest.approx(4 * 2 * 40 * 40 * 64 / 1e-3 / 1e12)
     assert [row["registers"] for row in rows] == [40] * 4 + [None] * 2
+
+
+class OneCall:
+    """A clock on which every call takes a millisecond."""
+
+    cache_bytes = 100
+
+    def seconds(self, run: Callable[[], Any], calls: int) -> float:
+        run()
+        return 1e-3
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_gpu")
+def test_table_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel in each dtype that it takes is attention, forward and backward, and rates are those of its work."""
+    monkeypatch.setattr(dtypes, "cuda_problem", lambda device: None)
+    monkeypatch.setattr(dtypes, "clock_of", lambda device: OneCall())
+    monkeypatch.setattr(dtypes, "rates", lambda device: dict.fromkeys(dtypes.DTYPES, Machine(1e9, 1e12)))
+    monkeypatch.setattr(dtypes, "device_seconds", lambda run, clock: [clock.seconds(run, 1)])
+    monkeypatch.setattr(dtypes, "STEP_9", {name: x for name, x in gpu.STEP_9.items() if "w" in name or "16" in name})
+    monkeypatch.setattr(dtypes, "LENGTHS", (20,))
+    monkeypatch.setattr(dtypes, "HEADS", (1, 2))
+    table = finished(dtypes.dtypes(CPU))
+    assert len(table.notes) == 1, table.notes
+    limits = {"float32": 2e-5, "TF32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}
+    assert all(row["error"] < limits[row["dtype"]] for row in table.rows)
+    names = {dtype: {row["step"] for row in table.rows if row["dtype"] == dtype} for dtype in limits}
+    everywhere = {"4 standard PyTorch", "SDPA", "10 compiled variants", "11 flashtile.attention"}
+    assert names["TF32"] == everywhere
+    assert names["float32"] - everywhere == {"9 CUDA C++, rows", "9 CUDA C++, warps"}
+    assert names["bfloat16"] - everywhere == {"9 CUDA C++, tensor cores"}
+    pairs = {"full": 20 * 20, "causal": 20 * 21 / 2}
+    for row in table.rows:
+        products = 2 if row["pass"] == "forward" else 5
+        flops = 2 * products * 64 * row["heads"] * pairs[row["mask"]]
+        assert row["tflops"] == pytest.approx(flops / 1e-3 / 1e12)
+        assert row["peak_percent"] == pytest.approx(100 * row["tflops"] / 1e-3)
+        assert row["limit"] == "compute"
+    shown = show.dtypes_pivoted(table.rows)
+    assert len(shown) == len(table.rows)
+
+
+def test_own_work_counts_scores_where_they_leave_the_cache() -> None:
+    """Standard attention's S and P: in HBM when one of them is larger than L2, and in L2 before."""
+    shape = Shape.square(512, 64)
+    least = iomodel.flash2_forward(shape, 512, 512).moved
+    step = "4 standard PyTorch"
+    assert dtypes.own_work(step, "forward", shape, 4 * 512 * 512)[1] == least
+    assert dtypes.own_work(step, "forward", shape, 4 * 512 * 512 - 1)[1] == iomodel.standard_forward(shape).moved
+    assert dtypes.own_work("SDPA", "forward", shape, 0)[1] == least
+    assert dtypes.own_work("SDPA", "backward", shape, 0)[1] == least + 4 * 512 * 64 * 4
 
 
 @needs_compiler
@@ -238,6 +295,7 @@ def test_long_sequences_that_do_not_fit_or_take_too_long(monkeypatch: pytest.Mon
     monkeypatch.setattr(step04_standard, "attention", lambda q, k, v: {128: right, 256: no_room}[len(k)](q, k, v))
     softmax = torch.softmax
     monkeypatch.setattr(torch, "softmax", lambda s, dim: {128: softmax, 256: no_room}[len(s)](s, dim=dim))
+    monkeypatch.setattr(long, "with_kept_buffers", lambda q, k, v: no_room)
     monkeypatch.setattr(long, "error_of", lambda *_: 0.0)
     table = finished(long.long(CPU))
     names = [(row["n"], row["step"]) for row in table.rows]

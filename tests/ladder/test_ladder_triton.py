@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from checking import dense_case
 from interpreted import interpreted
 from torch import Tensor
 
-from flashtile.ladder import step08_triton_lite, step08_triton_lse, step08_triton_online, triton_or_not
+from flashtile.ladder import step04_standard, step08_triton_lite, step08_triton_lse, step08_triton_online, triton_or_not
 from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
 
@@ -92,29 +93,57 @@ def sum_of_tile_attentions(case: Case) -> Tensor:
     return sum((torch.softmax(q @ k_j.mT / q.shape[-1] ** 0.5, 1) @ v_j for k_j, v_j in parts), torch.zeros_like(q))
 
 
+def tiles() -> list[tuple[str, dict[str, Any]]]:
+    """Several heads, in those of FlashAttention-2's four tiles that are not step 8's own."""
+    q, k, v = (torch.randn(1, 2, 130, 16) for _ in range(3))
+    arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "causal": True}
+    return [("step08_triton_lse", arguments | {"block_m": m, "block_n": n}) for m, n in ((64, 128), (128, 64))]
+
+
+TILES = tiles()
+
+
+def assert_right_in_each_head(results: list[tuple[Tensor, Tensor]]) -> None:
+    for (_, given), found in zip(TILES, results, strict=True):
+        for head in range(2):
+            exact = step04_standard.attention(*(given[x][0, head].double() for x in "qkv"), True)
+            for x, y in zip(found, exact, strict=True):
+                torch.testing.assert_close(x[0, head].cpu().double(), y, rtol=0, atol=5e-6)
+
+
 @needs_triton
 def test_in_the_interpreter(tmp_path: Path) -> None:
     calls = [(module, arguments(case)) for module, case in PROBLEMS]
-    assert_right_but_lite(interpreted(calls, tmp_path, TRITON_INTERPRET="1"))
+    results = interpreted([*calls, *TILES], tmp_path, TRITON_INTERPRET="1")
+    assert_right_but_lite(results[: len(calls)])
+    assert_right_in_each_head(results[len(calls) :])
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("module", "arch"), [(step08_triton_lite, 80), (step08_triton_online, 90), (step08_triton_lse, 80)]
+    ("module", "arch", "precision", "instruction"),
+    [
+        (step08_triton_lite, 80, "ieee", ""),
+        (step08_triton_online, 90, "tf32", "tf32"),
+        (step08_triton_lse, 80, "fp16", "f16"),
+    ],
 )
 def test_compiles_for_a_gpu_that_is_not_here(
-    module: Any, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, arch: int, precision: str, instruction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To machine code with tensor-core products: Triton's interpreter takes more than its compiler does."""
+    """To machine code: Triton's interpreter takes more than its compiler does. Products are instructions of tensor
+    cores in float16 and, where it is asked for, in TF32; "ieee" has none.
+    """
     if triton_or_not.interprets(module.kernel):
         pytest.skip("Triton interprets in this process")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pointers = dict.fromkeys("QKVO", "*fp16") | {"LSE": "*fp32"}
+    pointers = dict.fromkeys("QKVO", "*fp16" if precision == "fp16" else "*fp32") | {"LSE": "*fp32"}
     types = pointers | {"N": "i32", "scale": "fp32", "scale_log2": "fp32"}
     constants = {"D": 32, "BLOCK_M": 64, "BLOCK_N": 64, "CAUSAL": True, "EVEN": False}
+    constants["PRECISION"] = "ieee" if precision == "fp16" else precision
     names = module.kernel.arg_names
     source = ASTSource(
         module.kernel,
@@ -122,7 +151,9 @@ def test_compiles_for_a_gpu_that_is_not_here(
         constexprs={name: value for name, value in constants.items() if name in names},
     )
     compiled = triton_or_not.triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_stages": 2})
-    assert "mma" in compiled.asm["ptx"]
+    products = re.findall(r"^\s*(?:wg)?mma\S*\.m\d+n\d+k\d+\S*", compiled.asm["ptx"], re.MULTILINE)
+    assert bool(products) == bool(instruction)
+    assert all(instruction in product for product in products)
     assert compiled.asm["cubin"]
 
 
@@ -131,6 +162,15 @@ def test_compiles_for_a_gpu_that_is_not_here(
 def test_on_a_gpu() -> None:
     modules = {m.__name__.rpartition(".")[2]: m for m in (step08_triton_lite, step08_triton_online, step08_triton_lse)}
     assert_right_but_lite([modules[module].attention(**arguments(case, "cuda")) for module, case in PROBLEMS])
+    on_gpu = [{name: x.cuda() if isinstance(x, Tensor) else x for name, x in given.items()} for _, given in TILES]
+    assert_right_in_each_head([step08_triton_lse.attention(**given) for given in on_gpu])
+    q, k, v = (torch.randn(256, 64, device="cuda") for _ in range(3))
+    exact = step04_standard.attention(q.double(), k.double(), v.double())[0]
+    errors = [
+        (step08_triton_lse.attention(q, k, v, input_precision=precision)[0] - exact).abs().max().item()
+        for precision in triton_or_not.PRECISIONS
+    ]
+    assert errors[0] < 1e-5 < errors[1] < 1e-2, "TF32 has 11 bits of a factor"
 
 
 REFUSALS = {
@@ -200,7 +240,10 @@ def test_lite_and_online_differ_in_nine_lines_for_two() -> None:
         (step08_triton_online, (64, 24), {}, "d in"),
         (step08_triton_online, (64, 16), {"causal": True}, "no causal"),
         (step08_triton_lse, (0, 16), {}, "N at least 1"),
-        (step08_triton_lse, (5, 16), {"dtype": torch.bfloat16}, "float32 or float16"),
+        (step08_triton_online, (2, 4, 64, 16), {}, "takes .N, d. for all"),
+        (step08_triton_lse, (4, 64, 16), {}, "or .B, heads, N, d."),
+        (step08_triton_lite, (64, 16), {"dtype": torch.float64}, "float32, float16 or bfloat16"),
+        (step08_triton_lse, (64, 16), {"input_precision": "tf32x3"}, "one of"),
     ],
 )
 def test_limits_are_errors(

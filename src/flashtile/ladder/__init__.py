@@ -17,6 +17,10 @@ and, where the step has one, its backward pass:
 A step may take further keywords (tile sizes, dropout) and says where it is limited. Steps compute in the dtype they are
 given. They are written to be read: for use there is `flashtile.attention`, which is step 11.
 
+Two memories occur in all steps. HBM, a GPU's large memory, holds whole matrices; on a CPU that is DRAM. SRAM, the
+memory of one multiprocessor, holds a tile: registers and shared memory; on a CPU a cache. The L2 cache is between them.
+
+Each step runs by itself and prints its result, error, bytes and time: `python -m flashtile.ladder.step05_flash1`.
 Nothing here imports anything else of flashtile, and `import flashtile.ladder` imports no step.
 """
 
@@ -50,7 +54,7 @@ STEPS = (
     Step(2, "Python floats", "step02_floats", "no graph: the derivative is written by hand", False, True),
     Step(3, "C++", "step03_cpp", "the same loops, compiled", True, True, CPP),
     Step(4, "standard PyTorch", "step04_standard", "three matrix operations; S and P lie in memory", True, True),
-    Step(5, "FlashAttention-1", "step05_flash1", "tiles; S and P never leave the small memory", True, True),
+    Step(5, "FlashAttention-1", "step05_flash1", "tiles; S and P never leave SRAM", True, True),
     Step(6, "FlashAttention-2", "step06_flash2", "rows outside: the output is written once", True, True),
     Step(7, "Numba", "step07_numba", "the tile's own loops, compiled from Python", needs=NUMBA),
     Step(7, "Numba for CUDA", "step07_numba_cuda", "a thread for each row, tiles in shared memory", needs=NUMBA),

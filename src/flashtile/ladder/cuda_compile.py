@@ -1,4 +1,4 @@
-"""Step 9's sources to machine code while the program runs: by NVRTC, a library, or by nvcc, a command.
+"""Skip this file when you learn: it compiles step 9's sources while the program runs, by NVRTC or by nvcc.
 
 Either compiles for a GPU that is not there: `cubin(source, arch=90)` needs no driver. NVRTC comes with PyTorch's CUDA
 builds, and by itself with `pip install nvidia-cuda-nvrtc`; nvcc comes with the CUDA toolkit. The sources include no
@@ -29,7 +29,7 @@ class CudaUnavailableError(RuntimeError):
 
 
 class Source(NamedTuple):
-    """A file beside this one, and what is settled when it is compiled."""
+    """A CUDA file of this folder, and the choices made when it is compiled."""
 
     file: str
     macros: tuple[tuple[str, str], ...] = ()
@@ -97,7 +97,7 @@ def by_nvrtc(source: Source, arch: int) -> bytes:
 
 
 def fetched(library: ctypes.CDLL, size_of: Any, get: Any, program: ctypes.c_void_p) -> bytes:
-    """What two functions of NVRTC give: the size of a text, and the text."""
+    """A text of NVRTC's, by its two functions for one: the size, and the text."""
     size = ctypes.c_size_t()
     succeed(library, size_of(program, ctypes.byref(size)))
     buffer = ctypes.create_string_buffer(size.value)

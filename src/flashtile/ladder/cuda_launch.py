@@ -1,4 +1,4 @@
-"""Step 9's kernels on a GPU: machine code to a function, arguments to a launch on PyTorch's stream.
+"""Skip this file when you learn: it loads step 9's machine code and launches it on PyTorch's stream.
 
 The CUDA driver, `libcuda.so.1`, is called through ctypes. It comes with every GPU, so nothing has to be installed.
 """
@@ -30,7 +30,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 class Call(NamedTuple):
-    """What all kernels of step 9 take; heads of all sequences lie one after the other."""
+    """Arguments of all kernels of step 9; heads of all sequences lie one after the other."""
 
     q: Tensor  # [heads, N, d], contiguous; or [N, d]
     k: Tensor  # [heads / group, N, d]

@@ -1,9 +1,12 @@
-"""Beside step 9: what the order of accesses costs, in the big memory and in shared memory. Measured on a GPU.
+"""Memory accesses of step 9: the cost of their order, in HBM and in shared memory. Measured on a GPU.
 
-Coalescing. The big memory is read in sectors of 32 bytes. If the 32 lanes of a warp read 32 neighbouring float32
-numbers, these are 4 sectors, all of it used; if they read numbers s apart, up to 32 sectors with 4 bytes used of each:
+Coalescing. A multiprocessor asks the L2 cache for sectors of 32 bytes. If the 32 lanes of a warp read 32 neighbouring
+float32 numbers, these are 4 sectors, all of it used; if they read numbers s apart, up to 32 sectors with 4 bytes used
+of each. HBM answers in pieces that may be larger than a sector, of G bytes. As long as nothing is found in a cache,
 
-    bytes moved / bytes used  =  min(s, 8)      for float32, as long as nothing is found in a cache
+    bytes from L2 / bytes used  =  min(s, 8)          bytes from HBM / bytes used  =  min(s, G / 4)
+
+Times of strides 16 and 32 tell G = 32 from G = 64, and benchmarks/coalescing_counters.py counts both.
 
 Banks. Shared memory has 32 banks, and number i lies in bank i mod 32. A warp's read takes as many turns as the most
 lanes that want different numbers of one bank. In a tile of rows of 32 numbers a column lies in a single bank: 32 turns.
@@ -122,3 +125,12 @@ def bank_conflicts(device: torch.device) -> Iterator[dict[str, Any]]:
 
 def compared(kernel: str, padded_ms: float, unpadded_ms: float) -> dict[str, Any]:
     return {"kernel": kernel, "padded_ms": padded_ms, "unpadded_ms": unpadded_ms, "slower": unpadded_ms / padded_ms}
+
+
+if __name__ == "__main__":
+    problem = "there is no GPU" if not torch.cuda.is_available() else cuda_launch.unavailable(torch.device("cuda"))
+    if problem is not None:
+        raise SystemExit(f"cannot run: {problem}")
+    for measurement in (coalescing, bank_conflicts):
+        for line in measurement(torch.device("cuda")):
+            print(", ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in line.items()))

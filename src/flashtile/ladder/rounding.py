@@ -1,4 +1,4 @@
-"""Beside step 9: three things that no formula mentions and that move the last digits. On the CPU, in float32.
+"""Rounding in step 9: three things that no formula mentions and that move the last digits. On the CPU, in float32.
 
 - Fused multiply-add. `a * b + c` as one instruction rounds once, as two it rounds twice. Compilers for GPUs fuse unless
   told otherwise (`--fmad=false`), those for CPUs often do not.
@@ -67,6 +67,18 @@ def attention(
     return product(p, v, fused, order) / l, lse
 
 
+def truncated_to_tf32(x: Array) -> Array:
+    """float32 with the 10 bits after the leading one that a tensor core reads for TF32; the 13 below are dropped."""
+    return (np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def attention_in_tf32(q: Array, k: Array, v: Array, scale: float) -> Array:
+    """float32 `[N, d]` to out `[N, d]`: both products of TF32 factors, sums and exp in float32, as a fused kernel."""
+    s = np.float32(scale) * (truncated_to_tf32(q) @ truncated_to_tf32(k).T)  # [N, N]
+    p = np.exp(s - s.max(axis=1, keepdims=True))  # [N, N]
+    return truncated_to_tf32(p) @ truncated_to_tf32(v) / p.sum(axis=1, keepdims=True)
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "two roundings in place of a fused multiply-add": {"fused": False},
     "sums backwards": {"order": "backward"},
@@ -107,3 +119,8 @@ def attention_in_float64(q: Array, k: Array, v: Array, scale: float) -> tuple[Ar
 
 def largest(x: Array) -> float:
     return float(np.abs(x).max())
+
+
+if __name__ == "__main__":
+    for line in table():
+        print(", ".join(f"{name} {x:.2g}" if isinstance(x, float) else x for name, x in line.items()))

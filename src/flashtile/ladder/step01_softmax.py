@@ -49,7 +49,7 @@ def online_softmax(x: Tensor) -> Tensor:
 
 
 class Normalizer(NamedTuple):
-    """What softmax has to know of a block of scores: sum of exp(x) = l * exp(m)."""
+    """The state of softmax after a block of scores: sum of exp(x) = l * exp(m)."""
 
     m: Tensor  # [] maximum
     l: Tensor  # [] sum of exp(x - m)  # noqa: E741
@@ -111,11 +111,12 @@ def attention(
     """
     n, d = q.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
-    out, lse = torch.zeros_like(q), q.new_zeros(n)  # [N, d], [N]
+    out, lse = q.new_empty((n, d)), q.new_empty((n,))
     for i in range(n):
-        m, l, o = -math.inf, 0.0, q.new_zeros(d)  # [], [], [d]  # noqa: E741
+        q_i = q[i]  # [d]
+        m, l, o = -math.inf, 0.0, torch.zeros_like(q_i)  # [], [], [d]  # noqa: E741
         for j in range(i + 1 if causal else n):
-            x = scale * float(q[i] @ k[j])
+            x = scale * float(q_i @ k[j])
             m_new = max(m, x)
             kept, new = l * math.exp(m - m_new), math.exp(x - m_new)
             l = kept + new  # noqa: E741
@@ -123,3 +124,9 @@ def attention(
             m = m_new
         out[i], lse[i] = o, m + math.log(l)
     return out, lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -1,6 +1,6 @@
 """Step 2, first half. Attention on numbers that remember: scalar automatic differentiation in plain Python.
 
-What changed. Step 1 has no derivative. Here every number is a `Value` that keeps the values it was made from and the
+The change. Step 1 has no derivative. Here every number is a `Value` that keeps the values it was made from and the
 derivative with respect to each; forward builds that graph, and `backward` walks it from the end, adding up
 
     dL/dx = sum over the values y made from x of  dL/dy * dy/dx                                        (chain rule)
@@ -132,3 +132,9 @@ def in_order(ends: Sequence[Value]) -> list[Value]:
             stack.append((x, True))
             stack.extend((parent, False) for parent in x.parents)
     return order
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

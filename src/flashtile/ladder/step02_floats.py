@@ -1,6 +1,6 @@
 """Step 2, second half. The same on raw floats, with the derivative written by hand.
 
-What changed. No graph: numbers are floats, and backward is a formula. With P = softmax(S), O = P V and dO given,
+The change. No graph: numbers are floats, and backward is a formula. With P = softmax(S), O = P V and dO given,
 
     dV = Pᵀ dO        dP = dO Vᵀ        dS_ij = P_ij (dP_ij - delta_i)        dQ = scale dS K        dK = scale dSᵀ Q
 
@@ -70,3 +70,9 @@ def backward(
                 dq[i][c] += ds * k[j][c]
                 dk[j][c] += ds * q[i][c]
     return dq, dk, dv
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -1,6 +1,6 @@
-"""Step 3. C++ on one thread: step 2 compiled. The loops are in step03_cpp.cpp beside this file.
+"""Step 3. C++ on one thread: step 2 compiled. The loops are in step03_cpp.cpp in this folder.
 
-What changed. Nothing in the mathematics: `graph=True` records `Value*` nodes as step02_autograd does, `graph=False` has
+The change. Nothing in the mathematics: `graph=True` records `Value*` nodes as step02_autograd does, `graph=False` has
 the loops of step02_floats, in float32.
 
 Why it is faster. A multiplication is one instruction on a register; in Python it is a type test, a call and a new
@@ -135,3 +135,9 @@ def float32(x: Tensor, shape: torch.Size) -> Tensor:
 
 def pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors]
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

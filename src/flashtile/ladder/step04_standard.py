@@ -2,10 +2,10 @@
 
     S = scale Q Kᵀ        P = softmax(S)        O = P V
 
-What changed. Whole matrices instead of loops: two matrix products and a softmax, each a tuned kernel.
+The change. Whole matrices instead of loops: two matrix products and a softmax, each a tuned kernel.
 
 Why it is faster. Matrix products use vector units or tensor cores at nearly their full rate. And why it is not enough:
-each of the three kernels reads its operands from the big memory and writes its result back, S and P among them:
+each of the three kernels reads its operands from HBM and writes its result back, S and P among them:
 
     kernel         reads       writes      elements
     S = Q Kᵀ       Q, K        S           2 N d + N²
@@ -14,7 +14,7 @@ each of the three kernels reads its operands from the big memory and writes its 
 
 Eight matrices, 4 N² + 4 N d elements, for 4 N² d operations: for d = 64 about 15 operations for each byte of float32,
 where processors offer several times as many. `attention_in_kernels` is this account as code: `x[...]` on the right is a
-read of the big memory, and `x[...] =` a write.
+read of HBM, and `x[...] =` a write.
 
 (Dao et al., "FlashAttention", 2022, algorithm 0 and section 3.2; backward is algorithm 3 of appendix B.)
 """
@@ -38,7 +38,7 @@ def attention(
 def attention_in_kernels(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out `[N, d]`, lse `[N]` and p `[N, N]` by three kernels that meet only in the big memory."""
+    """out `[N, d]`, lse `[N]` and p `[N, N]` by three kernels that meet only in HBM."""
     n, d = q.shape
     s, p, out, lse = q.new_empty((n, n)), q.new_empty((n, n)), q.new_empty((n, d)), q.new_empty((n,))
     s[:] = hide_future(scaled(q[:], scale) @ k[:].mT, causal)  # reads Q, K; writes S
@@ -99,3 +99,9 @@ def softmax_and_lse(s: Tensor) -> tuple[Tensor, Tensor]:
 def softmax_backward(p: Tensor, dp: Tensor) -> Tensor:
     """dS = P ∘ (dP - delta) with delta_i = sum_j P_ij dP_ij, `[N, N]`."""
     return p * (dp - (p * dp).sum(dim=-1, keepdim=True))
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

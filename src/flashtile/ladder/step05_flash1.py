@@ -1,13 +1,13 @@
 """Step 5. FlashAttention-1 in PyTorch: tiles, K and V in the outer loop.
 
-What changed. S and P are made tile by tile in the small memory and never written to the big one. Tiles are joined by
+The change. S and P are made tile by tile in SRAM and never written to HBM. Tiles are joined by
 the online softmax of step 1; with m~, P~ = exp(S - m~) and l~ = rowsum(P~) of the tile at hand,
 
     m_new = max(m, m~)        l_new = exp(m - m_new) l + exp(m~ - m_new) l~
     O = (exp(m - m_new) l O + exp(m~ - m_new) P~ V) / l_new
 
 Why it is faster. K and V are read once, and Q, O, l, m once for each of the Tc = N / Bc key blocks. Blocks are as large
-as the on-chip memory of M elements lets four of them be, Bc = ceil(M / 4d) keys, so Tc = 4 N d / M and all reads and
+as an SRAM of M elements lets four of them be, Bc = ceil(M / 4d) keys, so Tc = 4 N d / M and all reads and
 writes together are in Theta(N² d² / M): standard attention's N² divided by M / d², which is 12 for d = 64 and
 48 K elements. Memory beyond inputs and results is that of a tile, l and m.
 
@@ -15,7 +15,7 @@ Backward makes the tiles of P again from q, k and lse: more operations, and yet 
 read. Dropout too is made again: what is kept for backward is the state of the random number generator.
 
 (Dao et al., "FlashAttention", 2022: algorithm 1; 2 in appendix B for masks and dropout; 4 for backward.) `x[...]` on
-the right is a read of the big memory and `x[...] =` a write, as in step 4.
+the right is a read of HBM and `x[...] =` a write, as in step 4.
 """
 
 import math
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-M = 48 * 1024  # elements of on-chip memory: 192 KB of float32, as on an A100
+M = 48 * 1024  # elements of SRAM: 192 KB of float32, as on an A100
 Tile = tuple[slice, slice]  # rows, keys
 
 
@@ -171,3 +171,9 @@ def keep_factors(generator: torch.Generator, p: Tensor, dropout_p: float) -> Ten
     """Z `[Br, Bc]` of the next tile: 0 with probability dropout_p, else 1 / (1 - dropout_p)."""
     kept = torch.rand(p.shape, generator=generator, device=p.device) >= dropout_p
     return kept.to(p.dtype) / (1 - dropout_p)
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -1,20 +1,20 @@
 """Step 6. FlashAttention-2 in PyTorch: rows in the outer loop.
 
-What changed. The loops have changed places: a block of rows stays, and keys and values stream by it. Its m, l and
-accumulator live in the small memory until it is done, and the accumulator is not normalised on the way:
+The change. The loops have changed places: a block of rows stays, and keys and values stream by it. Its m, l and
+accumulator live in SRAM until it is done, and the accumulator is not normalised on the way:
 
     m_new = max(m, rowmax(S))       alpha = exp(m - m_new)       P = exp(S - m_new)
     l = alpha l + rowsum(P)         acc = alpha acc + P V        at the end: O = acc / l,  lse = m + log(l)
 
 Why it is faster. O, l and m, which FlashAttention-1 reads and writes once for each key block, are written once, and
 one division at the end takes the place of one for each tile. K and V are read once for each row block instead, all by
-reads, and row blocks depend on nothing of each other: they run in parallel. What backward needs of l and m is one
-number.
+reads, and row blocks depend on nothing of each other: they run in parallel. Backward needs
+one number of l and m.
 
 Any N goes: the last tiles are partial. Under causal, tiles above the diagonal are skipped, and only those on it are
 masked.
 
-Backward has keys outside, since then dK and dV stay in the small memory; dQ is added to through the big one. On a GPU
+Backward has keys outside, since then dK and dV stay in SRAM; dQ is added to through HBM. On a GPU
 that addition is atomic, or ordered: see step 10.
 
 (Dao, "FlashAttention-2", 2023, algorithms 1 and 2. The deferred division was proposed by Rabe and Staats,
@@ -115,3 +115,9 @@ def hide_future(s: Tensor, rows: slice, keys: slice, causal: bool) -> Tensor:
     i = torch.arange(rows.start, rows.stop, device=s.device)[:, None]  # [Br, 1]
     j = torch.arange(keys.start, keys.stop, device=s.device)  # [Bc]
     return s.masked_fill_(j > i, -math.inf)
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -1,6 +1,6 @@
 """Step 7, first half. Numba on the CPU: the tiles of step 6 as loops, compiled from Python by LLVM.
 
-What changed. Step 6 calls thirteen torch operations for each tile; here the tile's own loops are written out, and
+The change. Step 6 calls thirteen torch operations for each tile; here the tile's own loops are written out, and
 Numba compiles them. The formulas are those of step 6:
 
     m_new = max(m, rowmax(S))       alpha = exp(m - m_new)       P = exp(S - m_new)
@@ -109,3 +109,9 @@ def attention(
     scale = arrays[0].dtype.type(1 / math.sqrt(d) if scale is None else scale)
     run(*arrays, scale, causal, out.numpy(), lse.numpy())
     return out, lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -1,6 +1,6 @@
 """Step 7, second half. Numba for CUDA: one thread for each row, K and V tiles in shared memory.
 
-What changed. The loop over row blocks of the first half becomes a grid of thread blocks, and the loop over the rows of
+The change. The loop over row blocks of the first half becomes a grid of thread blocks, and the loop over the rows of
 a block becomes its threads. Each thread keeps its row's q, m, l and acc to itself. What all of them read, a tile of K
 and of V, is brought into shared memory by all of them together, a barrier before and after:
 
@@ -8,8 +8,11 @@ and of V, is brought into shared memory by all of them together, a barrier befor
         thread t copies row t of the tile of K and of V        barrier
         each thread: online softmax over the tile's keys       barrier
 
-Why it is faster. Rows run in parallel, and each number of K and V that comes from the big memory serves BLOCK rows.
-What it lacks: one thread's scalar products leave the tensor cores idle. Step 8's products of tiles can use them.
+Types. Numba computes in the wider type of two operands, and a Python float is float64. On a GPU that is dear: so the
+scale is a float32 argument, and sums begin as float32(0.0).
+
+Why it is faster. Rows run in parallel, and each number of K and V that comes from HBM serves BLOCK rows.
+It lacks this: one thread's scalar products leave the tensor cores idle. Step 8's products of tiles can use them.
 
 Needs Numba (`pip install numba`), float32. On a GPU q, k, v are there; without one, set NUMBA_ENABLE_CUDASIM=1 before
 Python starts, and Numba's simulator runs each thread as a Python thread on tensors of the CPU: for small N only.
@@ -20,6 +23,7 @@ import math
 import os
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +52,7 @@ def kernel(d: int) -> Any:
         k_tile = cuda.shared.array((BLOCK, d), float32)
         v_tile = cuda.shared.array((BLOCK, d), float32)
         acc = cuda.local.array(d, float32)
-        m, l = -math.inf, 0.0  # noqa: E741
+        m, l = float32(-math.inf), float32(0.0)  # noqa: E741
         for c in range(d):
             acc[c] = 0.0
         for start in range(0, min(first + BLOCK, n) if causal else n, BLOCK):
@@ -60,7 +64,7 @@ def kernel(d: int) -> Any:
             if row < n:
                 for j in range(min(BLOCK, n - start)):
                     if not causal or start + j <= row:
-                        x = 0.0
+                        x = float32(0.0)  # 0.0 alone is float64, and makes every sum with it float64
                         for c in range(d):
                             x += q[row, c] * k_tile[j, c]
                         x *= scale
@@ -70,7 +74,7 @@ def kernel(d: int) -> Any:
                         for c in range(d):
                             acc[c] = acc[c] * alpha + p * v_tile[j, c]
                         m = m_new
-            cuda.syncthreads()  # nobody reads it any more
+            cuda.syncthreads()  # no thread reads it any more
         if row < n:
             for c in range(d):
                 out[row, c] = acc[c] / l
@@ -110,5 +114,11 @@ def attention(
     tensors = [x.detach().contiguous() for x in (q, k, v)]
     arrays = [x.numpy() if x.device.type == "cpu" else x for x in (*tensors, out, lse)]  # numba takes torch's on a GPU
     blocks = (n + BLOCK - 1) // BLOCK
-    kernel(d)[blocks, BLOCK](*arrays[:3], scale, causal, *arrays[3:])
+    kernel(d)[blocks, BLOCK](*arrays[:3], np.float32(scale), causal, *arrays[3:])
     return out, lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

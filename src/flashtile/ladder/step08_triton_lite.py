@@ -1,6 +1,6 @@
 """Step 8, first of three. Triton, "lite": one kernel, with a softmax that is local to each tile. It is wrong.
 
-What changed. The tile loop of step 6 becomes one kernel: each program takes BLOCK_M rows and walks over the keys, and
+The change. The tile loop of step 6 becomes one kernel: each program takes BLOCK_M rows and walks over the keys, and
 what lay in Python variables lies in registers and shared memory. The formula of a tile is the plain softmax,
 
     O_i = sum over key tiles j of  softmax(scale Q_i K_jᵀ) V_j                                     (not attention)
@@ -26,7 +26,18 @@ BLOCK_M = BLOCK_N = 64
 
 
 @triton.jit
-def kernel(Q, K, V, O, N, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # noqa: E741
+def kernel(
+    Q,
+    K,
+    V,
+    O,  # noqa: E741
+    N,
+    scale,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     cols = tl.arange(0, D)  # [D]
     q = tl.load(Q + rows[:, None] * D + cols[None, :])  # [BLOCK_M, D]
@@ -35,15 +46,25 @@ def kernel(Q, K, V, O, N, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N
         keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         k = tl.load(K + keys[:, None] * D + cols[None, :])  # [BLOCK_N, D]
         v = tl.load(V + keys[:, None] * D + cols[None, :])  # [BLOCK_N, D]
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
         p = tl.exp(s - tl.max(s, axis=1)[:, None])  # [BLOCK_M, BLOCK_N]
         p = p / tl.sum(p, axis=1)[:, None]
-        acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        acc += tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     tl.store(O + rows[:, None] * D + cols[None, :], acc.to(q.dtype))
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> tuple[Tensor, None]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    *,
+    input_precision: str = "ieee",
+) -> tuple[Tensor, None]:
     """`[N, d]` to out `[N, d]`, wrong for N > 64, and no lse.
+
+    `input_precision` is that of `tl.dot` for float32: "ieee", or Triton's default "tf32" (see step08_triton_lse).
 
     Raises:
         TritonUnavailableError: Triton is missing, or there is neither a GPU nor its interpreter.
@@ -51,12 +72,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: floa
     """
     if causal:
         raise ValueError("this step has no causal; step08_triton_lse has")
-    check(kernel, q, k, v, multiple_of=BLOCK_M)
+    check(kernel, q, k, v, multiple_of=BLOCK_M, precision=input_precision)
     n, d = q.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
     out = torch.empty((n, d), dtype=q.dtype, device=q.device)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     grid = (n // BLOCK_M,)
     with on(q.device):
-        kernel[grid](q, k, v, out, n, scale, d, BLOCK_M, BLOCK_N, num_stages=2)
+        kernel[grid](q, k, v, out, n, scale, d, BLOCK_M, BLOCK_N, input_precision, num_stages=2)
     return out, None
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -1,12 +1,12 @@
 """Step 8, second of three. Triton with the online softmax: nine lines for two make step08_triton_lite.py right.
 
-What changed. Each row keeps its maximum m and its denominator l across the tiles, as in step 6:
+The change. Each row keeps its maximum m and its denominator l across the tiles, as in step 6:
 
     m_new = max(m, rowmax(S))       alpha = exp(m - m_new)       P = exp(S - m_new)
     l = alpha l + rowsum(P)         acc = alpha acc + P V        at the end: O = acc / l
 
-What it costs. One multiplication of the accumulator for each tile, and two numbers for each row. No read and no write
-of the big memory is added.
+The cost. One multiplication of the accumulator for each tile, and two numbers for each row. No read and no write
+of HBM is added.
 
 Limits: N a multiple of 64; d 16, 32, 64 or 128; no causal; no lse (`None` is returned); forward only.
 """
@@ -23,7 +23,18 @@ BLOCK_M = BLOCK_N = 64
 
 
 @triton.jit
-def kernel(Q, K, V, O, N, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # noqa: E741
+def kernel(
+    Q,
+    K,
+    V,
+    O,  # noqa: E741
+    N,
+    scale,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     cols = tl.arange(0, D)  # [D]
     q = tl.load(Q + rows[:, None] * D + cols[None, :])  # [BLOCK_M, D]
@@ -34,20 +45,30 @@ def kernel(Q, K, V, O, N, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N
         keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         k = tl.load(K + keys[:, None] * D + cols[None, :])  # [BLOCK_N, D]
         v = tl.load(V + keys[:, None] * D + cols[None, :])  # [BLOCK_N, D]
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
         m_new = tl.maximum(m, tl.max(s, axis=1))  # [BLOCK_M]
         alpha = tl.exp(m - m_new)  # [BLOCK_M]
         p = tl.exp(s - m_new[:, None])  # [BLOCK_M, BLOCK_N]
         l = l * alpha + tl.sum(p, axis=1)  # [BLOCK_M]  # noqa: E741
         acc = acc * alpha[:, None]
-        acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        acc += tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         m = m_new
     acc = acc / l[:, None]
     tl.store(O + rows[:, None] * D + cols[None, :], acc.to(q.dtype))
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> tuple[Tensor, None]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    *,
+    input_precision: str = "ieee",
+) -> tuple[Tensor, None]:
     """`[N, d]` to out `[N, d]`, and no lse.
+
+    `input_precision` is that of `tl.dot` for float32: "ieee", or Triton's default "tf32" (see step08_triton_lse).
 
     Raises:
         TritonUnavailableError: Triton is missing, or there is neither a GPU nor its interpreter.
@@ -55,12 +76,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: floa
     """
     if causal:
         raise ValueError("this step has no causal; step08_triton_lse has")
-    check(kernel, q, k, v, multiple_of=BLOCK_M)
+    check(kernel, q, k, v, multiple_of=BLOCK_M, precision=input_precision)
     n, d = q.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
     out = torch.empty((n, d), dtype=q.dtype, device=q.device)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     grid = (n // BLOCK_M,)
     with on(q.device):
-        kernel[grid](q, k, v, out, n, scale, d, BLOCK_M, BLOCK_N, num_stages=2)
+        kernel[grid](q, k, v, out, n, scale, d, BLOCK_M, BLOCK_N, input_precision, num_stages=2)
     return out, None
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK * BLOCK) attention_registers(
                 for (int i = 0; i < ROWS; i++) acc[i][c] += p_tile[y + BLOCK * i][j] * v_c;
             }
         }
-        __syncthreads();  // nobody reads the tiles any more
+        __syncthreads();  // no thread reads the tiles any more
     }
 
     for (int i = 0; i < ROWS; i++) {

@@ -1,6 +1,6 @@
 """Step 9, third of four. CUDA C++: 32 x 32 threads, tiles of 64 rows and 32 keys, arrays of registers.
 
-What changed. A block takes 64 rows at a time, as FlashAttention-2 does (step 6), so K and V are read N / 64 times and
+The change. A block takes 64 rows at a time, as FlashAttention-2 does (step 6), so K and V are read N / 64 times and
 not N times. Thread (x, y) has the rows y and y + 32 of the tile, and of each of them one score and d / 32 columns of
 the accumulator, in small arrays of registers:
 
@@ -14,7 +14,8 @@ five exchanges for 32 keys.
 Why it is easy to get wrong. Every index has three parts: which tile, which thread, which register. `BUGS` has three
 mix-ups of these parts; each computes right results for some problems, and the page shows which test sees it.
 
-The kernel is in step09_cuda_registers.cu beside this file. float32, d 16, 32 or 64: more does not fit 48 KB.
+The kernel is step09_cuda_registers.cu in this folder; the Python below is host code, which a learner may skip. float32,
+d 16, 32 or 64: more does not fit 48 KB.
 """
 
 from typing import NamedTuple
@@ -82,3 +83,9 @@ def attention(
     compiled = source_for(q.shape[-1], torch.float32, bug)
     cuda_launch.launch(compiled, NAME, grid, (BLOCK, BLOCK), *call.arguments)
     return call.out, call.lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

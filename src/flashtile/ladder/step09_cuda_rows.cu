@@ -10,7 +10,7 @@ extern "C" __global__ void attention_rows(
     float* out,                   // [heads, N, D], zeros
     float* lse,                   // [heads, N]
     int group, int n, float scale, int causal,
-    float* m,  // [heads, N], -inf: in the big memory, as in the paper
+    float* m,  // [heads, N], -inf: in HBM, as in the paper
     float* l   // [heads, N], zeros
 ) {
     __shared__ float k_tile[BLOCK_N][D];
@@ -60,7 +60,7 @@ extern "C" __global__ void attention_rows(
             m[row] = m_row;
             l[row] = l_row;
         }
-        __syncthreads();  // nobody reads the tile any more
+        __syncthreads();  // no thread reads the tile any more
     }
     for (int row = threadIdx.x; row < n; row += blockDim.x) lse[row] = m[row] + logf(l[row]);
 }

@@ -1,6 +1,6 @@
 """Step 9, first of four. CUDA C++: one block for each head, one thread for each row, keys outside.
 
-What changed. Triton's programs own tiles and never mention a thread; here each thread is written out. This is step 5,
+The change. Triton's programs own tiles and never mention a thread; here each thread is written out. This is step 5,
 FlashAttention-1, as a kernel: the outer loop takes a block of K and V into shared memory, and the inner one brings all
 rows past it, thread t taking the rows t, t + 128, ... With l O what a row had before it was normalised,
 
@@ -9,13 +9,14 @@ rows past it, thread t taking the rows t, t + 128, ... With l O what a row had b
                                                 acc = alpha acc + exp(x_j - m_new) v_j
     O = acc / l
 
-and O, l and m go back to the big memory after each block.
+and O, l and m go back to HBM after each block.
 
-Why it is leaner than standard attention: neither S nor P is in the big memory. Why it is slow: one block for each head
+Why it is leaner than standard attention: neither S nor P is in HBM. Why it is slow: one block for each head
 leaves nearly all of a GPU idle, threads that read rows of their own read D numbers apart, and the products run on the
 ordinary units. The next three kernels take these up in turn.
 
-The kernel is in step09_cuda_rows.cu beside this file. float32, d 16, 32 or 64: q and acc of a row are registers.
+The kernel is step09_cuda_rows.cu in this folder; the Python below is host code, which a learner may skip. float32, d
+16, 32 or 64: q and acc of a row are registers.
 """
 
 import math
@@ -50,3 +51,9 @@ def attention(
     compiled = source_for(q.shape[-1])
     cuda_launch.launch(compiled, NAME, (1, call.heads), (THREADS, 1), *call.arguments, m, l)
     return call.out, call.lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_tensor_cores(
     float* lse,                       // [heads, N]
     int group, int n, float scale, int causal
 ) {
-    __shared__ __align__(16) half_bits tile[BLOCK][STRIDE];  // the only one: first of Q, then in turns of K and of V
+    __shared__ __align__(16) half_bits tile[BLOCK][STRIDE];  // the only one: first of Q, then of K and of V by turns
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first = blockIdx.x * BLOCK;
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_tensor_cores(
 
     const int end = causal ? min(first + BLOCK, n) : n;
     for (int start = 0; start < end; start += BLOCK) {
-        __syncthreads();  // nobody reads Q, or the last V, any more
+        __syncthreads();  // no thread reads Q, or the last V, any more
         start_copy(tile, k, start, n);
         finish_copy();
 
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_tensor_cores(
             }
         }
 
-        __syncthreads();  // nobody reads K any more: V takes its place
+        __syncthreads();  // no thread reads K any more: V takes its place
         start_copy(tile, v, start, n);  // ... and travels during the softmax
 
         const bool partial = start + BLOCK > n || (causal && start + BLOCK > first);
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_tensor_cores(
 
         finish_copy();
         for (int j = 0; j < BLOCK / 16; j++) {
-            // What a lane has of two blocks of C is what it needs of a block of A: P never leaves the registers.
+            // A lane's parts of two blocks of C are its part of a block of A: P never leaves the registers.
             const unsigned p[4] = {
                 pack(s[2 * j][0], s[2 * j][1]),
                 pack(s[2 * j][2], s[2 * j][3]),

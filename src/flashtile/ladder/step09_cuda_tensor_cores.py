@@ -1,6 +1,6 @@
 """Step 9, last of four. CUDA C++ on tensor cores: `mma.sync`, `ldmatrix`, `cp.async`, P kept in registers.
 
-What changed. The products of step 6's tiles are instructions: `mma.sync` multiplies 16 x 16 by 16 x 8 numbers of 16
+The change. The products of step 6's tiles are instructions: `mma.sync` multiplies 16 x 16 by 16 x 8 numbers of 16
 bits in one go, with sums in float32. The 32 lanes of a warp hold the operands between them, each lane a few numbers at
 places that the instruction prescribes (step09_instructions.cuh says which).
 
@@ -9,7 +9,7 @@ places that the instruction prescribes (step09_instructions.cuh says which).
 - P stays in registers. The places that two blocks of S = Q Kᵀ have as a result are the places that a block of P needs
   as an operand of P V: exp, round to 16 bits, multiply.
 - K and V share one buffer. When S is made, K is no longer needed, so V is copied over it by `cp.async`, which goes past
-  the registers and needs nobody to wait, and the softmax runs in the meantime. Q passed through the same buffer, once.
+  the registers and makes no thread wait, and the softmax runs in the meantime. Q passed through the same buffer, once.
 
     S = Q Kᵀ  |  V: copied  |  V is there  |  acc = alpha acc + P V
               |  P = 2^(S scale log2 e - m)
@@ -18,8 +18,8 @@ Why it is faster. A tensor core does in one instruction what took a warp 64 mult
 lacks of a product's kernel: the copy of the next K runs while nothing is computed (two buffers would hide it), and
 Hopper's larger instructions, which read their operands from shared memory by themselves.
 
-The kernel is in step09_cuda_tensor_cores.cu beside this file. float16 or bfloat16; d 16, 32, 64 or 128; a GPU of
-compute capability 8.0 or above.
+The kernel is step09_cuda_tensor_cores.cu in this folder; the Python below is host code, which a learner may skip.
+float16 or bfloat16; d 16, 32, 64 or 128; a GPU of compute capability 8.0 or above.
 """
 
 import torch
@@ -53,3 +53,9 @@ def attention(
     compiled = source_for(q.shape[-1], q.dtype)
     cuda_launch.launch(compiled, NAME, grid, (THREADS, 1), *call.arguments)
     return call.out, call.lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

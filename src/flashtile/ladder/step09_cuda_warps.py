@@ -1,6 +1,6 @@
 """Step 9, second of four. CUDA C++: one block for each query position, reductions by warp shuffles.
 
-What changed. Rows are blocks of their own, so a call of one head has N of them. The 32 threads of a warp, its lanes,
+The change. Rows are blocks of their own, so a call of one head has N of them. The 32 threads of a warp, its lanes,
 share a key: lane t multiplies the numbers t, t + 32, ... of q and k, and five exchanges between registers of the warp,
 `__shfl_xor_sync`, add the products up, without shared memory and without a barrier:
 
@@ -12,9 +12,10 @@ Each of four warps keeps the online softmax of every fourth key, and step 1's me
 
 Why it is faster. All of the GPU has work, and 32 lanes read 32 neighbouring numbers, which is one access to memory
 where the kernel before made 32. Heads come in groups that share K and V, and causal ends the loop at the row.
-What it lacks: each row reads all of K and V for itself, N times in all, and five exchanges for each key are dear.
+It lacks this: each row reads all of K and V for itself, N times in all, and five exchanges for each key are dear.
 
-The kernel is in step09_cuda_warps.cu beside this file. float32, d up to 256.
+The kernel is step09_cuda_warps.cu in this folder; the Python below is host code, which a learner may skip. float32, d
+up to 256.
 """
 
 import torch
@@ -53,3 +54,9 @@ def attention(
     compiled = source_for(q.shape[-1], torch.float32, *flags)
     cuda_launch.launch(compiled, NAME, (call.n, call.heads), (32 * WARPS, 1), *call.arguments)
     return call.out, call.lse
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

@@ -13,7 +13,7 @@ __device__ unsigned shared_address(const void* pointer) {
     return address;
 }
 
-// 16 bytes from the big memory to shared memory, past the registers, while the thread goes on; zeros if not `there`.
+// 16 bytes from HBM to shared memory, past the registers, while the thread goes on; zeros if not `there`.
 __device__ void copy_16_bytes(void* to, const void* from, bool there) {
     const int bytes = there ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)

@@ -1,15 +1,15 @@
 """Step 10. From features to a compiled variant, and what a deterministic backward does.
 
-What changed. Attention in use is causal, has a local window, ALiBi slopes, a softcap or dropout, and lengths that no
+The change. Attention in use is causal, has a local window, ALiBi slopes, a softcap or dropout, and lengths that no
 tile divides. A kernel that asks for each of them on every tile is slow for all; a kernel written for each combination
 is 64 kernels. So there is one text whose lines belong to features, and the kernel of a call is the text of its own
 features alone, compiled once and kept. CUDA templates do this with `if constexpr`, Triton with `tl.constexpr` (step
 8's third file), the product with its plans. Here the text is `LINES`, `source(features)` picks, and
 `variant(features)` compiles.
 
-Why it is faster. What a call does not use is not there: no test, no register, no read. And where a tile lies decides
-what it needs: with a window or causal, tiles are skipped (no row sees a key), full (each sees all: no mask code), or
-partial.
+Why it is faster. The parts that a call does not use are not there: no test, no register, no read. And where a tile lies
+decides what it needs: with a window or causal, tiles are skipped (no row sees a key), full (each sees all: no mask
+code), or partial.
 
     s = scale q k    s = cap tanh(s / cap)    s = s - slope |i - j|    s = -inf where hidden    P = exp(s - m)    P ∘ Z
 
@@ -31,7 +31,7 @@ BLOCK = 64
 
 
 class Features(NamedTuple):
-    """What a variant is specialised for: equal features, one compiled function."""
+    """The features that a variant is specialized for: equal features, one compiled function."""
 
     causal: bool = False
     window: bool = False
@@ -42,7 +42,7 @@ class Features(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What a call passes to its variant: numbers may change without another compilation."""
+    """Numbers that a call passes to its variant: they may change without another compilation."""
 
     scale: float
     window: tuple[int, int]
@@ -56,7 +56,7 @@ class Values(NamedTuple):
 LINES = (
     ("", "def variant(q, k, v, x):"),
     ("", "    n, d = q.shape"),
-    ("", "    out, lse = torch.empty_like(q), q.new_empty(n)"),
+    ("", "    out, lse = q.new_empty((n, d)), q.new_empty((n,))"),
     ("", "    for first in range(0, n, BLOCK):"),
     ("", "        q_i = x.scale * q[first : first + BLOCK]  # [BLOCK, d]"),
     ("uneven", "        q_i = padded(q_i)"),
@@ -204,3 +204,9 @@ def backward(
     for other in accumulators[1:]:
         dq = dq + other
     return dq, dk, dv
+
+
+if __name__ == "__main__":
+    from .alone import run
+
+    run(__file__)

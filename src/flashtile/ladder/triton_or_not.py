@@ -1,7 +1,7 @@
-"""What the three files of step 8 need of Triton, in a form that can be imported without it.
+"""Skip this file when you learn: checks before step 8's launches, and Triton in a form that can be imported without it.
 
 Without Triton, `triton` and `tl` are stand-ins that let the kernels be defined and read. `check` runs before each
-launch and says what is missing, so that nobody meets an error from inside Triton for want of a GPU.
+launch and says what is missing, so that a missing GPU is not an error from inside Triton.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +21,9 @@ except ImportError:
 
 INSTALLED = hasattr(triton, "__version__")
 HEAD_DIMS = (16, 32, 64, 128)  # tl.dot takes no less than 16; two stages of 128 in float32 take 112 KB of shared memory
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PRECISIONS = ("ieee", "tf32")  # of products of float32
 
 
 class TritonUnavailableError(RuntimeError):
@@ -46,24 +49,31 @@ def unavailable(kernel: Any, device: torch.device) -> str | None:
     )
 
 
-def check(kernel: Any, q: Tensor, k: Tensor, v: Tensor, multiple_of: int = 1) -> None:
-    """Before a launch.
+def check(
+    kernel: Any, q: Tensor, k: Tensor, v: Tensor, multiple_of: int = 1, precision: str = "ieee", heads: bool = False
+) -> None:
+    """Refuse a launch that would fail; with `heads`, `[B, heads, N, d]` goes too.
 
     Raises:
         TritonUnavailableError: no kernel runs on the tensors' device.
-        ValueError: shapes or dtypes that this step does not take.
+        ValueError: shapes, dtypes or a precision that this step does not take.
     """
     reason = unavailable(kernel, q.device)
     if reason is not None:
         raise TritonUnavailableError(f"step 8 of the ladder is Triton, which cannot run this call: {reason}")
     shapes = [tuple(x.shape) for x in (q, k, v)]
-    n, d = q.shape
-    if len(set(shapes)) != 1 or d not in HEAD_DIMS or n == 0 or n % multiple_of:
+    ndims, forms = ((2, 4), "[N, d] or [B, heads, N, d]") if heads else ((2,), "[N, d]")
+    n, d = q.shape[-2:]
+    if q.ndim not in ndims or len(set(shapes)) != 1 or d not in HEAD_DIMS or q.numel() == 0 or n % multiple_of:
         lengths = f"N a multiple of {multiple_of}" if multiple_of > 1 else "N at least 1"
-        raise ValueError(f"q, k, v are {shapes}; this step takes [N, d] for all three, d in {HEAD_DIMS}, {lengths}")
+        raise ValueError(f"q, k, v are {shapes}; this step takes {forms} for all three, d in {HEAD_DIMS}, {lengths}")
     dtypes = {x.dtype for x in (q, k, v)}
-    if len(dtypes) != 1 or q.dtype not in (torch.float16, torch.float32):
-        raise ValueError(f"q, k, v are {dtypes}; this step takes float32 or float16")
+    if len(dtypes) != 1 or q.dtype not in DTYPES:
+        raise ValueError(f"q, k, v are {dtypes}; this step takes float32, float16 or bfloat16")
+    if q.dtype is torch.bfloat16 and interprets(kernel):
+        raise ValueError("q, k, v are bfloat16, whose bits Triton's interpreter multiplies as integers (Triton 3.9)")
+    if precision not in PRECISIONS:
+        raise ValueError(f"input_precision={precision!r}; this step takes one of {PRECISIONS}")
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

@@ -3,29 +3,44 @@
 The steps are imported when the command runs: Triton alone takes a second, which other commands need not wait for.
 """
 
+import datetime
 import importlib.util
+import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import torch
-from rich.console import Console
-from rich.table import Table as Printed
 
 from ...call.device import describe_device
 from ...progress import progress
 from ..env import packages
-from ..options import Device, OutputFile, json_option, print_json, print_table
+from ..options import Device, OutputFile, json_option, print_json
+from . import stored
 
 if TYPE_CHECKING:
     from .measure import Table
 
-EVERYWHERE = ("stack", "long", "lite", "intensity", "tiles", "rounding")
+EVERYWHERE = (
+    "stack",
+    "long",
+    "backward",
+    "features",
+    "lite",
+    "intensity",
+    "tiles",
+    "widths",
+    "pointwise",
+    "layers",
+    "rounding",
+)
 ON_A_GPU = ("cuda", "coalescing", "banks")
-NAMES = EVERYWHERE + ON_A_GPU
+LONG_RUNS = ("dtypes", "blocks")  # minutes on a GPU: where they are not asked for, their stored run is shown
+NAMES = EVERYWHERE + ON_A_GPU + LONG_RUNS
 
 
 @click.command()
@@ -37,32 +52,49 @@ NAMES = EVERYWHERE + ON_A_GPU
     multiple=True,
     help="May be repeated.  [default: all that the device has]",
 )
+@click.option("--all", "everything", is_flag=True, help="Measure also what takes long; else its stored run is shown.")
+@click.option("--save", type=OutputFile(), help="Put the tables into this file of stored runs; implies --all.")
 @click.option("--plot", type=OutputFile(), help="A picture of step against time; png, svg.")
 @json_option
-def ladder(device: torch.device, names: tuple[str, ...], plot: Path | None, as_json: bool) -> None:
+def ladder(
+    device: torch.device, names: tuple[str, ...], everything: bool, save: Path | None, plot: Path | None, as_json: bool
+) -> None:
     """Measure every step of the ladder, from pure Python to `flashtile.attention`.
 
-    Tables: `stack`, all steps at d = 16; `long`, time and memory of standard and fused attention at d = 64; `lite`, the
-    error of a softmax that is local to its tile; `intensity`, operations for each byte, from the model; `tiles`, bytes
-    and time of the two loop orders; `rounding`, how far equal formulas differ. On a GPU also `cuda`, step 9's kernels,
-    and `coalescing` and `banks`, what orders of memory accesses cost. docs/ladder.md explains them and the steps; the
-    code is in flashtile/ladder.
+    Tables: `stack`, all steps at d = 16; `long`, time and memory of standard and fused attention at d = 64; `backward`
+    and `features`, what these cost; `lite`, the error of a softmax that is local to its tile; `intensity`, operations
+    for each byte, from the model; `tiles` and `widths`, bytes and time by tile and by head dimension; `pointwise`,
+    operations that memory limits; `layers`, attention in a transformer, from the model; `rounding`, how far equal
+    formulas differ. On a GPU also `cuda`, step 9's kernels; `coalescing` and `banks`, what orders of memory accesses
+    cost; `dtypes`, all kernels in all dtypes by device time; `blocks`, Triton's tiles. docs/ladder.md explains them and
+    the steps; the code is in flashtile/ladder.
+
+    Each table appears when it is measured, with a sentence that says what to see. All run on one thread.
     """
     if device.type not in ("cpu", "cuda"):
         raise click.UsageError(f"--device {device}: times and memory are measured on the CPU and on CUDA devices")
     if plot is not None:
         refuse_plot_without(names, plot)
-    start = time.perf_counter()
+    everything = everything or save is not None
     tables: list[Table] = []
+    start, about = time.perf_counter(), machine(device)
     try:
-        measure(names or (NAMES if device.type == "cuda" else EVERYWHERE), device, tables)
+        for table, seconds in measured(names, device, everything):
+            tables.append(table)
+            if save is not None and table.ok and table.rows:
+                stored.save(save, table.name, vars(table) | {"machine": about, "seconds": seconds})
+            if not as_json:
+                from .show import show_table
+
+                show_table(table)
     finally:  # an interruption loses none of the tables before it
         seconds = time.perf_counter() - start
         if as_json:
-            found = {"machine": machine(device), "tables": {table.name: vars(table) for table in tables}}
+            found = {"machine": about, "tables": {table.name: vars(table) for table in tables}}
             print_json(found | {"seconds": seconds})
         else:
-            show(tables, device, seconds)
+            click.echo(", ".join(f"{name} {value}" for name, value in about.items() if value is not None))
+            click.echo(f"{seconds:.0f} s")
     stack = next((table for table in tables if table.name == "stack" and table.ok), None)
     if plot is not None and stack is not None:
         from .plot import draw
@@ -85,83 +117,83 @@ def refuse_plot_without(names: tuple[str, ...], plot: Path) -> None:
         raise click.UsageError(f"--plot {plot}: the name should end with one of .{', .'.join(sorted(known))}")
 
 
-def measure(names: tuple[str, ...], device: torch.device, tables: "list[Table]") -> None:
-    """Add the tables asked for to `tables`, each when it is done. One that fails says so, and the others follow."""
+def measured(names: tuple[str, ...], device: torch.device, everything: bool) -> "Iterator[tuple[Table, float]]":
+    """Each table and its seconds, when it is done. One that fails says so, and the others follow."""
     from ...ladder.triton_or_not import on
+    from ...verification.examine import one_thread
     from .measure import Table
+
+    kept = stored.load(stored.path_for(device))
+    named = tuple(dict.fromkeys(names))
+    on_device = EVERYWHERE + (ON_A_GPU + LONG_RUNS if device.type == "cuda" else ())
+    token = stored.slow_rows.set(() if everything else stored.slow(kept))
+    try:
+        for name in named or on_device:
+            start = time.perf_counter()
+            if device.type != "cuda" and name in ON_A_GPU + LONG_RUNS:
+                table = stored_table(name, stored.load(stored.path_for(torch.device("cuda"))))
+            elif name in LONG_RUNS and name not in named and not everything:
+                table = stored_table(name, kept)
+            else:
+                try:
+                    with on(device), one_thread():
+                        table = finished(name, device)
+                except Exception as error:
+                    table = Table(name, name, notes=[f"Failed: {type(error).__name__}: {error}"], ok=False)
+            yield table, time.perf_counter() - start
+    finally:
+        stored.slow_rows.reset(token)
+
+
+def finished(name: str, device: torch.device) -> "Table":
+    """The table, measured with a line of progress."""
     from .tables import TABLES
 
-    names = tuple(dict.fromkeys(names))
-    with on(device), progress() as bar:
-        task = bar.add_task("", total=len(names))
-        for name in names:
-            measurement = TABLES[name](device)
+    measurement = TABLES[name](device)
+    with progress() as bar:
+        task = bar.add_task("", total=None)
+        while True:
             try:
-                while True:
-                    bar.update(task, description=f"{name}: {next(measurement)}")
-            except StopIteration as finished:
-                tables.append(finished.value)
-            except Exception as error:
-                tables.append(Table(name, name, notes=[f"Failed: {type(error).__name__}: {error}"], ok=False))
-            bar.advance(task)
+                bar.update(task, description=f"{name}: {next(measurement)}")
+            except StopIteration as done:
+                return done.value
 
 
-def show(tables: "list[Table]", device: torch.device, seconds: float) -> None:
-    for table in tables:
-        show_table(table)
-    click.echo(", ".join(f"{name} {value}" for name, value in machine(device).items() if value is not None))
-    click.echo(f"{seconds:.0f} s")
+def stored_table(name: str, tables: dict[str, Any]) -> "Table":
+    """A table of the stored run, with a note on where it comes from."""
+    from .measure import Table
+
+    how = f"`--device cuda --table {name}` measures it on a GPU."
+    if name not in tables:
+        return Table(name, name, notes=[f"Not measured, and not stored: {how}"])
+    found = tables[name]
+    where = f"Stored, from {found['machine']['device']}: {how}"
+    fields = {field: found[field] for field in ("title", "see", "rows", "asides") if field in found}
+    return Table(name, **fields, notes=[where, *found["notes"]])
 
 
 def machine(device: torch.device) -> dict[str, Any]:
+    """Where and when: the load is that of the last minute, before this run."""
     versions = packages()
     return {
         "device": describe_device(device).name,
-        "threads": torch.get_num_threads(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "threads": 1,
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": versions["triton"],
+        "numba": versions.get("numba"),
     }
 
 
-def show_table(table: "Table") -> None:
-    """Rows under their keys; those of `stack` with a column for each length."""
-    rows = pivoted(table.rows) if table.name == "stack" else table.rows
-    printed = Printed(box=None, pad_edge=False, header_style="bold")
-    if rows:
-        for heading in rows[0]:
-            words = isinstance(rows[0][heading], str) and heading != "published"
-            printed.add_column(heading.replace("_", "\n"), justify="left" if words else "right", no_wrap=words)
-        for row in rows:
-            printed.add_row(*(in_figures(value) for value in row.values()))
-    console = Console()
-    console.print(table.title, style="bold")
-    print_table(printed)
-    for note in (*table.notes, *table.asides):
-        console.print(note, highlight=False, markup=False)
-    console.print()
-
-
-def pivoted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each step: a column for each N, with the published time in brackets; then the longest N's time for
-    a row of q, and the largest error.
-    """
-    steps: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        published = "" if row["published_ms"] is None else f" ({row['published_ms']:.3f})"
-        step = steps.setdefault(row["step"], {"step": row["step"]})
-        step[f"N = {row['n']}"] = f"{in_figures(row['ms'])}{published}"
-    for name, step in steps.items():
-        own = [row for row in rows if row["step"] == name]
-        step["µs a row"] = 1e3 * own[-1]["ms"] / own[-1]["n"]
-        step["error"] = max(row["error"] for row in own)
-    return list(steps.values())
-
-
-def in_figures(value: Any) -> str:
-    """Three figures of a number."""
-    if value is None:
-        return ""
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+def processor() -> str:
+    """The CPU's name, as Linux tells it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,4 +1,4 @@
-"""What `flashtile ladder` measures on a GPU alone: steps 7 to 9 as kernels, and what orders of memory accesses cost."""
+"""Tables of `flashtile ladder` that need a GPU: steps 7 to 9 as kernels, and the cost of orders of memory accesses."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from ...ladder import (
     step09_cuda_warps,
 )
 from ...ladder.cuda_compile import CudaUnavailableError
-from .measure import Measurement, Run, Table, error_of, inputs, milliseconds, triton_compiles
+from .measure import Measurement, Run, Table, error_of, inputs, timed, triton_compiles
 
 Prepare = Callable[[Tensor, Tensor, Tensor], Run]  # from q, k, v `[N, d]` in float32 to a call
 
@@ -90,6 +90,7 @@ CUDA_HEADS = 16
 
 def cuda(device: torch.device) -> Measurement:
     table = Table("cuda", f"Step 9: {CUDA_HEADS} heads, d = 64; what a kernel takes, and its time")
+    table.see = "Sharing rows in a warp, arrays of registers and tensor cores are worth several times each."
     yield "compiling"
     problem = cuda_problem(device)
     if problem is not None:
@@ -102,7 +103,7 @@ def cuda(device: torch.device) -> Measurement:
             yield f"{name}, N = {n}"
             q, k, v = (x.to(dtype).expand(1, CUDA_HEADS, n, 64).contiguous() for x in one)
             attend = functools.partial(step.attention if step else all_heads, q, k, v)
-            row = {"n": n, "step": name, "ms": milliseconds(attend, device)}
+            row = {"n": n, "step": name} | timed(attend, device)
             row["tflops"] = 4 * CUDA_HEADS * n * n * 64 / row["ms"] / 1e9
             last = (x[0, -1] for x in (q, k, v))
             row["error"] = error_of(attend()[0][0, -1], *last)
@@ -129,11 +130,13 @@ def compiled(step: Any, dtype: torch.dtype, device: torch.device) -> cuda_launch
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def measured(name: str, title: str, measure: Callable[[torch.device], Iterator[dict[str, Any]]], note: str) -> Any:
-    """A table of what `measure` yields, row by row."""
+def measured(
+    name: str, title: str, see: str, measure: Callable[[torch.device], Iterator[dict[str, Any]]], note: str
+) -> Any:
+    """A table of the rows that `measure` yields."""
 
     def run(device: torch.device) -> Measurement:
-        table = Table(name, title)
+        table = Table(name, title, see=see)
         yield "compiling"
         problem = cuda_problem(device)
         if problem is not None:
@@ -151,12 +154,14 @@ def measured(name: str, title: str, measure: Callable[[torch.device], Iterator[d
 coalescing = measured(
     "coalescing",
     "Loads: every number once, neighbouring threads reading numbers that lie a stride apart",
+    "A load of 32 lanes costs what it fetches, and not what it uses.",
     memory_patterns.coalescing,
     f"{memory_patterns.NUMBERS * 4 / 2**20:.0f} MiB of float32; used are 4 bytes of each number.",
 )
 banks = measured(
     "banks",
     "Banks of shared memory: rows with padding and without",
+    "A column in one bank takes 32 turns; one unused number for each row spreads it over 32 banks.",
     memory_patterns.bank_conflicts,
     "Columns of a tile of 32 x 32, and the kernels of step 9 with 16 heads, N = 2048, d = 64.",
 )

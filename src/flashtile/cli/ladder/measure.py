@@ -1,8 +1,10 @@
-"""What the tables of `flashtile ladder` are made of: inputs, times, errors, rows."""
+"""Parts of the tables of `flashtile ladder`: inputs, times, errors, rows."""
 
+import contextlib
 import gc
+import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +14,13 @@ from torch import Tensor
 from ... import attention
 from ...backend.rates import fastest
 from ...ladder import step04_standard, step08_triton_lse, triton_or_not
+from .stored import slow_rows
 
 
 @dataclass
 class Table:
-    """The findings of one set of measurements; `rows` have the same keys. Columns that begin with "published", and
-    `asides`, are for `flashtile ladder` alone: the report shows what can be measured or looked up.
+    """The findings of one set of measurements; `rows` have the same keys. Columns that begin with "published", `see`
+    and `asides` are for `flashtile ladder` alone: the report shows what can be measured or looked up.
     """
 
     name: str
@@ -26,6 +29,24 @@ class Table:
     notes: list[str] = field(default_factory=list)
     asides: list[str] = field(default_factory=list)
     ok: bool = True  # False where an error ended the measurement
+    see: str = ""  # one sentence: what to look at
+    row_seconds: list[float] = field(default_factory=list)  # that measuring each row took
+
+    def add(self, key: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Append the row of `key` and of what `measure` returns, and return it; a slow one is the stored run's."""
+        for stored in slow_rows.get():
+            if stored.table == self.name and key.items() <= stored.row.items():
+                words = ", ".join(f"{name} = {value}" for name, value in key.items())
+                source = f"Stored, from {stored.machine['device']}: {words}"
+                self.notes.append(f"{source}. It took {stored.seconds:.0f} s; --all measures it.")
+                self.rows.append(stored.row)
+                self.row_seconds.append(0.0)
+                return stored.row
+        start = time.perf_counter()
+        row = key | measure()
+        self.rows.append(row)
+        self.row_seconds.append(time.perf_counter() - start)
+        return row
 
 
 Measurement = Generator[str, None, Table]  # yields a word on what it does next
@@ -39,22 +60,45 @@ def inputs(n: int, d: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor
     return q, k, v
 
 
-def milliseconds(run: Run, device: torch.device, seconds: float = 0.2) -> float:
-    """The fastest of the runs during this time, one at least, after one that warms up: whatever else the machine does
-    only adds to a time. Python's search for cycles, which step 2's many objects set off, waits until the end.
+def timed(run: Run, device: torch.device, seconds: float = 0.2, prefix: str = "") -> dict[str, float]:
+    """`ms`, the fastest of the runs during this time, and `median_ms`; the keys begin with `prefix`.
+
+    The fastest is what the code takes, because all else that the machine does only adds to a time; the median says how
+    quiet the machine was. One run warms up, and two are timed at least. Python's search for cycles, which step 2's many
+    objects set off, waits until the end.
     """
     run()
     searches = gc.isenabled()
     gc.disable()
     try:
         end = time.perf_counter() + seconds
-        best = fastest(run, device, repeats=1)
+        found = [fastest(run, device, repeats=1) for _ in range(2)]
         while time.perf_counter() < end:
-            best = min(best, fastest(run, device, repeats=1))
+            found.append(fastest(run, device, repeats=1))
     finally:
         if searches:
             gc.enable()
-    return best * 1e3
+    return {f"{prefix}ms": min(found) * 1e3, f"{prefix}median_ms": statistics.median(found) * 1e3}
+
+
+DISTURBED = 2.0  # the median over the fastest: from here on the machine was not quiet
+
+
+def disturbed(table: Table) -> str | None:
+    """A warning where medians are twice the fastest times or more; `None` where all are near."""
+    pairs = [
+        (row[name], row[name[: -len("ms")] + "median_ms"])
+        for row in table.rows
+        for name in row
+        if name.endswith("ms") and name[: -len("ms")] + "median_ms" in row
+    ]
+    far = [median / least for least, median in pairs if median >= DISTURBED * least]
+    if not far:
+        return None
+    return (
+        f"The machine was not quiet: {len(far)} of {len(pairs)} times have a median that is {DISTURBED:.0f} times the "
+        f"fastest run or more, up to {max(far):.1f} times."
+    )
 
 
 def error_of(out: Any, q: Tensor, k: Tensor, v: Tensor) -> float:
@@ -73,6 +117,27 @@ def first(result: Any) -> Any:
 def product(q: Tensor, k: Tensor, v: Tensor) -> Any:
     """Step 11: `flashtile.attention`, here on one head."""
     return attention(q[None, None], k[None, None], v[None, None])
+
+
+@contextlib.contextmanager
+def tf32_products() -> Iterator[None]:
+    """PyTorch's products of float32 in TF32, on tensor cores; `flashtile.attention` follows this setting."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def in_tf32(run: Run) -> Run:
+    """The same call with products in TF32."""
+
+    def call() -> Any:
+        with tf32_products():
+            return run()
+
+    return call
 
 
 def triton_compiles(device: torch.device) -> bool:

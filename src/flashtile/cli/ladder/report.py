@@ -10,17 +10,24 @@ from ...report.section import Plot, Section, Series
 from ...report.section import Table as Shown
 from ...report.settings import Settings
 from ...verification.examine import one_thread
-from .command import EVERYWHERE, NAMES, in_figures, pivoted
+from .long import long
 from .measure import Measurement, Table
+from .show import in_figures, pivoted
 from .stack import stack
-from .tables import TABLES, long
+from .tables import TABLES
 
 QUICK = ("stack", "long", "intensity")
+FURTHER = (*QUICK, "lite", "tiles", "rounding")
+ON_A_GPU = ("cuda", "coalescing", "banks")
 # Columns of all tables in words.
 HEADINGS = {
     "n": "N",
     "step": "step",
     "ms": "ms",
+    "median_ms": "median, ms",
+    "spread": "median over fastest",
+    "page_faults": "page faults",
+    "online_tf32": "error, online in TF32",
     "error": "largest error",
     "extra_mib": "memory, MiB",
     "speedup": "speed-up",
@@ -41,6 +48,8 @@ HEADINGS = {
     "flash2_mb_written": "FlashAttention-2, MB written",
     "flash1_ms": "FlashAttention-1, ms",
     "flash2_ms": "FlashAttention-2, ms",
+    "flash1_median_ms": "FlashAttention-1, median, ms",
+    "flash2_median_ms": "FlashAttention-2, median, ms",
     "where": "where",
     "scale": "scale",
     "change": "change",
@@ -65,7 +74,7 @@ def tables_of(settings: Settings) -> tuple[str, ...]:
     """The names of the tables, in order."""
     if not settings.further_tables:
         return QUICK
-    return NAMES if settings.device.type == "cuda" else EVERYWHERE
+    return FURTHER + ON_A_GPU if settings.device.type == "cuda" else FURTHER
 
 
 def ladder(settings: Settings, advance: Callable[[], None]) -> Section:

@@ -18,6 +18,7 @@ def rounding(device: torch.device) -> Measurement:
     """On the CPU in float32, operation by operation; on a GPU also one kernel, compiled with other flags."""
     n, d = ROUNDING_SHAPE
     table = Table("rounding", f"Rounding: how far equal formulas move the results, float32, N = {n}, d = {d}")
+    table.see = "Each of these is right: kernels agree to this and no further."
     yield "on the CPU"
     table.rows += [{"where": "CPU"} | row for row in pages.table(n, d)]
     if cuda_problem(device) is None:
