@@ -104,7 +104,7 @@ class TensorDescriptor:
             index = (int(first) + np.arange(self.block_shape[dim], dtype=np.int64)).reshape(along)
             inside = inside & (index >= 0) & (index < length)
             address = address + index.astype(np.uint64) * np.uint64(stride * size % 2**64)
-        offset = torch.from_numpy(address.view(np.int64) // size)
+        offset = torch.from_numpy(address.view(np.int64) >> (size.bit_length() - 1))
         inside_box = torch.from_numpy(inside)
         check_extent(self.base, offset[inside_box])
         return offset, inside_box
