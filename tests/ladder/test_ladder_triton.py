@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checking import dense_case
-from interpreted import interpreted
+from simulated import run_simulated
 from torch import Tensor
 
 from flashtile.ladder import step08_triton_lite, step08_triton_lse, step08_triton_online, triton_or_not
@@ -95,7 +95,7 @@ def sum_of_tile_attentions(case: Case) -> Tensor:
 @needs_triton
 def test_in_the_interpreter(tmp_path: Path) -> None:
     calls = [(module, arguments(case)) for module, case in PROBLEMS]
-    assert_right_but_lite(interpreted(calls, tmp_path, TRITON_INTERPRET="1"))
+    assert_right_but_lite(run_simulated(calls, tmp_path, TRITON_INTERPRET="1"))
 
 
 @needs_triton
