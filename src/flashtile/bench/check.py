@@ -1,7 +1,7 @@
-"""Is a provider's result right? Before it is timed, it is held against the fp64 oracle within the contract's bound.
+"""Correctness check of a provider before it is timed: the fp64 oracle and the contract's bound.
 
-Small problems are compared element by element; of large ones `parts` are, with every other element only asked to be
-finite. Memory that the library may get for its result is filled with NaN before, so that what it does not write shows.
+Small problems are compared element by element. Of large ones `parts` are compared, and all other elements have to be
+finite. Memory that the library may get for its result is filled with NaN first, so that unwritten elements show.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ GRADIENTS = ("dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Verdict:
-    """`ratio` is the worst error in units of its bound; `what` says which elements were compared."""
+    """Result of a check: `ratio` is the worst error in units of its bound, `what` says which elements were compared."""
 
     ok: bool
     ratio: float
@@ -38,7 +38,7 @@ class Checker:
         self.solved: dict[str, tuple[Case, dict[str, Expected]]] = {}
 
     def verdict(self, provider: Provider, prepared: Prepared, decode: bool) -> Verdict:
-        """Of this case; where the provider draws other random numbers, of the case without them."""
+        """Check this case; without dropout if the provider draws other random numbers."""
         if not self.case.arguments.get("dropout_p"):
             return self.compared(self.case, prepared)
         if not provider.contract_dropout:
@@ -92,7 +92,7 @@ def judge(found: list[Deviation], what: str) -> Verdict:
 
 
 def spoil_memory(case: Case) -> None:
-    """Fill memory of the sizes of results with NaN and give it back: an allocator hands it out again."""
+    """Fill memory of the sizes of results with NaN and free it: the allocator reuses it for the results."""
     q, k, v = (case.arguments[name] for name in ("q", "k", "v"))
     shapes = [(*q.shape[:-1], v.shape[-1])] + ([q.shape, k.shape, v.shape] if case.differentiates else [])
     for shape in shapes:

@@ -12,8 +12,8 @@ from .cell import Cell
 
 
 def make_case(cell: Cell, device: torch.device, seed: int = 0) -> Case:
-    """Random tensors of the cell's shapes. In memory positions come before heads, as projections leave them:
-    `q [B, H, S, D]` is a view of `[B, S, H, D]`; packed `q` is `[T, H, D]`.
+    """Random tensors of the cell's shapes. In memory, positions come before heads as after a projection:
+    `q [B, H, S, D]` is a view of `[B, S, H, D]`. Packed `q` is `[T, H, D]`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = cell.torch_dtype

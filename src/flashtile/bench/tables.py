@@ -1,4 +1,4 @@
-"""Results as tables for a terminal: a line for each provider on each cell, then what has no speed."""
+"""Results as tables for a terminal: a line for each provider on each cell, then the rows without a speed."""
 
 from collections.abc import Iterator
 
@@ -55,12 +55,12 @@ def entries(row: Row, scale: float) -> list[Text]:
 
 
 def figure(row: Row) -> Band | None:
-    """What a row is compared by: a rate where there is one, else seconds or bytes."""
+    """The figure that rows are compared by: a rate if there is one, otherwise seconds or bytes."""
     return row.flops_per_second or row.bytes_per_second or row.value
 
 
 def unit_of(results: Results, cells: list[Cell]) -> tuple[str, float]:
-    """The unit in which the largest figure of the cells is at least one, and what it is worth."""
+    """The unit in which the largest figure of the cells is at least one, and its scale."""
     rows = [row for row in results.rows if row.cell in cells]
     figures = [found.median for row in rows if (found := figure(row)) is not None]
     largest = max(figures, default=0.0)
@@ -75,7 +75,7 @@ def unit_of(results: Results, cells: list[Cell]) -> tuple[str, float]:
 
 
 def reasons(results: Results) -> Iterator[tuple[str, str, str, int]]:
-    """Status, provider, reason and number of cells, of what has no speed; wrong results first."""
+    """Status, provider, reason and number of cells, for rows without a speed; wrong results first."""
     counted: dict[tuple[str, str, str], int] = {}
     for row in results.rows:
         if row.status != OK:

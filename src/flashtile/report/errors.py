@@ -44,7 +44,7 @@ def section_of(settings: Settings, records: list[dict[str, Any]], notes: list[st
         name="errors",
         title="Error against fp64",
         summary=f"‖x − exact‖ / ‖exact‖ of out and of the worst gradient, {HEADS} heads of {HEAD_DIM}, length "
-        f"{settings.error_seqlen}, causal, beside the more exact of {name_of(settings.reference)} and "
+        f"{settings.error_seqlen}, causal, compared with the more exact of {name_of(settings.reference)} and "
         f"{name_of(PLAIN)}. In {counted or 'no dtype was anything to compare'}. Plain attention computes scores and "
         "softmax in the dtype of its inputs; flashtile sums in float32.",
         plots=[
@@ -63,7 +63,7 @@ def section_of(settings: Settings, records: list[dict[str, Any]], notes: list[st
 
 
 def measured(settings: Settings, dtype: str, inputs: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Relative errors of out and the three gradients, of everyone; and why others have none."""
+    """Relative errors of out and the three gradients for each provider, and the reasons of those without any."""
     shape: dict[str, Any] = {"heads": HEADS, "seqlen_q": settings.error_seqlen, "head_dim": HEAD_DIM, "causal": True}
     cell = Cell("backward", dtype=dtype, inputs=inputs, **shape)
     case = make_case(cell, settings.device)

@@ -23,7 +23,7 @@ class Kind:
 
     name: str  # in tables
     words: str  # after the number of problems: "random problems over every feature"
-    asked: int  # problems, of which time may have run out for some
+    requested: int  # problems; time may run out before some of them
     report: Report
 
     @property
@@ -31,9 +31,9 @@ class Kind:
         return len(self.report.outcomes) // len(self.report.problems.backends)
 
     def __str__(self) -> str:
-        if self.examined == self.asked:
+        if self.examined == self.requested:
             return f"{self.examined:,} {self.words}"
-        return f"{self.examined:,} of {self.asked:,} {self.words} (then the time was up)"
+        return f"{self.examined:,} of {self.requested:,} {self.words} (then the time was up)"
 
 
 def gate(settings: Settings, advance: Callable[[], None]) -> Section:
@@ -53,7 +53,7 @@ def gate(settings: Settings, advance: Callable[[], None]) -> Section:
 
 
 def examined(settings: Settings, problems: Problems, advance: Callable[[], None]) -> Report:
-    """As many problems as time allows, in order: kernels that are compiled for each take long on some machines."""
+    """Examine problems in order until the time is up: compiling their kernels takes long on some machines."""
     outcomes, start = [], time.perf_counter()
     with closing(examine(problems, settings.gate_jobs)) as batches:
         for batch in batches:
@@ -95,7 +95,7 @@ def section_of(kinds: list[Kind]) -> Section:
 
 
 def entries(tallies: list[Tally]) -> tuple[str, ...]:
-    """Runs, wrong, declined, the worst error and of which result."""
+    """Runs, wrong, declined, the worst error and its result."""
     worst = max((x.worst for x in tallies if x.worst), key=lambda deviation: deviation.ratio, default=None)
     counts = (sum(x.cases for x in tallies), sum(x.failed for x in tallies), sum(x.declined for x in tallies))
     return (*(f"{n:,}" for n in counts), three_digits(worst.ratio) if worst else "", worst.name if worst else "")

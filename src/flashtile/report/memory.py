@@ -1,4 +1,4 @@
-"""Peak memory against sequence length, in a process of its own, where nothing else has allocated."""
+"""Peak memory against sequence length, in a process of its own without other allocations."""
 
 import math
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def section_of(settings: Settings, found: Found, notes: list[str]) -> Section:
         name="memory",
         title="Memory",
         summary=f"{counted}. {settings.memory_heads} heads of {settings.head_dim}, {settings.dtype}, not causal; the "
-        "most bytes that PyTorch's allocator has given out at a time, less inputs and results. "
+        "peak bytes of PyTorch's allocator, without inputs and results. "
         f"{of_the_longest(settings, found)}",
         plots=[plot_of(settings, measure, found) for measure in MEASURES],
         tables=[
@@ -70,7 +70,7 @@ def section_of(settings: Settings, found: Found, notes: list[str]) -> Section:
 
 
 def compared(settings: Settings, measure: str, found: Found) -> list[Comparison]:
-    """Each length, compared with the other that takes the least."""
+    """Each length, compared with the smallest other."""
     results, own = [], found.get((measure, OWN), {})
     for n in settings.memory_seqlens:
         others = [(x[n], name) for (m, name), x in found.items() if m == measure and name != OWN and n in x]
@@ -86,13 +86,13 @@ def pass_of(measure: str) -> str:
 
 
 def inputs_bytes(settings: Settings, seqlen: int) -> float:
-    """Of q, k, v and out."""
+    """Bytes of q, k, v and out."""
     cell = cell_of(settings, "forward_memory", seqlen)
     return 4 * cell.heads * seqlen * cell.head_dim * cell.torch_dtype.itemsize
 
 
 def slope(values: dict[int, float]) -> float | None:
-    """Of log(bytes) over log(length), least squares over the upper half of the lengths: the exponent of growth."""
+    """Exponent of growth: the slope of log(bytes) over log(length), by least squares over the longer half."""
     points = [(math.log(n), math.log(x)) for n, x in sorted(values.items()) if x > 0]
     points = points[len(points) // 2 - (len(points) < 4) :] if len(points) > 2 else points
     if len(points) < 2:
@@ -120,7 +120,7 @@ def plot_of(settings: Settings, measure: str, found: Found) -> Plot:
 
 
 def of_the_longest(settings: Settings, found: Found) -> str:
-    """Largest length at which the dense method's matrices fit."""
+    """Memory at the longest length, of flashtile and of the dense method, in words."""
     words, longest = [], settings.memory_seqlens[-1]
     for measure in MEASURES:
         own, dense = (found.get((measure, name), {}) for name in (OWN, DENSE))

@@ -1,6 +1,6 @@
 """The first screen: is it faster, smaller, as exact here? Three answers, three pictures, and every loss in one table.
 
-It measures nothing: all of it follows from the comparisons of the other sections.
+It measures nothing and uses the comparisons of the other sections.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the planner chooses for typical calls on this machine, what limits them, and how long they take."""
+"""The planner's choices for typical calls on this machine, their limits and their times."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "decoding step": ((2, 32, 1, 128), (2, 8, 8192, 128), {}),
     "wide heads": ((1, 4, 1024, 256), (1, 4, 1024, 256), {"causal": True}),
 }
-RUNS = 2  # of which the fastest counts, after one that compiles
+RUNS = 2  # after one that compiles; the faster one counts
 
 
 def planner(settings: Settings, advance: Callable[[], None]) -> Section:
@@ -37,7 +37,7 @@ def planner(settings: Settings, advance: Callable[[], None]) -> Section:
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Normal numbers, the same in every head: to draw all of them would take longer than the calls."""
+    """Normal values, the same in every head: drawing all of them would take longer than the calls."""
     one = torch.randn(shape[-2:], generator=torch.Generator().manual_seed(0))
     return one.to(device, dtype).expand(shape).contiguous()
 
@@ -94,7 +94,7 @@ def section_of(settings: Settings, found: dict[str, tuple[Explanation, float]]) 
 
 
 def reasons(found: dict[str, Explanation]) -> list[str]:
-    """Why backends were passed over, each reason once, with the calls that it holds for."""
+    """Reasons why backends declined or deferred, each once, with its calls."""
     calls: dict[tuple[str, str], list[str]] = {}
     for name, x in found.items():
         for backend, why in x.why_not.items():
@@ -103,4 +103,4 @@ def reasons(found: dict[str, Explanation]) -> list[str]:
     for (backend, why), names in calls.items():
         where = "" if len(names) == len(found) else f" for {', '.join(names)}"
         lines.append(f"Not {backend}{where}: {why}.")
-    return lines or ["Nothing was declined: each call runs in the first backend that was asked."]
+    return lines or ["Nothing was declined: the first backend takes each call."]

@@ -28,7 +28,7 @@ def speed(settings: Settings, advance: Callable[[], None]) -> Section:
 
 
 def busy(load: float) -> list[str]:
-    """A word of warning where other work takes the processors; `load` is that of before."""
+    """A warning if other work takes the processors; `load` is the system's load before the measurement."""
     cores = os.cpu_count() or 1
     if load < BUSY * cores:
         return []
@@ -36,7 +36,7 @@ def busy(load: float) -> list[str]:
 
 
 def section_of(settings: Settings, found: Sequence[tuple[Kind, list[Row]]]) -> Section:
-    """All rows, and of the first kind, the calls by length, pictures too."""
+    """The section of all rows, with plots of the first kind, the calls by length."""
     by_length, rows = found[0][1], [row for _, some in found for row in some]
     largest = max((x.median for row in by_length if (x := row.flops_per_second)), default=0.0)
     unit, scale = ("TFLOP/s", 1e12) if largest >= 1e12 else ("GFLOP/s", 1e9)
@@ -49,7 +49,7 @@ def section_of(settings: Settings, found: Sequence[tuple[Kind, list[Row]]]) -> S
         summary=f"{counted}. Where nothing else is said, calls have {cell.heads} heads of {cell.head_dim}, causal, in "
         f"{cell.dtype}; those of the pictures have {cell.inputs} inputs. Every result is compared with the oracle "
         "before it is timed. FLOPs are those of visible pairs, 2.5 times as many backward. Lines are medians over "
-        "rounds in which all take turns, bands 20% to 80%.",
+        "interleaved rounds, bands 20% to 80%.",
         plots=[plot_of(by_length, measure, unit, scale) for measure in ("forward", "backward")],
         tables=[
             table_of(comparisons, CAPTION, f"All {len(comparisons)} calls, losses first"),
@@ -82,8 +82,8 @@ def compared(settings: Settings, group: str, rows: Sequence[Row]) -> list[Compar
 
 
 def seconds_of(row: Row) -> list[float]:
-    """Of a call, for each round: what the device or the host takes, whichever is longer. Decoding on a GPU is replayed
-    from a CUDA graph, without the host.
+    """Seconds of a call, for each round: the device's or the host's time, whichever is longer. Decoding on a GPU is
+    replayed from a CUDA graph, without the host.
     """
     host = 0.0 if row.cell.measure == "decode" else row.host_seconds or 0.0
     return [max(x, host) for x in row.samples]

@@ -37,7 +37,7 @@ def table_of(found: Sequence[Comparison], caption: str = "", folded: str = "") -
 
 
 def plot_of(found: Sequence[Comparison], name: str, title: str, label: str, caption: str) -> Plot:
-    """A row for each group, a mark for each case; worse ones lie left of 1 and have their own color."""
+    """A row for each group, a mark for each case. Worse cases are left of 1 and have their own color."""
     groups = list(by_group(found))
     series = []
     for verdict, words in zip(Verdict, ADJECTIVES[found[0].question], strict=True):

@@ -13,7 +13,7 @@ from ...testing.case import Case
 from .provider import Prepared, Provider, effective_window, require, softmax_scale
 
 TAKES = {"causal", "window", "softcap", "grouped heads", "packed sequences", "Dv other than D"}
-RUNTIME = "libcudart.so.12"  # beside the library, where the process has another version of it
+RUNTIME = "libcudart.so.12"  # next to the library, if the process has another version
 
 
 class FlashAttention3(Provider):
@@ -61,7 +61,7 @@ class FlashAttention3(Provider):
             return x if packed else x.transpose(1, 2)
 
         q, k, v = (rows(given[name]) for name in ("q", "k", "v"))
-        splits = 0 if decode else 1  # 0: as many as it finds best
+        splits = 0 if decode else 1  # 0: its own choice
         saved: list[Tensor] = []
 
         def forward() -> Tensor:

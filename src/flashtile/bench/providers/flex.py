@@ -40,7 +40,7 @@ class Flex(Provider):
         key = (*(x.shape for x in qkv(case)), case.dtype, device)
         if decode and not features(case) - {"grouped heads"} and self.compiled_for == key:
             return from_autograd(self.attend, case)  # other caches of the same shape
-        torch._dynamo.reset()  # one call of one shape each time: nothing may reach the limit of recompilations
+        torch._dynamo.reset()  # one call of one shape each time must not count as recompilations
         settings = {"donated_buffer": False}  # the graph is kept, to run backward more than once
         packed = case.function == "attention_varlen"
         mask_mod, score_mod = mask_of(case), score_of(case)

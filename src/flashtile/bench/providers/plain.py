@@ -1,4 +1,4 @@
-"""Attention as one writes it down: two matrix products and a softmax between, in the inputs' dtype, [B, H, Sq, Sk]."""
+"""Textbook attention: two matrix products with a softmax between them, [B, H, Sq, Sk] in the inputs' dtype."""
 
 import torch
 from torch import Tensor

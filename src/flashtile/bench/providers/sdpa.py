@@ -1,4 +1,4 @@
-"""`torch.nn.functional.scaled_dot_product_attention` as it is called, and a provider for each of its backends."""
+"""`torch.nn.functional.scaled_dot_product_attention` with its own choice, and a provider for each of its backends."""
 
 import warnings
 from collections.abc import Callable
@@ -33,7 +33,7 @@ TAKES = {"causal", "window", "bias", "mask", "alibi_slopes", "dropout", "grouped
 
 class Sdpa(Provider):
     def __init__(self, backend: str) -> None:
-        """`backend` is a key of BACKENDS, or empty: PyTorch chooses, as it does for its users."""
+        """`backend` is a key of BACKENDS; if it is empty, PyTorch chooses."""
         self.name, self.backend = f"sdpa:{backend}" if backend else "sdpa", BACKENDS.get(backend)
 
     def unusable(self, device: torch.device) -> str | None:
@@ -68,7 +68,7 @@ class Sdpa(Provider):
 
 
 def first_call(run: Callable[[], Tensor]) -> None:
-    """Turn PyTorch's error that no kernel takes the call into a refusal, with the reasons that it warns of."""
+    """Turn PyTorch's "No available kernel" error into `Declined`, with the reasons from its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -82,8 +82,8 @@ def first_call(run: Callable[[], Tensor]) -> None:
 
 
 def dense_mask(case: Case, *, with_window: bool) -> Tensor | None:
-    """Everything that is added to scores or hides them as one tensor that broadcasts to [B, H, Sq, Sk]: bool where
-    nothing is added, else q's dtype.
+    """Mask and additive terms as one tensor that broadcasts to [B, H, Sq, Sk]: bool if nothing is added, otherwise q's
+    dtype.
     """
     given = case.arguments
     q, k = given["q"], given["k"]
