@@ -1,4 +1,4 @@
-"""`flashtile env`: the machine as flashtile sees it. What cannot be found out is listed with the reason."""
+"""`flashtile env`: the machine as flashtile sees it. A fact that cannot be read is listed with the reason."""
 
 import importlib.metadata
 import os
@@ -40,13 +40,13 @@ def env(as_json: bool) -> None:
 
 
 def survey() -> tuple[dict[str, Any], dict[str, str]]:
-    """What every probe found, and for each that failed the reason."""
+    """Results of the probes, and the reasons of those that failed."""
     found: dict[str, Any] = {}
     unknown: dict[str, str] = {}
     for name, probe in PROBES.items():
         try:
             found[name] = probe()
-        except Exception as error:  # whatever a strange machine makes of it
+        except Exception as error:  # of an unusual machine
             unknown[name] = f"{type(error).__name__}: {error}"
     return found, unknown
 
@@ -97,7 +97,7 @@ def gpu_driver() -> str | None:
 
 
 def packages() -> dict[str, str | None]:
-    """Versions of what is installed, without importing it; `None` for what is not."""
+    """Versions of installed packages, without importing them; `None` if one is not installed."""
 
     def version(name: str) -> str | None:
         try:

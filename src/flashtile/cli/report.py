@@ -1,4 +1,4 @@
-"""`flashtile report`: one page about this machine. Right, fast, small, exact? What was chosen, and where do we lose?"""
+"""`flashtile report`: one page on correctness, speed, memory, error and plans on this machine."""
 
 import importlib.util
 import sys
@@ -51,10 +51,10 @@ class Lengths(click.ParamType):
 @click.option("--rounds", type=click.IntRange(1), help="In which everything is timed.")
 @json_option
 def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: bool, **options: Any) -> None:
-    """Measure this machine and write report.html, with the figures beside it as JSON and CSV.
+    """Measure this machine and write report.html, with the figures as JSON and CSV in the same folder.
 
-    Correctness, speed and memory against sequence length, error against fp64, what the planner chooses, and where
-    flashtile is slower than others. The exit code is 1 if a check fails.
+    Correctness, speed and memory against sequence length, error against fp64, the planner's choices, and every case in
+    which flashtile is slower than others. The exit code is 1 if a check fails.
     """
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
@@ -82,5 +82,5 @@ def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: 
         for section in found.sections:
             click.echo(f"{section.title}{'' if section.ok else ' FAILED'}")
             click.echo(click.wrap_text(section.summary, 100, "  ", "  "))
-        click.echo(f"\n{path} in {found.seconds:.0f} s; the figures are beside it as JSON and CSV")
+        click.echo(f"\n{path} in {found.seconds:.0f} s; its folder has the figures as JSON and CSV")
     sys.exit(0 if found.ok else 1)

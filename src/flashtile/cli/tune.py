@@ -1,4 +1,4 @@
-"""`flashtile tune`: searches tiles for this GPU, and saves those that are faster than the shipped ones."""
+"""`flashtile tune`: a search of tiles for this GPU that are faster than the shipped ones."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ PASSES = {"forward": ("forward",), "backward": ("dkdv", "dq"), "dkdv": ("dkdv",)
 
 
 class OnAGpu(click.Command):
-    """A command that first says why there is no GPU for it, whatever its options are."""
+    """A command that first checks whether there is a GPU, before its options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not {"-h", "--help"} & set(args) and (reason := no_gpu()) is not None:
@@ -53,11 +53,11 @@ def tune(
 ) -> None:
     """Search tiles of the Triton kernels for this GPU, and save those that are faster than the shipped ones.
 
-    From the shipped tile the search goes to neighbours that are faster, as long as time is left. A tile is timed only
-    after its results are within the contract's bound of an fp64 oracle. What is found is for this GPU and this version
-    of Triton, for all plain calls up to the width of its row in the shipped table: 64, 128, 256 or 512. Later processes
-    use it, and `flashtile explain` says so; it is in `triton-tiles.json` in the user's cache directory, or in
-    $FLASHTILE_CACHE_DIR. No call ever searches.
+    The search starts at the shipped tile and goes to faster neighbors while time is left. A tile is timed only after
+    its results are within the contract's bound of an fp64 oracle. The result is for this GPU and this version of
+    Triton, and for all plain calls up to the width of its row in the shipped table: 64, 128, 256 or 512. Later
+    processes use it, and `flashtile explain` shows it. It is saved in `triton-tiles.json` in the user's cache
+    directory, or in $FLASHTILE_CACHE_DIR. Calls never search.
     """
     from ..tuning.trial import Subject
 
@@ -120,7 +120,7 @@ def print_found(subject: "Subject", found: "Found", saved: str | None) -> None:
     for tried in found.tried:
         outcome = f"{-tried.gain:+.1%} time" if tried.gain is not None else f"refused, {tried.refused}"
         click.echo(f"  {tried.launch}: {outcome}")
-    end = "" if found.finished else "; time was up before all neighbours were tried"
+    end = "" if found.finished else "; time was up before all neighbors were tried"
     if found.best == found.shipped:
         click.echo(f"  the shipped tile stays: {found.shipped}{end}")
         return

@@ -8,7 +8,7 @@ from .verdict import Comparison
 
 @dataclass(frozen=True)
 class Table:
-    """A table. `numbers` are the columns with figures, aligned to the right; `marks` are the rows with a loss, in color.
+    """A table. `numbers` are the columns with figures, aligned to the right; `marks` are the rows with a loss.
     `folded` is the title of a table that is closed until the reader opens it.
     """
 

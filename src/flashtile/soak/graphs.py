@@ -14,10 +14,10 @@ _capture = threading.Lock()  # PyTorch captures one graph at a time
 
 
 def captured(case: Case, backend: str) -> str | None:
-    """Capture a call and replay it; how a replay differs from a call outside, or None."""
+    """Capture a call and replay it; return the difference from a plain call, or None."""
     static = {name: x.clone() if isinstance(x, Tensor) else x for name, x in case.arguments.items()}
     stream = torch.cuda.current_stream(case.arguments["q"].device)
-    # PyTorch asks for a run on the stream before: what is compiled and set up then is not captured.
+    # PyTorch requires a run on the stream first, which compiles and sets up: neither can be captured.
     results(case, static, backend)
     graph = torch.cuda.CUDAGraph()
     with _capture:

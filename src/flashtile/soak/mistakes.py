@@ -1,4 +1,4 @@
-"""Calls that have to be refused: a right one with one argument that does not fit."""
+"""Calls that have to be refused: valid calls with one wrong argument."""
 
 import random
 from collections.abc import Callable
@@ -27,7 +27,7 @@ OF_KEYS: dict[str, Callable[[Tensor], Tensor]] = {
     "other head dimension": lambda x: torch.cat([x, x[..., :1]], dim=-1),
     "no tensor": lambda x: x.tolist(),  # type: ignore[arg-type, return-value]
 }
-LENGTHS: dict[str, Callable[[Tensor], Tensor]] = {  # read on a CPU alone
+LENGTHS: dict[str, Callable[[Tensor], Tensor]] = {  # values that only a CPU call reads
     "cu_seqlens_q": lambda x: x + 1,
     "cache_seqlens": lambda x: x + 2**20,
     "seqused_k": lambda x: x - 2**20,
@@ -35,7 +35,7 @@ LENGTHS: dict[str, Callable[[Tensor], Tensor]] = {  # read on a CPU alone
 
 
 def mistaken(arguments: Arguments, rng: random.Random) -> tuple[str, Arguments]:
-    """The arguments with one that is wrong, and words for which."""
+    """Arguments of which one is wrong, and a description of the mistake."""
     k = "k_cache" if "k_cache" in arguments else "k"
     choices = [*EVERYWHERE, *(f"{k}: {words}" for words in OF_KEYS)]
     if arguments["q"].device.type == "cpu":

@@ -1,4 +1,4 @@
-"""From the shipped tile to a faster one, one step at a time. What a tile takes is asked of a `Trial`."""
+"""A local search from the shipped tile to faster ones. A `Trial` checks and times tiles."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,18 +8,18 @@ from typing import Protocol
 from ..backend.triton.configs import KernelConfig
 from ..backend.triton.tuned import BLOCKS, STAGES, WARPS
 
-LEAST_GAIN = 0.01  # of the time: below it, two tiles count as equally fast
+LEAST_GAIN = 0.01  # part of the time: with less, two tiles count as equally fast
 
 
 class Trial(Protocol):
     """One kernel on one device."""
 
     def refuses(self, launch: KernelConfig) -> str | None:
-        """Why a tile is none: it does not compile, does not fit, or computes something wrong; `None` if it is one."""
+        """Reason to refuse a tile: it does not compile, does not fit, or is wrong; `None` if it is valid."""
         ...
 
     def seconds(self, launches: Sequence[KernelConfig]) -> list[float]:
-        """Of each tile, timed in turns: medians, to be compared with one another alone."""
+        """Median of each tile, timed in interleaved rounds: comparable only with one another."""
         ...
 
 
@@ -29,31 +29,31 @@ class TuningError(RuntimeError):
 
 @dataclass
 class Tried:
-    """A tile that was tried, and what became of it."""
+    """A tile that was tried, and its result."""
 
     launch: KernelConfig
-    against: KernelConfig | None = None  # the best one until then
+    against: KernelConfig | None = None  # the best one so far
     gain: float | None = None  # of time against it: 0.1 is a tenth less
     refused: str | None = None
 
 
 @dataclass
 class Found:
-    """The best tile; `gain` is of time against the shipped one, measured once more at the end."""
+    """The best tile; `gain` is the saved part of the shipped tile's time, measured once more at the end."""
 
     shipped: KernelConfig
     best: KernelConfig
     gain: float = 0.0
     seconds: tuple[float, float] = (0.0, 0.0)  # of the shipped one and of the best
-    finished: bool = True  # no neighbour of the best one is left
+    finished: bool = True  # all neighbors of the best one were tried
     tried: list[Tried] = field(default_factory=list)
 
 
 def search(shipped: KernelConfig, trial: Trial, seconds: float, clock: Callable[[], float] = time.monotonic) -> Found:
-    """Go to a faster neighbour as long as there is one and time is left.
+    """Go to a faster neighbor while there is one and time is left.
 
     Raises:
-        TuningError: the shipped tile itself is refused; nothing can be learned from a machine on which it is.
+        TuningError: the shipped tile itself is refused, so this machine cannot be tuned.
     """
     end = clock() + seconds
     if (reason := trial.refuses(shipped)) is not None:
@@ -76,13 +76,13 @@ def search(shipped: KernelConfig, trial: Trial, seconds: float, clock: Callable[
         before, after = trial.seconds((shipped, found.best))
         found.seconds = (before, after)
         found.gain = 1 - after / before
-        if found.gain < LEAST_GAIN:  # steps that were each a little lucky
+        if found.gain < LEAST_GAIN:  # the sum of lucky steps
             found.best, found.gain = shipped, 0.0
     return found
 
 
 def neighbours(launch: KernelConfig) -> Iterator[KernelConfig]:
-    """Tiles that differ in one number; or in two that go together, a tile's shape, or its rows and their warps."""
+    """Tiles that differ in one number, or in two that belong together: rows and keys, or rows and warps."""
     m, n, warps, stages = launch[:4]
     shapes = [
         (m, n, warps, stages - 1), (m, n, warps, stages + 1), (m, n, warps // 2, stages), (m, n, warps * 2, stages),
