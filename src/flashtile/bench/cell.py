@@ -102,8 +102,8 @@ class Cell:
         unknown = values.keys() - known
         if unknown:
             raise ValueError(f"a cell has no field {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
-        given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
-        return cls(**given)
+        arguments: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+        return cls(**arguments)
 
     def features(self) -> list[str]:
         """Features of the call, in words."""

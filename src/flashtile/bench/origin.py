@@ -15,10 +15,10 @@ from .providers import Provider
 
 def origin(device: torch.device, providers: list[Provider], machine: dict[str, Any]) -> dict[str, Any]:
     """Origin of results as a dict; `machine` comes from `flashtile env`."""
-    found: dict[str, Any] = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
-    found |= {"command": command_line(), "threads": torch.get_num_threads()}
-    found["versions"] = {p.name: p.version() for p in providers if p.unusable(device) is None}
-    return found | {"clocks before": clock_of(device).state(), "machine": machine}
+    facts: dict[str, Any] = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
+    facts |= {"command": command_line(), "threads": torch.get_num_threads()}
+    facts["versions"] = {p.name: p.version() for p in providers if p.unusable(device) is None}
+    return facts | {"clocks before": clock_of(device).state(), "machine": machine}
 
 
 def device_name(device: torch.device) -> str:
@@ -34,8 +34,8 @@ def command_line() -> str:
 def commit() -> str | None:
     """Commit of the package's checkout, with "+" if files have changed; `None` outside a checkout."""
     try:
-        found = git("rev-parse", "--short=12", "HEAD")
-        return found + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        sha = git("rev-parse", "--short=12", "HEAD")
+        return sha + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

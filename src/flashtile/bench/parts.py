@@ -78,18 +78,18 @@ def part_ending_at(sizes: list[tuple[int, int]], sequence: int, head: int, last:
 
 def cut(case: Case, part: Part) -> Case:
     """The part as a dense problem on the CPU."""
-    given, group = case.arguments, group_of(case)
+    inputs, group = case.arguments, group_of(case)
     heads = slice(part.head_kv * group, (part.head_kv + 1) * group)
-    arguments: dict[str, Any] = {name: x for name, x in given.items() if name in ("causal", "window", "softcap")}
-    arguments |= {name: pick(case, part, name, given[name]) for name in ("q", "k", "v")}
+    arguments: dict[str, Any] = {name: x for name, x in inputs.items() if name in ("causal", "window", "softcap")}
+    arguments |= {name: pick(case, part, name, inputs[name]) for name in ("q", "k", "v")}
     for name in ("bias", "mask"):
-        if given.get(name) is not None:
-            arguments[name] = pairwise(given[name], part, heads).cpu()
-    if given.get("alibi_slopes") is not None:
-        slopes = given["alibi_slopes"]
+        if inputs.get(name) is not None:
+            arguments[name] = pairwise(inputs[name], part, heads).cpu()
+    if inputs.get("alibi_slopes") is not None:
+        slopes = inputs["alibi_slopes"]
         arguments["alibi_slopes"] = (slopes if slopes.dim() == 1 else slopes[part.sequence])[heads].cpu()
-    if given.get("sinks") is not None:
-        arguments["sinks"] = given["sinks"][heads].cpu()
+    if inputs.get("sinks") is not None:
+        arguments["sinks"] = inputs["sinks"][heads].cpu()
     dout = None if case.dout is None else pick(case, part, "out", case.dout)
     return Case("attention", arguments, dout, seed=case.seed, description=str(part), forward_only=case.forward_only)
 

@@ -76,8 +76,8 @@ class Row:
         }
         bands = {"value": self.value, "ratio": self.ratio}
         bands |= {"flops_per_second": self.flops_per_second, "bytes_per_second": self.bytes_per_second}
-        for name, found in bands.items():
-            record |= {f"{name}{end}": x for end, x in zip(("", "_p20", "_p80"), found or (None,) * 3, strict=True)}
+        for name, quantiles in bands.items():
+            record |= {f"{name}{end}": x for end, x in zip(("", "_p20", "_p80"), quantiles or (None,) * 3, strict=True)}
         record |= {"host_seconds": self.host_seconds, "resident_bytes": self.resident_bytes}
         return record | {f"clock {name}": x for name, x in self.clocks.items()}
 

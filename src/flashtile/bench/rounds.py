@@ -77,8 +77,8 @@ class Band(NamedTuple):
 
 
 def band(samples: Sequence[float]) -> Band:
-    found = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64))
-    return Band(*found.tolist())
+    quantiles = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64))
+    return Band(*quantiles.tolist())
 
 
 def ratios(seconds: Sequence[float], reference: Sequence[float]) -> list[float]:

@@ -141,14 +141,14 @@ class Bench:
     def in_words(self, error: Exception) -> str:
         """An exception in one line. On a GPU, also record whether the exception has lost its context."""
         line = next(iter(str(error).strip().splitlines()), "")
-        found = f"{type(error).__name__}: {line}"
+        summary = f"{type(error).__name__}: {line}"
         if self.device.type == "cuda" and self.lost is None:
             try:
                 torch.cuda.synchronize(self.device)
                 torch.cuda.empty_cache()
             except Exception:
-                self.lost = f"the device's context was lost earlier, by {found}"
-        return found
+                self.lost = f"the device's context was lost earlier, by {summary}"
+        return summary
 
 
 def stamp() -> str:

@@ -44,10 +44,10 @@ def table(results: Results, measure: str, cells: list[Cell]) -> Table:
 
 
 def entries(row: Row, scale: float) -> list[Text]:
-    found = figure(row)
-    if found is None:
+    figures = figure(row)
+    if figures is None:
         return [Text("wrong", style="red")]
-    texts = [Text(three_digits(x / scale)) for x in found]
+    texts = [Text(three_digits(x / scale)) for x in figures]
     if len(row.samples) == 1:
         texts[1:] = [Text(""), Text("")]
     texts.append(Text("" if row.ratio is None else f"{row.ratio.median:.2f}"))
@@ -62,7 +62,7 @@ def figure(row: Row) -> Band | None:
 def unit_of(results: Results, cells: list[Cell]) -> tuple[str, float]:
     """The unit in which the largest figure of the cells is at least one, and its scale."""
     rows = [row for row in results.rows if row.cell in cells]
-    figures = [found.median for row in rows if (found := figure(row)) is not None]
+    figures = [rate.median for row in rows if (rate := figure(row)) is not None]
     largest = max(figures, default=0.0)
     measure = cells[0].measure
     if measure in ("forward", "backward"):

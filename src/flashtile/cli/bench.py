@@ -69,8 +69,8 @@ def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, a
         providers = make(names or sweep.providers or all_names(), options["fa3_library"])
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    given = {name: options[name] for name in ("rounds", "sample_seconds") if options[name] is not None}
-    timing = replace(sweep.timing, **given)
+    changes = {name: options[name] for name in ("rounds", "sample_seconds") if options[name] is not None}
+    timing = replace(sweep.timing, **changes)
     reference = reference_of(options["reference"], sweep.reference, providers, device)
     about = origin(device, providers, survey()[0]) | {"sweep": str(sweep_file or "default"), "started": stamp()}
     results = Results(sweep.name, reference, about)
@@ -94,7 +94,7 @@ def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, a
 
 
 def reference_of(
-    asked: str | None, of_sweep: str | None, providers: "list[Provider]", device: torch.device
+    requested: str | None, of_sweep: str | None, providers: "list[Provider]", device: torch.device
 ) -> str | None:
     """The denominator of ratios: the requested provider, which has to run here, or the sweep's, if it is measured.
 
@@ -102,13 +102,13 @@ def reference_of(
         UsageError: the requested provider is not measured.
     """
     known = {provider.name: provider for provider in providers}
-    if asked is None:
+    if requested is None:
         return of_sweep if of_sweep in known else None
-    if asked not in known:
-        raise click.UsageError(f"--reference {asked!r} is not measured; providers: {', '.join(known)}")
-    if (reason := known[asked].unusable(device)) is not None:
-        raise click.UsageError(f"--reference {asked!r} is not measured: {reason}")
-    return asked
+    if requested not in known:
+        raise click.UsageError(f"--reference {requested!r} is not measured; providers: {', '.join(known)}")
+    if (reason := known[requested].unusable(device)) is not None:
+        raise click.UsageError(f"--reference {requested!r} is not measured: {reason}")
+    return requested
 
 
 def print_results(results: Any) -> None:

@@ -83,8 +83,8 @@ def print_json(value: Any) -> None:
 def print_table(table: Table) -> None:
     """Print a table with all its columns: a terminal that is too narrow wraps the lines."""
     console = Console()
-    whole = Console(width=10_000).measure(table).maximum
-    Console(width=max(console.width, whole)).print(table)
+    full_width = Console(width=10_000).measure(table).maximum
+    Console(width=max(console.width, full_width)).print(table)
 
 
 def representable(value: Any) -> Any:

@@ -98,8 +98,8 @@ def about(problems: Problems, backend: str) -> tuple[str, str, str, str]:
 
 
 def versions() -> str:
-    found = {"torch": torch.__version__} | {name: packages()[name] for name in ("llvmlite", "triton")}
-    return ", ".join(f"{name} {version}" for name, version in found.items() if version is not None)
+    installed = {"torch": torch.__version__} | {name: packages()[name] for name in ("llvmlite", "triton")}
+    return ", ".join(f"{name} {version}" for name, version in installed.items() if version is not None)
 
 
 def prepare(path: Path, problems: Problems, first: int | None) -> Problems:

@@ -52,10 +52,10 @@ def small_cells(settings: Settings) -> tuple[Cell, ...]:
         {"batch": 64, "heads": settings.heads, "seqlen": 16},
         {"batch": 1, "heads": settings.heads, "seqlen": 64},
     )
-    found: list[Cell] = []
+    cells: list[Cell] = []
     for shape in shapes:
-        found += both(settings, shape.pop("seqlen"), inputs="normal", **shape)
-    return tuple(found)
+        cells += both(settings, shape.pop("seqlen"), inputs="normal", **shape)
+    return tuple(cells)
 
 
 def decode_cells(settings: Settings) -> tuple[Cell, ...]:
@@ -75,15 +75,15 @@ def feature_cells(settings: Settings) -> tuple[Cell, ...]:
         {"bias": True},
         {"alibi": True},
     )
-    found = [settings.speed_cell(settings.middle_seqlen, "forward", inputs="normal", **x) for x in variants]
-    return (*found, settings.speed_cell(settings.middle_seqlen, "backward", inputs="normal", causal=False))
+    cells = [settings.speed_cell(settings.middle_seqlen, "forward", inputs="normal", **x) for x in variants]
+    return (*cells, settings.speed_cell(settings.middle_seqlen, "backward", inputs="normal", causal=False))
 
 
 def dtype_cells(settings: Settings) -> tuple[Cell, ...]:
     """Forward and backward in the dtypes that the other cells do not have."""
     others = [dtype for dtype in DTYPES if dtype != settings.dtype]
-    found = [both(settings, settings.middle_seqlen, inputs="normal", dtype=dtype) for dtype in others]
-    return tuple(cell for pair in found for cell in pair)
+    pairs = [both(settings, settings.middle_seqlen, inputs="normal", dtype=dtype) for dtype in others]
+    return tuple(cell for pair in pairs for cell in pair)
 
 
 def grouped(settings: Settings) -> int:

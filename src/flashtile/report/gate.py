@@ -72,13 +72,15 @@ def section_of(kinds: list[Kind]) -> Section:
     tried = {tally.backend for _, tally in tallies if tally.cases}
     unverified = [f"{name} declined every problem: nothing is verified" for name in names if name not in tried]
     runs = sum(tally.cases for _, tally in tallies)
-    found = f"{len(failures)} of {runs:,} runs are wrong" if failures else f"All {runs:,} runs are within their bounds"
+    verdict = (
+        f"{len(failures)} of {runs:,} runs are wrong" if failures else f"All {runs:,} runs are within their bounds"
+    )
     details = [(tally.backend, tally.dtype, words, *entries([tally])) for words, tally in tallies]
     columns = ("backend", "dtype", "values", "runs", "wrong", "declined", "worst", "of")
     return Section(
         name="gate",
         title="Is it right?",
-        summary=f"{found}: {in_list(tuple(map(str, kinds)))}, forward and backward, each on {in_list(names)}.",
+        summary=f"{verdict}: {in_list(tuple(map(str, kinds)))}, forward and backward, each on {in_list(names)}.",
         tables=[
             Table(
                 ("backend", *columns[3:]),

@@ -44,19 +44,19 @@ def gather(
     gets the sections so far after each step.
     """
     start, started, parts = time.perf_counter(), stamp(), {}
-    found: list[Section] = []
+    sections: list[Section] = []
     with progress(transient=False) as bar:
         for words, total, measure in (*steps(settings), *further):
             task = bar.add_task(words, total=total)
             begun = time.perf_counter()
-            found.append(attempted(words, measure, settings, lambda task=task: bar.advance(task)))
-            keep(found)
+            sections.append(attempted(words, measure, settings, lambda task=task: bar.advance(task)))
+            keep(sections)
             bar.update(task, completed=total)
             parts[words] = time.perf_counter() - begun
-    found.insert(0, overview(found))
-    found.sort(key=lambda section: ORDER.index(section.name) if section.name in ORDER else len(ORDER))
+    sections.insert(0, overview(sections))
+    sections.sort(key=lambda section: ORDER.index(section.name) if section.name in ORDER else len(ORDER))
     about = {"date": started} | origin(settings.device, make(providers(settings, settings.peers)), machine)
-    return Report(found, about | {"seconds": parts}, time.perf_counter() - start)
+    return Report(sections, about | {"seconds": parts}, time.perf_counter() - start)
 
 
 def attempted(words: str, measure: Callable[..., Any], settings: Settings, advance: Advance) -> Any:

@@ -37,9 +37,9 @@ def series_of(rows: Sequence[Row], figure: Callable[[Row], Band | None], scale: 
     """A line for each provider that has figures: over sequence length, in units of `scale`."""
     lines = []
     for provider in dict.fromkeys(row.provider for row in rows):
-        found = [(row.cell.seqlen_q, band) for row in rows if row.provider == provider and (band := figure(row))]
-        if found:
-            seqlens, bands = zip(*found, strict=True)
+        points = [(row.cell.seqlen_q, band) for row in rows if row.provider == provider and (band := figure(row))]
+        if points:
+            seqlens, bands = zip(*points, strict=True)
             median, low, high = ([x / scale for x in values] for values in zip(*bands, strict=True))
             lines.append(Series(name_of(provider), [float(n) for n in seqlens], median, low, high))
     return lines
@@ -47,5 +47,5 @@ def series_of(rows: Sequence[Row], figure: Callable[[Row], Band | None], scale: 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
     """Reasons of providers without figures, each once."""
-    found = {(row.provider, row.status, row.reason): row.cell for row in rows if row.status != OK}
-    return [f"{name_of(name)} {status} at {cell.label()}: {why}" for (name, status, why), cell in found.items()]
+    failures = {(row.provider, row.status, row.reason): row.cell for row in rows if row.status != OK}
+    return [f"{name_of(name)} {status} at {cell.label()}: {why}" for (name, status, why), cell in failures.items()]

@@ -49,8 +49,8 @@ def render(report: Report) -> tuple[str, dict[str, str]]:
 def made(report: Report) -> list[str]:
     """Date, versions and threads, for the page's head."""
     about, machine = report.about, report.about["machine"]
-    found = [about["date"], f"flashtile {machine['flashtile']}{f', commit {x}' if (x := about['commit']) else ''}"]
-    return [*found, f"PyTorch {about['torch']}", machine["python"], f"{about['threads']} threads"]
+    facts = [about["date"], f"flashtile {machine['flashtile']}{f', commit {x}' if (x := about['commit']) else ''}"]
+    return [*facts, f"PyTorch {about['torch']}", machine["python"], f"{about['threads']} threads"]
 
 
 def title_of(report: Report) -> str:
@@ -106,8 +106,8 @@ def write_sections(sections: list[Section], folder: Path) -> None:
     for section in sections:
         if section.records:
             write_csv(folder / f"{section.name}.csv", section.records)
-    found = {"ok": None, "sections": {section.name: section_dict(section) for section in sections}}
-    (folder / "report.json").write_text(json.dumps(found, indent=1, default=str) + "\n")
+    content = {"ok": None, "sections": {section.name: section_dict(section) for section in sections}}
+    (folder / "report.json").write_text(json.dumps(content, indent=1, default=str) + "\n")
 
 
 def as_dict(report: Report) -> dict[str, Any]:

@@ -154,9 +154,9 @@ def described(series: Series) -> str:
 
 def standalone(svg: str) -> str:
     """An SVG file made of the element."""
-    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
-    assert found is not None
-    size = 'width="{:.0f}" height="{:.0f}"'.format(*(ENLARGED * float(x) for x in found.groups()))
+    view_box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
+    assert view_box is not None
+    size = 'width="{:.0f}" height="{:.0f}"'.format(*(ENLARGED * float(x) for x in view_box.groups()))
     svg = svg.replace("<svg", f"<svg {size}", 1)
     end = svg.index(">") + 1
     return f'<?xml version="1.0" encoding="utf-8"?>\n{svg[:end]}\n{STANDALONE}{svg[end:]}\n'

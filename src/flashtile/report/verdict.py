@@ -82,45 +82,45 @@ def times_as_small(own: float, other: float) -> float:
     return other / own if own else float("inf")
 
 
-def losses_first(found: Iterable[Comparison]) -> list[Comparison]:
-    return sorted(found, key=lambda x: x.ratio)
+def losses_first(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    return sorted(comparisons, key=lambda x: x.ratio)
 
 
-def worse(found: Iterable[Comparison]) -> list[Comparison]:
+def worse(comparisons: Iterable[Comparison]) -> list[Comparison]:
     """The worse comparisons, the worst first."""
-    return [x for x in losses_first(found) if x.verdict is Verdict.WORSE]
+    return [x for x in losses_first(comparisons) if x.verdict is Verdict.WORSE]
 
 
-def count(found: Iterable[Comparison], verdict: Verdict) -> int:
-    return sum(x.verdict is verdict for x in found)
+def count(comparisons: Iterable[Comparison], verdict: Verdict) -> int:
+    return sum(x.verdict is verdict for x in comparisons)
 
 
-def tally(found: Sequence[Comparison]) -> str:
+def tally(comparisons: Sequence[Comparison]) -> str:
     """Counts in words, losses first: "slower in 2 of 9, as fast in 1, faster in 6"."""
-    words = ADJECTIVES[found[0].question]
-    parts = [f"{word} in {count(found, verdict)}" for verdict, word in zip(Verdict, words, strict=True)]
-    return ", ".join([f"{parts[0]} of {len(found)}", *parts[1:]])
+    words = ADJECTIVES[comparisons[0].question]
+    parts = [f"{word} in {count(comparisons, verdict)}" for verdict, word in zip(Verdict, words, strict=True)]
+    return ", ".join([f"{parts[0]} of {len(comparisons)}", *parts[1:]])
 
 
-def by_group(found: Iterable[Comparison]) -> dict[str, list[Comparison]]:
+def by_group(comparisons: Iterable[Comparison]) -> dict[str, list[Comparison]]:
     """Comparisons by group, in order of each group's first comparison."""
     groups: dict[str, list[Comparison]] = {}
-    for x in found:
+    for x in comparisons:
         groups.setdefault(x.group, []).append(x)
     return groups
 
 
-def answer(found: Sequence[Comparison]) -> tuple[str, str]:
+def answer(comparisons: Sequence[Comparison]) -> tuple[str, str]:
     """Answer to one question: a word, and a sentence on how often, where and how far flashtile is worse or better."""
-    if not found:
+    if not comparisons:
         return "Not measured", "Nothing could be compared."
-    lost, won = count(found, Verdict.WORSE), count(found, Verdict.BETTER)
+    lost, won = count(comparisons, Verdict.WORSE), count(comparisons, Verdict.BETTER)
     short = "In part" if lost and won else "No" if lost else "Yes" if won else "Equal"
-    ranked = losses_first(found)
-    sentences = [tally(found).capitalize()]
+    ranked = losses_first(comparisons)
+    sentences = [tally(comparisons).capitalize()]
     if lost:
-        where = {name: (count(some, Verdict.WORSE), len(some)) for name, some in by_group(found).items()}
-        named = ", ".join(f"{name} {n} of {whole}" for name, (n, whole) in where.items() if n)
+        where = {name: (count(some, Verdict.WORSE), len(some)) for name, some in by_group(comparisons).items()}
+        named = ", ".join(f"{name} {n} of {total}" for name, (n, total) in where.items() if n)
         sentences.append(f"{ranked[0].word.capitalize()}: {named}")
     sentences.append(f"{'Worst' if lost else 'Closest'}: {extreme(ranked[0])}")
     if len(ranked) > 1:

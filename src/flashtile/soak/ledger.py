@@ -44,16 +44,16 @@ class Ledger:
 
     def changed(self, key: tuple[object, ...], results: Mapping[str, Tensor]) -> bool:
         """Whether earlier results under this key were different."""
-        found = digest(results)
+        current = digest(results)
         with self.lock:
-            return self.digests.setdefault(key, found) != found
+            return self.digests.setdefault(key, current) != current
 
 
 def digest(results: Mapping[str, Tensor]) -> bytes:
     """Hash of all bits; all NaN count as one."""
-    made = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for name in sorted(results):
         x = results[name].detach().cpu().nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf)
-        made.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-        made.update(x.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().data)
-    return made.digest()
+        hasher.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        hasher.update(x.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().data)
+    return hasher.digest()

@@ -43,15 +43,15 @@ def sample(device: torch.device) -> dict[str, int]:
     gc.collect()
     if trim is not None:
         trim(0)
-    found = {"resident": resident()}
+    counts = {"resident": resident()}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch._C._cuda_clearCublasWorkspaces()  # PyTorch keeps one for each pair of thread and stream
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        found |= dict(zip([*LIMITS][1:], (allocated, reserved, total - free), strict=True))
-    return found
+        counts |= dict(zip([*LIMITS][1:], (allocated, reserved, total - free), strict=True))
+    return counts
 
 
 def resident() -> int:

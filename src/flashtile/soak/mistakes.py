@@ -9,17 +9,17 @@ from torch import Tensor
 
 Arguments = dict[str, Any]
 EVERYWHERE: dict[str, Callable[[Arguments], Any]] = {
-    "causal": lambda given: "sideways",
-    "window": lambda given: (3,),
-    "scale": lambda given: float("nan"),
-    "softcap": lambda given: -1.0,
-    "dropout_p": lambda given: 1.0,
-    "backend": lambda given: "abacus",
-    "q": lambda given: given["q"].to(torch.int32),
-    "bias": lambda given: torch.zeros(2, 3, device=given["q"].device),
-    "mask": lambda given: torch.zeros((1, 1, 1, 1), device=given["q"].device),
-    "sinks": lambda given: given["q"].new_zeros(given["q"].shape[1] + 1),
-    "alibi_slopes": lambda given: given["q"].new_zeros((3, 3, 3)),
+    "causal": lambda arguments: "sideways",
+    "window": lambda arguments: (3,),
+    "scale": lambda arguments: float("nan"),
+    "softcap": lambda arguments: -1.0,
+    "dropout_p": lambda arguments: 1.0,
+    "backend": lambda arguments: "abacus",
+    "q": lambda arguments: arguments["q"].to(torch.int32),
+    "bias": lambda arguments: torch.zeros(2, 3, device=arguments["q"].device),
+    "mask": lambda arguments: torch.zeros((1, 1, 1, 1), device=arguments["q"].device),
+    "sinks": lambda arguments: arguments["q"].new_zeros(arguments["q"].shape[1] + 1),
+    "alibi_slopes": lambda arguments: arguments["q"].new_zeros((3, 3, 3)),
 }
 OF_KEYS: dict[str, Callable[[Tensor], Tensor]] = {
     "one dimension less": lambda x: x.flatten(0, 1),

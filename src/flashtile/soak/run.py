@@ -142,8 +142,8 @@ class Soak:
         about |= {"first_seed": self.problems.seeds.start, "problems": len(self.problems.seeds), "seed": self.seed}
         times = {"seconds": self.seconds, "warm_seconds": self.warm_seconds}
         failures = [asdict(failure) for failure in self.ledger.failures]
-        found = {"passed": self.passed, "calls": dict(self.ledger.counts), "memory": grown, "failures": failures}
-        return about | times | found | {"samples": self.samples}
+        outcome = {"passed": self.passed, "calls": dict(self.ledger.counts), "memory": grown, "failures": failures}
+        return about | times | outcome | {"samples": self.samples}
 
 
 @contextlib.contextmanager

@@ -107,17 +107,17 @@ LISTED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_seqlens", "cache_b
 
 def describe(case: Case) -> str:
     """Short text that identifies a problem."""
-    given = {name: value for name, value in case.arguments.items() if value is not None}
+    arguments = {name: value for name, value in case.arguments.items() if value is not None}
     kind = {"attention": "dense", "attention_varlen": "varlen", "attention_with_kvcache": "kvcache"}[case.function]
     words = [kind, _dtype_name(case.dtype)]
     for name in SHAPED:
-        if name in given:
-            x = given[name]
+        if name in arguments:
+            x = arguments[name]
             words.append(f"{name}{list(x.shape)}" + ("" if x.is_contiguous() else f"@{x.stride()}"))
     for name in LISTED:
-        if name in given:
-            words.append(f"{name}={given[name].tolist()}")
-    for name, value in given.items():
+        if name in arguments:
+            words.append(f"{name}={arguments[name].tolist()}")
+    for name, value in arguments.items():
         if name in (*SHAPED, *LISTED):
             continue
         if name == "score_mod":
@@ -128,7 +128,7 @@ def describe(case: Case) -> str:
             words.append(f"{name}:{_dtype_name(value.dtype)}{list(value.shape)}")
         elif value is not False and not (name == "dropout_p" and value == 0.0):
             words.append(name if value is True else f"{name}={value!r}".replace(" ", ""))
-    words += [f"constant {name}" for name in case.constant if name in given]
+    words += [f"constant {name}" for name in case.constant if name in arguments]
     words.append(f"seed {case.seed}" + f" variation {case.variation}" * (case.variation > 0))
     return " ".join(words)
 

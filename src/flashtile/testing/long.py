@@ -54,8 +54,8 @@ def long_case(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     arguments: dict[str, Any] = {name: x.to(dtype).to(device) for name, x in (("q", q), ("k", k), ("v", v))}
     arguments |= features(rng, generator, dtype, (heads_q, seqlen_q, seqlen_k), torch.device(device))
-    given = None if dout is None else dout.to(dtype).to(device)
-    case = Case("attention", arguments, given, None if dlse is None else dlse.to(wide).to(device), seed)
+    cotangent = None if dout is None else dout.to(dtype).to(device)
+    case = Case("attention", arguments, cotangent, None if dlse is None else dlse.to(wide).to(device), seed)
     case.description = f"long, {values}: {case.description}"
     return case
 

@@ -38,7 +38,7 @@ class Tried:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The best tile; `gain` is the saved part of the shipped tile's time, measured once more at the end."""
 
     shipped: KernelConfig
@@ -49,7 +49,9 @@ class Found:
     tried: list[Tried] = field(default_factory=list)
 
 
-def search(shipped: KernelConfig, trial: Trial, seconds: float, clock: Callable[[], float] = time.monotonic) -> Found:
+def search(
+    shipped: KernelConfig, trial: Trial, seconds: float, clock: Callable[[], float] = time.monotonic
+) -> SearchResult:
     """Go to a faster neighbor while there is one and time is left.
 
     Raises:
@@ -58,30 +60,30 @@ def search(shipped: KernelConfig, trial: Trial, seconds: float, clock: Callable[
     end = clock() + seconds
     if (reason := trial.refuses(shipped)) is not None:
         raise TuningError(f"the shipped tile {shipped} is refused: {reason}")
-    found = Found(shipped, shipped)
+    result = SearchResult(shipped, shipped)
     known = {shipped}
-    while (candidate := next((x for x in neighbours(found.best) if x not in known), None)) is not None:
+    while (candidate := next((x for x in neighbors(result.best) if x not in known), None)) is not None:
         if clock() >= end:
-            found.finished = False
+            result.finished = False
             break
         known.add(candidate)
         tried = Tried(candidate, refused=trial.refuses(candidate))
-        found.tried.append(tried)
+        result.tried.append(tried)
         if tried.refused is None:
-            best, theirs = trial.seconds((found.best, candidate))
-            tried.against, tried.gain = found.best, 1 - theirs / best
+            best, theirs = trial.seconds((result.best, candidate))
+            tried.against, tried.gain = result.best, 1 - theirs / best
             if tried.gain >= LEAST_GAIN:
-                found.best = candidate
-    if found.best != shipped:
-        before, after = trial.seconds((shipped, found.best))
-        found.seconds = (before, after)
-        found.gain = 1 - after / before
-        if found.gain < LEAST_GAIN:  # the sum of lucky steps
-            found.best, found.gain = shipped, 0.0
-    return found
+                result.best = candidate
+    if result.best != shipped:
+        before, after = trial.seconds((shipped, result.best))
+        result.seconds = (before, after)
+        result.gain = 1 - after / before
+        if result.gain < LEAST_GAIN:  # the sum of lucky steps
+            result.best, result.gain = shipped, 0.0
+    return result
 
 
-def neighbours(launch: KernelConfig) -> Iterator[KernelConfig]:
+def neighbors(launch: KernelConfig) -> Iterator[KernelConfig]:
     """Tiles that differ in one number, or in two that belong together: rows and keys, or rows and warps."""
     m, n, warps, stages = launch[:4]
     shapes = [

@@ -102,15 +102,15 @@ class GpuTrial:
 
     def results(self, launch: KernelConfig, case: Case) -> dict[str, Tensor]:
         """The kernel's results for a case."""
-        given = {"causal": case.arguments["causal"], "backend": "triton"}
+        options = {"causal": case.arguments["causal"], "backend": "triton"}
         q, k, v = (case.arguments[name] for name in "qkv")
-        call, plan = described_call(q, k, v, None, None, given), self.plan(launch)
+        call, plan = described_call(q, k, v, None, None, options), self.plan(launch)
         out, lse = self.kernels.forward(plan, call)
         if self.subject.kernel == "forward":
             return {"out": out, "lse": lse}
         needs = NEEDS[self.subject.kernel]
-        found = self.kernels.backward(plan, call, needs, out, lse, case.dout, None)
-        return {f"d{name}": getattr(found, name) for name in "qkv" if getattr(needs, name)}
+        gradients = self.kernels.backward(plan, call, needs, out, lse, case.dout, None)
+        return {f"d{name}": getattr(gradients, name) for name in "qkv" if getattr(needs, name)}
 
     def seconds(self, launches: Sequence[KernelConfig]) -> list[float]:
         """The sum over the two calls of each tile's medians."""

@@ -123,11 +123,11 @@ class Report:
 
     def tallies(self) -> list[Tally]:
         """Tallies by backend and dtype, sorted."""
-        found: dict[tuple[str, str], Tally] = {}
+        by_key: dict[tuple[str, str], Tally] = {}
         for outcome in self.outcomes:
             key = outcome.backend, outcome.dtype
-            found.setdefault(key, Tally(*key)).add(outcome)
-        return [found[key] for key in sorted(found)]
+            by_key.setdefault(key, Tally(*key)).add(outcome)
+        return [by_key[key] for key in sorted(by_key)]
 
     def cases(self, *, long: bool = False) -> int:
         """Number of problems that were examined."""
@@ -195,10 +195,10 @@ def examine_seed(problems: Problems, deadline: float, first: Number) -> list[Out
         return None
     outcomes: list[Outcome] = []
     for number in problems.of_seed(first):
-        found = examine_one(problems, number)
-        outcomes += found
-        declined = number == first and all(outcome.declined is not None for outcome in found)
-        if declined or any(outcome.device_lost for outcome in found):
+        batch = examine_one(problems, number)
+        outcomes += batch
+        declined = number == first and all(outcome.declined is not None for outcome in batch)
+        if declined or any(outcome.device_lost for outcome in batch):
             break
     return outcomes
 
@@ -239,13 +239,13 @@ def compared(
         expected = solve(case)
     except Exception as error:
         return {name: failed(outcome, problems, error, NO_PROBLEM) for name, outcome in outcomes.items()}
-    found = {}
+    judged = {}
     for name, outcome in outcomes.items():
         try:
-            found[name] = replace(outcome, deviations=tuple(compare(results[name], case, expected)))
+            judged[name] = replace(outcome, deviations=tuple(compare(results[name], case, expected)))
         except Exception as error:
-            found[name] = failed(outcome, problems, error)
-    return found
+            judged[name] = failed(outcome, problems, error)
+    return judged
 
 
 def case_of(problems: Problems, number: Number) -> Case:

@@ -69,12 +69,12 @@ class CudaClock:
         """Clock rates, power and temperature from nvidia-smi; empty without it."""
         command = ["nvidia-smi", f"--id={self.uuid()}", f"--query-gpu={','.join(QUERIES)}"]
         try:
-            found = subprocess.run(
+            output = subprocess.run(
                 [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20, check=True
             )
         except (OSError, subprocess.SubprocessError):
             return {}
-        return dict(zip(QUERIES, (x.strip() for x in found.stdout.splitlines()[0].split(",")), strict=False))
+        return dict(zip(QUERIES, (x.strip() for x in output.stdout.splitlines()[0].split(",")), strict=False))
 
     def uuid(self) -> str:
         return "GPU-" + str(torch.cuda.get_device_properties(self.device).uuid).removeprefix("GPU-")

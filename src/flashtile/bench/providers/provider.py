@@ -70,17 +70,17 @@ def from_autograd(attend: Callable[..., Tensor], case: Case, detail: str = "") -
 
 def features(case: Case) -> set[str]:
     """Features that a library needs for this case."""
-    given = case.arguments
-    q, k, v = (given[name] for name in ("q", "k", "v"))
-    found = {name for name in ("softcap", "bias", "mask", "alibi_slopes", "sinks") if given.get(name) is not None}
-    found |= {"causal"} if given.get("causal") else set()
-    found |= {"window"} if given.get("window") else set()
-    found |= {"dropout"} if given.get("dropout_p") else set()
-    found |= {"packed sequences"} if case.function == "attention_varlen" else set()
-    found |= {"Dv other than D"} if q.shape[-1] != v.shape[-1] else set()
+    arguments = case.arguments
+    q, k, v = (arguments[name] for name in ("q", "k", "v"))
+    needed = {name for name in ("softcap", "bias", "mask", "alibi_slopes", "sinks") if arguments.get(name) is not None}
+    needed |= {"causal"} if arguments.get("causal") else set()
+    needed |= {"window"} if arguments.get("window") else set()
+    needed |= {"dropout"} if arguments.get("dropout_p") else set()
+    needed |= {"packed sequences"} if case.function == "attention_varlen" else set()
+    needed |= {"Dv other than D"} if q.shape[-1] != v.shape[-1] else set()
     heads = 1 if q.dim() == 4 else -2
-    found |= {"grouped heads"} if q.shape[heads] != k.shape[heads] else set()
-    return found
+    needed |= {"grouped heads"} if q.shape[heads] != k.shape[heads] else set()
+    return needed
 
 
 def require(case: Case, library: str, allowed: set[str]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Turned:
+class Rotated:
     """Tokens `[T, H, D]`, rotated and rounded as by a call."""
 
     value: Tensor
@@ -28,9 +28,9 @@ class Cache:
         self.given, self.dtype = given, dtype
         self.paged = given.get("page_table") is not None
         self.batch = len(given["cache_seqlens"])
-        self.k, self.v = (Turned(x, torch.zeros_like(x), torch.zeros_like(x)) for x in self._slots())
+        self.k, self.v = (Rotated(x, torch.zeros_like(x), torch.zeros_like(x)) for x in self._slots())
         q = tokens(given["q"])
-        self.q = Turned(q.clone(), torch.zeros_like(q), torch.zeros_like(q))
+        self.q = Rotated(q.clone(), torch.zeros_like(q), torch.zeros_like(q))
         for b in range(self.batch):
             self._add_sequence(b)
 
@@ -84,7 +84,7 @@ class Cache:
         leftpad = self.given.get("leftpad_k")
         return 0 if leftpad is None else int(leftpad[b])
 
-    def _put(self, where: Turned, index: Tensor, x: Tensor, positions: Tensor) -> None:
+    def _put(self, where: Rotated, index: Tensor, x: Tensor, positions: Tensor) -> None:
         """Write `x [S, H, D]`, rotated by the angles of its positions and rounded, to the tokens `index`."""
         cos, sin = self.given.get("rotary_cos"), self.given.get("rotary_sin")
         value, magnitude = x.clone(), torch.zeros_like(x)

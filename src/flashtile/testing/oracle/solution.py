@@ -161,24 +161,24 @@ class _Solution:
             yield torch.arange(int(starts_q[b]), int(starts_q[b + 1])), k_rows
 
     def _add_sequence(self, batch: int, q_rows: Tensor, k_rows: Tensor) -> None:
-        given, shape = self.given, (self.q.shape[1], len(q_rows), len(k_rows))  # Hq, Sq, Sk
-        dropout_p, keep = given.get("dropout_p") or 0.0, None
+        arguments, shape = self.given, (self.q.shape[1], len(q_rows), len(k_rows))  # Hq, Sq, Sk
+        dropout_p, keep = arguments.get("dropout_p") or 0.0, None
         if dropout_p > 0:
-            keep = torch.from_numpy(keep_factors(dropout_p, int(given["dropout_seed"]), batch, *shape))
-        slopes, scale, score_mod = given.get("alibi_slopes"), given.get("scale"), given.get("score_mod")
+            keep = torch.from_numpy(keep_factors(dropout_p, int(arguments["dropout_seed"]), batch, *shape))
+        slopes, scale, score_mod = arguments.get("alibi_slopes"), arguments.get("scale"), arguments.get("score_mod")
         sequence = Sequence(
             q=self.q[q_rows].transpose(0, 1),
             k=self.k[k_rows].transpose(0, 1),
             v=self.v[k_rows].transpose(0, 1),
             batch=batch,
             scale=self.q.shape[2] ** -0.5 if scale is None else scale,
-            causal=given.get("causal", False),
-            window=given.get("window"),
+            causal=arguments.get("causal", False),
+            window=arguments.get("window"),
             mask=self._mask(batch, shape),
-            softcap=given.get("softcap"),
-            bias=self._local(given.get("bias"), batch, shape),
+            softcap=arguments.get("softcap"),
+            bias=self._local(arguments.get("bias"), batch, shape),
             alibi_slopes=slopes[batch] if slopes is not None and slopes.ndim == 2 else slopes,
-            sinks=given.get("sinks"),
+            sinks=arguments.get("sinks"),
             score_fn=getattr(score_mod, "fn", score_mod),
             score_tensors=self.score_tensors,
             keep=keep,
@@ -198,9 +198,9 @@ class _Solution:
             if name in ("dq", "dk", "dv"):
                 self.sums[name].add_rows(k_rows if name in ("dk", "dv") else q_rows, block)
             elif name == "dbias":
-                index = self._local_index(given["bias"], batch, shape)
+                index = self._local_index(arguments["bias"], batch, shape)
                 self.sums[name].add_at(index, block.map(lambda part: part[None]))
-            elif name == "dalibi_slopes" and given["alibi_slopes"].ndim == 2:
+            elif name == "dalibi_slopes" and arguments["alibi_slopes"].ndim == 2:
                 self.sums[name].add_at(slice(batch, batch + 1), block.map(lambda part: part[None]))
             else:
                 self.sums[name].add_at(slice(None), block)

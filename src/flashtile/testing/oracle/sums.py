@@ -88,11 +88,11 @@ def visible_matmul(weights: Tensor, factors: Tensor, visible: Tensor) -> Tensor:
 
 def exact_matmul(x: Tensor, y: Tensor) -> Tensor:
     """x [H, M, N] @ y [H, N, X], whose error does not grow with N: a tree over products of RUN terms each."""
-    whole = x.shape[2] // RUN * RUN
-    rest = x[:, :, whole:] @ y[:, whole:]
-    if whole == 0:
+    full = x.shape[2] // RUN * RUN
+    rest = x[:, :, full:] @ y[:, full:]
+    if full == 0:
         return rest
-    runs = x[:, :, :whole].unflatten(2, (-1, RUN)).transpose(1, 2) @ y[:, :whole].unflatten(1, (-1, RUN))
+    runs = x[:, :, :full].unflatten(2, (-1, RUN)).transpose(1, 2) @ y[:, :full].unflatten(1, (-1, RUN))
     return runs.sum(1) + rest  # torch.sum is a tree
 
 
