@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Examples are the same on every run, so that a red test is red for everyone. `--hypothesis-profile=thorough` looks for
-# new ones.
+# Examples are the same on every run, so that failures repeat. `--hypothesis-profile=thorough` searches for new ones.
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
     "default", max_examples=60, derandomize=True, deadline=None, suppress_health_check=slow_is_fine

@@ -25,7 +25,7 @@ HEAVY = {
 }
 LONGEST_IMPORT = 0.04  # seconds
 
-# Each line may import from the lines above it and from itself: a folder with all in it, or a module beside them.
+# Each line may import from the lines above it and from itself: a folder with its files, or a module.
 LAYERS = (
     ("errors", "remember", "processes", "supported"),
     ("iomodel",),

@@ -47,7 +47,7 @@ CACHE_REQUIRED = ("k_cache", "v_cache", "cache_seqlens")
 
 
 class NewTokens(NamedTuple):
-    """The queries, and the keys beside them, one after another: sequence and place within the call's part of it."""
+    """Tokens of the queries and their keys in order: sequence, and position among the sequence's new tokens."""
 
     sequence: Tensor  # [T]
     place: Tensor  # [T], 0 for the sequence's first token in this call

@@ -197,7 +197,7 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
 
 
 def new_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised result with the rows of `like`: `[B, heads, S, width]` or `[T, heads, width]`.
+    """An uninitialized result with the rows of `like`: `[B, heads, S, width]` or `[T, heads, width]`.
 
     A dense result keeps the order of heads and positions that `like` has in memory, so that the output of
     `[B, S, H, D]` data seen through a transpose flattens to `[B, S, H * D]` without a copy. `like` is the call's own

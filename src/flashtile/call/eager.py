@@ -1,4 +1,4 @@
-"""Who looks at a call, beside its kernels."""
+"""Plain eager calls: no mode, trace, profiler, functorch level or tensor subclass around them."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -108,7 +108,7 @@ class Attention(torch.autograd.Function):
         needs = [needed[n] for n in positions]
         if torch.is_grad_enabled() or in_graph() or in_forward_mode():
             found = applied(AttentionBackward, ctx.settings, needs, out, lse, dout, dlse, *flat)
-        else:  # nobody differentiates this again
+        else:  # not differentiated again
             call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
             found = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
         gradients: list[Tensor | None] = [None] * len(flat)

@@ -214,7 +214,7 @@ def refuse_second_derivative(*_: Any) -> Any:
 
 
 def in_schema(gradients: Sequence[Tensor | None], call: Call) -> tuple[Any, ...]:
-    """Gradients as a schema of fixed arity returns them, with an empty tensor for what nobody asked for."""
+    """Gradients for a schema of fixed arity, with an empty tensor for each that was not requested."""
     found = [call.tensors.q.new_empty(0) if gradient is None else gradient for gradient in gradients]
     named = len(Gradients._fields) - 1
     return *found[:named], found[named:]
