@@ -186,9 +186,9 @@ INDICES = slice(Tensors._fields.index("cu_seqlens_q"), Tensors._fields.index("le
 
 def with_copies(tensors: Any, which: slice) -> Any:
     """Copy some fields of a NamedTuple of tensors. Freed tensors stay: they are refused later, by name."""
-    given = tensors[which]
-    copies = {id(x): x.clone() for x in given if x is not None and not freed(x)}  # q and k often share their offsets
-    return tensors._make((*tensors[: which.start], *[copies.get(id(x), x) for x in given], *tensors[which.stop :]))
+    selected = tensors[which]
+    copies = {id(x): x.clone() for x in selected if x is not None and not freed(x)}  # q and k often share their offsets
+    return tensors._make((*tensors[: which.start], *[copies.get(id(x), x) for x in selected], *tensors[which.stop :]))
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:
