@@ -116,7 +116,7 @@ def train(network: nn.Module, steps: int, report: Callable[[float], None]) -> No
 
 
 def draw(panels: dict[str, Tensor], data: Tensor, noise: Tensor, path: str) -> None:
-    """One panel for each set of points, over the data in grey. A point has the colour of the direction in which the
+    """One panel for each set of points, over the data in grey. A point has the color of the direction in which the
     noise that it was made from lies.
     """
     import matplotlib

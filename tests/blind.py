@@ -7,7 +7,7 @@ import torch
 INF = torch.inf
 ROW_1 = torch.arange(7)[:, None] == 1
 
-# A call of 7 rows and 9 keys for each way in which a row, or all of them, can see nothing.
+# Calls of 7 rows and 9 keys in which one row or all rows see nothing, by cause.
 BLIND: dict[str, dict[str, Any]] = {
     "no keys": {"seqlen_k": 0},
     "causal, more queries than keys": {"seqlen_q": 12, "seqlen_k": 5, "causal": True},

@@ -1,4 +1,4 @@
-"""Calls of attention_with_kvcache, and what has to come out of them, written from the contract sequence by sequence."""
+"""Calls of attention_with_kvcache and their expected results, computed from the contract sequence by sequence."""
 
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ def assert_right(arguments: Arguments, **options: Any) -> Step:
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are equal where a NaN is equal to itself."""
+    """Whether two tensors are equal, with equal NaN."""
     if not x.is_floating_point():
         return torch.equal(x, y)
     return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
@@ -91,7 +91,7 @@ def rows_of(arguments: Arguments, name: str, b: int) -> Tensor:
 
 
 def queries_of(arguments: Arguments) -> Tensor:
-    """Which tokens of q belong to a sequence."""
+    """Indices of the tokens of q that belong to a sequence."""
     q = arguments["q"]
     used = q.shape[0] * q.shape[2] if q.dim() == 4 else int(arguments["cu_seqlens_q"][-1])
     return torch.arange(used)
@@ -107,7 +107,7 @@ def lengths(arguments: Arguments) -> list[tuple[int, int]]:
 
 
 def slots(arguments: Arguments, b: int) -> tuple[Tensor, Tensor]:
-    """Where sequence b's keys lie: page (or row of a dense cache) and slot of each position."""
+    """Page (or row of a dense cache) and slot of each of sequence b's positions."""
     position = torch.arange(lengths(arguments)[b][1])
     table = arguments.get("page_table")
     if table is not None:
@@ -140,7 +140,7 @@ def turned(x: Tensor, positions: Tensor, arguments: Arguments) -> Tensor:
 
 
 def appended(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """The caches with the new keys and values, and which `[page, slot]` of the tokens' view, as a mask of the cache."""
+    """The caches with the new keys and values, and a mask of the new slots in the shape of k_cache."""
     k_cache, v_cache = arguments["k_cache"].clone(), arguments["v_cache"].clone()
     written = torch.zeros(k_cache.shape, dtype=torch.bool)
     if arguments.get("k") is None:
@@ -159,7 +159,7 @@ FEATURES += ("dropout_p", "dropout_seed")
 
 
 def as_packed(arguments: Arguments, k_cache: Tensor, v_cache: Tensor) -> Case:
-    """The attention over caches that hold everything, as a packed call for the oracle."""
+    """The attention over the caches after the call, as a packed call for the oracle."""
     q, k, v = [], [], []
     ends = [after for _, after in lengths(arguments)]
     for b, after in enumerate(ends):
@@ -212,8 +212,8 @@ def problem(
     seed: int = 0,
     **arguments: Any,
 ) -> Arguments:
-    """A call whose caches hold NaN wherever no key is; with `page_size` they are shuffled pages. `new` and `queries`
-    are packed if they are tuples; `queries` default to `new`.
+    """A call whose caches hold NaN in empty slots; with `page_size` they are shuffled pages. `new` and `queries` are
+    packed if they are tuples; `queries` default to `new`.
     """
     generator = torch.Generator().manual_seed(seed)
     (hq, hkv), batch = heads, len(held)

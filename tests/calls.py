@@ -1,4 +1,4 @@
-"""Calls as they are below the public functions: tensors and settings, normalised."""
+"""Calls below the public functions: tensors and normalized settings."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the tests have in common: small calls with any set of features, tiles of any size, and the check of a result."""
+"""Shared parts of the tests: small calls with any set of features, tiles of any size, and the check of a result."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ BACKENDS = ("tiled", "reference")
 
 @contextmanager
 def tile_size(block_m: int, block_n: int, scores: int = 2**20) -> Iterator[None]:
-    """Tiles of `block_m` rows and `block_n` keys in the tiled backend, and as many heads as `scores` scores hold."""
+    """Set tiles of `block_m` rows and `block_n` keys in the tiled backend, with up to `scores` scores over heads."""
     fast_path.forget()
     try:
         with mock.patch.multiple(support, BLOCK_M=block_m, BLOCK_N=block_n, TILE_SCORES=scores):
@@ -33,7 +33,7 @@ def tile_size(block_m: int, block_n: int, scores: int = 2**20) -> Iterator[None]
 
 
 def assert_right(case: Case, *backends: str, **options: Any) -> None:
-    """Every result and gradient of the case is within the contract's bound of the fp64 oracle."""
+    """Require that every result and gradient of the case is within the contract's bound of the fp64 oracle."""
     expected = solve(case)
     for backend in backends or BACKENDS:
         worst = compare(case.run(backend, **options), case, expected)[0]

@@ -17,7 +17,7 @@ FILLED = ((torch, ("zeros", "zeros_like", "full")), (Tensor, ("new_zeros", "cont
 
 @contextmanager
 def exhausted(number: int) -> Iterator[None]:
-    """Allocation `number` that Python asks for inside this block, from 0, finds no memory."""
+    """Let allocation `number` of Python code inside this block fail, counted from 0."""
     left = itertools.count(number, -1)
 
     def failing(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -38,7 +38,7 @@ def exhausted(number: int) -> Iterator[None]:
 
 
 def runs_out_of_memory(call: Callable[[], Any], check: Callable[[], None]) -> int:
-    """How many allocations a call makes. Memory runs out at each of them, one after another, and `check` follows."""
+    """Let each allocation of a call fail in a run of its own, followed by `check`; return the number of allocations."""
     for number in itertools.count():
         try:
             with exhausted(number):

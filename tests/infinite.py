@@ -1,4 +1,4 @@
-"""Rows that see NaN and infinities, alone and together: what a maximum over scores may drop, and sums must not."""
+"""Rows that see NaN and infinities, alone and together: a maximum over scores may drop them, sums must not."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ SINKS = (0.5, -INF, INF)
 
 
 def infinite_case(seqlen_k: int, num_splits: int, device: str) -> Case:
-    """Decoding with a cache, for its keys are split: a sequence for each of SCORES, a head for each of SINKS."""
+    """A decoding call, because its keys are split: a sequence for each of SCORES, a head for each of SINKS."""
     generator = torch.Generator().manual_seed(seqlen_k)
 
     def randn(*shape: int) -> Tensor:

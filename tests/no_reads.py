@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class NoReads(TorchDispatchMode):
-    """Operators that bring a tensor's values to the host are errors."""
+    """Raise for operators that copy a tensor's values to the host."""
 
     READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "item")
 

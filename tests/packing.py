@@ -24,7 +24,7 @@ def packed_case(**arguments: Any) -> Case:
 
 
 def in_pages(case: Case, page_size: int, seed: int = 0) -> tuple[Case, Tensor]:
-    """The same keys in shuffled pages, all else in the pages NaN; and where each key's token went, [Tk]."""
+    """The same keys in shuffled pages filled with NaN, and each key's slot, [Tk]."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-n // page_size) for n in LENGTHS_K]
     spare = 2

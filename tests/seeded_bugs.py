@@ -277,7 +277,7 @@ def functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
 
 
 class Call(NamedTuple):
-    """A call that every bug is tried on, and its tile size."""
+    """A call on which every bug is tried, and its tile size."""
 
     case: Case
     expected: dict[str, Expected]

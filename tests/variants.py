@@ -1,4 +1,4 @@
-"""Named problems for kernels that are compiled: what costs a compilation is fixed in each, the rest is random.
+"""Named problems for compiled kernels: each name fixes the compile-time choices, the rest is random.
 
 Each name is one set of head dimensions, dtype, layout and features; a few dozen cover what a GPU backend compiles.
 """
@@ -38,7 +38,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a feature's tensors are shaped by."""
+    """Sizes of a feature's tensors."""
 
     batch: int
     num_heads: int

@@ -1,4 +1,4 @@
-"""Progress on stderr: bars on a terminal, elsewhere a plain line now and then."""
+"""Progress on stderr: bars on a terminal, otherwise a plain line every ten seconds."""
 
 import time
 from typing import Any

@@ -19,7 +19,7 @@ def dense_leaves() -> list[Tensor]:
 
 
 def results(function: Callable[..., Any], *leaves: Tensor) -> list[Tensor]:
-    """What a function returns, and the gradients of its leaves."""
+    """Results of a function, and the gradients of its leaves."""
     out = function(*leaves)
     return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 

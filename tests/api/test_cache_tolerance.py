@@ -1,4 +1,4 @@
-"""What a call with a KV cache may deviate by: nothing where it copies, and one rounding where either is right."""
+"""Tolerance of a call with a KV cache: none for copies, and one rounding where both neighbors are right."""
 
 import math
 from typing import Any
@@ -26,7 +26,7 @@ def cache_problem() -> Case:
 
 
 def cache_results(q: float, k: float) -> dict[str, Tensor]:
-    """What a call returns that has turned 8 to `q` and 1 to `k`."""
+    """Results of a call that has rotated 8 to `q` and 1 to `k`."""
     case = cache_problem()
     s = q * k / math.sqrt(2)
     caches = {name: case.arguments[name].clone() for name in ("k_cache", "v_cache")}

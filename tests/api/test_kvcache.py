@@ -420,7 +420,7 @@ def test_compiled_steps_compile_once(page_size: int | None) -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_graph_sees_the_caches_change(backend: str) -> None:
-    """What is read before the call is old, what is read after it is new, and the caller's tensors are written."""
+    """Reads before the call see old values, reads after it new ones, and the caller's tensors are written."""
     arguments = problem(causal=True)
     for name in CACHES:
         arguments[name] = arguments[name].nan_to_num(nan=0.5)
@@ -457,7 +457,7 @@ def operator_calls() -> dict[str, Arguments]:
 
 
 def operator_arguments(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
-    """What the public function gives to its operator."""
+    """Arguments that the public function passes to its operator."""
     seen: list[tuple[Any, ...]] = []
 
     def operator(*given: Any) -> tuple[Tensor, Tensor]:
@@ -715,8 +715,8 @@ def test_caches_that_share_memory_can_be_read() -> None:
     found = call_in_place(arguments | {"v_cache": expanded})
     assert same_bits(found, call_in_place(arguments | {"v_cache": expanded.clone()}))
     arguments = problem()
-    beside = arguments | side_by_side(arguments)
-    assert same_bits(call_in_place(beside), run(arguments).out)
+    adjacent = arguments | side_by_side(arguments)
+    assert same_bits(call_in_place(adjacent), run(arguments).out)
 
 
 def test_caches_come_to_share_memory() -> None:

@@ -78,7 +78,7 @@ def test_memory_beyond_inputs_and_results(name: str) -> None:
 
 
 def test_low_precision_accumulates_in_proportion_to_the_inputs() -> None:
-    """bf16 gradients are added up in fp32: beside the tiles, twice the bytes of q, k and v."""
+    """bf16 gradients are summed in fp32: in addition to the tiles, twice the bytes of q, k and v."""
     inputs = leaves(1024, torch.bfloat16)
     with tile_size(BLOCK, BLOCK):
         out = flashtile.attention(*inputs, backend="tiled")
@@ -148,7 +148,7 @@ def visited_tiles(run: Callable[[], Any]) -> list[Tile]:
     ids=range(8),
 )
 def test_hidden_blocks_are_not_visited(arguments: dict[str, Any], visited: int) -> None:
-    """Of 8 x 8 tiles, in forward and in backward."""
+    """The visited ones of 8 x 8 tiles, in forward and in backward."""
     inputs = leaves(64)
     with tile_size(8, 8):
         assert len(visited_tiles(lambda: flashtile.attention(*inputs, **arguments, backend="tiled"))) == visited

@@ -137,7 +137,7 @@ def test_hidden_keys_may_hold_anything(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_results_do_not_depend_on_uninitialised_memory(backend: str) -> None:
+def test_results_do_not_depend_on_uninitialized_memory(backend: str) -> None:
     for arguments in ({}, BLIND["causal, more queries than keys"], {"seqlen_k": 0}, {"sinks": torch.ones(2)}):
         clean = dense_case(**arguments).run(backend)
         with poisoned_allocation():

@@ -35,7 +35,7 @@ def dense_leaves(seqlen_q: int = SQ, seqlen_k: int = SK) -> list[Tensor]:
 
 
 def results(function: Callable[..., Any], *leaves: Tensor) -> list[Tensor]:
-    """What a function returns, and the gradients of its leaves."""
+    """Results of a function, and the gradients of its leaves."""
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     total = sum(x.square().sum() for x in outputs)

@@ -1,4 +1,4 @@
-"""Calls whose operator nobody would look at go straight to the kernels; all others are operators that PyTorch sees."""
+"""Plain eager calls bypass the operators; in all other calls PyTorch sees an operator."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

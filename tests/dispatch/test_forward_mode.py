@@ -263,7 +263,7 @@ def both(example: Example) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 
 
 def cotangents(example: Example) -> tuple[Outputs, Outputs]:
-    """Of `out` and `lse`, and their tangents."""
+    """`out` and `lse`, and their tangents."""
     first, second = (tuple(randn(*x.shape, seed=n) for x in example.formula(*example.tensors)) for n in (5, 6))
     return (first,), (second,)  # type: ignore[return-value]
 
@@ -342,7 +342,7 @@ def test_only_open_levels_cost_anything() -> None:
 
 
 class Holder:
-    """Something that a score_mod reads a tensor from, where nobody looks for one."""
+    """An object in which a score_mod hides a tensor."""
 
     w: Tensor
 

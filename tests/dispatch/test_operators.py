@@ -108,7 +108,7 @@ def test_out_keeps_the_memory_order_of_q() -> None:
 
 
 def test_arity_is_fixed() -> None:
-    """Always seven results; what nobody asked for is an empty tensor."""
+    """Always seven results, with an empty tensor for each gradient that was not requested."""
     call = dense_call(**everything())
     for needed in range(7):
         needs = [n == needed for n in range(7)]

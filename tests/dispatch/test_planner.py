@@ -1,4 +1,4 @@
-"""Which backend a call gets: declared subsets, reasons, buckets, and no replacement behind the caller's back."""
+"""The backend of a call: declared subsets, reasons, buckets, and no silent replacement."""
 
 from collections.abc import Iterator
 from dataclasses import replace

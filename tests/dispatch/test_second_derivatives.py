@@ -31,7 +31,7 @@ def leaves_of(tensors: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def cotangents(example: Example) -> list[Tensor]:
-    """Of `out` and `lse`, as leaves."""
+    """Cotangents of `out` and `lse`, as leaves."""
     results = example.formula(*example.tensors)
     return [randn(*x.shape, seed=n).requires_grad_() for n, x in enumerate(results, start=5)]
 
@@ -82,7 +82,7 @@ def test_what_is_no_query_and_no_key_has_no_part() -> None:
 
 @pytest.mark.parametrize("wanted", [(0,), (1, 2), (2,), (3,), (0, 6)])
 def test_only_some_inputs_require_a_gradient(wanted: tuple[int, ...]) -> None:
-    """Of q, k, v, bias, slopes, sinks and score_mod's first tensor."""
+    """Leaves: q, k, v, bias, slopes, sinks and score_mod's first tensor."""
     example = everything()
 
     def second(function: Callable[..., Outputs]) -> tuple[Tensor, ...]:

@@ -160,8 +160,8 @@ def made_of(source: str, **values: Any) -> ScoreMod:
 
 
 def test_keys_follow_from_code_and_constants() -> None:
-    """Of a function that cannot be traced, and of what it calls and reads; not from the order in which functions are
-    made.
+    """Of a function that cannot be traced, the key depends on it and on everything it calls and reads, not on the order
+    of creation.
     """
     first = made_of(SOURCE, slope=0.5, factor=2)
     others = [made_of(SOURCE, slope=x, factor=y).key for x, y in ((0.6, 2), (0.5, 3), (0.5, 2.0))]
@@ -182,7 +182,7 @@ def test_a_function_that_calls_itself_has_a_key() -> None:
 
 
 def test_a_closure_that_changes_is_another_function() -> None:
-    """Of two functions that were the same, one has another number now."""
+    """Two equal functions, one of which now has another constant."""
 
     def counted() -> tuple[Callable[..., Tensor], Callable[[], None]]:
         factor = 2.0

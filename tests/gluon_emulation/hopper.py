@@ -98,14 +98,13 @@ class TensorDescriptor:
     def box(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Offsets of a box's elements, and whether they are in bounds. Addresses are computed modulo 2**64."""
         size = self.base.element_size()
-        address = np.zeros(self.block_shape, dtype=np.uint64)
-        inside = np.ones(self.block_shape, dtype=bool)
+        address, inside = np.zeros((), dtype=np.uint64), np.ones((), dtype=bool)  # both gain a dimension at a time
         for dim, (first, length, stride) in enumerate(zip(coordinates, self.shape, self.strides, strict=True)):
             along = [-1 if n == dim else 1 for n in range(len(self.shape))]
             index = (int(first) + np.arange(self.block_shape[dim], dtype=np.int64)).reshape(along)
-            inside &= (index >= 0) & (index < length)
-            address += index.astype(np.uint64) * np.uint64(stride * size % 2**64)
-        offset = torch.from_numpy(address.view(np.int64) // size)
+            inside = inside & (index >= 0) & (index < length)
+            address = address + index.astype(np.uint64) * np.uint64(stride * size % 2**64)
+        offset = torch.from_numpy(address.view(np.int64) >> (size.bit_length() - 1))
         inside_box = torch.from_numpy(inside)
         check_extent(self.base, offset[inside_box])
         return offset, inside_box

@@ -18,8 +18,9 @@ from .machine import EmulationError
 
 def run(asm: str, constraints: str, args: Sequence[Tensor], results: int, pack: int) -> list[Tensor]:
     """Results of `asm` on tensors, of which each thread holds `pack` elements at a time."""
-    shape = torch.broadcast_shapes(*(x.shape for x in args))
-    inputs = [to_registers(x.expand(shape), pack).unbind(-1) for x in args]
+    args = torch.broadcast_tensors(*args)
+    shape = args[0].shape
+    inputs = [to_registers(x, pack).unbind(-1) for x in args]
     kinds = [kind for kind in constraints.split(",") if not kind.startswith("~")]
     assert len(kinds) == pack * (results + len(args)), constraints
     operands = dict(enumerate(itertools.chain(*inputs), pack * results))
@@ -51,22 +52,25 @@ def from_registers(x: Tensor, shape: torch.Size, pack: int) -> Tensor:
 def execute(asm: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Registers after the instructions, from those before."""
     like = next(iter(state.values()))
-    active = torch.ones_like(like, dtype=torch.bool)
+    active = torch.tensor(True).expand_as(like)
+    some = every = True  # threads are active
     inactive: dict[str, Tensor] = {}
     for words in lines_of(asm):
         if words[0].endswith(":"):
             active = active | inactive.pop(words[0][:-1])
+            some, every = bool(active.any()), bool(active.all())
         elif words[1:2] == ["bra"]:
             branches = active & predicate(words[0][1:], state)
             if not (branches == branches[:, :1]).all():
                 raise EmulationError("the threads of a warp diverge")
             inactive[words[2]] = branches
             active = active & ~branches
-        else:
+            some, every = bool(active.any()), bool(active.all())
+        elif some:
             name, target, *operands = words
             result = INSTRUCTIONS[name.split(".")[0]](name, *(operand(x, state, like) for x in operands))
-            if inactive:
-                result = torch.where(active, result, state.get(target, torch.zeros_like(result)))
+            if not every:
+                result = torch.where(active, result, state[target] if target in state else torch.zeros_like(result))
             state[target] = result
     return state
 
@@ -85,13 +89,17 @@ def predicate(word: str, state: dict[str, Tensor]) -> Tensor:
 
 def operand(word: str, state: dict[str, Tensor], like: Tensor) -> Tensor:
     """A register or a constant: `0f` and the bits of a float, a float, `0x` and bits, an integer."""
-    if word in state:
-        return state[word]
+    found = state.get(word)
+    return constant(word).expand_as(like) if found is None else found
+
+
+@functools.cache
+def constant(word: str) -> Tensor:
     if word.startswith("0f"):
-        return torch.full(like.shape, struct.unpack(">f", bytes.fromhex(word[2:]))[0])
+        return torch.tensor(struct.unpack(">f", bytes.fromhex(word[2:]))[0])
     if "." in word:
-        return torch.full(like.shape, float(word))
-    return torch.full(like.shape, int(word, 0), dtype=torch.int64 if word.startswith("0x") else torch.int32)
+        return torch.tensor(float(word))
+    return torch.tensor(int(word, 0), dtype=torch.int64 if word.startswith("0x") else torch.int32)
 
 
 def without_name(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

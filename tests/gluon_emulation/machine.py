@@ -116,7 +116,7 @@ class Machine:
         task.ready = None
 
     def pause(self) -> None:
-        """Maybe let others run."""
+        """Let others run, at random."""
         if self.rng.random() < 0.1:
             self.wait(lambda: True, "its turn")
 

@@ -30,7 +30,7 @@ class Bug(NamedTuple):
     function: str  # module and function below KERNELS
     old: str
     new: str
-    call: str  # of CALLS: the one that notices it
+    call: str  # the one of CALLS that detects it
 
 
 BUGS = (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checking import dense_case
-from interpreted import interpreted
+from simulated import run_simulated
 from torch import Tensor
 
 from flashtile.ladder import (
@@ -343,7 +343,7 @@ def test_numba_for_cuda_in_the_simulator(tmp_path: Path) -> None:
         ("step07_numba_cuda", dict(zip("qkv", tensors[:3], strict=True)) | {"causal": case.arguments["causal"]})
         for case, tensors in given
     ]
-    results = interpreted(calls, tmp_path, NUMBA_ENABLE_CUDASIM="1")
+    results = run_simulated(calls, tmp_path, NUMBA_ENABLE_CUDASIM="1")
     for (case, _), (out, lse) in zip(given, results, strict=True):
         case.forward_only = True
         worst = compare({"out": out[None, None], "lse": lse[None, None]}, case)[0]

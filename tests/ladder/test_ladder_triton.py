@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from checking import dense_case
-from interpreted import interpreted
+from simulated import run_simulated
 from torch import Tensor
 
 from flashtile.ladder import step04_standard, step08_triton_lite, step08_triton_lse, step08_triton_online, triton_or_not
@@ -114,7 +114,7 @@ def assert_right_in_each_head(results: list[tuple[Tensor, Tensor]]) -> None:
 @needs_triton
 def test_in_the_interpreter(tmp_path: Path) -> None:
     calls = [(module, arguments(case)) for module, case in PROBLEMS]
-    results = interpreted([*calls, *TILES], tmp_path, TRITON_INTERPRET="1")
+    results = run_simulated([*calls, *TILES], tmp_path, TRITON_INTERPRET="1")
     assert_right_but_lite(results[: len(calls)])
     assert_right_in_each_head(results[len(calls) :])
 

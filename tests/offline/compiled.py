@@ -32,7 +32,7 @@ class Compiled:
     registers: int | None  # of a thread; NVIDIA only
     spilled: int | None  # bytes of a thread
     serialized: bool  # whether ptxas gave up the asynchrony of matrix products
-    unset: tuple[str, ...]  # instructions that read a uniform register which nothing has written: a wrong compilation
+    unset: tuple[str, ...]  # instructions that read an unwritten uniform register: a miscompilation
     sass: str = field(default="", repr=False)  # Hopper only
 
 

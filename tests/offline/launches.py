@@ -38,7 +38,7 @@ class Launch:
 
     @property
     def compiled_by(self) -> tuple[Any, ...]:
-        """Triton compiles a kernel for each: constants, which arguments are `None`, and how pointers are aligned."""
+        """Key of a compiled kernel: constants, `None` arguments, and alignment of pointers."""
         constants = {p.name for p in self.kernel.params if p.is_constexpr} | {*OPTIONS}
         found = []
         for name, x in self.arguments.items():
@@ -84,7 +84,7 @@ def results_of(call: Call, backend: str, arch: str, *, backward: bool = True) ->
 
 
 def replay_of(call: Call, backend: str, arch: str) -> Callable[[], list[Tensor | None]]:
-    """What repeats `results_of`, from recordings."""
+    """A function that repeats `results_of` from recordings."""
     kernels, plan, needs = planned(call, backend, arch)
     forward, (out, lse) = kernels.record_forward(plan, call)
     rows = (out, lse, torch.empty_like(out), None)

@@ -36,7 +36,7 @@ def script(name: str) -> ModuleType:
 
 
 def names() -> dict[str, object]:
-    """What examples of docstrings take as imported, and the tensors of the ladder's page."""
+    """Names that examples in docstrings use, and the tensors of the ladder's page."""
     return {"torch": torch, "flashtile": flashtile} | {x: torch.randn(6, 8) for x in ("q", "k", "v", "dout")}
 
 

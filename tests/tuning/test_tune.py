@@ -18,7 +18,7 @@ from flashtile.call.device import Device
 from flashtile.call.problem import Problem
 from flashtile.cli import main
 from flashtile.errors import AttentionWarning
-from flashtile.tuning.search import LEAST_GAIN, TuningError, neighbours, search
+from flashtile.tuning.search import LEAST_GAIN, TuningError, neighbors, search
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 SHIPPED = KernelConfig(128, 128, 8, 3)
@@ -63,7 +63,7 @@ def test_it_goes_from_neighbour_to_neighbour() -> None:
     assert found.gain == pytest.approx(0.3)
     assert found.seconds == (1.0, 0.7)
     assert found.finished
-    assert {x.launch for x in found.tried} >= set(neighbours(found.best)) - {SHIPPED}
+    assert {x.launch for x in found.tried} >= set(neighbors(found.best)) - {SHIPPED}
 
 
 def test_a_wrong_tile_is_no_candidate() -> None:
@@ -74,7 +74,7 @@ def test_a_wrong_tile_is_no_candidate() -> None:
 
 
 def test_what_is_hardly_faster_is_not_faster() -> None:
-    times = {SHIPPED: 1.0} | dict.fromkeys(neighbours(SHIPPED), 1 - LEAST_GAIN / 2)
+    times = {SHIPPED: 1.0} | dict.fromkeys(neighbors(SHIPPED), 1 - LEAST_GAIN / 2)
     found = search(SHIPPED, MadeUp(times), 100, lambda: 0.0)
     assert (found.best, found.gain) == (SHIPPED, 0.0)
 
@@ -109,9 +109,9 @@ def test_a_machine_on_which_the_shipped_tile_is_wrong() -> None:
         search(SHIPPED, MadeUp({}, wrong=[SHIPPED]), 100)
 
 
-def test_neighbours_are_tiles() -> None:
+def test_neighbors_are_tiles() -> None:
     for launch in (SHIPPED, KernelConfig(16, 16, 1, 1), KernelConfig(256, 256, 8, 7)):
-        found = list(neighbours(launch))
+        found = list(neighbors(launch))
         assert launch not in found
         for m, n, warps, stages, of_a_file in found:
             assert m in tuned.BLOCKS and n in tuned.BLOCKS and warps in tuned.WARPS and stages in tuned.STAGES  # noqa: PT018

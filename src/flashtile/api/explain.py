@@ -95,8 +95,8 @@ def explain(
 
     Example:
         >>> q, k, v = (torch.randn(1, 8, 256, 64) for _ in range(3))
-        >>> found = flashtile.explain(q, k, v, causal=True)
-        >>> found.backend, found.visible_pairs
+        >>> explanation = flashtile.explain(q, k, v, causal=True)
+        >>> explanation.backend, explanation.visible_pairs
         ('cpu', 263168)
 
     Args:
@@ -173,8 +173,8 @@ def described_call(
     tensors = {"q": q, "k": k, "v": v} | {name: keywords.get(name) for name in tensor_names}
     if cu_q is not None:
         tensors |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-    given = defaults | {name: value for name, value in keywords.items() if name in defaults}
-    return normalize("attention" if cu_q is None else "attention_varlen", tensors, **given)
+    arguments = defaults | {name: value for name, value in keywords.items() if name in defaults}
+    return normalize("attention" if cu_q is None else "attention_varlen", tensors, **arguments)
 
 
 def pairs_of(call: Call, problem: Problem) -> int:

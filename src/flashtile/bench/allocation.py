@@ -1,4 +1,4 @@
-"""How much memory a call takes, from the events of torch's own allocator: every byte, the same on each run."""
+"""Memory of a call, from the events of torch's own allocator: every byte, the same on each run."""
 
 import contextlib
 import gc
@@ -13,7 +13,7 @@ import torch
 
 def live_and_peak_bytes(run: Callable[[], Any], device: torch.device | None = None) -> tuple[int, int]:
     """Bytes that `run` leaves allocated (its results), and the most that it had allocated at a time."""
-    gc.collect()  # what an earlier run has left over must not be freed in this one
+    gc.collect()  # garbage of an earlier run must not be freed in this one
     if device is not None and device.type != "cpu":
         return on_accelerator(run, device)
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -36,7 +36,7 @@ def on_accelerator(run: Callable[[], Any], device: torch.device) -> tuple[int, i
 
 @contextlib.contextmanager
 def without_messages() -> Iterator[None]:
-    """The profiler of some versions of PyTorch writes two lines to stderr at each use, past Python."""
+    """Silence stderr: the profiler of some versions of PyTorch writes two lines there at each use, from C++."""
     try:
         stderr = sys.__stderr__.fileno()  # type: ignore[union-attr]
         saved = os.dup(stderr)

@@ -75,7 +75,7 @@ class Block(nn.Module):
         return self.after_attention(x, attend(rotated(q, cos, sin), rotated(k, cos, sin), v))
 
     def step(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, lengths: Tensor) -> Tensor:
-        """The same for the next tokens of sequences whose `lengths` earlier tokens are in the cache."""
+        """Forward for the next tokens of sequences whose `lengths` earlier tokens are in the cache."""
         q, k, v = self.queries_keys_values(x)
         out = attention_with_kvcache(
             q, cache.k, cache.v, cache_seqlens=lengths, k=k, v=v, rotary_cos=cos, rotary_sin=sin, causal=True
@@ -141,7 +141,7 @@ def rotary_tables(seqlen: int, head_dim: int, like: Tensor) -> tuple[Tensor, Ten
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of neighbouring features turned by the angles of their positions; x [B, H, S, D]."""
+    """Rotate pairs of neighboring features by the angles of their positions; x [B, H, S, D]."""
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
 
@@ -165,7 +165,7 @@ def windows(data: Tensor, batch: int, seqlen: int, generator: torch.Generator) -
 def train(
     model: ByteGPT, attend: Attend, steps: int, *, batch: int = 8, seqlen: int = 128, rate: float = 2e-3, seed: int = 0
 ) -> Iterator[float]:
-    """The loss of each step, in nats for a byte; the model is trained on its own device. AdamW, cosine decay."""
+    """Train the model on its own device with AdamW and cosine decay; yield each step's loss, in nats per byte."""
     device = model.embedding.weight.device
     data, generator = text(), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95))
@@ -183,7 +183,7 @@ def train(
 
 
 def new_model(seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> ByteGPT:
-    """The same weights for a seed, on every device; the default generator is left as it was."""
+    """Initialize a model: the same weights for a seed on every device. The default generator keeps its state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ByteGPT().to(device, dtype)

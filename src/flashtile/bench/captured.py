@@ -1,7 +1,7 @@
 """Queries, keys and values of a trained model: real inputs, with the outliers that random ones lack.
 
-A byte-level GPT is trained for 60 steps, once in a process; the tensors are what its layers hand to attention on
-text. The heads of all layers lie side by side, as they are all the same to an attention function.
+A byte-level GPT is trained for 60 steps, once in a process; the tensors are the inputs of its attention layers on text.
+The heads of all layers are concatenated: to an attention function they are all the same.
 """
 
 import functools
@@ -18,18 +18,18 @@ HEADS, HEAD_DIM = Shape().layers * Shape().heads, Shape().head_dim
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-trained: list[ByteGPT] = []  # the one of this process, once there is one
+trained: list[ByteGPT] = []  # this process's model, or empty
 
 
 def use(model: ByteGPT) -> None:
-    """Capture from this model from now on, instead of one that is trained when it is first needed."""
+    """Capture from this model from now on, instead of training one on first use."""
     trained[:] = [model]
 
 
 def trained_model(steps: int = STEPS) -> ByteGPT:
     """The model that tensors are captured from; on the CPU."""
     if not trained:
-        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+        with torch.inference_mode(False), torch.enable_grad():  # in any mode of the caller
             model = new_model()
             for _ in train(model, sdpa_attention, steps):
                 pass

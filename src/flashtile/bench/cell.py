@@ -76,7 +76,7 @@ class Cell:
 
     @property
     def flops(self) -> int:
-        """2 (D + Dv) for each visible pair of a query row and a key, which is 4 B H Sq Sk D for a full square; two and
+        """Operations: 2 (D + Dv) for each visible pair of a row and a key, or 4 B H Sq Sk D for a full square. Two and
         a half times that backward. A `mask` is not counted: blocks that it hides in part are computed.
         """
         left, right = self.window or (-1, -1)
@@ -88,7 +88,7 @@ class Cell:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V: what decoding has to read."""
+        """Bytes of K and V, which decoding has to read."""
         tokens = sum(keys for _, keys in self.sequences)
         return tokens * self.num_heads_kv * (self.head_dim + self.width_v) * self.torch_dtype.itemsize
 
@@ -102,11 +102,11 @@ class Cell:
         unknown = values.keys() - known
         if unknown:
             raise ValueError(f"a cell has no field {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
-        given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
-        return cls(**given)
+        arguments: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+        return cls(**arguments)
 
     def features(self) -> list[str]:
-        """What is not plain about the call, in words."""
+        """Features of the call, in words."""
         words = [name for name in ("causal", "bias", "mask", "alibi", "sinks") if getattr(self, name)]
         words += [f"window {self.window[0]},{self.window[1]}"] if self.window else []
         words += [f"softcap {self.softcap:g}"] if self.softcap else []

@@ -1,7 +1,7 @@
-"""Is a provider's result right? Before it is timed, it is held against the fp64 oracle within the contract's bound.
+"""Correctness check of a provider before it is timed: the fp64 oracle and the contract's bound.
 
-Small problems are compared element by element; of large ones `parts` are, with every other element only asked to be
-finite. Memory that the library may get for its result is filled with NaN before, so that what it does not write shows.
+Small problems are compared element by element. Of large ones `parts` are compared, and all other elements have to be
+finite. Memory that the library may get for its result is filled with NaN first, so that unwritten elements show.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ GRADIENTS = ("dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Verdict:
-    """`ratio` is the worst error in units of its bound; `what` says which elements were compared."""
+    """Result of a check: `ratio` is the worst error in units of its bound, `what` says which elements were compared."""
 
     ok: bool
     ratio: float
@@ -38,7 +38,7 @@ class Checker:
         self.solved: dict[str, tuple[Case, dict[str, Expected]]] = {}
 
     def verdict(self, provider: Provider, prepared: Prepared, decode: bool) -> Verdict:
-        """Of this case; where the provider draws other random numbers, of the case without them."""
+        """Check this case; without dropout if the provider draws other random numbers."""
         if not self.case.arguments.get("dropout_p"):
             return self.compared(self.case, prepared)
         if not provider.contract_dropout:
@@ -53,23 +53,23 @@ class Checker:
         return replace(verdict, what=f"{verdict.what}, {words}")
 
     def compared(self, case: Case, prepared: Prepared) -> Verdict:
-        whole = pairs(case) <= SOLVED_PAIRS
+        complete = pairs(case) <= SOLVED_PAIRS
         spoil_memory(case)
         out = prepared.forward()
-        if not whole and not bool(out.isfinite().all()):
+        if not complete and not bool(out.isfinite().all()):
             return Verdict(False, float("inf"), "every element", "out is not finite everywhere")
-        if whole:
+        if complete:
             results = {"out": out} | gradients(prepared, case, case.dout)
             return judge(self.worst_of(case.description, case, results), "every element")
-        found: list[Deviation] = []
+        deviations: list[Deviation] = []
         for part in parts(case):
             small, results = cut(case, part), {"out": pick(case, part, "out", out)}
             for name, x in gradients(prepared, case, cotangent(case, part) if case.differentiates else None).items():
                 if not bool(x.isfinite().all()):
                     return Verdict(False, float("inf"), "every element", f"{name} is not finite everywhere")
                 results[name] = pick(case, part, name[1:], x)
-            found += self.worst_of(f"{case.description}: {part}", small, results)
-        return judge(found, " and ".join(map(str, parts(case))))
+            deviations += self.worst_of(f"{case.description}: {part}", small, results)
+        return judge(deviations, " and ".join(map(str, parts(case))))
 
     def worst_of(self, key: str, case: Case, results: dict[str, Tensor]) -> list[Deviation]:
         """The worst element of each result; `key` names the problem among those already solved."""
@@ -86,13 +86,13 @@ def gradients(prepared: Prepared, case: Case, dout: Tensor | None) -> dict[str, 
     return dict(zip(GRADIENTS, prepared.backward(dout), strict=True))
 
 
-def judge(found: list[Deviation], what: str) -> Verdict:
-    wrong = max(found, key=lambda deviation: deviation.ratio)
+def judge(deviations: list[Deviation], what: str) -> Verdict:
+    wrong = max(deviations, key=lambda deviation: deviation.ratio)
     return Verdict(wrong.ok, wrong.ratio, what, "" if wrong.ok else str(wrong))
 
 
 def spoil_memory(case: Case) -> None:
-    """Fill memory of the sizes of results with NaN and give it back: an allocator hands it out again."""
+    """Fill memory of the sizes of results with NaN and free it: the allocator reuses it for the results."""
     q, k, v = (case.arguments[name] for name in ("q", "k", "v"))
     shapes = [(*q.shape[:-1], v.shape[-1])] + ([q.shape, k.shape, v.shape] if case.differentiates else [])
     for shape in shapes:
@@ -109,11 +109,11 @@ def shortened(case: Case) -> Case:
     """The first sequence's first rows and keys, as a call of its own."""
     if case.function != "attention":
         raise ValueError("dropout over packed sequences is checked only where they are short")
-    given = dict(case.arguments)
-    rows = {name: x[:1, :, :SHORTENED] for name, x in given.items() if name in ("q", "k", "v")}
+    arguments = dict(case.arguments)
+    rows = {name: x[:1, :, :SHORTENED] for name, x in arguments.items() if name in ("q", "k", "v")}
     for name in ("bias", "mask"):
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             cuts = (slice(0, 1), slice(None), slice(0, SHORTENED), slice(0, SHORTENED))
-            rows[name] = given[name][cuts]
+            rows[name] = arguments[name][cuts]
     dout = None if case.dout is None else case.dout[:1, :, :SHORTENED]
-    return replace(case, arguments=given | rows, dout=dout, description=case.description + " shortened")
+    return replace(case, arguments=arguments | rows, dout=dout, description=case.description + " shortened")

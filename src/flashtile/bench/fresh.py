@@ -46,9 +46,10 @@ class Job:
 
 
 def samples(job: Job, runs: int) -> Iterator[dict[str, Any]]:
-    """The finding of a job's one cell in each of `runs` processes: a `value` in seconds or bytes, or the reason under
-    `declined` or `error`. Caches of compiled code are empty for each `first_call_cold`; before `first_call_warm` one
-    process fills them.
+    """Measure a job's one cell in each of `runs` processes.
+
+    Yields a `value` in seconds or bytes, or a reason under `declined` or `error`. Caches of compiled code are empty
+    for each `first_call_cold`; before `first_call_warm` one process fills them.
     """
     with contextlib.ExitStack() as stack:
 
@@ -67,12 +68,12 @@ def samples(job: Job, runs: int) -> Iterator[dict[str, Any]]:
 
 
 def in_fresh_process(job: Job, caches: str) -> list[dict[str, Any]]:
-    """One finding for each cell."""
+    """One measurement for each cell."""
     return in_one_process((job,), caches)[0]
 
 
 def in_one_process(jobs: Sequence[Job], caches: str) -> list[list[dict[str, Any]]]:
-    """The findings of each job; to start a process takes longer than a small job."""
+    """Measurements of several jobs in one process, whose start takes longer than a small job."""
     code = "from flashtile.bench import fresh; fresh.main()"
     environment = os.environ | {name: str(Path(caches, name)) for name in CACHE_VARIABLES}
     try:
@@ -91,7 +92,7 @@ def nothing(jobs: Sequence[Job], reason: str) -> list[list[dict[str, Any]]]:
 
 
 def measure(job: Job) -> list[dict[str, Any]]:
-    """In the fresh process."""
+    """Measure a job, in the fresh process."""
     device = torch.device(job.device)
     warm_up(device)
     (provider,) = make([job.provider], Path(job.fa3_library) if job.fa3_library else None)
@@ -113,14 +114,14 @@ def measure_one(cell: Cell, provider: Provider, device: torch.device) -> dict[st
 
 
 def warm_up(device: torch.device) -> None:
-    """What every process pays once, whoever computes attention."""
+    """Do the work that every process does once, with any library."""
     x = torch.ones((64, 64), device=device)
     (x @ x).sum().item()
 
 
 def first_call(cell: Cell, provider: Provider, device: torch.device) -> float:
-    """Seconds from having the tensors to having the result. What the library imports and compiles counts; torch, and
-    flashtile's own light import, are there already.
+    """Seconds from tensors to result. The library's imports and compilation count; torch, and flashtile's own light
+    import, are loaded before.
     """
     case = make_case(cell, device)
     start = time.perf_counter()

@@ -12,8 +12,8 @@ from .cell import Cell
 
 
 def make_case(cell: Cell, device: torch.device, seed: int = 0) -> Case:
-    """Random tensors of the cell's shapes. In memory positions come before heads, as projections leave them:
-    `q [B, H, S, D]` is a view of `[B, S, H, D]`; packed `q` is `[T, H, D]`.
+    """Random tensors of the cell's shapes. In memory, positions come before heads as after a projection:
+    `q [B, H, S, D]` is a view of `[B, S, H, D]`. Packed `q` is `[T, H, D]`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = cell.torch_dtype
@@ -67,28 +67,28 @@ def captured_values(cell: Cell, seed: int, device: torch.device) -> list[Tensor]
         raise ValueError(
             f"captured inputs are dense, with up to {HEADS} heads of {HEAD_DIM} and as many keys as queries"
         )
-    found = captured(cell.batch, cell.seqlen_q, seed)
-    return [x[:, : cell.heads].transpose(1, 2).to(device, cell.torch_dtype).contiguous() for x in found]
+    tensors = captured(cell.batch, cell.seqlen_q, seed)
+    return [x[:, : cell.heads].transpose(1, 2).to(device, cell.torch_dtype).contiguous() for x in tensors]
 
 
 def features(cell: Cell, device: torch.device, normal: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {"causal": cell.causal}
+    arguments: dict[str, Any] = {"causal": cell.causal}
     if cell.window:
-        given["window"] = cell.window
+        arguments["window"] = cell.window
     if cell.softcap:
-        given["softcap"] = cell.softcap
+        arguments["softcap"] = cell.softcap
     if cell.bias:
-        given["bias"] = normal(1, cell.heads, cell.seqlen_q, cell.keys)
+        arguments["bias"] = normal(1, cell.heads, cell.seqlen_q, cell.keys)
     if cell.mask:
         shape = (cell.batch, 1, 1, cell.keys)
-        given["mask"] = torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(device) < 0.9
+        arguments["mask"] = torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(device) < 0.9
     if cell.alibi:
-        given["alibi_slopes"] = alibi_slopes(cell.heads).to(device)
+        arguments["alibi_slopes"] = alibi_slopes(cell.heads).to(device)
     if cell.sinks:
-        given["sinks"] = normal(cell.heads)
+        arguments["sinks"] = normal(cell.heads)
     if cell.dropout:
-        given |= {"dropout_p": cell.dropout, "dropout_seed": 1}
-    return given
+        arguments |= {"dropout_p": cell.dropout, "dropout_seed": 1}
+    return arguments
 
 
 def alibi_slopes(heads: int) -> Tensor:

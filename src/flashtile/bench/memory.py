@@ -1,4 +1,4 @@
-"""Peak memory of one call: as the allocator counts it, and on Linux also as the whole process grows."""
+"""Peak memory of one call: by the allocator's count, and on Linux by the growth of the process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +15,13 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_memory(cell: Cell, provider: Provider, device: torch.device) -> dict[str, Any]:
-    """`value`: the most bytes of torch's allocator at a time during a call, less the results that stay: what the method
-    needs for itself. `resident_bytes`: how far the process has grown in an earlier such call, on a CPU; it sees memory
-    that a library takes elsewhere and what it sets up once, but not what the process had before and has kept.
+    """Memory that a method needs for itself.
 
-    Forward keeps nothing for a backward. Backward is counted from where forward has ended.
+    `value`: peak bytes of torch's allocator during a call, minus the results. `resident_bytes`: growth of the process
+    in an earlier call, on a CPU. It includes memory from other allocators and one-time setup, but no memory that the
+    process already had.
+
+    Forward saves nothing for backward. Backward is counted from the end of forward.
     """
     prepared = provider.prepare(make_case(cell, device))
     run = backward_of(prepared, cell, device) if cell.differentiates else prepared.forward
@@ -32,7 +34,7 @@ def peak_memory(cell: Cell, provider: Provider, device: torch.device) -> dict[st
 
 
 def backward_of(prepared: Prepared, cell: Cell, device: torch.device) -> Callable[[], Any]:
-    """Backward of a forward that is already done: the first run, not counted, does it."""
+    """Backward alone: an uncounted first run does its forward."""
     dout = make_case(cell, device, seed=1).dout
     if prepared.backward is None or dout is None:
         raise Declined("no backward")
@@ -42,10 +44,10 @@ def backward_of(prepared: Prepared, cell: Cell, device: torch.device) -> Callabl
 
 
 def resident_growth(run: Callable[[], Any]) -> int | None:
-    """How far the resident set rises above what it was before; `None` where the kernel does not tell."""
+    """Growth of the resident set; `None` if the kernel does not report it."""
     try:
         before = status_bytes("VmRSS")
-        RESET.write_text("5")  # the high-water mark starts anew
+        RESET.write_text("5")  # reset the high-water mark
     except OSError:
         return None
     run()

@@ -1,4 +1,4 @@
-"""Where results come from: versions, commit, command line. Figures without these cannot be repeated."""
+"""Origin of results: versions, commit, command line. Figures without these cannot be repeated."""
 
 import shlex
 import subprocess
@@ -14,11 +14,11 @@ from .providers import Provider
 
 
 def origin(device: torch.device, providers: list[Provider], machine: dict[str, Any]) -> dict[str, Any]:
-    """`machine` is what `flashtile env` finds."""
-    found: dict[str, Any] = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
-    found |= {"command": command_line(), "threads": torch.get_num_threads()}
-    found["versions"] = {p.name: p.version() for p in providers if p.unusable(device) is None}
-    return found | {"clocks before": clock_of(device).state(), "machine": machine}
+    """Origin of results as a dict; `machine` comes from `flashtile env`."""
+    facts: dict[str, Any] = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
+    facts |= {"command": command_line(), "threads": torch.get_num_threads()}
+    facts["versions"] = {p.name: p.version() for p in providers if p.unusable(device) is None}
+    return facts | {"clocks before": clock_of(device).state(), "machine": machine}
 
 
 def device_name(device: torch.device) -> str:
@@ -26,16 +26,16 @@ def device_name(device: torch.device) -> str:
 
 
 def command_line() -> str:
-    """As a shell takes it, with the program's name alone."""
+    """Command line as a shell takes it, with the program's name instead of its path."""
     program = Path(sys.argv[0]).name
     return shlex.join(["flashtile" if program == "__main__.py" else program, *sys.argv[1:]])
 
 
 def commit() -> str | None:
-    """Of the checkout that the package lies in, with "+" where it has been changed; `None` outside one."""
+    """Commit of the package's checkout, with "+" if files have changed; `None` outside a checkout."""
     try:
-        found = git("rev-parse", "--short=12", "HEAD")
-        return found + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        sha = git("rev-parse", "--short=12", "HEAD")
+        return sha + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

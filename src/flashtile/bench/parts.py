@@ -1,8 +1,8 @@
 """A part of a large problem that is a small problem of its own, so that the fp64 oracle can solve it.
 
 Rows `first:last` of one sequence and one group of heads, with the keys they may see, give the same out and dq as in the
-whole. With a cotangent that is zero outside these rows, dk and dv of the whole are those of the part too: rows without
-a cotangent add nothing. Only dropout does not allow it, as it counts positions from the start.
+full problem. With a cotangent that is zero outside these rows, dk and dv agree too: rows without a cotangent add
+nothing. Dropout is the exception, because it counts positions from the start.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..testing.case import Case
 from .providers.provider import effective_window, group_of
 
-SOLVED_PAIRS = 2**20  # pairs of a row and a key, over heads, that the oracle is given at a time
+SOLVED_PAIRS = 2**20  # pairs of a row and a key, over heads, that the oracle solves at a time
 MOST_ROWS = 64
 
 
@@ -46,7 +46,7 @@ def lengths(case: Case) -> list[tuple[int, int]]:
 
 
 def parts(case: Case) -> list[Part]:
-    """Two: the last rows of the last sequence and head, and rows in the middle of the longest sequence, first head."""
+    """Two parts: the last rows of the last sequence and head, and middle rows of the longest sequence, first head."""
     sizes, group = lengths(case), group_of(case)
     last_head = case.arguments["k"].shape[1] - 1
     longest = max(range(len(sizes)), key=lambda n: sizes[n][0])
@@ -57,8 +57,10 @@ def parts(case: Case) -> list[Part]:
 
 
 def middle_part(case: Case, sizes: list[tuple[int, int]], sequence: int, group: int) -> Part:
-    """Bottom-right alignment moves with the last key. So earlier rows can be cut out where they see no key beyond
-    (causal), or where positions do not matter; elsewhere it is the last rows again.
+    """Rows in the middle of a sequence, or its last rows.
+
+    Bottom-right alignment moves with the last key. So middle rows can be cut out only if they see no later key
+    (causal), or if positions do not matter.
     """
     seqlen_q, seqlen_k = sizes[sequence]
     left, right = effective_window(case)
@@ -76,18 +78,18 @@ def part_ending_at(sizes: list[tuple[int, int]], sequence: int, head: int, last:
 
 def cut(case: Case, part: Part) -> Case:
     """The part as a dense problem on the CPU."""
-    given, group = case.arguments, group_of(case)
+    inputs, group = case.arguments, group_of(case)
     heads = slice(part.head_kv * group, (part.head_kv + 1) * group)
-    arguments: dict[str, Any] = {name: x for name, x in given.items() if name in ("causal", "window", "softcap")}
-    arguments |= {name: pick(case, part, name, given[name]) for name in ("q", "k", "v")}
+    arguments: dict[str, Any] = {name: x for name, x in inputs.items() if name in ("causal", "window", "softcap")}
+    arguments |= {name: pick(case, part, name, inputs[name]) for name in ("q", "k", "v")}
     for name in ("bias", "mask"):
-        if given.get(name) is not None:
-            arguments[name] = pairwise(given[name], part, heads).cpu()
-    if given.get("alibi_slopes") is not None:
-        slopes = given["alibi_slopes"]
+        if inputs.get(name) is not None:
+            arguments[name] = pairwise(inputs[name], part, heads).cpu()
+    if inputs.get("alibi_slopes") is not None:
+        slopes = inputs["alibi_slopes"]
         arguments["alibi_slopes"] = (slopes if slopes.dim() == 1 else slopes[part.sequence])[heads].cpu()
-    if given.get("sinks") is not None:
-        arguments["sinks"] = given["sinks"][heads].cpu()
+    if inputs.get("sinks") is not None:
+        arguments["sinks"] = inputs["sinks"][heads].cpu()
     dout = None if case.dout is None else pick(case, part, "out", case.dout)
     return Case("attention", arguments, dout, seed=case.seed, description=str(part), forward_only=case.forward_only)
 

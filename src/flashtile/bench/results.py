@@ -1,4 +1,4 @@
-"""What was found: one row for each provider and cell, and the tidy tables and JSON that they become."""
+"""Results: one row for each provider and cell, and the CSV tables and JSON made of them."""
 
 import csv
 import json
@@ -16,14 +16,14 @@ OK, DECLINED, WRONG, FAILED = "ok", "declined", "wrong", "failed"
 class Row:
     """One provider on one cell. `samples` are seconds of one call, or bytes; one for each round or process.
 
-    A row whose status is not "ok" has no samples: it says in `reason` why.
+    A row whose status is not "ok" has no samples; `reason` says why.
     """
 
     cell: Cell
     provider: str
     status: str = OK
     reason: str = ""
-    detail: str = ""  # what the provider chose
+    detail: str = ""  # the provider's choice
     checked: str = ""  # which elements were compared with the oracle
     error_ratio: float | None = None  # the worst error in units of its bound
     timing: str = ""  # how seconds were measured
@@ -31,7 +31,7 @@ class Row:
     samples: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)  # speed in units of the reference's, round by round
     host_seconds: float | None = None
-    resident_bytes: float | None = None  # how far the process has grown: memory on a CPU
+    resident_bytes: float | None = None  # growth of the process: memory on a CPU
     clocks: dict[str, Any] = field(default_factory=dict)  # read after the cell's last round
 
     @property
@@ -48,18 +48,18 @@ class Row:
 
     @property
     def flops_per_second(self) -> Band | None:
-        """Of visible pairs, forward or backward."""
+        """Operations of visible pairs per second, forward or backward."""
         timed = self.value if self.cell.measure in ("forward", "backward") else None
         return timed and timed.map(lambda seconds: self.cell.flops / seconds)
 
     @property
     def bytes_per_second(self) -> Band | None:
-        """Of K and V, in decoding."""
+        """Bytes of K and V per second, in decoding."""
         timed = self.value if self.cell.measure == "decode" else None
         return timed and timed.map(lambda seconds: self.cell.kv_bytes / seconds)
 
     def as_record(self) -> dict[str, Any]:
-        """Flat: one line of results.csv."""
+        """A flat dict: one line of results.csv."""
         record = self.cell.as_dict() | {
             "window": words(self.cell.window),
             "lengths": words(self.cell.lengths),
@@ -76,8 +76,8 @@ class Row:
         }
         bands = {"value": self.value, "ratio": self.ratio}
         bands |= {"flops_per_second": self.flops_per_second, "bytes_per_second": self.bytes_per_second}
-        for name, found in bands.items():
-            record |= {f"{name}{end}": x for end, x in zip(("", "_p20", "_p80"), found or (None,) * 3, strict=True)}
+        for name, quantiles in bands.items():
+            record |= {f"{name}{end}": x for end, x in zip(("", "_p20", "_p80"), quantiles or (None,) * 3, strict=True)}
         record |= {"host_seconds": self.host_seconds, "resident_bytes": self.resident_bytes}
         return record | {f"clock {name}": x for name, x in self.clocks.items()}
 
@@ -88,7 +88,7 @@ def words(numbers: tuple[int, ...] | None) -> str:
 
 @dataclass
 class Results:
-    """All rows of a sweep and where they come from."""
+    """All rows of a sweep and their origin."""
 
     sweep: str
     reference: str | None
@@ -109,12 +109,12 @@ class Results:
         return paths
 
     def cells(self, *measures: str) -> list[Cell]:
-        """In the order in which they were measured."""
+        """Cells in the order of measurement."""
         return list(dict.fromkeys(row.cell for row in self.rows if row.cell.measure in (measures or TIMED)))
 
 
 def three_digits(x: float | None) -> str:
-    """As tables show figures: 1,234, 56.7, 0.0123, 1.2e-05; nothing for `None`."""
+    """A figure with three digits: 1,234, 56.7, 0.0123, 1.2e-05; empty for `None`."""
     if x is None:
         return ""
     if abs(x) >= 100:

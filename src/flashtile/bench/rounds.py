@@ -1,7 +1,7 @@
-"""Interleaving: in each round every entrant is timed once, after the same rest, in an order that moves on each round.
+"""Interleaving: each round times every entrant once, after the same rest; the order rotates from round to round.
 
-What the machine does to all of them alike (clock rates, heat, other load) then falls on all of them alike, and the
-ratio of two entrants within one round is steadier than either figure.
+Clock rates, heat and other load then affect all entrants equally, and the ratio of two entrants within one round is
+steadier than either figure.
 """
 
 import math
@@ -21,7 +21,7 @@ MOST_CALLS = 200  # in one sample: a GPU's queue holds about a thousand kernels
 
 @dataclass
 class Entrant:
-    """What one provider runs, and what it took. `failure` is why it was dropped."""
+    """One provider's run and its times. `failure` is the reason if it was dropped."""
 
     name: str
     run: Run
@@ -32,7 +32,7 @@ class Entrant:
 
 
 def calibrate(clock: Clock, entrant: Entrant, sample_seconds: float) -> None:
-    """How many runs make a sample of `sample_seconds`. What is compiled or allocated at first is done by then."""
+    """Set how many runs make a sample of `sample_seconds`; also compiles and allocates before the first round."""
     once = clock.seconds(entrant.run, 1)
     if once < sample_seconds / 4:
         once = clock.seconds(entrant.run, 3)
@@ -40,7 +40,7 @@ def calibrate(clock: Clock, entrant: Entrant, sample_seconds: float) -> None:
 
 
 def interleave(clock: Clock, entrants: Sequence[Entrant], timing: Timing, failed: Callable[[Exception], str]) -> None:
-    """Time every entrant in every round. One that raises is dropped, with the words that `failed` finds."""
+    """Time every entrant in every round. One that raises is dropped, with the reason from `failed`."""
     for entrant in entrants:
         try:
             calibrate(clock, entrant, timing.sample_seconds)
@@ -71,16 +71,16 @@ class Band(NamedTuple):
     high: float
 
     def map(self, change: Callable[[float], float]) -> "Band":
-        """Under a monotone change; a falling one swaps the ends."""
+        """The band under a monotone change; a falling one swaps the ends."""
         ends = change(self.low), change(self.high)
         return Band(change(self.median), min(ends), max(ends))
 
 
 def band(samples: Sequence[float]) -> Band:
-    found = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64))
-    return Band(*found.tolist())
+    quantiles = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64))
+    return Band(*quantiles.tolist())
 
 
 def ratios(seconds: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Speed in units of the reference's, round by round: above 1 is faster than it."""
+    """Speed in units of the reference's, round by round: above 1 is faster."""
     return [theirs / own for own, theirs in zip(seconds, reference, strict=False)]

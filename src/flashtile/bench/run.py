@@ -1,4 +1,4 @@
-"""A sweep from its first cell to its last: inputs, check, rounds. Whatever fails becomes a row that says why."""
+"""Runs of sweeps, cell by cell: inputs, check, rounds. A failure becomes a row with its reason."""
 
 import time
 import warnings
@@ -19,7 +19,7 @@ from .results import DECLINED, FAILED, WRONG, Row
 from .rounds import Entrant, interleave, ratios
 from .sweep import Sweep, Timing
 
-READ_CACHES = 3  # what decoding reads in one sample, in sizes of the last level of cache
+READ_CACHES = 3  # bytes that decoding reads in one sample, in sizes of the last level of cache
 MOST_COPIES = 64
 HOST_CALLS = 5
 
@@ -82,7 +82,7 @@ class Bench:
             row.calls, row.clocks = entrant.calls * entrant.calls_in_run, clocks
 
     def admitted(self, provider: Provider, row: Row, case: Case, checker: Checker) -> Entrant | None:
-        """The provider, prepared and checked; or `None`, with the reason in the row."""
+        """Prepare and check the provider; `None` with the reason in the row if it cannot be timed."""
         decode = row.cell.measure == "decode"
         try:
             reason = self.lost or provider.unusable(self.device)
@@ -119,7 +119,7 @@ class Bench:
         return Entrant(row.provider, self.clock.replayable(runs), calls_in_run=copies)
 
     def copies(self, cell: Cell) -> int:
-        """How many caches of keys and values are read in turn, so that none is still in the device's own cache."""
+        """Number of KV caches that are read one after another, so that none is still in the device's own cache."""
         return max(1, min(MOST_COPIES, -(-READ_CACHES * self.clock.cache_bytes // cell.kv_bytes)))
 
     # In processes of their own ---------------------------------------------------------------------------------------
@@ -139,18 +139,18 @@ class Bench:
             row.resident_bytes = finding.get("resident_bytes")
 
     def in_words(self, error: Exception) -> str:
-        """An exception in a line. On a GPU also finds out whether its context has been lost with it."""
+        """An exception in one line. On a GPU, also record whether the exception has lost its context."""
         line = next(iter(str(error).strip().splitlines()), "")
-        found = f"{type(error).__name__}: {line}"
+        summary = f"{type(error).__name__}: {line}"
         if self.device.type == "cuda" and self.lost is None:
             try:
                 torch.cuda.synchronize(self.device)
                 torch.cuda.empty_cache()
             except Exception:
-                self.lost = f"the device's context was lost before, by {found}"
-        return found
+                self.lost = f"the device's context was lost earlier, by {summary}"
+        return summary
 
 
 def stamp() -> str:
-    """The time of day with its zone, as records keep it."""
+    """Date and time with its zone, for records."""
     return time.strftime("%Y-%m-%d %H:%M:%S %z")

@@ -2,7 +2,7 @@
 
     name = "H200, forward"
     providers = ["flashtile", "sdpa:cudnn", "fa3"]
-    reference = "sdpa:cudnn"                   # what per-round ratios are against
+    reference = "sdpa:cudnn"                   # the denominator of per-round ratios
     [timing]
     rounds = 7
     sample_seconds = 0.1                       # of each provider in each round, at least
@@ -49,7 +49,7 @@ class Sweep:
     timing: Timing = Timing()
 
     def only(self, filters: tuple[str, ...]) -> "Sweep":
-        """The cells that one of the filters lets through; all of them without filters.
+        """The cells that match one of the filters; all cells without filters.
 
         Raises:
             ValueError: a filter names no field of a cell, or nothing is left.
@@ -66,7 +66,7 @@ def load(path: Path) -> Sweep:
     """The sweep of a TOML file.
 
     Raises:
-        ValueError: the file is no TOML, or a field is not what it should be.
+        ValueError: the file is not TOML, or a field is invalid.
     """
     try:
         data = tomllib.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Results as tables for a terminal: a line for each provider on each cell, then what has no speed."""
+"""Results as tables for a terminal: a line for each provider on each cell, then the rows without a speed."""
 
 from collections.abc import Iterator
 
@@ -44,10 +44,10 @@ def table(results: Results, measure: str, cells: list[Cell]) -> Table:
 
 
 def entries(row: Row, scale: float) -> list[Text]:
-    found = figure(row)
-    if found is None:
+    figures = figure(row)
+    if figures is None:
         return [Text("wrong", style="red")]
-    texts = [Text(three_digits(x / scale)) for x in found]
+    texts = [Text(three_digits(x / scale)) for x in figures]
     if len(row.samples) == 1:
         texts[1:] = [Text(""), Text("")]
     texts.append(Text("" if row.ratio is None else f"{row.ratio.median:.2f}"))
@@ -55,14 +55,14 @@ def entries(row: Row, scale: float) -> list[Text]:
 
 
 def figure(row: Row) -> Band | None:
-    """What a row is compared by: a rate where there is one, else seconds or bytes."""
+    """The figure that rows are compared by: a rate if there is one, otherwise seconds or bytes."""
     return row.flops_per_second or row.bytes_per_second or row.value
 
 
 def unit_of(results: Results, cells: list[Cell]) -> tuple[str, float]:
-    """The unit in which the largest figure of the cells is at least one, and what it is worth."""
+    """The unit in which the largest figure of the cells is at least one, and its scale."""
     rows = [row for row in results.rows if row.cell in cells]
-    figures = [found.median for row in rows if (found := figure(row)) is not None]
+    figures = [rate.median for row in rows if (rate := figure(row)) is not None]
     largest = max(figures, default=0.0)
     measure = cells[0].measure
     if measure in ("forward", "backward"):
@@ -75,7 +75,7 @@ def unit_of(results: Results, cells: list[Cell]) -> tuple[str, float]:
 
 
 def reasons(results: Results) -> Iterator[tuple[str, str, str, int]]:
-    """Status, provider, reason and number of cells, of what has no speed; wrong results first."""
+    """Status, provider, reason and number of cells, for rows without a speed; wrong results first."""
     counted: dict[tuple[str, str, str], int] = {}
     for row in results.rows:
         if row.status != OK:

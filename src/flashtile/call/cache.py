@@ -47,7 +47,7 @@ CACHE_REQUIRED = ("k_cache", "v_cache", "cache_seqlens")
 
 
 class NewTokens(NamedTuple):
-    """The queries, and the keys beside them, one after another: sequence and place within the call's part of it."""
+    """Tokens of the queries and their keys in order: sequence, and position among the sequence's new tokens."""
 
     sequence: Tensor  # [T]
     place: Tensor  # [T], 0 for the sequence's first token in this call
@@ -114,11 +114,11 @@ def paged_call(call: Call, cache: CacheTensors) -> Call:
     return Call(tensors, settings, is_plain_eager=call.is_plain_eager)
 
 
-def append_and_rotate(given: CacheCall) -> Call:
+def append_and_rotate(cache_call: CacheCall) -> Call:
     """Write the new keys and values into the caches, in place, and turn the queries to their positions: what remains is
     the attention over pages.
     """
-    call, cache, interleaved = given.attention(), given.cache, given.interleaved
+    call, cache, interleaved = cache_call.attention(), cache_call.cache, cache_call.interleaved
     t = call.tensors
     batch = cache.cache_seqlens.shape[0]
     if batch == 0:  # packed tensors may still have tokens: of no sequence

@@ -186,9 +186,9 @@ INDICES = slice(Tensors._fields.index("cu_seqlens_q"), Tensors._fields.index("le
 
 def with_copies(tensors: Any, which: slice) -> Any:
     """Copy some fields of a NamedTuple of tensors. Freed tensors stay: they are refused later, by name."""
-    given = tensors[which]
-    copies = {id(x): x.clone() for x in given if x is not None and not freed(x)}  # q and k often share their offsets
-    return tensors._make((*tensors[: which.start], *[copies.get(id(x), x) for x in given], *tensors[which.stop :]))
+    selected = tensors[which]
+    copies = {id(x): x.clone() for x in selected if x is not None and not freed(x)}  # q and k often share their offsets
+    return tensors._make((*tensors[: which.start], *[copies.get(id(x), x) for x in selected], *tensors[which.stop :]))
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:
@@ -197,7 +197,7 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
 
 
 def new_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised result with the rows of `like`: `[B, heads, S, width]` or `[T, heads, width]`.
+    """An uninitialized result with the rows of `like`: `[B, heads, S, width]` or `[T, heads, width]`.
 
     A dense result keeps the order of heads and positions that `like` has in memory, so that the output of
     `[B, S, H, D]` data seen through a transpose flattens to `[B, S, H * D]` without a copy. `like` is the call's own

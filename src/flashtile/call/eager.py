@@ -1,4 +1,4 @@
-"""Modes, traces, profilers and transforms around a call."""
+"""Plain eager calls: no mode, trace, profiler, functorch level or tensor subclass around them."""
 
 from torch import Tensor
 from torch._C import (

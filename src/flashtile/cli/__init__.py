@@ -17,7 +17,7 @@ from .verify import verify
 
 
 class Refused(click.ClickException):
-    """A call that flashtile refuses, as a message without a traceback."""
+    """An error of a call, shown as a message without a traceback."""
 
     exit_code = 2
 

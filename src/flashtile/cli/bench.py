@@ -1,4 +1,4 @@
-"""`flashtile bench`: this library beside others, on the same inputs, each result checked before it is timed."""
+"""`flashtile bench`: this library and others on the same inputs, each result checked before it is timed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,7 @@ DEFAULT_CELLS = (
 @click.option(
     "--fa3-library",
     type=click.Path(path_type=Path),
-    help="FlashAttention-3's compiled operators; a libcudart.so.12 beside it is loaded first.",
+    help="FlashAttention-3's compiled operators; a libcudart.so.12 in the same folder is loaded first.",
 )
 @click.option("--out", type=Folder(), help="Write results.json, .csv and samples.csv, after each result.")
 @json_option
@@ -53,7 +53,7 @@ def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, a
 
     Every result is first compared with an fp64 oracle; a wrong one has no speed. In each round every provider is timed
     once after the same rest. Figures are medians over rounds with their 20% and 80% quantiles; FLOPs are those of
-    visible pairs, 2.5 times as many backward. What cannot be measured is listed with its reason.
+    visible pairs, 2.5 times as many backward. Cells that cannot be measured are listed with the reason.
     """
     from ..bench.origin import origin
     from ..bench.providers import all_names, make
@@ -69,8 +69,8 @@ def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, a
         providers = make(names or sweep.providers or all_names(), options["fa3_library"])
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    given = {name: options[name] for name in ("rounds", "sample_seconds") if options[name] is not None}
-    timing = replace(sweep.timing, **given)
+    changes = {name: options[name] for name in ("rounds", "sample_seconds") if options[name] is not None}
+    timing = replace(sweep.timing, **changes)
     reference = reference_of(options["reference"], sweep.reference, providers, device)
     about = origin(device, providers, survey()[0]) | {"sweep": str(sweep_file or "default"), "started": stamp()}
     results = Results(sweep.name, reference, about)
@@ -82,8 +82,8 @@ def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, a
                 results.rows.append(row)
                 bar.update(task, description=row.cell.label())
                 if out is not None:
-                    results.write(out)  # what is there survives even a process that dies
-    finally:  # an interruption loses nothing that was measured
+                    results.write(out)  # a process that dies loses only the current row
+    finally:  # an interruption keeps all results
         about |= {"ended": stamp(), "clocks after": work.clock.state()}
         if out is not None:
             results.write(out)
@@ -94,21 +94,21 @@ def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, a
 
 
 def reference_of(
-    asked: str | None, of_sweep: str | None, providers: "list[Provider]", device: torch.device
+    requested: str | None, of_sweep: str | None, providers: "list[Provider]", device: torch.device
 ) -> str | None:
-    """The provider that ratios are against: the one asked for, which has to run here, or the sweep's, if it is there.
+    """The denominator of ratios: the requested provider, which has to run here, or the sweep's, if it is measured.
 
     Raises:
-        UsageError: the one asked for is not measured.
+        UsageError: the requested provider is not measured.
     """
     known = {provider.name: provider for provider in providers}
-    if asked is None:
+    if requested is None:
         return of_sweep if of_sweep in known else None
-    if asked not in known:
-        raise click.UsageError(f"--reference {asked!r} is not measured; providers: {', '.join(known)}")
-    if (reason := known[asked].unusable(device)) is not None:
-        raise click.UsageError(f"--reference {asked!r} is not measured: {reason}")
-    return asked
+    if requested not in known:
+        raise click.UsageError(f"--reference {requested!r} is not measured; providers: {', '.join(known)}")
+    if (reason := known[requested].unusable(device)) is not None:
+        raise click.UsageError(f"--reference {requested!r} is not measured: {reason}")
+    return requested
 
 
 def print_results(results: Any) -> None:

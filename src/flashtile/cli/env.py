@@ -1,4 +1,4 @@
-"""`flashtile env`: the machine as flashtile sees it. What cannot be found out is listed with the reason."""
+"""`flashtile env`: the machine as flashtile sees it. A fact that cannot be read is listed with the reason."""
 
 import importlib.metadata
 import os
@@ -28,11 +28,11 @@ def env(as_json: bool) -> None:
 
     Never fails. Put its output into a bug report.
     """
-    found, unknown = survey()
+    facts, unknown = survey()
     if as_json:
-        print_json(found | {"unknown": unknown})
+        print_json(facts | {"unknown": unknown})
         return
-    for name, value in found.items():
+    for name, value in facts.items():
         for n, line in enumerate(lines(value)):
             click.echo(f"{'' if n else name:16}{line}")
     for name, reason in unknown.items():
@@ -40,15 +40,15 @@ def env(as_json: bool) -> None:
 
 
 def survey() -> tuple[dict[str, Any], dict[str, str]]:
-    """What every probe found, and for each that failed the reason."""
-    found: dict[str, Any] = {}
+    """Results of the probes, and the reasons of those that failed."""
+    facts: dict[str, Any] = {}
     unknown: dict[str, str] = {}
     for name, probe in PROBES.items():
         try:
-            found[name] = probe()
-        except Exception as error:  # whatever a strange machine makes of it
+            facts[name] = probe()
+        except Exception as error:  # of an unusual machine
             unknown[name] = f"{type(error).__name__}: {error}"
-    return found, unknown
+    return facts, unknown
 
 
 def lines(value: Any) -> list[str]:
@@ -79,12 +79,12 @@ def torch_build() -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count()):
         device = describe_device(torch.device("cuda", index))
         total = torch.cuda.get_device_properties(index).total_memory
-        found.append({"name": device.name, "arch": device.arch, "cores": device.cores, "memory": gibibytes(total)})
-    return found
+        devices.append({"name": device.name, "arch": device.arch, "cores": device.cores, "memory": gibibytes(total)})
+    return devices
 
 
 def gpu_driver() -> str | None:
@@ -97,7 +97,7 @@ def gpu_driver() -> str | None:
 
 
 def packages() -> dict[str, str | None]:
-    """Versions of what is installed, without importing it; `None` for what is not."""
+    """Versions of installed packages, without importing them; `None` if one is not installed."""
 
     def version(name: str) -> str | None:
         try:

@@ -1,4 +1,4 @@
-"""`flashtile explain`: what a call of a given shape would run, and what limits it."""
+"""`flashtile explain`: the plan of a call of a shape, and its limit."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ class Window(click.ParamType):
 @click.option("--backend", default="auto", help="A backend by name, or auto.")
 @json_option
 def explain(as_json: bool, **options: Any) -> None:
-    """What a call of this shape would run, how much work it is, and what limits it.
+    """Show the plan of a call of this shape, its amount of work, and its limit.
 
     Runs no attention. Measures arithmetic and memory for a fifth of a second.
     """
@@ -73,7 +73,7 @@ def explain(as_json: bool, **options: Any) -> None:
 
 
 def tensors_of(options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Uninitialised tensors of the asked shapes: nothing reads or writes their memory."""
+    """Uninitialized tensors of the requested shapes: nothing reads or writes their memory."""
     batch, heads, seqlen_q, head_dim = (options[name] for name in ("batch", "heads", "seqlen_q", "head_dim"))
     heads_kv = options["heads_kv"] or heads
     seqlen_k = seqlen_q if options["seqlen_k"] is None else options["seqlen_k"]

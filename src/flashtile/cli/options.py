@@ -1,4 +1,4 @@
-"""Options that commands share, and how results are printed."""
+"""Shared options and printing of results."""
 
 import json
 import math
@@ -56,7 +56,7 @@ class Folder(click.ParamType):
 
 
 class OutputFile(click.ParamType):
-    """A file that can be written, here and now; what it has is left as it is."""
+    """A file that can be written, here and now; its content stays."""
 
     name = "file"
 
@@ -81,14 +81,14 @@ def print_json(value: Any) -> None:
 
 
 def print_table(table: Table) -> None:
-    """With all its columns: a terminal that is too narrow for them wraps the lines."""
+    """Print a table with all its columns: a terminal that is too narrow wraps the lines."""
     console = Console()
-    whole = Console(width=10_000).measure(table).maximum
-    Console(width=max(console.width, whole)).print(table)
+    full_width = Console(width=10_000).measure(table).maximum
+    Console(width=max(console.width, full_width)).print(table)
 
 
 def representable(value: Any) -> Any:
-    """A value as JSON knows it; it has no NaN and no infinity, so these become strings."""
+    """A value that JSON can represent: NaN and infinities become strings."""
     if isinstance(value, dict):
         return {str(key): representable(x) for key, x in value.items()}
     if isinstance(value, list | tuple):

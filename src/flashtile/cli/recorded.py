@@ -1,4 +1,4 @@
-"""A table of seed ranges that `flashtile verify` has run, one row for each backend and run, so that runs add up."""
+"""A table of seed ranges that `flashtile verify` has run, one row for each backend and run, for totals over runs."""
 
 import csv
 from collections import Counter
@@ -20,8 +20,8 @@ FIRST_SEED = 1_000_000  # no test and no check of the project takes seeds from h
 
 
 class Row(NamedTuple):
-    """`seeds` seeds from `first_seed` on, with up to `variations` problems each: of `cases` problems the backend ran
-    `runs` and declined the rest.
+    """A range of `seeds` from `first_seed` on, with up to `variations` problems each. The backend ran `runs` of the
+    `cases` problems and declined the rest.
     """
 
     backend: str
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     @property
     def about(self) -> tuple[str, str, str, str]:
-        """Rows with the same are about one list of problems, where no seed, with its variations, counts twice."""
+        """Key of a list of problems: rows with the same key must not share a seed."""
         return self.backend, self.device, self.dtypes, self.inputs
 
     @property
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 def read(path: Path) -> list[Row]:
-    """All rows; none where there is no such file."""
+    """All rows of a file; none if it does not exist."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -64,7 +64,7 @@ def read(path: Path) -> list[Row]:
 
 
 def rows_of(report: Report) -> list[Row]:
-    """One for each backend, in the order of the command, without long problems and any seed that was cut short."""
+    """Rows for the backends, in the order of the command, without long problems and incomplete seeds."""
     problems = report.problems
     complete = [outcome for outcome in report.outcomes if not outcome.long and outcome.seed in problems.seeds]
     report = replace(report, outcomes=complete)
@@ -98,12 +98,12 @@ def about(problems: Problems, backend: str) -> tuple[str, str, str, str]:
 
 
 def versions() -> str:
-    found = {"torch": torch.__version__} | {name: packages()[name] for name in ("llvmlite", "triton")}
-    return ", ".join(f"{name} {version}" for name, version in found.items() if version is not None)
+    installed = {"torch": torch.__version__} | {name: packages()[name] for name in ("llvmlite", "triton")}
+    return ", ".join(f"{name} {version}" for name, version in installed.items() if version is not None)
 
 
 def prepare(path: Path, problems: Problems, first: int | None) -> Problems:
-    """The problems, after those in the table at `path` where no `first` seed is asked for.
+    """The problems; without a requested `first` seed, those that follow the table at `path`.
 
     Raises:
         UsageError: the table has some of them.

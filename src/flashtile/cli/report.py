@@ -1,4 +1,4 @@
-"""`flashtile report`: one page about this machine. Right, fast, small, exact? What was chosen, and where do we lose?"""
+"""`flashtile report`: one page on correctness, speed, memory, error and plans on this machine."""
 
 import importlib.util
 import sys
@@ -27,12 +27,12 @@ class Lengths(click.ParamType):
         if isinstance(value, tuple):
             return value
         try:
-            found = tuple(sorted({int(n) for n in value.split(",")}))
+            lengths = tuple(sorted({int(n) for n in value.split(",")}))
         except ValueError:
             self.fail(f"{value!r} is not a list of lengths such as 256,512,1024", param, ctx)
-        if len(found) < 2 or found[0] < 2:
+        if len(lengths) < 2 or lengths[0] < 2:
             self.fail(f"{value!r} has not two lengths of at least 2", param, ctx)
-        return found
+        return lengths
 
 
 @click.command()
@@ -51,10 +51,10 @@ class Lengths(click.ParamType):
 @click.option("--rounds", type=click.IntRange(1), help="In which everything is timed.")
 @json_option
 def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: bool, **options: Any) -> None:
-    """Measure this machine and write report.html, with the figures beside it as JSON and CSV.
+    """Measure this machine and write report.html, with the figures as JSON and CSV in the same folder.
 
-    Correctness, speed and memory against sequence length, error against fp64, what the planner chooses, and where
-    flashtile is slower than others. The exit code is 1 if a check fails.
+    Correctness, speed and memory against sequence length, error against fp64, the planner's choices, and every case in
+    which flashtile is slower than others. The exit code is 1 if a check fails.
     """
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
@@ -65,22 +65,22 @@ def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: 
     from .ladder.report import ladder, tables_of
 
     settings = settings_for(device, quick)
-    given = {name: x for name in ("seqlens", "memory_seqlens", "cases", "steps") if (x := options[name]) is not None}
+    changes = {name: x for name in ("seqlens", "memory_seqlens", "cases", "steps") if (x := options[name]) is not None}
     if options["cases"] is not None:
-        given["captured_cases"] = max(1, options["cases"] // 3)
-        given["long_cases"] = max(1, options["cases"] // 30)
+        changes["captured_cases"] = max(1, options["cases"] // 3)
+        changes["long_cases"] = max(1, options["cases"] // 30)
     if options["rounds"] is not None:
-        given["timing"] = replace(settings.timing, rounds=options["rounds"])
+        changes["timing"] = replace(settings.timing, rounds=options["rounds"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttentionWarning)  # the page says which backend runs
         further = (("ladder", len(tables_of(settings)), ladder),)
-        found = gather(replace(settings, **given), survey()[0], further, partial(write_sections, folder=out))
-    path = write(found, out, images)
+        results = gather(replace(settings, **changes), survey()[0], further, partial(write_sections, folder=out))
+    path = write(results, out, images)
     if as_json:
-        print_json(as_dict(found))
+        print_json(as_dict(results))
     else:
-        for section in found.sections:
+        for section in results.sections:
             click.echo(f"{section.title}{'' if section.ok else ' FAILED'}")
             click.echo(click.wrap_text(section.summary, 100, "  ", "  "))
-        click.echo(f"\n{path} in {found.seconds:.0f} s; the figures are beside it as JSON and CSV")
-    sys.exit(0 if found.ok else 1)
+        click.echo(f"\n{path} in {results.seconds:.0f} s; its folder has the figures as JSON and CSV")
+    sys.exit(0 if results.ok else 1)

@@ -13,7 +13,7 @@ from .verify import chosen
 if TYPE_CHECKING:
     from ..soak.run import Soak
 
-PROBLEMS = {"cuda": 12}  # kernels are compiled for each, which takes longest on a GPU
+PROBLEMS = {"cuda": 12}  # each needs kernels of its own, and compiling them takes longest on a GPU
 PROBLEMS_ELSEWHERE = 120
 TOLD_EVERY = 60.0  # seconds
 
@@ -37,13 +37,13 @@ def soak(
     backends: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Call without a rest, from several threads, and see that results stay the same and memory stays flat.
+    """Call without pause from several threads, and check that results stay the same and memory stays flat.
 
-    Problems are those of `flashtile verify`, each of them in many ways: forward and backward, held against the oracle,
+    Problems are those of `flashtile verify`, each in several ways: forward and backward, compared with the oracle,
     deterministic, with a mistake that has to be refused; on a GPU also captured in graphs, and with memory that runs
-    out in the middle. First every problem comes once in every way. From then on memory is counted each ten seconds
-    while nothing runs, and its median over the last third of the soak may not exceed that over the middle third by more
-    than a limit. The exit code is 1 if anything fails.
+    out in the middle. A first round runs every problem in every way. Then memory is sampled every ten seconds while
+    nothing runs, and its median over the last third of the soak may exceed that over the middle third only by a limit.
+    The exit code is 1 if anything fails.
     """
     from ..soak.calls import Problems
     from ..soak.run import Soak

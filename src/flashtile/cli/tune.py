@@ -1,4 +1,4 @@
-"""`flashtile tune`: searches tiles for this GPU, and saves those that are faster than the shipped ones."""
+"""`flashtile tune`: a search of tiles for this GPU that are faster than the shipped ones."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -11,14 +11,14 @@ from ..call.device import describe_device
 from .options import Device, Dtype, Folder, json_option, print_json
 
 if TYPE_CHECKING:
-    from ..tuning.search import Found
+    from ..tuning.search import SearchResult
     from ..tuning.trial import Subject
 
 PASSES = {"forward": ("forward",), "backward": ("dkdv", "dq"), "dkdv": ("dkdv",), "dq": ("dq",)}
 
 
 class OnAGpu(click.Command):
-    """A command that first says why there is no GPU for it, whatever its options are."""
+    """A command that first checks whether there is a GPU, before its options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not {"-h", "--help"} & set(args) and (reason := no_gpu()) is not None:
@@ -53,11 +53,11 @@ def tune(
 ) -> None:
     """Search tiles of the Triton kernels for this GPU, and save those that are faster than the shipped ones.
 
-    From the shipped tile the search goes to neighbours that are faster, as long as time is left. A tile is timed only
-    after its results are within the contract's bound of an fp64 oracle. What is found is for this GPU and this version
-    of Triton, for all plain calls up to the width of its row in the shipped table: 64, 128, 256 or 512. Later processes
-    use it, and `flashtile explain` says so; it is in `triton-tiles.json` in the user's cache directory, or in
-    $FLASHTILE_CACHE_DIR. No call ever searches.
+    The search starts at the shipped tile and goes to faster neighbors while time is left. A tile is timed only after
+    its results are within the contract's bound of an fp64 oracle. The result is for this GPU and this version of
+    Triton, and for all plain calls up to the width of its row in the shipped table: 64, 128, 256 or 512. Later
+    processes use it, and `flashtile explain` shows it. It is saved in `triton-tiles.json` in the user's cache
+    directory, or in $FLASHTILE_CACHE_DIR. Calls never search.
     """
     from ..tuning.trial import Subject
 
@@ -71,36 +71,36 @@ def tune(
         for head_dim in head_dims:
             for kernel in kernels:
                 subject = Subject(kernel, dtype, head_dim, seqlen, device)
-                found, saved = searched(subject, seconds, dry_run)
-                rows.append(asdict(found) | {"kernel": kernel, "head_dim": head_dim, "saved": saved})
+                result, saved = searched(subject, seconds, dry_run)
+                rows.append(asdict(result) | {"kernel": kernel, "head_dim": head_dim, "saved": saved})
                 if not as_json:
-                    print_found(subject, found, saved)
+                    print_found(subject, result, saved)
     finally:  # an interruption loses no kernel before it
         if as_json:
             print_json({"device": describe_device(device)._asdict(), "dtype": dtype, "found": rows})
 
 
-def searched(subject: "Subject", seconds: float, dry_run: bool) -> "tuple[Found, str | None]":
+def searched(subject: "Subject", seconds: float, dry_run: bool) -> "tuple[SearchResult, str | None]":
     """What was found, and the file that has it now."""
     from ..tuning.search import TuningError, search
     from ..tuning.trial import GpuTrial
 
     try:
-        found = search(getattr(subject.shipped(), subject.kernel), GpuTrial(subject), seconds)
+        result = search(getattr(subject.shipped(), subject.kernel), GpuTrial(subject), seconds)
     except TuningError as error:
         raise click.ClickException(str(error)) from error
-    if found.best == found.shipped or dry_run:
-        return found, None
-    return found, str(save(subject, found))
+    if result.best == result.shipped or dry_run:
+        return result, None
+    return result, str(save(subject, result))
 
 
-def save(subject: "Subject", found: "Found") -> Any:
+def save(subject: "Subject", result: "SearchResult") -> Any:
     from ..backend.triton import configs
 
     device = describe_device(subject.device)
-    before, after = found.seconds
+    before, after = result.seconds
     measured = {"head_dim": subject.head_dim, "dtype": str(subject.dtype).removeprefix("torch.")}
-    measured |= {"seqlen": subject.seqlen, "shipped": found.shipped[:4], "shipped_ms": before * 1e3, "ms": after * 1e3}
+    measured |= {"seqlen": subject.seqlen, "shipped": result.shipped[:4], "shipped_ms": before * 1e3, "ms": after * 1e3}
     return tuned.save(
         tuned.Entry(
             device.name,
@@ -109,20 +109,20 @@ def save(subject: "Subject", found: "Found") -> Any:
             configs.family(subject.dtype),
             subject.shipped().width,
             subject.kernel,
-            found.best[:4],
+            result.best[:4],
             measured,
         )
     )
 
 
-def print_found(subject: "Subject", found: "Found", saved: str | None) -> None:
+def print_found(subject: "Subject", result: "SearchResult", saved: str | None) -> None:
     click.echo(f"{subject.kernel}, head_dim {subject.head_dim}, {str(subject.dtype).removeprefix('torch.')}")
-    for tried in found.tried:
+    for tried in result.tried:
         outcome = f"{-tried.gain:+.1%} time" if tried.gain is not None else f"refused, {tried.refused}"
         click.echo(f"  {tried.launch}: {outcome}")
-    end = "" if found.finished else "; time was up before all neighbours were tried"
-    if found.best == found.shipped:
-        click.echo(f"  the shipped tile stays: {found.shipped}{end}")
+    end = "" if result.finished else "; time was up before all neighbors were tried"
+    if result.best == result.shipped:
+        click.echo(f"  the shipped tile stays: {result.shipped}{end}")
         return
-    click.echo(f"  {found.best} takes {found.gain:.1%} less time than the shipped {found.shipped}{end}")
+    click.echo(f"  {result.best} takes {result.gain:.1%} less time than the shipped {result.shipped}{end}")
     click.echo(f"  saved in {saved}" if saved else "  not saved")

@@ -1,4 +1,4 @@
-"""`flashtile verify`: does every backend compute what the contract says, on this machine, with this PyTorch?"""
+"""`flashtile verify`: check every backend against the contract, on this machine, with this PyTorch."""
 
 import math
 import shlex
@@ -69,7 +69,7 @@ SHOWN_FAILURES = 20
     callback=recorded.show,
     expose_value=False,
     is_eager=True,
-    help="Show what such a file adds up to, and run nothing.",
+    help="Show the totals of such a file, and run nothing.",
 )
 @json_option
 def verify(
@@ -87,7 +87,7 @@ def verify(
     record: Path | None,
     as_json: bool,
 ) -> None:
-    """Run random problems over the whole contract, forward and backward, and hold them against an fp64 oracle.
+    """Run random problems over the full contract, forward and backward, and compare them with an fp64 oracle.
 
     Every element of out, lse, each gradient and the caches has to be within its error bound. Ratios are errors in units
     of that bound: 1 would be at its edge. The exit code is 1 if anything fails.
@@ -115,7 +115,7 @@ def verify(
 
 
 def examined(problems: Problems, jobs: int, seconds: float | None, record: Path | None) -> Report:
-    """All outcomes. Those of the seeds before an interruption, or before a lost GPU, are recorded."""
+    """Examine all problems. Seeds before an interruption, or before a lost GPU, are recorded."""
     start, outcomes = time.perf_counter(), []
     done = 0
     try:
@@ -136,7 +136,7 @@ def examined(problems: Problems, jobs: int, seconds: float | None, record: Path 
 
 
 def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The backends asked for, which must be usable here; without any, all that are."""
+    """The requested backends, which must be usable here; all usable ones by default."""
     known = {status.name: status for status in all_backends()}
     reasons = {name: known[name].reason if name in known else "there is no such backend" for name in names}
     refused = {name: reason for name, reason in reasons.items() if reason is not None}

@@ -107,12 +107,12 @@ class Attention(torch.autograd.Function):
         positions = differentiable_positions(len(flat))
         needs = [needed[n] for n in positions]
         if torch.is_grad_enabled() or in_graph() or in_forward_mode():
-            found = applied(AttentionBackward, ctx.settings, needs, out, lse, dout, dlse, *flat)
-        else:  # nobody differentiates this again
+            requested = applied(AttentionBackward, ctx.settings, needs, out, lse, dout, dlse, *flat)
+        else:  # not differentiated again
             call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
-            found = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
+            requested = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
         gradients: list[Tensor | None] = [None] * len(flat)
-        for n, gradient in zip(positions, found, strict=True):
+        for n, gradient in zip(positions, requested, strict=True):
             gradients[n] = gradient if needed[n] else None
         return None, *gradients
 
@@ -128,8 +128,8 @@ class AttentionBackward(torch.autograd.Function):
         assert out is not None
         assert lse is not None
         call = Call(Tensors.from_flat(flat), settings)
-        found = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
-        return tuple(out.new_empty(0) if gradient is None else gradient for gradient in found)
+        requested = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
+        return tuple(out.new_empty(0) if gradient is None else gradient for gradient in requested)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -143,10 +143,12 @@ class AttentionBackward(torch.autograd.Function):
 
         inputs = ctx.saved_tensors  # dout, dlse, *flat
         wanted = [n for n, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
-        given = [cotangent for cotangent, needed in zip(cotangents, ctx.needs, strict=True) if needed]
-        found = pullback(gradients_in_operations(ctx.settings, ctx.needs), len(inputs), wanted)(*inputs, *given)
+        used_cotangents = [cotangent for cotangent, needed in zip(cotangents, ctx.needs, strict=True) if needed]
+        requested = pullback(gradients_in_operations(ctx.settings, ctx.needs), len(inputs), wanted)(
+            *inputs, *used_cotangents
+        )
         gradients: list[Tensor | None] = [None] * len(inputs)
-        for n, gradient in zip(wanted, found, strict=True):
+        for n, gradient in zip(wanted, requested, strict=True):
             gradients[n] = gradient
         return None, None, None, None, *gradients
 
@@ -156,10 +158,10 @@ class AttentionBackward(torch.autograd.Function):
 
         inputs = ctx.saved_tensors
         moving = [n for n, tangent in enumerate(tangents[4:]) if tangent is not None]
-        given = [tangents[4 + n] for n in moving]
+        used_tangents = [tangents[4 + n] for n in moving]
         fn = gradients_in_operations(ctx.settings, ctx.needs)
-        found = iter(pushforward(fn, len(inputs), moving)(*inputs, *given))
-        return tuple(next(found) if needed else inputs[2].new_empty(0) for needed in ctx.needs)
+        results = iter(pushforward(fn, len(inputs), moving)(*inputs, *used_tangents))
+        return tuple(next(results) if needed else inputs[2].new_empty(0) for needed in ctx.needs)
 
 
 def attend_in_operations(

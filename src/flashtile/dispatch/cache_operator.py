@@ -38,9 +38,9 @@ SCHEMA = ", ".join(
 
 def arguments(q: Tensor, cache: CacheTensors, features: Tensors, settings: Settings, interleaved: bool) -> list[Any]:
     """A call as the operator takes it."""
-    given = (getattr(features, name) for name in FEATURES)
+    optional = (getattr(features, name) for name in FEATURES)
     scalars = (getattr(settings, field.name) for field in OF_CACHE)
-    return [q, *cache, *given, list(features.score_mod_tensors), interleaved, *scalars]
+    return [q, *cache, *optional, list(features.score_mod_tensors), interleaved, *scalars]
 
 
 def attend_with_cache(call: Call, cache: CacheTensors, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -66,17 +66,17 @@ def refuse_derivatives(*tensors: Iterable[Any]) -> None:
         )
 
 
-def without_derivatives(*given: Any) -> tuple[Tensor, Tensor]:
+def without_derivatives(*operands: Any) -> tuple[Tensor, Tensor]:
     """The operator as autograd meets it in a traced program, whose Python is gone: without this, the derivative would
     be zero.
     """
-    refuse_derivatives(given, *(x for x in given if isinstance(x, list | tuple)))
+    refuse_derivatives(operands, *(x for x in operands if isinstance(x, list | tuple)))
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.flashtile.attention_with_kvcache.default(*given)
+        return torch.ops.flashtile.attention_with_kvcache.default(*operands)
 
 
-def run(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    values = list(given)
+def run(q: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
+    values = list(operands)
     cache = CacheTensors(*values[: len(CacheTensors._fields)])
     rest = values[len(CacheTensors._fields) :]
     named = dict(zip(FEATURES, rest, strict=False))

@@ -142,13 +142,13 @@ def backward(
     if layouts is None:
         return None
     known, key = call.entry.backward, (*needs, state_of_process(call.tensors.q), layouts)
-    found = known.get(key)
-    if found is None:
+    recorded = known.get(key)
+    if recorded is None:
         if len(known) >= MOST_BACKWARD:
             known.clear()
-        found = known[key] = Pass()
+        recorded = known[key] = Pass()
     requested = Needs.from_flat(needs)
-    if found.replay is None:
-        return found.run(call, "backward", inside, requested, requested, *results)
+    if recorded.replay is None:
+        return recorded.run(call, "backward", inside, requested, requested, *results)
     with inside(call):
-        return found.replay(call, *results)
+        return recorded.replay(call, *results)

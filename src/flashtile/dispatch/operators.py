@@ -120,9 +120,9 @@ class Operators:
         call = Call(Tensors.from_flat(flat), ctx.settings)
         needed = self.call(ctx.needs_input_grad).tensors.flat()
         positions = differentiable_positions(len(flat))
-        *found, modified = self.backward([needed[n] for n in positions], out, lse, dout, dlse, *self.arguments(call))
+        *named, modified = self.backward([needed[n] for n in positions], out, lse, dout, dlse, *self.arguments(call))
         gradients: list[Tensor | None] = [None] * len(flat)
-        for n, gradient in zip(positions, (*found, *modified), strict=True):
+        for n, gradient in zip(positions, (*named, *modified), strict=True):
             gradients[n] = gradient if needed[n] else None
         absent = Settings(*(None for _ in Settings._fields))  # type: ignore[arg-type]
         return tuple(self.arguments(Call(Tensors.from_flat(gradients), absent)))
@@ -137,16 +137,16 @@ class Operators:
     ) -> tuple[Any, ...]:
         call = self.call(arguments)
         flat = call.tensors.flat()
-        found = []
+        empty = []
         for n, needed in zip(differentiable_positions(len(flat)), needs, strict=True):
             x = flat[n]
             if x is None or not needed:
-                found.append(None)
-            elif self.layout == "dense" and len(found) < 3:
-                found.append(new_rows(x, x.shape[1], x.shape[-1], x.dtype))
+                empty.append(None)
+            elif self.layout == "dense" and len(empty) < 3:
+                empty.append(new_rows(x, x.shape[1], x.shape[-1], x.dtype))
             else:
-                found.append(x.new_empty(x.shape))
-        return in_schema(found, call)
+                empty.append(x.new_empty(x.shape))
+        return in_schema(empty, call)
 
 
 @untraced
@@ -215,10 +215,10 @@ def refuse_second_derivative(*_: Any) -> Any:
 
 
 def in_schema(gradients: Sequence[Tensor | None], call: Call) -> tuple[Any, ...]:
-    """Gradients as a schema of fixed arity returns them, with an empty tensor for what nobody asked for."""
-    found = [call.tensors.q.new_empty(0) if gradient is None else gradient for gradient in gradients]
+    """Gradients for a schema of fixed arity, with an empty tensor for each that was not requested."""
+    present = [call.tensors.q.new_empty(0) if gradient is None else gradient for gradient in gradients]
     named = len(Gradients._fields) - 1
-    return *found[:named], found[named:]
+    return *present[:named], present[named:]
 
 
 def inside_operator(call: Call) -> AbstractContextManager[None]:

@@ -1,8 +1,8 @@
-"""What attention costs before it is run: operations, bytes between the big and the small memory, peak memory, roofline.
+"""Cost model of attention: operations, bytes between the big and the small memory, peak memory, roofline.
 
 The big memory is a GPU's HBM or a CPU's DRAM; the small one is shared memory and registers, or a cache. Algorithms
-are counted as they are written: a tile that is named in the small memory is free, a slice of a matrix in the big one
-is not. Sizes are in bytes, lengths in elements.
+are counted as the papers write them: a tile in the small memory is free, a slice of a matrix in the big memory is not.
+Sizes are in bytes, lengths in elements.
 
 Sources: Dao et al., "FlashAttention", 2022 (algorithm 0; section 3.1, algorithm 1; section 3.2, theorem 2; appendix B,
 algorithms 3 and 4, theorem 5); Dao, "FlashAttention-2", 2023 (section 3.1, algorithms 1 and 2); Williams et al.,
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def square(cls, n: int, d: int, *, causal: bool = False, itemsize: int = 4) -> "Shape":
-        """One head, N rows and N keys: the papers' case, and the ladder's."""
+        """One head, N rows and N keys, as in the papers and in the ladder."""
         return cls(n, n, d, d, causal=causal, itemsize=itemsize)
 
     @property
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
     @property
     def statistic(self) -> int:
-        """Bytes of one number of lse, l, m or delta: float32, or float64 for float64."""
+        """Bytes of one element of lse, l, m or delta: float32, or float64 for float64."""
         return max(self.itemsize, 4)
 
     @property
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one pass costs."""
+    """Cost of one pass."""
 
     flops: int  # of matrix products over visible pairs; a multiplication and an addition are two
     softmax: int  # other operations
@@ -79,7 +79,7 @@ class Work(NamedTuple):
         return (self.flops + self.softmax) / max(self.moved, 1)
 
 
-# What every algorithm has to do ---------------------------------------------------------------------------------------
+# Lower bounds of every algorithm --------------------------------------------------------------------------------------
 
 
 def forward_flops(pairs: int, head_dim: int, head_dim_v: int) -> int:
@@ -88,7 +88,7 @@ def forward_flops(pairs: int, head_dim: int, head_dim_v: int) -> int:
 
 
 def backward_flops(pairs: int, head_dim: int, head_dim_v: int) -> int:
-    """Five products, S being made again: q k, ds k and ds q with head_dim; dout v and p dout with head_dim_v."""
+    """Five products, with S recomputed: q k, ds k and ds q with head_dim; dout v and p dout with head_dim_v."""
     return 2 * pairs * (3 * head_dim + 2 * head_dim_v)
 
 
@@ -98,12 +98,12 @@ def result_bytes(rows: int, head_dim_v: int, itemsize: int) -> int:
 
 
 def least_bytes(inputs: int, rows: int, head_dim_v: int, itemsize: int) -> int:
-    """Forward with each input (their bytes together: `inputs`) read once and each result written once."""
+    """Bytes of a forward that reads each input once (`inputs` bytes in total) and writes each result once."""
     return inputs + result_bytes(rows, head_dim_v, itemsize)
 
 
 class Machine(NamedTuple):
-    """Measured rates; `ridge` is the intensity above which arithmetic is the limit and not memory."""
+    """Measured rates; above the intensity `ridge`, arithmetic is the limit, below it memory."""
 
     flops_per_second: float
     bytes_per_second: float
@@ -136,7 +136,7 @@ def block_sizes(memory: int, head_dim: int, itemsize: int = 4) -> tuple[int, int
 
 
 def cpu_l2_bytes() -> int | None:
-    """One core's L2 cache; `None` where the system does not tell."""
+    """Bytes of one core's L2 cache; `None` if the system does not report it."""
     try:
         size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -174,14 +174,14 @@ def keys_per_row_block(shape: Shape, block_m: int, block_n: int) -> int:
 
 
 def forward_work(shape: Shape, read: int, written: int, peak: int = 0, pairs: int | None = None) -> Work:
-    """Forward from one head's bytes; `pairs` where more than the visible ones are computed."""
+    """Forward from one head's bytes; `pairs` if more than the visible ones are computed."""
     pairs = shape.pairs if pairs is None else pairs
     flops, n = forward_flops(pairs, shape.head_dim, shape.head_dim_v), shape.attentions
     return Work(flops, SOFTMAX_OPERATIONS * pairs, n * read, n * written, peak)
 
 
 def backward_work(shape: Shape, read: int, written: int, peak: int = 0) -> Work:
-    """Backward with S made again, from one head's bytes; exp, subtract delta, multiply: three more for each pair."""
+    """Backward with S recomputed, from one head's bytes; three operations for each pair: exp, subtraction, product."""
     flops, n = backward_flops(shape.pairs, shape.head_dim, shape.head_dim_v), shape.attentions
     return Work(flops, 3 * shape.pairs, n * read, n * written, peak)
 
@@ -199,9 +199,9 @@ def standard_forward(shape: Shape) -> Work:
 
 
 def standard_backward(shape: Shape) -> Work:
-    """Five kernels with P kept: dV = Pᵀ dO, dP = dO Vᵀ, dS, dQ = dS K, dK = dSᵀ Q (FlashAttention, algorithm 3).
+    """Five kernels with P saved: dV = Pᵀ dO, dP = dO Vᵀ, dS, dQ = dS K, dK = dSᵀ Q (FlashAttention, algorithm 3).
 
-    Four products only, since S is not made again. The peak is dP and dS; P came from forward.
+    Four products, since S is not recomputed. The peak is dP and dS; P comes from forward.
     """
     m, n, d, dv, size = shape.seqlen_q, shape.seqlen_k, shape.head_dim, shape.head_dim_v, shape.itemsize
     read = (5 * m * n + 2 * m * dv + n * dv + n * d + m * d) * size  # P P dP dS dS, dO dO, V, K, Q
@@ -214,8 +214,8 @@ def standard_backward(shape: Shape) -> Work:
 def flash1_forward(shape: Shape, memory: int) -> Work:
     """K/V outside (FlashAttention, algorithm 1), for `memory` bytes on chip: O(N² d² / M) elements move (theorem 2).
 
-    K and V are read once; Q, O, l, m are read and O, l, m written once for each key block. They are initialised before,
-    and lse is made of l and m after.
+    K and V are read once; Q, O, l, m are read and O, l, m written once for each key block. O, l, m are initialized
+    first, and lse is computed from l and m at the end.
     """
     m, n, d, dv, size, stat = *lengths(shape), shape.statistic
     rows = rows_per_key_block(shape, *block_sizes(memory, d, size))
@@ -241,7 +241,7 @@ def flash2_forward(shape: Shape, block_m: int, block_n: int) -> Work:
 
 
 def flash2_backward(shape: Shape, block_m: int, block_n: int) -> Work:
-    """K/V outside (FlashAttention-2, algorithm 2), delta by a kernel before; dQ is added to through the big memory."""
+    """K/V outside (FlashAttention-2, algorithm 2), delta by an earlier kernel; dQ accumulates in the big memory."""
     m, n, d, dv, size, stat = *lengths(shape), shape.statistic
     rows = rows_per_key_block(shape, block_m, block_n)
     read = 2 * m * dv * size + n * (d + dv) * size + rows * ((2 * d + dv) * size + 2 * stat)  # O dO; K V; Q dQ dO
@@ -270,18 +270,18 @@ def decode(shape: Shape, num_splits: int = 1) -> Work:
 
 # Loops made of torch operations -------------------------------------------------------------------------------------
 #
-# There a tile lies in the same memory as all else: the blocks that are alive at the worst moment are the peak.
+# There a tile is in the big memory too: the peak is the largest set of blocks alive at a time.
 
 
 class Alive(NamedTuple):
-    """How many blocks are alive at the worst moment of a loop: tiles of scores, blocks of rows, blocks of keys."""
+    """The largest number of blocks alive at a time in a loop: tiles of scores, blocks of rows, blocks of keys."""
 
     tiles: int
     row_blocks: int
     key_blocks: int
 
 
-# Read off the code. For example in FlashAttention-2 forward, at p = exp(s - m): the last tile's p, s, s - m and the new
+# Counted in the code. For example FlashAttention-2 forward at p = exp(s - m): the last tile's p, s, s - m and the new
 # p; q_i and acc.
 FLASH1_FORWARD, FLASH1_BACKWARD = Alive(4, 1, 0), Alive(7, 0, 2)  # ladder, step 5
 FLASH2_FORWARD, FLASH2_BACKWARD = Alive(4, 2, 0), Alive(6, 1, 2)  # ladder, step 6
@@ -317,7 +317,7 @@ def tiled_forward(shape: Shape, block_m: int, block_n: int, heads_kv: int = 1, b
 
 
 def tiled_backward(shape: Shape, block_m: int, block_n: int, heads_kv: int = 1, batch: int = 1) -> Work:
-    """The `tiled` backend: rows outside, so dq is stored once and dk, dv are added to through the big memory.
+    """The `tiled` backend: rows outside, so dq is stored once and dk, dv accumulate in the big memory.
 
     Gradients are added up in the dtype of the statistics and cast at the end.
     """

@@ -1,9 +1,9 @@
-"""What our Triton kernels move between a GPU's memory and its L2 cache: the bytes that its DRAM counters count.
+"""Bytes that our Triton kernels move between a GPU's memory and its L2 cache, as its DRAM counters count them.
 
-`iomodel` counts what a tile reads, wherever that comes from. On a GPU the programs of one head run at about the same
-time and stream the same matrices, so one of them brings a block into L2, and the others find it there. A matrix then
-comes from DRAM once; it comes once for each set of programs that run together where the cache cannot hold what the
-heads in flight stream. Results are written once. benchmarks/dram_counters.py compares this with the counters.
+`iomodel` counts the reads of a tile, from cache or memory. On a GPU the programs of one head run at about the same time
+and stream the same matrices, so one of them brings a block into L2, and the others hit it there. A matrix then comes
+from DRAM once. If the cache cannot hold the matrices of the heads in flight, it comes once for each wave of programs.
+Results are written once. benchmarks/dram_counters.py compares this with the counters.
 """
 
 import math
@@ -13,7 +13,7 @@ from . import SOFTMAX_OPERATIONS, Shape, Work, backward_flops, forward_flops, le
 
 
 class Cache(NamedTuple):
-    """A GPU's L2, and how many programs run at a time: one on each multiprocessor at the least."""
+    """A GPU's L2, and the number of programs that run at a time: at least one on each multiprocessor."""
 
     size: int  # bytes
     programs: int
@@ -23,7 +23,7 @@ H200 = Cache(50 * 2**20, 132)  # NVIDIA's data sheet
 
 
 def passes(blocks: int, heads: int, streamed: int, cache: Cache) -> int:
-    """How often a head's streamed matrices, `streamed` bytes, come from DRAM for the `blocks` programs of the head."""
+    """Number of times that a head's streamed matrices, `streamed` bytes, come from DRAM for its `blocks` programs."""
     in_flight = min(heads, math.ceil(cache.programs / blocks))
     fits = in_flight * streamed <= cache.size
     return 1 if fits else math.ceil(blocks / cache.programs)
@@ -44,7 +44,7 @@ def kernel_forward(shape: Shape, block_m: int, cache: Cache = H200) -> Work:
 def kernel_backward(shape: Shape, block_m: int, block_n: int, cache: Cache = H200) -> Work:
     """Three kernels: delta; dk and dv with keys outside, tiles of `block_n` keys; dq with rows outside, of `block_m`.
 
-    The latter two each make S again, seven products in all. lse and delta of a row lie side by side.
+    The latter two each recompute S, seven products in total. lse and delta of a row are adjacent in memory.
     """
     m, n, d, dv, size, stat = *lengths(shape), shape.statistic
     heads, kv = shape.attentions, shape.batch * shape.num_heads_kv

@@ -1,4 +1,4 @@
-"""The calls that a report times: by length, and those where a library like this one tends to lose."""
+"""The calls that a report times: a range of lengths, and calls that such a library tends to lose."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,16 +46,16 @@ def both(settings: Settings, *seqlens: int, **fields: Any) -> tuple[Cell, ...]:
 
 
 def small_cells(settings: Settings) -> tuple[Cell, ...]:
-    """A call of next to no work, a batch of short sequences, and one short sequence."""
+    """A call with almost no work, a batch of short sequences, and one short sequence."""
     shapes: tuple[dict[str, Any], ...] = (
         {"batch": 1, "heads": 1, "seqlen": 4},
         {"batch": 64, "heads": settings.heads, "seqlen": 16},
         {"batch": 1, "heads": settings.heads, "seqlen": 64},
     )
-    found: list[Cell] = []
+    cells: list[Cell] = []
     for shape in shapes:
-        found += both(settings, shape.pop("seqlen"), inputs="normal", **shape)
-    return tuple(found)
+        cells += both(settings, shape.pop("seqlen"), inputs="normal", **shape)
+    return tuple(cells)
 
 
 def decode_cells(settings: Settings) -> tuple[Cell, ...]:
@@ -75,15 +75,15 @@ def feature_cells(settings: Settings) -> tuple[Cell, ...]:
         {"bias": True},
         {"alibi": True},
     )
-    found = [settings.speed_cell(settings.middle_seqlen, "forward", inputs="normal", **x) for x in variants]
-    return (*found, settings.speed_cell(settings.middle_seqlen, "backward", inputs="normal", causal=False))
+    cells = [settings.speed_cell(settings.middle_seqlen, "forward", inputs="normal", **x) for x in variants]
+    return (*cells, settings.speed_cell(settings.middle_seqlen, "backward", inputs="normal", causal=False))
 
 
 def dtype_cells(settings: Settings) -> tuple[Cell, ...]:
     """Forward and backward in the dtypes that the other cells do not have."""
     others = [dtype for dtype in DTYPES if dtype != settings.dtype]
-    found = [both(settings, settings.middle_seqlen, inputs="normal", dtype=dtype) for dtype in others]
-    return tuple(cell for pair in found for cell in pair)
+    pairs = [both(settings, settings.middle_seqlen, inputs="normal", dtype=dtype) for dtype in others]
+    return tuple(cell for pair in pairs for cell in pair)
 
 
 def grouped(settings: Settings) -> int:
@@ -91,7 +91,7 @@ def grouped(settings: Settings) -> int:
 
 
 def in_words(cell: Cell, settings: Settings) -> str:
-    """The cell without what all cells share: "backward, 64 × 16 tokens", "decode, 4,096 keys, bfloat16"."""
+    """The cell's differences from the others, in words: "backward, 64 × 16 tokens", "decode, 4,096 keys, bfloat16"."""
     usual, decodes = settings.speed_cell(cell.seqlen_q, cell.measure), cell.measure == "decode"
     length = f"{cell.keys:,} keys" if decodes else f"{cell.seqlen_q:,} tokens"
     words = [cell.measure, f"{cell.batch} × {length}" if cell.batch > 1 else length]

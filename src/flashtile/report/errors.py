@@ -29,8 +29,8 @@ def errors(settings: Settings, advance: Callable[[], None]) -> Section:
     records, notes = [], []
     for dtype in DTYPES:
         for inputs in INPUTS:
-            found, reasons = measured(settings, dtype, inputs)
-            records += found
+            measurements, reasons = measured(settings, dtype, inputs)
+            records += measurements
             notes += reasons
             advance()
     return section_of(settings, records, list(dict.fromkeys(notes)))
@@ -44,7 +44,7 @@ def section_of(settings: Settings, records: list[dict[str, Any]], notes: list[st
         name="errors",
         title="Error against fp64",
         summary=f"‖x − exact‖ / ‖exact‖ of out and of the worst gradient, {HEADS} heads of {HEAD_DIM}, length "
-        f"{settings.error_seqlen}, causal, beside the more exact of {name_of(settings.reference)} and "
+        f"{settings.error_seqlen}, causal, compared with the more exact of {name_of(settings.reference)} and "
         f"{name_of(PLAIN)}. In {counted or 'no dtype was anything to compare'}. Plain attention computes scores and "
         "softmax in the dtype of its inputs; flashtile sums in float32.",
         plots=[
@@ -63,7 +63,7 @@ def section_of(settings: Settings, records: list[dict[str, Any]], notes: list[st
 
 
 def measured(settings: Settings, dtype: str, inputs: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Relative errors of out and the three gradients, of everyone; and why others have none."""
+    """Relative errors of out and the three gradients for each provider, and the reasons of those without any."""
     shape: dict[str, Any] = {"heads": HEADS, "seqlen_q": settings.error_seqlen, "head_dim": HEAD_DIM, "causal": True}
     cell = Cell("backward", dtype=dtype, inputs=inputs, **shape)
     case = make_case(cell, settings.device)
@@ -79,9 +79,9 @@ def measured(settings: Settings, dtype: str, inputs: str) -> tuple[list[dict[str
         assert case.dout is not None
         results = dict(zip(("dq", "dk", "dv"), prepared.backward(case.dout), strict=True)) | {"out": prepared.forward()}
         for name, x in sorted(results.items()):
-            found = relative_error(x, exact[name].reference)
+            error = relative_error(x, exact[name].reference)
             known = {"dtype": dtype, "inputs": inputs, "provider": provider.name, "result": name}
-            records.append(known | {"error": found, "epsilon": torch.finfo(case.dtype).eps})
+            records.append(known | {"error": error, "epsilon": torch.finfo(case.dtype).eps})
     return records, notes
 
 
@@ -93,7 +93,7 @@ def compared(records: list[dict[str, Any]]) -> list[Comparison]:
     """Each dtype and kind of input, compared with the more exact other. A result that is not finite has no comparison:
     it fails the section.
     """
-    found = []
+    comparisons = []
     for which in RESULTS:
         for dtype in DTYPES:
             for inputs in INPUTS:
@@ -103,26 +103,26 @@ def compared(records: list[dict[str, Any]]) -> list[Comparison]:
                     peer = min(ranked, key=ranked.__getitem__)
                     ratio = times_as_small(own, ranked[peer])
                     group, case = f"{dtype}, {which}", f"{dtype}, {which}, {INPUTS_IN_WORDS[inputs]}"
-                    found.append(Comparison("error", group, case, own, ranked[peer], name_of(peer), ratio))
-    return found
+                    comparisons.append(Comparison("error", group, case, own, ranked[peer], name_of(peer), ratio))
+    return comparisons
 
 
 def worst_of(records: list[dict[str, Any]], which: str, **known: str) -> dict[str, float]:
     """The largest error of out, or of the gradients, of each provider."""
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for r in records:
         if all(r[name] == x for name, x in known.items()) and (r["result"] == "out") == (which == "out"):
             error = r["error"] if math.isfinite(r["error"]) else math.inf
-            found[r["provider"]] = max(error, found.get(r["provider"], 0.0))
-    return found
+            largest[r["provider"]] = max(error, largest.get(r["provider"], 0.0))
+    return largest
 
 
 def plot_of(records: list[dict[str, Any]], which: str, title: str) -> Plot:
     kinds = [(dtype, inputs) for dtype in DTYPES for inputs in INPUTS]
     series = []
     for provider in dict.fromkeys(r["provider"] for r in records):
-        found = [worst_of(records, which, dtype=d, inputs=i).get(provider, math.inf) for d, i in kinds]
-        points = [(x, float(n)) for n, x in enumerate(found) if 0 < x < float("inf")]
+        values = [worst_of(records, which, dtype=d, inputs=i).get(provider, math.inf) for d, i in kinds]
+        points = [(x, float(n)) for n, x in enumerate(values) if 0 < x < float("inf")]
         series.append(Series(name_of(provider), [x for x, _ in points], [n for _, n in points]))
     rows = tuple(f"{dtype} {inputs}" for dtype, inputs in kinds)
     return Plot(f"error_{which}", f"{title} (less is better)", series, "relative error", kind="dots", rows=rows)
@@ -133,8 +133,8 @@ def figures_table(records: list[dict[str, Any]]) -> Table:
     rows = []
     for dtype in DTYPES:
         for inputs in INPUTS:
-            found = [worst_of(records, which, dtype=dtype, inputs=inputs) for which in RESULTS]
-            rows.append((dtype, inputs, *(f"{x[name]:.1e}" if name in x else "–" for x in found for name in names)))
+            worst = [worst_of(records, which, dtype=dtype, inputs=inputs) for which in RESULTS]
+            rows.append((dtype, inputs, *(f"{x[name]:.1e}" if name in x else "–" for x in worst for name in names)))
     heads = [f"{which}, {name_of(name)}" for which in RESULTS for name in names]
     numbers = frozenset(range(2, 2 + len(heads)))
     return Table(("dtype", "inputs", *heads), rows, numbers, folded="The figures of the pictures")

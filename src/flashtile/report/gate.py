@@ -23,7 +23,7 @@ class Kind:
 
     name: str  # in tables
     words: str  # after the number of problems: "random problems over every feature"
-    asked: int  # problems, of which time may have run out for some
+    requested: int  # problems; time may run out before some of them
     report: Report
 
     @property
@@ -31,9 +31,9 @@ class Kind:
         return len(self.report.outcomes) // len(self.report.problems.backends)
 
     def __str__(self) -> str:
-        if self.examined == self.asked:
+        if self.examined == self.requested:
             return f"{self.examined:,} {self.words}"
-        return f"{self.examined:,} of {self.asked:,} {self.words} (then the time was up)"
+        return f"{self.examined:,} of {self.requested:,} {self.words} (then the time was up)"
 
 
 def gate(settings: Settings, advance: Callable[[], None]) -> Section:
@@ -53,7 +53,7 @@ def gate(settings: Settings, advance: Callable[[], None]) -> Section:
 
 
 def examined(settings: Settings, problems: Problems, advance: Callable[[], None]) -> Report:
-    """As many problems as time allows, in order: kernels that are compiled for each take long on some machines."""
+    """Examine problems in order until the time is up: compiling their kernels takes long on some machines."""
     outcomes, start = [], time.perf_counter()
     with closing(examine(problems, settings.gate_jobs)) as batches:
         for batch in batches:
@@ -72,13 +72,15 @@ def section_of(kinds: list[Kind]) -> Section:
     tried = {tally.backend for _, tally in tallies if tally.cases}
     unverified = [f"{name} declined every problem: nothing is verified" for name in names if name not in tried]
     runs = sum(tally.cases for _, tally in tallies)
-    found = f"{len(failures)} of {runs:,} runs are wrong" if failures else f"All {runs:,} runs are within their bounds"
+    verdict = (
+        f"{len(failures)} of {runs:,} runs are wrong" if failures else f"All {runs:,} runs are within their bounds"
+    )
     details = [(tally.backend, tally.dtype, words, *entries([tally])) for words, tally in tallies]
     columns = ("backend", "dtype", "values", "runs", "wrong", "declined", "worst", "of")
     return Section(
         name="gate",
         title="Is it right?",
-        summary=f"{found}: {in_list(tuple(map(str, kinds)))}, forward and backward, each on {in_list(names)}.",
+        summary=f"{verdict}: {in_list(tuple(map(str, kinds)))}, forward and backward, each on {in_list(names)}.",
         tables=[
             Table(
                 ("backend", *columns[3:]),
@@ -95,7 +97,7 @@ def section_of(kinds: list[Kind]) -> Section:
 
 
 def entries(tallies: list[Tally]) -> tuple[str, ...]:
-    """Runs, wrong, declined, the worst error and of which result."""
+    """Runs, wrong, declined, the worst error and its result."""
     worst = max((x.worst for x in tallies if x.worst), key=lambda deviation: deviation.ratio, default=None)
     counts = (sum(x.cases for x in tallies), sum(x.failed for x in tallies), sum(x.declined for x in tallies))
     return (*(f"{n:,}" for n in counts), three_digits(worst.ratio) if worst else "", worst.name if worst else "")

@@ -1,4 +1,4 @@
-"""Everything that a report measures, in order, each part with its own progress."""
+"""The order of a report's measurements, each with its own progress bar."""
 
 import time
 import traceback
@@ -20,7 +20,7 @@ from .settings import Settings
 
 Advance = Callable[[], None]
 ORDER = ("overview", "gate", "speed", "memory", "errors", "planner", "training")  # others follow
-Step = tuple[str, int, Callable[..., Any]]  # what is shown, how many steps it has, and what makes its section
+Step = tuple[str, int, Callable[..., Any]]  # title of its progress bar, number of steps, maker of its section
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,27 @@ def gather(
     further: tuple[Step, ...] = (),
     keep: Callable[[list[Section]], None] = lambda sections: None,
 ) -> Report:
-    """`machine` is what `flashtile env` finds; `further` are steps whose sections come last. `keep` gets the sections
-    so far after each step.
+    """Measure everything. `machine` comes from `flashtile env`; `further` are steps whose sections come last. `keep`
+    gets the sections so far after each step.
     """
     start, started, parts = time.perf_counter(), stamp(), {}
-    found: list[Section] = []
+    sections: list[Section] = []
     with progress(transient=False) as bar:
         for words, total, measure in (*steps(settings), *further):
             task = bar.add_task(words, total=total)
             begun = time.perf_counter()
-            found.append(attempted(words, measure, settings, lambda task=task: bar.advance(task)))
-            keep(found)
+            sections.append(attempted(words, measure, settings, lambda task=task: bar.advance(task)))
+            keep(sections)
             bar.update(task, completed=total)
             parts[words] = time.perf_counter() - begun
-    found.insert(0, overview(found))
-    found.sort(key=lambda section: ORDER.index(section.name) if section.name in ORDER else len(ORDER))
+    sections.insert(0, overview(sections))
+    sections.sort(key=lambda section: ORDER.index(section.name) if section.name in ORDER else len(ORDER))
     about = {"date": started} | origin(settings.device, make(providers(settings, settings.peers)), machine)
-    return Report(found, about | {"seconds": parts}, time.perf_counter() - start)
+    return Report(sections, about | {"seconds": parts}, time.perf_counter() - start)
 
 
 def attempted(words: str, measure: Callable[..., Any], settings: Settings, advance: Advance) -> Any:
-    """Run a step. One that fails makes a section that says so, and the others keep what they have measured."""
+    """Run a step. A failure becomes a section that says so, and the other sections are kept."""
     try:
         return measure(settings, advance)
     except Exception as error:

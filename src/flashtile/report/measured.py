@@ -1,4 +1,4 @@
-"""Sweeps of `flashtile bench` inside a report: the rows, the names that people read, and the lines of a plot."""
+"""Sweeps of `flashtile bench` inside a report: rows, display names, and the lines of a plot."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,7 +24,7 @@ def rows_of(settings: Settings, kind: Kind, advance: Callable[[], None]) -> list
 
 
 def providers(settings: Settings, peers: tuple[str, ...]) -> tuple[str, ...]:
-    """flashtile, on a GPU also each of its kernels that is usable there, and the others."""
+    """flashtile, on a GPU also each usable backend with kernels, and the others."""
     kernels = [status.name for status in backends() if status.usable and status.name not in ("tiled", "reference")]
     return (OWN, *(f"{OWN}:{name}" for name in kernels if settings.device.type != "cpu"), *peers)
 
@@ -37,15 +37,15 @@ def series_of(rows: Sequence[Row], figure: Callable[[Row], Band | None], scale: 
     """A line for each provider that has figures: over sequence length, in units of `scale`."""
     lines = []
     for provider in dict.fromkeys(row.provider for row in rows):
-        found = [(row.cell.seqlen_q, band) for row in rows if row.provider == provider and (band := figure(row))]
-        if found:
-            seqlens, bands = zip(*found, strict=True)
+        points = [(row.cell.seqlen_q, band) for row in rows if row.provider == provider and (band := figure(row))]
+        if points:
+            seqlens, bands = zip(*points, strict=True)
             median, low, high = ([x / scale for x in values] for values in zip(*bands, strict=True))
             lines.append(Series(name_of(provider), [float(n) for n in seqlens], median, low, high))
     return lines
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
-    """Why providers have no figures, each reason once."""
-    found = {(row.provider, row.status, row.reason): row.cell for row in rows if row.status != OK}
-    return [f"{name_of(name)} {status} at {cell.label()}: {why}" for (name, status, why), cell in found.items()]
+    """Reasons of providers without figures, each once."""
+    failures = {(row.provider, row.status, row.reason): row.cell for row in rows if row.status != OK}
+    return [f"{name_of(name)} {status} at {cell.label()}: {why}" for (name, status, why), cell in failures.items()]

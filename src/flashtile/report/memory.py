@@ -1,4 +1,4 @@
-"""Peak memory against sequence length, in a process of its own, where nothing else has allocated."""
+"""Peak memory against sequence length, in a process of its own without other allocations."""
 
 import math
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from .verdict import Comparison, tally, times_as_small
 
 DENSE = "plain"
 MEASURES = ("forward_memory", "backward_memory")
-Found = dict[tuple[str, str], dict[int, float]]  # bytes by measure, provider and length
+BytesUsed = dict[tuple[str, str], dict[int, float]]  # bytes by measure, provider and length
 
 
 def memory(settings: Settings, advance: Callable[[], None]) -> Section:
-    found: Found = {}
+    used: BytesUsed = {}
     notes = []
     cells = tuple(cell_of(settings, measure, n) for measure in MEASURES for n in settings.memory_seqlens)
     jobs = [Job(cells, provider, str(settings.device)) for provider in providers(settings)]
@@ -28,12 +28,12 @@ def memory(settings: Settings, advance: Callable[[], None]) -> Section:
     for job, results in zip(jobs, findings, strict=True):
         for cell, finding in zip(cells, results, strict=True):
             if "value" in finding:
-                found.setdefault((cell.measure, job.provider), {})[cell.seqlen_q] = finding["value"]
+                used.setdefault((cell.measure, job.provider), {})[cell.seqlen_q] = finding["value"]
             else:
                 reason = finding.get("declined") or finding.get("error")
                 notes.append(f"{name_of(job.provider)} at {cell.label()}: {reason}")
     advance()
-    return section_of(settings, found, list(dict.fromkeys(notes)))
+    return section_of(settings, used, list(dict.fromkeys(notes)))
 
 
 def providers(settings: Settings) -> tuple[str, ...]:
@@ -45,35 +45,35 @@ def cell_of(settings: Settings, measure: str, seqlen: int) -> Cell:
     return Cell(measure=measure, heads=heads, seqlen_q=seqlen, head_dim=head_dim, dtype=dtype)
 
 
-def section_of(settings: Settings, found: Found, notes: list[str]) -> Section:
-    comparisons = [x for measure in MEASURES for x in compared(settings, measure, found)]
+def section_of(settings: Settings, used: BytesUsed, notes: list[str]) -> Section:
+    comparisons = [x for measure in MEASURES for x in compared(settings, measure, used)]
     counted = tally(comparisons).capitalize() if comparisons else "Nothing could be compared"
     return Section(
         name="memory",
         title="Memory",
         summary=f"{counted}. {settings.memory_heads} heads of {settings.head_dim}, {settings.dtype}, not causal; the "
-        "most bytes that PyTorch's allocator has given out at a time, less inputs and results. "
-        f"{of_the_longest(settings, found)}",
-        plots=[plot_of(settings, measure, found) for measure in MEASURES],
+        "peak bytes of PyTorch's allocator, without inputs and results. "
+        f"{of_the_longest(settings, used)}",
+        plots=[plot_of(settings, measure, used) for measure in MEASURES],
         tables=[
             table_of(comparisons, "", f"All {len(comparisons)} cases, losses first"),
-            length_table(settings, found),
+            length_table(settings, used),
         ],
         notes=notes,
         records=[
             {"measure": measure, "provider": provider, "seqlen": n, "bytes": x}
-            for (measure, provider), values in found.items()
+            for (measure, provider), values in used.items()
             for n, x in values.items()
         ],
         comparisons=comparisons,
     )
 
 
-def compared(settings: Settings, measure: str, found: Found) -> list[Comparison]:
-    """Each length, compared with the other that takes the least."""
-    results, own = [], found.get((measure, OWN), {})
+def compared(settings: Settings, measure: str, used: BytesUsed) -> list[Comparison]:
+    """Each length, compared with the smallest other."""
+    results, own = [], used.get((measure, OWN), {})
     for n in settings.memory_seqlens:
-        others = [(x[n], name) for (m, name), x in found.items() if m == measure and name != OWN and n in x]
+        others = [(x[n], name) for (m, name), x in used.items() if m == measure and name != OWN and n in x]
         if n in own and others:
             other, peer = min(others)
             case, ratio = f"memory of {pass_of(measure)}, {n:,} tokens", times_as_small(own[n], other)
@@ -86,13 +86,13 @@ def pass_of(measure: str) -> str:
 
 
 def inputs_bytes(settings: Settings, seqlen: int) -> float:
-    """Of q, k, v and out."""
+    """Bytes of q, k, v and out."""
     cell = cell_of(settings, "forward_memory", seqlen)
     return 4 * cell.heads * seqlen * cell.head_dim * cell.torch_dtype.itemsize
 
 
 def slope(values: dict[int, float]) -> float | None:
-    """Of log(bytes) over log(length), least squares over the upper half of the lengths: the exponent of growth."""
+    """Exponent of growth: the slope of log(bytes) over log(length), by least squares over the longer half."""
     points = [(math.log(n), math.log(x)) for n, x in sorted(values.items()) if x > 0]
     points = points[len(points) // 2 - (len(points) < 4) :] if len(points) > 2 else points
     if len(points) < 2:
@@ -102,10 +102,10 @@ def slope(values: dict[int, float]) -> float | None:
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
 
 
-def plot_of(settings: Settings, measure: str, found: Found) -> Plot:
+def plot_of(settings: Settings, measure: str, used: BytesUsed) -> Plot:
     lines = []
     for provider in providers(settings):
-        values = {n: x for n, x in found.get((measure, provider), {}).items() if x > 0}
+        values = {n: x for n, x in used.get((measure, provider), {}).items() if x > 0}
         if values:
             exponent = slope(values)
             grown = "" if exponent is None else f", S^{exponent:.1f}"
@@ -119,11 +119,11 @@ def plot_of(settings: Settings, measure: str, found: Found) -> Plot:
     return Plot(measure, title, lines, "sequence length", log_y=True)
 
 
-def of_the_longest(settings: Settings, found: Found) -> str:
-    """Largest length at which the dense method's matrices fit."""
+def of_the_longest(settings: Settings, used: BytesUsed) -> str:
+    """Memory at the longest length, of flashtile and of the dense method, in words."""
     words, longest = [], settings.memory_seqlens[-1]
     for measure in MEASURES:
-        own, dense = (found.get((measure, name), {}) for name in (OWN, DENSE))
+        own, dense = (used.get((measure, name), {}) for name in (OWN, DENSE))
         if longest in own and longest in dense:
             less, more = own[longest] / MIB, dense[longest] / MIB
             words.append(
@@ -133,14 +133,14 @@ def of_the_longest(settings: Settings, found: Found) -> str:
     return " ".join(words)
 
 
-def length_table(settings: Settings, found: Found) -> Table:
+def length_table(settings: Settings, used: BytesUsed) -> Table:
     keys = [(measure, provider) for measure in MEASURES for provider in providers(settings)]
     columns = ("length", *(f"{pass_of(m)}, {name_of(p)}" for m, p in keys), "q, k, v and out")
     rows = []
     for n in settings.memory_seqlens:
-        bytes_of = [found.get(key, {}).get(n) for key in keys] + [inputs_bytes(settings, n)]
+        bytes_of = [used.get(key, {}).get(n) for key in keys] + [inputs_bytes(settings, n)]
         rows.append((f"{n:,}", *("–" if x is None else three_digits(x / MIB) for x in bytes_of)))
-    exponents = [slope(found.get(key, {})) for key in keys]
+    exponents = [slope(used.get(key, {})) for key in keys]
     rows.append(("grows as", *("–" if e is None else f"S^{e:.2f}" for e in exponents), "S^1.00"))
     caption = "MiB. The exponents are fitted to the longer half."
     return Table(columns, rows, frozenset(range(len(columns))), caption, folded="The figures of the pictures")

@@ -1,6 +1,6 @@
 """The first screen: is it faster, smaller, as exact here? Three answers, three pictures, and every loss in one table.
 
-It measures nothing: all of it follows from the comparisons of the other sections.
+It measures nothing and uses the comparisons of the other sections.
 """
 
 from collections.abc import Sequence
@@ -18,27 +18,27 @@ CLOSEST = 3  # of each question, where there is no loss
 
 
 def overview(sections: Sequence[Section]) -> Section:
-    found = [x for section in sections for x in section.comparisons]
-    asked = {question: [x for x in found if x.question == question] for question in QUESTIONS}
+    comparisons = [x for section in sections for x in section.comparisons]
+    by_question = {question: [x for x in comparisons if x.question == question] for question in QUESTIONS}
     plots, notes = [], []
     for question, (title, label) in QUESTIONS.items():
-        some = asked[question]
+        some = by_question[question]
         short, words = answer(some)
         if some:
             plots.append(plot_of(some, question, f"{title} {short}.", label, words))
         else:
             notes.append(f"{title} {short}: {words}")
-    lost = worse(found)
-    caption = f"{len(lost)} losses among {len(found)} comparisons; the sections below have all of them."
+    lost = worse(comparisons)
+    caption = f"{len(lost)} losses among {len(comparisons)} comparisons; the sections below have all of them."
     if not lost:
-        found = [x for some in asked.values() for x in losses_first(some)[:CLOSEST]]
+        comparisons = [x for some in by_question.values() for x in losses_first(some)[:CLOSEST]]
         caption = "No comparison is a loss; these come closest to one."
     return Section(
         name="overview",
         title="Is it faster, smaller, as exact here?",
         summary=RULE,
         plots=plots,
-        tables=[table_of(lost or found, caption)] if found else [],
+        tables=[table_of(lost or comparisons, caption)] if comparisons else [],
         notes=notes,
-        records=[x.as_record() for some in asked.values() for x in some],
+        records=[x.as_record() for some in by_question.values() for x in some],
     )

@@ -1,4 +1,4 @@
-"""The page and the files beside it: report.html, report.json, results.csv and one CSV for each other section."""
+"""The page and its data files: report.html, report.json, and one CSV for each section."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from .plots import standalone, svg_of
 from .section import Section
 
 TEMPLATE = Path(__file__).with_name("page.html")
-HEADER = ("flashtile", "python", "torch", "torch threads")  # facts of `flashtile env` that the head has already
-# Facts under their names in report.json, and what the page calls them.
+HEADER = ("flashtile", "python", "torch", "torch threads")  # facts of `flashtile env` that the head shows
+# Names of facts in report.json, and on the page.
 FACTS = {
     "versions": "compared",
     "clocks before": "clocks and load at the end",
@@ -47,20 +47,20 @@ def render(report: Report) -> tuple[str, dict[str, str]]:
 
 
 def made(report: Report) -> list[str]:
-    """When, with what and how, in the page's head."""
+    """Date, versions and threads, for the page's head."""
     about, machine = report.about, report.about["machine"]
-    found = [about["date"], f"flashtile {machine['flashtile']}{f', commit {x}' if (x := about['commit']) else ''}"]
-    return [*found, f"PyTorch {about['torch']}", machine["python"], f"{about['threads']} threads"]
+    facts = [about["date"], f"flashtile {machine['flashtile']}{f', commit {x}' if (x := about['commit']) else ''}"]
+    return [*facts, f"PyTorch {about['torch']}", machine["python"], f"{about['threads']} threads"]
 
 
 def title_of(report: Report) -> str:
-    """The device as people know it."""
+    """Display name of the device."""
     device, machine = report.about["device"], report.about["machine"]
     return f"{machine['cpu']}, {device}" if device.startswith("CPU") and machine.get("cpu") else device
 
 
 def commands(report: Report) -> list[tuple[str, str]]:
-    """What was run, and what repeats its parts at length."""
+    """The command of this page, and commands that repeat its parts at length."""
     device, sweep = ("", "cpu") if report.about["device"].startswith("CPU") else (" --device cuda", "features")
     return [
         (report.about["command"], "this page"),
@@ -73,7 +73,7 @@ def commands(report: Report) -> list[tuple[str, str]]:
 
 
 def flat(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Nested facts as lines."""
+    """Flatten nested facts into lines."""
     lines = []
     for name, x in values.items():
         if isinstance(x, dict):
@@ -89,7 +89,7 @@ def word(x: Any) -> str:
 
 
 def write(report: Report, folder: Path, images: bool = False) -> Path:
-    """All files into `folder`; with `images` also each plot as an SVG of its own. The path of the page."""
+    """Write all files into `folder`, with `images` also each plot as an SVG; return the path of the page."""
     write_sections(report.sections, folder)
     (folder / "report.json").write_text(json.dumps(as_dict(report), indent=1, default=str) + "\n")
     page, svgs = render(report)
@@ -101,13 +101,13 @@ def write(report: Report, folder: Path, images: bool = False) -> Path:
 
 
 def write_sections(sections: list[Section], folder: Path) -> None:
-    """The figures of sections that are done, of a report that may never be: one CSV each, and report.json with them."""
+    """Write the figures of finished sections: one CSV each, and report.json. The report may be interrupted later."""
     folder.mkdir(parents=True, exist_ok=True)
     for section in sections:
         if section.records:
             write_csv(folder / f"{section.name}.csv", section.records)
-    found = {"ok": None, "sections": {section.name: section_dict(section) for section in sections}}
-    (folder / "report.json").write_text(json.dumps(found, indent=1, default=str) + "\n")
+    content = {"ok": None, "sections": {section.name: section_dict(section) for section in sections}}
+    (folder / "report.json").write_text(json.dumps(content, indent=1, default=str) + "\n")
 
 
 def as_dict(report: Report) -> dict[str, Any]:

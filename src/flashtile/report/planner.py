@@ -1,4 +1,4 @@
-"""What the planner chooses for typical calls on this machine, what limits them, and how long they take."""
+"""The planner's choices for typical calls on this machine, their limits and their times."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,21 +23,21 @@ CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "decoding step": ((2, 32, 1, 128), (2, 8, 8192, 128), {}),
     "wide heads": ((1, 4, 1024, 256), (1, 4, 1024, 256), {"causal": True}),
 }
-RUNS = 2  # of which the fastest counts, after one that compiles
+RUNS = 2  # after one that compiles; the faster one counts
 
 
 def planner(settings: Settings, advance: Callable[[], None]) -> Section:
     dtype = getattr(torch, settings.dtype)
-    found: dict[str, tuple[Explanation, float]] = {}
+    explained: dict[str, tuple[Explanation, float]] = {}
     for name, (q_shape, k_shape, arguments) in CALLS.items():
         q, k, v = (values(shape, dtype, settings.device) for shape in (q_shape, k_shape, k_shape))
-        found[name] = explain(q, k, v, **arguments), fastest(settings, q, k, v, arguments)
+        explained[name] = explain(q, k, v, **arguments), fastest(settings, q, k, v, arguments)
         advance()
-    return section_of(settings, found)
+    return section_of(settings, explained)
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Normal numbers, the same in every head: to draw all of them would take longer than the calls."""
+    """Normal values, the same in every head: drawing all of them would take longer than the calls."""
     one = torch.randn(shape[-2:], generator=torch.Generator().manual_seed(0))
     return one.to(device, dtype).expand(shape).contiguous()
 
@@ -49,7 +49,7 @@ def fastest(settings: Settings, q: Tensor, k: Tensor, v: Tensor, arguments: dict
     return min(clock.seconds(lambda: attention(q, k, v, **arguments), 1) for _ in range(RUNS))
 
 
-def section_of(settings: Settings, found: dict[str, tuple[Explanation, float]]) -> Section:
+def section_of(settings: Settings, explained: dict[str, tuple[Explanation, float]]) -> Section:
     rows = [
         (
             name,
@@ -62,7 +62,7 @@ def section_of(settings: Settings, found: dict[str, tuple[Explanation, float]]) 
             three_digits(seconds * 1e3),
             f"{x.seconds_at_limit / seconds:.0%}",
         )
-        for name, (x, seconds) in found.items()
+        for name, (x, seconds) in explained.items()
     ]
     columns = (
         "call",
@@ -76,7 +76,7 @@ def section_of(settings: Settings, found: dict[str, tuple[Explanation, float]]) 
         "limit / measured",
     )
     usable = [(s.name, "yes" if s.usable else "no", s.reason or s.summary) for s in backends()]
-    some = next(iter(found.values()))[0]
+    some = next(iter(explained.values()))[0]
     return Section(
         name="planner",
         title="What the planner chose, and why",
@@ -88,19 +88,19 @@ def section_of(settings: Settings, found: dict[str, tuple[Explanation, float]]) 
             Table(columns, rows, frozenset({3, 4, 6, 7, 8})),
             Table(("backend", "usable", "what it is, or why not"), usable, caption="Backends, fastest first."),
         ],
-        notes=reasons({name: x for name, (x, _) in found.items()}),
-        records=[{"call": name} | x.as_dict() | {"seconds": seconds} for name, (x, seconds) in found.items()],
+        notes=reasons({name: x for name, (x, _) in explained.items()}),
+        records=[{"call": name} | x.as_dict() | {"seconds": seconds} for name, (x, seconds) in explained.items()],
     )
 
 
-def reasons(found: dict[str, Explanation]) -> list[str]:
-    """Why backends were passed over, each reason once, with the calls that it holds for."""
+def reasons(explained: dict[str, Explanation]) -> list[str]:
+    """Reasons why backends declined or deferred, each once, with its calls."""
     calls: dict[tuple[str, str], list[str]] = {}
-    for name, x in found.items():
+    for name, x in explained.items():
         for backend, why in x.why_not.items():
             calls.setdefault((backend, why), []).append(name)
     lines = []
     for (backend, why), names in calls.items():
-        where = "" if len(names) == len(found) else f" for {', '.join(names)}"
+        where = "" if len(names) == len(explained) else f" for {', '.join(names)}"
         lines.append(f"Not {backend}{where}: {why}.")
-    return lines or ["Nothing was declined: each call runs in the first backend that was asked."]
+    return lines or ["Nothing was declined: the first backend takes each call."]

@@ -1,7 +1,7 @@
-"""Plots as SVG whose colours are variables of the page around them, so that one drawing serves light and dark.
+"""Plots as SVG whose colors are CSS variables of the page, so that one drawing serves light and dark mode.
 
-Drawn with matplotlib; text stays text, in the fonts of the page. Colours are placeholders while matplotlib draws, and
-become `var(--name)` after it. Everything is sized for a phone: a wide page shows two plots side by side, scaled up.
+Drawn with matplotlib; text stays text, in the fonts of the page. matplotlib draws placeholder colors, which then become
+`var(--name)`. The size is that of a phone: a wide page shows two plots next to each other, scaled up.
 """
 
 import html
@@ -13,7 +13,7 @@ from typing import Any
 from .section import Plot, Series
 
 WIDTH, HEIGHT, ROW_HEIGHT = 4.6, 3.1, 0.26  # inches
-ROOM = 30  # letters of two names side by side in a legend
+ROOM = 30  # letters of two names in one row of a legend
 ENLARGED = 1.3  # as a file of its own
 SPREAD = 0.24  # of the dots of one row, in rows
 FONT_SIZE = 11
@@ -24,9 +24,9 @@ VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", BAD: "--bad"}
 VARIABLES |= {x: f"--series-{n}" for n, x in enumerate(SERIES, 1)}
 DECADES = tuple(10.0**n for n in range(-3, 5))
 TICKS = tuple(step * decade for decade in DECADES for step in (1, 2, 5))
-MOST_TICKS = 7  # whose numbers have room; beyond them powers of ten only
+MOST_TICKS = 7  # with more, only powers of ten are labeled
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-# As a picture of its own, where no page gives the colours.
+# Style of an SVG file, outside a page that defines the colors.
 STANDALONE = """<style>
 svg { --ink: #1c1e21; --muted: #5c6370; --grid: #e3e5e8; --bad: #b3261e; --series-1: #0a5fc2;
 --series-2: #b4530a; --series-3: #5c6370;
@@ -40,7 +40,7 @@ font-family: system-ui, sans-serif; }
 
 
 def svg_of(plot: Plot) -> str:
-    """An `<svg>` element, with `gid`s that say which of its groups are data: "data-0", "data-1", ..."""
+    """An `<svg>` element. The `gid`s of its data groups are "data-0", "data-1", ..."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -90,11 +90,11 @@ def lines(axes: Any, plot: Plot) -> None:
 
 
 def dots(axes: Any, plot: Plot) -> None:
-    """Rows from top to bottom."""
+    """Draw dots in rows, from top to bottom."""
     axes.set_xscale("log")
     for n, series in enumerate(plot.series):
         color, marker = NAMED.get(series.color or "", (SERIES[n % len(SERIES)], MARKERS[n % len(MARKERS)]))
-        y = [row + SPREAD * (n - (len(plot.series) - 1) / 2) for row in series.y]  # so that none covers another
+        y = [row + SPREAD * (n - (len(plot.series) - 1) / 2) for row in series.y]  # dots of one row must not overlap
         if series.low is not None and series.high is not None:
             axes.hlines(y, series.low, series.high, color=color, lw=2.5, alpha=0.4)
         (line,) = axes.plot(series.x, y, marker, color=color, ms=6, label=series.name)
@@ -134,7 +134,7 @@ def thousands(x: float) -> str:
 
 
 def themed(svg: str, plot: Plot) -> str:
-    """Only the element, with variables for colours, names that do not clash on a page, and words for who cannot see."""
+    """The element alone, with variables for colors, ids unique on the page, and a description for screen readers."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     for color, variable in VARIABLES.items():
@@ -153,10 +153,10 @@ def described(series: Series) -> str:
 
 
 def standalone(svg: str) -> str:
-    """The same as a file of its own."""
-    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
-    assert found is not None
-    size = 'width="{:.0f}" height="{:.0f}"'.format(*(ENLARGED * float(x) for x in found.groups()))
+    """An SVG file made of the element."""
+    view_box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
+    assert view_box is not None
+    size = 'width="{:.0f}" height="{:.0f}"'.format(*(ENLARGED * float(x) for x in view_box.groups()))
     svg = svg.replace("<svg", f"<svg {size}", 1)
     end = svg.index(">") + 1
     return f'<?xml version="1.0" encoding="utf-8"?>\n{svg[:end]}\n{STANDALONE}{svg[end:]}\n'

@@ -1,4 +1,4 @@
-"""What a page is made of: sections with words, plots and tables, still without any markup."""
+"""Parts of a page: sections with words, plots and tables, without markup."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,8 +8,8 @@ from .verdict import Comparison
 
 @dataclass(frozen=True)
 class Table:
-    """`numbers` are the columns with figures, which are aligned to the right; `marks` the rows with a loss, which the
-    page colors. A table with `folded` words shows only these until the reader opens it.
+    """A table. `numbers` are the columns with figures, aligned to the right; `marks` are the rows with a loss.
+    `folded` is the title of a table that is closed until the reader opens it.
     """
 
     columns: tuple[str, ...]
@@ -22,7 +22,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """One line or one set of dots. Bands are the 20% and 80% quantiles, where there are any."""
+    """One line or one set of dots. `low` and `high` are the 20% and 80% quantiles."""
 
     name: str
     x: list[float]
@@ -35,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Plot:
-    """`kind` is "lines" (x and y are numbers) or "dots" (y of a dot is a row, named in `rows`; x is a number)."""
+    """A plot: `kind` is "lines", or "dots" whose y is an index into `rows`."""
 
     name: str  # of its file
     title: str
@@ -44,14 +44,14 @@ class Plot:
     kind: str = "lines"
     log_y: bool = False
     rows: tuple[str, ...] = ()
-    mark: float | None = None  # a value of x that is worth a line, in dots
+    mark: float | None = None  # x of a vertical line, in dots
     caption: str = ""
 
 
 @dataclass
 class Section:
-    """`records` are the figures behind it, for JSON and CSV; `ok` is False where something is wrong. `comparisons` are
-    those that the first screen takes its answers from.
+    """A section of the page. `records` are its figures, for JSON and CSV; `ok` is False if something is wrong.
+    `comparisons` are its part of the first screen.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""How much a report measures: as data, so that a run of two minutes and a long one differ in numbers alone."""
+"""Amount that a report measures: quick and long reports differ in these settings only."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,8 @@ LONG = Timing(rounds=15, sample_seconds=0.1, rest_seconds=0.02)
 
 @dataclass(frozen=True)
 class Settings:
-    """`tokens` in all for speed on a GPU (batch = tokens / seqlen); `None` is a batch of 1. `reference` is what memory
-    and error are compared with besides plain attention.
+    """Settings of a report. `tokens` is batch times seqlen for speed on a GPU; `None` is a batch of 1. Memory and error
+    are compared with `reference` and plain attention.
     """
 
     device: torch.device
@@ -38,7 +38,7 @@ class Settings:
     reference: str
     timing: Timing
     tokens: int | None = None
-    long_heads: int | None = None  # of the longest calls; `None`: as all others
+    long_heads: int | None = None  # of the longest calls; `None`: as the others
     memory_heads: int = 4
     error_seqlen: int = 256
     cases: int = 120  # random problems of the gate
@@ -54,7 +54,7 @@ class Settings:
 
     @property
     def middle_seqlen(self) -> int:
-        """The longest length but one."""
+        """The second longest length."""
         return self.seqlens[max(len(self.seqlens) - 2, 0)]
 
     def speed_cell(self, seqlen: int, measure: str, **fields: object) -> Cell:
@@ -65,7 +65,7 @@ class Settings:
 
 
 def settings_for(device: torch.device, quick: bool) -> Settings:
-    """Those of a kind of device. Quick ones end within two minutes on two cores."""
+    """Settings for a kind of device. Quick reports end within two minutes on two cores."""
     if device.type == "cpu":
         return Settings(
             device=device,

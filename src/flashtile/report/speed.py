@@ -21,26 +21,26 @@ CAPTION = (
 
 def speed(settings: Settings, advance: Callable[[], None]) -> Section:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    found = [(kind, rows_of(settings, kind, advance)) for kind in kinds(settings)]
-    section = section_of(settings, found)
+    measured = [(kind, rows_of(settings, kind, advance)) for kind in kinds(settings)]
+    section = section_of(settings, measured)
     section.notes += busy(load)
     return section
 
 
 def busy(load: float) -> list[str]:
-    """A word of warning where other work takes the processors; `load` is that of before."""
+    """A warning if other work takes the processors; `load` is the system's load before the measurement."""
     cores = os.cpu_count() or 1
     if load < BUSY * cores:
         return []
     return [f"The machine had other work (load {load:.1f} on {cores} cores): it can give more than these figures."]
 
 
-def section_of(settings: Settings, found: Sequence[tuple[Kind, list[Row]]]) -> Section:
-    """All rows, and of the first kind, the calls by length, pictures too."""
-    by_length, rows = found[0][1], [row for _, some in found for row in some]
+def section_of(settings: Settings, measured: Sequence[tuple[Kind, list[Row]]]) -> Section:
+    """The section of all rows, with plots of the first kind, the calls by length."""
+    by_length, rows = measured[0][1], [row for _, some in measured for row in some]
     largest = max((x.median for row in by_length if (x := row.flops_per_second)), default=0.0)
     unit, scale = ("TFLOP/s", 1e12) if largest >= 1e12 else ("GFLOP/s", 1e9)
-    comparisons = [x for kind, some in found for x in compared(settings, kind.name, some)]
+    comparisons = [x for kind, some in measured for x in compared(settings, kind.name, some)]
     cell = by_length[0].cell
     counted = tally(comparisons).capitalize() if comparisons else "Nothing could be compared"
     return Section(
@@ -49,7 +49,7 @@ def section_of(settings: Settings, found: Sequence[tuple[Kind, list[Row]]]) -> S
         summary=f"{counted}. Where nothing else is said, calls have {cell.heads} heads of {cell.head_dim}, causal, in "
         f"{cell.dtype}; those of the pictures have {cell.inputs} inputs. Every result is compared with the oracle "
         "before it is timed. FLOPs are those of visible pairs, 2.5 times as many backward. Lines are medians over "
-        "rounds in which all take turns, bands 20% to 80%.",
+        "interleaved rounds, bands 20% to 80%.",
         plots=[plot_of(by_length, measure, unit, scale) for measure in ("forward", "backward")],
         tables=[
             table_of(comparisons, CAPTION, f"All {len(comparisons)} calls, losses first"),
@@ -69,7 +69,7 @@ def plot_of(rows: Sequence[Row], measure: str, unit: str, scale: float) -> Plot:
 
 def compared(settings: Settings, group: str, rows: Sequence[Row]) -> list[Comparison]:
     """Each cell where flashtile and another ran, compared with the fastest other."""
-    found = []
+    comparisons = []
     for cell in dict.fromkeys(row.cell for row in rows):
         ran = {row.provider: seconds_of(row) for row in rows if row.cell == cell and row.status == OK}
         others = [(band(x).median, name) for name, x in ran.items() if name.partition(":")[0] != OWN]
@@ -77,13 +77,13 @@ def compared(settings: Settings, group: str, rows: Sequence[Row]) -> list[Compar
             other, peer = min(others)
             times, own = band(ratios(ran[OWN], ran[peer])), band(ran[OWN]).median
             case = in_words(cell, settings)
-            found.append(Comparison("speed", group, case, own, other, name_of(peer), *times))
-    return found
+            comparisons.append(Comparison("speed", group, case, own, other, name_of(peer), *times))
+    return comparisons
 
 
 def seconds_of(row: Row) -> list[float]:
-    """Of a call, for each round: what the device or the host takes, whichever is longer. Decoding on a GPU is replayed
-    from a CUDA graph, without the host.
+    """Seconds of a call, for each round: the device's or the host's time, whichever is longer. Decoding on a GPU is
+    replayed from a CUDA graph, without the host.
     """
     host = 0.0 if row.cell.measure == "decode" else row.host_seconds or 0.0
     return [max(x, host) for x in row.samples]
@@ -93,8 +93,8 @@ def length_table(rows: Sequence[Row], unit: str, scale: float) -> Table:
     providers = list(dict.fromkeys(row.provider for row in rows))
     lines = []
     for cell in dict.fromkeys(row.cell for row in rows):
-        found = {row.provider: row for row in rows if row.cell == cell}
-        figures = (entry(found[name], scale) for name in providers)
+        by_provider = {row.provider: row for row in rows if row.cell == cell}
+        figures = (entry(by_provider[name], scale) for name in providers)
         lines.append((cell.measure, f"{cell.seqlen_q:,}", *figures))
     columns = ("", "length", *(f"{name_of(name)}, {unit}" for name in providers))
     numbers = frozenset(range(1, len(columns)))
@@ -102,8 +102,8 @@ def length_table(rows: Sequence[Row], unit: str, scale: float) -> Table:
 
 
 def entry(row: Row, scale: float) -> str:
-    found: Band | None = row.flops_per_second
-    if found is None:
+    rate: Band | None = row.flops_per_second
+    if rate is None:
         return row.status
-    median, low, high = (three_digits(x / scale) for x in found)
+    median, low, high = (three_digits(x / scale) for x in rate)
     return f"{median} ({low}–{high})"

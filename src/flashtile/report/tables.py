@@ -15,9 +15,9 @@ IN_WORDS: dict[str, Callable[[float], str]] = {
 COLORS = {Verdict.WORSE: "bad", Verdict.EQUAL: "muted", Verdict.BETTER: "good"}
 
 
-def table_of(found: Sequence[Comparison], caption: str = "", folded: str = "") -> Table:
+def table_of(comparisons: Sequence[Comparison], caption: str = "", folded: str = "") -> Table:
     """A row for each comparison, the worst first."""
-    ranked = losses_first(found)
+    ranked = losses_first(comparisons)
     rows = [
         (
             x.case,
@@ -36,12 +36,12 @@ def table_of(found: Sequence[Comparison], caption: str = "", folded: str = "") -
     return Table(tuple(columns), rows, frozenset({3, 5}), caption, folded, lost)
 
 
-def plot_of(found: Sequence[Comparison], name: str, title: str, label: str, caption: str) -> Plot:
-    """A row for each group, a mark for each case; worse ones lie left of 1 and have their own color."""
-    groups = list(by_group(found))
+def plot_of(comparisons: Sequence[Comparison], name: str, title: str, label: str, caption: str) -> Plot:
+    """A row for each group, a mark for each case. Worse cases are left of 1 and have their own color."""
+    groups = list(by_group(comparisons))
     series = []
-    for verdict, words in zip(Verdict, ADJECTIVES[found[0].question], strict=True):
-        some = [x for x in found if x.verdict is verdict and 0 < x.ratio < float("inf")]
+    for verdict, words in zip(Verdict, ADJECTIVES[comparisons[0].question], strict=True):
+        some = [x for x in comparisons if x.verdict is verdict and 0 < x.ratio < float("inf")]
         if some:
             rows = [float(groups.index(x.group)) for x in some]
             series.append(Series(words, [x.ratio for x in some], rows, color=COLORS[verdict]))

@@ -1,7 +1,7 @@
-"""Real inputs: a byte-level GPT is trained with this library's attention, and its tensors are kept.
+"""Real inputs: a byte-level GPT is trained with this library's attention, and its tensors are captured.
 
-The steps, the seed and the text are fixed, and nothing depends on the time: a busy machine gives the same curve and the
-same inputs as an idle one, only later.
+Steps, seed and text are fixed, and nothing depends on the time: a busy machine gives the same curve and the same inputs
+as an idle one.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ from .section import Plot, Section, Series, Table
 from .settings import Settings
 
 BATCH, SEQLEN = 8, 128
-COMPARED_STEPS = 3  # that PyTorch's attention trains too
+COMPARED_STEPS = 3  # steps that are also trained with PyTorch's attention
 
 
 def trained(settings: Settings, advance: Callable[[], None]) -> Section:
-    """Train the model from which the other sections capture their inputs."""
+    """Train the model that the other sections capture inputs from."""
     model, losses = new_model(), []
     for loss in losses_of(model, flashtile_attention, settings.steps):
         losses.append(loss)

@@ -1,7 +1,6 @@
-"""The rule by which a report calls a figure of flashtile's better or worse than another's.
+"""The rule that decides whether a figure of flashtile is better or worse than another library's.
 
-Every count, word, color and order on the page follows from `Comparison.verdict`, so that the text cannot say one thing
-and a table another.
+Every count, word, color and order on the page comes from `Comparison.verdict`, so that text and tables agree.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-MARGIN = 0.97  # a figure that is at least this part as good as the other's is not worse
+MARGIN = 0.97  # a ratio from here on is not worse
 
 
 class Verdict(Enum):
@@ -32,14 +31,14 @@ RULE = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of flashtile's and that of the best other, in seconds, bytes or as a relative error."""
+    """A figure of flashtile and that of the best other, in seconds, bytes or as a relative error."""
 
     question: str  # a key of ADJECTIVES
     group: str  # cases of a kind, which share a row of a picture
     case: str
     own: float
     other: float
-    peer: str  # whose figure `other` is, as people know it
+    peer: str  # display name of the other library
     ratio: float  # how many times as good as the other: above 1 is better
     low: float | None = None  # 20% and 80% of the rounds, where there are several
     high: float | None = None
@@ -56,7 +55,7 @@ class Comparison:
 
     @property
     def times(self) -> str:
-        """The ratio as people say it: "0.21 times the speed", "8.00 times the memory"."""
+        """The ratio in words: "0.21 times the speed", "8.00 times the memory"."""
         x = self.ratio if self.question == "speed" else 1 / self.ratio if self.ratio else float("inf")
         return f"{figures(x)} times the {self.question}"
 
@@ -65,7 +64,7 @@ class Comparison:
 
 
 def figures(x: float) -> str:
-    """Two decimals, more where these would lie on the other side of a limit of the rule: 0.9699 is not 0.97."""
+    """Format with two decimals, or more if rounding would cross a limit of the rule: 0.9699 is not 0.97."""
     if x >= 100:
         return f"{x:,.0f}"
     side = [x < limit for limit in (MARGIN, 1 / MARGIN)]
@@ -77,51 +76,51 @@ def figures(x: float) -> str:
 
 
 def times_as_small(own: float, other: float) -> float:
-    """The ratio of figures that are good if they are small; two zeros are equal."""
+    """Ratio of two figures of which smaller is better; two zeros are equal."""
     if own == other:
         return 1.0
     return other / own if own else float("inf")
 
 
-def losses_first(found: Iterable[Comparison]) -> list[Comparison]:
-    return sorted(found, key=lambda x: x.ratio)
+def losses_first(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    return sorted(comparisons, key=lambda x: x.ratio)
 
 
-def worse(found: Iterable[Comparison]) -> list[Comparison]:
-    """Those that are worse, the worst first."""
-    return [x for x in losses_first(found) if x.verdict is Verdict.WORSE]
+def worse(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """The worse comparisons, the worst first."""
+    return [x for x in losses_first(comparisons) if x.verdict is Verdict.WORSE]
 
 
-def count(found: Iterable[Comparison], verdict: Verdict) -> int:
-    return sum(x.verdict is verdict for x in found)
+def count(comparisons: Iterable[Comparison], verdict: Verdict) -> int:
+    return sum(x.verdict is verdict for x in comparisons)
 
 
-def tally(found: Sequence[Comparison]) -> str:
+def tally(comparisons: Sequence[Comparison]) -> str:
     """Counts in words, losses first: "slower in 2 of 9, as fast in 1, faster in 6"."""
-    words = ADJECTIVES[found[0].question]
-    parts = [f"{word} in {count(found, verdict)}" for verdict, word in zip(Verdict, words, strict=True)]
-    return ", ".join([f"{parts[0]} of {len(found)}", *parts[1:]])
+    words = ADJECTIVES[comparisons[0].question]
+    parts = [f"{word} in {count(comparisons, verdict)}" for verdict, word in zip(Verdict, words, strict=True)]
+    return ", ".join([f"{parts[0]} of {len(comparisons)}", *parts[1:]])
 
 
-def by_group(found: Iterable[Comparison]) -> dict[str, list[Comparison]]:
-    """Comparisons by their group, in the order in which groups come first."""
+def by_group(comparisons: Iterable[Comparison]) -> dict[str, list[Comparison]]:
+    """Comparisons by group, in order of each group's first comparison."""
     groups: dict[str, list[Comparison]] = {}
-    for x in found:
+    for x in comparisons:
         groups.setdefault(x.group, []).append(x)
     return groups
 
 
-def answer(found: Sequence[Comparison]) -> tuple[str, str]:
-    """One question's answer: a word, and how often, where and how far flashtile is worse and better."""
-    if not found:
+def answer(comparisons: Sequence[Comparison]) -> tuple[str, str]:
+    """Answer to one question: a word, and a sentence on how often, where and how far flashtile is worse or better."""
+    if not comparisons:
         return "Not measured", "Nothing could be compared."
-    lost, won = count(found, Verdict.WORSE), count(found, Verdict.BETTER)
+    lost, won = count(comparisons, Verdict.WORSE), count(comparisons, Verdict.BETTER)
     short = "In part" if lost and won else "No" if lost else "Yes" if won else "Equal"
-    ranked = losses_first(found)
-    sentences = [tally(found).capitalize()]
+    ranked = losses_first(comparisons)
+    sentences = [tally(comparisons).capitalize()]
     if lost:
-        where = {name: (count(some, Verdict.WORSE), len(some)) for name, some in by_group(found).items()}
-        named = ", ".join(f"{name} {n} of {whole}" for name, (n, whole) in where.items() if n)
+        where = {name: (count(some, Verdict.WORSE), len(some)) for name, some in by_group(comparisons).items()}
+        named = ", ".join(f"{name} {n} of {total}" for name, (n, total) in where.items() if n)
         sentences.append(f"{ranked[0].word.capitalize()}: {named}")
     sentences.append(f"{'Worst' if lost else 'Closest'}: {extreme(ranked[0])}")
     if len(ranked) > 1:

@@ -1,4 +1,4 @@
-"""One thread of a soak: random problems, each of them again and again, with mistakes in between."""
+"""One thread of a soak: random problems, repeated many times, with mistakes in between."""
 
 import random
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ KINDS_ON_A_GPU = KINDS | {"captured": 3}
 
 @dataclass(frozen=True)
 class Problems:
-    """Seeds, so few that all kernels which they need are compiled after a while, and backends."""
+    """Backends and a few seeds, so that after some time all their kernels are compiled."""
 
     seeds: range
     backends: tuple[str, ...]
@@ -36,7 +36,7 @@ class Problems:
 
 
 class Caller:
-    """One thread's choices."""
+    """One thread of a soak."""
 
     def __init__(self, problems: Problems, ledger: Ledger, rng: random.Random):
         self.problems, self.ledger, self.rng = problems, ledger, rng
@@ -47,7 +47,7 @@ class Caller:
         self.call_of(kind, self.rng.choice(self.problems.seeds), self.rng.choice(self.problems.backends))
 
     def call_of(self, kind: str, seed: int, backend: str) -> None:
-        """One call, counted; whatever goes wrong is in the ledger."""
+        """Make and count one call; the ledger gets its failure."""
         words = f"seed {seed}, backend {backend}"
         try:
             case = random_case(seed, device=self.problems.device)
@@ -78,7 +78,7 @@ class Caller:
         return self.compared(case, backend, results)
 
     def compared(self, case: Case, backend: str, results: dict[str, Tensor]) -> str | None:
-        """Forward is deterministic, whichever thread computes it."""
+        """Compare forward results with those of the same call before: they do not depend on the thread."""
         forward = {name: x for name, x in results.items() if name in ("out", "lse", *CACHES)}
         if self.ledger.changed((case.seed, backend), forward):
             return "out, lse or caches differ from those of the same call before"

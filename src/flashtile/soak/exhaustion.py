@@ -1,4 +1,4 @@
-"""A GPU whose memory runs out in the middle of a call, at each of its allocations: the next call has to be right."""
+"""GPU memory that runs out in a call, at each of its allocations: the next call has to be right."""
 
 import gc
 
@@ -13,12 +13,13 @@ BATCH, HEADS, SEQLEN, HEAD_DIM = 4, 16, 2048, 64  # q, k, v and out of 16 MiB ea
 
 
 def exhaust(device: torch.device, turn: int, backend: str = "auto") -> tuple[int, list[str]]:
-    """Run forward and backward with more and more room; how often memory ran out, and what is wrong. Each `turn` has a
-    length of its own, so that what a first call sets up is interrupted too.
+    """Run forward and backward with more and more free memory; return how often it ran out, and all failures.
+
+    Each `turn` has a length of its own, so that the setup of a first call is interrupted too.
     """
     wrong: list[str] = []
     inputs = problem(SEQLEN - 16 * (turn % 64), device)
-    gradients(problem(SEQLEN - 8, device), backend)  # what is set up once, for calls of all lengths, stays
+    gradients(problem(SEQLEN - 8, device), backend)  # setup for calls of all lengths stays allocated
     before, failures = settled(device), 0
     for room in ROOM:
         limit = (torch.cuda.memory_reserved(device) + room * MIB) / torch.cuda.get_device_properties(
@@ -56,7 +57,7 @@ def problem(seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def settled(device: torch.device) -> int:
-    """Bytes that are allocated, after all that can be given back is."""
+    """Allocated bytes, after freeing caches and garbage."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

@@ -14,23 +14,23 @@ _capture = threading.Lock()  # PyTorch captures one graph at a time
 
 
 def captured(case: Case, backend: str) -> str | None:
-    """Capture a call and replay it; how a replay differs from a call outside, or None."""
+    """Capture a call and replay it; return the difference from a plain call, or None."""
     static = {name: x.clone() if isinstance(x, Tensor) else x for name, x in case.arguments.items()}
     stream = torch.cuda.current_stream(case.arguments["q"].device)
-    # PyTorch asks for a run on the stream before: what is compiled and set up then is not captured.
+    # PyTorch requires a run on the stream first, which compiles and sets up: neither can be captured.
     results(case, static, backend)
     graph = torch.cuda.CUDAGraph()
     with _capture:
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            found = results(case, static, backend)
+            static_results = results(case, static, backend)
     for replay in range(REPLAYS):
         static["q"].neg_()
         for name in CACHES:
             if name in static:
                 static[name].copy_(case.arguments[name])
         graph.replay()
-        replayed = {name: x.clone() for name, x in found.items()}
+        replayed = {name: x.clone() for name, x in static_results.items()}
         expected = results(case, static, backend)  # a KV cache gets the same tokens in the same places
         for name, x in expected.items():
             if not ((x == replayed[name]) | (x.isnan() & replayed[name].isnan())).all():
@@ -43,9 +43,9 @@ def results(case: Case, arguments: dict, backend: str) -> dict[str, Tensor]:
     leaves = [
         arguments[name].detach().requires_grad_(case.differentiates) for name in ("q", "k", "v") if name in arguments
     ]
-    given = arguments | dict(zip(("q", "k", "v"), leaves, strict=False))
+    inputs = arguments | dict(zip(("q", "k", "v"), leaves, strict=False))
     function = getattr(flashtile, case.function)
-    out, lse = function(**given, return_lse=True, backend=backend, deterministic=True)
+    out, lse = function(**inputs, return_lse=True, backend=backend, deterministic=True)
     if not case.differentiates:
         return {"out": out, "lse": lse}
     pairs = [(x, dx) for x, dx in ((out, case.dout), (lse, case.dlse)) if dx is not None]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-MOST_FAILURES = 50  # where more is broken, more of the same says nothing new
+MOST_FAILURES = 50  # further ones would repeat the same causes
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class Ledger:
         return len(self.failures) >= MOST_FAILURES
 
     def changed(self, key: tuple[object, ...], results: Mapping[str, Tensor]) -> bool:
-        """Whether results under this key have been others before."""
-        found = digest(results)
+        """Whether earlier results under this key were different."""
+        current = digest(results)
         with self.lock:
-            return self.digests.setdefault(key, found) != found
+            return self.digests.setdefault(key, current) != current
 
 
 def digest(results: Mapping[str, Tensor]) -> bytes:
-    """Of all bits, but for which NaN a NaN is."""
-    made = hashlib.blake2b(digest_size=16)
+    """Hash of all bits; all NaN count as one."""
+    hasher = hashlib.blake2b(digest_size=16)
     for name in sorted(results):
         x = results[name].detach().cpu().nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf)
-        made.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-        made.update(x.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().data)
-    return made.digest()
+        hasher.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        hasher.update(x.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().data)
+    return hasher.digest()

@@ -1,4 +1,4 @@
-"""Memory between rounds of calls, when nothing runs: how much there is, and whether it still grows."""
+"""Memory between rounds of calls, while nothing runs: its amount, and whether it grows."""
 
 import ctypes
 import gc
@@ -13,15 +13,15 @@ import torch
 
 MIB = 2**20
 STATM = Path("/proc/self/statm")
-# Bytes that may be more in the last third of a soak than in its middle third. Allocators keep what was freed, and which
-# parts of it depends on the order of calls; the caching allocator's own count of what is in use does not.
+# Permitted growth in bytes, from the middle third of a soak to its last third. Allocators keep freed memory; how much,
+# depends on the order of calls; the caching allocator's count of used memory does not.
 LIMITS = {
     "resident": 16 * MIB,
     "GPU, allocated": 1 * MIB,
     "GPU, reserved": 32 * MIB,
     "GPU, in use by the driver's count": 64 * MIB,
 }
-# glibc keeps what was freed, also by threads that are gone, and has to give it back first: it is no growth.
+# glibc keeps freed memory, also of finished threads. It is returned before a sample: it is not growth.
 trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 FEWEST = 6  # samples, for thirds of at least two
 
@@ -43,26 +43,26 @@ def sample(device: torch.device) -> dict[str, int]:
     gc.collect()
     if trim is not None:
         trim(0)
-    found = {"resident": resident()}
+    counts = {"resident": resident()}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()  # PyTorch keeps one for each thread and stream that met
+        torch._C._cuda_clearCublasWorkspaces()  # PyTorch keeps one for each pair of thread and stream
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        found |= dict(zip([*LIMITS][1:], (allocated, reserved, total - free), strict=True))
-    return found
+        counts |= dict(zip([*LIMITS][1:], (allocated, reserved, total - free), strict=True))
+    return counts
 
 
 def resident() -> int:
-    """Of this process; where the kernel does not tell, the most that it ever was."""
+    """Resident bytes of this process, or its peak if the kernel does not report them."""
     if STATM.exists():
         return int(STATM.read_text().split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def growth(samples: Sequence[dict[str, int]]) -> dict[str, Growth]:
-    """Of each count. Too few samples say nothing, and there is none."""
+    """Growth of each count; empty for too few samples."""
     if len(samples) < FEWEST:
         return {}
     third = len(samples) // 3

@@ -1,4 +1,4 @@
-"""Calls that have to be refused: a right one with one argument that does not fit."""
+"""Calls that have to be refused: valid calls with one wrong argument."""
 
 import random
 from collections.abc import Callable
@@ -9,17 +9,17 @@ from torch import Tensor
 
 Arguments = dict[str, Any]
 EVERYWHERE: dict[str, Callable[[Arguments], Any]] = {
-    "causal": lambda given: "sideways",
-    "window": lambda given: (3,),
-    "scale": lambda given: float("nan"),
-    "softcap": lambda given: -1.0,
-    "dropout_p": lambda given: 1.0,
-    "backend": lambda given: "abacus",
-    "q": lambda given: given["q"].to(torch.int32),
-    "bias": lambda given: torch.zeros(2, 3, device=given["q"].device),
-    "mask": lambda given: torch.zeros((1, 1, 1, 1), device=given["q"].device),
-    "sinks": lambda given: given["q"].new_zeros(given["q"].shape[1] + 1),
-    "alibi_slopes": lambda given: given["q"].new_zeros((3, 3, 3)),
+    "causal": lambda arguments: "sideways",
+    "window": lambda arguments: (3,),
+    "scale": lambda arguments: float("nan"),
+    "softcap": lambda arguments: -1.0,
+    "dropout_p": lambda arguments: 1.0,
+    "backend": lambda arguments: "abacus",
+    "q": lambda arguments: arguments["q"].to(torch.int32),
+    "bias": lambda arguments: torch.zeros(2, 3, device=arguments["q"].device),
+    "mask": lambda arguments: torch.zeros((1, 1, 1, 1), device=arguments["q"].device),
+    "sinks": lambda arguments: arguments["q"].new_zeros(arguments["q"].shape[1] + 1),
+    "alibi_slopes": lambda arguments: arguments["q"].new_zeros((3, 3, 3)),
 }
 OF_KEYS: dict[str, Callable[[Tensor], Tensor]] = {
     "one dimension less": lambda x: x.flatten(0, 1),
@@ -27,7 +27,7 @@ OF_KEYS: dict[str, Callable[[Tensor], Tensor]] = {
     "other head dimension": lambda x: torch.cat([x, x[..., :1]], dim=-1),
     "no tensor": lambda x: x.tolist(),  # type: ignore[arg-type, return-value]
 }
-LENGTHS: dict[str, Callable[[Tensor], Tensor]] = {  # read on a CPU alone
+LENGTHS: dict[str, Callable[[Tensor], Tensor]] = {  # values that only a CPU call reads
     "cu_seqlens_q": lambda x: x + 1,
     "cache_seqlens": lambda x: x + 2**20,
     "seqused_k": lambda x: x - 2**20,
@@ -35,7 +35,7 @@ LENGTHS: dict[str, Callable[[Tensor], Tensor]] = {  # read on a CPU alone
 
 
 def mistaken(arguments: Arguments, rng: random.Random) -> tuple[str, Arguments]:
-    """The arguments with one that is wrong, and words for which."""
+    """Arguments of which one is wrong, and a description of the mistake."""
     k = "k_cache" if "k_cache" in arguments else "k"
     choices = [*EVERYWHERE, *(f"{k}: {words}" for words in OF_KEYS)]
     if arguments["q"].device.type == "cpu":

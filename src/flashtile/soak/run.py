@@ -1,4 +1,4 @@
-"""A soak from its first round to its last: threads that call, then a look at memory while nothing runs."""
+"""The rounds of a soak: threads that call, then a sample of memory while nothing runs."""
 
 import contextlib
 import itertools
@@ -22,7 +22,7 @@ EXHAUSTED_EVERY = 6  # rounds, on a GPU
 
 @dataclass
 class Soak:
-    """`threads` that call for `minutes`, first each problem once; what they find is in `ledger` and `samples`."""
+    """A soak of `threads` that call for `minutes`, first each problem once. Results are in `ledger` and `samples`."""
 
     problems: Problems
     minutes: float
@@ -37,26 +37,26 @@ class Soak:
         device = self.problems.device
         self.streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(self.threads)]
 
-    def run(self, told: Callable[[str], None]) -> None:
-        """Run all rounds; `told` gets a line after each."""
+    def run(self, tell: Callable[[str], None]) -> None:
+        """Run all rounds; `tell` gets a line after each."""
         begun = time.perf_counter()
         deadline = begun + 60 * self.minutes
         try:
             self.warm_up(deadline)
             self.warm_seconds = time.perf_counter() - begun
-            told(f"all problems once: {self.warm_seconds:.0f} s")
+            tell(f"all problems once: {self.warm_seconds:.0f} s")
             length = min(ROUND_SECONDS, (deadline - time.perf_counter()) / FEWEST_ROUNDS)
             for number in itertools.count():
                 if time.perf_counter() >= deadline or self.ledger.hopeless:
                     break
                 self.round(min(deadline, time.perf_counter() + length), number)
                 self.samples.append(sample(self.problems.device))
-                told(self.line(time.perf_counter() - begun))
+                tell(self.line(time.perf_counter() - begun))
         finally:
             self.seconds = time.perf_counter() - begun
 
     def warm_up(self, deadline: float) -> None:
-        """Every problem in every way, so that what is compiled and kept for it does not look like a leak afterwards."""
+        """Run every problem in every way, so that later compiling and caching does not look like a leak."""
         kinds, backends = self.problems.kinds, self.problems.backends
         work = [(kind, seed, backend) for seed in self.problems.seeds for backend in backends for kind in kinds]
         left, lock = iter(work), threading.Lock()
@@ -72,7 +72,7 @@ class Soak:
         self.exhaust(0)
 
     def round(self, deadline: float, number: int) -> None:
-        """New threads each time: what belongs to a thread has to go with it."""
+        """Run one round in new threads: memory of a thread has to be freed with it."""
 
         def one(caller: Caller) -> bool:
             caller.call()
@@ -83,7 +83,7 @@ class Soak:
             self.exhaust(number)
 
     def together(self, one: Callable[[Caller], bool], deadline: float, number: object) -> None:
-        """`one`, until it returns False or it is time, in every thread."""
+        """Repeat `one` in every thread until it returns False or the deadline is reached."""
         stop = threading.Event()
 
         def repeat(thread: int) -> None:
@@ -99,7 +99,7 @@ class Soak:
                 thread.start()
             for thread in threads:
                 thread.join()
-        finally:  # also where a signal ends the soak: no thread may call while the interpreter goes down
+        finally:  # also if a signal ends the soak: no thread may call while the interpreter shuts down
             stop.set()
             for thread in threads:
                 thread.join()
@@ -124,7 +124,7 @@ class Soak:
 
     @property
     def passed(self) -> bool:
-        """Something ran, nothing failed, and there are enough samples to say that memory does not grow."""
+        """Whether calls ran, none failed, and enough samples show that memory does not grow."""
         grown, counts = self.growth, self.ledger.counts
         return counts["plain"] > 0 and counts["failed"] == 0 and bool(grown) and all(x.ok for x in grown.values())
 
@@ -142,8 +142,8 @@ class Soak:
         about |= {"first_seed": self.problems.seeds.start, "problems": len(self.problems.seeds), "seed": self.seed}
         times = {"seconds": self.seconds, "warm_seconds": self.warm_seconds}
         failures = [asdict(failure) for failure in self.ledger.failures]
-        found = {"passed": self.passed, "calls": dict(self.ledger.counts), "memory": grown, "failures": failures}
-        return about | times | found | {"samples": self.samples}
+        outcome = {"passed": self.passed, "calls": dict(self.ledger.counts), "memory": grown, "failures": failures}
+        return about | times | outcome | {"samples": self.samples}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Random cases, the fp64 oracle that solves them, and the tolerances that judge a backend's answer.
+"""Random cases, the fp64 oracle that solves them, and the tolerances of a backend's results.
 
 Import from the modules: `case`, `generate`, `oracle`, `tolerance`; `draw`, `generate_cache`, `pages`, `inputs`,
 `layouts`, `score_functions`, `poison` and `emulation` are their parts and aids.

@@ -29,7 +29,7 @@ class Case:
     """A call of `function` with `arguments` by their public names, and the cotangents of its two results.
 
     `dout` and `dlse` have the shapes of out and lse. With both None, or with `forward_only`, there is no backward.
-    Caches are as they are before the call.
+    Caches are in their state before the call.
     """
 
     function: str  # "attention", "attention_varlen" or "attention_with_kvcache"
@@ -55,7 +55,7 @@ class Case:
         return self.arguments["q"].dtype
 
     def differentiable(self) -> dict[str, Tensor]:
-        """Every floating tensor among the arguments that is not constant, under the name of its gradient without the
+        """All floating tensors among the arguments that are not constant, by the name of their gradient without the
         leading "d".
         """
         named = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
@@ -64,10 +64,10 @@ class Case:
         return {name: x for name, x in named.items() if x.is_floating_point() and name not in self.constant}
 
     def run(self, backend: str = "auto", **options: Any) -> dict[str, Tensor]:
-        """Results and gradients from the public function, and its caches as it has left them.
+        """Results and gradients of the public function, and the caches after the call.
 
-        An input that the graph does not use is an error. So is a write outside of the caches, of which the call gets
-        copies with the same strides.
+        An input that the graph does not use is an error. The call gets copies of the caches with the same strides; a
+        write outside of them is an error too.
 
         `options` are passed on, `deterministic=True` for example.
         """
@@ -97,7 +97,7 @@ class Case:
 def contents(caches: dict[str, Guarded]) -> dict[str, Tensor]:
     for name, guarded in caches.items():
         if not guarded.intact():
-            raise RuntimeError(f"something was written outside of {name}")
+            raise RuntimeError(f"the call wrote outside of {name}")
     return {name: guarded.tensor for name, guarded in caches.items()}
 
 
@@ -106,18 +106,18 @@ LISTED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_seqlens", "cache_b
 
 
 def describe(case: Case) -> str:
-    """Short text with everything that tells one problem from another."""
-    given = {name: value for name, value in case.arguments.items() if value is not None}
+    """Short text that identifies a problem."""
+    arguments = {name: value for name, value in case.arguments.items() if value is not None}
     kind = {"attention": "dense", "attention_varlen": "varlen", "attention_with_kvcache": "kvcache"}[case.function]
     words = [kind, _dtype_name(case.dtype)]
     for name in SHAPED:
-        if name in given:
-            x = given[name]
+        if name in arguments:
+            x = arguments[name]
             words.append(f"{name}{list(x.shape)}" + ("" if x.is_contiguous() else f"@{x.stride()}"))
     for name in LISTED:
-        if name in given:
-            words.append(f"{name}={given[name].tolist()}")
-    for name, value in given.items():
+        if name in arguments:
+            words.append(f"{name}={arguments[name].tolist()}")
+    for name, value in arguments.items():
         if name in (*SHAPED, *LISTED):
             continue
         if name == "score_mod":
@@ -128,7 +128,7 @@ def describe(case: Case) -> str:
             words.append(f"{name}:{_dtype_name(value.dtype)}{list(value.shape)}")
         elif value is not False and not (name == "dropout_p" and value == 0.0):
             words.append(name if value is True else f"{name}={value!r}".replace(" ", ""))
-    words += [f"constant {name}" for name in case.constant if name in given]
+    words += [f"constant {name}" for name in case.constant if name in arguments]
     words.append(f"seed {case.seed}" + f" variation {case.variation}" * (case.variation > 0))
     return " ".join(words)
 

@@ -1,4 +1,4 @@
-"""Random choices from a seed and a variation. Variations of a seed share what is compiled into kernels."""
+"""Random choices from a seed and a variation. Variations of a seed share the constants of compiled kernels."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,8 @@ class Choices:
     """Choices that all variations of a seed share (`keep`, `chance`, `pick`, `choice`), and a stream `rng` and a
     `generator` for lengths and values, which differ.
 
-    In variation 0 everything comes from one stream. The others replay its shared choices, which they take as `kept`:
-    the order of the calls must not depend on lengths or values.
+    In variation 0 everything comes from one stream. The others replay its shared choices, passed as `kept`. So the
+    order of the calls must not depend on lengths or values.
     """
 
     def __init__(self, seed: int, variation: int = 0, kept: Sequence[Any] = ()) -> None:
@@ -45,7 +45,7 @@ class Choices:
         return self.keep(lambda: self.rng.choice(options))
 
     def stream(self) -> random.Random:
-        """`rng` from where it is in variation 0: for a fixed number of choices that variations share."""
+        """`rng` in its state of variation 0: for a fixed number of choices that variations share."""
         state = self.keep(self.rng.getstate)
         if self.variation == 0:
             return self.rng

@@ -1,4 +1,4 @@
-"""The random choices that problems of every kind have in common."""
+"""Random choices that problems of every kind share."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from .inputs import KINDS, bias_values, query_key_value
 from .layouts import LAYOUTS, combined, lay_out
 from .score_functions import random_score_function
 
-PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; what the oracle's time is proportional to
-AROUND = (16, 32, 64, 128, 256)  # tile sizes: lengths on both sides of them matter
+PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; the oracle's time is proportional to it
+AROUND = (16, 32, 64, 128, 256)  # tile sizes, for lengths on both sides of them
 COMBINED = 0.1  # of tensors
 RESIZED = 0.2  # of variations, whose kernels may have other tiles than those of their seed
 NAN = float("nan")
@@ -22,7 +22,7 @@ Values = Callable[[tuple[tuple[int, ...], ...], torch.dtype, random.Random], tup
 
 
 class Draw(Choices):
-    """The choices of one problem, and what all problems choose first."""
+    """The choices of one problem, beginning with those that all problems make."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Draw(Choices):
         super().__init__(*number, kept)
         self.values = values
         self.device = device
-        # Apart: the rest of a seed's problem does not change.
+        # A stream of its own, so that the rest of a seed's problem does not change.
         self.combinations = random.Random(f"layouts of {self.seed}")
         self.dtype = self.choice(dtypes)
         self.kind = weighted(self.rng, dict(zip(KINDS, (6, 2, 2), strict=True)))
@@ -65,10 +65,10 @@ class Draw(Choices):
         return pairs * self.num_heads_q * (self.head_dim + self.head_dim_v + 64) <= PAIR_BUDGET * 192
 
     def vary(self, queries: list[int], *keys: list[int]) -> tuple[list[int], ...]:
-        """The lengths of sequences in this variation, from those in variation 0. Lengths that are equal stay so.
+        """The lengths of sequences in this variation, from those in variation 0. Equal lengths stay equal.
 
-        Plans depend on lengths up to the next power of two. Most variations stay within that; the others have fewer and
-        shorter sequences.
+        Plans depend on lengths rounded up to a power of two. Most variations stay in that range; the others have fewer
+        and shorter sequences.
         """
         if self.variation == 0 or not queries:
             return queries, *keys
@@ -120,7 +120,7 @@ class Draw(Choices):
         return tuple(n if self.chance(keep) else 1 for n, keep in zip(full, (0.5, 0.5, 0.6, 0.8), strict=True))
 
     def features(self, lengths: list[tuple[int, int]], seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
-        """The keyword arguments that dense and varlen calls share.
+        """Keyword arguments that dense and varlen calls share.
 
         `lengths` are Sq and Sk of each sequence, `seqlen_q` and `seqlen_k` the size of bias and mask.
         """

@@ -1,9 +1,9 @@
-"""What a correct kernel does to numbers, in plain torch for dense cases: it shows which deviations the
-tolerances have to accept.
+"""The rounding of a correct kernel, in plain torch for dense cases: deviations that the tolerances have to
+accept.
 
 Online softmax over tiles with base-2 exponentials, all sums in the accumulation dtype, P and dS cast to the
 input dtype before their matrix products, out rounded to the input dtype and delta formed from that. Every step
-is a method, so that a test can put a mistake in its place and see whether the tolerances notice.
+is a method, so that a test can replace it with a mistake and check that the tolerances detect it.
 """
 
 import math

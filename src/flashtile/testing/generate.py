@@ -1,6 +1,6 @@
 """Random problems over the whole contract, each reproducible from its seed and variation.
 
-Whatever a call must not read is NaN: tokens of no sequence, keys past a length, pages and slots that nobody uses.
+Memory that a call must not read is NaN: tokens of no sequence, keys past a length, unused pages and slots.
 """
 
 import functools
@@ -35,11 +35,11 @@ def random_case(
     return _made(Draw((seed, variation), torch.device(device), dtypes, values, kept), function)
 
 
-@functools.lru_cache(maxsize=1)  # a seed's variations follow one another
+@functools.lru_cache(maxsize=1)  # the variations of a seed come one after another
 def _kept_choices(
     seed: int, dtypes: tuple[torch.dtype, ...], function: str | None, values: Values | None
 ) -> tuple[Any, ...]:
-    """The choices that variations share, which are made along with variation 0."""
+    """The choices that variations share: those of variation 0."""
     draw = Draw((seed, 0), torch.device("cpu"), dtypes, values)
     _made(draw, function)
     return tuple(draw.kept)

@@ -53,7 +53,7 @@ def cache_case(draw: Draw) -> Case:
     arguments |= {"k_cache": draw.layout(k_cache, ()), "v_cache": draw.layout(v_cache, ())}
     for name, x in tokens.items():
         if packed:
-            filler = NAN if name == "q" else 1.0  # a slot that this was written to would not show a NaN
+            filler = NAN if name == "q" else 1.0  # empty slots are NaN, so a NaN written there would not show
             x = torch.cat((x, x.new_full((spare, *x.shape[1:]), filler)))
             arguments[name] = draw.layout(x, (1, 2))
         else:
@@ -67,7 +67,7 @@ def cache_case(draw: Draw) -> Case:
 
 
 def _lengths(draw: Draw, batch: int, packed: bool, appends: bool) -> tuple[list[int], list[int], list[int]]:
-    """Counts for each sequence: queries, keys in the cache, keys to append. Without packing only the second differ."""
+    """Queries, cached keys and keys to append of each sequence. Without packing only the cached keys differ."""
 
     def count() -> int:
         return draw.pick({1: 4, 0: 0.3, draw.rng.randint(2, 9): 2, draw.seqlen(): 1})
@@ -87,7 +87,7 @@ def _lengths(draw: Draw, batch: int, packed: bool, appends: bool) -> tuple[list[
 def _dense_caches(
     draw: Draw, k: Tensor, v: Tensor, starts: list[int], total: list[int]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`[B_cache, Hkv, S_max, D]`, NaN wherever no key is, and the row of each sequence."""
+    """Caches `[B_cache, Hkv, S_max, D]`, NaN in empty slots, and the row of each sequence."""
     batch, capacity = len(total), max(1, max(total, default=0) + draw.rng.choice([0, 0, 1, 30]))
     spare = draw.rng.randint(0, 2)
     rows = torch.randperm(batch + spare, generator=draw.generator)[:batch].int() if draw.chance(0.4) else None
@@ -102,7 +102,7 @@ def _dense_caches(
 
 
 def _rotary(draw: Draw, longest: int) -> dict[str, Any]:
-    """Angles as in RoFormer, of a part of the head dimension, for a few positions more than there are."""
+    """Angles as in RoFormer, for a part of the head dimension, and for a few positions more than needed."""
     pairs = draw.choice([draw.head_dim // 2, draw.head_dim // 2, max(1, draw.head_dim // 4), 1])
     frequency = 10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
     angle = torch.arange(max(1, longest) + draw.rng.randint(0, 3))[:, None] * frequency

@@ -57,7 +57,7 @@ def _equal(q: Tensor, k: Tensor, v: Tensor, info: torch.finfo, generator: torch.
 
 
 def _dominant(q: Tensor, k: Tensor, v: Tensor, info: torch.finfo, generator: torch.Generator) -> Triple:
-    """One key takes nearly the whole weight of every row that sees it."""
+    """One key takes nearly all the weight of every row that sees it."""
     if k.shape[-2] > 0:
         k[..., int(torch.randint(k.shape[-2], (), generator=generator)), :] = 4.0
     return q * 0.5 + 1.0, k, v

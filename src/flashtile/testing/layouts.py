@@ -38,8 +38,8 @@ def lay_out(values: Tensor, layout: str, rng: random.Random, expandable: tuple[i
 
 
 def combined(values: Tensor, rng: random.Random) -> Tensor:
-    """`values` with their dimensions in any order in memory, in a larger buffer of NaN, of which each dimension takes
-    every or every second entry. What is expanded stays so.
+    """`values` with their dimensions in any order in memory, in a larger buffer of NaN, with every or every
+    second entry of each dimension. Expanded dimensions stay expanded.
     """
     once = each_once(values)
     order = rng.sample(range(once.ndim), once.ndim)
@@ -50,5 +50,5 @@ def combined(values: Tensor, rng: random.Random) -> Tensor:
 
 
 def expanded_cotangent(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Stride 0 in every dimension, as `out.sum().backward()` makes it."""
+    """Cotangent with stride 0 in every dimension, as in `out.sum().backward()`."""
     return torch.full((), value, dtype=dtype, device=device).expand(shape)

@@ -1,7 +1,7 @@
 """Long problems, each reproducible from its seed: a few rows by up to 2**20 keys, or a few keys by as many rows.
 
-Sums over so many terms show errors that grow with the length, which short problems hide. One side is a few tokens, so
-the oracle's tables of pairs take memory in proportion to the other.
+Long sums show errors that grow with the length, which short problems hide. One side is a few tokens, so that the
+oracle's tables of pairs take memory in proportion to the other.
 """
 
 import math
@@ -20,7 +20,7 @@ HALVINGS = int(math.log2(LONGEST // SHORTEST)) + 1
 FEW = (1, 2, 3, 5)  # tokens of the other side
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2))  # of queries, of keys
 HEAD_DIMS = (4, 8, 16, 33, 64)
-NUMBERS = 2**24  # of the long side's tokens, with their rows of pairs
+MAX_ELEMENTS = 2**24  # of the long side's tokens, with their rows of pairs
 THIRD = 1 / 3  # no sum of its multiples is exact
 
 
@@ -40,7 +40,7 @@ def long_case(
     dtype = rng.choice(dtypes or (torch.float16, torch.bfloat16, torch.float32, torch.float64))
     length = max(longest >> rng.randrange(HALVINGS), min(longest, SHORTEST))
     sizes = [(n, m, few, dim) for n, m in HEADS for few in FEW for dim in HEAD_DIMS]
-    sizes = [x for x in sizes if length * x[0] * (2 * x[3] + 8 * x[2]) <= NUMBERS]
+    sizes = [x for x in sizes if length * x[0] * (2 * x[3] + 8 * x[2]) <= MAX_ELEMENTS]
     heads_q, heads_kv, few, head_dim = rng.choice(sizes)
     length -= rng.choice((0, 0, 1, 7, 100))
     many_rows = rng.random() < 0.35
@@ -54,8 +54,8 @@ def long_case(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     arguments: dict[str, Any] = {name: x.to(dtype).to(device) for name, x in (("q", q), ("k", k), ("v", v))}
     arguments |= features(rng, generator, dtype, (heads_q, seqlen_q, seqlen_k), torch.device(device))
-    given = None if dout is None else dout.to(dtype).to(device)
-    case = Case("attention", arguments, given, None if dlse is None else dlse.to(wide).to(device), seed)
+    cotangent = None if dout is None else dout.to(dtype).to(device)
+    case = Case("attention", arguments, cotangent, None if dlse is None else dlse.to(wide).to(device), seed)
     case.description = f"long, {values}: {case.description}"
     return case
 
@@ -113,7 +113,7 @@ def ramp(rng: random.Random, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> F
 
 
 def outlier(rng: random.Random, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Four:
-    """One key far above all others, which share what is left evenly."""
+    """One key far above all others, which share the remaining weight evenly."""
     k = torch.zeros_like(k)
     at = rng.randrange(k.shape[2])
     k[:, :, at] = rng.choice((1.0, 5.0, 9.0)) / q.shape[-1] ** 0.5

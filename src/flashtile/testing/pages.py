@@ -9,16 +9,16 @@ from .draw import NAN, Draw
 def in_pages(
     draw: Draw, k: Tensor, v: Tensor, starts: list[int], used: list[int], shared: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [T, Hkv, D] in permuted pages [num_pages, page_size, Hkv, D], NaN wherever no key is, and the table.
+    """Tokens [T, Hkv, D] in permuted pages [num_pages, page_size, Hkv, D], NaN in empty slots, and the table.
 
-    Sequence b is the `used[b]` tokens from `starts[b]`; its first `shared[b]` may be those of another sequence too.
+    Sequence b has the `used[b]` tokens from `starts[b]` on; its first `shared[b]` may also belong to another sequence.
     """
     rng = draw.rng
     page_size = draw.choice([1, 2, 3, 8, 16, 16, 32, 64])
     needed = [-(-n // page_size) for n in used]
     pages = list(range(sum(needed) + rng.randint(1, 4)))
     rng.shuffle(pages)
-    unused_entry = rng.choice([pages[0], 0, -1, 2**30])  # never looked at
+    unused_entry = rng.choice([pages[0], 0, -1, 2**30])  # never read
     table = torch.full((len(used), max(needed) + rng.randint(0, 2)), unused_entry, dtype=torch.int32)
     paged_k, paged_v = (x.new_full((len(pages), page_size, *x.shape[1:]), NAN) for x in (k, v))
     for b, (start, n) in enumerate(zip(starts, used, strict=False)):

@@ -1,7 +1,7 @@
-"""Memory that shows when it is read before it is written, or read or written outside its tensor.
+"""Poisoned memory: it reveals reads before a write, and reads and writes outside of a tensor.
 
-`poisoned_allocation` replaces the allocating functions in `torch` and `torch.Tensor` themselves, and those of compiled
-programs, for the time of a `with` block. The other ways fail here:
+`poisoned_allocation` replaces the allocating functions in `torch` and `torch.Tensor`, and those of compiled programs,
+within a `with` block. Other ways fail here:
 
 - A TorchDispatchMode or TorchFunctionMode is switched off while it handles an operator, so it does not see what the
   implementation of a torch.library operator allocates, which is where backends do. Modes also belong to one
@@ -9,7 +9,7 @@ programs, for the time of a `with` block. The other ways fail here:
 - `torch.utils.deterministic.fill_uninitialized_memory` needs `torch.use_deterministic_algorithms(True)`, which
   makes other operators raise and is what `deterministic=None` follows: the code under test would take another path.
 
-Allocations inside ATen's own operators are not poisoned; those operators fill what they return.
+Allocations inside ATen's own operators are not poisoned; those operators fill their results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ def poison_value(dtype: torch.dtype) -> float | int | bool:
 
 @contextmanager
 def poisoned_allocation() -> Iterator[None]:
-    """Uninitialised tensors made from Python hold `poison_value` inside this block, in every thread."""
+    """Fill uninitialized tensors made from Python with `poison_value` inside this block, in every thread."""
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @wraps(allocate)
@@ -64,13 +64,13 @@ def poisoned_allocation() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Guarded:
-    """A tensor inside a buffer that holds poison before it, behind it, and where its strides leave gaps."""
+    """A tensor inside a buffer with poison before it, after it, and in the gaps of its strides."""
 
     tensor: Tensor
     buffer: Tensor  # one-dimensional
 
     def intact(self) -> bool:
-        """Whether nothing was written outside of the tensor."""
+        """Whether the poison outside of the tensor is unchanged."""
         value = poison_value(self.tensor.dtype)
         outside = self.buffer.clone()
         inside = outside.as_strided(self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset())
@@ -94,10 +94,10 @@ def each_once(x: Tensor) -> Tensor:
 
 
 def in_larger_buffer(values: Tensor, margins: Sequence[tuple[int, int]], steps: Sequence[int] | None = None) -> Tensor:
-    """A copy of `values` inside a buffer of poison that is larger by (before, behind) in each dimension; of what lies
-    between, it is every entry, or every `step`-th one.
+    """A copy of `values` inside a buffer of poison that is larger by (before, behind) in each dimension. Between these
+    margins, the copy takes every entry, or every `step`-th one.
 
-    Unlike guard bands this changes the strides, and a read past the end of any row, head or batch meets poison.
+    Unlike guard bands this changes the strides, and a read past the end of any row, head or batch reads poison.
     """
     steps = steps or [1] * values.ndim
     sizes = [n * step for n, step in zip(values.shape, steps, strict=True)]

@@ -1,4 +1,4 @@
-"""How far a result may be from the oracle: docs/contract.md, section "Numbers", element by element.
+"""Permitted distance of a result from the oracle, element by element: docs/contract.md, section "Numbers".
 
     |x - ref| <= 4 * eps(dtype) * (|ref| + R) + eps(acc) * (n + a * A) * C + tiny         out and gradients
     |x - ref| <= eps(acc) * (m + a * A) * max(1, |ref|)                                    lse
@@ -11,7 +11,7 @@ on fp32 queries), that one: the first term stands for the roundings to it on the
 in a finer dtype (fp32 slopes of bf16 queries) has the roundings of out and dS to bf16 behind it, so q's dtype
 counts. `acc` is fp32, fp64 for fp64 inputs.
 
-`tiny` covers what relative errors cannot. P and dS live in `acc`, where some units flush subnormals to zero,
+`tiny` covers absolute errors. P and dS live in `acc`, where some units flush subnormals to zero,
 and are cast to `dtype` for the matrix products, where the smallest step is its smallest subnormal. So each term
 may lose
 
@@ -36,7 +36,7 @@ UNMATCHED = math.inf
 
 @dataclass(frozen=True)
 class Deviation:
-    """The element of one result that is worst against its bound; `ratio` <= 1 is within it."""
+    """The element of one result with the largest error in units of its bound; `ratio` <= 1 is within the bound."""
 
     name: str
     ratio: float
@@ -69,7 +69,7 @@ def bound(expected: Expected, dtype: torch.dtype) -> Tensor:
 
 
 def rounding_bound(expected: Expected, dtype: torch.dtype) -> Tensor:
-    """The formulas above."""
+    """The bound by the formulas above, without slack."""
     acc = torch.finfo(accumulation_dtype(dtype))
     acc_eps = acc.eps * (2 if dtype == torch.float64 else 1)
     if expected.R is None or expected.C is None or expected.loss is None:

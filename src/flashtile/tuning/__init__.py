@@ -1,1 +1,1 @@
-"""The search for tiles, which is never made at call time: `flashtile tune` makes it, and saves what it found."""
+"""The search for tiles of `flashtile tune`. Calls never search."""

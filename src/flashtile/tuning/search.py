@@ -1,4 +1,4 @@
-"""From the shipped tile to a faster one, one step at a time. What a tile takes is asked of a `Trial`."""
+"""A local search from the shipped tile to faster ones. A `Trial` checks and times tiles."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,18 +8,18 @@ from typing import Protocol
 from ..backend.triton.configs import KernelConfig
 from ..backend.triton.tuned import BLOCKS, STAGES, WARPS
 
-LEAST_GAIN = 0.01  # of the time: below it, two tiles count as equally fast
+LEAST_GAIN = 0.01  # part of the time: with less, two tiles count as equally fast
 
 
 class Trial(Protocol):
     """One kernel on one device."""
 
     def refuses(self, launch: KernelConfig) -> str | None:
-        """Why a tile is none: it does not compile, does not fit, or computes something wrong; `None` if it is one."""
+        """Reason to refuse a tile: it does not compile, does not fit, or is wrong; `None` if it is valid."""
         ...
 
     def seconds(self, launches: Sequence[KernelConfig]) -> list[float]:
-        """Of each tile, timed in turns: medians, to be compared with one another alone."""
+        """Median of each tile, timed in interleaved rounds: comparable only with one another."""
         ...
 
 
@@ -29,60 +29,62 @@ class TuningError(RuntimeError):
 
 @dataclass
 class Tried:
-    """A tile that was tried, and what became of it."""
+    """A tile that was tried, and its result."""
 
     launch: KernelConfig
-    against: KernelConfig | None = None  # the best one until then
+    against: KernelConfig | None = None  # the best one so far
     gain: float | None = None  # of time against it: 0.1 is a tenth less
     refused: str | None = None
 
 
 @dataclass
-class Found:
-    """The best tile; `gain` is of time against the shipped one, measured once more at the end."""
+class SearchResult:
+    """The best tile; `gain` is the saved part of the shipped tile's time, measured once more at the end."""
 
     shipped: KernelConfig
     best: KernelConfig
     gain: float = 0.0
     seconds: tuple[float, float] = (0.0, 0.0)  # of the shipped one and of the best
-    finished: bool = True  # no neighbour of the best one is left
+    finished: bool = True  # all neighbors of the best one were tried
     tried: list[Tried] = field(default_factory=list)
 
 
-def search(shipped: KernelConfig, trial: Trial, seconds: float, clock: Callable[[], float] = time.monotonic) -> Found:
-    """Go to a faster neighbour as long as there is one and time is left.
+def search(
+    shipped: KernelConfig, trial: Trial, seconds: float, clock: Callable[[], float] = time.monotonic
+) -> SearchResult:
+    """Go to a faster neighbor while there is one and time is left.
 
     Raises:
-        TuningError: the shipped tile itself is refused; nothing can be learned from a machine on which it is.
+        TuningError: the shipped tile itself is refused, so this machine cannot be tuned.
     """
     end = clock() + seconds
     if (reason := trial.refuses(shipped)) is not None:
         raise TuningError(f"the shipped tile {shipped} is refused: {reason}")
-    found = Found(shipped, shipped)
+    result = SearchResult(shipped, shipped)
     known = {shipped}
-    while (candidate := next((x for x in neighbours(found.best) if x not in known), None)) is not None:
+    while (candidate := next((x for x in neighbors(result.best) if x not in known), None)) is not None:
         if clock() >= end:
-            found.finished = False
+            result.finished = False
             break
         known.add(candidate)
         tried = Tried(candidate, refused=trial.refuses(candidate))
-        found.tried.append(tried)
+        result.tried.append(tried)
         if tried.refused is None:
-            best, theirs = trial.seconds((found.best, candidate))
-            tried.against, tried.gain = found.best, 1 - theirs / best
+            best, theirs = trial.seconds((result.best, candidate))
+            tried.against, tried.gain = result.best, 1 - theirs / best
             if tried.gain >= LEAST_GAIN:
-                found.best = candidate
-    if found.best != shipped:
-        before, after = trial.seconds((shipped, found.best))
-        found.seconds = (before, after)
-        found.gain = 1 - after / before
-        if found.gain < LEAST_GAIN:  # steps that were each a little lucky
-            found.best, found.gain = shipped, 0.0
-    return found
+                result.best = candidate
+    if result.best != shipped:
+        before, after = trial.seconds((shipped, result.best))
+        result.seconds = (before, after)
+        result.gain = 1 - after / before
+        if result.gain < LEAST_GAIN:  # the sum of lucky steps
+            result.best, result.gain = shipped, 0.0
+    return result
 
 
-def neighbours(launch: KernelConfig) -> Iterator[KernelConfig]:
-    """Tiles that differ in one number; or in two that go together, a tile's shape, or its rows and their warps."""
+def neighbors(launch: KernelConfig) -> Iterator[KernelConfig]:
+    """Tiles that differ in one number, or in two that belong together: rows and keys, or rows and warps."""
     m, n, warps, stages = launch[:4]
     shapes = [
         (m, n, warps, stages - 1), (m, n, warps, stages + 1), (m, n, warps // 2, stages), (m, n, warps * 2, stages),

@@ -1,4 +1,4 @@
-"""Tiles of one Triton kernel, tried on a GPU: first held against the fp64 oracle, then timed."""
+"""Tiles of one Triton kernel, tried on a GPU: first compared with the fp64 oracle, then timed."""
 
 import statistics
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from ..testing.tolerance import worst
 from .search import TuningError
 
 CHECKED = (1, 4, 2, 333, 397)  # batch, heads, heads of keys, rows and keys: no tile divides them
-TOKENS, WIDTH = 16384, 2048  # of a timed call: rows in all, and numbers of a row over heads
+TOKENS, WIDTH = 16384, 2048  # of a timed call: total rows, and elements of a row over all heads
 TIMING = Timing(rounds=5, sample_seconds=0.01, rest_seconds=0.005)
 NEEDS = {"dkdv": Needs(k=True, v=True), "dq": Needs(q=True)}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tuned."""
+    """The kernel to tune, and its calls."""
 
     kernel: str  # "forward", "dkdv" or "dq"
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Subject:
 
 
 class GpuTrial:
-    """One kernel on the GPU at hand, over two calls, causal and full; the others of a call are as shipped."""
+    """One kernel on this GPU, over two calls, causal and full; a call's other kernels are as shipped."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -94,23 +94,23 @@ class GpuTrial:
         return None
 
     def alive(self) -> None:
-        """After an error the GPU may refuse all further work of this process."""
+        """Check the GPU: after an error it may refuse all further work of this process."""
         try:
             synchronize(self.subject.device)
         except Exception as error:
             raise TuningError(f"the GPU does not go on after a tile: {error}") from error
 
     def results(self, launch: KernelConfig, case: Case) -> dict[str, Tensor]:
-        """What the kernel computes of a case."""
-        given = {"causal": case.arguments["causal"], "backend": "triton"}
+        """The kernel's results for a case."""
+        options = {"causal": case.arguments["causal"], "backend": "triton"}
         q, k, v = (case.arguments[name] for name in "qkv")
-        call, plan = described_call(q, k, v, None, None, given), self.plan(launch)
+        call, plan = described_call(q, k, v, None, None, options), self.plan(launch)
         out, lse = self.kernels.forward(plan, call)
         if self.subject.kernel == "forward":
             return {"out": out, "lse": lse}
         needs = NEEDS[self.subject.kernel]
-        found = self.kernels.backward(plan, call, needs, out, lse, case.dout, None)
-        return {f"d{name}": getattr(found, name) for name in "qkv" if getattr(needs, name)}
+        gradients = self.kernels.backward(plan, call, needs, out, lse, case.dout, None)
+        return {f"d{name}": getattr(gradients, name) for name in "qkv" if getattr(needs, name)}
 
     def seconds(self, launches: Sequence[KernelConfig]) -> list[float]:
         """The sum over the two calls of each tile's medians."""

@@ -1,1 +1,1 @@
-"""Random problems, run by backends and held against the fp64 oracle."""
+"""Random problems, run by backends and compared with the fp64 oracle."""

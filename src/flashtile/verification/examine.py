@@ -1,4 +1,4 @@
-"""Random problems, run by backends and held against the fp64 oracle, in this process or in several."""
+"""Random problems, run by backends and compared with the fp64 oracle, in this process or in several."""
 
 import math
 import multiprocessing
@@ -25,8 +25,8 @@ from ..testing.long import LONGEST, long_case
 from ..testing.oracle import solve
 from ..testing.tolerance import Deviation, compare
 
-# How many problems are worth a process, and how many it takes at a time. Starting one takes as long as some dozens of
-# cases; on a GPU as long as a few, because kernels are compiled for most of them.
+# Problems that pay for a process, and problems in one chunk. Starting a process takes as long as some dozens of cases;
+# on a GPU as long as a few, because most of them compile kernels.
 SHARES = {"cuda": (4, 1)}
 SHARES_ELSEWHERE = (50, 4)
 GPU_BACKENDS = ("triton", "hopper")
@@ -35,7 +35,7 @@ NO_PROBLEM = "no problem to compare with: "
 
 
 class Problems(NamedTuple):
-    """Which problems are examined, by which backends."""
+    """Problems to examine, and the backends that run them."""
 
     seeds: range  # of random problems
     backends: tuple[str, ...]
@@ -56,7 +56,7 @@ class Problems(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens of a long problem: fewer where a backend is interpreted, whose kernels are slow."""
+        """Tokens of a long problem: fewer for interpreted backends, which are slow."""
         slow = self.device.type == "cpu" and any(name in GPU_BACKENDS for name in self.backends)
         return LONGEST_INTERPRETED if slow else LONGEST
 
@@ -82,7 +82,7 @@ class Outcome:
     declined: str | None = None  # why the backend does not take this problem
     long: bool = False
     variation: int = 0
-    device_lost: bool = False  # the error is one of the GPU's that this process cannot recover from
+    device_lost: bool = False  # a GPU error that this process cannot recover from
 
     @property
     def failed(self) -> bool:
@@ -115,22 +115,22 @@ class Tally:
 
 @dataclass(frozen=True)
 class Report:
-    """All outcomes, and what follows from them."""
+    """All outcomes and their totals."""
 
     problems: Problems
     outcomes: list[Outcome]
     seconds: float
 
     def tallies(self) -> list[Tally]:
-        """One for each backend and dtype, sorted."""
-        found: dict[tuple[str, str], Tally] = {}
+        """Tallies by backend and dtype, sorted."""
+        by_key: dict[tuple[str, str], Tally] = {}
         for outcome in self.outcomes:
             key = outcome.backend, outcome.dtype
-            found.setdefault(key, Tally(*key)).add(outcome)
-        return [found[key] for key in sorted(found)]
+            by_key.setdefault(key, Tally(*key)).add(outcome)
+        return [by_key[key] for key in sorted(by_key)]
 
     def cases(self, *, long: bool = False) -> int:
-        """Problems that backends were asked to run."""
+        """Number of problems that were examined."""
         return len({(outcome.seed, outcome.variation) for outcome in self.outcomes if outcome.long == long})
 
     def failures(self) -> list[Outcome]:
@@ -147,10 +147,10 @@ class Report:
 
 
 def examine(problems: Problems, jobs: int, seconds: float = math.inf) -> Generator[list[Outcome], None, None]:
-    """For each seed, in order, one outcome of each backend and variation. Who stops listening does not wait for the
+    """Yield the outcomes of each seed, in order: one for each backend and variation. Closing the generator cancels the
     rest.
 
-    No seed is begun after `seconds`, or once a process has lost its GPU: that is the last failure.
+    No seed begins after `seconds`, or after a process has lost its GPU, which is the last failure.
     """
     cases, at_a_time = SHARES.get(problems.device.type, SHARES_ELSEWHERE)
     numbers = problems.numbers()
@@ -170,7 +170,7 @@ def examine(problems: Problems, jobs: int, seconds: float = math.inf) -> Generat
 
 
 def until_the_end(batches: Iterator[list[Outcome] | None]) -> Iterator[list[Outcome]]:
-    """Up to the first seed for which there was no time, or in which the GPU was lost."""
+    """Yield batches up to the first seed without time, or with a lost GPU."""
     for outcomes in batches:
         if outcomes is None:
             return
@@ -181,29 +181,30 @@ def until_the_end(batches: Iterator[list[Outcome] | None]) -> Iterator[list[Outc
 
 def start_worker() -> None:
     processes.end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes, and the first one ends them
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent by a terminal to all processes: the parent ends them
     torch.set_num_threads(1)
 
 
 def examine_seed(problems: Problems, deadline: float, first: Number) -> list[Outcome] | None:
-    """All variations of a seed, in one process, which compiles their kernels once. `None` past the deadline.
+    """Examine all variations of a seed in one process, which compiles their kernels once. `None` past the deadline.
 
-    If every backend declines the first one, nearly always for what variations share, the others are left out.
+    If every backend declines the first variation, the others are left out: the reason is nearly always one that
+    variations share.
     """
     if time.monotonic() > deadline:
         return None
     outcomes: list[Outcome] = []
     for number in problems.of_seed(first):
-        found = examine_one(problems, number)
-        outcomes += found
-        declined = number == first and all(outcome.declined is not None for outcome in found)
-        if declined or any(outcome.device_lost for outcome in found):
+        batch = examine_one(problems, number)
+        outcomes += batch
+        declined = number == first and all(outcome.declined is not None for outcome in batch)
+        if declined or any(outcome.device_lost for outcome in batch):
             break
     return outcomes
 
 
 def examine_one(problems: Problems, number: Number) -> list[Outcome]:
-    """One problem, run by every backend, and solved once by the oracle if any of them takes it."""
+    """Run one problem with every backend, and solve it once if any of them takes it."""
     seed, variation, long = number
     try:
         case = case_of(problems, number)
@@ -238,13 +239,13 @@ def compared(
         expected = solve(case)
     except Exception as error:
         return {name: failed(outcome, problems, error, NO_PROBLEM) for name, outcome in outcomes.items()}
-    found = {}
+    judged = {}
     for name, outcome in outcomes.items():
         try:
-            found[name] = replace(outcome, deviations=tuple(compare(results[name], case, expected)))
+            judged[name] = replace(outcome, deviations=tuple(compare(results[name], case, expected)))
         except Exception as error:
-            found[name] = failed(outcome, problems, error)
-    return found
+            judged[name] = failed(outcome, problems, error)
+    return judged
 
 
 def case_of(problems: Problems, number: Number) -> Case:
@@ -257,7 +258,7 @@ def case_of(problems: Problems, number: Number) -> Case:
 
 
 def on_host(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The results on the CPU. An error of the backend's kernels is raised here at the latest."""
+    """Results on the CPU. Asynchronous errors of kernels are raised here at the latest."""
     return {name: x.cpu() for name, x in results.items()}
 
 
@@ -292,7 +293,7 @@ def default_jobs() -> int:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch on one thread: for tensors as small as these, handing work to others takes longer than doing it."""
+    """Run torch on one thread: for such small tensors, handing work to other threads takes longer than doing it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

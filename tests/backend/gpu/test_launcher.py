@@ -33,7 +33,7 @@ def descriptor(x: torch.Tensor, rows: int) -> Any:
 
 
 def map_of(x: Any, layout: Any) -> list[Any]:
-    """What `make_tensordesc_arg` gives, with the map in words."""
+    """Result of `make_tensordesc_arg`, with the tensor map in words."""
     return [f"map of {x.base.data_ptr()} in {x.rows} rows, {layout}", *x.shape, *x.strides]
 
 

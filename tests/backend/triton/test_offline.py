@@ -106,7 +106,7 @@ def test_memory_that_runs_out_in_a_pass(backend: str, again: bool) -> None:
 
 
 def test_variations_share_backward_kernels() -> None:
-    """Of forward, most: how a row's keys are split depends on lengths."""
+    """Forward has most of them: the split of a row's keys depends on lengths."""
     forward: list[int] = []
     for seed in range(1_000_000, 1_000_012):
         kernels = [compiled_by(call_of_seed(seed, n)) for n in range(5)]

@@ -94,8 +94,8 @@ def tile(problem: Problem, device: Device) -> TileConfig:
     packed_rows = max(problem.seqlen_q, 1) * group
     if packed_rows > MAX_PACKED_ROWS:
         if not needs_room(problem, device):
-            found = tuned_row(row, problem.dtype, device)
-            row = found._replace(forward=row.forward) if wants_small(problem, row, device) else found
+            tuned_configs = tuned_row(row, problem.dtype, device)
+            row = tuned_configs._replace(forward=row.forward) if wants_small(problem, row, device) else tuned_configs
         return TileConfig(row.forward, row.dkdv, row.dq)
     return TileConfig(decoding(row, packed_rows, problem, device), row.dkdv, row.dq, pack_gqa=group)
 
@@ -108,15 +108,15 @@ def decoding(row: WidthConfigs, packed_rows: int, problem: Problem, device: Devi
     are split or long, and lose 5% otherwise. The choice must not depend on lengths: with a given number of splits, a
     sequence's bits depend neither on the batch nor on the longest sequence in it.
     """
-    given, block_n = row.forward, max(16, KEYS_TIMES_WIDTH // row.width)
+    shipped_config, block_n = row.forward, max(16, KEYS_TIMES_WIDTH // row.width)
     block_m = max(16, power_of_two(packed_rows))
     if misaligned(problem, device):
-        block_m = min(block_m, given.block_m)
+        block_m = min(block_m, shipped_config.block_m)
     widths = problem.head_dim, problem.head_dim_v
     asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)  # whatever the address
     if has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout):
         return KernelConfig(block_m, block_n, 4, 4)
-    return KernelConfig(block_m, min(given.block_n, block_n), 4, given.num_stages)
+    return KernelConfig(block_m, min(shipped_config.block_n, block_n), 4, shipped_config.num_stages)
 
 
 def row_of(problem: Problem, device: Device) -> WidthConfigs:
@@ -161,8 +161,8 @@ def misaligned(problem: Problem, device: Device) -> bool:
 
 def tuned_row(row: WidthConfigs, dtype: torch.dtype, device: Device) -> WidthConfigs:
     """The row, with the configurations that `flashtile tune` saved on this machine."""
-    found = tuned.launches(device, family(dtype), row.width) if device.type == "cuda" else {}
-    return row._replace(**{kernel: KernelConfig(*numbers, tuned=True) for kernel, numbers in found.items()})
+    launches = tuned.launches(device, family(dtype), row.width) if device.type == "cuda" else {}
+    return row._replace(**{kernel: KernelConfig(*numbers, tuned=True) for kernel, numbers in launches.items()})
 
 
 def family(dtype: torch.dtype) -> str:
@@ -174,8 +174,8 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
     score_mod, and a bias or mask for every pair; in forward, whose tiles are the largest, any bias, dropout and ALiBi.
     Also for problems that are `misaligned`, or for which `wants_small` holds.
     """
-    given = [x for x in (problem.bias, problem.mask) if x is not None]
-    of_pairs = problem.score_mod is not None or any(not (x[2] or x[3]) for x in given)
+    pair_tensors = [x for x in (problem.bias, problem.mask) if x is not None]
+    of_pairs = problem.score_mod is not None or any(not (x[2] or x[3]) for x in pair_tensors)
     small = wants_small(problem, row, device)
     forward, dkdv, dq = SMALL if small else row.forward, row.dkdv, row.dq
     if misaligned(problem, device):

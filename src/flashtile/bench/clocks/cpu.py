@@ -21,7 +21,7 @@ class CpuClock:
 
     @property
     def cache_bytes(self) -> int:
-        """As the kernel tells; 32 MiB where it does not."""
+        """Size of the last level of cache as the kernel reports it, or 32 MiB."""
         sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
         kibibytes = [int(size[:-1]) for size in sizes if size.endswith("K")]
         return max(kibibytes, default=COMMON_CACHE // 1024) * 1024

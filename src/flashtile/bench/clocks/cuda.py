@@ -25,7 +25,7 @@ class CudaClock:
         return torch.cuda.get_device_properties(self.device).L2_cache_size
 
     def seconds(self, run: Run, calls: int) -> float:
-        """The device first spins for as long as the host needs to queue every call; then they run back to back."""
+        """Seconds of one call. The device spins while the host queues all calls; then they run back to back."""
         with torch.cuda.device(self.device):
             queueing = calls * (self.host_seconds(run, min(calls, 3)) or 0.0)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -47,7 +47,7 @@ class CudaClock:
         return spent / calls
 
     def replayable(self, runs: Sequence[Run]) -> Run:
-        """A CUDA graph of the calls one after another; what cannot be captured raises here."""
+        """A CUDA graph of the calls one after another. Calls that cannot be captured raise here."""
         with torch.cuda.device(self.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -66,15 +66,15 @@ class CudaClock:
         return replay
 
     def state(self) -> dict[str, Any]:
-        """As nvidia-smi reads it; empty where there is none."""
+        """Clock rates, power and temperature from nvidia-smi; empty without it."""
         command = ["nvidia-smi", f"--id={self.uuid()}", f"--query-gpu={','.join(QUERIES)}"]
         try:
-            found = subprocess.run(
+            output = subprocess.run(
                 [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20, check=True
             )
         except (OSError, subprocess.SubprocessError):
             return {}
-        return dict(zip(QUERIES, (x.strip() for x in found.stdout.splitlines()[0].split(",")), strict=False))
+        return dict(zip(QUERIES, (x.strip() for x in output.stdout.splitlines()[0].split(",")), strict=False))
 
     def uuid(self) -> str:
         return "GPU-" + str(torch.cuda.get_device_properties(self.device).uuid).removeprefix("GPU-")

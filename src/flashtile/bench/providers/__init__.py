@@ -18,15 +18,15 @@ __all__ = ["Declined", "Prepared", "Provider", "all_names", "make"]
 
 
 def all_names() -> tuple[str, ...]:
-    """Every provider that can be named: `flashtile` is what `backend="auto"` takes, `flashtile:NAME` one backend, and
-    `flashtile:deterministic` what `auto` takes with `deterministic=True`.
+    """Names of all providers: `flashtile` is `backend="auto"`, `flashtile:NAME` one backend, and
+    `flashtile:deterministic` is `auto` with `deterministic=True`.
     """
     own = ("flashtile", f"flashtile:{DETERMINISTIC}", *(f"flashtile:{status.name}" for status in backends()))
     return (*own, "sdpa", *(f"sdpa:{name}" for name in BACKENDS), "flex", "plain", "torch_varlen", "fa2", "fa3", "fa4")
 
 
 def make(names: Sequence[str], fa3_library: Path | None = None) -> list[Provider]:
-    """Providers by name; none twice. A backend of flashtile that does not exist is a provider that says so.
+    """Providers by name, without duplicates. A backend of flashtile that does not exist is unusable, with that reason.
 
     Raises:
         ValueError: no provider has that name.

@@ -28,18 +28,21 @@ class FlashAttention2(Provider):
         import flash_attn  # type: ignore[import-not-found]
 
         require(case, "flash_attn", TAKES)
-        given = case.arguments
-        keywords: dict[str, Any] = {"window_size": effective_window(case), "alibi_slopes": given.get("alibi_slopes")}
-        keywords |= {"softcap": given.get("softcap")}
+        arguments = case.arguments
+        keywords: dict[str, Any] = {
+            "window_size": effective_window(case),
+            "alibi_slopes": arguments.get("alibi_slopes"),
+        }
+        keywords |= {"softcap": arguments.get("softcap")}
         if case.function == "attention_varlen":
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-            keywords |= {name: given[name] for name in names} | {"dropout_p": given.get("dropout_p")}
+            keywords |= {name: arguments[name] for name in names} | {"dropout_p": arguments.get("dropout_p")}
             function = flash_attn.flash_attn_varlen_func
             return from_autograd(lambda q, k, v: first_of(call_with_known(function, q, k, v, **keywords)), case)
         if decode:
-            keywords["cache_seqlens"] = given["k"].shape[2]
+            keywords["cache_seqlens"] = arguments["k"].shape[2]
         else:
-            keywords["dropout_p"] = given.get("dropout_p")
+            keywords["dropout_p"] = arguments.get("dropout_p")
         function = flash_attn.flash_attn_with_kvcache if decode else flash_attn.flash_attn_func
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ...testing.case import Case
 from .provider import Prepared, Provider, effective_window, require, softmax_scale
 
 TAKES = {"causal", "window", "softcap", "grouped heads", "packed sequences", "Dv other than D"}
-RUNTIME = "libcudart.so.12"  # beside the library, where the process has another version of it
+RUNTIME = "libcudart.so.12"  # next to the library, if the process has another version
 
 
 class FlashAttention3(Provider):
@@ -45,9 +45,9 @@ class FlashAttention3(Provider):
 
     def prepare(self, case: Case, decode: bool = False) -> Prepared:
         require(case, "FlashAttention-3", TAKES)
-        operators, given = self.operators(), case.arguments
+        operators, arguments = self.operators(), case.arguments
         left, right = effective_window(case)
-        keywords: dict[str, Any] = {"softmax_scale": softmax_scale(case), "softcap": given.get("softcap") or 0.0}
+        keywords: dict[str, Any] = {"softmax_scale": softmax_scale(case), "softcap": arguments.get("softcap") or 0.0}
         if (left, right) == (-1, 0):
             keywords["is_causal"] = True
         else:
@@ -55,13 +55,13 @@ class FlashAttention3(Provider):
         packed = case.function == "attention_varlen"
         if packed:
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-            keywords |= {name: given[name] for name in names}
+            keywords |= {name: arguments[name] for name in names}
 
         def rows(x: Tensor) -> Tensor:  # [B, H, S, D] <-> [B, S, H, D]
             return x if packed else x.transpose(1, 2)
 
-        q, k, v = (rows(given[name]) for name in ("q", "k", "v"))
-        splits = 0 if decode else 1  # 0: as many as it finds best
+        q, k, v = (rows(arguments[name]) for name in ("q", "k", "v"))
+        splits = 0 if decode else 1  # 0: its own choice
         saved: list[Tensor] = []
 
         def forward() -> Tensor:

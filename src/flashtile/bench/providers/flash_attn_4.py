@@ -18,10 +18,10 @@ class FlashAttention4(Provider):
 
     def unusable(self, device: torch.device) -> str | None:
         try:
-            found = importlib.util.find_spec("flash_attn.cute")
+            spec = importlib.util.find_spec("flash_attn.cute")
         except ModuleNotFoundError:
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             return "the package flash_attn.cute (flash-attn-4) is not installed"
         return None if device.type == "cuda" else f"FlashAttention-4 does not run on {device.type}"
 
@@ -35,15 +35,15 @@ class FlashAttention4(Provider):
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found]
 
         require(case, "FlashAttention-4", TAKES)
-        given = case.arguments
+        arguments = case.arguments
         left, right = effective_window(case)
-        keywords: dict[str, Any] = {"softcap": given.get("softcap"), "learnable_sink": given.get("sinks")}
+        keywords: dict[str, Any] = {"softcap": arguments.get("softcap"), "learnable_sink": arguments.get("sinks")}
         if (left, right) == (-1, 0):
             keywords["causal"] = True
         elif (left, right) != (-1, -1):
             keywords["window_size"] = tuple(None if n < 0 else n for n in (left, right))
         if case.function == "attention_varlen":
-            keywords |= {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+            keywords |= {name: arguments[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
             return from_autograd(
                 lambda q, k, v: first_of(call_with_known(flash_attn_varlen_func, q, k, v, **keywords)), case
             )

@@ -34,22 +34,22 @@ class Flex(Provider):
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         require(case, "FlexAttention", TAKES)
-        given, device = case.arguments, case.arguments["q"].device
+        arguments, device = case.arguments, case.arguments["q"].device
         if case.differentiates and device.type == "cpu":
             raise Declined("FlexAttention has no backward on a CPU")
         key = (*(x.shape for x in qkv(case)), case.dtype, device)
         if decode and not features(case) - {"grouped heads"} and self.compiled_for == key:
             return from_autograd(self.attend, case)  # other caches of the same shape
-        torch._dynamo.reset()  # one call of one shape each time: nothing may reach the limit of recompilations
+        torch._dynamo.reset()  # one call of one shape each time must not count as recompilations
         settings = {"donated_buffer": False}  # the graph is kept, to run backward more than once
         packed = case.function == "attention_varlen"
         mask_mod, score_mod = mask_of(case), score_of(case)
         batch, seqlen_q, seqlen_k = dense_shape(case)
         block_mask = None
         if mask_mod is not None:
-            whole = batch if given.get("mask") is not None else None
+            mask_batch = batch if arguments.get("mask") is not None else None
             block_mask = create_block_mask(
-                mask_mod, whole, None, seqlen_q, seqlen_k, device=device, _compile=device.type == "cuda"
+                mask_mod, mask_batch, None, seqlen_q, seqlen_k, device=device, _compile=device.type == "cuda"
             )
         compiled = torch.compile(flex_attention, dynamic=False)
         keywords = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": group_of(case) > 1}
@@ -102,18 +102,18 @@ def mask_of(case: Case) -> Callable[..., Tensor] | None:
         return None
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        found = conditions[0](b, h, i, j)
+        shown = conditions[0](b, h, i, j)
         for condition in conditions[1:]:
-            found = found & condition(b, h, i, j)
-        return found
+            shown = shown & condition(b, h, i, j)
+        return shown
 
     return visible
 
 
 def score_of(case: Case) -> Callable[..., Tensor] | None:
     """softcap, bias and ALiBi as a function of the score; `None` if there is none of them."""
-    given = case.arguments
-    softcap, bias, slopes = (given.get(name) for name in ("softcap", "bias", "alibi_slopes"))
+    arguments = case.arguments
+    softcap, bias, slopes = (arguments.get(name) for name in ("softcap", "bias", "alibi_slopes"))
     if softcap is None and bias is None and slopes is None:
         return None
     _, seqlen_q, seqlen_k = dense_shape(case)

@@ -59,9 +59,9 @@ class Flashtile(Provider):
 
     def chosen(self, case: Case) -> str:
         """The backend and its tiles, as the planner chooses them."""
-        given = case.arguments | self.options
-        q, k, v = (given.pop(name) for name in ("q", "k", "v"))
-        cu_q, cu_k = given.pop("cu_seqlens_q", None), given.pop("cu_seqlens_k", None)
-        call = described_call(q, k, v, cu_q, cu_k, given)
-        found = plan(Problem.describe(call), q.device, self.backend)
-        return f"{found.backend}: {tile_in_words(found)}"
+        arguments = case.arguments | self.options
+        q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
+        cu_q, cu_k = arguments.pop("cu_seqlens_q", None), arguments.pop("cu_seqlens_k", None)
+        call = described_call(q, k, v, cu_q, cu_k, arguments)
+        choice = plan(Problem.describe(call), q.device, self.backend)
+        return f"{choice.backend}: {tile_in_words(choice)}"

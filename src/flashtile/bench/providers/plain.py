@@ -1,4 +1,4 @@
-"""Attention as one writes it down: two matrix products and a softmax between, in the inputs' dtype, [B, H, Sq, Sk]."""
+"""Textbook attention: two matrix products with a softmax between them, [B, H, Sq, Sk] in the inputs' dtype."""
 
 import torch
 from torch import Tensor
@@ -26,32 +26,32 @@ class Plain(Provider):
     def prepare(self, case: Case, decode: bool = False) -> Prepared:
         require(case, "plain attention", TAKES)
         require_free_memory(case, 5 if case.differentiates else 3, "score matrices")
-        given, scale, group = case.arguments, softmax_scale(case), group_of(case)
-        visible, sinks = visible_pairs(case), given.get("sinks")
-        added = given.get("bias")
-        if given.get("alibi_slopes") is not None:
-            q, k = given["q"], given["k"]
+        arguments, scale, group = case.arguments, softmax_scale(case), group_of(case)
+        visible, sinks = visible_pairs(case), arguments.get("sinks")
+        added = arguments.get("bias")
+        if arguments.get("alibi_slopes") is not None:
+            q, k = arguments["q"], arguments["k"]
             distance = relative_position(q.shape[2], k.shape[2], q.device).abs()
-            slopes = (-given["alibi_slopes"][:, None, None] * distance).to(q.dtype)  # [H, Sq, Sk]
+            slopes = (-arguments["alibi_slopes"][:, None, None] * distance).to(q.dtype)  # [H, Sq, Sk]
             added = slopes if added is None else added + slopes
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if group > 1:
                 k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
             s = (q * scale) @ k.mT  # [B, H, Sq, Sk]
-            if given.get("softcap"):
-                s = given["softcap"] * torch.tanh(s / given["softcap"])
+            if arguments.get("softcap"):
+                s = arguments["softcap"] * torch.tanh(s / arguments["softcap"])
             if added is not None:
                 s = s + added
             if visible is not None:
                 s = s.masked_fill(~visible, -torch.inf)
-            if given.get("mask") is not None:
-                s = s.masked_fill(~given["mask"], -torch.inf)
+            if arguments.get("mask") is not None:
+                s = s.masked_fill(~arguments["mask"], -torch.inf)
             if sinks is not None:
                 column = sinks[None, :, None, None].expand(*s.shape[:3], 1)
                 p = torch.softmax(torch.cat([s, column], 3), 3)[..., :-1]
             else:
                 p = torch.softmax(s, 3)
-            return torch.dropout(p, given.get("dropout_p", 0.0), True) @ v if given.get("dropout_p") else p @ v
+            return torch.dropout(p, arguments.get("dropout_p", 0.0), True) @ v if arguments.get("dropout_p") else p @ v
 
         return from_autograd(attend, case)

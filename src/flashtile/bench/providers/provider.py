@@ -1,4 +1,4 @@
-"""What a provider is: a library that computes attention, or says why it does not compute this one."""
+"""Provider interface: a library that computes attention, or declines a case with a reason."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,15 +14,15 @@ FREE_PART = 0.5  # of the free memory that a provider may plan to fill
 
 
 class Declined(Exception):  # noqa: N818  it is an answer, not an error
-    """Why a provider does not compute a case."""
+    """A provider's reason not to compute a case."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """One case, ready to run as often as one likes.
+    """One case, ready to run any number of times.
 
-    `forward()` gives out in the case's own layout; `backward(dout)` dq, dk, dv, of a forward that it has done itself.
-    `detail` is what the provider chose, in words.
+    `forward()` returns out in the case's layout. `backward(dout)` returns dq, dk, dv of a forward that it runs itself.
+    `detail` describes the provider's choice.
     """
 
     forward: Callable[[], Tensor]
@@ -37,7 +37,7 @@ class Provider(ABC):
     contract_dropout = False  # whether dropout draws the random numbers of the contract, so that it can be checked
 
     def unusable(self, device: torch.device) -> str | None:
-        """Why the library does not run on this machine or device at all; `None` if it may."""
+        """The reason why the library cannot run on this machine or device; `None` if it can."""
         return None
 
     def version(self) -> str:
@@ -45,7 +45,7 @@ class Provider(ABC):
 
     @abstractmethod
     def prepare(self, case: Case, decode: bool = False) -> Prepared:
-        """The case, bound to the library's call. With `decode`, keys and values are a cache that is full.
+        """Bind the case to the library's call. With `decode`, keys and values are a full cache.
 
         Raises:
             Declined: the library has no such call.
@@ -69,29 +69,29 @@ def from_autograd(attend: Callable[..., Tensor], case: Case, detail: str = "") -
 
 
 def features(case: Case) -> set[str]:
-    """What a library has to have for this case."""
-    given = case.arguments
-    q, k, v = (given[name] for name in ("q", "k", "v"))
-    found = {name for name in ("softcap", "bias", "mask", "alibi_slopes", "sinks") if given.get(name) is not None}
-    found |= {"causal"} if given.get("causal") else set()
-    found |= {"window"} if given.get("window") else set()
-    found |= {"dropout"} if given.get("dropout_p") else set()
-    found |= {"packed sequences"} if case.function == "attention_varlen" else set()
-    found |= {"Dv other than D"} if q.shape[-1] != v.shape[-1] else set()
+    """Features that a library needs for this case."""
+    arguments = case.arguments
+    q, k, v = (arguments[name] for name in ("q", "k", "v"))
+    needed = {name for name in ("softcap", "bias", "mask", "alibi_slopes", "sinks") if arguments.get(name) is not None}
+    needed |= {"causal"} if arguments.get("causal") else set()
+    needed |= {"window"} if arguments.get("window") else set()
+    needed |= {"dropout"} if arguments.get("dropout_p") else set()
+    needed |= {"packed sequences"} if case.function == "attention_varlen" else set()
+    needed |= {"Dv other than D"} if q.shape[-1] != v.shape[-1] else set()
     heads = 1 if q.dim() == 4 else -2
-    found |= {"grouped heads"} if q.shape[heads] != k.shape[heads] else set()
-    return found
+    needed |= {"grouped heads"} if q.shape[heads] != k.shape[heads] else set()
+    return needed
 
 
 def require(case: Case, library: str, allowed: set[str]) -> None:
-    """Decline a case with a feature that is not among those that the library's call takes."""
+    """Decline a case with a feature that the library's call does not take."""
     missing = features(case) - allowed
     if missing:
         raise Declined(f"{library} takes no {', no '.join(sorted(missing))}")
 
 
 def effective_window(case: Case) -> tuple[int, int]:
-    """`(left, right)` with causal in it; -1 is unlimited. Bottom-right aligned, as in the contract."""
+    """`(left, right)` of window and causal together; -1 is unlimited. Bottom-right aligned, as in the contract."""
     left, right = case.arguments.get("window") or (-1, -1)
     if case.arguments.get("causal"):
         right = 0 if right < 0 else min(right, 0)
@@ -115,7 +115,7 @@ def require_free_memory(case: Case, scores: float, what: str) -> None:
     wanted = scores * 4 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     free = free_bytes(q.device)
     if free is not None and wanted > FREE_PART * free:
-        raise Declined(f"{what} of {wanted / 2**30:.1f} GiB beside {free / 2**30:.1f} GiB of free memory")
+        raise Declined(f"{what} of {wanted / 2**30:.1f} GiB with {free / 2**30:.1f} GiB of free memory")
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -152,10 +152,10 @@ def relative_position(seqlen_q: int, seqlen_k: int, device: torch.device) -> Ten
 
 
 def call_with_known(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """A call without the keywords that are `None`: versions of a library differ in those that they know."""
+    """Call without the keywords that are `None`: versions of a library differ in the keywords they know."""
     return function(*arguments, **{name: value for name, value in keywords.items() if value is not None})
 
 
 def first_of(result: Any) -> Tensor:
-    """out of a call that returns out, or out with more."""
+    """The first result of a call that returns out, or a tuple that begins with it."""
     return result[0] if isinstance(result, tuple | list) else result

@@ -1,4 +1,4 @@
-"""`torch.nn.functional.scaled_dot_product_attention` as it is called, and a provider for each of its backends."""
+"""`torch.nn.functional.scaled_dot_product_attention` with its own choice, and a provider for each of its backends."""
 
 import warnings
 from collections.abc import Callable
@@ -33,7 +33,7 @@ TAKES = {"causal", "window", "bias", "mask", "alibi_slopes", "dropout", "grouped
 
 class Sdpa(Provider):
     def __init__(self, backend: str) -> None:
-        """`backend` is a key of BACKENDS, or empty: PyTorch chooses, as it does for its users."""
+        """`backend` is a key of BACKENDS; if it is empty, PyTorch chooses."""
         self.name, self.backend = f"sdpa:{backend}" if backend else "sdpa", BACKENDS.get(backend)
 
     def unusable(self, device: torch.device) -> str | None:
@@ -43,15 +43,15 @@ class Sdpa(Provider):
 
     def prepare(self, case: Case, decode: bool = False) -> Prepared:
         require(case, "scaled_dot_product_attention", TAKES)
-        given = case.arguments
-        square = given["q"].shape[2] == given["k"].shape[2]
-        is_causal = bool(given.get("causal")) and square and not given.get("window")
+        arguments = case.arguments
+        square = arguments["q"].shape[2] == arguments["k"].shape[2]
+        is_causal = bool(arguments.get("causal")) and square and not arguments.get("window")
         mask = dense_mask(case, with_window=not is_causal)
         if mask is not None and is_causal:  # the call takes one or the other
             is_causal, mask = False, dense_mask(case, with_window=True)
         if self.backend is SDPBackend.MATH:
             require_free_memory(case, 5 if case.differentiates else 3, "score matrices")
-        keywords: dict[str, Any] = {"dropout_p": given.get("dropout_p", 0.0), "is_causal": is_causal}
+        keywords: dict[str, Any] = {"dropout_p": arguments.get("dropout_p", 0.0), "is_causal": is_causal}
         keywords["enable_gqa"] = group_of(case) > 1
 
         def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Sdpa(Provider):
 
 
 def first_call(run: Callable[[], Tensor]) -> None:
-    """Turn PyTorch's error that no kernel takes the call into a refusal, with the reasons that it warns of."""
+    """Turn PyTorch's "No available kernel" error into `Declined`, with the reasons from its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -82,20 +82,20 @@ def first_call(run: Callable[[], Tensor]) -> None:
 
 
 def dense_mask(case: Case, *, with_window: bool) -> Tensor | None:
-    """Everything that is added to scores or hides them as one tensor that broadcasts to [B, H, Sq, Sk]: bool where
-    nothing is added, else q's dtype.
+    """Mask and additive terms as one tensor that broadcasts to [B, H, Sq, Sk]: bool if nothing is added, otherwise q's
+    dtype.
     """
-    given = case.arguments
-    q, k = given["q"], given["k"]
-    visible, added = given.get("mask"), given.get("bias")
+    arguments = case.arguments
+    q, k = arguments["q"], arguments["k"]
+    visible, added = arguments.get("mask"), arguments.get("bias")
     window = visible_pairs(case) if with_window else None
     if window is not None:
         require_free_memory(case, 1 / (q.shape[0] * q.shape[1]), "a mask")
         visible = window[None, None] if visible is None else visible & window
-    if given.get("alibi_slopes") is not None:
+    if arguments.get("alibi_slopes") is not None:
         require_free_memory(case, 2 / q.shape[0], "a bias")
         distance = relative_position(q.shape[2], k.shape[2], q.device).abs()
-        slopes = -given["alibi_slopes"][None, :, None, None] * distance
+        slopes = -arguments["alibi_slopes"][None, :, None, None] * distance
         added = slopes.to(q.dtype) if added is None else added + slopes.to(q.dtype)
     if added is None or visible is None:
         return visible if added is None else added

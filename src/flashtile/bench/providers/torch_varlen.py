@@ -22,8 +22,8 @@ class TorchVarlen(Provider):
         require(case, "varlen_attn", {"packed sequences", "causal", "window", "grouped heads"})
         if case.function != "attention_varlen":
             raise Declined("varlen_attn takes packed sequences only")
-        given, parameters = case.arguments, inspect.signature(varlen_attn).parameters
-        lengths = [given[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+        arguments, parameters = case.arguments, inspect.signature(varlen_attn).parameters
+        lengths = [arguments[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
         left, right = effective_window(case)
         keywords: dict[str, Any] = {}
         if "window_size" in parameters:

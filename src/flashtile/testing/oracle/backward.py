@@ -1,13 +1,13 @@
 """Gradients of one sequence in float64, each by its formula, in the reverse order of the forward.
 
-ds = p * (dp - delta) is a difference of dot products, and what is lost in dp and delta does not shrink with them.
-So three sizes of ds go into the bounds beside its value (see `Weights`):
+ds = p * (dp - delta) is a difference of dot products, and the errors of dp and delta do not shrink with it. So three
+sizes of ds go into the bounds in addition to its value (see `Weights`):
 
 - absolute: p * (D + sum_j p * D + |dlse|) with D = sum |dout||v|, since dp and delta are sums of such terms in the
   accumulation dtype.
 - root: p * (|dp| + |delta|), since every ds is rounded to the input dtype.
 - shared: p * root(sum_d (out * dout)^2 + sum_j (p * dp)^2), since a kernel forms delta from an `out` that was
-  rounded to the input dtype, as P was before. This one error meets all keys of the row.
+  rounded to the input dtype, as P was before. All keys of the row share this error.
 """
 
 import torch
@@ -22,7 +22,7 @@ from .weights import Weights
 def backward(x: Sequence, f: Forward) -> dict[str, Sums]:
     """dq, dk, dv, dbias and dscore_mod_<n> in the shapes of their inputs; dalibi_slopes and dsinks [Hq]."""
     ds, dsink = score_gradients(x, f)
-    loose = ~is_finite(f.p)  # heads where a NaN or infinity is about: gradients may carry it to other rows
+    loose = ~is_finite(f.p)  # heads with a NaN or infinity: gradients may carry it to other rows
     for tensor in (x.q, f.k, f.v, x.dlse, *(() if x.dout is None else (x.dout,))):
         loose = loose | ~is_finite(tensor)
     sums: dict[str, Sums] = {}
@@ -35,7 +35,7 @@ def backward(x: Sequence, f: Forward) -> dict[str, Sums]:
             if tensor.is_floating_point():
                 sums[f"dscore_mod_{n}"] = f.modification.tensor_sums(n, ds, f.p, f.visible, f.A, loose)
         derivative = f.modification.derivative
-        ds = ds.times(derivative, absolute=1 + derivative.abs())  # how the user's function forms it is not known
+        ds = ds.times(derivative, absolute=1 + derivative.abs())  # the user's function may compute it in any way
     if x.alibi_slopes is not None:
         dslopes = reduce_to(ds.times(-f.distance), f.visible, f.A, loose, (len(loose), 1, 1))
         sums["dalibi_slopes"] = dslopes.map(lambda part: part[:, 0, 0])

@@ -1,6 +1,6 @@
-"""A KV cache in float64: where keys lie, which are new, and rotary positions (docs/kvcache.md).
+"""A KV cache in float64: slots of keys, new keys, and rotary positions (docs/kvcache.md).
 
-Dense caches and pages become the same thing: tokens, one for each slot, and for each sequence the slots of its keys in
+Dense caches and pages have one form here: tokens, one for each slot, and for each sequence the slots of its keys in
 order.
 """
 
@@ -13,24 +13,24 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Turned:
-    """Tokens `[T, H, D]` as a call has to turn and round them."""
+class Rotated:
+    """Tokens `[T, H, D]`, rotated and rounded as by a call."""
 
     value: Tensor
-    magnitude: Tensor  # sum of the absolute values of what an element is the sum of; 0 where it is a copy
-    either: Tensor  # how far apart two roundings lie that may both be right
+    magnitude: Tensor  # sum of the absolute values of an element's terms; 0 if it is a copy
+    either: Tensor  # distance of two roundings that are both right; mostly 0
 
 
 class Cache:
-    """A call of attention_with_kvcache: its tokens before, and what has to be in the caches after."""
+    """A call of attention_with_kvcache: its tokens, and the expected caches after it."""
 
     def __init__(self, given: dict[str, Any], dtype: torch.dtype) -> None:
         self.given, self.dtype = given, dtype
         self.paged = given.get("page_table") is not None
         self.batch = len(given["cache_seqlens"])
-        self.k, self.v = (Turned(x, torch.zeros_like(x), torch.zeros_like(x)) for x in self._slots())
+        self.k, self.v = (Rotated(x, torch.zeros_like(x), torch.zeros_like(x)) for x in self._slots())
         q = tokens(given["q"])
-        self.q = Turned(q.clone(), torch.zeros_like(q), torch.zeros_like(q))
+        self.q = Rotated(q.clone(), torch.zeros_like(q), torch.zeros_like(q))
         for b in range(self.batch):
             self._add_sequence(b)
 
@@ -71,7 +71,7 @@ class Cache:
         return torch.arange(b * length, (b + 1) * length)
 
     def key_slots(self, b: int) -> Tensor:
-        """The slot of each key of sequence b, those of this call included."""
+        """The slot of each key of sequence b, including those of this call."""
         position = torch.arange(int(self.given["cache_seqlens"][b]) + len(self.new_tokens(b)))
         if self.paged:
             page_size = self.given["k_cache"].shape[1]
@@ -80,12 +80,12 @@ class Cache:
         return (b if rows is None else int(rows[b])) * self.given["k_cache"].shape[2] + position
 
     def hidden(self, b: int) -> int:
-        """How many positions at the front hold no key."""
+        """Number of positions at the front without a key."""
         leftpad = self.given.get("leftpad_k")
         return 0 if leftpad is None else int(leftpad[b])
 
-    def _put(self, where: Turned, index: Tensor, x: Tensor, positions: Tensor) -> None:
-        """Write `x [S, H, D]`, turned by the angles of its positions and rounded, to the tokens `index`."""
+    def _put(self, where: Rotated, index: Tensor, x: Tensor, positions: Tensor) -> None:
+        """Write `x [S, H, D]`, rotated by the angles of its positions and rounded, to the tokens `index`."""
         cos, sin = self.given.get("rotary_cos"), self.given.get("rotary_sin")
         value, magnitude = x.clone(), torch.zeros_like(x)
         if cos is not None and sin is not None:

@@ -15,7 +15,7 @@ INF = float("inf")
 
 @dataclass(frozen=True)
 class Forward:
-    """Results and what backward needs; keys and values are repeated to the query heads that read them."""
+    """Results, and inputs of backward; keys and values are repeated to the query heads that read them."""
 
     k: Tensor  # [Hq, Sk, D]
     v: Tensor  # [Hq, Sk, Dv]
@@ -36,7 +36,7 @@ def forward(x: Sequence) -> Forward:
     visible = visible_pairs(x)
 
     s = x.scale * (x.q @ k.mT)  # [Hq, Sq, Sk]
-    magnitude = abs(x.scale) * (x.q.abs() @ k.abs().mT)  # the absolute values of all that a score is the sum of
+    magnitude = abs(x.scale) * (x.q.abs() @ k.abs().mT)  # sum of the absolute values of a score's terms
     tanh = None
     if x.softcap:
         tanh = torch.tanh(s / x.softcap)
@@ -51,7 +51,7 @@ def forward(x: Sequence) -> Forward:
         magnitude = magnitude + slopes.abs() * distance
     modification = None
     if x.score_fn is not None:
-        s = s.where(visible, 0.0)  # NaN in a key that nobody sees must not get into derivatives
+        s = s.where(visible, 0.0)  # NaN in a hidden key must not get into derivatives
         modification = ScoreModification(x.score_fn, x.score_tensors, s, x.batch)
         magnitude = magnitude + (modification.score - s).abs()
         s = modification.score
@@ -74,7 +74,7 @@ def forward(x: Sequence) -> Forward:
 def either_rounding(
     x: Sequence, k: Tensor, v: Tensor, modification: ScoreModification | None, visible: Tensor, p: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """How far out and lse may move where elements of q and k may be rounded in two ways."""
+    """Largest change of out and lse by elements of q and k that may be rounded in two ways."""
     if x.q_either is None or x.k_either is None:
         return None
     k_either = x.k_either.repeat_interleave(x.group, 0)

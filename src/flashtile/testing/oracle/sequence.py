@@ -1,4 +1,4 @@
-"""One sequence's part of a call, and which of its pairs are visible (docs/contract.md, section "Visibility")."""
+"""One sequence's part of a call, and its visible pairs (docs/contract.md, section "Visibility")."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequence:
-    """Floating tensors are float64; what is "like scores" broadcasts to [Hq, Sq, Sk]."""
+    """One sequence. Floating tensors are float64; tensors "like scores" broadcast to [Hq, Sq, Sk]."""
 
     q: Tensor  # [Hq, Sq, D]
     k: Tensor  # [Hkv, Sk, D]
@@ -26,9 +26,9 @@ class Sequence:
     score_fn: Callable[..., Tensor] | None
     score_tensors: tuple[Tensor, ...]
     keep: Tensor | None  # dropout's factor of each probability, like scores
-    dout: Tensor | None  # [Hq, Sq, Dv]; None: nothing asks for products with it, whatever NaN they would give
+    dout: Tensor | None  # [Hq, Sq, Dv]; None: no products with it, which could be NaN
     dlse: Tensor  # [Hq, Sq]
-    q_either: Tensor | None = None  # [Hq, Sq, D] how far apart two roundings of an element lie that may both be right
+    q_either: Tensor | None = None  # [Hq, Sq, D] distance of two roundings that are both right
     k_either: Tensor | None = None  # [Hkv, Sk, D]
 
     @property
@@ -38,13 +38,13 @@ class Sequence:
 
 
 def relative_position(x: Sequence) -> Tensor:
-    """i + Sk - Sq - j, int64 [Sq, Sk]: how far key j lies before the key that bottom-right alignment gives row i."""
+    """i + Sk - Sq - j, int64 [Sq, Sk]: distance of key j from row i's diagonal, bottom-right aligned."""
     seqlen_q, seqlen_k = x.q.shape[1], x.k.shape[1]
     return torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)
 
 
 def visible_pairs(x: Sequence) -> Tensor:
-    """Bool [Hq, Sq, Sk]."""
+    """Visible pairs, bool [Hq, Sq, Sk]."""
     (num_heads_q, seqlen_q, _), seqlen_k = x.q.shape, x.k.shape[1]
     relative = relative_position(x)
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)

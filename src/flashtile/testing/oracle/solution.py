@@ -1,8 +1,7 @@
-"""Reference results for a `Case`: float64 on the CPU, every sequence on its own, with what the error bound needs.
+"""Reference results for a `Case`: float64 on the CPU, sequence by sequence, with the ingredients of the error bound.
 
-Dense, packed, paged and cached calls become the same thing here: tokens [T, H, D] and, for each sequence, the rows of
-its queries and keys among them. Each sequence goes through `forward` and `backward`; its results are added where its
-rows lie.
+Dense, packed, paged and cached calls have one form here: tokens [T, H, D] and, for each sequence, the rows of its
+queries and keys among them. Each sequence goes through `forward` and `backward`; its results are added at its rows.
 """
 
 from collections.abc import Iterator
@@ -27,27 +26,28 @@ GPU_SUMS = {"out": 16, "dq": 16, "dk": 16, "dv": 16, "lse": 256}
 
 @dataclass(frozen=True)
 class Expected:
-    """What one result has to be, in its own shape.
+    """One expected result with its error bound, in its own shape.
 
-    `R`, `C` and `A` are those of docs/contract.md, section "Numbers"; `sums` says what they are made of. `A` counts all
-    that a score is the sum of: beside scale * sum|q||k| also |bias|, |slope| * distance and what score_mod changes.
-    Results that sum over rows (all gradients but dq) have the largest `A` among the rows that contribute to the
-    element; a tensor of score_mod the largest of the sequences that contribute. Of lse only `A` counts.
-    `score_error` times eps(acc) * A is how far a correctly computed score may be off: a dot product of D terms;
-    `sum_error` times eps(acc) how far a sum over pairs, in units of C, and the sum behind lse, in its own, if that is
-    more than the contract's 32 and 8.
+    `R`, `C` and `A` are those of docs/contract.md, section "Numbers"; `sums` defines them. `A` counts all terms of a
+    score: scale * sum|q||k|, |bias|, |slope| * distance and the change by score_mod. Results that sum
+    over rows (all gradients but dq) have the largest `A` among the rows that contribute to the element; a tensor of
+    score_mod has the largest of the contributing sequences. lse has no R and C.
+
+    `score_error` * eps(acc) * A bounds the error of a score, a dot product of D terms. `sum_error` * eps(acc) bounds
+    the error of a sum over pairs, in units of C, and of the sum behind lse, in units of that sum, where it is more than
+    the contract's 32 and 8.
     """
 
     reference: Tensor  # float64
-    dtype: torch.dtype  # what the public function returns
+    dtype: torch.dtype  # of the public function's result
     A: Tensor
     R: Tensor | None = None  # None for lse
     C: Tensor | None = None
-    loss: Tensor | None = None  # what is lost if every P and dS loses 1, for the bound's `tiny`
+    loss: Tensor | None = None  # error if every P and dS is off by 1, for the bound's `tiny`
     loose: Tensor | None = None  # bool: a NaN or infinity elsewhere in the same sequence and head may reach the element
     score_error: float = 4.0
     sum_error: float = 0.0
-    slack: Tensor | None = None  # what elements of q and k change that may be rounded in two ways
+    slack: Tensor | None = None  # change by elements of q and k that may be rounded in two ways
     exact: Tensor | None = None  # bool: a copy, which has to be the same
 
 
@@ -126,7 +126,7 @@ class _Solution:
         return (self.most_rows if name in ("dk", "dv") else self.most_keys) / GPU_SUMS[name]
 
     def _caches(self) -> dict[str, Expected]:
-        """Copies, but for new keys that are turned."""
+        """Expected caches: copies, except for new rotated keys."""
         results = {}
         for name in ("k_cache", "v_cache") if self.cache is not None else ():
             assert self.cache is not None
@@ -161,24 +161,24 @@ class _Solution:
             yield torch.arange(int(starts_q[b]), int(starts_q[b + 1])), k_rows
 
     def _add_sequence(self, batch: int, q_rows: Tensor, k_rows: Tensor) -> None:
-        given, shape = self.given, (self.q.shape[1], len(q_rows), len(k_rows))  # Hq, Sq, Sk
-        dropout_p, keep = given.get("dropout_p") or 0.0, None
+        arguments, shape = self.given, (self.q.shape[1], len(q_rows), len(k_rows))  # Hq, Sq, Sk
+        dropout_p, keep = arguments.get("dropout_p") or 0.0, None
         if dropout_p > 0:
-            keep = torch.from_numpy(keep_factors(dropout_p, int(given["dropout_seed"]), batch, *shape))
-        slopes, scale, score_mod = given.get("alibi_slopes"), given.get("scale"), given.get("score_mod")
+            keep = torch.from_numpy(keep_factors(dropout_p, int(arguments["dropout_seed"]), batch, *shape))
+        slopes, scale, score_mod = arguments.get("alibi_slopes"), arguments.get("scale"), arguments.get("score_mod")
         sequence = Sequence(
             q=self.q[q_rows].transpose(0, 1),
             k=self.k[k_rows].transpose(0, 1),
             v=self.v[k_rows].transpose(0, 1),
             batch=batch,
             scale=self.q.shape[2] ** -0.5 if scale is None else scale,
-            causal=given.get("causal", False),
-            window=given.get("window"),
+            causal=arguments.get("causal", False),
+            window=arguments.get("window"),
             mask=self._mask(batch, shape),
-            softcap=given.get("softcap"),
-            bias=self._local(given.get("bias"), batch, shape),
+            softcap=arguments.get("softcap"),
+            bias=self._local(arguments.get("bias"), batch, shape),
             alibi_slopes=slopes[batch] if slopes is not None and slopes.ndim == 2 else slopes,
-            sinks=given.get("sinks"),
+            sinks=arguments.get("sinks"),
             score_fn=getattr(score_mod, "fn", score_mod),
             score_tensors=self.score_tensors,
             keep=keep,
@@ -198,15 +198,15 @@ class _Solution:
             if name in ("dq", "dk", "dv"):
                 self.sums[name].add_rows(k_rows if name in ("dk", "dv") else q_rows, block)
             elif name == "dbias":
-                index = self._local_index(given["bias"], batch, shape)
+                index = self._local_index(arguments["bias"], batch, shape)
                 self.sums[name].add_at(index, block.map(lambda part: part[None]))
-            elif name == "dalibi_slopes" and given["alibi_slopes"].ndim == 2:
+            elif name == "dalibi_slopes" and arguments["alibi_slopes"].ndim == 2:
                 self.sums[name].add_at(slice(batch, batch + 1), block.map(lambda part: part[None]))
             else:
                 self.sums[name].add_at(slice(None), block)
 
     def _mask(self, batch: int, shape: tuple[int, int, int]) -> Tensor | None:
-        """What the caller's mask shows of the keys that are there."""
+        """The caller's mask, without padded keys."""
         mask, hidden = self._local(self.given.get("mask"), batch, shape), 0
         if self.cache is not None:
             hidden = self.cache.hidden(batch)
@@ -216,7 +216,7 @@ class _Solution:
         return there[None, None] if mask is None else mask & there
 
     def _local_index(self, pairwise: Tensor, batch: int, shape: tuple[int, int, int]) -> tuple[slice, ...]:
-        """Where sequence `batch` lies in a tensor [B, H, Sq, Sk] whose dimensions may all be 1."""
+        """Index of sequence `batch` in a tensor [B, H, Sq, Sk] whose dimensions may all be 1."""
         wanted = (slice(batch, batch + 1), *(slice(0, n) for n in shape))
         return tuple(slice(None) if size == 1 else part for size, part in zip(pairwise.shape, wanted, strict=True))
 

@@ -1,11 +1,11 @@
 """Results that are sums of terms, with the ingredients of their error bound (docs/contract.md, section "Numbers").
 
-Every element of out and of the gradients is a sum over visible pairs (i, j). Beside the sum itself the bound needs
+Every element of out and of the gradients is a sum over visible pairs (i, j). In addition to the sum, the bound needs
 
-    R      root of the sum of the squares of the terms: how far independent rounding errors of the input dtype add up
-    C      sum of the absolute values of the terms: how far errors of the accumulation dtype can add up
-    A      largest score in absolute values among the rows that contribute: what a score's error is in proportion to
-    loss   what would go astray if every P (or dS) lost 1: for numbers that are rounded to subnormals
+    R      root of the sum of the squares of the terms, for independent rounding errors of the input dtype
+    C      sum of the absolute values of the terms, for errors of the accumulation dtype
+    A      largest score, as a sum of absolute values, among the contributing rows: a score's error is in proportion
+    loss   error if every P (or dS) is off by 1, for values that are rounded to subnormals
 """
 
 from collections.abc import Callable
@@ -88,11 +88,11 @@ def visible_matmul(weights: Tensor, factors: Tensor, visible: Tensor) -> Tensor:
 
 def exact_matmul(x: Tensor, y: Tensor) -> Tensor:
     """x [H, M, N] @ y [H, N, X], whose error does not grow with N: a tree over products of RUN terms each."""
-    whole = x.shape[2] // RUN * RUN
-    rest = x[:, :, whole:] @ y[:, whole:]
-    if whole == 0:
+    full = x.shape[2] // RUN * RUN
+    rest = x[:, :, full:] @ y[:, full:]
+    if full == 0:
         return rest
-    runs = x[:, :, :whole].unflatten(2, (-1, RUN)).transpose(1, 2) @ y[:, :whole].unflatten(1, (-1, RUN))
+    runs = x[:, :, :full].unflatten(2, (-1, RUN)).transpose(1, 2) @ y[:, :full].unflatten(1, (-1, RUN))
     return runs.sum(1) + rest  # torch.sum is a tree
 
 

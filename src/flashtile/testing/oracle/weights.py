@@ -1,4 +1,4 @@
-"""The first factors of sums over pairs, in the sizes that the error bound asks for."""
+"""The first factors of sums over pairs, in the sizes that the error bound needs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,10 +11,10 @@ class Weights:
     """A number for each pair, [H, M, N] or its transpose; all 0 where the pair is not visible."""
 
     value: Tensor
-    absolute: Tensor  # sum of the absolute values of what cancels inside `value`: eps(acc) of it may be lost
-    root: Tensor  # eps(dtype) of it may be lost, in each pair independently
-    shared: Tensor | None = None  # the same for an error that all keys of a row have in common
-    loss: Tensor | None = None  # what is lost in the pair if every P of its row loses 1
+    absolute: Tensor  # sum of the absolute values of the terms of `value`: its error is eps(acc) of it
+    root: Tensor  # size of an error of eps(dtype), independent in each pair
+    shared: Tensor | None = None  # size of an error of eps(dtype) that all keys of a row share
+    loss: Tensor | None = None  # error of the pair if every P of its row is off by 1
     keys_dim: int = 2  # along this dimension shared errors add up, before they are squared
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Weights":
@@ -39,5 +39,5 @@ class Weights:
         return replace(product, absolute=self.absolute * larger)
 
     def losses(self, visible: Tensor) -> Tensor:
-        """Its share of what its row loses, and 1 for its own cast before a matrix product."""
+        """Error of a pair by its row's losses, and 1 for its own cast before a matrix product."""
         return visible.double() if self.loss is None else visible + self.loss.abs()

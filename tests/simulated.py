@@ -1,7 +1,7 @@
-"""Steps 7 and 8 of the ladder in Numba's simulator and Triton's interpreter, which have to be switched on before Numba
-or Triton is imported. Run as
+"""Run steps 7 and 8 of the ladder in Numba's simulator and Triton's interpreter, in a process of their own: both are
+switched on before Numba or Triton is imported.
 
-    TRITON_INTERPRET=1 python interpreted.py CASES RESULTS
+    TRITON_INTERPRET=1 python simulated.py CASES RESULTS
 
 CASES is a file of `torch.save` with a list of (module, arguments of `attention`); RESULTS gets the list of results.
 """
@@ -17,15 +17,15 @@ import torch
 
 
 def main(cases: str, results: str) -> None:
-    found = []
+    attended = []
     for module, arguments in torch.load(cases):
         step = importlib.import_module(f"flashtile.ladder.{module}")
-        found.append(step.attention(**arguments))
-    torch.save(found, results)
+        attended.append(step.attention(**arguments))
+    torch.save(attended, results)
 
 
-def interpreted(calls: list[tuple[str, dict[str, Any]]], folder: Path, **variables: str) -> list[Any]:
-    """The results of `attention` of (module, arguments), in a process with these environment variables."""
+def run_simulated(calls: list[tuple[str, dict[str, Any]]], folder: Path, **variables: str) -> list[Any]:
+    """Return the results of `attention` for each (module, arguments), with these environment variables."""
     torch.save(calls, folder / "cases")
     command = [sys.executable, __file__, str(folder / "cases"), str(folder / "results")]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
