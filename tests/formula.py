@@ -187,7 +187,7 @@ def loss(attention: Callable[..., Outputs]) -> Callable[..., Tensor]:
 
 def curved(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, factor: Tensor, offset: Tensor) -> Tensor:
     """A score modification with second derivatives in everything, and every index."""
-    return score * torch.sin(factor[h]) + 0.1 * score.square() * offset[b, h] + offset[b, h] ** 2 * ((i - j) % 3)
+    return score * torch.tanh(factor[h]) + 0.1 * score.square() * offset[b, h] + offset[b, h] ** 2 * ((i - j) % 3)
 
 
 B, HQ, HKV, SQ, SK, D, DV = 2, 4, 2, 5, 7, 3, 2

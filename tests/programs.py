@@ -1,66 +1,10 @@
-"""Programs of the expression language run by PyTorch, and random functions that can be traced."""
+"""Random functions that can be traced."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-
-from flashtile.expression.operations import OPERATIONS
-from flashtile.expression.program import BOOL, INT32, INT64, REAL, Program, emit
-
-DTYPES = {INT32: torch.int32, INT64: torch.int64, BOOL: torch.bool}
-
-
-class TorchEmitter:
-    """Runs each instruction at once on tensors."""
-
-    def __init__(self, inputs: dict[str, Tensor], tensors: Sequence[Tensor], real: torch.dtype):
-        self.inputs, self.tensors, self.real = inputs, tensors, real
-
-    def dtype(self, kind: str) -> torch.dtype:
-        return self.real if kind == REAL else DTYPES[kind]
-
-    def constant(self, value: float, kind: str) -> Tensor:
-        return torch.tensor(value, dtype=self.dtype(kind))
-
-    def input(self, name: str) -> Tensor:
-        x = self.inputs[name]
-        return x if name == "score" else x.to(torch.int32)
-
-    def size(self, tensor: int, dimension: int) -> Tensor:
-        return torch.tensor(self.tensors[tensor].shape[dimension], dtype=torch.int32)
-
-    def load(self, tensor: int, indices: list[Tensor]) -> Tensor:
-        x = self.tensors[tensor]
-        x = x.to(self.real) if x.is_floating_point() else x
-        inside = torch.ones((), dtype=torch.bool)
-        for index, size in zip(indices, x.shape, strict=True):
-            inside = inside & (index >= 0) & (index < size)
-        found = x[tuple(torch.where(inside, index, 0).long() for index in indices)] if indices else x
-        return torch.where(inside, found, torch.nan if x.is_floating_point() else 0).to(found.dtype)
-
-    def cast(self, x: Tensor, source: str, kind: str) -> Tensor:
-        return x.to(self.dtype(kind))
-
-    def round(self, x: Tensor, dtype: str) -> Tensor:
-        return x.to(getattr(torch, dtype)).to(self.real)
-
-    def floordiv(self, x: Tensor, y: Tensor, nonnegative: bool) -> Tensor:
-        return x // y
-
-    def mod(self, x: Tensor, y: Tensor, nonnegative: bool) -> Tensor:
-        return x % y
-
-    def __getattr__(self, name: str) -> Any:
-        return OPERATIONS[name].torch
-
-
-def run(program: Program, inputs: dict[str, Tensor], tensors: Sequence[Tensor], real: torch.dtype) -> tuple[Any, ...]:
-    """The program's results for tensors of pairs that broadcast."""
-    return emit(program, TorchEmitter(inputs, tensors, real))
-
 
 REALS: tuple[tuple[str, Callable[..., Tensor]], ...] = (
     ("tanh", torch.tanh), ("exp", lambda x: torch.exp(-x.abs())), ("log", lambda x: torch.log(x.abs() + 0.5)),
@@ -79,7 +23,9 @@ INTEGERS: tuple[tuple[str, Callable[..., Tensor]], ...] = (
     ("add", lambda i, j: i + j), ("sub", lambda i, j: i - j), ("mul", lambda i, j: 3 * i * j),
     ("abs", lambda i, j: abs(i - j)), ("sign", lambda i, j: torch.sign(i - j)),
     ("div", lambda i, j: (i - j) // 3), ("mod", lambda i, j: (i - j) % 5), ("clamp", lambda i, j: (i - j).clamp(-2, 3)),
-    ("min", lambda i, j: torch.minimum(i, j) - 1), ("bits", lambda i, j: (i & 5) | (j ^ 3)),
+    ("min", lambda i, j: torch.minimum(i, j) - 1),
+    ("bits", lambda i, j: (i & 5) | (j ^ 3)), ("shift", lambda i, j: (i - j >> 1) + (j << 2)),
+
     ("where", lambda i, j: torch.where((i < j) & ~(j == 3), i, -j)), ("to", lambda i, j: (i / (j + 1)).to(torch.int64)),
 )  # fmt: skip
 

@@ -357,22 +357,32 @@ UNDECLARED: dict[str, Callable[[Tensor], Callable[..., Tensor]]] = {
 
 @pytest.mark.parametrize("where", UNDECLARED)
 @pytest.mark.parametrize("mode", ["jvp", "duals", "grad", "backward"])
-def test_score_mod_with_an_undeclared_tensor_raises(where: str, mode: str) -> None:
-    """Its derivative would be lost; with `ScoreMod(fn, (w,))` or as a closure variable it is not."""
+def test_score_mod_finds_tensors(where: str, mode: str) -> None:
+    """Wherever a function that can be traced reads them. Otherwise the derivative would be lost, which raises."""
     example = dense()
 
     def call(w: Tensor) -> Outputs:
         return flashtile.attention(*example.tensors, score_mod=UNDECLARED[where](w), return_lse=True)
 
+    def untraceable(w: Tensor) -> Outputs:
+        fn = UNDECLARED[where](w)
+        return flashtile.attention(
+            *example.tensors, score_mod=lambda *x: fn(*x) + torch.sinh(x[0]), return_lse=True, backend="tiled"
+        )
+
+    def formula(w: Tensor) -> Outputs:
+        return example.formula(example.tensors[0] * w[:, None, None], *example.tensors[1:])
+
     w, dw = randn(4), randn(4, seed=1)
     run = {
-        "jvp": lambda: jvp(call, (w,), (dw,)),
-        "duals": lambda: tangents_of_duals(call, (w,), (dw,)),
-        "grad": lambda: grad(lambda w: call(w)[0].sum())(w),
-        "backward": lambda: call(w.requires_grad_()),
-    }
+        "jvp": lambda call: jvp(call, (w,), (dw,)),
+        "duals": lambda call: tangents_of_duals(call, (w,), (dw,)),
+        "grad": lambda call: grad(lambda w: call(w)[0].sum())(w),
+        "backward": lambda call: torch.autograd.grad(call(leaf := w.clone().requires_grad_())[0].sum(), leaf),
+    }[mode]
+    assert_close(run(call), run(formula))
     with pytest.raises(flashtile.AttentionError, match="score_mod"):
-        run[mode]()
+        run(untraceable)
 
 
 def test_score_mod_with_a_captured_tensor() -> None:

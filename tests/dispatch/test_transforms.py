@@ -367,7 +367,7 @@ def test_first_derivatives_of_a_traced_program(how: str, transform: str) -> None
 
 
 FACTOR = randn(HQ, seed=9)
-CURVED = flashtile.ScoreMod(lambda score, b, h, i, j, w: score * torch.sin(w[h]) + 0.1 * score.square(), (FACTOR,))
+CURVED = flashtile.ScoreMod(lambda score, b, h, i, j, w: score * torch.tanh(w[h]) + 0.1 * score.square(), (FACTOR,))
 
 TWICE = [("tiled", None), ("tiled", CURVED), ("reference", None)]
 

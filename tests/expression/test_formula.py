@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from programs import functions, run
+from programs import functions
 from torch import Tensor
 
 from flashtile.expression import Formula, Untraced, program
 from flashtile.expression.builder import Builder
 from flashtile.expression.derivative import partials
-from flashtile.expression.formula import formula_of, types_of
-from flashtile.expression.program import INT32, INT64, TensorType, used
+from flashtile.expression.formula import formula_of
+from flashtile.expression.program import INT32, INT64, used
+from flashtile.expression.torch_code import run
+from flashtile.expression.trace import trace
 from flashtile.testing import score_functions
 
 REAL = torch.float64
@@ -29,10 +31,10 @@ def inputs() -> dict[str, Tensor]:
     return {"score": score, "b": b, "h": h, "q_idx": i, "k_idx": j}
 
 
-def traced(fn: Callable[..., Any], *tensors: Tensor, mask: bool = False) -> Formula:
-    formula = formula_of(fn, types_of(tensors), REAL, mask=mask)
-    assert isinstance(formula, Formula), formula
-    return formula
+def traced(fn: Callable[..., Any], *tensors: Tensor) -> Formula:
+    found = formula_of(fn, tensors)
+    assert not isinstance(found, Untraced), found
+    return found[0]
 
 
 def assert_as_autograd(fn: Callable[..., Tensor], *tensors: Tensor) -> None:
@@ -40,14 +42,14 @@ def assert_as_autograd(fn: Callable[..., Tensor], *tensors: Tensor) -> None:
     formula, pairs = traced(fn, *tensors), inputs()
     leaves = [pairs["score"].requires_grad_(), *(x.clone().requires_grad_() for x in tensors)]
     expected = fn(*pairs.values(), *leaves[1:])
-    [found] = run(formula.program, pairs, tensors, REAL)
+    [found] = run(formula.program, [*pairs.values()], tensors)
     torch.testing.assert_close(found.broadcast_to(expected.shape), expected)
     ds = torch.randn_like(expected)
     gradients = [torch.zeros(())] * len(leaves)
     if expected.requires_grad:
         gradients = list(torch.autograd.grad(expected, leaves, ds, allow_unused=True, materialize_grads=True))
     derivative = formula.partials([True] * len(tensors))
-    results = [x.broadcast_to(ds.shape) for x in run(derivative.program, pairs, tensors, REAL)]
+    results = [x.broadcast_to(ds.shape) for x in run(derivative.program, [*pairs.values()], tensors)]
     torch.testing.assert_close(ds * results[0].detach(), gradients[0].broadcast_to(ds.shape))
     for n, x in enumerate(tensors):
         total = torch.zeros_like(x)
@@ -78,7 +80,7 @@ def test_second_derivative() -> None:
     score = pairs["score"].requires_grad_()
     [first] = torch.autograd.grad(fn(*pairs.values()).sum(), score, create_graph=True)
     [second] = torch.autograd.grad(first.sum(), score)
-    torch.testing.assert_close(run(twice, pairs, (), REAL)[0], second)
+    torch.testing.assert_close(run(twice, [*pairs.values()], ())[0], second)
 
 
 @pytest.mark.parametrize("x", [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e300, 5e-324])
@@ -93,9 +95,9 @@ def test_odd_scores(x: float) -> None:
         formula = traced(lambda score, b, h, i, j, fn=fn: fn(score))
         score = torch.full((1, 1, 1, 1), x, dtype=REAL, requires_grad=True)
         expected = fn(score)
-        torch.testing.assert_close(run(formula.program, {"score": score}, (), REAL)[0], expected, equal_nan=True)
+        torch.testing.assert_close(run(formula.program, [score] * 5, ())[0], expected, equal_nan=True)
         [gradient] = torch.autograd.grad(expected, score)
-        found = run(formula.partials().program, {"score": score}, (), REAL)[0].detach().broadcast_to(gradient.shape)
+        found = run(formula.partials().program, [score] * 5, ())[0].detach().broadcast_to(gradient.shape)
         torch.testing.assert_close(found, gradient, equal_nan=True)
 
 
@@ -119,7 +121,7 @@ def test_masks() -> None:
     pairs = inputs()
     indices = [pairs[name] for name in ("b", "h", "q_idx", "k_idx")]
     for fn, tensors in ((causal, ()), (window, ()), (documents, (document, prefix)), (neighborhood, ())):
-        [found] = run(traced(fn, *tensors, mask=True).program, pairs, tensors, REAL)
+        [found] = run(trace(fn, tensors, mask=True)[0], [*pairs.values()], tensors)
         expected = fn(*indices, *tensors)
         assert found.dtype is torch.bool
         assert torch.equal(found.broadcast_to(expected.shape), expected)
@@ -130,7 +132,7 @@ def test_elements_outside_of_a_tensor() -> None:
     table = torch.randn(4, dtype=REAL)
     formula = traced(lambda score, b, h, i, j, table: score + table[i - j], table)
     pairs = inputs()
-    [found] = run(formula.program, pairs, (table,), REAL)
+    [found] = run(formula.program, [*pairs.values()], (table,))
     distance = (pairs["q_idx"] - pairs["k_idx"]).broadcast_to(found.shape)
     inside = (distance >= -4) & (distance < 4)
     expected = pairs["score"] + table[torch.where(inside, distance, 0)]
@@ -151,9 +153,10 @@ def test_elements_outside_of_a_tensor() -> None:
 )
 def test_integers_are_as_wide_as_they_must_be(fn: Callable[..., Any], kind: str) -> None:
     """Positions are below 2**30, and 32-bit arithmetic on them never wraps."""
-    formula = traced(lambda b, h, i, j, table: fn(i, j, table) > 3, torch.zeros(9, dtype=torch.int32), mask=True)
-    compared = formula.program.instructions[formula.program.outputs[0]].operands[0]
-    assert formula.program.instructions[compared].kind == kind
+    table = torch.zeros(9, dtype=torch.int32)
+    program, _ = trace(lambda b, h, i, j, table: fn(i, j, table) > 3, (table,), mask=True)
+    compared = program.instructions[program.outputs[0]].operands[0]
+    assert program.instructions[compared].kind == kind
 
 
 @pytest.mark.parametrize(
@@ -168,8 +171,17 @@ def test_integers_are_as_wide_as_they_must_be(fn: Callable[..., Any], kind: str)
     ],
 )  # fmt: skip
 def test_text(fn: Callable[..., Any], expected: str) -> None:
-    tensors = (TensorType("float32", 1),) * (fn is not score_functions.soft_bound)
-    assert str(formula_of(fn, tensors, torch.float32)) == expected
+    assert str(traced(fn, *[torch.ones(3)] * (fn is not score_functions.soft_bound))) == expected
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return torch.sign(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return g
 
 
 def branches(score: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
@@ -180,21 +192,25 @@ def branches(score: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
     ("fn", "reason"),
     [
         (branches, r"line \d+, `return score if score > 0 else -score`: a branch depends on a value; `torch\.where"),
+        (lambda s, b, h, i, j, t: torch.ops.aten.tanh(s), "`aten.tanh` is not an operation"),
+        (lambda s, b, h, i, j, t: StraightThrough.apply(s), "in a torch.autograd.Function"),
         (lambda s, b, h, i, j, t: torch.cumsum(s, 0), "`cumsum` is not an operation"),
         (lambda s, b, h, i, j, t: s.cumsum(0), "`cumsum` is not an operation"),
         (lambda s, b, h, i, j, t: s + t, "1 dimensions has 0 indices"),
         (lambda s, b, h, i, j, t: s + t[..., 0], "indexed by Ellipsis"),
         (lambda s, b, h, i, j, t: s + t[s], "what is no integer"),
         (lambda s, b, h, i, j, t: s ** t[h], "exponent is no constant"),
-        (lambda s, b, h, i, j, t: s + torch.ones(3)[h], "neither in its closure"),
+        (lambda s, b, h, i, j, t: s + torch.ones(3, dtype=torch.complex64)[h], "complex numbers"),
+        (lambda s, b, h, i, j, t: s.to("cuda"), "another device"),
+        (lambda s, b, h, i, j, t: 1.0, "does not return a real tensor"),
         (lambda s, b, h, i, j, t: s + float(t[0]), "the value of a tensor"),
         (lambda s, b, h, i, j, t: s + range(9)[i], "the value of a tensor"),
         (lambda s, b, h, i, j, t: s + undefined, "NameError"),  # noqa: F821 # pyright: ignore
-        (lambda s, b, h, i, j, t: i > j, "no real number"),
+        (lambda s, b, h, i, j, t: i > j, "does not return a real tensor"),
     ],
 )
 def test_what_cannot_be_traced(fn: Callable[..., Any], reason: str) -> None:
-    found = formula_of(fn, (TensorType("float32", 1),), torch.float32)
+    found = formula_of(fn, (torch.ones(3),))
     assert isinstance(found, Untraced)
     assert re.search(reason, found.reason), found.reason
 
@@ -202,15 +218,34 @@ def test_what_cannot_be_traced(fn: Callable[..., Any], reason: str) -> None:
 def test_formulas_are_values() -> None:
     """Equal functions have equal formulas, and text that has all of them: it is a part of the keys of compiled code."""
 
-    def made() -> Any:
-        table = torch.zeros(2, 3)
-        return formula_of(score_functions.distance_table, types_of((table,)), torch.float32)
+    def made() -> Formula:
+        return traced(score_functions.distance_table, torch.zeros(2, 3))
 
     assert made() == made()
     assert hash(made()) == hash(made())
     assert pickle.loads(pickle.dumps(made())) == made()
-    names = vars(program) | {"Formula": Formula}
-    assert eval(repr(made()), names) == made()
+    assert eval(repr(made()), vars(program) | {"Formula": Formula}) == made()
+    assert Formula.of_key(made().key) == made()
+
+
+def test_tensors_are_found_wherever_a_function_reads_them() -> None:
+    """In nested closures, objects and tables of objects; the same one once."""
+    weight, table = torch.rand(4, dtype=REAL), {"of": torch.rand(4, 7, dtype=REAL)}
+
+    def inner(h: Tensor, j: Tensor) -> Tensor:
+        return table["of"][h, j] * weight[h]
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score * weight[h] + inner(h, j) * torch.tensor(0.5) + (2 * weight)[h]
+
+    found = formula_of(fn)
+    assert not isinstance(found, Untraced)
+    formula, tensors = found
+    assert len(tensors) == 3
+    assert tensors[0] is weight
+    assert tensors[1] is table["of"]
+    pairs = [*inputs().values()]
+    torch.testing.assert_close(formula(*pairs, *tensors), fn(*pairs))
 
 
 def test_shared_parts_are_computed_once() -> None:

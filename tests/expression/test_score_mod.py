@@ -68,7 +68,7 @@ def test_score_comes_after_softcap_bias_and_alibi_in_the_accumulation_dtype() ->
 
     def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, table: Tensor) -> Tensor:
         seen.append((score.dtype, table.dtype))
-        return score * score * table
+        return torch.sinh(score) * score * table
 
     arguments = {"softcap": 2.0, "bias": torch.randn(1, 2, 7, 9), "alibi_slopes": torch.tensor([0.2, 0.4])}
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
@@ -76,8 +76,9 @@ def test_score_comes_after_softcap_bias_and_alibi_in_the_accumulation_dtype() ->
         score_mod = ScoreMod(fn, (torch.tensor([0.1], dtype=dtype),))
         seen.clear()
         dense_case(dtype=dtype, forward_only=True, score_mod=score_mod, **features).run("tiled")
-        assert set(seen) == {(wide, wide)}
-        assert_right(dense_case(dtype=dtype, score_mod=ScoreFunction(fn, score_mod.tensors), **features))
+        assert seen[-1] == (wide, wide)
+        traced = ScoreFunction(lambda s, b, h, i, j, table: s * s * table[0], score_mod.tensors)
+        assert_right(dense_case(dtype=dtype, score_mod=traced, **features))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,6 @@ def test_equal_functions_are_one() -> None:
     """A lambda written in a training loop is not a new program at every step."""
     assert ScoreMod(scaled_by(2.0)).key == ScoreMod(scaled_by(2.0)).key
     assert ScoreMod(scaled_by(2.0)).key != ScoreMod(scaled_by(3.0)).key
-    assert ScoreMod(scaled_by(1)).key != ScoreMod(scaled_by(True)).key != ScoreMod(scaled_by(1.0)).key
 
 
 def test_closures_and_defaults_that_differ_are_not_confused() -> None:
@@ -144,8 +144,13 @@ SOURCE = """
 import math, torch
 SLOPE = {slope}
 def helper(x): return x * {factor}
-def fn(score, b, h, i, j): return torch.tanh(helper(score)) + SLOPE * abs(i - j) * math.pi
+def fn(score, b, h, i, j): return torch.sinh(helper(score)) + SLOPE * abs(i - j) * math.pi
 """
+
+
+def untraceable(factor: float) -> Callable[..., Tensor]:
+    """A function of an operation that formulas do not have."""
+    return lambda score, b, h, i, j: torch.sinh(score) * factor
 
 
 def made_of(source: str, **values: Any) -> ScoreMod:
@@ -155,7 +160,9 @@ def made_of(source: str, **values: Any) -> ScoreMod:
 
 
 def test_keys_follow_from_code_and_constants() -> None:
-    """Of the function, and of what it calls and reads; not from the order in which functions are made."""
+    """Of a function that cannot be traced, and of what it calls and reads; not from the order in which functions are
+    made.
+    """
     first = made_of(SOURCE, slope=0.5, factor=2)
     others = [made_of(SOURCE, slope=x, factor=y).key for x, y in ((0.6, 2), (0.5, 3), (0.5, 2.0))]
     assert made_of(SOURCE, slope=0.5, factor=2).key == first.key
@@ -167,7 +174,7 @@ def test_keys_follow_from_code_and_constants() -> None:
 def test_a_function_that_calls_itself_has_a_key() -> None:
     def of(depth: int) -> ScoreMod:
         def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, n: int = depth) -> Tensor:
-            return score if n == 0 else fn(score, b, h, i, j, n - 1)
+            return torch.sinh(score) if n == 0 else fn(score, b, h, i, j, n - 1)
 
         return ScoreMod(fn)
 
@@ -238,31 +245,37 @@ def test_a_spawned_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert child.returncode == 0, child.stderr.decode()
 
 
-def test_functions_without_a_name_are_copied_but_not_pickled() -> None:
-    weight = torch.rand(4)
+@pytest.mark.parametrize("traced", [True, False])
+def test_functions_without_a_name_are_copied(traced: bool) -> None:
+    """And pickled, if they have a formula."""
+    weight, fn = torch.rand(4), torch.tanh if traced else torch.sinh
     for mod in (
-        ScoreMod(scaled_by(2.0)),
-        ScoreMod.of(lambda score, b, h, i, j: score * weight[h]),
-        ScoreMod(functools.partial(scaled_by(2.0))),
+        ScoreMod(lambda score, b, h, i, j: fn(score)),
+        ScoreMod.of(lambda score, b, h, i, j: fn(score) * weight[h]),
+        ScoreMod(functools.partial(lambda score, b, h, i, j: fn(score) + 1)),
     ):
-        for copied in (copy.copy(mod), copy.deepcopy(mod)):
+        copies = [copy.copy(mod), copy.deepcopy(mod)]
+        if traced:
+            copies.append(pickle.loads(pickle.dumps(mod)))
+        else:
+            with pytest.raises(pickle.PicklingError, match="a function at the top level of a module"):
+                pickle.dumps(mod)
+        for copied in copies:
             assert copied.key == mod.key
-            assert torch.equal(
-                flashtile.attention(Q, K, V, score_mod=copied), flashtile.attention(Q, K, V, score_mod=mod)
-            )
-        with pytest.raises(pickle.PicklingError, match="a function at the top level of a module"):
-            pickle.dumps(mod)
+            found, expected = (flashtile.attention(Q, K, V, score_mod=x, backend="tiled") for x in (copied, mod))
+            assert torch.equal(found, expected)
 
 
 def test_a_program_whose_function_this_process_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    mod = ScoreMod(scaled_by(2.0))
-    operators, call = OPERATORS["dense"], Call(Tensors(Q, K, V), Settings(scale=1.0, score_mod=mod.key))
+    mod = ScoreMod(untraceable(2.0))
+    settings = Settings(scale=1.0, score_mod=mod.key, backend="tiled")
+    operators, call = OPERATORS["dense"], Call(Tensors(Q, K, V), settings)
     out, _ = operators.forward(*operators.arguments(call))
     monkeypatch.setattr(score_mod, "_functions", {})  # as if in another process
-    ScoreMod(scaled_by(3.0))
+    ScoreMod(untraceable(3.0))
     with pytest.raises(AttentionError, match="made in this process before the program runs"):
         operators.forward(*operators.arguments(call))
-    ScoreMod(scaled_by(2.0))
+    ScoreMod(untraceable(2.0))
     assert torch.equal(operators.forward(*operators.arguments(call))[0], out)
     monkeypatch.setattr(score_mod, "_functions", {})
     settings = call.settings._replace(score_mod=ScoreMod(Model().modify).key)
@@ -271,9 +284,20 @@ def test_a_program_whose_function_this_process_does_not_know(monkeypatch: pytest
         operators.forward(*operators.arguments(call._replace(settings=settings)))
 
 
+def test_a_program_contains_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a process that has never seen the function runs it."""
+    weight = torch.rand(4)
+    mod = ScoreMod.of(lambda score, b, h, i, j: score * weight[h] + (i - j))
+    expected = flashtile.attention(Q, K, V, score_mod=mod, scale=1.0)
+    monkeypatch.setattr(score_mod, "_functions", {})  # as if in another process
+    operators = OPERATORS["dense"]
+    call = Call(Tensors(Q, K, V, score_mod_tensors=[weight]), Settings(scale=1.0, score_mod=mod.key))
+    assert torch.equal(operators.forward(*operators.arguments(call))[0], expected)
+
+
 class Model:
     def modify(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score * 2
+        return torch.sinh(score)
 
 
 def test_a_method_is_one_function() -> None:
@@ -298,15 +322,24 @@ def test_captured_tensors_get_gradients() -> None:
 
 
 def test_a_global_tensor_that_comes_to_require_grad() -> None:
-    """Its gradient would be lost as silently as if it had required one from the start."""
+    """It gets its gradient; that of a function that cannot be traced would be lost, and is refused."""
     table = torch.ones(4)
-    names: dict[str, Any] = {"table": table}
-    exec("def fn(score, b, h, i, j): return score + table[h]", names)
-    with pytest.warns(AttentionWarning, match="a tensor that is neither in its closure nor among"):
-        flashtile.attention(Q, K, V, score_mod=names["fn"])
+    names: dict[str, Any] = {"table": table, "torch": torch}
+    exec("def fn(score, b, h, i, j): return score * table[h]", names)
+    exec("def other(score, b, h, i, j): return torch.sinh(score) + table[h]", names)
+    for name in ("fn", "other"):
+        flashtile.attention(Q, K, V, score_mod=names[name], backend="tiled")
     table.requires_grad_()
-    with pytest.raises(ArgumentError, match="score_mod"):
-        flashtile.attention(Q, K, V, score_mod=names["fn"])
+    flashtile.attention(Q, K, V, score_mod=names["fn"]).sum().backward()
+    assert table.grad is not None
+    assert table.grad.any()
+    with pytest.raises(ArgumentError, match="`sinh` is not an operation that can be traced"):
+        flashtile.attention(Q, K, V, score_mod=names["other"], backend="tiled")
+
+
+def test_a_function_that_cannot_be_traced_warns() -> None:
+    with pytest.warns(AttentionWarning, match=r"line \d+, `.*`: `sinh` is not an operation that can be traced"):
+        flashtile.attention(Q, K, V, score_mod=lambda score, b, h, i, j: torch.sinh(score))
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
@@ -315,7 +348,7 @@ weight = torch.ones(4, requires_grad=True)
 
 
 def reads_global(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return score * weight[h]
+    return torch.sinh(score) * weight[h]
 
 
 @pytest.mark.parametrize(
@@ -333,7 +366,7 @@ def reads_global(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> T
         (lambda score, b, h, i, j: torch.cat([score, score], -1), "for a score [1, 1, 1, 1] it returned [1, 1, 1, 2]"),
         (lambda score, b, h, i, j: score[None], "for a score [1, 1, 1, 1] it returned [1, 1, 1, 1, 1]"),
         (reads_global, "all passed as `tensors`"),
-        (ScoreMod(lambda score, b, h, i, j, t: score * t[h], (torch.ones(2),)), "IndexError"),
+        (ScoreMod(lambda score, b, h, i, j, t: torch.sinh(score) * t[h], (torch.ones(2),)), "IndexError"),
         (ScoreMod(lambda score, b, h, i, j: score, (torch.ones(2),)), "TypeError"),
         (lambda score, b, h, i, j: score.to(torch.complex64), "complex64"),
         (lambda score, b, h, i, j: score.to("meta"), "meta"),
@@ -429,3 +462,14 @@ def test_tensors_of_a_score_mod_are_checked_like_others(index: int) -> None:
     mod = ScoreMod(lambda score, b, h, i, j, t, u: score, tensors)
     with pytest.raises(ArgumentError, match=rf"`score_mod\.tensors\[{index}\]` is a tensor"):
         flashtile.attention(Q, K, V, score_mod=mod)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_table_with_too_few_entries(backend: str) -> None:
+    for name, n, mod in (
+        ("h", 4, lambda score, b, h, i, j, t: score * t[h]),
+        ("b", 2, lambda score, b, h, i, j, t: score * t[b]),
+        ("k_idx", 7, lambda score, b, h, i, j, t: score * t[j]),
+    ):
+        with pytest.raises(ArgumentError, match=f"at least {n} entries in dimension 0, which {name} indexes"):
+            flashtile.attention(Q, K, V, score_mod=ScoreMod(mod, (torch.ones(n - 1),)), backend=backend)

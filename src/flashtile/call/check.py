@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..expression import Formula
 from . import device
 from .advice import broadcasts_to, layout_example, pairs_example
 from .call import FEATURES, Call, Tensors
@@ -206,3 +207,17 @@ def pages(table: Tensor, lengths: list[int], num_pages: int, page_size: int, exa
             if not 0 <= page < num_pages:
                 accepted = f"entries of 0 to {num_pages - 1}; sequence {b} uses {page}"
                 raise ArgumentError("page_table", table, accepted, example)
+
+
+def captured(call: Call, formula: Formula, batch: int, seqlens: tuple[int, int]) -> None:
+    """Whether tensors of a score_mod that are indexed by an index of the pair have an entry for each."""
+    s, heads = call.settings, call.tensors.q.shape[1]
+    ends = {"b": s.b0 + batch, "h": s.h0 + heads, "q_idx": s.i0 + seqlens[0], "k_idx": s.j0 + seqlens[1]}
+    instructions = formula.program.instructions
+    for load in (x for x in instructions if x.op == "load"):
+        tensor = call.tensors.score_mod_tensors[load.value]
+        for dimension, operand in enumerate(load.operands):
+            index = instructions[operand]
+            if index.op == "input" and ends[index.value] > tensor.shape[dimension]:
+                accepted = f"at least {ends[index.value]} entries in dimension {dimension}, which {index.value} indexes"
+                raise ArgumentError(f"score_mod.tensors[{load.value}]", tensor, accepted, EXAMPLES[call.layout])

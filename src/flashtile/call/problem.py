@@ -61,7 +61,9 @@ class Problem:
         check.broadcasts(call, batch, seqlen_q, seqlen_k)
         formula = None
         if s.score_mod is not None:
-            formula = score_mod_formula(s.score_mod, t.score_mod_tensors, accumulation_dtype(t.q.dtype))
+            formula = score_mod_formula(s.score_mod)
+            if isinstance(formula, Formula):
+                check.captured(call, formula, batch, (seqlen_q, seqlen_k) if layout == "dense" else (0, 0))
         return cls(
             layout=layout,
             dtype=t.q.dtype,

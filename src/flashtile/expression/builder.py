@@ -1,6 +1,7 @@
 """A builder of programs: every instruction is added here, with its operands converted, simplified and shared."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import ranges
@@ -19,7 +20,7 @@ class Node(NamedTuple):
 class Builder:
     """A growing list of instructions without duplicates. Methods take and return nodes."""
 
-    def __init__(self, tensors: tuple[TensorType, ...]):
+    def __init__(self, tensors: Sequence[TensorType]):
         self.tensors = tensors
         self.instructions: list[Instruction] = []
         self.numbers: dict[Instruction, int] = {}

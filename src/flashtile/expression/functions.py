@@ -10,10 +10,7 @@ from .builder import Builder, Node
 from .program import BOOL, INT32, INTEGERS, REAL
 
 FUNCTIONS: dict[str, Any] = {}
-NARROW = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-
-
-UNKNOWN_TENSOR = "it reads a tensor that is neither in its closure nor among the `tensors` of a flashtile.ScoreMod"
+NARROW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 class UntraceableError(Exception):
@@ -126,6 +123,22 @@ def of_two(op: str, name: str) -> None:
 
 of_two("minimum", "min")
 of_two("maximum", "max")
+
+
+def shift(name: str, op: str) -> None:
+    """A shift by a constant: a product with a power of two, or a quotient that rounds down."""
+
+    def call(tracer: Any, x: Any, bits: Any) -> Any:
+        b, n = tracer.builder, tracer.builder.constant_of(tracer.node(bits))
+        if not isinstance(n, int) or not 0 <= n < 63:
+            raise UntraceableError("a shift by what is no constant from 0 to 62")
+        return tracer.proxy(b.op(op, b.as_integer(tracer.node(x)), b.constant(1 << n)))
+
+    FUNCTIONS[name] = call
+
+
+shift("bitwise_left_shift", "mul")
+shift("bitwise_right_shift", "floordiv")
 
 
 @special("clamp", "clip")
@@ -244,7 +257,7 @@ def clone(b: Builder, x: Node) -> Node:
 
 
 def converted(tracer: Any, x: Any, dtype: Any) -> Any:
-    """A real rounds to a narrower dtype and stays in the accumulation dtype for a wider one."""
+    """A real rounds to float16 and bfloat16; for float32 and wider dtypes it stays in the accumulation dtype."""
     b, node = tracer.builder, tracer.node(x)
     if not isinstance(dtype, torch.dtype):
         raise UntraceableError(f"a conversion to {dtype!r}")
@@ -258,21 +271,21 @@ def converted(tracer: Any, x: Any, dtype: Any) -> Any:
         wanted = INT32 if dtype is torch.int32 and node.kind == REAL else None
         return tracer.proxy(b.cast(node, wanted) if wanted else b.as_integer(node))
     node = b.cast(node, REAL)
-    narrower = dtype in NARROW and torch.finfo(dtype).eps > torch.finfo(tracer.real).eps
-    return tracer.proxy(b.round(node, NARROW[dtype]) if narrower else node)
+    if dtype in (torch.float32, torch.float64):
+        return tracer.proxy(node)
+    if dtype not in NARROW:
+        raise UntraceableError(f"a conversion to {dtype}")
+    return tracer.proxy(b.round(node, NARROW[dtype]))
 
 
 @special("to")
 def to(tracer: Any, x: Any, dtype: Any = None, *_: Any, **options: Any) -> Any:
-    dtype = options.get("dtype", dtype)
-    if dtype is None or isinstance(dtype, torch.device | str):
-        return tracer.proxy(tracer.node(x))
-    return converted(tracer, x, dtype if isinstance(dtype, torch.dtype) else getattr(dtype, "dtype", dtype))
-
-
-@special("__getitem__")
-def getitem(tracer: Any, x: Any, indices: Any) -> Any:
-    raise UntraceableError(UNKNOWN_TENSOR)
+    dtype, device = options.get("dtype", dtype), options.get("device")
+    if isinstance(dtype, torch.device | str):
+        dtype, device = None, dtype
+    if device is not None and device is not getattr(x, "device", None):
+        raise UntraceableError("a conversion to another device")
+    return tracer.proxy(tracer.node(x)) if dtype is None else converted(tracer, x, getattr(dtype, "dtype", dtype))
 
 
 @special("type_as")
@@ -294,7 +307,7 @@ def filled(name: str, value: Any) -> None:
         if not like and given.pop(0) not in ((), [], torch.Size([])):
             raise UntraceableError(f"`{name}` of a shape other than ()")
         fill = given[0] if value is None else value
-        dtype = dtype or x.dtype
+        dtype = x.dtype if dtype is None else dtype
         if not dtype.is_floating_point and dtype is not torch.bool:
             fill = int(fill)
         return converted(tracer, bool(fill) if dtype is torch.bool else fill, dtype)

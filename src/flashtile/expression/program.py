@@ -9,6 +9,8 @@ backend.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 REAL, INT32, INT64, BOOL = "real", "int32", "int64", "bool"  # kinds of results; REAL is the accumulation dtype
 INTEGERS = (INT32, INT64)
 INPUTS = ("score", "b", "h", "q_idx", "k_idx")
@@ -19,6 +21,10 @@ class TensorType(NamedTuple):
 
     dtype: str
     ndim: int
+
+
+def type_of(x: Tensor) -> TensorType:
+    return TensorType(str(x.dtype).removeprefix("torch."), x.dim())
 
 
 class Instruction(NamedTuple):

@@ -1,9 +1,9 @@
-"""A score modification, its tensors, and the short key by which an operator's schema can name it.
+"""A score modification, its tensors, and the key by which an operator's schema can name it.
 
-An operator takes tensors and scalars, no Python functions. So each function is registered under a key, the key
-travels through the operator, and the backend looks the function up again. Keys follow from content: equal functions
-(same code, same closure values) have the same key, so that a lambda written in a training loop registers once, and a
-program that was exported by one process finds in another either the same function or none.
+An operator takes tensors and scalars, no Python functions, so a key travels through it. The key of a function that can
+be traced is its formula: a program that was exported by one process has all of it. Other functions are registered under
+a digest of their content: a lambda written in a training loop registers once, and a program that was exported finds in
+another process either the same function or none.
 """
 
 import copy
@@ -11,19 +11,20 @@ import functools
 import pickle
 import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..dynamo import untraced
 from ..errors import ArgumentError, AttentionError, AttentionWarning
 from .content import LOCAL, cells_of, content_of, found_by_name
-from .formula import Formula, Untraced, formula_of, types_of
-from .program import TensorType
+from .formula import PREFIX, Formula, Untraced, formula_of
 from .purity import EXAMPLE, SIGNATURE, examine, sample
 
 _functions: dict[str, Callable[..., Tensor]] = {}
+_untraced: dict[str, Untraced] = {}
 _examined: set[str] = set()
 MANY_FUNCTIONS = 1000
 
@@ -48,22 +49,30 @@ class ScoreMod:
         >>> decay.grad.shape
         torch.Size([2])
 
-    Under `torch.compile`, make the ScoreMod outside the compiled function. A program of `torch.export` keeps the name
-    of `fn` and a digest of its content: a process that loads it has to make a ScoreMod of the same function first. A
-    ScoreMod can be pickled if `fn` can, as functions at the top level of a module can. The signature is that of
-    `score_mod` in Dong et al., "Flex Attention", 2024, with the tensors at its end.
+    The function is traced once, on stand-ins, into a formula from which kernels are made: `str(score_mod)` shows it.
+    A tensor that it finds in a closure, a global or an object becomes one of its `tensors`. A number there is a
+    constant of the formula: one that changes from call to call compiles new kernels, so pass it as a tensor. Reals are
+    in the accumulation dtype; a conversion rounds to float16 and bfloat16 only. An index below 0 counts from the end of
+    a tensor; what is read outside of it is NaN, or 0 of integers. A function that cannot be traced, as one that
+    branches on a value, runs in the backends of torch operations; `flashtile.explain` names the line.
+
+    Under `torch.compile`, make the ScoreMod outside the compiled function. A program of `torch.export` contains the
+    formula; of a function that cannot be traced it has the name and a digest, and a process that loads it has to make a
+    ScoreMod of the same function first. A ScoreMod can be pickled if it was traced, or if `fn` can be. The signature is
+    that of `score_mod` in Dong et al., "Flex Attention", 2024, with the tensors at its end.
 
     Args:
         fn: the function of torch operations.
-        tensors: what `fn` reads: tensors of any shape and dtype, on q's device.
+        tensors: what `fn` gets after the indices: tensors of any shape and dtype, on q's device.
 
     Raises:
-        ArgumentError: `fn` is not callable, a variable of its closure has no value yet, an entry of `tensors` is no
-            tensor, or `fn` reads a tensor that requires a gradient and is not among `tensors` (its gradient would
-            silently be lost); or it draws random numbers, works in place, or returns a bool, an integer or a number
-            without dimensions.
+        ArgumentError: `fn` is not callable, a variable of its closure has no value yet, or an entry of `tensors` is no
+            tensor; or `fn` draws random numbers, works in place, or returns a bool, an integer or a number without
+            dimensions; or it cannot be traced and reads a tensor that requires a gradient and is not among `tensors`
+            (its gradient would silently be lost).
     """
 
+    @untraced
     def __init__(self, fn: Callable[..., Tensor], tensors: Iterable[Tensor] = ()):
         if not callable(fn):
             raise ArgumentError("score_mod", fn, f"a function {SIGNATURE}, or a flashtile.ScoreMod", EXAMPLE)
@@ -76,23 +85,52 @@ class ScoreMod:
         for tensor in self.tensors:
             if not isinstance(tensor, Tensor):
                 raise ArgumentError("score_mod.tensors", tensor, "tensors only", EXAMPLE)
+        self._take(formula_of(fn, self.tensors))
+
+    def _take(self, traced: tuple[Formula, list[Tensor]] | Untraced) -> None:
+        if isinstance(traced, Untraced):
+            self._register(traced)
+        else:
+            formula, found = traced
+            self.tensors, self.key = tuple(found), formula.key
+            remember(self.key, formula)
+
+    def _register(self, untraced: Untraced) -> None:
+        """Find the key of a function that has no formula."""
         device = self.tensors[0].device if self.tensors else torch.get_default_device()
-        self.key = _register(fn, _content(fn))
+        fn = self.fn
+        content = content_of(fn.fn, fn.captured) if isinstance(fn, _Lifted) else content_of(fn)
+        self.key = f"{getattr(fn, '__name__', type(fn).__name__)}#{content}"
+        # Of functions with the same content the last one counts: its globals still are what they were when it was read.
+        remember(self.key, _frozen(fn) if isinstance(fn, types.FunctionType) else fn)
+        _untraced[self.key] = untraced
         if self.key not in _examined:  # before it runs for anything else: it might write into `tensors`
             examine(fn, self.tensors, device)
             _examined.add(self.key)
         self.reject_undeclared_gradients(device)
 
+    @property
+    def traced(self) -> bool:
+        return self.key.startswith(PREFIX)
+
     @classmethod
     def of(cls, score_mod: "ScoreMod | Callable[..., Tensor]") -> "ScoreMod":
-        """The ScoreMod of what a user passed; tensors in a bare function's closure become its `tensors`."""
+        """The ScoreMod of an argument. Of a bare function that cannot be traced, tensors in the closure become its
+        `tensors`.
+        """
         if isinstance(score_mod, ScoreMod):
             return score_mod
-        if not isinstance(score_mod, types.FunctionType) or score_mod.__closure__ is None:
+        if not isinstance(score_mod, types.FunctionType):
             return cls(score_mod)
-        cells = cells_of(score_mod)
-        captured = [n for n, value in enumerate(cells) if isinstance(value, Tensor)]
-        return cls(_Lifted(score_mod, captured), [cells[n] for n in captured]) if captured else cls(score_mod)
+        made, traced = cls.__new__(cls), formula_of(score_mod)
+        made.fn, made.tensors = score_mod, ()
+        if isinstance(traced, Untraced):
+            cells = cells_of(score_mod)
+            captured = [n for n, value in enumerate(cells) if isinstance(value, Tensor)]
+            if captured:
+                made.fn, made.tensors = _Lifted(score_mod, captured), tuple(cells[n] for n in captured)
+        made._take(traced)
+        return made
 
     def reject_undeclared_gradients(self, device: torch.device) -> None:
         """A tensor that `fn` reads behind our back would lose its gradient: find out on a single score.
@@ -100,6 +138,8 @@ class ScoreMod:
         Raises:
             ArgumentError: the new score requires a gradient, although neither the score nor `tensors` did.
         """
+        if self.traced:
+            return
         with torch.enable_grad():
             try:
                 score, index, values = sample(self.tensors, device)
@@ -107,29 +147,48 @@ class ScoreMod:
             except Exception:  # the call itself reports what fails on real scores, with their shapes
                 return
         if isinstance(score, Tensor) and (score.requires_grad or has_tangent(score)):
-            accepted = "a function whose differentiable tensors are all passed as `tensors` of a flashtile.ScoreMod"
+            accepted = (
+                "a function whose differentiable tensors are all passed as `tensors` of a flashtile.ScoreMod, or one "
+                f"that can be traced; this one cannot: {_untraced[self.key].reason}"
+            )
             raise ArgumentError("score_mod", self.fn, accepted, EXAMPLE)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.traced:
+            return _of_formula, (self.key, self.tensors)
         fn: Any = self.fn
         while isinstance(fn, functools.partial):
             fn = fn.func
         if isinstance(fn, _Lifted) or (isinstance(fn, types.FunctionType) and not found_by_name(fn)):
             raise pickle.PicklingError(
-                f"a ScoreMod is pickled with the name of its function, and no module has {fn.__name__!r}.\n"
+                f"a ScoreMod that cannot be traced is pickled with the name of its function, and no module has "
+                f"{fn.__name__!r}.\n"
                 "  accepted: no lambda or closure, but a function at the top level of a module, with what changes as "
                 "tensors: flashtile.ScoreMod(fn, (tensor,))"
             )
         return ScoreMod, (self.fn, self.tensors)
 
     def __copy__(self) -> "ScoreMod":
-        return ScoreMod(self.fn, self.tensors)
+        return self._with(self.tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ScoreMod":
-        return ScoreMod(self.fn, copy.deepcopy(self.tensors, memo))
+        return self._with(copy.deepcopy(self.tensors, memo))
+
+    def _with(self, tensors: tuple[Tensor, ...]) -> "ScoreMod":
+        return _of_formula(self.key, tensors) if self.traced else ScoreMod(self.fn, tensors)
+
+    def __str__(self) -> str:
+        """The formula; its tensors are `tensor0`, `tensor1`, ..."""
+        return str(score_mod_formula(self.key))
 
     def __repr__(self) -> str:
-        return f"ScoreMod({self.key}, {len(self.tensors)} tensors)"
+        return f"ScoreMod({'; '.join(str(self).splitlines())})"
+
+
+def _of_formula(key: str, tensors: tuple[Tensor, ...]) -> ScoreMod:
+    made = ScoreMod.__new__(ScoreMod)
+    made.key, made.tensors, made.fn = key, tensors, score_mod_function(key)
+    return made
 
 
 def has_tangent(x: Tensor) -> bool:
@@ -138,12 +197,15 @@ def has_tangent(x: Tensor) -> bool:
 
 
 def score_mod_function(key: str) -> Callable[..., Tensor]:
-    """The function registered under a key that `ScoreMod.key` gave.
+    """The function of torch operations with the key of a ScoreMod.
 
     Raises:
-        AttentionError: no such function has been registered in this process.
+        AttentionError: it could not be traced, and has not been registered in this process.
     """
     fn = _functions.get(key)
+    if fn is None and key.startswith(PREFIX):
+        fn = Formula.of_key(key)
+        remember(key, fn)
     if fn is None:
         accepted = "a flashtile.ScoreMod of the same function, made in this process before the program runs: " + (
             "a function that reads no objects but constants, modules and functions; what it reads of tensors are its "
@@ -153,9 +215,19 @@ def score_mod_function(key: str) -> Callable[..., Tensor]:
         )
         raise AttentionError(
             f"a program contains the score_mod {key!r}, which this process does not know: a program that was exported "
-            f"has the name of the function, not its code.\n  accepted: {accepted}"
+            f"has the name of a function that cannot be traced, not its code.\n  accepted: {accepted}"
         )
     return fn
+
+
+def score_mod_formula(key: str) -> Formula | Untraced:
+    """The formula with the key of a ScoreMod, or why there is none.
+
+    Raises:
+        AttentionError: as `score_mod_function`.
+    """
+    fn = score_mod_function(key)
+    return fn if isinstance(fn, Formula) else _untraced[key]
 
 
 def is_local(key: str) -> bool:
@@ -163,40 +235,15 @@ def is_local(key: str) -> bool:
     return key.endswith(LOCAL)
 
 
-def score_mod_formula(key: str, tensors: Sequence[Tensor], real: torch.dtype) -> Formula | Untraced:
-    """The formula of the function under a key, for tensors like these and scores of dtype `real`.
-
-    Raises:
-        AttentionError: as `score_mod_function`.
-    """
-    fn, types_ = score_mod_function(key), types_of(tensors)
-    # What a local function reads may have changed since it was traced.
-    return formula_of(fn, types_, real) if is_local(key) else _formula(key, types_, real)
-
-
-@functools.lru_cache(maxsize=1024)
-def _formula(key: str, types_: tuple[TensorType, ...], real: torch.dtype) -> Formula | Untraced:
-    return formula_of(score_mod_function(key), types_, real)
-
-
-def _register(fn: Callable[..., Tensor], content: str) -> str:
-    """The key of a function. Of those with the same content the last one counts: its globals still are what they were
-    when it was read.
-    """
-    key = f"{getattr(fn, '__name__', type(fn).__name__)}#{content}"
+def remember(key: str, fn: Callable[..., Tensor]) -> None:
     new = key not in _functions
-    _functions[key] = _frozen(fn) if isinstance(fn, types.FunctionType) else fn
+    _functions[key] = fn
     if new and len(_functions) == MANY_FUNCTIONS:
         message = (
             f"{MANY_FUNCTIONS} different score_mod functions have been registered, and each stays in memory. "
             "If a number in the closure changes from call to call, pass it as a tensor: ScoreMod(fn, (tensor,))."
         )
         warnings.warn(message, AttentionWarning, stacklevel=5)
-    return key
-
-
-def _content(fn: Any) -> str:
-    return content_of(fn.fn, fn.captured) if isinstance(fn, _Lifted) else content_of(fn)
 
 
 class _Lifted:

@@ -1,5 +1,5 @@
 """Trace a function of one pair, `(score, b, h, q_idx, k_idx, *tensors) -> score` or `(b, h, q_idx, k_idx, *tensors) ->
-bool`, into a program: the function runs once, on stand-ins that note down what is done to them.
+bool`, into a program: the function runs once, on stand-ins that record the operations.
 
 The signatures are those of `score_mod` and `mask_mod` in Dong et al., "Flex Attention", 2024, section 3.
 """
@@ -7,46 +7,57 @@ The signatures are those of `score_mod` and `mask_mod` in Dong et al., "Flex Att
 import linecache
 import operator
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
+from ..errors import AttentionError
 from .builder import Builder, Node
-from .functions import FUNCTIONS, UNKNOWN_TENSOR, UntraceableError
-from .program import BOOL, INPUTS, INTEGERS, REAL, Program, TensorType
+from .functions import FUNCTIONS, UntraceableError
+from .program import BOOL, INPUTS, INTEGERS, REAL, Program, TensorType, type_of
+from .purity import Watch
+
+OTHERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))  # folders of frames that are not the user's
 
 
-def trace(fn: Callable[..., Any], tensors: tuple[TensorType, ...], real: torch.dtype, *, mask: bool = False) -> Program:
-    """The program of a function. `real` is the accumulation dtype, which is the score's for the function.
+def trace(
+    fn: Callable[..., Any], tensors: Sequence[Tensor] = (), *, mask: bool = False
+) -> tuple[Program, list[Tensor]]:
+    """The program of a function, and the tensors that it reads: its arguments `tensors`, then those that it finds in
+    closures, globals and objects.
 
     Raises:
         UntraceableError: the function branches on a value, or calls what programs do not have; with its line.
+        ArgumentError: it draws random numbers, or writes into a tensor that it has not made.
     """
-    tracer = Tracer(Builder(tensors), real)
+    tracer = Tracer()
+    arguments = [tracer.capture(x) for x in tensors]
     inputs = [Proxy(tracer, tracer.builder.input(name)) for name in INPUTS[mask:]]
-    captured = [Captured(tracer, n, ()) for n in range(len(tensors))]
     try:
-        with Fresh(tracer):
-            node = tracer.node(fn(*inputs, *captured))
-            if node.kind != (BOOL if mask else REAL):
-                raise UntraceableError(f"it returns {'a number' if mask else 'no real number'}")
+        with torch.enable_grad(), Watch(fn), Operations(tracer):
+            result = fn(*inputs, *arguments)
+            if not isinstance(result, Standing) or (node := tracer.node(result)).kind != (BOOL if mask else REAL):
+                raise UntraceableError(f"it does not return {'a condition' if mask else 'a real tensor'}")
+    except AttentionError:
+        raise
     except Exception as error:
-        raise UntraceableError(f"{place(error, fn)}{reason(error)}") from error
-    return tracer.builder.program(node)
+        raise UntraceableError(f"{place(error)}{reason(error)}") from error
+    return tracer.builder.program(node), tracer.tensors
 
 
 def reason(error: Exception) -> str:
     return str(error) if isinstance(error, UntraceableError) else f"{type(error).__name__}: {error}"
 
 
-def place(error: Exception, fn: Any) -> str:
+def place(error: Exception) -> str:
     """The line of the traced function where an error came up, and its text."""
-    ours = (__file__, FUNCTIONS["add"].__code__.co_filename)
-    frames = [x for x in traceback.extract_tb(error.__traceback__) if x.filename not in ours]
-    frames = [x for x in frames if f"{torch.__name__}/" not in x.filename.replace("\\", "/")]
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [x for x in frames if not x.filename.startswith(OTHERS)]
     if not frames:
         return ""
     line = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
@@ -54,39 +65,58 @@ def place(error: Exception, fn: Any) -> str:
 
 
 class Tracer:
-    """The builder of one trace, and the conversion of what functions pass to it."""
+    """The builder of one trace, and the tensors that the function reads."""
 
-    def __init__(self, builder: Builder, real: torch.dtype):
-        self.builder, self.real = builder, real
-        self.fresh: dict[int, Tensor] = {}  # tensors without dimensions that the function made, by id
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.types: list[TensorType] = []  # of the tensors
+        self.builder = Builder(self.types)
+        self.captured: dict[int, Captured] = {}  # by the tensor's id
+        self.made: dict[int, Tensor] = {}  # constants that the function made, by id
+
+    def capture(self, x: Tensor) -> "Captured":
+        """The stand-in of a tensor that the function reads. The same tensor may be several arguments."""
+        if x.is_complex():
+            raise UntraceableError("it reads a tensor of complex numbers")
+        stand_in = Captured(self, len(self.tensors), ())
+        self.tensors.append(x)
+        self.types.append(type_of(x))
+        self.captured.setdefault(id(x), stand_in)
+        return stand_in
+
+    def standing(self, x: Any) -> Any:
+        """The stand-in of a tensor that the function has found; anything else stays."""
+        if not isinstance(x, Tensor) or id(x) in self.made:
+            return x
+        return self.captured[id(x)] if id(x) in self.captured else self.capture(x)
 
     def node(self, x: Any) -> Node:
         """The node of an operand."""
+        x = self.standing(x)
         if isinstance(x, Proxy):
             return x.node
         if isinstance(x, Captured):
             return x.loaded()
+        if isinstance(x, Tensor):
+            return self.builder.constant(x.item())
         if isinstance(x, bool | int | float):
             return self.builder.constant(x)
-        if isinstance(x, Tensor) and id(x) in self.fresh:
-            return self.builder.constant(x.item())
-        if isinstance(x, Tensor):
-            raise UntraceableError(UNKNOWN_TENSOR)
         raise UntraceableError(f"an operand is {type(x).__name__}")
 
     def proxy(self, node: Node) -> "Proxy":
         return Proxy(self, node)
 
-    def dtype(self, node: Node) -> torch.dtype:
-        return self.real if node.kind == REAL else torch.bool if node.kind == BOOL else torch.int64
-
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():  # as inside of an autograd.Function, whose derivative is its own
+            raise UntraceableError("an operation under torch.no_grad() or in a torch.autograd.Function")
+        if name == "__getitem__":
+            return self.standing(args[0])[args[1]]
         if name not in FUNCTIONS:
             raise UntraceableError(f"`{name}` is not an operation that can be traced")
         return FUNCTIONS[name](self, *args, **kwargs)
 
 
-class Fresh(TorchFunctionMode):
+class Operations(TorchFunctionMode):
     """Calls of torch functions by the traced function. Tensors without dimensions that it makes are constants."""
 
     def __init__(self, tracer: Tracer):
@@ -100,15 +130,18 @@ class Fresh(TorchFunctionMode):
         if any(isinstance(x, Standing) for x in values):
             return self.tracer.call(name_of(func), args, kwargs)
         result = func(*args, **kwargs)
-        known = all(id(x) in self.tracer.fresh for x in values if isinstance(x, Tensor))
-        if isinstance(result, Tensor) and result.dim() == 0 and known:
-            self.tracer.fresh[id(result)] = result
+        constant = all(id(x) in self.tracer.made for x in values if isinstance(x, Tensor))
+        if isinstance(result, Tensor) and result.dim() == 0 and constant:
+            self.tracer.made[id(result)] = result
         return result
 
 
 def name_of(func: Any) -> str:
+    """The name of a torch function or method, or of a property; that of an operator with its library."""
+    if isinstance(func, OpOverloadPacket | OpOverload):
+        return str(func)
     name = getattr(func, "__name__", str(func))
-    return name if name not in ("__get__", "__set__") else func.__self__.__name__
+    return func.__self__.__name__ if name == "__get__" else name
 
 
 class Standing:
@@ -151,7 +184,8 @@ def method(name: str, *, swap: bool = False) -> Any:
 
 OPERATORS = {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
-    "pow": "pow", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "pow": "pow", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift", "and": "bitwise_and",
+    "or": "bitwise_or", "xor": "bitwise_xor",
 }  # fmt: skip
 UNARY_OPERATORS = {"neg": "neg", "abs": "abs", "invert": "bitwise_not", "pos": "clone"}
 for symbol, function_name in OPERATORS.items():
@@ -174,7 +208,9 @@ class Proxy(Standing):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.tracer.dtype(self.node)
+        """Reals are of float32 for the function; they may be wider."""
+        kind = self.node.kind
+        return torch.float32 if kind == REAL else torch.bool if kind == BOOL else torch.int64
 
     def dim(self) -> int:
         return 0
@@ -201,7 +237,7 @@ class Captured(Standing):
     @property
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.type.dtype)
-        return self.tracer.real if dtype.is_floating_point else dtype
+        return torch.float32 if dtype.is_floating_point else dtype
 
     @property
     def ndim(self) -> int:
