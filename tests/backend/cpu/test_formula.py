@@ -17,7 +17,7 @@ from torch import Tensor
 from flashtile import BackendError
 from flashtile.expression.builder import Builder, Node
 from flashtile.expression.operations import OPERATIONS
-from flashtile.expression.program import BOOL, INPUTS, INTEGERS, REAL, Instruction, Program, TensorType, number
+from flashtile.expression.program import BOOL, INPUTS, INTEGERS, REAL, Instruction, Program, TensorType, number, type_of
 
 captured, codegen, formula, jit, o, stages, support, targets = (
     importlib.import_module(f"flashtile.backend.cpu.{name}")
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     tensors: list[Tensor]
 
     def types(self) -> tuple[TensorType, ...]:
-        return tuple(TensorType(str(x.dtype).removeprefix("torch."), x.dim()) for x in self.tensors)
+        return tuple(type_of(x) for x in self.tensors)
 
 
 # Generated code -------------------------------------------------------------------------------------------------------
