@@ -94,7 +94,10 @@ def call(make: Callable[..., Case], **keywords: Any) -> Check:
 
 def score_mod_case() -> Case:
     """A factor for each head, and a table of distances, which groups of heads share a key head for."""
-    score_mod = ScoreFunction(tempered_table, (torch.tensor([0.7, 1.2, 1.0, 1.5]), torch.randn((4, 17), generator=torch.Generator().manual_seed(0))))
+    score_mod = ScoreFunction(
+        tempered_table,
+        (torch.tensor([0.7, 1.2, 1.0, 1.5]), torch.randn((4, 17), generator=torch.Generator().manual_seed(0))),
+    )
     return dense_case(num_heads_q=4, num_heads_kv=2, seqlen_q=20, seqlen_k=30, score_mod=score_mod)
 
 

@@ -18,7 +18,7 @@ from flashtile.testing.score_functions import distance_table, tempered_table
 arguments, host_backward = (
     importlib.import_module(f"flashtile.backend.cpu.{name}") for name in ("arguments", "host_backward")
 )
-SIZES: dict[str, Any] = {"num_heads_q": 4, "num_heads_kv": 2, "seqlen_q": 70, "seqlen_k": 600, "head_dim": 8}
+SIZES: dict[str, Any] = {"num_heads_q": 4, "num_heads_kv": 2, "seqlen_q": 24, "seqlen_k": 600, "head_dim": 4}
 
 
 def of_distance(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, table: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def of_sequence_and_head(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, 
 
 
 def of_everything(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, x: Tensor) -> Tensor:
-    return s * x
+    return s * x[0]
 
 
 def documents(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, x: Tensor, of: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def documents(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, x: Tensor, 
 
 
 FUNCTIONS = {
-    of_distance: (4, 700), of_key: (600,), of_pair: (70, 600), of_sequence_and_head: (2, 4), of_everything: (),
+    of_distance: (4, 700), of_key: (600,), of_pair: (24, 600), of_sequence_and_head: (2, 4), of_everything: (1,),
 }  # fmt: skip
 
 
@@ -95,6 +95,14 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
     assert all(torch.equal(results[0][name], x) for other in results[1:] for name, x in other.items())
 
 
+def test_a_tensor_without_dimensions() -> None:
+    q, x = torch.randn(1, 2, 20, 8), torch.tensor(1.3, requires_grad=True)
+    score_mod = flashtile.ScoreMod(lambda s, b, h, i, j, x: s * x, (x,))
+    outs = [flashtile.attention(q, q, q, score_mod=score_mod, backend=backend) for backend in ("cpu", "tiled")]
+    found, expected = (torch.autograd.grad(out, x, torch.ones_like(out))[0] for out in outs)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_tensor_that_is_not_read_has_a_gradient_of_zero() -> None:
     q, unread = torch.randn(1, 1, 4, 8), torch.randn(3, requires_grad=True)
     score_mod = flashtile.ScoreMod(lambda s, b, h, i, j, x: 2 * s, (unread,))
@@ -104,7 +112,7 @@ def test_a_tensor_that_is_not_read_has_a_gradient_of_zero() -> None:
 
 def test_what_cannot_be_traced_is_declined_with_the_reason() -> None:
     q = torch.randn(1, 1, 4, 8)
-    with pytest.raises(BackendError, match="cpu: the score_mod cannot be traced: .*lgamma"):
+    with pytest.raises(BackendError, match=r"cpu: the score_mod cannot be traced: .*lgamma"):
         flashtile.attention(q, q, q, score_mod=lambda s, b, h, i, j: torch.lgamma(s), backend="cpu")
     assert flashtile.explain(q, q, q, score_mod=lambda s, b, h, i, j: torch.lgamma(s)).backend == "tiled"
     assert flashtile.explain(q, q, q, score_mod=lambda s, b, h, i, j: 2 * s).backend == "cpu"

@@ -5,7 +5,7 @@ import importlib
 import math
 import os
 import random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -30,7 +30,7 @@ KEYS, ROWS = 5, 32
 B, FIRST_KEY = 1, 2
 INF, NAN = math.inf, math.nan
 ODD = [0.0, -0.0, 1.0, -1.0, INF, -INF, NAN, 1e-40, -1e-45, 1e38, -3e38, 88.6, -87.4, -103.9, 5.9, 0.99, 2.0**24, 2.5]
-DTYPES = "float32 float64 bfloat16 float16 bool int8 uint8 int16 int32 int64".split()
+DTYPES = ["float32", "float64", "bfloat16", "float16", "bool", "int8", "uint8", "int16", "int32", "int64"]
 WIDTHS = ("avx512", "avx2", "baseline")
 
 
@@ -100,7 +100,9 @@ def reference(x: Instruction, operands: list[Tensor], inputs: Inputs, dtype: tor
             return torch.full((KEYS, ROWS), value, dtype=torch.float64 if x.kind == REAL else None), anywhere
         case "input":
             keys = torch.arange(FIRST_KEY, FIRST_KEY + KEYS)[:, None]
-            values = dict(zip(INPUTS, (inputs.score.double(), torch.tensor(B), inputs.h, inputs.q_idx, keys), strict=True))
+            values = dict(
+                zip(INPUTS, (inputs.score.double(), torch.tensor(B), inputs.h, inputs.q_idx, keys), strict=True)
+            )
             return values[x.value].expand(KEYS, ROWS), anywhere
         case "size":
             return torch.tensor(inputs.tensors[x.value[0]].shape[x.value[1]]).expand(KEYS, ROWS), anywhere
@@ -171,7 +173,9 @@ def random_inputs(random_: random.Random, dtype: torch.dtype) -> Inputs:
     score = torch.where(randn(KEYS, ROWS) > 0.5, odd, score)
     tensors = []
     for name in random_.sample(DTYPES, 4):
-        shape = [random_.choice((0, 1, 3, 8) if random_.random() < 0.2 else (5, 40, 70)) for _ in range(random_.randrange(4))]
+        shape = [
+            random_.choice((0, 1, 3, 8) if random_.random() < 0.2 else (5, 40, 70)) for _ in range(random_.randrange(4))
+        ]
         x = (randn(*shape) * 30).to(getattr(torch, name))
         tensors.append(x.transpose(0, -1) if x.dim() > 1 and random_.random() < 0.5 else x)
     h = torch.arange(ROWS, dtype=torch.int32) % random_.choice((1, 2, 3))
@@ -199,7 +203,9 @@ def random_program(random_: random.Random, inputs: Inputs) -> Program:
     for _ in range(40):
         name = random_.choice([*OPERATIONS, "round", "cast"])
         if name == "round":
-            nodes.append(builder.round(builder.cast(random_.choice(nodes), REAL), random_.choice(("bfloat16", "float16"))))
+            nodes.append(
+                builder.round(builder.cast(random_.choice(nodes), REAL), random_.choice(("bfloat16", "float16")))
+            )
         elif name == "cast":
             nodes.append(builder.cast(random_.choice(nodes), random_.choice((REAL, "int64", BOOL))))
         else:
@@ -255,5 +261,5 @@ def test_functions_of_reals(width: str, dtype: torch.dtype, monkeypatch: pytest.
             uniform(low, high).exp() * uniform(-1, 1).sign(), uniform(-3, 3), uniform(0.5, 2), uniform(low, high),
             uniform(-8, 8), uniform(high - 2, high + 2), uniform(low - 2, low + 40), uniform(-30, 30).round() / 2,
         ):  # fmt: skip
-            inputs = Inputs(values.to(dtype), *[torch.zeros(ROWS, dtype=torch.int32)] * 2, [])
-            assert_instructions_right(program, inputs, dtype)
+            zeros = torch.zeros(ROWS, dtype=torch.int32)
+            assert_instructions_right(program, Inputs(values.to(dtype), zeros, zeros, []), dtype)

@@ -85,7 +85,7 @@ def with_derivative(variant: Variant, call: Call, needs: Needs) -> Variant:
 
 def wanted_gradients(call: Call, needs: Needs) -> list[int]:
     """The numbers of the score_mod's tensors whose gradients are requested."""
-    return [n for n, (_, needed) in enumerate(zip(call.tensors.score_mod_tensors, needs.score_mod_tensors)) if needed]
+    return [n for n, needed in enumerate(needs.score_mod_tensors) if needed]
 
 
 def extent(x: Tensor) -> int:

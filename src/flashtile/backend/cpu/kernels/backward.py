@@ -245,9 +245,9 @@ class BackwardKernel(Kernel):
                 ds = p * (dp - w.delta.vector(row))
                 if visible is not None:
                     ds = code.select(visible, ds, 0.0)  # where delta is NaN, p * (dp - delta) = 0 * NaN
-                if elements is not None:
-                    elements.add(n, final.formula, ds, visible)
-                if variant.formula is not None:
+                if variant.formula is not None and visible is not None:
+                    if elements is not None:
+                        elements.add(n, final.formula, ds, visible)
                     ds = code.select(visible, ds * final.formula[1], 0.0)
                 if variant.bias_gradient:
                     w.dbias.store(ds, at + row)
