@@ -24,8 +24,9 @@ except ImportError:  # pytest imports the tests as modules of their own
 import flashtile
 from flashtile.backend.cpu import host_backward, host_forward, jit
 from flashtile.dispatch import fast_path
-from flashtile.testing.case import Case
+from flashtile.testing.case import Case, ScoreFunction
 from flashtile.testing.oracle import Expected, solve
+from flashtile.testing.score_functions import tempered_table
 from flashtile.testing.tolerance import compare
 
 Check = Callable[[], str | None]  # the worst result of a call, if it is out of bounds
@@ -91,11 +92,21 @@ def call(make: Callable[..., Case], **keywords: Any) -> Check:
     return functools.partial(wrong_result, functools.partial(make, **keywords))
 
 
+def score_mod_case() -> Case:
+    """A factor for each head, and a table of distances, which groups of heads share a key head for."""
+    score_mod = ScoreFunction(
+        tempered_table,
+        (torch.tensor([0.7, 1.2, 1.0, 1.5]), torch.randn((4, 17), generator=torch.Generator().manual_seed(0))),
+    )
+    return dense_case(num_heads_q=4, num_heads_kv=2, seqlen_q=20, seqlen_k=30, score_mod=score_mod)
+
+
 HEADS = call(forward_case, num_heads_q=4, num_heads_kv=2)
 BLOCKS = call(forward_case, seqlen_k=97)  # the second block has one key
 RISING = call(forward_case, seqlen_k=300, scale=3.0)  # several blocks, and maxima that differ by more than 1
 DECODE = call(forward_case, batch=1, num_heads_q=2, seqlen_q=1, seqlen_k=2000, head_dim=32)  # split over keys
 GRADIENTS = call(dense_case)
+SCORE_MOD = call(score_mod_case)
 
 CPU_BUGS = (
     CpuBug(
@@ -194,6 +205,28 @@ CPU_BUGS = (
             '        accumulate_key_gradient(self, "dk",',
         ),
         GRADIENTS,
+    ),
+    CpuBug(
+        Bug("derivative of the score_mod forgotten", "kernels.backward", "ds * final.formula[1]", "ds"),
+        SCORE_MOD,
+    ),
+    CpuBug(
+        Bug(
+            "score_mod: head of the group",
+            "kernels.tiles",
+            'w.head[at] = code.convert(h + a.integer("h0"), INT)',
+            'w.head[at] = code.convert(h % a.integer("groups"), INT)',
+        ),
+        SCORE_MOD,
+    ),
+    CpuBug(
+        Bug(
+            "score_mod: run ended without its elements",
+            "kernels.dcaptured",
+            "                self.end(load, run)\n                run.element",
+            "                run.element",
+        ),
+        SCORE_MOD,
     ),
     CpuBug(
         Bug("dbias overwritten", "kernels.dbias", "dbias[at] = dbias[at] + x", "dbias[at] = x"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_cuda import ORDERS, EmulationError, emulation, needs_compiler
-from interpreted import interpreted
+from simulated import run_simulated
 from torch import Tensor
 
 from flashtile.ladder import (
@@ -65,7 +65,7 @@ def test_triton_in_the_interpreter(tmp_path: Path) -> None:
     calls = triton_calls()
     q, k, v = torch.randn(3, 65, 24)
     lite = [("triton_any_size", {"q": q, "k": k[:n], "v": v[:n], "online": False}) for n in (24, 65)]
-    results = interpreted(calls + lite, tmp_path, TRITON_INTERPRET="1")
+    results = run_simulated(calls + lite, tmp_path, TRITON_INTERPRET="1")
     assert_triton_is_right(calls, results[: len(calls)])
     assert near(results[-2], exact(q, k[:24], v[:24]))
     assert not near(results[-1], exact(q, k, v), atol=0.1)

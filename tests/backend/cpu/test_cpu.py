@@ -39,7 +39,7 @@ arguments, backward, forward, jit, targets, threads, variants = (
     for name in ("arguments", "kernels.backward", "kernels.forward", "jit", "targets", "threads", "variant")
 )
 support = importlib.import_module("flashtile.backend.cpu.support")
-FEATURES = {name: given for name, given in features().items() if name != "score_mod"}
+FEATURES = features()
 WIDTHS = ("avx512", "avx2", "baseline")
 INF, NAN = torch.inf, torch.nan
 
@@ -66,8 +66,8 @@ def right(case: Case) -> None:
 
 def right_or_declined(case: Case) -> None:
     widths = [x.shape[-1] for name, x in case.arguments.items() if name in ("q", "v", "v_cache")]
-    if "score_mod" in case.arguments or max(widths) > support.MAX_HEAD_DIM:
-        with pytest.raises(BackendError, match=r"score_mod|head dimensions"):
+    if max(widths) > support.MAX_HEAD_DIM:
+        with pytest.raises(BackendError, match="head dimensions"):
             case.run("cpu")
     else:
         right(case)
@@ -210,7 +210,7 @@ def test_few_rows_split_the_keys() -> None:
 
 
 @pytest.mark.parametrize("sinks", [None, (0.5, -INF)], ids=["no sinks", "sinks"])
-@pytest.mark.parametrize("cause", [cause for cause in BLIND if "score_mod" not in cause])
+@pytest.mark.parametrize("cause", BLIND)
 def test_rows_that_see_nothing(cause: str, sinks: tuple | None) -> None:
     right(dense_case(**BLIND[cause] | ({} if sinks is None else {"sinks": torch.tensor(sinks)})))
 
@@ -252,14 +252,6 @@ def test_packed_sequences_and_tokens_of_none() -> None:
     q, k, v = torch.randn(180, 4, 40), torch.randn(230, 2, 40), torch.randn(230, 2, 24)
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "causal": True}
     right(Case("attention_varlen", given, torch.randn(180, 4, 24), torch.randn(4, 180)))
-
-
-def test_score_mod_is_declined_with_a_reason() -> None:
-    q = torch.randn(1, 1, 4, 8)
-    with pytest.raises(BackendError, match="cpu: it does not take a score_mod yet"):
-        flashtile.attention(q, q, q, score_mod=lambda s, b, h, i, j: s, backend="cpu")
-    assert flashtile.explain(q, q, q, score_mod=lambda s, b, h, i, j: s).backend == "tiled"
-    assert flashtile.explain(q, q, q).backend == "cpu"
 
 
 # Memory outside of tensors --------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import importlib
 import math
 import os
 import random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -17,7 +17,7 @@ from torch import Tensor
 from flashtile import BackendError
 from flashtile.expression.builder import Builder, Node
 from flashtile.expression.operations import OPERATIONS
-from flashtile.expression.program import BOOL, INPUTS, INTEGERS, REAL, Instruction, Program, TensorType, number
+from flashtile.expression.program import BOOL, INPUTS, INTEGERS, REAL, Instruction, Program, TensorType, number, type_of
 
 captured, codegen, formula, jit, o, stages, support, targets = (
     importlib.import_module(f"flashtile.backend.cpu.{name}")
@@ -30,7 +30,7 @@ KEYS, ROWS = 5, 32
 B, FIRST_KEY = 1, 2
 INF, NAN = math.inf, math.nan
 ODD = [0.0, -0.0, 1.0, -1.0, INF, -INF, NAN, 1e-40, -1e-45, 1e38, -3e38, 88.6, -87.4, -103.9, 5.9, 0.99, 2.0**24, 2.5]
-DTYPES = "float32 float64 bfloat16 float16 bool int8 uint8 int16 int32 int64".split()
+DTYPES = ["float32", "float64", "bfloat16", "float16", "bool", "int8", "uint8", "int16", "int32", "int64"]
 WIDTHS = ("avx512", "avx2", "baseline")
 
 
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     tensors: list[Tensor]
 
     def types(self) -> tuple[TensorType, ...]:
-        return tuple(TensorType(str(x.dtype).removeprefix("torch."), x.dim()) for x in self.tensors)
+        return tuple(type_of(x) for x in self.tensors)
 
 
 # Generated code -------------------------------------------------------------------------------------------------------
@@ -261,5 +261,5 @@ def test_functions_of_reals(width: str, dtype: torch.dtype, monkeypatch: pytest.
             uniform(low, high).exp() * uniform(-1, 1).sign(), uniform(-3, 3), uniform(0.5, 2), uniform(low, high),
             uniform(-8, 8), uniform(high - 2, high + 2), uniform(low - 2, low + 40), uniform(-30, 30).round() / 2,
         ):  # fmt: skip
-            inputs = Inputs(values.to(dtype), *[torch.zeros(ROWS, dtype=torch.int32)] * 2, [])
-            assert_instructions_right(program, inputs, dtype)
+            zeros = torch.zeros(ROWS, dtype=torch.int32)
+            assert_instructions_right(program, Inputs(values.to(dtype), zeros, zeros, []), dtype)

@@ -98,15 +98,17 @@ def test_one_outlier() -> None:
     ],
 )
 def test_keys_of_many_rows(backend: str, length: int, dtype: torch.dtype) -> None:
-    """dk, dv, dsinks and dbias of a bias that rows share: sums with a term for each row."""
+    """dk, dv, dsinks, dbias of a bias that rows share, and the same by a score_mod: sums with a term for each row."""
     q, k = rows(length, THIRD, dtype), rows(2, 0.0, dtype).requires_grad_()
     v, weight = rows(2, 0.0, dtype), 1 / 3  # of each key and of the sink
     v[:, :, 0], v[:, :, 1] = 0.7, -0.2
     v.requires_grad_()
     sinks, bias = torch.zeros(1, dtype=dtype).requires_grad_(), torch.zeros(1, 1, 1, 2, dtype=dtype).requires_grad_()
-    out = flashtile.attention(q, k, v, sinks=sinks, bias=bias, backend=backend)
+    weight_of_key = torch.zeros(2, dtype=dtype).requires_grad_()
+    score_mod = flashtile.ScoreMod(lambda s, b, h, i, j, x: s + x[j], (weight_of_key,))
+    out = flashtile.attention(q, k, v, sinks=sinks, bias=bias, score_mod=score_mod, backend=backend)
     dout = torch.full_like(out, 0.3)
-    dk, dv, dsinks, dbias = torch.autograd.grad(out, [k, v, sinks, bias], dout)
+    dk, dv, dsinks, dbias, dx = torch.autograd.grad(out, [k, v, sinks, bias, weight_of_key], dout)
     third, dp = q[0, 0, 0, 0].item(), dout[0, 0, 0, 0].item() * v[0, 0, :, 0].double() * D
     delta = weight * dp.sum()
     ds, terms = weight * (dp - delta), weight * (dp.abs() + weight * dp.abs().sum())
@@ -114,6 +116,7 @@ def test_keys_of_many_rows(backend: str, length: int, dtype: torch.dtype) -> Non
     factor = length * third * D**-0.5
     assert_near(dk, (ds * factor)[:, None].detach(), (terms * factor)[:, None].detach())
     assert_near(dbias, (ds * length).detach(), (terms * length).detach())
+    assert_near(dx, (ds * length).detach(), (terms * length).detach())
     assert_near(dsinks, (-weight * delta * length).detach(), (weight * delta.abs() * length).detach())
 
 

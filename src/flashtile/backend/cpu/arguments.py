@@ -12,7 +12,7 @@ from ...call.call import Call, Needs
 from ...call.problem import accumulation_dtype
 from ...expression import Formula, score_mod_formula
 from ...expression.derivative import Load
-from ...expression.program import TensorType, joined
+from ...expression.program import TensorType, joined, type_of
 from ..scalars import keep_scale, slopes_stride, strides_of, threshold
 from . import targets
 from .kernels.captured import stored_dtype
@@ -57,10 +57,9 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
 
 def formula_of(call: Call) -> Formula | None:
     """The formula of the call's score_mod."""
-    t, key = call.tensors, call.settings.score_mod
-    if key is None:
+    if call.settings.score_mod is None:
         return None
-    formula = score_mod_formula(key, t.score_mod_tensors, accumulation_dtype(t.q.dtype))
+    formula = score_mod_formula(call.settings.score_mod)
     assert isinstance(formula, Formula), "`support.declines` refuses what cannot be traced"
     return formula
 
@@ -86,7 +85,7 @@ def with_derivative(variant: Variant, call: Call, needs: Needs) -> Variant:
 
 def wanted_gradients(call: Call, needs: Needs) -> list[int]:
     """The numbers of the score_mod's tensors whose gradients are requested."""
-    return [n for n, (_, needed) in enumerate(zip(call.tensors.score_mod_tensors, needs.score_mod_tensors)) if needed]
+    return [n for n, needed in enumerate(needs.score_mod_tensors) if needed]
 
 
 def extent(x: Tensor) -> int:
@@ -154,10 +153,7 @@ def input_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tens
 
 def captured_tensors(call: Call) -> list[Tensor]:
     """The tensors of the score_mod, in dtypes that kernels read."""
-    return [
-        x.detach().to(getattr(torch, stored_dtype(str(x.dtype).removeprefix("torch."))))
-        for x in call.tensors.score_mod_tensors
-    ]
+    return [x.detach().to(getattr(torch, stored_dtype(type_of(x).dtype))) for x in call.tensors.score_mod_tensors]
 
 
 def captured_table(tensors: Sequence[Tensor]) -> Tensor:

@@ -14,8 +14,8 @@ from ..epilogue import sink_gradient
 from ..scalars import rows_last
 from . import arguments as args
 from . import targets, threads, workspace
-from .epilogue import gather_pages, scatter_to_pages, slope_gradient, without_padding
 from .captured_gradients import CapturedGradients, captured_gradients
+from .epilogue import gather_pages, scatter_to_pages, slope_gradient, without_padding
 from .jit import function_address
 from .kernels import sums
 from .launch import KernelLaunch, run

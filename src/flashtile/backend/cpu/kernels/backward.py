@@ -199,11 +199,8 @@ class BackwardKernel(Kernel):
                 w.keep.store(code.full(1.0), n)
             apply_dropout(code, a, panel, w.keep, first, count, w.position, w.sequence_head)
         full_lo, full_hi = w.bounds[1], w.bounds[2]
-        with code.if_else((first < full_lo) | (first + count > full_hi)) as (then, otherwise):
-            with then:
-                self.softmax_backward(first, count, edge=True)
-            with otherwise:
-                self.softmax_backward(first, count, edge=False)
+        edge = (first < full_lo) | (first + count > full_hi)
+        self.with_and_without_window(edge, lambda edge: self.softmax_backward(first, count, edge))
         if self.variant.bias_gradient:
             accumulate_dbias(self, first, count)
         accumulate_key_gradient(self, "dv", first, count, w.scores, w.dout_rows, width)
@@ -248,9 +245,9 @@ class BackwardKernel(Kernel):
                 ds = p * (dp - w.delta.vector(row))
                 if visible is not None:
                     ds = code.select(visible, ds, 0.0)  # where delta is NaN, p * (dp - delta) = 0 * NaN
-                if elements is not None:
-                    elements.add(n, final.formula, ds, visible)
-                if variant.formula is not None:
+                if variant.formula is not None and visible is not None:
+                    if elements is not None:
+                        elements.add(n, final.formula, ds, visible)
                     ds = code.select(visible, ds * final.formula[1], 0.0)
                 if variant.bias_gradient:
                     w.dbias.store(ds, at + row)

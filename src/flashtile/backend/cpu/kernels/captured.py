@@ -113,17 +113,22 @@ class Captured:
         return self.filled(tensor, self.gather(base.address, code.select(inside, offset, 0)), inside)
 
     def gather(self, base: Pointer, offset: Value) -> Value:
-        """The elements at a vector of offsets, all of which are readable. One that all lanes share is loaded once."""
+        """The elements at a vector of offsets, all of which are readable. One that all lanes share is loaded once, and
+        neighbors as a vector.
+        """
         code, kind = self.code, llvm.VectorType(base.kind, self.code.lanes)
-        first = Value(code, code.ir.extract_element(offset.ir, llvm.Constant(INT, 0)))
+        first, same, neighbors = pattern(offset)
         result = code.variable(Value(code, llvm.Constant(kind, llvm.Undefined)))
-        with code.if_else(code.reduce("and", offset.equals(first))) as (same, different):
-            with same:
-                result.set(code.splat(base[code.convert(first, LONG)]))
-            with different:
-                addresses = code.ir.gep(base.ir, [offset.ir], source_etype=base.kind)
-                addresses.type = llvm.VectorType(ADDRESS, code.lanes)
-                result.set(code.masked_gather(Value(code, addresses), base.kind))
+        with code.if_else(same) as (one, several):
+            with one:
+                result.set(code.splat(base[first]))
+            with several, code.if_else(neighbors) as (contiguous, scattered):
+                with contiguous:
+                    result.set(base.vector(first))
+                with scattered:
+                    addresses = code.ir.gep(base.ir, [offset.ir], source_etype=base.kind)
+                    addresses.type = llvm.VectorType(ADDRESS, code.lanes)
+                    result.set(code.masked_gather(Value(code, addresses), base.kind))
         return result.get()
 
     def filled(self, tensor: int, x: Value, inside: Value) -> Value:
@@ -138,6 +143,15 @@ class Captured:
             x = self.code.convert(x, LONG, signed=False) if dtype == "uint32" else x
             outside = 0
         return self.code.select(inside, x, outside)
+
+
+def pattern(offset: Value) -> tuple[Value, Value, Value]:
+    """The offset of the first lane, whether all lanes have the same one, and whether each has the next one."""
+    code = offset.code
+    first = Value(code, code.ir.extract_element(offset.ir, llvm.Constant(INT, 0)))
+    lanes = Value(code, llvm.Constant(offset.ir.type, list(range(code.lanes))))
+    same, neighbors = offset.equals(first), offset.equals(lanes + first)
+    return code.convert(first, LONG), code.reduce("and", same), code.reduce("and", neighbors)
 
 
 def below(index: Value, size: Value) -> Value:

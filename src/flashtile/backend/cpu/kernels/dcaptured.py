@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir as llvm
 
 from ....expression.derivative import Load
-from .captured import Captured, Position
+from .captured import Captured, Position, pattern
 from .codegen import Code
 from .kernel import Kernel
 from .operands import ADDRESS, BIT, INT, LONG, Pointer, Value, Variable
@@ -86,19 +86,26 @@ def task_sums(captured: Captured, tensor: int, places: tuple[Value, ...]) -> tup
 
 
 def add_elements(code: Code, sums: Pointer, errors: Pointer, element: Value, x: Value) -> None:
-    """Add each lane of `x` to its element. Where all lanes have the same one, their sum is added at once."""
+    """Add each lane of `x` to its element. Where all lanes have the same one, their sum is added at once, and neighbors
+    as a vector.
+    """
     kinds = (ADDRESS, ADDRESS, element.ir.type, x.ir.type)
     with code.shared_function("add_elements", *kinds) as args:
         if args:
             sums_, errors_, element_, x_ = code.pointer(args[0]), code.pointer(args[1]), args[2], args[3]
             lanes = [(lane(element_, n), lane(x_, n)) for n in range(code.lanes)]
-            first = lanes[0][0]
-            with code.if_else(code.reduce("and", element_.equals(first))) as (same, different):
-                with same:
+            first, same, neighbors = pattern(element_)
+            with code.if_else(same) as (one, several):
+                with one:
                     add_element(code, sums_, errors_, first, pairwise_sum([y for _, y in lanes]))
-                with different:
-                    for at, y in lanes:
-                        add_element(code, sums_, errors_, at, y)
+                with several, code.if_else(neighbors & (first >= 0)) as (contiguous, scattered):
+                    with contiguous:
+                        error, total = fast_two_sum(code, errors_.vector(first) + x_, sums_.vector(first))
+                        errors_.store(error, first)
+                        sums_.store(total, first)
+                    with scattered:
+                        for at, y in lanes:
+                            add_element(code, sums_, errors_, at, y)
     code.call("add_elements", sums, errors, element, x)
 
 

@@ -1,7 +1,7 @@
 """Elementary functions of vectors, in float32 and float64. All propagate NaN.
 
-exp2 and log2 are the softmax's, for the arguments that it has. The functions of formulas take every real, infinities and
-subnormal numbers included, with errors of a few ulp.
+exp2 and log2 are the softmax's, for the arguments that it has. The functions of formulas take every real, infinities
+and subnormal numbers included, with errors of a few ulp.
 """
 
 import functools
@@ -46,8 +46,8 @@ def exp2_coefficients(degree: int) -> tuple[float, ...]:
 
 
 def split_exp2(code: Code, x: Value, degree: int) -> tuple[Value, Value, Value]:
-    """Split `2**x = 2**n * (1 + f * g)` into `2**n`, `f` and `g`, a polynomial such that `f * g` has this degree. `2**n`
-    is 0 for `n <= -127` (-1023); `x` is at most 128 (1024).
+    """Split `2**x = 2**n * (1 + f * g)` into `2**n`, `f` and `g`, a polynomial such that `f * g` has this degree.
+    `2**n` is 0 for `n <= -127` (-1023); `x` is at most 128 (1024).
     """
     fmt = FloatFormat(code)
     x = code.maximum(code.full(-fmt.bias), x)  # `maximum` returns its second operand if either is NaN

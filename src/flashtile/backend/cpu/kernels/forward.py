@@ -145,11 +145,7 @@ class ForwardKernel(Kernel):
         panel.store(panel.load(m), w.new_m)
         self.score_product(p, k, count)
         if variant.modifies_scores:
-            with code.if_else(edge) as (then, otherwise):
-                with then:
-                    self.modify_scores(p, first, count, m, edge=True)
-                with otherwise:
-                    self.modify_scores(p, first, count, m, edge=False)
+            self.with_and_without_window(edge, lambda edge: self.modify_scores(p, first, count, m, edge))
         else:
             with code.if_then(edge):
                 self.modify_scores(p, first, count, m, edge=True)

@@ -1,6 +1,6 @@
 """Code that the forward and backward kernels share: the task loop, a thread's workspace, mask and bias of a block."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ....expression import Formula
@@ -57,6 +57,19 @@ class Kernel:
             at = a.pointer(name, STORAGE_TYPES[dtype]) + first * stride
             load_transposed(code, panel, at, offsets, count, stride, dtype, getattr(w, name), code.real(1))
         return mask_has_visible(code, panel, w.mask, count) if variant.mask else code.index(0).equals(0)
+
+    def with_and_without_window(self, edge: Value, emit: Callable[[bool], None]) -> None:
+        """Emit a block's code with the test of the window, for blocks at its edge, and without it for others; with a
+        formula the former serves all, since the formula's code takes longer to compile than the test to run.
+        """
+        if self.variant.formula is not None:
+            emit(True)
+            return
+        with self.code.if_else(edge) as (then, otherwise):
+            with then:
+                emit(True)
+            with otherwise:
+                emit(False)
 
     def score_tables(self, p: Value) -> ScoreTables:
         """The inputs of the score features, for a loop over keys that begins here."""
