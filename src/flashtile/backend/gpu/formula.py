@@ -86,8 +86,7 @@ class Writer:
         ndim = self.tensors[tensor].ndim
         to_wide = f".to({language}.int64)" if self.wide else ""
         steps = [
-            (len(x.inputs), f"{x.name} * captured[{first + 1 + ndim + n}]{to_wide}")
-            for n, x in enumerate(indices)
+            (len(x.inputs), f"{x.name} * captured[{first + 1 + ndim + n}]{to_wide}") for n, x in enumerate(indices)
         ]
         # What varies least is added first: sums of numbers stay numbers.
         pointer = " + ".join([f"captured[{first}]", *(text for _, text in sorted(steps, key=lambda step: step[0]))])

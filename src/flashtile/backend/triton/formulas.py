@@ -67,8 +67,7 @@ def launch(
     recorder: Recorder, call: Call, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any],
     **derivatives: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel for a call, with the device function of its score_mod and the `derivatives` that the kernel uses.
-    """
+    """Launch a kernel for a call, with the device function of its score_mod and the `derivatives` that the kernel uses."""
     formula = formula_of(call)
     if formula is not None:
         kernel = with_captured(kernel, tuple(x.ndim for x in formula.tensors))

@@ -182,9 +182,11 @@ class BackwardLaunches:
         tensors = self.call.tensors.score_mod_tensors
         sums = [self.recorder.op(new_sums, x) if wanted else None for x, wanted in zip(tensors, needed, strict=True)]
         given, align = self.inputs()
+        # Exact sums take sixty registers for each sixteen pairs of a thread.
+        config = config._replace(block_m=min(config.block_m, 64), block_n=min(config.block_n, 32), num_stages=1)
         tiles = args.num_tiles(self.call, config.block_m)
         programs = tiles * self.q.shape[1] * args.dense_batch(self.q)
-        constants = args.constants(self.call, config._replace(num_stages=1), align)
+        constants = args.constants(self.call, config, align)
         for n, load in enumerate(formulas.loads(formula)):
             if needed[load.tensor]:
                 inputs = formulas.function_of(self.call, formula, load=n).position_inputs

@@ -53,7 +53,9 @@ def generated(body: Any, dimensions: tuple[int, ...]) -> Any:
     names = {"__name__": function.__module__, "tl": tl, "body": body}
     names |= {group.__name__: group for p in parameters for group in groups(p.annotation)}
     captured = "".join(f" {n}" for n in dimensions)
-    return triton.jit(defined(name, source, f"{function.__module__}.{name}{captured}", names), do_not_specialize=scalars)
+    return triton.jit(
+        defined(name, source, f"{function.__module__}.{name}{captured}", names), do_not_specialize=scalars
+    )
 
 
 def defined(name: str, source: str, title: str, names: dict[str, Any]) -> Any:
