@@ -1,8 +1,8 @@
 """Time score functions in flashtile and in FlexAttention on a GPU: `python benchmarks/score_mod.py --out FILE.csv`.
 
 Forward, backward, and backward with the gradients of captured tensors, in alternation, as medians with quartiles. The
-rows `plain` are the same call of the same backend without a function. A cell that fails is reported, and the run goes on;
-after `--seconds` no cell begins.
+rows `plain` are the same call of the same backend without a function. A cell that fails is reported, and the run goes
+on; after `--seconds` no cell begins.
 """
 
 import csv

@@ -4,6 +4,7 @@ import math
 import os
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from programs import INTEGERS, PAIRS, REALS
 from torch import Tensor
 from variants import VARIANTS
 
+from flashtile.backend.gpu import replay
 from flashtile.backend.gpu.formula import loads
 from flashtile.backend.triton.formulas import captured_pointers, captured_scalars, device_function
 from flashtile.backend.triton.host_backward import new_sums, rounded_sums
 from flashtile.backend.triton.kernels import exact_sum
 from flashtile.backend.triton.kernels.kernel import Captured, Pointer, kernel, with_captured
+from flashtile.dispatch import fast_path
 from flashtile.expression.formula import Formula, formula_of
 from flashtile.testing.case import Case, ScoreFunction
 from flashtile.testing.oracle import solve
@@ -228,3 +231,17 @@ def test_every_load_of_a_formula_has_a_gradient() -> None:
     assert isinstance(traced, tuple)
     assert isinstance(traced[0], Formula)
     assert [load.tensor for load in loads(traced[0])] == [0, 1]
+
+
+def test_a_call_with_other_tensors_is_replayed() -> None:
+    """Captured tensors are arguments of the recorded launches."""
+    fast_path.forget()
+    sizes = {"batch": 1, "num_heads_q": 4, "seqlen_q": 3, "seqlen_k": 5}
+    case = dense_case(**sizes, score_mod=score_function(temperature))
+    with mock.patch("flashtile.call.device.host_readable", return_value=False):
+        for _ in range(2):
+            case.run("triton")
+        other = dense_case(**sizes, seed=1, score_mod=ScoreFunction(temperature, (torch.rand(4),)))
+        with mock.patch.object(replay, "Recorder", side_effect=AssertionError("not replayed")):
+            assert_right(other)
+    fast_path.forget()

@@ -53,7 +53,9 @@ BUGS = (
     Bug("delta without dlse", "preprocess.preprocess_kernel", "dlse.data is not None", "False", "causal"),
     Bug("softcap without derivative", "scores.backward", "params.scores.softcap is not None", "False", "softcap"),
     Bug("dslopes with the wrong sign", "dq.inner_loop", "-dslope, CONFIG", "dslope, CONFIG", "slopes"),
-    Bug("score_mod without derivative", "scores.unmodified", "params.scores.score_mod is not None", "False", "score_mod"),
+    Bug(
+        "score_mod without derivative", "scores.unmodified", "params.scores.score_mod is not None", "False", "score_mod"
+    ),
     Bug("score_mod of the first head", "scores.modify", "info.head + part.h0", "part.h0", "score_mod"),
     Bug("exact sums without a sign", "exact_sum.add", "-wide_high, wide_high", "wide_high, wide_high", "score_mod"),
     Bug("equal positions taken for one term", "dcaptured.inner_loop", "if first == last", "if True", "score_mod"),
