@@ -230,6 +230,8 @@ def backends() -> str:
     from flashtile.call.problem import Problem
     from flashtile.call.window import Window
     from flashtile.dispatch.planner import SUPPORT
+    from flashtile.expression.formula import Formula
+    from flashtile.expression.program import Instruction, Program
 
     pairs = (True, True, False, False)  # of a batch and its heads, the same
     none: dict[str, Any] = dict.fromkeys(("page_size", "mask", "bias", "score_mod"))
@@ -254,7 +256,7 @@ def backends() -> str:
         "`bias`": ({"bias": pairs}, "bias"),
         "`alibi_slopes`": ({"alibi": True}, "alibi_slopes"),
         "`sinks`": ({"sinks": True}, "sinks"),
-        "`score_mod`": ({"score_mod": "a function"}, None),
+        "`score_mod`": ({"score_mod": Formula(Program((Instruction("input", "real", (), "score"),), (0,)), ())}, None),
         "`dropout_p`": ({"dropout": True}, None),
         "`deterministic`": ({"deterministic": True}, None),
         "packed sequences": ({"layout": "varlen"}, None),

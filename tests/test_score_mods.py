@@ -27,15 +27,12 @@ def bucket(distance: int, near: int, buckets: int, longest: int) -> int:
 
 
 def t5(bidirectional: bool) -> Tensor:
-    found = torch.empty(H, N, N)
-    for i in range(N):
-        for j in range(N):
-            if bidirectional:
-                row = bucket(abs(i - j), 8, 16, 20) + 16 * (j > i)
-            else:
-                row = bucket(max(i - j, 0), 16, 32, 20)
-            found[:, i, j] = BUCKETS[row]
-    return found
+    """The biases `[H, N, N]` of the buckets."""
+
+    def row(i: int, j: int) -> int:
+        return bucket(abs(i - j), 8, 16, 20) + 16 * (j > i) if bidirectional else bucket(max(i - j, 0), 16, 32, 20)
+
+    return torch.stack([torch.stack([BUCKETS[row(i, j)] for j in range(N)], -1) for i in range(N)], -2)
 
 
 EXPECTED: dict[str, tuple[ScoreMod, Callable[[Tensor], Tensor]]] = {

@@ -112,8 +112,6 @@ def test_caches(seed: int) -> None:
     case = random_case(seed, dtypes=(torch.float16, torch.float32), function="attention_with_kvcache")
     if max(case.arguments["q"].shape[-1], case.arguments["k_cache"].shape[-2]) > 160:
         pytest.skip("large")
-    if case.arguments.get("score_mod") is not None:
-        case.arguments["score_mod"] = None
     case.arguments["num_splits"] = rng.choice((None, 1, 3))
     expected = solve(case)
     wrong = [str(x) for x in compare(case.run("triton"), case, expected) if not x.ok]

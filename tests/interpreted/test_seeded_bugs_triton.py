@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from checking import dense_case
+from checking import dense_case, features
 from seeded_bugs import with_mistake
 
 from flashtile.testing.case import Case
@@ -53,6 +53,12 @@ BUGS = (
     Bug("delta without dlse", "preprocess.preprocess_kernel", "dlse.data is not None", "False", "causal"),
     Bug("softcap without derivative", "scores.backward", "params.scores.softcap is not None", "False", "softcap"),
     Bug("dslopes with the wrong sign", "dq.inner_loop", "-dslope, CONFIG", "dslope, CONFIG", "slopes"),
+    Bug(
+        "score_mod without derivative", "scores.unmodified", "params.scores.score_mod is not None", "False", "score_mod"
+    ),
+    Bug("score_mod of the first head", "scores.modify", "info.head + part.h0", "part.h0", "score_mod"),
+    Bug("exact sums without a sign", "exact_sum.add", "-wide_high, wide_high", "wide_high, wide_high", "score_mod"),
+    Bug("equal positions taken for one term", "dcaptured.inner_loop", "if first == last", "if True", "score_mod"),
 )
 
 
@@ -93,6 +99,7 @@ CALLS = {
     "slopes": lambda: dense_case(batch=1, alibi_slopes=torch.tensor([0.5, 0.1])),
     "sinks": lambda: dense_case(batch=1, sinks=torch.tensor([0.5, 1.0])),
     "dropout": lambda: dense_case(batch=1, num_heads_q=1, seqlen_k=9, dropout_p=0.4, dropout_seed=3),
+    "score_mod": lambda: dense_case(batch=1, causal=True, score_mod=features()["score_mod"]["score_mod"]),
     "splits": lambda: with_cache(num_splits=3),
     "pages": lambda: with_cache(pages=True),
     "long": long_sum,

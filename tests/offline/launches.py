@@ -100,7 +100,8 @@ def planned(call: Call, backend: str, arch: str) -> tuple[Any, Plan, Needs | Non
     assert reason is None, reason
     plan = Plan(backend, support.tile(problem, device), support.num_splits(problem, device), ())
     t = call.tensors
-    needs = Needs(True, True, True, t.bias is not None, t.alibi_slopes is not None, t.sinks is not None)
+    captured = tuple(x.is_floating_point() for x in t.score_mod_tensors)
+    needs = Needs(True, True, True, t.bias is not None, t.alibi_slopes is not None, t.sinks is not None, captured)
     if backend == "hopper":
         needs = needs._replace(alibi_slopes=False)
         if support.declines_backward(problem, device, needs) is not None:

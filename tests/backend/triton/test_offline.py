@@ -14,6 +14,7 @@ from offline.compiled import compile_launch, unset_registers
 from offline.families import ARCHITECTURES, call_of_family
 from offline.launches import launches_of, recorded, replay_of, results_of
 
+import flashtile
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu.installed import triton_version
 from flashtile.backend.triton.configs import KIB, SHARED_MEMORY
@@ -21,6 +22,7 @@ from flashtile.backend.triton.support import MAX_HEAD_DIM
 from flashtile.call.call import Call
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.testing.generate import random_case
+from flashtile.testing.score_functions import distance_table
 
 CHOSEN = {  # family and kernel for each
     "sm_80": ("hdim 33/5", "dkdv"),
@@ -48,6 +50,18 @@ def test_the_long_loop_stays_asynchronous_on_hopper() -> None:
     found = compile_launch(launch, "sm_90")
     assert not found.serialized
     assert found.spilled == 0
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+def test_a_table_of_a_score_mod_stays_out_of_shared_memory(kernel: str) -> None:
+    """Copies of its elements ahead of time would take a tile of memory, and spill."""
+    q = torch.empty(1, 2, 512, 64, dtype=torch.bfloat16)
+    mod = flashtile.ScoreMod(distance_table, (torch.empty(2, 17),))
+    launches = launches_of(described_call(q, q, q, None, None, {"score_mod": mod}), "sm_90")
+    found = compile_launch(next(x for x in launches if x.name == kernel), "sm_90")
+    assert found.shared <= 80 * KIB
+    assert found.spilled == 0
+    assert not found.unset
 
 
 @pytest.mark.skipif(triton_version() != (3, 6), reason="newer ptxas takes 158 to 167 registers: three")

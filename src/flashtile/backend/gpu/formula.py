@@ -2,8 +2,8 @@
 
     def NAME(score, b, h, q_idx, k_idx, captured): ... return (OUTPUT, ...)
 
-Indices have any shapes that broadcast to the score's: a number, rows `[M, 1]`, keys `[1, N]`, or transposed. A value has
-the shape of what it depends on, so that an element of a captured tensor that depends on the head alone is one load.
+Indices have any shapes that broadcast to the score's: a number, rows `[M, 1]`, keys `[1, N]`, or transposed. A value
+has the shape of what it depends on, so that an element of a captured tensor that depends on the head alone is one load.
 `captured` has the data pointer, the sizes and the strides of each captured tensor, one after another.
 """
 
@@ -24,7 +24,8 @@ OPERATIONS = {  # formats of operands; {language} is the module of the language
     "where": "{language}.where({0}, {1}, {2})",
     "sqrt": "{language}.sqrt({0})", "rsqrt": "{language}.rsqrt({0})", "log": "{language}.log({0})",
     "erf": "{language}.erf({0})", "floor": "{language}.floor({0})",
-    "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
+    "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
     "and_": "{0} & {1}", "or_": "{0} | {1}", "xor": "{0} ^ {1}", "not_": "~{0}",
 }  # fmt: skip
 FUNCTIONS = ("exp", "tanh", "sigmoid")  # device functions of the backend, as are floordiv, mod and inside

@@ -1,1 +1,1 @@
-"""Attention in Triton: every feature but score_mod, forward and backward, on any GPU that Triton serves."""
+"""Attention in Triton: every feature, forward and backward, on any GPU that Triton serves."""

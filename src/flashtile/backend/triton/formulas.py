@@ -16,13 +16,11 @@ from torch import Tensor
 
 from ...call.call import Call
 from ...expression import Formula, score_mod_formula
-from ..gpu.formula import loads, source
+from ..gpu.formula import source
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder
 from .kernels import functions
 from .kernels.kernel import defined, with_captured
-
-__all__ = ["captured_pointers", "captured_scalars", "device_function", "formula_of", "function_of", "launch", "loads"]
 
 
 class DeviceFunction(NamedTuple):
@@ -67,7 +65,7 @@ def launch(
     recorder: Recorder, call: Call, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any],
     **derivatives: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel for a call, with the device function of its score_mod and the `derivatives` that the kernel uses."""
+    """Launch a kernel for a call, with the device function of its score_mod; `derivatives` are those it uses."""
     formula = formula_of(call)
     if formula is not None:
         kernel = with_captured(kernel, tuple(x.ndim for x in formula.tensors))

@@ -11,6 +11,7 @@ from ...call.call import Call, Gradients, Needs, Tensors, new_rows
 from ...call.plan import Plan
 from ..epilogue import sink_gradient, sum_to_heads
 from ..gpu import replay
+from ..gpu.formula import loads
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import dlse_strides, lse_strides, rows_last, strides
@@ -182,10 +183,12 @@ class BackwardLaunches:
         tensors = self.call.tensors.score_mod_tensors
         sums = [self.recorder.op(new_sums, x) if wanted else None for x, wanted in zip(tensors, needed, strict=True)]
         given, align = self.inputs()
+        # Exact sums take sixty registers for each sixteen pairs of a thread.
+        config = config._replace(block_m=min(config.block_m, 64), block_n=min(config.block_n, 32), num_stages=1)
         tiles = args.num_tiles(self.call, config.block_m)
         programs = tiles * self.q.shape[1] * args.dense_batch(self.q)
-        constants = args.constants(self.call, config._replace(num_stages=1), align)
-        for n, load in enumerate(formulas.loads(formula)):
+        constants = args.constants(self.call, config, align)
+        for n, load in enumerate(loads(formula)):
             if needed[load.tensor]:
                 inputs = formulas.function_of(self.call, formula, load=n).position_inputs
                 by = {"BY_ROW": bool(inputs & {"score", "q_idx"}), "BY_KEY": bool(inputs & {"score", "k_idx"})}

@@ -1,5 +1,5 @@
-"""The gradient of a tensor that a score_mod captures, for one of the loads of its formula: one program for each block of
-rows. The terms of an element are added exactly (`exact_sum`), so that no order of programs changes a bit.
+"""The gradient of a tensor that a score_mod captures, for one load of its formula: one program for each block of rows.
+The terms of an element are added exactly (`exact_sum`), so that no order of programs changes a bit.
 
 Terms of the same element are added before: over the keys of a row, over the rows of a tile, or over both, where the
 position depends on no more, and over a tile in which all positions happen to be equal, as far from the diagonal of a
@@ -26,8 +26,8 @@ def dcaptured_kernel(
     q: QueryTensor, k: KeyTensor, v: KeyTensor, dout: QueryTensor, row_stats: RowTensor, sums: Pointer, params: Params,
     BY_ROW: tl.constexpr, BY_KEY: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Add to `sums [elements, WORDS]`. The score_mod returns the score, its derivative by the element, and the element's
-    position, which is the same for all rows, or all keys, unless BY_ROW, or BY_KEY.
+    """Add to `sums [elements, WORDS]`. The score_mod returns the score, its derivative by the element, and the
+    element's position, which is the same for all rows unless BY_ROW, and for all keys unless BY_KEY.
     """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     lengths = params.lengths

@@ -2,8 +2,8 @@
 Validity", 2008, chapter 8).
 
 A finite number is an integer of 24 bits times `2 ** n`, `-149 <= n <= 104`. A sum has nine words of 64 bits in units of
-`2 ** -149`, `2 ** -117`, ...; a number adds less than `2 ** 32` to each of two neighbors, so that `2 ** 31` numbers fit.
-A tenth word has a bit each for NaN, infinity and negative infinity.
+`2 ** -149`, `2 ** -117`, ...; a number adds less than `2 ** 32` to each of two neighbors: `2 ** 31` numbers fit. A
+tenth word has a bit each for NaN, infinity and negative infinity.
 """
 
 import triton
