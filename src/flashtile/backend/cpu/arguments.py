@@ -156,9 +156,12 @@ def captured_tensors(call: Call) -> list[Tensor]:
     return [x.detach().to(getattr(torch, stored_dtype(type_of(x).dtype))) for x in call.tensors.score_mod_tensors]
 
 
-def captured_table(tensors: Sequence[Tensor]) -> Tensor:
-    """Addresses, sizes and strides of the tensors of a score_mod (`captured.table_offsets`)."""
-    return torch.tensor([n for x in tensors for n in (x.data_ptr(), *x.shape, *x.stride())] or [0])
+def captured_table(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The field with addresses, sizes and strides of the tensors of a score_mod (`captured.table_offsets`), if any. The
+    tensors have to be named until the kernel returns.
+    """
+    entries = [n for x in tensors for n in (x.data_ptr(), *x.shape, *x.stride())]
+    return {"captured": torch.tensor(entries)} if entries else {}
 
 
 def call_scalars(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def total(parts: Tensor, x: CapturedGradient) -> Tensor:
 def captured_gradients(
     call: Call, variant: Variant, needs: Needs, sizes: tuple[int, int], split: TaskSplit
 ) -> CapturedGradients:
-    """The gradients of a call whose backward pass has these tasks. `sizes`: the numbers of sequences and key heads."""
+    """The gradients for a backward pass with these tasks. `sizes` are the numbers of sequences and key heads."""
     tensors, wanted = call.tensors.score_mod_tensors, wanted_gradients(call, needs)
     found: list[CapturedGradient | None] = [None] * len(tensors)
     joined = (split.share_b, split.share_h, False)

@@ -127,9 +127,9 @@ def run_backward(
 ) -> Gradients:
     t, (q, k, v), launch = call.tensors, inputs, step.launch
     captured, dcaptured = args.captured_tensors(call), step.captured.allocate(rows.lse.dtype)
-    tensors = {**rows._asdict(), **buffers._asdict(), "captured": args.captured_table([*captured, *dcaptured])}
+    tensors = {**rows._asdict(), **buffers._asdict(), **args.captured_table([*captured, *dcaptured])}
     run(launch, args.input_tensors(call, q, k, v) | {name: x for name, x in tensors.items() if x is not None})
-    del captured  # which the table has the addresses of
+    del captured
     dq, dslopes = buffers.dq, buffers.dslopes
     if dq is not None:
         dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))

@@ -59,7 +59,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     q, k, v = inputs
     captured = args.captured_tensors(call)
-    tensors = args.input_tensors(call, q, k, v) | {"out": out, "lse": lse, "captured": args.captured_table(captured)}
+    tensors = args.input_tensors(call, q, k, v) | args.captured_table(captured) | {"out": out, "lse": lse}
     if launch.splits > 1:
         shape = (launch.splits, *lse.shape)
         partial_out, partial_lse = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)
@@ -67,7 +67,7 @@ def run_forward(
         combine(partial_out, partial_lse, out if out.dim() == 4 else out.transpose(0, 1), lse)
     else:
         run(launch, tensors)
-    del captured  # which the table has the addresses of
+    del captured
     used_tokens = launch.lengths.used_tokens
     if q.dim() == 3 and used_tokens < q.shape[0]:  # tokens of no sequence
         out[used_tokens:] = 0
