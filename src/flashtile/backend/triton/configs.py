@@ -138,7 +138,7 @@ def memory_of(device: Device) -> int:
 
 def has_pairs(problem: Problem) -> bool:
     """Whether a feature adds a value to the score of each pair."""
-    return problem.bias is not None or problem.mask is not None or problem.alibi
+    return problem.features.mask is not None or problem.features.score_terms
 
 
 def has_most(dtype: torch.dtype, device: Device) -> bool:
@@ -173,7 +173,7 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
     mask for every pair; in forward, whose tiles are the largest, any bias, dropout and ALiBi. Also for problems that
     are `misaligned`, or for which `wants_small` holds.
     """
-    given = [x for x in (problem.bias, problem.mask) if x is not None]
+    given = [x for x in (problem.features.bias, problem.features.mask) if x is not None]
     of_pairs = any(not (x[2] or x[3]) for x in given)
     small = wants_small(problem, row, device)
     forward, dkdv, dq = SMALL if small else row.forward, row.dkdv, row.dq
