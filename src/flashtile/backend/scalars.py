@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call.call import Call
+from ..call.call import FEATURES, HEAD_TERMS, SCORE_TERMS, Call, Tensors
+from ..call.features import PER_SEQUENCE_AND_HEAD
 from ..call.problem import LONGEST
 
 LOG2E = math.log2(math.e)
@@ -49,9 +50,19 @@ def dlse_strides(dlse: Tensor | None) -> dict[str, Any]:
     return {"stride_dlse_b": batch[0] if batch else 0, "stride_dlse_h": head, "stride_dlse_m": row}
 
 
-def slopes_stride(slopes: Tensor) -> int:
-    """The stride between sequences of contiguous slopes `[H]` or `[B, H]`."""
-    return slopes.shape[1] if slopes.dim() == 2 else 0
+def head_terms(t: Tensors) -> dict[str, Tensor | None]:
+    """Score terms with a value for each head, by symbol."""
+    return {symbol: getattr(t, name) for symbol, name in HEAD_TERMS.items()}
+
+
+def head_strides(t: Tensors, absent: int | None = None) -> dict[str, int | None]:
+    """Strides between sequences of those that may be `[B, H]`, as `stride_{symbol}_b`; 0 for `[H]`. Contiguous."""
+    strides = {}
+    for symbol, name in HEAD_TERMS.items():
+        if PER_SEQUENCE_AND_HEAD in FEATURES[name].shapes:
+            x = getattr(t, name)
+            strides[f"stride_{symbol}_b"] = absent if x is None else x.shape[1] if x.dim() == 2 else 0
+    return strides
 
 
 def score_units(call: Call) -> dict[str, Any]:
@@ -59,7 +70,8 @@ def score_units(call: Call) -> dict[str, Any]:
     scores into base-2 exponents. Without score features, `factor` includes the scale and there is no multiplier.
     """
     t, s = call.tensors, call.settings
-    folded = t.bias is None and t.alibi_slopes is None and s.softcap is None and s.scale > 0
+    added = any(getattr(t, name) is not None for name in SCORE_TERMS)
+    folded = not added and s.softcap is None and s.scale > 0
     return {
         "factor": s.scale * LOG2E if folded else LOG2E,
         "multiplier": None if folded else s.scale,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...call.call import Call
 from ...call.problem import accumulation_dtype
-from ..scalars import keep_scale, slopes_stride, strides_of, threshold
+from ..scalars import head_strides, head_terms, keep_scale, strides_of, threshold
 from . import targets
 from .kernels.formats import ITEM_SIZES
 from .kernels.tiles import UNLIMITED
@@ -40,7 +40,7 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
         vectors=1 if needed <= 1 else target.vectors,
         softcap=s.softcap is not None,
         bias=None if t.bias is None else DTYPE_NAMES[t.bias.dtype],
-        alibi=t.alibi_slopes is not None,
+        head_terms=tuple(symbol for symbol, x in head_terms(t).items() if x is not None),
         mask=t.mask is not None,
         dropout=s.dropout_p > 0,
     )
@@ -94,7 +94,7 @@ def input_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tens
     for name, x, dtype in (
         ("mask", t.mask, None),
         ("bias", t.bias, None),
-        ("slopes", t.alibi_slopes, real),
+        *((symbol, x, real) for symbol, x in head_terms(t).items()),
         ("sinks", t.sinks, real),
         ("seed", t.dropout_seed if call.settings.dropout_p > 0 else None, torch.int64),
         ("page_table", t.page_table, torch.int64),
@@ -135,8 +135,7 @@ def call_scalars(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) 
     }
     for name, x in (("mask", t.mask), ("bias", t.bias)):
         values |= {} if x is None else pair_strides(name, x)
-    if t.alibi_slopes is not None:
-        values["slopes_b"] = slopes_stride(t.alibi_slopes)
+    values |= {name.removeprefix("stride_"): stride for name, stride in head_strides(t, absent=0).items()}
     if s.dropout_p > 0:
         limit = threshold(s.dropout_p)
         values |= {"threshold": limit, "keep_scale": keep_scale(limit)}

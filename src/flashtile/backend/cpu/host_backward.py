@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...call.call import Call, Gradients, Needs, new_rows
 from ...call.plan import Plan
-from ..epilogue import sink_gradient
+from ..epilogue import RowStats, requested_from_rows
 from ..scalars import rows_last
 from . import arguments as args
 from . import targets, threads, workspace
@@ -95,7 +95,7 @@ def record_backward(
     rows, tasks = row_tensors(out, lse, dout, dlse), backward_tasks(plan, call, needs)
     buffers = allocate_gradients(call, needs, rows.lse, tasks.lengths, tasks.split.splits)
     launch = backward_launch(call, tasks, (q, k, v, rows.out, rows.dout), rows.lse, buffers)
-    grads = run_backward(launch, call, (q, k, v), rows, buffers, sinks=needs.sinks)
+    grads = run_backward(launch, call, (q, k, v), rows, buffers, needs)
     return functools.partial(replay_backward, launch, needs) if call.layout == "dense" else None, grads
 
 
@@ -105,7 +105,7 @@ def replay_backward(
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     rows = row_tensors(out, lse, dout, dlse)
     buffers = allocate_gradients(call, needs, rows.lse, launch.lengths, launch.splits)
-    return run_backward(launch, call, (q, k, v), rows, buffers, sinks=needs.sinks)
+    return run_backward(launch, call, (q, k, v), rows, buffers, needs)
 
 
 def row_tensors(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> RowTensors:
@@ -120,7 +120,7 @@ def run_backward(
     inputs: tuple[Tensor, Tensor, Tensor],
     rows: RowTensors,
     buffers: GradientBuffers,
-    sinks: bool,
+    needs: Needs,
 ) -> Gradients:
     t, (q, k, v) = call.tensors, inputs
     tensors = {**rows._asdict(), **buffers._asdict()}
@@ -130,13 +130,14 @@ def run_backward(
         dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))
         if dq.dim() == 3:
             dq[launch.lengths.used_tokens :] = 0
+    stats = RowStats(t.sinks, rows.lse, buffers.delta, rows.lse, rows.dlse)
     return Gradients(
         q=dq,
         k=without_padding(t.k, buffers.dk),
         v=without_padding(t.v, buffers.dv),
         bias=buffers.dbias,
         alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0), launch.lengths),
-        sinks=sink_gradient(t.sinks, rows.lse, buffers.delta) if sinks and t.sinks is not None else None,
+        **{name: gradient(stats) for name, gradient in requested_from_rows(needs, t)},
     )
 
 

@@ -1,5 +1,7 @@
 """The launches of a backward pass: row statistics first, then one kernel for each kind of gradient."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from ...call.call import Call, Gradients, Needs, Tensors, new_rows
 from ...call.plan import Plan
-from ..epilogue import sink_gradient, sum_to_heads
+from ..epilogue import RowStats, requested_from_rows, sum_to_heads
 from ..gpu import replay
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder, Results
@@ -57,10 +59,12 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
         dk, dv = (
             None if dx is None else recorder.op(in_pages, x, t.page_table, dx) for x, dx in ((t.k, dk), (t.v, dv))
         )
-    dsinks = recorder.op(sinks_from_rows, t.sinks, lse, launches.row_stats) if needs.sinks else None
-    return (
-        dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias, dslopes, dsinks
-    )  # fmt: skip
+    from_rows = {
+        name: recorder.op(partial(from_row_stats, gradient), t.sinks, lse, launches.row_stats, dlse)
+        for name, gradient in requested_from_rows(needs, t)
+    }
+    dq, dk, dv = (dx if needed else None for dx, needed in zip((dq, dk, dv), needs, strict=False))
+    return Gradients(q=dq, k=dk, v=dv, bias=dbias, alibi_slopes=dslopes, **from_rows).flat()
 
 
 def no_gradient(out: Tensor) -> Tensor:
@@ -161,9 +165,11 @@ class BackwardLaunches:
         return self.recorder.op(lambda dbias: dbias.sum(dim=0), dbias)
 
 
-def sinks_from_rows(sinks: Tensor, lse: Tensor, row_stats: Tensor) -> Tensor:
-    """dsinks; the second of the row statistics is delta."""
-    return sink_gradient(sinks, lse, row_stats[..., : lse.shape[-1], 1])
+def from_row_stats(
+    gradient: Callable[[RowStats], Tensor], sinks: Tensor | None, lse: Tensor, row_stats: Tensor, dlse: Tensor | None
+) -> Tensor:
+    """A gradient from lse and delta, which is the second of the kernels' statistics of a row."""
+    return gradient(RowStats(sinks, lse, row_stats[..., : lse.shape[-1], 1], lse, dlse))
 
 
 def slope_gradient(slopes: Tensor, cu_seqlens: Tensor | None, rows: Tensor) -> Tensor:

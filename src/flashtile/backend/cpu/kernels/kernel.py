@@ -56,4 +56,5 @@ class Kernel:
 
     def score_tables(self, p: Value) -> ScoreTables:
         rows = p * self.panel.rows
-        return ScoreTables(self.w.bias, self.w.diagonal_key + rows, self.w.slope + rows)
+        terms = {symbol: getattr(self.w, symbol) + rows for symbol in self.variant.head_terms}
+        return ScoreTables(self.w.bias, self.w.diagonal_key + rows, terms)

@@ -19,7 +19,7 @@ class ScoreTables(NamedTuple):
 
     bias: Pointer  # [keys, rows]
     diagonal_key: Pointer  # [rows], int
-    slope: Pointer  # [rows]
+    terms: dict[str, Pointer]  # of heads, by symbol: [rows]
 
 
 class FinalScore(NamedTuple):
@@ -39,8 +39,8 @@ def final_score(
         s = tanh_s * a.real("softcap_scale")
     if variant.bias is not None:
         s = s + t.bias.vector(block_j * panel.rows + n)
-    if variant.alibi:
-        s = s - t.slope.vector(n) * distance(code, t.diagonal_key, n, j)
+    if "slopes" in t.terms:
+        s = s - t.terms["slopes"].vector(n) * distance(code, t.diagonal_key, n, j)
     return FinalScore(s, tanh_s)
 
 
