@@ -14,7 +14,7 @@ from flashtile.backend.hopper import entry as hopper_kernels
 from flashtile.backend.hopper import support as hopper_support
 from flashtile.backend.triton import entry as triton_kernels
 from flashtile.backend.triton import support as triton_support
-from flashtile.call.call import Call, Needs
+from flashtile.call.call import DIFFERENTIABLE, Call, Needs
 from flashtile.call.device import Device
 from flashtile.call.plan import Plan
 from flashtile.call.problem import Problem
@@ -100,7 +100,7 @@ def planned(call: Call, backend: str, arch: str) -> tuple[Any, Plan, Needs | Non
     assert reason is None, reason
     plan = Plan(backend, support.tile(problem, device), support.num_splits(problem, device), ())
     t = call.tensors
-    needs = Needs(True, True, True, t.bias is not None, t.alibi_slopes is not None, t.sinks is not None)
+    needs = Needs(*(getattr(t, name) is not None for name in DIFFERENTIABLE))
     if backend == "hopper":
         needs = needs._replace(alibi_slopes=False)
         if support.declines_backward(problem, device, needs) is not None:

@@ -1,6 +1,6 @@
 """Gradients that follow from the statistics of rows: no kernel has to sum them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,11 +30,9 @@ def sink_gradient(rows: RowStats) -> Tensor:
 FROM_ROW_STATS: dict[str, Callable[[RowStats], Tensor]] = {"sinks": sink_gradient}
 
 
-def requested_from_rows(needs: Needs, t: Tensors) -> Iterator[tuple[str, Callable[[RowStats], Tensor]]]:
+def requested_from_rows(needs: Needs, t: Tensors) -> list[tuple[str, Callable[[RowStats], Tensor]]]:
     """The requested ones of these gradients, by name."""
-    for name, gradient in FROM_ROW_STATS.items():
-        if getattr(needs, name) and getattr(t, name) is not None:
-            yield name, gradient
+    return [x for x in FROM_ROW_STATS.items() if getattr(needs, x[0]) and getattr(t, x[0]) is not None]
 
 
 def sink_weight(sink: Tensor, lse: Tensor) -> Tensor:

@@ -9,6 +9,12 @@ from ..call.call import FEATURES, HEAD_TERMS, SCORE_TERMS, Call, Tensors
 from ..call.features import PER_SEQUENCE_AND_HEAD
 from ..call.problem import LONGEST
 
+# Strides between sequences of score terms that may be `[B, H]`: names, and the places of the terms in `Tensors`.
+HEAD_STRIDES = [
+    (f"stride_{symbol}_b", n)
+    for symbol, n in HEAD_TERMS.items()
+    if PER_SEQUENCE_AND_HEAD in FEATURES[Tensors._fields[n]].shapes
+]
 LOG2E = math.log2(math.e)
 
 
@@ -52,16 +58,15 @@ def dlse_strides(dlse: Tensor | None) -> dict[str, Any]:
 
 def head_terms(t: Tensors) -> dict[str, Tensor | None]:
     """Score terms with a value for each head, by symbol."""
-    return {symbol: getattr(t, name) for symbol, name in HEAD_TERMS.items()}
+    return {symbol: t[n] for symbol, n in HEAD_TERMS.items()}
 
 
 def head_strides(t: Tensors, absent: int | None = None) -> dict[str, int | None]:
-    """Strides between sequences of those that may be `[B, H]`, as `stride_{symbol}_b`; 0 for `[H]`. Contiguous."""
+    """The strides `stride_{symbol}_b` of contiguous score terms; 0 for `[H]`."""
     strides = {}
-    for symbol, name in HEAD_TERMS.items():
-        if PER_SEQUENCE_AND_HEAD in FEATURES[name].shapes:
-            x = getattr(t, name)
-            strides[f"stride_{symbol}_b"] = absent if x is None else x.shape[1] if x.dim() == 2 else 0
+    for name, n in HEAD_STRIDES:
+        x = t[n]
+        strides[name] = absent if x is None else x.shape[1] if x.dim() == 2 else 0
     return strides
 
 

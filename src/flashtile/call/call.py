@@ -152,8 +152,12 @@ FEATURES = {field.name: field.feature for field in TENSORS if field.feature is n
 DIFFERENTIABLE = ("q", "k", "v", *(name for name, feature in FEATURES.items() if feature.gradient))
 DESCRIBED = tuple(name for name, feature in FEATURES.items() if feature.dtype in (SCORES, BOOL))
 SCORE_TERMS = tuple(name for name, feature in FEATURES.items() if feature.score_term)
-# Score terms with a value for each head, by symbol, and their fields.
-HEAD_TERMS = {FEATURES[name].symbol or name: name for name in SCORE_TERMS if PER_HEAD in FEATURES[name].shapes}
+# Score terms with a value for each head: their symbols, and their places in `Tensors`.
+HEAD_TERMS = {
+    FEATURES[name].symbol or name: Tensors._fields.index(name)
+    for name in SCORE_TERMS
+    if PER_HEAD in FEATURES[name].shapes
+}
 POSITIONS = tuple(Tensors._fields.index(name) for name in DIFFERENTIABLE)
 
 
@@ -166,12 +170,11 @@ class Features(namedtuple("Features", DESCRIBED, defaults=[None] * len(DESCRIBED
 
     @classmethod
     def of(cls, tensors: Tensors) -> "Features":
-        present = {}
-        for name in DESCRIBED:
-            x = getattr(tensors, name)
-            if x is not None:
-                present[name] = tuple([n == 1 for n in x.shape]) if FEATURES[name].broadcasts else True
-        return cls(**present) if present else NO_FEATURES
+        present = {name: x for name in DESCRIBED if (x := getattr(tensors, name)) is not None}
+        if not present:
+            return NO_FEATURES
+        pairs = {name: tuple(n == 1 for n in x.shape) for name, x in present.items() if FEATURES[name].broadcasts}
+        return cls(**dict.fromkeys(present, True) | pairs)
 
     @property
     def score_terms(self) -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import Call
+from ...call.call import HEAD_TERMS, Call, Tensors
 from ...call.problem import accumulation_dtype
-from ..scalars import head_strides, head_terms, keep_scale, strides_of, threshold
+from ..scalars import head_strides, keep_scale, strides_of, threshold
 from . import targets
 from .kernels.formats import ITEM_SIZES
 from .kernels.tiles import UNLIMITED
@@ -21,6 +21,9 @@ from .workspace import CACHE_LINE
 COUNTERS_INDEX = len(FIELDS) + CACHE_LINE // 8
 ArgumentBlock = ctypes.c_int64 * (COUNTERS_INDEX + 2 * CACHE_LINE // 8)
 ZEROS = dict.fromkeys(FIELDS, 0)
+# Optional inputs by field name, with their places among the tensors of a call.
+PAIR_INPUTS = [(name, Tensors._fields.index(name)) for name in ("mask", "bias")]
+HEAD_INPUTS = [*HEAD_TERMS.items(), ("sinks", Tensors._fields.index("sinks"))]
 FIELD_INDEX = {name: n for n, name in enumerate(FIELDS)}
 DTYPE_NAMES = {
     torch.float32: "float32",
@@ -40,7 +43,7 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
         vectors=1 if needed <= 1 else target.vectors,
         softcap=s.softcap is not None,
         bias=None if t.bias is None else DTYPE_NAMES[t.bias.dtype],
-        head_terms=tuple(symbol for symbol, x in head_terms(t).items() if x is not None),
+        head_terms=tuple([symbol for symbol, n in HEAD_TERMS.items() if t[n] is not None]),
         mask=t.mask is not None,
         dropout=s.dropout_p > 0,
     )
@@ -89,18 +92,18 @@ def pair_strides(name: str, x: Tensor) -> dict[str, int]:
 
 def input_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     """The inputs by field name, in the dtypes that kernels read."""
-    t, real = call.tensors, accumulation_dtype(q.dtype)
+    t = call.tensors
     tensors = {"q": q, "k": k, "v": v}
-    for name, x, dtype in (
-        ("mask", t.mask, None),
-        ("bias", t.bias, None),
-        *((symbol, x, real) for symbol, x in head_terms(t).items()),
-        ("sinks", t.sinks, real),
-        ("seed", t.dropout_seed if call.settings.dropout_p > 0 else None, torch.int64),
-        ("page_table", t.page_table, torch.int64),
-    ):
-        if x is not None:
-            tensors[name] = x if dtype is None else x.detach().to(dtype).contiguous()
+    for name, n in PAIR_INPUTS:
+        if (x := t[n]) is not None:
+            tensors[name] = x
+    for name, n in HEAD_INPUTS:
+        if (x := t[n]) is not None:
+            tensors[name] = x.detach().to(accumulation_dtype(q.dtype)).contiguous()
+    if call.settings.dropout_p > 0 and t.dropout_seed is not None:
+        tensors["seed"] = t.dropout_seed.to(torch.int64).contiguous()
+    if t.page_table is not None:
+        tensors["page_table"] = t.page_table.to(torch.int64).contiguous()
     return tensors
 
 
