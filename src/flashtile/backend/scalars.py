@@ -58,14 +58,15 @@ def dlse_strides(dlse: Tensor | None) -> dict[str, Any]:
 
 def head_terms(t: Tensors) -> dict[str, Tensor | None]:
     """Score terms with a value for each head, by symbol."""
-    return {symbol: t[n] for symbol, n in HEAD_TERMS.items()}
+    inputs = t[:-1]
+    return {symbol: inputs[n] for symbol, n in HEAD_TERMS.items()}
 
 
 def head_strides(t: Tensors, absent: int | None = None) -> dict[str, int | None]:
     """The strides `stride_{symbol}_b` of contiguous score terms; 0 for `[H]`."""
-    strides = {}
+    inputs, strides = t[:-1], {}
     for name, n in HEAD_STRIDES:
-        x = t[n]
+        x = inputs[n]
         strides[name] = absent if x is None else x.shape[1] if x.dim() == 2 else 0
     return strides
 
