@@ -49,8 +49,8 @@ CELLS = [
       for b, s in ((1, 8192), (1, 65536), (64, 8192))),
     *(cell(f"hopper {d} {s} {c}", head_dim=d, heads=2048 // d, seqlen=s, batch=max(1, 16384 // s), causal=c == "causal")
       for d in (64, 128) for s in (1024, 4096, 16384) for c in ("full", "causal")),
-    *(cell(f"hopper {d} 4k causal", head_dim=d, heads=max(8, 2048 // d), seqlen=4096, batch=4, causal=True)
-      for d in (96, 192, 256)),
+    *(cell(f"hopper {d} 4k causal", measure, head_dim=d, heads=max(8, 2048 // d), seqlen=4096, batch=4, causal=True)
+      for d in (96, 192, 256) for measure in ("forward", "backward")),
     cell("hopper softcap 128 4k", head_dim=128, heads=16, seqlen=4096, batch=4, causal=True, softcap=30.0),
     cell("hopper window 128 16k", head_dim=128, heads=16, seqlen=16384, causal=True, window=(1023, 0)),
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 import flashtile
 
 BATCH, HEADS, SEQLEN, RADIUS, BUCKETS = 2, 16, 4096, 128, 32
+SAMPLE_MS = 12
 PASSES = ("forward", "backward", "backward with captured")
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -87,15 +88,16 @@ def calls(function: ScoreFunction) -> dict[str, Callable[[Tensor, Tensor, Tensor
     return found
 
 
-def once(run: Callable[[], Any]) -> float:
-    """Milliseconds of one call on the GPU, after the second-level cache was overwritten."""
-    torch.empty(2**26, dtype=torch.int32, device="cuda").zero_()
+def milliseconds(run: Callable[[], Any], count: int) -> float:
+    """Time of one of `count` calls, queued back to back: the host's part is hidden."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    stop.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(stop)
+    start.record()
+    for _ in range(count):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / count
 
 
 def prepared(call: Callable[..., Tensor], name: str, inputs: list[Tensor], captured: tuple[Tensor, ...]) -> Any:
@@ -111,13 +113,13 @@ def prepared(call: Callable[..., Tensor], name: str, inputs: list[Tensor], captu
 
 
 def measured(runs: dict[str, Callable[[], Any]], rounds: int) -> Iterator[tuple[str, tuple[float, float, float]]]:
-    """First quartile, median and third quartile of each, measured in alternation."""
+    """First quartile, median and third quartile of each, measured in alternation. Slow ones take fewer samples."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        once(run)
-    for _ in range(rounds):
+    counts = {name: max(1, int(SAMPLE_MS / milliseconds(run, 2))) for name, run in runs.items()}
+    for n in range(rounds):
         for name, run in runs.items():
-            times[name].append(once(run))
+            if counts[name] > 1 or n < 3:
+                times[name].append(milliseconds(run, counts[name]))
     for name, values in times.items():
         low, median, high = statistics.quantiles(values, n=4)
         yield name, (low, median, high)
@@ -128,7 +130,7 @@ def measured(runs: dict[str, Callable[[], Any]], rounds: int) -> Iterator[tuple[
 @click.option("--seconds", default=190, help="No cell begins later.")
 @click.option("--head-dim", "head_dims", multiple=True, type=int, default=(64, 128), help="May be repeated.")
 @click.option("--function", "chosen", multiple=True, help="May be repeated.  [default: all]")
-@click.option("--rounds", default=15)
+@click.option("--rounds", default=9)
 def main(out: Path, seconds: int, head_dims: tuple[int, ...], chosen: tuple[str, ...], rounds: int) -> None:
     """Measure every function, head dimension and pass."""
     begin = time.monotonic()

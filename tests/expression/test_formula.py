@@ -146,6 +146,8 @@ def test_elements_outside_of_a_tensor() -> None:
         (lambda i, j, table: 3 * (i - j), INT64),
         (lambda i, j, table: (i * j).clamp(0, 9), INT32),
         (lambda i, j, table: i * j, INT64),
+        (lambda i, j, table: torch.log(i + 1.0).int() + 16, INT32),
+        (lambda i, j, table: torch.log(i + 1.0).long() + 16, INT64),
         (lambda i, j, table: i // 7 * 6, INT32),
         (lambda i, j, table: table[i] - table[j], INT64),
         (lambda i, j, table: torch.where(i < j, i + j, 5), INT32),

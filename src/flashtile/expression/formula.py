@@ -69,6 +69,18 @@ def formula_of(fn: Callable[..., Any], tensors: Sequence[Tensor] = ()) -> tuple[
 
 
 @functools.lru_cache(maxsize=1024)
+def loads_pairs(formula: Formula) -> bool:
+    """Whether an element of a tensor is read for each pair: its indices depend on the query and on the key."""
+    inputs: list[frozenset[str]] = []
+    for x in formula.program.instructions:
+        own = frozenset([x.value]) if x.op == "input" else frozenset[str]()
+        inputs.append(own.union(*(inputs[n] for n in x.operands)))
+        if x.op == "load" and inputs[-1] >= {"q_idx", "k_idx"}:
+            return True
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
 def derived(formula: Formula, wanted: tuple[bool, ...]) -> Partials:
     return partials(formula.program, formula.tensors, wanted)
 

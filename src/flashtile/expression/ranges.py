@@ -25,6 +25,7 @@ class Range(NamedTuple):
 
 
 INT32_RANGE, INT64_RANGE = Range(-(2**31), 2**31 - 1), Range(-(2**63), 2**63 - 1)
+CAST_RANGE = Range(INT32_RANGE.low + 2**16, INT32_RANGE.high - 2**16)
 INDEX_RANGE = Range(0, 2**30 - 1)
 SIZE_RANGE = Range(1, 2**31 - 1)  # an index into a dimension of size 0 is outside anyway
 
@@ -36,8 +37,10 @@ def of_dtype(dtype: str) -> Range:
 
 
 def of_kind(kind: str, source: str) -> Range:
-    """The range of what is cast from `source`."""
-    return Range(0, 1) if source == BOOL else INT32_RANGE if kind == INT32 else INT64_RANGE
+    """The range of what is cast from `source`. Reals that become 32-bit integers leave room for sums with small
+    numbers, which wrap in PyTorch's 32-bit arithmetic too.
+    """
+    return Range(0, 1) if source == BOOL else CAST_RANGE if kind == INT32 else INT64_RANGE
 
 
 def corners(fn: Callable[[int, int], int], a: Range, b: Range) -> Range:
