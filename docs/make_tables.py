@@ -225,7 +225,7 @@ def backends() -> str:
     """Each feature in each backend, as its `support` module answers for a problem with that feature."""
     import torch
 
-    from flashtile.call.call import DIFFERENTIABLE, Needs
+    from flashtile.call.call import DESCRIBED, DIFFERENTIABLE, FEATURES, Features, Needs
     from flashtile.call.device import Device
     from flashtile.call.problem import Problem
     from flashtile.call.window import Window
@@ -234,11 +234,12 @@ def backends() -> str:
     from flashtile.expression.program import Instruction, Program
 
     pairs = (True, True, False, False)  # of a batch and its heads, the same
-    none: dict[str, Any] = dict.fromkeys(("page_size", "mask", "bias", "score_mod"))
-    none |= dict.fromkeys(("softcap", "alibi", "sinks", "dropout", "deterministic"), False)
+    none: dict[str, Any] = dict.fromkeys(("page_size", "score_mod"))
+    none |= dict.fromkeys(("softcap", "dropout", "deterministic"), False) | {"features": Features()}
     plain = Problem(
         "dense", torch.bfloat16, 2, 8, 8, 4096, 4096, 128, 128, window=Window(None, None), alignment=16, **none
     )
+    present = {name: pairs if FEATURES[name].broadcasts else True for name in DESCRIBED}
     features: dict[str, tuple[dict[str, Any], str | None]] = {
         "bfloat16, float16": ({}, None),
         "float32": ({"dtype": torch.float32}, None),
@@ -251,11 +252,8 @@ def backends() -> str:
         "grouped heads": ({"num_heads_kv": 2}, None),
         "causal": ({"window": Window(None, 0)}, None),
         "sliding window": ({"window": Window(1023, 0)}, None),
-        "`mask`": ({"mask": pairs}, None),
         "`softcap`": ({"softcap": True}, None),
-        "`bias`": ({"bias": pairs}, "bias"),
-        "`alibi_slopes`": ({"alibi": True}, "alibi_slopes"),
-        "`sinks`": ({"sinks": True}, "sinks"),
+        **{f"`{name}`": ({"features": Features(**{name: x})}, name) for name, x in present.items()},
         "`score_mod`": ({"score_mod": Formula(Program((Instruction("input", "real", (), "score"),), (0,)), ())}, None),
         "`dropout_p`": ({"dropout": True}, None),
         "`deterministic`": ({"deterministic": True}, None),

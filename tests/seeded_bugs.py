@@ -40,9 +40,8 @@ class Bug(NamedTuple):
 SOFTCAP = """
         if self.softcap is not None:
             s = self.softcap * torch.tanh(s / self.softcap)"""
-BIAS = """
-        if self.bias is not None:
-            s = s + tile_part(self.bias, tile).to(self.dtype)"""
+TERMS = """
+        s = self.add_terms(s, tile)"""
 
 BUGS = (
     # which pairs
@@ -114,7 +113,7 @@ BUGS = (
         "(rows + self.slab.diagonal - keys)",
     ),
     Bug("ALiBi added", "backend.blockwise.scores", "s = s - self.slopes", "s = s + self.slopes"),
-    Bug("softcap after bias", "backend.blockwise.scores", SOFTCAP + BIAS, BIAS + SOFTCAP),
+    Bug("softcap after bias", "backend.blockwise.scores", SOFTCAP + TERMS, TERMS + SOFTCAP),
     Bug(
         "softcap without derivative", "backend.blockwise.score_gradients", "if scores.softcap is not None:", "if False:"
     ),

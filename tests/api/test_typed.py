@@ -11,6 +11,8 @@ import torch
 
 import flashtile
 from flashtile.api.signatures import CacheKeywords, Keywords, VarlenKeywords
+from flashtile.call.call import FEATURES
+from flashtile.call.features import CACHE, DENSE, VARLEN
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +43,25 @@ def test_checkers_and_python_see_the_same_keywords(function: Any, keywords: Any)
     named = {x.name for x in kinds if x.kind is inspect.Parameter.KEYWORD_ONLY}
     types = get_type_hints(function)
     assert get_type_hints(keywords) == {name: types[name] for name in named - {"return_lse"}}
+
+
+@pytest.mark.parametrize(
+    ("function", "layout"),
+    [(flashtile.attention, DENSE), (flashtile.attention_varlen, VARLEN), (flashtile.attention_with_kvcache, CACHE)],
+)
+def test_every_feature_of_the_table_is_an_argument(function: Any, layout: str) -> None:
+    """And reaches the call, which refuses by name what is no tensor."""
+    x, lengths = torch.randn(1, 1, 4, 8), torch.tensor([4])
+    packed, offsets = x[0].transpose(0, 1), torch.tensor([0, 4])
+    given: dict[str, Any] = {
+        DENSE: {"q": x, "k": x, "v": x},
+        VARLEN: {"q": packed, "k": packed, "v": packed, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
+        CACHE: {"q": x, "k_cache": x.clone(), "v_cache": x.clone(), "cache_seqlens": lengths},
+    }[layout]
+    function(**given)
+    for name in (name for name, feature in FEATURES.items() if feature.public and layout in feature.layouts):
+        with pytest.raises(flashtile.ArgumentError, match=name):
+            function(**given | {name: "no tensor"})
 
 
 def test_both_checkers_read_it() -> None:

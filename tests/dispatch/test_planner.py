@@ -11,6 +11,7 @@ from checking import dense_case
 
 import flashtile
 from flashtile import AttentionWarning, BackendError
+from flashtile.call.call import Features
 from flashtile.call.problem import Problem
 from flashtile.dispatch.planner import _warn_once, plan, plan_call
 
@@ -98,7 +99,8 @@ def test_the_plan_depends_on_the_bucket_alone() -> None:
     problem = replace(Problem.describe(dense_call()), seqlen_k=100)
     same = [replace(problem, seqlen_k=n) for n in (65, 101, 128)]
     assert len({id(plan(p, CPU)) for p in (problem, *same)}) == 1
-    others = [{"seqlen_k": 129}, {"head_dim": 16}, {"dtype": torch.bfloat16}, {"dropout": True}, {"bias": (True,) * 4}]
+    others = [{"seqlen_k": 129}, {"head_dim": 16}, {"dtype": torch.bfloat16}, {"dropout": True}]
+    others += [{"features": Features(bias=(True,) * 4)}, {"features": Features(sinks=True)}]
     others += [{"window": flashtile.call.window.Window(1)}, {"score_mod": "f#1"}, {"alignment": 1}, {"num_heads_kv": 1}]
     for changes in others:
         assert plan(replace(problem, **changes), CPU) is not plan(problem, CPU)

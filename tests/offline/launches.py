@@ -14,7 +14,7 @@ from flashtile.backend.hopper import entry as hopper_kernels
 from flashtile.backend.hopper import support as hopper_support
 from flashtile.backend.triton import entry as triton_kernels
 from flashtile.backend.triton import support as triton_support
-from flashtile.call.call import Call, Needs
+from flashtile.call.call import DIFFERENTIABLE, Call, Needs
 from flashtile.call.device import Device
 from flashtile.call.plan import Plan
 from flashtile.call.problem import Problem
@@ -101,7 +101,7 @@ def planned(call: Call, backend: str, arch: str) -> tuple[Any, Plan, Needs | Non
     plan = Plan(backend, support.tile(problem, device), support.num_splits(problem, device), ())
     t = call.tensors
     captured = tuple(x.is_floating_point() for x in t.score_mod_tensors)
-    needs = Needs(True, True, True, t.bias is not None, t.alibi_slopes is not None, t.sinks is not None, captured)
+    needs = Needs(*(getattr(t, name) is not None for name in DIFFERENTIABLE), score_mod_tensors=captured)
     if backend == "hopper":
         needs = needs._replace(alibi_slopes=False)
         if support.declines_backward(problem, device, needs) is not None:

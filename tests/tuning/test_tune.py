@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from flashtile.backend.triton import configs, support, tuned
 from flashtile.backend.triton.configs import KernelConfig
+from flashtile.call.call import Features
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
 from flashtile.cli import main
@@ -214,8 +215,9 @@ def test_plain_problems_take_what_was_found() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"bias": (True,) * 4}, {"mask": (True, True, False, False)}, {"dropout": True}, {"alibi": True},
-        {"alignment": 2}, {"page_size": 16}, {"seqlen_q": 1},
+        {"features": Features(bias=(True,) * 4)}, {"features": Features(mask=(True, True, False, False))},
+        {"features": Features(alibi_slopes=True)}, {"dropout": True}, {"alignment": 2}, {"page_size": 16},
+        {"seqlen_q": 1},
     ],
 )  # fmt: skip
 def test_problems_that_need_room_keep_the_shipped_tiles(changes: dict[str, object]) -> None:

@@ -198,8 +198,9 @@ def in_words(problem: Problem) -> str:
     dtype = str(p.dtype).removeprefix("torch.")
     heads = f"{p.num_heads_q}/{p.num_heads_kv}" if p.num_heads_q != p.num_heads_kv else f"{p.num_heads_q}"
     dim = f"{p.head_dim}/{p.head_dim_v}" if p.head_dim != p.head_dim_v else f"{p.head_dim}"
-    features = [name for name in ("softcap", "alibi", "sinks", "dropout", "deterministic") if getattr(p, name)]
-    features += [f"{name} with broadcast {x}" for name in ("mask", "bias") if (x := getattr(p, name)) is not None]
+    features = [name for name in ("softcap", "dropout", "deterministic") if getattr(p, name)]
+    present = {name: x for name, x in p.features._asdict().items() if x is not None}
+    features += [name if x is True else f"{name} with broadcast {x}" for name, x in present.items()]
     if p.score_mod is not None:
         features.append("score_mod " + "; ".join(str(p.score_mod).splitlines()))
     if not p.window.unlimited:

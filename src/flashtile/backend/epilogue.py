@@ -1,12 +1,38 @@
-"""The gradient of sinks, from the row statistics lse and delta."""
+"""Gradients that follow from the statistics of rows: no kernel has to sum them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..call.call import Needs, Tensors
 
-def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+
+class RowStats(NamedTuple):
+    """The statistics of rows after a backward pass, `[B, H, S]` or `[H, T]`. lse and delta may have padding, which
+    contributes 0 to sums; `out_lse` is lse with the rows of dlse.
+    """
+
+    sinks: Tensor | None  # [H]
+    lse: Tensor
+    delta: Tensor
+    out_lse: Tensor
+    dlse: Tensor | None
+
+
+def sink_gradient(rows: RowStats) -> Tensor:
     """A sink is a key without a value: `ds = p * (0 - delta)`, summed over rows to `[H]`."""
-    return -sum_to_heads(sink_weight(sinks.to(lse.dtype)[:, None], lse) * delta)  # of [(B,) H, S]
+    assert rows.sinks is not None
+    return -sum_to_heads(sink_weight(rows.sinks.to(rows.lse.dtype)[:, None], rows.lse) * rows.delta)
+
+
+FROM_ROW_STATS: dict[str, Callable[[RowStats], Tensor]] = {"sinks": sink_gradient}
+
+
+def requested_from_rows(needs: Needs, t: Tensors) -> list[tuple[str, Callable[[RowStats], Tensor]]]:
+    """The requested ones of these gradients, by name."""
+    return [x for x in FROM_ROW_STATS.items() if getattr(needs, x[0]) and getattr(t, x[0]) is not None]
 
 
 def sink_weight(sink: Tensor, lse: Tensor) -> Tensor:

@@ -5,9 +5,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call.call import Call
+from ..call.call import FEATURES, HEAD_TERMS, SCORE_TERMS, Call, Tensors
+from ..call.features import PER_SEQUENCE_AND_HEAD
 from ..call.problem import LONGEST
 
+# Strides between sequences of score terms that may be `[B, H]`: names, and the places of the terms in `Tensors`.
+HEAD_STRIDES = [
+    (f"stride_{symbol}_b", n)
+    for symbol, n in HEAD_TERMS.items()
+    if PER_SEQUENCE_AND_HEAD in FEATURES[Tensors._fields[n]].shapes
+]
 LOG2E = math.log2(math.e)
 
 
@@ -49,9 +56,19 @@ def dlse_strides(dlse: Tensor | None) -> dict[str, Any]:
     return {"stride_dlse_b": batch[0] if batch else 0, "stride_dlse_h": head, "stride_dlse_m": row}
 
 
-def slopes_stride(slopes: Tensor) -> int:
-    """The stride between sequences of contiguous slopes `[H]` or `[B, H]`."""
-    return slopes.shape[1] if slopes.dim() == 2 else 0
+def head_terms(t: Tensors) -> dict[str, Tensor | None]:
+    """Score terms with a value for each head, by symbol."""
+    inputs = t[:-1]
+    return {symbol: inputs[n] for symbol, n in HEAD_TERMS.items()}
+
+
+def head_strides(t: Tensors, absent: int | None = None) -> dict[str, int | None]:
+    """The strides `stride_{symbol}_b` of contiguous score terms; 0 for `[H]`."""
+    inputs, strides = t[:-1], {}
+    for name, n in HEAD_STRIDES:
+        x = inputs[n]
+        strides[name] = absent if x is None else x.shape[1] if x.dim() == 2 else 0
+    return strides
 
 
 def score_units(call: Call) -> dict[str, Any]:
@@ -59,8 +76,8 @@ def score_units(call: Call) -> dict[str, Any]:
     scores into base-2 exponents. Without score features, `factor` includes the scale and there is no multiplier.
     """
     t, s = call.tensors, call.settings
-    features = (t.bias, t.alibi_slopes, s.softcap, s.score_mod)
-    folded = all(x is None for x in features) and s.scale > 0
+    added = any(getattr(t, name) is not None for name in SCORE_TERMS)
+    folded = not added and s.softcap is None and s.score_mod is None and s.scale > 0
     return {
         "factor": s.scale * LOG2E if folded else LOG2E,
         "multiplier": None if folded else s.scale,

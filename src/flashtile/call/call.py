@@ -43,8 +43,14 @@ class Tensors(NamedTuple):
     k: Tensor
     v: Tensor
     mask: Annotated[Tensor | None, Feature((PAIRS,), BOOL, advice="; an additive mask is a `bias`")] = None
-    bias: Annotated[Tensor | None, Feature((PAIRS,), SCORES, gradient=True, advice="; a bool one is a `mask`")] = None
-    alibi_slopes: Annotated[Tensor | None, Feature((PER_HEAD, PER_SEQUENCE_AND_HEAD), SCORES, gradient=True)] = None
+    bias: Annotated[
+        Tensor | None,
+        Feature((PAIRS,), SCORES, gradient=True, advice="; a bool one is a `mask`", score_term=True),
+    ] = None
+    alibi_slopes: Annotated[
+        Tensor | None,
+        Feature((PER_HEAD, PER_SEQUENCE_AND_HEAD), SCORES, gradient=True, score_term=True, symbol="slopes"),
+    ] = None
     sinks: Annotated[Tensor | None, Feature((PER_HEAD,), SCORES, gradient=True)] = None
     dropout_seed: Annotated[Tensor | None, Feature((("1",),), SEED, public=False)] = None  # an int becomes a tensor
     cu_seqlens_q: Annotated[Tensor | None, Feature((("B+1",),), INDEX, layouts=PACKED)] = None  # iff q is packed
@@ -144,7 +150,39 @@ class Call:
 TENSORS, SETTINGS = fields_of(Tensors), fields_of(Settings)
 FEATURES = {field.name: field.feature for field in TENSORS if field.feature is not None}
 DIFFERENTIABLE = ("q", "k", "v", *(name for name, feature in FEATURES.items() if feature.gradient))
+DESCRIBED = tuple(name for name, feature in FEATURES.items() if feature.dtype in (SCORES, BOOL))
+SCORE_TERMS = tuple(name for name, feature in FEATURES.items() if feature.score_term)
+# Score terms with a value for each head: their symbols, and their places in `Tensors`.
+HEAD_TERMS = {
+    FEATURES[name].symbol or name: Tensors._fields.index(name)
+    for name in SCORE_TERMS
+    if PER_HEAD in FEATURES[name].shapes
+}
 POSITIONS = tuple(Tensors._fields.index(name) for name in DIFFERENTIABLE)
+
+
+class Features(namedtuple("Features", DESCRIBED, defaults=[None] * len(DESCRIBED))):
+    """Tensors that change a call's scores or visibility: for each `True` or, of pairs, which dimensions are broadcast;
+    `None` if it is absent.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> "Features":
+        present = {name: x for name in DESCRIBED if (x := getattr(tensors, name)) is not None}
+        if not present:
+            return NO_FEATURES
+        pairs = {name: tuple(n == 1 for n in x.shape) for name, x in present.items() if FEATURES[name].broadcasts}
+        return cls(**dict.fromkeys(present, True) | pairs)
+
+    @property
+    def score_terms(self) -> bool:
+        """Whether anything is added to the scores."""
+        return any(getattr(self, name) is not None for name in SCORE_TERMS)
+
+
+NO_FEATURES = Features()
 
 
 class Needs(namedtuple("Needs", (*DIFFERENTIABLE, "score_mod_tensors"), defaults=(*[False] * len(DIFFERENTIABLE), ()))):

@@ -1,7 +1,8 @@
 """The table of features: what each optional argument of a call is.
 
 A feature is a field of `Tensors` or `Settings` (`call.py`), declared once, with a `Feature` in its annotation. Checks,
-autocast, the operators' schemas, the requested gradients and the arguments of `explain` follow from there.
+autocast, the operators' schemas, the requested gradients, a problem's features, kernel arguments and the arguments of
+`explain` follow from there.
 """
 
 import types
@@ -37,6 +38,8 @@ class Feature(NamedTuple):
     layouts: tuple[str, ...] = EVERYWHERE  # that take it
     advice: str = ""  # for a tensor of another dtype
     public: bool = True  # an argument of the public functions under this name
+    score_term: bool = False  # added to the scores
+    symbol: str = ""  # name in formulas and kernels, if it is another one
 
     def dtypes(self, of_q: torch.dtype) -> tuple[torch.dtype, ...]:
         if self.dtype == SCORES:

@@ -7,7 +7,7 @@ import torch
 
 from ..expression import Formula, Untraced, score_mod_formula
 from . import check
-from .call import Call
+from .call import Call, Features
 from .memory import address
 from .window import Window
 
@@ -30,10 +30,7 @@ class Problem:
     page_size: int | None
     window: Window
     softcap: bool
-    mask: tuple[bool, ...] | None  # which of the four dimensions are broadcast
-    bias: tuple[bool, ...] | None
-    alibi: bool
-    sinks: bool
+    features: Features  # tensors that change scores or visibility
     score_mod: Formula | Untraced | None
     dropout: bool
     deterministic: bool
@@ -77,10 +74,7 @@ class Problem:
             page_size=t.k.shape[1] if layout == "paged" else None,
             window=s.window,
             softcap=s.softcap is not None,
-            mask=None if t.mask is None else tuple(n == 1 for n in t.mask.shape),
-            bias=None if t.bias is None else tuple(n == 1 for n in t.bias.shape),
-            alibi=t.alibi_slopes is not None,
-            sinks=t.sinks is not None,
+            features=Features.of(t),
             score_mod=formula,
             dropout=s.dropout_p > 0,
             deterministic=s.deterministic,

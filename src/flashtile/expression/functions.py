@@ -307,10 +307,10 @@ def filled(name: str, value: Any) -> None:
         if not like and given.pop(0) not in ((), [], torch.Size([])):
             raise UntraceableError(f"`{name}` of a shape other than ()")
         fill = given[0] if value is None else value
-        dtype = x.dtype if dtype is None else dtype
-        if not dtype.is_floating_point and dtype is not torch.bool:
+        of: torch.dtype = x.dtype if dtype is None else dtype
+        if not of.is_floating_point and of is not torch.bool:
             fill = int(fill)
-        return converted(tracer, bool(fill) if dtype is torch.bool else fill, dtype)
+        return converted(tracer, bool(fill) if of is torch.bool else fill, of)
 
     FUNCTIONS[name] = call
 

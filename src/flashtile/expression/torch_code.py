@@ -16,7 +16,7 @@ class TorchEmitter:
     """Runs each instruction at once, on tensors that broadcast."""
 
     def __init__(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], real: torch.dtype):
-        self.inputs = dict(zip(INPUTS, inputs, strict=True))
+        self.inputs: dict[str, Tensor] = dict(zip(INPUTS, inputs, strict=True))
         self.tensors, self.real, self.device = tensors, real, inputs[0].device
 
     def dtype(self, kind: str) -> torch.dtype:

@@ -20,7 +20,7 @@ from offline.launches import Launch, hopper_launches_of
 
 from flashtile.backend.hopper import support
 from flashtile.backend.hopper.tables import THREE_WARPGROUPS, TWO_WARPGROUPS
-from flashtile.call.call import Needs
+from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
 from flashtile.dispatch import planner
@@ -54,7 +54,7 @@ def problem(**changes: object) -> Problem:
         ({"layout": "paged"}, "paged"),
         ({"head_dim": 80, "head_dim_v": 80}, "64, 96, 128, 192 (128 for v), 192 and 256"),
         ({"head_dim_v": 128}, "192 (128 for v)"),
-        ({"dropout": True, "bias": (True, True, False, False)}, "bias or dropout"),
+        ({"dropout": True, "features": Features(bias=(True, True, False, False))}, "bias or dropout"),
         ({"alignment": 8}, "16 bytes"),
         ({"seqlen_k": 0}, "empty"),
         ({"seqlen_q": 2**31}, "positions"),
@@ -81,10 +81,11 @@ def test_auto_defers_to_other_backends() -> None:
             assert reason in dict(chosen.why)["hopper"]
             assert planner._plan.__wrapped__(problem(), H200, "auto", None).backend == "hopper"
             qkv = Needs(True, True, True)
-            for changes in ({}, {"layout": "varlen"}, {"alibi": True}, {"head_dim": 96, "head_dim_v": 96}):
+            alibi = {"features": Features(alibi_slopes=True)}
+            for changes in ({}, {"layout": "varlen"}, alibi, {"head_dim": 96, "head_dim_v": 96}):
                 assert planner._plan.__wrapped__(problem(**changes), H200, "auto", qkv).backend == "hopper"
             for changes, needs, reason in (
-                ({"alibi": True}, qkv._replace(alibi_slopes=True), "ALiBi"),
+                (alibi, qkv._replace(alibi_slopes=True), "ALiBi"),
                 ({"softcap": True}, qkv, "softcap"),
             ):
                 chosen = planner._plan.__wrapped__(problem(**changes), H200, "auto", needs)

@@ -19,7 +19,7 @@ from flashtile.api.explain import described_call
 from flashtile.backend.gpu.installed import triton_version
 from flashtile.backend.triton.configs import KIB, SHARED_MEMORY
 from flashtile.backend.triton.support import MAX_HEAD_DIM
-from flashtile.call.call import Call
+from flashtile.call.call import DIFFERENTIABLE, Call
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.testing.generate import random_case
 from flashtile.testing.score_functions import distance_table
@@ -88,7 +88,7 @@ def test_results_lie_in_memory_as_a_compiler_expects(name: str, backend: str) ->
     assert out is not None
     assert lse is not None
     found = (out, lse, *gradients[:3])
-    needs = [True] * 3 + [False] * 3
+    needs = [name in ("q", "k", "v") for name in DIFFERENTIABLE]
     forward = operators.fake_forward(*operators.arguments(call))
     backward = operators.fake_backward(needs, out, lse, None, None, *operators.arguments(call))
     for x, y in zip(found, (*forward, *backward[:3]), strict=True):

@@ -9,6 +9,7 @@ from calls import dense_call
 
 from flashtile.backend.triton import configs
 from flashtile.backend.triton.configs import HALF, SMALL, KernelConfig
+from flashtile.call.call import Features
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
 from flashtile.call.window import Window
@@ -31,8 +32,8 @@ def test_work_beside_products_takes_small_tiles_of_forward(changes: dict[str, An
     assert found == configs.TileConfig(SMALL, plain.dkdv, plain.dq)
     for device, more in ((A100, {}), (H200, {"head_dim": 256, "head_dim_v": 256}), (H200, {"dtype": torch.float32})):
         assert configs.tile(problem(**changes | more), device).forward != SMALL
-    for more in ({"alibi": True}, {"bias": (True,) * 4}, {"mask": (True,) * 4}):
-        assert configs.tile(problem(**changes | more), H200).forward == KernelConfig(128, 64, 8, 3)
+    for features in (Features(alibi_slopes=True), Features(bias=(True,) * 4), Features(mask=(True,) * 4)):
+        assert configs.tile(problem(**changes, features=features), H200).forward == KernelConfig(128, 64, 8, 3)
 
 
 @pytest.mark.parametrize("window", [Window(4096, 0), Window(1024, None), Window(None, 0), Window(1024, 2048)])
@@ -48,7 +49,7 @@ def test_decoding_has_one_tile_whatever_is_in_the_batch() -> None:
         for seqlen_k in (1, 1024, 65536)
     ]
     assert {x.forward for x in found} == {KernelConfig(16, 64, 4, 4)}
-    one = problem(bias=(True,) * 4)
+    one = problem(features=Features(bias=(True,) * 4))
     assert configs.tile(replace(one, seqlen_q=1), H200).forward == KernelConfig(16, 64, 4, 3)
     assert configs.tile(replace(problem(), seqlen_q=1), A100).forward == KernelConfig(16, 64, 4, 2)
 

@@ -1,32 +1,44 @@
 """The backward pass of `scores`: from the gradient of the final score to that of the product, feature by feature."""
 
+from collections import namedtuple
+
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Needs
+from ...call.call import FEATURES, Call, Gradients, Needs
 from .scores import Scores, Tile, cast_floating, slab_part, slopes_4d, tile_part, zero_hidden
 from .sums import TERMS_PER_CARRY, Sum
 from .tiles import Slab
 
 
-class FeatureGradients:
+class FeatureGradients(namedtuple("FeatureGradients", Needs._fields[3:])):
     """Gradients of the score features, as sums in the accumulation dtype; `None` for those not requested."""
 
-    def __init__(self, call: Call, needs: Needs, dtype: torch.dtype):
+    @classmethod
+    def zeros(cls, call: Call, needs: Needs, dtype: torch.dtype) -> "FeatureGradients":
         def new_sum(x: Tensor | None, needed: bool, every: int | None = TERMS_PER_CARRY) -> Sum | None:
             if x is None or not needed:
                 return None
             return Sum(torch.zeros(x.shape, dtype=dtype, device=x.device), every)
 
-        tensors = call.tensors
-        shared = tensors.bias is not None and 1 in tensors.bias.shape
-        # Each term is added to one part of dbias, so carry that part at once.
-        self.bias = new_sum(tensors.bias, needs.bias, every=1 if shared else None)
-        self.alibi_slopes = new_sum(tensors.alibi_slopes, needs.alibi_slopes)
-        self.sinks = new_sum(tensors.sinks, needs.sinks)
-        self.score_mod_tensors = [
-            new_sum(x, needed) for x, needed in zip(tensors.score_mod_tensors, needs.score_mod_tensors, strict=True)
-        ]
+        def sum_of(name: str) -> Sum | None:
+            x, needed = getattr(call.tensors, name), getattr(needs, name)
+            if x is None or not FEATURES[name].broadcasts:
+                return new_sum(x, needed)
+            # Each term is added to one part of a gradient of pairs, so carry that part at once.
+            return new_sum(x, needed, every=1 if 1 in x.shape else None)
+
+        modifiers = zip(call.tensors.score_mod_tensors, needs.score_mod_tensors, strict=True)
+        return cls(*(sum_of(name) for name in cls._fields[:-1]), tuple(new_sum(*modifier) for modifier in modifiers))
+
+    def results(self) -> Gradients:
+        """The features' gradients, without those of q, k and v."""
+        *features, modifiers = self
+        return Gradients(None, None, None, *(result_of(x) for x in features), tuple(result_of(x) for x in modifiers))
+
+
+def result_of(total: Sum | None) -> Tensor | None:
+    return None if total is None else total.result()
 
 
 def scores_backward(
@@ -61,11 +73,7 @@ def score_mod_backward(
     scores: Scores, capped: Tensor, ds: Tensor, visible: Tensor | None, tile: Tile, gradients: FeatureGradients
 ) -> Tensor:
     """Differentiate the user's score_mod on this tile, by torch.autograd."""
-    unmodified = capped
-    if scores.bias is not None:
-        unmodified = unmodified + tile_part(scores.bias, tile).to(scores.dtype)
-    if scores.slopes is not None:
-        unmodified = unmodified - scores.slopes * scores.distance(tile)
+    unmodified = scores.add_terms(capped, tile)
     with torch.enable_grad():
         score = zero_hidden(unmodified, visible).detach().requires_grad_()
         tensors = [

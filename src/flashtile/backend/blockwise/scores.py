@@ -82,12 +82,17 @@ class Scores:
         """The final scores from `s = scale * <q, k>`, `[B, H, M, N]`, before masking."""
         if self.softcap is not None:
             s = self.softcap * torch.tanh(s / self.softcap)
+        s = self.add_terms(s, tile)
+        if self.score_mod is not None:
+            s = self.modify(zero_hidden(s, visible), tile, self.score_mod_tensors)
+        return s
+
+    def add_terms(self, s: Tensor, tile: Tile) -> Tensor:
+        """The scores with all that is added to them."""
         if self.bias is not None:
             s = s + tile_part(self.bias, tile).to(self.dtype)
         if self.slopes is not None:
             s = s - self.slopes * self.distance(tile)
-        if self.score_mod is not None:
-            s = self.modify(zero_hidden(s, visible), tile, self.score_mod_tensors)
         return s
 
     def distance(self, tile: Tile) -> Tensor:

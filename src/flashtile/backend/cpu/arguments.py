@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Needs
+from ...call.call import HEAD_TERMS, Call, Needs, Tensors
 from ...call.problem import accumulation_dtype
 from ...expression import Formula, score_mod_formula
 from ...expression.derivative import Load
 from ...expression.program import TensorType, joined, type_of
-from ..scalars import keep_scale, slopes_stride, strides_of, threshold
+from ..scalars import head_strides, keep_scale, strides_of, threshold
 from . import targets
 from .kernels.captured import stored_dtype
 from .kernels.formats import ITEM_SIZES
@@ -28,6 +28,9 @@ COUNTERS_INDEX = len(FIELDS) + CACHE_LINE // 8
 ArgumentBlock = ctypes.c_int64 * (COUNTERS_INDEX + 2 * CACHE_LINE // 8)
 LARGEST_OFFSET = 2**31 - 1
 ZEROS = dict.fromkeys(FIELDS, 0)
+# Optional inputs by field name, with their places among the tensors of a call.
+PAIR_INPUTS = [(name, Tensors._fields.index(name)) for name in ("mask", "bias")]
+HEAD_INPUTS = [*HEAD_TERMS.items(), ("sinks", Tensors._fields.index("sinks"))]
 FIELD_INDEX = {name: n for n, name in enumerate(FIELDS)}
 DTYPE_NAMES = {
     torch.float32: "float32",
@@ -47,7 +50,7 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
         vectors=1 if needed <= 1 else target.vectors,
         softcap=s.softcap is not None,
         bias=None if t.bias is None else DTYPE_NAMES[t.bias.dtype],
-        alibi=t.alibi_slopes is not None,
+        head_terms=tuple([symbol for symbol, n in HEAD_TERMS.items() if t[n] is not None]),
         mask=t.mask is not None,
         formula=formula_of(call),
         wide=any(extent(x) > LARGEST_OFFSET for x in t.score_mod_tensors),
@@ -136,18 +139,18 @@ def pair_strides(name: str, x: Tensor) -> dict[str, int]:
 
 def input_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     """The inputs by field name, in the dtypes that kernels read."""
-    t, real = call.tensors, accumulation_dtype(q.dtype)
+    t, inputs = call.tensors, call.inputs
     tensors = {"q": q, "k": k, "v": v}
-    for name, x, dtype in (
-        ("mask", t.mask, None),
-        ("bias", t.bias, None),
-        ("slopes", t.alibi_slopes, real),
-        ("sinks", t.sinks, real),
-        ("seed", t.dropout_seed if call.settings.dropout_p > 0 else None, torch.int64),
-        ("page_table", t.page_table, torch.int64),
-    ):
-        if x is not None:
-            tensors[name] = x if dtype is None else x.detach().to(dtype).contiguous()
+    for name, n in PAIR_INPUTS:
+        if (x := inputs[n]) is not None:
+            tensors[name] = x
+    for name, n in HEAD_INPUTS:
+        if (x := inputs[n]) is not None:
+            tensors[name] = x.detach().to(accumulation_dtype(q.dtype)).contiguous()
+    if call.settings.dropout_p > 0 and t.dropout_seed is not None:
+        tensors["seed"] = t.dropout_seed.to(torch.int64).contiguous()
+    if t.page_table is not None:
+        tensors["page_table"] = t.page_table.to(torch.int64).contiguous()
     return tensors
 
 
@@ -195,8 +198,7 @@ def call_scalars(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) 
     }
     for name, x in (("mask", t.mask), ("bias", t.bias)):
         values |= {} if x is None else pair_strides(name, x)
-    if t.alibi_slopes is not None:
-        values["slopes_b"] = slopes_stride(t.alibi_slopes)
+    values |= {name.removeprefix("stride_"): stride for name, stride in head_strides(t, absent=0).items()}
     if s.dropout_p > 0:
         limit = threshold(s.dropout_p)
         values |= {"threshold": limit, "keep_scale": keep_scale(limit)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...call.call import Call, Gradients, Needs, new_rows
 from ...call.plan import Plan
-from ..epilogue import sink_gradient
+from ..epilogue import RowStats, requested_from_rows
 from ..scalars import rows_last
 from . import arguments as args
 from . import targets, threads, workspace
@@ -135,14 +135,15 @@ def run_backward(
         dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))
         if dq.dim() == 3:
             dq[launch.lengths.used_tokens :] = 0
+    stats = RowStats(t.sinks, rows.lse, buffers.delta, rows.lse, rows.dlse)
     return Gradients(
         q=dq,
         k=without_padding(t.k, buffers.dk),
         v=without_padding(t.v, buffers.dv),
         bias=buffers.dbias,
         alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0), launch.lengths),
-        sinks=sink_gradient(t.sinks, rows.lse, buffers.delta) if step.needs.sinks and t.sinks is not None else None,
         score_mod_tensors=step.captured.sums(dcaptured),
+        **{name: gradient(stats) for name, gradient in requested_from_rows(step.needs, t)},
     )
 
 

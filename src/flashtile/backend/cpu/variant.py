@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from ...call.call import HEAD_TERMS
 from ...expression import Formula
 from ...expression.derivative import Load
 from .kernels.codegen import Code
@@ -20,7 +21,7 @@ class Variant(NamedTuple):
     vectors: int  # width of a panel of query rows
     softcap: bool = False
     bias: str | None = None  # dtype of the bias
-    alibi: bool = False
+    head_terms: tuple[str, ...] = ()  # symbols of score terms with a value for each head
     mask: bool = False
     formula: Formula | None = None  # of the score_mod
     wide: bool = False  # whether offsets in its tensors need 64 bits
@@ -42,7 +43,8 @@ class Variant(NamedTuple):
     @property
     def modifies_scores(self) -> bool:
         """Whether every score is changed between the two products."""
-        return self.softcap or self.alibi or self.mask or self.bias is not None or self.formula is not None
+        terms = self.bias is not None or len(self.head_terms) > 0
+        return self.softcap or self.mask or terms or self.formula is not None
 
     @property
     def natural_units(self) -> bool:
@@ -71,19 +73,19 @@ class TaskSplit(NamedTuple):
 
 # Fields of the argument block, 8 bytes each. Strides are in elements, `work_size` in bytes.
 ADDRESSES = """
-q k v out lse mask bias slopes captured sinks seed sequences page_table partial_out partial_lse counter workspace
+q k v out lse mask bias captured sinks seed sequences page_table partial_out partial_lse counter workspace
 dout dlse delta dq dk dv dbias dbias_error dslopes
 """
 INTEGERS = """
 tasks batch num_heads_kv groups seqlen_total head_dim head_dim_v panels splits chunk
 q_b q_h q_s k_b k_h k_s v_b v_h v_s out_b out_h out_s lse_b lse_h lse_s
-mask_b mask_h mask_i mask_j bias_b bias_h bias_i bias_j slopes_b page_size page_columns
+mask_b mask_h mask_i mask_j bias_b bias_h bias_i bias_j page_size page_columns
 window_left window_right top_left diagonal i0 j0 b0 h0 num_heads threshold work_size
 dout_b dout_h dout_s dq_split dq_b dq_h dq_s dk_b dk_h dk_s dv_b dv_h dv_s
 dbias_b dbias_h dbias_i dbias_j share_b share_h total_keys
 """
 REALS = "factor scale softcap_scale keep_scale"
-FIELDS = tuple((ADDRESSES + INTEGERS + REALS).split())
+FIELDS = (*(ADDRESSES + INTEGERS + REALS).split(), *HEAD_TERMS, *(f"{symbol}_b" for symbol in HEAD_TERMS))
 
 
 class Arguments:

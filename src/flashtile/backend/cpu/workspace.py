@@ -6,6 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from ...call.call import HEAD_TERMS
 from .kernels.operands import BYTE, INT, LONG, SIZES, Pointer
 
 BLOCK_N = 96  # keys of a block: its scores stay in the first-level cache
@@ -22,7 +23,8 @@ def row_tables(real_type: ir.Type, rows: int, panels: Any) -> Layout:
         yield name, panels * rows, LONG
     for name in ("low", "high", "diagonal_key", "position", "head", "sequence_head"):
         yield name, panels * rows, INT
-    yield "slope", panels * rows, real_type
+    for symbol in HEAD_TERMS:
+        yield symbol, panels * rows, real_type
     yield "bounds", panels * 4, LONG
 
 

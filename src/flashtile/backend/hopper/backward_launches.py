@@ -1,23 +1,25 @@
 """Tensors, kernel arguments and the preprocessing launch that the fused and the split backward pass share."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Tensors, new_rows
+from ...call.call import Call, Needs, Tensors, new_rows
 from ...call.device import describe_device
-from ..epilogue import sink_gradient
+from ..epilogue import RowStats, requested_from_rows
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder
 from ..scalars import (
     LOG2E,
     dlse_strides,
+    head_strides,
+    head_terms,
     lse_strides,
     rows_last,
     score_units,
-    slopes_stride,
     strides,
     window_numbers,
 )
@@ -57,7 +59,7 @@ class BackwardLaunches:
     ):
         self.recorder, self.config, self.call, self.tensors, self.dout = recorder, config, call, t, dout
         self.q, self.k, self.v = (recorder.op(rows_last, x) for x in t[:3])
-        self.sinks, self.slopes = t.sinks, recorder.contiguous(t.alibi_slopes)
+        self.head_terms = {symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()}
         self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = (
             recorder.contiguous(x) for x in (t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k)
         )
@@ -112,7 +114,7 @@ class BackwardLaunches:
             "v_desc": Described(self.v, self.make_descriptor, (MMA_M, box_v)),
             "dout_desc": Described(self.dout, self.make_descriptor, (block_m, box_v)),
             "tile_count_semaphore": self.recorder.op(partial(tile_count_semaphore, self.q.device, self.packed)),
-            "slopes": self.slopes,
+            **self.head_terms,
             "cu_seqlens_q": self.cu_seqlens_q,
             "cu_seqlens_k": self.cu_seqlens_k,
             "seqused_k": self.seqused_k,
@@ -147,7 +149,7 @@ class BackwardLaunches:
             **window_numbers(self.call),
             "group": self.q.shape[1] // self.k.shape[1],
             "padded_rows": self.padded_rows,
-            "stride_slopes_b": 0 if self.slopes is None else slopes_stride(self.slopes),
+            **head_strides(self.tensors, absent=0),
             "batch": self.batch,
             "seqlen_q": self.seqlen_q,
             "seqlen_k": self.seqlen_k,
@@ -180,13 +182,24 @@ class BackwardLaunches:
         bytes_per_head = self.q.shape[1] // self.k.shape[1] * self.seqlen_q * bytes_per_row
         return max(1, min(resident_heads, L2_BYTES // bytes_per_head))
 
-    def sink_gradient(self) -> Tensor:
-        """dsinks; call after `preprocess`."""
-        gradient = partial(sink_gradient_from_row_stats, self.q.shape[1])
-        return self.recorder.op(gradient, self.sinks, self.neg_lse_log2, self.neg_delta)
+    def gradients_from_rows(self, needs: Needs, lse: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+        """Requested gradients that follow from row statistics, by name; call after `preprocess`."""
+        stats = (self.tensors.sinks, self.neg_lse_log2, self.neg_delta, lse, dlse)
+        return {
+            name: self.recorder.op(partial(from_row_stats, gradient, self.q.shape[1]), *stats)
+            for name, gradient in requested_from_rows(needs, self.tensors)
+        }
 
 
-def sink_gradient_from_row_stats(num_heads: int, sinks: Tensor, neg_lse_log2: Tensor, neg_delta: Tensor) -> Tensor:
-    """dsinks from the row statistics, to which padding contributes 0."""
+def from_row_stats(
+    gradient: Callable[[RowStats], Tensor],
+    num_heads: int,
+    sinks: Tensor | None,
+    neg_lse_log2: Tensor,
+    neg_delta: Tensor,
+    out_lse: Tensor,
+    dlse: Tensor | None,
+) -> Tensor:
+    """A gradient from the kernels' row statistics, to which padding contributes 0."""
     lse, delta = (x.view(-1, num_heads, x.shape[-1]) for x in (neg_lse_log2 / -LOG2E, -neg_delta))
-    return sink_gradient(sinks, lse, delta)
+    return gradient(RowStats(sinks, lse, delta, out_lse, dlse))

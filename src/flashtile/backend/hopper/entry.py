@@ -12,7 +12,7 @@ from ...call.plan import Plan
 from ..gpu import replay
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
-from ..scalars import rows_last, score_units, slopes_stride, window_numbers
+from ..scalars import head_strides, head_terms, rows_last, score_units, window_numbers
 from .descriptors import dense_descriptor, ragged_descriptor
 from .kernels.forward.forward import forward_kernel
 from .scheduler_args import scheduler_args
@@ -49,7 +49,7 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
         "out_desc": Described(out, make_descriptor, (MMA_M, min(config.head_dim_v.box, config.epilogue_columns))),
         "lse": lse,
         "tile_count_semaphore": recorder.op(partial(tile_count_semaphore, q.device, packed)),
-        "slopes": recorder.contiguous(t.alibi_slopes),
+        **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
         "sinks": recorder.contiguous(t.sinks),
         "cu_seqlens_q": recorder.contiguous(t.cu_seqlens_q),
         "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
@@ -78,7 +78,7 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
         "stride_lse": scheduling["seqlen_q"],
         **score_units(call),
         **window_numbers(call),
-        "stride_slopes_b": 0 if t.alibi_slopes is None else slopes_stride(t.alibi_slopes),
+        **head_strides(t, absent=0),
         "num_heads": t.q.shape[1],
         "group": t.q.shape[1] // t.k.shape[1],
         "CONFIG": config,

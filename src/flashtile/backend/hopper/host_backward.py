@@ -19,7 +19,7 @@ def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
     inputs = (*call.inputs, out, lse, dout, dlse)
-    return gradients(replay.run(inputs, launch_backward, plan.tile.backward, call, needs))
+    return Gradients.from_flat(replay.run(inputs, launch_backward, plan.tile.backward, call, needs))
 
 
 def record_backward(
@@ -28,12 +28,7 @@ def record_backward(
     """As `backward`, and the function that repeats it for calls of the same layout."""
     inputs, config = (*call.inputs, out, lse, dout, dlse), plan.tile.backward
     recording, results = replay.record(inputs, launch_backward, config, call, needs)
-    return lambda call, *rows: gradients(recording((*call.inputs, *rows))), gradients(results)
-
-
-def gradients(results: Results) -> Gradients:
-    dq, dk, dv, dsinks = results
-    return Gradients(q=dq, k=dk, v=dv, sinks=dsinks)
+    return lambda call, *rows: Gradients.from_flat(recording((*call.inputs, *rows))), Gradients.from_flat(results)
 
 
 def launch_backward(
@@ -51,5 +46,5 @@ def launch_backward(
     else:
         launches = FusedBackward(recorder, config, call, tensors, dout)
     dq, dk, dv = launches.run(out, lse, dlse, needs)
-    dsinks = launches.sink_gradient() if needs.sinks else None
-    return dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dsinks
+    dq, dk, dv = (dx if needed else None for dx, needed in zip((dq, dk, dv), needs, strict=False))
+    return Gradients(q=dq, k=dk, v=dv, **launches.gradients_from_rows(needs, lse, dlse)).flat()

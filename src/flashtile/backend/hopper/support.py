@@ -59,8 +59,9 @@ def declines(problem: Problem, device: Device) -> str | None:
     if head_dims(problem) not in HEAD_DIMS:
         accepted = [str(d) if d == d_v else f"{d} ({d_v} for v)" for d, d_v in HEAD_DIMS]
         return f"it supports head dimensions {', '.join(accepted[:-1])} and {accepted[-1]}"
-    features = ("mask", "bias", "score_mod", "dropout")
-    if (unsupported := [name for name in features if getattr(problem, name)]) != []:
+    unsupported = [name for name in ("mask", "bias") if getattr(problem.features, name) is not None]
+    unsupported += [name for name in ("score_mod", "dropout") if getattr(problem, name)]
+    if unsupported:
         return f"it does not support {' or '.join(unsupported)}"
     if problem.alignment < TMA_ALIGNMENT:
         return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"

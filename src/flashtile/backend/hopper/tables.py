@@ -203,7 +203,7 @@ NO_SPILL_TRITON = (3, 6)  # with newer versions, kernels of three warpgroups spi
 
 def tile_config(problem: Problem, device: Device) -> TileConfig:
     """Configurations for a problem."""
-    features = problem.softcap or problem.alibi  # need more registers than three warpgroups have
+    features = problem.softcap or problem.features.score_terms  # need more registers than three warpgroups have
     fits = triton_version() == NO_SPILL_TRITON and not features
     head_dims = problem.head_dim, problem.head_dim_v
     min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides

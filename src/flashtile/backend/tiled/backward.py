@@ -44,23 +44,15 @@ def backward(call: Call, needs: Needs, shape: TileShape, dtype: torch.dtype, sav
         queries.buffer(q, q.shape[1], q.shape[-1], dtype) if needs.q else None,
         keys.buffer(k, num_heads_kv(call), k.shape[-1], dtype) if needs.k else None,
         keys.buffer(v, num_heads_kv(call), v.shape[-1], dtype) if needs.v else None,
-        FeatureGradients(call, needs, dtype),
+        FeatureGradients.zeros(call, needs, dtype),
     )
     for slab in slabs(call, queries, keys, shape):
         backward_slab(call, slab, shape, dtype, saved, totals)
-    return Gradients(
-        None if totals.dq is None else queries.result(totals.dq),
-        None if totals.dk is None else keys.result(totals.dk),
-        None if totals.dv is None else keys.result(totals.dv),
-        result_of(totals.features.bias),
-        result_of(totals.features.alibi_slopes),
-        result_of(totals.features.sinks),
-        tuple(result_of(x) for x in totals.features.score_mod_tensors),
+    return totals.features.results()._replace(
+        q=None if totals.dq is None else queries.result(totals.dq),
+        k=None if totals.dk is None else keys.result(totals.dk),
+        v=None if totals.dv is None else keys.result(totals.dv),
     )
-
-
-def result_of(total: Sum | None) -> Tensor | None:
-    return None if total is None else total.result()
 
 
 def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, saved: Saved, totals: Totals) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
 
-from ...call.call import Call, Tensors
+from ...call.call import DESCRIBED, Call, Tensors
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
 from ..blockwise.lse_shape import rows_to_lse
-from ..blockwise.scores import Scores, slab_part, slopes_4d
+from ..blockwise.scores import Scores, slab_part
 from ..blockwise.tiles import GatheredRows, Side, Slab, TileShape, num_heads_kv, slabs
 from .forward import forward_rows
 from .loop import row_blocks
@@ -175,17 +175,15 @@ def call_of_slab(call: Call, slab: Slab) -> tuple[Call, Slab]:
     t, s = call.tensors, call.settings
 
     def part(x: Tensor | None) -> Tensor | None:
-        return None if x is None else slab_part(x, slab)
+        if x is None:
+            return None
+        return x[slab.heads_q] if x.dim() == 1 else slab_part(x, slab)
 
-    slopes = None if t.alibi_slopes is None else slab_part(slopes_4d(t.alibi_slopes), slab)[..., 0, 0]
     tensors = t._replace(
         q=t.q[slab.batch, slab.heads_q],
         k=t.k[slab.batch, slab.heads_kv],
         v=t.v[slab.batch, slab.heads_kv],
-        mask=part(t.mask),
-        bias=part(t.bias),
-        alibi_slopes=slopes,
-        sinks=None if t.sinks is None else t.sinks[slab.heads_q],
+        **{name: part(getattr(t, name)) for name in DESCRIBED},
     )
     first_b, first_h = s.b0 + slab.batch.start, s.h0 + slab.heads_q.start
     inner = Call(tensors, s._replace(b0=first_b, h0=first_h, num_heads=call.num_heads))

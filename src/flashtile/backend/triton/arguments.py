@@ -10,7 +10,17 @@ from ...call.call import Call
 from ...call.problem import LONGEST, power_of_two
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
-from ..scalars import keep_scale, lse_strides, rows_last, score_units, slopes_stride, strides, threshold, window_numbers
+from ..scalars import (
+    head_strides,
+    head_terms,
+    keep_scale,
+    lse_strides,
+    rows_last,
+    score_units,
+    strides,
+    threshold,
+    window_numbers,
+)
 from . import formulas
 from .configs import KernelConfig
 from .kernels.parameters import Constants, HeadDim
@@ -126,7 +136,7 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         "v": v,
         "mask": None if t.mask is None else Described(t.mask, Tensor.view, torch.uint8),
         "bias": t.bias,
-        "slopes": recorder.contiguous(t.alibi_slopes),
+        **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
         "sinks": None,  # for forward only
         "seed": t.dropout_seed if call.settings.dropout_p > 0 else None,
         "cu_seqlens_q": t.cu_seqlens_q,
@@ -159,7 +169,7 @@ def feature_scalars(call: Call) -> dict[str, Any]:
         "pair_rows": rows,
         **score_units(call),
         **window_numbers(call),
-        "stride_slopes_b": None if t.alibi_slopes is None else slopes_stride(t.alibi_slopes),
+        **head_strides(t),
         "threshold": limit,
         "keep_scale": None if limit is None else keep_scale(limit),
         "i0": s.i0,

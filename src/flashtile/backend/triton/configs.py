@@ -138,8 +138,8 @@ def memory_of(device: Device) -> int:
 
 def has_pairs(problem: Problem) -> bool:
     """Whether a feature adds a value to the score of each pair."""
-    features = (problem.bias, problem.mask, problem.score_mod)
-    return problem.alibi or any(x is not None for x in features)
+    p = problem
+    return p.features.mask is not None or p.features.score_terms or p.score_mod is not None
 
 
 def has_most(dtype: torch.dtype, device: Device) -> bool:
@@ -174,7 +174,7 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
     score_mod, and a bias or mask for every pair; in forward, whose tiles are the largest, any bias, dropout and ALiBi.
     Also for problems that are `misaligned`, or for which `wants_small` holds.
     """
-    pair_tensors = [x for x in (problem.bias, problem.mask) if x is not None]
+    pair_tensors = [x for x in (problem.features.bias, problem.features.mask) if x is not None]
     of_pairs = problem.score_mod is not None or any(not (x[2] or x[3]) for x in pair_tensors)
     small = wants_small(problem, row, device)
     forward, dkdv, dq = SMALL if small else row.forward, row.dkdv, row.dq

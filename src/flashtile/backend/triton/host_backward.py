@@ -1,7 +1,8 @@
 """The launches of a backward pass: row statistics first, then one kernel for each kind of gradient."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ...call.call import Call, Gradients, Needs, Tensors, new_rows
 from ...call.plan import Plan
-from ..epilogue import sink_gradient, sum_to_heads
+from ..epilogue import RowStats, requested_from_rows, sum_to_heads
 from ..gpu import replay
 from ..gpu.formula import loads
 from ..gpu.pointers import Described, Pointers
@@ -64,11 +65,15 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
             None if dx is None else recorder.op(in_pages, x, t.page_table, dx) for x, dx in ((t.k, dk), (t.v, dv))
         )
     dcaptured = launches.dcaptured(plan.tile.dq, needs.score_mod_tensors)
-    dsinks = recorder.op(sinks_from_rows, t.sinks, lse, launches.row_stats) if needs.sinks else None
-    return (
-        dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias, dslopes, dsinks,
-        *dcaptured,
-    )  # fmt: skip
+    from_rows = {
+        name: recorder.op(partial(from_row_stats, gradient), t.sinks, lse, launches.row_stats, dlse)
+        for name, gradient in requested_from_rows(needs, t)
+    }
+    dq, dk, dv = (dx if needed else None for dx, needed in zip((dq, dk, dv), needs, strict=False))
+    grads = Gradients(
+        q=dq, k=dk, v=dv, bias=dbias, alibi_slopes=dslopes, score_mod_tensors=tuple(dcaptured), **from_rows
+    )
+    return grads.flat()
 
 
 def no_gradient(out: Tensor) -> Tensor:
@@ -214,9 +219,11 @@ def rounded_sums(x: Tensor, sums: Tensor) -> Tensor:
     return total.float().view(x.shape)
 
 
-def sinks_from_rows(sinks: Tensor, lse: Tensor, row_stats: Tensor) -> Tensor:
-    """dsinks; the second of the row statistics is delta."""
-    return sink_gradient(sinks, lse, row_stats[..., : lse.shape[-1], 1])
+def from_row_stats(
+    gradient: Callable[[RowStats], Tensor], sinks: Tensor | None, lse: Tensor, row_stats: Tensor, dlse: Tensor | None
+) -> Tensor:
+    """A gradient from lse and delta, which is the second of the kernels' statistics of a row."""
+    return gradient(RowStats(sinks, lse, row_stats[..., : lse.shape[-1], 1], lse, dlse))
 
 
 def slope_gradient(slopes: Tensor, cu_seqlens: Tensor | None, rows: Tensor) -> Tensor:

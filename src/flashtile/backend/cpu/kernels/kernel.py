@@ -74,8 +74,9 @@ class Kernel:
     def score_tables(self, p: Value) -> ScoreTables:
         """The inputs of the score features, for a loop over keys that begins here."""
         rows = p * self.panel.rows
+        terms = {symbol: getattr(self.w, symbol) + rows for symbol in self.variant.head_terms}
         formula = None if self.variant.formula is None else self.formula_code(self.variant.formula, rows)
-        return ScoreTables(self.w.bias, self.w.diagonal_key + rows, self.w.slope + rows, formula)
+        return ScoreTables(self.w.bias, self.w.diagonal_key + rows, terms, formula)
 
     def formula_code(self, formula: Formula, first_row: Value) -> StagedCode:
         code, a, w = self.code, self.a, self.w

@@ -22,7 +22,7 @@ class ScoreTables(NamedTuple):
 
     bias: Pointer  # [keys, rows]
     diagonal_key: Pointer  # [rows], int
-    slope: Pointer  # [rows]
+    terms: dict[str, Pointer]  # of heads, by symbol: [rows]
     formula: StagedCode | None
 
 
@@ -44,8 +44,8 @@ def final_score(
         s = tanh_s * a.real("softcap_scale")
     if variant.bias is not None:
         s = s + t.bias.vector(block_j * panel.rows + n)
-    if variant.alibi:
-        s = s - t.slope.vector(n) * distance(code, t.diagonal_key, n, j)
+    if "slopes" in t.terms:
+        s = s - t.terms["slopes"].vector(n) * distance(code, t.diagonal_key, n, j)
     formula: Sequence[Any] = ()
     if t.formula is not None:
         s, *_ = formula = t.formula.at_pair(n // code.lanes, s)

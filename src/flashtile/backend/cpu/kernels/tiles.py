@@ -113,9 +113,11 @@ def fill_row_tables(
         full_lo.set(code.maximum(full_lo.get(), low))
         full_hi.set(code.minimum(full_hi.get(), high + 1))
         hi.set(code.maximum(hi.get(), high + 1))
-        if variant.alibi:
+        if variant.head_terms:
             w.diagonal_key[at] = code.convert(diagonal_key, INT)
-            w.slope[at] = a.pointer("slopes")[task.b * a.integer("slopes_b") + h] * variant.score_unit
+        for symbol in variant.head_terms:
+            x = a.pointer(symbol)[task.b * a.integer(f"{symbol}_b") + h]
+            getattr(w, symbol)[at] = x * variant.score_unit
         if variant.dropout or variant.formula is not None:
             w.position[at] = code.convert(position, INT)
         if variant.formula is not None:
