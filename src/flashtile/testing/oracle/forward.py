@@ -11,6 +11,7 @@ from .sums import Sums, pair_products, visible_matmul
 from .weights import Weights
 
 INF = float("inf")
+FEATURES = 16  # whose products are summed plainly
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def forward(x: Sequence) -> Forward:
     k, v = x.k.repeat_interleave(x.group, 0), x.v.repeat_interleave(x.group, 0)
     visible = visible_pairs(x)
 
-    s = x.scale * (x.q @ k.mT)  # [Hq, Sq, Sk]
+    s = x.scale * inner_products(x.q, k)  # [Hq, Sq, Sk]
     magnitude = abs(x.scale) * (x.q.abs() @ k.abs().mT)  # sum of the absolute values of a score's terms
     tanh = None
     if x.softcap:
@@ -92,6 +93,19 @@ def sink_column(x: Sequence) -> Tensor:
     num_heads_q, seqlen_q, _ = x.q.shape
     sinks = x.q.new_full((num_heads_q,), -INF) if x.sinks is None else x.sinks
     return sinks[:, None, None].expand(num_heads_q, seqlen_q, 1)
+
+
+def inner_products(q: Tensor, k: Tensor) -> Tensor:
+    """`q @ k^T` with an error of a few units in the last place, however many features there are: where all terms are
+    alike, roundings of a plain sum point one way, and float64 backends are held to this result (Knuth's two-sum).
+    """
+    total = rest = torch.zeros((), dtype=torch.float64)
+    for part in (a @ b.mT for a, b in zip(q.split(FEATURES, -1), k.split(FEATURES, -1), strict=True)):
+        new = total + part
+        of_part = new - total
+        rest = rest + (total - (new - of_part)) + (part - of_part)
+        total = new
+    return torch.where(total.isfinite(), total + rest, total)
 
 
 def log_sum_exp(s: Tensor) -> Tensor:
