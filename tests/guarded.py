@@ -123,7 +123,6 @@ def random_calls(first: int, last: int) -> None:
     for seed in range(first, last):
         function = random.Random(seed).choice(("attention", "attention_varlen", "attention_with_kvcache"))
         case = random_case(seed, function=function)
-        case.arguments.pop("score_mod", None)  # declined
         in_front = seed % 2 == 0
         guard(case, in_front)
         print(seed, case.description, flush=True)

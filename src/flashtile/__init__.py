@@ -1,7 +1,9 @@
 """flashtile: exact attention for PyTorch, forward and backward, in O(S) memory, with nothing to compile."""
 
-from . import score_mods
 from . import supported as _supported  # noqa: F401 - says no before anything newer is read
+
+# isort: split
+from . import score_mods
 from .api.attention import attention, attention_varlen, attention_with_kvcache
 from .api.explain import Explanation, explain
 from .api.merge import merge_attention

@@ -65,7 +65,9 @@ def test_the_listing_forgets_element_0() -> None:
 
 
 def test_times_of_strides_are_the_recorded_ones() -> None:
-    recorded = json.loads((PAGE.parents[1] / "benchmarks" / "results" / "h200-ladder.json").read_text())
+    recorded = json.loads(
+        (PAGE.parents[1] / "src" / "flashtile" / "cli" / "ladder" / "results" / "h200.json").read_text()
+    )
     slower = {row["stride"]: round(row["slower"], 1) for row in recorded["tables"]["coalescing"]["rows"]}
     assert {stride: slower[stride] for stride in claims.MEASURED_STRIDES} == claims.MEASURED_STRIDES
 
