@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..call.advice import public, refuse
 from ..call.cache import CacheTensors
+from ..call.eager import without_default_devices
 from ..dispatch.autograd import attend
 from ..dispatch.cache_operator import attend_with_cache
 from .normalize import flag, normalize
@@ -27,6 +28,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **keywords: Unpack[Keywords]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @public
+@without_default_devices
 def attention(
     q: Tensor,
     k: Tensor,
@@ -153,6 +155,7 @@ def attention_varlen(
     **keywords: Unpack[VarlenKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @public
+@without_default_devices
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -258,6 +261,7 @@ def attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool, **keywords: Unpack[CacheKeywords]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @public
+@without_default_devices
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

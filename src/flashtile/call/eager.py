@@ -1,7 +1,13 @@
 """Plain eager calls: no mode, trace, profiler, functorch level or tensor subclass around them."""
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
 from torch import Tensor
 from torch._C import (
+    DisableTorchFunction,
     _get_function_stack_at,
     _get_tracing_state,
     _len_torch_dispatch_stack,
@@ -13,6 +19,7 @@ from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 PLAIN = (Tensor, Parameter)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def in_forward_mode() -> bool:
@@ -39,6 +46,24 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
         if x is not None and (type(x) not in PLAIN or x.is_neg()):
             return False
     return True
+
+
+def without_default_devices(function: Function) -> Function:
+    """Take modes that only set a default device off a function that names every device itself: they cost each
+    operation and each property of a tensor a call in Python, three times the function's own.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _len_torch_function_stack() == 0 or not only_default_devices():
+            return function(*args, **kwargs)
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if any(type(x) not in PLAIN for x in tensors):  # whose own __torch_function__ would be off too
+            return function(*args, **kwargs)
+        with DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def only_default_devices() -> bool:

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...call.call import Call
@@ -41,8 +39,10 @@ def device_function(
     fast = "" if accurate else "fast_"
     names = {op: getattr(functions, fast + op) for op in ("exp", "tanh", "sigmoid")}
     names |= {op: getattr(functions, op) for op in ("floordiv", "mod", "inside", "load_pairs")}
-    names |= {"__name__": functions.__name__, "tl": tl}
-    return DeviceFunction(triton.jit(defined(name, text.replace("score_mod", name, 1), name, names)), position_inputs)
+    names |= {"__name__": functions.__name__, "tl": functions.tl}
+    return DeviceFunction(
+        functions.triton.jit(defined(name, text.replace("score_mod", name, 1), name, names)), position_inputs
+    )
 
 
 def formula_of(call: Call) -> Formula | None:
