@@ -40,9 +40,8 @@ def device_function(
     names = {op: getattr(functions, fast + op) for op in ("exp", "tanh", "sigmoid")}
     names |= {op: getattr(functions, op) for op in ("floordiv", "mod", "inside", "load_pairs")}
     names |= {"__name__": functions.__name__, "tl": functions.tl}
-    return DeviceFunction(
-        functions.triton.jit(defined(name, text.replace("score_mod", name, 1), name, names)), position_inputs
-    )
+    jit = functions.triton.jit  # pyright: ignore[reportAttributeAccessIssue]
+    return DeviceFunction(jit(defined(name, text.replace("score_mod", name, 1), name, names)), position_inputs)
 
 
 def formula_of(call: Call) -> Formula | None:
