@@ -1,6 +1,6 @@
 """What a call asks for, without its tensors: frozen, hashable, and all that a plan may depend on."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import overload
 
 import torch
@@ -31,7 +31,7 @@ class Problem:
     window: Window
     softcap: bool
     features: Features  # tensors that change scores or visibility
-    score_mod: Formula | Untraced | None
+    score_mod: Formula | Untraced | None = field(repr=False)  # long; a backend that declines it says why
     dropout: bool
     deterministic: bool
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
