@@ -108,7 +108,7 @@ def limits(found: list[Row]) -> str:
 
 
 def compared(other: float, own: float) -> str:
-    """How fast `own` is against `other`; within 3% they are equal."""
+    """Speed of `own` relative to `other`; within 3% they are equal."""
     if LOSS < other / own < 1 / LOSS:
         return "as fast as"
     return f"{figure(other / own)} times as fast as" if other > own else f"{figure(own / other)} times as slow as"

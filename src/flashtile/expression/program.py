@@ -17,7 +17,7 @@ INPUTS = ("score", "b", "h", "q_idx", "k_idx")
 
 
 class TensorType(NamedTuple):
-    """What a program knows of a captured tensor: its dtype, as `float32`, and its number of dimensions."""
+    """Type of a captured tensor in a program: its dtype, as `float32`, and its number of dimensions."""
 
     dtype: str
     ndim: int

@@ -47,7 +47,7 @@ class Tile(NamedTuple):
         return self.bytes > STATIC_LIMIT
 
     def blocks(self, multiprocessor: int) -> int:
-        """How many run on a multiprocessor at a time, as far as shared memory decides."""
+        """Number that run on a multiprocessor at a time, as far as shared memory decides."""
         return multiprocessor // (self.bytes + RESERVED)
 
 

@@ -55,7 +55,7 @@ def attention(
 
 
 def rows_taken_again(q: Tensor, k: Tensor, scale: float | None = None, phi: float = 0.0) -> int:
-    """How many rows have a largest score out of range, without causal."""
+    """Number of rows whose largest score is out of range, without causal."""
     scale = 1 / math.sqrt(q.shape[1]) if scale is None else scale
     m = (scale * q @ k.mT).amax(dim=1)
     return int(((m - phi).abs() > RANGE).sum())

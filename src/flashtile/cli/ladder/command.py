@@ -173,7 +173,7 @@ def stored_table(name: str, tables: dict[str, Any]) -> "Table":
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Where and when: the load is that of the last minute, before this run."""
+    """Machine and date; the load is that of the last minute before this run."""
     versions = packages()
     return {
         "device": describe_device(device).name,

@@ -207,7 +207,7 @@ def measured(problem: Problem, direction: str, step: str, run: Run, clock: Clock
 
 
 def device_seconds(run: Run, clock: Clock) -> list[float]:
-    """Of one call, in several samples of calls back to back, after two that compile and warm up."""
+    """Times of one call, in several samples of calls back to back, after two that compile and warm up."""
     run()
     run()
     once = clock.seconds(run, 1)

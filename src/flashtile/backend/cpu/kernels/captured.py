@@ -27,7 +27,7 @@ def stored_dtype(dtype: str) -> str:
 
 
 def table_offsets(tensors: tuple[TensorType, ...]) -> list[int]:
-    """Where each tensor's entries begin in the table: its address, sizes and strides, in elements."""
+    """First entry of each tensor in the table: its address, sizes and strides, in elements."""
     return [sum(1 + 2 * x.ndim for x in tensors[:n]) for n in range(len(tensors))]
 
 
