@@ -69,7 +69,7 @@ def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def gradients(out: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of a loss that is not linear in `out`."""
+    """Gradients of a loss that is not linear in `out`."""
     return torch.autograd.grad((out.sin() + out.square()).sum(), inputs)
 
 

@@ -160,7 +160,7 @@ def made_of(source: str, **values: Any) -> ScoreMod:
 
 
 def test_keys_follow_from_code_and_constants() -> None:
-    """Of a function that cannot be traced, the key depends on it and on everything it calls and reads, not on the order
+    """The key of a function that cannot be traced depends on it and on everything it calls and reads, not on the order
     of creation.
     """
     first = made_of(SOURCE, slope=0.5, factor=2)

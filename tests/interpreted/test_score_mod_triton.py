@@ -41,7 +41,7 @@ pytestmark = [
 
 @kernel
 def tile_kernel(scores: Pointer, results: Pointer, captured: Captured, score_mod: tl.constexpr, LOAD: tl.constexpr):
-    """Of a tile `[16, 16]`: the new score, then the derivative and the position of a load, or the derivative."""
+    """Results for a tile `[16, 16]`: the new score, then the derivative and position of a load, or the derivative."""
     rows, keys = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     at = rows * 16 + keys
     found = score_mod(tl.load(scores + at), 0, tl.program_id(0) + 2, rows, keys, captured)
@@ -184,7 +184,7 @@ def score_function(fn: Any) -> ScoreFunction:
 
 @pytest.mark.parametrize("fn", [by_row, by_key, distance_table], ids=lambda fn: fn.__name__)
 def test_gradients(fn: Any) -> None:
-    """Of a tensor that is indexed by rows, keys and pairs."""
+    """The gradient of a tensor that is indexed by rows, keys and pairs."""
     seqlen_k = 21 if fn is by_key else 18
     sizes = {"batch": 1, "num_heads_q": 4, "num_heads_kv": 2, "seqlen_q": 18, "seqlen_k": seqlen_k}
     assert_right(dense_case(**sizes, causal=True, score_mod=score_function(fn)))

@@ -23,7 +23,7 @@ class Operation(NamedTuple):
     torch: Callable[..., Any]
 
 
-CALL, UNARY, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARISON, CONDITIONAL = range(10, 0, -1)
+CALL, UNARY, PRODUCT, SUM, AND, XOR, OR, COMPARISON = range(8, 0, -1)
 
 
 def infix(symbol: str, precedence: int, operands: str, result: str, fn: Callable[..., Any]) -> Operation:

@@ -53,10 +53,6 @@ class Program(NamedTuple):
     instructions: tuple[Instruction, ...]
     outputs: tuple[int, ...]
 
-    def reads(self, name: str) -> bool:
-        """Whether an input is used."""
-        return any(x.op == "input" and x.value == name for x in self.instructions)
-
     def kinds(self) -> tuple[str, ...]:
         """The kinds of the results."""
         return tuple(self.instructions[n].kind for n in self.outputs)

@@ -89,21 +89,21 @@ class ScoreMod:
 
     def _take(self, traced: tuple[Formula, list[Tensor]] | Untraced) -> None:
         if isinstance(traced, Untraced):
-            self._register(traced)
+            self._take_untraced(traced)
         else:
             formula, found = traced
             self.tensors, self.key = tuple(found), formula.key
-            remember(self.key, formula)
+            _register(self.key, formula)
 
-    def _register(self, untraced: Untraced) -> None:
+    def _take_untraced(self, reason: Untraced) -> None:
         """Find the key of a function that has no formula."""
         device = self.tensors[0].device if self.tensors else torch.get_default_device()
         fn = self.fn
         content = content_of(fn.fn, fn.captured) if isinstance(fn, _Lifted) else content_of(fn)
         self.key = f"{getattr(fn, '__name__', type(fn).__name__)}#{content}"
         # Of functions with the same content the last one counts: its globals still are what they were when it was read.
-        remember(self.key, _frozen(fn) if isinstance(fn, types.FunctionType) else fn)
-        _untraced[self.key] = untraced
+        _register(self.key, _frozen(fn) if isinstance(fn, types.FunctionType) else fn)
+        _untraced[self.key] = reason
         if self.key not in _examined:  # before it runs for anything else: it might write into `tensors`
             examine(fn, self.tensors, device)
             _examined.add(self.key)
@@ -205,7 +205,7 @@ def score_mod_function(key: str) -> Callable[..., Tensor]:
     fn = _functions.get(key)
     if fn is None and key.startswith(PREFIX):
         fn = Formula.of_key(key)
-        remember(key, fn)
+        _register(key, fn)
     if fn is None:
         accepted = "a flashtile.ScoreMod of the same function, made in this process before the program runs: " + (
             "a function that reads no objects but constants, modules and functions; what it reads of tensors are its "
@@ -235,7 +235,7 @@ def is_local(key: str) -> bool:
     return key.endswith(LOCAL)
 
 
-def remember(key: str, fn: Callable[..., Tensor]) -> None:
+def _register(key: str, fn: Callable[..., Tensor]) -> None:
     new = key not in _functions
     _functions[key] = fn
     if new and len(_functions) == MANY_FUNCTIONS:

@@ -35,7 +35,7 @@ WIDTHS = ("avx512", "avx2", "baseline")
 
 
 class Inputs(NamedTuple):
-    """What a program reads; rows are lanes of several vectors."""
+    """Inputs of a program; rows are lanes of several vectors."""
 
     score: Tensor  # [keys, rows]
     h: Tensor  # [rows], int32
