@@ -19,7 +19,7 @@ from seeded_bugs import with_mistake
 
 import flashtile
 from flashtile.backend.gpu import replay
-from flashtile.backend.hopper import tables
+from flashtile.backend.hopper import splits, support, tables
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -71,6 +71,30 @@ def test_three_warpgroups(name: str) -> None:
     """A configuration otherwise chosen for long sequences only."""
     case = replace(case_of(name, hash_of(name), "cpu"), forward_only=True)
     with mock.patch.multiple(tables, MIN_KEYS_3WG=0, triton_version=lambda: tables.NO_SPILL_TRITON):
+        assert wrong(case, seed=0) == []
+
+
+@pytest.mark.parametrize("num_splits", [2, 5])
+@pytest.mark.parametrize("name", ["causal 64", "sinks 128", "window 96", "top left 64", "causal 192/128", "full 256"])
+def test_split_keys(name: str, num_splits: int) -> None:
+    """Also more splits than a row has blocks of keys."""
+    case = replace(case_of(name, hash_of(name), "cpu", AROUND_TILES), forward_only=True)
+    with mock.patch.object(support, "num_splits", return_value=num_splits):
+        assert wrong(case, seed=0) == []
+
+
+def test_split_keys_of_rows_that_see_none() -> None:
+    q, k, v, dout = (torch.randn(1, 2, n, 64, dtype=torch.bfloat16) for n in (200, 150, 150, 200))
+    case = Case("attention", {"q": q, "k": k, "v": v, "causal": True}, dout, None, 0, forward_only=True)
+    with mock.patch.object(support, "num_splits", return_value=2):
+        assert wrong(case, seed=0) == []
+
+
+@pytest.mark.parametrize("name", [f"deterministic {x}" for x in ("full 64", "causal 64", "grouped heads 128")])
+def test_several_accumulators_of_dq(name: str) -> None:
+    """Also more of them than a row has blocks of keys."""
+    case = case_of(name, hash_of(name), "cpu", (65, 300))
+    with mock.patch.object(splits, "dq_parts", return_value=3):
         assert wrong(case, seed=0) == []
 
 

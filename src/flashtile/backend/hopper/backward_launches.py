@@ -96,6 +96,7 @@ class BackwardLaunches:
             "HEAD_DIM": self.config.head_dim_v,
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,
+            "DQ_PARTS": self.config.dq_parts,
             "num_warps": WARPS,
         }
         pointers = {
@@ -173,13 +174,15 @@ class BackwardLaunches:
     def l2_swizzle(self, bytes_per_row: int) -> int:
         """Key heads that are scheduled together.
 
-        One group just fills the device, so that programs that wait for each other start together. With a window or a
-        diagonal, the group also has to fit the L2 cache, as its blocks of keys visit different rows.
+        One group just fills the device, so that programs that wait for each other start together; few rows, for whose
+        dq they wait, are those of several heads. With a window or a diagonal, the group also has to fit the L2 cache,
+        as its blocks of keys visit different rows.
         """
+        group = self.q.shape[1] // self.k.shape[1]
         resident_heads = max(1, self.programs // self.blocks.n_blocks)
         if self.call.settings.window.unlimited:
-            return resident_heads
-        bytes_per_head = self.q.shape[1] // self.k.shape[1] * self.seqlen_q * bytes_per_row
+            return max(resident_heads, self.programs // (group * self.blocks.m_blocks))
+        bytes_per_head = group * self.seqlen_q * bytes_per_row
         return max(1, min(resident_heads, L2_BYTES // bytes_per_head))
 
     def gradients_from_rows(self, needs: Needs, lse: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:

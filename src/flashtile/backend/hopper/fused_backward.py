@@ -23,8 +23,9 @@ class FusedBackward(BackwardLaunches):
 
     def __init__(self, recorder: Recorder, config: FusedBackwardConfig, call: Call, t: Tensors, dout: Tensor):
         super().__init__(recorder, config, call, t, dout)
-        self.dq_semaphore = self.empty(self.blocks.heads * self.blocks.m_blocks, NUM_WARPGROUPS, dtype=torch.int32)
-        self.dq_accum = self.empty(self.blocks.heads * self.padded_rows, config.head_dim.width)
+        parts, heads = config.dq_parts, self.blocks.heads
+        self.dq_semaphore = self.empty(parts * heads * self.blocks.m_blocks, NUM_WARPGROUPS, dtype=torch.int32)
+        self.dq_accum = self.empty(parts * heads * self.padded_rows, config.head_dim.width)
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, _: Needs) -> Results:
         """Launch all kernels; returns dq, dk and dv."""
@@ -55,6 +56,7 @@ class FusedBackward(BackwardLaunches):
             "HEAD_DIM": self.config.head_dim,
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,
+            "DQ_PARTS": self.config.dq_parts,
             "num_warps": WARPS,
         }
         pointers = {

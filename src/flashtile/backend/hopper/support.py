@@ -1,6 +1,7 @@
 """Problems that the Hopper backend accepts, and the reasons why it declines the others."""
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,11 +99,17 @@ def defers(problem: Problem, device: Device) -> str | None:
 
 def tile(problem: Problem, device: Device) -> "TileConfig":
     """Kernel configurations for the problem."""
-    from . import tables  # not needed by `import flashtile`
+    from . import splits, tables  # not needed by `import flashtile`
 
-    return tables.tile_config(problem, device)
+    config = tables.tile_config(problem, device)
+    if config.backward.kind == "split":
+        return config
+    parts = splits.dq_parts(problem, device, config.backward)
+    return config._replace(backward=replace(config.backward, dq_parts=parts))
 
 
 def num_splits(problem: Problem, device: Device) -> int:
-    """Splits of the keys: always one, decoding is left to other backends."""
-    return 1
+    """Splits of the keys of few rows."""
+    from . import splits
+
+    return splits.num_splits(problem, device, tile(problem, device).forward)

@@ -14,8 +14,9 @@ DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
 NUM_WARPGROUPS = 2  # consumers in backward, with 64 keys and one share of dq each
 ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
+COMBINE_ROWS = 16  # of a program that merges the results of split keys
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster
-IN_ORDER_MIN_KEYS = 8192  # keys from which accumulating dq in order is faster than in any order
+IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
 
 
 class Constexpr:
@@ -73,10 +74,15 @@ class ForwardConfig(Constexpr):
     producer_registers: int = 24
     q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
     speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
+    splits: int = 1  # of the keys of a tile; more than one write fp32 results that `combine` merges
 
     @property
     def block_m(self) -> int:
         return MMA_M * self.num_warpgroups
+
+    def with_splits(self, splits: int) -> "ForwardConfig":
+        """The same kernel with split keys. Columns of fp32 take twice the staging memory."""
+        return self if splits == 1 else replace(self, splits=splits, epilogue_columns=self.epilogue_columns // 2)
 
     def __str__(self) -> str:
         return f"{self.block_m} x {self.block_n} ({self.num_warpgroups} warpgroups, {self.stages} stages)"
@@ -104,6 +110,7 @@ class FusedBackwardConfig(Constexpr):
     early_half_exps: bool  # compute half of a block's exponentials one product earlier
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
+    dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
     block_n: int = 2 * MMA_M
     kind: Literal["fused"] = "fused"
 
@@ -133,6 +140,7 @@ class DqConfig(Constexpr):
     num_warpgroups: int = 2
     consumer_registers: int = 240
     producer_registers: int = 24
+    splits: int = 1
 
     @property
     def block_m(self) -> int:
@@ -149,6 +157,7 @@ class DkdvConfig(Constexpr):
     block_m: int = MMA_M
     block_n: int = MMA_M
     lpt: bool = True  # programs never wait for each other
+    dq_parts: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
 
@@ -220,7 +229,8 @@ def backward_config(problem: Problem) -> FusedBackwardConfig | SplitBackwardConf
     config = FUSED_BACKWARD[problem.head_dim]
     limited = not problem.window.unlimited
     # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache.
-    in_order = problem.deterministic or (not limited and problem.seqlen_k >= IN_ORDER_MIN_KEYS)
+    long = min(problem.seqlen_q, problem.seqlen_k) >= IN_ORDER_MIN_KEYS
+    in_order = problem.deterministic or (long and not limited)
     lpt = limited and (not in_order or config.block_m < config.block_n)
     return replace(config, lpt=lpt, in_order=in_order)
 

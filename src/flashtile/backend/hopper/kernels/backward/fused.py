@@ -117,7 +117,8 @@ def backward_kernel(
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
     context = BackwardContext(pipelines, outputs, queue, group, bounds, params)
-    dq_writer = DqWriter(dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows)
+    part_rows = batch * num_heads_k * group * padded_rows if CONFIG.dq_parts > 1 else None  # dense
+    dq_writer = DqWriter(dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, part_rows)
     gl.warp_specialize(
         [
             (consumer_warpgroup, (0, context, CONFIG, PACKED)),

@@ -30,6 +30,7 @@ class ForwardOutputs(NamedTuple):
     smem: gl.shared_memory_descriptor  # [NUM_WARPGROUPS, *rows, epilogue_columns]
     lse: gl.tensor  # pointer, [B, H, Sq] or [H, T]
     stride_lse: gl.tensor  # between heads
+    num_heads: gl.tensor | None  # with split keys
 
 
 class ForwardContext(NamedTuple):
@@ -79,18 +80,22 @@ def zero_scores(BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def initial_state(wg_tile, params, dtype: gl.constexpr, CONFIG: gl.constexpr):
+def initial_state(wg_tile, params, outputs, dtype: gl.constexpr, CONFIG: gl.constexpr):
     """State before the first step of a program. The accumulator finished there is garbage and is discarded."""
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     acc = zero_accumulators(HEAD_DIM_V)
-    return next_tile_state(acc, mma_operand(zero_scores(CONFIG.block_n), acc, dtype), wg_tile, params, CONFIG)
+    p = mma_operand(zero_scores(CONFIG.block_n), acc, dtype)
+    return next_tile_state(acc, p, wg_tile, params, outputs, CONFIG)
 
 
 @gluon.jit
-def next_tile_state(acc, p, wg_tile, params, CONFIG: gl.constexpr):
+def next_tile_state(acc, p, wg_tile, params, outputs, CONFIG: gl.constexpr):
     """State before the first step of a tile: a new row_max and l; acc and p are still the previous tile's."""
     tile = wg_tile.tile
-    row_max, l = softmax.initial_state(zero_scores(CONFIG.block_n), params.sinks, tile.head, tile.b < params.batch)  # noqa: E741
+    with_sink = tile.b < params.batch
+    if outputs.num_heads is not None:  # the first split alone
+        with_sink = tile.lse_head < params.batch * outputs.num_heads
+    row_max, l = softmax.initial_state(zero_scores(CONFIG.block_n), params.sinks, tile.head, with_sink)  # noqa: E741
     return SoftmaxState(acc, p, row_max, l)
 
 

@@ -1,0 +1,44 @@
+"""Parts of a long row of keys: how many programs share the keys of few rows, and how many accumulators dq has.
+
+With few rows, tiles of rows alone leave cores idle, and programs of the backward pass wait for the same rows of dq.
+"""
+
+from ...call.device import Device
+from ...call.problem import Problem
+from .tables import ForwardConfig, FusedBackwardConfig, keys_per_row
+
+MAX_SPLITS = 32
+TILE_BLOCKS = 2.0  # time of a tile's prologue and epilogue, in blocks of keys
+COMBINE_BLOCKS = 4.0  # time of the launch that merges the splits
+COMBINE_BYTES = 2**22  # of partial results that are merged in the time of a block of keys
+MAX_DQ_PARTS = 16
+
+
+def num_splits(problem: Problem, device: Device, config: ForwardConfig) -> int:
+    """The number of splits that takes the least time by a simple model: whole waves of equal tiles."""
+    if problem.layout != "dense":
+        return 1
+    tiles = cdiv(problem.seqlen_q, config.block_m) * problem.num_heads_q * problem.batch
+    blocks = cdiv(keys_per_row(problem), config.block_n)
+    rows = problem.seqlen_q * problem.num_heads_q * problem.batch
+    bytes_per_split = rows * problem.head_dim_v * 8  # written and read, in fp32
+
+    def time(splits: int) -> float:
+        tile = cdiv(blocks, splits) + TILE_BLOCKS
+        merging = COMBINE_BLOCKS + splits * bytes_per_split / COMBINE_BYTES if splits > 1 else 0
+        return cdiv(tiles * splits, device.cores) * tile + merging
+
+    return min(range(1, max(1, min(MAX_SPLITS, blocks)) + 1), key=time)
+
+
+def dq_parts(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
+    """Accumulators of dq, enough that programs that add in order seldom wait for the same rows."""
+    if problem.layout != "dense" or not config.in_order:
+        return 1
+    row_blocks = cdiv(problem.seqlen_q, config.block_m) * problem.num_heads_q * problem.batch
+    programs = min(device.cores, cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch)
+    return max(1, min(MAX_DQ_PARTS, cdiv(programs, row_blocks)))
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
