@@ -59,13 +59,23 @@ CHUNKED = {  # head dimensions that are split into chunks
     "top left 256": Variant(FEATURES["top left"], head_dim=256),
     "packed 256": Variant(CAUSAL, layout="packed", head_dim=256, heads=(4, 2)),
 }
-VARIANTS |= CHUNKED
+NARROWER = {  # than the kernels
+    "causal 40": Variant(CAUSAL, head_dim=40, heads=(4, 2), transposed=True),
+    "packed everything 8": Variant(EVERYTHING, FP16, head_dim=8, layout="used"),
+    "window 72": Variant(FEATURES["window"], head_dim=72),
+    "packed 80": Variant(CAUSAL, layout="packed", head_dim=80, heads=(4, 2)),
+    "sinks 104/72": Variant(FEATURES["sinks"], head_dim=104, head_dim_v=72),
+    "grouped heads 160": Variant(CAUSAL, FP16, head_dim=160, heads=(4, 1), transposed=True),
+    "packed everything 136/56": Variant(EVERYTHING, head_dim=136, head_dim_v=56, layout="packed"),
+    "window 248/200": Variant(FEATURES["window"], head_dim=248, head_dim_v=200),
+}
+VARIANTS |= CHUNKED | NARROWER
 VARIANTS |= {
     f"deterministic {name}": replace(VARIANTS[name], features=all_of(VARIANTS[name].features, DETERMINISTIC))
     for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128", "causal 96")
 }
 VARIANTS = {name: replace(variant, longest=max(LONGER)) for name, variant in VARIANTS.items()}
-FORWARD_ONLY = ("softcap 64", "everything 64")
+FORWARD_ONLY = ("softcap 64", "everything 64", "everything 8")
 
 
 def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
@@ -73,7 +83,7 @@ def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER
     backends.
     """
     case = VARIANTS[name].case(seed, device, lengths)
-    return replace(case, forward_only=any(word in name for word in FORWARD_ONLY), constant=("alibi_slopes",))
+    return replace(case, forward_only=name.endswith(FORWARD_ONLY), constant=("alibi_slopes",))
 
 
 SHORT, LONG = 512, 8192  # lengths with different configurations

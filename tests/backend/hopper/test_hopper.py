@@ -52,8 +52,8 @@ def problem(**changes: object) -> Problem:
     [
         ({"dtype": torch.float32}, "bfloat16 and float16"),
         ({"layout": "paged"}, "paged"),
-        ({"head_dim": 80, "head_dim_v": 80}, "64, 96, 128, 192 (128 for v), 192 and 256"),
-        ({"head_dim_v": 128}, "192 (128 for v)"),
+        ({"head_dim": 264, "head_dim_v": 264}, "multiples of 8 up to 256"),
+        ({"head_dim": 84}, "multiples of 8"),
         ({"dropout": True, "features": Features(bias=(True, True, False, False))}, "bias or dropout"),
         ({"alignment": 8}, "16 bytes"),
         ({"seqlen_k": 0}, "empty"),

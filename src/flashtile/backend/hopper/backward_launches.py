@@ -93,6 +93,7 @@ class BackwardLaunches:
             **strides("dout", self.dout, ALIGN),
             **lse_strides(lse),
             **dlse_strides(dlse),
+            "columns": self.config.head_dim_v.columns_of(out),
             "HEAD_DIM": self.config.head_dim_v,
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,

@@ -46,7 +46,7 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     if q.numel() == 0:
         return out, lse
-    results = (out, lse) if config.splits == 1 else new_results(recorder, q, v, config.splits)
+    results = (out, lse) if config.splits == 1 else new_results(recorder, q, config)
     packed = call.layout == "varlen"
     make_descriptor = ragged_descriptor if packed else dense_descriptor
     pointers = {
@@ -70,10 +70,10 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
     return out, lse
 
 
-def new_results(recorder: Recorder, q: Tensor, v: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+def new_results(recorder: Recorder, q: Tensor, config: ForwardConfig) -> tuple[Tensor, Tensor]:
     """Results of the splits of a dense call, which `combine_splits` merges: out `[splits * B, H, Sq, Dv]` and lse."""
     batch, heads, seqlen_q, _ = q.shape
-    partial_out = q.new_empty(splits * batch, heads, seqlen_q, v.shape[-1], dtype=torch.float32)
+    partial_out = q.new_empty(config.splits * batch, heads, seqlen_q, config.head_dim_v.width, dtype=torch.float32)
     return recorder.new(partial_out), recorder.new(partial_out.new_empty(partial_out.shape[:-1]))
 
 
@@ -91,6 +91,7 @@ def combine_splits(
         "num_heads": heads,
         "total_heads": batch * heads,
         "seqlen_q": seqlen_q,
+        "columns": config.head_dim_v.columns_of(out),
         "SPLITS": config.splits,
         "HEAD_DIM_V": config.head_dim_v,
         "ALIGN": ALIGN,

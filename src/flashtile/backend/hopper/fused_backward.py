@@ -53,6 +53,7 @@ class FusedBackward(BackwardLaunches):
             **self.row_kernel_scalars(),
             **strides("dq", dq, ALIGN),
             "scale": self.call.settings.scale,
+            "columns": self.config.head_dim.columns_of(dq),
             "HEAD_DIM": self.config.head_dim,
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,

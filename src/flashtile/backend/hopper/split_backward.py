@@ -33,6 +33,7 @@ class SplitBackward(BackwardLaunches):
             **scheduling,
             **strides("dq", dq, ALIGN),
             "num_heads": self.q.shape[1],
+            "columns": self.config.head_dim.columns_of(self.q),
             "CONFIG": self.dq_config,
         }
         pointers = {**self.input_pointers(), "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta, "dq": dq}
@@ -42,7 +43,13 @@ class SplitBackward(BackwardLaunches):
     def launch_dkdv(self) -> tuple[Tensor, Tensor]:
         dk, dv = self.new_dk_dv()
         bytes_per_row = (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
-        scalars = {**self.key_kernel_scalars(bytes_per_row), **strides("dk", dk, ALIGN), **strides("dv", dv, ALIGN)}
+        scalars = {
+            **self.key_kernel_scalars(bytes_per_row),
+            **strides("dk", dk, ALIGN),
+            **strides("dv", dv, ALIGN),
+            "columns": self.config.head_dim.columns_of(self.k),
+            "columns_v": self.config.head_dim_v.columns_of(self.v),
+        }
         pointers = {**self.input_pointers(), **self.row_stats_pointers(), "dk": dk, "dv": dv}
         self.recorder.launch(dkdv_kernel, pointers, self.programs, scalars)
         return dk, dv

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # (of q and k, of v)
+WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # of the kernels, for (q and k, v)
+HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
 MAX_DECODE_ROWS = 64
 OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton; Gluon is experimental and changes between them
@@ -57,9 +58,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it supports bfloat16 and float16 inputs only"
     if problem.layout == "paged":
         return "it does not support paged KV caches"
-    if head_dims(problem) not in HEAD_DIMS:
-        accepted = [str(d) if d == d_v else f"{d} ({d_v} for v)" for d, d_v in HEAD_DIMS]
-        return f"it supports head dimensions {', '.join(accepted[:-1])} and {accepted[-1]}"
+    if widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
+        return f"it supports head dimensions that are multiples of {HEAD_DIM_STEP} up to {WIDTHS[-1][0]}"
     unsupported = [name for name in ("mask", "bias") if getattr(problem.features, name) is not None]
     unsupported += [name for name in ("score_mod", "dropout") if getattr(problem, name)]
     if unsupported:
@@ -71,13 +71,18 @@ def declines(problem: Problem, device: Device) -> str | None:
     return too_long(problem)
 
 
-def head_dims(problem: Problem) -> tuple[int, int]:
-    return problem.head_dim, problem.head_dim_v
+def widths(problem: Problem) -> tuple[int, int] | None:
+    """Widths of the narrowest kernels that hold the head dimensions.
+
+    TMA fills columns past the head dimension with 0, and does not store them.
+    """
+    head_dims = problem.head_dim, problem.head_dim_v
+    return next((pair for pair in WIDTHS if all(d <= width for d, width in zip(head_dims, pair, strict=True))), None)
 
 
 def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
     """Why the backward pass does not support a problem that the forward pass supports."""
-    if problem.softcap and problem.head_dim == 64:
+    if problem.softcap and widths(problem) == (64, 64):
         return "its backward pass is no faster with a softcap at head dimension 64"
     if needs.alibi_slopes:
         return "its backward pass has no gradient of ALiBi slopes"
@@ -90,7 +95,7 @@ def defers(problem: Problem, device: Device) -> str | None:
     if version is not None and version != VERIFIED:
         tested, installed = dotted(VERIFIED), dotted(version)
         return f"its kernels are tested with Triton {tested} only, not {installed}; ask for it by name"
-    if problem.softcap and problem.head_dim == 64:
+    if problem.softcap and widths(problem) == (64, 64):
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
     if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= MAX_DECODE_ROWS:
         return "decoding a few rows is faster with keys split among programs"

@@ -5,9 +5,12 @@
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from torch import Tensor
+
 from ...call.device import Device
 from ...call.problem import Problem
 from ..gpu.installed import triton_version
+from . import support
 
 MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
 DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
@@ -58,6 +61,10 @@ class HeadDim(Constexpr):
     def offsets(self) -> tuple[int, ...]:
         """The first column of each chunk."""
         return tuple(sum(self.chunks[:c]) for c in range(len(self.chunks)))
+
+    def columns_of(self, x: Tensor) -> int | None:
+        """The columns of `x [..., D]`, where they do not fill the kernel's; `None` where they do."""
+        return None if x.shape[-1] == self.width else x.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,7 @@ class TileConfig(NamedTuple):
 
 
 D64, D96, D128, D192, D256 = (HeadDim(x) for x in ((64,), (64, 32), (128,), (128, 64), (256,)))
-# Keys: head dimensions of q and v. Fields: these, epilogue_columns, block_n, num_warpgroups, stages.
+# Keys: widths for q and v. Fields: these, epilogue_columns, block_n, num_warpgroups, stages.
 TWO_WARPGROUPS = {
     (64, 64): ForwardConfig(D64, D64, 64, 128, 2, 4),
     (96, 96): ForwardConfig(D96, D96, 128, 128, 2, 3),
@@ -214,25 +221,32 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     """Configurations for a problem."""
     features = problem.softcap or problem.features.score_terms  # need more registers than three warpgroups have
     fits = triton_version() == NO_SPILL_TRITON and not features
-    head_dims = problem.head_dim, problem.head_dim_v
+    widths = widths_of(problem)
     min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides
-    three = head_dims in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits
-    forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[head_dims]
+    three = widths in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits
+    forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[widths]
     return TileConfig(forward, backward_config(problem))
 
 
 def backward_config(problem: Problem) -> FusedBackwardConfig | SplitBackwardConfig:
     """Configuration of the backward pass."""
-    head_dims = problem.head_dim, problem.head_dim_v
-    if head_dims in SPLIT_BACKWARD:
-        return SPLIT_BACKWARD[head_dims]
-    config = FUSED_BACKWARD[problem.head_dim]
+    widths = widths_of(problem)
+    if widths in SPLIT_BACKWARD:
+        return SPLIT_BACKWARD[widths]
+    config = FUSED_BACKWARD[widths[0]]
     limited = not problem.window.unlimited
     # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache.
     long = min(problem.seqlen_q, problem.seqlen_k) >= IN_ORDER_MIN_KEYS
     in_order = problem.deterministic or (long and not limited)
     lpt = limited and (not in_order or config.block_m < config.block_n)
     return replace(config, lpt=lpt, in_order=in_order)
+
+
+def widths_of(problem: Problem) -> tuple[int, int]:
+    """Widths of the kernels for a supported problem."""
+    widths = support.widths(problem)
+    assert widths is not None
+    return widths
 
 
 def max_blocks(tokens: int, block: int, batch: int) -> int:

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 
 from .shared.compat import triton_kernel
-from .shared.padded_rows import stride64
+from .shared.padded_rows import feature_mask, stride64
 from .shared.softmax import INFINITY, LN2, LOG2E
 
 
 @triton_kernel
 def combine_kernel(
     partial_out, partial_lse, out, lse, stride_out_b, stride_out_h, stride_out_m,
-    num_tiles, num_heads, total_heads, seqlen_q,
+    num_tiles, num_heads, total_heads, seqlen_q, columns,
     SPLITS: tl.constexpr, HEAD_DIM_V: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """`out [B, H, Sq, Dv]` and `lse [B, H, Sq]` from those of each split, weighted by their log-sum-exp.
@@ -40,7 +40,8 @@ def combine_kernel(
         x = partial_out + feature
         acc = merged(x, partial_lse, first, stride_split, row_max, exists, SPLITS, HEAD_DIM_V.width)
         acc = (acc / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out_head + row[:, None] * stride64(stride_out_m, ALIGN) + feature, acc, mask=exists[:, None])
+        out_rows = out_head + row[:, None] * stride64(stride_out_m, ALIGN)
+        tl.store(out_rows + feature, acc, mask=feature_mask(exists, feature, columns))
 
 
 @triton.jit

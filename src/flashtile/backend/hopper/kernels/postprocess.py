@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .. import tables
 from .shared.compat import triton_kernel
-from .shared.padded_rows import block_rows, stride64
+from .shared.padded_rows import block_rows, feature_mask, stride64
 
 NUM_WARPGROUPS = tl.constexpr(tables.NUM_WARPGROUPS)  # of a block of rows, each with a dq semaphore
 
@@ -13,7 +13,7 @@ NUM_WARPGROUPS = tl.constexpr(tables.NUM_WARPGROUPS)  # of a block of rows, each
 @triton_kernel
 def postprocess_kernel(
     dq_accum, dq_semaphore, dq, cu_seqlens_q,
-    stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, batch, scale,
+    stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, batch, scale, columns,
     HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, DQ_PARTS: tl.constexpr,
 ):  # fmt: skip
     """dq from its accumulators, added in their order. A dq semaphore of 0 means that nothing was written."""
@@ -30,7 +30,7 @@ def postprocess_kernel(
         dq_i = unswizzled(dq_i, BLOCK_M, HEAD_DIM.chunks[c])
         x = dq + b * stride64(stride_dq_b, ALIGN) + head * stride64(stride_dq_h, ALIGN)
         offset = row[:, None] * stride64(stride_dq_m, ALIGN) + feature
-        tl.store(x + offset, (dq_i * scale).to(dq.dtype.element_ty), mask=exists[:, None])
+        tl.store(x + offset, (dq_i * scale).to(dq.dtype.element_ty), mask=feature_mask(exists, feature, columns))
 
 
 @triton.jit

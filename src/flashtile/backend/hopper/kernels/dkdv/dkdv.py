@@ -65,7 +65,7 @@ def dkdv_kernel(
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_dk_b, stride_dk_h, stride_dk_m, stride_dv_b, stride_dv_h, stride_dv_m,
     stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows, batch,
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, CONFIG: gl.constexpr,
+    factor, multiplier, softcap, scale, columns, columns_v, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Boxes are `[1, 1, 64, columns]`, of row statistics `[1, 64]`. Packed sequences as in `forward_kernel`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -96,8 +96,8 @@ def dkdv_kernel(
     bounds = MaskBounds(window_left, window_right, top_left)
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
     context = DkdvContext(pipelines, weights, group, bounds, params, queue)
-    dk_output = OutputTensor(dk, stride_dk_b, stride_dk_h, stride_dk_m)
-    dv_output = OutputTensor(dv, stride_dv_b, stride_dv_h, stride_dv_m)
+    dk_output = OutputTensor(dk, stride_dk_b, stride_dk_h, stride_dk_m, columns)
+    dv_output = OutputTensor(dv, stride_dv_b, stride_dv_h, stride_dv_m, columns_v)
     gl.warp_specialize(
         [
             (dv_warpgroup, (context, dv_output, CONFIG)),

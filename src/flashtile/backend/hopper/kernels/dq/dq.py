@@ -69,7 +69,7 @@ def dq_kernel(
     cu_seqlens_q, cu_seqlens_k, seqused_k,
     stride_dq_b, stride_dq_h, stride_dq_m, stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads,
     group, padded_rows, batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, CONFIG: gl.constexpr,
+    factor, multiplier, softcap, scale, columns, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Boxes are `[1, 1, 64, columns]`. Packed sequences are described as in `forward_kernel`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -93,7 +93,7 @@ def dq_kernel(
     bounds = MaskBounds(window_left, window_right, top_left)
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
     row_stats = RowStats(neg_lse_log2, neg_delta, padded_rows)
-    output = OutputTensor(dq, stride_dq_b, stride_dq_h, stride_dq_m)
+    output = OutputTensor(dq, stride_dq_b, stride_dq_h, stride_dq_m, columns)
     context = DqContext(pipelines, row_stats, output, scale, queue, bounds, diagonal, params)
     gl.warp_specialize(
         [
