@@ -170,12 +170,14 @@ def precision_restored() -> Iterator[None]:
     ],
 )
 def test_precision_of_fp32_products(settings: list[tuple[Any, str, Any]], expected: str) -> None:
-    """Set through either of PyTorch's APIs, or both."""
+    """Set through either of PyTorch's APIs, or both. Hopper's float32 products are three of TF32."""
     for owner, name, value in settings:
         setattr(owner, name, value)
-    q = torch.empty(1, 2, 16, 16)
-    launches = launches_of(described_call(q, q, q, None, None, {}), "sm_90")
-    assert {x.arguments["CONFIG"].PRECISION for x in launches if "CONFIG" in x.arguments} == {expected}
+    q = torch.empty(1, 2, 128, 16)
+    for arch, exact in ("sm_80", "ieee"), ("sm_90", "tf32x3"):
+        launches = launches_of(described_call(q, q, q, None, None, {}), arch)
+        found = {x.arguments["CONFIG"].PRECISION for x in launches if "CONFIG" in x.arguments}
+        assert found == {exact if expected == "ieee" else expected}
 
 
 def test_a_register_that_nothing_has_written_is_found() -> None:

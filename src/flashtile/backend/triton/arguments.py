@@ -61,7 +61,7 @@ def constants(call: Call, config: KernelConfig, align: int, pack_gqa: int = 1, s
         HEAD_DIM=head_dim(t.q.shape[-1]),
         HEAD_DIM_V=head_dim(t.v.shape[-1]),
         COMPENSATED=t.q.dtype is torch.float32,
-        PRECISION=precision(t.q.dtype),
+        PRECISION=precision(t.q.dtype, config),
         ALIGN=align,
         PAGE_SIZE=t.k.shape[1] if several_pages else 0,
         BLOCK_B=block_b(call),
@@ -249,10 +249,13 @@ def bias_shape(call: Call) -> tuple[int, int, int, int]:
     return given["batch"], t.q.shape[1], seqlen_q, min(given["max_seqlen_k"], given["total_k"])
 
 
-def precision(dtype: torch.dtype) -> str:
-    """Precision of float32 products, from PyTorch's setting for matrix products on a GPU.
+def precision(dtype: torch.dtype, config: KernelConfig) -> str:
+    """Precision of float32 products: one TF32 product where PyTorch's setting for matrix products on a GPU allows it,
+    else that of float32, from three TF32 products where the configuration says so (docs/design/exactness.md).
 
     `fp32_precision` reflects settings through any of PyTorch's APIs. `torch.get_float32_matmul_precision` and
     `allow_tf32` raise once `fp32_precision` has been set (torch 2.11 to 2.15).
     """
-    return "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "tf32x3" if dtype is torch.float32 and config.tf32x3 else "ieee"

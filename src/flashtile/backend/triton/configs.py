@@ -21,6 +21,7 @@ class KernelConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tuned: bool = False  # found by `flashtile tune` on this machine
+    tf32x3: bool = False  # float32: products on the matrix units, each as three of TF32
 
     def __str__(self) -> str:
         tuned = ", tuned on this machine" * self.tuned
@@ -80,6 +81,20 @@ SINGLE = {  # float32; exact products have no matrix units, so registers bound t
         WidthConfigs(512, KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
     ),
 }
+SINGLE_TF32X3 = (  # measured on an H200; wider tiles of float32 have no registers for compensated sums
+    WidthConfigs(
+        64,
+        KernelConfig(128, 64, 8, 1, tf32x3=True),
+        KernelConfig(32, 32, 4, 1, tf32x3=True),
+        KernelConfig(128, 64, 8, 1, tf32x3=True),
+    ),
+    WidthConfigs(
+        128,
+        KernelConfig(32, 32, 4, 1, tf32x3=True),
+        KernelConfig(32, 32, 8, 1, tf32x3=True),
+        KernelConfig(32, 32, 4, 1, tf32x3=True),
+    ),
+)
 INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
 MIN_COPY_BYTES = 4  # of an asynchronous copy
 MAX_PACKED_ROWS = 64  # query rows of a group that become one tile
@@ -130,6 +145,8 @@ def shipped(dtype: torch.dtype, width: int, device: Device) -> WidthConfigs:
     """The shipped configurations for plain problems of a width."""
     table = SINGLE if dtype is torch.float32 else HALF
     rows = table[max(size for size in table if size <= memory_of(device))]
+    if dtype is torch.float32 and device.arch == "sm_90":
+        rows = (*SINGLE_TF32X3, *rows)
     return next(row for row in rows if width <= row.width)
 
 
@@ -190,7 +207,7 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
     if misaligned(problem, device):
         forward, dq = (x._replace(block_m=32, num_warps=4) for x in (forward, dq))
         dkdv = dkdv._replace(block_n=32, num_warps=4)
-    room_for_pairs = problem.dtype is torch.float32 and row.width <= 128  # in registers
+    room_for_pairs = problem.dtype is torch.float32 and row.width <= 128 and not forward.tf32x3  # in registers
     if (has_pairs(problem) or problem.dropout) and not small and not room_for_pairs:
         forward = forward._replace(block_n=max(16, forward.block_n // 2))
     if of_pairs:
