@@ -98,6 +98,15 @@ def test_several_accumulators_of_dq(name: str) -> None:
         assert wrong(case, seed=0) == []
 
 
+@pytest.mark.parametrize("row_splits", [2, 7])
+@pytest.mark.parametrize("name", ["causal 40", "grouped heads 128", "window 96", "deterministic full 64"])
+def test_split_rows(name: str, row_splits: int) -> None:
+    """Also more splits than a key has blocks of rows."""
+    case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
+    with mock.patch.object(splits, "row_splits", return_value=row_splits):
+        assert wrong(case, seed=0) == []
+
+
 @pytest.mark.parametrize("name", ["causal 64", "sinks 128", "packed sinks 64", "packed 128", "slopes 64"])
 def test_replay_on_other_tensors(name: str) -> None:
     """A replayed call with the same layouts and other values."""

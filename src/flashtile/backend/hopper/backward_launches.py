@@ -38,13 +38,13 @@ class BlockCounts(NamedTuple):
     heads: int  # query heads; dense: of all sequences
     m_blocks: int  # blocks of rows of a head
     n_blocks: int  # blocks of keys of a key head; dense: of one sequence
-    num_tiles: int  # blocks of keys of all key heads
+    num_tiles: int  # blocks of keys of all key heads, times splits of their rows
 
     @classmethod
     def of(cls, config: FusedBackwardConfig | DkdvConfig, q: Tensor, k: Tensor, batch: int) -> "BlockCounts":
         if q.dim() == 4:
             m_blocks, n_blocks = -(-q.shape[2] // config.block_m), -(-k.shape[2] // config.block_n)
-            return cls(batch * q.shape[1], m_blocks, n_blocks, batch * k.shape[1] * n_blocks)
+            return cls(batch * q.shape[1], m_blocks, n_blocks, batch * k.shape[1] * n_blocks * config.row_splits)
         m_blocks, n_blocks = (
             max_blocks(len(x), block, batch) for x, block in ((q, config.block_m), (k, config.block_n))
         )

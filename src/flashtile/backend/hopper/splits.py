@@ -1,6 +1,6 @@
-"""Parts of a long row of keys: how many programs share the keys of few rows, and how many accumulators dq has.
+"""How many programs share the keys of few rows or the rows of few keys, and how many accumulators dq has.
 
-With few rows, tiles of rows alone leave cores idle, and programs of the backward pass wait for the same rows of dq.
+With few rows or keys, tiles alone leave cores idle, and programs of the backward pass wait for the same rows of dq.
 """
 
 from ...call.device import Device
@@ -15,18 +15,26 @@ MAX_DQ_PARTS = 16
 
 
 def num_splits(problem: Problem, device: Device, config: ForwardConfig) -> int:
-    """The number of splits that takes the least time by a simple model: whole waves of equal tiles."""
+    """The number of programs that share the keys of a tile of rows."""
     if problem.layout != "dense":
         return 1
     tiles = cdiv(problem.seqlen_q, config.block_m) * problem.num_heads_q * problem.batch
     blocks = cdiv(keys_per_row(problem), config.block_n)
     rows = problem.seqlen_q * problem.num_heads_q * problem.batch
     bytes_per_split = rows * problem.head_dim_v * 8  # written and read, in fp32
+    return fastest(tiles, blocks, bytes_per_split, device.cores)
+
+
+def fastest(tiles: int, blocks: int, bytes_per_split: int, cores: int) -> int:
+    """The number of splits with the least time.
+
+    That is whole waves of `tiles` with `blocks` steps each, and the sum of the splits' results.
+    """
 
     def time(splits: int) -> float:
         tile = cdiv(blocks, splits) + TILE_BLOCKS
         merging = COMBINE_BLOCKS + splits * bytes_per_split / COMBINE_BYTES if splits > 1 else 0
-        return cdiv(tiles * splits, device.cores) * tile + merging
+        return cdiv(tiles * splits, cores) * tile + merging
 
     return min(range(1, max(1, min(MAX_SPLITS, blocks)) + 1), key=time)
 
@@ -36,8 +44,26 @@ def dq_parts(problem: Problem, device: Device, config: FusedBackwardConfig) -> i
     if problem.layout != "dense" or not config.in_order:
         return 1
     row_blocks = cdiv(problem.seqlen_q, config.block_m) * problem.num_heads_q * problem.batch
-    programs = min(device.cores, cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch)
+    tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch * config.row_splits
+    programs = min(device.cores, tiles)
     return max(1, min(MAX_DQ_PARTS, cdiv(programs, row_blocks)))
+
+
+def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
+    """The number of programs that share the rows of a block of keys."""
+    if problem.layout != "dense":
+        return 1
+    tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch
+    group = problem.num_heads_q // problem.num_heads_kv
+    blocks = cdiv(rows_per_key(problem), config.block_m) * group
+    keys = problem.seqlen_k * problem.num_heads_kv * problem.batch
+    bytes_per_split = keys * (problem.head_dim + problem.head_dim_v) * 8
+    return fastest(tiles, blocks, bytes_per_split, device.cores)
+
+
+def rows_per_key(problem: Problem) -> int:
+    """Approximate number of rows that see a key."""
+    return max(1, problem.seqlen_q * keys_per_row(problem) // max(problem.seqlen_k, 1))
 
 
 def cdiv(a: int, b: int) -> int:

@@ -20,6 +20,7 @@ WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  #
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
 MAX_DECODE_ROWS = 64
+NARROW = 16  # head dimension
 OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton; Gluon is experimental and changes between them
 VERIFIED = (3, 6)  # tested on a GPU
 
@@ -97,6 +98,8 @@ def defers(problem: Problem, device: Device) -> str | None:
         return f"its kernels are tested with Triton {tested} only, not {installed}; ask for it by name"
     if problem.softcap and widths(problem) == (64, 64):
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
+    if max(problem.head_dim, problem.head_dim_v) <= NARROW:
+        return f"up to head dimension {NARROW}, narrower kernels are faster"
     if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= MAX_DECODE_ROWS:
         return "decoding a few rows is faster with keys split among programs"
     return None
@@ -109,8 +112,8 @@ def tile(problem: Problem, device: Device) -> "TileConfig":
     config = tables.tile_config(problem, device)
     if config.backward.kind == "split":
         return config
-    parts = splits.dq_parts(problem, device, config.backward)
-    return config._replace(backward=replace(config.backward, dq_parts=parts))
+    backward = replace(config.backward, row_splits=splits.row_splits(problem, device, config.backward))
+    return config._replace(backward=replace(backward, dq_parts=splits.dq_parts(problem, device, backward)))
 
 
 def num_splits(problem: Problem, device: Device) -> int:

@@ -118,6 +118,7 @@ class FusedBackwardConfig(Constexpr):
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
     dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
+    row_splits: int = 1  # programs that share the rows of a block of keys; `add_splits` adds their dk and dv
     block_n: int = 2 * MMA_M
     kind: Literal["fused"] = "fused"
 
@@ -165,6 +166,7 @@ class DkdvConfig(Constexpr):
     block_n: int = MMA_M
     lpt: bool = True  # programs never wait for each other
     dq_parts: int = 1
+    row_splits: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..shared import scores
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel, reinterpret_smem, thread_barrier
-from ..shared.coordinates import kv_coord
+from ..shared.coordinates import dkdv_coord
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, zero_accumulators
@@ -117,7 +117,8 @@ def backward_kernel(
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
     context = BackwardContext(pipelines, outputs, queue, group, bounds, params)
-    part_rows = batch * num_heads_k * group * padded_rows if CONFIG.dq_parts > 1 else None  # dense
+    # Dense calls alone have several parts or splits.
+    part_rows = batch * num_heads_k * group * padded_rows if CONFIG.dq_parts > 1 else None
     dq_writer = DqWriter(dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, part_rows)
     gl.warp_specialize(
         [
@@ -216,7 +217,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             consumer_release(v.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
         # dv and dk reuse the memory of the last dq.
         mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
-        coord = kv_coord(tile, first_key, PACKED)
+        coord = dkdv_coord(tile, first_key, params.batch, PACKED, CONFIG.row_splits)
         store_dkdv(outputs.dv, coord, dv, None, dq_pipeline.smem.index(warpgroup), HEAD_DIM)
         store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM)
         tile_count += 1
@@ -250,8 +251,10 @@ def start_dq(ds, k, stage, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def store_dkdv(desc, coord, x, scale, smem, HEAD_DIM: gl.constexpr):
-    """Store dk or dv of 64 keys."""
-    buffer = reinterpret_smem(smem, desc.dtype, desc.block_type.shape[:-1] + [HEAD_DIM.padded_width], desc.layout)
+    """Store dk or dv of 64 keys; in fp32 as many columns at a time as the buffer holds."""
+    WIDTH: gl.constexpr = HEAD_DIM.padded_width
+    COLUMNS: gl.constexpr = min(WIDTH, DQ_COLUMNS) if desc.dtype == gl.float32 else WIDTH
+    buffer = reinterpret_smem(smem, desc.dtype, desc.block_type.shape[:-1] + [COLUMNS], desc.layout)
     for c in gl.static_range(len(x)):
         columns = x[c]
         if scale is not None:

@@ -152,9 +152,15 @@ def schedule_packed_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constex
 
 
 @gluon.jit
+def split_range(lo, hi, split, SPLITS: gl.constexpr):
+    """One of SPLITS nearly equal parts of `lo..hi`; may be empty."""
+    return lo + (hi - lo) * split // SPLITS, lo + (hi - lo) * (split + 1) // SPLITS
+
+
+@gluon.jit
 def split_of(lo, hi, split, end, SPLITS: gl.constexpr):
     """Blocks of keys of one split; without any, the block after the last key, which is fully masked."""
-    first, stop = lo + (hi - lo) * split // SPLITS, lo + (hi - lo) * (split + 1) // SPLITS
+    first, stop = split_range(lo, hi, split, SPLITS)
     empty = first == stop
     return gl.where(empty, end, first), gl.where(empty, end + 1, stop)
 
