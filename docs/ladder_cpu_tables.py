@@ -193,6 +193,24 @@ def plain(file: str, name: str, columns: dict[str, str]) -> Callable[[], str]:
     return made
 
 
+def pointwise_words(file: str) -> Callable[[], str]:
+    """How near to a copy's rate the operations are, and what one pass in place of two is worth."""
+
+    def made() -> str:
+        found = {row["operation"]: row for row in rows(file, "pointwise", "percent_of_copy")}
+        alone = [found[name] for name in ("scale", "mask, in place", "softmax", "dropout")]
+        rates = " to ".join(figure(x(row["percent_of_copy"] for row in alone)) for x in (min, max))
+        two, one, product = (found[x] for x in ("scale, then bias", "scale and bias in one", "S = Q Kᵀ"))
+        return paragraph(
+            f"Scale, mask, softmax and dropout alone run at {rates}% of the rate of a copy and do at most",
+            f"{figure(max(row['operations_for_a_byte'] for row in alone))} operations for a byte; the product does",
+            f"{figure(product['operations_for_a_byte'])}. Two operations in one pass have half the accesses and one",
+            f"launch in place of two: {figure(one['ms'])} ms in place of {figure(two['ms'])}.",
+        )
+
+    return made
+
+
 def rounding(file: str) -> Callable[[], str]:
     def made() -> str:
         body, before = [], None

@@ -16,6 +16,7 @@ from ladder_cpu_tables import (
     long_cpu_words,
     notes,
     plain,
+    pointwise_words,
     rounding,
     stack,
     stack_words,
@@ -30,7 +31,9 @@ from ladder_gpu_tables import (
     dtypes,
     dtypes_words,
     long_h200,
+    memory,
     precision,
+    shared,
 )
 from ladder_stored import CPP, CPP_GRAPH, FLOATS, GRAPH, machine, or_missing
 
@@ -105,6 +108,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ladder_cpu_tiles": tiles,
     "ladder_cpu_widths": plain("cpu", "widths", WIDTHS),
     "ladder_cpu_pointwise": plain("cpu", "pointwise", POINTWISE),
+    "ladder_cpu_pointwise_words": pointwise_words("cpu"),
     "ladder_cpu_layers": plain("cpu", "layers", LAYERS),
     "ladder_cpu_layers_words": notes("cpu", "layers"),
     "ladder_cpu_rounding": rounding("cpu"),
@@ -117,6 +121,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ladder_h200_intensity": intensity("h200"),
     "ladder_h200_backward": plain("h200", "backward", BACKWARD),
     "ladder_h200_pointwise": plain("h200", "pointwise", POINTWISE),
+    "ladder_h200_pointwise_words": pointwise_words("h200"),
     "ladder_h200_forward_1": dtypes("forward", 1),
     "ladder_h200_forward_16": dtypes("forward", 16),
     "ladder_h200_backward_1": dtypes("backward", 1),
@@ -124,6 +129,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "ladder_h200_dtypes_words": dtypes_words,
     "ladder_h200_blocks": plain("h200", "blocks", BLOCKS),
     "ladder_h200_cuda": cuda,
+    "ladder_h200_shared": shared,
+    "ladder_h200_memory": memory,
     "ladder_h200_coalescing": coalescing,
     "ladder_h200_banks": banks,
     "ladder_h200_rounding": rounding("h200"),

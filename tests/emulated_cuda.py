@@ -5,6 +5,7 @@
 
 import ctypes
 import functools
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -28,18 +29,22 @@ class EmulationError(RuntimeError):
 
 
 @functools.cache
-def compiled(source: Source, name: str) -> ctypes.CDLL:
-    """A library with the kernel and one function, `run`, that launches it."""
+def compiled(source: Source, name: str, shared_bytes: int) -> ctypes.CDLL:
+    """A library with the kernel and one function, `run`, that launches it.
+
+    An array of dynamic shared memory becomes one of the size that the launch says.
+    """
     path = step03_cpp.compiler()
     assert path is not None
     with tempfile.TemporaryDirectory() as folder:
         file, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
         launcher = f"return emulated::launch({name}, arguments, sizes, order);"
         signature = 'extern "C" const char* run(void** arguments, const int* sizes, int order)'
-        file.write_text(f"{source.text}\n{signature} {{ {launcher} }}\n")
+        text = re.sub(r"extern (__shared__ .*?)(\w+ \w+)\[\];", rf"\1\2[{shared_bytes} / 2];", source.text)  # 16 bits each
+        file.write_text(f"{text}\n{signature} {{ {launcher} }}\n")
         macros = [f"-D{macro}={value}" for macro, value in source.macros]
-        if not any(macro == "HALF" for macro, _ in source.macros):
-            macros.append("-DHALF=f16")
+        if not any(macro == "HALF" for macro, _ in source.macros):  # the header's own functions need one
+            macros.append("-DEMULATED_HALF=f16")
         command = [path, "-std=c++14", "-O1", "-w", "-fPIC", "-shared", f"-I{FOLDER}", "-include", str(HEADER), *macros]
         done = subprocess.run([*command, str(file), "-o", str(library)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -48,11 +53,20 @@ def compiled(source: Source, name: str) -> ctypes.CDLL:
         return loaded
 
 
-def launch(order: str, source: Source, name: str, grid: tuple[int, int], block: tuple[int, int], *given: Any) -> None:
+def launch(
+    order: str,
+    source: Source,
+    name: str,
+    grid: tuple[int, int],
+    block: tuple[int, int],
+    *given: Any,
+    shared_bytes: int = 0,
+) -> None:
     assert all(x.is_contiguous() for x in given if isinstance(x, Tensor))
     values = [cuda_launch.as_c(x) for x in given]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(x) for x in values))
-    problem = compiled(source._replace(flags=()), name).run(pointers, (ctypes.c_int * 4)(*grid, *block), ORDERS[order])
+    library = compiled(source._replace(flags=()), name, shared_bytes)
+    problem = library.run(pointers, (ctypes.c_int * 4)(*grid, *block), ORDERS[order])
     if problem is not None:
         raise EmulationError(problem.decode())
 

@@ -6,7 +6,7 @@ import torch
 
 from .dtypes import blocks, dtypes
 from .features import backward, features
-from .gpu import banks, coalescing, cuda
+from .gpu import banks, coalescing, cuda, memory, shared
 from .lite import lite
 from .long import long
 from .measure import Measurement
@@ -29,6 +29,8 @@ TABLES: dict[str, Callable[[torch.device], Measurement]] = {
     "layers": layers,
     "rounding": rounding,
     "cuda": cuda,
+    "shared": shared,
+    "memory": memory,
     "coalescing": coalescing,
     "banks": banks,
     "dtypes": dtypes,
