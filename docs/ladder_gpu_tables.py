@@ -227,6 +227,33 @@ def banks() -> str:
     return f"{markdown(('', 'padded, ms', 'without padding, ms', 'slower'), body)}\n\n{words}"
 
 
+def sanitizer() -> str:
+    """What compute-sanitizer found in the ladder's kernels, and in one without a barrier."""
+    path = ladder_stored.COUNTERS / "h200-ladder-sanitizer.json"
+    if not path.exists():
+        raise MissingError(f"python benchmarks/ladder_sanitizer.py --out {path.relative_to(ladder_stored.ROOT)}")
+    titles = {"kernels": "all kernels", "barrier": "step 9, tensor cores, with one barrier less"}
+    found = json.loads(path.read_text())
+    return markdown(
+        ("tool", "run on", "errors"),
+        [[x["tool"], titles[x["run"]], "did not finish" if x["errors"] is None else str(x["errors"])] for x in found],
+    )
+
+
+def taken() -> str:
+    """Registers, local memory and shared memory of step 9's kernels."""
+    found = rows("h200", "cuda", "registers")
+    n = max(row["n"] for row in found)
+    columns = ("registers", "spilled_bytes", "shared_bytes")
+    body = [
+        [row["step"].removeprefix("9 CUDA C++, "), *(figure(row[x]) for x in columns)]
+        for row in found
+        if row["n"] == n and row["step"].startswith("9")
+    ]
+    heading = ("", "registers of a thread", "spilled bytes of a thread", "shared memory of a block, bytes")
+    return markdown(heading, body)
+
+
 def counters() -> str:
     """benchmarks/dram_counters.py: predicted and counted GB."""
     body = []

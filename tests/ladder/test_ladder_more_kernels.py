@@ -15,6 +15,9 @@ from flashtile.ladder import (
     cuda_compile,
     running_lse_cuda,
     running_lse_triton,
+    shared_memory,
+    share_kv,
+    split_keys,
     triton_any_size,
     triton_or_not,
 )
@@ -32,8 +35,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor
     return torch.softmax(s, 1) @ v, torch.logsumexp(s, 1)
 
 
-def near(found: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor], atol: float = 5e-6) -> bool:
+def near(found: tuple[Tensor | None, Tensor | None], expected: tuple[Tensor, Tensor], atol: float = 5e-6) -> bool:
     pairs = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None]
+    assert pairs
     return all(torch.allclose(x.cpu().double(), y, rtol=0, atol=atol) for x, y in pairs)
 
 
@@ -141,29 +145,96 @@ def test_cuda_in_the_emulation(name: str) -> None:
             assert near(module.attention(q[:9], k, v, **keywords), exact(q[:9], k, v))
 
 
+HALVES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "share KV, one stage": (share_kv, {"block_n": 32}),
+    "share KV, two stages": (share_kv, {"block_m": 128, "block_n": 32, "stages": 2}),
+    "split keys": (split_keys, {}),
+}
+
+
+def near_in_half(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    """lse is float32's; out has 11 bits, as the weights have that it is a mean with."""
+    return near((found[0], None), expected, 3e-3) and near((None, found[1]), expected)
+
+
 @needs_compiler
-def test_without_a_barrier_of_the_tree_an_order_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    barrier = "__syncthreads();  // this level is complete"
-    without = block_query.source_for(16, "tree")._replace(replaced=(barrier, "//"))
-    monkeypatch.setattr(block_query, "source_for", lambda *_: without)
-    q, k, v = torch.randn(3, 40, 16)
+@pytest.mark.parametrize("name", HALVES)
+def test_cuda_in_16_bits_in_the_emulation(name: str) -> None:
+    """Partial tiles of rows and keys, warps that see no key, grouped heads; for share KV a d that is no tile's width."""
+    module, keywords = HALVES[name]
+    d = 24 if module is share_kv else 32
+    for order, n, causal in (("forward", 3, False), ("backward", 70, True), ("shuffled", 134, True)):
+        q, k, v = torch.randn(3, n, d).half()
+        with emulation(order):
+            assert near_in_half(module.attention(q, k, v, causal, **keywords), exact(q, k, v, causal))
+    q, k, v = torch.randn(2, 2, 40, d).half(), *torch.randn(2, 2, 1, 40, d).half()
+    with emulation("shuffled"):
+        out, lse = module.attention(q, k, v, **keywords)
+    assert near_in_half((out[1, 1], lse[1, 1]), exact(q[1, 1], k[1, 0], v[1, 0]))
+
+
+@needs_compiler
+def test_block_query_in_16_bits_in_the_emulation() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = torch.randn(9, 24).to(dtype), *torch.randn(2, 70, 24).to(dtype)
+        with emulation("shuffled"):
+            out, lse = block_query.attention(q, k, v)
+        expected = exact(q, k, v)
+        assert out.dtype is dtype
+        assert near((None, lse), expected)
+        torch.testing.assert_close(out, expected[0].to(dtype), rtol=torch.finfo(dtype).eps, atol=5e-6)
+
+
+BARRIERS = {  # what a text of a kernel becomes without it, and the call that shows it
+    "a level of the tree": (block_query, {"reduction": "tree"}, "__syncthreads();  // this level is complete", "//"),
+    "two stages, copies": (share_kv, {"stages": 2}, "    wait_for_copies();\n    __syncthreads();", "    wait_for_copies();"),
+    "one stage, V over K": (share_kv, {}, "__syncthreads();  // no thread reads K any more", "//"),
+    "split keys, V over K": (split_keys, {}, "__syncthreads();  // no thread reads K any more", "//"),
+    "split keys, merge": (split_keys, {}, "__syncthreads();  // this warp has added its part", "//"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", BARRIERS)
+def test_without_a_barrier_an_order_goes_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, keywords, *replaced = BARRIERS[name]
+    right = module.source_for
+    monkeypatch.setattr(module, "source_for", lambda *given: right(*given)._replace(replaced=tuple(replaced)))
+    half = module is not block_query
+    q, k, v = (x.half() if half else x for x in torch.randn(3, 70, 32 if module is split_keys else 16))
     wrong = 0
     for order in ORDERS:
         with emulation(order):
             try:
-                wrong += not near(block_query.attention(q, k, v), exact(q, k, v))
+                found = module.attention(q, k, v, **keywords)
+                wrong += not (near_in_half if half else near)(found, exact(q, k, v))
             except EmulationError:
                 wrong += 1
-    assert wrong
+        if wrong:
+            return
+    raise AssertionError("no order shows it")
 
 
 def test_cuda_compiles_for_a_gpu_that_is_not_here() -> None:
     if cuda_compile.nvrtc() is None and cuda_compile.nvcc() is None:
         pytest.skip("there is neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc")
     no_spills = ("--ptxas-options=--warn-on-spills", "--ptxas-options=--warning-as-error")
-    for module, keywords in KERNELS.values():
-        code = cuda_compile.cubin(module.source_for(64, *keywords.values())._replace(flags=no_spills), 90)
-        assert module.NAME.encode() in code
+    half = torch.float16
+    sources = [(module, module.source_for(64, *keywords.values())) for module, keywords in KERNELS.values()]
+    sources += [(share_kv, share_kv.source_for(tile, half)) for tile in (share_kv.TILES[0], share_kv.TILES[-1])]
+    sources += [(split_keys, split_keys.source_for(64)), (block_query, block_query.source_for(64, "tree", half))]
+    for module, source in sources:
+        assert module.NAME.encode() in cuda_compile.cubin(source._replace(flags=no_spills), 90)
+    bfloat16 = block_query.source_for(64, "tree", torch.bfloat16)
+    assert block_query.NAME.encode() in cuda_compile.cubin(bfloat16, 80), "sm_80 has no instruction that widens it"
+
+
+def test_shared_memory_is_the_formulas() -> None:
+    assert [share_kv.shared_bytes(tile) for tile in share_kv.TILES] == [tile.bytes for tile in share_kv.TILES]
+    assert share_kv.shared_bytes(shared_memory.Tile(64, 64, 24)) == shared_memory.Tile(64, 64, 32).bytes
+    for keywords in ({"block_m": 40}, {"block_n": 8}, {"stages": 3}):
+        with pytest.raises(ValueError, match="multiples of 16"):
+            share_kv.attention(*torch.zeros(3, 5, 16), **keywords)
 
 
 @pytest.mark.gpu
@@ -179,3 +250,12 @@ def test_on_a_gpu() -> None:
             atol = 2e-5 if module is running_lse_cuda else 5e-6
             found, expected = module.attention(q, k, v, causal, **keywords), exact(q, k, v, causal)
             assert near(found, expected, atol), (module.NAME, keywords, n, d, causal)
+    for tile in share_kv.TILES:
+        q, k, v = torch.randn(3, 1000, tile.d, device="cuda").half()
+        for causal in (False, True):
+            found = share_kv.attention(q, k, v, causal, **share_kv.keywords(tile))
+            assert near_in_half(found, exact(q, k, v, causal)), (tile, causal)
+    for n, d in ((3, 16), (130, 32), (1000, 64)):
+        q, k, v = torch.randn(3, n, d, device="cuda").half()
+        for causal in (False, True):
+            assert near_in_half(split_keys.attention(q, k, v, causal), exact(q, k, v, causal)), (n, d, causal)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from .approximate import approximate
 from .dtypes import blocks, dtypes
 from .features import backward, features
 from .gpu import banks, coalescing, cuda, memory, shared
@@ -27,6 +28,7 @@ TABLES: dict[str, Callable[[torch.device], Measurement]] = {
     "widths": widths,
     "pointwise": pointwise,
     "layers": layers,
+    "approximate": approximate,
     "rounding": rounding,
     "cuda": cuda,
     "shared": shared,
