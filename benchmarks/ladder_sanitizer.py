@@ -31,18 +31,18 @@ def run_kernels() -> None:
     from flashtile.ladder import step09_cuda_warps as warps
 
     q, k, v = torch.randn(3, 77, 64, device="cuda")
-    half = [x.half() for x in (q, k, v)]
+    q16, k16, v16 = (x.half() for x in (q, k, v))
     for step in (rows, warps, registers, running_lse_cuda):
         step.attention(q, k, v, True)
     for step in (tensor_cores, split_keys):
-        step.attention(*half, True)
+        step.attention(q16, k16, v16, True)
     for reduction in ("tree", "shuffles"):
         block_query.attention(q, k, v, reduction=reduction)
-        block_query.attention(*half, reduction=reduction)
+        block_query.attention(q16, k16, v16, reduction=reduction)
     for stages in (1, 2):
-        share_kv.attention(*half, True, block_m=128, stages=stages)
-        wide = torch.randn(3, 77, 248, device="cuda").half()
-        share_kv.attention(*wide, block_n=32, stages=stages)
+        share_kv.attention(q16, k16, v16, True, block_m=128, stages=stages)
+        q_wide, k_wide, v_wide = torch.randn(3, 77, 248, device="cuda").half()
+        share_kv.attention(q_wide, k_wide, v_wide, block_n=32, stages=stages)
     torch.cuda.synchronize()
 
 
@@ -54,7 +54,8 @@ def run_without_a_barrier() -> None:
 
     right = step.source_for
     step.source_for = lambda *given: right(*given)._replace(replaced=(BARRIER, "//"))
-    step.attention(*torch.randn(3, 77, 64, device="cuda").half())
+    q, k, v = torch.randn(3, 77, 64, device="cuda").half()
+    step.attention(q, k, v)
     torch.cuda.synchronize()
 
 
@@ -72,7 +73,7 @@ def checked(tool: str, what: str, sanitizer: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the tool's command")
     parser.add_argument("--out", type=Path, help="a JSON file for the findings")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)

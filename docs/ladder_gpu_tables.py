@@ -49,10 +49,10 @@ def precision() -> str:
     met = [n for n, ratio in published.items() if standard[n] / tf32[n] >= LOSS * ratio]
     words = paragraph(
         f"The same kernel is {listed(ieee[n] / tf32[n] for n in published)} times as fast with Triton's default, TF32,",
-        "as with IEEE products. PyTorch's default for its own products is IEEE, so the published comparison has TF32 on",
-        "one side of it. The column with TF32 on both sides compares like with like. With Triton in TF32 the published",
-        f"ratio is met at {f'N = {listed(met)}' if met else 'no N'}: against the published machine, at N = {n}, the",
-        f"standard kernels are {figure(gains[0])} times as fast here and the Triton kernel {figure(gains[1])} times. A",
+        "as with IEEE products. PyTorch's default for its own products is IEEE, so the published comparison has TF32",
+        "on one side of it. The column with TF32 on both sides compares like with like. With Triton in TF32 the",
+        f"published ratio is met at {f'N = {listed(met)}' if met else 'no N'}: against the published machine,",
+        f"at N = {n}, the standard kernels are {figure(gains[0])} times as fast here and the Triton kernel {figure(gains[1])} times. A",
         "ratio of two kernels holds for one machine.",
     )
     return f"{table}\n\n{words}"
@@ -153,7 +153,7 @@ def cuda_words(found: list[Row], n: int) -> str:
     }
     lines += [words.format(*(figure(ms[x]) for x in names)) for names, words in pairs.items() if names[0] in ms]
     numba = next((row for row in found if row["step"].startswith("7") and row["n"] == n), None)
-    if numba is not None:
+    if numba is not None and numba["spilled_bytes"]:
         lines.append(
             f"Numba's kernel has {figure(numba['spilled_bytes'])} bytes of local memory for each thread, where arrays "
             "lie that are not in registers: step 9 keeps them there by loops that are unrolled when it is compiled."

@@ -40,7 +40,9 @@ def compiled(source: Source, name: str, shared_bytes: int) -> ctypes.CDLL:
         file, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
         launcher = f"return emulated::launch({name}, arguments, sizes, order);"
         signature = 'extern "C" const char* run(void** arguments, const int* sizes, int order)'
-        text = re.sub(r"extern (__shared__ .*?)(\w+ \w+)\[\];", rf"\1\2[{shared_bytes} / 2];", source.text)  # 16 bits each
+        text = re.sub(
+            r"extern (__shared__ .*?)(\w+ \w+)\[\];", rf"\1\2[{shared_bytes} / 2];", source.text
+        )  # 16 bits each
         file.write_text(f"{text}\n{signature} {{ {launcher} }}\n")
         macros = [f"-D{macro}={value}" for macro, value in source.macros]
         if not any(macro == "HALF" for macro, _ in source.macros):  # the header's own functions need one

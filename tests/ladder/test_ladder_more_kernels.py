@@ -15,8 +15,8 @@ from flashtile.ladder import (
     cuda_compile,
     running_lse_cuda,
     running_lse_triton,
-    shared_memory,
     share_kv,
+    shared_memory,
     split_keys,
     triton_any_size,
     triton_or_not,
@@ -160,7 +160,7 @@ def near_in_half(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) 
 @needs_compiler
 @pytest.mark.parametrize("name", HALVES)
 def test_cuda_in_16_bits_in_the_emulation(name: str) -> None:
-    """Partial tiles of rows and keys, warps that see no key, grouped heads; for share KV a d that is no tile's width."""
+    """Partial tiles of rows and keys, warps that see no key, grouped heads; a d that is no tile's width."""
     module, keywords = HALVES[name]
     d = 24 if module is share_kv else 32
     for order, n, causal in (("forward", 3, False), ("backward", 70, True), ("shuffled", 134, True)):
@@ -187,7 +187,12 @@ def test_block_query_in_16_bits_in_the_emulation() -> None:
 
 BARRIERS = {  # what a text of a kernel becomes without it, and the call that shows it
     "a level of the tree": (block_query, {"reduction": "tree"}, "__syncthreads();  // this level is complete", "//"),
-    "two stages, copies": (share_kv, {"stages": 2}, "    wait_for_copies();\n    __syncthreads();", "    wait_for_copies();"),
+    "two stages, copies": (
+        share_kv,
+        {"stages": 2},
+        "    wait_for_copies();\n    __syncthreads();",
+        "    wait_for_copies();",
+    ),
     "one stage, V over K": (share_kv, {}, "__syncthreads();  // no thread reads K any more", "//"),
     "split keys, V over K": (split_keys, {}, "__syncthreads();  // no thread reads K any more", "//"),
     "split keys, merge": (split_keys, {}, "__syncthreads();  // this warp has added its part", "//"),

@@ -12,11 +12,12 @@ A barrier costs tens of cycles, and a tile has two reductions, so the tree has 1
 step09_cuda_warps.cu needs neither for a score, since its warps have keys of their own.
 
 Queries and keys may differ in number (`tgt` and `src` lengths of a decoder's cross attention). q, k and v may have 16
-bits; scores, sums and the output in shared memory are float32. One head, d up to 256. The kernel is in block_query.cu next to this file. On a GPU, `python -m flashtile.ladder.block_query` prints
-times and errors of both reductions.
+bits; scores, sums and the output in shared memory are float32. One head, d up to 256. The kernel is in block_query.cu
+next to this file. On a GPU, `python -m flashtile.ladder.block_query` prints times and errors of both reductions.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ DTYPES = (torch.float32, *PTX_TYPES)
 
 def source_for(d: int, reduction: str, dtype: torch.dtype = torch.float32) -> Source:
     """The kernel for head dimension `d`; `reduction` is "tree" or "shuffles"."""
-    half = {} if dtype is torch.float32 else {"HALF": PTX_TYPES[dtype]}
+    half: dict[str, Any] = {} if dtype is torch.float32 else {"HALF": PTX_TYPES[dtype]}
     return source("block_query.cu", HEAD_DIM=d, TREE={"tree": 1, "shuffles": 0}[reduction], **half)
 
 
@@ -75,4 +76,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from .alone import guarded
+
+    guarded(main)

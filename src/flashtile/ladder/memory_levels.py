@@ -10,7 +10,7 @@ L2 has 4 MiB. That of HBM has 256 MiB, more than any L2 holds, and a walk never 
 past L1, which is the same memory as shared memory.
 
 A level is worth having where a tile is used more often than it is fetched: FlashAttention is the choice of what lies on
-which level. Hiding a latency takes rate x latency bytes under way (Little's law): several warps for each multiprocessor.
+which level. Hiding a latency takes rate x latency bytes under way (Little's law): several warps on a multiprocessor.
 
 The kernels are in memory_levels.cu. On a GPU, `python -m flashtile.ladder.memory_levels` prints the table.
 """

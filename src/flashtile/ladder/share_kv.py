@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_launch
-from .cuda_compile import CudaUnavailableError, Source, source
+from .cuda_compile import Source, source
 from .memory_patterns import fastest_ms
 from .shared_memory import KB, Tile
 from .step09_cuda_tensor_cores import PTX_TYPES
@@ -47,8 +47,14 @@ TILES = (  # those of the table `shared` and of this file as a program
 
 def source_for(tile: Tile, dtype: torch.dtype = torch.float16) -> Source:
     """The kernel for a tile, whose `d` is the head dimension."""
-    macros = {"HEAD_DIM": tile.d, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "STAGES": tile.stages}
-    return source("share_kv.cu", HALF=PTX_TYPES[dtype], **macros)
+    return source(
+        "share_kv.cu",
+        HEAD_DIM=tile.d,
+        HALF=PTX_TYPES[dtype],
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        STAGES=tile.stages,
+    )
 
 
 def shared_bytes(tile: Tile) -> int:
@@ -93,15 +99,13 @@ def keywords(tile: Tile) -> dict[str, Any]:
 
 def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if (problem := cuda_launch.unavailable(device)) is not None:
-        raise SystemExit(f"cannot run: {problem}")
     for tile in TILES:
         q, k, v = torch.randn(3, 1, 16, 2048, tile.d, device=device).half()
         exact = torch.softmax(q[0, 0].double() @ k[0, 0].double().mT / math.sqrt(tile.d), dim=1) @ v[0, 0].double()
         words = f"{tile.rows:>3} x {tile.keys}, d = {tile.d:>3}, stages {tile.stages}: {tile.bytes / KB:5.1f} KB"
         try:
             error = (attention(q, k, v, **keywords(tile))[0][0, 0] - exact).abs().max()
-        except (CudaUnavailableError, ValueError) as problem:
+        except ValueError as problem:  # larger than this GPU allows
             print(f"{words}: {problem}")
             continue
         ms = fastest_ms(lambda given=(q, k, v), tile=tile: attention(*given, **keywords(tile)))
@@ -109,4 +113,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from .alone import guarded
+
+    guarded(main)

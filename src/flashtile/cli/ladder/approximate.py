@@ -19,7 +19,9 @@ CHECKED_ROWS = 256
 def approximate(device: torch.device) -> Measurement:
     """Each against attention over all pairs; errors in units of the exact result's norm."""
     table = Table("approximate", f"Approximate alternatives: one head, d = {WIDTH}, float32")
-    table.see = "Time falls below that of all pairs only for long sequences, and the error is far from that of rounding."
+    table.see = (
+        "Time falls below that of all pairs only for long sequences, and the error is far from that of rounding."
+    )
     for n in LINEAR_LENGTHS:
         yield f"linear, N = {n}"
         q, k, v = inputs(n, WIDTH, device)

@@ -143,10 +143,10 @@ def runs(problem: Problem, tensors: list[Tensor], device: torch.device) -> Itera
         gradients = functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
         yield "backward", step, within(gradients)
     if problem.heads == 1 and problem.n <= MOST[VARIANTS]:
-        one = [x[0, 0] for x in qkv]
-        out, lse = step10_variants.attention(*one, problem.causal)
-        given = *one, out, lse, dout[0, 0], problem.causal
-        yield "backward", VARIANTS, within(functools.partial(step10_variants.backward, *given))
+        q, k, v, d = (x[0, 0] for x in tensors)
+        out, lse = step10_variants.attention(q, k, v, problem.causal)
+        run = functools.partial(step10_variants.backward, q, k, v, out, lse, d, problem.causal)
+        yield "backward", VARIANTS, within(run)
 
 
 def tupled(call: Any, qkv: list[Tensor]) -> tuple[Tensor, ...]:
