@@ -52,7 +52,8 @@ def precision() -> str:
         "as with IEEE products. PyTorch's default for its own products is IEEE, so the published comparison has TF32",
         "on one side of it. The column with TF32 on both sides compares like with like. With Triton in TF32 the",
         f"published ratio is met at {f'N = {listed(met)}' if met else 'no N'}: against the published machine,",
-        f"at N = {n}, the standard kernels are {figure(gains[0])} times as fast here and the Triton kernel {figure(gains[1])} times. A",
+        f"at N = {n}, the standard kernels are {figure(gains[0])} times as fast here and the Triton kernel",
+        f"{figure(gains[1])} times. A",
         "ratio of two kernels holds for one machine.",
     )
     return f"{table}\n\n{words}"

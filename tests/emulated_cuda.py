@@ -20,6 +20,8 @@ from flashtile.ladder import cuda_launch, step03_cpp
 from flashtile.ladder.cuda_compile import FOLDER, Source
 
 HEADER = Path(__file__).parent / "cuda_emulation" / "emulation.h"
+KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\(")
+IFDEF = re.compile(r"#ifdef (\w+)\n.*?#endif", re.DOTALL)  # of a macro that not all kernels of a file have
 ORDERS = {"forward": 0, "backward": 1, "shuffled": 2}
 needs_compiler = pytest.mark.skipif(step03_cpp.compiler() is None, reason="there is no C++ compiler")
 
@@ -29,8 +31,8 @@ class EmulationError(RuntimeError):
 
 
 @functools.cache
-def compiled(source: Source, name: str, shared_bytes: int) -> ctypes.CDLL:
-    """A library with the kernel and one function, `run`, that launches it.
+def compiled(source: Source, shared_bytes: int) -> ctypes.CDLL:
+    """A library with the source's kernels and for each a function, `run_` and its name, that launches it.
 
     An array of dynamic shared memory becomes one of the size that the launch says.
     """
@@ -38,12 +40,15 @@ def compiled(source: Source, name: str, shared_bytes: int) -> ctypes.CDLL:
     assert path is not None
     with tempfile.TemporaryDirectory() as folder:
         file, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-        launcher = f"return emulated::launch({name}, arguments, sizes, order);"
-        signature = 'extern "C" const char* run(void** arguments, const int* sizes, int order)'
-        text = re.sub(
-            r"extern (__shared__ .*?)(\w+ \w+)\[\];", rf"\1\2[{shared_bytes} / 2];", source.text
-        )  # 16 bits each
-        file.write_text(f"{text}\n{signature} {{ {launcher} }}\n")
+        numbers = shared_bytes // 2  # of 16 bits
+        text = re.sub(r"extern (__shared__ .*?\w+ \w+)\[\];", rf"\1[{numbers}];", source.text)
+        names = KERNEL.findall(IFDEF.sub(lambda part: part[0] if part[1] in dict(source.macros) else "", text))
+        launchers = [
+            f'extern "C" const char* run_{name}(void** arguments, const int* sizes, int order) '
+            f"{{ return emulated::launch({name}, arguments, sizes, order); }}"
+            for name in names
+        ]
+        file.write_text("\n".join([text, *launchers, ""]))
         macros = [f"-D{macro}={value}" for macro, value in source.macros]
         if not any(macro == "HALF" for macro, _ in source.macros):  # the header's own functions need one
             macros.append("-DEMULATED_HALF=f16")
@@ -51,7 +56,8 @@ def compiled(source: Source, name: str, shared_bytes: int) -> ctypes.CDLL:
         done = subprocess.run([*command, str(file), "-o", str(library)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         loaded = ctypes.CDLL(str(library))
-        loaded.run.restype = ctypes.c_char_p
+        for name in names:
+            getattr(loaded, f"run_{name}").restype = ctypes.c_char_p
         return loaded
 
 
@@ -67,8 +73,8 @@ def launch(
     assert all(x.is_contiguous() for x in given if isinstance(x, Tensor))
     values = [cuda_launch.as_c(x) for x in given]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(x) for x in values))
-    library = compiled(source._replace(flags=()), name, shared_bytes)
-    problem = library.run(pointers, (ctypes.c_int * 4)(*grid, *block), ORDERS[order])
+    run = getattr(compiled(source._replace(flags=()), shared_bytes), f"run_{name}")
+    problem = run(pointers, (ctypes.c_int * 4)(*grid, *block), ORDERS[order])
     if problem is not None:
         raise EmulationError(problem.decode())
 
