@@ -57,6 +57,7 @@ def timed(run: Any, device: torch.device, seconds: float = 0.0, prefix: str = ""
 @pytest.mark.usefixtures("small")
 def test_stack() -> None:
     table = run_json("--table", "stack")["tables"]["stack"]
+    assert table["see"]
     steps = {row["step"] for row in table["rows"]}
     expected = {
         "2 scalar autograd",

@@ -158,7 +158,6 @@ BARRIERS = {  # what a text of a kernel becomes without it, and the call that sh
         "    wait_for_copies();\n    __syncthreads();",
         "    wait_for_copies();",
     ),
-    "one stage, V over K": (share_kv, {}, "__syncthreads();  // no thread reads K any more", "//"),
     "split keys, V over K": (split_keys, {}, "__syncthreads();  // no thread reads K any more", "//"),
     "split keys, merge": (split_keys, {}, "__syncthreads();  // this warp has added its part", "//"),
 }

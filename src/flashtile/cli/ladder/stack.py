@@ -43,6 +43,7 @@ def stack(device: torch.device, lengths: tuple[int, ...] | None = None, seconds:
     """Every step at each of the lengths, for this many seconds each."""
     lengths = lengths or STACK_LENGTHS
     table = Table("stack", "The whole stack: forward of one head, d = 16, milliseconds (in brackets: published)")
+    table.see = "Compiling is worth far more than all that follows at this size; the graph of a number costs most."
     for name, prepare in stack_steps(device).items():
         for n in lengths:
             whole = n % step08_triton_lite.BLOCK_M == 0
