@@ -116,9 +116,9 @@ HALVES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def near_in_half(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
-    """lse is float32's; out has 11 bits, as the weights have that it is a mean with."""
-    return near((found[0], None), expected, 3e-3) and near((None, found[1]), expected)
+def near_in_half(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], most: float = 4.0) -> bool:
+    """lse is float32's; out and the weights have 11 bits: a rounding of each, for values of v up to `most`."""
+    return near((found[0], None), expected, 2 * most * 2.0**-11) and near((None, found[1]), expected, 1e-5 * most)
 
 
 @needs_compiler
@@ -220,8 +220,9 @@ def test_on_a_gpu() -> None:
         q, k, v = torch.randn(3, 1000, tile.d, device="cuda").half()
         for causal in (False, True):
             found = share_kv.attention(q, k, v, causal, **share_kv.keywords(tile))
-            assert near_in_half(found, exact(q, k, v, causal)), (tile, causal)
+            assert near_in_half(found, exact(q, k, v, causal), float(v.abs().max())), (tile, causal)
     for n, d in ((3, 16), (130, 32), (1000, 64)):
         q, k, v = torch.randn(3, n, d, device="cuda").half()
         for causal in (False, True):
-            assert near_in_half(split_keys.attention(q, k, v, causal), exact(q, k, v, causal)), (n, d, causal)
+            found, most = split_keys.attention(q, k, v, causal), float(v.abs().max())
+            assert near_in_half(found, exact(q, k, v, causal), most), (n, d, causal)
