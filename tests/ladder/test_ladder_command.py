@@ -76,7 +76,7 @@ def test_stack() -> None:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, numbers: str) -> None:
-    """Of the table's steps those with these numbers: the others take their time elsewhere."""
+    """Leave the steps with these numbers: the others take their time elsewhere."""
     steps = stack.stack_steps
     monkeypatch.setattr(
         stack, "stack_steps", lambda device: {name: x for name, x in steps(device).items() if name[0] in numbers}
