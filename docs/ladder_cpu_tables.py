@@ -196,7 +196,7 @@ def plain(file: str, name: str, columns: dict[str, str]) -> Callable[[], str]:
 
 
 def pointwise_words(file: str) -> Callable[[], str]:
-    """How near to a copy's rate the operations are, and what one pass in place of two is worth."""
+    """Say how near to a copy's rate the operations are, and the gain of one pass in place of two."""
 
     def made() -> str:
         found = {row["operation"]: row for row in rows(file, "pointwise", "percent_of_copy")}

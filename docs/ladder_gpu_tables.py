@@ -229,7 +229,7 @@ def banks() -> str:
 
 
 def sanitizer() -> str:
-    """What compute-sanitizer found in the ladder's kernels, and in one without a barrier."""
+    """Errors that compute-sanitizer found in the ladder's kernels, and in one without a barrier."""
     path = ladder_stored.COUNTERS / "h200-ladder-sanitizer.json"
     if not path.exists():
         raise MissingError(f"python benchmarks/ladder_sanitizer.py --out {path.relative_to(ladder_stored.ROOT)}")

@@ -49,7 +49,7 @@ def test_every_step_can_be_run() -> None:
 
 
 def test_host_code_says_so_in_its_first_line() -> None:
-    """Of step 9's modules all code; of step 8's all after the kernels; and files that are nothing else."""
+    """All code of step 9's modules, that after step 8's kernels, and files that are nothing else."""
     line = "\n# Host code: skip it when you learn.\n"
     for path in FOLDER.glob("step08*.py"):
         before, after = path.read_text().split(line)

@@ -24,7 +24,7 @@ __device__ void start_copy(half_bits* tile, const half_bits* matrix, int first, 
     }
 }
 
-// What was copied last is there, for all threads; and all threads have come here.
+// The last copy is there, for all threads; and all threads have come here.
 __device__ void finish_copy() {
     wait_for_copies();
     __syncthreads();

@@ -182,7 +182,7 @@ def asked(  # the keywords of `attention` and `backward`
     dropout_p: float = 0.0,
     seed: int = 0,
 ) -> tuple[Features, Values]:
-    """What a call is compiled for, and what it passes."""
+    """The features that a call is compiled for, and the numbers that it passes."""
     n, d = q.shape
     given = (window is not None, softcap is not None, alibi_slope is not None, dropout_p > 0)
     scale = 1 / math.sqrt(d) if scale is None else scale
