@@ -208,6 +208,11 @@ def test_graphs_are_captured_on_the_stream_of_the_first_call(monkeypatch: pytest
     assert seen == [side] * 4 + ["replay"]
 
 
+def test_specialists_are_asked_for_cells_of_their_kind_only() -> None:
+    work = Bench(CPU, make(["flashtile", "plain"]), QUICK, None, None, specialists=("plain",))
+    assert [work.rows(cell)[1].status for cell in (SMALL, replace(SMALL, bias=True))] == ["declined", "ok"]
+
+
 def test_a_provider_that_is_far_behind_has_one_round() -> None:
     class Slow(GraphClock):
         graphs = False

@@ -83,6 +83,11 @@ class Cell:
         return "masks" if self.mask else ""
 
     @property
+    def is_special(self) -> bool:
+        """Whether the call has scores or masks other than those of dense causal attention."""
+        return bool(self.belongs_to or self.window or self.softcap or self.sinks or self.lengths)
+
+    @property
     def sequences(self) -> list[tuple[int, int]]:
         """Queries and keys of each sequence."""
         return [(n, n) for n in self.lengths] or [(self.seqlen_q, self.keys)] * self.batch

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -43,9 +43,10 @@ class Bench:
         library: Path | None,
         absent: Mapping[tuple[Cell, str], str] | None = None,
         begin: Callable[[Cell, str], None] = lambda cell, step: None,
+        specialists: Sequence[str] = (),
     ) -> None:
         self.device, self.providers, self.timing, self.reference = device, providers, timing, reference
-        self.library, self.absent, self.begin = library, absent or {}, begin
+        self.library, self.absent, self.begin, self.specialists = library, absent or {}, begin, specialists
         self.clock: Clock = clock_of(device)
         self.lost: str | None = None  # why nothing more runs on this device, in this process
 
@@ -81,6 +82,9 @@ class Bench:
         for provider, row in zip(self.providers, rows, strict=True):
             if limit is not None and time.perf_counter() - start > limit:
                 row.status, row.reason = FAILED, f"not measured: the {limit:g} s of this cell's preparation were up"
+                continue
+            if row.provider in self.specialists and not row.cell.is_special:
+                row.status, row.reason = DECLINED, "not asked: the cell has no scores or masks of its own"
                 continue
             if (row.cell, row.provider) in self.absent:
                 row.status, row.reason = FAILED, self.absent[row.cell, row.provider]
@@ -147,8 +151,8 @@ class Bench:
         return once if once is None or once > MOST_HOST_SECONDS else self.clock.host_seconds(run, HOST_CALLS)
 
     def eager_entrants(self, entrants: list[tuple[Row, Entrant]]) -> list[tuple[Row, Entrant]]:
-        """Entrants for the eager time of a short cell, none for other cells and where the clock has no graphs. The given
-        entrants of a short cell become CUDA graphs.
+        """Entrants for the eager time of a short cell; none for other cells, and where the clock has no graphs. The
+        given entrants of a short cell become CUDA graphs.
         """
         short = self.timing.short_seconds
         if short is None or not self.clock.graphs:

@@ -54,6 +54,7 @@ class Work:
     step_file: str = ""
     ends_at: float = float("inf")  # time.time()
     absent: list[tuple[int, str, str]] = field(default_factory=list)
+    specialists: tuple[str, ...] = ()
 
     def as_json(self) -> str:
         return json.dumps({**vars(self), "cells": [c.as_dict() for c in self.cells], "timing": asdict(self.timing)})
@@ -147,6 +148,7 @@ def main() -> None:
     """Measure what is missing, as the process that may be replaced."""
     work = Work.from_json(Path(sys.argv[1]).read_text())
     store, device = Store(Path(work.store)), torch.device(work.device)
+    origin = about(device)
     faulthandler.dump_traceback_later(FIRST_STEP_SECONDS, exit=True)
     library = Path(work.fa3_library) if work.fa3_library else None
     providers = make(work.providers, library)
@@ -160,7 +162,7 @@ def main() -> None:
         os.replace(part, step_file)
 
     absent = {(work.cells[n], name): reason for n, name, reason in work.absent}
-    bench = Bench(device, providers, work.timing, work.reference, library, absent, begin)
+    bench = Bench(device, providers, work.timing, work.reference, library, absent, begin, work.specialists)
     for cell in store.missing(work.cells, work.providers):
         if time.time() > work.ends_at - LAST_SECONDS:
             break
@@ -170,7 +172,7 @@ def main() -> None:
             step_file.with_suffix(".reason").write_text(bench.lost)
             sys.stderr.flush()
             os._exit(LOST)  # the end of a process with a broken context may hang
-        store.append(rows, about(device))
+        store.append(rows, origin)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()  # providers ask how much memory is free

@@ -15,7 +15,8 @@
     tokens = 16384                             # batch = tokens / seqlen_q
     window = [[1023, 0], [-1, -1]]             # a field that is a list itself takes a list of lists
 
-All fields of `Cell` are allowed in `defaults` and `cells`. `quick = ["GPT-2"]` names models for reports.
+All fields of `Cell` are allowed in `defaults` and `cells`. `quick = ["GPT-2"]` names models for reports,
+`specialists = ["flex"]` providers that only take part in cells with scores or masks of their own.
 """
 
 import itertools
@@ -27,6 +28,7 @@ from typing import Any
 from .cell import Cell
 
 LISTS = ("window", "lengths")
+ENTRIES = {"name", "providers", "reference", "timing", "defaults", "cells", "quick", "specialists"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Sweep:
     reference: str | None = None
     timing: Timing = Timing()
     quick: tuple[str, ...] = ()  # models of which a report measures the cells
+    specialists: tuple[str, ...] = ()  # providers that are asked for cells with scores or masks of their own only
 
     def on(self, device: str) -> "Sweep":
         """The cells for a kind of device; those of `quick` come first."""
@@ -78,8 +81,7 @@ def load(path: Path) -> Sweep:
     """
     try:
         data = tomllib.loads(path.read_text())
-        unknown = data.keys() - {"name", "providers", "reference", "timing", "defaults", "cells", "quick"}
-        if unknown:
+        if unknown := data.keys() - ENTRIES:
             raise ValueError(f"there is no entry {', '.join(sorted(unknown))} in a sweep")
         timing = Timing(**data.get("timing", {}))
         tables = [data.get("defaults", {}) | table for table in data["cells"]]
@@ -92,7 +94,8 @@ def load(path: Path) -> Sweep:
             raise ValueError(f"the reference {reference!r} is none of the providers")
     except (tomllib.TOMLDecodeError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: {error}") from error
-    return Sweep(data.get("name", path.stem), cells, providers, reference, timing, quick)
+    name, specialists = data.get("name", path.stem), tuple(data.get("specialists", ()))
+    return Sweep(name, cells, providers, reference, timing, quick, specialists)
 
 
 def expand(table: dict[str, Any]) -> list[Cell]:

@@ -96,7 +96,7 @@ def bench(
         raise click.UsageError("--seconds and --again are for --store")
     about = origin(device, providers, survey()[0]) | {"sweep": str(sweep_file or "default"), "started": stamp()}
     results = Results(sweep.name, reference, about)
-    work = Bench(device, providers, timing, reference, options["fa3_library"])
+    work = Bench(device, providers, timing, reference, options["fa3_library"], specialists=sweep.specialists)
     try:
         with progress() as bar:
             task = bar.add_task(sweep.name, total=len(sweep.cells))
@@ -137,6 +137,7 @@ def into_store(
         str(library) if library else None,
         str(path),
         STEP_SECONDS,
+        specialists=sweep.specialists,
     )
     if options["again"]:
         store.forget(sweep.cells)

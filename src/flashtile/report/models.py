@@ -44,7 +44,14 @@ def models(settings: Settings, advance: Callable[[], None]) -> Section:
     sweep = load(SWEEP).on(settings.device.type)
     dozen = [cell for cell in sweep.cells if cell.model in sweep.quick]
     measured: dict[Cell, list[Row]] = {}
-    work = Bench(settings.device, make(peers(settings, sweep)), timing_of(settings, sweep), None, None)
+    work = Bench(
+        settings.device,
+        make(peers(settings, sweep)),
+        timing_of(settings, sweep),
+        None,
+        None,
+        specialists=sweep.specialists,
+    )
     start = time.perf_counter()
     for cell in dozen:
         if time.perf_counter() - start < settings.models_seconds:
