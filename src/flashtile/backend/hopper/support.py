@@ -8,6 +8,8 @@ import torch
 from ...call.call import Needs
 from ...call.device import Device
 from ...call.problem import Problem, too_long
+from ...expression import Untraced
+from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
 
 if TYPE_CHECKING:
@@ -60,9 +62,13 @@ def declines(problem: Problem, device: Device) -> str | None:
         accepted = [str(d) if d == d_v else f"{d} ({d_v} for v)" for d, d_v in HEAD_DIMS]
         return f"it supports head dimensions {', '.join(accepted[:-1])} and {accepted[-1]}"
     unsupported = [name for name in ("mask", "bias") if getattr(problem.features, name) is not None]
-    unsupported += [name for name in ("score_mod", "dropout") if getattr(problem, name)]
+    unsupported += ["dropout"] * problem.dropout
     if unsupported:
         return f"it does not support {' or '.join(unsupported)}"
+    if isinstance(problem.score_mod, Untraced):
+        return f"the score_mod cannot be traced: {problem.score_mod.reason}"
+    if problem.score_mod is not None and (reason := unsupported_tensor(problem.score_mod)) is not None:
+        return reason
     if problem.alignment < TMA_ALIGNMENT:
         return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:

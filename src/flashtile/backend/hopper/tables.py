@@ -3,7 +3,7 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ...call.device import Device
 from ...call.problem import Problem
@@ -73,6 +73,7 @@ class ForwardConfig(Constexpr):
     producer_registers: int = 24
     q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
     speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
+    score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
 
     @property
     def block_m(self) -> int:
@@ -105,6 +106,7 @@ class FusedBackwardConfig(Constexpr):
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
     block_n: int = 2 * MMA_M
+    score_mod: Any = None
     kind: Literal["fused"] = "fused"
 
     @property
@@ -133,6 +135,7 @@ class DqConfig(Constexpr):
     num_warpgroups: int = 2
     consumer_registers: int = 240
     producer_registers: int = 24
+    score_mod: Any = None
 
     @property
     def block_m(self) -> int:
@@ -151,6 +154,7 @@ class DkdvConfig(Constexpr):
     lpt: bool = True  # programs never wait for each other
     consumer_registers: int = 240
     producer_registers: int = 24
+    score_mod: Any = None
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,8 @@ NO_SPILL_TRITON = (3, 6)  # with newer versions, kernels of three warpgroups spi
 
 def tile_config(problem: Problem, device: Device) -> TileConfig:
     """Configurations for a problem."""
-    features = problem.softcap or problem.features.score_terms  # need more registers than three warpgroups have
+    # These need more registers than three warpgroups have.
+    features = problem.softcap or problem.features.score_terms or problem.score_mod is not None
     fits = triton_version() == NO_SPILL_TRITON and not features
     head_dims = problem.head_dim, problem.head_dim_v
     min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides
