@@ -27,10 +27,10 @@ class Line(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """The texts of the four device functions, and whether each of the first three loads anything."""
+    """The texts of the four device functions, and the inputs on which the derivative depends."""
 
     texts: dict[str, str]
-    loads: dict[str, bool]
+    derivative_inputs: frozenset[str]
 
 
 def staged_source(formula: Formula, *, partial: bool, wide: bool, language: str) -> Staged:
@@ -43,17 +43,16 @@ def staged_source(formula: Formula, *, partial: bool, wide: bool, language: str)
         results.append(emit(formula.partials().program, writer)[0])
     lines = {value.name: Line(text, value) for text, value in writer.values.items()}
     stages = {name: stage_of(lines[name].value) for name in writer.loaded}
-    texts, replaced, loads = {}, {}, {}
+    texts, replaced = {}, {}
     for stage, parameters in STAGES.items():
         loaded = [name for name in writer.loaded if stages[name] == stage]
-        loads[stage] = bool(loaded)
         replaced |= {name: f"{stage}[{n}]" for n, name in enumerate(loaded)}
         texts[stage] = function(stage, (*parameters, "captured"), needed(lines, loaded), (*loaded, ALWAYS))
     lines = {name: x._replace(text=replaced.get(name, x.text)) for name, x in lines.items()}
     outputs = [x.name for x in results]
     parameters = ("score", "b", "h", "q_idx", "k_idx", "captured", *STAGES)
     texts["pairs"] = function("pairs", parameters, needed(lines, outputs), tuple(outputs))
-    return Staged(texts, loads)
+    return Staged(texts, results[-1].inputs)
 
 
 class StagedWriter(Writer):

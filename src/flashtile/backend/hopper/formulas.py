@@ -29,6 +29,8 @@ class ScoreModFunctions:
     """Functions under `gluon.jit` (`backend.gpu.staged`). Equal sources are equal."""
 
     source: str = field(repr=False)
+    linear: bool = field(compare=False, repr=False)  # the derivative does not depend on the score,
+    same: bool = field(compare=False, repr=False)  # and is the same for all pairs of a head
     head: Any = field(compare=False, repr=False)
     rows: Any = field(compare=False, repr=False)
     keys: Any = field(compare=False, repr=False)
@@ -43,7 +45,7 @@ class ScoreModFunctions:
 @functools.lru_cache(maxsize=1024)
 def score_mod_functions(formula: Formula, *, partial: bool, wide: bool) -> ScoreModFunctions:
     """The device functions of a formula. For the parameters see `backend.gpu.staged`."""
-    texts = staged_source(formula, partial=partial, wide=wide, language="gl").texts
+    texts, inputs = staged_source(formula, partial=partial, wide=wide, language="gl")
     source = "".join(texts.values())
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     names = {name: getattr(functions, name) for name in CALLED}
@@ -53,7 +55,7 @@ def score_mod_functions(formula: Formula, *, partial: bool, wide: bool) -> Score
         name = f"score_mod_{stage}_{digest}"
         text = text.replace(stage, name, 1)
         jitted[stage] = functions.gluon.jit(defined(name, text, name, dict(names)))
-    return ScoreModFunctions(source, **jitted)
+    return ScoreModFunctions(source, "score" not in inputs, inputs <= {"b", "h"}, **jitted)
 
 
 def launch(

@@ -42,7 +42,7 @@ class FusedBackward(BackwardLaunches):
             "dq_semaphore": self.dq_semaphore,
         }
         bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + self.dq_accum.element_size())
-        self.recorder.launch(backward_kernel, pointers, self.programs, self.key_kernel_scalars(bytes_per_row))
+        self.launch(backward_kernel, pointers, self.programs, self.key_kernel_scalars(bytes_per_row))
         return self.postprocess(), dk, dv
 
     def postprocess(self) -> Tensor:

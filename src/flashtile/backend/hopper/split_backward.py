@@ -36,7 +36,7 @@ class SplitBackward(BackwardLaunches):
             "CONFIG": self.dq_config,
         }
         pointers = {**self.input_pointers(), "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta, "dq": dq}
-        self.recorder.launch(dq_kernel, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
+        self.launch(dq_kernel, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
         return dq
 
     def launch_dkdv(self) -> tuple[Tensor, Tensor]:
@@ -44,5 +44,5 @@ class SplitBackward(BackwardLaunches):
         bytes_per_row = (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
         scalars = {**self.key_kernel_scalars(bytes_per_row), **strides("dk", dk, ALIGN), **strides("dv", dv, ALIGN)}
         pointers = {**self.input_pointers(), **self.row_stats_pointers(), "dk": dk, "dv": dv}
-        self.recorder.launch(dkdv_kernel, pointers, self.programs, scalars)
+        self.launch(dkdv_kernel, pointers, self.programs, scalars)
         return dk, dv

@@ -86,6 +86,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
         return "its backward pass is no faster with a softcap at head dimension 64"
     if needs.alibi_slopes:
         return "its backward pass has no gradient of ALiBi slopes"
+    if any(needs.score_mod_tensors):
+        return "its backward pass has no gradients of tensors that a score_mod captures"
     return None
 
 

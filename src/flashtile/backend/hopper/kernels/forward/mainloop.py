@@ -176,7 +176,7 @@ def load_tile(params, wg_tile, CONFIG: gl.constexpr):
     return Loaded(
         score_mod.load_head(params, tile.b, tile.head, SCORE_MOD),
         score_mod.load_rows(params, tile.b, tile.head, rows, SCORE_MOD),
-        0,
+        (),
     )
 
 

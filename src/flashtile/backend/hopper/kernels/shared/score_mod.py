@@ -32,7 +32,7 @@ class Loaded(NamedTuple):
 def load_head(params, b, head, SCORE_MOD: gl.constexpr):
     """Load the elements that depend on the sequence and head."""
     if SCORE_MOD is None:
-        return 0
+        return ()
     else:
         return SCORE_MOD.head(sequence_index(params, b), head + params.inputs.h0, params.inputs.captured)
 
@@ -41,7 +41,7 @@ def load_head(params, b, head, SCORE_MOD: gl.constexpr):
 def load_rows(params, b, head, rows, SCORE_MOD: gl.constexpr):
     """Load the elements that depend on rows."""
     if SCORE_MOD is None:
-        return 0
+        return ()
     else:
         inputs = params.inputs
         return SCORE_MOD.rows(sequence_index(params, b), head + inputs.h0, rows + inputs.i0, inputs.captured)
@@ -51,7 +51,7 @@ def load_rows(params, b, head, rows, SCORE_MOD: gl.constexpr):
 def load_keys(params, b, head, keys, SCORE_MOD: gl.constexpr):
     """Load the elements that depend on keys."""
     if SCORE_MOD is None:
-        return 0
+        return ()
     else:
         inputs = params.inputs
         return SCORE_MOD.keys(sequence_index(params, b), head + inputs.h0, keys + inputs.j0, inputs.captured)

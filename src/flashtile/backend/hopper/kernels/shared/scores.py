@@ -46,7 +46,7 @@ def forward(qk, params, b, head, shift, rows, keys, loaded, SCORE_MOD: gl.conste
     """
     t, capped = unmodified_score(qk, params, b, head, shift, rows, keys)
     if SCORE_MOD is None:
-        return Score(t, capped, 0)
+        return Score(t, capped, ())
     else:
         t, modified = modify(t, params, b, head, rows, keys, loaded, SCORE_MOD)
         return Score(t, capped, modified)
