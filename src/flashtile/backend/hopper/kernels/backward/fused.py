@@ -210,9 +210,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
             if SCORE_MOD is not None:  # its loads, before the wait
                 next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
-                loaded = load_block(
-                    block_coord(tile, group, next_head, next_m, first_key, CONFIG), params, CONFIG
-                )
+                loaded = load_block(block_coord(tile, group, next_head, next_m, first_key, CONFIG), params, CONFIG)
             s = warpgroup_mma_wait(CHUNKS, deps=(s,))
             m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
             block = block_coord(tile, group, group_head, m, first_key, CONFIG)
