@@ -19,8 +19,8 @@ OPERATIONS = {  # formats of operands; {language} is the module of the language
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "neg": "-{0}",
     "abs": "{language}.abs({0})",
     "sign": "{language}.where({0} > 0, 1, {language}.where({0} < 0, -1, {0}))",
-    "minimum": "{language}.minimum({0}, {1}, propagate_nan={language}.PropagateNan.ALL)",
-    "maximum": "{language}.maximum({0}, {1}, propagate_nan={language}.PropagateNan.ALL)",
+    "minimum": "{language}.minimum({0}, {1}, propagate_nan=KEEP_NAN)",
+    "maximum": "{language}.maximum({0}, {1}, propagate_nan=KEEP_NAN)",
     "where": "{language}.where({0}, {1}, {2})",
     "sqrt": "{language}.sqrt({0})", "rsqrt": "{language}.rsqrt({0})", "log": "{language}.log({0})",
     "erf": "{language}.erf({0})", "floor": "{language}.floor({0})",
@@ -28,7 +28,8 @@ OPERATIONS = {  # formats of operands; {language} is the module of the language
     "ne": "{0} != {1}",
     "and_": "{0} & {1}", "or_": "{0} | {1}", "xor": "{0} ^ {1}", "not_": "~{0}",
 }  # fmt: skip
-FUNCTIONS = ("exp", "tanh", "sigmoid")  # device functions of the backend, as are floordiv, mod and inside
+# Names that the backend defines, as it does floordiv, mod, inside, load_pairs and KEEP_NAN.
+FUNCTIONS = ("exp", "tanh", "sigmoid")
 LOADED = {  # dtypes of captured tensors, and the kind of their elements
     **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), REAL),
     **dict.fromkeys(("int8", "int16", "int32", "uint8", "uint16"), INT32),

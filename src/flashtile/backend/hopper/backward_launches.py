@@ -23,6 +23,7 @@ from ..scalars import (
     strides,
     window_numbers,
 )
+from . import formulas
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .kernels.preprocess import preprocess_kernel
 from .semaphores import tile_count_semaphore
@@ -57,7 +58,8 @@ class BackwardLaunches:
     def __init__(
         self, recorder: Recorder, config: FusedBackwardConfig | DkdvConfig, call: Call, t: Tensors, dout: Tensor
     ):
-        self.recorder, self.config, self.call, self.tensors, self.dout = recorder, config, call, t, dout
+        self.recorder, self.config, self.tensors, self.dout = recorder, config, t, dout
+        self.call = call._replace(tensors=t)
         self.q, self.k, self.v = (recorder.op(rows_last, x) for x in t[:3])
         self.head_terms = {symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()}
         self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = (
@@ -75,6 +77,10 @@ class BackwardLaunches:
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.recorder.new(self.q.new_empty(shape, dtype=dtype))
+
+    def launch(self, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any]) -> None:
+        """Launch a kernel that recomputes scores."""
+        formulas.launch(self.recorder, self.call, kernel, pointers, programs, scalars, partial=True)
 
     def row_kernel_scalars(self) -> dict[str, Any]:
         """Scalars of the kernels that run one program for each block of rows."""

@@ -14,6 +14,7 @@ from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import head_strides, head_terms, rows_last, score_units, strides, window_numbers
 from .descriptors import dense_descriptor, ragged_descriptor
+from .formulas import launch
 from .kernels.combine import combine_kernel
 from .kernels.forward.forward import forward_kernel
 from .scheduler_args import scheduler_args
@@ -64,7 +65,8 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
         "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
         "seqused_k": recorder.contiguous(t.seqused_k),
     }
-    recorder.launch(forward_kernel, pointers, *launch_scalars(call, config))
+    call = call._replace(tensors=t)
+    launch(recorder, call, forward_kernel, pointers, *launch_scalars(call, config))
     if config.splits > 1:
         combine_splits(recorder, config, results, (out, lse))
     return out, lse

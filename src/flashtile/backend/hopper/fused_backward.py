@@ -45,7 +45,7 @@ class FusedBackward(BackwardLaunches):
             "dq_semaphore": self.dq_semaphore,
         }
         bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + self.dq_accum.element_size())
-        self.recorder.launch(backward_kernel, pointers, self.programs, self.key_kernel_scalars(bytes_per_row))
+        self.launch(backward_kernel, pointers, self.programs, self.key_kernel_scalars(bytes_per_row))
         if splits:
             dk, dv = (self.add_splits(x, dx) for x, dx in zip((dk, dv), self.new_dk_dv(), strict=True))
         return self.postprocess(), dk, dv

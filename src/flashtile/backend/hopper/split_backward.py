@@ -37,7 +37,7 @@ class SplitBackward(BackwardLaunches):
             "CONFIG": self.dq_config,
         }
         pointers = {**self.input_pointers(), "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta, "dq": dq}
-        self.recorder.launch(dq_kernel, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
+        self.launch(dq_kernel, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
         return dq
 
     def launch_dkdv(self) -> tuple[Tensor, Tensor]:
@@ -51,5 +51,5 @@ class SplitBackward(BackwardLaunches):
             "columns_v": self.config.head_dim_v.columns_of(self.v),
         }
         pointers = {**self.input_pointers(), **self.row_stats_pointers(), "dk": dk, "dv": dv}
-        self.recorder.launch(dkdv_kernel, pointers, self.programs, scalars)
+        self.launch(dkdv_kernel, pointers, self.programs, scalars)
         return dk, dv

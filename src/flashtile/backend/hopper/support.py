@@ -9,6 +9,8 @@ import torch
 from ...call.call import Needs
 from ...call.device import Device
 from ...call.problem import Problem, too_long
+from ...expression import Untraced
+from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
 
 if TYPE_CHECKING:
@@ -62,9 +64,13 @@ def declines(problem: Problem, device: Device) -> str | None:
     if widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
         return f"it supports head dimensions that are multiples of {HEAD_DIM_STEP} up to {WIDTHS[-1][0]}"
     unsupported = [name for name in ("mask", "bias") if getattr(problem.features, name) is not None]
-    unsupported += [name for name in ("score_mod", "dropout") if getattr(problem, name)]
+    unsupported += ["dropout"] * problem.dropout
     if unsupported:
         return f"it does not support {' or '.join(unsupported)}"
+    if isinstance(problem.score_mod, Untraced):
+        return f"the score_mod cannot be traced: {problem.score_mod.reason}"
+    if problem.score_mod is not None and (reason := unsupported_tensor(problem.score_mod)) is not None:
+        return reason
     if problem.alignment < TMA_ALIGNMENT:
         return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
@@ -87,6 +93,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
         return "its backward pass is no faster with a softcap at head dimension 64"
     if needs.alibi_slopes:
         return "its backward pass has no gradient of ALiBi slopes"
+    if any(needs.score_mod_tensors):
+        return "its backward pass has no gradients of tensors that a score_mod captures"
     return None
 
 

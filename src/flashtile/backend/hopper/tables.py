@@ -3,7 +3,7 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -82,6 +82,7 @@ class ForwardConfig(Constexpr):
     q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
     speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
     splits: int = 1  # of the keys of a tile; more than one write fp32 results that `combine` merges
+    score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
 
     @property
     def block_m(self) -> int:
@@ -120,6 +121,7 @@ class FusedBackwardConfig(Constexpr):
     dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
     row_splits: int = 1  # programs that share the rows of a block of keys; `add_splits` adds their dk and dv
     block_n: int = 2 * MMA_M
+    score_mod: Any = None
     kind: Literal["fused"] = "fused"
 
     @property
@@ -149,6 +151,7 @@ class DqConfig(Constexpr):
     consumer_registers: int = 240
     producer_registers: int = 24
     splits: int = 1
+    score_mod: Any = None
 
     @property
     def block_m(self) -> int:
@@ -169,6 +172,7 @@ class DkdvConfig(Constexpr):
     row_splits: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
+    score_mod: Any = None
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,8 @@ NO_SPILL_TRITON = (3, 6)  # with newer versions, kernels of three warpgroups spi
 
 def tile_config(problem: Problem, device: Device) -> TileConfig:
     """Configurations for a problem."""
-    features = problem.softcap or problem.features.score_terms  # need more registers than three warpgroups have
+    # These need more registers than three warpgroups have.
+    features = problem.softcap or problem.features.score_terms or problem.score_mod is not None
     fits = triton_version() == NO_SPILL_TRITON and not features
     widths = widths_of(problem)
     min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...call.call import Call
 from ...call.problem import LONGEST, power_of_two
+from ..gpu.captured import captured_pointers, captured_scalars
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..scalars import (
@@ -21,7 +22,6 @@ from ..scalars import (
     threshold,
     window_numbers,
 )
-from . import formulas
 from .configs import KernelConfig
 from .kernels.parameters import Constants, HeadDim
 
@@ -46,7 +46,7 @@ def shared_scalars(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> d
         **strides("k", k, align, keys=True, paged=paged),
         **strides("v", v, align, keys=True, paged=paged),
         **feature_scalars(call),
-        **formulas.captured_scalars(call.tensors.score_mod_tensors),
+        **captured_scalars(call.tensors.score_mod_tensors),
         **seqlen_scalars(call),
         "num_heads_q": q.shape[1],
         "num_heads_k": num_heads_k(call),
@@ -144,7 +144,7 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         "seqused_k": paged_seqlens(recorder, call) if paged else t.seqused_k,
         "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
         "leftpad_k": t.leftpad_k,
-        **formulas.captured_pointers(t.score_mod_tensors),
+        **captured_pointers(t.score_mod_tensors),
     }
 
 

@@ -6,19 +6,19 @@ the key under which Triton keeps compiled kernels, in memory and on disk.
 
 import functools
 import hashlib
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...call.call import Call
 from ...expression import Formula, score_mod_formula
+from ..gpu.captured import needs_wide_offsets
 from ..gpu.formula import source
-from ..gpu.pointers import Described, Pointers
+from ..gpu.generated import defined
+from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
 from .kernels import functions
-from .kernels.kernel import defined, with_captured
+from .kernels.kernel import with_captured
 
 
 class DeviceFunction(NamedTuple):
@@ -38,7 +38,7 @@ def device_function(
     name = f"score_mod_{digest}"
     fast = "" if accurate else "fast_"
     names = {op: getattr(functions, fast + op) for op in ("exp", "tanh", "sigmoid")}
-    names |= {op: getattr(functions, op) for op in ("floordiv", "mod", "inside", "load_pairs")}
+    names |= {op: getattr(functions, op) for op in ("floordiv", "mod", "inside", "load_pairs", "KEEP_NAN")}
     names |= {"__name__": functions.__name__, "tl": functions.tl}
     jit = functions.triton.jit  # pyright: ignore[reportAttributeAccessIssue]
     return DeviceFunction(jit(defined(name, text.replace("score_mod", name, 1), name, names)), position_inputs)
@@ -70,25 +70,3 @@ def launch(
         kernel = with_captured(kernel, tuple(x.ndim for x in formula.tensors))
         scalars = scalars | {"score_mod": function_of(call, formula, **derivatives).function}
     recorder.launch(kernel, pointers, programs, scalars)
-
-
-def needs_wide_offsets(x: Tensor) -> bool:
-    return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) >= 2**31
-
-
-def captured_scalars(tensors: Sequence[Tensor]) -> dict[str, int]:
-    """Sizes and strides of captured tensors."""
-    return {
-        f"{name}_captured{n}_{dim}": values[dim]
-        for n, x in enumerate(tensors)
-        for name, values in (("size", x.shape), ("stride", x.stride()))
-        for dim in range(x.dim())
-    }
-
-
-def captured_pointers(tensors: Sequence[Tensor]) -> dict[str, Tensor | Described]:
-    """The captured tensors; of bools as bytes."""
-    return {
-        f"captured{n}": Described(x, Tensor.view, torch.uint8) if x.dtype is torch.bool else x
-        for n, x in enumerate(tensors)
-    }

@@ -48,7 +48,7 @@ from ..shared.swizzle import swizzled
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
-from .scores import begin_probabilities, block_coord, finish_probabilities
+from .scores import begin_probabilities, block_coord, finish_probabilities, load_block
 from .tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
 
 DS_STAGES = gl.constexpr(2)
@@ -85,7 +85,7 @@ def backward_kernel(
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, CONFIG: gl.constexpr,
+    factor, multiplier, softcap, scale, CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and dout `[1, 1, BLOCK_M, columns]`, k, v, dk and dv `[1, 1, MMA_M, columns]`, dq_accum `[MMA_M,
     columns]`, row statistics `[1, BLOCK_M]`. Packed sequences are described as in `forward_kernel`.
@@ -114,7 +114,7 @@ def backward_kernel(
     )  # fmt: skip
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs)
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
     context = BackwardContext(pipelines, outputs, queue, group, bounds, params)
     # Dense calls alone have several parts or splits.
@@ -141,6 +141,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     CHUNKS: gl.constexpr = len(HEAD_DIM.chunks)  # wgmmas of a product over the head dimension
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     pipelines, outputs, queue = context.pipelines, context.outputs, context.queue
     group, bounds, params = context.group, context.bounds, context.params
@@ -168,7 +169,8 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             s = warpgroup_mma_wait(0, deps=(start_qk(rows, k, count, zeros, warpgroup, CONFIG),))
         block = block_coord(tile, group, group_head, m, first_key, CONFIG)
         # Unused where there are no steps.
-        partial_p = begin_probabilities(s, rows, count, block, params, CONFIG)
+        loaded = load_block(block, params, CONFIG)
+        partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
         for steps_left in range(steps, 0, -1):
             q_i = stage_chunks(rows.q, count, STAGES)
             dout_i = stage_chunks(rows.dout, count, STAGES)
@@ -178,14 +180,17 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             consumer_wait(rows.dout, count, STAGES)
             dp = rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout).broadcast_to([MMA_M, BLOCK_M])
             dp = gemm_nt(stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS), dout_i, dp, ACCUMULATE=True)
-            p, score = finish_probabilities(partial_p, rows, count, block, params, CONFIG)
+            p, score = finish_probabilities(partial_p, rows, count, block, loaded, params, CONFIG)
             visible = all_visible(p)
             if masked:
                 visible = visible_rows(
                     p, bounds, opaque(first_key), m * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k
                 )
                 p = where_bits(visible, p, 0.0)
-            ds_weight = scores.derivative(p, score, params)
+            ds_weight = scores.derivative(p, score, params, SCORE_MOD)
+            if SCORE_MOD is not None and not SCORE_MOD.same:  # noqa: SIM102 - a compile-time branch
+                if masked:  # 0 * the derivative is NaN where that is
+                    ds_weight = where_bits(visible, ds_weight, 0.0)
             dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
             if masked:  # 0 * dp is NaN where dp is
                 dp = where_bits(visible, dp, 0.0)
@@ -205,10 +210,13 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
             slice_columns(dq_pipeline.smem.index(warpgroup), 0, dq.shape[1]).store(swizzled(dq))
             barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
+            if SCORE_MOD is not None:  # its loads, before the wait
+                next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
+                loaded = load_block(block_coord(tile, group, next_head, next_m, first_key, CONFIG), params, CONFIG)
             s = warpgroup_mma_wait(CHUNKS, deps=(s,))
             m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
             block = block_coord(tile, group, group_head, m, first_key, CONFIG)
-            partial_p = begin_probabilities(s, rows, next_count, block, params, CONFIG)
+            partial_p = begin_probabilities(s, rows, next_count, block, loaded, params, CONFIG)
             dk, partial_p = gemm_wait_with(dk, partial_p)
             consumer_release(rows.empty, count, STAGES)
             count += 1

@@ -31,7 +31,15 @@ from ..shared.pipeline import (
 from ..shared.ptx import opaque
 from ..shared.scores import ScoreParams
 from ..shared.tile_scheduler import SeqlenInfo, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
-from .mainloop import ForwardContext, ForwardOutputs, initial_state, mainloop_step, next_tile_state, warpgroup_tile
+from .mainloop import (
+    ForwardContext,
+    ForwardOutputs,
+    initial_state,
+    load_tile,
+    mainloop_step,
+    next_tile_state,
+    warpgroup_tile,
+)
 from .producer import ForwardPipelines, producer_warp, q_stage
 
 
@@ -40,12 +48,12 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse, slopes, sinks, tile_count_semaphore, cu_seqlens_q, cu_seqlens_k, seqused_k,
     stride_slopes_b, stride_lse, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads, group, batch,
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
-    CONFIG: gl.constexpr,
+    CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed.
 
     If packed, `seqlen_q` and `seqlen_k` are numbers of tokens. With split keys, out and lse are those of each split,
-    `[SPLITS * B, H, Sq, Dv]` in fp32 and `[SPLITS * B, H, Sq]`.
+    `[SPLITS * B, H, Sq, Dv]` in fp32 and `[SPLITS * B, H, Sq]`. A score_mod, in CONFIG, takes `inputs`.
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -66,7 +74,7 @@ def forward_kernel(
     )
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch)
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch, inputs)
     outputs = ForwardOutputs(out_desc, smem, lse, stride_lse, num_heads if CONFIG.splits > 1 else None)
     context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params)
     if CONFIG.num_warpgroups == 2:
@@ -116,6 +124,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         stage = q_stage(tile_count, warpgroup, CONFIG)
         mbarrier.wait(q.full.index(stage), wraps_of(tile_count, Q_STAGES) & 1)
         q_i = stage_chunks(q, stage, Q_BUFFERS)
+        loaded = load_tile(params, wg_tile, CONFIG)
         state = next_tile_state(state.acc, state.p, wg_tile, params, outputs, CONFIG)
         first = tile.hi - 1
         block, stop = first, first
@@ -123,7 +132,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         while block >= tile.lo:
             while block >= stop:
                 state = mainloop_step(
-                    state, accumulate, context, q_i, count, tile_count, wg_tile, block, warpgroup, CONFIG
+                    state, accumulate, context, q_i, loaded, count, tile_count, wg_tile, block, warpgroup, CONFIG
                 )  # fmt: skip
                 accumulate = block != first
                 block -= 1
