@@ -17,6 +17,7 @@ from flashtile.expression.builder import Builder
 from flashtile.expression.derivative import partials
 from flashtile.expression.formula import formula_of
 from flashtile.expression.program import INT32, INT64, used
+from flashtile.expression.purity import MASK_MOD
 from flashtile.expression.torch_code import run
 from flashtile.expression.trace import trace
 from flashtile.testing import score_functions
@@ -121,7 +122,7 @@ def test_masks() -> None:
     pairs = inputs()
     indices = [pairs[name] for name in ("b", "h", "q_idx", "k_idx")]
     for fn, tensors in ((causal, ()), (window, ()), (documents, (document, prefix)), (neighborhood, ())):
-        [found] = run(trace(fn, tensors, mask=True)[0], [*pairs.values()], tensors)
+        [found] = run(trace(fn, tensors, MASK_MOD)[0], [*pairs.values()], tensors)
         expected = fn(*indices, *tensors)
         assert found.dtype is torch.bool
         assert torch.equal(found.broadcast_to(expected.shape), expected)
@@ -156,7 +157,7 @@ def test_elements_outside_of_a_tensor() -> None:
 def test_integers_are_as_wide_as_they_must_be(fn: Callable[..., Any], kind: str) -> None:
     """Positions are below 2**30, and 32-bit arithmetic on them never wraps."""
     table = torch.zeros(9, dtype=torch.int32)
-    program, _ = trace(lambda b, h, i, j, table: fn(i, j, table) > 3, (table,), mask=True)
+    program, _ = trace(lambda b, h, i, j, table: fn(i, j, table) > 3, (table,), MASK_MOD)
     compared = program.instructions[program.outputs[0]].operands[0]
     assert program.instructions[compared].kind == kind
 

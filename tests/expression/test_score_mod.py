@@ -21,7 +21,7 @@ from flashtile import ArgumentError, AttentionError, ScoreMod
 from flashtile.call.call import Call, Settings, Tensors
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.errors import AttentionWarning
-from flashtile.expression import score_mod
+from flashtile.expression import registry
 from flashtile.testing.case import ScoreFunction
 
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
@@ -271,15 +271,15 @@ def test_a_program_whose_function_this_process_does_not_know(monkeypatch: pytest
     settings = Settings(scale=1.0, score_mod=mod.key, backend="tiled")
     operators, call = OPERATORS["dense"], Call(Tensors(Q, K, V), settings)
     out, _ = operators.forward(*operators.arguments(call))
-    monkeypatch.setattr(score_mod, "_functions", {})  # as if in another process
+    monkeypatch.setattr(registry, "_functions", {})  # as if in another process
     ScoreMod(untraceable(3.0))
     with pytest.raises(AttentionError, match="made in this process before the program runs"):
         operators.forward(*operators.arguments(call))
     ScoreMod(untraceable(2.0))
     assert torch.equal(operators.forward(*operators.arguments(call))[0], out)
-    monkeypatch.setattr(score_mod, "_functions", {})
+    monkeypatch.setattr(registry, "_functions", {})
     settings = call.settings._replace(score_mod=ScoreMod(Model().modify).key)
-    monkeypatch.setattr(score_mod, "_functions", {})
+    monkeypatch.setattr(registry, "_functions", {})
     with pytest.raises(AttentionError, match="reads no objects but constants"):
         operators.forward(*operators.arguments(call._replace(settings=settings)))
 
@@ -289,7 +289,7 @@ def test_a_program_contains_the_formula(monkeypatch: pytest.MonkeyPatch) -> None
     weight = torch.rand(4)
     mod = ScoreMod.of(lambda score, b, h, i, j: score * weight[h] + (i - j))
     expected = flashtile.attention(Q, K, V, score_mod=mod, scale=1.0)
-    monkeypatch.setattr(score_mod, "_functions", {})  # as if in another process
+    monkeypatch.setattr(registry, "_functions", {})  # as if in another process
     operators = OPERATORS["dense"]
     call = Call(Tensors(Q, K, V, score_mod_tensors=[weight]), Settings(scale=1.0, score_mod=mod.key))
     assert torch.equal(operators.forward(*operators.arguments(call))[0], expected)

@@ -12,7 +12,7 @@ from ..call.eager import without_default_devices
 from ..dispatch.autograd import attend
 from ..dispatch.cache_operator import attend_with_cache
 from .normalize import flag, normalize
-from .signatures import CacheKeywords, Causal, Keywords, ScoreModArgument, VarlenKeywords, WindowArgument
+from .signatures import CacheKeywords, Causal, Keywords, MaskArgument, ScoreModArgument, VarlenKeywords, WindowArgument
 
 
 @overload
@@ -36,7 +36,7 @@ def attention(
     *more: Any,
     causal: Causal = False,
     window: WindowArgument = None,
-    mask: Tensor | None = None,
+    mask: MaskArgument = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -169,7 +169,7 @@ def attention_varlen(
     page_table: Tensor | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
-    mask: Tensor | None = None,
+    mask: MaskArgument = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -280,7 +280,7 @@ def attention_with_kvcache(
     num_splits: int | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
-    mask: Tensor | None = None,
+    mask: MaskArgument = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,

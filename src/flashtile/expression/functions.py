@@ -302,8 +302,8 @@ for name in ("float", "double", "half", "bfloat16", "int", "long", "bool"):
 
 
 def filled(name: str, value: Any) -> None:
-    def call(tracer: Any, x: Any, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
-        like, given = name.endswith("like"), list(args)
+    def call(tracer: Any, x: Any, *args: Any, size: Any = None, dtype: torch.dtype | None = None, **_: Any) -> Any:
+        like, given = name.endswith("like"), [*args] if size is None else [size, *args]
         if not like and given.pop(0) not in ((), [], torch.Size([])):
             raise UntraceableError(f"`{name}` of a shape other than ()")
         fill = given[0] if value is None else value

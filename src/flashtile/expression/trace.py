@@ -20,13 +20,13 @@ from ..errors import AttentionError
 from .builder import Builder, Node
 from .functions import FUNCTIONS, UntraceableError
 from .program import BOOL, INPUTS, INTEGERS, REAL, Program, TensorType, type_of
-from .purity import Watch
+from .purity import SCORE_MOD, Role, Watch
 
 OTHERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))  # folders of frames that are not the user's
 
 
 def trace(
-    fn: Callable[..., Any], tensors: Sequence[Tensor] = (), *, mask: bool = False
+    fn: Callable[..., Any], tensors: Sequence[Tensor] = (), role: Role = SCORE_MOD
 ) -> tuple[Program, list[Tensor]]:
     """The program of a function, and the tensors that it reads: its arguments `tensors`, then those that it finds in
     closures, globals and objects.
@@ -37,12 +37,13 @@ def trace(
     """
     tracer = Tracer()
     arguments = [tracer.capture(x) for x in tensors]
-    inputs = [Proxy(tracer, tracer.builder.input(name)) for name in INPUTS[mask:]]
+    inputs = [Proxy(tracer, tracer.builder.input(name)) for name in INPUTS[role.hides :]]
     try:
-        with torch.enable_grad(), Watch(fn), Operations(tracer):
+        with torch.enable_grad(), Watch(fn, role), Operations(tracer):
             result = fn(*inputs, *arguments)
-            if not isinstance(result, Standing) or (node := tracer.node(result)).kind != (BOOL if mask else REAL):
-                raise UntraceableError(f"it does not return {'a condition' if mask else 'a real tensor'}")
+            kind, name = (BOOL, "a condition") if role.hides else (REAL, "a real tensor")
+            if not isinstance(result, Standing) or (node := tracer.node(result)).kind != kind:
+                raise UntraceableError(f"it does not return {name}")
     except AttentionError:
         raise
     except Exception as error:

@@ -63,6 +63,8 @@ def declines(problem: Problem, device: Device) -> str | None:
     unsupported += [name for name in ("score_mod", "dropout") if getattr(problem, name)]
     if unsupported:
         return f"it does not support {' or '.join(unsupported)}"
+    if problem.mask_mod is not None:
+        return "it does not support mask functions"
     if problem.alignment < TMA_ALIGNMENT:
         return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
