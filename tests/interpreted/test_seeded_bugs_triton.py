@@ -38,7 +38,7 @@ BUGS = (
     Bug("window: right off by one", "masking.row_bounds", "window_right), lower", "window_right - 1), lower", "window"),
     Bug("visible blocks taken for full", "masking.key_blocks", "first_row + shift + window", "hi + window", "causal"),
     Bug("last block forgotten", "masking.to_blocks", "tl.cdiv(hi - origin, BLOCK)", "(hi - origin) // BLOCK", "causal"),
-    Bug("mask ignored", "masking.mask_fill", "params.scores.mask.data is not None", "False", "mask"),
+    Bug("mask ignored", "scores.in_masks", "params.scores.mask.data is not None", "False", "mask"),
     Bug("heads interleaved", "dkdv.dkdv_kernel", "head * group + g", "head + g * lengths.num_heads_k", "causal"),
     Bug("splits without weights", "combine.combine_splits", "tl.exp2((x - m) * LOG2E)", "1.0", "splits"),
     Bug("keys between splits forgotten", "forward.split_of", "tl.cdiv(count, SPLITS)", "count // SPLITS", "splits"),
