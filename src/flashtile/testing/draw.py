@@ -17,6 +17,7 @@ PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; the orac
 AROUND = (16, 32, 64, 128, 256)  # tile sizes, for lengths on both sides of them
 COMBINED = 0.1  # of tensors
 MASK_FUNCTIONS = 0.1  # of problems without a bool mask
+WITHOUT_MASK_FUNCTIONS = range(1_000_000, 1_021_000)  # seeds that were recorded before there were any
 RESIZED = 0.2  # of variations, whose kernels may have other tiles than those of their seed
 NAN = float("nan")
 # Queries, keys and values of given shapes [..., S, D], in place of random ones.
@@ -141,7 +142,7 @@ class Draw(Choices):
             density = rng.choice([0.1, 0.5, 0.9, 0.99])
             mask = torch.rand(self.pairwise_shape(batch, seqlen_q, seqlen_k), generator=self.generator) < density
             features["mask"] = self.layout(mask)
-        elif self.mask_functions.random() < MASK_FUNCTIONS:
+        elif self.seed not in WITHOUT_MASK_FUNCTIONS and self.mask_functions.random() < MASK_FUNCTIONS:
             choice, generator = self.mask_functions.randrange(100), torch.Generator().manual_seed(self.seed)
             features["mask"] = random_mask_function(choice, batch, self.num_heads_q, device, generator)
         if self.chance(0.2):
