@@ -97,20 +97,6 @@ def modify(t, params, info, rows, keys):
 
 
 @triton.jit
-def in_masks(visible, params, info, rows, keys, exists):
-    """`visible`, `None` if all pairs are, and whether the mask and the mask function show a pair."""
-    if params.scores.mask.data is not None:
-        in_mask = load_pairs(params.scores.mask, params, info, rows, keys, exists, 0) != 0
-        visible = in_mask if visible is None else visible & in_mask
-    if params.scores.mask_mod is not None:
-        part = params.dropout
-        sequence, head = info.sequence.to(tl.int32) + part.b0, info.head + part.h0
-        shown = params.scores.mask_mod(sequence, head, rows + part.i0, keys + part.j0, params.scores.captured)[0]
-        visible = shown if visible is None else visible & shown
-    return visible
-
-
-@triton.jit
 def unmodified(ds, score, params):
     """The gradient of the score before score_mod, from that of the final one. Of a hidden pair it may be NaN."""
     if params.scores.score_mod is not None:
@@ -130,3 +116,17 @@ def backward(ds, score, params):
 def distance(info, rows, keys):
     """`|i + shift - j|`, fp32."""
     return tl.abs((rows + info.shift).to(tl.float32) - keys.to(tl.float32))
+
+
+@triton.jit
+def load_mask(params, info, rows, keys, exists):
+    """The mask of a tile: true where a pair is visible."""
+    return load_pairs(params.scores.mask, params, info, rows, keys, exists, 0) != 0
+
+
+@triton.jit
+def visible_by_function(params, info, rows, keys):
+    """The pairs of a tile that the mask function shows, in a shape that broadcasts to it. Indices as in `modify`."""
+    part = params.dropout
+    sequence, head = info.sequence.to(tl.int32) + part.b0, info.head + part.h0
+    return params.scores.mask_mod(sequence, head, rows + part.i0, keys + part.j0, params.scores.captured)[0]
