@@ -141,6 +141,7 @@ FEATURES: dict[str, Callable[[], dict]] = {
     "top left window": lambda: {"causal": "top_left", "window": (3, 0)},
     "mask": lambda: {"mask": randn(1, HQ, SQ, SK) > 0},
     "mask of keys": lambda: {"mask": randn(B, 1, 1, SK) > 0},
+    "score_mod of one number": lambda: {"score_mod": ScoreFunction(lambda s, b, h, i, j, x: s * x, (randn(),))},
     **{f"mask function {n}": lambda n=n: {"mask": mask_function(n)} for n in range(6)},
     "softcap": lambda: {"softcap": 0.8},
     "bias": lambda: {"bias": randn(B, HQ, SQ, SK)},

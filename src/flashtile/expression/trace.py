@@ -39,7 +39,7 @@ def trace(
     arguments = [tracer.capture(x) for x in tensors]
     inputs = [Proxy(tracer, tracer.builder.input(name)) for name in INPUTS[role.hides :]]
     try:
-        with torch.enable_grad(), Watch(fn, role), Operations(tracer):
+        with GradEnabled(), Watch(fn, role), Operations(tracer):
             result = fn(*inputs, *arguments)
             kind, name = (BOOL, "a condition") if role.hides else (REAL, "a real tensor")
             if not isinstance(result, Standing) or (node := tracer.node(result)).kind != kind:
@@ -115,6 +115,19 @@ class Tracer:
         if name not in FUNCTIONS:
             raise UntraceableError(f"`{name}` is not an operation that can be traced")
         return FUNCTIONS[name](self, *args, **kwargs)
+
+
+class GradEnabled:
+    """`torch.enable_grad()` that torch.export, where it traces the caller, does not make a part of its program."""
+
+    def __enter__(self) -> None:
+        self.before = torch.is_grad_enabled()
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *error: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(self.before)
 
 
 class Operations(TorchFunctionMode):

@@ -203,7 +203,7 @@ class _Solution:
             elif name == "dalibi_slopes" and arguments["alibi_slopes"].ndim == 2:
                 self.sums[name].add_at(slice(batch, batch + 1), block.map(lambda part: part[None]))
             else:
-                self.sums[name].add_at(slice(None), block)
+                self.sums[name].add_at(..., block)
 
     def _mask(self, batch: int, shape: tuple[int, int, int]) -> Tensor | None:
         """The caller's mask, without padded keys. A mask function is called for all pairs."""
