@@ -300,16 +300,6 @@ def test_meta_tensors_have_shapes_alone() -> None:
 
 EXPORTED = ["plain", "window", "mask", "mask function", "bias of keys", "slopes", "sinks", "dropout"]
 EXPORTED += ["more queries than keys"]
-    "plain",
-    "window",
-    "mask",
-    "mask function",
-    "bias of keys",
-    "slopes",
-    "sinks",
-    "dropout",
-    "more queries than keys",
-]
 
 
 @pytest.mark.parametrize("strict", [False, True])
