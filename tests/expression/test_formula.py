@@ -1,5 +1,6 @@
 """Traced formulas: values, derivatives, text, and what cannot be traced."""
 
+import functools
 import math
 import pickle
 import re
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from hypothesis import given
 from programs import functions
 from torch import Tensor
@@ -69,6 +71,12 @@ def test_random_functions(fn: Callable[..., Tensor]) -> None:
 def test_functions_of_random_problems(choice: int) -> None:
     given = score_functions.random_score_function(choice, 2, 4, REAL, "cpu", torch.Generator())
     assert_as_autograd(given.fn, *given.tensors)
+
+
+def test_activations() -> None:
+    for fn in (F.relu, F.gelu, functools.partial(F.gelu, approximate="tanh"), F.silu):
+        assert_as_autograd(lambda score, b, h, i, j, fn=fn: fn(score) + fn(score / 3))
+    assert isinstance(formula_of(lambda score, b, h, i, j: F.relu(score, inplace=True)), Untraced)
 
 
 def test_second_derivative() -> None:
