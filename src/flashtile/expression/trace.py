@@ -17,6 +17,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from ..errors import AttentionError
+from . import activations  # noqa: F401 - adds its functions to FUNCTIONS
 from .builder import Builder, Node
 from .functions import FUNCTIONS, UntraceableError
 from .program import BOOL, INPUTS, INTEGERS, REAL, Program, TensorType, type_of

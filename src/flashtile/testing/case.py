@@ -138,7 +138,8 @@ def describe(case: Case) -> str:
         if name in (*SHAPED, *LISTED):
             continue
         if name == "score_mod" or isinstance(value, MaskFunction):
-            words.append(f"{name}={getattr(value, 'fn', value).__name__}")
+            fn: Any = getattr(value, "fn", value)
+            words.append(f"{name}={fn.__name__}")
         elif isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point():
             words.append(f"{name}=tensor({value.item()})")
         elif isinstance(value, Tensor):
