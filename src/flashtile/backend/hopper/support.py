@@ -56,6 +56,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it supports bfloat16 and float16 inputs only"
     if problem.layout == "paged":
         return "it does not support paged KV caches"
+    if problem.mask_mod is not None:
+        return "it does not support mask functions"
     if head_dims(problem) not in HEAD_DIMS:
         accepted = [str(d) if d == d_v else f"{d} ({d_v} for v)" for d, d_v in HEAD_DIMS]
         return f"it supports head dimensions {', '.join(accepted[:-1])} and {accepted[-1]}"
@@ -63,8 +65,6 @@ def declines(problem: Problem, device: Device) -> str | None:
     unsupported += [name for name in ("score_mod", "dropout") if getattr(problem, name)]
     if unsupported:
         return f"it does not support {' or '.join(unsupported)}"
-    if problem.mask_mod is not None:
-        return "it does not support mask functions"
     if problem.alignment < TMA_ALIGNMENT:
         return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
