@@ -233,8 +233,11 @@ def backends() -> str:
     from flashtile.expression.formula import Formula
     from flashtile.expression.program import Instruction, Program
 
+    def of_one(op: str, kind: str, value: str) -> Formula:
+        return Formula(Program((Instruction(op, kind, (), value),), (0,)), ())
+
     pairs = (True, True, False, False)  # of a batch and its heads, the same
-    none: dict[str, Any] = dict.fromkeys(("page_size", "score_mod"))
+    none: dict[str, Any] = dict.fromkeys(("page_size", "score_mod", "mask_mod"))
     none |= dict.fromkeys(("softcap", "dropout", "deterministic"), False) | {"features": Features()}
     plain = Problem(
         "dense", torch.bfloat16, 2, 8, 8, 4096, 4096, 128, 128, window=Window(None, None), alignment=16, **none
@@ -254,7 +257,8 @@ def backends() -> str:
         "sliding window": ({"window": Window(1023, 0)}, None),
         "`softcap`": ({"softcap": True}, None),
         **{f"`{name}`": ({"features": Features(**{name: x})}, name) for name, x in present.items()},
-        "`score_mod`": ({"score_mod": Formula(Program((Instruction("input", "real", (), "score"),), (0,)), ())}, None),
+        "`mask`, a function": ({"mask_mod": of_one("constant", "bool", "True")}, None),
+        "`score_mod`": ({"score_mod": of_one("input", "real", "score")}, None),
         "`dropout_p`": ({"dropout": True}, None),
         "`deterministic`": ({"deterministic": True}, None),
         "packed sequences": ({"layout": "varlen"}, None),

@@ -7,7 +7,7 @@ from checking import offsets
 from torch import Tensor
 
 import flashtile
-from flashtile.testing.case import Case, ScoreFunction
+from flashtile.testing.case import Case, MaskFunction, ScoreFunction
 from flashtile.testing.inputs import query_key_value
 from flashtile.testing.oracle import solve
 from flashtile.testing.tolerance import worst
@@ -31,6 +31,8 @@ def run(arguments: Arguments, **options: Any) -> Step:
     score_mod = given.get("score_mod")
     if isinstance(score_mod, ScoreFunction):
         given["score_mod"] = flashtile.ScoreMod(score_mod.fn, score_mod.tensors)
+    if isinstance(mask := given.get("mask"), MaskFunction):
+        given["mask"] = mask.public()
     out, lse = flashtile.attention_with_kvcache(**given, return_lse=True, **options)
     return Step(out, lse, given["k_cache"], given["v_cache"])
 
@@ -171,7 +173,10 @@ def as_packed(arguments: Arguments, k_cache: Tensor, v_cache: Tensor) -> Case:
     capacity = max(ends, default=0)
     mask = arguments.get("mask")
     leftpad = arguments.get("leftpad_k")
-    if leftpad is not None:
+    if leftpad is not None and isinstance(mask, MaskFunction):
+        of_caller, first = mask.fn, leftpad
+        mask = MaskFunction(lambda b, h, i, j, *x: of_caller(b, h, i, j, *x) & (j >= first[b]), mask.tensors)
+    elif leftpad is not None:
         exists = torch.arange(capacity) >= leftpad[:, None, None, None]
         mask = exists if mask is None else exists & (mask if mask.shape[3] == 1 else mask[..., :capacity])
     empty = arguments["q"].new_empty

@@ -80,6 +80,12 @@ BUGS = (
     ),
     Bug("mask ignored", "backend.blockwise.scores", "if self.mask is not None:", "if self.mask is not None and False:"),
     Bug(
+        "mask function of the first head",
+        "backend.blockwise.scores",
+        "indices = (self.b, self.h[None], *self.positions(tile))",
+        "indices = (self.b, 0 * self.h[None], *self.positions(tile))",
+    ),
+    Bug(
         "diagonal of varlen from the longest sequence",
         "backend.blockwise.tiles",
         "diagonal: int | Tensor = seqlen_k - seqlen_q",

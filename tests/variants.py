@@ -12,9 +12,10 @@ import torch
 from checking import offsets
 from torch import Tensor
 
-from flashtile.testing.case import Case
+from flashtile.testing.case import Case, MaskFunction
 from flashtile.testing.draw import poisoned_bias
 from flashtile.testing.inputs import KINDS, query_key_value
+from flashtile.testing.mask_functions import random_mask_function
 from flashtile.testing.poison import in_larger_buffer
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 200, 257)  # around every tile
@@ -66,6 +67,10 @@ def bias(*kept: bool, half: bool = False) -> Features:
 
 def mask(draw: Draw, sizes: Sizes) -> dict[str, Any]:
     return {"mask": draw.randn(sizes.batch, 1, sizes.seqlen_q, sizes.seqlen_k) > -0.5}
+
+
+def mask_function(draw: Draw, sizes: Sizes) -> dict[str, Any]:
+    return {"mask": random_mask_function(draw.rng.randrange(100), sizes.batch, sizes.num_heads, "cpu", draw.generator)}
 
 
 def slopes(draw: Draw, sizes: Sizes) -> dict[str, Any]:
@@ -167,8 +172,14 @@ class Variant:
         out_shape = (*arguments["q"].shape[:-1], self.head_dim_v or self.head_dim)
         lse_shape = out_shape[:-1] if function == "attention" else (out_shape[1], out_shape[0])
         dout, dlse = draw.randn(*out_shape).to(self.dtype), draw.randn(*lse_shape)
-        arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        arguments = {name: on_device(x, device) for name, x in arguments.items()}
         return Case(function, arguments, dout.to(device), dlse.to(device), seed)
+
+
+def on_device(x: Any, device: str) -> Any:
+    if isinstance(x, MaskFunction):
+        return MaskFunction(x.fn, tuple(tensor.to(device) for tensor in x.tensors))
+    return x.to(device) if isinstance(x, Tensor) else x
 
 
 CAUSAL = fixed(causal=True)
@@ -200,6 +211,7 @@ VARIANTS = {
     "bias of sequences and rows": Variant(bias(True, False, True, False, half=True)),
     "one bias": Variant(bias(False, False, False, False)),
     "mask": Variant(mask),
+    "mask function": Variant(mask_function, heads=(4, 2), layout="packed"),
     "slopes": Variant(all_of(CAUSAL, slopes)),
     "slopes of sequences": Variant(slopes_of_sequences, FP16),
     "sinks": Variant(all_of(CAUSAL, sinks)),

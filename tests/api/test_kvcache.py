@@ -95,7 +95,7 @@ def test_every_score_feature(name: str, page_size: int | None) -> None:
     arguments.pop("num_heads_kv", None)
     sizes: Arguments = {"held": (5, 2), "new": 7, "heads": (2, 1), "capacity": 9 if name == "bias" else 12}
     for pairwise in ("mask", "bias"):
-        if pairwise in arguments:
+        if isinstance(arguments.get(pairwise), torch.Tensor):
             arguments[pairwise] = torch.nn.functional.pad(arguments[pairwise], (0, 3))
             sizes["capacity"] = 12
     assert_right(problem(**sizes, page_size=page_size, **arguments))

@@ -31,7 +31,7 @@ LAYERS = (
     ("dynamo", "errors", "remember", "processes", "supported"),
     ("iomodel",),
     ("expression",),
-    ("score_mods",),
+    ("score_mods", "mask_mods"),
     ("call",),
     ("backend",),
     ("dispatch",),

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.testing.case import Case
+from flashtile.testing.case import Case, MaskFunction
 from flashtile.testing.emulation import TiledEmulation, part
 from flashtile.testing.generate import random_case
 from flashtile.testing.inputs import bias_values, query_key_value
+from flashtile.testing.mask_functions import of_heads
 from flashtile.testing.oracle import Expected, solve
 from flashtile.testing.poison import in_larger_buffer, poisoned_allocation, with_guard_bands
 from flashtile.testing.score_functions import random_score_function
@@ -24,6 +25,7 @@ FEATURES = {
     "causal": {"causal": True},
     "window": {"window": (9, 5)},
     "mask": {"mask": True},
+    "mask function": {"mask": MaskFunction(of_heads)},
     "softcap": {"softcap": 2.0},
     "bias": {"bias": True},
     "alibi": {"alibi_slopes": True, "causal": True},
@@ -397,6 +399,7 @@ def test_random_problems_have_every_feature():
     assert present >= {"causal", "window", "mask", "scale", "softcap", "bias", "alibi_slopes", "sinks", "score_mod"}
     assert present >= {"dropout_p", "seqused_k", "page_table", "max_seqlen_q", "max_seqlen_k"}
     assert present >= {"k_cache", "cache_batch_idx", "leftpad_k", "rotary_cos", "rotary_interleaved", "num_splits"}
+    assert any(isinstance(value, MaskFunction) for _, value in given)
     assert {case.dtype for case in cases} == set(DTYPES)
     q = [case.arguments["q"] for case in cases]
     assert any(not x.is_contiguous() and x.stride(-1) == 1 for x in q)

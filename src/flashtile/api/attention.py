@@ -12,7 +12,7 @@ from ..call.eager import without_default_devices
 from ..dispatch.autograd import attend
 from ..dispatch.cache_operator import attend_with_cache
 from .normalize import flag, normalize
-from .signatures import CacheKeywords, Causal, Keywords, ScoreModArgument, VarlenKeywords, WindowArgument
+from .signatures import CacheKeywords, Causal, Keywords, MaskArgument, ScoreModArgument, VarlenKeywords, WindowArgument
 
 
 @overload
@@ -36,7 +36,7 @@ def attention(
     *more: Any,
     causal: Causal = False,
     window: WindowArgument = None,
-    mask: Tensor | None = None,
+    mask: MaskArgument = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -73,7 +73,8 @@ def attention(
         causal: `True` hides keys `j > i + Sk - Sq` (the last query sees every key); `"top_left"` hides `j > i`.
         window: `(left, right)`: key j is visible iff `i + Sk - Sq - left <= j <= i + Sk - Sq + right`; `None` or -1
             is unlimited. With `causal`, both hold (Beltagy et al., "Longformer", section 3.1). Integers, of tokens.
-        mask: bool `[B, Hq, Sq, Sk]`, each dimension may be 1; True is visible.
+        mask: bool `[B, Hq, Sq, Sk]`, each dimension may be 1; True is visible. Or a `flashtile.MaskMod`, or a function
+            `(b, h, q_idx, k_idx) -> bool` of torch operations (as in Dong et al., "Flex Attention", 2024).
         scale: factor of the products, finite in float32; `D ** -0.5` if `None`.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, section 2).
         bias: added to the scores; `[B, Hq, Sq, Sk]`, each dimension may be 1; q's dtype or float32. Its gradient takes
@@ -169,7 +170,7 @@ def attention_varlen(
     page_table: Tensor | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
-    mask: Tensor | None = None,
+    mask: MaskArgument = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -206,7 +207,7 @@ def attention_varlen(
         seqused_k: int32 or int64 `[B]`, keys of each sequence that exist; the rest are never read.
         page_table: int32 or int64 `[B, max_pages]`: keys `p * page_size` onwards of sequence b are page
             `page_table[b, p]` (Kwon et al., "PagedAttention", section 4.1).
-        mask, bias: as in `attention`, against `[B, Hq, max_seqlen_q, max_seqlen_k]`.
+        mask, bias: as in `attention`; tensors are against `[B, Hq, max_seqlen_q, max_seqlen_k]`.
 
     The other arguments are those of `attention`.
 
@@ -280,7 +281,7 @@ def attention_with_kvcache(
     num_splits: int | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
-    mask: Tensor | None = None,
+    mask: MaskArgument = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,

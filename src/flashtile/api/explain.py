@@ -178,7 +178,7 @@ def described_call(
 
 
 def pairs_of(call: Call, problem: Problem) -> int:
-    """Visible pairs by position; a bool mask is not counted, and device-side lengths count as their maximum."""
+    """Visible pairs by position; a mask is not counted, and device-side lengths count as their maximum."""
     t, window = call.tensors, problem.window
     if call.layout == "dense":
         lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
@@ -203,6 +203,8 @@ def in_words(problem: Problem) -> str:
     features += [name if x is True else f"{name} with broadcast {x}" for name, x in present.items()]
     if p.score_mod is not None:
         features.append("score_mod " + "; ".join(str(p.score_mod).splitlines()))
+    if p.mask_mod is not None:
+        features.append("mask " + "; ".join(str(p.mask_mod).splitlines()))
     if not p.window.unlimited:
         features.append(f"window ({p.window.left}, {p.window.right}){' top-left causal' * p.window.top_left}")
     return (

@@ -1,4 +1,5 @@
-"""From what a user writes to what an operator takes: causal becomes a window, a seed a tensor, a function a ScoreMod.
+"""From what a user writes to what an operator takes: causal becomes a window, a seed a tensor, a function a ScoreMod or
+MaskMod.
 
 Everything here is traced by Dynamo, so it looks at Python values and types only; shapes are checked in the operator.
 """
@@ -20,7 +21,8 @@ from ..call.features import SCORES
 from ..call.window import Window
 from ..dispatch import fast_path
 from ..errors import ArgumentError, call_of
-from ..expression import ScoreMod
+from ..expression import MaskMod, ScoreMod
+from ..expression.modifier import Modifier
 
 REQUIRED = ("q", "k", "v", "cu_seqlens_q")
 LARGEST_FLOAT = torch.finfo(torch.float32).max
@@ -54,9 +56,15 @@ def normalize(
         causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, num_splits, deterministic, backend
     )  # fmt: skip
     of_cache = () if cache is None else cache[2:]
+    mask_mod = tensors.get("mask")
+    if isinstance(mask_mod, MaskMod) or callable(mask_mod):
+        tensors = tensors | {"mask": None}
+    else:
+        mask_mod = None
     q, entry = tensors["q"], None
     if (
         score_mod is None
+        and mask_mod is None
         and not torch.compiler.is_compiling()
         and not torch._C._is_any_autocast_enabled()  # which makes another call of the same arguments
         and is_plain_eager(*tensors.values(), *of_cache)
@@ -83,11 +91,8 @@ def normalize(
         seed = seed_of(function, dropout_seed, q.device)
         same_place(function, q, {"dropout_seed": seed})
         tensors = tensors | {"dropout_seed": seed}
-    if score_mod is not None:
-        modifier = score_mod_of(score_mod, q.device)
-        same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
-        tensors = tensors | {"score_mod_tensors": modifier.tensors}
-        settings = settings._replace(score_mod=modifier.key)
+    if score_mod is not None or mask_mod is not None:
+        tensors, settings = with_functions(function, tensors, settings, score_mod, mask_mod)
     if entry is not None:
         entry.settings = settings
     return Call(Tensors(**tensors), settings, entry, is_plain_eager=entry is not None)
@@ -143,7 +148,8 @@ def require_tensors(function: str, tensors: dict[str, Any], required: tuple[str,
     for argument, value in tensors.items():
         if isinstance(value, Tensor) or (value is None and argument not in required):
             continue
-        accepted = "a torch.Tensor" + " or None" * (argument not in required)
+        or_function = ", a function, a flashtile.MaskMod" * (argument == "mask")
+        accepted = f"a torch.Tensor{or_function}" + " or None" * (argument not in required)
         raise ArgumentError(argument, value, accepted, call_of(function))
 
 
@@ -226,15 +232,36 @@ def seed_of(function: str, seed: Any, device: torch.device) -> Tensor:
     return torch.full((1,), n - 2**64 if n >= 2**63 else n, dtype=torch.int64, device=device)
 
 
-def score_mod_of(score_mod: ScoreMod | Callable[..., Tensor], device: torch.device) -> ScoreMod:
-    if isinstance(score_mod, ScoreMod):
+def with_functions(
+    function: str, tensors: dict[str, Any], settings: Settings, score_mod: Any, mask_mod: Any
+) -> tuple[dict[str, Any], Settings]:
+    """The tensors and settings of a call with a score_mod, a mask function, or both."""
+    q, captured = tensors["q"], []
+    if score_mod is not None:
+        modifier = modifier_of(ScoreMod, score_mod, q.device)
+        same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
+        captured, settings = [*modifier.tensors], settings._replace(score_mod=modifier.key)
+    if mask_mod is not None:
+        modifier = modifier_of(MaskMod, mask_mod, q.device)
+        same_place(function, q, {f"mask.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
+        captured += [x.detach() if x.is_floating_point() else x for x in modifier.tensors]
+        settings = settings._replace(mask_mod=modifier.key, num_mask_tensors=len(modifier.tensors))
+    return tensors | {"score_mod_tensors": tuple(captured)}, settings
+
+
+def modifier_of(kind: type[Modifier], value: Any, device: torch.device) -> Modifier:
+    """The ScoreMod or MaskMod of an argument."""
+    if isinstance(value, kind):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # what it reads may have changed since
-            score_mod.reject_undeclared_gradients(device)
-        return score_mod
+            value.reject_undeclared_gradients(device)
+        return value
     if torch.compiler.is_compiling():
-        example = "mod = flashtile.ScoreMod(fn, (tensor,)) outside, and score_mod=mod inside the compiled function"
-        raise ArgumentError("score_mod", score_mod, "a flashtile.ScoreMod, under torch.compile", example)
-    return ScoreMod.of(score_mod)
+        role = kind.role
+        example = (
+            f"mod = flashtile.{role.owner}(fn, (tensor,)) outside, and {role.argument}=mod inside the compiled function"
+        )
+        raise ArgumentError(role.argument, value, f"a flashtile.{role.owner}, under torch.compile", example)
+    return kind.of(value)
 
 
 def number(

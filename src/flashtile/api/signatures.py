@@ -9,10 +9,11 @@ from typing import Literal, Required, TypedDict
 
 from torch import Tensor
 
-from ..expression import ScoreMod
+from ..expression import MaskMod, ScoreMod
 
 Causal = bool | Literal["top_left"]
 WindowArgument = tuple[int | None, int | None] | None
+MaskArgument = Tensor | MaskMod | Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None
 ScoreModArgument = ScoreMod | Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None
 
 
@@ -21,7 +22,7 @@ class Keywords(TypedDict, total=False):
 
     causal: Causal
     window: WindowArgument
-    mask: Tensor | None
+    mask: MaskArgument
     scale: float | None
     softcap: float | None
     bias: Tensor | None

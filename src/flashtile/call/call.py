@@ -58,7 +58,7 @@ class Tensors(NamedTuple):
     seqused_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(VARLEN,))] = None
     page_table: Annotated[Tensor | None, Feature((("B", "max_pages"),), INDEX, layouts=(VARLEN,))] = None
     leftpad_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(), public=False)] = None  # of a cache
-    score_mod_tensors: Sequence[Tensor] = ()
+    score_mod_tensors: Sequence[Tensor] = ()  # all that are captured: those of score_mod, then those of a mask function
 
     def flat(self) -> tuple[Tensor | None, ...]:
         return (*self[:-1], *self.score_mod_tensors)
@@ -79,6 +79,8 @@ class Settings(NamedTuple):
     top_left: bool = False
     dropout_p: float = 0.0
     score_mod: str | None = None  # key of a registered function
+    mask_mod: Annotated[str | None, Feature(public=False)] = None  # key of a mask function
+    num_mask_tensors: Annotated[int, Feature(public=False)] = 0  # the last ones of `score_mod_tensors` are the mask's
     max_seqlen_q: Annotated[int | None, Feature(layouts=(VARLEN,))] = None
     max_seqlen_k: Annotated[int | None, Feature(layouts=(VARLEN,))] = None
     num_splits: Annotated[int | None, Feature(layouts=(CACHE,))] = None
@@ -140,6 +142,11 @@ class Call:
     def attention(self) -> "Call":
         """The call that a plan is for: this one, unless its keys are in a cache."""
         return self
+
+    @property
+    def num_score_tensors(self) -> int:
+        """How many of the captured tensors belong to the score_mod; the others belong to the mask function."""
+        return len(self.tensors.score_mod_tensors) - self.settings.num_mask_tensors
 
     @property
     def num_heads(self) -> int:

@@ -29,10 +29,15 @@ EXAMPLES = {
 }
 
 
-def named(tensors: Tensors) -> dict[str, Tensor | None]:
+def named(call: Call) -> dict[str, Tensor | None]:
     """The tensors of a call under the names that errors give them."""
-    modifiers = {f"score_mod.tensors[{n}]": x for n, x in enumerate(tensors.score_mod_tensors)}
-    return dict(zip(Tensors._fields[:-1], tensors[:-1], strict=True)) | modifiers
+    modifiers = {name_of_captured(call, n): x for n, x in enumerate(call.tensors.score_mod_tensors)}
+    return dict(zip(Tensors._fields[:-1], call.tensors[:-1], strict=True)) | modifiers
+
+
+def name_of_captured(call: Call, n: int) -> str:
+    of_mask = n - call.num_score_tensors
+    return f"score_mod.tensors[{n}]" if of_mask < 0 else f"mask.tensors[{of_mask}]"
 
 
 def memory(tensors: Mapping[str, Tensor | None], layout: str) -> None:
@@ -210,14 +215,15 @@ def pages(table: Tensor, lengths: list[int], num_pages: int, page_size: int, exa
 
 
 def captured(call: Call, formula: Formula, batch: int, seqlens: tuple[int, int]) -> None:
-    """Whether tensors of a score_mod that are indexed by an index of the pair have an entry for each."""
+    """Whether captured tensors that are indexed by an index of the pair have an entry for each."""
     s, heads = call.settings, call.tensors.q.shape[1]
     ends = {"b": s.b0 + batch, "h": s.h0 + heads, "q_idx": s.i0 + seqlens[0], "k_idx": s.j0 + seqlens[1]}
-    instructions = formula.program.instructions
+    instructions, first = formula.program.instructions, call.num_score_tensors if formula.is_mask else 0
     for load in (x for x in instructions if x.op == "load"):
-        tensor = call.tensors.score_mod_tensors[load.value]
+        tensor = call.tensors.score_mod_tensors[first + load.value]
         for dimension, operand in enumerate(load.operands):
             index = instructions[operand]
             if index.op == "input" and ends[index.value] > tensor.shape[dimension]:
                 accepted = f"at least {ends[index.value]} entries in dimension {dimension}, which {index.value} indexes"
-                raise ArgumentError(f"score_mod.tensors[{load.value}]", tensor, accepted, EXAMPLES[call.layout])
+                name = name_of_captured(call, first + load.value)
+                raise ArgumentError(name, tensor, accepted, EXAMPLES[call.layout])

@@ -24,7 +24,7 @@ ACCEPTED = {
     "disable_scheduler_metadata": SCHEDULE,
     "gather_kv_indices": "None: gather the keys before the call, or hide the others by `mask` of flashtile.attention",
     "k_descale": FP8,
-    "mask_mod": "None: a CuTe function cannot run here; flashtile.attention has `mask`",
+    "mask_mod": "None: a CuTe function cannot run here; flashtile.attention's `mask` takes one of torch operations",
     "min_seqlen_k": "None: it belongs to gather_kv_indices",
     "num_splits": "0 or 1: only a call with a KV cache can be split by hand",
     "pack_gqa": SCHEDULE,

@@ -17,16 +17,17 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from ..errors import AttentionError
+from . import activations  # noqa: F401 - adds its functions to FUNCTIONS
 from .builder import Builder, Node
 from .functions import FUNCTIONS, UntraceableError
 from .program import BOOL, INPUTS, INTEGERS, REAL, Program, TensorType, type_of
-from .purity import Watch
+from .purity import SCORE_MOD, Role, Watch
 
 OTHERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))  # folders of frames that are not the user's
 
 
 def trace(
-    fn: Callable[..., Any], tensors: Sequence[Tensor] = (), *, mask: bool = False
+    fn: Callable[..., Any], tensors: Sequence[Tensor] = (), role: Role = SCORE_MOD
 ) -> tuple[Program, list[Tensor]]:
     """The program of a function, and the tensors that it reads: its arguments `tensors`, then those that it finds in
     closures, globals and objects.
@@ -37,12 +38,13 @@ def trace(
     """
     tracer = Tracer()
     arguments = [tracer.capture(x) for x in tensors]
-    inputs = [Proxy(tracer, tracer.builder.input(name)) for name in INPUTS[mask:]]
+    inputs = [Proxy(tracer, tracer.builder.input(name)) for name in INPUTS[role.hides :]]
     try:
-        with torch.enable_grad(), Watch(fn), Operations(tracer):
+        with GradEnabled(), Watch(fn, role), Operations(tracer):
             result = fn(*inputs, *arguments)
-            if not isinstance(result, Standing) or (node := tracer.node(result)).kind != (BOOL if mask else REAL):
-                raise UntraceableError(f"it does not return {'a condition' if mask else 'a real tensor'}")
+            kind, name = (BOOL, "a condition") if role.hides else (REAL, "a real tensor")
+            if not isinstance(result, Standing) or (node := tracer.node(result)).kind != kind:
+                raise UntraceableError(f"it does not return {name}")
     except AttentionError:
         raise
     except Exception as error:
@@ -114,6 +116,19 @@ class Tracer:
         if name not in FUNCTIONS:
             raise UntraceableError(f"`{name}` is not an operation that can be traced")
         return FUNCTIONS[name](self, *args, **kwargs)
+
+
+class GradEnabled:
+    """`torch.enable_grad()` that torch.export, where it traces the caller, does not make a part of its program."""
+
+    def __enter__(self) -> None:
+        self.before = torch.is_grad_enabled()
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *error: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(self.before)
 
 
 class Operations(TorchFunctionMode):

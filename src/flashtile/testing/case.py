@@ -24,6 +24,21 @@ class ScoreFunction:
     tensors: tuple[Tensor, ...] = ()
 
 
+@dataclass(frozen=True)
+class MaskFunction:
+    """A mask function before it becomes the public `MaskMod`: `fn(b, h, q_idx, k_idx, *tensors)`, of indices as those
+    of a `ScoreFunction`, whether pairs are visible: bool that broadcasts to [B, H, Sq, Sk].
+    """
+
+    fn: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...] = ()
+
+    def public(self) -> Any:
+        import flashtile  # as in `Case.run`
+
+        return flashtile.MaskMod(self.fn, self.tensors)
+
+
 @dataclass
 class Case:
     """A call of `function` with `arguments` by their public names, and the cotangents of its two results.
@@ -82,6 +97,8 @@ class Case:
             tensors = {f"score_mod_{n}": tensor for n, tensor in enumerate(score_mod.tensors)} | leaves
             tensors = tuple(tensor for name, tensor in tensors.items() if name.startswith("score_mod_"))
             arguments["score_mod"] = flashtile.ScoreMod(score_mod.fn, tensors)
+        if isinstance(mask := arguments.get("mask"), MaskFunction):
+            arguments["mask"] = mask.public()
         caches = {name: with_guard_bands(arguments[name]) for name in CACHES if name in arguments}
         arguments |= {name: guarded.tensor for name, guarded in caches.items()}
         out, lse = getattr(flashtile, self.function)(**arguments, return_lse=True, backend=backend, **options)
@@ -120,8 +137,9 @@ def describe(case: Case) -> str:
     for name, value in arguments.items():
         if name in (*SHAPED, *LISTED):
             continue
-        if name == "score_mod":
-            words.append(f"score_mod={getattr(value, 'fn', value).__name__}")
+        if name == "score_mod" or isinstance(value, MaskFunction):
+            fn: Any = getattr(value, "fn", value)
+            words.append(f"{name}={fn.__name__}")
         elif isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point():
             words.append(f"{name}=tensor({value.item()})")
         elif isinstance(value, Tensor):

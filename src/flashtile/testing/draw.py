@@ -10,11 +10,14 @@ from torch import Tensor
 from .choices import Choices, weighted
 from .inputs import KINDS, bias_values, query_key_value
 from .layouts import LAYOUTS, combined, lay_out
+from .mask_functions import random_mask_function
 from .score_functions import random_score_function
 
 PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; the oracle's time is proportional to it
 AROUND = (16, 32, 64, 128, 256)  # tile sizes, for lengths on both sides of them
 COMBINED = 0.1  # of tensors
+MASK_FUNCTIONS = 0.1  # of problems without a bool mask
+WITHOUT_MASK_FUNCTIONS = range(1_000_000, 1_021_000)  # seeds that were recorded before there were any
 RESIZED = 0.2  # of variations, whose kernels may have other tiles than those of their seed
 NAN = float("nan")
 # Queries, keys and values of given shapes [..., S, D], in place of random ones.
@@ -36,8 +39,9 @@ class Draw(Choices):
         super().__init__(*number, kept)
         self.values = values
         self.device = device
-        # A stream of its own, so that the rest of a seed's problem does not change.
+        # Streams of their own, so that the rest of a seed's problem does not change.
         self.combinations = random.Random(f"layouts of {self.seed}")
+        self.mask_functions = random.Random(f"mask functions of {self.seed}")
         self.dtype = self.choice(dtypes)
         self.kind = weighted(self.rng, dict(zip(KINDS, (6, 2, 2), strict=True)))
         self.plain = self.chance(0.12)  # no feature at all: the fast paths
@@ -138,6 +142,9 @@ class Draw(Choices):
             density = rng.choice([0.1, 0.5, 0.9, 0.99])
             mask = torch.rand(self.pairwise_shape(batch, seqlen_q, seqlen_k), generator=self.generator) < density
             features["mask"] = self.layout(mask)
+        elif self.seed not in WITHOUT_MASK_FUNCTIONS and self.mask_functions.random() < MASK_FUNCTIONS:
+            choice, generator = self.mask_functions.randrange(100), torch.Generator().manual_seed(self.seed)
+            features["mask"] = random_mask_function(choice, batch, self.num_heads_q, device, generator)
         if self.chance(0.2):
             slopes = 2.0 ** -(8 * torch.rand(self.num_heads_q, generator=self.generator))
             if self.chance(0.5):

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from .case import Case
+from .case import Case, MaskFunction
 from .oracle.philox import keep_factors
 from .tolerance import accumulation_dtype
 
@@ -68,6 +68,9 @@ class TiledEmulation:
         if right is not None and right != -1:
             visible &= j <= self.diagonal(i) + right
         mask = self.given.get("mask")
+        if isinstance(mask, MaskFunction):
+            b, h = torch.arange(self.batch)[:, None, None, None], torch.arange(self.num_heads_q)[None, :, None, None]
+            mask = mask.fn(b, h, i, j, *mask.tensors)
         return visible if mask is None else visible & mask
 
     def dropout(self) -> Tensor:  # [B, H, Sq, Sk], or a scalar one

@@ -78,7 +78,7 @@ def score_mod_backward(
         score = zero_hidden(unmodified, visible).detach().requires_grad_()
         tensors = [
             cast_floating(x, scores.dtype).detach().requires_grad_(total is not None)
-            for x, total in zip(scores.score_mod_tensors, gradients.score_mod_tensors, strict=True)
+            for x, total in zip(scores.score_mod_tensors, gradients.score_mod_tensors, strict=False)
         ]
         modified = scores.modify(score, tile, tensors)
     inputs = [score, *(x for x in tensors if x.requires_grad)]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ...call.call import HEAD_TERMS, Call, Needs, Tensors
+from ...call.formulas import mask_formula, score_formula
 from ...call.problem import accumulation_dtype
-from ...expression import Formula, score_mod_formula
+from ...expression import Formula
 from ...expression.derivative import Load
 from ...expression.program import TensorType, joined, type_of
 from ..scalars import head_strides, keep_scale, strides_of, threshold
@@ -52,19 +53,11 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
         bias=None if t.bias is None else DTYPE_NAMES[t.bias.dtype],
         head_terms=tuple([symbol for symbol, n in HEAD_TERMS.items() if t[n] is not None]),
         mask=t.mask is not None,
-        formula=formula_of(call),
+        formula=score_formula(call),
+        mask_mod=mask_formula(call),
         wide=any(extent(x) > LARGEST_OFFSET for x in t.score_mod_tensors),
         dropout=s.dropout_p > 0,
     )
-
-
-def formula_of(call: Call) -> Formula | None:
-    """The formula of the call's score_mod."""
-    if call.settings.score_mod is None:
-        return None
-    formula = score_mod_formula(call.settings.score_mod)
-    assert isinstance(formula, Formula), "`support.declines` refuses what cannot be traced"
-    return formula
 
 
 def with_derivative(variant: Variant, call: Call, needs: Needs) -> Variant:

@@ -7,6 +7,7 @@ from llvmlite import ir
 from ...call.call import HEAD_TERMS
 from ...expression import Formula
 from ...expression.derivative import Load
+from ...expression.program import joined
 from .kernels.codegen import Code
 from .kernels.elementary import LOG2E
 from .kernels.operands import ADDRESS, DOUBLE, FLOAT, LONG, Pointer, Value
@@ -24,6 +25,7 @@ class Variant(NamedTuple):
     head_terms: tuple[str, ...] = ()  # symbols of score terms with a value for each head
     mask: bool = False
     formula: Formula | None = None  # of the score_mod
+    mask_mod: Formula | None = None  # of the mask function
     wide: bool = False  # whether offsets in its tensors need 64 bits
     dropout: bool = False
     loads: tuple[Load, ...] = ()  # of the formula's tensors that have a gradient; backward only
@@ -44,7 +46,15 @@ class Variant(NamedTuple):
     def modifies_scores(self) -> bool:
         """Whether every score is changed between the two products."""
         terms = self.bias is not None or len(self.head_terms) > 0
-        return self.softcap or self.mask or terms or self.formula is not None
+        return self.softcap or self.mask or terms or self.functions is not None
+
+    @property
+    def functions(self) -> Formula | None:
+        """The formulas of score_mod and mask function in one program: results of the former, then whether a pair is
+        visible.
+        """
+        formulas = [x for x in (self.formula, self.mask_mod) if x is not None]
+        return Formula(joined(*(x.program for x in formulas)), formulas[0].tensors) if formulas else None
 
     @property
     def natural_units(self) -> bool:

@@ -2,8 +2,9 @@
 
     def NAME(score, b, h, q_idx, k_idx, captured): ... return (OUTPUT, ...)
 
-Indices have any shapes that broadcast to the score's: a number, rows `[M, 1]`, keys `[1, N]`, or transposed. A value
-has the shape of what it depends on, so that an element of a captured tensor that depends on the head alone is one load.
+That of a mask has no score. Indices have any shapes that broadcast to the score's: a number, rows `[M, 1]`, keys
+`[1, N]`, or transposed. A value has the shape of what it depends on, so that an element of a captured tensor that
+depends on the head alone is one load.
 `captured` has the data pointer, the sizes and the strides of each captured tensor, one after another.
 """
 
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ...expression.derivative import Load
 from ...expression.formula import Formula
-from ...expression.program import BOOL, INT32, INT64, REAL, TensorType, emit
+from ...expression.program import BOOL, INPUTS, INT32, INT64, REAL, TensorType, emit
 
 DTYPES = {REAL: "float32", INT32: "int32", INT64: "int64"}
 OPERATIONS = {  # formats of operands; {language} is the module of the language
@@ -156,9 +157,10 @@ def source(
     wide: bool = False,
     language: str = "tl",
 ) -> Source:
-    """A function that returns the new score; with `partial`, also its derivative by the score; with `load`, also its
-    derivative by the element that this load of the formula reads, and the element's position. Loads are those of
-    `formula.partials` of all tensors of real numbers. `wide`: offsets into captured tensors have 64 bits.
+    """A function that returns the new score, or of a mask whether a pair is visible. With `partial`, it also returns
+    the derivative by the score; with `load`, the derivative by the element that this load of the formula reads, and the
+    element's position. Loads are those of `formula.partials` of all tensors of real numbers. `wide`: offsets into
+    captured tensors have 64 bits.
     """
     writer = Writer(formula.tensors, language, wide)
     [score] = emit(formula.program, writer)
@@ -175,7 +177,8 @@ def source(
             inputs = position.inputs
     body = "".join(f"    {line}\n" for line in writer.lines)
     returned = "".join(f"{x.name}, " for x in results)
-    return Source(f"def {name}(score, b, h, q_idx, k_idx, captured):\n{body}    return ({returned})\n", inputs)
+    parameters = ", ".join((*INPUTS[formula.is_mask :], "captured"))
+    return Source(f"def {name}({parameters}):\n{body}    return ({returned})\n", inputs)
 
 
 def loads(formula: Formula) -> tuple[Load, ...]:
@@ -192,5 +195,5 @@ def unsupported(formula: Formula) -> str | None:
     """The reason why device functions cannot read the formula's tensors, or `None`."""
     for x in formula.tensors:
         if x.dtype not in LOADED:
-            return f"its score_mod reads a tensor of {x.dtype}"
+            return f"its {'mask' if formula.is_mask else 'score_mod'} reads a tensor of {x.dtype}"
     return None

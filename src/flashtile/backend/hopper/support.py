@@ -61,6 +61,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it supports bfloat16 and float16 inputs only"
     if problem.layout == "paged":
         return "it does not support paged KV caches"
+    if problem.mask_mod is not None:
+        return "it does not support mask functions"
     if widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
         return f"it supports head dimensions that are multiples of {HEAD_DIM_STEP} up to {WIDTHS[-1][0]}"
     unsupported = [name for name in ("mask", "bias") if getattr(problem.features, name) is not None]

@@ -178,6 +178,7 @@ def feature_scalars(call: Call) -> dict[str, Any]:
         "h0": s.h0,
         "num_heads": call.num_heads,
         "score_mod": None,  # a kernel that has one is launched with another
+        "mask_mod": None,
     }
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, Gradients, Needs, Tensors, new_rows
+from ...call.formulas import score_formula
 from ...call.plan import Plan
 from ..epilogue import RowStats, requested_from_rows, sum_to_heads
 from ..gpu import replay
@@ -182,7 +183,7 @@ class BackwardLaunches:
 
     def dcaptured(self, config: KernelConfig, needed: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of the tensors that a score_mod captures, fp32; a launch for each load of a tensor."""
-        formula = formulas.formula_of(self.call)
+        formula = score_formula(self.call)
         if formula is None or not any(needed):
             return [None] * len(needed)
         tensors = self.call.tensors.score_mod_tensors

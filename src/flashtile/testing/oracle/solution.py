@@ -203,17 +203,24 @@ class _Solution:
             elif name == "dalibi_slopes" and arguments["alibi_slopes"].ndim == 2:
                 self.sums[name].add_at(slice(batch, batch + 1), block.map(lambda part: part[None]))
             else:
-                self.sums[name].add_at(slice(None), block)
+                self.sums[name].add_at(..., block)
 
     def _mask(self, batch: int, shape: tuple[int, int, int]) -> Tensor | None:
-        """The caller's mask, without padded keys."""
-        mask, hidden = self._local(self.given.get("mask"), batch, shape), 0
+        """The caller's mask, without padded keys. A mask function is called for all pairs."""
+        given, hidden = self.given.get("mask"), 0
+        mask = self._masked(given, batch, shape) if hasattr(given, "fn") else self._local(given, batch, shape)
         if self.cache is not None:
             hidden = self.cache.hidden(batch)
         if hidden == 0:
             return mask
         there = torch.arange(shape[2]) >= hidden
         return there[None, None] if mask is None else mask & there
+
+    def _masked(self, mask: Any, batch: int, shape: tuple[int, int, int]) -> Tensor:
+        b, h = torch.full((1, 1, 1, 1), batch), torch.arange(shape[0])[None, :, None, None]
+        q_idx, k_idx = torch.arange(shape[1])[:, None], torch.arange(shape[2])
+        visible = mask.fn(b, h, q_idx, k_idx, *(_exact(x) for x in mask.tensors))
+        return visible.expand(1, *shape)[0]
 
     def _local_index(self, pairwise: Tensor, batch: int, shape: tuple[int, int, int]) -> tuple[slice, ...]:
         """Index of sequence `batch` in a tensor [B, H, Sq, Sk] whose dimensions may all be 1."""

@@ -118,9 +118,9 @@ def fill_row_tables(
         for symbol in variant.head_terms:
             x = a.pointer(symbol)[task.b * a.integer(f"{symbol}_b") + h]
             getattr(w, symbol)[at] = x * variant.score_unit
-        if variant.dropout or variant.formula is not None:
+        if variant.dropout or variant.functions is not None:
             w.position[at] = code.convert(position, INT)
-        if variant.formula is not None:
+        if variant.functions is not None:
             w.head[at] = code.convert(h + a.integer("h0"), INT)
         if variant.dropout:
             sequence_head = (task.b + a.integer("b0")) * a.integer("num_heads") + h + a.integer("h0")

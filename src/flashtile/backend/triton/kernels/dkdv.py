@@ -117,6 +117,9 @@ def inner_loop(dk_j, dv_j, blocks, tile, rows, params, info, MASKED: tl.constexp
         if params.scores.mask.data is not None:
             in_mask = scores.load_mask(params, info, row[None, :], tile.position, tile.exists)
             visible = in_mask if visible is None else visible & in_mask
+        if params.scores.mask_mod is not None:
+            shown = scores.visible_by_function(params, info, row[None, :], tile.position)
+            visible = shown if visible is None else visible & shown
         if visible is not None:
             p = tl.where(visible, p, 0.0)
         dout_i = load_rows(row_pointers(rows.dout, start_m, BLOCK_M), exists, DV)  # [M, Dv]

@@ -154,6 +154,9 @@ def mask_fill(t, value, bounds, params, info, rows, keys, exists, MASKED: tl.con
     if params.scores.mask.data is not None:
         in_mask = scores.load_mask(params, info, rows, keys, exists)
         visible = in_mask if visible is None else visible & in_mask
+    if params.scores.mask_mod is not None:
+        shown = scores.visible_by_function(params, info, rows, keys)
+        visible = shown if visible is None else visible & shown
     if visible is None:
         return t
     else:

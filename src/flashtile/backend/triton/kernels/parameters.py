@@ -93,6 +93,7 @@ class ScoreInputs(NamedTuple):
     multiplier: Scalar  # `None` where the softmax takes the scale
     softcap: Scalar
     score_mod: tl.constexpr  # a device function, one for each formula
+    mask_mod: tl.constexpr
     captured: Captured
 
 
