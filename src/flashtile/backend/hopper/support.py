@@ -12,13 +12,13 @@ from ...call.problem import Problem, too_long
 from ...expression import Untraced
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
+from .widths import WIDTHS, widths
 
 if TYPE_CHECKING:
     from .tables import TileConfig
 
 SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
-WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # of the kernels, for (q and k, v)
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
 MAX_DECODE_ROWS = 64
@@ -78,15 +78,6 @@ def declines(problem: Problem, device: Device) -> str | None:
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
         return "the call is empty"
     return too_long(problem)
-
-
-def widths(problem: Problem) -> tuple[int, int] | None:
-    """Widths of the narrowest kernels that hold the head dimensions.
-
-    TMA fills columns past the head dimension with 0, and does not store them.
-    """
-    head_dims = problem.head_dim, problem.head_dim_v
-    return next((pair for pair in WIDTHS if all(d <= width for d, width in zip(head_dims, pair, strict=True))), None)
 
 
 def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...call.device import Device
 from ...call.problem import Problem
 from ..gpu.installed import triton_version
-from . import support
+from .widths import widths
 
 MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
 DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
@@ -228,32 +228,27 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     # These need more registers than three warpgroups have.
     features = problem.softcap or problem.features.score_terms or problem.score_mod is not None
     fits = triton_version() == NO_SPILL_TRITON and not features
-    widths = widths_of(problem)
+    width = widths(problem)
+    assert width is not None  # `support` declines others
     min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides
-    three = widths in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits
-    forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[widths]
+    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits
+    forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
     return TileConfig(forward, backward_config(problem))
 
 
 def backward_config(problem: Problem) -> FusedBackwardConfig | SplitBackwardConfig:
     """Configuration of the backward pass."""
-    widths = widths_of(problem)
-    if widths in SPLIT_BACKWARD:
-        return SPLIT_BACKWARD[widths]
-    config = FUSED_BACKWARD[widths[0]]
+    width = widths(problem)
+    assert width is not None
+    if width in SPLIT_BACKWARD:
+        return SPLIT_BACKWARD[width]
+    config = FUSED_BACKWARD[width[0]]
     limited = not problem.window.unlimited
     # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache.
     long = min(problem.seqlen_q, problem.seqlen_k) >= IN_ORDER_MIN_KEYS
     in_order = problem.deterministic or (long and not limited)
     lpt = limited and (not in_order or config.block_m < config.block_n)
     return replace(config, lpt=lpt, in_order=in_order)
-
-
-def widths_of(problem: Problem) -> tuple[int, int]:
-    """Widths of the kernels for a supported problem."""
-    widths = support.widths(problem)
-    assert widths is not None
-    return widths
 
 
 def max_blocks(tokens: int, block: int, batch: int) -> int:
