@@ -1,7 +1,7 @@
 """Differences of the positions of rows and columns of a block of scores.
 
-A thread has two rows, eight apart, and two adjacent columns of every eight: its 64 pairs of a block with 128 columns have
-34 different distances. They are written as a base and constants of the registers, so that LLVM finds the equal
+A thread has two rows, eight apart, and two adjacent columns of every eight: its 64 pairs of a block with 128 columns
+have 34 different distances. They are written as a base and constants of the registers, so that LLVM finds the equal
 ones. Of the indices of `gl.arange`, which are made of bits, it finds none.
 """
 
