@@ -3,18 +3,23 @@
     def head(b, h, captured): ... return (LOADED, ..., h)
     def rows(b, h, q_idx, captured): ... return (LOADED, ..., h)
     def keys(b, h, k_idx, captured): ... return (LOADED, ..., h)
-    def pairs(score, b, h, q_idx, k_idx, captured, head, rows, keys): ... return (OUTPUT, ...)
+    def pairs(score, b, h, q_idx, k_idx, distance, captured, head, rows, keys): ... return (OUTPUT, ...)
 
 Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
+`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs.
 """
 
+import functools
+import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...expression.formula import Formula
-from ...expression.program import emit
-from .formula import Value, Writer
+from ...expression.program import TensorType, emit
+from .formula import OPERATIONS, Value, Writer
 
+COMPARISONS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}  # and those of -x and -y
 STAGES = {"head": ("b", "h"), "rows": ("b", "h", "q_idx"), "keys": ("b", "h", "k_idx")}
 ALWAYS = "h"  # the last result of a stage: there is no empty tuple
 
@@ -40,7 +45,7 @@ def staged_source(formula: Formula, *, partial: bool, wide: bool, language: str)
     writer = StagedWriter(formula.tensors, language, wide)
     results = [*emit(formula.program, writer)]
     if partial:
-        results.append(emit(formula.partials().program, writer)[0])
+        results.append(writer.where_visible(results[0], emit(formula.partials().program, writer)[0]))
     lines = {value.name: Line(text, value) for text, value in writer.values.items()}
     stages = {name: stage_of(lines[name].value) for name in writer.loaded}
     texts, replaced = {}, {}
@@ -50,22 +55,59 @@ def staged_source(formula: Formula, *, partial: bool, wide: bool, language: str)
         texts[stage] = function(stage, (*parameters, "captured"), needed(lines, loaded), (*loaded, ALWAYS))
     lines = {name: x._replace(text=replaced.get(name, x.text)) for name, x in lines.items()}
     outputs = [x.name for x in results]
-    parameters = ("score", "b", "h", "q_idx", "k_idx", "captured", *STAGES)
+    parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "captured", *STAGES)
     texts["pairs"] = function("pairs", parameters, needed(lines, outputs), tuple(outputs))
     return Staged(texts, results[-1].inputs)
 
 
 class StagedWriter(Writer):
-    """A writer that knows which lines load."""
+    """A writer that knows which lines load, and takes differences of positions from `distance`."""
 
-    def __init__(self, *arguments: object):
-        super().__init__(*arguments)  # type: ignore[arg-type]
+    def __init__(self, tensors: Sequence[TensorType], language: str, wide: bool):
+        super().__init__(tensors, language, wide)
         self.loaded: dict[str, None] = {}  # names, in order
+        self.numbers: dict[str, float] = {}  # of constants
+        self.selected: dict[str, tuple[Value, Value, Value]] = {}  # operands of `where`
+        for op in ("sub", *COMPARISONS):
+            setattr(self, op, functools.partial(self.by_distance, op))
 
-    def load(self, tensor: int, indices: list[Value]) -> Value:
+    def load(self, tensor: int, indices: Sequence[Value]) -> Value:
         value = super().load(tensor, indices)
         self.loaded[value.name] = None
         return value
+
+    def constant(self, value: float, kind: str) -> Value:
+        x = super().constant(value, kind)
+        self.numbers[x.name] = value
+        return x
+
+    def where(self, condition: Value, x: Value, y: Value) -> Value:
+        value = self.line(
+            OPERATIONS["where"].format(condition.name, x.name, y.name, language=self.language), condition, x, y
+        )
+        self.selected[value.name] = condition, x, y
+        return value
+
+    def where_visible(self, score: Value, derivative: Value) -> Value:
+        """A derivative that is as good as the given one, 0 where `where` makes the score -inf: the probability is 0
+        there, so that a number will do.
+        """
+        nothing = (None, None, None)
+        condition, _, hidden = self.selected.get(score.name, nothing)
+        same, visible, zero = self.selected.get(derivative.name, nothing)
+        if condition is None or condition != same or visible is None or not visible.inputs <= {"b", "h"}:
+            return derivative
+        hides = self.numbers.get(hidden.name) == -math.inf and self.numbers.get(zero.name) == 0
+        return visible if hides else derivative
+
+    def by_distance(self, op: str, x: Value, y: Value) -> Value:
+        """A difference or comparison; of a query's and a key's positions, by their distance."""
+        if (x.name, y.name) == ("k_idx", "q_idx"):
+            return self.neg(self.by_distance(op, y, x)) if op == "sub" else self.by_distance(COMPARISONS[op], y, x)
+        if (x.name, y.name) == ("q_idx", "k_idx"):
+            distance = Value("distance", frozenset((x.name, y.name)))
+            return distance if op == "sub" else self.line(OPERATIONS[op].format("distance", "0"), distance)
+        return self.line(OPERATIONS[op].format(x.name, y.name), x, y)
 
 
 def stage_of(x: Value) -> str | None:

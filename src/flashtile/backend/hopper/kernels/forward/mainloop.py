@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..shared import score_mod, scores, softmax
 from ..shared.column_masks import where_bits
+from ..shared.distances import distances
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
 from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
@@ -150,7 +151,8 @@ def masked_scores(s, wg_tile, block, context, loaded, SCORE_MOD: gl.constexpr):
     tile = wg_tile.tile
     first_key = block * BLOCK_N
     rows, keys = score_rows(wg_tile, BLOCK_N), score_keys(block, BLOCK_N)
-    t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, loaded, SCORE_MOD).t
+    distance = distances(s, wg_tile.first_row - first_key)
+    t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, SCORE_MOD).t
     if (block >= wg_tile.full_hi) | (block < wg_tile.full_lo):
         t = where_bits(
             visible_keys(t, context.bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k), t, -INFINITY

@@ -58,12 +58,13 @@ def load_keys(params, b, head, keys, SCORE_MOD: gl.constexpr):
 
 
 @gluon.jit
-def modify(t, params, b, head, rows, keys, loaded, SCORE_MOD: gl.constexpr):
+def modify(t, params, b, head, rows, keys, distance, loaded, SCORE_MOD: gl.constexpr):
     """The new scores, then in backward their derivatives by `t`, which may be of fewer dimensions."""
     inputs = params.inputs
     sequence = sequence_index(params, b)
+    distance = distance + (inputs.i0 - inputs.j0)
     results = SCORE_MOD.pairs(
-        t, sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, inputs.captured,
+        t, sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, distance, inputs.captured,
         loaded.head, loaded.rows, loaded.keys,
     )  # fmt: skip
     return results[0] - gl.full_like(t, 0.0), results  # a score for every pair
