@@ -79,6 +79,29 @@ def test_random_masks(seed: int) -> None:
     torch.testing.assert_close(out[tokens], expected[tokens], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["holes", "order"])
+def test_visible_keys_that_are_not_consecutive(kind: str) -> None:
+    """Padding between tokens, and a packed sequence that goes on after another one."""
+    causal, arguments = originals.causal_mask_function, {"batch_size": 1, "q_length": 12, "kv_length": 12}
+    if kind == "holes":
+        arguments["attention_mask"] = torch.arange(12)[None] % 5 != 3
+    else:
+        ids = torch.arange(12)[None] // 3 % 2
+        arguments["mask_function"] = originals.and_masks(causal, originals.packed_sequence_mask_function(ids))
+    q = torch.randn(1, 4, 12, 8)
+    out, _ = tile_attention(nn.Module(), q, q, q, tile_mask(**arguments))
+    expected = dense_formula(q, q, q, mask=originals.sdpa_mask(**arguments, allow_is_causal_skip=False))[0]
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_the_offset_of_a_static_cache_is_read_at_once() -> None:
+    """The first layer adds to it before the second one may ask for the dense mask."""
+    offset, arguments = torch.tensor(3), {"batch_size": 1, "q_length": 4, "kv_length": 12}
+    found, before = tile_mask(**arguments, q_offset=offset), originals.sdpa_mask(**arguments, q_offset=3)
+    offset += 4
+    assert torch.equal(found & True, before)
+
+
 PREFILL = {"batch_size": 2, "q_length": 12, "kv_length": 12}
 PADDED = torch.arange(12).ge(torch.tensor([[0], [3]]))
 

@@ -99,9 +99,7 @@ def tile_mask(
         "mask_function": mask_function,
         "attention_mask": attention_mask,
     }
-    settings |= {"use_vmap": use_vmap, "device": device}
-    # The cache adds to its length before the layers read their mask.
-    settings["q_offset"] = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
+    settings |= {"use_vmap": use_vmap, "device": device, "q_offset": q_offset}
     if is_tracing(attention_mask):
         skips = {"allow_is_causal_skip": allow_is_causal_skip, "local_size": others.get("local_size")}
         skips["allow_is_bidirectional_skip"] = allow_is_bidirectional_skip
@@ -115,10 +113,11 @@ def tile_mask(
     pattern = pattern_of(mask_function)
     if pattern is None or pattern.padding is not None or (isinstance(q_offset, Tensor) and q_length == 1):
         return make()
+    settings["q_offset"] = int(q_offset)  # the cache adds to a tensor before the layers read their mask
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         seen = padding[:, kv_offset : kv_offset + kv_length]
         padding = None if seen.all() else padding
     place = torch.empty(0, device=device).device
     shape = (batch_size, 1, q_length, kv_length)
-    return TileMask(shape, place, pattern._replace(padding=padding), int(q_offset), kv_offset, make)
+    return TileMask(shape, place, pattern._replace(padding=padding), settings["q_offset"], kv_offset, make)
