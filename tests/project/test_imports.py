@@ -42,6 +42,7 @@ LAYERS = (
     ("report",),
     ("ladder",),
     ("cli",),
+    ("nn",),
     ("compat",),
     ("integrations",),
 )
@@ -57,7 +58,7 @@ def test_import_loads_nothing_heavy() -> None:
     assert "flashtile.api.attention" in loaded
     assert not {name for name in loaded if name in HEAVY or name.split(".")[0] in HEAVY}
     outer = ("flashtile.testing", "flashtile.cli", "flashtile.bench", "flashtile.report", "flashtile.compat")
-    outer += ("flashtile.integrations",)
+    outer += ("flashtile.integrations", "flashtile.nn")
     assert not {name for name in loaded if name.startswith(outer)}
     assert not {
         name
@@ -187,8 +188,8 @@ def test_the_oracle_is_independent() -> None:
 
 
 def test_other_names_use_the_public_functions_alone() -> None:
-    """So that names and integrations of other libraries mean what flashtile's do, and nothing waits for them."""
-    outer = ("compat", "integrations")
+    """So that layers and other libraries' names mean what flashtile's functions do, and nothing waits for them."""
+    outer = ("nn", "compat", "integrations")
     for name in MODULES:
         own = name.split(".")[0]
         for target in set(imports_of(name, at_import=False)):
