@@ -1,9 +1,9 @@
 """A Llama of 1B parameters with "tile_attention" and others: `python benchmarks/llama.py --out FILE.json`.
 
-With random weights: a training step (forward and backward) over plain and over padded batches, `generate` with a dynamic
-cache, and `generate` with a static cache, which transformers compiles and captures in a CUDA graph. Losses and tokens are
-compared with those of `sdpa`. A part that fails is reported, and the run goes on; after `--seconds` no part begins.
-`--tiny` runs the same program at a small size, also on a CPU.
+With random weights: a training step (forward and backward) over plain and over padded batches, `generate` with a
+dynamic cache, and `generate` with a static cache, which transformers compiles and captures in a CUDA graph. Losses and
+tokens are compared with those of `sdpa`. A part that fails is reported, and the run goes on; after `--seconds` no part
+begins. `--tiny` runs the same program at a small size, also on a CPU.
 """
 
 import json
