@@ -22,7 +22,7 @@ from flashtile.integrations.transformers.mask import TileMask, tile_mask  # noqa
 from flashtile.integrations.transformers.patterns import Pattern, pattern_of  # noqa: E402
 
 
-def drawn(seed: int) -> tuple[dict[str, Any], Tensor, Tensor]:
+def drawn(seed: int, device: str) -> tuple[dict[str, Any], Tensor, Tensor]:
     """Arguments of a mask function, its dense mask `[B, 1, Sq, Sk]`, and which queries are tokens, `[B, Sq]`."""
     rng = random.Random(seed)
     batch, rows = rng.randint(1, 3), rng.choice([1, 5, 12, 17])
@@ -52,31 +52,37 @@ def drawn(seed: int) -> tuple[dict[str, Any], Tensor, Tensor]:
         if rng.random() < 0.3:
             padding[:, (past + rows) // 2] = False
     arguments = {"batch_size": batch, "q_length": rows, "kv_length": keys, "q_offset": past, "kv_offset": hidden}
-    arguments |= {"mask_function": rng.choice(makers)(), "attention_mask": padding}
+    arguments |= {"mask_function": rng.choice(makers)(), "attention_mask": padding, "device": device}
     dense = originals.sdpa_mask(**arguments, allow_is_causal_skip=False)
     tokens = torch.ones(batch, rows, dtype=torch.bool) if padding is None else padding[:, past:]
     return arguments, dense, tokens
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_masks(seed: int) -> None:
+SEEDS: list[Any] = [pytest.param("cpu", seed) for seed in range(60)]
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+SEEDS += [pytest.param("cuda", seed, marks=[pytest.mark.gpu, NEEDS_GPU]) for seed in range(16)]
+
+
+@pytest.mark.parametrize(("device", "seed"), SEEDS)
+def test_random_masks(device: str, seed: int) -> None:
     """The result of a pattern, without its dense mask where the pattern allows it, is that of the dense mask."""
     torch.manual_seed(seed)
-    arguments, dense, tokens = drawn(seed)
-    batch, rows, keys = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
-    q, k = torch.randn(batch, 4, rows, 8), torch.randn(batch, 2, keys, 8)
-    v = torch.randn(batch, 2, keys, 12)
-    sinks = torch.randn(4) if seed % 3 == 0 else None
-    bias = torch.randn(1, 4, rows, keys) if seed % 4 == 0 else None
-    found = tile_mask(**arguments)
+    with torch.device(device):
+        arguments, dense, tokens = drawn(seed, device)
+        batch, rows, keys = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
+        q, k = torch.randn(batch, 4, rows, 16), torch.randn(batch, 2, keys, 16)
+        v = torch.randn(batch, 2, keys, 24)
+        more = {"s_aux": torch.randn(4) if seed % 3 == 0 else None}
+        more["position_bias"] = torch.randn(1, 4, rows, keys) if seed % 4 == 0 else None
+        found = tile_mask(**arguments)
     assert isinstance(found, TileMask)
     assert torch.equal(found.dense(), dense)
-    out, weights = tile_attention(
-        nn.Module(), q, k, v, found, scaling=0.5, position_bias=bias, s_aux=sinks, softcap=3.0
-    )
-    expected = dense_formula(q, k, v, scale=0.5, softcap=3.0, bias=bias, sinks=sinks, mask=dense)[0].transpose(1, 2)
+    out, weights = tile_attention(nn.Module(), q, k, v, found, scaling=0.5, softcap=3.0, **more)
     assert weights is None
-    torch.testing.assert_close(out[tokens], expected[tokens], rtol=1e-4, atol=1e-5)
+    sinks, bias = (None if x is None else x.cpu() for x in more.values())
+    q, k, v, mask, tokens = (x.cpu() for x in (q, k, v, dense, tokens))
+    expected = dense_formula(q, k, v, scale=0.5, softcap=3.0, bias=bias, sinks=sinks, mask=mask)[0].transpose(1, 2)
+    torch.testing.assert_close(out.cpu()[tokens], expected[tokens], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["holes", "order"])
