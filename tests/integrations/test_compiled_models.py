@@ -1,5 +1,7 @@
 """`torch.compile` around "tile_attention": a whole model, and layers that get a mask from outside."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 
 from tiny_models import padded, tiny, tokens  # noqa: E402
 
+from flashtile.integrations.transformers import mask as masks  # noqa: E402
 from flashtile.integrations.transformers import register  # noqa: E402
 
 register()
@@ -20,6 +23,19 @@ def test_a_whole_model() -> None:
     model.set_attn_implementation("tile_attention")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     found = compiled(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_no_mask_is_made_without_padding(name: str) -> None:
+    """Layers know that they are causal. (Without a cache, a traced Llama always allows for packed sequences.)"""
+    model, ids = tiny(name), tokens(2, 13)
+    expected = model(input_ids=ids).logits
+    model.set_attn_implementation("tile_attention")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with mock.patch.object(masks, "sdpa_mask", side_effect=AssertionError):
+        found = compiled(input_ids=ids).logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask  # pyright: ignore - optional
+from transformers.masking_utils import (  # pyright: ignore - optional
+    bidirectional_mask_function,
+    causal_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+)
 from transformers.utils.import_utils import is_tracing  # pyright: ignore - optional
 
 from .patterns import Pattern, pattern_of
@@ -92,7 +97,7 @@ def tile_mask(
     Returns:
         A `TileMask` where the pattern is known; a dense bool mask `[B, 1, Sq, Sk]` for other functions, and for one
         query over a static cache, whose length is a tensor and changes between replays of a CUDA graph. While a graph
-        is traced, what `sdpa_mask` returns.
+        is traced, `None` where all of the mask is causal or nothing is hidden, and else what `sdpa_mask` returns.
     """
     settings: dict[str, Any] = {
         "kv_offset": kv_offset,
@@ -101,6 +106,15 @@ def tile_mask(
     }
     settings |= {"use_vmap": use_vmap, "device": device, "q_offset": q_offset}
     if is_tracing(attention_mask):
+        if (
+            attention_mask is None
+            and not isinstance(q_offset, Tensor)
+            and q_length == kv_length
+            and q_offset == kv_offset
+        ):
+            causal = mask_function is causal_mask_function and allow_is_causal_skip
+            if causal or (mask_function is bidirectional_mask_function and allow_is_bidirectional_skip):
+                return None
         skips = {"allow_is_causal_skip": allow_is_causal_skip, "local_size": others.get("local_size")}
         skips["allow_is_bidirectional_skip"] = allow_is_bidirectional_skip
         return sdpa_mask(batch_size, q_length, kv_length, **settings, **skips)
