@@ -1,7 +1,7 @@
 """Problems that the Hopper backend accepts, and the reasons why it declines the others."""
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,8 +18,7 @@ ARCHITECTURE = "sm_90"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # (of q and k, of v)
 TMA_ALIGNMENT = 16  # bytes, of rows
 MAX_DECODE_ROWS = 64
-OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton; Gluon is experimental and changes between them
-VERIFIED = (3, 6)  # tested on a GPU
+OLDEST, NEWEST = (3, 6), (3, 9)  # known versions of Triton; Gluon is experimental and changes between them
 
 
 def unsupported() -> str | None:
@@ -27,13 +26,35 @@ def unsupported() -> str | None:
     version = triton_version()
     if version is None:
         return "triton is not installed (PyTorch's GPU builds bring it)"
-    if not OLDEST <= version <= NEWEST:
-        return f"its kernels are for Triton {dotted(OLDEST)} to {dotted(NEWEST)}; this is {dotted(version)}"
+    if version < OLDEST:
+        oldest, installed = (".".join(map(str, x)) for x in (OLDEST, version))
+        return f"its kernels need Triton {oldest} or newer; this is {installed}"
     return None
 
 
-def dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+class KernelClass(NamedTuple):
+    """Kernels that are compiled alike: the unit of a self-check."""
+
+    backward: bool
+    head_dim: int
+    head_dim_v: int
+    packed: bool
+    num_warpgroups: int  # of the forward kernel's consumers
+
+    def __str__(self) -> str:
+        direction, layout = "backward" if self.backward else "forward", "packed" if self.packed else "dense"
+        widths = f"head dimensions {self.head_dim} and {self.head_dim_v}"
+        return f"{direction}, {layout}, {widths}" + (", three warpgroups" if self.num_warpgroups == 3 else "")
+
+
+def unknown_kernels(problem: Problem, device: Device, needs: Needs | None) -> KernelClass | None:
+    """The kernels of a pass, where the installed Triton is newer than the known ones and they need a self-check."""
+    version = triton_version()
+    if version is None or version <= NEWEST:
+        return None
+    backward, packed = needs is not None, problem.layout == "varlen"
+    num_warpgroups = tile(problem, device).forward.num_warpgroups
+    return KernelClass(backward, problem.head_dim, problem.head_dim_v, packed, 2 if backward else num_warpgroups)
 
 
 @functools.cache
@@ -85,10 +106,6 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
 
 def defers(problem: Problem, device: Device) -> str | None:
     """Why `auto` leaves a supported problem to the next backend."""
-    version = triton_version()
-    if version is not None and version != VERIFIED:
-        tested, installed = dotted(VERIFIED), dotted(version)
-        return f"its kernels are tested with Triton {tested} only, not {installed}; ask for it by name"
     if problem.softcap and problem.head_dim == 64:
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
     if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= MAX_DECODE_ROWS:
