@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from ..errors import AttentionError
+from ..private_torch import operator_types
 from .builder import Builder, Node
 from .functions import FUNCTIONS, UntraceableError
 from .program import BOOL, INPUTS, INTEGERS, REAL, Program, TensorType, type_of
@@ -138,7 +138,7 @@ class Operations(TorchFunctionMode):
 
 def name_of(func: Any) -> str:
     """The name of a torch function or method, or of a property; that of an operator with its library."""
-    if isinstance(func, OpOverloadPacket | OpOverload):
+    if isinstance(func, operator_types()):
         return str(func)
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name

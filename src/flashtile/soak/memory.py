@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from .. import private_torch
+
 MIB = 2**20
 STATM = Path("/proc/self/statm")
 # Permitted growth in bytes, from the middle third of a soak to its last third. Allocators keep freed memory; how much,
@@ -46,7 +48,7 @@ def sample(device: torch.device) -> dict[str, int]:
     counts = {"resident": resident()}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()  # PyTorch keeps one for each pair of thread and stream
+        private_torch.clear_cublas_workspaces()  # PyTorch keeps one for each pair of thread and stream
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
