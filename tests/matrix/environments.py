@@ -59,7 +59,8 @@ def triton(combination: Combination, python: Path, folder: Path) -> Path:
     """A folder with the Triton of a combination alone."""
     place = folder / f"triton-{combination.python}-{combination.triton}"
     if not place.exists():
-        install(python, ["--no-deps", "--target", str(place), f"triton=={combination.triton}"])
+        older = ["numpy<2.4"] if combination.triton == "3.6.0" else []  # its interpreter fails with newer ones
+        install(python, ["--no-deps", "--target", str(place), f"triton=={combination.triton}", *older])
     return place
 
 

@@ -16,6 +16,11 @@ FAMILIES = (
 )  # fmt: skip
 
 
+def most_registers(arch: str) -> int:
+    """Registers that a thread can have; AMD's vector registers include those for accumulation."""
+    return 512 if arch.startswith("gfx") else 255
+
+
 def call_of(variant: Variant) -> Call:
     """A call of long sequences. Kernels depend on lengths only for few queries, which have their own tiles."""
     case = variant.case(0, "cpu", (min(257, variant.longest),))

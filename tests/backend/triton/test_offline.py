@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from exhausted import runs_out_of_memory
 from offline.compiled import compile_launch, unset_registers
-from offline.families import ARCHITECTURES, call_of_family
+from offline.families import ARCHITECTURES, call_of_family, most_registers
 from offline.launches import launches_of, recorded, replay_of, results_of
 
 import flashtile
@@ -43,7 +43,7 @@ def test_compiles_within_the_chip(arch: str) -> None:
     (launch,) = [x for x in launches_of(call_of_family(family), arch) if x.name == kernel]
     found = compile_launch(launch, arch)
     assert 0 < found.shared <= SHARED_MEMORY[arch] * KIB
-    assert 0 < found.registers <= (512 if arch.startswith("gfx") else 255)
+    assert 0 < found.registers <= most_registers(arch)
     assert not found.unset
 
 
