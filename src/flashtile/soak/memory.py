@@ -2,7 +2,7 @@
 
 import ctypes
 import gc
-import resource
+import mmap
 import statistics
 import sys
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def sample(device: torch.device) -> dict[str, int]:
     gc.collect()
     if trim is not None:
         trim(0)
-    counts = {"resident": resident()}
+    counts = {} if (size := resident()) is None else {"resident": size}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         private_torch.clear_cublas_workspaces()  # PyTorch keeps one for each pair of thread and stream
@@ -56,10 +56,14 @@ def sample(device: torch.device) -> dict[str, int]:
     return counts
 
 
-def resident() -> int:
+def resident() -> int | None:
     """Resident bytes of this process, or its peak if the kernel does not report them."""
     if STATM.exists():
-        return int(STATM.read_text().split()[1]) * resource.getpagesize()
+        return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
+    if sys.platform == "win32":
+        return None
+    import resource  # POSIX only
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

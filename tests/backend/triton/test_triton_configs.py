@@ -63,7 +63,7 @@ def test_misaligned_rows_have_no_warpgroup_products_where_they_decode() -> None:
 
 
 def test_gradients_that_triton_cannot_compile_are_declined() -> None:
-    """Triton 3.9 (3.8 does not) ends the process on a transposed condition for gfx950."""
+    """Triton 3.9 fails on a condition in shared memory for gfx950, 3.8 does not."""
     qkv, masked = Needs(True, True, True), Features(mask=(True, True, True, True))
     for arch, version, features, declined in (
         ("gfx950", (3, 9), masked, True), ("gfx950", (3, 8), masked, False),
