@@ -4,6 +4,7 @@ Takes minutes: the environment gets PyTorch. `--constraints FILE` chooses its bu
 """
 
 import email
+import os
 import re
 import subprocess
 import sys
@@ -54,7 +55,8 @@ def environment(place: Path) -> Path:
 
 def run(python: Path, *arguments: str, cwd: Path | None = None) -> None:
     click.echo(f"python {' '.join(arguments[:6])}")
-    subprocess.run([python, *arguments], cwd=cwd, check=True)
+    elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([python, *arguments], cwd=cwd, check=True, env=elsewhere)
 
 
 def checked_sdist(file: Path) -> None:

@@ -44,7 +44,7 @@ def environment(combination: Combination, folder: Path, given: dict[str, str]) -
     """
     place = folder / f"{combination.python}-{combination.torch}"
     python = place / "bin" / "python"
-    if not (place / "complete").exists():
+    if not (python.exists() and (place / "complete").exists()):
         base = interpreter(combination.python, given)
         if shutil.which("uv"):
             run("uv", "venv", "--quiet", "--clear", "--python", base, str(place))
