@@ -60,7 +60,8 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
     """The reason why this backend has no backward pass for a problem that its forward pass takes, or `None`."""
-    if device.arch == "gfx950" and problem.features.mask is not None and (triton_version() or (0, 0)) >= (3, 9):
+    version = triton_version()
+    if device.arch == "gfx950" and problem.features.mask is not None and version is not None and version >= (3, 9):
         return "Triton 3.9 cannot compile its gradients under a mask for gfx950"
     return None
 
