@@ -17,11 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import compatibility_tables
 import ladder_tables
 from cells import markdown
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/ladder.md", "docs/ladder_measurements.md")
+PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/compatibility.md")
+PAGES += ("docs/ladder.md", "docs/ladder_measurements.md")
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)")
 HEAD_DIMS = ("64", "96", "128", "192 with values of 128", "192", "256")
@@ -280,18 +282,22 @@ def backends() -> str:
     return markdown(["feature", *(f"`{name}`" for name in names)], body)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "backends": backends,
-    "speed": speed,
-    "losses": losses,
-    "h200": h200,
-    "decode": decode,
-    "features": features,
-    "triton": triton,
-    "cpu": cpu,
-    "first_calls": first_calls,
-    "layers": layers,
-} | ladder_tables.TABLES
+TABLES: dict[str, Callable[[], str]] = (
+    {
+        "backends": backends,
+        "speed": speed,
+        "losses": losses,
+        "h200": h200,
+        "decode": decode,
+        "features": features,
+        "triton": triton,
+        "cpu": cpu,
+        "first_calls": first_calls,
+        "layers": layers,
+    }
+    | ladder_tables.TABLES
+    | compatibility_tables.TABLES
+)
 
 if __name__ == "__main__":
     for page in (ROOT / name for name in PAGES):

@@ -28,7 +28,7 @@ LONGEST_IMPORT = 0.04  # seconds
 
 # Each line may import from the lines above it and from itself: a folder with its files, or a module.
 LAYERS = (
-    ("dynamo", "errors", "remember", "processes", "supported"),
+    ("dynamo", "errors", "private_torch", "remember", "processes", "supported"),
     ("iomodel",),
     ("expression",),
     ("score_mods", "mask_mods"),

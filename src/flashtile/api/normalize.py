@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import private_torch
 from ..call.cache import CACHE_REQUIRED, CacheTensors
 from ..call.call import FEATURES, Call, Settings, Tensors
 from ..call.eager import is_plain_eager
@@ -66,7 +67,7 @@ def normalize(
         score_mod is None
         and mask_mod is None
         and not torch.compiler.is_compiling()
-        and not torch._C._is_any_autocast_enabled()  # which makes another call of the same arguments
+        and not private_torch.is_any_autocast_enabled()  # which makes another call of the same arguments
         and is_plain_eager(*tensors.values(), *of_cache)
         and q is not None
         and q.dim() > 0

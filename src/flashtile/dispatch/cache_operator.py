@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import register_fake, register_vmap
 
+from .. import private_torch
 from ..call.cache import CacheCall, CacheTensors, check_apart
 from ..call.call import FEATURES as FEATURES_OF_CALLS
 from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows
@@ -71,7 +72,7 @@ def without_derivatives(*operands: Any) -> tuple[Tensor, Tensor]:
     be zero.
     """
     refuse_derivatives(operands, *(x for x in operands if isinstance(x, list | tuple)))
-    with torch._C._AutoDispatchBelowAutograd():
+    with private_torch.AutoDispatchBelowAutograd():
         return torch.ops.flashtile.attention_with_kvcache.default(*operands)
 
 
@@ -109,6 +110,7 @@ def refuse_vmap(*_: Any) -> Any:
 
 LIBRARY.define(f"{NAME}({SCHEMA}) -> (Tensor out, Tensor lse)")
 LIBRARY.impl(NAME, run, "CompositeExplicitAutograd")
-LIBRARY.impl(NAME, without_derivatives, "Autograd")
+if private_torch.AutoDispatchBelowAutograd is not None:
+    LIBRARY.impl(NAME, without_derivatives, "Autograd")
 register_fake(f"flashtile::{NAME}", fake, lib=LIBRARY)
 register_vmap(f"flashtile::{NAME}", refuse_vmap, lib=LIBRARY)

@@ -131,6 +131,10 @@ def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None) -
             reason = optional(support, "declines_backward", problem, device, needs)
         if reason is None and backend == "auto":
             reason = optional(support, "defers", problem, device)
+        if reason is None and (unknown := optional(support, "unknown_kernels", problem, device, needs)) is not None:
+            from . import self_check  # starts processes: not needed by `import flashtile`
+
+            reason = self_check.failure(name, unknown, device.arch)
         if reason is None:
             splits = support.num_splits(problem, device)
             return Plan(name, support.tile(problem, device), splits, tuple(reasons.items()))

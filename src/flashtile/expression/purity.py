@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..errors import ArgumentError, AttentionError, describe
+from ..private_torch import TorchDispatchMode, storage_of, tree_leaves
 
 
 class Role(NamedTuple):
@@ -66,14 +65,14 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.fail(RANDOM.format(func, self.role.noise))
-        given = {storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        if any(storage(x) not in self.made for x in written(func, args, kwargs)):
+        given = {storage_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        if any(storage_of(x) not in self.made for x in written(func, args, kwargs)):
             self.fail(IN_PLACE.format(self.role.new_value, func))
         results = func(*args, **kwargs)
         for x in tree_leaves(results):
             # A constant, torch.tensor(0.5), appears in `lift_fresh`, which returns it.
-            if isinstance(x, Tensor) and (storage(x) not in given or func is torch.ops.aten.lift_fresh.default):
-                self.made[storage(x)] = x
+            if isinstance(x, Tensor) and (storage_of(x) not in given or func is torch.ops.aten.lift_fresh.default):
+                self.made[storage_of(x)] = x
         return results
 
     def fail(self, accepted: str) -> None:
@@ -86,10 +85,6 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
     values = [*zip(arguments, args, strict=False), *((x, kwargs[x.name]) for x in arguments if x.name in kwargs)]
     changed = [value for x, value in values if x.alias_info is not None and x.alias_info.is_write]
     return [x for x in tree_leaves(changed) if isinstance(x, Tensor)]
-
-
-def storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def examine(fn: Callable[..., Any], tensors: Iterable[Tensor], device: torch.device, role: Role) -> None:

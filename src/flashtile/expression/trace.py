@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
+from .. import private_torch
 from ..errors import AttentionError
+from ..private_torch import operator_types
 from . import activations  # noqa: F401 - adds its functions to FUNCTIONS
 from .builder import Builder, Node
 from .functions import FUNCTIONS, UntraceableError
@@ -123,12 +124,14 @@ class GradEnabled:
 
     def __enter__(self) -> None:
         self.before = torch.is_grad_enabled()
-        with torch._C.DisableTorchFunction():
-            torch._C._set_grad_enabled(True)
+        self.set(True)
 
     def __exit__(self, *error: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            torch._C._set_grad_enabled(self.before)
+        self.set(self.before)
+
+    def set(self, enabled: bool) -> None:
+        with private_torch.without_torch_function():
+            private_torch.set_grad_enabled(enabled)
 
 
 class Operations(TorchFunctionMode):
@@ -153,7 +156,7 @@ class Operations(TorchFunctionMode):
 
 def name_of(func: Any) -> str:
     """The name of a torch function or method, or of a property; that of an operator with its library."""
-    if isinstance(func, OpOverloadPacket | OpOverload):
+    if isinstance(func, operator_types()):
         return str(func)
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name

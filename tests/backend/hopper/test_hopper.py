@@ -93,12 +93,17 @@ def test_auto_defers_to_other_backends() -> None:
                 assert reason in dict(chosen.why)["hopper"]
 
 
-def test_auto_defers_with_untested_versions_of_triton() -> None:
-    with mock.patch.object(support, "triton_version", return_value=(3, 9)):
-        assert "Triton 3.6 only, not 3.9" in str(support.defers(problem(), H200))
+@pytest.mark.parametrize("version", [(3, 6), (3, 7), (3, 8), (3, 9)])
+def test_auto_takes_every_known_version_of_triton(version: tuple[int, int]) -> None:
+    with mock.patch.multiple(support, triton_version=lambda: version, unusable=lambda: None):
         assert support.unsupported() is None
-    with mock.patch.object(support, "triton_version", return_value=(4, 0)):
-        assert "this is 4.0" in str(support.unsupported())
+        assert support.unknown_kernels(problem(), H200, None) is None
+        assert planner._plan.__wrapped__(problem(), H200, "auto", None).backend == "hopper"
+
+
+def test_old_versions_of_triton_are_refused() -> None:
+    with mock.patch.object(support, "triton_version", return_value=(3, 5)):
+        assert "need Triton 3.6 or newer; this is 3.5" in str(support.unsupported())
 
 
 def test_accepts_hopper_only() -> None:
@@ -110,11 +115,8 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
     def chosen(name: str, head_dim: int, seqlen: int) -> object:
         return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
-    with mock.patch("flashtile.backend.hopper.tables.triton_version", return_value=(3, 6)):
-        assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
-        assert chosen("full", 96, LONG) is THREE_WARPGROUPS[96, 96]
-    with mock.patch("flashtile.backend.hopper.tables.triton_version", return_value=(3, 7)):
-        assert chosen("full", 64, LONG) is TWO_WARPGROUPS[64, 64]
+    assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
+    assert chosen("full", 96, LONG) is THREE_WARPGROUPS[96, 96]
     assert (
         chosen("causal", 64, SHORT)
         == chosen("window", 64, LONG)
@@ -204,7 +206,7 @@ def test_compiles_for_hopper(family: tuple) -> None:
     assert kernel.spilled is not None
     assert kernel.spilled <= (
         MORE_FORWARD_SPILL.get(family, FORWARD_SPILL)
-        if support.triton_version() == support.VERIFIED
+        if support.triton_version() == support.OLDEST
         else NEWER_TRITON_SPILL
     )
     assert not kernel.serialized

@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from calls import dense_call
 
-from flashtile.backend.triton import configs
+from flashtile.backend.triton import configs, support
 from flashtile.backend.triton.configs import HALF, SMALL, KernelConfig
-from flashtile.call.call import Features
+from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
 from flashtile.call.window import Window
@@ -59,3 +60,16 @@ def test_misaligned_rows_have_no_warpgroup_products_where_they_decode() -> None:
     few = replace(problem(head_dim=40, head_dim_v=1), seqlen_q=16, alignment=2)
     assert configs.tile(few, H200).forward.block_m == 32
     assert configs.tile(replace(few, alignment=16), H200).forward.block_m == 64
+
+
+def test_gradients_that_triton_cannot_compile_are_declined() -> None:
+    """Triton 3.9 fails on a condition in shared memory for gfx950, 3.8 does not."""
+    qkv, masked = Needs(True, True, True), Features(mask=(True, True, True, True))
+    for arch, version, features, declined in (
+        ("gfx950", (3, 9), masked, True), ("gfx950", (3, 8), masked, False),
+        ("gfx942", (3, 9), masked, False), ("gfx950", (3, 9), Features(), False),
+    ):  # fmt: skip
+        described = problem(features=features)
+        with mock.patch.object(support, "triton_version", return_value=version):
+            reason = support.declines_backward(described, Device("cuda", arch, arch, 100), qkv)
+        assert (reason is not None) == declined

@@ -14,6 +14,8 @@ from .installed import triton_version
 from .pointers import Slots, resolved
 
 KNOWN_LAUNCHER = (3, 6)  # the version of Triton that `launcher` is for
+# Products and sums become one instruction. Triton 3.9 warns where this is left to its default, which 3.10 changes.
+OPTIONS = {"enable_fp_fusion": True}
 
 Step = Callable[[list[Tensor | None]], None]  # of a recording, on its tensors
 
@@ -37,13 +39,13 @@ class TritonLaunch:
 
 def launch(kernel: Any, programs: int, scalars: dict[str, Any], slots: Slots, tensors: list[Tensor | None]) -> None:
     """Launch `kernel` on the current device and stream; `scalars` are its arguments that are no pointers."""
-    kernel[(programs,)](**scalars, **resolved(slots, tensors))
+    kernel[(programs,)](**scalars, **resolved(slots, tensors), **OPTIONS)
 
 
 def replayable(kernel: Any, programs: int, scalars: dict[str, Any], slots: Slots, tensors: list[Tensor | None]) -> Step:
     """As `launch`; returns the step that repeats it for other tensors with the same layouts."""
     pointers = resolved(slots, tensors)
-    compiled = kernel[(programs,)](**scalars, **pointers)
+    compiled = kernel[(programs,)](**scalars, **pointers, **OPTIONS)
     if compiled is None:  # Triton's interpreter compiles nothing
         return lambda tensors: launch(kernel, programs, scalars, slots, tensors)
     named = scalars | pointers

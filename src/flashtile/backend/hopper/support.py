@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple
 TMA_ALIGNMENT = 16  # bytes, of rows
 MAX_DECODE_ROWS = 64
 NARROW = 16  # head dimension
-OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton; Gluon is experimental and changes between them
-VERIFIED = (3, 6)  # tested on a GPU
+OLDEST, NEWEST = (3, 6), (3, 9)  # known versions of Triton; Gluon is experimental and changes between them
 
 
 def unsupported() -> str | None:
@@ -32,13 +31,35 @@ def unsupported() -> str | None:
     version = triton_version()
     if version is None:
         return "triton is not installed (PyTorch's GPU builds bring it)"
-    if not OLDEST <= version <= NEWEST:
-        return f"its kernels are for Triton {dotted(OLDEST)} to {dotted(NEWEST)}; this is {dotted(version)}"
+    if version < OLDEST:
+        oldest, installed = (".".join(map(str, x)) for x in (OLDEST, version))
+        return f"its kernels need Triton {oldest} or newer; this is {installed}"
     return None
 
 
-def dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+class KernelClass(NamedTuple):
+    """Kernels that are compiled alike: the unit of a self-check."""
+
+    backward: bool
+    head_dim: int
+    head_dim_v: int
+    packed: bool
+    num_warpgroups: int  # of the forward kernel's consumers
+
+    def __str__(self) -> str:
+        direction, layout = "backward" if self.backward else "forward", "packed" if self.packed else "dense"
+        widths = f"head dimensions {self.head_dim} and {self.head_dim_v}"
+        return f"{direction}, {layout}, {widths}" + (", three warpgroups" if self.num_warpgroups == 3 else "")
+
+
+def unknown_kernels(problem: Problem, device: Device, needs: Needs | None) -> KernelClass | None:
+    """The kernels of a pass, where the installed Triton is newer than the known ones and they need a self-check."""
+    version = triton_version()
+    if version is None or version <= NEWEST:
+        return None
+    backward, packed = needs is not None, problem.layout == "varlen"
+    num_warpgroups = tile(problem, device).forward.num_warpgroups
+    return KernelClass(backward, problem.head_dim, problem.head_dim_v, packed, 2 if backward else num_warpgroups)
 
 
 @functools.cache
@@ -93,10 +114,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
 
 def defers(problem: Problem, device: Device) -> str | None:
     """Why `auto` leaves a supported problem to the next backend."""
-    version = triton_version()
-    if version is not None and version != VERIFIED:
-        tested, installed = dotted(VERIFIED), dotted(version)
-        return f"its kernels are tested with Triton {tested} only, not {installed}; ask for it by name"
+    if problem.score_mod is not None:
+        return "few functions are measured to be faster in these kernels; ask for it by name"
     if problem.softcap and widths(problem) == (64, 64):
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
     if max(problem.head_dim, problem.head_dim_v) <= NARROW:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._functorch import eager_transforms
 
+from ... import private_torch
 from ...call.call import DESCRIBED, Call, Tensors
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
@@ -139,7 +139,7 @@ def pushforward(fn: Function, num_inputs: int, with_tangent: list[int]) -> Funct
 
 def in_plain_dual_level() -> bool:
     """Whether this is inside `torch.autograd.forward_ad.dual_level()`, where torch.func.jvp cannot open a level."""
-    return torch.autograd.forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
+    return private_torch.forward_level() >= 0 and not private_torch.in_jvp()
 
 
 @untraced

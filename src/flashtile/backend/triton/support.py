@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...call.call import Needs
 from ...call.device import Device
 from ...call.problem import Problem, too_long
 from ...expression import Formula
 from ..gpu.formula import unsupported
+from ..gpu.installed import triton_version
 
 if TYPE_CHECKING:
     from .configs import TileConfig
@@ -54,6 +56,14 @@ def declines(problem: Problem, device: Device) -> str | None:
         return reason
     if problem.layout != "dense" and problem.batch > MAX_SEQUENCES:
         return f"a packed batch has at most {MAX_SEQUENCES} sequences"
+    return None
+
+
+def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
+    """The reason why this backend has no backward pass for a problem that its forward pass takes, or `None`."""
+    version = triton_version()
+    if device.arch == "gfx950" and problem.features.mask is not None and version is not None and version >= (3, 9):
+        return "Triton 3.9 cannot compile its gradients under a mask for gfx950"
     return None
 
 
