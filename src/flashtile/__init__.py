@@ -7,6 +7,7 @@ from . import score_mods
 from .api.attention import attention, attention_varlen, attention_with_kvcache
 from .api.explain import Explanation, explain
 from .api.merge import merge_attention
+from .call.window import ExactWindow
 from .dispatch.planner import BackendStatus, backends
 from .errors import ArgumentError, AttentionError, AttentionWarning, BackendError
 from .expression import ScoreMod
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionWarning",
     "BackendError",
     "BackendStatus",
+    "ExactWindow",
     "Explanation",
     "ScoreMod",
     "attention",

@@ -11,8 +11,9 @@ from ..call.cache import CacheTensors
 from ..call.eager import without_default_devices
 from ..dispatch.autograd import attend
 from ..dispatch.cache_operator import attend_with_cache
-from .normalize import flag, normalize
-from .signatures import CacheKeywords, Causal, Keywords, ScoreModArgument, VarlenKeywords, WindowArgument
+from .normalize import lengths_of, normalize, rotary_of
+from .out import direct_out, filled
+from .signatures import CacheKeywords, Causal, Keywords, Lengths, ScoreModArgument, VarlenKeywords, WindowArgument
 
 
 @overload
@@ -36,6 +37,7 @@ def attention(
     *more: Any,
     causal: Causal = False,
     window: WindowArgument = None,
+    attention_chunk: int | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -46,7 +48,9 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
+    num_splits: int | None = None,
     deterministic: bool | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -104,21 +108,28 @@ def attention(
     if more or unknown:
         refuse("attention", more, unknown)
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    direct = None
+    if out is not None and (direct := direct_out("attention", out, q, v, (*tensors.values(), score_mod))) is not None:
+        tensors["out"] = direct
     call = normalize(
         "attention",
         tensors,
         causal=causal,
         window=window,
+        attention_chunk=attention_chunk,
         scale=scale,
         softcap=softcap,
         score_mod=score_mod,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        num_splits=num_splits,
         deterministic=deterministic,
         backend=backend,
     )
-    out, lse = attend(call)
-    return (out, lse) if return_lse else out
+    result, lse = attend(call)
+    if out is not None:
+        result = filled(out, direct, result)
+    return (result, lse) if return_lse else result
 
 
 @overload
@@ -165,10 +176,12 @@ def attention_varlen(
     *more: Any,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
+    attention_chunk: int | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -179,7 +192,9 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
+    num_splits: int | None = None,
     deterministic: bool | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -223,24 +238,33 @@ def attention_varlen(
         refuse("attention_varlen", more, unknown)
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    tensors |= {"seqused_k": seqused_k, "page_table": page_table}
+    tensors |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
+    direct = None
+    if out is not None:
+        direct = direct_out("attention_varlen", out, q, v, (*tensors.values(), score_mod))
+        if direct is not None and seqused_q is None:  # else kernels leave rows out
+            tensors["out"] = direct
     call = normalize(
         "attention_varlen",
         tensors,
         causal=causal,
         window=window,
+        attention_chunk=attention_chunk,
         scale=scale,
         softcap=softcap,
         score_mod=score_mod,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        num_splits=num_splits,
         deterministic=deterministic,
         backend=backend,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    out, lse = attend(call)
-    return (out, lse) if return_lse else out
+    result, lse = attend(call)
+    if out is not None:
+        result = filled(out, direct, result)
+    return (result, lse) if return_lse else result
 
 
 @overload
@@ -267,19 +291,22 @@ def attention_with_kvcache(
     k_cache: Tensor,
     v_cache: Tensor,
     *more: Any,
-    cache_seqlens: Tensor,
+    cache_seqlens: Lengths,
     page_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
     k: Tensor | None = None,
     v: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = True,
-    num_splits: int | None = None,
+    rotary_start: Lengths | None = None,
+    rotary_q_fixed: bool = False,
     causal: Causal = False,
     window: WindowArgument = None,
+    attention_chunk: int | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -290,7 +317,9 @@ def attention_with_kvcache(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
+    num_splits: int | None = None,
     deterministic: bool | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -347,17 +376,29 @@ def attention_with_kvcache(
     """
     if more or unknown:
         refuse("attention_with_kvcache", more, unknown)
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = lengths_of("cache_seqlens", cache_seqlens, q, cu_seqlens_q)
+    if rotary_start is not None and not isinstance(rotary_start, Tensor):
+        rotary_start = lengths_of("rotary_start", rotary_start, q, cu_seqlens_q)
     cache = CacheTensors(
-        k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, k, v, rotary_cos, rotary_sin
-    )
-    interleaved = flag("attention_with_kvcache", "rotary_interleaved", rotary_interleaved, "True or False")
+        k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, rotary_start, cu_seqlens_k_new, k, v,
+        rotary_cos, rotary_sin,
+    )  # fmt: skip
+    rotary = rotary_of(rotary_interleaved, rotary_q_fixed)
     tensors = {"q": q, "k": k_cache, "v": v_cache, "mask": mask, "bias": bias}
     tensors |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q}
+    direct = None
+    if out is not None:
+        inputs = (*tensors.values(), *cache, score_mod)
+        direct = direct_out("attention_with_kvcache", out, q, v_cache, inputs)
+        if direct is not None:
+            tensors["out"] = direct
     call = normalize(
         "attention_with_kvcache",
         tensors,
         causal=causal,
         window=window,
+        attention_chunk=attention_chunk,
         scale=scale,
         softcap=softcap,
         score_mod=score_mod,
@@ -367,7 +408,9 @@ def attention_with_kvcache(
         backend=backend,
         num_splits=num_splits,
         cache=cache,
-        rotary_interleaved=interleaved,
+        rotary=rotary,
     )
-    out, lse = attend_with_cache(call, cache, interleaved)
-    return (out, lse) if return_lse else out
+    result, lse = attend_with_cache(call, cache, rotary)
+    if out is not None:
+        result = filled(out, direct, result)
+    return (result, lse) if return_lse else result

@@ -36,7 +36,7 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
     """Record the launches of a forward pass."""
     t = Tensors.from_flat(recorder.inputs)
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
-    out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
+    out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype)) if t.out is None else t.out
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     if q.numel() == 0:
         return out, lse

@@ -60,7 +60,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         accepted = [str(d) if d == d_v else f"{d} ({d_v} for v)" for d, d_v in HEAD_DIMS]
         return f"it supports head dimensions {', '.join(accepted[:-1])} and {accepted[-1]}"
     unsupported = [name for name in ("mask", "bias") if getattr(problem.features, name) is not None]
-    unsupported += [name for name in ("score_mod", "dropout") if getattr(problem, name)]
+    unsupported += [name for name in ("score_mod", "dropout", "seqused_q") if getattr(problem, name)]
+    unsupported += ["attention_chunk"] if problem.window.chunk is not None else []
     if unsupported:
         return f"it does not support {' or '.join(unsupported)}"
     if problem.alignment < TMA_ALIGNMENT:
