@@ -690,7 +690,7 @@ MISTAKES: dict[str, tuple[str, Arguments, Change]] = {
     "splits of a half": ("num_splits", {}, changed("num_splits", lambda _: 0.5)),
     "mask of another length": ("mask", {}, changed("mask", lambda _: torch.ones(1, 1, 1, 11, dtype=torch.bool))),
     "bias of another length": ("bias", {}, changed("bias", lambda _: torch.ones(1, 1, 2, 10))),
-    "negative window": ("window", {}, changed("window", lambda _: (-2, 0))),
+    "window of one side": ("window", {}, changed("window", lambda _: (2,))),
     "rotary_interleaved of None": ("rotary_interleaved", ROTARY, changed("rotary_interleaved", lambda _: None)),
 }
 

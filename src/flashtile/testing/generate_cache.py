@@ -16,9 +16,12 @@ def cache_case(draw: Draw) -> Case:
     packed, appends, paged = draw.chance(0.35), draw.chance(0.8), batch > 0 and draw.chance(0.5)
     queries, held, new = draw.vary(*draw.keep(lambda: _lengths(draw, batch, packed, appends)))
     batch = len(queries)
+    one_length = batch > 0 and draw.also(0.1)  # an int for all sequences
+    if one_length:
+        held = [min(held)] * batch
     apart = appends and draw.also(0.2)  # new keys of other lengths, packed by offsets of their own
     if apart:
-        new = [draw.values_of_further.choice([0, 1, n, n + 2]) for n in new]
+        new = [draw.values_of_further.choice([1, n + 1, n + 2, 0 if b else 2]) for b, n in enumerate(new)]
     total = [n + m for n, m in zip(held, new, strict=True)]  # keys after the call
     spare = rng.randint(1, 5) if packed and draw.chance(0.3) else 0  # tokens of no sequence
 
@@ -60,7 +63,7 @@ def cache_case(draw: Draw) -> Case:
         arguments |= _rotary(draw, max(*total, after, 0)) | start
     arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     arguments |= {"k_cache": draw.layout(k_cache, ()), "v_cache": draw.layout(v_cache, ())}
-    if len(set(held)) == 1 and draw.values_of_further.random() < 0.3:
+    if one_length:
         arguments["cache_seqlens"] = held[0]
     for name, x in tokens.items():
         if packed or (apart and name != "q"):
