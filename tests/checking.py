@@ -12,7 +12,7 @@ from torch import Tensor
 from flashtile.backend.tiled import support
 from flashtile.call.call import Call
 from flashtile.dispatch import fast_path, operators
-from flashtile.testing.case import Case, ScoreFunction
+from flashtile.testing.case import Case, ExactSides, ScoreFunction
 from flashtile.testing.inputs import query_key_value
 from flashtile.testing.oracle import solve
 from flashtile.testing.score_functions import tempered_table
@@ -90,6 +90,8 @@ def features() -> dict[str, dict[str, Any]]:
         "causal": {"causal": True},
         "top_left": {"causal": "top_left"},
         "window": {"window": (3, 2)},
+        "window of earlier keys": {"window": ExactSides((4, -1))},
+        "attention_chunk": {"attention_chunk": 4},
         "mask": {"mask": torch.rand((2, 1, 7, 9), generator=generator) < 0.7},
         "scale": {"scale": -0.4},
         "softcap": {"softcap": 1.5},
