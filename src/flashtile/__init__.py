@@ -4,10 +4,9 @@ from . import supported as _supported  # noqa: F401 - says no before anything ne
 
 # isort: split
 from . import score_mods
-from .api.attention import attention, attention_varlen, attention_with_kvcache
+from .api.attention import ExactWindow, attention, attention_varlen, attention_with_kvcache
 from .api.explain import Explanation, explain
 from .api.merge import merge_attention
-from .call.window import ExactWindow
 from .dispatch.planner import BackendStatus, backends
 from .errors import ArgumentError, AttentionError, AttentionWarning, BackendError
 from .expression import ScoreMod

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..call.advice import public, refuse
 from ..call.cache import CacheTensors
 from ..call.eager import without_default_devices
+from ..call.window import ExactWindow as ExactWindow  # part of the interface, as the functions are
 from ..dispatch.autograd import attend
 from ..dispatch.cache_operator import attend_with_cache
 from .normalize import lengths_of, normalize, rotary_of
