@@ -8,7 +8,7 @@ from variants import CAUSAL, FP16, LENGTHS, Draw, Sizes, Variant, all_of, fixed,
 
 from flashtile.api.explain import described_call
 from flashtile.call.call import Call
-from flashtile.testing.case import Case
+from flashtile.testing.case import Case, ExactSides
 
 LONGER = (*LENGTHS[9:], 192, 193, 255, 256, 383, 384, 385, 511, 513, 640)  # around the edges of all tiles
 
@@ -35,6 +35,10 @@ VARIANTS |= {
     "grouped heads 128": Variant(head_dim=128, heads=(4, 1), transposed=True),
     "fp16 64": Variant(CAUSAL, FP16, transposed=True),
     "fp16 128": Variant(CAUSAL, FP16, head_dim=128),
+    "window of earlier keys 64": Variant(fixed(window=ExactSides((60, -5)))),
+    "packed window of later keys 128": Variant(
+        fixed(window=ExactSides((-3, 70)), deterministic=True), layout="packed", head_dim=128, heads=(4, 2)
+    ),
     "negative scale": Variant(fixed(scale=-0.1), head_dim=128),
     "packed 64": Variant(CAUSAL, layout="packed", heads=(6, 2)),
     "packed 128": Variant(layout="packed", head_dim=128),

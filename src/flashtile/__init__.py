@@ -4,7 +4,7 @@ from . import supported as _supported  # noqa: F401 - says no before anything ne
 
 # isort: split
 from . import mask_mods, score_mods
-from .api.attention import attention, attention_varlen, attention_with_kvcache
+from .api.attention import ExactWindow, attention, attention_varlen, attention_with_kvcache
 from .api.explain import Explanation, explain
 from .api.merge import merge_attention
 from .dispatch.planner import BackendStatus, backends
@@ -19,6 +19,7 @@ __all__ = [
     "AttentionWarning",
     "BackendError",
     "BackendStatus",
+    "ExactWindow",
     "Explanation",
     "MaskMod",
     "ScoreMod",

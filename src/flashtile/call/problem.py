@@ -29,6 +29,7 @@ class Problem:
     head_dim_v: int
     page_size: int | None
     window: Window
+    seqused_q: bool  # some rows of the sequences are not in use
     softcap: bool
     features: Features  # tensors that change scores or visibility
     score_mod: Formula | Untraced | None = field(repr=False)  # long; a backend that declines it says why
@@ -74,6 +75,7 @@ class Problem:
             head_dim_v=t.v.shape[-1],
             page_size=t.k.shape[1] if layout == "paged" else None,
             window=s.window,
+            seqused_q=t.seqused_q is not None,
             softcap=s.softcap is not None,
             features=Features.of(t),
             score_mod=score_mod,
@@ -100,7 +102,11 @@ class Problem:
             batch=power_of_two(self.batch),
             seqlen_q=power_of_two(self.seqlen_q),
             seqlen_k=power_of_two(self.seqlen_k),
-            window=self.window._replace(left=power_of_two(self.window.left), right=power_of_two(self.window.right)),
+            window=self.window._replace(
+                left=power_of_two(self.window.left),
+                right=power_of_two(self.window.right),
+                chunk=power_of_two(self.window.chunk),
+            ),
         )
 
 
@@ -118,7 +124,9 @@ def power_of_two(n: int | None) -> int | None: ...
 
 
 def power_of_two(n: int | None) -> int | None:
-    """The smallest power of two that is at least `n`; 0, 1 and `None` stay themselves."""
+    """The smallest power of two that is at least `n`; 0, 1 and `None` stay themselves, and -n is that of n negated."""
+    if n is not None and n < -1:
+        return -power_of_two(-n)
     return n if n is None or n <= 1 else 1 << (n - 1).bit_length()
 
 

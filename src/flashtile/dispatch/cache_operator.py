@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import register_fake, register_vmap
 
 from .. import private_torch
-from ..call.cache import CacheCall, CacheTensors, check_apart
+from ..call.cache import CacheCall, CacheTensors, RotarySettings, check_apart
 from ..call.call import FEATURES as FEATURES_OF_CALLS
 from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows
 from ..call.eager import in_forward_mode
@@ -31,30 +31,33 @@ SCHEMA = ", ".join(
     (
         "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens",
         *(f"Tensor? {name}" for name in (*OPTIONAL_CACHE, *FEATURES)),
-        "Tensor[] score_mod_tensors, bool rotary_interleaved",
+        "Tensor[] score_mod_tensors",
+        *(f"bool rotary_{name}" for name in RotarySettings._fields),
         *(field.schema(CACHE) for field in OF_CACHE),
     )
 )
 
 
-def arguments(q: Tensor, cache: CacheTensors, features: Tensors, settings: Settings, interleaved: bool) -> list[Any]:
+def arguments(
+    q: Tensor, cache: CacheTensors, features: Tensors, settings: Settings, rotary: RotarySettings
+) -> list[Any]:
     """A call as the operator takes it."""
     optional = (getattr(features, name) for name in FEATURES)
     scalars = (getattr(settings, field.name) for field in OF_CACHE)
-    return [q, *cache, *optional, list(features.score_mod_tensors), interleaved, *scalars]
+    return [q, *cache, *optional, list(features.score_mod_tensors), *rotary, *scalars]
 
 
-def attend_with_cache(call: Call, cache: CacheTensors, interleaved: bool) -> tuple[Tensor, Tensor]:
+def attend_with_cache(call: Call, cache: CacheTensors, rotary: RotarySettings) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalised call, whose k and v are the caches."""
     refuse_derivatives(call.tensors[:-1], call.tensors.score_mod_tensors, cache)
     q = call.tensors.q
     if call.is_plain_eager:
-        return run_with_cache(CacheCall(call, cache, interleaved))
+        return run_with_cache(CacheCall(call, cache, rotary))
     if cache.k is not None and torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
         cache = cache._replace(k=k, v=v)
     operator = torch.ops.flashtile.attention_with_kvcache.default
-    return operator(*arguments(q, cache, call.tensors, call.settings, interleaved))
+    return operator(*arguments(q, cache, call.tensors, call.settings, rotary))
 
 
 def refuse_derivatives(*tensors: Iterable[Any]) -> None:
@@ -81,10 +84,10 @@ def run(q: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
     cache = CacheTensors(*values[: len(CacheTensors._fields)])
     rest = values[len(CacheTensors._fields) :]
     named = dict(zip(FEATURES, rest, strict=False))
-    modifiers, interleaved, *scalars = rest[len(FEATURES) :]
+    modifiers, interleaved, q_fixed, *scalars = rest[len(FEATURES) :]
     features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
     settings = Settings(**dict(zip([field.name for field in OF_CACHE], scalars, strict=True)))
-    return run_with_cache(CacheCall(Call(features, settings), cache, interleaved))
+    return run_with_cache(CacheCall(Call(features, settings), cache, RotarySettings(interleaved, q_fixed)))
 
 
 @untraced

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .case import ExactSides
 from .choices import Choices, weighted
 from .inputs import KINDS, bias_values, query_key_value
 from .layouts import LAYOUTS, combined, lay_out
@@ -42,6 +43,9 @@ class Draw(Choices):
         # Streams of their own, so that the rest of a seed's problem does not change.
         self.combinations = random.Random(f"layouts of {self.seed}")
         self.mask_functions = random.Random(f"mask functions of {self.seed}")
+        # Further features: which there are, for all variations of a seed, and their values.
+        self.further = random.Random(f"further features of {self.seed}")
+        self.values_of_further = random.Random(f"further features of {self.seed}, variation {self.variation}")
         self.dtype = self.choice(dtypes)
         self.kind = weighted(self.rng, dict(zip(KINDS, (6, 2, 2), strict=True)))
         self.plain = self.chance(0.12)  # no feature at all: the fast paths
@@ -168,7 +172,26 @@ class Draw(Choices):
             features["dropout_p"] = rng.choice([1e-5, 0.1, 0.17, 0.5, 0.9])
             seed = rng.choice([0, 1, 2**32 - 1, 2**63 - 1, rng.getrandbits(63)])
             features["dropout_seed"] = torch.tensor([seed], device=device) if self.chance(0.3) else seed
-        return features
+        return features | self._further_features(features, seqlen_k)
+
+    def also(self, p: float) -> bool:
+        """Whether the problem has a further feature."""
+        return self.further.random() < p and not self.plain
+
+    def _further_features(self, features: dict[str, Any], seqlen_k: int) -> dict[str, Any]:
+        """Chunks, windows away from the query's own key, and other dtypes of what is added to the scores."""
+        rng, more = self.values_of_further, {}
+        if self.also(0.08):
+            more["attention_chunk"] = rng.choice([1, 2, 7, 16, 33, 64, rng.randint(1, max(1, seqlen_k))])
+        if self.also(0.08):
+            sides = [None, -1, -1, -7, 0, rng.randint(-20, 20), rng.randint(-20, max(20, seqlen_k))]
+            more["window"] = ExactSides(sides[self.further.randrange(len(sides))] for _ in range(2))
+        for name in ("bias", "alibi_slopes", "sinks"):
+            dtypes = [torch.bfloat16, torch.float32, torch.float64] + [torch.float16] * (name != "bias")
+            dtype = self.further.choice(dtypes)
+            if self.also(0.15) and name in features:
+                more[name] = features[name].to(dtype)
+        return more
 
     def _window_side(self, seqlen_k: int) -> int | None:
         sides = [None, -1, 0, 1, self.rng.randint(0, 40), self.rng.randint(0, max(1, seqlen_k))]

@@ -57,6 +57,7 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
         mask_mod=mask_formula(call),
         wide=any(extent(x) > LARGEST_OFFSET for x in t.score_mod_tensors),
         dropout=s.dropout_p > 0,
+        chunk=s.attention_chunk is not None,
     )
 
 
@@ -175,9 +176,10 @@ def call_scalars(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) 
         "groups": q.shape[1] // heads_kv(call),
         "head_dim": q.shape[-1],
         "head_dim_v": v.shape[-1],
-        "window_left": UNLIMITED if s.window_left is None else min(s.window_left, UNLIMITED),
-        "window_right": UNLIMITED if s.window_right is None else min(s.window_right, UNLIMITED),
+        "window_left": UNLIMITED if s.window_left is None else s.window_left,
+        "window_right": UNLIMITED if s.window_right is None else s.window_right,
         "top_left": 0 if s.top_left else UNLIMITED,
+        "attention_chunk": s.attention_chunk or 0,
         "diagonal": s.diagonal,
         "i0": s.i0,
         "j0": s.j0,

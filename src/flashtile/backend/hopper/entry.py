@@ -35,15 +35,16 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 
 
 def forward_config(plan: Plan, call: Call) -> ForwardConfig:
-    """The configuration with the number of splits, which the caller may choose."""
-    return plan.tile.forward.with_splits(call.settings.num_splits or plan.num_splits)
+    """The configuration with the number of splits, which the caller of a dense call may choose."""
+    splits = call.settings.num_splits if call.layout == "dense" else None
+    return plan.tile.forward.with_splits(splits or plan.num_splits)
 
 
 def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Results:
     """Record the launches of a forward pass."""
     t = Tensors.from_flat(recorder.inputs)
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
-    out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
+    out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype)) if t.out is None else t.out
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     if q.numel() == 0:
         return out, lse

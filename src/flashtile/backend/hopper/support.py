@@ -87,7 +87,8 @@ def declines(problem: Problem, device: Device) -> str | None:
     if widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
         return f"it supports head dimensions that are multiples of {HEAD_DIM_STEP} up to {WIDTHS[-1][0]}"
     unsupported = [name for name in ("mask", "bias") if getattr(problem.features, name) is not None]
-    unsupported += ["dropout"] * problem.dropout
+    unsupported += [name for name in ("dropout", "seqused_q") if getattr(problem, name)]
+    unsupported += ["attention_chunk"] if problem.window.chunk is not None else []
     if unsupported:
         return f"it does not support {' or '.join(unsupported)}"
     if isinstance(problem.score_mod, Untraced):

@@ -231,8 +231,12 @@ def assemble(
         return torch.cat([x for _, x in sequences])
     tokens = [x.transpose(1, 2).flatten(0, 1) for _, x in sequences]  # [B * Sq, H, width]
     if queries.on_host:
-        tokens_of_sequences = torch.cat(tokens)
-        return torch.cat((tokens_of_sequences, queries.result(unwritten)[tokens_of_sequences.shape[0] :]))
+        rest, end, pieces = queries.result(unwritten), 0, []
+        for (slab, _), x in zip(sequences, tokens, strict=True):
+            first = queries.first(slab.batch.start)
+            pieces += [rest[end:first], x]
+            end = first + x.shape[0]
+        return torch.cat((*pieces, rest[end:]))
     index = []
     for slab, _ in sequences:
         rows = slab.query_rows(unwritten)

@@ -1,6 +1,7 @@
 """The arguments that forward and backward kernels share, by flat name: pointers, scalars and constants."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,6 +80,15 @@ def block_b(call: Call) -> int:
     return 1 if cu_seqlens_q is None else power_of_two(cu_seqlens_q.shape[0])
 
 
+def new_result(recorder: Recorder, call: Call, like: Tensor, fill: float) -> Tensor:
+    """A tensor like `like` for values of rows. Kernels write the rows of every token, but those that `seqused_q` leaves
+    out: these are filled.
+    """
+    if call.tensors.seqused_q is None:
+        return recorder.new(like)
+    return recorder.op(partial(torch.full, like.shape, fill, dtype=like.dtype, device=like.device))
+
+
 def row_strides(name: str, x: Tensor | None) -> dict[str, Any]:
     """Strides of one value a row, contiguous: `[B, H, S]` or `[H, T]`."""
     return dict(zip((f"stride_{name}_b", f"stride_{name}_h"), lse_strides(x).values(), strict=True))
@@ -141,6 +151,7 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         "seed": t.dropout_seed if call.settings.dropout_p > 0 else None,
         "cu_seqlens_q": t.cu_seqlens_q,
         "cu_seqlens_k": None if paged else t.cu_seqlens_k,
+        "seqused_q": t.seqused_q,
         "seqused_k": paged_seqlens(recorder, call) if paged else t.seqused_k,
         "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
         "leftpad_k": t.leftpad_k,
@@ -169,6 +180,8 @@ def feature_scalars(call: Call) -> dict[str, Any]:
         "pair_rows": rows,
         **score_units(call),
         **window_numbers(call),
+        "attention_chunk": None if s.attention_chunk is None else min(s.attention_chunk, LONGEST),
+        "chunk_origin": None if s.attention_chunk is None else s.j0,
         **head_strides(t),
         "threshold": limit,
         "keep_scale": None if limit is None else keep_scale(limit),

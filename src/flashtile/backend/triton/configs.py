@@ -221,7 +221,7 @@ def wants_small(problem: Problem, row: WidthConfigs, device: Device) -> bool:
     as with short windows. Two programs on a core then overlap that work with products and are faster than one large
     tile (H200, width 128: +14%, +2%, +17%).
     """
-    left, right, _ = problem.window
+    left, right = problem.window.left, problem.window.right
     short = left is not None and right is not None and left + right <= SHORT_WINDOW
     measured = has_most(problem.dtype, device) and 64 < row.width <= 128
     return measured and not has_pairs(problem) and (problem.softcap or problem.dropout or short)

@@ -152,8 +152,8 @@ class BackwardLaunches:
     def dq(self, config: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
         """dq, and each row's part of the gradient of its slope, shaped as lse."""
         q = self.call.tensors.q
-        dq = self.recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
-        dslopes = self.recorder.new(torch.empty_like(lse)) if slopes else None
+        dq = args.new_result(self.recorder, self.call, new_rows(q, q.shape[1], q.shape[-1], q.dtype), 0)
+        dslopes = args.new_result(self.recorder, self.call, torch.empty_like(lse), 0) if slopes else None
         given, align = self.inputs(dq)
         tiles = args.num_tiles(self.call, config.block_m)
         programs = tiles * dq.shape[1] * args.dense_batch(dq)
