@@ -235,7 +235,7 @@ def backends() -> str:
 
     pairs = (True, True, False, False)  # of a batch and its heads, the same
     none: dict[str, Any] = dict.fromkeys(("page_size", "score_mod"))
-    none |= dict.fromkeys(("softcap", "dropout", "deterministic"), False) | {"features": Features()}
+    none |= dict.fromkeys(("softcap", "dropout", "deterministic", "seqused_q"), False) | {"features": Features()}
     plain = Problem(
         "dense", torch.bfloat16, 2, 8, 8, 4096, 4096, 128, 128, window=Window(None, None), alignment=16, **none
     )
@@ -252,12 +252,15 @@ def backends() -> str:
         "grouped heads": ({"num_heads_kv": 2}, None),
         "causal": ({"window": Window(None, 0)}, None),
         "sliding window": ({"window": Window(1023, 0)}, None),
+        "window of earlier keys": ({"window": Window(1023, -1)}, None),
+        "`attention_chunk`": ({"window": Window(None, 0, chunk=1024)}, None),
         "`softcap`": ({"softcap": True}, None),
         **{f"`{name}`": ({"features": Features(**{name: x})}, name) for name, x in present.items()},
         "`score_mod`": ({"score_mod": Formula(Program((Instruction("input", "real", (), "score"),), (0,)), ())}, None),
         "`dropout_p`": ({"dropout": True}, None),
         "`deterministic`": ({"deterministic": True}, None),
         "packed sequences": ({"layout": "varlen"}, None),
+        "`seqused_q`": ({"layout": "varlen", "seqused_q": True}, None),
         "pages": ({"layout": "paged", "page_size": 64}, None),
     }
     devices = {"cpu": Device("cpu", "a CPU", "x86_64", 8)}

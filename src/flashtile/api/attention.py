@@ -77,16 +77,21 @@ def attention(
         v: values `[B, Hkv, Sk, Dv]`.
         causal: `True` hides keys `j > i + Sk - Sq` (the last query sees every key); `"top_left"` hides `j > i`.
         window: `(left, right)`: key j is visible iff `i + Sk - Sq - left <= j <= i + Sk - Sq + right`; `None` or -1
-            is unlimited. With `causal`, both hold (Beltagy et al., "Longformer", section 3.1). Integers, of tokens.
+            is unlimited. With `causal`, both hold (Beltagy et al., "Longformer", section 3.1). Integers, of tokens;
+            other negative ones move the window away from the query's own key. In a `flashtile.ExactWindow`, a -1 is
+            one of those.
+        attention_chunk: an int c, positions that see each other only: key j is visible iff
+            `floor((i + Sk - Sq) / c) == floor(j / c)` (chunked attention, as in Llama 4); `None` or 0 is no chunks.
         mask: bool `[B, Hq, Sq, Sk]`, each dimension may be 1; True is visible.
         scale: factor of the products, finite in float32; `D ** -0.5` if `None`.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, section 2).
-        bias: added to the scores; `[B, Hq, Sq, Sk]`, each dimension may be 1; q's dtype or float32. Its gradient takes
-            memory in proportion to it.
-        alibi_slopes: `[Hq]` or `[B, Hq]`, q's dtype or float32; `slope * |i + Sk - Sq - j|` is subtracted (Press et
-            al., "ALiBi", section 3).
-        sinks: `[Hq]`, q's dtype or float32; `exp(sink)` joins each row's denominator (Xiao et al., "Attention sinks",
-            section 3).
+        bias: added to the scores; `[B, Hq, Sq, Sk]`, each dimension may be 1; any floating-point dtype. One that is
+            neither q's nor float32 is copied to float32. Its gradient has its dtype, and takes memory in proportion to
+            it.
+        alibi_slopes: `[Hq]` or `[B, Hq]`, of any floating-point dtype, as `bias`; `slope * |i + Sk - Sq - j|` is
+            subtracted (Press et al., "ALiBi", section 3).
+        sinks: `[Hq]`, of any floating-point dtype, as `bias`; `exp(sink)` joins each row's denominator (Xiao et al.,
+            "Attention sinks", section 3).
         score_mod: a `flashtile.ScoreMod`, or a function `(score, b, h, q_idx, k_idx) -> score` of torch operations
             (as in Dong et al., "Flex Attention", 2024).
         dropout_p: the probability of dropping a weight, `0 <= p < 1`. Which are dropped depends on the seed and the
@@ -94,12 +99,17 @@ def attention(
         dropout_seed: an int of 64 bits, or an int64 tensor of one element on q's device; by default drawn from torch's
             generator (Philox: Salmon et al., "Parallel random numbers", 2011).
         return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
+        num_splits: an int, into how many parts the keys are split in forward, for backends that compute parts side by
+            side (`triton`, `cpu`); `None` lets them choose. The result is the same up to rounding.
         deterministic: `True` gives the same bits for the same call; `None` follows
             `torch.are_deterministic_algorithms_enabled()`.
+        out: a tensor for the result, of its shape, dtype and device; any strides. For calls without derivatives.
+            Kernels write into it if its rows are aligned to 16 bytes and it shares storage with no input; else, and
+            under `torch.compile`, the result is copied.
         backend: `"auto"` takes the fastest that accepts the call; a named one is never replaced by another.
 
     Returns:
-        `out [B, Hq, Sq, Dv]` in q's dtype; with `return_lse` also `lse [B, Hq, Sq]`, natural logarithm, in float32
+        `out [B, Hq, Sq, Dv]` in q's dtype, the tensor `out` if that was given; with `return_lse` also `lse [B, Hq, Sq]`, natural logarithm, in float32
         (float64 for float64 inputs).
 
     Raises:
@@ -219,6 +229,8 @@ def attention_varlen(
         max_seqlen_q: an int, at least the longest sequence's queries; `None` stands for all tokens, and reads nothing
             back.
         max_seqlen_k: the same for keys.
+        seqused_q: int32 or int64 `[B]`, queries of each sequence that are in use, and that `Sq` counts; the rows past
+            them are not read, and give 0 with a log-sum-exp of -inf.
         seqused_k: int32 or int64 `[B]`, keys of each sequence that exist; the rest are never read.
         page_table: int32 or int64 `[B, max_pages]`: keys `p * page_size` onwards of sequence b are page
             `page_table[b, p]` (Kwon et al., "PagedAttention", section 4.1).
@@ -345,22 +357,23 @@ def attention_with_kvcache(
         k_cache: `[B_cache, Hkv, S_max, D]`, or with `page_table` pages `[num_pages, page_size, Hkv, D]`, of any page
             size (Kwon et al., "PagedAttention", section 4.1); any strides; q's dtype and device.
         v_cache: the same with Dv.
-        cache_seqlens: int32 or int64 `[B]`, as all lengths and indices here; keys in each sequence's cache before this
-            call.
-        page_table: int32 `[B, max_pages]`, as in `attention_varlen`.
-        cache_batch_idx: int32 `[B]`, each sequence's row of a dense cache; `None` is 0, 1, 2, ...
+        cache_seqlens: int32 or int64 `[B]`, as all lengths and indices here, or an int for all; keys in each sequence's
+            cache before this call.
+        page_table: int32 `[B, max_pages]`, as in `attention_varlen`; with `cache_batch_idx`, any number of rows.
+        cache_batch_idx: int32 `[B]`, each sequence's row of a dense cache, or of `page_table`; `None` is 0, 1, 2, ...
         leftpad_k: int32 `[B]`, positions at the front of each cache that hold no key. They count as positions, so
             that indices and rotary angles are those of the cache's slots.
-        cu_seqlens_q: int32 `[B + 1]`, offsets of the sequences in packed q, and in packed k and v.
-        k, v: keys and values to append, `[B, Hkv, S_new, D]` and Dv; packed like q if q is packed.
+        cu_seqlens_q: int32 `[B + 1]`, offsets of the sequences in packed q, and in k and v that are packed alike.
+        cu_seqlens_k_new: int32 `[B + 1]`, offsets in k and v that are packed by other lengths than q.
+        k, v: keys and values to append, `[B, Hkv, S_new, D]` and Dv, or packed `[T_new, Hkv, D]` and Dv.
         rotary_cos, rotary_sin: `[S_rotary, rotary_dim / 2]`, q's dtype or float32, rotary_dim at most D; q and the
             appended k are turned by the angles of their positions (Su et al., "RoFormer", section 3.2.2). Kept in q's
             dtype after it.
         rotary_interleaved: pairs are features (0, 1), (2, 3), ... (GPT-J); if False, (n, n + rotary_dim / 2)
             (GPT-NeoX).
-        num_splits: an int, into how many parts the keys are split, for backends that compute parts side by side;
-            `None` lets them choose. The result is the same up to rounding. `tiled` and `reference` take the keys in
-            order.
+        rotary_start: int32 `[B]`, or an int for all: the position, for rotary alone, of each sequence's first query and
+            of its first appended key. `None`: `Sk - Sq` and `cache_seqlens`.
+        rotary_q_fixed: turn all queries of a sequence as its first one.
 
     The other arguments are those of `attention`; `mask` and `bias` broadcast to `[B, H, Sq, S_max]` (pages:
     `max_pages * page_size`).
