@@ -140,7 +140,8 @@ def varlen_bounds(call: Call) -> tuple[int, int, int]:
     if t.cu_seqlens_k is None and (t.page_table is None or t.seqused_k is None):
         accepted = "[B + 1] offsets; only with both `page_table` and `seqused_k` may it be None"
         raise ArgumentError("cu_seqlens_k", None, accepted, example)
-    for name, length in (("cu_seqlens_k", batch + 1), ("seqused_k", batch), ("page_table", batch)):
+    of_batch = (("cu_seqlens_k", batch + 1), ("seqused_q", batch), ("seqused_k", batch), ("page_table", batch))
+    for name, length in of_batch:
         x = getattr(t, name)
         if x is not None and x.shape[0] != length:
             accepted = f"first dimension {length}, for the {batch} sequences of cu_seqlens_q"
@@ -158,24 +159,32 @@ def varlen_values(call: Call) -> None:
     t, example = call.tensors, EXAMPLES[call.layout]
     max_q, max_k = call.settings.max_seqlen_q, call.settings.max_seqlen_k
     if t.cu_seqlens_q is not None:
-        offsets("cu_seqlens_q", t.cu_seqlens_q, t.q.shape[0], max_q, example)
+        limit = max_q if t.seqused_q is None else None
+        lengths_q = offsets("cu_seqlens_q", t.cu_seqlens_q, t.q.shape[0], limit, example)
+        if t.seqused_q is not None:
+            used_lengths("seqused_q", t.seqused_q, max_q, lengths_q, example)
     lengths_k = None
     if t.cu_seqlens_k is not None:
         total = t.k.shape[0] if t.page_table is None else None
         limit = max_k if t.seqused_k is None else None
         lengths_k = offsets("cu_seqlens_k", t.cu_seqlens_k, total, limit, example)
     if t.seqused_k is not None:
-        used = t.seqused_k.tolist()
         room = lengths_k if t.page_table is None else None
-        for b, n in enumerate(used):
-            limits = [limit for limit in (max_k, room[b] if room else None) if limit is not None]
-            if n < 0 or any(n > limit for limit in limits):
-                accepted = f"0 to {min(limits)}" if limits else "lengths from 0"
-                raise ArgumentError("seqused_k", t.seqused_k, f"{accepted} at sequence {b}, which has {n}", example)
-        lengths_k = used
+        lengths_k = used_lengths("seqused_k", t.seqused_k, max_k, room, example)
     if t.page_table is not None:
         assert lengths_k is not None
         pages(t.page_table, lengths_k, t.k.shape[0], t.k.shape[1], example)
+
+
+def used_lengths(name: str, x: Tensor, longest: int | None, room: list[int] | None, example: str) -> list[int]:
+    """The lengths that are in use, from 0 to `longest` and to each sequence's room."""
+    used: list[int] = x.tolist()
+    for b, n in enumerate(used):
+        limits = [limit for limit in (longest, room[b] if room else None) if limit is not None]
+        if n < 0 or any(n > limit for limit in limits):
+            accepted = f"0 to {min(limits)}" if limits else "lengths from 0"
+            raise ArgumentError(name, x, f"{accepted} at sequence {b}, which has {n}", example)
+    return used
 
 
 def offsets(name: str, x: Tensor, total: int | None, longest: int | None, example: str) -> list[int]:
