@@ -145,7 +145,8 @@ def test_chunks_around_tiles(chunk: int, backend: str) -> None:
     """More rows than keys too: positions before all keys see none."""
     for seqlen_q, seqlen_k in ((9, 17), (17, 9), (8, 8)):
         for causal in (False, True):
-            assert_right(dense_case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=causal, attention_chunk=chunk), backend)
+            case = dense_case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=causal, attention_chunk=chunk)
+            assert_right(case, backend)
 
 
 @pytest.mark.parametrize("backend", EVERY)

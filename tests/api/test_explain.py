@@ -99,7 +99,10 @@ sides = st.none() | st.integers(-6, 12)
 chunks = st.none() | st.integers(1, 6)
 
 
-@given(window=st.builds(Window, sides, sides, st.booleans(), chunks), seqlen_q=st.integers(0, 12), seqlen_k=st.integers(0, 12))
+windows = st.builds(Window, sides, sides, st.booleans(), chunks)
+
+
+@given(window=windows, seqlen_q=st.integers(0, 12), seqlen_k=st.integers(0, 12))
 def test_visible_pairs(window: Window, seqlen_q: int, seqlen_k: int) -> None:
     diagonal = seqlen_k - seqlen_q
     counted = sum(

@@ -23,7 +23,7 @@ def formula(
     negative: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out [B, Sq, Hq, D]`, `lse [B, Hq, Sq]` and the weights `[B, Hq, Sq, Sk]` of float64 tensors. `keep` multiplies
-    the weights of `out`; keys before `first_key` do not exist. Negative sides of a window are unlimited, or are meant as
+    the weights of `out`; keys before `first_key` do not exist. Negative sides of a window are unlimited, or meant as
     they stand if `negative`.
     """
     batch, seqlen_q, heads, width = q.shape

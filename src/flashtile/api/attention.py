@@ -109,8 +109,8 @@ def attention(
         backend: `"auto"` takes the fastest that accepts the call; a named one is never replaced by another.
 
     Returns:
-        `out [B, Hq, Sq, Dv]` in q's dtype, the tensor `out` if that was given; with `return_lse` also `lse [B, Hq, Sq]`, natural logarithm, in float32
-        (float64 for float64 inputs).
+        `out [B, Hq, Sq, Dv]` in q's dtype, the tensor `out` if that was given; with `return_lse` also
+        `lse [B, Hq, Sq]`, natural logarithm, in float32 (float64 for float64 inputs).
 
     Raises:
         ArgumentError: an argument is not what it should be; one that the function does not have is also a `TypeError`.

@@ -39,7 +39,7 @@ class ExactWindow(NamedTuple):
 
     Example:
         >>> q, k, v = (torch.randn(1, 2, 100, 64) for _ in range(3))
-        >>> out = flashtile.attention(q, k, v, window=flashtile.ExactWindow(None, -1))  # the keys before the query's own
+        >>> out = flashtile.attention(q, k, v, window=flashtile.ExactWindow(None, -1))  # the keys before its own
         >>> bool(out[:, :, 0].any())
         False
 

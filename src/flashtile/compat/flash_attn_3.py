@@ -1,7 +1,7 @@
 """The interface of FlashAttention-3, module `flash_attn_interface` (Shah et al., 2024), by flashtile.
 
-Names, order and defaults of arguments, shapes and results are the original's. fp8, `qv` and its scheduler's settings are
-declined.
+Names, order and defaults of arguments, shapes and results are the original's. fp8, `qv` and its scheduler's settings
+are declined.
 """
 
 from typing import Any

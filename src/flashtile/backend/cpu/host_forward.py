@@ -51,7 +51,9 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 
 def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
     q, k, v = (rows_last(x) for x in call.tensors[:3])
-    out, lse = (x if x is not None else spec.new() for x, spec in zip((call.tensors.out, None), launch.results, strict=True))
+    out, lse = (
+        spec.new() if x is None else x for x, spec in zip((call.tensors.out, None), launch.results, strict=True)
+    )
     return run_forward(launch, call, (q, k, v), out, lse)
 
 
