@@ -51,9 +51,9 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 
 def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
     q, k, v = (rows_last(x) for x in call.tensors[:3])
-    out, lse = (
-        spec.new() if x is None else x for x, spec in zip((call.tensors.out, None), launch.results, strict=True)
-    )
+    of_out, of_lse = launch.results
+    out = of_out.new() if call.tensors.out is None else call.tensors.out
+    lse = of_lse.new()
     return run_forward(launch, call, (q, k, v), out, lse)
 
 
