@@ -39,7 +39,9 @@ BUGS = (
     Bug("window: right off by one", "masking.row_bounds", "window_right), lower", "window_right - 1), lower", "window"),
     Bug("visible blocks taken for full", "masking.key_blocks", "first_row + shift + window", "hi + window", "causal"),
     Bug("chunk before all keys forgotten", "masking.first_of_chunk", "position < 0, -1", "position < 0, 0", "chunks"),
-    Bug("chunk one row longer", "masking.row_bounds", "window.attention_chunk - 1)", "window.attention_chunk)", "chunks"),
+    Bug(
+        "chunk one row longer", "masking.row_bounds", "window.attention_chunk - 1)", "window.attention_chunk)", "chunks"
+    ),
     Bug("rows not in use computed", "sequences.work_tile", "seqused is not None", "False", "rows"),
     Bug("last block forgotten", "masking.to_blocks", "tl.cdiv(hi - origin, BLOCK)", "(hi - origin) // BLOCK", "causal"),
     Bug("mask ignored", "masking.mask_fill", "params.scores.mask.data is not None", "False", "mask"),
