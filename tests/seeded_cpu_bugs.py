@@ -119,7 +119,7 @@ CPU_BUGS = (
         call(forward_case, window=(3, 2)),
     ),
     CpuBug(
-        Bug("chunk one key longer", "kernels.tiles", 'a.integer("attention_chunk") - 1)', 'a.integer("attention_chunk"))'),
+        Bug("chunk one key longer", "kernels.tiles", '"attention_chunk") - 1)', '"attention_chunk"))'),
         call(forward_case, attention_chunk=4),
     ),
     CpuBug(
