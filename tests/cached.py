@@ -7,7 +7,7 @@ from checking import offsets
 from torch import Tensor
 
 import flashtile
-from flashtile.testing.case import Case, MaskFunction, ScoreFunction
+from flashtile.testing.case import Case, ExactSides, MaskFunction, ScoreFunction
 from flashtile.testing.inputs import query_key_value
 from flashtile.testing.oracle import solve
 from flashtile.testing.tolerance import worst
@@ -33,6 +33,8 @@ def run(arguments: Arguments, **options: Any) -> Step:
         given["score_mod"] = flashtile.ScoreMod(score_mod.fn, score_mod.tensors)
     if isinstance(mask := given.get("mask"), MaskFunction):
         given["mask"] = mask.public()
+    if isinstance(given.get("window"), ExactSides):
+        given["window"] = flashtile.ExactWindow(*given["window"])
     out, lse = flashtile.attention_with_kvcache(**given, return_lse=True, **options)
     return Step(out, lse, given["k_cache"], given["v_cache"])
 

@@ -120,6 +120,14 @@ CPU_BUGS = (
         call(forward_case, window=(3, 2)),
     ),
     CpuBug(
+        Bug("chunk one key longer", "kernels.tiles", '"attention_chunk") - 1)', '"attention_chunk"))'),
+        call(forward_case, attention_chunk=4),
+    ),
+    CpuBug(
+        Bug("chunk before all keys forgotten", "kernels.tiles", "0 - chunk, position", "0 * chunk, position"),
+        call(forward_case, attention_chunk=4, seqlen_q=9, seqlen_k=7),
+    ),
+    CpuBug(
         Bug(
             "chunk one key longer",
             "kernels.tiles",

@@ -12,6 +12,8 @@ TILE_BLOCKS = 2.0  # time of a tile's prologue and epilogue, in blocks of keys
 COMBINE_BLOCKS = 4.0  # time of the launch that merges the splits
 COMBINE_BYTES = 2**22  # of partial results that are merged in the time of a block of keys
 MAX_DQ_PARTS = 16
+UNEVEN = 0.9  # time of the longest tile of keys, in units of all tiles spread over all cores, from which it is split
+MIN_UNEVEN_BLOCKS, MAX_UNEVEN_SPLITS = 16, 16  # blocks of rows, and splits of them
 
 
 def num_splits(problem: Problem, device: Device, config: ForwardConfig) -> int:
@@ -54,8 +56,14 @@ def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) ->
     if problem.layout != "dense":
         return 1
     tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch
-    group = problem.num_heads_q // problem.num_heads_kv
-    blocks = cdiv(rows_per_key(problem), config.block_m) * group
+    group, m_blocks = problem.num_heads_q // problem.num_heads_kv, cdiv(problem.seqlen_q, config.block_m)
+    if not problem.window.unlimited:
+        # Tiles differ. Few splits break the order in which they add dq, and are slower than none (docs/journal).
+        longest = min(m_blocks, cdiv(rows_per_key(problem) * 2, config.block_m)) * group
+        mean = rows_per_key(problem) / config.block_m * group
+        uneven = longest * device.cores > tiles * mean * UNEVEN
+        return min(MAX_UNEVEN_SPLITS, m_blocks // 2) if uneven and m_blocks >= MIN_UNEVEN_BLOCKS else 1
+    blocks = m_blocks * group
     keys = problem.seqlen_k * problem.num_heads_kv * problem.batch
     bytes_per_split = keys * (problem.head_dim + problem.head_dim_v) * 8
     return fastest(tiles, blocks, bytes_per_split, device.cores)

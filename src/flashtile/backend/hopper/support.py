@@ -21,7 +21,7 @@ SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
-MAX_DECODE_ROWS = 64
+MAX_DECODE_ROWS, MAX_GROUP = 64, 128
 NARROW = 16  # head dimension
 OLDEST, NEWEST = (3, 6), (3, 9)  # known versions of Triton; Gluon is experimental and changes between them
 
@@ -121,7 +121,8 @@ def defers(problem: Problem, device: Device) -> str | None:
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
     if max(problem.head_dim, problem.head_dim_v) <= NARROW:
         return f"up to head dimension {NARROW}, narrower kernels are faster"
-    if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= MAX_DECODE_ROWS:
+    group = problem.num_heads_q // problem.num_heads_kv
+    if problem.seqlen_q * group <= max(MAX_DECODE_ROWS, min(group, MAX_GROUP)):
         return "decoding a few rows is faster with keys split among programs"
     return None
 

@@ -3,6 +3,7 @@
 A chip's family follows from its shared memory for one program, and from how its matrix units are fed.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ SINGLE_TF32X3 = (  # measured on an H200; wider tiles of float32 have no registe
 )
 INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
 MIN_COPY_BYTES = 4  # of an asynchronous copy
-MAX_PACKED_ROWS = 64  # query rows of a group that become one tile
+MAX_PACKED_ROWS, MAX_GROUP = 64, 128  # query rows of a group that become one tile; those of one position
 KEYS_TIMES_WIDTH = 8192  # of a tile that decodes
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
 SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
@@ -108,7 +109,7 @@ def tile(problem: Problem, device: Device) -> TileConfig:
     row = row_of(problem, device)
     group = problem.num_heads_q // max(problem.num_heads_kv, 1)
     packed_rows = max(problem.seqlen_q, 1) * group
-    if packed_rows > MAX_PACKED_ROWS:
+    if packed_rows > max(MAX_PACKED_ROWS, min(group, MAX_GROUP)):
         if not needs_room(problem, device):
             tuned_configs = tuned_row(row, problem.dtype, device)
             row = tuned_configs._replace(forward=row.forward) if wants_small(problem, row, device) else tuned_configs
@@ -233,4 +234,5 @@ def num_splits(problem: Problem, device: Device) -> int:
     blocks = -(-max(problem.seqlen_q, 1) * chosen.pack_gqa // chosen.forward.block_m)
     programs = max(1, blocks * problem.num_heads_q // chosen.pack_gqa * problem.batch)
     wanted = device.cores // programs
-    return max(1, min(wanted, problem.seqlen_k // MIN_SPLIT_KEYS))
+    most = math.isqrt(problem.seqlen_k) // 4  # merging takes time for each split: 16 are best for 4096 keys of one row
+    return max(1, min(wanted, problem.seqlen_k // MIN_SPLIT_KEYS, most))
