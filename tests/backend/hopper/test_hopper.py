@@ -18,7 +18,8 @@ from hopper_variants import LONG, SHORT, call_of_family
 from offline.compiled import Compiled, compile_launch
 from offline.launches import Launch, hopper_launches_of
 
-from flashtile.backend.hopper import support
+from flashtile.api.explain import described_call
+from flashtile.backend.hopper import support, tables
 from flashtile.backend.hopper.tables import THREE_WARPGROUPS, TWO_WARPGROUPS
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
@@ -112,9 +113,11 @@ def test_accepts_hopper_only() -> None:
 
 
 def test_configurations_depend_on_the_keys_per_row() -> None:
-    def chosen(name: str, head_dim: int, seqlen: int) -> object:
-        return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
+    def chosen(name: str, head_dim: int, seqlen: int, version: tuple[int, int] = tables.NEWEST_3WG) -> object:
+        with mock.patch.object(tables, "triton_version", return_value=version):
+            return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
+    assert chosen("full", 64, LONG, (3, 8)) is TWO_WARPGROUPS[64, 64]
     assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
     assert chosen("full", 96, LONG) is THREE_WARPGROUPS[96, 96]
     assert (
@@ -124,6 +127,24 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
         == TWO_WARPGROUPS[64, 64]
     )
     assert chosen("full", 128, LONG) is TWO_WARPGROUPS[128, 128]
+
+
+def test_splits_fill_the_device() -> None:
+    """Few rows or keys, and grouped heads whose diagonal makes tiles uneven; not what fills the device anyway."""
+
+    def chosen(seqlen_q: int, seqlen_k: int, causal: bool = False, heads: tuple[int, int] = (8, 8)) -> tuple[int, int]:
+        tensors = [
+            torch.empty(1, h, n, 64, dtype=torch.bfloat16, device="meta")
+            for h, n in zip(heads, (seqlen_q, seqlen_k), strict=True)
+        ]
+        call = described_call(tensors[0], tensors[1], tensors[1], None, None, {"causal": causal})
+        config = support.tile(Problem.describe(call), H200)
+        return support.num_splits(Problem.describe(call), H200), config.backward.row_splits
+
+    assert chosen(512, 50_000)[0] >= 4
+    assert chosen(4096, 77)[1] >= 4
+    assert chosen(4096, 4096, True, (64, 1))[1] >= 4
+    assert chosen(8192, 8192, True, (32, 8)) == chosen(16384, 16384, False, (32, 32)) == (1, 1)
 
 
 def launch_of(family: tuple, name: str) -> Launch:

@@ -103,6 +103,7 @@ KEYS_TIMES_WIDTH = 8192  # of a tile that decodes
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
 SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
 MIN_SPLIT_KEYS = 64  # of one split of a row
+SHORT = 64  # rows and keys of a sequence that is one small tile
 
 
 def tile(problem: Problem, device: Device) -> TileConfig:
@@ -114,7 +115,20 @@ def tile(problem: Problem, device: Device) -> TileConfig:
             tuned_configs = tuned_row(row, problem.dtype, device)
             row = tuned_configs._replace(forward=row.forward) if wants_small(problem, row, device) else tuned_configs
         return TileConfig(row.forward, row.dkdv, row.dq)
-    return TileConfig(decoding(row, packed_rows, problem, device), row.dkdv, row.dq, pack_gqa=group)
+    forward = decoding(row, packed_rows, problem, device)
+    if is_short(problem) and has_most(problem.dtype, device) and not needs_room(problem, device):
+        warps = 4 if row.width <= 64 else 8
+        short = KernelConfig(SHORT, SHORT, warps, 1)
+        return TileConfig(forward._replace(block_n=SHORT, num_stages=1), short, short, pack_gqa=group)
+    return TileConfig(forward, row.dkdv, row.dq, pack_gqa=group)
+
+
+def is_short(problem: Problem) -> bool:
+    """Whether a sequence is one small tile: nothing is loaded ahead, and what several stages would take of the shared
+    memory lets more programs run on a core.
+    """
+    p = problem
+    return p.layout == "dense" and p.seqlen_q > 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT and p.head_dim <= 128
 
 
 def decoding(row: WidthConfigs, packed_rows: int, problem: Problem, device: Device) -> KernelConfig:
@@ -132,7 +146,7 @@ def decoding(row: WidthConfigs, packed_rows: int, problem: Problem, device: Devi
     widths = problem.head_dim, problem.head_dim_v
     asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)  # whatever the address
     if has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout):
-        return KernelConfig(block_m, block_n, 4, 4)
+        return KernelConfig(block_m, block_n, 4 if block_m <= MAX_PACKED_ROWS else 8, 4)
     return KernelConfig(block_m, min(shipped_config.block_n, block_n), 4, shipped_config.num_stages)
 
 
