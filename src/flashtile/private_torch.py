@@ -196,6 +196,8 @@ def leaves(tree: Any) -> list[Any]:
     return [x for part in tree for x in leaves(part)] if isinstance(tree, tuple | list) else [tree]
 
 
+# Makes a tensor subclass without memory; None where there are none, and masks of transformers are dense.
+make_wrapper_subclass: Any = getattr(torch.Tensor, "_make_wrapper_subclass", None)
 TorchDispatchMode: Any = find("torch.utils._python_dispatch", "TorchDispatchMode", NoDispatchMode)
 tree_leaves = find("torch.utils._pytree", "tree_leaves", leaves)
 

@@ -203,7 +203,11 @@ def misaligned(problem: Problem, device: Device) -> bool:
 def tuned_row(row: WidthConfigs, dtype: torch.dtype, device: Device) -> WidthConfigs:
     """The row, with the configurations that `flashtile tune` saved on this machine."""
     launches = tuned.launches(device, family(dtype), row.width) if device.type == "cuda" else {}
-    return row._replace(**{kernel: KernelConfig(*numbers, tuned=True) for kernel, numbers in launches.items()})
+    found = {
+        kernel: KernelConfig(*numbers, tuned=True, tf32x3=getattr(row, kernel).tf32x3)
+        for kernel, numbers in launches.items()
+    }
+    return row._replace(**found)
 
 
 def family(dtype: torch.dtype) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import (  # pyright: ignore - optional
     bidirectional_mask_function,
     causal_mask_function,
@@ -19,6 +18,7 @@ from transformers.masking_utils import (  # pyright: ignore - optional
 )
 from transformers.utils.import_utils import is_tracing  # pyright: ignore - optional
 
+from ... import private_torch
 from .patterns import Pattern, pattern_of
 from .segments import Segments, segments_of
 
@@ -48,7 +48,7 @@ class TileMask(Tensor):
         kv_offset: int,
         make: Callable[[], Tensor],
     ) -> "TileMask":
-        mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask = private_torch.make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask.pattern, mask.q_offset, mask.kv_offset = pattern, q_offset, kv_offset
         mask._make, mask._dense, mask._segments = make, None, None
         return mask
@@ -74,8 +74,16 @@ class TileMask(Tensor):
     def __torch_dispatch__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args = tree_map_only(TileMask, TileMask.dense, args)
-        return func(*args, **tree_map_only(TileMask, TileMask.dense, kwargs or {}))
+        return func(*map(densified, args), **densified(kwargs or {}))
+
+
+def densified(tree: Any) -> Any:
+    """Nested arguments of an operation, with dense masks."""
+    if isinstance(tree, TileMask):
+        return tree.dense()
+    if isinstance(tree, dict):
+        return {key: densified(x) for key, x in tree.items()}
+    return type(tree)(map(densified, tree)) if isinstance(tree, list | tuple) else tree
 
 
 def tile_mask(
@@ -124,7 +132,7 @@ def tile_mask(
         assert mask is not None
         return mask
 
-    pattern = pattern_of(mask_function)
+    pattern = None if private_torch.make_wrapper_subclass is None else pattern_of(mask_function)
     if pattern is None or pattern.padding is not None or (isinstance(q_offset, Tensor) and q_length == 1):
         return make()
     settings["q_offset"] = int(q_offset)  # the cache adds to a tensor before the layers read their mask
