@@ -16,6 +16,6 @@ def untraced(function: Function) -> Function:
     the first one the import of Dynamo.
     """
     if not skip_frames(function.__code__):
-        return torch.compiler.disable(function)
+        return torch.compiler.disable(function)  # type: ignore[return-value]
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for calls in a traced frame
     return function

@@ -92,10 +92,11 @@ class StagedWriter(Writer):
         """A derivative that is as good as the given one, 0 where `where` makes the score -inf: the probability is 0
         there, so that a number will do.
         """
-        nothing = (None, None, None)
-        condition, _, hidden = self.selected.get(score.name, nothing)
-        same, visible, zero = self.selected.get(derivative.name, nothing)
-        if condition is None or condition != same or visible is None or not visible.inputs <= {"b", "h"}:
+        if score.name not in self.selected or derivative.name not in self.selected:
+            return derivative
+        condition, _, hidden = self.selected[score.name]
+        same, visible, zero = self.selected[derivative.name]
+        if condition != same or not visible.inputs <= {"b", "h"}:
             return derivative
         hides = self.numbers.get(hidden.name) == -math.inf and self.numbers.get(zero.name) == 0
         return visible if hides else derivative
