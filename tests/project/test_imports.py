@@ -195,7 +195,7 @@ def test_other_names_use_the_public_functions_alone() -> None:
         for target in set(imports_of(name, at_import=False)):
             other = target.split(".")[0]
             if own in outer:
-                public = target in ("api.attention", "errors") or (own, other) == ("integrations", "compat")
+                public = target in ("api.attention", "errors", "private_torch") or (own, other) == ("integrations", "compat")
                 assert other == own or public, f"{name} imports {target or 'flashtile'}"
             else:
                 assert other not in outer, f"{name} imports {target}"
