@@ -190,12 +190,13 @@ def test_the_oracle_is_independent() -> None:
 def test_other_names_use_the_public_functions_alone() -> None:
     """So that layers and other libraries' names mean what flashtile's functions do, and nothing waits for them."""
     outer = ("nn", "compat", "integrations")
+    shared = ("api.attention", "errors", "private_torch")
     for name in MODULES:
         own = name.split(".")[0]
         for target in set(imports_of(name, at_import=False)):
             other = target.split(".")[0]
             if own in outer:
-                public = target in ("api.attention", "errors", "private_torch") or (own, other) == ("integrations", "compat")
+                public = target in shared or (own, other) == ("integrations", "compat")
                 assert other == own or public, f"{name} imports {target or 'flashtile'}"
             else:
                 assert other not in outer, f"{name} imports {target}"
