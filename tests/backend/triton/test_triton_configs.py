@@ -37,6 +37,25 @@ def test_work_beside_products_takes_small_tiles_of_forward(changes: dict[str, An
         assert configs.tile(problem(**changes, features=features), H200).forward == KernelConfig(128, 64, 8, 3)
 
 
+def test_short_sequences_and_large_groups() -> None:
+    """One stage where nothing is loaded ahead; groups over 64 heads in one tile where it fits."""
+
+    def chosen(seqlen: int, heads_kv: int = 8, device: Device = H200, **changes: Any) -> configs.TileConfig:
+        return configs.tile(
+            replace(problem(), seqlen_q=seqlen, seqlen_k=seqlen, num_heads_kv=heads_kv, **changes), device
+        )
+
+    assert {x.num_stages for x in chosen(64)[:3]} == {1}
+    for others in ({"head_dim_v": 512}, {"layout": "varlen"}, {"dropout": True}):
+        assert 1 not in {x.num_stages for x in chosen(64, **others)[:1]}
+    assert {x.num_stages for x in chosen(65)[:3]} != {1}
+    few = {"seqlen_k": 4096, "num_heads_q": 71, "num_heads_kv": 1}
+    one = replace(problem(), seqlen_q=1)
+    assert configs.tile(replace(one, **few), H200).pack_gqa == 71
+    assert configs.tile(replace(one, **few), A100).pack_gqa == 1
+    assert configs.tile(replace(one, **few | {"num_heads_q": 130}), H200).pack_gqa == 1
+
+
 @pytest.mark.parametrize("window", [Window(4096, 0), Window(1024, None), Window(None, 0), Window(1024, 2048)])
 def test_long_windows_keep_the_large_tile(window: Window) -> None:
     assert configs.tile(problem(window=window), H200) == configs.tile(problem(), H200)

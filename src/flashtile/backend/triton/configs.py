@@ -110,7 +110,8 @@ def tile(problem: Problem, device: Device) -> TileConfig:
     row = row_of(problem, device)
     group = problem.num_heads_q // max(problem.num_heads_kv, 1)
     packed_rows = max(problem.seqlen_q, 1) * group
-    if packed_rows > max(MAX_PACKED_ROWS, min(group, MAX_GROUP)):
+    most_rows = max(MAX_PACKED_ROWS, min(group, MAX_GROUP)) if has_most(problem.dtype, device) else MAX_PACKED_ROWS
+    if packed_rows > most_rows:
         if not needs_room(problem, device):
             tuned_configs = tuned_row(row, problem.dtype, device)
             row = tuned_configs._replace(forward=row.forward) if wants_small(problem, row, device) else tuned_configs
@@ -128,7 +129,8 @@ def is_short(problem: Problem) -> bool:
     memory lets more programs run on a core.
     """
     p = problem
-    return p.layout == "dense" and p.seqlen_q > 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT and p.head_dim <= 128
+    narrow = max(p.head_dim, p.head_dim_v) <= 128
+    return p.layout == "dense" and p.seqlen_q > 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT and narrow
 
 
 def decoding(row: WidthConfigs, packed_rows: int, problem: Problem, device: Device) -> KernelConfig:
