@@ -147,7 +147,7 @@ class Call:
 
     @property
     def num_score_tensors(self) -> int:
-        """How many of the captured tensors belong to the score_mod; the others belong to the mask function."""
+        """Number of captured tensors that belong to the score_mod; the others belong to the mask function."""
         return len(self.tensors.score_mod_tensors) - self.settings.num_mask_tensors
 
     @property

@@ -136,7 +136,7 @@ def means(comparisons: Sequence[Comparison]) -> str:
 
 
 def geometric_mean(comparisons: Sequence[Comparison]) -> float:
-    """Of the comparisons in which flashtile has a time."""
+    """Counts of the comparisons in which flashtile has a time."""
     logs = [math.log(x.ratio) for x in comparisons if x.ratio > 0]
     return math.exp(sum(logs) / len(logs)) if logs else 0.0
 

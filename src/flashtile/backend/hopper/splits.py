@@ -1,4 +1,4 @@
-"""How many programs share the keys of few rows or the rows of few keys, and how many accumulators dq has.
+"""Numbers of programs that share the keys of few rows or the rows of few keys, and of accumulators of dq.
 
 With few rows or keys, tiles alone leave cores idle, and programs of the backward pass wait for the same rows of dq.
 """
