@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...call.call import Call
-from ...expression import Formula, score_mod_formula
+from ...call.formulas import score_formula
+from ...expression import Formula
 from ..gpu.captured import captured_pointers, captured_scalars, needs_wide_offsets
 from ..gpu.generated import defined
 from ..gpu.pointers import Pointers
@@ -66,13 +67,11 @@ def launch(
     `call.tensors` belong to the recorder.
     """
     s, tensors = call.settings, call.tensors.score_mod_tensors
-    if s.score_mod is None:
+    if (formula := score_formula(call)) is None:
         scalars = {**scalars, "inputs": None}
     else:
-        formula = score_mod_formula(s.score_mod)
-        assert isinstance(formula, Formula)  # `support` declines others
         wide = any(needs_wide_offsets(x) for x in tensors)
-        kernel = with_captured(kernel, tuple(x.ndim for x in formula.tensors))
+        kernel = with_captured(kernel, tuple(x.dim() for x in tensors))
         config: Config = scalars["CONFIG"]
         functions = score_mod_functions(formula, partial=partial, wide=wide)
         scalars = {

@@ -9,7 +9,8 @@ import torch
 from ...call.call import Needs
 from ...call.device import Device
 from ...call.problem import Problem, too_long
-from ...expression import Untraced
+from ...expression import Formula
+from ..gpu.decoding import is_decoding
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
 from .widths import WIDTHS, widths
@@ -21,7 +22,6 @@ SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
-MAX_DECODE_ROWS, MAX_GROUP = 64, 128
 NARROW = 16  # head dimension
 OLDEST, NEWEST = (3, 6), (3, 9)  # known versions of Triton; Gluon is experimental and changes between them
 
@@ -91,9 +91,9 @@ def declines(problem: Problem, device: Device) -> str | None:
     unsupported += ["attention_chunk"] if problem.window.chunk is not None else []
     if unsupported:
         return f"it does not support {' or '.join(unsupported)}"
-    if isinstance(problem.score_mod, Untraced):
-        return f"the score_mod cannot be traced: {problem.score_mod.reason}"
-    if problem.score_mod is not None and (reason := unsupported_tensor(problem.score_mod)) is not None:
+    if (reason := problem.untraced) is not None:
+        return reason
+    if isinstance(problem.score_mod, Formula) and (reason := unsupported_tensor(problem.score_mod)) is not None:
         return reason
     if problem.alignment < TMA_ALIGNMENT:
         return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
@@ -121,8 +121,7 @@ def defers(problem: Problem, device: Device) -> str | None:
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
     if max(problem.head_dim, problem.head_dim_v) <= NARROW:
         return f"up to head dimension {NARROW}, narrower kernels are faster"
-    group = problem.num_heads_q // problem.num_heads_kv
-    if problem.seqlen_q * group <= max(MAX_DECODE_ROWS, min(group, MAX_GROUP)):
+    if is_decoding(problem):
         return "decoding a few rows is faster with keys split among programs"
     return None
 

@@ -17,7 +17,7 @@ DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
 NUM_WARPGROUPS = 2  # consumers in backward, with 64 keys and one share of dq each
 ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
-COMBINE_ROWS = 16  # of a program that merges the results of split keys
+COMBINE_ROWS = 16  # of a program that adds up the results of splits
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster
 NEWEST_3WG = (3, 7)  # version of Triton; later ones add instructions and spills to three warpgroups, not yet measured
 IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
@@ -233,13 +233,11 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides
     three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits
     forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
-    return TileConfig(forward, backward_config(problem))
+    return TileConfig(forward, backward_config(problem, width))
 
 
-def backward_config(problem: Problem) -> FusedBackwardConfig | SplitBackwardConfig:
-    """Configuration of the backward pass."""
-    width = widths(problem)
-    assert width is not None
+def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardConfig | SplitBackwardConfig:
+    """Configuration of the backward pass of kernels of this width."""
     if width in SPLIT_BACKWARD:
         return SPLIT_BACKWARD[width]
     config = FUSED_BACKWARD[width[0]]

@@ -11,6 +11,7 @@ import torch
 from ...call.device import Device
 from ...call.problem import Problem, power_of_two
 from ...expression.formula import Formula, loads_pairs
+from ..gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
 from . import tuned
 
 
@@ -98,7 +99,6 @@ SINGLE_TF32X3 = (  # measured on an H200; wider tiles of float32 have no registe
 )
 INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
 MIN_COPY_BYTES = 4  # of an asynchronous copy
-MAX_PACKED_ROWS, MAX_GROUP = 64, 128  # query rows of a group that become one tile; those of one position
 KEYS_TIMES_WIDTH = 8192  # of a tile that decodes
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
 SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
@@ -108,15 +108,12 @@ SHORT = 64  # rows and keys of a sequence that is one small tile
 
 def tile(problem: Problem, device: Device) -> TileConfig:
     row = row_of(problem, device)
-    group = problem.num_heads_q // max(problem.num_heads_kv, 1)
-    packed_rows = max(problem.seqlen_q, 1) * group
-    most_rows = max(MAX_PACKED_ROWS, min(group, MAX_GROUP)) if has_most(problem.dtype, device) else MAX_PACKED_ROWS
-    if packed_rows > most_rows:
+    if not is_decoding(problem, large_groups=has_most(problem.dtype, device)):
         if not needs_room(problem, device):
             tuned_configs = tuned_row(row, problem.dtype, device)
             row = tuned_configs._replace(forward=row.forward) if wants_small(problem, row, device) else tuned_configs
         return TileConfig(row.forward, row.dkdv, row.dq)
-    forward = decoding(row, packed_rows, problem, device)
+    forward, group = decoding(row, problem, device), group_of(problem)
     if is_short(problem) and has_most(problem.dtype, device) and not needs_room(problem, device):
         warps = 4 if row.width <= 64 else 8
         short = KernelConfig(SHORT, SHORT, warps, 1)
@@ -133,7 +130,7 @@ def is_short(problem: Problem) -> bool:
     return p.layout == "dense" and p.seqlen_q > 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT and narrow
 
 
-def decoding(row: WidthConfigs, packed_rows: int, problem: Problem, device: Device) -> KernelConfig:
+def decoding(row: WidthConfigs, problem: Problem, device: Device) -> KernelConfig:
     """The configuration for few rows. Loading keys is all the work; tiles are small enough for two programs on a core.
 
     With the most shared memory, and no feature that needs it, three blocks of keys and values are in flight while one
@@ -142,13 +139,13 @@ def decoding(row: WidthConfigs, packed_rows: int, problem: Problem, device: Devi
     sequence's bits depend neither on the batch nor on the longest sequence in it.
     """
     shipped_config, block_n = row.forward, max(16, KEYS_TIMES_WIDTH // row.width)
-    block_m = max(16, power_of_two(packed_rows))
+    block_m = max(16, power_of_two(packed_rows(problem)))
     if misaligned(problem, device):
         block_m = min(block_m, shipped_config.block_m)
     widths = problem.head_dim, problem.head_dim_v
     asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)  # whatever the address
     if has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout):
-        return KernelConfig(block_m, block_n, 4 if block_m <= MAX_PACKED_ROWS else 8, 4)
+        return KernelConfig(block_m, block_n, 4 if block_m <= MAX_ROWS else 8, 4)
     return KernelConfig(block_m, min(shipped_config.block_n, block_n), 4, shipped_config.num_stages)
 
 
