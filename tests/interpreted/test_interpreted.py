@@ -36,12 +36,10 @@ pytestmark = [
 ]
 LENGTHS = (1, 15, 17, 33)
 CHOSEN = (
-    "hdim 64 causal", "hdim 96", "hdim 33/5", "fp32", "fp32 everything", "top left", "window", "negative scale",
-    "softcap",
-    "bias", "bias of heads and keys", "bias of sequences and rows", "one bias", "mask", "slopes",
-    "sinks", "dropout", "packed", "packed window", "packed, hdim 48 apart", "packed everything", "paged", "one query",
-    "packed chunks, rows unused",
-    "packed, three queries",
+    "hdim 64 causal", "hdim 96", "hdim 33/5", "fp32", "fp32 everything", "top left", "window",
+    "softcap", "bias", "bias of heads and keys", "bias of sequences and rows", "one bias, negative scale", "mask",
+    "slopes", "sinks", "dropout", "packed", "packed window", "packed, hdim 48 apart", "packed everything", "paged",
+    "one query", "packed chunks, rows unused", "packed, three queries",
 )  # fmt: skip
 
 

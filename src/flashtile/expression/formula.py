@@ -62,6 +62,11 @@ class Formula(NamedTuple):
     def is_mask(self) -> bool:
         return self.program.kinds()[0] == BOOL
 
+    @property
+    def operations(self) -> frozenset[str]:
+        """Names of the operations."""
+        return frozenset(x.op for x in self.program.instructions)
+
     def among(self, before: Sequence[TensorType], after: Sequence[TensorType] = ()) -> "Formula":
         """The formula of a call that captures other tensors too, before and after its own."""
 

@@ -25,6 +25,7 @@ from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
 from flashtile.dispatch import planner
+from flashtile.expression.formula import formula_of
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 SHARED_MEMORY = 227 * 1024
@@ -41,6 +42,8 @@ ONE_OF_EACH = (  # problem, kernel, most spilled bytes of a thread
     (("full", 64, SHORT), "forward", NEWER_TRITON_SPILL), (("full", 64, SHORT), "backward", BACKWARD_SPILL),
     (("full", (192, 128), SHORT), "dq", 0), (("full", (192, 128), SHORT), "dkdv", 0),
 )  # fmt: skip
+SCALED = formula_of(lambda score, b, h, q_idx, k_idx: score * 0.5)[0]
+CAPPED = formula_of(lambda score, b, h, q_idx, k_idx: 20 * torch.tanh(score / 20))[0]
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 
 
@@ -74,7 +77,10 @@ def test_auto_defers_to_other_backends() -> None:
         assert support.defers(problem(), H200) is None
         assert reason in str(support.defers(problem(**changes), H200))
         assert "softcap" in str(support.defers(problem(softcap=True), H200))
-        assert support.defers(problem(softcap=True, head_dim=128, head_dim_v=128), H200) is None
+        assert "softcap" in str(support.defers(problem(score_mod=CAPPED), H200))
+        assert support.defers(problem(score_mod=SCALED), H200) is None
+        for features in ({"softcap": True}, {"score_mod": CAPPED}):
+            assert support.defers(problem(**features, head_dim=128, head_dim_v=128), H200) is None
         assert planner._plan.__wrapped__(problem(**changes), H200, "hopper", None).backend == "hopper"
         with mock.patch("flashtile.backend.triton.support.unusable", return_value=None):
             chosen = planner._plan.__wrapped__(problem(**changes), H200, "auto", None)

@@ -23,6 +23,7 @@ ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
 NARROW = 16  # head dimension
+CAPS = {"tanh", "sigmoid"}  # operations of an exponential and a division
 OLDEST, NEWEST = (3, 6), (3, 9)  # known versions of Triton; Gluon is experimental and changes between them
 
 
@@ -115,9 +116,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
 
 def defers(problem: Problem, device: Device) -> str | None:
     """Why `auto` leaves a supported problem to the next backend."""
-    if problem.score_mod is not None:
-        return "few functions are measured to be faster in these kernels; ask for it by name"
-    if problem.softcap and widths(problem) == (64, 64):
+    caps = problem.softcap or (isinstance(problem.score_mod, Formula) and problem.score_mod.operations & CAPS)
+    if caps and widths(problem) == (64, 64):
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
     if max(problem.head_dim, problem.head_dim_v) <= NARROW:
         return f"up to head dimension {NARROW}, narrower kernels are faster"
