@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ...remember import remember
 from ..gpu.launch import current_stream
+from ..gpu.persistent import persistent_zeros
 
 MAX_SEMAPHORES = 256
 
@@ -22,4 +23,4 @@ def tile_count_semaphore(device: torch.device, packed: bool) -> Tensor:
     key = (device, current_stream())
     if (cached := semaphores.get(key)) is not None:
         return cached
-    return remember(semaphores, key, torch.zeros(1, dtype=torch.int32, device=device), MAX_SEMAPHORES)
+    return remember(semaphores, key, persistent_zeros(device, 1), MAX_SEMAPHORES)

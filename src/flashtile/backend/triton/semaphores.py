@@ -10,6 +10,7 @@ from torch import Tensor
 from ...call.problem import power_of_two
 from ...remember import remember
 from ..gpu.launch import current_stream
+from ..gpu.persistent import persistent_zeros
 
 MAX_STREAMS = 256
 ALIGNMENT = 4  # semaphores in 16 bytes, the alignment that a kernel may be compiled for
@@ -29,7 +30,7 @@ def new_semaphores(device: torch.device, count: int) -> Tensor:
     known = _of_streams.get(key)
     if known is None or len(known) < count:
         reserve(device)
-        known = remember(_of_streams, key, zeros(device, power_of_two(count)), MAX_STREAMS)
+        known = remember(_of_streams, key, persistent_zeros(device, power_of_two(count)), MAX_STREAMS)
     return known
 
 
@@ -47,7 +48,7 @@ def reserve(device: torch.device) -> None:
     """Reserve memory for captures that begin after this call."""
     reserved = _for_graphs.setdefault(device, [])
     if not reserved or len(reserved[-1]) < RESERVED // 2:
-        reserved.append(zeros(device, RESERVED))
+        reserved.append(persistent_zeros(device, RESERVED))
         torch.cuda.current_stream(device).synchronize()  # a graph may run on any stream
 
 
