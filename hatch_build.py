@@ -1,4 +1,4 @@
-"""The README as a package page needs it: no link or image that leads to a file beside it."""
+"""The README as a package page needs it: no relative link or image."""
 
 import re
 from pathlib import Path

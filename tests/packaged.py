@@ -68,7 +68,7 @@ def checked_sdist(file: Path) -> None:
 
 
 def checked_wheel(file: Path) -> None:
-    """The wheel has every source file and nothing else, and its description leads to no file beside it."""
+    """The wheel has every source file and nothing else, and its description has no relative link or image."""
     with zipfile.ZipFile(file) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

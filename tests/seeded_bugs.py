@@ -244,7 +244,7 @@ BUGS = (
     Bug("rotary: fixed queries advance", "call.cache", "if rotary.q_fixed else", "if False else"),
     Bug(
         "new keys packed like the queries",
-        "call.cache",
+        "call.cache_tensors",
         "features.cu_seqlens_q if cache.cu_seqlens_k_new is None else",
         "features.cu_seqlens_q if features.cu_seqlens_q is not None else",
     ),

@@ -129,19 +129,6 @@ CPU_BUGS = (
     ),
     CpuBug(
         Bug(
-            "chunk one key longer",
-            "kernels.tiles",
-            'a.integer("attention_chunk") - 1)',
-            'a.integer("attention_chunk"))',
-        ),
-        call(forward_case, attention_chunk=4),
-    ),
-    CpuBug(
-        Bug("chunk before all keys forgotten", "kernels.tiles", "0 - chunk, position", "0 * chunk, position"),
-        call(forward_case, attention_chunk=4, seqlen_q=9, seqlen_k=7),
-    ),
-    CpuBug(
-        Bug(
             "mask ignored at the edge of a window",
             "kernels.forward",
             "if variant.mask:",

@@ -15,7 +15,7 @@ from flashtile.expression import mask_mod_function
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_visible_pairs(name: str) -> None:
-    """Of the function, of its formula, and of a copy from another process."""
+    """The same pairs by the function, by its formula, and by a copy from another process."""
     mod, expected = EXPECTED[name]
     assert mod.traced
     copied = pickle.loads(pickle.dumps(mod))

@@ -109,7 +109,7 @@ def test_calls_are_right_without_all_of_them(expected: dict[str, Any]) -> None:
 
 
 def test_the_package_is_imported_without_all_of_them() -> None:
-    """What is decided at import: operators, functions that Dynamo leaves alone, and the refusal of score_mod."""
+    """Decisions at import: operators, functions that Dynamo leaves alone, and the refusal of score_mod."""
     code = """
 import importlib.util, sys, torch
 from pathlib import Path

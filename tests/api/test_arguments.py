@@ -41,14 +41,14 @@ def test_out(place: str, backend: str) -> None:
     for factor in (1, 2, 3):  # planned, recorded, replayed
         expected, lse = flashtile.attention(Q * factor, K, V, causal=True, return_lse=True, backend=backend)
         out = places()[place].fill_(-7)
-        beside = None if out._base is None else out._base.clone()
+        whole = None if out._base is None else out._base.clone()
         found = flashtile.attention(Q * factor, K, V, causal=True, return_lse=True, out=out, backend=backend)
         assert found[0] is out
         assert torch.equal(out, expected)
         assert torch.equal(found[1], lse)
-        if beside is not None and place == "in a larger tensor":
-            beside[:, :, 1:8, 4:8] = expected
-            assert torch.equal(out._base.nan_to_num(), beside.nan_to_num())
+        if whole is not None and place == "in a larger tensor":
+            whole[:, :, 1:8, 4:8] = expected
+            assert torch.equal(out._base.nan_to_num(), whole.nan_to_num())
 
 
 def test_kernels_write_into_out() -> None:

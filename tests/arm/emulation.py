@@ -57,7 +57,7 @@ PROCESSORS = {
 
 
 def missing() -> str | None:
-    """What this machine lacks; `None` if nothing."""
+    """Tools that this machine lacks; `None` if it has all."""
     lacking = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
     return f"needs {' and '.join(lacking)}" if lacking else None
 

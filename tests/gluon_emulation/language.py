@@ -22,7 +22,7 @@ def constexpr(x: Any) -> Any:
 
 
 class PropagateNan(Enum):
-    """What minimum and maximum make of NaN."""
+    """The treatment of NaN by minimum and maximum."""
 
     NONE = 0
     ALL = 1

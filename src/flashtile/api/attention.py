@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack, overload
 from torch import Tensor
 
 from ..call.advice import public, refuse
-from ..call.cache import CacheTensors
+from ..call.cache_tensors import CacheTensors
 from ..call.eager import without_default_devices
 from ..call.window import ExactWindow as ExactWindow  # part of the interface, as the functions are
 from ..dispatch.autograd import attend

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import private_torch
-from ..call.cache import CACHE_REQUIRED, CacheTensors, RotarySettings
+from ..call.cache_tensors import CACHE_REQUIRED, CacheTensors, RotarySettings
 from ..call.call import FEATURES, Call, Settings, Tensors
 from ..call.eager import is_plain_eager
 from ..call.features import SCORES

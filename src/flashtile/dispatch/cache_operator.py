@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.library import register_fake, register_vmap
 
 from .. import private_torch
-from ..call.cache import CacheCall, CacheTensors, RotarySettings, check_apart
+from ..call.cache import CacheCall
+from ..call.cache_tensors import CacheTensors, RotarySettings
 from ..call.call import FEATURES as FEATURES_OF_CALLS
 from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows
+from ..call.check_cache import check_apart
 from ..call.eager import in_forward_mode
 from ..call.features import CACHE, INDEX
 from ..call.problem import accumulation_dtype

@@ -25,17 +25,9 @@ from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CORES = 3
 AROUND_TILES = (33, 64, 65, 127, 128, 129, 192, 193, 255, 257, 300)  # longer ones run on a GPU
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One thread: the tensors are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def wrong(case: Case, seed: int, folder: Path = FOLDER) -> list[str]:

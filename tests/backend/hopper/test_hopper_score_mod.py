@@ -1,7 +1,6 @@
 """score_mod in the Hopper kernels without a GPU: emulated, and compiled."""
 
 import pytest
-import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -11,16 +10,8 @@ from hopper_score_mods import PROBLEMS, expected, score_mod_case
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 AROUND_TILES = (33, 65, 129, 130)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One thread: the tensors are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.cache import CacheCall, CacheTensors, paged_call, rows_in_order, rows_of_table
+from ...call.cache import CacheCall, paged_call, rows_in_order, rows_of_table
 from ...call.cache import append_and_rotate as in_operations
+from ...call.cache_tensors import CacheTensors
 from ...call.call import Call, Tensors, lse_shape, new_rows
 from ...call.plan import Plan
 from ..gpu import replay

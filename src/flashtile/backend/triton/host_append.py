@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...call.cache import CacheTensors, RotarySettings
+from ...call.cache_tensors import CacheTensors, RotarySettings
 from ...call.call import Call, new_rows
 from ...call.problem import power_of_two
 from ..gpu.replay import Recorder
