@@ -1,4 +1,4 @@
-"""Fill the tables of README.md, docs/performance.md, docs/architecture.md and the ladder's two pages.
+"""Fill the tables of README.md and of pages in docs.
 
     python docs/make_tables.py
 
@@ -19,11 +19,12 @@ from typing import Any
 
 import compatibility_tables
 import ladder_tables
+import score_mod_tables
 from cells import markdown
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/compatibility.md")
-PAGES += ("docs/ladder.md", "docs/ladder_measurements.md")
+PAGES += ("docs/ladder.md", "docs/ladder_measurements.md", "docs/score_mods.md")
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)")
 HEAD_DIMS = ("64", "96", "128", "192 with values of 128", "192", "256")
@@ -300,6 +301,7 @@ TABLES: dict[str, Callable[[], str]] = (
     }
     | ladder_tables.TABLES
     | compatibility_tables.TABLES
+    | score_mod_tables.TABLES
 )
 
 if __name__ == "__main__":

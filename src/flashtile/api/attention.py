@@ -110,7 +110,8 @@ def attention(
             generator (Philox: Salmon et al., "Parallel random numbers", 2011).
         return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
         num_splits: an int, into how many parts the keys are split in forward, for backends that compute parts side by
-            side (`triton`, `cpu`); `None` lets them choose. The result is the same up to rounding.
+            side (`triton`, `cpu`, and `hopper` for dense calls); `None` lets them choose. The result is the same up to
+            rounding.
         deterministic: `True` gives the same bits for the same call; `None` follows
             `torch.are_deterministic_algorithms_enabled()`.
         out: a tensor for the result, of its shape, dtype and device; any strides. For calls without derivatives.
