@@ -49,7 +49,7 @@ def test_ready_masks() -> None:
     "sizes",
     [
         {"seqlen_q": 333, "seqlen_k": 301},
-        {"num_heads_q": 6, "seqlen_q": 101, "seqlen_k": 333},
+        {"num_heads_q": 6, "num_heads_kv": 2, "seqlen_q": 101, "seqlen_k": 333},
         {"num_heads_q": 1, "batch": 1, "seqlen_q": 1400, "seqlen_k": 1900},
         {"num_heads_q": 2, "seqlen_q": 2, "seqlen_k": 1700, "num_splits": 3},
     ],
@@ -57,7 +57,7 @@ def test_ready_masks() -> None:
 )
 def test_sizes(sizes: dict[str, Any]) -> None:
     """Panels with rows of several heads and positions, of which some see a block and some do not."""
-    widths = (10**6, 40, 0, 200, 90, 10)[: sizes.get("num_heads_q", 2)]
+    widths = (10**6, 40, 0, 3, 2, 4)[: sizes.get("num_heads_q", 2)]
     assert_right(dense_case(**{"head_dim": 16} | sizes, mask=mask_of(1900, *widths)), "cpu")
 
 
@@ -114,6 +114,14 @@ def test_values_of_now() -> None:
             out = flashtile.attention(q, q, q, mask=x, backend="cpu")
             results.append((out, *torch.autograd.grad(out.square().sum(), q)))
         torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(130, 1), (101, 3), (258, 6), (5, 128), (200, 64)])
+def test_positions_of_panels(rows: int, groups: int) -> None:
+    """The positions of a panel's rows, no others."""
+    found = blocks.panel_positions(rows * groups, 64, groups)
+    of_rows = torch.arange(rows * groups) // groups
+    assert [x.unique().tolist() for x in found] == [x.unique().tolist() for x in of_rows.split(64)]
 
 
 def test_entries() -> None:
