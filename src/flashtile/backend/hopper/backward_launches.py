@@ -10,6 +10,7 @@ from torch import Tensor
 from ...call.call import Call, Needs, Tensors, new_rows
 from ...call.device import describe_device
 from ..epilogue import RowStats, requested_from_rows
+from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder
 from ..scalars import (
@@ -24,12 +25,12 @@ from ..scalars import (
     window_numbers,
 )
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
-from .kernels.preprocess import preprocess_kernel
 from .semaphores import tile_count_semaphore
 from .tables import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
 
 L2_BYTES = 24 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
 WARPS = 4
+PREPROCESS = Kernel(f"{__package__}.kernels.preprocess", "preprocess_kernel")
 
 
 class BlockCounts(NamedTuple):
@@ -103,7 +104,7 @@ class BackwardLaunches:
             "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta,
             "dq_semaphore": dq_semaphore, "cu_seqlens_q": self.cu_seqlens_q,
         }  # fmt: skip
-        self.recorder.launch(preprocess_kernel, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
+        self.recorder.launch(PREPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
 
     def input_pointers(self) -> Pointers:
         """Descriptors and pointers of the inputs."""

@@ -10,14 +10,16 @@ from ...call.call import Call, Tensors, lse_shape, new_rows
 from ...call.device import describe_device
 from ...call.plan import Plan
 from ..gpu import replay
+from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import head_strides, head_terms, rows_last, score_units, window_numbers
 from .descriptors import dense_descriptor, ragged_descriptor
-from .kernels.forward.forward import forward_kernel
 from .scheduler_args import scheduler_args
 from .semaphores import tile_count_semaphore
 from .tables import MMA_M, ForwardConfig
+
+FORWARD = Kernel(f"{__package__}.kernels.forward.forward", "forward_kernel")
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -55,7 +57,7 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
         "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
         "seqused_k": recorder.contiguous(t.seqused_k),
     }
-    recorder.launch(forward_kernel, pointers, *launch_scalars(call, config))
+    recorder.launch(FORWARD, pointers, *launch_scalars(call, config))
     return out, lse
 
 

@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, Needs, Tensors
+from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import WARPS, BackwardLaunches
 from .descriptors import dq_accum_descriptor
-from .kernels.backward.fused import backward_kernel
-from .kernels.postprocess import postprocess_kernel
 from .tables import ALIGN, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
+
+BACKWARD = Kernel(f"{__package__}.kernels.backward.fused", "backward_kernel")
+POSTPROCESS = Kernel(f"{__package__}.kernels.postprocess", "postprocess_kernel")
 
 
 class FusedBackward(BackwardLaunches):
@@ -42,7 +44,7 @@ class FusedBackward(BackwardLaunches):
             "dq_semaphore": self.dq_semaphore,
         }
         bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + self.dq_accum.element_size())
-        self.recorder.launch(backward_kernel, pointers, self.programs, self.key_kernel_scalars(bytes_per_row))
+        self.recorder.launch(BACKWARD, pointers, self.programs, self.key_kernel_scalars(bytes_per_row))
         return self.postprocess(), dk, dv
 
     def postprocess(self) -> Tensor:
@@ -63,5 +65,5 @@ class FusedBackward(BackwardLaunches):
             "dq": dq,
             "cu_seqlens_q": self.cu_seqlens_q,
         }
-        self.recorder.launch(postprocess_kernel, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
+        self.recorder.launch(POSTPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
         return dq

@@ -23,7 +23,7 @@ from ..scalars import (
 )
 from . import formulas
 from .configs import KernelConfig
-from .kernels.parameters import Constants, HeadDim
+from .constants import Constants, HeadDim
 
 MAX_BIAS_SPLITS = 16  # partial gradients of a bias, summed at the end
 MAX_BIAS_PROGRAMS = 1024

@@ -17,8 +17,6 @@ from ...expression import Formula, score_mod_formula
 from ..gpu.formula import source
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder
-from .kernels import functions
-from .kernels.kernel import defined, with_captured
 
 
 class DeviceFunction(NamedTuple):
@@ -33,6 +31,9 @@ def device_function(
     formula: Formula, *, accurate: bool, wide: bool = False, partial: bool = False, load: int | None = None
 ) -> DeviceFunction:
     """The device function of a formula; `accurate` is for float32 inputs. For the rest see `backend.gpu.formula`."""
+    from .kernels import functions  # they import Triton
+    from .kernels.kernel import defined
+
     text, position_inputs = source("score_mod", formula, partial=partial, load=load, wide=wide)
     digest = hashlib.sha256(f"{accurate} {text}".encode()).hexdigest()[:16]
     name = f"score_mod_{digest}"
@@ -67,7 +68,9 @@ def launch(
     """Launch a kernel for a call, with the device function of its score_mod; `derivatives` are those it uses."""
     formula = formula_of(call)
     if formula is not None:
-        kernel = with_captured(kernel, tuple(x.ndim for x in formula.tensors))
+        from .kernels.kernel import with_captured  # imports Triton
+
+        kernel = with_captured(kernel.function(), tuple(x.ndim for x in formula.tensors))
         scalars = scalars | {"score_mod": function_of(call, formula, **derivatives).function}
     recorder.launch(kernel, pointers, programs, scalars)
 

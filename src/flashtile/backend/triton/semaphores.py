@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...call.problem import power_of_two
 from ...remember import remember
-from ..gpu.launch import current_stream
+from ..gpu.stream import current_stream
 
 MAX_STREAMS = 256
 ALIGNMENT = 4  # semaphores in 16 bytes, the alignment that a kernel may be compiled for
@@ -25,7 +25,7 @@ def new_semaphores(device: torch.device, count: int) -> Tensor:
         return zeros(device, count)
     if torch.cuda.is_current_stream_capturing():
         return of_a_graph(device, count)
-    key = (device, current_stream())
+    key = (device, current_stream(torch.cuda.current_device()))
     known = _of_streams.get(key)
     if known is None or len(known) < count:
         reserve(device)
