@@ -68,7 +68,7 @@ def test_declines(changes: dict, reason: str) -> None:
 
 def test_auto_defers_to_other_backends() -> None:
     changes, reason = {"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoding"
-    with mock.patch.multiple(support, unusable=lambda: None, triton_version=lambda: (3, 6)):
+    with mock.patch.multiple(support, unusable=lambda: None, compiler_version=lambda arch: (3, 6)):
         assert support.declines(problem(**changes), H200) is None
         assert support.defers(problem(), H200) is None
         assert reason in str(support.defers(problem(**changes), H200))
@@ -94,7 +94,7 @@ def test_auto_defers_to_other_backends() -> None:
 
 
 def test_auto_defers_with_untested_versions_of_triton() -> None:
-    with mock.patch.object(support, "triton_version", return_value=(3, 9)):
+    with mock.patch.object(support, "compiler_version", return_value=(3, 9)):
         assert "Triton 3.6 only, not 3.9" in str(support.defers(problem(), H200))
         assert support.unsupported() is None
     with mock.patch.object(support, "triton_version", return_value=(4, 0)):
@@ -110,10 +110,10 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
     def chosen(name: str, head_dim: int, seqlen: int) -> object:
         return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
-    with mock.patch("flashtile.backend.hopper.tables.triton_version", return_value=(3, 6)):
+    with mock.patch("flashtile.backend.hopper.tables.compiler_version", return_value=(3, 6)):
         assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
         assert chosen("full", 96, LONG) is THREE_WARPGROUPS[96, 96]
-    with mock.patch("flashtile.backend.hopper.tables.triton_version", return_value=(3, 7)):
+    with mock.patch("flashtile.backend.hopper.tables.compiler_version", return_value=(3, 7)):
         assert chosen("full", 64, LONG) is TWO_WARPGROUPS[64, 64]
     assert (
         chosen("causal", 64, SHORT)

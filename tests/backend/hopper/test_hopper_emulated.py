@@ -70,7 +70,7 @@ def hash_of(name: str) -> int:
 def test_three_warpgroups(name: str) -> None:
     """A configuration otherwise chosen for long sequences only."""
     case = replace(case_of(name, hash_of(name), "cpu"), forward_only=True)
-    with mock.patch.multiple(tables, MIN_KEYS_3WG=0, triton_version=lambda: tables.NO_SPILL_TRITON):
+    with mock.patch.multiple(tables, MIN_KEYS_3WG=0, compiler_version=lambda arch: tables.NO_SPILL_TRITON):
         assert wrong(case, seed=0) == []
 
 

@@ -22,6 +22,7 @@ from ...call.device import describe_device
 from ...errors import AttentionWarning
 from .binary import Binary
 from .driver import driver
+from .installed import triton_version
 from .kernel import Kernel
 from .pointers import Slots, resolved
 from .signature import key_of
@@ -70,12 +71,17 @@ class Archive:
         """Major and minor version of the Triton that compiled it."""
         return tuple(int(part) for part in self.index["triton"].split(".")[:2])
 
+    @property
+    def words(self) -> str:
+        """In words: "compiled ahead by Triton 3.6.0"."""
+        return f"compiled ahead by Triton {self.index['triton']}"
+
     def __len__(self) -> int:
         return sum(len(kernel["binaries"]) for kernel in self.index["kernels"].values())
 
-    def key(self, kernel: Kernel, scalars: Mapping[str, Any], pointers: Mapping[str, Any]) -> str | None:
-        """The key of a launch, if the archive has its kernel."""
-        known = self.index["kernels"].get(kernel.title)
+    def key(self, kernel: Any, scalars: Mapping[str, Any], pointers: Mapping[str, Any]) -> str | None:
+        """The key of a launch, if the archive has its kernel. One made for a score_mod is no `Kernel`."""
+        known = self.index["kernels"].get(kernel.title) if isinstance(kernel, Kernel) else None
         if known is None:
             return None
         parameters = known["parameters"]
@@ -84,7 +90,7 @@ class Archive:
         key = key_of(parameters, {**scalars, **pointers}, options)
         return key if key in known["binaries"] else None
 
-    def find(self, kernel: Kernel, scalars: Mapping[str, Any], pointers: Mapping[str, Any]) -> Binary | None:
+    def find(self, kernel: Any, scalars: Mapping[str, Any], pointers: Mapping[str, Any]) -> Binary | None:
         """The binary of a launch; `None` if it has to be compiled."""
         key = self.key(kernel, scalars, pointers)
         if key is None:
@@ -160,6 +166,12 @@ def archive_for(arch: str) -> Archive | None:
     return _archives.setdefault(arch, found)
 
 
+def compiler_version(arch: str) -> tuple[int, ...] | None:
+    """Major and minor version of the Triton that kernels are planned for: the archive's, else the installed one."""
+    archive = archive_for(arch)
+    return triton_version() if archive is None else archive.version
+
+
 def file_name(arch: str) -> str:
     return f"kernels-{arch}.zip"
 
@@ -191,7 +203,7 @@ def find(
     kernel: Any, scalars: Mapping[str, Any], slots: Slots, tensors: Sequence[Tensor | None]
 ) -> tuple[Archive, Binary] | None:
     """The binary of a launch and its archive."""
-    if not isinstance(kernel, Kernel) or tensors[0] is None:
+    if tensors[0] is None:
         return None
     archive = archive_of(tensors[0].device)
     if archive is None:

@@ -17,7 +17,6 @@ from ...remember import remember
 from .driver import INVALID_CONTEXT, INVALID_HANDLE, Driver, LaunchConfig, MapLayout, TensorMap, attributes_of
 from .pointers import Slot, Slots, TmaDescriptor, resolved
 from .signature import Parameters
-from .stream import current_stream
 
 MOST_ADDRESSES = 256  # of tensor maps that a launch keeps
 POINTER, MAP = "pointer", "map"  # types of arguments that have addresses
@@ -80,7 +79,7 @@ class BinaryLaunch:
 
     def __init__(self, binary: Binary, programs: int, scalars: Mapping[str, Any], slots: Slots, tensors: Any):
         self.binary, self.programs = binary, programs
-        self.device = torch.cuda.current_device()
+        self.device, self.stream = binary.driver.device(), binary.driver.stream
         self.function = binary.function()
         self.launch = binary.driver.launch_kernel
         self.pointers: list[tuple[int, int]] = []  # place in the frame, index of the tensor
@@ -128,7 +127,7 @@ class BinaryLaunch:
                 remember(by_address, address, tensor_map, MOST_ADDRESSES)
             params[n] = tensor_map.address
             frame.maps[number] = tensor_map
-        frame.config.stream = current_stream(self.device)
+        frame.config.stream = self.stream(self.device)
         if self.scratch:
             self.with_scratch(frame)
         elif code := self.launch(frame.config_pointer, self.function, params, None):

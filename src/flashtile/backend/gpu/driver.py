@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .stream import current_stream
+
 LIBRARY = "libcuda.so.1"
 INVALID_CONTEXT, INVALID_HANDLE = 201, 400
 DEFAULT_SHARED = 48 * 1024  # bytes that a kernel may have without asking
@@ -77,6 +79,9 @@ class MapLayout(NamedTuple):
 class Driver:
     """Functions of `libcuda`."""
 
+    device = staticmethod(torch.cuda.current_device)
+    stream = staticmethod(current_stream)
+
     def __init__(self) -> None:
         self.library = ctypes.CDLL(LIBRARY)
         self.launch_kernel: Any = self.library.cuLaunchKernelEx
@@ -100,7 +105,7 @@ class Driver:
         self.check(self.library.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
         if not context.value:
             device = c_int()
-            self.check(self.library.cuDeviceGet(ctypes.byref(device), torch.cuda.current_device()), "finding a device")
+            self.check(self.library.cuDeviceGet(ctypes.byref(device), self.device()), "finding a device")
             self.check(self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "making a context")
             self.check(self.library.cuCtxSetCurrent(context), "setting the context")
         return context.value or 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._dynamo import guards as allocators  # of compiled programs: torch.empty_strided takes twice as long
 
 from .launch import launch, replayable
-from .pointers import Described, Pointers, Slot, Slots
+from .pointers import Described, Pointers, Slot, Slots, resolved
 from .step import Step
 
 Results = Sequence[Tensor | None]
@@ -28,6 +28,11 @@ class Launch(NamedTuple):
     scalars: dict[str, Any]
     slots: Slots
     tensors: list[Tensor | None]
+
+    @property
+    def pointers(self) -> dict[str, Any]:
+        """Arguments that have addresses, by name."""
+        return resolved(self.slots, self.tensors)
 
 
 _collected: ContextVar[list[Launch] | None] = ContextVar("collected", default=None)

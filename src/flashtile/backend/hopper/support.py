@@ -8,6 +8,7 @@ import torch
 from ...call.call import Needs
 from ...call.device import Device
 from ...call.problem import Problem, too_long
+from ..gpu.archive import compiler_version
 from ..gpu.installed import triton_version
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
 
 def defers(problem: Problem, device: Device) -> str | None:
     """Why `auto` leaves a supported problem to the next backend."""
-    version = triton_version()
+    version = compiler_version(device.arch)
     if version is not None and version != VERIFIED:
         tested, installed = dotted(VERIFIED), dotted(version)
         return f"its kernels are tested with Triton {tested} only, not {installed}; ask for it by name"

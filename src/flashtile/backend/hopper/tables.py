@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from ...call.device import Device
 from ...call.problem import Problem
-from ..gpu.installed import triton_version
+from ..gpu.archive import compiler_version
 
 MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
 DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
@@ -204,7 +204,7 @@ NO_SPILL_TRITON = (3, 6)  # with newer versions, kernels of three warpgroups spi
 def tile_config(problem: Problem, device: Device) -> TileConfig:
     """Configurations for a problem."""
     features = problem.softcap or problem.features.score_terms  # need more registers than three warpgroups have
-    fits = triton_version() == NO_SPILL_TRITON and not features
+    fits = compiler_version(device.arch) == NO_SPILL_TRITON and not features
     head_dims = problem.head_dim, problem.head_dim_v
     min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides
     three = head_dims in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits
