@@ -1,6 +1,7 @@
 """Compilation of the standard set into an archive, by the pinned Triton, on a machine that needs no GPU."""
 
 import hashlib
+import importlib.metadata
 import io
 import json
 import multiprocessing
@@ -53,7 +54,7 @@ def build(arch: str, out: Path, jobs: int, only: str, progress: Callable[[str], 
         for part in pool.imap_unordered(compile_share, [(arch, only, n, jobs) for n in range(jobs)]):
             found += part
             progress(f"{len(found)} kernels")
-    write(out, arch, found)
+    write(out, arch, importlib.metadata.version("triton"), found)
     return len(found)
 
 
@@ -91,8 +92,19 @@ def parameters_of(function: Any) -> list[tuple[str, str]]:
 
 
 def compile_launch(launch: Launch, arch: str) -> Compiled:
-    """Compile the kernel of a launch as Triton does at a first call: with the same source, types and options."""
+    """Compile the kernel of a launch."""
     import triton  # pyright: ignore[reportMissingImports]
+
+    source, target, options = source_of(launch, arch)
+    kernel = triton.compile(source, target=target, options=options)  # pyright: ignore[reportAttributeAccessIssue]
+    image = kernel.asm["cubin"]
+    facts = facts_of(kernel.metadata, source.signature, image)
+    parameters = parameters_of(launch.kernel.function())
+    return Compiled(launch.kernel.title, parameters, key_of_launch(launch), facts, image)
+
+
+def source_of(launch: Launch, arch: str) -> tuple[Any, Any, dict[str, Any]]:
+    """The source, target and options with which Triton compiles a kernel at a first call."""
     from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource, make_backend  # pyright: ignore[reportMissingImports]
@@ -110,10 +122,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     bound, specialization, options = bind(**arguments)
     options, signature, constants, attributes = function._pack_args(backend, arguments, bound, specialization, options)
     source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, attributes)
-    kernel = triton.compile(source, target=target, options=options.__dict__)  # pyright: ignore[reportAttributeAccessIssue]
-    image = kernel.asm["cubin"]
-    facts = facts_of(kernel.metadata, signature, image)
-    return Compiled(launch.kernel.title, parameters_of(function), key_of_launch(launch), facts, image)
+    return source, target, options.__dict__
 
 
 def facts_of(metadata: Any, signature: dict[str, str], image: bytes) -> dict[str, Any]:
@@ -149,10 +158,8 @@ def type_in_index(name: str) -> str | None:
     return "pointer" if name.startswith("*") else "map" if name.startswith("tensordesc") else name
 
 
-def write(path: Path, arch: str, compiled: list[Compiled]) -> None:
-    """Write an archive; equal kernels give equal bytes."""
-    import triton  # pyright: ignore[reportMissingImports]
-
+def write(path: Path, arch: str, triton: str, compiled: list[Compiled]) -> None:
+    """Write an archive of what a version of Triton compiled; equal kernels give equal bytes."""
     kernels: dict[str, Any] = {}
     for x in sorted(compiled, key=lambda x: (x.title, x.key)):
         kernel = kernels.setdefault(x.title, {"parameters": x.parameters, "binaries": {}})
@@ -160,7 +167,7 @@ def write(path: Path, arch: str, compiled: list[Compiled]) -> None:
     index = {
         "format": FORMAT,
         "arch": arch,
-        "triton": triton.__version__,
+        "triton": triton,
         "sources": sources(),
         "kernels": kernels,
     }
