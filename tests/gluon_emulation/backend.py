@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backend.gpu import replay
-from flashtile.backend.gpu.step import Step
 from flashtile.backend.gpu.pointers import Slots, TmaDescriptor, resolved
+from flashtile.backend.gpu.step import Step
 from flashtile.backend.hopper import support
 from flashtile.call.device import Device
 from flashtile.dispatch import fast_path, planner

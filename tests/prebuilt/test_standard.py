@@ -40,9 +40,7 @@ def planned_for_an_archive() -> Iterator[None]:
 @functools.cache
 def standard_keys() -> frozenset[tuple[str, str]]:
     """Kernels and keys of the standard set."""
-    return frozenset(
-        (x.kernel.title, key_of_launch(x)) for call in standard_calls() for x in launches(call, H200)
-    )
+    return frozenset((x.kernel.title, key_of_launch(x)) for call in standard_calls() for x in launches(call, H200))
 
 
 def is_covered(call: StandardCall) -> bool:
@@ -94,4 +92,6 @@ def test_what_is_not_in_the_set() -> None:
     assert not is_covered(StandardCall("attention", {"q": q, "k": q, "v": q}))
     q = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
     assert is_covered(StandardCall("attention", {"q": q, "k": q, "v": q}))
-    assert not is_covered(StandardCall("attention", {"q": q, "k": q, "v": q, "mask": torch.ones(1, 1, 300, 300) > 0, "softcap": 2.0}))
+    assert not is_covered(
+        StandardCall("attention", {"q": q, "k": q, "v": q, "mask": torch.ones(1, 1, 300, 300) > 0, "softcap": 2.0})
+    )

@@ -69,7 +69,8 @@ def test_host_code_loads_no_kernels(backend: str) -> None:
     """They import Triton, which only a kernel that has to be compiled needs. A forward pass loads no host code of
     backward.
     """
-    code = f"import sys; from flashtile.backend.{backend} import entry; print(*sys.modules); entry.backward; print(*sys.modules)"
+    code = f"import sys; from flashtile.backend.{backend} import entry; print(*sys.modules); entry.backward; "
+    code += "print(*sys.modules)"
     forward, both = (line.split() for line in python("-c", code).stdout.splitlines())
     assert not {name for name in forward if name.startswith(f"flashtile.backend.{backend}.") and "backward" in name}
     assert f"flashtile.backend.{backend}.host_backward" in both

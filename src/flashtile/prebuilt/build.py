@@ -14,6 +14,7 @@ from ..backend.gpu.archive import FORMAT, INDEX, sources
 from ..backend.gpu.installed import triton_version
 from ..backend.gpu.replay import Launch
 from ..backend.gpu.signature import CONSTANT, PLAIN, SPECIALIZED, key_of
+from .cubin import without_debug
 from .launches import all_launches, device_of
 from .standard import standard_calls
 
@@ -61,7 +62,9 @@ def build(arch: str, out: Path, jobs: int, only: str, progress: Callable[[str], 
 def compile_share(work: tuple[str, str, int, int]) -> list[Compiled]:
     """Compile every `jobs`-th launch of the standard set, in a process of its own."""
     arch, only, share, jobs = work
-    chosen = distinct(launch for launch in all_launches(standard_calls(), device_of(arch)) if only in launch.kernel.title)
+    chosen = distinct(
+        launch for launch in all_launches(standard_calls(), device_of(arch)) if only in launch.kernel.title
+    )
     return [compile_launch(launch, arch) for n, launch in enumerate(chosen) if n % jobs == share]
 
 
@@ -97,7 +100,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
 
     source, target, options = source_of(launch, arch)
     kernel = triton.compile(source, target=target, options=options)  # pyright: ignore[reportAttributeAccessIssue]
-    image = kernel.asm["cubin"]
+    image = without_debug(kernel.asm["cubin"])
     facts = facts_of(kernel.metadata, source.signature, image)
     parameters = parameters_of(launch.kernel.function())
     return Compiled(launch.kernel.title, parameters, key_of_launch(launch), facts, image)

@@ -19,7 +19,7 @@ LEFT_OUT = {  # kernels that are compiled at first use only
 }
 SHORT, LONG = 512, 8192  # lengths with different tiles
 PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": (4095, 0)})
-DECODE_HEADS = ((32, 8), (64, 8))  # query and key heads: groups of 4 and 8
+DECODE_HEADS = ((8, 8), (32, 8), (64, 8))  # query and key heads: groups of 1, 4 and 8
 BATCHES = (1, 2, 4, 8, 64)  # with different splits of the keys
 PAGE_SIZES = (16, 256)
 
@@ -46,8 +46,10 @@ def plain(dtype: torch.dtype) -> Iterator[StandardCall]:
     """Dense and packed calls without features, at every head dimension of the Hopper kernels."""
     for (dim, dim_v), features, seqlen in itertools.product(HEAD_DIMS, PLAIN, (SHORT, LONG)):
         q, k, v = dense((2, 2), seqlen, seqlen, (dim, dim_v), dtype)
-        yield StandardCall("attention", {"q": q, "k": k, "v": v, **features}, backward=True)
-        yield StandardCall("attention_varlen", {**packed(q, k, v), **features}, backward=True)
+        for deterministic in (None, True):
+            scalars = {**features, "deterministic": deterministic}
+            yield StandardCall("attention", {"q": q, "k": k, "v": v, **scalars}, backward=True)
+            yield StandardCall("attention_varlen", {**packed(q, k, v), **scalars}, backward=True)
 
 
 def with_features(dtype: torch.dtype) -> Iterator[StandardCall]:
@@ -83,7 +85,9 @@ def decoding(dtype: torch.dtype) -> Iterator[StandardCall]:
             yield from cached(q, k, v, pages, {"causal": True})
 
 
-def cached(q: Tensor, k: Tensor, v: Tensor, pages: dict[str, Tensor], features: dict[str, Any]) -> Iterator[StandardCall]:
+def cached(
+    q: Tensor, k: Tensor, v: Tensor, pages: dict[str, Tensor], features: dict[str, Any]
+) -> Iterator[StandardCall]:
     """Calls with a KV cache: reading, appending, and appending with rotary positions."""
     batch, heads = q.shape[0], k.shape[1] if not pages else k.shape[2]
     lengths = empty(batch, dtype=torch.int32)
@@ -126,7 +130,9 @@ def dense(
 
 def packed(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     """Arguments of the same call, packed as one sequence."""
-    tensors = {name: empty(x.shape[2], x.shape[1], x.shape[3], dtype=x.dtype) for name, x in zip("qkv", (q, k, v), strict=True)}
+    tensors = {
+        name: empty(x.shape[2], x.shape[1], x.shape[3], dtype=x.dtype) for name, x in zip("qkv", (q, k, v), strict=True)
+    }
     one = offsets(1)
     return {**tensors, "cu_seqlens_q": one, "cu_seqlens_k": one, "max_seqlen_q": q.shape[2], "max_seqlen_k": q.shape[2]}
 

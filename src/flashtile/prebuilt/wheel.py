@@ -30,7 +30,9 @@ def add(wheel: Path, archive: Path, arch: str) -> int:
         rows = [row for row in csv.reader(old.read(record).decode().splitlines()) if row[0] != name]
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([*rows[:-1], (name, f"sha256={digest}", len(content)), rows[-1]])
+        csv.writer(text, lineterminator="\n").writerows(
+            [*rows[:-1], (name, f"sha256={digest}", len(content)), rows[-1]]
+        )
         new.writestr(zipfile.ZipInfo(record, SAME_DATE), text.getvalue(), zipfile.ZIP_DEFLATED)
     size = len(memory.getvalue())
     if size > LARGEST:

@@ -76,8 +76,8 @@ def anew() -> Iterator[None]:
 def run(path: Path, driver: FakeDriver) -> dict[str, int]:
     """Run a forward pass twice, the second time recorded, then replay it; results by Triton are counted."""
     from flashtile.backend.hopper import entry
-    from flashtile.prebuilt.launches import call_of, plan_of
     from flashtile.call.problem import Problem
+    from flashtile.prebuilt.launches import call_of, plan_of
 
     given = call()
     described = call_of(given)
@@ -239,12 +239,26 @@ print(len(driver.launched), *(name for _, name, *_ in driver.loaded))
 
 def test_planning_and_arguments_never_import_triton(path: Path) -> None:
     """In a process where importing it is an error: forward, backward, replay and decoding."""
-    decode = {name: torch.empty(1, n, rows, 64, dtype=torch.bfloat16) for name, n, rows in (("q", 8, 1), ("k", 2, 200), ("v", 2, 200))}
-    ahead = [compiled(x) for given in (call(), StandardCall("attention", decode)) for x in launches(given, device_of("sm_90"))]
+    decode = {
+        name: torch.empty(1, n, rows, 64, dtype=torch.bfloat16)
+        for name, n, rows in (("q", 8, 1), ("k", 2, 200), ("v", 2, 200))
+    }
+    ahead = [
+        compiled(x)
+        for given in (call(), StandardCall("attention", decode))
+        for x in launches(given, device_of("sm_90"))
+    ]
     build.write(path, "sm_90", "3.6.0", ahead)
     done = subprocess.run([sys.executable, "-c", NO_TRITON, str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["9", "forward_kernel", "preprocess_kernel", "backward_kernel", "postprocess_kernel", "forward_kernel"]
+    assert done.stdout.split() == [
+        "9",
+        "forward_kernel",
+        "preprocess_kernel",
+        "backward_kernel",
+        "postprocess_kernel",
+        "forward_kernel",
+    ]
 
 
 def test_sources_are_all_that_kernels_import() -> None:
@@ -267,7 +281,10 @@ def test_sources_are_all_that_kernels_import() -> None:
 
 def test_launch_uses_the_archive_first() -> None:
     step = mock.Mock()
-    with mock.patch.object(launch, "of_archive", return_value=step), mock.patch.object(triton_launch, "launch") as other:
+    with (
+        mock.patch.object(launch, "of_archive", return_value=step),
+        mock.patch.object(triton_launch, "launch") as other,
+    ):
         launch.launch(PREPROCESS, 1, {}, {"x": Slot(0)}, [None])
     assert step.call_count == 1
     assert other.call_count == 0

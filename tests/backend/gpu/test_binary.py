@@ -67,7 +67,11 @@ def expected(given: list[Tensor | None]) -> list[int]:
 def test_structures_are_those_of_the_driver() -> None:
     """cuda.h: CUlaunchConfig has 7 ints, 2 pointers and an int; CUlaunchAttribute an enum, padding and 64 bytes."""
     assert ctypes.sizeof(LaunchConfig) == 56
-    assert (LaunchConfig.stream.offset, LaunchConfig.attributes.offset, LaunchConfig.num_attributes.offset) == (32, 40, 48)
+    assert (LaunchConfig.stream.offset, LaunchConfig.attributes.offset, LaunchConfig.num_attributes.offset) == (
+        32,
+        40,
+        48,
+    )
     assert ctypes.sizeof(LaunchAttribute) == 72
     assert LaunchAttribute.value.offset == 8
     assert all(TensorMap().address % MAP_ALIGNMENT == 0 for _ in range(10))
@@ -83,11 +87,17 @@ def test_arguments() -> None:
         assert done.arguments == expected(given)
         assert done.function == 1001
         config = done.config
-        assert (list(config.grid), list(config.block), config.shared, config.stream) == ([12, 1, 1], [128, 1, 1], 50000, 7)
+        assert (list(config.grid), list(config.block), config.shared, config.stream) == (
+            [12, 1, 1],
+            [128, 1, 1],
+            50000,
+            7,
+        )
         assert done.attributes == []
     assert driver.loaded == [(b"machine code", "kernel", 128, 50000, 1)]
     assert [(address, shape, strides) for _, address, shape, strides in driver.encoded] == [
-        (x[0].data_ptr(), (3, 64), (64, 1)) for x in (first, others)  # type: ignore[union-attr]
+        (x[0].data_ptr(), (3, 64), (64, 1))
+        for x in (first, others)  # type: ignore[union-attr]
     ]  # once for each address
     assert driver.encoded[0][0] == (3, 9, 2, [1, 64])
 
