@@ -78,7 +78,5 @@ class FakeDriver:
 @contextmanager
 def opened(archives: Callable[[], Archive | None]) -> Iterator[None]:
     """Inside, all devices have the archive that the function returns."""
-    archive.forget()
-    with mock.patch.object(archive, "archive_of", lambda device: archives()):
+    with mock.patch.object(archive, "archive_of", side_effect=lambda device: archives()):
         yield
-    archive.forget()

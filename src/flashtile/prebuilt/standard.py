@@ -1,4 +1,4 @@
-"""The standard set: calls whose kernels an archive has. A kernel that is added gets a call here, or a line in `LEFT_OUT`.
+"""The standard set: calls whose kernels an archive has. A new kernel gets a call here, or a line in `LEFT_OUT`.
 
 Keys of compiled kernels do not depend on lengths, batch or heads, as long as tiles, splits and the types of strides are
 the same: the calls here stand for all others like them.

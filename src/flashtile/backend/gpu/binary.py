@@ -1,6 +1,6 @@
 """A compiled kernel of an archive: loaded into a context at first use, launched by address.
 
-All arguments of a launch lie in a `Frame`, eight bytes each, which the driver reads. A recorded launch keeps frames with
+The driver reads all arguments of a launch from a `Frame`, eight bytes each. A recorded launch keeps frames with
 everything but addresses in place. A thread takes a frame out of the list while it launches, so that no lock is needed.
 """
 
