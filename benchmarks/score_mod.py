@@ -2,14 +2,17 @@
 
 Forward, backward, and backward with the gradients of captured tensors, in alternation, as medians with quartiles. The
 rows `plain` are the same call of the same backend without a function. A cell that fails is reported, and the run goes
-on; after `--seconds` no cell begins.
+on; after `--seconds` no cell begins. `--warm 8` compiles all kernels beforehand, in eight processes at a time.
 """
 
 import csv
 import math
+import os
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import flashtile
 BATCH, HEADS, SEQLEN, RADIUS, BUCKETS = 2, 16, 4096, 128, 32
 SAMPLE_MS = 12
 PASSES = ("forward", "backward", "backward with captured")
+BACKENDS = ("hopper", "triton", "auto")
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -82,9 +86,10 @@ def calls(function: ScoreFunction) -> dict[str, Callable[[Tensor, Tensor, Tensor
     torch.compiler.reset()  # or it stops compiling after eight functions
     flex = torch.compile(flex_attention, dynamic=False)
     found: dict[str, Any] = {"flex": lambda q, k, v: flex(q, k, v, score_mod=function)}
-    for backend in ("triton", "auto"):
+    for backend in BACKENDS:
         found[f"{backend} plain"] = lambda q, k, v, x=backend: flashtile.attention(q, k, v, backend=x)
         found[backend] = lambda q, k, v, x=backend: flashtile.attention(q, k, v, score_mod=function, backend=x)
+    del found["auto plain"]
     return found
 
 
@@ -125,49 +130,80 @@ def measured(runs: dict[str, Callable[[], Any]], rounds: int) -> Iterator[tuple[
         yield name, (low, median, high)
 
 
+def warmed(cells: list[tuple[str, int]], processes: int) -> None:
+    """Compile the kernels of all cells into the caches on disk."""
+    command = [sys.executable, __file__, "--out", os.devnull, "--rounds", "0"]
+    running: list[subprocess.Popen[bytes]] = []
+    for function_name, head_dim in cells:
+        if len(running) == processes:
+            running.pop(0).wait()
+        arguments = ["--function", function_name, "--head-dim", str(head_dim)]
+        running.append(subprocess.Popen(command + arguments, stdout=subprocess.DEVNULL))
+    for process in running:
+        process.wait()
+
+
+def measure_cell(
+    function_name: str, head_dim: int, captured: tuple[Tensor, ...], function: ScoreFunction, passes: Sequence[str],
+    rounds: int,
+) -> Iterator[tuple[Any, ...]]:  # fmt: skip
+    """Rows of one function and head dimension."""
+    shape = (BATCH, HEADS, SEQLEN, head_dim)
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    implementations = calls(function)
+    for pass_name in passes:
+        runs = {}
+        for name, call in implementations.items():
+            if pass_name == PASSES[2] and ("plain" in name or name == "hopper"):  # as before; declined
+                continue
+            try:
+                runs[name] = prepared(call, pass_name, inputs, captured)
+                runs[name]()
+            except Exception as error:
+                runs.pop(name, None)
+                click.echo(f"{function_name} {head_dim} {pass_name} {name}: {str(error)[:300]}")
+        try:
+            for name, (low, median, high) in measured(runs, rounds) if rounds > 0 else ():
+                yield function_name, head_dim, pass_name, name, *(f"{x:.4f}" for x in (median, low, high))
+        except Exception as error:
+            click.echo(f"{function_name} {head_dim} {pass_name}: {str(error)[:300]}")
+
+
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A CSV file, to which rows are added.")
-@click.option("--seconds", default=190, help="No cell begins later.")
+@click.option("--seconds", default=330, help="No cell begins later.")
 @click.option("--head-dim", "head_dims", multiple=True, type=int, default=(64, 128), help="May be repeated.")
 @click.option("--function", "chosen", multiple=True, help="May be repeated.  [default: all]")
+@click.option("--captured", "with_captured", is_flag=True, help="Also backward with gradients of captured tensors.")
 @click.option("--rounds", default=9)
-def main(out: Path, seconds: int, head_dims: tuple[int, ...], chosen: tuple[str, ...], rounds: int) -> None:
+@click.option("--warm", default=0, help="Processes that compile beforehand.")
+def main(
+    out: Path, seconds: int, head_dims: tuple[int, ...], chosen: tuple[str, ...], with_captured: bool, rounds: int,
+    warm: int,
+) -> None:  # fmt: skip
     """Measure every function, head dimension and pass."""
     begin = time.monotonic()
     torch.manual_seed(0)
+    cells = [(name, head_dim) for name in chosen or functions("cpu") for head_dim in head_dims]
+    if warm:
+        warmed(cells, warm)
+        click.echo(f"compiled after {time.monotonic() - begin:.0f} s")
     known = functions("cuda")
     new = not out.exists()
     with out.open("a", newline="") as file:
         writer = csv.writer(file)
         if new:
             writer.writerow(("gpu", "torch", "function", "head_dim", "pass", "implementation", "ms", "low", "high"))
-        for function_name in chosen or known:
+        for function_name, head_dim in cells:
+            if time.monotonic() - begin > seconds:
+                click.echo(f"stopped before {function_name} {head_dim}")
+                return
             function, captured = known[function_name]
-            for head_dim in head_dims:
-                shape = (BATCH, HEADS, SEQLEN, head_dim)
-                inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-                for pass_name in PASSES[: 3 if captured else 2]:
-                    if time.monotonic() - begin > seconds:
-                        click.echo(f"stopped before {function_name} {head_dim} {pass_name}")
-                        return
-                    runs = {}
-                    for name, call in calls(function).items():
-                        plain = pass_name == PASSES[2] and "plain" in name  # without captured tensors, as before
-                        try:
-                            if not plain:
-                                runs[name] = prepared(call, pass_name, inputs, captured)
-                                runs[name]()
-                        except Exception as error:
-                            runs.pop(name, None)
-                            click.echo(f"{function_name} {head_dim} {pass_name} {name}: {str(error)[:300]}")
-                    try:
-                        for name, (low, median, high) in measured(runs, rounds):
-                            row = (function_name, head_dim, pass_name, name, *(f"{x:.4f}" for x in (median, low, high)))
-                            writer.writerow((torch.cuda.get_device_name(), torch.__version__, *row))
-                            click.echo(" ".join(map(str, row)))
-                    except Exception as error:
-                        click.echo(f"{function_name} {head_dim} {pass_name}: {str(error)[:300]}")
-                    file.flush()
+            passes = PASSES[: 3 if captured and with_captured else 2]
+            for row in measure_cell(function_name, head_dim, captured, function, passes, rounds):
+                writer.writerow((torch.cuda.get_device_name(), torch.__version__, *row))
+                click.echo(" ".join(map(str, row)))
+                file.flush()
 
 
 if __name__ == "__main__":

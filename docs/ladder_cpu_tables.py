@@ -11,6 +11,7 @@ from ladder_stored import (
     FLOATS,
     GRAPH,
     KEPT,
+    LITE_ANY,
     PRODUCT,
     STANDARD,
     THREE,
@@ -26,6 +27,7 @@ FACTORS = {  # what is divided, and what the course project's text says of it
     "graph over floats, in C++": (CPP_GRAPH, CPP, ""),
     "Python floats over C++": (FLOATS, CPP, "2 to 18"),
     "C++ over PyTorch": (CPP, STANDARD, ""),
+    "PyTorch over Triton, lite": (STANDARD, LITE_ANY, ""),
 }
 
 
@@ -50,13 +52,13 @@ def stack(file: str) -> str:
 
 def factors() -> str:
     """Ratios of the course project's table 4.1, its text and our run, from N = 8 to 64."""
-    found = rows("cpu", "stack")
+    runs = [rows(file, "stack", "published_ms") for file in ("cpu", "h200")]
     body = []
     for name, (slow, fast, text) in FACTORS.items():
-        ours = ratios(times(found, "ms", slow), times(found, "ms", fast))
-        published = ratios(times(found, "published_ms", slow), times(found, "published_ms", fast))
-        body.append([name, span(published), text, span(ours)])
-    return markdown(("", "published, table 4.1", "published, text", "measured"), body)
+        ours = [ratios(times(found, "ms", slow), times(found, "ms", fast)) for found in runs]
+        published = ratios(times(runs[1], "published_ms", slow), times(runs[1], "published_ms", fast))
+        body.append([name, span(published), text, *map(span, ours)])
+    return markdown(("", "published, table 4.1", "published, text", "measured, CPU", "measured, H200"), body)
 
 
 def ratios(slow: dict[int, Any], fast: dict[int, Any]) -> list[float]:
@@ -189,6 +191,50 @@ def plain(file: str, name: str, columns: dict[str, str]) -> Callable[[], str]:
             body.append([*(cells[:1] if row[next(iter(columns))] != before else [""]), *cells[1:]])
             before = row[next(iter(columns))]
         return markdown(columns.values(), body)
+
+    return made
+
+
+def pointwise_words(file: str) -> Callable[[], str]:
+    """Say how near to a copy's rate the operations are, and the gain of one pass in place of two."""
+
+    def made() -> str:
+        found = {row["operation"]: row for row in rows(file, "pointwise", "percent_of_copy")}
+        alone = [found[name] for name in ("scale", "mask, in place", "softmax", "dropout")]
+        rates = " to ".join(figure(x(row["percent_of_copy"] for row in alone)) for x in (min, max))
+        two, one, product = (found[x] for x in ("scale, then bias", "scale and bias in one", "S = Q Kᵀ"))
+        return paragraph(
+            f"Scale, mask, softmax and dropout alone run at {rates}% of the rate of a copy and do at most",
+            f"{figure(max(row['operations_for_a_byte'] for row in alone))} operations for a byte; the product does",
+            f"{figure(product['operations_for_a_byte'])}. Two operations in one pass have half the accesses and one",
+            f"launch in place of two: {figure(one['ms'])} ms in place of {figure(two['ms'])}.",
+        )
+
+    return made
+
+
+def approximate(file: str) -> Callable[[], str]:
+    """Linear attention and hashed buckets, and a sentence on each at its longest N."""
+
+    def made() -> str:
+        columns = ("method", "n", "parameter", "ms", "all_pairs_ms", "relative_error", "pairs_percent")
+        found = rows(file, "approximate", *columns)
+        heading = ("method", "N", "features or rounds", "ms", "all pairs, ms", "error, of the result", "% of pairs")
+        table = markdown(heading, [[figure(row[x]) for x in columns] for row in found])
+        linear, hashed = (
+            [x for x in found if x["method"].startswith(name)] for name in ("linear, elu", "hashed buckets")
+        )
+        n = max(row["n"] for row in hashed)
+        ahead = [row["parameter"] for row in hashed if row["n"] == n and row["ms"] < row["all_pairs_ms"]]
+        faster = f"with {listed(ahead)} rounds" if ahead else "at no number of rounds"
+        first, last = linear[0], linear[-1]
+        words = paragraph(
+            f"From N = {first['n']} to {last['n']} linear attention takes {figure(last['ms'] / first['ms'])} times the",
+            f"time, all pairs {figure(last['all_pairs_ms'] / first['all_pairs_ms'])} times. At N = {n} buckets are",
+            f"faster than all pairs {faster}, with errors of",
+            f"{listed(row['relative_error'] for row in hashed if row['n'] == n)} of the result.",
+        )
+        return f"{table}\n\n{words}"
 
     return made
 

@@ -14,7 +14,7 @@ COUNTERS = ROOT / "benchmarks" / "results"
 GRAPH, FLOATS, CPP_GRAPH, CPP = "2 scalar autograd", "2 Python floats", "3 C++ Value*, -O2", "3 C++ -O2"
 STANDARD = "4 standard PyTorch"
 THREE, KEPT, PRODUCT = "4 without lse", "4 with kept buffers", "11 flashtile.attention"
-FLASH2, TRITON = "6 FlashAttention-2", "8 Triton, lse"
+FLASH2, TRITON, LITE_ANY = "6 FlashAttention-2", "8 Triton, lse", "8 Triton, lite, any size"
 QUIET = 0.25  # load for each core in the minute before a run, below which a machine is quiet
 Row = dict[str, Any]
 

@@ -15,8 +15,9 @@ import flashtile
 PAGE = Path(__file__).with_name("api.md")
 GROUPS = {
     "Functions": ("attention", "attention_varlen", "attention_with_kvcache", "merge_attention", "explain", "backends"),
-    "Classes": ("ScoreMod", "Explanation", "BackendStatus"),
+    "Classes": ("ScoreMod", "MaskMod", "ExactWindow", "Explanation", "BackendStatus"),
     "Score modifications": tuple(f"score_mods.{name}" for name in flashtile.score_mods.__all__),
+    "Mask functions": tuple(f"mask_mods.{name}" for name in flashtile.mask_mods.__all__),
     "Errors and warnings": ("AttentionError", "ArgumentError", "BackendError", "AttentionWarning"),
 }
 INTRODUCTION = """\
@@ -45,7 +46,7 @@ def described(name: str, value: Any) -> str:
 
 def call(name: str, value: Any) -> str:
     """The signature without types, which the arguments' descriptions have; nothing for what no user calls."""
-    if inspect.isclass(value) and name != "ScoreMod":
+    if inspect.isclass(value) and name not in ("ScoreMod", "MaskMod"):
         return ""
     signature = inspect.signature(value)
     untyped = [x.replace(annotation=inspect.Parameter.empty) for x in signature.parameters.values()]

@@ -1,4 +1,4 @@
-"""Fill the tables of README.md, docs/performance.md, docs/architecture.md and the ladder's two pages.
+"""Fill the tables of README.md and of pages in docs.
 
     python docs/make_tables.py
 
@@ -17,11 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import compatibility_tables
 import ladder_tables
+import score_mod_tables
 from cells import markdown
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/ladder.md", "docs/ladder_measurements.md")
+PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/compatibility.md")
+PAGES += ("docs/ladder.md", "docs/ladder_measurements.md", "docs/score_mods.md")
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)")
 HEAD_DIMS = ("64", "96", "128", "192 with values of 128", "192", "256")
@@ -233,9 +236,12 @@ def backends() -> str:
     from flashtile.expression.formula import Formula
     from flashtile.expression.program import Instruction, Program
 
+    def of_one(op: str, kind: str, value: str) -> Formula:
+        return Formula(Program((Instruction(op, kind, (), value),), (0,)), ())
+
     pairs = (True, True, False, False)  # of a batch and its heads, the same
-    none: dict[str, Any] = dict.fromkeys(("page_size", "score_mod"))
-    none |= dict.fromkeys(("softcap", "dropout", "deterministic"), False) | {"features": Features()}
+    none: dict[str, Any] = dict.fromkeys(("page_size", "score_mod", "mask_mod"))
+    none |= dict.fromkeys(("softcap", "dropout", "deterministic", "seqused_q"), False) | {"features": Features()}
     plain = Problem(
         "dense", torch.bfloat16, 2, 8, 8, 4096, 4096, 128, 128, window=Window(None, None), alignment=16, **none
     )
@@ -252,12 +258,16 @@ def backends() -> str:
         "grouped heads": ({"num_heads_kv": 2}, None),
         "causal": ({"window": Window(None, 0)}, None),
         "sliding window": ({"window": Window(1023, 0)}, None),
+        "window of earlier keys": ({"window": Window(1023, -1)}, None),
+        "`attention_chunk`": ({"window": Window(None, 0, chunk=1024)}, None),
         "`softcap`": ({"softcap": True}, None),
         **{f"`{name}`": ({"features": Features(**{name: x})}, name) for name, x in present.items()},
-        "`score_mod`": ({"score_mod": Formula(Program((Instruction("input", "real", (), "score"),), (0,)), ())}, None),
+        "`mask`, a function": ({"mask_mod": of_one("constant", "bool", "True")}, None),
+        "`score_mod`": ({"score_mod": of_one("input", "real", "score")}, None),
         "`dropout_p`": ({"dropout": True}, None),
         "`deterministic`": ({"deterministic": True}, None),
         "packed sequences": ({"layout": "varlen"}, None),
+        "`seqused_q`": ({"layout": "varlen", "seqused_q": True}, None),
         "pages": ({"layout": "paged", "page_size": 64}, None),
     }
     devices = {"cpu": Device("cpu", "a CPU", "x86_64", 8)}
@@ -276,18 +286,23 @@ def backends() -> str:
     return markdown(["feature", *(f"`{name}`" for name in names)], body)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "backends": backends,
-    "speed": speed,
-    "losses": losses,
-    "h200": h200,
-    "decode": decode,
-    "features": features,
-    "triton": triton,
-    "cpu": cpu,
-    "first_calls": first_calls,
-    "layers": layers,
-} | ladder_tables.TABLES
+TABLES: dict[str, Callable[[], str]] = (
+    {
+        "backends": backends,
+        "speed": speed,
+        "losses": losses,
+        "h200": h200,
+        "decode": decode,
+        "features": features,
+        "triton": triton,
+        "cpu": cpu,
+        "first_calls": first_calls,
+        "layers": layers,
+    }
+    | ladder_tables.TABLES
+    | compatibility_tables.TABLES
+    | score_mod_tables.TABLES
+)
 
 if __name__ == "__main__":
     for page in (ROOT / name for name in PAGES):

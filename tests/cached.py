@@ -7,7 +7,7 @@ from checking import offsets
 from torch import Tensor
 
 import flashtile
-from flashtile.testing.case import Case, ScoreFunction
+from flashtile.testing.case import Case, ExactSides, MaskFunction, ScoreFunction
 from flashtile.testing.inputs import query_key_value
 from flashtile.testing.oracle import solve
 from flashtile.testing.tolerance import worst
@@ -31,6 +31,10 @@ def run(arguments: Arguments, **options: Any) -> Step:
     score_mod = given.get("score_mod")
     if isinstance(score_mod, ScoreFunction):
         given["score_mod"] = flashtile.ScoreMod(score_mod.fn, score_mod.tensors)
+    if isinstance(mask := given.get("mask"), MaskFunction):
+        given["mask"] = mask.public()
+    if isinstance(given.get("window"), ExactSides):
+        given["window"] = flashtile.ExactWindow(*given["window"])
     out, lse = flashtile.attention_with_kvcache(**given, return_lse=True, **options)
     return Step(out, lse, given["k_cache"], given["v_cache"])
 
@@ -78,7 +82,8 @@ def tokens_of(x: Tensor) -> Tensor:
 
 
 def batch_of(arguments: Arguments) -> int:
-    return arguments["cache_seqlens"].shape[0]
+    cu = arguments.get("cu_seqlens_q")
+    return arguments["q"].shape[0] if cu is None else cu.shape[0] - 1
 
 
 def rows_of(arguments: Arguments, name: str, b: int) -> Tensor:
@@ -86,7 +91,8 @@ def rows_of(arguments: Arguments, name: str, b: int) -> Tensor:
     x = arguments[name]
     if x.dim() == 4:
         return x[b].transpose(0, 1)
-    cu = arguments["cu_seqlens_q"].tolist()
+    cu = arguments.get("cu_seqlens_k_new") if name in ("k", "v") else None
+    cu = (arguments["cu_seqlens_q"] if cu is None else cu).tolist()
     return x[cu[b] : cu[b + 1]]
 
 
@@ -100,21 +106,31 @@ def queries_of(arguments: Arguments) -> Tensor:
 def lengths(arguments: Arguments) -> list[tuple[int, int]]:
     """Keys before, and keys after, of each sequence."""
     result = []
-    for b, held in enumerate(arguments["cache_seqlens"].tolist()):
+    for b in range(batch_of(arguments)):
+        held = arguments["cache_seqlens"]
+        held = held if isinstance(held, int) else int(held[b])
         new = 0 if arguments.get("k") is None else rows_of(arguments, "k", b).shape[0]
         result.append((held, held + new))
     return result
 
 
+def start_of(arguments: Arguments, b: int) -> int:
+    """Rotary position of sequence b's first new key."""
+    starts = arguments.get("rotary_start")
+    if starts is None:
+        return lengths(arguments)[b][0]
+    return starts if isinstance(starts, int) else int(starts[b])
+
+
 def slots(arguments: Arguments, b: int) -> tuple[Tensor, Tensor]:
     """Page (or row of a dense cache) and slot of each of sequence b's positions."""
     position = torch.arange(lengths(arguments)[b][1])
-    table = arguments.get("page_table")
+    table, rows = arguments.get("page_table"), arguments.get("cache_batch_idx")
+    row = b if rows is None else int(rows[b])
     if table is not None:
         size = arguments["k_cache"].shape[1]
-        return table[b].long()[position // size], position % size
-    rows = arguments.get("cache_batch_idx")
-    return torch.full_like(position, b if rows is None else int(rows[b])), position
+        return table[row].long()[position // size], position % size
+    return torch.full_like(position, row), position
 
 
 def as_tokens(cache: Tensor, arguments: Arguments) -> Tensor:
@@ -147,14 +163,15 @@ def appended(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         return k_cache, v_cache, written
     for b, (before, after) in enumerate(lengths(arguments)):
         page, slot = (x[before:] for x in slots(arguments, b))
-        k = turned(rows_of(arguments, "k", b), torch.arange(before, after), arguments)
+        start = start_of(arguments, b)
+        k = turned(rows_of(arguments, "k", b), start + torch.arange(after - before), arguments)
         as_tokens(k_cache, arguments)[page, slot] = k
         as_tokens(v_cache, arguments)[page, slot] = rows_of(arguments, "v", b)
         as_tokens(written, arguments)[page, slot] = True
     return k_cache, v_cache, written
 
 
-FEATURES = ("causal", "window", "scale", "softcap", "bias", "alibi_slopes", "sinks", "score_mod")
+FEATURES = ("causal", "window", "attention_chunk", "scale", "softcap", "bias", "alibi_slopes", "sinks", "score_mod")
 FEATURES += ("dropout_p", "dropout_seed")
 
 
@@ -164,14 +181,22 @@ def as_packed(arguments: Arguments, k_cache: Tensor, v_cache: Tensor) -> Case:
     ends = [after for _, after in lengths(arguments)]
     for b, after in enumerate(ends):
         rows = rows_of(arguments, "q", b)
-        q.append(turned(rows, torch.arange(after - rows.shape[0], after).clamp(min=0), arguments))
+        steps = torch.arange(rows.shape[0])
+        if arguments.get("rotary_start") is None:
+            steps = steps + after - rows.shape[0] - start_of(arguments, b)
+        if arguments.get("rotary_q_fixed"):
+            steps = steps[:1].expand(rows.shape[0])
+        q.append(turned(rows, (start_of(arguments, b) + steps).clamp(min=0), arguments))
         page, slot = slots(arguments, b)
         k.append(as_tokens(k_cache, arguments)[page, slot])
         v.append(as_tokens(v_cache, arguments)[page, slot])
     capacity = max(ends, default=0)
     mask = arguments.get("mask")
     leftpad = arguments.get("leftpad_k")
-    if leftpad is not None:
+    if leftpad is not None and isinstance(mask, MaskFunction):
+        of_caller, first = mask.fn, leftpad
+        mask = MaskFunction(lambda b, h, i, j, *x: of_caller(b, h, i, j, *x) & (j >= first[b]), mask.tensors)
+    elif leftpad is not None:
         exists = torch.arange(capacity) >= leftpad[:, None, None, None]
         mask = exists if mask is None else exists & (mask if mask.shape[3] == 1 else mask[..., :capacity])
     empty = arguments["q"].new_empty

@@ -12,8 +12,9 @@ from torch import Tensor
 from flashtile.backend.tiled import support
 from flashtile.call.call import Call
 from flashtile.dispatch import fast_path, operators
-from flashtile.testing.case import Case, ScoreFunction
+from flashtile.testing.case import Case, ExactSides, MaskFunction, ScoreFunction
 from flashtile.testing.inputs import query_key_value
+from flashtile.testing.mask_functions import allowed_distances
 from flashtile.testing.oracle import solve
 from flashtile.testing.score_functions import tempered_table
 from flashtile.testing.tolerance import compare
@@ -90,6 +91,8 @@ def features() -> dict[str, dict[str, Any]]:
         "causal": {"causal": True},
         "top_left": {"causal": "top_left"},
         "window": {"window": (3, 2)},
+        "window of earlier keys": {"window": ExactSides((4, -1))},
+        "attention_chunk": {"attention_chunk": 4},
         "mask": {"mask": torch.rand((2, 1, 7, 9), generator=generator) < 0.7},
         "scale": {"scale": -0.4},
         "softcap": {"softcap": 1.5},
@@ -100,6 +103,7 @@ def features() -> dict[str, dict[str, Any]]:
         "dropout": {"dropout_p": 0.3, "dropout_seed": 5},
         "head_dim_v": {"head_dim_v": 5},
         "multi-head": {"num_heads_kv": 2},
+        "mask function": {"mask": MaskFunction(allowed_distances, (torch.rand((2, 17), generator=generator) < 0.7,))},
     }
 
 

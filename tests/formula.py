@@ -27,7 +27,7 @@ def dense_formula(
     *,
     causal: bool | str = False,
     window: tuple[int | None, int | None] = (None, None),
-    mask: Tensor | None = None,
+    mask: Tensor | flashtile.MaskMod | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -62,6 +62,8 @@ def dense_formula(
     left, right = window
     visible = visible if left is None else visible & (behind <= left)
     visible = visible if right is None else visible & (behind >= -right)
+    if isinstance(mask, flashtile.MaskMod):
+        mask = mask.fn(b, h, i, j, *mask.tensors)
     visible = visible if mask is None else visible & mask
     s = torch.where(visible, s, -torch.inf)
     if sinks is not None:
@@ -87,7 +89,7 @@ def packed_formula(
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
     bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | flashtile.MaskMod | None = None,
     alibi_slopes: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
@@ -108,7 +110,9 @@ def packed_formula(
         parts = [x.transpose(0, 1)[None] for x in (q[start:end], flat(k)[keys], flat(v)[keys])]
         slopes = alibi_slopes[n : n + 1] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
         place = (n, end - start, len(keys))
-        given = {"bias": local(bias, place), "mask": local(mask, place), "alibi_slopes": slopes}
+        given = {"bias": local(bias, place), "mask": mask, "alibi_slopes": slopes}
+        if not isinstance(mask, flashtile.MaskMod):
+            given["mask"] = local(mask, place)
         out, lse = dense_formula(*parts, first_sequence=n, **given, **features)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
@@ -190,7 +194,13 @@ def curved(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, factor: Te
     return score * torch.tanh(factor[h]) + 0.1 * score.square() * offset[b, h] + offset[b, h] ** 2 * ((i - j) % 3)
 
 
+def within(b: Tensor, h: Tensor, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+    """A mask function of every index."""
+    return (j < lengths[b]) & ((i + j + h) % 3 != 0)
+
+
 B, HQ, HKV, SQ, SK, D, DV = 2, 4, 2, 5, 7, 3, 2
+MASK_MOD = flashtile.MaskMod(within, (torch.tensor([6, 2, 4, 1]),))
 CU_Q, CU_K = offsets(3, 0, 4, 1), offsets(5, 2, 0, 4)
 TQ, TK = 10, 12  # the last tokens belong to no sequence
 TABLE = torch.tensor([[4, 0, 7], [2, 9, 9], [9, 9, 9], [1, 5, 9]], dtype=torch.int32)  # entry 9 is never looked at
@@ -249,7 +259,7 @@ def packed_everything() -> Example:
     fixed = {"causal": True, "softcap": 2.0, "dropout_p": 0.25, "dropout_seed": 11, "score_mod": curved}
     extra = features() | {"bias": randn(4, 1, 4, 5), "alibi_slopes": 0.2 * randn(4, HQ)}
     extra["score_mod_1"] = 0.5 * randn(4, HQ, seed=8)
-    return packed(fixed | {"max_seqlen_q": 4, "max_seqlen_k": 5}, **extra)
+    return packed(fixed | {"mask": MASK_MOD, "max_seqlen_q": 4, "max_seqlen_k": 5}, **extra)
 
 
 def some_scores_minus_infinity() -> Tensor:
@@ -265,6 +275,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "top_left": lambda: dense({"causal": "top_left"}),
     "window": lambda: dense({"window": (2, 1)}),
     "mask": lambda: dense({"mask": random_mask(1, HQ, SQ, SK)}),
+    "mask function": lambda: dense({"mask": MASK_MOD}),
     "scale": lambda: dense({"scale": -0.7}),
     "softcap": lambda: dense({"softcap": 0.8}),
     "bias": lambda: dense(bias=randn(B, HQ, SQ, SK)),

@@ -8,7 +8,7 @@ from variants import CAUSAL, FP16, LENGTHS, Draw, Sizes, Variant, all_of, fixed,
 
 from flashtile.api.explain import described_call
 from flashtile.call.call import Call
-from flashtile.testing.case import Case
+from flashtile.testing.case import Case, ExactSides
 
 LONGER = (*LENGTHS[9:], 192, 193, 255, 256, 383, 384, 385, 511, 513, 640)  # around the edges of all tiles
 
@@ -35,6 +35,10 @@ VARIANTS |= {
     "grouped heads 128": Variant(head_dim=128, heads=(4, 1), transposed=True),
     "fp16 64": Variant(CAUSAL, FP16, transposed=True),
     "fp16 128": Variant(CAUSAL, FP16, head_dim=128),
+    "window of earlier keys 64": Variant(fixed(window=ExactSides((60, -5)))),
+    "packed window of later keys 128": Variant(
+        fixed(window=ExactSides((-3, 70)), deterministic=True), layout="packed", head_dim=128, heads=(4, 2)
+    ),
     "negative scale": Variant(fixed(scale=-0.1), head_dim=128),
     "packed 64": Variant(CAUSAL, layout="packed", heads=(6, 2)),
     "packed 128": Variant(layout="packed", head_dim=128),
@@ -59,13 +63,23 @@ CHUNKED = {  # head dimensions that are split into chunks
     "top left 256": Variant(FEATURES["top left"], head_dim=256),
     "packed 256": Variant(CAUSAL, layout="packed", head_dim=256, heads=(4, 2)),
 }
-VARIANTS |= CHUNKED
+NARROWER = {  # than the kernels
+    "causal 40": Variant(CAUSAL, head_dim=40, heads=(4, 2), transposed=True),
+    "packed everything 8": Variant(EVERYTHING, FP16, head_dim=8, layout="used"),
+    "window 72": Variant(FEATURES["window"], head_dim=72),
+    "packed 80": Variant(CAUSAL, layout="packed", head_dim=80, heads=(4, 2)),
+    "sinks 104/72": Variant(FEATURES["sinks"], head_dim=104, head_dim_v=72),
+    "grouped heads 160": Variant(CAUSAL, FP16, head_dim=160, heads=(4, 1), transposed=True),
+    "packed everything 136/56": Variant(EVERYTHING, head_dim=136, head_dim_v=56, layout="packed"),
+    "window 248/200": Variant(FEATURES["window"], head_dim=248, head_dim_v=200),
+}
+VARIANTS |= CHUNKED | NARROWER
 VARIANTS |= {
     f"deterministic {name}": replace(VARIANTS[name], features=all_of(VARIANTS[name].features, DETERMINISTIC))
     for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128", "causal 96")
 }
 VARIANTS = {name: replace(variant, longest=max(LONGER)) for name, variant in VARIANTS.items()}
-FORWARD_ONLY = ("softcap 64", "everything 64")
+FORWARD_ONLY = ("softcap 64", "everything 64", "everything 8")
 
 
 def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
@@ -73,7 +87,7 @@ def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER
     backends.
     """
     case = VARIANTS[name].case(seed, device, lengths)
-    return replace(case, forward_only=any(word in name for word in FORWARD_ONLY), constant=("alibi_slopes",))
+    return replace(case, forward_only=name.endswith(FORWARD_ONLY), constant=("alibi_slopes",))
 
 
 SHORT, LONG = 512, 8192  # lengths with different configurations

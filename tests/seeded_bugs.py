@@ -27,7 +27,7 @@ from flashtile.testing.oracle import Expected, solve
 from flashtile.testing.tolerance import compare
 
 NUM_RANDOM, NUM_ON_DEVICE, NUM_CACHED = 40, 12, 24
-NUM_CALLS = 13 + NUM_RANDOM + NUM_ON_DEVICE + NUM_CACHED
+NUM_CALLS = len(features()) + NUM_RANDOM + NUM_ON_DEVICE + NUM_CACHED
 
 
 class Bug(NamedTuple):
@@ -67,6 +67,14 @@ BUGS = (
         "top_left aligned at the bottom right", "backend.blockwise.masking", "keys <= rows)", "keys <= rows + diagonal)"
     ),
     Bug(
+        "chunks of rows, not of positions",
+        "backend.blockwise.masking",
+        "(rows + diagonal) // window.chunk",
+        "rows // window.chunk",
+    ),
+    Bug("chunk: a partly visible block taken for full", "call.window", "max(full_lo, last)", "max(full_lo, first)"),
+    Bug("rows not in use computed", "backend.blockwise.tiles", "else tensors.seqused_q", "else None"),
+    Bug(
         "visible blocks taken for full ones",
         "backend.tiled.loop",
         "full=visible.full_lo <= keys.start",
@@ -79,6 +87,12 @@ BUGS = (
         "range(first, visible.hi - 1, shape.block_n)",
     ),
     Bug("mask ignored", "backend.blockwise.scores", "if self.mask is not None:", "if self.mask is not None and False:"),
+    Bug(
+        "mask function of the first head",
+        "backend.blockwise.scores",
+        "indices = (self.b, self.h[None], *self.positions(tile))",
+        "indices = (self.b, 0 * self.h[None], *self.positions(tile))",
+    ),
     Bug(
         "diagonal of varlen from the longest sequence",
         "backend.blockwise.tiles",
@@ -199,7 +213,7 @@ BUGS = (
     # KV cache
     Bug("keys appended one slot late", "call.cache", "+ tokens.place  # [T]", "+ tokens.place + 1  # [T]"),
     Bug("appended keys not seen", "call.cache", "total = total.long() + appended(cache, features)", "total = total"),
-    Bug("cache_batch_idx ignored", "call.cache", "if rows is None else", "if True else"),
+    Bug("cache_batch_idx ignored", "call.cache", "if rows is None else rows[", "if True else rows["),
     Bug("leftpad ignored", "call.cache", "leftpad_k=cache.leftpad_k", "leftpad_k=None"),
     Bug(
         "values in another order",
@@ -217,15 +231,24 @@ BUGS = (
         "(a * cos - b * sin, a * sin + b * cos)",
         "(a * cos + b * sin, b * cos - a * sin)",
     ),
-    Bug("rotary: conventions swapped", "call.cache", "if interleaved else turning", "if not interleaved else turning"),
-    Bug("rotary: keys not turned", "call.cache", "k = rotated(cache.k, position, cache, interleaved)", "k = cache.k"),
+    Bug("rotary: conventions swapped", "call.cache", "if rotary.interleaved else turning", "if False else turning"),
+    Bug("rotary: keys not turned", "call.cache", "k = rotated(cache.k, turn, cache, rotary)", "k = cache.k"),
     Bug(
         "rotary: keys as if the cache were empty",
         "call.cache",
-        "k = rotated(cache.k, position",
+        "k = rotated(cache.k, turn",
         "k = rotated(cache.k, tokens.place",
     ),
     Bug("rotary: queries not the last tokens", "call.cache", "- count(t.q, t.cu_seqlens_q)", "- appended(cache, t)"),
+    Bug("rotary: queries from another start", "call.cache", "first = cache.rotary_start", "first = None"),
+    Bug("rotary: fixed queries advance", "call.cache", "if rotary.q_fixed else", "if False else"),
+    Bug(
+        "new keys packed like the queries",
+        "call.cache_tensors",
+        "features.cu_seqlens_q if cache.cu_seqlens_k_new is None else",
+        "features.cu_seqlens_q if features.cu_seqlens_q is not None else",
+    ),
+    Bug("rows of a page table in order", "call.cache", "rows_of_table(table, rows)", "table[: len(rows)]"),
     Bug("rotary: the whole head dimension", "call.cache", "tokens[..., 2 * half :]", "tokens[..., 2 * half :] * 1.1"),
     Bug("rotary: in the input dtype", "call.cache", "(table[position].to(dtype)", "(table[position].to(x.dtype)"),
 )

@@ -24,7 +24,8 @@ except ImportError:  # pytest imports the tests as modules of their own
 import flashtile
 from flashtile.backend.cpu import host_backward, host_forward, jit
 from flashtile.dispatch import fast_path
-from flashtile.testing.case import Case, ScoreFunction
+from flashtile.testing.case import Case, MaskFunction, ScoreFunction
+from flashtile.testing.mask_functions import causal_by_head
 from flashtile.testing.oracle import Expected, solve
 from flashtile.testing.score_functions import tempered_table
 from flashtile.testing.tolerance import compare
@@ -119,6 +120,14 @@ CPU_BUGS = (
         call(forward_case, window=(3, 2)),
     ),
     CpuBug(
+        Bug("chunk one key longer", "kernels.tiles", '"attention_chunk") - 1)', '"attention_chunk"))'),
+        call(forward_case, attention_chunk=4),
+    ),
+    CpuBug(
+        Bug("chunk before all keys forgotten", "kernels.tiles", "0 - chunk, position", "0 * chunk, position"),
+        call(forward_case, attention_chunk=4, seqlen_q=9, seqlen_k=7),
+    ),
+    CpuBug(
         Bug(
             "mask ignored at the edge of a window",
             "kernels.forward",
@@ -205,6 +214,10 @@ CPU_BUGS = (
             '        accumulate_key_gradient(self, "dk",',
         ),
         GRADIENTS,
+    ),
+    CpuBug(
+        Bug("mask function ignored in backward", "kernels.backward", "visible = final.visible", "visible = None"),
+        call(dense_case, num_heads_q=4, mask=MaskFunction(causal_by_head)),
     ),
     CpuBug(
         Bug("derivative of the score_mod forgotten", "kernels.backward", "ds * final.formula[1]", "ds"),

@@ -12,9 +12,10 @@ import torch
 from checking import offsets
 from torch import Tensor
 
-from flashtile.testing.case import Case
+from flashtile.testing.case import Case, ExactSides, MaskFunction
 from flashtile.testing.draw import poisoned_bias
 from flashtile.testing.inputs import KINDS, query_key_value
+from flashtile.testing.mask_functions import random_mask_function
 from flashtile.testing.poison import in_larger_buffer
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 200, 257)  # around every tile
@@ -68,6 +69,10 @@ def mask(draw: Draw, sizes: Sizes) -> dict[str, Any]:
     return {"mask": draw.randn(sizes.batch, 1, sizes.seqlen_q, sizes.seqlen_k) > -0.5}
 
 
+def mask_function(draw: Draw, sizes: Sizes) -> dict[str, Any]:
+    return {"mask": random_mask_function(draw.rng.randrange(100), sizes.batch, sizes.num_heads, "cpu", draw.generator)}
+
+
 def slopes(draw: Draw, sizes: Sizes) -> dict[str, Any]:
     return {"alibi_slopes": draw.randn(sizes.num_heads).abs() * 0.1}
 
@@ -104,6 +109,7 @@ class Variant:
     seqlen_q: int | None = None
     transposed: bool = False  # [B, S, H, D] in memory
     apart: bool = False  # packed rows an odd number of elements apart, with NaN between them
+    unused: bool = False  # packed rows that are not in use, with NaN in them
     longest: int = 257
     page_size: int = 16
 
@@ -157,18 +163,33 @@ class Variant:
         if self.layout == "used":
             arguments["max_seqlen_k"] = longest_k + 5
             sizes = Sizes(batch, heads_q, longest_q, longest_k + 5, self.dtype)
+        if self.unused:
+            lengths_q = self.use_fewer(draw, arguments, lengths_q)
         case = self.finished("attention_varlen", arguments, sizes, draw, seed, device)
         if "bias" in case.arguments:
             poisoned_bias(case.arguments["bias"], list(zip(lengths_q, lengths_k, strict=True)))
         return case
+
+    def use_fewer(self, draw: Draw, arguments: dict, lengths: list[int]) -> list[int]:
+        used = [draw.rng.randint(0, n) for n in lengths]
+        for start, n, length in zip(arguments["cu_seqlens_q"].tolist(), used, lengths, strict=False):
+            arguments["q"][start + n : start + length] = torch.nan
+        arguments["seqused_q"] = torch.tensor(used, dtype=torch.int32)
+        return used
 
     def finished(self, function: str, arguments: dict, sizes: Sizes, draw: Draw, seed: int, device: str) -> Case:
         arguments = arguments | self.features(draw, sizes)
         out_shape = (*arguments["q"].shape[:-1], self.head_dim_v or self.head_dim)
         lse_shape = out_shape[:-1] if function == "attention" else (out_shape[1], out_shape[0])
         dout, dlse = draw.randn(*out_shape).to(self.dtype), draw.randn(*lse_shape)
-        arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        arguments = {name: on_device(x, device) for name, x in arguments.items()}
         return Case(function, arguments, dout.to(device), dlse.to(device), seed)
+
+
+def on_device(x: Any, device: str) -> Any:
+    if isinstance(x, MaskFunction):
+        return MaskFunction(x.fn, tuple(tensor.to(device) for tensor in x.tensors))
+    return x.to(device) if isinstance(x, Tensor) else x
 
 
 CAUSAL = fixed(causal=True)
@@ -193,20 +214,19 @@ VARIANTS = {
     "top left": Variant(fixed(causal="top_left", window=(None, 60))),
     "window": Variant(fixed(window=(40, 25)), FP16),
     "causal window": Variant(fixed(causal=True, window=(70, None)), head_dim=128),
-    "negative scale": Variant(fixed(scale=-0.1)),
     "softcap": Variant(fixed(causal=True, softcap=3.0), head_dim=128),
     "bias": Variant(bias(True, True, True, True), FP16),
     "bias of heads and keys": Variant(all_of(CAUSAL, bias(False, True, False, True))),
     "bias of sequences and rows": Variant(bias(True, False, True, False, half=True)),
-    "one bias": Variant(bias(False, False, False, False)),
+    "one bias, negative scale": Variant(all_of(fixed(scale=-0.1), bias(False, False, False, False))),
     "mask": Variant(mask),
+    "mask function": Variant(mask_function, heads=(4, 2), layout="packed"),
     "slopes": Variant(all_of(CAUSAL, slopes)),
-    "slopes of sequences": Variant(slopes_of_sequences, FP16),
     "sinks": Variant(all_of(CAUSAL, sinks)),
     "dropout": Variant(all_of(CAUSAL, dropout), head_dim=128),
     "everything": Variant(EVERYTHING, heads=(4, 2)),
     "packed": Variant(CAUSAL, layout="packed", heads=(4, 2)),
-    "packed window": Variant(fixed(window=(50, 10)), layout="packed", head_dim=128),
+    "packed window": Variant(fixed(window=ExactSides((50, -3))), layout="packed", head_dim=128),
     "packed, hdim 48 apart": Variant(
         all_of(CAUSAL, bias(True, True, True, False)), head_dim=48, heads=(6, 3), layout="packed", apart=True
     ),
@@ -215,5 +235,12 @@ VARIANTS = {
     "paged everything": Variant(EVERYTHING, FP16, layout="paged", page_size=3),
     "hdim 40/1, twenty queries": Variant(CAUSAL, FP16, 40, 1, heads=(4, 2), seqlen_q=20),
     "one query": Variant(CAUSAL, head_dim=128, heads=(8, 2), seqlen_q=1),
+    "packed chunks, rows unused": Variant(
+        all_of(fixed(attention_chunk=21), bias(True, False, True, True), slopes_of_sequences, sinks),
+        FP16,
+        heads=(4, 2),
+        layout="used",
+        unused=True,
+    ),
     "packed, three queries": Variant(CAUSAL, layout="packed", heads=(8, 2), seqlen_q=3),
 }

@@ -3,13 +3,13 @@
 from . import supported as _supported  # noqa: F401 - says no before anything newer is read
 
 # isort: split
-from . import score_mods
-from .api.attention import attention, attention_varlen, attention_with_kvcache
+from . import mask_mods, score_mods
+from .api.attention import ExactWindow, attention, attention_varlen, attention_with_kvcache
 from .api.explain import Explanation, explain
 from .api.merge import merge_attention
 from .dispatch.planner import BackendStatus, backends
 from .errors import ArgumentError, AttentionError, AttentionWarning, BackendError
-from .expression import ScoreMod
+from .expression import MaskMod, ScoreMod
 
 __version__ = "0.1.0.dev0"
 
@@ -19,13 +19,16 @@ __all__ = [
     "AttentionWarning",
     "BackendError",
     "BackendStatus",
+    "ExactWindow",
     "Explanation",
+    "MaskMod",
     "ScoreMod",
     "attention",
     "attention_varlen",
     "attention_with_kvcache",
     "backends",
     "explain",
+    "mask_mods",
     "merge_attention",
     "score_mods",
 ]

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch._C._dynamo import eval_frame
+import torch
 
-SKIPPED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+from .private_torch import skip_frames
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -14,6 +15,7 @@ def untraced(function: Function) -> Function:
     an operator does, and break on each launch. As `torch.compiler.disable`, which costs each call a microsecond, and
     the first one the import of Dynamo.
     """
-    eval_frame.set_code_exec_strategy(function.__code__, SKIPPED)  # for frames
+    if not skip_frames(function.__code__):
+        return torch.compiler.disable(function)  # type: ignore[return-value]
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for calls in a traced frame
     return function

@@ -7,6 +7,7 @@ process itself. `end_with_parent` is the second, for a parent that could do noth
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def end_descendants(root: int | None = None) -> None:
     """
     root = os.getpid() if root is None else root
     left = descendants(root)
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGTERM, getattr(signal, "SIGKILL", signal.SIGTERM)):  # Windows has one way only
         left |= descendants(root)  # started meanwhile
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -127,8 +128,10 @@ def descendants(root: int) -> set[int]:
 
 
 def parents() -> dict[int, int]:
-    """The parent of each process that has not ended; where there is no /proc, as `ps` knows it."""
+    """The parent of each process that has not ended; where there is no /proc, as `ps` knows it; on Windows none."""
     if not (PROC / "self" / "stat").exists():
+        if shutil.which("ps") is None:
+            return {}
         listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True).stdout
         lines = [line.split() for line in listed.splitlines()]
         return {int(pid): int(parent) for pid, parent, state in lines if not state.startswith("Z")}

@@ -13,11 +13,16 @@ from .expression import ScoreMod
 __all__ = ["alibi", "decay", "relative_table", "softcap", "t5_buckets", "tanh_gate", "temperature"]
 
 
-def alibi(slopes: Tensor) -> ScoreMod:
+def alibi(slopes: Tensor, offset: int | Tensor = 0) -> ScoreMod:
     """Linear biases for distances, `slopes [H]`, as the argument `alibi_slopes` (Press et al., "Train Short, Test
-    Long", 2022, section 3).
+    Long", 2022, section 3). `offset`, a number or an integer tensor without dimensions, is added to the queries'
+    positions; the argument's is `Sk - Sq`.
     """
-    return ScoreMod(lambda score, b, h, q_idx, k_idx, slopes: score - slopes[h] * (q_idx - k_idx).abs(), (slopes,))
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, slopes: Tensor) -> Tensor:
+        return score - slopes[h] * (q_idx + offset - k_idx).abs()
+
+    return ScoreMod(fn, (slopes,))
 
 
 def decay(rate: Tensor) -> ScoreMod:

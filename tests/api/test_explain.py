@@ -95,16 +95,21 @@ def test_at_least_holds_on_a_busy_machine() -> None:
     assert min(seconds) >= found.seconds_at_limit
 
 
-sides = st.none() | st.integers(0, 12)
+sides = st.none() | st.integers(-6, 12)
+chunks = st.none() | st.integers(1, 6)
 
 
-@given(window=st.builds(Window, sides, sides, st.booleans()), seqlen_q=st.integers(0, 12), seqlen_k=st.integers(0, 12))
+windows = st.builds(Window, sides, sides, st.booleans(), chunks)
+
+
+@given(window=windows, seqlen_q=st.integers(0, 12), seqlen_k=st.integers(0, 12))
 def test_visible_pairs(window: Window, seqlen_q: int, seqlen_k: int) -> None:
     diagonal = seqlen_k - seqlen_q
     counted = sum(
         (window.left is None or j >= i + diagonal - window.left)
         and (window.right is None or j <= i + diagonal + window.right)
         and (not window.top_left or j <= i)
+        and (window.chunk is None or (i + diagonal) // window.chunk == j // window.chunk)
         for i in range(seqlen_q)
         for j in range(seqlen_k)
     )

@@ -95,7 +95,7 @@ def test_every_score_feature(name: str, page_size: int | None) -> None:
     arguments.pop("num_heads_kv", None)
     sizes: Arguments = {"held": (5, 2), "new": 7, "heads": (2, 1), "capacity": 9 if name == "bias" else 12}
     for pairwise in ("mask", "bias"):
-        if pairwise in arguments:
+        if isinstance(arguments.get(pairwise), torch.Tensor):
             arguments[pairwise] = torch.nn.functional.pad(arguments[pairwise], (0, 3))
             sizes["capacity"] = 12
     assert_right(problem(**sizes, page_size=page_size, **arguments))
@@ -633,7 +633,11 @@ MISTAKES: dict[str, tuple[str, Arguments, Change]] = {
     "row below": ("cache_batch_idx", {}, changed("cache_batch_idx", lambda _: int32(0, -1, 2))),
     "row above": ("cache_batch_idx", {}, changed("cache_batch_idx", lambda _: int32(0, 5, 2))),
     "one row twice": ("cache_batch_idx", {}, changed("cache_batch_idx", lambda _: int32(0, 1, 0))),
-    "rows of pages": ("cache_batch_idx", {"page_size": 4}, changed("cache_batch_idx", lambda _: int32(0, 1, 2))),
+    "rows of pages": (
+        "cache_batch_idx",
+        {"page_size": 4},
+        lambda given: given | {"cache_batch_idx": int32(0, len(given["page_table"]), 2)},
+    ),
     "rows of float": ("cache_batch_idx", {}, changed("cache_batch_idx", lambda _: torch.zeros(3))),
     "too few rows": ("cache_batch_idx", {}, changed("cache_batch_idx", lambda _: int32(0, 1))),
     "negative length": ("cache_seqlens", {}, changed("cache_seqlens", lambda _: int32(3, -1, 8))),
@@ -686,7 +690,7 @@ MISTAKES: dict[str, tuple[str, Arguments, Change]] = {
     "splits of a half": ("num_splits", {}, changed("num_splits", lambda _: 0.5)),
     "mask of another length": ("mask", {}, changed("mask", lambda _: torch.ones(1, 1, 1, 11, dtype=torch.bool))),
     "bias of another length": ("bias", {}, changed("bias", lambda _: torch.ones(1, 1, 2, 10))),
-    "negative window": ("window", {}, changed("window", lambda _: (-2, 0))),
+    "window of one side": ("window", {}, changed("window", lambda _: (2,))),
     "rotary_interleaved of None": ("rotary_interleaved", ROTARY, changed("rotary_interleaved", lambda _: None)),
 }
 

@@ -35,7 +35,7 @@ def test_rows_that_see_nothing(cause: str, sinks: tuple | None, backend: str) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("cause", ["mask of one row", "bias of -inf", "score_mod of -inf"])
+@pytest.mark.parametrize("cause", ["mask of one row", "mask function of one row", "bias of -inf", "score_mod of -inf"])
 def test_nan_cotangent_of_a_row_that_sees_nothing(cause: str, backend: str) -> None:
     """Nothing flows through such a row, so it does not matter what arrives there: `lse.exp()` and the like make NaN."""
     case = dense_case(**BLIND[cause])

@@ -256,7 +256,7 @@ def test_flex_is_called_as_the_contract_means_it() -> None:
 class Ticks:
     """A clock by which every run takes what the list says."""
 
-    kind, cache_bytes = "ticks", 0
+    kind, graphs, cache_bytes = "ticks", False, 0
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -264,6 +264,9 @@ class Ticks:
     def seconds(self, run: Callable[[], Any], calls: int) -> float:
         self.order.append(run())
         return 0.5
+
+    def eager_seconds(self, run: Callable[[], Any], calls: int) -> float:
+        raise AssertionError("no entrant is eager")
 
     def host_seconds(self, run: Callable[[], Any], calls: int) -> None:
         return None

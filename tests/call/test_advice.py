@@ -45,7 +45,6 @@ def transposed(*tensors: Tensor) -> tuple[Tensor, ...]:
         (SELF, (), {"mask": PADDING}, "mask", lambda: sdpa(*SELF, PADDING[:, None, None])),
         (SELF, (), {"mask": ROWS.expand(2, 6, 6)}, "mask", lambda: sdpa(*SELF, ROWS)),
         (SELF, (), {"bias": SCORES.expand(8, 6, 6)}, "bias", lambda: sdpa(*SELF, SCORES)),
-        (SELF, (), {"bias": SCORES.double()[None, None]}, "bias", lambda: sdpa(*SELF, SCORES)),
         (SELF, (), {"bias": ROWS}, "bias", lambda: sdpa(*SELF, ROWS)),
         ((X[0], X[1], X[1]), (), {}, "q", lambda: sdpa(X[0], X[1], X[1], enable_gqa=False)),
         ((X[0, 0], X[0, 1], X[0, 2]), (), {}, "q", lambda: sdpa(X[0, 0], X[0, 1], X[0, 2], enable_gqa=False)),

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,3 +86,24 @@ def test_signals_that_are_ignored_stay_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 HANDLED = (signal.SIGHUP, signal.SIGTERM)
+
+
+def test_a_process_ends_where_neither_proc_nor_ps_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on Windows, which has no SIGKILL either."""
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(processes, "signal", SimpleNamespace(SIGTERM=signal.SIGTERM))
+    with pytest.raises(subprocess.TimeoutExpired):
+        processes.run_python("import time; time.sleep(60)", timeout=1)
+
+
+def test_modules_import_without_what_windows_lacks() -> None:
+    code = """
+import sys
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+import flashtile
+from flashtile.soak import memory
+from flashtile.cli import main
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

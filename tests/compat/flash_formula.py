@@ -19,9 +19,12 @@ def formula(
     first_key: int = 0,
     keep: Tensor | None = None,
     sinks: Tensor | None = None,
+    chunk: int = 0,
+    negative: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out [B, Sq, Hq, D]`, `lse [B, Hq, Sq]` and the weights `[B, Hq, Sq, Sk]` of float64 tensors. `keep` multiplies
-    the weights of `out`; keys before `first_key` do not exist.
+    the weights of `out`; keys before `first_key` do not exist. Negative sides of a window are unlimited, or meant as
+    they stand if `negative`.
     """
     batch, seqlen_q, heads, width = q.shape
     seqlen_k, group = k.shape[1], heads // k.shape[2]
@@ -37,8 +40,9 @@ def formula(
     left, right = window_size
     hidden = j < first_key
     hidden = hidden | (offset < 0) if causal else hidden.expand(seqlen_q, seqlen_k)
-    hidden = hidden | (offset > left) if left >= 0 else hidden
-    hidden = hidden | (offset < -right) if right >= 0 else hidden
+    hidden = hidden | (offset > left) if negative or left >= 0 else hidden
+    hidden = hidden | (offset < -right) if negative or right >= 0 else hidden
+    hidden = hidden | ((offset + j).div(chunk, rounding_mode="floor") != j // chunk) if chunk else hidden
     s = s.masked_fill(hidden, -torch.inf)
     scores = s if sinks is None else torch.cat((s, sinks[:, None, None].expand(batch, -1, seqlen_q, 1)), dim=-1)
     empty = (scores == -torch.inf).all(dim=-1)

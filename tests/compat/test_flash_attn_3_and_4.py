@@ -114,9 +114,82 @@ def test_cache_of_version_3(packed: bool, starts: torch.Tensor | None, causal: b
         assert_same((lse[:, rows] if packed else lse[b], reference_lse[0]), (k_cache[b, : length + n], keys[0]))
 
 
+def test_chunks_and_splits_of_version_3() -> None:
+    """Rows that see only their own chunk of positions; the first row is before all keys and sees none."""
+    mine, theirs = leaves(K, Q[:, :, :HKV], V[:, :SQ]), leaves(K, Q[:, :, :HKV], V[:, :SQ])
+    for causal in (False, True):
+        out = flash_attn_3.flash_attn_func(*mine, causal=causal, attention_chunk=3, num_splits=2)
+        assert_gradients_agree((out, mine), (formula(*theirs, causal=causal, chunk=3)[0], theirs))
+    packed = (Q[0], K[0, :SQ], V[0, :SQ])
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    out = flash_attn_3.flash_attn_varlen_func(*packed, cu, cu, 5, 5, attention_chunk=2, num_splits=3)
+    assert_same((out, formula(*(x[None] for x in packed), chunk=2)[0][0]))
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_queries_that_are_in_use(version: int) -> None:
+    """Rows past `seqused_q` are 0, and causal is aligned to the last row in use."""
+    cu_q, used = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
+    given = Q[0], K[0], V[0]
+    if version == 3:
+        out, lse = flash_attn_3.flash_attn_varlen_func(
+            *given, cu_q, CU, 3, 5, seqused_q=used, causal=True, return_attn_probs=True
+        )
+    else:
+        out, lse = flash_attn_4.flash_attn_varlen_func(
+            *given, None, cu_q, CU, 3, 5, seqused_q=used, causal=True, return_lse=True
+        )
+    assert not out[3:].any()
+    assert (lse[:, 3:] == -torch.inf).all()
+    for rows, keys in ((slice(0, 2), slice(0, 2)), (slice(2, 3), slice(2, 7))):
+        reference, reference_lse, _ = formula(Q[:1, rows], K[:1, keys], V[:1, keys], causal=True)
+        assert_same((out[rows], reference[0]), (lse[:, rows], minus(reference_lse)[0]))
+
+
+@pytest.mark.parametrize(
+    ("window_size", "causal", "meant"),
+    [
+        ((-1, 3), False, (-1, 3)),
+        ((5, -1), False, (5, -1)),
+        ((None, -2), False, (99, -2)),
+        ((-1, None), False, (-1, 99)),
+        ((-3, 2), False, (99, 99)),
+        ((-1, -1), True, (99, 0)),
+        ((2, -2), True, (2, 0)),
+    ],
+)
+def test_negative_windows_of_version_4(window_size: Any, causal: bool, meant: tuple[int, int]) -> None:
+    """A sum below 0 is unlimited, and causal sets the right side."""
+    mine, theirs = leaves(Q, K, V), leaves(Q, K, V)
+    out, _ = flash_attn_4.flash_attn_func(*mine, window_size=window_size, causal=causal)
+    assert_gradients_agree((out, mine), (formula(*theirs, window_size=meant, negative=True)[0], theirs))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense queries", "packed queries"])
+def test_new_keys_packed_otherwise_than_queries(packed: bool) -> None:
+    """`cu_seqlens_k_new`, and new keys of one length with packed queries."""
+    lengths, cu_k = torch.tensor([4, 1], dtype=torch.int32), torch.tensor([0, 1, 4], dtype=torch.int32)
+    cu_q = torch.tensor([0, 2, 4], dtype=torch.int32)
+    k, v = randn(4, HKV, D, seed=1), randn(4, HKV, D, seed=2)
+    q = Q[:, :2].flatten(0, 1) if packed else Q[:, :2]
+    more = {"cu_seqlens_q": cu_q, "max_seqlen_q": 2} if packed else {}
+    for cu in (cu_k, None) if packed else (cu_k,):
+        k_cache, v_cache = K.clone(), V.clone()
+        new = (k, v) if cu is not None else (k.unflatten(0, (2, 2)), v.unflatten(0, (2, 2)))
+        out = flash_attn_3.flash_attn_with_kvcache(
+            q, k_cache, v_cache, *new, cache_seqlens=lengths, cu_seqlens_k_new=cu, causal=True, **more
+        )
+        ends = (0, 1, 4) if cu is not None else (0, 2, 4)
+        for b in range(2):
+            length, part = int(lengths[b]), slice(ends[b], ends[b + 1])
+            keys, values = torch.cat((K[b, :length], k[part])), torch.cat((V[b, :length], v[part]))
+            reference = formula(Q[b : b + 1, :2], keys[None], values[None], causal=True)[0][0]
+            assert_same((out[2 * b : 2 * b + 2] if packed else out[b], reference), (k_cache[b, : len(keys)], keys))
+
+
 DECLINED = {
-    "qv": Q, "q_descale": Q, "k_descale": Q, "v_descale": Q, "attention_chunk": 4, "num_splits": 3, "pack_gqa": True,
-    "sm_margin": 2, "seqused_q": CU, "scheduler_metadata": CU, "gather_kv_indices": CU, "score_mod": min,
+    "qv": Q, "q_descale": Q, "k_descale": Q, "v_descale": Q, "pack_gqa": True,
+    "sm_margin": 2, "scheduler_metadata": CU, "gather_kv_indices": CU, "score_mod": min,
     "score_mod_bwd": min, "mask_mod": min, "aux_tensors": [Q], "aux_scalars": (1,), "block_sparse_tensors": (Q,),
     "block_sparse_tensors_bwd": (Q,), "min_seqlen_k": 1, "seqlen_k_per_split": 64, "disable_scheduler_metadata": True,
 }  # fmt: skip
@@ -133,7 +206,7 @@ CALLS = [
 @pytest.mark.parametrize(("function", "needed"), CALLS, ids=lambda x: getattr(x, "__module__", ""))
 def test_what_has_no_equivalent_is_declined(function: Any, needed: dict[str, Any]) -> None:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    declined = [name for name in names if name in DECLINED and not (name == "num_splits" and "k_cache" in names)]
+    declined = [name for name in names if name in DECLINED]
     assert len(declined) >= 6
     for name in declined:
         with pytest.raises(ArgumentError, match=f"`{name}`") as caught:
@@ -144,10 +217,10 @@ def test_what_has_no_equivalent_is_declined(function: Any, needed: dict[str, Any
 
 def test_other_errors() -> None:
     with pytest.raises(ArgumentError, match="`window_size`"):
-        flash_attn_4.flash_attn_func(Q, K, V, window_size=(-3, 5))
+        flash_attn_4.flash_attn_func(Q, K, V, window_size=(-3,))
     with pytest.raises(ArgumentError, match="`cu_seqlens_q`"):
         flash_attn_4.flash_attn_varlen_func(Q, K, V)
     with pytest.raises(ArgumentError, match="`cu_seqlens_k_new`"):
         flash_attn_3.flash_attn_with_kvcache(
-            Q[0], K, V, K[0], V[0], cache_seqlens=3, cu_seqlens_q=CU, cu_seqlens_k_new=CU + 0
+            Q[0], K, V, K[0], V[0], cache_seqlens=3, cu_seqlens_q=CU, cu_seqlens_k_new=CU + 1
         )

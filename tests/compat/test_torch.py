@@ -1,5 +1,6 @@
 """PyTorch's names, against PyTorch: the functions, and PyTorch's own functions while flashtile is active."""
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -112,8 +113,8 @@ def test_varlen(window_size: tuple[int, int]) -> None:
     written = torch.empty_like(out)
     settings: dict[str, Any] = {"scale": 0.6, "window_size": window_size, "enable_gqa": True}
     with torch.no_grad():
-        assert varlen_attn_out(written, *tensors, CU_Q, CU_K, 5, 5, **settings) is written
-    assert torch.equal(written, out)
+        assert varlen_attn_out(written, *tensors, CU_Q, CU_K, 5, 5, **settings, num_splits=2) is written
+    assert_same((written, out))
 
 
 def test_varlen_declines() -> None:
@@ -121,7 +122,7 @@ def test_varlen_declines() -> None:
     with pytest.raises(ArgumentError, match="`enable_gqa`"):
         varlen_attn(q, k, k, CU_Q, CU_Q, 5, 5)
     with pytest.raises(ArgumentError, match="`num_splits`"):
-        varlen_attn(q, q, q, CU_Q, CU_Q, 5, 5, num_splits=1)
+        varlen_attn(q, q, q, CU_Q, CU_Q, 5, 5, num_splits=0)
     with pytest.raises(ArgumentError, match="`out`"):
         varlen_attn_out(q[:2], q, q, q, CU_Q, CU_Q, 5, 5)
     with pytest.raises(ArgumentError, match="`out`"):
@@ -176,6 +177,8 @@ def test_activated_varlen(calls: list[str]) -> None:
     tensors = randn(8, H, E), randn(9, 2, E, seed=1), randn(9, 2, E, seed=2)
     mine, theirs = leaves(*tensors), leaves(*tensors)
     settings: dict[str, Any] = {"window_size": (2, 0), "enable_gqa": True}
+    if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:  # PyTorch 2.11
+        del settings["enable_gqa"]
     with names.activate():
         out = varlen.varlen_attn(*mine, CU_Q, CU_K, 5, 5, **settings)
         reference, _ = packed_formula(*theirs, window_size=(2, 0))

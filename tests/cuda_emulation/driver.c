@@ -4,7 +4,7 @@
 typedef void* handle;
 
 struct Record {
-    int ordinal, launches, grid[3], block[3], shared, causal, group;
+    int ordinal, launches, grid[3], block[3], shared, allowed, causal, group;
     handle stream, function, context;
     void* q;
     float scale;
@@ -25,6 +25,15 @@ int cuModuleGetFunction(handle* function, handle module, const char* name) {
 }
 int cuFuncGetAttribute(int* value, int attribute, handle function) {
     *value = (int)(long)function * 100 + attribute;
+    return 0;
+}
+int cuFuncSetAttribute(handle function, int attribute, int value) {
+    if (attribute != 8) return 1;
+    record.allowed = value;
+    return 0;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+    *value = attribute == 97 ? 232448 : 0;
     return 0;
 }
 int cuGetErrorString(int status, const char** words) { *words = status == 9 ? "invalid configuration" : "unknown"; return 0; }

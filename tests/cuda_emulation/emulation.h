@@ -108,6 +108,10 @@ void run_fiber() {
 static inline void __syncthreads() { emulated::wait(0); }
 static inline void __syncwarp() { emulated::wait(1 + emulated::current->number / 32); }
 static inline float __int_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+struct float4 { float x, y, z, w; };
+template <typename T>
+static inline T __ldcg(const T* address) { return *address; }
+static inline long long clock64() { static long long time; return time += 100; }
 static inline float __shfl_xor_sync(unsigned, float x, int distance) {
     Lane mine{};
     mine.value = x;
@@ -120,9 +124,12 @@ static inline float __shfl_xor_sync(unsigned, float x, int distance) {
 #define HALF_IS_bf16 2
 #define JOINED_(a, b) a##b
 #define JOINED(a, b) JOINED_(a, b)
+#ifndef EMULATED_HALF  // a kernel without 16-bit numbers has no HALF
+#define EMULATED_HALF HALF
+#endif
 
 static inline float widened(unsigned bits) {
-#if JOINED(HALF_IS_, HALF) == 2
+#if JOINED(HALF_IS_, EMULATED_HALF) == 2
     return __int_as_float(bits << 16);
 #else
     const float sign = bits & 0x8000 ? -1.0f : 1.0f;
@@ -135,7 +142,7 @@ static inline float widened(unsigned bits) {
 // To the nearest of the two neighbours, ties to the even one; found by trying.
 static inline unsigned narrowed(float x) {
     const unsigned sign = std::signbit(x) ? 0x8000 : 0;
-    const unsigned infinity = JOINED(HALF_IS_, HALF) == 2 ? 0x7f80 : 0x7c00;
+    const unsigned infinity = JOINED(HALF_IS_, EMULATED_HALF) == 2 ? 0x7f80 : 0x7c00;
     if (std::isnan(x)) return infinity + 1;
     const double size = std::fabs((double)x);
     unsigned low = 0, high = infinity;  // low <= size < high, by bisection: the bits of positive numbers are ordered
@@ -213,6 +220,7 @@ static inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned 
 }
 
 static inline unsigned pack(float low, float high) { return narrowed(low) | narrowed(high) << 16; }
+static inline float widen(unsigned short bits) { return widened(bits); }
 
 // A launch ------------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch._C._dynamo import eval_frame
 from torch._dynamo.testing import CompileCounter
 
 import flashtile
-from flashtile import ArgumentError, ScoreMod
+from flashtile import ArgumentError, MaskMod, ScoreMod
 from flashtile.backend.cpu import entry, launch
 from flashtile.call.call import DIFFERENTIABLE, Call, Settings, Tensors
 from flashtile.dispatch import operators
@@ -49,6 +49,8 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 weight = leaf(HQ, seed=3)
 MOD = ScoreMod(lambda score, b, h, i, j, w: score * w[h] + 0.1 * (i - j), (weight,))
+MASK = MaskMod(lambda b, h, i, j, n: (j < n[b]) & (i - j < 9 + h), (torch.tensor([SK, 4]),))
+SCORED = ScoreMod(lambda score, b, h, i, j, w: score * w[h], (weight.detach(),))
 CU_Q, CU_K = offsets(5, 0, 7), offsets(9, 3, 8)
 
 
@@ -63,6 +65,10 @@ def with_features(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slopes: Tensor,
 
 def with_score_mod(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Any:
     return flashtile.attention(q, k, v, score_mod=MOD) + 0 * w.sum()
+
+
+def with_mask_function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return flashtile.attention(q, k, v, mask=MASK, score_mod=SCORED)
 
 
 def with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -90,6 +96,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]]]] = {
     "plain": (plain, dense_leaves),
     "features": (with_features, feature_leaves),
     "score_mod": (with_score_mod, lambda: [*dense_leaves(), weight]),
+    "mask function": (with_mask_function, dense_leaves),
     "dropout": (with_dropout, dense_leaves),
     "one tensor": (on_one_tensor, lambda: [leaf(B, HQ, SQ, D)]),
     "views of one tensor": (on_views_of_one_tensor, lambda: [leaf(B, HQ, SQ, 3 * D)]),
@@ -131,11 +138,15 @@ def test_default_seed_is_drawn_inside_the_graph() -> None:
     assert not torch.equal(first, second)
 
 
-def test_bare_score_mod_says_what_to_write() -> None:
+@pytest.mark.parametrize(
+    ("told", "function"),
+    [("ScoreMod", {"score_mod": lambda score, b, h, i, j: score}), ("MaskMod", {"mask": lambda b, h, i, j: i > j})],
+)
+def test_bare_functions_say_what_to_write(told: str, function: dict[str, Any]) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flashtile.attention(q, k, v, score_mod=lambda score, b, h, i, j: score)
+        return flashtile.attention(q, k, v, **function)
 
-    with pytest.raises((ArgumentError, torch._dynamo.exc.Unsupported), match=r"ScoreMod"):
+    with pytest.raises((ArgumentError, torch._dynamo.exc.Unsupported), match=told):
         torch.compile(call, fullgraph=True, backend="eager")(*dense_leaves())
 
 

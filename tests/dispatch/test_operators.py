@@ -132,21 +132,23 @@ def test_settings_and_tensors_travel_through_the_schema() -> None:
         assert back.settings == call.settings
         assert all(x is y for x, y in zip(back.tensors[:-1], call.tensors[:-1], strict=True))
         names = [argument.name for argument in operators.forward._schema.arguments]
-        missing = {*Tensors._fields, *Settings._fields} - set(names) - {"leftpad_k", "num_splits"}  # the KV cache's
-        assert all("seqlen" in name or name in ("seqused_k", "page_table") for name in missing)
+        missing = {*Tensors._fields, *Settings._fields} - set(names)
+        missing -= {"leftpad_k", "out"}  # the KV cache's, and that of plain eager calls
+        assert all("seqlen" in name or name in ("seqused_q", "seqused_k", "page_table") for name in missing)
         assert layout == "dense" or not missing
 
 
 def test_every_scalar_becomes_its_own_setting() -> None:
     """They go by position from a public function to `new_settings`: keywords would take 2 microseconds more."""
     given = {"causal": "top_left", "window": (3, 4), "scale": 0.3, "softcap": 2.0, "dropout_p": 0.1, "max_seqlen_q": 11}
-    given |= {"max_seqlen_k": 12, "num_splits": 7, "deterministic": True, "backend": "tiled"}
+    given |= {"max_seqlen_k": 12, "num_splits": 7, "deterministic": True, "backend": "tiled", "attention_chunk": 9}
     assert varlen_call(**given).settings == Settings(
         scale=0.3,
         softcap=2.0,
         window_left=3,
         window_right=4,
         top_left=True,
+        attention_chunk=9,
         dropout_p=0.1,
         max_seqlen_q=11,
         max_seqlen_k=12,

@@ -1,5 +1,6 @@
 """Traced formulas: values, derivatives, text, and what cannot be traced."""
 
+import functools
 import math
 import pickle
 import re
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from hypothesis import given
 from programs import functions
 from torch import Tensor
@@ -17,6 +19,7 @@ from flashtile.expression.builder import Builder
 from flashtile.expression.derivative import partials
 from flashtile.expression.formula import formula_of
 from flashtile.expression.program import INT32, INT64, used
+from flashtile.expression.purity import MASK_MOD
 from flashtile.expression.torch_code import run
 from flashtile.expression.trace import trace
 from flashtile.testing import score_functions
@@ -70,6 +73,12 @@ def test_functions_of_random_problems(choice: int) -> None:
     assert_as_autograd(given.fn, *given.tensors)
 
 
+def test_activations() -> None:
+    for fn in (F.relu, F.gelu, functools.partial(F.gelu, approximate="tanh"), F.silu):
+        assert_as_autograd(lambda score, b, h, i, j, fn=fn: fn(score) + fn(score / 3))
+    assert isinstance(formula_of(lambda score, b, h, i, j: F.relu(score, inplace=True)), Untraced)
+
+
 def test_second_derivative() -> None:
     def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.tanh(score) * torch.sigmoid(score) + score**3
@@ -121,7 +130,7 @@ def test_masks() -> None:
     pairs = inputs()
     indices = [pairs[name] for name in ("b", "h", "q_idx", "k_idx")]
     for fn, tensors in ((causal, ()), (window, ()), (documents, (document, prefix)), (neighborhood, ())):
-        [found] = run(trace(fn, tensors, mask=True)[0], [*pairs.values()], tensors)
+        [found] = run(trace(fn, tensors, MASK_MOD)[0], [*pairs.values()], tensors)
         expected = fn(*indices, *tensors)
         assert found.dtype is torch.bool
         assert torch.equal(found.broadcast_to(expected.shape), expected)
@@ -156,7 +165,7 @@ def test_elements_outside_of_a_tensor() -> None:
 def test_integers_are_as_wide_as_they_must_be(fn: Callable[..., Any], kind: str) -> None:
     """Positions are below 2**30, and 32-bit arithmetic on them never wraps."""
     table = torch.zeros(9, dtype=torch.int32)
-    program, _ = trace(lambda b, h, i, j, table: fn(i, j, table) > 3, (table,), mask=True)
+    program, _ = trace(lambda b, h, i, j, table: fn(i, j, table) > 3, (table,), MASK_MOD)
     compared = program.instructions[program.outputs[0]].operands[0]
     assert program.instructions[compared].kind == kind
 

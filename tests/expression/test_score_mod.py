@@ -17,11 +17,11 @@ from checking import BACKENDS, assert_right, dense_case, offsets, tile_size
 from torch import Tensor
 
 import flashtile
-from flashtile import ArgumentError, AttentionError, ScoreMod
+from flashtile import ArgumentError, AttentionError, MaskMod, ScoreMod
 from flashtile.call.call import Call, Settings, Tensors
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.errors import AttentionWarning
-from flashtile.expression import score_mod
+from flashtile.expression import registry
 from flashtile.testing.case import ScoreFunction
 
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
@@ -222,9 +222,11 @@ import pickle, sys, torch, flashtile
 from score_functions_of_a_module import scaled_by
 for _ in range(2):
     flashtile.ScoreMod(lambda score, b, h, i, j: score)
-mod, key, (q, k, v), out = pickle.load(sys.stdin.buffer)
+mod, key, (q, k, v), out, weights, exported = pickle.load(sys.stdin.buffer)
 assert torch.equal(flashtile.attention(q, k, v, score_mod=mod), out)
 assert flashtile.ScoreMod(scaled_by(2.0)).key == key
+program = torch.export.load(sys.argv[1]).module()
+assert torch.equal(program(q, k, v, *weights), exported)
 """
 MODULE = """
 def module_level(score, b, h, i, j, weight): return score * weight[h]
@@ -232,15 +234,29 @@ def scaled_by(factor): return lambda score, b, h, i, j: score * (factor if facto
 """
 
 
+class Program(torch.nn.Module):
+    """A score_mod and a mask function that are made inside, of tensors that are the program's inputs."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, lengths: Tensor) -> Tensor:
+        mod = ScoreMod(lambda score, b, h, i, j, w: score * w[h] + (i - j), (weight,))
+        mask = MaskMod(lambda b, h, i, j, n: (j < n[b]) & (j != i + 1), (lengths,))
+        return flashtile.attention(q, k, v, score_mod=mod, mask=mask)
+
+
 def test_a_spawned_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets functions by their names, and finds the same keys."""
+    """It gets functions by their names, finds the same keys, and runs an exported program with formulas in it."""
     (tmp_path / "score_functions_of_a_module.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     functions = importlib.import_module("score_functions_of_a_module")
     mod = ScoreMod(functions.module_level, (torch.rand(4),))
-    given = (mod, ScoreMod(functions.scaled_by(2.0)).key, (Q, K, V), flashtile.attention(Q, K, V, score_mod=mod))
+    weights = torch.rand(4), torch.tensor([7, 3])
+    with torch.no_grad():
+        exported = Program()(Q, K, V, *weights)
+        torch.export.save(torch.export.export(Program(), (Q, K, V, *weights)), tmp_path / "program.pt2")
+    out = flashtile.attention(Q, K, V, score_mod=mod)
+    given = (mod, ScoreMod(functions.scaled_by(2.0)).key, (Q, K, V), out, weights, exported)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *sys.path))), "PYTHONHASHSEED": "7"}
-    command = [sys.executable, "-c", CHILD]
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "program.pt2")]
     child = subprocess.run(command, input=pickle.dumps(given), env=environment, capture_output=True)
     assert child.returncode == 0, child.stderr.decode()
 
@@ -271,15 +287,15 @@ def test_a_program_whose_function_this_process_does_not_know(monkeypatch: pytest
     settings = Settings(scale=1.0, score_mod=mod.key, backend="tiled")
     operators, call = OPERATORS["dense"], Call(Tensors(Q, K, V), settings)
     out, _ = operators.forward(*operators.arguments(call))
-    monkeypatch.setattr(score_mod, "_functions", {})  # as if in another process
+    monkeypatch.setattr(registry, "_functions", {})  # as if in another process
     ScoreMod(untraceable(3.0))
     with pytest.raises(AttentionError, match="made in this process before the program runs"):
         operators.forward(*operators.arguments(call))
     ScoreMod(untraceable(2.0))
     assert torch.equal(operators.forward(*operators.arguments(call))[0], out)
-    monkeypatch.setattr(score_mod, "_functions", {})
+    monkeypatch.setattr(registry, "_functions", {})
     settings = call.settings._replace(score_mod=ScoreMod(Model().modify).key)
-    monkeypatch.setattr(score_mod, "_functions", {})
+    monkeypatch.setattr(registry, "_functions", {})
     with pytest.raises(AttentionError, match="reads no objects but constants"):
         operators.forward(*operators.arguments(call._replace(settings=settings)))
 
@@ -289,7 +305,7 @@ def test_a_program_contains_the_formula(monkeypatch: pytest.MonkeyPatch) -> None
     weight = torch.rand(4)
     mod = ScoreMod.of(lambda score, b, h, i, j: score * weight[h] + (i - j))
     expected = flashtile.attention(Q, K, V, score_mod=mod, scale=1.0)
-    monkeypatch.setattr(score_mod, "_functions", {})  # as if in another process
+    monkeypatch.setattr(registry, "_functions", {})  # as if in another process
     operators = OPERATORS["dense"]
     call = Call(Tensors(Q, K, V, score_mod_tensors=[weight]), Settings(scale=1.0, score_mod=mod.key))
     assert torch.equal(operators.forward(*operators.arguments(call))[0], expected)

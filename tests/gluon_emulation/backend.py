@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backend.gpu import replay
+from flashtile.backend.gpu.kernel import function_under_jit
 from flashtile.backend.gpu.pointers import Slots, TmaDescriptor, resolved
 from flashtile.backend.gpu.step import Step
 from flashtile.backend.hopper import support
@@ -119,7 +120,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         return torch.zeros(1, dtype=torch.int32) if packed else semaphore
 
     def launch(kernel: Any, programs: int, scalars: dict[str, Any], slots: Slots, tensors: list[Tensor | None]) -> None:
-        kernel = kernel.function()
+        kernel = function_under_jit(kernel)
         parameters = inspect.signature(kernel).parameters.items()
         constants = [name for name, parameter in parameters if parameter.annotation is language.constexpr]
         values = scalars | resolved(slots, tensors)

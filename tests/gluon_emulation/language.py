@@ -1,22 +1,31 @@
 """`triton.experimental.gluon.language` and `triton.language` on CPU tensors."""
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 
 from . import instructions
 from .machine import EmulationError, machine, merge_clock
-from .values import Pointer, Shared, Value, as_tensor, unwrap
+from .values import UNSIGNED, Pointer, Shared, Value, as_tensor, unwrap
 
 float32, float16, bfloat16 = torch.float32, torch.float16, torch.bfloat16
-int32, int64 = torch.int32, torch.int64
+int1, int32, int64 = torch.bool, torch.int32, torch.int64
+uint32, uint64 = UNSIGNED
 tensor, shared_memory_descriptor = Value, Shared
 static_range = range
 
 
 def constexpr(x: Any) -> Any:
     return x
+
+
+class PropagateNan(Enum):
+    """The treatment of NaN by minimum and maximum."""
+
+    NONE = 0
+    ALL = 1
 
 
 class Layout:
@@ -110,14 +119,16 @@ def where(condition: Any, a: Any, b: Any) -> Value:
     return Value(torch.where(torch.as_tensor(unwrap(condition)), unwrap(a), unwrap(b)))
 
 
-def minimum(a: Any, b: Any) -> Value:
-    """NaN loses, as on a GPU."""
-    return Value(torch.fmin(as_tensor(unwrap(a)), as_tensor(unwrap(b))))
+def minimum(a: Any, b: Any, propagate_nan: PropagateNan = PropagateNan.NONE) -> Value:
+    """NaN loses by default, as on a GPU."""
+    function = torch.fmin if propagate_nan is PropagateNan.NONE else torch.minimum
+    return Value(function(as_tensor(unwrap(a)), as_tensor(unwrap(b))))
 
 
-def maximum(a: Any, b: Any) -> Value:
-    """NaN loses, as on a GPU."""
-    return Value(torch.fmax(as_tensor(unwrap(a)), as_tensor(unwrap(b))))
+def maximum(a: Any, b: Any, propagate_nan: PropagateNan = PropagateNan.NONE) -> Value:
+    """NaN loses by default, as on a GPU."""
+    function = torch.fmax if propagate_nan is PropagateNan.NONE else torch.maximum
+    return Value(function(as_tensor(unwrap(a)), as_tensor(unwrap(b))))
 
 
 def cdiv(a: Any, b: Any) -> Any:
@@ -146,6 +157,26 @@ def exp2(x: Value) -> Value:
 
 def log2(x: Value) -> Value:
     return Value(torch.log2(x.tensor))
+
+
+def log(x: Value) -> Value:
+    return Value(torch.log(x.tensor))
+
+
+def sqrt(x: Value) -> Value:
+    return Value(torch.sqrt(x.tensor))
+
+
+def rsqrt(x: Value) -> Value:
+    return Value(torch.rsqrt(x.tensor))
+
+
+def erf(x: Value) -> Value:
+    return Value(torch.erf(x.tensor))
+
+
+def floor(x: Value) -> Value:
+    return Value(torch.floor(x.tensor))
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Value:

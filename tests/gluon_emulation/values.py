@@ -11,6 +11,7 @@ from torch import Tensor
 from .machine import EmulationError, machine
 
 LAYOUT = SimpleNamespace(layout=None)
+UNSIGNED = ("uint32", "uint64")  # dtypes; values of 64 bits hold what kernels make of them
 
 
 def unwrap(x: Any) -> Any:
@@ -68,7 +69,10 @@ class Value:
     def __getitem__(self, index: Any) -> "Value":
         return Value(self.tensor[index])
 
-    def to(self, dtype: torch.dtype) -> "Value":
+    def to(self, dtype: Any) -> "Value":
+        if dtype in UNSIGNED:
+            x = self.tensor.long()
+            return Value(x & 0xFFFFFFFF if dtype == "uint32" else torch.where(x < 0, 2**63 - 1, x))
         return Value(self.tensor.to(dtype))
 
     def broadcast_to(self, shape: Sequence[int]) -> "Value":

@@ -36,11 +36,10 @@ pytestmark = [
 ]
 LENGTHS = (1, 15, 17, 33)
 CHOSEN = (
-    "hdim 64 causal", "hdim 96", "hdim 33/5", "fp32", "fp32 everything", "top left", "window", "negative scale",
-    "softcap",
-    "bias", "bias of heads and keys", "bias of sequences and rows", "one bias", "mask", "slopes", "slopes of sequences",
-    "sinks", "dropout", "packed", "packed window", "packed, hdim 48 apart", "packed everything", "paged", "one query",
-    "packed, three queries",
+    "hdim 64 causal", "hdim 96", "hdim 33/5", "fp32", "fp32 everything", "top left", "window",
+    "softcap", "bias", "bias of heads and keys", "bias of sequences and rows", "one bias, negative scale", "mask",
+    "slopes", "sinks", "dropout", "packed", "packed window", "packed, hdim 48 apart", "packed everything", "paged",
+    "one query", "packed chunks, rows unused", "packed, three queries",
 )  # fmt: skip
 
 
@@ -176,8 +175,8 @@ def like(x: object) -> object:
 
 
 REPEATED = (
-    "hdim 64 causal", "fp32 everything", "bias of heads and keys", "mask", "slopes of sequences", "sinks", "dropout",
-    "packed everything", "paged",
+    "hdim 64 causal", "fp32 everything", "bias of heads and keys", "mask", "sinks", "dropout",
+    "packed everything", "packed chunks, rows unused", "paged",
 )  # fmt: skip
 
 
@@ -205,31 +204,44 @@ def test_a_call_like_one_before(name: str) -> None:
         assert torch.equal(found[key].nan_to_num(), x.nan_to_num()), key
 
 
-@pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("kind", ["dense", "rows", "pages", "packed"])
-def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rotary"),
+    [
+        *itertools.product(("dense", "rows", "pages", "packed"), (None, "in the cache")),
+        *itertools.product(("dense", "packed", "rows of pages", "packed apart"), ("from a start",)),
+    ],
+)
+def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: str | None) -> None:
     """As on a GPU, whose lengths the host does not read: steps that differ in lengths only share one recording."""
     fast_path.forget()
     table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
-    options: dict[str, dict[str, torch.Tensor]] = {
+    options: dict[str, dict[str, Any]] = {
         "dense": {},
         "rows": {"cache_batch_idx": torch.tensor([3, 1], dtype=torch.int32)},
         "pages": {"page_table": table},
+        "rows of pages": {"page_table": table.flip(0), "cache_batch_idx": torch.tensor([1, 0], dtype=torch.int32)},
         "packed": {"page_table": table, "cu_seqlens_q": offsets(2, 1)},
+        "packed apart": {
+            "page_table": table,
+            "cu_seqlens_q": offsets(2, 1),
+            "cu_seqlens_k_new": offsets(1, 2),
+        },
     }
     given = options[kind]
     if rotary:
         angles = torch.rand(32, 4)
         given |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    if rotary == "from a start":
+        given |= {"rotary_start": torch.tensor([3, 9], dtype=torch.int32), "rotary_q_fixed": kind == "packed"}
     shape = (4, 16, 1, 16) if "page_table" in given else (4, 1, 32, 16)
     caches = {name: torch.randn(shape) for name in ("k_cache", "v_cache")}
     others = {name: x.clone() for name, x in caches.items()}
     with on_the_device():
         for n in (0, 5, 11, 17):
             lengths = torch.tensor([4 + n, n], dtype=torch.int32)
-            rows = (3,) if kind == "packed" else (2,)
-            q, k, v = (torch.randn(*rows, heads, 16) for heads in (2, 1, 1))
-            q, k, v = (x if kind == "packed" else x[:, :, None] for x in (q, k, v))
+            packed = "cu_seqlens_q" in given
+            q, k, v = (torch.randn(3 if packed else 2, heads, 16) for heads in (2, 1, 1))
+            q, k, v = (x if packed else x[:, :, None] for x in (q, k, v))
             more = {"k": k, "v": v, "cache_seqlens": lengths, "causal": True} | given
             found = flashtile.attention_with_kvcache(q, **caches, **more, backend="triton", num_splits=2)
             expected = flashtile.attention_with_kvcache(q, **others, **more, backend="reference")
@@ -280,8 +292,9 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
     strides |= {"stride_lse_b": lse.stride(0), "stride_lse_h": lse.stride(1)}
     strides |= {f"stride_dlse_{dim}": None for dim in "bhm"}
     preprocess_kernel[(heads * tiles,)](
-        out, dout, lse, None, neg_lse_log2, neg_delta, dq_semaphore, None, **strides, **lengths
-    )
+        out, dout, lse, None, neg_lse_log2, neg_delta, dq_semaphore, None, **strides, **lengths,
+        columns=None, DQ_PARTS=1,
+    )  # fmt: skip
     assert not dq_semaphore.any()
     seen = lse[0].isfinite()
     expected = torch.where(seen, -(out * dout).sum(-1)[0], 0)
@@ -295,7 +308,7 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
     dq = torch.full_like(out, torch.nan)
     strides = {f"stride_dq_{dim}": n for dim, n in zip("bhm", dq.stride(), strict=False)}
     postprocess_kernel[(heads * tiles,)](
-        swizzled(dq_accum, chunks), dq_semaphore, dq, None, **strides, **lengths, scale=0.5
+        swizzled(dq_accum, chunks), dq_semaphore, dq, None, **strides, **lengths, scale=0.5, columns=None, DQ_PARTS=1
     )
     expected = torch.zeros_like(dq)
     expected[0, 0, block:] = dq_accum[block:rows] * 0.5
@@ -337,7 +350,15 @@ def test_hopper_postprocess_of_packed_rows(chunks: tuple[int, ...]) -> None:
     strides = {"stride_dq_b": 0, "stride_dq_h": dq.stride(1), "stride_dq_m": dq.stride(0)}
     cu_tensor = torch.tensor(cu_seqlens_q, dtype=torch.int32)
     postprocess_kernel[(heads * tiles,)](
-        swizzled(dq_accum, chunks), dq_semaphore, dq, cu_tensor, **strides, **lengths, scale=0.5
+        swizzled(dq_accum, chunks),
+        dq_semaphore,
+        dq,
+        cu_tensor,
+        **strides,
+        **lengths,
+        scale=0.5,
+        columns=None,
+        DQ_PARTS=1,
     )
     for b, (first, stop) in enumerate(itertools.pairwise([*cu_seqlens_q, tokens])):
         row = (first // block + b) * block

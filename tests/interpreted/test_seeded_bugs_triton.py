@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from checking import dense_case, features
+from packing import packed_case
 from seeded_bugs import with_mistake
 
 from flashtile.testing.case import Case
@@ -37,8 +38,15 @@ BUGS = (
     Bug("window: left off by one", "masking.key_bounds", "window_left), lower", "window_left + 1), lower", "window"),
     Bug("window: right off by one", "masking.row_bounds", "window_right), lower", "window_right - 1), lower", "window"),
     Bug("visible blocks taken for full", "masking.key_blocks", "first_row + shift + window", "hi + window", "causal"),
+    Bug("chunk before all keys forgotten", "masking.first_of_chunk", "position < 0, -1", "position < 0, 0", "chunks"),
+    Bug(
+        "chunk one row longer", "masking.row_bounds", "window.attention_chunk - 1)", "window.attention_chunk)", "chunks"
+    ),
+    Bug("rows not in use computed", "sequences.work_tile", "seqused is not None", "False", "rows"),
     Bug("last block forgotten", "masking.to_blocks", "tl.cdiv(hi - origin, BLOCK)", "(hi - origin) // BLOCK", "causal"),
     Bug("mask ignored", "masking.mask_fill", "params.scores.mask.data is not None", "False", "mask"),
+    Bug("mask function ignored", "dkdv.inner_loop", "params.scores.mask_mod is not None", "False", "mask function"),
+    Bug("mask function of the first head", "scores.visible_by_function", "info.head +", "", "mask function"),
     Bug("heads interleaved", "dkdv.dkdv_kernel", "head * group + g", "head + g * lengths.num_heads_k", "causal"),
     Bug("splits without weights", "combine.combine_splits", "tl.exp2((x - m) * LOG2E)", "1.0", "splits"),
     Bug("keys between splits forgotten", "forward.split_of", "tl.cdiv(count, SPLITS)", "count // SPLITS", "splits"),
@@ -94,7 +102,10 @@ def long_sum() -> Case:
 CALLS = {
     "causal": lambda: dense_case(batch=1, num_heads_q=4, num_heads_kv=2, seqlen_q=4, seqlen_k=34, causal=True),
     "window": lambda: dense_case(batch=1, num_heads_q=1, seqlen_q=5, seqlen_k=20, window=(9, 4)),
+    "chunks": lambda: dense_case(batch=1, num_heads_q=1, seqlen_q=9, seqlen_k=7, attention_chunk=4),
+    "rows": lambda: packed_case(seqused_q=torch.tensor([2, 0, 3, 5], dtype=torch.int32)),
     "mask": lambda: dense_case(batch=1, mask=torch.rand(1, 1, 7, 9) > 0.5),
+    "mask function": lambda: dense_case(batch=1, **features()["mask function"]),
     "softcap": lambda: dense_case(batch=1, softcap=2.0),
     "slopes": lambda: dense_case(batch=1, alibi_slopes=torch.tensor([0.5, 0.1])),
     "sinks": lambda: dense_case(batch=1, sinks=torch.tensor([0.5, 1.0])),

@@ -312,6 +312,7 @@ def test_shared_memory_of_tiles() -> None:
 # The page ------------------------------------------------------------------------------------------------------------
 
 COUNTED = (
+    "counted",
     "tiled_matmul",
     "fusion",
     "softmax_passes",

@@ -11,7 +11,7 @@ import torch
 
 from flashtile import iomodel
 from flashtile.iomodel import Shape
-from flashtile.ladder import STEPS, alone, step03_cpp
+from flashtile.ladder import STEPS, alone, cuda_compile, step03_cpp
 from flashtile.ladder.counted import count
 
 FOLDER = Path(alone.__file__).parent
@@ -46,6 +46,28 @@ def test_every_step_can_be_run() -> None:
             'if __name__ == "__main__":\n    from .alone import run\n\n    run(__file__)\n'
         )
     assert {path.stem for path in FOLDER.glob("step*.py")} == {step.module for step in STEPS}
+
+
+def test_host_code_says_so_in_its_first_line() -> None:
+    """All code of step 9's modules, that after step 8's kernels, and files that are nothing else."""
+    line = "\n# Host code: skip it when you learn.\n"
+    for path in FOLDER.glob("step08*.py"):
+        before, after = path.read_text().split(line)
+        assert "@triton.jit" in before
+        assert "@triton.jit" not in after
+        assert after.startswith("def attention(")
+    for path in FOLDER.glob("step09*.py"):
+        before, after = path.read_text().split(line)
+        assert before.endswith('"""\n')
+    for name in ("alone", "cuda_compile", "cuda_launch", "triton_or_not"):
+        assert (FOLDER / f"{name}.py").read_text().startswith('"""Skip this file when you learn: ')
+
+
+def test_every_module_runs_by_itself() -> None:
+    """Those that are no step have a program of their own; host code has nothing to run."""
+    helpers = {"__init__", "alone", "cuda_compile", "cuda_launch", "triton_or_not"}
+    for path in FOLDER.glob("*.py"):
+        assert ('if __name__ == "__main__":\n' in path.read_text()) == (path.stem not in helpers), path
 
 
 @pytest.mark.usefixtures("small")
@@ -96,6 +118,14 @@ def test_step_1_on_counted_tensors() -> None:
     assert counts["read"] == 4 * (n * d + 2 * n * n * d)
     assert counts["written"] == 4 * (n * d + n)
     assert out.isfinite().all()
+
+
+def test_a_program_that_cannot_run_says_so() -> None:
+    def main() -> None:
+        raise cuda_compile.CudaUnavailableError("there is no GPU")
+
+    with pytest.raises(SystemExit, match=r"^cannot run: there is no GPU$"):
+        alone.guarded(main)
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")

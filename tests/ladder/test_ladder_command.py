@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from flashtile import iomodel
 from flashtile.cli import main
-from flashtile.cli.ladder import features, lite, long, pointwise, stack, stored, tiles
+from flashtile.cli.ladder import approximate, features, lite, long, pointwise, stack, stored, tiles
 from flashtile.cli.ladder import tables as ladder_tables
 from flashtile.cli.ladder.command import NAMES
 from flashtile.cli.ladder.measure import DISTURBED, Measurement, Table, disturbed
@@ -42,7 +42,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "FEATURES_LENGTH", 128)
     monkeypatch.setattr(features, "BACKWARD_LENGTH", 128)
     monkeypatch.setattr(pointwise, "POINTWISE_LENGTH", 64)
-    for module in (stack, long, tiles, features, pointwise):
+    for name, value in {"LINEAR_LENGTHS": (128,), "FEATURES_LENGTH": 128, "HASHED_LENGTHS": (256,)}.items():
+        monkeypatch.setattr(approximate, name, value)
+    for module in (stack, long, tiles, features, pointwise, approximate):
         monkeypatch.setattr(module, "timed", timed)
 
 
@@ -55,6 +57,7 @@ def timed(run: Any, device: torch.device, seconds: float = 0.0, prefix: str = ""
 @pytest.mark.usefixtures("small")
 def test_stack() -> None:
     table = run_json("--table", "stack")["tables"]["stack"]
+    assert table["see"]
     steps = {row["step"] for row in table["rows"]}
     expected = {
         "2 scalar autograd",
@@ -72,19 +75,32 @@ def test_stack() -> None:
     assert any("backend cpu" in note for note in table["asides"]), "step 11 says its plan"
 
 
+def only(monkeypatch: pytest.MonkeyPatch, numbers: str) -> None:
+    """Leave the steps with these numbers: the others take their time elsewhere."""
+    steps = stack.stack_steps
+    monkeypatch.setattr(
+        stack, "stack_steps", lambda device: {name: x for name, x in steps(device).items() if name[0] in numbers}
+    )
+
+
 @pytest.mark.usefixtures("small")
 def test_stack_has_the_first_triton_kernel_where_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; here step 6 stands for the kernel."""
     monkeypatch.setattr(stack, "STACK_LENGTHS", (8, 64))
+    only(monkeypatch, "8")
     monkeypatch.setattr(stack, "triton_compiles", lambda device: True)
     monkeypatch.setattr(stack.step08_triton_lite, "attention", stack.step06_flash2.attention)
+    any_size = lambda q, k, v, online: stack.step06_flash2.attention(q, k, v)  # noqa: E731
+    monkeypatch.setattr(stack.triton_any_size, "attention", any_size)
     rows = run_json("--table", "stack")["tables"]["stack"]["rows"]
     assert [row["n"] for row in rows if row["step"] == stack.LITE] == [64]
+    assert [row["published_ms"] for row in rows if row["step"] == stack.LITE_ANY] == [0.025, 0.036]
 
 
 @pytest.mark.usefixtures("small")
-def test_stack_finds_a_step_that_is_wrong() -> None:
+def test_stack_finds_a_step_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The errors come from the runs that are timed."""
+    only(monkeypatch, "6")
     right = stack.step06_flash2.attention
     with mock.patch.object(stack.step06_flash2, "attention", lambda q, k, v: right(q, k, 0.9 * v)):
         rows = run_json("--table", "stack")["tables"]["stack"]["rows"]
@@ -95,6 +111,7 @@ def test_stack_finds_a_step_that_is_wrong() -> None:
 def test_stack_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step03_cpp, "library", step03_cpp.library.__wrapped__)  # without what it has compiled
     monkeypatch.setattr(step03_cpp, "compiler", lambda: None)
+    only(monkeypatch, "34")
     table = run_json("--table", "stack")["tables"]["stack"]
     assert not any(row["step"].startswith("3") for row in table["rows"])
     assert any("Step 3 is missing" in note and "found no compiler" in note for note in table["notes"])
@@ -163,6 +180,21 @@ def test_pointwise_and_widths() -> None:
     torch.testing.assert_close(*out.values())
     moved = [row["bytes_for_1000_flops"] for row in tables["widths"]["rows"]]
     assert moved == sorted(moved)
+
+
+@pytest.mark.usefixtures("small")
+def test_approximate() -> None:
+    """Errors fall with features and with rounds; all pairs in a chunk and the one before are a share of all."""
+    rows = run_json("--table", "approximate")["tables"]["approximate"]["rows"]
+    errors = {
+        name: [row["relative_error"] for row in rows if row["method"].startswith(name)]
+        for name in ("linear, elu", "linear, random", "hashed")
+    }
+    assert 0.3 < errors["linear, elu"][0] < 1, "another function"
+    for found in (errors["linear, random"], errors["hashed"]):
+        assert found == sorted(found, reverse=True)
+        assert found[-1] < found[0] / 2
+    assert [row["pairs_percent"] for row in rows[-3:]] == [50, 100, 100]
 
 
 def test_layers() -> None:

@@ -2,10 +2,7 @@
 that the page shows, and what sees them; machine code for GPUs that are not here.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -269,20 +266,13 @@ def test_without_a_gpu_step_9_says_so(name: str) -> None:
         STEPS[name].attention(*torch.randn(3, 5, 16))
 
 
-def test_without_a_compiler_step_9_says_so() -> None:
-    code = """
-from flashtile.ladder import cuda_compile, step09_cuda_rows
-cuda_compile.nvrtc_paths = lambda: ()
-cuda_compile.toolkits = lambda: ()
-try:
-    cuda_compile.cubin(step09_cuda_rows.source_for(16), 90)
-except cuda_compile.CudaUnavailableError as error:
-    print(error)
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PATH": ""}, check=True
-    )
-    assert "found no compiler: `pip install nvidia-cuda-nvrtc`" in result.stdout
+def test_without_a_compiler_step_9_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvrtc_paths", "toolkits"):
+        monkeypatch.setattr(cuda_compile, name, lambda: ())
+    monkeypatch.setattr(cuda_compile, "nvrtc", cuda_compile.nvrtc.__wrapped__)  # without what it has found before
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(CudaUnavailableError, match="found no compiler: `pip install nvidia-cuda-nvrtc`"):
+        cuda_compile.cubin.__wrapped__(step09_cuda_rows.source_for(16), 90)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashtile.ladder import cuda_compile, cuda_launch, step03_cpp, step09_cuda_warps
+from flashtile.ladder import cuda_compile, cuda_launch, share_kv, step03_cpp, step09_cuda_warps
 
 SOURCE = Path(__file__).parents[1] / "cuda_emulation" / "driver.c"
 pytestmark = pytest.mark.skipif(step03_cpp.compiler() is None, reason="there is no C++ compiler")
@@ -19,7 +19,7 @@ class Record(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int) for name in ("ordinal", "launches")),
         *((name, ctypes.c_int * 3) for name in ("grid", "block")),
-        *((name, ctypes.c_int) for name in ("shared", "causal", "group")),
+        *((name, ctypes.c_int) for name in ("shared", "allowed", "causal", "group")),
         *((name, ctypes.c_void_p) for name in ("stream", "function", "context", "q")),
         ("scale", ctypes.c_float),
         ("name", ctypes.c_char * 64),
@@ -62,6 +62,20 @@ def test_a_launch(driver: ctypes.CDLL) -> None:
     assert record.function == kernel.function.value == 77
     assert (kernel.shared_bytes, kernel.spilled_bytes, kernel.registers) == (7701, 7703, 7704)
     assert cuda_launch.kernel.cache_info().misses == 1
+
+
+def test_more_than_48_kb_of_shared_memory_are_asked_for(driver: ctypes.CDLL) -> None:
+    """The driver's kernels have 7,701 bytes of their own, and its GPU allows a block 227 KB."""
+    q = torch.zeros(100, 256, dtype=torch.float16)
+    share_kv.attention(q[:, :64], q[:, :64], q[:, :64])
+    record = Record.in_dll(driver, "record")
+    assert (record.shared, record.allowed) == (18 * 1024, 0), "48 KB need no attribute"
+    share_kv.attention(q, q, q, stages=2)
+    assert (record.shared, record.allowed) == (2 * 264 * 192, 2 * 264 * 192)
+    assert (tuple(record.grid), tuple(record.block)) == ((2, 1, 1), (128, 1, 1))
+    with pytest.raises(ValueError, match="311,829 bytes of shared memory, and this GPU allows it 232,448"):
+        share_kv.attention(q, q, q, block_m=512)
+    assert record.launches == 2
 
 
 def test_an_error_of_the_driver_is_quoted(driver: ctypes.CDLL) -> None:

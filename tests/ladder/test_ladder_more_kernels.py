@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 from emulated_cuda import ORDERS, EmulationError, emulation, needs_compiler
-from simulated import run_simulated
 from torch import Tensor
 
 from flashtile.ladder import (
     block_query,
     cuda_compile,
     running_lse_cuda,
-    running_lse_triton,
+    share_kv,
+    shared_memory,
+    split_keys,
     triton_any_size,
     triton_or_not,
 )
@@ -32,43 +33,10 @@ def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor
     return torch.softmax(s, 1) @ v, torch.logsumexp(s, 1)
 
 
-def near(found: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor], atol: float = 5e-6) -> bool:
+def near(found: tuple[Tensor | None, Tensor | None], expected: tuple[Tensor, Tensor], atol: float = 5e-6) -> bool:
     pairs = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None]
+    assert pairs
     return all(torch.allclose(x.cpu().double(), y, rtol=0, atol=atol) for x, y in pairs)
-
-
-def strided(n: int, d: int, device: str = "cpu") -> Tensor:
-    """A head of a `[N, 3, d]` tensor."""
-    return torch.randn(n, 3, d, device=device)[:, 1]
-
-
-def triton_calls(device: str = "cpu") -> list[tuple[str, dict[str, Any]]]:
-    calls: list[tuple[str, dict[str, Any]]] = []
-    for n, causal in ((1, False), (70, False), (70, True)):
-        q, k, v = torch.randn(3, n, 16, device=device)
-        calls.append(("running_lse_triton", {"q": q, "k": k, "v": v, "causal": causal}))
-    for rows, keys, d in ((1, 1, 1), (8, 8, 16), (65, 70, 24)):
-        q, k, v = strided(rows, d, device), strided(keys, d, device), torch.randn(d, keys, device=device).mT
-        calls.append(("triton_any_size", {"q": q, "k": k, "v": v}))
-    return calls
-
-
-def assert_triton_is_right(calls: list[tuple[str, dict[str, Any]]], results: list[Any]) -> None:
-    for (module, given), found in zip(calls, results, strict=True):
-        assert (found[1] is None) == (module == "triton_any_size")
-        assert near(found, exact(**given)), f"{module}: {[tuple(x.shape) for x in list(given.values())[:3]]}"
-
-
-@needs_triton
-def test_triton_in_the_interpreter(tmp_path: Path) -> None:
-    """Also lite: right with all keys in one tile, of any number, and wrong with two."""
-    calls = triton_calls()
-    q, k, v = torch.randn(3, 65, 24)
-    lite = [("triton_any_size", {"q": q, "k": k[:n], "v": v[:n], "online": False}) for n in (24, 65)]
-    results = run_simulated(calls + lite, tmp_path, TRITON_INTERPRET="1")
-    assert_triton_is_right(calls, results[: len(calls)])
-    assert near(results[-2], exact(q, k[:24], v[:24]))
-    assert not near(results[-1], exact(q, k, v), atol=0.1)
 
 
 @needs_triton
@@ -141,37 +109,106 @@ def test_cuda_in_the_emulation(name: str) -> None:
             assert near(module.attention(q[:9], k, v, **keywords), exact(q[:9], k, v))
 
 
+HALVES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "share KV, one stage": (share_kv, {"block_n": 32}),
+    "share KV, two stages": (share_kv, {"block_m": 128, "block_n": 32, "stages": 2}),
+    "split keys": (split_keys, {}),
+}
+
+
+def near_in_half(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], most: float = 4.0) -> bool:
+    """lse is float32's; out and the weights have 11 bits: a rounding of each, for values of v up to `most`."""
+    return near((found[0], None), expected, 2 * most * 2.0**-11) and near((None, found[1]), expected, 1e-5 * most)
+
+
 @needs_compiler
-def test_without_a_barrier_of_the_tree_an_order_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    barrier = "__syncthreads();  // this level is complete"
-    without = block_query.source_for(16, "tree")._replace(replaced=(barrier, "//"))
-    monkeypatch.setattr(block_query, "source_for", lambda *_: without)
-    q, k, v = torch.randn(3, 40, 16)
+@pytest.mark.parametrize("name", HALVES)
+def test_cuda_in_16_bits_in_the_emulation(name: str) -> None:
+    """Partial tiles of rows and keys, warps that see no key, grouped heads; a d that is no tile's width."""
+    module, keywords = HALVES[name]
+    d = 24 if module is share_kv else 32
+    rows = keywords.get("block_m", 64)
+    for order, n, causal in (("forward", 3, False), ("backward", rows, True), ("shuffled", rows + 6, True)):
+        q, k, v = torch.randn(3, n, d).half()
+        with emulation(order):
+            assert near_in_half(module.attention(q, k, v, causal, **keywords), exact(q, k, v, causal))
+    q, k, v = torch.randn(2, 2, 40, d).half(), *torch.randn(2, 2, 1, 40, d).half()
+    with emulation("shuffled"):
+        out, lse = module.attention(q, k, v, **keywords)
+    assert near_in_half((out[1, 1], lse[1, 1]), exact(q[1, 1], k[1, 0], v[1, 0]))
+
+
+@needs_compiler
+def test_block_query_in_16_bits_in_the_emulation() -> None:
+    dtype = torch.bfloat16
+    q, k, v = torch.randn(9, 24).to(dtype), *torch.randn(2, 70, 24).to(dtype)
+    with emulation("shuffled"):
+        out, lse = block_query.attention(q, k, v)
+    expected = exact(q, k, v)
+    assert out.dtype is dtype
+    assert near((None, lse), expected)
+    torch.testing.assert_close(out, expected[0].to(dtype), rtol=torch.finfo(dtype).eps, atol=5e-6)
+
+
+BARRIERS = {  # what a text of a kernel becomes without it, and the call that shows it
+    "a level of the tree": (block_query, {"reduction": "tree"}, "__syncthreads();  // this level is complete", "//"),
+    "two stages, copies": (
+        share_kv,
+        {"stages": 2},
+        "    wait_for_copies();\n    __syncthreads();",
+        "    wait_for_copies();",
+    ),
+    "split keys, V over K": (split_keys, {}, "__syncthreads();  // no thread reads K any more", "//"),
+    "split keys, merge": (split_keys, {}, "__syncthreads();  // this warp has added its part", "//"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", BARRIERS)
+def test_without_a_barrier_an_order_goes_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, keywords, *replaced = BARRIERS[name]
+    right = module.source_for
+    monkeypatch.setattr(module, "source_for", lambda *given: right(*given)._replace(replaced=tuple(replaced)))
+    half = module is not block_query
+    q, k, v = (x.half() if half else x for x in torch.randn(3, 70, 32 if module is split_keys else 16))
     wrong = 0
     for order in ORDERS:
         with emulation(order):
             try:
-                wrong += not near(block_query.attention(q, k, v), exact(q, k, v))
+                found = module.attention(q, k, v, **keywords)
+                wrong += not (near_in_half if half else near)(found, exact(q, k, v))
             except EmulationError:
                 wrong += 1
-    assert wrong
+        if wrong:
+            return
+    raise AssertionError("no order shows it")
 
 
 def test_cuda_compiles_for_a_gpu_that_is_not_here() -> None:
     if cuda_compile.nvrtc() is None and cuda_compile.nvcc() is None:
         pytest.skip("there is neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc")
     no_spills = ("--ptxas-options=--warn-on-spills", "--ptxas-options=--warning-as-error")
-    for module, keywords in KERNELS.values():
-        code = cuda_compile.cubin(module.source_for(64, *keywords.values())._replace(flags=no_spills), 90)
-        assert module.NAME.encode() in code
+    half = torch.float16
+    sources = [(module, module.source_for(64, *keywords.values())) for module, keywords in KERNELS.values()]
+    sources += [(share_kv, share_kv.source_for(share_kv.TILES[-1])), (split_keys, split_keys.source_for(64))]
+    sources += [(block_query, block_query.source_for(64, "tree", half))]
+    for module, source in sources:
+        assert module.NAME.encode() in cuda_compile.cubin(source._replace(flags=no_spills), 90)
+    bfloat16 = block_query.source_for(64, "tree", torch.bfloat16)
+    assert block_query.NAME.encode() in cuda_compile.cubin(bfloat16, 80), "sm_80 has no instruction that widens it"
+
+
+def test_shared_memory_is_the_formulas() -> None:
+    assert [share_kv.shared_bytes(tile) for tile in share_kv.TILES] == [tile.bytes for tile in share_kv.TILES]
+    assert share_kv.shared_bytes(shared_memory.Tile(64, 64, 24)) == shared_memory.Tile(64, 64, 32).bytes
+    for keywords in ({"block_m": 40}, {"block_n": 8}, {"stages": 3}):
+        with pytest.raises(ValueError, match="multiples of 16"):
+            share_kv.attention(*torch.zeros(3, 5, 16), **keywords)
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_on_a_gpu() -> None:
-    calls = triton_calls("cuda")
-    modules = {"running_lse_triton": running_lse_triton, "triton_any_size": triton_any_size}
-    assert_triton_is_right(calls, [modules[module].attention(**given) for module, given in calls])
     for module, keywords in KERNELS.values():
         for n, d, causal in ((3, 16, False), (130, 32, True), (1000, 64, False), (257, 64, True)):
             q, k, v = torch.randn(3, n, d, device="cuda")
@@ -179,3 +216,13 @@ def test_on_a_gpu() -> None:
             atol = 2e-5 if module is running_lse_cuda else 5e-6
             found, expected = module.attention(q, k, v, causal, **keywords), exact(q, k, v, causal)
             assert near(found, expected, atol), (module.NAME, keywords, n, d, causal)
+    for tile in share_kv.TILES:
+        q, k, v = torch.randn(3, 1000, tile.d, device="cuda").half()
+        for causal in (False, True):
+            found = share_kv.attention(q, k, v, causal, **share_kv.keywords(tile))
+            assert near_in_half(found, exact(q, k, v, causal), float(v.abs().max())), (tile, causal)
+    for n, d in ((3, 16), (130, 32), (1000, 64)):
+        q, k, v = torch.randn(3, n, d, device="cuda").half()
+        for causal in (False, True):
+            found, most = split_keys.attention(q, k, v, causal), float(v.abs().max())
+            assert near_in_half(found, exact(q, k, v, causal), most), (n, d, causal)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from flashtile.iomodel import Machine, Shape
 from flashtile.ladder import (
     cuda_compile,
     cuda_launch,
+    memory_levels,
     memory_patterns,
     rounding,
+    share_kv,
     step04_standard,
     step09_cuda_warps,
 )
@@ -98,6 +101,31 @@ def test_columns_read_every_number_once() -> None:
 
 
 @needs_compiler
+def test_walks_go_around_the_ring_and_reads_add_up() -> None:
+    """One ring of all places, in either memory; every number of x in each repeat."""
+    place, cycles = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    with emulation():
+        for level, distance, places in (("L2", 4, 16), ("shared", 1, memory_levels.RING_SHARED)):
+            following, visited = memory_levels.ring(places, distance, CPU), []
+            for _ in range(16):
+                memory_levels.walk(level, places // 16, following, place, cycles)
+                visited.append(place.item())
+            assert len(set(visited)) == 16
+            assert visited[-1] == 0, "back where it began"
+            assert cycles.item() == 100, "the emulation's clock counts its readings"
+        chain = torch.tensor([3.0])
+        memory_levels.walk("registers", 3, chain, place, cycles)
+        assert chain.item() == 3 / 8 + 1 + 1 / 2 + 1 / 4
+        x, sums = torch.randint(-9, 9, (1024,)).float(), torch.zeros(64)
+        memory_levels.launch("read_global", 2, 32, x, sums, 256, 3)
+        assert sums.sum() == 3 * x.sum()
+        memory_levels.launch("read_shared", 1, 64, x, sums, 2)
+        assert torch.equal(sums.view(2, 32), 2 * x.view(32, 32).sum(0).expand(2, 32))
+        memory_levels.launch("use_registers", 1, 64, sums, 0.5, 1)
+        assert torch.equal(sums, torch.full((64,), 8 + 0.5 * 28))
+
+
+@needs_compiler
 @pytest.mark.parametrize("padding", [0, 1])
 def test_shared_columns_add_up_rows(padding: int) -> None:
     x = torch.randint(-9, 9, (32, 32)).float()
@@ -123,6 +151,7 @@ def test_what_a_gpu_measures_compiles() -> None:
     if cuda_compile.nvrtc() is None and cuda_compile.nvcc() is None:
         pytest.skip("there is neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc")
     padded = memory_patterns.PADDED["tensor cores"]
+    assert b"walk_global" in cuda_compile.cubin(cuda_compile.source("memory_levels.cu"), 90)
     sources = {
         "read_columns": cuda_compile.source("memory_patterns.cu"),
         "read_shared_columns": cuda_compile.source("memory_patterns.cu", PADDING=1),
@@ -159,6 +188,10 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in {"NUMBERS": 2**10, "BLOCKS": 2, "THREADS": 32, "REPEATS": 2, "SHAPE": (1, 1, 40, 16)}.items():
         monkeypatch.setattr(memory_patterns, name, value)
     monkeypatch.setattr(memory_patterns, "fastest_ms", run_once)
+    monkeypatch.setattr(memory_levels, "fastest_ms", run_once)
+    monkeypatch.setattr(gpu, "SHARED_LENGTH", 40)
+    monkeypatch.setattr(share_kv, "TILES", (share_kv.Tile(32, 16, 16, stages=2),))
+    monkeypatch.setattr(cuda_launch, "most_shared_bytes", lambda device: 227 * 1024)
     for module in (gpu, long):
         monkeypatch.setattr(module, "timed", timed)
     with emulation():
@@ -167,12 +200,32 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @needs_compiler
 @pytest.mark.usefixtures("small_gpu")
-def test_table_of_step_9() -> None:
+def test_tables_of_kernels_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 9, one kernel that splits keys and those of one head; then tiles in dynamic shared memory."""
+    every = gpu.cuda_calls()
+    one_head = {name for name in every if name.startswith("block for each query")}
+    assert len(one_head) == 4
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    (out,) = gpu.head_by_head(step04_standard.attention, q, k, v)
+    torch.testing.assert_close(out, torch.softmax(q @ k.mT / math.sqrt(8), -1) @ v)
+    calls = {name: call for name, call in every.items() if name not in {*one_head, "split-Q, float16"}}
+    monkeypatch.setattr(gpu, "cuda_calls", lambda: calls)
     rows = finished(gpu.cuda(CPU)).rows
-    assert [row["step"][:2] for row in rows] == ["9 "] * 4 + ["11"] * 2
+    assert [row["step"] for row in rows] == list(calls)
     assert all(row["error"] < (2e-3 if "float16" in row["step"] else 1e-5) for row in rows)
     assert rows[0]["tflops"] == pytest.approx(4 * 2 * 40 * 40 * 64 / 1e-3 / 1e12)
-    assert [row["registers"] for row in rows] == [40] * 4 + [None] * 2
+    assert [row["registers"] for row in rows] == [40] * 5 + [None] * 2
+    table = finished(gpu.shared(CPU))
+    (row,) = table.rows
+    assert row["error"] < 2e-3
+    assert (row["shared_kb"], row["tile"], row["stages"]) == (2 * 24 * 64 / 1024, "32 x 16", 2)
+    assert "227 KB at most" in table.notes[0]
+
+
+def test_what_numba_takes_is_that_of_its_one_signature() -> None:
+    sizes = {"get_regs_per_thread": 40, "get_local_mem_per_thread": 256, "get_shared_mem_per_block": 16384}
+    kernel = SimpleNamespace(**{name: lambda size=size: {"signature": size} for name, size in sizes.items()})
+    assert gpu.numba_takes(kernel) == list(sizes.values())
 
 
 class OneCall:
@@ -198,6 +251,7 @@ def test_table_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dtypes, "HEADS", (1, 2))
     table = finished(dtypes.dtypes(CPU))
     assert len(table.notes) == 1, table.notes
+    assert dtypes.SECONDS + dtypes.BLOCKS_SECONDS < 9 * 60, "what the page says"
     limits = {"float32": 2e-5, "TF32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}
     assert all(row["error"] < limits[row["dtype"]] for row in table.rows)
     names = {dtype: {row["step"] for row in table.rows if row["dtype"] == dtype} for dtype in limits}
@@ -258,10 +312,24 @@ def test_steps_that_a_machine_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -
 
 @needs_compiler
 @pytest.mark.usefixtures("small_gpu")
-def test_tables_of_memory() -> None:
+def test_tables_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = finished(gpu.coalescing(CPU)).rows
     assert [row["stride"] for row in loads] == list(memory_patterns.STRIDES)
     assert all(row["gb_per_s_used"] == pytest.approx(4 * 2**10 / 1e-3 / 1e9) for row in loads)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
+    for name, value in {
+        "WARPS_OF_A_MULTIPROCESSOR": 8,
+        "RINGS": {"L2": 4, "HBM": 8},
+        "STEPS": dict.fromkeys(memory_levels.STEPS, 10),
+        "REPEATS": dict.fromkeys(memory_levels.REPEATS, 2),
+        "READ_BYTES": {"L2": 2**14, "HBM": 2**15},
+    }.items():
+        monkeypatch.setattr(memory_levels, name, value)
+    levels = {row["level"]: row for row in finished(gpu.memory(CPU)).rows}
+    assert list(levels) == ["registers", "shared", "L2", "HBM"]
+    assert levels["L2"]["tb_per_s"] == pytest.approx(2 * 2**14 / 1e-3 / 1e12)
+    assert levels["registers"]["tb_per_s"] == pytest.approx(256 * 2 * 8 * 16 / 1e-3 / 1e12)
+    assert all(row["latency_ns"] == 1e5 and row["latency_cycles"] == 10 for row in levels.values())
     banks = finished(gpu.banks(CPU)).rows
     assert [row["kernel"] for row in banks] == ["columns of a tile", "step 9, registers", "step 9, tensor cores"]
 
@@ -276,7 +344,7 @@ def test_table_of_rounding_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["out_error"] < 1e-5 for row in rows)
 
 
-@pytest.mark.parametrize("name", ["cuda", "coalescing", "banks"])
+@pytest.mark.parametrize("name", ["cuda", "shared", "memory", "coalescing", "banks"])
 def test_without_a_gpu_they_say_so(name: str) -> None:
     table = finished(getattr(gpu, name)(CPU))
     assert not table.rows
@@ -318,6 +386,9 @@ def test_memory_on_a_gpu() -> None:
     x = torch.ones(2**12, device=device)
     for stride in memory_patterns.STRIDES:
         assert memory_patterns.read_columns(x, stride, 4, 64).sum().item() == 2**12
+    levels = {row["level"]: row for row in memory_levels.levels(device)}
+    assert levels["registers"]["latency_ns"] < levels["shared"]["latency_ns"] < levels["L2"]["latency_ns"]
+    assert levels["shared"]["tb_per_s"] > levels["L2"]["tb_per_s"] > levels["HBM"]["tb_per_s"]
     banks = {row["kernel"]: row["slower"] for row in memory_patterns.bank_conflicts(device)}
     assert banks["columns of a tile"] > 5
     assert all(math.isfinite(slower) for slower in banks.values())

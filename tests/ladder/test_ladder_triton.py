@@ -6,7 +6,7 @@ Whether Triton interprets is settled when it is imported, so the interpreter run
 import difflib
 import importlib.util
 import inspect
-import os
+import math
 import re
 import subprocess
 import sys
@@ -19,7 +19,15 @@ from checking import dense_case
 from simulated import run_simulated
 from torch import Tensor
 
-from flashtile.ladder import step04_standard, step08_triton_lite, step08_triton_lse, step08_triton_online, triton_or_not
+from flashtile.ladder import (
+    running_lse_triton,
+    step04_standard,
+    step08_triton_lite,
+    step08_triton_lse,
+    step08_triton_online,
+    triton_any_size,
+    triton_or_not,
+)
 from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
 
@@ -111,12 +119,49 @@ def assert_right_in_each_head(results: list[tuple[Tensor, Tensor]]) -> None:
                 torch.testing.assert_close(x[0, head].cpu().double(), y, rtol=0, atol=5e-6)
 
 
+def further(device: str = "cpu") -> list[tuple[str, dict[str, Any]]]:
+    """Kernels that are no steps: the running log-sum-exp, and any size, also of strided heads."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+    for n, causal in ((1, False), (70, False), (70, True)):
+        q, k, v = torch.randn(3, n, 16, device=device)
+        calls.append(("running_lse_triton", {"q": q, "k": k, "v": v, "causal": causal}))
+    for rows, keys, d in ((1, 1, 1), (8, 8, 16), (65, 70, 24)):
+        q, k = (torch.randn(n, 3, d, device=device)[:, 1] for n in (rows, keys))
+        calls.append(("triton_any_size", {"q": q, "k": k, "v": torch.randn(d, keys, device=device).mT}))
+    return calls
+
+
+def assert_further_are_right(calls: list[tuple[str, dict[str, Any]]], results: list[Any]) -> None:
+    for (module, given), (out, lse) in zip(calls, results, strict=True):
+        exact = attention_of(**given)
+        torch.testing.assert_close(out.cpu().double(), exact[0], rtol=0, atol=5e-6)
+        assert (lse is None) == (module == "triton_any_size")
+        if lse is not None:
+            torch.testing.assert_close(lse.cpu().double(), exact[1], rtol=0, atol=5e-6)
+
+
+def attention_of(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """out and lse in float64; q and k may differ in number."""
+    q, k, v = (x.cpu().double() for x in (q, k, v))
+    s = q @ k.mT / math.sqrt(q.shape[1])
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape).triu(1) > 0, -math.inf)
+    return torch.softmax(s, 1) @ v, torch.logsumexp(s, 1)
+
+
 @needs_triton
 def test_in_the_interpreter(tmp_path: Path) -> None:
-    calls = [(module, arguments(case)) for module, case in PROBLEMS]
-    results = run_simulated([*calls, *TILES], tmp_path, TRITON_INTERPRET="1")
+    """Lite of any size too: right with all keys in one tile, of any number, and wrong with two."""
+    calls, others = [(module, arguments(case)) for module, case in PROBLEMS], further()
+    q, k, v = torch.randn(3, 65, 24)
+    lite = [("triton_any_size", {"q": q, "k": k[:n], "v": v[:n], "online": False}) for n in (24, 65)]
+    results = run_simulated([*calls, *TILES, *others, *lite], tmp_path, TRITON_INTERPRET="1")
     assert_right_but_lite(results[: len(calls)])
-    assert_right_in_each_head(results[len(calls) :])
+    assert_right_in_each_head(results[len(calls) : len(calls) + len(TILES)])
+    assert_further_are_right(others, results[len(calls) + len(TILES) : -2])
+    (one, _), (two, _) = results[-2:]
+    torch.testing.assert_close(one.double(), attention_of(q, k[:24], v[:24])[0], rtol=0, atol=5e-6)
+    assert float((two - attention_of(q, k, v)[0]).abs().max()) > 0.1
 
 
 @needs_triton
@@ -164,6 +209,9 @@ def test_on_a_gpu() -> None:
     assert_right_but_lite([modules[module].attention(**arguments(case, "cuda")) for module, case in PROBLEMS])
     on_gpu = [{name: x.cuda() if isinstance(x, Tensor) else x for name, x in given.items()} for _, given in TILES]
     assert_right_in_each_head([step08_triton_lse.attention(**given) for given in on_gpu])
+    others = {"running_lse_triton": running_lse_triton, "triton_any_size": triton_any_size}
+    calls = further("cuda")
+    assert_further_are_right(calls, [others[module].attention(**given) for module, given in calls])
     q, k, v = (torch.randn(256, 64, device="cuda") for _ in range(3))
     exact = step04_standard.attention(q.double(), k.double(), v.double())[0]
     errors = [
@@ -173,21 +221,21 @@ def test_on_a_gpu() -> None:
     assert errors[0] < 1e-5 < errors[1] < 1e-2, "TF32 has 11 bits of a factor"
 
 
-REFUSALS = {
-    "no GPU": ("", "Triton compiles for GPUs alone"),
-    "no Triton": ("sys.modules['triton'] = None", "Triton is not installed: `pip install triton`"),
-}
+@needs_triton
+def test_without_a_gpu_it_says_so() -> None:
+    """None of the three lets Triton's own error, "0 active drivers", through."""
+    for module in (step08_triton_lite, step08_triton_online, step08_triton_lse):
+        if triton_or_not.interprets(module.kernel):
+            pytest.skip("Triton interprets in this process")
+        with pytest.raises(triton_or_not.TritonUnavailableError, match="Triton compiles for GPUs alone"):
+            module.attention(*torch.randn(3, 64, 16))
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_says_what_is_missing(name: str) -> None:
-    """All three modules import everywhere; none lets Triton's own error through."""
-    before, message = REFUSALS[name]
-    if not triton_or_not.INSTALLED and name != "no Triton":
-        pytest.skip("Triton is not installed")
-    code = f"""
+def test_without_triton_it_says_so() -> None:
+    """All three modules import everywhere."""
+    code = """
 import sys
-{before}
+sys.modules['triton'] = None
 import torch
 from flashtile.ladder import STEPS
 for step in STEPS:
@@ -197,13 +245,12 @@ for step in STEPS:
         except RuntimeError as error:
             print(type(error).__name__, error)
 """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert len(lines) == 3
-    assert all(line.startswith("TritonUnavailableError") and message in line for line in lines)
-    assert "0 active drivers" not in result.stdout
+    words = "Triton is not installed: `pip install triton`"
+    assert all(line.startswith("TritonUnavailableError") and words in line for line in lines)
 
 
 @needs_triton

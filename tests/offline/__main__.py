@@ -15,20 +15,24 @@ from rich.progress import track
 from flashtile.backend.triton.configs import KIB, SHARED_MEMORY
 
 from .compiled import compile_launch
-from .families import ARCHITECTURES, FAMILIES, call_of_family
+from .families import ARCHITECTURES, FAMILIES, call_of_family, most_registers
 from .launches import hopper_launches_of, launches_of
 
 
 @click.command()
 @click.option("--full", is_flag=True, help="Every family; else one.")
 @click.option("--arch", "architectures", multiple=True, help="May be repeated.  [default: all]")
-@click.option("--out", type=click.Path(path_type=Path), help="A CSV file of the results.")
-def main(full: bool, architectures: tuple[str, ...], out: Path | None) -> None:
-    """Exit code 1 if a kernel does not compile, exceeds its chip's shared memory, or is miscompiled."""
+@click.option("--family", "names", multiple=True, help="A family of problems. May be repeated.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="A CSV file of the results; other architectures' rows stay."
+)
+def main(full: bool, architectures: tuple[str, ...], names: tuple[str, ...], out: Path | None) -> None:
+    """Exit code 1 if a kernel does not compile, exceeds its chip's shared memory or registers, or is miscompiled."""
     chosen = architectures or ARCHITECTURES
+    families = names or (FAMILIES if full else FAMILIES[:1])
     work = [
         (arch, family, launch)
-        for family in (FAMILIES if full else FAMILIES[:1])
+        for family in families
         for arch in chosen
         for launch in launches_of(call_of_family(family), arch)
     ]
@@ -49,11 +53,15 @@ def main(full: bool, architectures: tuple[str, ...], out: Path | None) -> None:
             continue
         if found["shared"] > SHARED_MEMORY[arch] * KIB:
             wrong.append(f"{arch} {family} {launch.name}: {found['shared']} bytes of shared memory")
+        if found["registers"] > most_registers(arch):
+            wrong.append(f"{arch} {family} {launch.name}: {found['registers']} registers")
         if found["unset"]:
             wrong.append(f"{arch} {family} {launch.name}: reads registers that nothing has written")
         seconds = round(time.perf_counter() - start, 1)
         rows.append({"triton": triton.__version__, "arch": arch, "family": family, **found, "seconds": seconds})
     if out is not None and rows:
+        kept = list(csv.DictReader(out.open(newline=""))) if out.exists() else []
+        rows = [row for row in kept if row["arch"] not in chosen] + rows
         with out.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()

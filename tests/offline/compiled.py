@@ -29,8 +29,8 @@ TYPES = {
 class Compiled:
     name: str
     shared: int  # bytes
-    registers: int | None  # of a thread; NVIDIA only
-    spilled: int | None  # bytes of a thread
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread
     serialized: bool  # whether ptxas gave up the asynchrony of matrix products
     unset: tuple[str, ...]  # instructions that read an unwritten uniform register: a miscompilation
     sass: str = field(default="", repr=False)  # Hopper only
@@ -67,8 +67,10 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     options = {name: launch.arguments[name] for name in OPTIONS if name in launch.arguments}
     kernel = triton.compile(source, target=target_of(arch), options=options)
     shared = kernel.metadata.shared
-    if "ptx" not in kernel.asm:
-        return Compiled(launch.name, shared, None, None, False, ())
+    if "amdgcn" in kernel.asm:
+        counts = [int(n) for n in re.findall(r"\.vgpr_(?:spill_)?count:\s+(\d+)", kernel.asm["amdgcn"])]
+        assert len(counts) == 2, counts
+        return Compiled(launch.name, shared, counts[0], 4 * counts[1], False, ())
     log = assembled(kernel.asm["ptx"], arch)
     registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
     assert registers is not None, log

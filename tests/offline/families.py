@@ -7,13 +7,18 @@ from variants import VARIANTS, Variant
 from flashtile.api.explain import described_call
 from flashtile.call.call import Call
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
 FAMILIES = (
     "hdim 64 causal", "hdim 128", "hdim 256 transposed", "hdim 96", "hdim 192/128", "hdim 512", "hdim 33/5", "fp32",
     "fp32 hdim 128", "softcap", "bias", "bias of heads and keys", "mask", "slopes", "dropout", "everything", "packed",
     "packed, hdim 48 apart", "packed everything", "paged", "one query",
     "hdim 40/1, twenty queries",
 )  # fmt: skip
+
+
+def most_registers(arch: str) -> int:
+    """Registers that a thread can have; AMD's vector registers include those for accumulation."""
+    return 512 if arch.startswith("gfx") else 255
 
 
 def call_of(variant: Variant) -> Call:

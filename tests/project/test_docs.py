@@ -14,12 +14,14 @@ import pytest
 import torch
 
 import flashtile
+import flashtile.nn
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(flashtile.__file__).parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 JOURNAL = ROOT / "docs" / "journal"  # entries keep the names of their date
+OPTIONAL = {"transformers.md": "transformers", "diffusers.md": "diffusers"}  # packages that a page is about
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -56,6 +58,10 @@ def test_examples_of_docstrings(name: str) -> None:
     run(inspect.getdoc(getattr(flashtile, name)) or "", name, names())
 
 
+def test_the_example_of_the_layer() -> None:
+    run(inspect.getdoc(flashtile.nn.Attention) or "", "Attention", names())
+
+
 def test_every_function_has_an_example() -> None:
     functions = [name for name in flashtile.__all__ if inspect.isfunction(getattr(flashtile, name))]
     assert len(functions) == 6
@@ -65,6 +71,8 @@ def test_every_function_has_an_example() -> None:
 @pytest.mark.parametrize("page", [x for x in PAGES if x.name != "api.md"], ids=lambda path: path.name)
 def test_examples_of_pages(page: Path) -> None:
     """Blocks of a page share their names, as its reader would run them."""
+    if page.name in OPTIONAL:
+        pytest.importorskip(OPTIONAL[page.name], reason=f"needs the extra `{OPTIONAL[page.name]}`")
     namespace = names()
     for kind, text in BLOCK.findall(page.read_text()):
         if kind == "pycon":

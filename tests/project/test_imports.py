@@ -28,10 +28,10 @@ LONGEST_IMPORT = 0.04  # seconds
 
 # Each line may import from the lines above it and from itself: a folder with its files, or a module.
 LAYERS = (
-    ("dynamo", "errors", "remember", "processes", "supported"),
+    ("dynamo", "errors", "private_torch", "remember", "processes", "supported"),
     ("iomodel",),
     ("expression",),
-    ("score_mods",),
+    ("score_mods", "mask_mods"),
     ("call",),
     ("backend",),
     ("dispatch",),
@@ -42,7 +42,9 @@ LAYERS = (
     ("report",),
     ("ladder",),
     ("cli",),
+    ("nn",),
     ("compat",),
+    ("integrations",),
 )
 
 
@@ -56,6 +58,7 @@ def test_import_loads_nothing_heavy() -> None:
     assert "flashtile.api.attention" in loaded
     assert not {name for name in loaded if name in HEAVY or name.split(".")[0] in HEAVY}
     outer = ("flashtile.testing", "flashtile.cli", "flashtile.bench", "flashtile.report", "flashtile.compat")
+    outer += ("flashtile.integrations", "flashtile.nn")
     assert not {name for name in loaded if name.startswith(outer)}
     assert not {
         name
@@ -188,14 +191,18 @@ def test_the_oracle_is_independent() -> None:
 
 
 def test_other_names_use_the_public_functions_alone() -> None:
-    """So that `flash_attn`'s and PyTorch's names mean what flashtile's do, and nothing waits for them."""
+    """So that layers and other libraries' names mean what flashtile's functions do, and nothing waits for them."""
+    outer = ("nn", "compat", "integrations")
+    shared = ("api.attention", "errors", "private_torch")
     for name in MODULES:
+        own = name.split(".")[0]
         for target in set(imports_of(name, at_import=False)):
-            inside = target.split(".")[0] == "compat"
-            if name.split(".")[0] == "compat":
-                assert inside or target in ("api.attention", "errors"), f"{name} imports {target or 'flashtile'}"
+            other = target.split(".")[0]
+            if own in outer:
+                public = target in shared or (own, other) == ("integrations", "compat")
+                assert other == own or public, f"{name} imports {target or 'flashtile'}"
             else:
-                assert not inside, f"{name} imports {target}"
+                assert other not in outer, f"{name} imports {target}"
 
 
 def test_the_ladder_stands_alone() -> None:

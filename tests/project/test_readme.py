@@ -24,9 +24,21 @@ def blocks(language: str, document: str = "README.md") -> list[str]:
 
 
 def test_the_python_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = blocks("python")
+    _, example = blocks("python")
     exec(compile(example, "README.md", "exec"), {})
     assert "torch.Size([2, 8, 300, 64])" in capsys.readouterr().out
+
+
+def test_the_change_of_a_program_runs_as_it_stands() -> None:
+    """Its imports exist, and the model then has flashtile's attention."""
+    pytest.importorskip("transformers", reason="needs the extra `transformers`")
+    change, _ = blocks("python")
+    names: dict[str, Any] = {"model": mock.Mock()}
+    exec(compile(change, "README.md", "exec"), names)
+    names["model"].set_attn_implementation.assert_called_once_with("tile_attention")
+    q = torch.randn(1, 2, 5, 8)
+    out = names["flash_attn_func"](*(x.transpose(1, 2) for x in (q, q, q))).transpose(1, 2)
+    torch.testing.assert_close(out, names["scaled_dot_product_attention"](q, q, q))
 
 
 def test_the_decode_loop_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:

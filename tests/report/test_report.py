@@ -24,7 +24,7 @@ from flashtile.bench.byte_gpt import flashtile_attention, new_model
 from flashtile.bench.cell import INPUTS, Cell
 from flashtile.bench.results import Row
 from flashtile.cli import main
-from flashtile.report import errors, memory, speed, training
+from flashtile.report import errors, memory, models, speed, training
 from flashtile.report import gather as gather_module
 from flashtile.report.cells import Kind, in_words, kinds
 from flashtile.report.gate import gate
@@ -39,8 +39,19 @@ from flashtile.report.verdict import ADJECTIVES, MARGIN, RULE
 SVG = "{http://www.w3.org/2000/svg}"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 SMALL = ["--seqlens", "48,96", "--memory-seqlens", "64,128", "--cases", "3", "--steps", "3", "--rounds", "2"]
-TITLES = ("overview", "gate", "speed", "memory", "errors", "planner", "training", "ladder")
+TITLES = ("overview", "gate", "speed", "models", "memory", "errors", "planner", "training", "ladder")
 PLOTS = 11
+MODELS = """
+providers = ["flashtile", "plain", "fa3"]
+quick = ["tiny"]
+[[cells]]
+model = "tiny"
+measure = ["forward", "backward"]
+seqlen_q = 20
+[[cells]]
+model = "large"
+seqlen_q = 100000
+"""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +69,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather_module, "gather", kept)
         patch.setattr(training, "BATCH", 2)
+        (folder / "models.toml").write_text(MODELS)
+        patch.setattr(models, "SWEEP", folder / "models.toml")
+        patch.setattr(models, "STORED", {"cpu": folder / "none.jsonl"})
         patch.setattr(training, "SEQLEN", 32)
         result = CliRunner().invoke(main, ["report", "--quick", *SMALL, "--images", "--out", str(folder)])
     assert result.exit_code == 0, result.output

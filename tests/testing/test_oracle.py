@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.testing.case import Case, ScoreFunction
+from flashtile.testing.case import Case, MaskFunction, ScoreFunction
+from flashtile.testing.mask_functions import random_mask_function
 from flashtile.testing.oracle import Expected, solve
 from flashtile.testing.oracle.philox import keep_factors, philox4x32
 from flashtile.testing.score_functions import distance_table, random_score_function
@@ -79,7 +80,9 @@ def naive(case: Case) -> dict[str, Tensor]:
         left, right = (None if side == -1 else side for side in given.get("window") or (None, None))
         seen = {True: j <= diagonal, False: True, "top_left": j <= i}[given.get("causal", False)]
         seen = seen and (left is None or j >= diagonal - left) and (right is None or j <= diagonal + right)
-        return bool(seen and (given.get("mask") is None or of(given["mask"], b, h, i, j)))
+        if hasattr(mask := given.get("mask"), "fn"):
+            return bool(seen and mask.fn(*(torch.tensor(n) for n in (b, h, i, j)), *mask.tensors))
+        return bool(seen and (mask is None or of(mask, b, h, i, j)))
 
     def score(b: int, h: int, i: int, j: int) -> Tensor:
         s = scale * sum(q[b, h, i, d] * k[b, h // (num_heads_q // num_heads_kv), j, d] for d in range(head_dim))
@@ -138,6 +141,8 @@ FEATURES: dict[str, Callable[[], dict]] = {
     "top left window": lambda: {"causal": "top_left", "window": (3, 0)},
     "mask": lambda: {"mask": randn(1, HQ, SQ, SK) > 0},
     "mask of keys": lambda: {"mask": randn(B, 1, 1, SK) > 0},
+    "score_mod of one number": lambda: {"score_mod": ScoreFunction(lambda s, b, h, i, j, x: s * x, (randn(),))},
+    **{f"mask function {n}": lambda n=n: {"mask": mask_function(n)} for n in range(6)},
     "softcap": lambda: {"softcap": 0.8},
     "bias": lambda: {"bias": randn(B, HQ, SQ, SK)},
     "bias of keys": lambda: {"bias": randn(1, HQ, 1, SK)},
@@ -162,6 +167,10 @@ FEATURES: dict[str, Callable[[], dict]] = {
         "score_mod": score_function(5),
     },
 }
+
+
+def mask_function(choice: int) -> MaskFunction:
+    return random_mask_function(choice, B, HQ, "cpu", torch.Generator().manual_seed(9))
 
 
 def score_function(choice: int) -> ScoreFunction:

@@ -21,6 +21,10 @@ def shapes(with_lse: bool) -> list[torch.Size]:
     assert_type(flashtile.attention(q, k, v, return_lse=False), Tensor)
     out, lse = flashtile.attention(q, k, v, return_lse=True, score_mod=lambda score, b, h, q_idx, k_idx: 2 * score)
     assert_type(lse, Tensor)
+    out = flashtile.attention(q, k, v, mask=lambda b, h, q_idx, k_idx: k_idx <= q_idx + 3)
+    out = flashtile.attention(
+        q, k, v, mask=flashtile.mask_mods.or_masks(flashtile.mask_mods.causal(3), lambda *x: x[2] < 1)
+    )
     either = flashtile.attention(q, k, v, return_lse=with_lse)
     assert_type(either, Tensor | tuple[Tensor, Tensor])
     merged, _ = flashtile.merge_attention([out, out], [lse, lse])

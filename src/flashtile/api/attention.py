@@ -7,12 +7,23 @@ from typing import Any, Literal, Unpack, overload
 from torch import Tensor
 
 from ..call.advice import public, refuse
-from ..call.cache import CacheTensors
+from ..call.cache_tensors import CacheTensors
 from ..call.eager import without_default_devices
+from ..call.window import ExactWindow as ExactWindow  # part of the interface, as the functions are
 from ..dispatch.autograd import attend
 from ..dispatch.cache_operator import attend_with_cache
-from .normalize import flag, normalize
-from .signatures import CacheKeywords, Causal, Keywords, ScoreModArgument, VarlenKeywords, WindowArgument
+from .normalize import lengths_of, normalize, rotary_of
+from .out import direct_out, filled
+from .signatures import (
+    CacheKeywords,
+    Causal,
+    Keywords,
+    Lengths,
+    MaskArgument,
+    ScoreModArgument,
+    VarlenKeywords,
+    WindowArgument,
+)
 
 
 @overload
@@ -36,7 +47,8 @@ def attention(
     *more: Any,
     causal: Causal = False,
     window: WindowArgument = None,
-    mask: Tensor | None = None,
+    attention_chunk: int | None = None,
+    mask: MaskArgument = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -46,7 +58,9 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
+    num_splits: int | None = None,
     deterministic: bool | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -72,16 +86,22 @@ def attention(
         v: values `[B, Hkv, Sk, Dv]`.
         causal: `True` hides keys `j > i + Sk - Sq` (the last query sees every key); `"top_left"` hides `j > i`.
         window: `(left, right)`: key j is visible iff `i + Sk - Sq - left <= j <= i + Sk - Sq + right`; `None` or -1
-            is unlimited. With `causal`, both hold (Beltagy et al., "Longformer", section 3.1). Integers, of tokens.
-        mask: bool `[B, Hq, Sq, Sk]`, each dimension may be 1; True is visible.
+            is unlimited. With `causal`, both hold (Beltagy et al., "Longformer", section 3.1). Integers, of tokens;
+            other negative ones move the window away from the query's own key. In a `flashtile.ExactWindow`, a -1 is
+            one of those.
+        attention_chunk: an int c, positions that see each other only: key j is visible iff
+            `floor((i + Sk - Sq) / c) == floor(j / c)` (chunked attention, as in Llama 4); `None` or 0 is no chunks.
+        mask: bool `[B, Hq, Sq, Sk]`, each dimension may be 1; True is visible. Or a `flashtile.MaskMod`, or a function
+            `(b, h, q_idx, k_idx) -> bool` of torch operations (as in Dong et al., "Flex Attention", 2024).
         scale: factor of the products, finite in float32; `D ** -0.5` if `None`.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, section 2).
-        bias: added to the scores; `[B, Hq, Sq, Sk]`, each dimension may be 1; q's dtype or float32. Its gradient takes
-            memory in proportion to it.
-        alibi_slopes: `[Hq]` or `[B, Hq]`, q's dtype or float32; `slope * |i + Sk - Sq - j|` is subtracted (Press et
-            al., "ALiBi", section 3).
-        sinks: `[Hq]`, q's dtype or float32; `exp(sink)` joins each row's denominator (Xiao et al., "Attention sinks",
-            section 3).
+        bias: added to the scores; `[B, Hq, Sq, Sk]`, each dimension may be 1; any floating-point dtype. One that is
+            neither q's nor float32 is copied to float32. Its gradient has its dtype, and takes memory in proportion to
+            it.
+        alibi_slopes: `[Hq]` or `[B, Hq]`, of any floating-point dtype, as `bias`; `slope * |i + Sk - Sq - j|` is
+            subtracted (Press et al., "ALiBi", section 3).
+        sinks: `[Hq]`, of any floating-point dtype, as `bias`; `exp(sink)` joins each row's denominator (Xiao et al.,
+            "Attention sinks", section 3).
         score_mod: a `flashtile.ScoreMod`, or a function `(score, b, h, q_idx, k_idx) -> score` of torch operations
             (as in Dong et al., "Flex Attention", 2024).
         dropout_p: the probability of dropping a weight, `0 <= p < 1`. Which are dropped depends on the seed and the
@@ -89,13 +109,19 @@ def attention(
         dropout_seed: an int of 64 bits, or an int64 tensor of one element on q's device; by default drawn from torch's
             generator (Philox: Salmon et al., "Parallel random numbers", 2011).
         return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
+        num_splits: an int, into how many parts the keys are split in forward, for backends that compute parts side by
+            side (`triton`, `cpu`, and `hopper` for dense calls); `None` lets them choose. The result is the same up to
+            rounding.
         deterministic: `True` gives the same bits for the same call; `None` follows
             `torch.are_deterministic_algorithms_enabled()`.
+        out: a tensor for the result, of its shape, dtype and device; any strides. For calls without derivatives.
+            Kernels write into it if its rows are aligned to 16 bytes and it shares storage with no input; else, and
+            under `torch.compile`, the result is copied.
         backend: `"auto"` takes the fastest that accepts the call; a named one is never replaced by another.
 
     Returns:
-        `out [B, Hq, Sq, Dv]` in q's dtype; with `return_lse` also `lse [B, Hq, Sq]`, natural logarithm, in float32
-        (float64 for float64 inputs).
+        `out [B, Hq, Sq, Dv]` in q's dtype, the tensor `out` if that was given; with `return_lse` also
+        `lse [B, Hq, Sq]`, natural logarithm, in float32 (float64 for float64 inputs).
 
     Raises:
         ArgumentError: an argument is not what it should be; one that the function does not have is also a `TypeError`.
@@ -104,21 +130,28 @@ def attention(
     if more or unknown:
         refuse("attention", more, unknown)
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    direct = None
+    if out is not None and (direct := direct_out("attention", out, q, v, (*tensors.values(), score_mod))) is not None:
+        tensors["out"] = direct
     call = normalize(
         "attention",
         tensors,
         causal=causal,
         window=window,
+        attention_chunk=attention_chunk,
         scale=scale,
         softcap=softcap,
         score_mod=score_mod,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        num_splits=num_splits,
         deterministic=deterministic,
         backend=backend,
     )
-    out, lse = attend(call)
-    return (out, lse) if return_lse else out
+    result, lse = attend(call)
+    if out is not None:
+        result = filled(out, direct, result)
+    return (result, lse) if return_lse else result
 
 
 @overload
@@ -165,11 +198,13 @@ def attention_varlen(
     *more: Any,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
-    mask: Tensor | None = None,
+    attention_chunk: int | None = None,
+    mask: MaskArgument = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -179,7 +214,9 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
+    num_splits: int | None = None,
     deterministic: bool | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -203,10 +240,12 @@ def attention_varlen(
         max_seqlen_q: an int, at least the longest sequence's queries; `None` stands for all tokens, and reads nothing
             back.
         max_seqlen_k: the same for keys.
+        seqused_q: int32 or int64 `[B]`, queries of each sequence that are in use, and that `Sq` counts; the rows past
+            them are not read, and give 0 with a log-sum-exp of -inf.
         seqused_k: int32 or int64 `[B]`, keys of each sequence that exist; the rest are never read.
         page_table: int32 or int64 `[B, max_pages]`: keys `p * page_size` onwards of sequence b are page
             `page_table[b, p]` (Kwon et al., "PagedAttention", section 4.1).
-        mask, bias: as in `attention`, against `[B, Hq, max_seqlen_q, max_seqlen_k]`.
+        mask, bias: as in `attention`; tensors are against `[B, Hq, max_seqlen_q, max_seqlen_k]`.
 
     The other arguments are those of `attention`.
 
@@ -223,24 +262,33 @@ def attention_varlen(
         refuse("attention_varlen", more, unknown)
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    tensors |= {"seqused_k": seqused_k, "page_table": page_table}
+    tensors |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
+    direct = None
+    if out is not None:
+        direct = direct_out("attention_varlen", out, q, v, (*tensors.values(), score_mod))
+        if direct is not None and seqused_q is None:  # else kernels leave rows out
+            tensors["out"] = direct
     call = normalize(
         "attention_varlen",
         tensors,
         causal=causal,
         window=window,
+        attention_chunk=attention_chunk,
         scale=scale,
         softcap=softcap,
         score_mod=score_mod,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        num_splits=num_splits,
         deterministic=deterministic,
         backend=backend,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    out, lse = attend(call)
-    return (out, lse) if return_lse else out
+    result, lse = attend(call)
+    if out is not None:
+        result = filled(out, direct, result)
+    return (result, lse) if return_lse else result
 
 
 @overload
@@ -267,20 +315,23 @@ def attention_with_kvcache(
     k_cache: Tensor,
     v_cache: Tensor,
     *more: Any,
-    cache_seqlens: Tensor,
+    cache_seqlens: Lengths,
     page_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
     k: Tensor | None = None,
     v: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = True,
-    num_splits: int | None = None,
+    rotary_start: Lengths | None = None,
+    rotary_q_fixed: bool = False,
     causal: Causal = False,
     window: WindowArgument = None,
-    mask: Tensor | None = None,
+    attention_chunk: int | None = None,
+    mask: MaskArgument = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -290,7 +341,9 @@ def attention_with_kvcache(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
+    num_splits: int | None = None,
     deterministic: bool | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -315,22 +368,23 @@ def attention_with_kvcache(
         k_cache: `[B_cache, Hkv, S_max, D]`, or with `page_table` pages `[num_pages, page_size, Hkv, D]`, of any page
             size (Kwon et al., "PagedAttention", section 4.1); any strides; q's dtype and device.
         v_cache: the same with Dv.
-        cache_seqlens: int32 or int64 `[B]`, as all lengths and indices here; keys in each sequence's cache before this
-            call.
-        page_table: int32 `[B, max_pages]`, as in `attention_varlen`.
-        cache_batch_idx: int32 `[B]`, each sequence's row of a dense cache; `None` is 0, 1, 2, ...
+        cache_seqlens: int32 or int64 `[B]`, as all lengths and indices here, or an int for all; keys in each sequence's
+            cache before this call.
+        page_table: int32 `[B, max_pages]`, as in `attention_varlen`; with `cache_batch_idx`, any number of rows.
+        cache_batch_idx: int32 `[B]`, each sequence's row of a dense cache, or of `page_table`; `None` is 0, 1, 2, ...
         leftpad_k: int32 `[B]`, positions at the front of each cache that hold no key. They count as positions, so
             that indices and rotary angles are those of the cache's slots.
-        cu_seqlens_q: int32 `[B + 1]`, offsets of the sequences in packed q, and in packed k and v.
-        k, v: keys and values to append, `[B, Hkv, S_new, D]` and Dv; packed like q if q is packed.
+        cu_seqlens_q: int32 `[B + 1]`, offsets of the sequences in packed q, and in k and v that are packed alike.
+        cu_seqlens_k_new: int32 `[B + 1]`, offsets in k and v that are packed by other lengths than q.
+        k, v: keys and values to append, `[B, Hkv, S_new, D]` and Dv, or packed `[T_new, Hkv, D]` and Dv.
         rotary_cos, rotary_sin: `[S_rotary, rotary_dim / 2]`, q's dtype or float32, rotary_dim at most D; q and the
             appended k are turned by the angles of their positions (Su et al., "RoFormer", section 3.2.2). Kept in q's
             dtype after it.
         rotary_interleaved: pairs are features (0, 1), (2, 3), ... (GPT-J); if False, (n, n + rotary_dim / 2)
             (GPT-NeoX).
-        num_splits: an int, into how many parts the keys are split, for backends that compute parts side by side;
-            `None` lets them choose. The result is the same up to rounding. `tiled` and `reference` take the keys in
-            order.
+        rotary_start: int32 `[B]`, or an int for all: the position, for rotary alone, of each sequence's first query and
+            of its first appended key. `None`: `Sk - Sq` and `cache_seqlens`.
+        rotary_q_fixed: turn all queries of a sequence as its first one.
 
     The other arguments are those of `attention`; `mask` and `bias` broadcast to `[B, H, Sq, S_max]` (pages:
     `max_pages * page_size`).
@@ -347,17 +401,29 @@ def attention_with_kvcache(
     """
     if more or unknown:
         refuse("attention_with_kvcache", more, unknown)
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = lengths_of("cache_seqlens", cache_seqlens, q, cu_seqlens_q)
+    if rotary_start is not None and not isinstance(rotary_start, Tensor):
+        rotary_start = lengths_of("rotary_start", rotary_start, q, cu_seqlens_q)
     cache = CacheTensors(
-        k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, k, v, rotary_cos, rotary_sin
-    )
-    interleaved = flag("attention_with_kvcache", "rotary_interleaved", rotary_interleaved, "True or False")
+        k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, rotary_start, cu_seqlens_k_new, k, v,
+        rotary_cos, rotary_sin,
+    )  # fmt: skip
+    rotary = rotary_of(rotary_interleaved, rotary_q_fixed)
     tensors = {"q": q, "k": k_cache, "v": v_cache, "mask": mask, "bias": bias}
     tensors |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q}
+    direct = None
+    if out is not None:
+        inputs = (*tensors.values(), *cache, score_mod)
+        direct = direct_out("attention_with_kvcache", out, q, v_cache, inputs)
+        if direct is not None:
+            tensors["out"] = direct
     call = normalize(
         "attention_with_kvcache",
         tensors,
         causal=causal,
         window=window,
+        attention_chunk=attention_chunk,
         scale=scale,
         softcap=softcap,
         score_mod=score_mod,
@@ -367,7 +433,9 @@ def attention_with_kvcache(
         backend=backend,
         num_splits=num_splits,
         cache=cache,
-        rotary_interleaved=interleaved,
+        rotary=rotary,
     )
-    out, lse = attend_with_cache(call, cache, interleaved)
-    return (out, lse) if return_lse else out
+    result, lse = attend_with_cache(call, cache, rotary)
+    if out is not None:
+        result = filled(out, direct, result)
+    return (result, lse) if return_lse else result

@@ -179,12 +179,12 @@ def described_call(
     layout = DENSE if cu_q is None else VARLEN
     tensor_names = [name for name, x in FEATURES.items() if x.public and layout in x.layouts]
     defaults: dict[str, Any] = dict.fromkeys(
-        ("window", "scale", "softcap", "score_mod", "dropout_seed", "deterministic")
+        ("window", "attention_chunk", "scale", "softcap", "score_mod", "dropout_seed", "num_splits", "deterministic")
     )
     defaults |= {"causal": False, "dropout_p": 0.0, "backend": "auto"}
     if cu_q is not None:
         defaults |= {"max_seqlen_q": None, "max_seqlen_k": None}
-    known = {*tensor_names, *defaults, "return_lse"}
+    known = {*tensor_names, *defaults, "return_lse", "out"}
     if unknown := {name: value for name, value in keywords.items() if name not in known}:
         refuse("attention" if cu_q is None else "attention_varlen", (), unknown)
     tensors = {"q": q, "k": k, "v": v} | {name: keywords.get(name) for name in tensor_names}
@@ -195,7 +195,7 @@ def described_call(
 
 
 def pairs_of(call: Call, problem: Problem) -> int:
-    """Visible pairs by position; a bool mask is not counted, and device-side lengths count as their maximum."""
+    """Visible pairs by position; a mask is not counted, and device-side lengths count as their maximum."""
     t, window = call.tensors, problem.window
     if call.layout == "dense":
         lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
@@ -203,7 +203,8 @@ def pairs_of(call: Call, problem: Problem) -> int:
         assert t.cu_seqlens_q is not None
         seqlens_k = t.cu_seqlens_k.diff() if t.seqused_k is None and t.cu_seqlens_k is not None else t.seqused_k
         assert seqlens_k is not None
-        lengths = list(zip(t.cu_seqlens_q.diff().tolist(), seqlens_k.tolist(), strict=True))
+        seqlens_q = t.cu_seqlens_q.diff() if t.seqused_q is None else t.seqused_q
+        lengths = list(zip(seqlens_q.tolist(), seqlens_k.tolist(), strict=True))
     else:
         lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
     counted = {pair: visible_pairs(window, *pair) for pair in set(lengths)}
@@ -215,12 +216,16 @@ def in_words(problem: Problem) -> str:
     dtype = str(p.dtype).removeprefix("torch.")
     heads = f"{p.num_heads_q}/{p.num_heads_kv}" if p.num_heads_q != p.num_heads_kv else f"{p.num_heads_q}"
     dim = f"{p.head_dim}/{p.head_dim_v}" if p.head_dim != p.head_dim_v else f"{p.head_dim}"
-    features = [name for name in ("softcap", "dropout", "deterministic") if getattr(p, name)]
+    features = [name for name in ("softcap", "dropout", "deterministic", "seqused_q") if getattr(p, name)]
     present = {name: x for name, x in p.features._asdict().items() if x is not None}
     features += [name if x is True else f"{name} with broadcast {x}" for name, x in present.items()]
     if p.score_mod is not None:
         features.append("score_mod " + "; ".join(str(p.score_mod).splitlines()))
-    if not p.window.unlimited:
+    if p.mask_mod is not None:
+        features.append("mask " + "; ".join(str(p.mask_mod).splitlines()))
+    if p.window.chunk is not None:
+        features.append(f"chunks of {p.window.chunk}")
+    if not p.window._replace(chunk=None).unlimited:
         features.append(f"window ({p.window.left}, {p.window.right}){' top-left causal' * p.window.top_left}")
     return (
         f"{p.layout} {dtype}, batch {p.batch}, heads {heads}, seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {dim}"

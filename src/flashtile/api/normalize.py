@@ -1,4 +1,5 @@
-"""From what a user writes to what an operator takes: causal becomes a window, a seed a tensor, a function a ScoreMod.
+"""From what a user writes to what an operator takes: causal becomes a window, a seed a tensor, a function a ScoreMod or
+MaskMod.
 
 Everything here is traced by Dynamo, so it looks at Python values and types only; shapes are checked in the operator.
 """
@@ -13,16 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.cache import CACHE_REQUIRED, CacheTensors
+from .. import private_torch
+from ..call.cache_tensors import CACHE_REQUIRED, CacheTensors, RotarySettings
 from ..call.call import FEATURES, Call, Settings, Tensors
 from ..call.eager import is_plain_eager
 from ..call.features import SCORES
-from ..call.window import Window
+from ..call.window import ExactWindow, Window
 from ..dispatch import fast_path
 from ..errors import ArgumentError, call_of
-from ..expression import ScoreMod
+from ..expression import MaskMod, ScoreMod
+from ..expression.modifier import Modifier
 
 REQUIRED = ("q", "k", "v", "cu_seqlens_q")
+DEFAULT_ROTARY = RotarySettings()
 LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
@@ -39,11 +43,12 @@ def normalize(
     dropout_seed: Any,
     deterministic: Any,
     backend: Any,
+    attention_chunk: Any = None,
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
     num_splits: Any = None,
     cache: CacheTensors | None = None,
-    rotary_interleaved: bool | None = None,
+    rotary: RotarySettings | None = None,
 ) -> Call:
     """The call of a public function's arguments. `tensors` holds those that are tensors as they stand; of a KV cache,
     k and v are the caches, and what else it has is in `cache`.
@@ -51,14 +56,21 @@ def normalize(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     scalars = (
-        causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, num_splits, deterministic, backend
+        causal, window, attention_chunk, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, num_splits,
+        deterministic, backend,
     )  # fmt: skip
     of_cache = () if cache is None else cache[2:]
+    mask_mod = tensors.get("mask")
+    if isinstance(mask_mod, MaskMod) or callable(mask_mod):
+        tensors = tensors | {"mask": None}
+    else:
+        mask_mod = None
     q, entry = tensors["q"], None
     if (
         score_mod is None
+        and mask_mod is None
         and not torch.compiler.is_compiling()
-        and not torch._C._is_any_autocast_enabled()  # which makes another call of the same arguments
+        and not private_torch.is_any_autocast_enabled()  # which makes another call of the same arguments
         and is_plain_eager(*tensors.values(), *of_cache)
         and q is not None
         and q.dim() > 0
@@ -67,9 +79,12 @@ def normalize(
         settings = settings_of(function, q.shape[-1], *scalars)
         if settings.dropout_p > 0:
             tensors["dropout_seed"] = dropout_seed = seed_of(function, dropout_seed, q.device)
-        entry = fast_path.find((function, settings, rotary_interleaved), q, (*tensors.values(), *of_cache))
+        entry = fast_path.find((function, settings, rotary), q, (*tensors.values(), *of_cache))
         if entry is not None and entry.settings is not None:
             return Call(Tensors(**tensors), entry.settings, entry, is_plain_eager=True)
+    is_plain = entry is not None
+    if not is_plain:
+        tensors.pop("out", None)  # an operator has no argument for it
     if cache is not None:  # first, for k and v have other names in it
         require_tensors(function, cache._asdict(), CACHE_REQUIRED)
         same_place(function, cache.k_cache, cache._asdict())
@@ -78,26 +93,26 @@ def normalize(
     same_place(function, q, tensors)
     # Caches are written in place, so they keep their dtype.
     tensors = in_autocast_dtype(tensors, REQUIRED[:3] if cache is None else REQUIRED[:1])
+    if (cast := in_score_dtype(tensors)) is not tensors:
+        tensors, entry = cast, None  # the entry is that of the tensors as they are now
     settings = settings_of(function, q.shape[-1] if q.dim() > 0 else 1, *scalars)
     if settings.dropout_p > 0:
         seed = seed_of(function, dropout_seed, q.device)
         same_place(function, q, {"dropout_seed": seed})
         tensors = tensors | {"dropout_seed": seed}
-    if score_mod is not None:
-        modifier = score_mod_of(score_mod, q.device)
-        same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
-        tensors = tensors | {"score_mod_tensors": modifier.tensors}
-        settings = settings._replace(score_mod=modifier.key)
+    if score_mod is not None or mask_mod is not None:
+        tensors, settings = with_functions(function, tensors, settings, score_mod, mask_mod)
     if entry is not None:
         entry.settings = settings
-    return Call(Tensors(**tensors), settings, entry, is_plain_eager=entry is not None)
+    return Call(Tensors(**tensors), settings, entry, is_plain_eager=is_plain)
 
 
 def settings_of(function: str, head_dim: int, causal: Any, window: Any, *others: Any) -> Settings:
     """The settings of a call's scalars. Scalars repeat, and what they mean is remembered. Not under a trace, and not
     for windows that might be told from equal ones by their elements' types, which tell an error.
     """
-    plain = window is None or (type(window) is tuple and all(n is None or type(n) is int for n in window))
+    pair = type(window) in (tuple, ExactWindow)
+    plain = window is None or (pair and all(n is None or type(n) is int for n in window))
     if plain and not torch.compiler.is_compiling():
         try:
             return known_settings(function, head_dim, causal, window, *others)
@@ -111,6 +126,7 @@ def new_settings(
     head_dim: int,
     causal: Any,
     window: Any,
+    attention_chunk: Any,
     scale: Any,
     softcap: Any,
     dropout_p: Any,
@@ -127,6 +143,7 @@ def new_settings(
         window_left=bounds.left,
         window_right=bounds.right,
         top_left=bounds.top_left,
+        attention_chunk=chunk_of(function, attention_chunk),
         dropout_p=number(function, "dropout_p", dropout_p, "0 <= dropout_p < 1", lambda p: 0 <= p < 1, "0.1"),
         max_seqlen_q=integer(function, "max_seqlen_q", max_seqlen_q, 0, "the total number of tokens"),
         max_seqlen_k=integer(function, "max_seqlen_k", max_seqlen_k, 0, "the total number of tokens"),
@@ -143,7 +160,8 @@ def require_tensors(function: str, tensors: dict[str, Any], required: tuple[str,
     for argument, value in tensors.items():
         if isinstance(value, Tensor) or (value is None and argument not in required):
             continue
-        accepted = "a torch.Tensor" + " or None" * (argument not in required)
+        or_function = ", a function, a flashtile.MaskMod" * (argument == "mask")
+        accepted = f"a torch.Tensor{or_function}" + " or None" * (argument not in required)
         raise ArgumentError(argument, value, accepted, call_of(function))
 
 
@@ -178,25 +196,49 @@ def in_autocast_dtype(tensors: dict[str, Any], cast: tuple[str, ...]) -> dict[st
     return tensors
 
 
+def in_score_dtype(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Bias, slopes and sinks of any floating-point dtype in one that kernels read: q's, or float32. Their gradients
+    come back in their own.
+    """
+    cast = {}
+    for argument, feature in FEATURES.items():
+        x = tensors.get(argument) if feature.dtype == SCORES else None
+        if x is not None and x.is_floating_point() and x.dtype not in feature.dtypes(tensors["q"].dtype):
+            cast[argument] = x.float()
+    return tensors | cast if cast else tensors
+
+
 def window_of(function: str, causal: Any, window: Any) -> Window:
     left: int | None = None
     right: int | None = None
     if window is not None:
         a_pair = isinstance(window, tuple | list) and len(window) == 2
-        sides: list[Any] = [-1 if n is None else as_int(n) for n in window] if a_pair else [None]
-        if any(n is None or not -1 <= n < 2**63 for n in sides):
-            accepted = "None, or (left, right) of integers from 0, where None or -1 is unlimited"
+        sides: list[Any] = [n if n is None else as_int(n) for n in window] if a_pair else []
+        unlimited = None if isinstance(window, ExactWindow) else -1
+        if not a_pair or any(
+            (n is None and given is not None) or (n is not None and not -(2**63) <= n < 2**63)
+            for n, given in zip(sides, window, strict=True)
+        ):
+            accepted = (
+                "None, or (left, right) of integers, where None or -1 is unlimited; in a flashtile.ExactWindow, None "
+                "alone"
+            )
             raise ArgumentError("window", window, accepted, call_of(function, "window=(127, 0)"))
         # No sequence is that long, and sums of positions stay within 64 bits.
-        left, right = (None if n == -1 or n >= 2**31 else n for n in sides)
+        left, right = (None if n is None or n == unlimited or n >= 2**31 else max(n, -(2**31)) for n in sides)
     if causal is False:
         return Window(left, right)
     if causal is True:
-        return Window(left, 0)  # a right side above 0 would be hidden by causal
+        return Window(left, 0 if right is None else min(right, 0))  # causal hides what is to the right of 0
     if isinstance(causal, str) and causal == "top_left":
         return Window(left, right, top_left=True)
     accepted = "False, True (bottom-right) or 'top_left'"
     raise ArgumentError("causal", causal, accepted, call_of(function, "causal=True"))
+
+
+def chunk_of(function: str, chunk: Any) -> int | None:
+    n = integer(function, "attention_chunk", chunk, 0, "no chunks, as for 0")
+    return None if n is None or n == 0 else min(n, 2**31)
 
 
 def scale_of(function: str, scale: Any, head_dim: int) -> float:
@@ -226,15 +268,36 @@ def seed_of(function: str, seed: Any, device: torch.device) -> Tensor:
     return torch.full((1,), n - 2**64 if n >= 2**63 else n, dtype=torch.int64, device=device)
 
 
-def score_mod_of(score_mod: ScoreMod | Callable[..., Tensor], device: torch.device) -> ScoreMod:
-    if isinstance(score_mod, ScoreMod):
+def with_functions(
+    function: str, tensors: dict[str, Any], settings: Settings, score_mod: Any, mask_mod: Any
+) -> tuple[dict[str, Any], Settings]:
+    """The tensors and settings of a call with a score_mod, a mask function, or both."""
+    q, captured = tensors["q"], []
+    if score_mod is not None:
+        modifier = modifier_of(ScoreMod, score_mod, q.device)
+        same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
+        captured, settings = [*modifier.tensors], settings._replace(score_mod=modifier.key)
+    if mask_mod is not None:
+        modifier = modifier_of(MaskMod, mask_mod, q.device)
+        same_place(function, q, {f"mask.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
+        captured += [x.detach() if x.is_floating_point() else x for x in modifier.tensors]
+        settings = settings._replace(mask_mod=modifier.key, num_mask_tensors=len(modifier.tensors))
+    return tensors | {"score_mod_tensors": tuple(captured)}, settings
+
+
+def modifier_of(kind: type[Modifier], value: Any, device: torch.device) -> Modifier:
+    """The ScoreMod or MaskMod of an argument."""
+    if isinstance(value, kind):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # what it reads may have changed since
-            score_mod.reject_undeclared_gradients(device)
-        return score_mod
+            value.reject_undeclared_gradients(device)
+        return value
     if torch.compiler.is_compiling():
-        example = "mod = flashtile.ScoreMod(fn, (tensor,)) outside, and score_mod=mod inside the compiled function"
-        raise ArgumentError("score_mod", score_mod, "a flashtile.ScoreMod, under torch.compile", example)
-    return ScoreMod.of(score_mod)
+        role = kind.role
+        example = (
+            f"mod = flashtile.{role.owner}(fn, (tensor,)) outside, and {role.argument}=mod inside the compiled function"
+        )
+        raise ArgumentError(role.argument, value, f"a flashtile.{role.owner}, under torch.compile", example)
+    return kind.of(value)
 
 
 def number(
@@ -257,6 +320,26 @@ def integer(function: str, argument: str, value: Any, least: int, default: str) 
         accepted = f"an int from {least}, or None for {default}"
         raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}=128"))
     return n
+
+
+def lengths_of(argument: str, n: Any, q: Any, cu_seqlens_q: Any) -> Tensor:
+    """A length or position that all sequences of a KV-cache call share, as the tensor `[B]` of it."""
+    number, function = as_int(n), "attention_with_kvcache"
+    if number is None or not 0 <= number < 2**31:
+        accepted = "int32 (or int64) [B], or an int from 0 that all sequences share"
+        raise ArgumentError(argument, n, accepted, call_of(function))
+    require_tensors(function, {"q": q, "cu_seqlens_q": cu_seqlens_q}, ("q",))
+    batch = (q.shape[0] if q.dim() else 1) if cu_seqlens_q is None else max(cu_seqlens_q.numel() - 1, 0)
+    return torch.full((batch,), number, dtype=torch.int32, device=q.device)
+
+
+def rotary_of(interleaved: Any, q_fixed: Any) -> RotarySettings:
+    if interleaved is True and q_fixed is False:
+        return DEFAULT_ROTARY
+    function, accepted = "attention_with_kvcache", "True or False"
+    return RotarySettings(
+        flag(function, "rotary_interleaved", interleaved, accepted), flag(function, "rotary_q_fixed", q_fixed, accepted)
+    )
 
 
 def flag(function: str, argument: str, value: Any, accepted: str) -> bool:

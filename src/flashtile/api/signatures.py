@@ -9,10 +9,13 @@ from typing import Literal, Required, TypedDict
 
 from torch import Tensor
 
-from ..expression import ScoreMod
+from ..call.window import ExactWindow
+from ..expression import MaskMod, ScoreMod
 
 Causal = bool | Literal["top_left"]
-WindowArgument = tuple[int | None, int | None] | None
+WindowArgument = tuple[int | None, int | None] | ExactWindow | None
+Lengths = Tensor | int
+MaskArgument = Tensor | MaskMod | Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None
 ScoreModArgument = ScoreMod | Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None
 
 
@@ -21,7 +24,8 @@ class Keywords(TypedDict, total=False):
 
     causal: Causal
     window: WindowArgument
-    mask: Tensor | None
+    attention_chunk: int | None
+    mask: MaskArgument
     scale: float | None
     softcap: float | None
     bias: Tensor | None
@@ -30,7 +34,9 @@ class Keywords(TypedDict, total=False):
     score_mod: ScoreModArgument
     dropout_p: float
     dropout_seed: int | Tensor | None
+    num_splits: int | None
     deterministic: bool | None
+    out: Tensor | None
     backend: str
 
 
@@ -39,6 +45,7 @@ class VarlenKeywords(Keywords, total=False):
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    seqused_q: Tensor | None
     seqused_k: Tensor | None
     page_table: Tensor | None
 
@@ -46,14 +53,16 @@ class VarlenKeywords(Keywords, total=False):
 class CacheKeywords(Keywords, total=False):
     """Keywords of `attention_with_kvcache`."""
 
-    cache_seqlens: Required[Tensor]
+    cache_seqlens: Required[Lengths]
     page_table: Tensor | None
     cache_batch_idx: Tensor | None
     leftpad_k: Tensor | None
     cu_seqlens_q: Tensor | None
+    cu_seqlens_k_new: Tensor | None
     k: Tensor | None
     v: Tensor | None
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
     rotary_interleaved: bool
-    num_splits: int | None
+    rotary_start: Lengths | None
+    rotary_q_fixed: bool

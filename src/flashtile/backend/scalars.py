@@ -89,8 +89,8 @@ def window_numbers(call: Call) -> dict[str, Any]:
     """The window's sides, `None` where unlimited, and the shift of the diagonal against `seqlen_k - seqlen_q`."""
     s = call.settings
     return {
-        "window_left": None if s.window_left is None else min(s.window_left, LONGEST),
-        "window_right": None if s.window_right is None else min(s.window_right, LONGEST),
+        "window_left": None if s.window_left is None else max(min(s.window_left, LONGEST), -LONGEST),
+        "window_right": None if s.window_right is None else max(min(s.window_right, LONGEST), -LONGEST),
         "top_left": s.i0 - s.j0 if s.top_left else None,
         "diagonal": s.diagonal + s.i0 - s.j0,
     }

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..call.window import Window, visible_pairs
+from .patterns import check_patterns
 
 TIMED = ("forward", "backward", "decode")
 FIRST_CALLS = ("first_call_cold", "first_call_warm")
@@ -32,17 +33,22 @@ class Cell:
     window: tuple[int, int] | None = None  # -1 is unlimited
     softcap: float | None = None
     bias: bool = False  # [1, heads, seqlen_q, seqlen_k]
-    mask: bool = False  # [batch, 1, 1, seqlen_k], True for nine keys in ten
+    mask: bool | str = False  # True, for nine keys in ten, or a pattern of `patterns.py`, "prefix 256" for example
+    score_mod: str = ""  # a name of `patterns.SCORE_MODS`
     alibi: bool = False
     sinks: bool = False
     dropout: float = 0.0
     lengths: tuple[int, ...] = ()  # of packed sequences; then batch, seqlen_q and seqlen_k are theirs
     inputs: str = "normal"
+    model: str = ""  # the model and its layer that have this call
+    source: str = ""  # of its numbers
+    device: str = ""  # the kind of device that measures it; empty for any
 
     def __post_init__(self) -> None:
         for name, allowed in (("measure", MEASURES), ("inputs", INPUTS), ("dtype", DTYPES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, should be one of {', '.join(allowed)}")
+        check_patterns(self.mask, self.score_mod)
         for name in ("batch", "heads", "seqlen_q", "head_dim"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, should be a positive integer")
@@ -68,6 +74,18 @@ class Cell:
     @property
     def differentiates(self) -> bool:
         return self.measure.startswith("backward")
+
+    @property
+    def belongs_to(self) -> str:
+        """The group of features that decides the speed of this call: "scores", "masks", or neither."""
+        if self.bias or self.alibi or self.score_mod:
+            return "scores"
+        return "masks" if self.mask else ""
+
+    @property
+    def is_special(self) -> bool:
+        """Whether the call has scores or masks other than those of dense causal attention."""
+        return bool(self.belongs_to or self.window or self.softcap or self.sinks or self.lengths)
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
@@ -107,7 +125,9 @@ class Cell:
 
     def features(self) -> list[str]:
         """Features of the call, in words."""
-        words = [name for name in ("causal", "bias", "mask", "alibi", "sinks") if getattr(self, name)]
+        words = [name for name in ("causal", "bias", "alibi", "sinks") if getattr(self, name)]
+        words += ["mask"] if self.mask is True else [f"mask of {self.mask}"] if self.mask else []
+        words += [f"score_mod {self.score_mod}"] if self.score_mod else []
         words += [f"window {self.window[0]},{self.window[1]}"] if self.window else []
         words += [f"softcap {self.softcap:g}"] if self.softcap else []
         words += [f"dropout {self.dropout:g}"] if self.dropout else []
@@ -123,4 +143,4 @@ class Cell:
         shape = f"B={self.batch} H={heads} S={lengths} D={dim}"
         if self.lengths:
             shape = f"{len(self.lengths)} packed {min(self.lengths)}..{max(self.lengths)} H={heads} D={dim}"
-        return " ".join([dtype, shape, *self.features()])
+        return " ".join([f"{self.model}:" if self.model else "", dtype, shape, *self.features()]).strip()

@@ -9,6 +9,7 @@ from ..testing.case import Case
 from ..testing.inputs import query_key_value
 from .captured import HEAD_DIM, HEADS, captured
 from .cell import Cell
+from .patterns import SCORE_MODS, pattern
 
 
 def make_case(cell: Cell, device: torch.device, seed: int = 0) -> Case:
@@ -79,9 +80,13 @@ def features(cell: Cell, device: torch.device, normal: Any) -> dict[str, Any]:
         arguments["softcap"] = cell.softcap
     if cell.bias:
         arguments["bias"] = normal(1, cell.heads, cell.seqlen_q, cell.keys)
-    if cell.mask:
+    if cell.mask is True:
         shape = (cell.batch, 1, 1, cell.keys)
         arguments["mask"] = torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(device) < 0.9
+    elif cell.mask:
+        arguments["mask"] = pattern(cell.mask, cell.batch, cell.seqlen_q, cell.keys, device)
+    if cell.score_mod:
+        arguments["score_mod"] = SCORE_MODS[cell.score_mod](cell.heads, device)
     if cell.alibi:
         arguments["alibi_slopes"] = alibi_slopes(cell.heads).to(device)
     if cell.sinks:

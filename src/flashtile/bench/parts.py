@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..testing.case import Case
+from ..testing.case import Case, ScoreFunction
 from .providers.provider import effective_window, group_of
 
 SOLVED_PAIRS = 2**20  # pairs of a row and a key, over heads, that the oracle solves at a time
@@ -90,8 +90,19 @@ def cut(case: Case, part: Part) -> Case:
         arguments["alibi_slopes"] = (slopes if slopes.dim() == 1 else slopes[part.sequence])[heads].cpu()
     if inputs.get("sinks") is not None:
         arguments["sinks"] = inputs["sinks"][heads].cpu()
+    if inputs.get("score_mod") is not None:
+        arguments["score_mod"] = shifted(inputs["score_mod"], part, heads.start)
     dout = None if case.dout is None else pick(case, part, "out", case.dout)
     return Case("attention", arguments, dout, seed=case.seed, description=str(part), forward_only=case.forward_only)
+
+
+def shifted(score_mod: Any, part: Part, head: int) -> ScoreFunction:
+    """The score modification of a part: its indices count from the start of the call."""
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, *tensors: Tensor) -> Tensor:
+        return score_mod.fn(score, b + part.sequence, h + head, q_idx + part.first, k_idx, *tensors)
+
+    return ScoreFunction(fn, tuple(x.detach().cpu() for x in score_mod.tensors))
 
 
 def pairwise(tensor: Tensor, part: Part, heads: slice) -> Tensor:

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Row:
     samples: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)  # speed in units of the reference's, round by round
     host_seconds: float | None = None
+    eager: list[float] = field(default_factory=list)  # seconds of a short call, host and device together
     resident_bytes: float | None = None  # growth of the process: memory on a CPU
     clocks: dict[str, Any] = field(default_factory=dict)  # read after the cell's last round
 
@@ -58,6 +59,10 @@ class Row:
         timed = self.value if self.cell.measure == "decode" else None
         return timed and timed.map(lambda seconds: self.cell.kv_bytes / seconds)
 
+    def as_dict(self) -> dict[str, Any]:
+        """All fields that are not absent, without the cell."""
+        return {name: x for name, x in asdict(self).items() if name != "cell" and x not in (None, "", [], {})}
+
     def as_record(self) -> dict[str, Any]:
         """A flat dict: one line of results.csv."""
         record = self.cell.as_dict() | {
@@ -78,6 +83,8 @@ class Row:
         bands |= {"flops_per_second": self.flops_per_second, "bytes_per_second": self.bytes_per_second}
         for name, quantiles in bands.items():
             record |= {f"{name}{end}": x for end, x in zip(("", "_p20", "_p80"), quantiles or (None,) * 3, strict=True)}
+        eager = band(self.eager) if self.eager else (None,) * 3
+        record |= {f"eager_seconds{end}": x for end, x in zip(("", "_p20", "_p80"), eager, strict=True)}
         record |= {"host_seconds": self.host_seconds, "resident_bytes": self.resident_bytes}
         return record | {f"clock {name}": x for name, x in self.clocks.items()}
 

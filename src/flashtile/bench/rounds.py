@@ -17,6 +17,8 @@ from .sweep import Timing
 
 FEWEST_ROUNDS = 3
 MOST_CALLS = 200  # in one sample: a GPU's queue holds about a thousand kernels
+HOPELESS = 4  # times the fastest: one round is enough, where a call is long
+LONG_SECONDS = 0.1  # of such a call
 
 
 @dataclass
@@ -27,36 +29,53 @@ class Entrant:
     run: Run
     calls_in_run: int = 1  # calls of the provider that one `run` does
     calls: int = 1  # runs in one sample
+    once: float = 0.0  # seconds of one run, from `calibrate`
+    call: Run | None = None  # one call, where `run` is a graph of several
+    eager: bool = False  # host and device together are timed, instead of the device
     seconds: list[float] = field(default_factory=list)  # of one call of the provider, for each round
     failure: str | None = None
+
+    @property
+    def seconds_of_call(self) -> float:
+        return self.once / self.calls_in_run
 
 
 def calibrate(clock: Clock, entrant: Entrant, sample_seconds: float) -> None:
     """Set how many runs make a sample of `sample_seconds`; also compiles and allocates before the first round."""
-    once = clock.seconds(entrant.run, 1)
+    once = timed(clock, entrant, 1)
     if once < sample_seconds / 4:
-        once = clock.seconds(entrant.run, 3)
+        once = timed(clock, entrant, 3)
+    entrant.once = once
     entrant.calls = max(1, min(MOST_CALLS, math.ceil(sample_seconds / max(once, 1e-9))))
 
 
+def timed(clock: Clock, entrant: Entrant, calls: int) -> float:
+    return (clock.eager_seconds if entrant.eager else clock.seconds)(entrant.run, calls)
+
+
 def interleave(clock: Clock, entrants: Sequence[Entrant], timing: Timing, failed: Callable[[Exception], str]) -> None:
-    """Time every entrant in every round. One that raises is dropped, with the reason from `failed`."""
+    """Time every entrant in every round. One that raises is dropped, with the reason from `failed`. One whose calls are
+    long, and far behind the fastest, has one round.
+    """
     for entrant in entrants:
-        try:
-            calibrate(clock, entrant, timing.sample_seconds)
-        except Exception as error:
-            entrant.failure = failed(error)
+        if entrant.failure is None:
+            try:
+                calibrate(clock, entrant, timing.sample_seconds)
+            except Exception as error:
+                entrant.failure = failed(error)
+    fastest = min((entrant.seconds_of_call for entrant in entrants if entrant.failure is None), default=0.0)
     start = time.perf_counter()
     for turn in range(timing.rounds):
         if turn >= FEWEST_ROUNDS and timing.most_seconds and time.perf_counter() - start > timing.most_seconds:
             break
         first = turn % max(len(entrants), 1)
         for entrant in (*entrants[first:], *entrants[:first]):
-            if entrant.failure is not None:
+            hopeless = entrant.seconds_of_call > max(LONG_SECONDS, HOPELESS * fastest)
+            if entrant.failure is not None or (turn > 0 and hopeless):
                 continue
             time.sleep(timing.rest_seconds)
             try:
-                seconds = clock.seconds(entrant.run, entrant.calls)
+                seconds = timed(clock, entrant, entrant.calls)
             except Exception as error:
                 entrant.failure = failed(error)
                 continue

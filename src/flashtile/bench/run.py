@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,21 +11,28 @@ from ..errors import AttentionWarning
 from ..testing.case import Case
 from .cell import FIRST_CALLS, TIMED, Cell
 from .check import Checker
-from .clocks import Clock, clock_of
+from .clocks import Clock, Run, clock_of
 from .fresh import Job, samples
 from .inputs import make_case
 from .providers import Declined, Prepared, Provider
 from .results import DECLINED, FAILED, WRONG, Row
-from .rounds import Entrant, interleave, ratios
+from .rounds import Entrant, calibrate, interleave, ratios
 from .sweep import Sweep, Timing
 
 READ_CACHES = 3  # bytes that decoding reads in one sample, in sizes of the last level of cache
 MOST_COPIES = 64
 HOST_CALLS = 5
+GRAPH_CALLS = 20  # in a CUDA graph of a short call
+MOST_HOST_SECONDS = 0.02  # of a call that is timed on the host more than once
+PREPARATION, ROUNDS = "preparation", "rounds"  # steps of a cell that are no provider's
 
 
 class Bench:
-    """Providers on a device; `rows(cell)` measures one cell."""
+    """Providers on a device; `rows(cell)` measures one cell.
+
+    `absent` has reasons why a provider is not asked for a cell. `begin(cell, step)` is called before each step: the
+    name of a provider, `PREPARATION` or `ROUNDS`.
+    """
 
     def __init__(
         self,
@@ -34,9 +41,12 @@ class Bench:
         timing: Timing,
         reference: str | None,
         library: Path | None,
+        absent: Mapping[tuple[Cell, str], str] | None = None,
+        begin: Callable[[Cell, str], None] = lambda cell, step: None,
+        specialists: Sequence[str] = (),
     ) -> None:
         self.device, self.providers, self.timing, self.reference = device, providers, timing, reference
-        self.library = library
+        self.library, self.absent, self.begin, self.specialists = library, absent or {}, begin, specialists
         self.clock: Clock = clock_of(device)
         self.lost: str | None = None  # why nothing more runs on this device, in this process
 
@@ -54,6 +64,7 @@ class Bench:
             for row in rows:
                 self.measure_fresh(row)
             return rows
+        self.begin(cell, PREPARATION)
         try:
             case = make_case(cell, self.device)
         except Exception as error:
@@ -66,12 +77,29 @@ class Bench:
     # In this process -------------------------------------------------------------------------------------------------
 
     def measure_timed(self, case: Case, rows: list[Row]) -> None:
-        checker, entrants = Checker(case), []
+        checker, entrants, start = Checker(case), [], time.perf_counter()
+        limit = self.timing.cell_seconds
         for provider, row in zip(self.providers, rows, strict=True):
+            if limit is not None and time.perf_counter() - start > limit:
+                row.status, row.reason = FAILED, f"not measured: the {limit:g} s of this cell's preparation were up"
+                continue
+            if row.provider in self.specialists and not row.cell.is_special:
+                row.status, row.reason = DECLINED, "not asked: the cell has no scores or masks of its own"
+                continue
+            if (row.cell, row.provider) in self.absent:
+                row.status, row.reason = FAILED, self.absent[row.cell, row.provider]
+                continue
+            self.begin(row.cell, provider.name)
             entrant = self.admitted(provider, row, case, checker)
             if entrant is not None:
                 entrants.append((row, entrant))
-        interleave(self.clock, [entrant for _, entrant in entrants], self.timing, self.in_words)
+        if not entrants:
+            return
+        self.begin(entrants[0][0].cell, ROUNDS)
+        eager = self.eager_entrants(entrants)
+        interleave(self.clock, [e for _, e in entrants] + [e for _, e in eager], self.timing, self.in_words)
+        for row, entrant in eager:
+            row.eager = [] if entrant.failure else entrant.seconds
         clocks = self.clock.state()
         reference = next((e.seconds for row, e in entrants if row.provider == self.reference and not e.failure), [])
         for row, entrant in entrants:
@@ -107,16 +135,56 @@ class Bench:
             backward, dout = prepared.backward, case.dout
             if backward is None or dout is None:
                 raise Declined("no backward")
-            row.host_seconds = self.clock.host_seconds(lambda: backward(dout), HOST_CALLS)
+            row.host_seconds = self.host_seconds(lambda: backward(dout))
             return Entrant(row.provider, lambda: backward(dout))
-        row.host_seconds = self.clock.host_seconds(prepared.forward, HOST_CALLS)
+        row.host_seconds = self.host_seconds(prepared.forward)
         if row.cell.measure == "forward":
             return Entrant(row.provider, prepared.forward)
         copies = self.copies(row.cell)
         cases = [make_case(row.cell, self.device, seed) for seed in range(1, copies)]
         runs = [prepared.forward, *(provider.prepare(other, decode=True).forward for other in cases)]
         row.timing += f", {copies} caches in turn" + (", CUDA graph" if self.device.type == "cuda" else "")
-        return Entrant(row.provider, self.clock.replayable(runs), calls_in_run=copies)
+        return Entrant(row.provider, self.clock.replayable(runs), calls_in_run=copies, call=prepared.forward)
+
+    def host_seconds(self, run: Run) -> float | None:
+        once = self.clock.host_seconds(run, 1)
+        return once if once is None or once > MOST_HOST_SECONDS else self.clock.host_seconds(run, HOST_CALLS)
+
+    def eager_entrants(self, entrants: list[tuple[Row, Entrant]]) -> list[tuple[Row, Entrant]]:
+        """Entrants for the eager time of a short cell; none for other cells, and where the clock has no graphs. The
+        given entrants of a short cell become CUDA graphs.
+        """
+        short = self.timing.short_seconds
+        if short is None or not self.clock.graphs:
+            return []
+        seconds = []
+        for _, entrant in entrants:
+            try:
+                calibrate(self.clock, entrant, self.timing.sample_seconds)
+                seconds.append(entrant.seconds_of_call)
+            except Exception as error:
+                entrant.failure = self.in_words(error)
+        if min(seconds, default=short) >= short:
+            return []
+        eager = []
+        for row, entrant in entrants:
+            if entrant.failure is None:
+                eager.append((row, Entrant(row.provider, entrant.call or entrant.run, eager=True)))
+                self.capture(row, entrant)
+        return eager
+
+    def capture(self, row: Row, entrant: Entrant) -> None:
+        """Replace the entrant's run by a CUDA graph of several calls. A call that cannot be captured stays eager, which
+        its row says.
+        """
+        if row.cell.measure == "decode":
+            return  # it is a graph already
+        try:
+            entrant.run = self.clock.replayable([entrant.run] * GRAPH_CALLS)
+            entrant.calls_in_run = GRAPH_CALLS
+            row.timing = f"{self.clock.kind}, CUDA graph of {GRAPH_CALLS} calls"
+        except Exception as error:
+            row.timing = f"{self.clock.kind}; no CUDA graph: {self.in_words(error)}"
 
     def copies(self, cell: Cell) -> int:
         """Number of KV caches that are read one after another, so that none is still in the device's own cache."""

@@ -15,7 +15,8 @@
     tokens = 16384                             # batch = tokens / seqlen_q
     window = [[1023, 0], [-1, -1]]             # a field that is a list itself takes a list of lists
 
-All fields of `Cell` are allowed in `defaults` and `cells`.
+All fields of `Cell` are allowed in `defaults` and `cells`. `quick = ["GPT-2"]` names models for reports,
+`specialists = ["flex"]` providers that only take part in cells with scores or masks of their own.
 """
 
 import itertools
@@ -27,6 +28,7 @@ from typing import Any
 from .cell import Cell
 
 LISTS = ("window", "lengths")
+ENTRIES = {"name", "providers", "reference", "timing", "defaults", "cells", "quick", "specialists"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Timing:
     rest_seconds: float = 0.02
     fresh_runs: int = 3  # processes for each figure that needs a fresh one
     most_seconds: float | None = None  # of one cell; then rounds after the third are left out
+    short_seconds: float | None = None  # shorter calls of a GPU are timed in a CUDA graph, and eagerly too
+    cell_seconds: float | None = None  # of a cell's preparation; providers that come later are left out
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,13 @@ class Sweep:
     providers: tuple[str, ...] = ()  # empty: all
     reference: str | None = None
     timing: Timing = Timing()
+    quick: tuple[str, ...] = ()  # models of which a report measures the cells
+    specialists: tuple[str, ...] = ()  # providers that are asked for cells with scores or masks of their own only
+
+    def on(self, device: str) -> "Sweep":
+        """The cells for a kind of device; those of `quick` come first."""
+        cells = [cell for cell in self.cells if cell.device in ("", device)]
+        return replace(self, cells=tuple(sorted(cells, key=lambda cell: cell.model not in self.quick)))
 
     def only(self, filters: tuple[str, ...]) -> "Sweep":
         """The cells that match one of the filters; all cells without filters.
@@ -70,18 +81,21 @@ def load(path: Path) -> Sweep:
     """
     try:
         data = tomllib.loads(path.read_text())
-        unknown = data.keys() - {"name", "providers", "reference", "timing", "defaults", "cells"}
-        if unknown:
+        if unknown := data.keys() - ENTRIES:
             raise ValueError(f"there is no entry {', '.join(sorted(unknown))} in a sweep")
         timing = Timing(**data.get("timing", {}))
         tables = [data.get("defaults", {}) | table for table in data["cells"]]
         cells = tuple(dict.fromkeys(cell for table in tables for cell in expand(table)))
         providers, reference = tuple(data.get("providers", ())), data.get("reference")
+        quick = tuple(data.get("quick", ()))
+        if unknown := set(quick) - {cell.model for cell in cells}:
+            raise ValueError(f"there is no model {', '.join(sorted(unknown))}")
         if providers and reference is not None and reference not in providers:
             raise ValueError(f"the reference {reference!r} is none of the providers")
     except (tomllib.TOMLDecodeError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: {error}") from error
-    return Sweep(data.get("name", path.stem), cells, providers, reference, timing)
+    name, specialists = data.get("name", path.stem), tuple(data.get("specialists", ()))
+    return Sweep(name, cells, providers, reference, timing, quick, specialists)
 
 
 def expand(table: dict[str, Any]) -> list[Cell]:
@@ -104,12 +118,15 @@ def is_choice(name: str, value: Any) -> bool:
 
 
 def matches(cell: Cell, text: str) -> bool:
-    """Whether every condition holds: "measure=forward|backward head_dim=64 causal=true"."""
+    """Whether every condition holds: "measure=forward|backward head_dim=64 causal=true". A model's name is matched by
+    a part of it: "model=gpt|llama".
+    """
     values = cell.as_dict()
     for condition in text.replace(",", " ").split():
         name, _, wanted = condition.partition("=")
         if name not in values or not wanted:
             raise ValueError(f"{condition!r} is not FIELD=VALUE with a field of a cell: {', '.join(values)}")
-        if str(values[name]).lower() not in wanted.lower().split("|"):
+        value, allowed = str(values[name]).lower(), wanted.lower().split("|")
+        if value not in allowed and not (name == "model" and any(part in value for part in allowed)):
             return False
     return True

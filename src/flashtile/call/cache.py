@@ -12,38 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
 from . import device
-from .call import INDICES, Call, Tensors, new_rows, with_copies
-from .check import memory, pages
-from .features import INDEX_DTYPES
-from .overlap import overlap, overlaps_itself
+from .cache_tensors import CACHE_INDICES, CacheTensors, RotarySettings, appended, count, held, new_offsets
+from .call import INDICES, Call, new_rows, with_copies
+from .check_cache import check_apart, check_cache, check_values
 from .problem import accumulation_dtype
-
-MOST_DISTANCES = 256  # between caches of one layout
-EXAMPLE = (
-    "flashtile.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, k=k, v=v, causal=True) with "
-    "q [2, 8, 1, 64], k_cache, v_cache [2, 4, 512, 64], k, v [2, 4, 1, 64] and lengths int32 [2]"
-)
-
-
-class CacheTensors(NamedTuple):
-    """The tensors of a KV-cache call; those that modify scores are in `Tensors`, as for every call."""
-
-    k_cache: Tensor  # [B_cache, Hkv, S_max, D], or pages [num_pages, page_size, Hkv, D]
-    v_cache: Tensor
-    cache_seqlens: Tensor  # int32, [B]
-    page_table: Tensor | None = None  # int32, [B, max_pages]
-    cache_batch_idx: Tensor | None = None  # int32, [B]; dense caches only
-    leftpad_k: Tensor | None = None  # int32, [B]
-    k: Tensor | None = None  # to append: [B, Hkv, S_new, D], or packed like q [T, Hkv, D]
-    v: Tensor | None = None
-    rotary_cos: Tensor | None = None  # [S_rotary, rotary_dim / 2]
-    rotary_sin: Tensor | None = None
-
-
-CACHE_INDICES = slice(CacheTensors._fields.index("cache_seqlens"), CacheTensors._fields.index("leftpad_k") + 1)
-CACHE_REQUIRED = ("k_cache", "v_cache", "cache_seqlens")
 
 
 class NewTokens(NamedTuple):
@@ -57,12 +30,12 @@ class NewTokens(NamedTuple):
 class CacheCall(Call):
     """A call with a KV cache: its `tensors` are q, `cu_seqlens_q` and the features, its k and v the caches."""
 
-    __slots__ = ("_attention", "cache", "interleaved")
+    __slots__ = ("_attention", "cache", "rotary")
     kind = "attend_with_cache"
 
-    def __init__(self, call: Call, cache: CacheTensors, interleaved: bool):
+    def __init__(self, call: Call, cache: CacheTensors, rotary: RotarySettings):
         super().__init__(call.tensors, call.settings, call.entry, is_plain_eager=call.is_plain_eager)
-        self.cache, self.interleaved = cache, interleaved
+        self.cache, self.rotary = cache, rotary
         self._attention: Call | None = None
 
     @property
@@ -75,7 +48,7 @@ class CacheCall(Call):
 
     @property
     def key(self) -> Hashable:
-        return self.kind, self.settings, self.interleaved
+        return self.kind, self.settings, self.rotary
 
     def with_own_indices(self) -> "CacheCall":
         """As `Call.with_own_indices`, of the cache's indices too."""
@@ -83,7 +56,7 @@ class CacheCall(Call):
             return self
         tensors = with_copies(self.tensors, INDICES)
         call = Call(tensors, self.settings, self.entry, is_plain_eager=self.is_plain_eager)
-        return CacheCall(call, with_copies(self.cache, CACHE_INDICES), self.interleaved)
+        return CacheCall(call, with_copies(self.cache, CACHE_INDICES), self.rotary)
 
     def attention(self) -> Call:
         """The attention over what the caches hold once the new tokens are appended; appends nothing yet."""
@@ -109,7 +82,7 @@ def paged_call(call: Call, cache: CacheTensors) -> Call:
     if cache.k is not None:
         total = total.long() + appended(cache, features)  # which might not fit into 32 bits
     if device.host_readable(features.q):
-        check_values(cache, table, k_pages, total, table.shape[1] * k_pages.shape[1])
+        check_values(cache, features, table, k_pages, total)
     tensors = features._replace(k=k_pages, v=v_pages, seqused_k=total, page_table=table, leftpad_k=cache.leftpad_k)
     return Call(tensors, settings, is_plain_eager=call.is_plain_eager)
 
@@ -118,44 +91,46 @@ def append_and_rotate(cache_call: CacheCall) -> Call:
     """Write the new keys and values into the caches, in place, and turn the queries to their positions: what remains is
     the attention over pages.
     """
-    call, cache, interleaved = cache_call.attention(), cache_call.cache, cache_call.interleaved
+    call, cache, rotary = cache_call.attention(), cache_call.cache, cache_call.rotary
     t = call.tensors
     batch = cache.cache_seqlens.shape[0]
     if batch == 0:  # packed tensors may still have tokens: of no sequence
         return call
     if cache.k is not None and cache.v is not None:
-        tokens = new_tokens(cache.k, t.cu_seqlens_q, batch)
+        tokens = new_tokens(cache.k, new_offsets(cache, t), batch)
         position = held(cache)[tokens.sequence] + tokens.place  # [T]
-        k = rotated(cache.k, position, cache, interleaved)
+        turn = position if cache.rotary_start is None else cache.rotary_start[tokens.sequence] + tokens.place
+        k = rotated(cache.k, turn, cache, rotary)
         assert t.page_table is not None
         append(t.k, t.v, tokens_of(k), tokens_of(cache.v), t.page_table, tokens, position)
     if cache.rotary_cos is None:
         return call
     tokens = new_tokens(t.q, t.cu_seqlens_q, batch)
-    # The queries are the last tokens of their sequence.
-    first = held(cache) + appended(cache, t) - count(t.q, t.cu_seqlens_q)  # [B]
-    turned = rotated(t.q, first[tokens.sequence] + tokens.place, cache, interleaved)
+    first = cache.rotary_start  # [B]
+    if first is None:  # the queries are the last tokens of their sequence
+        first = held(cache) + appended(cache, t) - count(t.q, t.cu_seqlens_q)
+    place = torch.zeros_like(tokens.place) if rotary.q_fixed else tokens.place
+    turned = rotated(t.q, first[tokens.sequence] + place, cache, rotary)
     q = new_rows(t.q, t.q.shape[1], t.q.shape[-1], t.q.dtype).copy_(turned)  # the result follows q's order in memory
     return call._replace(tensors=t._replace(q=q))
-
-
-def held(cache: CacheTensors) -> Tensor:
-    """Keys of each sequence before this call, `[B]`."""
-    return cache.cache_seqlens.long().clamp(min=0)
-
-
-def appended(cache: CacheTensors, features: Tensors) -> int | Tensor:
-    """Keys that this call adds to each sequence; an int, or `[B]`."""
-    return 0 if cache.k is None else count(cache.k, features.cu_seqlens_q)
 
 
 def as_pages(cache: CacheTensors, batch: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pages `[num_pages, page_size, Hkv, D]` of k and v as views, and the page table `[B, max_pages]`."""
     if cache.page_table is not None:
-        return cache.k_cache, cache.v_cache, cache.page_table
+        table, rows = cache.page_table, cache.cache_batch_idx
+        return cache.k_cache, cache.v_cache, table if rows is None else rows_of_table(table, rows)
     rows = cache.cache_batch_idx
     table = rows_in_order(batch, cache.k_cache.device) if rows is None else rows[:, None]
     return cache.k_cache.transpose(1, 2), cache.v_cache.transpose(1, 2), table
+
+
+def rows_of_table(table: Tensor, rows: Tensor) -> Tensor:
+    """The rows `rows [B]` of a page table; -1, which is no page, for those that it does not have."""
+    if table.shape[0] == 0:
+        return table.new_full((rows.shape[0], table.shape[1]), -1)
+    exists = (rows >= 0) & (rows < table.shape[0])
+    return torch.where(exists[:, None], table[rows.clamp(0, table.shape[0] - 1)], -1)
 
 
 def rows_in_order(batch: int, device: torch.device) -> Tensor:
@@ -188,12 +163,7 @@ def tokens_of(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1) if x.dim() == 4 else x
 
 
-def count(x: Tensor, cu_seqlens: Tensor | None) -> int | Tensor:
-    """Tokens of each sequence in `x`."""
-    return x.shape[2] if cu_seqlens is None else (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-
-
-def rotated(x: Tensor, position: Tensor, cache: CacheTensors, interleaved: bool) -> Tensor:
+def rotated(x: Tensor, position: Tensor, cache: CacheTensors, rotary: RotarySettings) -> Tensor:
     """`x` with its first `rotary_dim` features turned by the angles of each token's `position [T]` (Su et al.,
     "RoFormer", section 3.2.2): pairs (0, 1), (2, 3), ... if interleaved, else feature n with n + rotary_dim / 2.
     """
@@ -205,9 +175,9 @@ def rotated(x: Tensor, position: Tensor, cache: CacheTensors, interleaved: bool)
     tokens = tokens_of(x)  # [T, H, D]
     half = cos.shape[-1]
     turning, rest = tokens[..., : 2 * half].to(dtype), tokens[..., 2 * half :]
-    a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.split(half, dim=-1)
+    a, b = (turning[..., 0::2], turning[..., 1::2]) if rotary.interleaved else turning.split(half, dim=-1)
     turned = (a * cos - b * sin, a * sin + b * cos)  # [T, H, R / 2] each
-    joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    joined = torch.stack(turned, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(turned, dim=-1)
     result = torch.cat((joined.to(x.dtype), rest), dim=-1)  # [T, H, D]
     return result if x.dim() == 3 else result.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
 
@@ -230,118 +200,3 @@ def append(
     for cache, new in ((k_pages, k), (v_pages, v)):
         other = torch.where(fits.any(), new[substitute], cache[page[:1], slot[:1]])  # [1, Hkv, D]
         cache.index_put_((page, slot), torch.where(fits[:, None, None], new, other))
-
-
-def check_values(cache: CacheTensors, table: Tensor, k_pages: Tensor, total: Tensor, capacity: int) -> None:
-    """The values of index tensors on a CPU: everything that is read or written lies inside the cache."""
-    lengths = total.tolist()
-    for b, n in enumerate(cache.cache_seqlens.tolist()):
-        if not 0 <= n <= capacity:
-            accepted = f"0 to {capacity}, the room in the cache, at sequence {b}, which has {n}"
-            raise ArgumentError("cache_seqlens", cache.cache_seqlens, accepted, EXAMPLE)
-    for b, n in enumerate(lengths):
-        if n > capacity:
-            what = "page_table" if cache.page_table is not None else "k_cache"
-            given = cache.page_table if cache.page_table is not None else cache.k_cache
-            accepted = f"room for the {n} keys of sequence {b} (cache_seqlens and what is appended); it has {capacity}"
-            raise ArgumentError(what, given, accepted, EXAMPLE)
-    if cache.cache_batch_idx is not None:
-        rows = cache.cache_batch_idx.tolist()
-        if any(not 0 <= row < cache.k_cache.shape[0] for row in rows):
-            accepted = f"rows of k_cache, 0 to {cache.k_cache.shape[0] - 1}"
-            raise ArgumentError("cache_batch_idx", cache.cache_batch_idx, accepted, EXAMPLE)
-        if cache.k is not None and len(set(rows)) < len(rows):
-            raise ArgumentError("cache_batch_idx", cache.cache_batch_idx, "different rows, when appending", EXAMPLE)
-    pages(table, lengths, k_pages.shape[0], k_pages.shape[1], EXAMPLE)
-    if cache.leftpad_k is not None:
-        for b, (pad, n) in enumerate(zip(cache.leftpad_k.tolist(), lengths, strict=True)):
-            if not 0 <= pad <= n:
-                accepted = f"0 to {n} at sequence {b}, which has {pad}"
-                raise ArgumentError("leftpad_k", cache.leftpad_k, accepted, EXAMPLE)
-    if cache.rotary_cos is not None and max(lengths, default=0) > cache.rotary_cos.shape[0]:
-        accepted = f"at least {max(lengths)} positions, for the longest sequence"
-        raise ArgumentError("rotary_cos", cache.rotary_cos, accepted, EXAMPLE)
-
-
-def check_apart(call: Call, cache: CacheTensors) -> None:
-    """Whether new keys and values can be written without changing others."""
-    k, v = cache.k_cache, cache.v_cache
-    apart: set[int] = set() if call.entry is None else call.entry.apart
-    distance = v.data_ptr() - k.data_ptr()
-    if distance in apart:
-        return
-    for name, x in (("k_cache", k), ("v_cache", v)):
-        if overlaps_itself(x):
-            accepted = f"a cache of which no two elements share memory, when appending; its strides are {x.stride()}"
-            raise ArgumentError(name, x, accepted, EXAMPLE)
-    if overlap(k, v):
-        accepted = "a cache that shares no element with k_cache, when appending; both may be parts of one tensor"
-        raise ArgumentError("v_cache", v, accepted, EXAMPLE)
-    if len(apart) >= MOST_DISTANCES:
-        apart.clear()
-    apart.add(distance)
-
-
-def check_cache(cache: CacheTensors, features: Tensors) -> None:
-    """Shapes, dtypes and devices of what only a KV-cache call has; the rest is checked as for every call."""
-    q = features.q
-    memory({"q": q} | cache._asdict(), "paged")
-
-    def fail(argument: str, accepted: str) -> None:
-        raise ArgumentError(argument, getattr(cache, argument), accepted, EXAMPLE)
-
-    if q.dim() != (4 if features.cu_seqlens_q is None else 3):
-        shape = "[B, Hq, Sq, D]; packed [Tq, Hq, D] with cu_seqlens_q"
-        raise ArgumentError("q", q, shape, EXAMPLE)
-    batch = q.shape[0] if features.cu_seqlens_q is None else max(features.cu_seqlens_q.numel() - 1, 0)
-    paged = cache.page_table is not None
-    layout = "[num_pages, page_size, Hkv, {}]" if paged else "[B_cache, Hkv, S_max, {}]"
-    for name, x, dim in (("k_cache", cache.k_cache, "D"), ("v_cache", cache.v_cache, "Dv")):
-        if x.dim() != 4 or x.shape[:3] != cache.k_cache.shape[:3]:
-            fail(name, f"{layout.format(dim)}, alike for k and v")
-        if x.dtype != q.dtype:
-            fail(name, f"the dtype of q, {q.dtype}")
-    if cache.k_cache.shape[1 if paged else 2] == 0:
-        fail("k_cache", f"{layout.format('D')} with room for at least one key")
-    if cache.k_cache.shape[-1] != q.shape[-1]:
-        fail("k_cache", f"the head dimension of q, {q.shape[-1]}")
-    heads_kv = cache.k_cache.shape[2 if paged else 1]
-    if heads_kv == 0 or q.shape[1] % heads_kv != 0:
-        fail("k_cache", f"a number of heads in {layout.format('D')} that divides the {q.shape[1]} heads of q")
-    for name, rank in (("cache_seqlens", 1), ("cache_batch_idx", 1), ("leftpad_k", 1), ("page_table", 2)):
-        x = getattr(cache, name)
-        if x is not None and (x.dtype not in INDEX_DTYPES or x.dim() != rank or x.shape[0] != batch):
-            fail(name, f"int32 (or int64), {rank} dimension{'s' * (rank > 1)}, the first {batch}")
-    if paged and cache.cache_batch_idx is not None:
-        fail("cache_batch_idx", "None with a page_table, which already says where each sequence lies")
-    if not paged and cache.cache_batch_idx is None and cache.k_cache.shape[0] < batch:
-        fail("k_cache", f"at least {batch} rows, or cache_batch_idx")
-    if (cache.k is None) != (cache.v is None):
-        fail("k" if cache.k is None else "v", "both k and v, or neither")
-    if cache.k is not None and cache.v is not None:
-        check_appended(cache, features, heads_kv)
-    if (cache.rotary_cos is None) != (cache.rotary_sin is None):
-        fail("rotary_sin" if cache.rotary_sin is None else "rotary_cos", "both rotary_cos and rotary_sin, or neither")
-    for name in ("rotary_cos", "rotary_sin"):
-        x = getattr(cache, name)
-        if x is None:
-            continue
-        if x.dim() != 2 or x.shape != cache.rotary_cos.shape or not 1 <= x.shape[1] <= q.shape[-1] // 2:  # type: ignore[union-attr]
-            fail(name, f"[S_rotary, rotary_dim / 2] with rotary_dim at most {q.shape[-1]}, alike for cos and sin")
-        if x.dtype not in (q.dtype, torch.float32):
-            fail(name, f"dtype {q.dtype} or float32")
-
-
-def check_appended(cache: CacheTensors, features: Tensors, heads_kv: int) -> None:
-    k, v, cu = cache.k, cache.v, features.cu_seqlens_q
-    assert k is not None
-    assert v is not None
-    leading = "[B, Hkv, S_new, {}]" if cu is None else "[Tq, Hkv, {}] (packed like q)"
-    batch = (features.q.shape[0],) if cu is None else features.q.shape[:1]
-    for name, x, dim, width in (("k", k, "D", cache.k_cache.shape[-1]), ("v", v, "Dv", cache.v_cache.shape[-1])):
-        fits = x.dim() == features.q.dim() and x.shape[:1] == batch and x.shape[1] == heads_kv and x.shape[-1] == width
-        if not fits or x.shape[:-1] != k.shape[:-1]:
-            accepted = f"{leading.format(dim)} with B or Tq = {batch[0]}, Hkv = {heads_kv}, {dim} = {width}"
-            raise ArgumentError(name, x, accepted, EXAMPLE)
-        if x.dtype != features.q.dtype:
-            raise ArgumentError(name, x, f"the dtype of q, {features.q.dtype}", EXAMPLE)

@@ -13,7 +13,6 @@ from torch import Tensor
 from . import device
 from .features import (
     BOOL,
-    CACHE,
     DENSE,
     INDEX,
     PACKED,
@@ -55,10 +54,12 @@ class Tensors(NamedTuple):
     dropout_seed: Annotated[Tensor | None, Feature((("1",),), SEED, public=False)] = None  # an int becomes a tensor
     cu_seqlens_q: Annotated[Tensor | None, Feature((("B+1",),), INDEX, layouts=PACKED)] = None  # iff q is packed
     cu_seqlens_k: Annotated[Tensor | None, Feature((("B+1",),), INDEX, layouts=(VARLEN,))] = None
+    seqused_q: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(VARLEN,))] = None
     seqused_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(VARLEN,))] = None
     page_table: Annotated[Tensor | None, Feature((("B", "max_pages"),), INDEX, layouts=(VARLEN,))] = None
     leftpad_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(), public=False)] = None  # of a cache
-    score_mod_tensors: Sequence[Tensor] = ()
+    out: Annotated[Tensor | None, Feature(layouts=(), public=False)] = None  # preallocated; plain eager calls only
+    score_mod_tensors: Sequence[Tensor] = ()  # all that are captured: those of score_mod, then those of a mask function
 
     def flat(self) -> tuple[Tensor | None, ...]:
         return (*self[:-1], *self.score_mod_tensors)
@@ -77,11 +78,14 @@ class Settings(NamedTuple):
     window_left: int | None = None
     window_right: int | None = None
     top_left: bool = False
+    attention_chunk: int | None = None
     dropout_p: float = 0.0
     score_mod: str | None = None  # key of a registered function
+    mask_mod: Annotated[str | None, Feature(public=False)] = None  # key of a mask function
+    num_mask_tensors: Annotated[int, Feature(public=False)] = 0  # the last ones of `score_mod_tensors` are the mask's
     max_seqlen_q: Annotated[int | None, Feature(layouts=(VARLEN,))] = None
     max_seqlen_k: Annotated[int | None, Feature(layouts=(VARLEN,))] = None
-    num_splits: Annotated[int | None, Feature(layouts=(CACHE,))] = None
+    num_splits: int | None = None
     deterministic: Annotated[bool, Feature(layouts=(DENSE, VARLEN))] = False
     backend: str = "auto"
     # Where this call lies in a larger, sharded one. Positions, masks, ALiBi, dropout and score_mod count from here.
@@ -94,7 +98,7 @@ class Settings(NamedTuple):
 
     @property
     def window(self) -> Window:
-        return Window(self.window_left, self.window_right, self.top_left)
+        return Window(self.window_left, self.window_right, self.top_left, self.attention_chunk)
 
 
 class Call:
@@ -140,6 +144,11 @@ class Call:
     def attention(self) -> "Call":
         """The call that a plan is for: this one, unless its keys are in a cache."""
         return self
+
+    @property
+    def num_score_tensors(self) -> int:
+        """Number of captured tensors that belong to the score_mod; the others belong to the mask function."""
+        return len(self.tensors.score_mod_tensors) - self.settings.num_mask_tensors
 
     @property
     def num_heads(self) -> int:

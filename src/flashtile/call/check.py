@@ -29,10 +29,15 @@ EXAMPLES = {
 }
 
 
-def named(tensors: Tensors) -> dict[str, Tensor | None]:
+def named(call: Call) -> dict[str, Tensor | None]:
     """The tensors of a call under the names that errors give them."""
-    modifiers = {f"score_mod.tensors[{n}]": x for n, x in enumerate(tensors.score_mod_tensors)}
-    return dict(zip(Tensors._fields[:-1], tensors[:-1], strict=True)) | modifiers
+    modifiers = {name_of_captured(call, n): x for n, x in enumerate(call.tensors.score_mod_tensors)}
+    return dict(zip(Tensors._fields[:-1], call.tensors[:-1], strict=True)) | modifiers
+
+
+def name_of_captured(call: Call, n: int) -> str:
+    of_mask = n - call.num_score_tensors
+    return f"score_mod.tensors[{n}]" if of_mask < 0 else f"mask.tensors[{of_mask}]"
 
 
 def memory(tensors: Mapping[str, Tensor | None], layout: str) -> None:
@@ -140,7 +145,8 @@ def varlen_bounds(call: Call) -> tuple[int, int, int]:
     if t.cu_seqlens_k is None and (t.page_table is None or t.seqused_k is None):
         accepted = "[B + 1] offsets; only with both `page_table` and `seqused_k` may it be None"
         raise ArgumentError("cu_seqlens_k", None, accepted, example)
-    for name, length in (("cu_seqlens_k", batch + 1), ("seqused_k", batch), ("page_table", batch)):
+    of_batch = (("cu_seqlens_k", batch + 1), ("seqused_q", batch), ("seqused_k", batch), ("page_table", batch))
+    for name, length in of_batch:
         x = getattr(t, name)
         if x is not None and x.shape[0] != length:
             accepted = f"first dimension {length}, for the {batch} sequences of cu_seqlens_q"
@@ -158,24 +164,32 @@ def varlen_values(call: Call) -> None:
     t, example = call.tensors, EXAMPLES[call.layout]
     max_q, max_k = call.settings.max_seqlen_q, call.settings.max_seqlen_k
     if t.cu_seqlens_q is not None:
-        offsets("cu_seqlens_q", t.cu_seqlens_q, t.q.shape[0], max_q, example)
+        limit = max_q if t.seqused_q is None else None
+        lengths_q = offsets("cu_seqlens_q", t.cu_seqlens_q, t.q.shape[0], limit, example)
+        if t.seqused_q is not None:
+            used_lengths("seqused_q", t.seqused_q, max_q, lengths_q, example)
     lengths_k = None
     if t.cu_seqlens_k is not None:
         total = t.k.shape[0] if t.page_table is None else None
         limit = max_k if t.seqused_k is None else None
         lengths_k = offsets("cu_seqlens_k", t.cu_seqlens_k, total, limit, example)
     if t.seqused_k is not None:
-        used = t.seqused_k.tolist()
         room = lengths_k if t.page_table is None else None
-        for b, n in enumerate(used):
-            limits = [limit for limit in (max_k, room[b] if room else None) if limit is not None]
-            if n < 0 or any(n > limit for limit in limits):
-                accepted = f"0 to {min(limits)}" if limits else "lengths from 0"
-                raise ArgumentError("seqused_k", t.seqused_k, f"{accepted} at sequence {b}, which has {n}", example)
-        lengths_k = used
+        lengths_k = used_lengths("seqused_k", t.seqused_k, max_k, room, example)
     if t.page_table is not None:
         assert lengths_k is not None
         pages(t.page_table, lengths_k, t.k.shape[0], t.k.shape[1], example)
+
+
+def used_lengths(name: str, x: Tensor, longest: int | None, room: list[int] | None, example: str) -> list[int]:
+    """The lengths that are in use, from 0 to `longest` and to each sequence's room."""
+    used: list[int] = x.tolist()
+    for b, n in enumerate(used):
+        limits = [limit for limit in (longest, room[b] if room else None) if limit is not None]
+        if n < 0 or any(n > limit for limit in limits):
+            accepted = f"0 to {min(limits)}" if limits else "lengths from 0"
+            raise ArgumentError(name, x, f"{accepted} at sequence {b}, which has {n}", example)
+    return used
 
 
 def offsets(name: str, x: Tensor, total: int | None, longest: int | None, example: str) -> list[int]:
@@ -210,14 +224,15 @@ def pages(table: Tensor, lengths: list[int], num_pages: int, page_size: int, exa
 
 
 def captured(call: Call, formula: Formula, batch: int, seqlens: tuple[int, int]) -> None:
-    """Whether tensors of a score_mod that are indexed by an index of the pair have an entry for each."""
+    """Whether captured tensors that are indexed by an index of the pair have an entry for each."""
     s, heads = call.settings, call.tensors.q.shape[1]
     ends = {"b": s.b0 + batch, "h": s.h0 + heads, "q_idx": s.i0 + seqlens[0], "k_idx": s.j0 + seqlens[1]}
-    instructions = formula.program.instructions
+    instructions, first = formula.program.instructions, call.num_score_tensors if formula.is_mask else 0
     for load in (x for x in instructions if x.op == "load"):
-        tensor = call.tensors.score_mod_tensors[load.value]
+        tensor = call.tensors.score_mod_tensors[first + load.value]
         for dimension, operand in enumerate(load.operands):
             index = instructions[operand]
             if index.op == "input" and ends[index.value] > tensor.shape[dimension]:
                 accepted = f"at least {ends[index.value]} entries in dimension {dimension}, which {index.value} indexes"
-                raise ArgumentError(f"score_mod.tensors[{load.value}]", tensor, accepted, EXAMPLES[call.layout])
+                name = name_of_captured(call, first + load.value)
+                raise ArgumentError(name, tensor, accepted, EXAMPLES[call.layout])

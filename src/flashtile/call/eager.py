@@ -6,17 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import (
-    DisableTorchFunction,
-    _get_function_stack_at,
-    _get_tracing_state,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
-from torch._C._functorch import maybe_current_level
-from torch.autograd import _profiler_enabled, forward_ad  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import Parameter
-from torch.utils._device import DeviceContext
+
+from .. import private_torch
 
 PLAIN = (Tensor, Parameter)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -26,7 +18,7 @@ def in_forward_mode() -> bool:
     """Whether a forward-mode level is open: an operator would drop the tangent of a dual tensor without a word. Under
     nested transforms the dual may be hidden inside a wrapper, so an open level is enough.
     """
-    return forward_ad._current_level >= 0
+    return private_torch.forward_level() >= 0
 
 
 def is_plain_eager(*tensors: Tensor | None) -> bool:
@@ -34,12 +26,12 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
     Such calls bypass the dispatcher, which takes longer than all else that the host does.
     """
     if (
-        forward_ad._current_level >= 0
-        or maybe_current_level() is not None
-        or _len_torch_dispatch_stack() > 0
-        or (_len_torch_function_stack() > 0 and not only_default_devices())
-        or _get_tracing_state() is not None
-        or _profiler_enabled()
+        private_torch.forward_level() >= 0
+        or private_torch.maybe_current_level() is not None
+        or private_torch.len_torch_dispatch_stack() > 0
+        or (private_torch.len_torch_function_stack() > 0 and not only_default_devices())
+        or private_torch.get_tracing_state() is not None
+        or private_torch.profiler_enabled()
     ):
         return False
     for x in tensors:  # noqa: SIM110 - a generator takes longer
@@ -55,12 +47,13 @@ def without_default_devices(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _len_torch_function_stack() == 0 or not only_default_devices():
+        if torch.compiler.is_compiling() or private_torch.len_torch_function_stack() == 0 or not only_default_devices():
             return function(*args, **kwargs)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if any(type(x) not in PLAIN for x in tensors):  # whose own __torch_function__ would be off too
+        switched_off = private_torch.DisableTorchFunction
+        if switched_off is None or any(type(x) not in PLAIN for x in tensors):  # which may have a function of their own
             return function(*args, **kwargs)
-        with DisableTorchFunction():
+        with switched_off():
             return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
@@ -70,4 +63,5 @@ def only_default_devices() -> bool:
     """Whether all active modes come from `torch.set_default_device` or `with torch.device(...)`. They change functions
     without a `device` argument only, which no call uses.
     """
-    return all(type(_get_function_stack_at(n)) is DeviceContext for n in range(_len_torch_function_stack()))
+    modes = map(private_torch.get_function_stack_at, range(private_torch.len_torch_function_stack()))
+    return all(type(mode) is private_torch.DeviceContext for mode in modes)

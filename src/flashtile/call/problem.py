@@ -5,7 +5,7 @@ from typing import overload
 
 import torch
 
-from ..expression import Formula, Untraced, score_mod_formula
+from ..expression import Formula, Untraced, mask_mod_formula, score_mod_formula
 from . import check
 from .call import Call, Features
 from .memory import address
@@ -29,9 +29,11 @@ class Problem:
     head_dim_v: int
     page_size: int | None
     window: Window
+    seqused_q: bool  # some rows of the sequences are not in use
     softcap: bool
     features: Features  # tensors that change scores or visibility
     score_mod: Formula | Untraced | None = field(repr=False)  # long; a backend that declines it says why
+    mask_mod: Formula | Untraced | None = field(repr=False)
     dropout: bool
     deterministic: bool
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
@@ -45,7 +47,7 @@ class Problem:
                 read; nothing is read back from another device.
         """
         if not call.is_plain_eager:  # or else the signature tells
-            check.memory(check.named(call.tensors), call.layout)
+            check.memory(check.named(call), call.layout)
         check.tensors(call)
         t, s = call.tensors, call.settings
         layout = call.layout
@@ -56,9 +58,9 @@ class Problem:
             batch, seqlen_q, seqlen_k = check.varlen_bounds(call)
             num_heads_kv = t.k.shape[-2]
         check.broadcasts(call, batch, seqlen_q, seqlen_k)
-        formula = None
-        if s.score_mod is not None:
-            formula = score_mod_formula(s.score_mod)
+        score_mod = None if s.score_mod is None else score_mod_formula(s.score_mod)
+        mask_mod = None if s.mask_mod is None else mask_mod_formula(s.mask_mod)
+        for formula in (score_mod, mask_mod):
             if isinstance(formula, Formula):
                 check.captured(call, formula, batch, (seqlen_q, seqlen_k) if layout == "dense" else (0, 0))
         return cls(
@@ -73,13 +75,23 @@ class Problem:
             head_dim_v=t.v.shape[-1],
             page_size=t.k.shape[1] if layout == "paged" else None,
             window=s.window,
+            seqused_q=t.seqused_q is not None,
             softcap=s.softcap is not None,
             features=Features.of(t),
-            score_mod=formula,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
             dropout=s.dropout_p > 0,
             deterministic=s.deterministic,
             alignment=alignment(t.q, t.k, t.v),
         )
+
+    @property
+    def untraced(self) -> str | None:
+        """Why no kernel can be made of the call's functions; `None` if it can."""
+        for name, formula in (("score_mod", self.score_mod), ("mask function", self.mask_mod)):
+            if isinstance(formula, Untraced):
+                return f"the {name} cannot be traced: {formula.reason}"
+        return None
 
     def bucketed(self) -> "Problem":
         """The problem with lengths and batch rounded up to a power of two: a plan serves the whole bucket, so that a
@@ -90,7 +102,11 @@ class Problem:
             batch=power_of_two(self.batch),
             seqlen_q=power_of_two(self.seqlen_q),
             seqlen_k=power_of_two(self.seqlen_k),
-            window=self.window._replace(left=power_of_two(self.window.left), right=power_of_two(self.window.right)),
+            window=self.window._replace(
+                left=power_of_two(self.window.left),
+                right=power_of_two(self.window.right),
+                chunk=power_of_two(self.window.chunk),
+            ),
         )
 
 
@@ -108,7 +124,9 @@ def power_of_two(n: int | None) -> int | None: ...
 
 
 def power_of_two(n: int | None) -> int | None:
-    """The smallest power of two that is at least `n`; 0, 1 and `None` stay themselves."""
+    """The smallest power of two that is at least `n`; 0, 1 and `None` stay themselves, and -n is that of n negated."""
+    if n is not None and n < -1:
+        return -power_of_two(-n)
     return n if n is None or n <= 1 else 1 << (n - 1).bit_length()
 
 

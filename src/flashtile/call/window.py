@@ -11,16 +11,45 @@ import torch
 
 class Window(NamedTuple):
     """Key `j` is visible to row `i` iff `i + diagonal - left <= j <= i + diagonal + right`, with
-    `diagonal = seqlen_k - seqlen_q`; `None` is unlimited. `top_left` asks for `j <= i` as well.
+    `diagonal = seqlen_k - seqlen_q`; `None` is unlimited, and a side may be negative. `top_left` asks for `j <= i`
+    as well, `chunk` for `j` and `i + diagonal` in one chunk of that many positions.
     """
 
     left: int | None = None
     right: int | None = None
     top_left: bool = False
+    chunk: int | None = None
 
     @property
     def unlimited(self) -> bool:
-        return self.left is None and self.right is None and not self.top_left
+        return self == UNLIMITED
+
+    @property
+    def negative(self) -> bool:
+        """Whether a side is below 0, so that rows need not see the key on their diagonal."""
+        return (self.left is not None and self.left < 0) or (self.right is not None and self.right < 0)
+
+
+UNLIMITED = Window()
+
+
+class ExactWindow(NamedTuple):
+    """A `window` whose sides are all meant as they stand, -1 too: `None` alone is unlimited. A negative side moves the
+    window away from the query's own key.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 2, 100, 64) for _ in range(3))
+        >>> out = flashtile.attention(q, k, v, window=flashtile.ExactWindow(None, -1))  # the keys before its own
+        >>> bool(out[:, :, 0].any())
+        False
+
+    Attributes:
+        left: key j is visible iff `j >= i + Sk - Sq - left`.
+        right: and `j <= i + Sk - Sq + right`.
+    """
+
+    left: int | None = None
+    right: int | None = None
 
 
 class KeyRange(NamedTuple):
@@ -50,6 +79,10 @@ def key_range(window: Window, first_row: int, last_row: int, seqlen_k: int, diag
     if window.top_left:
         full_hi = min(full_hi, first_row + 1 - shift)
         hi = min(hi, last_row + 1 - shift)
+    if window.chunk is not None:
+        first, last = (row + diagonal - (row + diagonal) % window.chunk - shift for row in (first_row, last_row))
+        lo, full_lo = max(lo, first), max(full_lo, last)
+        full_hi, hi = min(full_hi, first + window.chunk), min(hi, last + window.chunk)
     lo = min(max(lo, 0), seqlen_k)
     hi = max(hi, lo)
     full_lo = min(max(full_lo, lo), hi)
@@ -68,4 +101,7 @@ def visible_pairs(window: Window, seqlen_q: int, seqlen_k: int) -> int:
         hi = hi.minimum(rows + diagonal + window.right + 1)
     if window.top_left:
         hi = hi.minimum(rows + 1)
+    if window.chunk is not None:
+        start = (rows + diagonal) // window.chunk * window.chunk
+        lo, hi = lo.maximum(start), hi.minimum(start + window.chunk)
     return int((hi - lo).clamp(min=0).sum())

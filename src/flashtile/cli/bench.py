@@ -10,10 +10,11 @@ from rich.console import Console
 
 from ..progress import progress
 from .env import survey
-from .options import Device, Folder, json_option, print_json, print_table
+from .options import Device, Folder, OutputFile, json_option, print_json, print_table
 
 if TYPE_CHECKING:
     from ..bench.providers import Provider
+    from ..bench.sweep import Sweep
 
 DEFAULT_CELLS = (
     {"measure": ["forward", "backward"], "seqlen_q": [512, 2048], "causal": [False, True]},
@@ -47,8 +48,24 @@ DEFAULT_CELLS = (
     help="FlashAttention-3's compiled operators; a libcudart.so.12 in the same folder is loaded first.",
 )
 @click.option("--out", type=Folder(), help="Write results.json, .csv and samples.csv, after each result.")
+@click.option(
+    "--store",
+    "store_file",
+    type=OutputFile(),
+    help="Add each cell to this file, and leave out the cells that it has. Cells are measured in a process that is "
+    "replaced if a provider crashes or hangs.",
+)
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), help="With --store: the most that this run takes.")
+@click.option("--again", is_flag=True, help="With --store: measure the cells anew.")
 @json_option
-def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, as_json: bool, **options: Any) -> None:
+def bench(
+    sweep_file: Path | None,
+    filters: tuple[str, ...],
+    out: Path | None,
+    store_file: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Time attention of several libraries on the same inputs, interleaved in this process.
 
     Every result is first compared with an fp64 oracle; a wrong one has no speed. In each round every provider is timed
@@ -64,7 +81,7 @@ def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, a
     device: torch.device = options["device"]
     try:
         sweep = load(sweep_file) if sweep_file else Sweep("default", tuple(c for t in DEFAULT_CELLS for c in expand(t)))
-        sweep = sweep.only(filters)
+        sweep = sweep.on(device.type).only(filters)
         names = (options["providers"] or "").replace(",", " ").split()
         providers = make(names or sweep.providers or all_names(), options["fa3_library"])
     except ValueError as error:
@@ -72,9 +89,14 @@ def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, a
     changes = {name: options[name] for name in ("rounds", "sample_seconds") if options[name] is not None}
     timing = replace(sweep.timing, **changes)
     reference = reference_of(options["reference"], sweep.reference, providers, device)
+    if store_file is not None:
+        names = [provider.name for provider in providers]
+        return into_store(replace(sweep, timing=timing, reference=reference), names, store_file, device, out, options)
+    if options["again"] or options["seconds"] is not None:
+        raise click.UsageError("--seconds and --again are for --store")
     about = origin(device, providers, survey()[0]) | {"sweep": str(sweep_file or "default"), "started": stamp()}
     results = Results(sweep.name, reference, about)
-    work = Bench(device, providers, timing, reference, options["fa3_library"])
+    work = Bench(device, providers, timing, reference, options["fa3_library"], specialists=sweep.specialists)
     try:
         with progress() as bar:
             task = bar.add_task(sweep.name, total=len(sweep.cells))
@@ -91,6 +113,47 @@ def bench(sweep_file: Path | None, filters: tuple[str, ...], out: Path | None, a
             print_json(results.as_dict())
         else:
             print_results(results)
+
+
+STEP_SECONDS = 120.0  # of a provider's preparation with its compilation and check, and of a cell's rounds
+
+
+def into_store(
+    sweep: "Sweep", names: list[str], path: Path, device: torch.device, out: Path | None, options: dict[str, Any]
+) -> None:
+    """Measure the cells that the store lacks, and print all comparisons of the sweep, losses first."""
+    from ..bench.results import Results
+    from ..bench.store import Store
+    from ..bench.supervise import Unable, Work, about, measure
+    from ..report.models import lines_of
+
+    store, library = Store(path), options["fa3_library"]
+    work = Work(
+        sweep.cells,
+        tuple(names),
+        str(device),
+        sweep.timing,
+        sweep.reference,
+        str(library) if library else None,
+        str(path),
+        STEP_SECONDS,
+        specialists=sweep.specialists,
+    )
+    if options["again"]:
+        store.forget(sweep.cells)
+    try:
+        left = measure(work, options["seconds"], lambda words: click.echo(words, err=True))
+    except Unable as error:
+        raise click.ClickException(f"nothing can be measured: {error}") from error
+    stored = {cell: rows for cell, rows in store.read().items() if cell in sweep.cells}
+    if out is not None:
+        rows = [row for cell in sweep.cells for row in stored.get(cell, [])]
+        Results(sweep.name, sweep.reference, about(device), rows).write(out)
+    for line in lines_of(stored):
+        click.echo(line)
+    click.echo(f"{len(sweep.cells) - len(left)} of {len(sweep.cells)} cells are in {path}")
+    if left:
+        click.echo("the same command goes on with the others")
 
 
 def reference_of(

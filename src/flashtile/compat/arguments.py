@@ -16,7 +16,6 @@ SCHEDULE = "its default: it only tunes FlashAttention's own scheduler"
 
 # Arguments that flashtile has nothing for, and the way that works.
 ACCEPTED = {
-    "attention_chunk": "0: there is no chunked attention; flashtile.attention takes it as a `mask`",
     "aux_scalars": MODS,
     "aux_tensors": MODS,
     "block_sparse_tensors": BLOCKS,
@@ -24,9 +23,8 @@ ACCEPTED = {
     "disable_scheduler_metadata": SCHEDULE,
     "gather_kv_indices": "None: gather the keys before the call, or hide the others by `mask` of flashtile.attention",
     "k_descale": FP8,
-    "mask_mod": "None: a CuTe function cannot run here; flashtile.attention has `mask`",
+    "mask_mod": "None: a CuTe function cannot run here; flashtile.attention's `mask` takes one of torch operations",
     "min_seqlen_k": "None: it belongs to gather_kv_indices",
-    "num_splits": "0 or 1: only a call with a KV cache can be split by hand",
     "pack_gqa": SCHEDULE,
     "q_descale": FP8,
     "qv": "None: concatenate q with qv, and k with v, along the last dimension, and pass `softmax_scale`",
@@ -34,7 +32,6 @@ ACCEPTED = {
     "score_mod": MODS,
     "score_mod_bwd": MODS,
     "seqlen_k_per_split": SCHEDULE,
-    "seqused_q": "None: leave unused queries out of q, or ignore their rows of the result",
     "sm_margin": SCHEDULE,
     "v_descale": FP8,
 }
@@ -82,6 +79,11 @@ def keywords(
         "alibi_slopes": alibi_slopes,
         "deterministic": deterministic or None,
     }
+
+
+def splits_of(num_splits: int) -> int | None:
+    """Convert `num_splits` of calls without a KV cache, whose default is 1: 0 and 1 let the backend choose."""
+    return None if num_splits in (0, 1) else num_splits
 
 
 def infinite_lse(lse: Tensor) -> Tensor:

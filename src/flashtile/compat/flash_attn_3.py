@@ -1,7 +1,7 @@
 """The interface of FlashAttention-3, module `flash_attn_interface` (Shah et al., 2024), by flashtile.
 
-Names, order and defaults of arguments, shapes and results are the original's. fp8, `qv`, chunks and its scheduler's
-settings are declined.
+Names, order and defaults of arguments, shapes and results are the original's. fp8, `qv` and its scheduler's settings
+are declined.
 """
 
 from typing import Any
@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..api.attention import attention, attention_varlen, attention_with_kvcache
-from .arguments import decline, keywords, refuse, window_of
-from .positions import lengths_of, rotate_apart
+from .arguments import decline, keywords, refuse, splits_of, window_of
+from .positions import lengths_of, rotary_arguments
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -40,8 +40,9 @@ def flash_attn_func(
 ) -> Any:
     """Attention over `[B, S, H, D]` with FlashAttention-3's arguments; tensors are viewed, never copied.
 
-    The arguments are those of `flashtile.compat.flash_attn.flash_attn_func`. `qv`, descales, `attention_chunk`,
-    `num_splits` above 1, `pack_gqa` and `sm_margin` must have their defaults.
+    The arguments are those of `flashtile.compat.flash_attn.flash_attn_func`. With `attention_chunk`, query
+    i sees the keys of one chunk of so many positions, that of `i + Sk - Sq`. `qv`, descales, `pack_gqa` and `sm_margin`
+    must have their defaults.
 
     Returns:
         `out [B, Sq, Hq, Dv]`; with `return_attn_probs` `(out, softmax_lse [B, Hq, Sq])`, -inf for rows that see no key.
@@ -50,9 +51,7 @@ def flash_attn_func(
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
     if not (
-        qv is q_descale is k_descale is v_descale is pack_gqa is None
-        and attention_chunk == sm_margin == 0
-        and num_splits == 1
+        qv is q_descale is k_descale is v_descale is pack_gqa is None and sm_margin == 0
     ):  # which takes less time than the answer
         decline(
             DENSE,
@@ -60,12 +59,11 @@ def flash_attn_func(
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
-            attention_chunk=attention_chunk,
-            num_splits=None if num_splits == 1 else num_splits,
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
         )
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, DENSE), softcap, None, deterministic)
+    settings["attention_chunk"], settings["num_splits"] = attention_chunk, splits_of(num_splits)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = attention(q, k, v, **settings, return_lse=True)
     return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
@@ -141,8 +139,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention over packed sequences with FlashAttention-3's arguments, `q [Tq, Hq, D]`, `k [Tk, Hkv, D]`.
 
-    `seqused_k`, integers `[B]`, are the keys of each sequence that exist; `seqused_q` is declined, and so is all that
-    `flash_attn_func` declines.
+    `seqused_k`, integers `[B]`, are the keys of each sequence that exist, and `seqused_q` its queries: rows past them
+    give 0, with lse -inf. The other arguments are those of `flash_attn_func`.
 
     Returns:
         `out [Tq, Hq, Dv]`; with `return_attn_probs` `(out, softmax_lse [Hq, Tq])`, -inf for rows that see no key.
@@ -151,25 +149,22 @@ def flash_attn_varlen_func(
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
     if not (
-        seqused_q is qv is q_descale is k_descale is v_descale is pack_gqa is None
-        and attention_chunk == sm_margin == 0
-        and num_splits == 1
+        qv is q_descale is k_descale is v_descale is pack_gqa is None and sm_margin == 0
     ):  # which takes less time than the answer
         decline(
             PACKED,
-            seqused_q=seqused_q,
             qv=qv,
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
-            attention_chunk=attention_chunk,
-            num_splits=None if num_splits == 1 else num_splits,
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
         )
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, PACKED), softcap, None, deterministic)
     settings["max_seqlen_q"], settings["max_seqlen_k"] = max_seqlen_q, max_seqlen_k
-    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **settings, seqused_k=seqused_k, return_lse=True)
+    settings["attention_chunk"], settings["num_splits"] = attention_chunk, splits_of(num_splits)
+    settings["seqused_q"], settings["seqused_k"] = seqused_q, seqused_k
+    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **settings, return_lse=True)
     return (out, lse) if return_attn_probs else out
 
 
@@ -209,15 +204,14 @@ def flash_attn_with_kvcache(
 
     Args:
         q: queries `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`.
-        k, v: keys and values to append, `[B, S_new, Hkv, D]` and Dv; packed like q if q is packed.
+        k, v: keys and values to append, `[B, S_new, Hkv, D]` and Dv, or packed `[T_new, Hkv, D]` and Dv.
         cu_seqlens_q: integers `[B + 1]`, offsets of packed sequences in q.
-        cu_seqlens_k_new: the same tensor as `cu_seqlens_q`, for packed k and v; other offsets are declined.
+        cu_seqlens_k_new: the same for packed k and v; without it, they are packed like q.
         max_seqlen_q: an int with `cu_seqlens_q`; no result depends on it.
         rotary_seqlens: integers `[B]`, rotary positions of the first token, in place of `cache_seqlens`.
 
     The other arguments are those of `flashtile.compat.flash_attn.flash_attn_with_kvcache`, where `block_table` is
-    called `page_table`. `qv`, descales, `attention_chunk`, `scheduler_metadata`, `pack_gqa` and `sm_margin` must have
-    their defaults.
+    called `page_table`, and those of `flash_attn_func`. `scheduler_metadata` must be `None`.
 
     Returns:
         `out` in the shape of q with Dv; with `return_softmax_lse` `(out, softmax_lse, out_accum, softmax_lse_accum)`:
@@ -229,8 +223,7 @@ def flash_attn_with_kvcache(
         AttentionError: a tensor requires a gradient outside of `torch.no_grad()`: there are no derivatives.
     """
     if not (
-        qv is q_descale is k_descale is v_descale is scheduler_metadata is pack_gqa is None
-        and attention_chunk == sm_margin == 0
+        qv is q_descale is k_descale is v_descale is scheduler_metadata is pack_gqa is None and sm_margin == 0
     ):  # which takes less time than the answer
         decline(
             CACHE,
@@ -238,44 +231,33 @@ def flash_attn_with_kvcache(
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
-            attention_chunk=attention_chunk,
             scheduler_metadata=scheduler_metadata,
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
         )
     packed, paged = cu_seqlens_q is not None, page_table is not None
-    if cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
-        accepted = "the tensor that is `cu_seqlens_q`: as many new keys as queries for each sequence"
-        refuse("cu_seqlens_k_new", cu_seqlens_k_new, accepted, CACHE)
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    lengths = lengths_of(cache_seqlens, k_cache, page_table, batch, appends=k is not None, example=CACHE)
+    lengths = lengths_of(cache_seqlens, k_cache, page_table, appends=k is not None, example=CACHE)
     window = window_of(window_size, CACHE)
+    rotary = {}
     if rotary_cos is not None or rotary_sin is not None:
-        q, k, rotary_cos, rotary_sin = rotate_apart(
-            q,
-            k,
-            rotary_cos,
-            rotary_sin,
-            lengths,
-            interleaved=rotary_interleaved,
-            together=causal or window is not None,
-            example=CACHE,
-            starts=rotary_seqlens,
-            cu_seqlens=cu_seqlens_q,
-        )
+        starts = lengths if rotary_seqlens is None else rotary_seqlens
+        together = causal or window is not None or attention_chunk > 0
+        rotary = rotary_arguments(k, rotary_cos, rotary_sin, starts, together=together, example=CACHE)
+    dense = k is not None and k.dim() == 4
     out, lse = attention_with_kvcache(
         q if packed else q.transpose(1, 2),
         k_cache if paged else k_cache.transpose(1, 2),
         v_cache if paged else v_cache.transpose(1, 2),
-        k=k if packed or k is None else k.transpose(1, 2),
-        v=v if packed or v is None else v.transpose(1, 2),
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
+        k=k.transpose(1, 2) if dense and k is not None else k,
+        v=v.transpose(1, 2) if dense and v is not None else v,
+        **rotary,
         cache_seqlens=lengths,
         cache_batch_idx=cache_batch_idx,
         leftpad_k=cache_leftpad,
         page_table=page_table,
         cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=None if cu_seqlens_k_new is cu_seqlens_q else cu_seqlens_k_new,
+        attention_chunk=attention_chunk,
         scale=softmax_scale,
         causal=causal,
         window=window,

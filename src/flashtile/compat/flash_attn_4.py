@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..api.attention import attention, attention_varlen
-from .arguments import decline, keywords, refuse
+from ..api.attention import ExactWindow, attention, attention_varlen
+from .arguments import decline, keywords, refuse, splits_of
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
@@ -50,13 +50,16 @@ def flash_attn_func(
         v: values `[B, Sk, Hkv, Dv]`.
         softmax_scale: factor of the products; `D ** -0.5` if `None`.
         causal: key j is visible iff `j <= i + Sk - Sq`.
-        window_size: `(left, right)`, `None` is unlimited; negative sides are declined, but for `(-1, -1)`.
-        learnable_sink: `[Hq]`, q's dtype or float32; `exp(sink)` joins each row's denominator. It has a gradient.
+        window_size: `(left, right)`, `None` is unlimited. A negative side moves the window away from the row's own key;
+            a pair with a sum below 0 is unlimited.
+        learnable_sink: `[Hq]`, floating-point; `exp(sink)` joins each row's denominator. It has a gradient.
         softcap: scores become `softcap * tanh(score / softcap)` if it is above 0.
         deterministic: the same bits for the same call; `False` follows `torch.use_deterministic_algorithms`.
         return_lse: also compute lse, which is differentiable.
 
-    All others must have their defaults, or 0 for `num_splits`.
+        num_splits: parts that the keys are split into; 0 and 1 let the backend choose.
+
+    All others must have their defaults.
 
     Returns:
         `(out [B, Sq, Hq, Dv], lse)`: lse `[B, Hq, Sq]`, -inf for rows that see nothing; `None` without `return_lse`.
@@ -76,13 +79,11 @@ def flash_attn_func(
         is block_sparse_tensors
         is block_sparse_tensors_bwd
         is None
-        and num_splits == 1
     ):  # which takes less time than the answer
         decline(
             DENSE,
             qv=qv,
             gather_kv_indices=gather_kv_indices,
-            num_splits=None if num_splits == 1 else num_splits,
             pack_gqa=pack_gqa,
             score_mod=score_mod,
             score_mod_bwd=score_mod_bwd,
@@ -92,7 +93,9 @@ def flash_attn_func(
             block_sparse_tensors=block_sparse_tensors,
             block_sparse_tensors_bwd=block_sparse_tensors_bwd,
         )
-    settings = keywords(0.0, softmax_scale, causal, window_from(window_size, DENSE), softcap, None, deterministic)
+    window = window_from(window_size, causal, DENSE)
+    settings = keywords(0.0, softmax_scale, causal, window, softcap, None, deterministic)
+    settings["num_splits"] = splits_of(num_splits)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = attention(q, k, v, **settings, sinks=learnable_sink, return_lse=True)
     return out.transpose(1, 2), lse if return_lse else None
@@ -140,10 +143,11 @@ def flash_attn_varlen_func(
         cu_seqlens_q: int32 or int64 `[B + 1]`, offsets of the sequences in q.
         cu_seqlens_k: the same for k; may be `None` if both `page_table` and `seqused_k` are given.
         max_seqlen_q, max_seqlen_k: ints, at least the longest sequence's; `None` reads nothing back.
-        seqused_k: integers `[B]`, keys of each sequence that exist.
+        seqused_q: integers `[B]`, queries of each sequence that exist: rows past them give 0, with lse -inf.
+        seqused_k: the same for keys.
         page_table: integers `[B, max_pages]`.
 
-    The other arguments are those of `flash_attn_func`. `seqused_q` and `min_seqlen_k` must be `None`.
+    The other arguments are those of `flash_attn_func`. `min_seqlen_k` must be `None`.
 
     Returns:
         `(out [Tq, Hq, Dv], lse)`: lse `[Hq, Tq]`; `None` without `return_lse`.
@@ -154,7 +158,6 @@ def flash_attn_varlen_func(
     if not (
         qv
         is min_seqlen_k
-        is seqused_q
         is gather_kv_indices
         is pack_gqa
         is score_mod
@@ -166,16 +169,13 @@ def flash_attn_varlen_func(
         is scheduler_metadata
         is seqlen_k_per_split
         is None
-        and num_splits == 1
         and disable_scheduler_metadata is False
     ):  # which takes less time than the answer
         decline(
             PACKED,
             qv=qv,
             min_seqlen_k=min_seqlen_k,
-            seqused_q=seqused_q,
             gather_kv_indices=gather_kv_indices,
-            num_splits=None if num_splits == 1 else num_splits,
             pack_gqa=pack_gqa,
             score_mod=score_mod,
             score_mod_bwd=score_mod_bwd,
@@ -190,18 +190,22 @@ def flash_attn_varlen_func(
     if cu_seqlens_q is None:
         accepted = "offsets [B + 1] of packed q; for q [B, Sq, Hq, D], flash_attn_func, or flashtile's KV cache"
         refuse("cu_seqlens_q", None, accepted, PACKED)
-    settings = keywords(0.0, softmax_scale, causal, window_from(window_size, PACKED), softcap, None, deterministic)
+    window = window_from(window_size, causal, PACKED)
+    settings = keywords(0.0, softmax_scale, causal, window, softcap, None, deterministic)
     settings["max_seqlen_q"], settings["max_seqlen_k"] = max_seqlen_q, max_seqlen_k
-    settings["seqused_k"], settings["page_table"] = seqused_k, page_table
+    settings["seqused_q"], settings["seqused_k"], settings["page_table"] = seqused_q, seqused_k, page_table
+    settings["num_splits"] = splits_of(num_splits)
     out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **settings, sinks=learnable_sink, return_lse=True)
     return out, lse if return_lse else None
 
 
-def window_from(window_size: WindowSize, example: str) -> WindowSize | None:
-    """Convert FlashAttention-4's `window_size` to `window`. Negative sides, which shift a window, are declined."""
-    if window_size in ((None, None), (-1, -1)):
+def window_from(window_size: WindowSize, causal: bool, example: str) -> ExactWindow | None:
+    """Convert FlashAttention-4's `window_size` to `window`. With `causal` its right side is 0, whatever is given."""
+    if window_size == (None, None):
         return None
-    pair = isinstance(window_size, tuple | list) and len(window_size) == 2
-    if not pair or any(n is not None and n < 0 for n in window_size):
-        refuse("window_size", window_size, "(left, right) of integers from 0, where None is unlimited", example)
-    return window_size[0], window_size[1]
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        refuse("window_size", window_size, "(left, right) of integers, where None is unlimited", example)
+    left, right = window_size[0], 0 if causal else window_size[1]
+    if left is not None and right is not None and left + right < 0:
+        return None
+    return ExactWindow(left, right)

@@ -1,9 +1,10 @@
 """Lengths of a KV cache and rotary positions, as FlashAttention counts them.
 
-flashtile's queries are the last tokens of their sequences, and are rotated there. FlashAttention rotates query i at
-`cache_seqlens + i` with `causal` or a window, and all queries at `cache_seqlens` otherwise. Where the two differ, q and
-k are rotated before the call.
+flashtile's queries are the last tokens of their sequences, and are rotated there by default. FlashAttention rotates
+query i at `cache_seqlens + i` with `causal`, a window or chunks, and all queries at `cache_seqlens` otherwise.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,55 +16,38 @@ def lengths_of(
     cache_seqlens: int | Tensor | None,
     k_cache: Tensor,
     page_table: Tensor | None,
-    batch: int,
     *,
     appends: bool,
     example: str,
-) -> Tensor:
-    """Make `cache_seqlens` a tensor `[B]`. `None` is a full cache, to which nothing can be appended."""
-    if isinstance(cache_seqlens, Tensor):
+) -> int | Tensor:
+    """`cache_seqlens` as flashtile takes it. `None` is a full cache, to which nothing can be appended."""
+    if cache_seqlens is not None:
         return cache_seqlens
-    if cache_seqlens is None:
-        if appends:
-            refuse("cache_seqlens", None, "the number of keys before the call, with keys to append", example)
-        cache_seqlens = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
+    if appends:
+        refuse("cache_seqlens", None, "the number of keys before the call, with keys to append", example)
+    return k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
 
 
-def rotate_apart(
-    q: Tensor,
+def rotary_arguments(
     k: Tensor | None,
     rotary_cos: Tensor | None,
     rotary_sin: Tensor | None,
-    lengths: Tensor,
+    starts: int | Tensor,
     *,
-    interleaved: bool,
     together: bool,
     example: str,
-    starts: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return q, k and rotary tables for `flashtile.attention_with_kvcache`: as they are if its positions are those of
-    FlashAttention, else q and k rotated, and no tables. `together` is False where all queries are at one position;
-    `starts` are positions other than `lengths`.
+) -> dict[str, Any]:
+    """Keywords of `flashtile.attention_with_kvcache` for queries and new keys that are rotated from `starts` on.
+    `together` is False where all queries are at one position.
     """
     if k is None:
         accepted = "None without keys to append; flash_attn.layers.rotary.apply_rotary_emb rotates q"
         refuse("rotary_cos", rotary_cos, accepted, example)
     if rotary_cos is None or rotary_sin is None:
         refuse("rotary_sin", rotary_sin, "a tensor where rotary_cos is one, and None where it is None", example)
-    longest = q.shape[1] if cu_seqlens is None else 2  # which is not known
-    same = starts is None and (cu_seqlens is not None or k.shape[1] == q.shape[1])
-    if same and (together or longest == 1):
-        return q, k, rotary_cos, rotary_sin
-    starts = lengths if starts is None else starts
-    positions_q = token_positions(q, starts, cu_seqlens, advance=together)
-    positions_k = token_positions(k, starts, cu_seqlens, advance=True)
-    if q.device.type == "cpu" and positions_k.numel() and int(positions_k.max()) >= rotary_cos.shape[0]:
-        accepted = f"at least {int(positions_k.max()) + 1} positions [S_rotary, rotary_dim / 2]"
-        refuse("rotary_cos", rotary_cos, accepted, example)
-    tables = rotary_cos, rotary_sin
-    return rotate(q, *tables, positions_q, interleaved), rotate(k, *tables, positions_k, interleaved), None, None
+    return {
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_start": starts, "rotary_q_fixed": not together
+    }  # fmt: skip
 
 
 def token_positions(x: Tensor, starts: Tensor, cu_seqlens: Tensor | None, *, advance: bool = True) -> Tensor:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level, unwrap_if_dead
 
+from .. import private_torch
 from ..call.call import Call, Settings, Tensors, differentiable_positions
 from ..call.eager import in_forward_mode
 from ..call.problem import Problem
@@ -37,7 +37,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled():
         flat = call.tensors.flat()
         # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper.
-        if maybe_current_level() is not None or requires_grad(flat):
+        if private_torch.maybe_current_level() is not None or requires_grad(flat):
             return applied(Attention, call, *flat)
     return operator.forward(*operator.arguments(call))
 
@@ -64,7 +64,7 @@ def refuse_lost_tangents() -> None:
 
 def in_graph() -> bool:
     """Whether a transform of torch.func or a compiler looks on."""
-    return maybe_current_level() is not None or torch.compiler.is_compiling()
+    return private_torch.maybe_current_level() is not None or torch.compiler.is_compiling()
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any, is_plain_eager: bool = False) -> Any:
@@ -74,9 +74,10 @@ def applied(function: type[torch.autograd.Function], *arguments: Any, is_plain_e
     """
     if in_graph():
         return function.apply(*arguments)
-    if not is_plain_eager:
+    unwrap_if_dead = private_torch.unwrap_if_dead
+    if not is_plain_eager and unwrap_if_dead is not None:
         arguments = tuple([unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments])
-    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+    return private_torch.apply_at_one_level(function, *arguments)
 
 
 class Attention(torch.autograd.Function):

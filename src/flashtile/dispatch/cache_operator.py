@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.library import register_fake, register_vmap
 
-from ..call.cache import CacheCall, CacheTensors, check_apart
+from .. import private_torch
+from ..call.cache import CacheCall
+from ..call.cache_tensors import CacheTensors, RotarySettings
 from ..call.call import FEATURES as FEATURES_OF_CALLS
 from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows
+from ..call.check_cache import check_apart
 from ..call.eager import in_forward_mode
 from ..call.features import CACHE, INDEX
 from ..call.problem import accumulation_dtype
@@ -30,30 +33,33 @@ SCHEMA = ", ".join(
     (
         "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens",
         *(f"Tensor? {name}" for name in (*OPTIONAL_CACHE, *FEATURES)),
-        "Tensor[] score_mod_tensors, bool rotary_interleaved",
+        "Tensor[] score_mod_tensors",
+        *(f"bool rotary_{name}" for name in RotarySettings._fields),
         *(field.schema(CACHE) for field in OF_CACHE),
     )
 )
 
 
-def arguments(q: Tensor, cache: CacheTensors, features: Tensors, settings: Settings, interleaved: bool) -> list[Any]:
+def arguments(
+    q: Tensor, cache: CacheTensors, features: Tensors, settings: Settings, rotary: RotarySettings
+) -> list[Any]:
     """A call as the operator takes it."""
     optional = (getattr(features, name) for name in FEATURES)
     scalars = (getattr(settings, field.name) for field in OF_CACHE)
-    return [q, *cache, *optional, list(features.score_mod_tensors), interleaved, *scalars]
+    return [q, *cache, *optional, list(features.score_mod_tensors), *rotary, *scalars]
 
 
-def attend_with_cache(call: Call, cache: CacheTensors, interleaved: bool) -> tuple[Tensor, Tensor]:
+def attend_with_cache(call: Call, cache: CacheTensors, rotary: RotarySettings) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalised call, whose k and v are the caches."""
     refuse_derivatives(call.tensors[:-1], call.tensors.score_mod_tensors, cache)
     q = call.tensors.q
     if call.is_plain_eager:
-        return run_with_cache(CacheCall(call, cache, interleaved))
+        return run_with_cache(CacheCall(call, cache, rotary))
     if cache.k is not None and torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
         cache = cache._replace(k=k, v=v)
     operator = torch.ops.flashtile.attention_with_kvcache.default
-    return operator(*arguments(q, cache, call.tensors, call.settings, interleaved))
+    return operator(*arguments(q, cache, call.tensors, call.settings, rotary))
 
 
 def refuse_derivatives(*tensors: Iterable[Any]) -> None:
@@ -71,7 +77,7 @@ def without_derivatives(*operands: Any) -> tuple[Tensor, Tensor]:
     be zero.
     """
     refuse_derivatives(operands, *(x for x in operands if isinstance(x, list | tuple)))
-    with torch._C._AutoDispatchBelowAutograd():
+    with private_torch.AutoDispatchBelowAutograd():
         return torch.ops.flashtile.attention_with_kvcache.default(*operands)
 
 
@@ -80,10 +86,10 @@ def run(q: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
     cache = CacheTensors(*values[: len(CacheTensors._fields)])
     rest = values[len(CacheTensors._fields) :]
     named = dict(zip(FEATURES, rest, strict=False))
-    modifiers, interleaved, *scalars = rest[len(FEATURES) :]
+    modifiers, interleaved, q_fixed, *scalars = rest[len(FEATURES) :]
     features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
     settings = Settings(**dict(zip([field.name for field in OF_CACHE], scalars, strict=True)))
-    return run_with_cache(CacheCall(Call(features, settings), cache, interleaved))
+    return run_with_cache(CacheCall(Call(features, settings), cache, RotarySettings(interleaved, q_fixed)))
 
 
 @untraced
@@ -109,6 +115,7 @@ def refuse_vmap(*_: Any) -> Any:
 
 LIBRARY.define(f"{NAME}({SCHEMA}) -> (Tensor out, Tensor lse)")
 LIBRARY.impl(NAME, run, "CompositeExplicitAutograd")
-LIBRARY.impl(NAME, without_derivatives, "Autograd")
+if private_torch.AutoDispatchBelowAutograd is not None:
+    LIBRARY.impl(NAME, without_derivatives, "Autograd")
 register_fake(f"flashtile::{NAME}", fake, lib=LIBRARY)
 register_vmap(f"flashtile::{NAME}", refuse_vmap, lib=LIBRARY)

@@ -108,8 +108,9 @@ def find(what: Hashable, q: Tensor, tensors: Sequence[Tensor | None]) -> Entry |
 
 def find_call(call: Call) -> Entry | None:
     """The entry of a call that came through an operator."""
-    name = call.settings.score_mod
-    return None if name is not None and is_local(name) else find(call.key, call.tensors.q, call.inputs)
+    keys = (call.settings.score_mod, call.settings.mask_mod)
+    local = any(key is not None and is_local(key) for key in keys)
+    return None if local else find(call.key, call.tensors.q, call.inputs)
 
 
 def state_of_process(q: Tensor) -> Hashable:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..backend.gpu.replay import Launch, collected_launches
-from ..call.cache import CacheCall, CacheTensors
+from ..call.cache import CacheCall
+from ..call.cache_tensors import CacheTensors
 from ..call.call import Call, Needs, Tensors
 from ..call.memory import address
 from ..call.plan import Plan
@@ -35,7 +36,7 @@ def without_memory(call: Call) -> Call:
         return call._replace(tensors=Tensors.from_flat(flat))
     first, last = len(Tensors._fields) - 1, len(Tensors._fields) - 1 + len(CacheTensors._fields)
     features = Tensors.from_flat((*flat[:first], *flat[last:]))
-    return CacheCall(Call(features, call.settings), CacheTensors(*flat[first:last]), call.interleaved)  # type: ignore[arg-type]
+    return CacheCall(Call(features, call.settings), CacheTensors(*flat[first:last]), call.rotary)  # type: ignore[arg-type]
 
 
 def on_meta(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:

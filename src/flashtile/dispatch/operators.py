@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import private_torch
 from ..call import check
 from ..call.call import (
     DIFFERENTIABLE,
@@ -35,7 +36,6 @@ from . import fast_path, forking
 from .planner import function_of, plan_call
 
 LIBRARY = torch.library.Library("flashtile", "DEF")
-AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
 
 
 def fields(layout: str) -> list[Field]:
@@ -230,9 +230,8 @@ def inside_operator(call: Call) -> AbstractContextManager[None]:
 
     An is_plain_eager call has no autocast around it; and nothing of it asks for a graph, or `autograd` has made a node.
     """
-    around = not call.is_plain_eager and (torch._C._is_any_autocast_enabled() or torch.is_grad_enabled())
-    below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD_KEYS[0])
-    inside = Inside(call.tensors.q.device.type) if around or below_autograd else ALREADY_INSIDE
+    around = not call.is_plain_eager and (private_torch.is_any_autocast_enabled() or torch.is_grad_enabled())
+    inside = Inside(call.tensors.q.device.type) if around or private_torch.below_autograd() else ALREADY_INSIDE
     return forking.OneThread(inside) if forking.forked else inside
 
 
@@ -243,15 +242,11 @@ class Inside(AbstractContextManager[None]):
         self.device_type = device_type
 
     def __enter__(self) -> None:
-        exclude = torch._C._dispatch_tls_local_exclude_set()
-        self.guard = None
-        if any(exclude.has(key) for key in AUTOGRAD_KEYS):
-            for key in AUTOGRAD_KEYS:
-                exclude = exclude - torch._C.DispatchKeySet(key)
-            self.guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
+        self.guard = private_torch.with_autograd()
+        if self.guard is not None:
             self.guard.__enter__()
         self.grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        private_torch.set_grad_enabled(False)
         if self.autocast:
             self.no_autocast = torch.autocast(self.device_type, enabled=False)
             self.no_autocast.__enter__()
@@ -259,7 +254,7 @@ class Inside(AbstractContextManager[None]):
     def __exit__(self, *error: Any) -> None:
         if self.autocast:
             self.no_autocast.__exit__(*error)
-        torch._C._set_grad_enabled(self.grad)
+        private_torch.set_grad_enabled(self.grad)
         if self.guard is not None:
             self.guard.__exit__(*error)
 

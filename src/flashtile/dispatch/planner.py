@@ -21,7 +21,6 @@ from ..call.device import Device, describe_device
 from ..call.plan import Plan
 from ..call.problem import Problem
 from ..errors import AttentionWarning, BackendError
-from ..expression import Untraced
 
 # Fastest first. `auto` takes the first that accepts the problem; it never takes `reference`, which is there to compare.
 SUPPORT: dict[str, Any] = {
@@ -108,7 +107,7 @@ def plan(problem: Problem, device: torch.device, backend: str = "auto", *, needs
 
 def plan_call(call: Call, *, needs: Needs | None = None) -> Plan:
     """The plan of a call that is about to run. Warns once if nothing faster than `tiled` takes it on an accelerator, or
-    because a score_mod cannot be traced.
+    because a score_mod or mask function cannot be traced.
 
     Raises:
         ArgumentError, BackendError: as `Problem.describe` and `plan` do.
@@ -116,7 +115,7 @@ def plan_call(call: Call, *, needs: Needs | None = None) -> Plan:
     device = call.tensors.q.device
     problem = Problem.describe(call.attention())
     chosen = plan(problem, device, call.settings.backend, needs=needs)
-    slow = device.type != "cpu" or isinstance(problem.score_mod, Untraced)
+    slow = device.type != "cpu" or problem.untraced is not None
     if chosen.backend == "tiled" and call.settings.backend == "auto" and slow:
         _warn_once(f"attention on {device} runs in the `tiled` backend, which is slow", chosen.why)
     return chosen
@@ -132,6 +131,10 @@ def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None) -
             reason = optional(support, "declines_backward", problem, device, needs)
         if reason is None and backend == "auto":
             reason = optional(support, "defers", problem, device)
+        if reason is None and (unknown := optional(support, "unknown_kernels", problem, device, needs)) is not None:
+            from . import self_check  # starts processes: not needed by `import flashtile`
+
+            reason = self_check.failure(name, unknown, device.arch)
         if reason is None:
             splits = support.num_splits(problem, device)
             return Plan(name, support.tile(problem, device), splits, tuple(reasons.items()))

@@ -13,7 +13,7 @@ import torch
 
 from ..dynamo import untraced
 from ..errors import ArgumentError
-from .purity import EXAMPLE
+from .purity import SCORE_MOD, Role
 
 CONSTANTS = (int, float, complex, str, bytes, types.NoneType, types.EllipsisType, torch.dtype, torch.device)
 LOCAL = "-local"
@@ -22,7 +22,7 @@ _kept: dict[int, Any] = {}  # by address, which then stays their own
 
 
 @untraced
-def content_of(fn: Any, without: Collection[int] = ()) -> str:
+def content_of(fn: Any, without: Collection[int] = (), role: Role = SCORE_MOD) -> str:
     """A digest that functions share if they do the same, as far as that follows from code and constants: of their
     closures, defaults and globals, and of the functions that they call. Modules are taken by their names, and so are
     functions of torch. Other objects stand for themselves: then no other process finds the same digest, which ends in
@@ -31,12 +31,12 @@ def content_of(fn: Any, without: Collection[int] = ()) -> str:
     Raises:
         ArgumentError: a variable of the closure has no value yet.
     """
-    content = Content()
+    content = Content(role)
     text = repr(content.of_function(fn, without) if without else content.of(fn))
     return hashlib.sha256(text.encode()).hexdigest()[:16] + LOCAL * content.local
 
 
-def cells_of(fn: types.FunctionType, without: Collection[int] = ()) -> list[Any]:
+def cells_of(fn: types.FunctionType, without: Collection[int] = (), role: Role = SCORE_MOD) -> list[Any]:
     """The values of a function's closure, but for some.
 
     Raises:
@@ -48,14 +48,15 @@ def cells_of(fn: types.FunctionType, without: Collection[int] = ()) -> list[Any]
             found += [] if n in without else [cell.cell_contents]
         except ValueError:
             accepted = f"a function whose variables have their values already; `{name}`, which it reads, has none yet"
-            raise ArgumentError("score_mod", fn, accepted, EXAMPLE) from None
+            raise ArgumentError(role.argument, fn, accepted, role.example) from None
     return found
 
 
 class Content:
     """The description of one function, in tuples of text and numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, role: Role) -> None:
+        self.role = role
         self.local = False
         self.seen: dict[int, int] = {}  # functions, which may call each other
 
@@ -82,7 +83,7 @@ class Content:
             return "again", self.seen[id(fn)]
         self.seen[id(fn)] = len(self.seen)
         code, names = described(fn.__code__)
-        bound = (tuple(cells_of(fn, without)), fn.__defaults__, tuple((fn.__kwdefaults__ or {}).items()))
+        bound = (tuple(cells_of(fn, without, self.role)), fn.__defaults__, tuple((fn.__kwdefaults__ or {}).items()))
         return "function", code, tuple(without), self.of(bound), [(name, self.of_global(fn, name)) for name in names]
 
     def of_global(self, fn: types.FunctionType, name: str) -> Any:

@@ -1,18 +1,21 @@
-"""Formulas: the traced programs of score functions, as values that name themselves."""
+"""Formulas: the traced programs of score_mod and mask functions, as values that name themselves."""
 
 import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from . import torch_code
 from .derivative import Partials, partials
 from .functions import UntraceableError
-from .program import Instruction, Program, TensorType, type_of
+from .inlined import inlined
+from .program import BOOL, Instruction, Program, TensorType, type_of
+from .purity import SCORE_MOD, Role
 from .text import text
-from .trace import trace
+from .trace import Standing, trace
 
 PREFIX = "formula "  # of keys that are formulas
 
@@ -39,8 +42,41 @@ class Formula(NamedTuple):
         return cls(Program(tuple(made), tuple(outputs)), tuple(TensorType(*x) for x in tensors))
 
     def __call__(self, *arguments: Tensor) -> Tensor:
-        """The new score of a tile, from `(score, b, h, q_idx, k_idx, *tensors)`, by torch operations."""
-        return torch_code.run(self.program, arguments[:5], arguments[5:])[0]
+        """The results for a tile by torch operations: the new score, from `(score, b, h, q_idx, k_idx, *tensors)`; of a
+        mask, whether pairs are visible, from the arguments after the score.
+        """
+        own = 5 - self.is_mask
+        if any(isinstance(x, Standing) for x in arguments):  # another function calls it, and is traced
+            return inlined(self.program, arguments[:own], arguments[own:])  # type: ignore[return-value]
+        if not self.is_mask:
+            return self.run(arguments[:own], arguments[own:])
+        wide = any(x.dtype is torch.float64 for x in arguments)
+        score = arguments[0].new_zeros((), dtype=torch.float64 if wide else torch.float32)  # tells the dtype of reals
+        return self.run((score, *arguments[:own]), arguments[own:])
+
+    def run(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        """The results for `(score, b, h, q_idx, k_idx)`. Reals have the score's dtype."""
+        return torch_code.run(self.program, inputs, tensors)[0]
+
+    @property
+    def is_mask(self) -> bool:
+        return self.program.kinds()[0] == BOOL
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """Names of the operations."""
+        return frozenset(x.op for x in self.program.instructions)
+
+    def among(self, before: Sequence[TensorType], after: Sequence[TensorType] = ()) -> "Formula":
+        """The formula of a call that captures other tensors too, before and after its own."""
+
+        def moved(x: Instruction) -> Instruction:
+            if x.op == "load":
+                return x._replace(value=x.value + len(before))
+            return x._replace(value=(x.value[0] + len(before), x.value[1])) if x.op == "size" else x
+
+        instructions = tuple(moved(x) for x in self.program.instructions) if before else self.program.instructions
+        return Formula(self.program._replace(instructions=instructions), (*before, *self.tensors, *after))
 
     def __str__(self) -> str:
         return text(self.program)
@@ -55,14 +91,16 @@ class Untraced(NamedTuple):
         return f"not traced: {self.reason}"
 
 
-def formula_of(fn: Callable[..., Any], tensors: Sequence[Tensor] = ()) -> tuple[Formula, list[Tensor]] | Untraced:
+def formula_of(
+    fn: Callable[..., Any], tensors: Sequence[Tensor] = (), role: Role = SCORE_MOD
+) -> tuple[Formula, list[Tensor]] | Untraced:
     """The formula of a function, and all tensors that it reads: its arguments first.
 
     Raises:
         ArgumentError: the function draws random numbers, or writes into a tensor that it has not made.
     """
     try:
-        program, found = trace(fn, tensors)
+        program, found = trace(fn, tensors, role)
     except UntraceableError as error:
         return Untraced(str(error))
     return Formula(program, tuple(type_of(x) for x in found)), found

@@ -165,11 +165,6 @@ def clamp_max(tracer: Any, x: Any, max: Any) -> Any:  # noqa: A002
     return clamp(tracer, x, max=max)
 
 
-@named("relu")
-def relu(b: Builder, x: Node) -> Node:
-    return b.op("where", b.op("le", x, b.constant(0)), b.constant(0), x)  # NaN stays
-
-
 @named("square")
 def square(b: Builder, x: Node) -> Node:
     return b.op("mul", x, x)
@@ -302,8 +297,8 @@ for name in ("float", "double", "half", "bfloat16", "int", "long", "bool"):
 
 
 def filled(name: str, value: Any) -> None:
-    def call(tracer: Any, x: Any, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
-        like, given = name.endswith("like"), list(args)
+    def call(tracer: Any, x: Any, *args: Any, size: Any = None, dtype: torch.dtype | None = None, **_: Any) -> Any:
+        like, given = name.endswith("like"), [*args] if size is None else [size, *args]
         if not like and given.pop(0) not in ((), [], torch.Size([])):
             raise UntraceableError(f"`{name}` of a shape other than ()")
         fill = given[0] if value is None else value

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from .operations import CALL, OPERATIONS, UNARY
+from .operations import CALL, COMPARISON, OPERATIONS, UNARY
 from .program import INTEGERS, REAL, Instruction, Program, number
 
 Text = tuple[str, int]  # and the precedence of its outermost operator
@@ -49,7 +49,8 @@ def of_instruction(x: Instruction, operands: list[Text], source: str, tensors: S
         return operation.text.format(*(t for t, _ in operands)), CALL
     least, shown = operation.precedence, []
     for n, (operand, precedence) in enumerate(operands):
-        # A right operand, as that of `-`, needs brackets around an operator of the same precedence.
-        enough = least + 1 if n > 0 or least == UNARY else least
+        # A right operand, as that of `-`, needs brackets around an operator of the same precedence; so does a left one
+        # of a comparison, which Python would chain.
+        enough = least + 1 if n > 0 or least in (UNARY, COMPARISON) else least
         shown.append(operand if precedence >= enough else f"({operand})")
     return operation.text.format(*shown), least

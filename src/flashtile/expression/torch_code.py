@@ -34,7 +34,7 @@ class TorchEmitter:
     def load(self, tensor: int, indices: Sequence[Tensor]) -> Tensor:
         x = self.tensors[tensor]
         x = x.to(self.real if x.is_floating_point() else torch.bool if x.dtype is torch.bool else torch.int64)
-        outside, inside = torch.nan if x.is_floating_point() else 0, []
+        outside, inside = torch.nan if x.is_floating_point() else False if x.dtype is torch.bool else 0, []
         for index, size in zip(indices, x.shape, strict=True):
             inside.append((index >= 0) & (index < size))
         if not inside:

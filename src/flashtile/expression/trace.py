@@ -13,20 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
+from .. import private_torch
 from ..errors import AttentionError
+from ..private_torch import operator_types
+from . import activations  # noqa: F401 - adds its functions to FUNCTIONS
 from .builder import Builder, Node
 from .functions import FUNCTIONS, UntraceableError
 from .program import BOOL, INPUTS, INTEGERS, REAL, Program, TensorType, type_of
-from .purity import Watch
+from .purity import SCORE_MOD, Role, Watch
 
 OTHERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))  # folders of frames that are not the user's
 
 
 def trace(
-    fn: Callable[..., Any], tensors: Sequence[Tensor] = (), *, mask: bool = False
+    fn: Callable[..., Any], tensors: Sequence[Tensor] = (), role: Role = SCORE_MOD
 ) -> tuple[Program, list[Tensor]]:
     """The program of a function, and the tensors that it reads: its arguments `tensors`, then those that it finds in
     closures, globals and objects.
@@ -37,12 +39,13 @@ def trace(
     """
     tracer = Tracer()
     arguments = [tracer.capture(x) for x in tensors]
-    inputs = [Proxy(tracer, tracer.builder.input(name)) for name in INPUTS[mask:]]
+    inputs = [Proxy(tracer, tracer.builder.input(name)) for name in INPUTS[role.hides :]]
     try:
-        with torch.enable_grad(), Watch(fn), Operations(tracer):
+        with GradEnabled(), Watch(fn, role), Operations(tracer):
             result = fn(*inputs, *arguments)
-            if not isinstance(result, Standing) or (node := tracer.node(result)).kind != (BOOL if mask else REAL):
-                raise UntraceableError(f"it does not return {'a condition' if mask else 'a real tensor'}")
+            kind, name = (BOOL, "a condition") if role.hides else (REAL, "a real tensor")
+            if not isinstance(result, Standing) or (node := tracer.node(result)).kind != kind:
+                raise UntraceableError(f"it does not return {name}")
     except AttentionError:
         raise
     except Exception as error:
@@ -116,6 +119,21 @@ class Tracer:
         return FUNCTIONS[name](self, *args, **kwargs)
 
 
+class GradEnabled:
+    """`torch.enable_grad()` that torch.export, where it traces the caller, does not make a part of its program."""
+
+    def __enter__(self) -> None:
+        self.before = torch.is_grad_enabled()
+        self.set(True)
+
+    def __exit__(self, *error: Any) -> None:
+        self.set(self.before)
+
+    def set(self, enabled: bool) -> None:
+        with private_torch.without_torch_function():
+            private_torch.set_grad_enabled(enabled)
+
+
 class Operations(TorchFunctionMode):
     """Calls of torch functions by the traced function. Tensors without dimensions that it makes are constants."""
 
@@ -138,7 +156,7 @@ class Operations(TorchFunctionMode):
 
 def name_of(func: Any) -> str:
     """The name of a torch function or method, or of a property; that of an operator with its library."""
-    if isinstance(func, OpOverloadPacket | OpOverload):
+    if isinstance(func, operator_types()):
         return str(func)
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name

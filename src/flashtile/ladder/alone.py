@@ -147,3 +147,11 @@ def milliseconds(attend: Callable[[], Any], device: torch.device) -> float:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def guarded(main: Callable[[], None]) -> None:
+    """Run the program of a file that is no step; where it cannot run here, say so and exit with 1."""
+    try:
+        main()
+    except RuntimeError as problem:
+        raise SystemExit(f"cannot run: {problem}") from None

@@ -148,7 +148,7 @@ def fetched_for_used(stride: int, fetch: int = 32, itemsize: int = 4) -> float:
     return len(fetches) * fetch / (32 * itemsize)
 
 
-MEASURED_STRIDES = {16: 12.3, 32: 15.2}  # times of an H200, in units of that of stride 1 (docs/ladder.md)
+MEASURED_STRIDES = {16: 12.4, 32: 15.3}  # times of an H200, in units of that of stride 1 (docs/ladder_measurements.md)
 
 
 def strided_loads_cost_eight_at_most() -> Verdict:

@@ -1,12 +1,16 @@
 """Tensors that count the bytes of their slices: steps 1, 4, 5, 6 and 10 touch HBM by slices alone.
 
 `x[rows]` on the right is a read and `x[rows] =` a write. `count` runs a step on such tensors.
+
+`python -m flashtile.ladder.counted` prints the bytes of step 5 with a mask and with dropout: a mask is read, N² bytes,
+and dropout's factors are drawn where they are used.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -54,3 +58,23 @@ def count(
 def countable(x: Any) -> bool:
     """Matrices: the state of a random number generator is none."""
     return isinstance(x, Tensor) and x.ndim == 2
+
+
+def main() -> None:
+    from . import step05_flash1
+
+    n, d = 512, 64
+    tensors, state = [torch.randn(n, d) for _ in range(3)], torch.Generator().manual_seed(0).get_state()
+    features: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "causal": {"causal": True},
+        "mask": {"mask": torch.rand(n, n) < 0.9},
+    }
+    features["dropout"] = {"dropout_p": 0.1, "rng_state": state}
+    for name, keywords in features.items():
+        counts, _ = count(step05_flash1.attention, tensors, **keywords)
+        print(f"{name:>7}: {counts['read']:,} bytes read, {counts['written']:,} written")
+
+
+if __name__ == "__main__":
+    main()

@@ -144,10 +144,25 @@ def attribute(function: ctypes.c_void_p, number: int) -> int:
     return value.value
 
 
+STATIC_LIMIT = 48 * 1024  # bytes of shared memory that a block has without asking
+MAX_DYNAMIC_SHARED_SIZE, MAX_SHARED_PER_BLOCK_OPTIN = 8, 97  # numbers of attributes, of a function and of a device
+
+
 def launch(
-    source: Source, name: str, grid: tuple[int, int], block: tuple[int, int], *arguments: Tensor | int | float
+    source: Source,
+    name: str,
+    grid: tuple[int, int],
+    block: tuple[int, int],
+    *arguments: Tensor | int | float,
+    shared_bytes: int = 0,
 ) -> None:
-    """Queue one launch on the current stream of the first argument's GPU."""
+    """Queue one launch on the current stream of the first argument's GPU.
+
+    `shared_bytes` are those of the kernel's `extern __shared__` array.
+
+    Raises:
+        ValueError: more shared memory than the GPU allows a block.
+    """
     device = next(x.device for x in arguments if isinstance(x, Tensor))
     index = torch.cuda.current_device() if device.index is None else device.index
     loaded = kernel(source, name, index)
@@ -155,7 +170,27 @@ def launch(
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(x) for x in values))
     stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
     succeed(driver().cuCtxSetCurrent(loaded.context))
-    succeed(driver().cuLaunchKernel(loaded.function, *grid, 1, *block, 1, 0, stream, pointers, None))
+    if loaded.shared_bytes + shared_bytes > STATIC_LIMIT:
+        allow(loaded, shared_bytes, index)
+    succeed(driver().cuLaunchKernel(loaded.function, *grid, 1, *block, 1, shared_bytes, stream, pointers, None))
+
+
+def allow(loaded: Kernel, shared_bytes: int, index: int) -> None:
+    """Ask for more than 48 KB of shared memory; a launch with it fails otherwise."""
+    total, most = loaded.shared_bytes + shared_bytes, most_shared_bytes(torch.device("cuda", index))
+    if total > most:
+        raise ValueError(f"a block needs {total:,} bytes of shared memory, and this GPU allows it {most:,}")
+    succeed(driver().cuFuncSetAttribute(loaded.function, MAX_DYNAMIC_SHARED_SIZE, shared_bytes))
+
+
+def most_shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block of this GPU may ask for."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    ordinal, most = ctypes.c_int(), ctypes.c_int()
+    succeed(driver().cuInit(0))
+    succeed(driver().cuDeviceGet(ctypes.byref(ordinal), index))
+    succeed(driver().cuDeviceGetAttribute(ctypes.byref(most), MAX_SHARED_PER_BLOCK_OPTIN, ordinal))
+    return most.value
 
 
 def as_c(x: Tensor | int | float) -> Any:

@@ -20,8 +20,8 @@ has a block for each key block. With it, each head of each sequence has just eno
 each walking over every `workers`-th key block into its own dq; another kernel adds the `workers` copies in order. So
 dq takes `workers` times its memory in float32: most for few heads, and once for as many as there are multiprocessors.
 
-(`flash_bwd_launch_template.h` of Dao-AILab/flash-attention, version 2.) step10_variants.py compiles such variants, and
-its `backward` has workers. `python -m flashtile.ladder.launcher` prints both counts.
+(`flash_bwd_launch_template.h` of Dao-AILab/flash-attention, version 2.) step10_variants.py compiles such variants,
+forward and backward, and its `backward` has workers. `python -m flashtile.ladder.launcher` prints both counts.
 """
 
 import itertools

@@ -37,7 +37,7 @@ class Round:
         self.bucket = torch.cat([x, -x], dim=1).argmax(dim=1)  # [N]
         self.order = torch.argsort(self.bucket, stable=True)  # [N]
         place = torch.empty_like(self.order)
-        place[self.order] = torch.arange(n)
+        place[self.order] = torch.arange(n, device=q.device)
         self.chunk_of = place // chunk  # [N]
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def exact(q: Tensor, v: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Ten
     """Attention over all pairs, or over those of bool `seen` `[N, N]`: out `[N, d]` and lse `[N]`."""
     n, d = q.shape
     s = (q @ torch.nn.functional.normalize(q, dim=1).mT) / math.sqrt(d)
-    s = s + SELF * torch.eye(n, dtype=q.dtype)
+    s = s + SELF * torch.eye(n, dtype=q.dtype, device=q.device)
     if seen is not None:
         s = s.masked_fill(~seen, -math.inf)
     return torch.softmax(s, dim=1) @ v, torch.logsumexp(s, dim=1)

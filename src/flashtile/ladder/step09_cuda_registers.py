@@ -18,6 +18,8 @@ The kernel is step09_cuda_registers.cu in this folder; the Python below is host 
 d 16, 32 or 64: more does not fit 48 KB.
 """
 
+# Host code: skip it when you learn.
+
 from typing import NamedTuple
 
 import torch

@@ -19,6 +19,8 @@ The kernel is step09_cuda_rows.cu in this folder; the Python below is host code,
 16, 32 or 64: q and acc of a row are registers.
 """
 
+# Host code: skip it when you learn.
+
 import math
 
 import torch

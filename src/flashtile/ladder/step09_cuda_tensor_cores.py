@@ -22,6 +22,8 @@ The kernel is step09_cuda_tensor_cores.cu in this folder; the Python below is ho
 float16 or bfloat16; d 16, 32, 64 or 128; a GPU of compute capability 8.0 or above.
 """
 
+# Host code: skip it when you learn.
+
 import torch
 from torch import Tensor
 

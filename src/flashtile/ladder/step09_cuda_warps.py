@@ -18,6 +18,8 @@ The kernel is step09_cuda_warps.cu in this folder; the Python below is host code
 up to 256.
 """
 
+# Host code: skip it when you learn.
+
 import torch
 from torch import Tensor
 

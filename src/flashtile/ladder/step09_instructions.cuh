@@ -1,4 +1,5 @@
-// The instructions of step 9's last kernel that C++ has no words for. A warp's 32 lanes execute each of them together.
+// The instructions of step 9's last kernel, and of other kernels for 16-bit numbers, that C++ has no words for.
+// Those for matrices are executed by a warp's 32 lanes together.
 // HALF is the name of the 16-bit type in PTX, f16 or bf16, and set when this is compiled.
 #ifndef STEP09_INSTRUCTIONS
 #define STEP09_INSTRUCTIONS
@@ -57,6 +58,17 @@ __device__ unsigned pack(float low, float high) {
     unsigned both;
     asm("cvt.rn." PTX_NAME(HALF) "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+}
+
+// A 16-bit number as float32. A bfloat16 is the upper half of a float32; an instruction for it exists from sm_90 on.
+#define WIDEN_f16 "cvt.f32.f16 %0, %1;"
+#define WIDEN_bf16 "{ .reg .b16 zero; mov.b16 zero, 0; mov.b32 %0, {zero, %1}; }"
+#define WIDEN_NAME_(x) WIDEN_##x
+#define WIDEN_NAME(x) WIDEN_NAME_(x)
+__device__ float widen(unsigned short bits) {
+    float x;
+    asm(WIDEN_NAME(HALF) : "=f"(x) : "h"(bits));
+    return x;
 }
 
 #endif

@@ -4,8 +4,8 @@ The change. Attention in use is causal, has a local window, ALiBi slopes, a soft
 tile divides. A kernel that asks for each of them on every tile is slow for all; a kernel written for each combination
 is 64 kernels. So there is one text whose lines belong to features, and the kernel of a call is the text of its own
 features alone, compiled once and kept. CUDA templates do this with `if constexpr`, Triton with `tl.constexpr` (step
-8's third file), the product with its plans. Here the text is `LINES`, `source(features)` picks, and
-`variant(features)` compiles.
+8's third file), the product with its plans. Here the text is `LINES`, for backward `BACKWARD_LINES`; `source(features)`
+picks, and `variant(features)` compiles.
 
 Why it is faster. The parts that a call does not use are not there: no test, no register, no read. And where a tile lies
 decides what it needs: with a window or causal, tiles are skipped (no row sees a key), full (each sees all: no mask
@@ -100,17 +100,52 @@ LINES = (
 )
 
 
-def source(features: Features) -> str:
+# The same for backward. Slices make partial tiles here, so that uneven lengths need no line.
+BACKWARD_LINES = (
+    ("", "def variant(q, k, v, out, lse, dout, x, order, accumulators):"),
+    ("", "    n, d = q.shape"),
+    ("", "    delta = (dout * out).sum(dim=1, keepdim=True)  # [N, 1]"),
+    ("", "    dk, dv = torch.empty_like(k), torch.empty_like(v)"),
+    ("", "    for block in order:"),
+    ("", "        start, end = block * BLOCK, min((block + 1) * BLOCK, n)"),
+    ("", "        lo, hi = 0, n  # rows that see a key of the block"),
+    ("causal", "        lo = max(lo, start)"),
+    ("window", "        lo, hi = max(lo, start - x.window[1]), min(hi, end + x.window[0])"),
+    ("", "        keys, rows = slice(start, end), slice(lo, hi)"),
+    ("", "        q_i, dout_i = q[rows], dout[rows]  # [M, d]"),
+    ("", "        s = x.scale * (q_i @ k[keys].mT)  # [M, BLOCK]"),
+    ("softcap", "        t = torch.tanh(s / x.softcap)"),
+    ("softcap", "        s = x.softcap * t"),
+    (
+        "causal window alibi dropout",
+        "        i, j = torch.arange(lo, hi, device=q.device)[:, None], torch.arange(start, end, device=q.device)",
+    ),
+    ("alibi", "        s = s - x.slope * (i - j).abs()"),
+    ("causal", "        s = s.masked_fill(j > i, -math.inf)"),
+    ("window", "        s = s.masked_fill((j < i - x.window[0]) | (j > i + x.window[1]), -math.inf)"),
+    ("", "        p = torch.exp(s - lse[rows, None])  # [M, BLOCK]"),
+    ("", "        kept, dp = p, dout_i @ v[keys].mT"),
+    ("dropout", "        factors = keep_factors(x.seed, i, j, x.dropout_p).to(p.dtype)"),
+    ("dropout", "        kept, dp = p * factors, dp * factors"),
+    ("", "        ds = x.scale * p * (dp - delta[rows])"),
+    ("softcap", "        ds = ds * (1 - t * t)"),
+    ("", "        dk[keys], dv[keys] = ds.mT @ q_i, kept.mT @ dout_i  # [BLOCK, d]"),
+    ("", "        accumulators[block % len(accumulators)][rows] += ds @ k[keys]"),
+    ("", "    return dk, dv"),
+)
+
+
+def source(features: Features, lines: Sequence[tuple[str, str]] = LINES) -> str:
     """The variant's text: the lines of its features and those of all."""
     on = {name for name, value in features._asdict().items() if value}
-    return "\n".join(line for names, line in LINES if not names or on & set(names.split())) + "\n"
+    return "\n".join(line for names, line in lines if not names or on & set(names.split())) + "\n"
 
 
 @functools.cache
-def variant(features: Features) -> Callable[[Tensor, Tensor, Tensor, Values], tuple[Tensor, Tensor]]:
+def variant(features: Features, lines: Sequence[tuple[str, str]] = LINES) -> Callable[..., tuple[Tensor, Tensor]]:
     """The compiled function of these features; the second call with the same ones compiles nothing."""
     names: dict[str, Any] = dict(globals())
-    exec(compile(source(features), f"<attention for {features}>", "exec"), names)
+    exec(compile(source(features, lines), f"<attention for {features}>", "exec"), names)
     return names["variant"]
 
 
@@ -131,11 +166,28 @@ def attention(
 
     `window` is (left, right), both at least 0: row i sees the keys i - left .. i + right.
     """
+    given = {"window": window, "softcap": softcap, "alibi_slope": alibi_slope, "dropout_p": dropout_p, "seed": seed}
+    features, values = asked(q, causal, scale, **given)
+    return variant(features)(q, k, v, values)
+
+
+def asked(  # the keywords of `attention` and `backward`
+    q: Tensor,
+    causal: bool,
+    scale: float | None,
+    *,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slope: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+) -> tuple[Features, Values]:
+    """The features that a call is compiled for, and the numbers that it passes."""
     n, d = q.shape
     given = (window is not None, softcap is not None, alibi_slope is not None, dropout_p > 0)
-    features = Features(causal, *given, uneven=n % BLOCK != 0)
     scale = 1 / math.sqrt(d) if scale is None else scale
-    return variant(features)(q, k, v, Values(scale, window or (0, 0), softcap or 0, alibi_slope or 0, dropout_p, seed))
+    values = Values(scale, window or (0, 0), softcap or 0, alibi_slope or 0, dropout_p, seed)
+    return Features(causal, *given, uneven=n % BLOCK != 0), values
 
 
 def padded(x: Tensor) -> Tensor:
@@ -175,31 +227,21 @@ def backward(
     deterministic: bool = False,
     workers: int = 4,
     arrival: Sequence[int] | None = None,
+    **features: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv `[N, d]` of attention without other features than causal.
+    """dq, dk, dv `[N, d]` of attention with the same features: `window`, `softcap` and the others.
 
     `arrival` is the order in which key blocks happen to finish, a permutation of their numbers. It changes the bits
     of dq unless `deterministic`.
     """
-    n, d = q.shape
-    scale = 1 / math.sqrt(d) if scale is None else scale
-    delta = (dout * out).sum(dim=1, keepdim=True)  # [N, 1]
-    dk, dv = torch.empty_like(k), torch.empty_like(v)  # [N, d]
     accumulators = [torch.zeros_like(q) for _ in range(workers if deterministic else 1)]  # [N, d] each
-    order = range(math.ceil(n / BLOCK)) if arrival is None else arrival
+    order = range(math.ceil(len(q) / BLOCK)) if arrival is None else arrival
     if deterministic:  # workers come in any order, but each takes its own blocks w, w + A, w + 2A, ... in this one
         own = [iter(range(worker, len(order), workers)) for worker in range(workers)]
         order = [next(own[block % workers]) for block in order]
-    for block in order:
-        keys = slice(block * BLOCK, min((block + 1) * BLOCK, n))
-        s = scale * (q @ k[keys].mT)  # [N, BLOCK]
-        if causal:
-            i, j = torch.arange(n, device=q.device)[:, None], torch.arange(keys.start, keys.stop, device=q.device)
-            s = s.masked_fill(j > i, -math.inf)
-        p = torch.exp(s - lse[:, None])  # [N, BLOCK]
-        ds = scale * p * (dout @ v[keys].mT - delta)  # [N, BLOCK]
-        dk[keys], dv[keys] = ds.mT @ q, p.mT @ dout  # [BLOCK, d]
-        accumulators[block % len(accumulators)] += ds @ k[keys]
+    chosen, values = asked(q, causal, scale, **features)
+    compiled = variant(chosen._replace(uneven=False), BACKWARD_LINES)
+    dk, dv = compiled(q, k, v, out, lse, dout, values, order, accumulators)
     dq = accumulators[0]
     for other in accumulators[1:]:
         dq = dq + other

@@ -114,14 +114,14 @@ def source_of(launch: Launch, arch: str) -> tuple[Any, Any, dict[str, Any]]:
     from triton.experimental.gluon._runtime import GluonASTSource  # pyright: ignore[reportMissingImports]
     from triton.runtime.jit import create_function_from_signature  # pyright: ignore[reportMissingImports]
 
-    from ..backend.gpu.triton_launch import for_triton
+    from ..backend.gpu.triton_launch import OPTIONS, for_triton
 
     function = launch.kernel.function()
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     backend = make_backend(target)
     bind = create_function_from_signature(function.signature, function.params, backend)
     arguments = {**launch.scalars, **{name: for_triton(x) for name, x in launch.pointers.items()}}
-    arguments |= {"debug": False, "instrumentation_mode": knobs.compilation.instrumentation_mode}
+    arguments |= {**OPTIONS, "debug": False, "instrumentation_mode": knobs.compilation.instrumentation_mode}
     bound, specialization, options = bind(**arguments)
     options, signature, constants, attributes = function._pack_args(backend, arguments, bound, specialization, options)
     source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, attributes)

@@ -9,7 +9,8 @@ from torch import Tensor
 from ..api.explain import described_call
 from ..api.normalize import normalize
 from ..backend.gpu.replay import Launch
-from ..call.cache import CacheCall, CacheTensors
+from ..call.cache import CacheCall
+from ..call.cache_tensors import CacheTensors, RotarySettings
 from ..call.call import DIFFERENTIABLE, Call, Needs
 from ..call.device import Device
 from ..call.plan import Plan
@@ -68,8 +69,9 @@ def call_of(standard: StandardCall) -> Call:
     named |= dict.fromkeys(("mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q"))
     scalars: dict[str, Any] = dict.fromkeys(("window", "scale", "softcap", "score_mod", "dropout_seed", "num_splits"))
     scalars |= {"causal": False, "dropout_p": 0.0, "deterministic": None, "backend": "auto", **arguments}
-    call = normalize("attention_with_kvcache", named, cache=cache, rotary_interleaved=False, **scalars)
-    return CacheCall(call, cache, False)
+    rotary = RotarySettings(interleaved=False)
+    call = normalize("attention_with_kvcache", named, cache=cache, rotary=rotary, **scalars)
+    return CacheCall(call, cache, rotary)
 
 
 def all_launches(calls: Iterator[StandardCall], device: Device) -> Iterator[Launch]:

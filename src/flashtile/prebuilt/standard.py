@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backend.hopper.support import HEAD_DIMS
+from ..backend.hopper.widths import WIDTHS
 
 DTYPES = (torch.bfloat16, torch.float16)
 LEFT_OUT = {  # kernels that are compiled at first use only
@@ -43,8 +43,8 @@ def standard_calls() -> Iterator[StandardCall]:
 
 
 def plain(dtype: torch.dtype) -> Iterator[StandardCall]:
-    """Dense and packed calls without features, at every head dimension of the Hopper kernels."""
-    for (dim, dim_v), features, seqlen in itertools.product(HEAD_DIMS, PLAIN, (SHORT, LONG)):
+    """Dense and packed calls without features, at every width of the Hopper kernels."""
+    for (dim, dim_v), features, seqlen in itertools.product(WIDTHS, PLAIN, (SHORT, LONG)):
         q, k, v = dense((2, 2), seqlen, seqlen, (dim, dim_v), dtype)
         for deterministic in (None, True):
             scalars = {**features, "deterministic": deterministic}

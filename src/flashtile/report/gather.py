@@ -11,7 +11,7 @@ from ..bench.origin import origin
 from ..bench.providers import make
 from ..bench.run import stamp
 from ..progress import progress
-from . import errors, gate, memory, planner, speed, training
+from . import errors, gate, memory, models, planner, speed, training
 from .cells import kinds
 from .measured import providers
 from .overview import overview
@@ -19,7 +19,7 @@ from .section import Section
 from .settings import Settings
 
 Advance = Callable[[], None]
-ORDER = ("overview", "gate", "speed", "memory", "errors", "planner", "training")  # others follow
+ORDER = ("overview", "gate", "speed", "models", "memory", "errors", "planner", "training")  # others follow
 Step = tuple[str, int, Callable[..., Any]]  # title of its progress bar, number of steps, maker of its section
 
 
@@ -74,6 +74,7 @@ def steps(settings: Settings) -> Iterator[Step]:
     yield "training a small model", settings.steps, training.trained
     yield "correctness gate", settings.cases + settings.captured_cases + settings.long_cases, gate.gate
     yield "speed", sum(len(kind.cells) for kind in kinds(settings)), speed.speed
+    yield "models", 1, models.models
     yield "memory", 1, memory.memory
     yield "error against fp64", len(errors.DTYPES) * len(INPUTS), errors.errors
     yield "plans", len(planner.CALLS), planner.planner

@@ -14,6 +14,7 @@ from .settings import Settings
 
 OWN = "flashtile"
 NAMES = {"sdpa": "PyTorch SDPA", "sdpa:flash": "SDPA flash", "sdpa:math": "SDPA math", "sdpa:cudnn": "SDPA cuDNN"}
+NAMES |= {"sdpa:efficient": "SDPA efficient", "onnx": "ONNX Runtime"}
 NAMES |= {"flex": "FlexAttention", "plain": "plain PyTorch"}
 NAMES |= {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 

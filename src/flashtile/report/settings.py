@@ -16,6 +16,8 @@ LONG_LADDER: dict[str, Any] = {
     "long_seqlens": (1024, 2048, 4096),
     "ladder_seconds": 0.2,
     "further_tables": True,
+    "models_seconds": 600.0,
+    "all_of_models": True,
 }
 PYTORCH_ON_CUDA = ("sdpa", "sdpa:cudnn", "sdpa:flash")
 LONG = Timing(rounds=15, sample_seconds=0.1, rest_seconds=0.02)
@@ -51,6 +53,8 @@ class Settings:
     long_seqlens: tuple[int, ...] = (1024,)  # of its fused steps
     ladder_seconds: float = 0.05  # for each step and length
     further_tables: bool = False  # of the ladder
+    models_seconds: float = 20.0  # of the cells of real models; cells after these are left out, and the page says so
+    all_of_models: bool = False  # every provider of the sweep of models, also those that take long to compile
 
     @property
     def middle_seqlen(self) -> int:

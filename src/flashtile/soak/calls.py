@@ -10,7 +10,7 @@ from torch import Tensor
 import flashtile
 
 from ..errors import AttentionError, BackendError
-from ..testing.case import CACHES, Case
+from ..testing.case import CACHES, Case, MaskFunction
 from ..testing.generate import random_case
 from ..testing.oracle import solve
 from ..testing.tolerance import compare
@@ -88,6 +88,8 @@ class Caller:
         arguments: dict[str, Any] = case.arguments | {"backend": backend}
         if hasattr(arguments.get("score_mod"), "tensors"):
             arguments["score_mod"] = flashtile.ScoreMod(arguments["score_mod"].fn, arguments["score_mod"].tensors)
+        if isinstance(mask := arguments.get("mask"), MaskFunction):
+            arguments["mask"] = mask.public()
         mistake, arguments = mistaken(arguments, self.rng)
         caches = {name: arguments[name] for name in CACHES if isinstance(arguments.get(name), Tensor)}
         before = digest(caches)
@@ -100,4 +102,5 @@ class Caller:
         return f"{mistake}: not refused"
 
     def captured(self, case: Case, backend: str) -> str | None:
-        return graphs.captured(case, backend) if "score_mod" not in case.arguments else self.plain(case, backend)
+        functions = "score_mod" in case.arguments or isinstance(case.arguments.get("mask"), MaskFunction)
+        return self.plain(case, backend) if functions else graphs.captured(case, backend)

@@ -2,7 +2,7 @@
 
 import ctypes
 import gc
-import resource
+import mmap
 import statistics
 import sys
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from .. import private_torch
 
 MIB = 2**20
 STATM = Path("/proc/self/statm")
@@ -43,10 +45,10 @@ def sample(device: torch.device) -> dict[str, int]:
     gc.collect()
     if trim is not None:
         trim(0)
-    counts = {"resident": resident()}
+    counts = {} if (size := resident()) is None else {"resident": size}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()  # PyTorch keeps one for each pair of thread and stream
+        private_torch.clear_cublas_workspaces()  # PyTorch keeps one for each pair of thread and stream
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -54,10 +56,14 @@ def sample(device: torch.device) -> dict[str, int]:
     return counts
 
 
-def resident() -> int:
+def resident() -> int | None:
     """Resident bytes of this process, or its peak if the kernel does not report them."""
     if STATM.exists():
-        return int(STATM.read_text().split()[1]) * resource.getpagesize()
+        return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
+    if sys.platform == "win32":
+        return None
+    import resource  # POSIX only
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

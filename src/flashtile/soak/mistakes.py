@@ -11,6 +11,7 @@ Arguments = dict[str, Any]
 EVERYWHERE: dict[str, Callable[[Arguments], Any]] = {
     "causal": lambda arguments: "sideways",
     "window": lambda arguments: (3,),
+    "attention_chunk": lambda arguments: -1,
     "scale": lambda arguments: float("nan"),
     "softcap": lambda arguments: -1.0,
     "dropout_p": lambda arguments: 1.0,
@@ -30,8 +31,14 @@ OF_KEYS: dict[str, Callable[[Tensor], Tensor]] = {
 LENGTHS: dict[str, Callable[[Tensor], Tensor]] = {  # values that only a CPU call reads
     "cu_seqlens_q": lambda x: x + 1,
     "cache_seqlens": lambda x: x + 2**20,
+    "seqused_q": lambda x: x - 2**20,
     "seqused_k": lambda x: x - 2**20,
 }
+
+
+def has_elements(lengths: Tensor | int | None) -> bool:
+    """Whether a call has these lengths, of one sequence at least."""
+    return lengths.numel() > 0 if isinstance(lengths, Tensor) else lengths is not None
 
 
 def mistaken(arguments: Arguments, rng: random.Random) -> tuple[str, Arguments]:
@@ -39,7 +46,7 @@ def mistaken(arguments: Arguments, rng: random.Random) -> tuple[str, Arguments]:
     k = "k_cache" if "k_cache" in arguments else "k"
     choices = [*EVERYWHERE, *(f"{k}: {words}" for words in OF_KEYS)]
     if arguments["q"].device.type == "cpu":
-        choices += [name for name in LENGTHS if arguments.get(name) is not None and arguments[name].numel() > 0]
+        choices += [name for name in LENGTHS if has_elements(arguments.get(name))]
     choice = rng.choice(choices)
     name, _, words = choice.partition(": ")
     if words:

@@ -24,6 +24,25 @@ class ScoreFunction:
     tensors: tuple[Tensor, ...] = ()
 
 
+@dataclass(frozen=True)
+class MaskFunction:
+    """A mask function before it becomes the public `MaskMod`: `fn(b, h, q_idx, k_idx, *tensors)`, of indices as those
+    of a `ScoreFunction`, whether pairs are visible: bool that broadcasts to [B, H, Sq, Sk].
+    """
+
+    fn: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...] = ()
+
+    def public(self) -> Any:
+        import flashtile  # as in `Case.run`
+
+        return flashtile.MaskMod(self.fn, self.tensors)
+
+
+class ExactSides(tuple[int | None, int | None]):
+    """A window before it becomes the public `ExactWindow`: -1 is no longer unlimited."""
+
+
 @dataclass
 class Case:
     """A call of `function` with `arguments` by their public names, and the cotangents of its two results.
@@ -82,6 +101,10 @@ class Case:
             tensors = {f"score_mod_{n}": tensor for n, tensor in enumerate(score_mod.tensors)} | leaves
             tensors = tuple(tensor for name, tensor in tensors.items() if name.startswith("score_mod_"))
             arguments["score_mod"] = flashtile.ScoreMod(score_mod.fn, tensors)
+        if isinstance(mask := arguments.get("mask"), MaskFunction):
+            arguments["mask"] = mask.public()
+        if isinstance(arguments.get("window"), ExactSides):
+            arguments["window"] = flashtile.ExactWindow(*arguments["window"])
         caches = {name: with_guard_bands(arguments[name]) for name in CACHES if name in arguments}
         arguments |= {name: guarded.tensor for name, guarded in caches.items()}
         out, lse = getattr(flashtile, self.function)(**arguments, return_lse=True, backend=backend, **options)
@@ -102,7 +125,10 @@ def contents(caches: dict[str, Guarded]) -> dict[str, Tensor]:
 
 
 SHAPED = ("q", "k", "v", *CACHES)
-LISTED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_seqlens", "cache_batch_idx", "leftpad_k")
+LISTED = (
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "cache_seqlens", "cache_batch_idx", "leftpad_k",
+    "rotary_start", "cu_seqlens_k_new",
+)  # fmt: skip
 
 
 def describe(case: Case) -> str:
@@ -115,17 +141,20 @@ def describe(case: Case) -> str:
             x = arguments[name]
             words.append(f"{name}{list(x.shape)}" + ("" if x.is_contiguous() else f"@{x.stride()}"))
     for name in LISTED:
-        if name in arguments:
+        if isinstance(arguments.get(name), Tensor):
             words.append(f"{name}={arguments[name].tolist()}")
     for name, value in arguments.items():
-        if name in (*SHAPED, *LISTED):
+        if name in SHAPED or (name in LISTED and isinstance(value, Tensor)):
             continue
-        if name == "score_mod":
-            words.append(f"score_mod={getattr(value, 'fn', value).__name__}")
+        if name == "score_mod" or isinstance(value, MaskFunction):
+            fn: Any = getattr(value, "fn", value)
+            words.append(f"{name}={fn.__name__}")
         elif isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point():
             words.append(f"{name}=tensor({value.item()})")
         elif isinstance(value, Tensor):
             words.append(f"{name}:{_dtype_name(value.dtype)}{list(value.shape)}")
+        elif isinstance(value, ExactSides):
+            words.append(f"{name}=exact{tuple(value)}".replace(" ", ""))
         elif value is not False and not (name == "dropout_p" and value == 0.0):
             words.append(name if value is True else f"{name}={value!r}".replace(" ", ""))
     words += [f"constant {name}" for name in case.constant if name in arguments]

@@ -7,14 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .case import ExactSides
 from .choices import Choices, weighted
 from .inputs import KINDS, bias_values, query_key_value
 from .layouts import LAYOUTS, combined, lay_out
+from .mask_functions import random_mask_function
 from .score_functions import random_score_function
 
 PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; the oracle's time is proportional to it
 AROUND = (16, 32, 64, 128, 256)  # tile sizes, for lengths on both sides of them
 COMBINED = 0.1  # of tensors
+MASK_FUNCTIONS = 0.1  # of problems without a bool mask
+WITHOUT_MASK_FUNCTIONS = range(1_000_000, 1_021_000)  # seeds that were recorded before there were any
 RESIZED = 0.2  # of variations, whose kernels may have other tiles than those of their seed
 NAN = float("nan")
 # Queries, keys and values of given shapes [..., S, D], in place of random ones.
@@ -36,8 +40,12 @@ class Draw(Choices):
         super().__init__(*number, kept)
         self.values = values
         self.device = device
-        # A stream of its own, so that the rest of a seed's problem does not change.
+        # Streams of their own, so that the rest of a seed's problem does not change.
         self.combinations = random.Random(f"layouts of {self.seed}")
+        self.mask_functions = random.Random(f"mask functions of {self.seed}")
+        # Further features: which there are, for all variations of a seed, and their values.
+        self.further = random.Random(f"further features of {self.seed}")
+        self.values_of_further = random.Random(f"further features of {self.seed}, variation {self.variation}")
         self.dtype = self.choice(dtypes)
         self.kind = weighted(self.rng, dict(zip(KINDS, (6, 2, 2), strict=True)))
         self.plain = self.chance(0.12)  # no feature at all: the fast paths
@@ -138,6 +146,9 @@ class Draw(Choices):
             density = rng.choice([0.1, 0.5, 0.9, 0.99])
             mask = torch.rand(self.pairwise_shape(batch, seqlen_q, seqlen_k), generator=self.generator) < density
             features["mask"] = self.layout(mask)
+        elif self.seed not in WITHOUT_MASK_FUNCTIONS and self.mask_functions.random() < MASK_FUNCTIONS:
+            choice, generator = self.mask_functions.randrange(100), torch.Generator().manual_seed(self.seed)
+            features["mask"] = random_mask_function(choice, batch, self.num_heads_q, device, generator)
         if self.chance(0.2):
             slopes = 2.0 ** -(8 * torch.rand(self.num_heads_q, generator=self.generator))
             if self.chance(0.5):
@@ -161,7 +172,26 @@ class Draw(Choices):
             features["dropout_p"] = rng.choice([1e-5, 0.1, 0.17, 0.5, 0.9])
             seed = rng.choice([0, 1, 2**32 - 1, 2**63 - 1, rng.getrandbits(63)])
             features["dropout_seed"] = torch.tensor([seed], device=device) if self.chance(0.3) else seed
-        return features
+        return features | self._further_features(features, seqlen_k)
+
+    def also(self, p: float) -> bool:
+        """Whether the problem has a further feature."""
+        return self.further.random() < p and not self.plain
+
+    def _further_features(self, features: dict[str, Any], seqlen_k: int) -> dict[str, Any]:
+        """Chunks, windows away from the query's own key, and other dtypes of what is added to the scores."""
+        rng, more = self.values_of_further, {}
+        if self.also(0.08):
+            more["attention_chunk"] = rng.choice([1, 2, 7, 16, 33, 64, rng.randint(1, max(1, seqlen_k))])
+        if self.also(0.08):
+            sides = [None, -1, -1, -7, 0, rng.randint(-20, 20), rng.randint(-20, max(20, seqlen_k))]
+            more["window"] = ExactSides(sides[self.further.randrange(len(sides))] for _ in range(2))
+        for name in ("bias", "alibi_slopes", "sinks"):
+            dtypes = [torch.bfloat16, torch.float32, torch.float64] + [torch.float16] * (name != "bias")
+            dtype = self.further.choice(dtypes)
+            if self.also(0.15) and name in features:
+                more[name] = features[name].to(dtype)
+        return more
 
     def _window_side(self, seqlen_k: int) -> int | None:
         sides = [None, -1, 0, 1, self.rng.randint(0, 40), self.rng.randint(0, max(1, seqlen_k))]

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from .case import Case
+from .case import Case, ExactSides, MaskFunction
 from .oracle.philox import keep_factors
 from .tolerance import accumulation_dtype
 
@@ -63,11 +63,18 @@ class TiledEmulation:
         if self.given.get("causal"):
             visible &= j <= (i if self.given["causal"] == "top_left" else self.diagonal(i))
         left, right = self.given.get("window") or (None, None)
-        if left is not None and left != -1:
+        unlimited = None if isinstance(self.given.get("window"), ExactSides) else -1
+        if left is not None and left != unlimited:
             visible &= j >= self.diagonal(i) - left
-        if right is not None and right != -1:
+        if right is not None and right != unlimited:
             visible &= j <= self.diagonal(i) + right
+        if chunk := self.given.get("attention_chunk"):
+            first = self.diagonal(i) - self.diagonal(i) % chunk
+            visible &= (j >= first) & (j < first + chunk)
         mask = self.given.get("mask")
+        if isinstance(mask, MaskFunction):
+            b, h = torch.arange(self.batch)[:, None, None, None], torch.arange(self.num_heads_q)[None, :, None, None]
+            mask = mask.fn(b, h, i, j, *mask.tensors)
         return visible if mask is None else visible & mask
 
     def dropout(self) -> Tensor:  # [B, H, Sq, Sk], or a scalar one

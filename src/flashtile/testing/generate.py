@@ -80,7 +80,7 @@ def _dense_case(draw: Draw) -> Case:
         (batch, draw.num_heads_kv, seqlen_k, draw.head_dim_v),
     )
     arguments: dict[str, Any] = {"q": draw.layout(q), "k": draw.layout(k), "v": draw.layout(v)}
-    arguments |= draw.features([(seqlen_q, seqlen_k)] * batch, seqlen_q, seqlen_k)
+    arguments |= draw.features([(seqlen_q, seqlen_k)] * batch, seqlen_q, seqlen_k) | _splits(draw)
     out_shape = (batch, draw.num_heads_q, seqlen_q, draw.head_dim_v)
     dout, dlse = draw.cotangents(out_shape, out_shape[:3])
     if dout is not None:
@@ -88,6 +88,10 @@ def _dense_case(draw: Draw) -> Case:
         dout = expanded_cotangent(out_shape, 1.0, draw.dtype, draw.device) if everywhere else draw.layout(dout)
     dlse = draw.layout(dlse) if dlse is not None else None
     return Case("attention", arguments, dout, dlse, draw.seed, draw.variation)
+
+
+def _splits(draw: Draw) -> dict[str, Any]:
+    return {"num_splits": draw.further.choice([1, 2, 7])} if draw.also(0.1) else {}
 
 
 def _varlen_lengths(draw: Draw) -> tuple[list[int], list[int]]:
@@ -110,11 +114,18 @@ def _varlen_case(draw: Draw) -> Case:
     shapes = ((draw.num_heads_q, total_q, draw.head_dim), (draw.num_heads_kv, total_k, draw.head_dim))
     q, k, v = draw.query_key_value(*shapes, (draw.num_heads_kv, total_k, draw.head_dim_v))
     q, k, v = q.transpose(0, 1).contiguous(), k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-    q[sum(lengths_q) :] = NAN  # tokens of no sequence
-    k[sum(lengths_k) :] = v[sum(lengths_k) :] = NAN
+    k[sum(lengths_k) :] = v[sum(lengths_k) :] = NAN  # tokens of no sequence
     starts_q, starts_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k))
     arguments: dict[str, Any] = {"cu_seqlens_q": starts_q.to(device), "cu_seqlens_k": starts_k.to(device)}
 
+    used_q = list(lengths_q)
+    if draw.also(0.2):
+        used_q = [n if draw.values_of_further.random() < 0.4 else draw.values_of_further.randint(0, n) for n in used_q]
+        arguments["seqused_q"] = torch.tensor(used_q, dtype=torch.int32, device=device)
+    unused = torch.ones(total_q, dtype=torch.bool)  # tokens of no sequence
+    for start, n in zip(starts_q.tolist(), used_q, strict=False):
+        unused[start : start + n] = False
+    q[unused] = NAN
     used = list(lengths_k)
     if draw.chance(0.3):
         used = [n if rng.random() < 0.4 else rng.randint(0, n) for n in lengths_k]
@@ -144,15 +155,15 @@ def _varlen_case(draw: Draw) -> Case:
         arguments[name] = bounds[min(chosen, len(bounds) - 1)]
     limits = [arguments["max_seqlen_q"], arguments["max_seqlen_k"]]
     limits = [limit if limit is not None else total for limit, total in zip(limits, (total_q, capacity), strict=True)]
-    arguments |= draw.features(list(zip(lengths_q, used, strict=True)), *limits)
+    arguments |= draw.features(list(zip(used_q, used, strict=True)), *limits) | _splits(draw)
 
     out_shape = (total_q, draw.num_heads_q, draw.head_dim_v)
     dout, dlse = draw.cotangents(out_shape, (draw.num_heads_q, total_q))
     if dout is not None:
-        dout[sum(lengths_q) :] = NAN
+        dout[unused] = NAN
         everywhere = draw.chance(0.15)
         dout = expanded_cotangent(out_shape, 1.0, draw.dtype, device) if everywhere else draw.layout(dout, (1, 2))
     if dlse is not None:
-        dlse[:, sum(lengths_q) :] = NAN
+        dlse[:, unused] = NAN
         dlse = draw.layout(dlse, (0,))
     return Case("attention_varlen", arguments, dout, dlse, draw.seed, draw.variation)

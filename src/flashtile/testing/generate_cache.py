@@ -16,6 +16,12 @@ def cache_case(draw: Draw) -> Case:
     packed, appends, paged = draw.chance(0.35), draw.chance(0.8), batch > 0 and draw.chance(0.5)
     queries, held, new = draw.vary(*draw.keep(lambda: _lengths(draw, batch, packed, appends)))
     batch = len(queries)
+    one_length = batch > 0 and draw.also(0.1)  # an int for all sequences
+    if one_length:
+        held = [min(held)] * batch
+    apart = appends and draw.also(0.2)  # new keys of other lengths, packed by offsets of their own
+    if apart:
+        new = [draw.values_of_further.choice([1, n + 1, n + 2, 0 if b else 2]) for b, n in enumerate(new)]
     total = [n + m for n, m in zip(held, new, strict=True)]  # keys after the call
     spare = rng.randint(1, 5) if packed and draw.chance(0.3) else 0  # tokens of no sequence
 
@@ -34,6 +40,8 @@ def cache_case(draw: Draw) -> Case:
         k[index] = v[index] = NAN  # the slots that the call writes
     if packed:
         arguments["cu_seqlens_q"] = torch.tensor([0, *queries]).cumsum(0).int()
+    if apart:
+        arguments["cu_seqlens_k_new"] = torch.tensor([0, *new]).cumsum(0).int()
     if draw.chance(0.3):
         arguments["leftpad_k"] = torch.tensor([rng.randint(0, n) for n in total], dtype=torch.int32)
         for start, n, pad in zip(starts, held, arguments["leftpad_k"].tolist(), strict=False):
@@ -42,17 +50,23 @@ def cache_case(draw: Draw) -> Case:
     if paged:
         k_cache, v_cache, arguments["page_table"] = in_pages(draw, k, v, starts, total, held)
         capacity = arguments["page_table"].shape[1] * k_cache.shape[1]
+        if draw.also(0.25):
+            arguments |= _rows_of_table(draw, arguments["page_table"])
     else:
         k_cache, v_cache, rows = _dense_caches(draw, k, v, starts, total)
         capacity = k_cache.shape[2]
         if rows is not None:
             arguments["cache_batch_idx"] = rows
     if draw.head_dim > 1 and draw.chance(0.5):
-        arguments |= _rotary(draw, max(total, default=0))
+        start = _rotary_start(draw, batch)
+        after = max((int(n) for n in start.get("rotary_start", ())), default=0) + max((*queries, *new), default=0)
+        arguments |= _rotary(draw, max(*total, after, 0)) | start
     arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     arguments |= {"k_cache": draw.layout(k_cache, ()), "v_cache": draw.layout(v_cache, ())}
+    if one_length:
+        arguments["cache_seqlens"] = held[0]
     for name, x in tokens.items():
-        if packed:
+        if packed or (apart and name != "q"):
             filler = NAN if name == "q" else 1.0  # empty slots are NaN, so a NaN written there would not show
             x = torch.cat((x, x.new_full((spare, *x.shape[1:]), filler)))
             arguments[name] = draw.layout(x, (1, 2))
@@ -99,6 +113,26 @@ def _dense_caches(
         return cache
 
     return filled(k), filled(v), rows
+
+
+def _rows_of_table(draw: Draw, table: Tensor) -> dict[str, Tensor]:
+    """The page table with its rows in another order and rows of no sequence, and where each sequence's is."""
+    batch, spare = table.shape[0], draw.values_of_further.randint(0, 2)
+    rows = draw.values_of_further.sample(range(batch + spare), batch)
+    larger = table.new_full((batch + spare, table.shape[1]), -1)
+    larger[rows] = table
+    return {"page_table": larger, "cache_batch_idx": torch.tensor(rows, dtype=torch.int32)}
+
+
+def _rotary_start(draw: Draw, batch: int) -> dict[str, Any]:
+    """Rotary positions other than those of the cache, and one position for all queries of a sequence."""
+    arguments: dict[str, Any] = {}
+    if draw.also(0.3):
+        starts = [draw.values_of_further.randint(0, 40) for _ in range(batch)]
+        arguments["rotary_start"] = torch.tensor(starts, dtype=torch.int32)
+    if draw.also(0.2):
+        arguments["rotary_q_fixed"] = True
+    return arguments
 
 
 def _rotary(draw: Draw, longest: int) -> dict[str, Any]:

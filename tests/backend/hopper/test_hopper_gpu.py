@@ -3,8 +3,6 @@
 A barrier that is never signaled hangs: a test that takes too long ends the process and prints the stack.
 """
 
-import faulthandler
-from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -19,16 +17,12 @@ from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(support.unusable() is not None, reason=f"{support.unusable()}")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(support.unusable() is not None, reason=f"{support.unusable()}"),
+    pytest.mark.usefixtures("watchdog"),
+]
 PROBLEMS = 8  # of each variant
-TIMEOUT = 300  # seconds for one test, compilation included
-
-
-@pytest.fixture(autouse=True)
-def watchdog() -> Iterator[None]:
-    faulthandler.dump_traceback_later(TIMEOUT, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from exhausted import runs_out_of_memory
 from offline.compiled import compile_launch, unset_registers
-from offline.families import ARCHITECTURES, call_of_family
+from offline.families import ARCHITECTURES, call_of_family, most_registers
 from offline.launches import launches_of, recorded, replay_of, results_of
 
 import flashtile
@@ -30,8 +30,10 @@ CHOSEN = {  # family and kernel for each
     "sm_89": ("bias", "forward"),
     "sm_90": ("hdim 128", "forward"),
     "sm_100": ("packed", "forward"),
+    "sm_103": ("mask", "forward"),
     "sm_120": ("slopes", "dq"),
     "gfx942": ("hdim 64 causal", "forward"),
+    "gfx950": ("packed", "dq"),
 }
 
 
@@ -41,6 +43,7 @@ def test_compiles_within_the_chip(arch: str) -> None:
     (launch,) = [x for x in launches_of(call_of_family(family), arch) if x.name == kernel]
     found = compile_launch(launch, arch)
     assert 0 < found.shared <= SHARED_MEMORY[arch] * KIB
+    assert 0 < found.registers <= most_registers(arch)
     assert not found.unset
 
 
@@ -170,12 +173,14 @@ def precision_restored() -> Iterator[None]:
     ],
 )
 def test_precision_of_fp32_products(settings: list[tuple[Any, str, Any]], expected: str) -> None:
-    """Set through either of PyTorch's APIs, or both."""
+    """Set through either of PyTorch's APIs, or both. Hopper's float32 products are three of TF32."""
     for owner, name, value in settings:
         setattr(owner, name, value)
-    q = torch.empty(1, 2, 16, 16)
-    launches = launches_of(described_call(q, q, q, None, None, {}), "sm_90")
-    assert {x.arguments["CONFIG"].PRECISION for x in launches if "CONFIG" in x.arguments} == {expected}
+    q = torch.empty(1, 2, 128, 16)
+    for arch, exact in ("sm_80", "ieee"), ("sm_90", "tf32x3"):
+        launches = launches_of(described_call(q, q, q, None, None, {}), arch)
+        found = {x.arguments["CONFIG"].PRECISION for x in launches if "CONFIG" in x.arguments}
+        assert found == {exact if expected == "ieee" else expected}
 
 
 def test_a_register_that_nothing_has_written_is_found() -> None:

@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from calls import dense_call
 
-from flashtile.backend.triton import configs
+from flashtile.backend.triton import configs, support
 from flashtile.backend.triton.configs import HALF, SMALL, KernelConfig
-from flashtile.call.call import Features
+from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
 from flashtile.call.window import Window
@@ -36,6 +37,25 @@ def test_work_beside_products_takes_small_tiles_of_forward(changes: dict[str, An
         assert configs.tile(problem(**changes, features=features), H200).forward == KernelConfig(128, 64, 8, 3)
 
 
+def test_short_sequences_and_large_groups() -> None:
+    """One stage where nothing is loaded ahead; groups over 64 heads in one tile where it fits."""
+
+    def chosen(seqlen: int, heads_kv: int = 8, device: Device = H200, **changes: Any) -> configs.TileConfig:
+        return configs.tile(
+            replace(problem(), seqlen_q=seqlen, seqlen_k=seqlen, num_heads_kv=heads_kv, **changes), device
+        )
+
+    assert {x.num_stages for x in chosen(64)[:3]} == {1}
+    for others in ({"head_dim_v": 512}, {"layout": "varlen"}, {"dropout": True}):
+        assert 1 not in {x.num_stages for x in chosen(64, **others)[:1]}
+    assert {x.num_stages for x in chosen(65)[:3]} != {1}
+    few = {"seqlen_k": 4096, "num_heads_q": 71, "num_heads_kv": 1}
+    one = replace(problem(), seqlen_q=1)
+    assert configs.tile(replace(one, **few), H200).pack_gqa == 71
+    assert configs.tile(replace(one, **few), A100).pack_gqa == 1
+    assert configs.tile(replace(one, **few | {"num_heads_q": 130}), H200).pack_gqa == 1
+
+
 @pytest.mark.parametrize("window", [Window(4096, 0), Window(1024, None), Window(None, 0), Window(1024, 2048)])
 def test_long_windows_keep_the_large_tile(window: Window) -> None:
     assert configs.tile(problem(window=window), H200) == configs.tile(problem(), H200)
@@ -59,3 +79,16 @@ def test_misaligned_rows_have_no_warpgroup_products_where_they_decode() -> None:
     few = replace(problem(head_dim=40, head_dim_v=1), seqlen_q=16, alignment=2)
     assert configs.tile(few, H200).forward.block_m == 32
     assert configs.tile(replace(few, alignment=16), H200).forward.block_m == 64
+
+
+def test_gradients_that_triton_cannot_compile_are_declined() -> None:
+    """Triton 3.9 fails on a condition in shared memory for gfx950, 3.8 does not."""
+    qkv, masked = Needs(True, True, True), Features(mask=(True, True, True, True))
+    for arch, version, features, declined in (
+        ("gfx950", (3, 9), masked, True), ("gfx950", (3, 8), masked, False),
+        ("gfx942", (3, 9), masked, False), ("gfx950", (3, 9), Features(), False),
+    ):  # fmt: skip
+        described = problem(features=features)
+        with mock.patch.object(support, "triton_version", return_value=version):
+            reason = support.declines_backward(described, Device("cuda", arch, arch, 100), qkv)
+        assert (reason is not None) == declined

@@ -17,6 +17,8 @@ def window_visible(window: Window, rows: Tensor, keys: Tensor, diagonal: int | T
         bounds.append(keys <= rows + diagonal + window.right)
     if window.top_left:
         bounds.append(keys <= rows)
+    if window.chunk is not None:
+        bounds.append(keys // window.chunk == (rows + diagonal) // window.chunk)
     return all_of(bounds)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...call.call import FEATURES, Call, Gradients, Needs
+from ...private_torch import recording_graph
 from .scores import Scores, Tile, cast_floating, slab_part, slopes_4d, tile_part, zero_hidden
 from .sums import TERMS_PER_CARRY, Sum
 from .tiles import Slab
@@ -74,11 +75,11 @@ def score_mod_backward(
 ) -> Tensor:
     """Differentiate the user's score_mod on this tile, by torch.autograd."""
     unmodified = scores.add_terms(capped, tile)
-    with torch.enable_grad():
+    with recording_graph():
         score = zero_hidden(unmodified, visible).detach().requires_grad_()
         tensors = [
             cast_floating(x, scores.dtype).detach().requires_grad_(total is not None)
-            for x, total in zip(scores.score_mod_tensors, gradients.score_mod_tensors, strict=True)
+            for x, total in zip(scores.score_mod_tensors, gradients.score_mod_tensors, strict=False)
         ]
         modified = scores.modify(score, tile, tensors)
     inputs = [score, *(x for x in tensors if x.requires_grad)]

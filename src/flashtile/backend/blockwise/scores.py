@@ -7,17 +7,15 @@ s = s - slope * |i + Sk - Sq - j|       dslope -= ds * |i + Sk - Sq - j|
 s = score_mod(s, b, h, i, j)            by torch.autograd on the tile
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...call.call import Call
-from ...errors import ArgumentError, AttentionError
-from ...expression import score_mod_function
-from ...expression.purity import EXAMPLE, SIGNATURE, reject_result
+from ...expression import mask_mod_function, score_mod_function
 from . import rng
+from .functions import call_mask_mod, call_score_mod
 from .masking import all_of, window_visible
 from .tiles import Slab
 
@@ -51,10 +49,10 @@ class Scores:
         self.sinks = None
         if tensors.sinks is not None:
             self.sinks = tensors.sinks[slab.heads_q, None, None].to(dtype)  # [H, 1, 1]
-        self.score_mod = None
-        if settings.score_mod is not None:
-            self.score_mod = score_mod_function(settings.score_mod)
-            self.score_mod_tensors = [cast_floating(tensor, dtype) for tensor in tensors.score_mod_tensors]
+        captured, of_score = [cast_floating(x, dtype) for x in tensors.score_mod_tensors], call.num_score_tensors
+        self.score_mod = None if settings.score_mod is None else score_mod_function(settings.score_mod)
+        self.mask_mod = None if settings.mask_mod is None else mask_mod_function(settings.mask_mod)
+        self.score_mod_tensors, self.mask_mod_tensors = captured[:of_score], captured[of_score:]
         self.seed = tensors.dropout_seed if settings.dropout_p > 0 else None
 
     def positions(self, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -72,11 +70,23 @@ class Scores:
             conditions += [] if in_window is None else [in_window]
         if self.mask is not None:
             conditions.append(tile_part(self.mask, tile))
+        if self.mask_mod is not None:
+            conditions.append(self.visible_by_function(tile))
         if query_exists is not None:
             conditions.append(query_exists[:, None, :, None])
         if key_exists is not None:
             conditions.append(key_exists[:, None, None, :])
         return all_of(conditions)
+
+    def visible_by_function(self, tile: Tile) -> Tensor:
+        """The pairs that the mask function shows."""
+        assert self.mask_mod is not None
+        indices = (self.b, self.h[None], *self.positions(tile))
+        return call_mask_mod(self.mask_mod, indices, self.mask_mod_tensors, self.shape(tile), self.dtype)
+
+    def shape(self, tile: Tile) -> tuple[int, ...]:
+        """`[B, H, M, N]`"""
+        return len(self.b), len(self.h), tile.rows.stop - tile.rows.start, tile.keys.stop - tile.keys.start
 
     def forward(self, s: Tensor, tile: Tile, visible: Tensor | None) -> Tensor:
         """The final scores from `s = scale * <q, k>`, `[B, H, M, N]`, before masking."""
@@ -102,7 +112,7 @@ class Scores:
     def modify(self, s: Tensor, tile: Tile, tensors: list[Tensor]) -> Tensor:
         assert self.score_mod is not None
         rows, keys = self.positions(tile)
-        modified = call_score_mod(self.score_mod, s, self.b, self.h, rows, keys, tensors)
+        modified = call_score_mod(self.score_mod, s, (self.b, self.h[None], rows, keys), tensors)
         return modified.to(self.dtype).expand(s.shape)
 
     def keep(self, tile: Tile) -> Tensor | None:
@@ -119,21 +129,6 @@ class Scores:
 def zero_hidden(s: Tensor, visible: Tensor | None) -> Tensor:
     """Set hidden scores to 0 for a user's function: a NaN there would enter the function's derivatives."""
     return s if visible is None else torch.where(visible, s, 0)
-
-
-def call_score_mod(
-    fn: Callable[..., Any], s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, tensors: list
-) -> Tensor:
-    """Run a user's function on a tile; report its errors as errors of the argument `score_mod`."""
-    try:
-        modified = fn(s, b, h[None], i, j, *tensors)
-    except AttentionError:
-        raise
-    except Exception as error:
-        accepted = f"{SIGNATURE}; it raised {type(error).__name__}: {error}"
-        raise ArgumentError("score_mod", fn, accepted, EXAMPLE) from error
-    reject_result(fn, modified, s)
-    return modified
 
 
 def cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:

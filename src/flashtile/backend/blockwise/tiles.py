@@ -139,10 +139,10 @@ class Side:
         if self.dense:
             return
         bounds = tensors.cu_seqlens_k if self.keys else tensors.cu_seqlens_q
-        used = tensors.seqused_k if self.keys else None
+        used = tensors.seqused_k if self.keys else tensors.seqused_q
         length = used if bounds is None else (bounds[1:] - bounds[:-1]).clamp(min=0)
         if bounds is not None and length is not None and used is not None:
-            length = used if self.paged else torch.minimum(used, length)
+            length = used if self.paged else torch.minimum(used, length).clamp(min=0)
         assert length is not None
         self.num_tokens = self.x.shape[0] * self.x.shape[1] if self.paged else self.x.shape[0]
         self.index = TokenIndex(
@@ -176,6 +176,11 @@ class Side:
     def length(self, sequence: int) -> int:
         return self.max_length if self.dense else self.lengths[sequence]
 
+    def first(self, sequence: int) -> int:
+        """The first token of a packed sequence whose lengths the host knows."""
+        assert self.firsts is not None
+        return self.firsts[sequence]
+
     def device_length(self, batch: slice) -> int | Tensor:
         """Lengths on the device, `[B, 1, 1, 1]`; an int for dense sequences."""
         return self.max_length if self.dense else self.index.length[batch, None, None, None]
@@ -185,8 +190,7 @@ class Side:
         if self.dense:
             return DenseRows(x[batch, heads])
         if self.on_host and not self.paged:
-            assert self.firsts is not None
-            first, length = self.firsts[batch.start], self.lengths[batch.start]
+            first, length = self.first(batch.start), self.lengths[batch.start]
             return DenseRows(x[first : first + length, heads].transpose(0, 1)[None])  # [1, H, S, D]
         per_sequence = ("first", "page_table", "length", "leftpad")
         per_batch = {name: y for name in per_sequence if (y := getattr(self.index, name)) is not None}

@@ -8,5 +8,5 @@ Host code: `entry`, `host_forward` and `host_backward`, with `arguments` (the ar
 sequences), `launch`, `threads`, `jit` and `targets`. Kernel generators are in `kernels/`: `codegen` and `operands` are
 the IR builder; `elementary`, `formats` and `products` are arithmetic; `tiles`, `masking`, `scores`, `softmax` and `rng`
 are the parts of attention; `forward`, `decode` and `backward` combine them. `formula`, `captured`, `stages` and
-`dcaptured` make code of a score_mod.
+`dcaptured` make code of score_mod and mask functions.
 """

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ...call.call import HEAD_TERMS, Call, Needs, Tensors
+from ...call.formulas import mask_formula, score_formula
 from ...call.problem import accumulation_dtype
-from ...expression import Formula, score_mod_formula
+from ...expression import Formula
 from ...expression.derivative import Load
 from ...expression.program import TensorType, joined, type_of
 from ..scalars import head_strides, keep_scale, strides_of, threshold
@@ -52,19 +53,12 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
         bias=None if t.bias is None else DTYPE_NAMES[t.bias.dtype],
         head_terms=tuple([symbol for symbol, n in HEAD_TERMS.items() if t[n] is not None]),
         mask=t.mask is not None,
-        formula=formula_of(call),
+        formula=score_formula(call),
+        mask_mod=mask_formula(call),
         wide=any(extent(x) > LARGEST_OFFSET for x in t.score_mod_tensors),
         dropout=s.dropout_p > 0,
+        chunk=s.attention_chunk is not None,
     )
-
-
-def formula_of(call: Call) -> Formula | None:
-    """The formula of the call's score_mod."""
-    if call.settings.score_mod is None:
-        return None
-    formula = score_mod_formula(call.settings.score_mod)
-    assert isinstance(formula, Formula), "`support.declines` refuses what cannot be traced"
-    return formula
 
 
 def with_derivative(variant: Variant, call: Call, needs: Needs) -> Variant:
@@ -182,9 +176,10 @@ def call_scalars(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) 
         "groups": q.shape[1] // heads_kv(call),
         "head_dim": q.shape[-1],
         "head_dim_v": v.shape[-1],
-        "window_left": UNLIMITED if s.window_left is None else min(s.window_left, UNLIMITED),
-        "window_right": UNLIMITED if s.window_right is None else min(s.window_right, UNLIMITED),
+        "window_left": UNLIMITED if s.window_left is None else s.window_left,
+        "window_right": UNLIMITED if s.window_right is None else s.window_right,
         "top_left": 0 if s.top_left else UNLIMITED,
+        "attention_chunk": s.attention_chunk or 0,
         "diagonal": s.diagonal,
         "i0": s.i0,
         "j0": s.j0,

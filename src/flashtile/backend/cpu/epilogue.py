@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, new_rows
-from .lengths import Lengths
 
 CHUNK = 64
 
@@ -16,14 +15,14 @@ def without_padding(like: Tensor, dx: Tensor | None) -> Tensor | None:
     return new_rows(like, like.shape[1], like.shape[-1], dx.dtype).copy_(dx[..., : like.shape[-1]])
 
 
-def slope_gradient(call: Call, of_rows: Tensor, lengths: Lengths) -> Tensor:
+def slope_gradient(call: Call, of_rows: Tensor) -> Tensor:
     """Sum the contributions of rows, `[B, H, S]` or packed `[H, T]`, to the shape of the slopes, `[H]` or `[B, H]`."""
     slopes, bounds = call.tensors.alibi_slopes, call.tensors.cu_seqlens_q
     assert slopes is not None
     if bounds is None:
         of_rows = of_rows.sum(dim=-1)
     else:
-        of_rows = segment_sums(of_rows[:, : lengths.used_tokens], bounds.diff().long())
+        of_rows = segment_sums(of_rows[:, : int(bounds[-1])], bounds.diff().long())
     return of_rows if slopes.dim() == 2 else of_rows.sum(dim=0)
 
 

@@ -133,15 +133,15 @@ def run_backward(
     dq, dslopes = buffers.dq, buffers.dslopes
     if dq is not None:
         dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))
-        if dq.dim() == 3:
-            dq[launch.lengths.used_tokens :] = 0
+        for tokens in launch.lengths.unused:
+            dq[tokens] = 0
     stats = RowStats(t.sinks, rows.lse, buffers.delta, rows.lse, rows.dlse)
     return Gradients(
         q=dq,
         k=without_padding(t.k, buffers.dk),
         v=without_padding(t.v, buffers.dv),
         bias=buffers.dbias,
-        alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0), launch.lengths),
+        alibi_slopes=None if dslopes is None else slope_gradient(call, dslopes.sum(dim=0)),
         score_mod_tensors=step.captured.sums(dcaptured),
         **{name: gradient(stats) for name, gradient in requested_from_rows(step.needs, t)},
     )

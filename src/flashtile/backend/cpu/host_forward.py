@@ -41,7 +41,8 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     launches depend on the values of their lengths.
     """
     q, k, v = (rows_last(x) for x in call.tensors[:3])
-    out = new_rows(call.tensors.q, q.shape[1], v.shape[-1], q.dtype)
+    out = call.tensors.out
+    out = new_rows(call.tensors.q, q.shape[1], v.shape[-1], q.dtype) if out is None else out
     lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
     launch = forward_launch(plan, call, (q, k, v), out, lse)
     results = run_forward(launch, call, (q, k, v), out, lse)
@@ -50,7 +51,9 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 
 def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
     q, k, v = (rows_last(x) for x in call.tensors[:3])
-    out, lse = (spec.new() for spec in launch.results)
+    of_out, of_lse = launch.results
+    out = of_out.new() if call.tensors.out is None else call.tensors.out
+    lse = of_lse.new()
     return run_forward(launch, call, (q, k, v), out, lse)
 
 
@@ -68,10 +71,9 @@ def run_forward(
     else:
         run(launch, tensors)
     del captured
-    used_tokens = launch.lengths.used_tokens
-    if q.dim() == 3 and used_tokens < q.shape[0]:  # tokens of no sequence
-        out[used_tokens:] = 0
-        lse[:, used_tokens:] = -torch.inf
+    for tokens in launch.lengths.unused:
+        out[tokens] = 0
+        lse[:, tokens] = -torch.inf
     return out, lse
 
 

@@ -21,7 +21,7 @@ class Lengths(NamedTuple):
     tasks: int
     max_seqlen_k: int
     max_rows: int  # packed query rows of the longest sequence
-    used_tokens: int  # packed query tokens that belong to a sequence
+    unused: tuple[slice, ...]  # packed query tokens that belong to no sequence
 
 
 def lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
@@ -40,7 +40,7 @@ def dense_lengths(batch: int, seqlen_q: int, seqlen_k: int, heads_kv: int, group
     table[:, SEQUENCE_FIELDS.index("first_task")] = np.arange(batch + 1) * (tiles * heads_kv)
     table[:, SEQUENCE_FIELDS.index("seqlen_q")] = seqlen_q
     table[:, SEQUENCE_FIELDS.index("seqlen_k")] = seqlen_k
-    return Lengths(table, batch, batch * tiles * heads_kv, seqlen_k, seqlen_q * groups, 0)
+    return Lengths(table, batch, batch * tiles * heads_kv, seqlen_k, seqlen_q * groups, ())
 
 
 def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
@@ -53,11 +53,16 @@ def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths
     if t.cu_seqlens_q is None:  # a KV cache with dense queries
         batch = t.q.shape[0]
         q_first, seqlen_q = np.zeros(batch, dtype=np.int64), np.full(batch, t.q.shape[2], dtype=np.int64)
-        used_tokens = 0
+        unused: tuple[slice, ...] = ()
     else:
         bounds = to_numpy(t.cu_seqlens_q)
-        q_first, seqlen_q, used_tokens = bounds[:-1], np.diff(bounds), int(bounds[-1])
+        q_first, seqlen_q = bounds[:-1], np.diff(bounds)
         batch = len(q_first)
+        starts, stops = [int(bounds[-1])], [t.q.shape[0]]
+        if t.seqused_q is not None:
+            seqlen_q = np.minimum(seqlen_q, to_numpy(t.seqused_q))
+            starts, stops = starts + (q_first + seqlen_q).tolist(), stops + bounds[1:].tolist()
+        unused = tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
     k_first = np.zeros(batch, dtype=np.int64)
     seqlen_k = None if t.seqused_k is None else to_numpy(t.seqused_k)
     if t.cu_seqlens_k is not None and t.page_table is None:
@@ -76,7 +81,7 @@ def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths
     for name, column in columns.items():
         table[:-1, SEQUENCE_FIELDS.index(name)] = column
     max_rows = int(seqlen_q.max(initial=0)) * groups
-    return Lengths(table, batch, int(table[-1, 0]), int(seqlen_k.max(initial=0)), max_rows, used_tokens)
+    return Lengths(table, batch, int(table[-1, 0]), int(seqlen_k.max(initial=0)), max_rows, unused)
 
 
 def chunk(max_seqlen_k: int, splits: int) -> int:

@@ -10,7 +10,6 @@ import torch
 
 from ...call.device import Device
 from ...call.problem import Problem, too_long
-from ...expression import Untraced
 
 SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature, head dimensions to 512"
 MAX_HEAD_DIM = 512
@@ -59,8 +58,8 @@ def declines(problem: Problem, device: Device) -> str | None:
     """The reason why this backend does not support the problem; `None` if it does."""
     if device.type != "cpu":
         return f"its kernels run on CPUs, not on {device.type}"
-    if isinstance(problem.score_mod, Untraced):
-        return f"the score_mod cannot be traced: {problem.score_mod.reason}"
+    if (reason := problem.untraced) is not None:
+        return reason
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
     return too_long(problem)

@@ -7,6 +7,7 @@ from llvmlite import ir
 from ...call.call import HEAD_TERMS
 from ...expression import Formula
 from ...expression.derivative import Load
+from ...expression.program import joined
 from .kernels.codegen import Code
 from .kernels.elementary import LOG2E
 from .kernels.operands import ADDRESS, DOUBLE, FLOAT, LONG, Pointer, Value
@@ -24,8 +25,10 @@ class Variant(NamedTuple):
     head_terms: tuple[str, ...] = ()  # symbols of score terms with a value for each head
     mask: bool = False
     formula: Formula | None = None  # of the score_mod
+    mask_mod: Formula | None = None  # of the mask function
     wide: bool = False  # whether offsets in its tensors need 64 bits
     dropout: bool = False
+    chunk: bool = False  # chunks of positions that see only themselves
     loads: tuple[Load, ...] = ()  # of the formula's tensors that have a gradient; backward only
     bias_gradient: bool = False
     slope_gradient: bool = False
@@ -44,7 +47,15 @@ class Variant(NamedTuple):
     def modifies_scores(self) -> bool:
         """Whether every score is changed between the two products."""
         terms = self.bias is not None or len(self.head_terms) > 0
-        return self.softcap or self.mask or terms or self.formula is not None
+        return self.softcap or self.mask or terms or self.functions is not None
+
+    @property
+    def functions(self) -> Formula | None:
+        """The formulas of score_mod and mask function in one program: results of the former, then whether a pair is
+        visible.
+        """
+        formulas = [x for x in (self.formula, self.mask_mod) if x is not None]
+        return Formula(joined(*(x.program for x in formulas)), formulas[0].tensors) if formulas else None
 
     @property
     def natural_units(self) -> bool:
@@ -80,7 +91,7 @@ INTEGERS = """
 tasks batch num_heads_kv groups seqlen_total head_dim head_dim_v panels splits chunk
 q_b q_h q_s k_b k_h k_s v_b v_h v_s out_b out_h out_s lse_b lse_h lse_s
 mask_b mask_h mask_i mask_j bias_b bias_h bias_i bias_j page_size page_columns
-window_left window_right top_left diagonal i0 j0 b0 h0 num_heads threshold work_size
+window_left window_right top_left attention_chunk diagonal i0 j0 b0 h0 num_heads threshold work_size
 dout_b dout_h dout_s dq_split dq_b dq_h dq_s dk_b dk_h dk_s dv_b dv_h dv_s
 dbias_b dbias_h dbias_i dbias_j share_b share_h total_keys
 """

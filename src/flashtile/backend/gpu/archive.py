@@ -32,9 +32,10 @@ NO_ARCHIVE = "none"  # the variable's value for it
 FORMAT = 1
 INDEX = "index.json"
 PACKAGE = Path(__file__).parents[2]
+GENERATORS = ("backend/gpu/generated.py", "backend/gpu/captured.py")
 SOURCES = {  # files that kernels are made from, by backend: all below a folder, or one
-    "hopper": ("backend/hopper/kernels", "backend/hopper/tables.py", "call/call.py"),
-    "triton": ("backend/triton/kernels", "backend/triton/constants.py"),
+    "hopper": ("backend/hopper/kernels", "backend/hopper/tables.py", "call/call.py", *GENERATORS),
+    "triton": ("backend/triton/kernels", "backend/triton/constants.py", *GENERATORS),
 }
 
 

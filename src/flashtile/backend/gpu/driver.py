@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .stream import current_stream
+from ...private_torch import current_raw_stream
 
 LIBRARY = "libcuda.so.1"
 INVALID_CONTEXT, INVALID_HANDLE = 201, 400
@@ -80,7 +80,7 @@ class Driver:
     """Functions of `libcuda`."""
 
     device = staticmethod(torch.cuda.current_device)
-    stream = staticmethod(current_stream)
+    stream = staticmethod(current_raw_stream)
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(LIBRARY)

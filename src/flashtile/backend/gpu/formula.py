@@ -2,8 +2,9 @@
 
     def NAME(score, b, h, q_idx, k_idx, captured): ... return (OUTPUT, ...)
 
-Indices have any shapes that broadcast to the score's: a number, rows `[M, 1]`, keys `[1, N]`, or transposed. A value
-has the shape of what it depends on, so that an element of a captured tensor that depends on the head alone is one load.
+That of a mask has no score. Indices have any shapes that broadcast to the score's: a number, rows `[M, 1]`, keys
+`[1, N]`, or transposed. A value has the shape of what it depends on, so that an element of a captured tensor that
+depends on the head alone is one load.
 `captured` has the data pointer, the sizes and the strides of each captured tensor, one after another.
 """
 
@@ -12,15 +13,15 @@ from typing import Any, NamedTuple
 
 from ...expression.derivative import Load
 from ...expression.formula import Formula
-from ...expression.program import BOOL, INT32, INT64, REAL, TensorType, emit
+from ...expression.program import BOOL, INPUTS, INT32, INT64, REAL, TensorType, emit
 
 DTYPES = {REAL: "float32", INT32: "int32", INT64: "int64"}
 OPERATIONS = {  # formats of operands; {language} is the module of the language
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "neg": "-{0}",
     "abs": "{language}.abs({0})",
     "sign": "{language}.where({0} > 0, 1, {language}.where({0} < 0, -1, {0}))",
-    "minimum": "{language}.minimum({0}, {1}, propagate_nan={language}.PropagateNan.ALL)",
-    "maximum": "{language}.maximum({0}, {1}, propagate_nan={language}.PropagateNan.ALL)",
+    "minimum": "{language}.minimum({0}, {1}, propagate_nan=KEEP_NAN)",
+    "maximum": "{language}.maximum({0}, {1}, propagate_nan=KEEP_NAN)",
     "where": "{language}.where({0}, {1}, {2})",
     "sqrt": "{language}.sqrt({0})", "rsqrt": "{language}.rsqrt({0})", "log": "{language}.log({0})",
     "erf": "{language}.erf({0})", "floor": "{language}.floor({0})",
@@ -28,7 +29,8 @@ OPERATIONS = {  # formats of operands; {language} is the module of the language
     "ne": "{0} != {1}",
     "and_": "{0} & {1}", "or_": "{0} | {1}", "xor": "{0} ^ {1}", "not_": "~{0}",
 }  # fmt: skip
-FUNCTIONS = ("exp", "tanh", "sigmoid")  # device functions of the backend, as are floordiv, mod and inside
+# Names that the backend defines, as it does floordiv, mod, inside, load_pairs and KEEP_NAN.
+FUNCTIONS = ("exp", "tanh", "sigmoid")
 LOADED = {  # dtypes of captured tensors, and the kind of their elements
     **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), REAL),
     **dict.fromkeys(("int8", "int16", "int32", "uint8", "uint16"), INT32),
@@ -155,9 +157,10 @@ def source(
     wide: bool = False,
     language: str = "tl",
 ) -> Source:
-    """A function that returns the new score; with `partial`, also its derivative by the score; with `load`, also its
-    derivative by the element that this load of the formula reads, and the element's position. Loads are those of
-    `formula.partials` of all tensors of real numbers. `wide`: offsets into captured tensors have 64 bits.
+    """A function that returns the new score, or of a mask whether a pair is visible. With `partial`, it also returns
+    the derivative by the score; with `load`, the derivative by the element that this load of the formula reads, and the
+    element's position. Loads are those of `formula.partials` of all tensors of real numbers. `wide`: offsets into
+    captured tensors have 64 bits.
     """
     writer = Writer(formula.tensors, language, wide)
     [score] = emit(formula.program, writer)
@@ -174,7 +177,8 @@ def source(
             inputs = position.inputs
     body = "".join(f"    {line}\n" for line in writer.lines)
     returned = "".join(f"{x.name}, " for x in results)
-    return Source(f"def {name}(score, b, h, q_idx, k_idx, captured):\n{body}    return ({returned})\n", inputs)
+    parameters = ", ".join((*INPUTS[formula.is_mask :], "captured"))
+    return Source(f"def {name}({parameters}):\n{body}    return ({returned})\n", inputs)
 
 
 def loads(formula: Formula) -> tuple[Load, ...]:
@@ -191,5 +195,5 @@ def unsupported(formula: Formula) -> str | None:
     """The reason why device functions cannot read the formula's tensors, or `None`."""
     for x in formula.tensors:
         if x.dtype not in LOADED:
-            return f"its score_mod reads a tensor of {x.dtype}"
+            return f"its {'mask' if formula.is_mask else 'score_mod'} reads a tensor of {x.dtype}"
     return None

@@ -28,3 +28,8 @@ class Kernel(NamedTuple):
 @functools.cache
 def function_of(kernel: Kernel) -> Any:
     return getattr(importlib.import_module(kernel.module), kernel.name)
+
+
+def function_under_jit(kernel: Any) -> Any:
+    """The function of a kernel; one that was made for a formula is itself."""
+    return kernel.function() if isinstance(kernel, Kernel) else kernel

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import guards as allocators  # of compiled programs: torch.empty_strided takes twice as long
 
+from ... import private_torch
 from .launch import launch, replayable
 from .pointers import Described, Pointers, Slot, Slots, resolved
 from .step import Step
@@ -169,12 +169,12 @@ def current_device_of(x: Tensor | None) -> Any:
 def allocation(x: Tensor) -> Step:
     """Build the step that allocates a tensor with the layout of `x` on the current device."""
     shape, strides, dtype, device = tuple(x.shape), x.stride(), x.dtype, x.device
-    name = f"_empty_strided_{device.type}"
+    allocate = private_torch.allocator(device.type)
 
     def quick(known: list[Tensor | None]) -> None:
-        known.append(getattr(allocators, name)(shape, strides, dtype))
+        known.append(private_torch.allocator(device.type)(shape, strides, dtype))
 
     def usual(known: list[Tensor | None]) -> None:
         known.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
-    return quick if device.type in ("cpu", "cuda") and hasattr(allocators, name) else usual
+    return usual if allocate is None else quick

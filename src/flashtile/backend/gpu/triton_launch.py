@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from .installed import triton_version
-from .kernel import Kernel
+from .kernel import function_under_jit
 from .pointers import Slot, Slots, TmaDescriptor, resolved
 from .step import Step
 
 KNOWN_LAUNCHER = (3, 6)  # the version of Triton that `launcher` is for
+# Products and sums become one instruction. Triton 3.9 warns where this is left to its default, which 3.10 changes.
+OPTIONS = {"enable_fp_fusion": True}
 
 
 class TritonLaunch:
@@ -37,13 +39,13 @@ class TritonLaunch:
 
 def launch(kernel: Any, programs: int, scalars: dict[str, Any], slots: Slots, tensors: list[Tensor | None]) -> None:
     """Launch `kernel` on the current device and stream; `scalars` are its arguments that are no pointers."""
-    function_under_jit(kernel)[(programs,)](**scalars, **pointers(slots, tensors))
+    function_under_jit(kernel)[(programs,)](**scalars, **pointers(slots, tensors), **OPTIONS)
 
 
 def replayable(kernel: Any, programs: int, scalars: dict[str, Any], slots: Slots, tensors: list[Tensor | None]) -> Step:
     """As `launch`; returns the step that repeats it for other tensors with the same layouts."""
     function, given = function_under_jit(kernel), pointers(slots, tensors)
-    compiled = function[(programs,)](**scalars, **given)
+    compiled = function[(programs,)](**scalars, **given, **OPTIONS)
     if compiled is None:  # Triton's interpreter compiles nothing
         return lambda tensors: launch(kernel, programs, scalars, slots, tensors)
     named = scalars | given
@@ -54,10 +56,6 @@ def replayable(kernel: Any, programs: int, scalars: dict[str, Any], slots: Slots
     from . import launcher
 
     return launcher.of(compiled, programs, arguments, slots, by_triton) or by_triton
-
-
-def function_under_jit(kernel: Any) -> Any:
-    return kernel.function() if isinstance(kernel, Kernel) else kernel
 
 
 def pointers(slots: Slots, tensors: list[Tensor | None]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ..scalars import (
     strides,
     window_numbers,
 )
+from . import formulas
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .semaphores import tile_count_semaphore
 from .tables import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
@@ -39,13 +40,13 @@ class BlockCounts(NamedTuple):
     heads: int  # query heads; dense: of all sequences
     m_blocks: int  # blocks of rows of a head
     n_blocks: int  # blocks of keys of a key head; dense: of one sequence
-    num_tiles: int  # blocks of keys of all key heads
+    num_tiles: int  # blocks of keys of all key heads, times splits of their rows
 
     @classmethod
     def of(cls, config: FusedBackwardConfig | DkdvConfig, q: Tensor, k: Tensor, batch: int) -> "BlockCounts":
         if q.dim() == 4:
             m_blocks, n_blocks = -(-q.shape[2] // config.block_m), -(-k.shape[2] // config.block_n)
-            return cls(batch * q.shape[1], m_blocks, n_blocks, batch * k.shape[1] * n_blocks)
+            return cls(batch * q.shape[1], m_blocks, n_blocks, batch * k.shape[1] * n_blocks * config.row_splits)
         m_blocks, n_blocks = (
             max_blocks(len(x), block, batch) for x, block in ((q, config.block_m), (k, config.block_n))
         )
@@ -58,7 +59,8 @@ class BackwardLaunches:
     def __init__(
         self, recorder: Recorder, config: FusedBackwardConfig | DkdvConfig, call: Call, t: Tensors, dout: Tensor
     ):
-        self.recorder, self.config, self.call, self.tensors, self.dout = recorder, config, call, t, dout
+        self.recorder, self.config, self.tensors, self.dout = recorder, config, t, dout
+        self.call = call._replace(tensors=t)
         self.q, self.k, self.v = (recorder.op(rows_last, x) for x in t[:3])
         self.head_terms = {symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()}
         self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = (
@@ -77,6 +79,10 @@ class BackwardLaunches:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.recorder.new(self.q.new_empty(shape, dtype=dtype))
 
+    def launch(self, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any]) -> None:
+        """Launch a kernel that recomputes scores."""
+        formulas.launch(self.recorder, self.call, kernel, pointers, programs, scalars, partial=True)
+
     def row_kernel_scalars(self) -> dict[str, Any]:
         """Scalars of the kernels that run one program for each block of rows."""
         return {
@@ -94,9 +100,11 @@ class BackwardLaunches:
             **strides("dout", self.dout, ALIGN),
             **lse_strides(lse),
             **dlse_strides(dlse),
+            "columns": self.config.head_dim_v.columns_of(out),
             "HEAD_DIM": self.config.head_dim_v,
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,
+            "DQ_PARTS": self.config.dq_parts,
             "num_warps": WARPS,
         }
         pointers = {
@@ -174,13 +182,15 @@ class BackwardLaunches:
     def l2_swizzle(self, bytes_per_row: int) -> int:
         """Key heads that are scheduled together.
 
-        One group just fills the device, so that programs that wait for each other start together. With a window or a
-        diagonal, the group also has to fit the L2 cache, as its blocks of keys visit different rows.
+        One group just fills the device, so that programs that wait for each other start together; few rows, for whose
+        dq they wait, are those of several heads. With a window or a diagonal, the group also has to fit the L2 cache,
+        as its blocks of keys visit different rows.
         """
+        group = self.q.shape[1] // self.k.shape[1]
         resident_heads = max(1, self.programs // self.blocks.n_blocks)
         if self.call.settings.window.unlimited:
-            return resident_heads
-        bytes_per_head = self.q.shape[1] // self.k.shape[1] * self.seqlen_q * bytes_per_row
+            return max(resident_heads, self.programs // (group * self.blocks.m_blocks))
+        bytes_per_head = group * self.seqlen_q * bytes_per_row
         return max(1, min(resident_heads, L2_BYTES // bytes_per_head))
 
     def gradients_from_rows(self, needs: Needs, lse: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:

@@ -13,43 +13,54 @@ from ..gpu import replay
 from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
-from ..scalars import head_strides, head_terms, rows_last, score_units, window_numbers
+from ..scalars import head_strides, head_terms, rows_last, score_units, strides, window_numbers
 from .descriptors import dense_descriptor, ragged_descriptor
+from .formulas import launch
 from .scheduler_args import scheduler_args
 from .semaphores import tile_count_semaphore
-from .tables import MMA_M, ForwardConfig
+from .tables import ALIGN, COMBINE_ROWS, MMA_M, ForwardConfig
 
 FORWARD = Kernel(f"{__package__}.kernels.forward.forward", "forward_kernel")
+COMBINE = Kernel(f"{__package__}.kernels.combine", "combine_kernel")
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a call."""
-    out, lse = replay.run(call.inputs, launch_forward, plan.tile.forward, call)
+    out, lse = replay.run(call.inputs, launch_forward, forward_config(plan, call), call)
     return out, lse  # type: ignore[return-value]
 
 
 def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
-    recording, (out, lse) = replay.record(call.inputs, launch_forward, plan.tile.forward, call)
+    recording, (out, lse) = replay.record(call.inputs, launch_forward, forward_config(plan, call), call)
     return lambda call: recording(call.inputs), (out, lse)  # type: ignore[return-value]
+
+
+def forward_config(plan: Plan, call: Call) -> ForwardConfig:
+    """The configuration with the number of splits, which the caller of a dense call may choose."""
+    splits = call.settings.num_splits if call.layout == "dense" else None
+    return plan.tile.forward.with_splits(splits or plan.num_splits)
 
 
 def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Results:
     """Record the launches of a forward pass."""
     t = Tensors.from_flat(recorder.inputs)
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
-    out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
+    out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype)) if t.out is None else t.out
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     if q.numel() == 0:
         return out, lse
+    results = (out, lse) if config.splits == 1 else new_results(recorder, q, config)
     packed = call.layout == "varlen"
     make_descriptor = ragged_descriptor if packed else dense_descriptor
     pointers = {
         "q_desc": Described(q, make_descriptor, (MMA_M, config.head_dim.box)),
         "k_desc": Described(k, make_descriptor, (config.block_n, config.head_dim.box)),
         "v_desc": Described(v, make_descriptor, (config.block_n, config.head_dim_v.box)),
-        "out_desc": Described(out, make_descriptor, (MMA_M, min(config.head_dim_v.box, config.epilogue_columns))),
-        "lse": lse,
+        "out_desc": Described(
+            results[0], make_descriptor, (MMA_M, min(config.head_dim_v.box, config.epilogue_columns))
+        ),
+        "lse": results[1],
         "tile_count_semaphore": recorder.op(partial(tile_count_semaphore, q.device, packed)),
         **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
         "sinks": recorder.contiguous(t.sinks),
@@ -57,8 +68,42 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
         "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
         "seqused_k": recorder.contiguous(t.seqused_k),
     }
-    recorder.launch(FORWARD, pointers, *launch_scalars(call, config))
+    call = call._replace(tensors=t)
+    launch(recorder, call, FORWARD, pointers, *launch_scalars(call, config))
+    if config.splits > 1:
+        combine_splits(recorder, config, results, (out, lse))
     return out, lse
+
+
+def new_results(recorder: Recorder, q: Tensor, config: ForwardConfig) -> tuple[Tensor, Tensor]:
+    """Results of the splits of a dense call, which `combine_splits` merges: out `[splits * B, H, Sq, Dv]` and lse."""
+    batch, heads, seqlen_q, _ = q.shape
+    partial_out = q.new_empty(config.splits * batch, heads, seqlen_q, config.head_dim_v.width, dtype=torch.float32)
+    return recorder.new(partial_out), recorder.new(partial_out.new_empty(partial_out.shape[:-1]))
+
+
+def combine_splits(
+    recorder: Recorder, config: ForwardConfig, partials: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor]
+) -> None:
+    """Launch the kernel that merges the splits' results."""
+    out, lse = results
+    batch, heads, seqlen_q, _ = out.shape
+    num_tiles = -(-seqlen_q // COMBINE_ROWS)
+    pointers = {"partial_out": partials[0], "partial_lse": partials[1], "out": out, "lse": lse}
+    scalars: dict[str, Any] = {
+        **strides("out", out, ALIGN),
+        "num_tiles": num_tiles,
+        "num_heads": heads,
+        "total_heads": batch * heads,
+        "seqlen_q": seqlen_q,
+        "columns": config.head_dim_v.columns_of(out),
+        "SPLITS": config.splits,
+        "HEAD_DIM_V": config.head_dim_v,
+        "ALIGN": ALIGN,
+        "BLOCK_M": COMBINE_ROWS,
+        "num_warps": 4,
+    }
+    recorder.launch(COMBINE, pointers, num_tiles * batch * heads, scalars)
 
 
 def __getattr__(name: str) -> Any:
@@ -75,6 +120,7 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
     """Number of programs, and the kernel's scalar arguments."""
     t = call.tensors
     scheduling = scheduler_args(call, config.block_m)
+    scheduling["num_tiles"] *= config.splits
     return min(describe_device(t.q.device).cores, scheduling["num_tiles"]), {
         **scheduling,
         "stride_lse": scheduling["seqlen_q"],

@@ -12,9 +12,10 @@ from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import WARPS, BackwardLaunches
 from .descriptors import dq_accum_descriptor
-from .tables import ALIGN, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
+from .tables import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
 
 BACKWARD = Kernel(f"{__package__}.kernels.backward.fused", "backward_kernel")
+ADD_SPLITS = Kernel(f"{__package__}.kernels.add_splits", "add_splits_kernel")
 POSTPROCESS = Kernel(f"{__package__}.kernels.postprocess", "postprocess_kernel")
 
 
@@ -25,14 +26,16 @@ class FusedBackward(BackwardLaunches):
 
     def __init__(self, recorder: Recorder, config: FusedBackwardConfig, call: Call, t: Tensors, dout: Tensor):
         super().__init__(recorder, config, call, t, dout)
-        self.dq_semaphore = self.empty(self.blocks.heads * self.blocks.m_blocks, NUM_WARPGROUPS, dtype=torch.int32)
-        self.dq_accum = self.empty(self.blocks.heads * self.padded_rows, config.head_dim.width)
+        parts, heads = config.dq_parts, self.blocks.heads
+        self.dq_semaphore = self.empty(parts * heads * self.blocks.m_blocks, NUM_WARPGROUPS, dtype=torch.int32)
+        self.dq_accum = self.empty(parts * heads * self.padded_rows, config.head_dim.width)
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, _: Needs) -> Results:
         """Launch all kernels; returns dq, dk and dv."""
         self.preprocess(out, lse, dlse, self.dq_semaphore)
-        dk, dv = self.new_dk_dv()
-        box = (MMA_M, self.config.head_dim.box)
+        splits = self.config.row_splits > 1
+        dk, dv = (self.new_splits(x) for x in (self.k, self.v)) if splits else self.new_dk_dv()
+        box = (MMA_M, min(self.config.head_dim.box, DQ_COLUMNS) if splits else self.config.head_dim.box)
         pointers = {
             **self.input_pointers(),
             **self.row_stats_pointers(),
@@ -44,8 +47,34 @@ class FusedBackward(BackwardLaunches):
             "dq_semaphore": self.dq_semaphore,
         }
         bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + self.dq_accum.element_size())
-        self.recorder.launch(BACKWARD, pointers, self.programs, self.key_kernel_scalars(bytes_per_row))
+        self.launch(BACKWARD, pointers, self.programs, self.key_kernel_scalars(bytes_per_row))
+        if splits:
+            dk, dv = (self.add_splits(x, dx) for x, dx in zip((dk, dv), self.new_dk_dv(), strict=True))
         return self.postprocess(), dk, dv
+
+    def new_splits(self, x: Tensor) -> Tensor:
+        """Buffer for dk or dv of each split of the rows, `[row_splits * B, Hk, Sk, D]` in fp32."""
+        batch, heads, seqlen_k, _ = x.shape
+        return self.empty(self.config.row_splits * batch, heads, seqlen_k, self.config.head_dim.width)
+
+    def add_splits(self, splits: Tensor, dx: Tensor) -> Tensor:
+        """Launch the sum over the splits; returns `dx`."""
+        batch, heads, seqlen_k, _ = dx.shape
+        num_tiles = -(-seqlen_k // COMBINE_ROWS)
+        scalars: dict[str, Any] = {
+            **strides("dx", dx, ALIGN),
+            "num_tiles": num_tiles,
+            "num_heads": heads,
+            "seqlen": seqlen_k,
+            "columns": self.config.head_dim.columns_of(dx),
+            "SPLITS": self.config.row_splits,
+            "HEAD_DIM": self.config.head_dim,
+            "ALIGN": ALIGN,
+            "BLOCK_N": COMBINE_ROWS,
+            "num_warps": WARPS,
+        }
+        self.recorder.launch(ADD_SPLITS, {"splits": splits, "dx": dx}, num_tiles * batch * heads, scalars)
+        return dx
 
     def postprocess(self) -> Tensor:
         """Launch the conversion of dq."""
@@ -54,9 +83,11 @@ class FusedBackward(BackwardLaunches):
             **self.row_kernel_scalars(),
             **strides("dq", dq, ALIGN),
             "scale": self.call.settings.scale,
+            "columns": self.config.head_dim.columns_of(dq),
             "HEAD_DIM": self.config.head_dim,
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,
+            "DQ_PARTS": self.config.dq_parts,
             "num_warps": WARPS,
         }
         pointers = {

@@ -47,4 +47,6 @@ def launch_backward(
         launches = FusedBackward(recorder, config, call, tensors, dout)
     dq, dk, dv = launches.run(out, lse, dlse, needs)
     dq, dk, dv = (dx if needed else None for dx, needed in zip((dq, dk, dv), needs, strict=False))
-    return Gradients(q=dq, k=dk, v=dv, **launches.gradients_from_rows(needs, lse, dlse)).flat()
+    captured = (None,) * len(tensors.score_mod_tensors)
+    from_rows = launches.gradients_from_rows(needs, lse, dlse)
+    return Gradients(q=dq, k=dk, v=dv, score_mod_tensors=captured, **from_rows).flat()

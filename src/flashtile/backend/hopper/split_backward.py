@@ -35,16 +35,23 @@ class SplitBackward(BackwardLaunches):
             **scheduling,
             **strides("dq", dq, ALIGN),
             "num_heads": self.q.shape[1],
+            "columns": self.config.head_dim.columns_of(self.q),
             "CONFIG": self.dq_config,
         }
         pointers = {**self.input_pointers(), "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta, "dq": dq}
-        self.recorder.launch(DQ, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
+        self.launch(DQ, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
         return dq
 
     def launch_dkdv(self) -> tuple[Tensor, Tensor]:
         dk, dv = self.new_dk_dv()
         bytes_per_row = (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
-        scalars = {**self.key_kernel_scalars(bytes_per_row), **strides("dk", dk, ALIGN), **strides("dv", dv, ALIGN)}
+        scalars = {
+            **self.key_kernel_scalars(bytes_per_row),
+            **strides("dk", dk, ALIGN),
+            **strides("dv", dv, ALIGN),
+            "columns": self.config.head_dim.columns_of(self.k),
+            "columns_v": self.config.head_dim_v.columns_of(self.v),
+        }
         pointers = {**self.input_pointers(), **self.row_stats_pointers(), "dk": dk, "dv": dv}
-        self.recorder.launch(DKDV, pointers, self.programs, scalars)
+        self.launch(DKDV, pointers, self.programs, scalars)
         return dk, dv

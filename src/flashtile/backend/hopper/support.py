@@ -1,26 +1,30 @@
 """Problems that the Hopper backend accepts, and the reasons why it declines the others."""
 
 import functools
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ...call.call import Needs
 from ...call.device import Device
 from ...call.problem import Problem, too_long
-from ..gpu.archive import compiler_version
+from ...expression import Formula
+from ..gpu.decoding import is_decoding
+from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
+from .widths import WIDTHS, widths
 
 if TYPE_CHECKING:
     from .tables import TileConfig
 
 SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # (of q and k, of v)
+HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
-MAX_DECODE_ROWS = 64
-OLDEST, NEWEST = (3, 6), (3, 9)  # versions of Triton; Gluon is experimental and changes between them
-VERIFIED = (3, 6)  # tested on a GPU
+NARROW = 16  # head dimension
+CAPS = {"tanh", "sigmoid"}  # operations of an exponential and a division
+OLDEST, NEWEST = (3, 6), (3, 9)  # known versions of Triton; Gluon is experimental and changes between them
 
 
 def unsupported() -> str | None:
@@ -28,13 +32,35 @@ def unsupported() -> str | None:
     version = triton_version()
     if version is None:
         return "triton is not installed (PyTorch's GPU builds bring it)"
-    if not OLDEST <= version <= NEWEST:
-        return f"its kernels are for Triton {dotted(OLDEST)} to {dotted(NEWEST)}; this is {dotted(version)}"
+    if version < OLDEST:
+        oldest, installed = (".".join(map(str, x)) for x in (OLDEST, version))
+        return f"its kernels need Triton {oldest} or newer; this is {installed}"
     return None
 
 
-def dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+class KernelClass(NamedTuple):
+    """Kernels that are compiled alike: the unit of a self-check."""
+
+    backward: bool
+    head_dim: int
+    head_dim_v: int
+    packed: bool
+    num_warpgroups: int  # of the forward kernel's consumers
+
+    def __str__(self) -> str:
+        direction, layout = "backward" if self.backward else "forward", "packed" if self.packed else "dense"
+        widths = f"head dimensions {self.head_dim} and {self.head_dim_v}"
+        return f"{direction}, {layout}, {widths}" + (", three warpgroups" if self.num_warpgroups == 3 else "")
+
+
+def unknown_kernels(problem: Problem, device: Device, needs: Needs | None) -> KernelClass | None:
+    """The kernels of a pass, where the installed Triton is newer than the known ones and they need a self-check."""
+    version = triton_version()
+    if version is None or version <= NEWEST:
+        return None
+    backward, packed = needs is not None, problem.layout == "varlen"
+    num_warpgroups = tile(problem, device).forward.num_warpgroups
+    return KernelClass(backward, problem.head_dim, problem.head_dim_v, packed, 2 if backward else num_warpgroups)
 
 
 @functools.cache
@@ -57,13 +83,19 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it supports bfloat16 and float16 inputs only"
     if problem.layout == "paged":
         return "it does not support paged KV caches"
-    if head_dims(problem) not in HEAD_DIMS:
-        accepted = [str(d) if d == d_v else f"{d} ({d_v} for v)" for d, d_v in HEAD_DIMS]
-        return f"it supports head dimensions {', '.join(accepted[:-1])} and {accepted[-1]}"
+    if problem.mask_mod is not None:
+        return "it does not support mask functions"
+    if widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
+        return f"it supports head dimensions that are multiples of {HEAD_DIM_STEP} up to {WIDTHS[-1][0]}"
     unsupported = [name for name in ("mask", "bias") if getattr(problem.features, name) is not None]
-    unsupported += [name for name in ("score_mod", "dropout") if getattr(problem, name)]
+    unsupported += [name for name in ("dropout", "seqused_q") if getattr(problem, name)]
+    unsupported += ["attention_chunk"] if problem.window.chunk is not None else []
     if unsupported:
         return f"it does not support {' or '.join(unsupported)}"
+    if (reason := problem.untraced) is not None:
+        return reason
+    if isinstance(problem.score_mod, Formula) and (reason := unsupported_tensor(problem.score_mod)) is not None:
+        return reason
     if problem.alignment < TMA_ALIGNMENT:
         return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
@@ -71,39 +103,42 @@ def declines(problem: Problem, device: Device) -> str | None:
     return too_long(problem)
 
 
-def head_dims(problem: Problem) -> tuple[int, int]:
-    return problem.head_dim, problem.head_dim_v
-
-
 def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
     """Why the backward pass does not support a problem that the forward pass supports."""
-    if problem.softcap and problem.head_dim == 64:
+    if problem.softcap and widths(problem) == (64, 64):
         return "its backward pass is no faster with a softcap at head dimension 64"
     if needs.alibi_slopes:
         return "its backward pass has no gradient of ALiBi slopes"
+    if any(needs.score_mod_tensors):
+        return "its backward pass has no gradients of tensors that a score_mod captures"
     return None
 
 
 def defers(problem: Problem, device: Device) -> str | None:
     """Why `auto` leaves a supported problem to the next backend."""
-    version = compiler_version(device.arch)
-    if version is not None and version != VERIFIED:
-        tested, installed = dotted(VERIFIED), dotted(version)
-        return f"its kernels are tested with Triton {tested} only, not {installed}; ask for it by name"
-    if problem.softcap and problem.head_dim == 64:
+    caps = problem.softcap or (isinstance(problem.score_mod, Formula) and problem.score_mod.operations & CAPS)
+    if caps and widths(problem) == (64, 64):
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
-    if problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv <= MAX_DECODE_ROWS:
+    if max(problem.head_dim, problem.head_dim_v) <= NARROW:
+        return f"up to head dimension {NARROW}, narrower kernels are faster"
+    if is_decoding(problem):
         return "decoding a few rows is faster with keys split among programs"
     return None
 
 
 def tile(problem: Problem, device: Device) -> "TileConfig":
     """Kernel configurations for the problem."""
-    from . import tables  # not needed by `import flashtile`
+    from . import splits, tables  # not needed by `import flashtile`
 
-    return tables.tile_config(problem, device)
+    config = tables.tile_config(problem, device)
+    if config.backward.kind == "split":
+        return config
+    backward = replace(config.backward, row_splits=splits.row_splits(problem, device, config.backward))
+    return config._replace(backward=replace(backward, dq_parts=splits.dq_parts(problem, device, backward)))
 
 
 def num_splits(problem: Problem, device: Device) -> int:
-    """Splits of the keys: always one, decoding is left to other backends."""
-    return 1
+    """Splits of the keys of few rows."""
+    from . import splits
+
+    return splits.num_splits(problem, device, tile(problem, device).forward)

@@ -3,19 +3,24 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
 
 from ...call.device import Device
 from ...call.problem import Problem
 from ..gpu.archive import compiler_version
+from .widths import widths
 
 MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
 DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
 NUM_WARPGROUPS = 2  # consumers in backward, with 64 keys and one share of dq each
 ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
+COMBINE_ROWS = 16  # of a program that adds up the results of splits
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster
-IN_ORDER_MIN_KEYS = 8192  # keys from which accumulating dq in order is faster than in any order
+NEWEST_3WG = (3, 7)  # version of Triton; later ones add instructions and spills to three warpgroups, not yet measured
+IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
 
 
 class Constexpr:
@@ -58,6 +63,10 @@ class HeadDim(Constexpr):
         """The first column of each chunk."""
         return tuple(sum(self.chunks[:c]) for c in range(len(self.chunks)))
 
+    def columns_of(self, x: Tensor) -> int | None:
+        """The columns of `x [..., D]`, where they do not fill the kernel's; `None` where they do."""
+        return None if x.shape[-1] == self.width else x.shape[-1]
+
 
 @dataclass(frozen=True)
 class ForwardConfig(Constexpr):
@@ -73,10 +82,16 @@ class ForwardConfig(Constexpr):
     producer_registers: int = 24
     q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
     speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
+    splits: int = 1  # of the keys of a tile; more than one write fp32 results that `combine` merges
+    score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
 
     @property
     def block_m(self) -> int:
         return MMA_M * self.num_warpgroups
+
+    def with_splits(self, splits: int) -> "ForwardConfig":
+        """The same kernel with split keys. Columns of fp32 take twice the staging memory."""
+        return self if splits == 1 else replace(self, splits=splits, epilogue_columns=self.epilogue_columns // 2)
 
     def __str__(self) -> str:
         return f"{self.block_m} x {self.block_n} ({self.num_warpgroups} warpgroups, {self.stages} stages)"
@@ -104,7 +119,10 @@ class FusedBackwardConfig(Constexpr):
     early_half_exps: bool  # compute half of a block's exponentials one product earlier
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
+    dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
+    row_splits: int = 1  # programs that share the rows of a block of keys; `add_splits` adds their dk and dv
     block_n: int = 2 * MMA_M
+    score_mod: Any = None
     kind: Literal["fused"] = "fused"
 
     @property
@@ -133,6 +151,8 @@ class DqConfig(Constexpr):
     num_warpgroups: int = 2
     consumer_registers: int = 240
     producer_registers: int = 24
+    splits: int = 1
+    score_mod: Any = None
 
     @property
     def block_m(self) -> int:
@@ -149,8 +169,11 @@ class DkdvConfig(Constexpr):
     block_m: int = MMA_M
     block_n: int = MMA_M
     lpt: bool = True  # programs never wait for each other
+    dq_parts: int = 1
+    row_splits: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
+    score_mod: Any = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +197,7 @@ class TileConfig(NamedTuple):
 
 
 D64, D96, D128, D192, D256 = (HeadDim(x) for x in ((64,), (64, 32), (128,), (128, 64), (256,)))
-# Keys: head dimensions of q and v. Fields: these, epilogue_columns, block_n, num_warpgroups, stages.
+# Keys: widths for q and v. Fields: these, epilogue_columns, block_n, num_warpgroups, stages.
 TWO_WARPGROUPS = {
     (64, 64): ForwardConfig(D64, D64, 64, 128, 2, 4),
     (96, 96): ForwardConfig(D96, D96, 128, 128, 2, 3),
@@ -198,29 +221,30 @@ SPLIT_BACKWARD = {
     (192, 192): SplitBackwardConfig(DqConfig(D192, D192, kv_stages=5), DkdvConfig(D192, D192, stages=2)),
     (256, 256): SplitBackwardConfig(DqConfig(D256, D256, kv_stages=3), DkdvConfig(D256, D256, stages=2)),
 }
-NO_SPILL_TRITON = (3, 6)  # with newer versions, kernels of three warpgroups spill registers
 
 
 def tile_config(problem: Problem, device: Device) -> TileConfig:
     """Configurations for a problem."""
-    features = problem.softcap or problem.features.score_terms  # need more registers than three warpgroups have
-    fits = compiler_version(device.arch) == NO_SPILL_TRITON and not features
-    head_dims = problem.head_dim, problem.head_dim_v
+    # These need more registers than three warpgroups have.
+    features = problem.softcap or problem.features.score_terms or problem.score_mod is not None
+    fits = (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG and not features
+    width = widths(problem)
+    assert width is not None  # `support` declines others
     min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides
-    three = head_dims in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits
-    forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[head_dims]
-    return TileConfig(forward, backward_config(problem))
+    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits
+    forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
+    return TileConfig(forward, backward_config(problem, width))
 
 
-def backward_config(problem: Problem) -> FusedBackwardConfig | SplitBackwardConfig:
-    """Configuration of the backward pass."""
-    head_dims = problem.head_dim, problem.head_dim_v
-    if head_dims in SPLIT_BACKWARD:
-        return SPLIT_BACKWARD[head_dims]
-    config = FUSED_BACKWARD[problem.head_dim]
+def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardConfig | SplitBackwardConfig:
+    """Configuration of the backward pass of kernels of this width."""
+    if width in SPLIT_BACKWARD:
+        return SPLIT_BACKWARD[width]
+    config = FUSED_BACKWARD[width[0]]
     limited = not problem.window.unlimited
     # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache.
-    in_order = problem.deterministic or (not limited and problem.seqlen_k >= IN_ORDER_MIN_KEYS)
+    long = min(problem.seqlen_q, problem.seqlen_k) >= IN_ORDER_MIN_KEYS
+    in_order = problem.deterministic or (long and not limited)
     lpt = limited and (not in_order or config.block_m < config.block_n)
     return replace(config, lpt=lpt, in_order=in_order)
 

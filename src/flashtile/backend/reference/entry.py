@@ -8,6 +8,7 @@ from torch import Tensor
 from ...call.call import Call, Gradients, Needs, Tensors, differentiable_positions
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
+from ...private_torch import recording_graph
 from ..blockwise.lse_shape import lse_to_rows, rows_to_lse
 from ..blockwise.scores import Scores, Tile, cast_floating
 from ..blockwise.softmax import finite_or_zero
@@ -98,7 +99,7 @@ def backward(
             flat[n] = leaves[n] = cast_floating(x, dtype).detach().requires_grad_()
     if dout is not None:  # a NaN of a row that sees no key must not spread by 0 * NaN
         dout = torch.where(lse_to_rows(call, lse) == -torch.inf, 0, dout)
-    with torch.enable_grad():
+    with recording_graph():
         results = forward(plan, call._replace(tensors=Tensors.from_flat(flat)))
     # Leave out results without a cotangent, and those that depend on no leaf because there are no keys.
     pairs = [

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
+from ... import private_torch
 from ...call import device
 from ...call.call import Settings
 from ...call.window import KeyRange, key_range
@@ -39,6 +39,10 @@ def masked_out(scores: Scores, tile: Tile) -> bool:
     """Whether the bool mask hides the whole tile. False where the host cannot read the mask, and under vmap, where the
     mask differs between examples.
     """
-    if scores.mask is None or not device.host_readable(scores.mask) or is_functorch_wrapped_tensor(scores.mask):
+    if (
+        scores.mask is None
+        or not device.host_readable(scores.mask)
+        or private_torch.is_functorch_wrapped_tensor(scores.mask)
+    ):
         return False
     return not bool(tile_part(scores.mask, tile).any())

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._functorch import eager_transforms
 
+from ... import private_torch
 from ...call.call import DESCRIBED, Call, Tensors
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
@@ -139,7 +139,7 @@ def pushforward(fn: Function, num_inputs: int, with_tangent: list[int]) -> Funct
 
 def in_plain_dual_level() -> bool:
     """Whether this is inside `torch.autograd.forward_ad.dual_level()`, where torch.func.jvp cannot open a level."""
-    return torch.autograd.forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
+    return private_torch.forward_level() >= 0 and not private_torch.in_jvp()
 
 
 @untraced
@@ -231,8 +231,12 @@ def assemble(
         return torch.cat([x for _, x in sequences])
     tokens = [x.transpose(1, 2).flatten(0, 1) for _, x in sequences]  # [B * Sq, H, width]
     if queries.on_host:
-        tokens_of_sequences = torch.cat(tokens)
-        return torch.cat((tokens_of_sequences, queries.result(unwritten)[tokens_of_sequences.shape[0] :]))
+        rest, end, pieces = queries.result(unwritten), 0, []
+        for (slab, _), x in zip(sequences, tokens, strict=True):
+            first = queries.first(slab.batch.start)
+            pieces += [rest[end:first], x]
+            end = first + x.shape[0]
+        return torch.cat((*pieces, rest[end:]))
     index = []
     for slab, _ in sequences:
         rows = slab.query_rows(unwritten)

@@ -1,6 +1,7 @@
 """The arguments that forward and backward kernels share, by flat name: pointers, scalars and constants."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from ...call.call import Call
 from ...call.problem import LONGEST, power_of_two
+from ..gpu.captured import captured_pointers, captured_scalars
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..scalars import (
@@ -21,7 +23,6 @@ from ..scalars import (
     threshold,
     window_numbers,
 )
-from . import formulas
 from .configs import KernelConfig
 from .constants import Constants, HeadDim
 
@@ -46,7 +47,7 @@ def shared_scalars(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> d
         **strides("k", k, align, keys=True, paged=paged),
         **strides("v", v, align, keys=True, paged=paged),
         **feature_scalars(call),
-        **formulas.captured_scalars(call.tensors.score_mod_tensors),
+        **captured_scalars(call.tensors.score_mod_tensors),
         **seqlen_scalars(call),
         "num_heads_q": q.shape[1],
         "num_heads_k": num_heads_k(call),
@@ -61,7 +62,7 @@ def constants(call: Call, config: KernelConfig, align: int, pack_gqa: int = 1, s
         HEAD_DIM=head_dim(t.q.shape[-1]),
         HEAD_DIM_V=head_dim(t.v.shape[-1]),
         COMPENSATED=t.q.dtype is torch.float32,
-        PRECISION=precision(t.q.dtype),
+        PRECISION=precision(t.q.dtype, config),
         ALIGN=align,
         PAGE_SIZE=t.k.shape[1] if several_pages else 0,
         BLOCK_B=block_b(call),
@@ -77,6 +78,15 @@ def block_b(call: Call) -> int:
     """Packed sequences and the tokens that belong to none, rounded up to a power of two."""
     cu_seqlens_q = call.tensors.cu_seqlens_q
     return 1 if cu_seqlens_q is None else power_of_two(cu_seqlens_q.shape[0])
+
+
+def new_result(recorder: Recorder, call: Call, like: Tensor, fill: float) -> Tensor:
+    """A tensor like `like` for values of rows. Kernels write the rows of every token, but those that `seqused_q` leaves
+    out: these are filled.
+    """
+    if call.tensors.seqused_q is None:
+        return recorder.new(like)
+    return recorder.op(partial(torch.full, like.shape, fill, dtype=like.dtype, device=like.device))
 
 
 def row_strides(name: str, x: Tensor | None) -> dict[str, Any]:
@@ -141,10 +151,11 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         "seed": t.dropout_seed if call.settings.dropout_p > 0 else None,
         "cu_seqlens_q": t.cu_seqlens_q,
         "cu_seqlens_k": None if paged else t.cu_seqlens_k,
+        "seqused_q": t.seqused_q,
         "seqused_k": paged_seqlens(recorder, call) if paged else t.seqused_k,
         "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
         "leftpad_k": t.leftpad_k,
-        **formulas.captured_pointers(t.score_mod_tensors),
+        **captured_pointers(t.score_mod_tensors),
     }
 
 
@@ -169,6 +180,8 @@ def feature_scalars(call: Call) -> dict[str, Any]:
         "pair_rows": rows,
         **score_units(call),
         **window_numbers(call),
+        "attention_chunk": None if s.attention_chunk is None else min(s.attention_chunk, LONGEST),
+        "chunk_origin": None if s.attention_chunk is None else s.j0,
         **head_strides(t),
         "threshold": limit,
         "keep_scale": None if limit is None else keep_scale(limit),
@@ -178,6 +191,7 @@ def feature_scalars(call: Call) -> dict[str, Any]:
         "h0": s.h0,
         "num_heads": call.num_heads,
         "score_mod": None,  # a kernel that has one is launched with another
+        "mask_mod": None,
     }
 
 
@@ -249,10 +263,13 @@ def bias_shape(call: Call) -> tuple[int, int, int, int]:
     return given["batch"], t.q.shape[1], seqlen_q, min(given["max_seqlen_k"], given["total_k"])
 
 
-def precision(dtype: torch.dtype) -> str:
-    """Precision of float32 products, from PyTorch's setting for matrix products on a GPU.
+def precision(dtype: torch.dtype, config: KernelConfig) -> str:
+    """Precision of float32 products: one TF32 product where PyTorch's setting for matrix products on a GPU allows it,
+    else that of float32, from three TF32 products where the configuration says so (docs/design/exactness.md).
 
     `fp32_precision` reflects settings through any of PyTorch's APIs. `torch.get_float32_matmul_precision` and
     `allow_tf32` raise once `fp32_precision` has been set (torch 2.11 to 2.15).
     """
-    return "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "tf32x3" if dtype is torch.float32 and config.tf32x3 else "ieee"

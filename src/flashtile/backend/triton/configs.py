@@ -3,6 +3,7 @@
 A chip's family follows from its shared memory for one program, and from how its matrix units are fed.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from ...call.device import Device
 from ...call.problem import Problem, power_of_two
 from ...expression.formula import Formula, loads_pairs
+from ..gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
 from . import tuned
 
 
@@ -21,6 +23,7 @@ class KernelConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tuned: bool = False  # found by `flashtile tune` on this machine
+    tf32x3: bool = False  # float32: products on the matrix units, each as three of TF32
 
     def __str__(self) -> str:
         tuned = ", tuned on this machine" * self.tuned
@@ -80,28 +83,54 @@ SINGLE = {  # float32; exact products have no matrix units, so registers bound t
         WidthConfigs(512, KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
     ),
 }
+SINGLE_TF32X3 = (  # measured on an H200; wider tiles of float32 have no registers for compensated sums
+    WidthConfigs(
+        64,
+        KernelConfig(128, 64, 8, 1, tf32x3=True),
+        KernelConfig(32, 32, 4, 1, tf32x3=True),
+        KernelConfig(128, 64, 8, 1, tf32x3=True),
+    ),
+    WidthConfigs(
+        128,
+        KernelConfig(32, 32, 4, 1, tf32x3=True),
+        KernelConfig(32, 32, 8, 1, tf32x3=True),
+        KernelConfig(32, 32, 4, 1, tf32x3=True),
+    ),
+)
 INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
 MIN_COPY_BYTES = 4  # of an asynchronous copy
-MAX_PACKED_ROWS = 64  # query rows of a group that become one tile
 KEYS_TIMES_WIDTH = 8192  # of a tile that decodes
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
 SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
 MIN_SPLIT_KEYS = 64  # of one split of a row
+SHORT = 64  # rows and keys of a sequence that is one small tile
 
 
 def tile(problem: Problem, device: Device) -> TileConfig:
     row = row_of(problem, device)
-    group = problem.num_heads_q // max(problem.num_heads_kv, 1)
-    packed_rows = max(problem.seqlen_q, 1) * group
-    if packed_rows > MAX_PACKED_ROWS:
+    if not is_decoding(problem, large_groups=has_most(problem.dtype, device)):
         if not needs_room(problem, device):
             tuned_configs = tuned_row(row, problem.dtype, device)
             row = tuned_configs._replace(forward=row.forward) if wants_small(problem, row, device) else tuned_configs
         return TileConfig(row.forward, row.dkdv, row.dq)
-    return TileConfig(decoding(row, packed_rows, problem, device), row.dkdv, row.dq, pack_gqa=group)
+    forward, group = decoding(row, problem, device), group_of(problem)
+    if is_short(problem) and has_most(problem.dtype, device) and not needs_room(problem, device):
+        warps = 4 if row.width <= 64 else 8
+        short = KernelConfig(SHORT, SHORT, warps, 1)
+        return TileConfig(forward._replace(block_n=SHORT, num_stages=1), short, short, pack_gqa=group)
+    return TileConfig(forward, row.dkdv, row.dq, pack_gqa=group)
 
 
-def decoding(row: WidthConfigs, packed_rows: int, problem: Problem, device: Device) -> KernelConfig:
+def is_short(problem: Problem) -> bool:
+    """Whether a sequence is one small tile: nothing is loaded ahead, and what several stages would take of the shared
+    memory lets more programs run on a core.
+    """
+    p = problem
+    narrow = max(p.head_dim, p.head_dim_v) <= 128
+    return p.layout == "dense" and p.seqlen_q > 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT and narrow
+
+
+def decoding(row: WidthConfigs, problem: Problem, device: Device) -> KernelConfig:
     """The configuration for few rows. Loading keys is all the work; tiles are small enough for two programs on a core.
 
     With the most shared memory, and no feature that needs it, three blocks of keys and values are in flight while one
@@ -110,13 +139,13 @@ def decoding(row: WidthConfigs, packed_rows: int, problem: Problem, device: Devi
     sequence's bits depend neither on the batch nor on the longest sequence in it.
     """
     shipped_config, block_n = row.forward, max(16, KEYS_TIMES_WIDTH // row.width)
-    block_m = max(16, power_of_two(packed_rows))
+    block_m = max(16, power_of_two(packed_rows(problem)))
     if misaligned(problem, device):
         block_m = min(block_m, shipped_config.block_m)
     widths = problem.head_dim, problem.head_dim_v
     asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)  # whatever the address
     if has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout):
-        return KernelConfig(block_m, block_n, 4, 4)
+        return KernelConfig(block_m, block_n, 4 if block_m <= MAX_ROWS else 8, 4)
     return KernelConfig(block_m, min(shipped_config.block_n, block_n), 4, shipped_config.num_stages)
 
 
@@ -130,6 +159,8 @@ def shipped(dtype: torch.dtype, width: int, device: Device) -> WidthConfigs:
     """The shipped configurations for plain problems of a width."""
     table = SINGLE if dtype is torch.float32 else HALF
     rows = table[max(size for size in table if size <= memory_of(device))]
+    if dtype is torch.float32 and device.arch == "sm_90":
+        rows = (*SINGLE_TF32X3, *rows)
     return next(row for row in rows if width <= row.width)
 
 
@@ -144,11 +175,11 @@ def has_pairs(problem: Problem) -> bool:
 
 
 def reads_pairs(problem: Problem) -> bool:
-    """Whether a score_mod reads an element for each pair. Others, which only calculate, get tiles as large as those
-    without a score_mod (H200, backward of ALiBi as a score_mod: 11% faster at width 64, 35% at 128; of a causal
+    """Whether a score_mod or mask function reads an element for each pair. Others, which only calculate, get tiles as
+    large as those without one (H200, backward of ALiBi as a score_mod: 11% faster at width 64, 35% at 128; of a causal
     condition 15% slower at 64).
     """
-    return isinstance(problem.score_mod, Formula) and loads_pairs(problem.score_mod)
+    return any(isinstance(x, Formula) and loads_pairs(x) for x in (problem.score_mod, problem.mask_mod))
 
 
 def has_most(dtype: torch.dtype, device: Device) -> bool:
@@ -171,7 +202,11 @@ def misaligned(problem: Problem, device: Device) -> bool:
 def tuned_row(row: WidthConfigs, dtype: torch.dtype, device: Device) -> WidthConfigs:
     """The row, with the configurations that `flashtile tune` saved on this machine."""
     launches = tuned.launches(device, family(dtype), row.width) if device.type == "cuda" else {}
-    return row._replace(**{kernel: KernelConfig(*numbers, tuned=True) for kernel, numbers in launches.items()})
+    found = {
+        kernel: KernelConfig(*numbers, tuned=True, tf32x3=getattr(row, kernel).tf32x3)
+        for kernel, numbers in launches.items()
+    }
+    return row._replace(**found)
 
 
 def family(dtype: torch.dtype) -> str:
@@ -190,7 +225,7 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
     if misaligned(problem, device):
         forward, dq = (x._replace(block_m=32, num_warps=4) for x in (forward, dq))
         dkdv = dkdv._replace(block_n=32, num_warps=4)
-    room_for_pairs = problem.dtype is torch.float32 and row.width <= 128  # in registers
+    room_for_pairs = problem.dtype is torch.float32 and row.width <= 128 and not forward.tf32x3  # in registers
     if (has_pairs(problem) or problem.dropout) and not small and not room_for_pairs:
         forward = forward._replace(block_n=max(16, forward.block_n // 2))
     if of_pairs:
@@ -204,7 +239,7 @@ def wants_small(problem: Problem, row: WidthConfigs, device: Device) -> bool:
     as with short windows. Two programs on a core then overlap that work with products and are faster than one large
     tile (H200, width 128: +14%, +2%, +17%).
     """
-    left, right, _ = problem.window
+    left, right = problem.window.left, problem.window.right
     short = left is not None and right is not None and left + right <= SHORT_WINDOW
     measured = has_most(problem.dtype, device) and 64 < row.width <= 128
     return measured and not has_pairs(problem) and (problem.softcap or problem.dropout or short)
@@ -216,4 +251,5 @@ def num_splits(problem: Problem, device: Device) -> int:
     blocks = -(-max(problem.seqlen_q, 1) * chosen.pack_gqa // chosen.forward.block_m)
     programs = max(1, blocks * problem.num_heads_q // chosen.pack_gqa * problem.batch)
     wanted = device.cores // programs
-    return max(1, min(wanted, problem.seqlen_k // MIN_SPLIT_KEYS))
+    most = math.isqrt(problem.seqlen_k) // 4  # merging takes time for each split: 16 are best for 4096 keys of one row
+    return max(1, min(wanted, problem.seqlen_k // MIN_SPLIT_KEYS, most))

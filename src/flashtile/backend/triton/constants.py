@@ -19,7 +19,7 @@ class Constants:
     HEAD_DIM: HeadDim
     HEAD_DIM_V: HeadDim
     COMPENSATED: bool  # float32 inputs: sums carry their rounding errors
-    PRECISION: str  # of float32 products: "ieee" or "tf32"
+    PRECISION: str  # of float32 products: "ieee", "tf32x3" or "tf32"
     ALIGN: int  # elements, the unit of strides
     PAGE_SIZE: int  # 0 without pages, and for a page table of one column
     BLOCK_B: int  # a power of two above the number of packed sequences
@@ -39,4 +39,5 @@ class AppendConstants:
     BLOCK_DV: int
     HALF: int  # rotated pairs, 0 for none
     INTERLEAVED: bool
+    Q_FIXED: bool  # all queries of a sequence turn as its first one
     BLOCK_B: int

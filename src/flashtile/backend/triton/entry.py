@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.cache import CacheCall, CacheTensors, paged_call, rows_in_order
+from ...call.cache import CacheCall, paged_call, rows_in_order, rows_of_table
 from ...call.cache import append_and_rotate as in_operations
+from ...call.cache_tensors import CacheTensors
 from ...call.call import Call, Tensors, lse_shape, new_rows
 from ...call.plan import Plan
 from ..gpu import replay
@@ -42,8 +43,10 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
     """Record the forward pass of a call whose tensors belong to the recorder; returns `out` and `lse`."""
     t = call.tensors
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
-    out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
-    lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
+    lse = args.new_result(recorder, call, q.new_empty(lse_shape(q), dtype=torch.float32), -torch.inf)
+    out = t.out
+    if out is None:
+        out = args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0)
     config: KernelConfig = plan.tile.forward
     pack_gqa, splits = plan.tile.pack_gqa, call.settings.num_splits or plan.num_splits
     align = args.alignment([q, k, v, out])
@@ -86,24 +89,28 @@ def __getattr__(name: str) -> Any:
 
 def attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Tensor, Tensor]:
     """Append, rotate and attend: at most three launches, instead of some thirty operations."""
-    if not appendable(call.cache):
+    if not appendable(call.cache, call.tensors.cu_seqlens_q):
         return forward(plan, in_operations(call))
     out, lse = replay.run(call.inputs, launch_with_cache, plan, call)
     return out, lse  # type: ignore[return-value]
 
 
 def record_attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, tuple[Tensor, Tensor]]:
-    if not appendable(call.cache):
+    if not appendable(call.cache, call.tensors.cu_seqlens_q):
         repeat, results = record_forward(plan, in_operations(call))
         return lambda call: repeat(in_operations(call)), results
     recording, (out, lse) = replay.record(call.inputs, launch_with_cache, plan, call)
     return lambda call: recording(call.inputs), (out, lse)  # type: ignore[return-value]
 
 
-def appendable(cache: CacheTensors) -> bool:
-    """Whether the kernel can write into the cache: its features are contiguous, and it has sequences."""
-    table = cache.cache_seqlens if cache.page_table is None else cache.page_table
-    return cache.k_cache.stride(-1) == 1 and cache.v_cache.stride(-1) == 1 and 0 not in table.shape
+def appendable(cache: CacheTensors, cu_seqlens_q: Tensor | None) -> bool:
+    """Whether the kernel can write into the cache: its features are contiguous, it has sequences, and new keys are
+    packed like the queries.
+    """
+    sizes = (*cache.cache_seqlens.shape, *(() if cache.page_table is None else cache.page_table.shape))
+    contiguous = cache.k_cache.stride(-1) == 1 and cache.v_cache.stride(-1) == 1
+    alike = cache.k is None or cache.k.dim() == (4 if cu_seqlens_q is None else 3)
+    return contiguous and 0 not in sizes and alike and cache.cu_seqlens_k_new is None
 
 
 def launch_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Results:
@@ -117,7 +124,9 @@ def launch_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Resul
     recorder.view(cache.k_cache, t.k)
     recorder.view(cache.v_cache, t.v)
     rows = cache.page_table if cache.page_table is not None else cache.cache_batch_idx
-    if rows is not None:
+    if cache.page_table is not None and cache.cache_batch_idx is not None:
+        t = t._replace(page_table=recorder.op(rows_of_table, cache.page_table, cache.cache_batch_idx))
+    elif rows is not None:
         recorder.view(rows, t.page_table)
     else:
         batch, device = len(t.page_table), t.page_table.device
@@ -128,7 +137,7 @@ def launch_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Resul
         t = t._replace(seqused_k=recorder.new(torch.empty_like(cache.cache_seqlens)))  # filled in by `append_kernel`
     call = call._replace(tensors=t)
     if cache.k is not None or cache.rotary_cos is not None:
-        call = append_and_rotate(recorder, call, cache, given.interleaved)
+        call = append_and_rotate(recorder, call, cache, given.rotary)
     return launch_attention(recorder, plan, call)
 
 

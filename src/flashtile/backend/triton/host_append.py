@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...call.cache import CacheTensors
+from ...call.cache_tensors import CacheTensors, RotarySettings
 from ...call.call import Call, new_rows
 from ...call.problem import power_of_two
 from ..gpu.kernel import Kernel
@@ -17,7 +17,7 @@ from .constants import AppendConstants
 APPEND = Kernel(f"{__package__}.kernels.append", "append_kernel")
 
 
-def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, interleaved: bool) -> Call:
+def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, rotary: RotarySettings) -> Call:
     """Record the launch of `append_kernel`: `flashtile.call.cache.append_and_rotate` in one kernel. Tensors belong to
     the recorder.
     """
@@ -36,18 +36,20 @@ def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, inter
         "new_v": new_v,
         "cos": cos,
         "sin": sin,
+        "rotary_start": None if cos is None else cache.rotary_start,
         "lengths": cache.cache_seqlens,
         "totals": t.seqused_k if new_k is not None and t.cu_seqlens_q is None else None,
         "page_table": recorder.op(rows_last, t.page_table),
         "cu_seqlens_q": t.cu_seqlens_q,
+        "seqused_q": None,
     }
-    scalars = append_scalars(call, pointers, interleaved)
+    scalars = append_scalars(call, pointers, rotary)
     programs = scalars["num_tiles"] * (scalars["num_heads_q"] + scalars["num_heads_k"]) * args.dense_batch(q)
     recorder.launch(APPEND, pointers, programs, scalars)
     return call if rotated_q is None else call._replace(tensors=t._replace(q=rotated_q))
 
 
-def append_scalars(call: Call, given: Mapping[str, Tensor | None], interleaved: bool) -> dict[str, Any]:
+def append_scalars(call: Call, given: Mapping[str, Tensor | None], rotary: RotarySettings) -> dict[str, Any]:
     """The scalars of `append_kernel`. Keys and values of `call` are pages, also those of a dense cache."""
     t = call.tensors
     packed = t.cu_seqlens_q is not None
@@ -84,7 +86,8 @@ def append_scalars(call: Call, given: Mapping[str, Tensor | None], interleaved: 
             BLOCK_D=power_of_two(q.shape[-1]),
             BLOCK_DV=power_of_two(t.v.shape[-1]),
             HALF=0 if cos is None else cos.shape[1],
-            INTERLEAVED=interleaved,
+            INTERLEAVED=rotary.interleaved,
+            Q_FIXED=rotary.q_fixed,
             BLOCK_B=args.block_b(call),
         ),
         "num_warps": 1,

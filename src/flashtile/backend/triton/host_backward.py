@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, Gradients, Needs, Tensors, new_rows
+from ...call.formulas import score_formula
 from ...call.plan import Plan
 from ..epilogue import RowStats, requested_from_rows, sum_to_heads
 from ..gpu import replay
@@ -150,8 +151,8 @@ class BackwardLaunches:
     def dq(self, config: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
         """dq, and each row's part of the gradient of its slope, shaped as lse."""
         q = self.call.tensors.q
-        dq = self.recorder.new(new_rows(q, q.shape[1], q.shape[-1], q.dtype))
-        dslopes = self.recorder.new(torch.empty_like(lse)) if slopes else None
+        dq = args.new_result(self.recorder, self.call, new_rows(q, q.shape[1], q.shape[-1], q.dtype), 0)
+        dslopes = args.new_result(self.recorder, self.call, torch.empty_like(lse), 0) if slopes else None
         given, align = self.inputs(dq)
         tiles = args.num_tiles(self.call, config.block_m)
         programs = tiles * dq.shape[1] * args.dense_batch(dq)
@@ -181,7 +182,7 @@ class BackwardLaunches:
 
     def dcaptured(self, config: KernelConfig, needed: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of the tensors that a score_mod captures, fp32; a launch for each load of a tensor."""
-        formula = formulas.formula_of(self.call)
+        formula = score_formula(self.call)
         if formula is None or not any(needed):
             return [None] * len(needed)
         tensors = self.call.tensors.score_mod_tensors

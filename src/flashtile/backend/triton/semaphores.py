@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...call.problem import power_of_two
+from ...private_torch import current_raw_stream
 from ...remember import remember
-from ..gpu.stream import current_stream
+from ..gpu.persistent import persistent_zeros
 
 MAX_STREAMS = 256
 ALIGNMENT = 4  # semaphores in 16 bytes, the alignment that a kernel may be compiled for
@@ -25,11 +26,11 @@ def new_semaphores(device: torch.device, count: int) -> Tensor:
         return zeros(device, count)
     if torch.cuda.is_current_stream_capturing():
         return of_a_graph(device, count)
-    key = (device, current_stream(torch.cuda.current_device()))
+    key = (device, current_raw_stream(torch.cuda.current_device()))
     known = _of_streams.get(key)
     if known is None or len(known) < count:
         reserve(device)
-        known = remember(_of_streams, key, zeros(device, power_of_two(count)), MAX_STREAMS)
+        known = remember(_of_streams, key, persistent_zeros(device, power_of_two(count)), MAX_STREAMS)
     return known
 
 
@@ -47,7 +48,7 @@ def reserve(device: torch.device) -> None:
     """Reserve memory for captures that begin after this call."""
     reserved = _for_graphs.setdefault(device, [])
     if not reserved or len(reserved[-1]) < RESERVED // 2:
-        reserved.append(zeros(device, RESERVED))
+        reserved.append(persistent_zeros(device, RESERVED))
         torch.cuda.current_stream(device).synchronize()  # a graph may run on any stream
 
 

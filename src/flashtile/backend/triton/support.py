@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...call.call import Needs
 from ...call.device import Device
 from ...call.problem import Problem, too_long
-from ...expression import Untraced
+from ...expression import Formula
 from ..gpu.formula import unsupported
+from ..gpu.installed import triton_version
 
 if TYPE_CHECKING:
     from .configs import TileConfig
@@ -43,16 +45,25 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"it needs an NVIDIA GPU of compute capability 8.0 or newer; this one is {device.arch}"
     if problem.dtype is torch.float64:
         return "it computes in float32; float64 is for the config_scalars backend"
-    if isinstance(problem.score_mod, Untraced):
-        return f"the score_mod cannot be traced: {problem.score_mod.reason}"
-    if problem.score_mod is not None and (reason := unsupported(problem.score_mod)) is not None:
+    if (reason := problem.untraced) is not None:
         return reason
+    for formula in (problem.score_mod, problem.mask_mod):
+        if isinstance(formula, Formula) and (reason := unsupported(formula)) is not None:
+            return reason
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
     if (reason := too_long(problem)) is not None:
         return reason
     if problem.layout != "dense" and problem.batch > MAX_SEQUENCES:
         return f"a packed batch has at most {MAX_SEQUENCES} sequences"
+    return None
+
+
+def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
+    """The reason why this backend has no backward pass for a problem that its forward pass takes, or `None`."""
+    version = triton_version()
+    if device.arch == "gfx950" and problem.features.mask is not None and version is not None and version >= (3, 9):
+        return "Triton 3.9 cannot compile its gradients under a mask for gfx950"
     return None
 
 

@@ -12,6 +12,7 @@ class Clock(Protocol):
     """Interface between a device and the rest of the benchmark."""
 
     kind: str  # how `seconds` are measured, in words
+    graphs: bool  # whether `replayable` leaves out the host's time
 
     @property
     def cache_bytes(self) -> int:
@@ -24,6 +25,10 @@ class Clock(Protocol):
 
     def host_seconds(self, run: Run, calls: int) -> float | None:
         """Seconds until one call returns on the host, with the device idle; `None` if host and device are one."""
+        ...
+
+    def eager_seconds(self, run: Run, calls: int) -> float:
+        """Seconds of one call: the mean of `calls` back to back, by the wall clock, host and device together."""
         ...
 
     def replayable(self, runs: Sequence[Run]) -> Run:

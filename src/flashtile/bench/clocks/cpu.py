@@ -14,7 +14,7 @@ COMMON_CACHE = 32 * 2**20
 
 
 class CpuClock:
-    kind = "wall clock"
+    kind, graphs = "wall clock", False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -37,6 +37,9 @@ class CpuClock:
             run()
         self.wait()
         return (time.perf_counter() - start) / calls
+
+    def eager_seconds(self, run: Run, calls: int) -> float:
+        return self.seconds(run, calls)
 
     def host_seconds(self, run: Run, calls: int) -> None:
         return None

@@ -15,7 +15,7 @@ QUERIES = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 
 
 class CudaClock:
-    kind = "CUDA events"
+    kind, graphs = "CUDA events", True
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -46,8 +46,18 @@ class CudaClock:
         torch.cuda.synchronize(self.device)
         return spent / calls
 
+    def eager_seconds(self, run: Run, calls: int) -> float:
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - start) / calls
+
     def replayable(self, runs: Sequence[Run]) -> Run:
-        """A CUDA graph of the calls one after another. Calls that cannot be captured raise here."""
+        """A CUDA graph of the calls one after another, captured on the stream of their first call: autograd runs
+        backward on the stream of forward. Calls that cannot be captured raise here.
+        """
         with torch.cuda.device(self.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -56,7 +66,7 @@ class CudaClock:
                     run()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=side):
                 for run in runs:
                     run()
 

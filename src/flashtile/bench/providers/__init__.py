@@ -8,6 +8,7 @@ from .flash_attn_2 import FlashAttention2
 from .flash_attn_3 import FlashAttention3
 from .flash_attn_4 import FlashAttention4
 from .flex import Flex
+from .onnx_runtime import OnnxRuntime
 from .own import DETERMINISTIC, Flashtile
 from .plain import Plain
 from .provider import Declined, Prepared, Provider
@@ -22,7 +23,8 @@ def all_names() -> tuple[str, ...]:
     `flashtile:deterministic` is `auto` with `deterministic=True`.
     """
     own = ("flashtile", f"flashtile:{DETERMINISTIC}", *(f"flashtile:{status.name}" for status in backends()))
-    return (*own, "sdpa", *(f"sdpa:{name}" for name in BACKENDS), "flex", "plain", "torch_varlen", "fa2", "fa3", "fa4")
+    others = ("flex", "plain", "torch_varlen", "fa2", "fa3", "fa4", "onnx")
+    return (*own, "sdpa", *(f"sdpa:{name}" for name in BACKENDS), *others)
 
 
 def make(names: Sequence[str], fa3_library: Path | None = None) -> list[Provider]:
@@ -32,6 +34,7 @@ def make(names: Sequence[str], fa3_library: Path | None = None) -> list[Provider
         ValueError: no provider has that name.
     """
     simple = {"flex": Flex, "plain": Plain, "torch_varlen": TorchVarlen, "fa2": FlashAttention2, "fa4": FlashAttention4}
+    simple |= {"onnx": OnnxRuntime}
     made: list[Provider] = []
     for name in dict.fromkeys(names):
         family, _, backend = name.partition(":")

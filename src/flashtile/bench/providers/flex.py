@@ -19,7 +19,17 @@ from .provider import (
     require,
 )
 
-TAKES = {"causal", "window", "softcap", "bias", "mask", "alibi_slopes", "grouped heads", "packed sequences"}
+TAKES = {
+    "causal",
+    "window",
+    "softcap",
+    "bias",
+    "mask",
+    "alibi_slopes",
+    "score_mod",
+    "grouped heads",
+    "packed sequences",
+}
 TAKES |= {"Dv other than D"}
 
 
@@ -47,7 +57,8 @@ class Flex(Provider):
         batch, seqlen_q, seqlen_k = dense_shape(case)
         block_mask = None
         if mask_mod is not None:
-            mask_batch = batch if arguments.get("mask") is not None else None
+            mask = arguments.get("mask")
+            mask_batch = batch if mask is not None and mask.shape[0] > 1 else None
             block_mask = create_block_mask(
                 mask_mod, mask_batch, None, seqlen_q, seqlen_k, device=device, _compile=device.type == "cuda"
             )
@@ -95,9 +106,10 @@ def mask_of(case: Case) -> Callable[..., Tensor] | None:
         positions = torch.arange(seqlen_q, device=starts.device)
         document = torch.searchsorted(starts[1:].long(), positions, right=True)
         conditions.append(lambda b, h, i, j: document[i] == document[j])
-    padding = case.arguments.get("mask")
-    if padding is not None:
-        conditions.append(lambda b, h, i, j: padding[b, 0, 0, j])
+    mask = case.arguments.get("mask")
+    if mask is not None:
+        by_sequence, by_row = (int(n > 1) for n in (mask.shape[0], mask.shape[2]))
+        conditions.append(lambda b, h, i, j: mask[b * by_sequence, 0, i * by_row, j])
     if not conditions:
         return None
 
@@ -111,10 +123,11 @@ def mask_of(case: Case) -> Callable[..., Tensor] | None:
 
 
 def score_of(case: Case) -> Callable[..., Tensor] | None:
-    """softcap, bias and ALiBi as a function of the score; `None` if there is none of them."""
+    """softcap, bias, ALiBi and score_mod as a function of the score; `None` if there is none of them."""
     arguments = case.arguments
     softcap, bias, slopes = (arguments.get(name) for name in ("softcap", "bias", "alibi_slopes"))
-    if softcap is None and bias is None and slopes is None:
+    score_mod = arguments.get("score_mod")
+    if softcap is None and bias is None and slopes is None and score_mod is None:
         return None
     _, seqlen_q, seqlen_k = dense_shape(case)
     diagonal = seqlen_k - seqlen_q
@@ -126,6 +139,8 @@ def score_of(case: Case) -> Callable[..., Tensor] | None:
             s = s + bias[0, h, i, j]
         if slopes is not None:
             s = s - slopes[h] * (i + diagonal - j).abs()
+        if score_mod is not None:
+            s = score_mod.fn(s, b, h, i, j, *score_mod.tensors)
         return s
 
     return score

@@ -7,6 +7,7 @@ from ...testing.case import Case
 from .provider import (
     Prepared,
     Provider,
+    added_by_score_mod,
     from_autograd,
     group_of,
     relative_position,
@@ -16,7 +17,18 @@ from .provider import (
     visible_pairs,
 )
 
-TAKES = {"causal", "window", "softcap", "bias", "mask", "alibi_slopes", "sinks", "dropout", "grouped heads"}
+TAKES = {
+    "causal",
+    "window",
+    "softcap",
+    "bias",
+    "mask",
+    "alibi_slopes",
+    "score_mod",
+    "sinks",
+    "dropout",
+    "grouped heads",
+}
 TAKES |= {"Dv other than D"}
 
 
@@ -34,6 +46,10 @@ class Plain(Provider):
             distance = relative_position(q.shape[2], k.shape[2], q.device).abs()
             slopes = (-arguments["alibi_slopes"][:, None, None] * distance).to(q.dtype)  # [H, Sq, Sk]
             added = slopes if added is None else added + slopes
+
+        if arguments.get("score_mod") is not None:
+            terms = added_by_score_mod(case)
+            added = terms if added is None else added + terms
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if group > 1:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...testing.case import Case
 
+FEATURES = ("softcap", "bias", "mask", "alibi_slopes", "sinks", "score_mod")
 FREE_PART = 0.5  # of the free memory that a provider may plan to fill
 
 
@@ -58,12 +59,15 @@ def from_autograd(attend: Callable[..., Tensor], case: Case, detail: str = "") -
     if not case.differentiates:
         return Prepared(lambda: attend(*leaves), None, detail)
     leaves = [x.requires_grad_() for x in leaves]
-    graph: list[Tensor] = []
+    graphs: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by stream: backward runs where its forward ran
 
     def backward(dout: Tensor) -> tuple[Tensor, ...]:
-        if not graph:
-            graph.append(attend(*leaves))
-        return torch.autograd.grad(graph[0], leaves, dout, retain_graph=True)
+        stream = torch.cuda.current_stream(dout.device).cuda_stream if dout.device.type == "cuda" else 0
+        if stream not in graphs:
+            own = [x.detach().requires_grad_() for x in leaves]
+            graphs[stream] = attend(*own), own
+        out, own = graphs[stream]
+        return torch.autograd.grad(out, own, dout, retain_graph=True)
 
     return Prepared(lambda: attend(*leaves), backward, detail)
 
@@ -72,7 +76,7 @@ def features(case: Case) -> set[str]:
     """Features that a library needs for this case."""
     arguments = case.arguments
     q, k, v = (arguments[name] for name in ("q", "k", "v"))
-    needed = {name for name in ("softcap", "bias", "mask", "alibi_slopes", "sinks") if arguments.get(name) is not None}
+    needed = {name for name in FEATURES if arguments.get(name) is not None}
     needed |= {"causal"} if arguments.get("causal") else set()
     needed |= {"window"} if arguments.get("window") else set()
     needed |= {"dropout"} if arguments.get("dropout_p") else set()
@@ -143,6 +147,17 @@ def visible_pairs(case: Case) -> Tensor | None:
     if right >= 0:
         visible &= distance >= -right
     return visible
+
+
+def added_by_score_mod(case: Case) -> Tensor:
+    """Terms [1, H, Sq, Sk] in q's dtype that an additive score_mod adds, for libraries that take a tensor only."""
+    q, k, score_mod = case.arguments["q"], case.arguments["k"], case.arguments["score_mod"]
+    require_free_memory(case, 2 / q.shape[0], "a bias")
+    b, h = torch.zeros((1, 1, 1, 1), dtype=torch.long), torch.arange(q.shape[1])[None, :, None, None]
+    rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    indices = (x.to(q.device) for x in (b, h, rows, keys))
+    added = score_mod.fn(torch.zeros(1, device=q.device), *indices, *score_mod.tensors)
+    return added.to(q.dtype).expand(1, q.shape[1], q.shape[2], k.shape[2]).contiguous()
 
 
 def relative_position(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from .provider import (
     Declined,
     Prepared,
     Provider,
+    added_by_score_mod,
     from_autograd,
     group_of,
     relative_position,
@@ -28,7 +29,7 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-TAKES = {"causal", "window", "bias", "mask", "alibi_slopes", "dropout", "grouped heads", "Dv other than D"}
+TAKES = {"causal", "window", "bias", "mask", "alibi_slopes", "score_mod", "dropout", "grouped heads", "Dv other than D"}
 
 
 class Sdpa(Provider):
@@ -97,6 +98,9 @@ def dense_mask(case: Case, *, with_window: bool) -> Tensor | None:
         distance = relative_position(q.shape[2], k.shape[2], q.device).abs()
         slopes = -arguments["alibi_slopes"][None, :, None, None] * distance
         added = slopes.to(q.dtype) if added is None else added + slopes.to(q.dtype)
+    if arguments.get("score_mod") is not None:
+        terms = added_by_score_mod(case)
+        added = terms if added is None else added + terms
     if added is None or visible is None:
         return visible if added is None else added
     return added.masked_fill(~visible, -torch.inf)

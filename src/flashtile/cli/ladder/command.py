@@ -36,9 +36,10 @@ EVERYWHERE = (
     "widths",
     "pointwise",
     "layers",
+    "approximate",
     "rounding",
 )
-ON_A_GPU = ("cuda", "coalescing", "banks")
+ON_A_GPU = ("cuda", "shared", "memory", "coalescing", "banks")
 LONG_RUNS = ("dtypes", "blocks")  # minutes on a GPU: where they are not asked for, their stored run is shown
 NAMES = EVERYWHERE + ON_A_GPU + LONG_RUNS
 
@@ -64,10 +65,11 @@ def ladder(
     Tables: `stack`, all steps at d = 16; `long`, time and memory of standard and fused attention at d = 64; `backward`
     and `features`, what these cost; `lite`, the error of a softmax that is local to its tile; `intensity`, operations
     for each byte, from the model; `tiles` and `widths`, bytes and time by tile and by head dimension; `pointwise`,
-    operations that memory limits; `layers`, attention in a transformer, from the model; `rounding`, how far equal
-    formulas differ. On a GPU also `cuda`, step 9's kernels; `coalescing` and `banks`, what orders of memory accesses
-    cost; `dtypes`, all kernels in all dtypes by device time; `blocks`, Triton's tiles. docs/ladder.md explains them and
-    the steps; the code is in flashtile/ladder.
+    operations that memory limits; `layers`, attention in a transformer, from the model; `approximate`, linear
+    attention and hashed buckets; `rounding`, how far equal formulas differ. On a GPU also `cuda`, kernels in CUDA C++;
+    `shared`, tiles of more than 48 KB; `memory`, latency and rate of each level; `coalescing` and `banks`, what orders
+    of memory accesses cost; `dtypes`, all kernels in all dtypes by device time; `blocks`, Triton's tiles.
+    docs/ladder.md explains them and the steps; the code is in flashtile/ladder.
 
     Each table appears when it is measured, with a sentence that says what to see. All run on one thread.
     """

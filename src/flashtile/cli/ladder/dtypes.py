@@ -29,7 +29,8 @@ DTYPES = {
 }
 SECONDS, BLOCKS_SECONDS = 330.0, 120.0  # for each table: calls beyond are left out
 SAMPLE_SECONDS, SAMPLES = 0.01, 5
-MOST = {"10 compiled variants": 2048, NUMBA: 2048}  # loops of torch operations and of single threads take long beyond
+VARIANTS = "10 compiled variants"
+MOST = {VARIANTS: 2048, NUMBA: 2048}  # loops of torch operations and of single threads take long beyond
 
 
 class DataSheet(NamedTuple):
@@ -141,6 +142,11 @@ def runs(problem: Problem, tensors: list[Tensor], device: torch.device) -> Itera
         out = within(functools.partial(call, *leaves))()
         gradients = functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
         yield "backward", step, within(gradients)
+    if problem.heads == 1 and problem.n <= MOST[VARIANTS]:
+        q, k, v, d = (x[0, 0] for x in tensors)
+        out, lse = step10_variants.attention(q, k, v, problem.causal)
+        run = functools.partial(step10_variants.backward, q, k, v, out, lse, d, problem.causal)
+        yield "backward", VARIANTS, within(run)
 
 
 def tupled(call: Any, qkv: list[Tensor]) -> tuple[Tensor, ...]:
@@ -184,7 +190,7 @@ def kernels(problem: Problem, device: torch.device) -> dict[str, Any]:
             if half or DTYPES[problem.label] is dtype:
                 found[name.removesuffix(", float16")] = functools.partial(step.attention, causal=causal)
     if problem.heads == 1:
-        found["10 compiled variants"] = lambda q, k, v: step10_variants.attention(q[0, 0], k[0, 0], v[0, 0], causal)
+        found[VARIANTS] = lambda q, k, v: step10_variants.attention(q[0, 0], k[0, 0], v[0, 0], causal)
     return found
 
 

@@ -13,7 +13,9 @@ def pointwise(device: torch.device) -> Measurement:
     """Each operation on S `[N, N]` into a kept buffer, with a copy of S and the product that makes it."""
     n, d = POINTWISE_LENGTH * (ON_A_GPU if device.type == "cuda" else 1), WIDTH
     table = Table("pointwise", f"One operation at a time: S [N, N] in float32, N = {n}; the product has d = {d}")
-    table.see = "All but the product run at about the rate of a copy: two of them in one pass cost half of two passes."
+    table.see = (
+        "All but the product move more bytes than they compute: two in one pass save half of the accesses and a launch."
+    )
     copied = None
     for name, (run, accesses, operations) in operations_on_scores(n, d, device).items():
         yield name

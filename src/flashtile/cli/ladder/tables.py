@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import torch
 
+from .approximate import approximate
 from .dtypes import blocks, dtypes
 from .features import backward, features
-from .gpu import banks, coalescing, cuda
+from .gpu import banks, coalescing, cuda, memory, shared
 from .lite import lite
 from .long import long
 from .measure import Measurement
@@ -27,8 +28,11 @@ TABLES: dict[str, Callable[[torch.device], Measurement]] = {
     "widths": widths,
     "pointwise": pointwise,
     "layers": layers,
+    "approximate": approximate,
     "rounding": rounding,
     "cuda": cuda,
+    "shared": shared,
+    "memory": memory,
     "coalescing": coalescing,
     "banks": banks,
     "dtypes": dtypes,

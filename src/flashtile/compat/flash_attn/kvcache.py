@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ...api.attention import attention_with_kvcache
 from ..arguments import infinite_lse, window_of
-from ..positions import lengths_of, rotate_apart
+from ..positions import lengths_of, rotary_arguments
 
 EXAMPLE = "flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)"
 
@@ -43,7 +43,7 @@ def flash_attn_with_kvcache(
             onwards, and so are the queries with `causal` or a window; without them all queries are at `cache_seqlens`.
         rotary_sin: the same.
         cache_seqlens: keys before the call: an int, int32 or int64 `[B]`, or `None` for a full cache.
-        cache_batch_idx: int32 or int64 `[B]`, each sequence's row of a dense cache.
+        cache_batch_idx: int32 or int64 `[B]`, each sequence's row of a dense cache, or of `block_table`.
         cache_leftpad: int32 or int64 `[B]`, positions at the front that hold no key.
         block_table: int32 or int64 `[B, max_pages]`.
         rotary_interleaved: pairs are features `2n` and `2n + 1`; if False, `n` and `n + rotary_dim / 2`.
@@ -60,13 +60,12 @@ def flash_attn_with_kvcache(
             without `cache_seqlens`.
         AttentionError: a tensor requires a gradient outside of `torch.no_grad()`: there are no derivatives.
     """
-    lengths = lengths_of(cache_seqlens, k_cache, block_table, q.shape[0], appends=k is not None, example=EXAMPLE)
+    lengths = lengths_of(cache_seqlens, k_cache, block_table, appends=k is not None, example=EXAMPLE)
     window = window_of(window_size, EXAMPLE)
+    rotary = {}
     if rotary_cos is not None or rotary_sin is not None:
         together = causal or window is not None
-        q, k, rotary_cos, rotary_sin = rotate_apart(
-            q, k, rotary_cos, rotary_sin, lengths, interleaved=rotary_interleaved, together=together, example=EXAMPLE
-        )
+        rotary = rotary_arguments(k, rotary_cos, rotary_sin, lengths, together=together, example=EXAMPLE)
     dense = block_table is None
     out, lse = attention_with_kvcache(
         q.transpose(1, 2),
@@ -74,8 +73,7 @@ def flash_attn_with_kvcache(
         v_cache.transpose(1, 2) if dense else v_cache,
         k=None if k is None else k.transpose(1, 2),
         v=None if v is None else v.transpose(1, 2),
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
+        **rotary,
         cache_seqlens=lengths,
         cache_batch_idx=cache_batch_idx,
         leftpad_k=cache_leftpad,

@@ -135,11 +135,10 @@ def flash_forward(
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Any, ...]:
     if return_debug_mask:
         refuse("return_debug_mask", True, "False", VARLEN)
-    if num_splits is not None:
-        refuse("num_splits", num_splits, "None: only flashtile.attention_with_kvcache takes a number of splits", VARLEN)
     state = random_state(query, dropout_p)
     settings: dict[str, Any] = {
         "causal": is_causal,
@@ -148,23 +147,23 @@ def flash_forward(
         "alibi_slopes": alibi_slopes,
         "dropout_p": dropout_p,
         "dropout_seed": seed_of(state) if dropout_p > 0 else None,
+        "num_splits": num_splits,
         "return_lse": True,
     }
     with torch.no_grad():
         if cum_seq_q is None:  # [B, S, H, D]
             q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-            out, lse = attention(q, k, v, **settings)
-            out = out.transpose(1, 2)
+            result, lse = attention(q, k, v, **settings, out=None if out is None else out.transpose(1, 2))
+            result = result.transpose(1, 2)
         else:
             settings |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
             settings |= {"seqused_k": seqused_k, "page_table": block_table}
-            out, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, **settings)
-    return out, lse, state, *unused(query)
+            result, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, **settings, out=out)
+    return result, lse, state, *unused(query)
 
 
 def flash_forward_into(out: Tensor, query: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-    result, lse, *_ = flash_forward(query, *arguments, **keywords)
-    out.copy_(result)
+    _, lse, *_ = flash_forward(query, *arguments, **keywords, out=out)
     return lse
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...api.attention import attention
 from ..arguments import refuse
+from .nested import nested_attention
 
 EXAMPLE = "scaled_dot_product_attention(query, key, value, is_causal=True)"
 
@@ -38,8 +39,10 @@ def scaled_dot_product_attention(
         scale: factor of the products; `E ** -0.5` if `None`.
         enable_gqa: key and value may have fewer heads than query.
 
+    Nested tensors of layout `torch.jagged` are `[B, H, ragged, E]`, all three and without `attn_mask`.
+
     Returns:
-        `[..., Hq, L, Ev]` in q's dtype; rows that see no key are 0.
+        `[..., Hq, L, Ev]` in q's dtype, nested as query; rows that see no key are 0.
 
     Raises:
         ArgumentError: an argument is not what it should be; both `attn_mask` and `is_causal`; other heads without
@@ -49,6 +52,8 @@ def scaled_dot_product_attention(
         accepted = "None with is_causal=True; flashtile.attention takes `mask` or `bias` with causal='top_left'"
         refuse("attn_mask", attn_mask, accepted, EXAMPLE)
     causal: Literal[False, "top_left"] = "top_left" if is_causal else False
+    if query.is_nested or key.is_nested or value.is_nested:
+        return nested_attention(query, key, value, attn_mask, dropout_p, causal, scale, enable_gqa)
     if query.dim() == key.dim() == value.dim() == 4:
         batch, heads = query.shape[0], query.shape[1]
         if key.shape[0] == batch and value.shape[0] == batch and (enable_gqa or key.shape[1] == heads):

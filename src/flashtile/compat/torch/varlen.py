@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...api.attention import attention_varlen
@@ -54,22 +53,42 @@ def varlen_attn(
         enable_gqa: key and value may have fewer heads than query.
         seqused_k: int32 or int64 `[B]`, keys of each sequence that exist. Differentiable here.
         block_table: int32 or int64 `[B, max_pages]`. Differentiable here.
-        num_splits: `None`; numbers are declined.
+        num_splits: parts that the keys are split into; `None` lets the backend choose.
 
     Returns:
         `[Tq, Hq, Dv]`; with `return_aux.lse` also lse `[Hq, Tq]`, -inf for rows that see no key.
 
     Raises:
-        ArgumentError: an argument is not what it should be; `num_splits`; other heads without `enable_gqa`.
+        ArgumentError: an argument is not what it should be; other heads without `enable_gqa`.
     """
-    if num_splits is not None:
-        accepted = "None: only flashtile.attention_with_kvcache takes a number of splits"
-        refuse("num_splits", num_splits, accepted, EXAMPLE)
+    out, lse = attend(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa, seqused_k, block_table,
+        num_splits, None,
+    )  # fmt: skip
+    return (out, lse) if return_aux is not None and return_aux.lse else out
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     heads = key.shape[1] if block_table is None else key.shape[2]
     if not enable_gqa and heads != query.shape[1]:
         accepted = f"True where key and value have {heads} heads and query has {query.shape[1]}"
         refuse("enable_gqa", enable_gqa, accepted, EXAMPLE)
-    out, lse = attention_varlen(
+    return attention_varlen(
         query,
         key,
         value,
@@ -81,9 +100,10 @@ def varlen_attn(
         window=window_of(window_size, EXAMPLE),
         seqused_k=seqused_k,
         page_table=block_table,
+        num_splits=num_splits,
+        out=out,
         return_lse=True,
     )
-    return (out, lse) if return_aux is not None and return_aux.lse else out
 
 
 def varlen_attn_out(
@@ -104,32 +124,14 @@ def varlen_attn_out(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention as by `varlen_attn`, whose result is written into `out [Tq, Hq, Dv]`, by a copy. It has no derivatives.
+    """Attention as by `varlen_attn`, whose result is written into `out [Tq, Hq, Dv]`. It has no derivatives.
 
     Raises:
         ArgumentError: as `varlen_attn`; out has another shape or dtype; a tensor requires a gradient outside of
             `torch.no_grad()`.
     """
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (out, query, key, value)):
-        refuse("out", out, "a call under torch.no_grad(), or varlen_attn, which has derivatives", EXAMPLE)
-    shape = (*query.shape[:-1], value.shape[-1])
-    if out.shape != shape or out.dtype != query.dtype:
-        refuse("out", out, f"a tensor {list(shape)} of query's dtype", EXAMPLE)
-    result, lse = varlen_attn(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        return_aux=AuxRequest(lse=True),
-        scale=scale,
-        window_size=window_size,
-        enable_gqa=enable_gqa,
-        seqused_k=seqused_k,
-        block_table=block_table,
-        num_splits=num_splits,
-    )
-    out.copy_(result)
+    _, lse = attend(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa, seqused_k, block_table,
+        num_splits, out,
+    )  # fmt: skip
     return (out, lse) if return_aux is not None and return_aux.lse else out

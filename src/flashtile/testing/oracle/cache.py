@@ -27,7 +27,8 @@ class Cache:
     def __init__(self, given: dict[str, Any], dtype: torch.dtype) -> None:
         self.given, self.dtype = given, dtype
         self.paged = given.get("page_table") is not None
-        self.batch = len(given["cache_seqlens"])
+        starts = given.get("cu_seqlens_q")
+        self.batch = len(given["q"]) if starts is None else len(starts) - 1
         self.k, self.v = (Rotated(x, torch.zeros_like(x), torch.zeros_like(x)) for x in self._slots())
         q = tokens(given["q"])
         self.q = Rotated(q.clone(), torch.zeros_like(q), torch.zeros_like(q))
@@ -50,11 +51,16 @@ class Cache:
         keys = self.key_slots(b)
         length, new = len(keys), self.new_tokens(b)
         queries = self.query_tokens(b)
-        positions = (length - len(queries) + torch.arange(len(queries))).clamp(min=0)
-        self._put(self.q, queries, self.q.value[queries], positions)
+        starts = self.given.get("rotary_start")  # of the first query and of the first new key
+        start = None if starts is None else _of(starts, b)
+        positions = torch.arange(len(queries)) + (length - len(queries) if start is None else start)
+        if self.given.get("rotary_q_fixed"):
+            positions = positions[:1].expand(len(queries))
+        self._put(self.q, queries, self.q.value[queries], positions.clamp(min=0))
         if len(new):
             k, v = (tokens(self.given[name])[new] for name in ("k", "v"))
-            self._put(self.k, keys[length - len(new) :], k, torch.arange(length - len(new), length))
+            first = length - len(new) if start is None else start
+            self._put(self.k, keys[length - len(new) :], k, first + torch.arange(len(new)))
             self.v.value[keys[length - len(new) :]] = v
 
     def query_tokens(self, b: int) -> Tensor:
@@ -65,19 +71,22 @@ class Cache:
 
     def _tokens_of(self, b: int, name: str) -> Tensor:
         starts = self.given.get("cu_seqlens_q")
-        if starts is not None:
+        if name == "k" and self.given.get("cu_seqlens_k_new") is not None:
+            starts = self.given["cu_seqlens_k_new"]
+        if starts is not None and self.given[name].ndim == 3:
             return torch.arange(int(starts[b]), int(starts[b + 1]))
         length = self.given[name].shape[2]
         return torch.arange(b * length, (b + 1) * length)
 
     def key_slots(self, b: int) -> Tensor:
         """The slot of each key of sequence b, including those of this call."""
-        position = torch.arange(int(self.given["cache_seqlens"][b]) + len(self.new_tokens(b)))
+        position = torch.arange(_of(self.given["cache_seqlens"], b) + len(self.new_tokens(b)))
+        rows = self.given.get("cache_batch_idx")
+        row = b if rows is None else int(rows[b])
         if self.paged:
             page_size = self.given["k_cache"].shape[1]
-            return self.given["page_table"][b].long()[position // page_size] * page_size + position % page_size
-        rows = self.given.get("cache_batch_idx")
-        return (b if rows is None else int(rows[b])) * self.given["k_cache"].shape[2] + position
+            return self.given["page_table"][row].long()[position // page_size] * page_size + position % page_size
+        return row * self.given["k_cache"].shape[2] + position
 
     def hidden(self, b: int) -> int:
         """Number of positions at the front without a key."""
@@ -103,6 +112,11 @@ class Cache:
 
     def _rounded(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).double()
+
+
+def _of(lengths: Any, b: int) -> int:
+    """Sequence `b`'s of lengths `[B]`, or of an int for all."""
+    return int(lengths if isinstance(lengths, int) else lengths[b])
 
 
 def tokens(x: Tensor) -> Tensor:

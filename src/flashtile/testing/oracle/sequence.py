@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..case import ExactSides
+
 
 @dataclass(frozen=True)
 class Sequence:
@@ -18,6 +20,7 @@ class Sequence:
     scale: float
     causal: bool | str
     window: tuple[int | None, int | None] | None
+    chunk: int | None  # positions that see each other only
     mask: Tensor | None  # bool, like scores
     softcap: float | None
     bias: Tensor | None  # like scores
@@ -53,10 +56,14 @@ def visible_pairs(x: Sequence) -> Tensor:
     elif x.causal:
         visible &= relative >= 0
     left, right = x.window or (None, None)
-    if left is not None and left != -1:
+    unlimited = None if isinstance(x.window, ExactSides) else -1
+    if left is not None and left != unlimited:
         visible &= relative <= left
-    if right is not None and right != -1:
+    if right is not None and right != unlimited:
         visible &= relative >= -right
+    if x.chunk:
+        position = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+        visible &= position.div(x.chunk, rounding_mode="floor") == torch.arange(seqlen_k) // x.chunk
     if x.mask is not None:
         visible = visible & x.mask
     return visible.expand(num_heads_q, seqlen_q, seqlen_k)

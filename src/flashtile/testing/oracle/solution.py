@@ -65,6 +65,9 @@ class _Solution:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.given: dict[str, Any] = {name: _exact(value) for name, value in case.arguments.items()}
+        for name in ("bias", "alibi_slopes", "sinks"):
+            if case.dtype != torch.float64 and self.given.get(name) is not None:
+                self.given[name] = self.given[name].float().double()  # no finer than the scores
         self.dense = self.given["q"].ndim == 4
         self.most_rows = self.most_keys = 0  # of one sequence: terms of a key's sums, and of a row's
         self.on_matrix_units = case.arguments["q"].is_cuda and case.dtype.itemsize == 2
@@ -158,7 +161,9 @@ class _Solution:
                 k_rows = self.given["page_table"][b].long()[positions // page_size] * page_size + positions % page_size
             else:
                 k_rows = int(starts_k[b]) + positions
-            yield torch.arange(int(starts_q[b]), int(starts_q[b + 1])), k_rows
+            used_q = self.given.get("seqused_q")
+            seqlen_q = int(used_q[b]) if used_q is not None else int(starts_q[b + 1] - starts_q[b])
+            yield int(starts_q[b]) + torch.arange(seqlen_q), k_rows
 
     def _add_sequence(self, batch: int, q_rows: Tensor, k_rows: Tensor) -> None:
         arguments, shape = self.given, (self.q.shape[1], len(q_rows), len(k_rows))  # Hq, Sq, Sk
@@ -174,6 +179,7 @@ class _Solution:
             scale=self.q.shape[2] ** -0.5 if scale is None else scale,
             causal=arguments.get("causal", False),
             window=arguments.get("window"),
+            chunk=arguments.get("attention_chunk"),
             mask=self._mask(batch, shape),
             softcap=arguments.get("softcap"),
             bias=self._local(arguments.get("bias"), batch, shape),
@@ -203,17 +209,24 @@ class _Solution:
             elif name == "dalibi_slopes" and arguments["alibi_slopes"].ndim == 2:
                 self.sums[name].add_at(slice(batch, batch + 1), block.map(lambda part: part[None]))
             else:
-                self.sums[name].add_at(slice(None), block)
+                self.sums[name].add_at(..., block)
 
     def _mask(self, batch: int, shape: tuple[int, int, int]) -> Tensor | None:
-        """The caller's mask, without padded keys."""
-        mask, hidden = self._local(self.given.get("mask"), batch, shape), 0
+        """The caller's mask, without padded keys. A mask function is called for all pairs."""
+        given, hidden = self.given.get("mask"), 0
+        mask = self._masked(given, batch, shape) if hasattr(given, "fn") else self._local(given, batch, shape)
         if self.cache is not None:
             hidden = self.cache.hidden(batch)
         if hidden == 0:
             return mask
         there = torch.arange(shape[2]) >= hidden
         return there[None, None] if mask is None else mask & there
+
+    def _masked(self, mask: Any, batch: int, shape: tuple[int, int, int]) -> Tensor:
+        b, h = torch.full((1, 1, 1, 1), batch), torch.arange(shape[0])[None, :, None, None]
+        q_idx, k_idx = torch.arange(shape[1])[:, None], torch.arange(shape[2])
+        visible = mask.fn(b, h, q_idx, k_idx, *(_exact(x) for x in mask.tensors))
+        return visible.expand(1, *shape)[0]
 
     def _local_index(self, pairwise: Tensor, batch: int, shape: tuple[int, int, int]) -> tuple[slice, ...]:
         """Index of sequence `batch` in a tensor [B, H, Sq, Sk] whose dimensions may all be 1."""

@@ -10,6 +10,7 @@ Every element of out and of the gradients is a sum over visible pairs (i, j). In
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Sums:
         self.A[rows] = torch.maximum(self.A[rows], block.A)
         self.loose[rows] |= block.loose
 
-    def add_at(self, index: slice | tuple[slice, ...], block: "Sums") -> None:
+    def add_at(self, index: EllipsisType | slice | tuple[slice, ...], block: "Sums") -> None:
         """Add a block of the shape of `self[index]`."""
         for name in ("total", "absolutes", "squares", "loss"):
             getattr(self, name)[index] += getattr(block, name)

@@ -218,16 +218,17 @@ class BackwardKernel(Kernel):
         slopes = [code.variable(code.full()) for _ in range(panel.vectors)] if variant.slope_gradient else []
         with code.loop(0, count) as j:
             key, at = first + j, j * panel.rows
-            if tables.formula is not None:
-                tables.formula.at_key(self.key_position(key))
+            if tables.functions is not None:
+                tables.functions.at_key(self.key_position(key))
             for n in range(panel.vectors):
                 row = n * code.lanes
                 final = final_score(code, a, variant, tables, panel, w.scores.vector(at + row), row, key, j)
                 difference = final.score - w.lse.vector(row)
                 p = exp2(code, difference * variant.to_exp2 if variant.natural_units else difference)
-                visible = None
+                visible = final.visible
                 if edge:
-                    visible = in_window(code, w.low, w.high, row, key)
+                    window_visible = in_window(code, w.low, w.high, row, key)
+                    visible = window_visible if visible is None else visible & window_visible
                 if variant.mask:
                     mask_visible = in_mask(w.mask + at, row)
                     visible = mask_visible if visible is None else visible & mask_visible

@@ -163,12 +163,14 @@ class ForwardKernel(Kernel):
         low, high = w.low + rows, w.high + rows
         largest = [code.variable(x) for x in panel.load(m)]
         with code.loop(0, count) as j:
-            if tables.formula is not None:
-                tables.formula.at_key(self.key_position(first + j))
+            if tables.functions is not None:
+                tables.functions.at_key(self.key_position(first + j))
             final = []
             for n, (s, top) in enumerate(zip(panel.load(w.scores, j), largest, strict=True)):
                 row = n * code.lanes
-                s = final_score(code, a, variant, tables, panel, s, row, first + j, j).score
+                s, _, _, visible = final_score(code, a, variant, tables, panel, s, row, first + j, j)
+                if visible is not None:
+                    s = mask_fill(code, s, visible)
                 if edge:
                     s = mask_fill(code, s, in_window(code, low, high, row, first + j))
                 if variant.mask:

@@ -62,7 +62,7 @@ class Kernel:
         """Emit a block's code with the test of the window, for blocks at its edge, and without it for others; with a
         formula the former serves all, since the formula's code takes longer to compile than the test to run.
         """
-        if self.variant.formula is not None:
+        if self.variant.functions is not None:
             emit(True)
             return
         with self.code.if_else(edge) as (then, otherwise):
@@ -75,8 +75,9 @@ class Kernel:
         """The inputs of the score features, for a loop over keys that begins here."""
         rows = p * self.panel.rows
         terms = {symbol: getattr(self.w, symbol) + rows for symbol in self.variant.head_terms}
-        formula = None if self.variant.formula is None else self.formula_code(self.variant.formula, rows)
-        return ScoreTables(self.w.bias, self.w.diagonal_key + rows, terms, formula)
+        functions = self.variant.functions
+        code = None if functions is None else self.formula_code(functions, rows)
+        return ScoreTables(self.w.bias, self.w.diagonal_key + rows, terms, code)
 
     def formula_code(self, formula: Formula, first_row: Value) -> StagedCode:
         code, a, w = self.code, self.a, self.w

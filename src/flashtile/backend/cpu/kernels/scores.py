@@ -23,7 +23,7 @@ class ScoreTables(NamedTuple):
     bias: Pointer  # [keys, rows]
     diagonal_key: Pointer  # [rows], int
     terms: dict[str, Pointer]  # of heads, by symbol: [rows]
-    formula: StagedCode | None
+    functions: StagedCode | None  # score_mod and mask function
 
 
 class FinalScore(NamedTuple):
@@ -31,7 +31,8 @@ class FinalScore(NamedTuple):
 
     score: Value
     tanh_s: Value | None  # tanh(s / softcap)
-    formula: Sequence[Any]  # results of the formula
+    formula: Sequence[Any]  # results of the score_mod
+    visible: Value | None  # by the mask function
 
 
 def final_score(
@@ -46,10 +47,10 @@ def final_score(
         s = s + t.bias.vector(block_j * panel.rows + n)
     if "slopes" in t.terms:
         s = s - t.terms["slopes"].vector(n) * distance(code, t.diagonal_key, n, j)
-    formula: Sequence[Any] = ()
-    if t.formula is not None:
-        s, *_ = formula = t.formula.at_pair(n // code.lanes, s)
-    return FinalScore(s, tanh_s, formula)
+    formula, visible = [] if t.functions is None else t.functions.at_pair(n // code.lanes, s), None
+    if variant.mask_mod is not None:
+        visible = code.splat(formula.pop())
+    return FinalScore(formula[0] if formula else s, tanh_s, formula, visible)
 
 
 def product_gradient(final: FinalScore, ds: Value) -> Value:

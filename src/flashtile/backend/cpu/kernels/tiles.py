@@ -105,6 +105,10 @@ def fill_row_tables(
         right = code.minimum(
             diagonal_key + a.integer("window_right"), position - a.integer("j0") + a.integer("top_left")
         )
+        if variant.chunk:
+            first = first_of_chunk(code, a, diagonal_key)
+            low = code.maximum(low, first)
+            right = code.minimum(right, first + a.integer("attention_chunk") - 1)
         high = code.minimum(right, task.last_key)
         low = code.minimum(low, task.last_key + 1)
         high = code.maximum(high, -1)
@@ -118,15 +122,24 @@ def fill_row_tables(
         for symbol in variant.head_terms:
             x = a.pointer(symbol)[task.b * a.integer(f"{symbol}_b") + h]
             getattr(w, symbol)[at] = x * variant.score_unit
-        if variant.dropout or variant.formula is not None:
+        if variant.dropout or variant.functions is not None:
             w.position[at] = code.convert(position, INT)
-        if variant.formula is not None:
+        if variant.functions is not None:
             w.head[at] = code.convert(h + a.integer("h0"), INT)
         if variant.dropout:
             sequence_head = (task.b + a.integer("b0")) * a.integer("num_heads") + h + a.integer("h0")
             w.sequence_head[at] = code.convert(sequence_head, INT)
     for n, bound in enumerate((lo, full_lo, full_hi, hi)):
         w.bounds[p * 4 + n] = bound.get()
+
+
+def first_of_chunk(code: Code, a: Arguments, diagonal_key: Value) -> Value:
+    """The first key of the chunk that the key on a row's diagonal is in. Where that is before all keys, so are all of
+    its chunk: one chunk stands for all of those, because division is unsigned.
+    """
+    position, chunk = diagonal_key + a.integer("j0"), a.integer("attention_chunk")
+    first = code.select(position < 0, 0 - chunk, position // chunk * chunk)
+    return first - a.integer("j0")
 
 
 def num_valid_rows(code: Code, panel: Panel, task: Task, p: Value) -> Value:

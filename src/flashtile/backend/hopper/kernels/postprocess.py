@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .. import tables
 from .shared.compat import triton_kernel
-from .shared.padded_rows import block_rows, stride64
+from .shared.padded_rows import block_rows, feature_mask, stride64
 
 NUM_WARPGROUPS = tl.constexpr(tables.NUM_WARPGROUPS)  # of a block of rows, each with a dq semaphore
 
@@ -13,23 +13,32 @@ NUM_WARPGROUPS = tl.constexpr(tables.NUM_WARPGROUPS)  # of a block of rows, each
 @triton_kernel
 def postprocess_kernel(
     dq_accum, dq_semaphore, dq, cu_seqlens_q,
-    stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, batch, scale,
-    HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+    stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, batch, scale, columns,
+    HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, DQ_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dq from its accumulators. A dq semaphore of 0 means that nothing was written: the rows see no key."""
+    """dq from its accumulators, added in their order. A dq semaphore of 0 means that nothing was written."""
     block, flat_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     b, head = (flat_head // num_heads).to(tl.int64), flat_head % num_heads
     row, exists = block_rows(block, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
-    first = tl.program_id(0).to(tl.int64) * (BLOCK_M * HEAD_DIM.width)
-    writers = tl.load(dq_semaphore + tl.program_id(0) * NUM_WARPGROUPS)
+    program, stride_part = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     for c in tl.static_range(len(HEAD_DIM.chunks)):
         feature = HEAD_DIM.offsets[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
-        offset = first + tl.arange(0, BLOCK_M)[:, None] * HEAD_DIM.width + feature
-        written = tl.where(offset >= 0, writers, 0) > 0  # the scalar as a mask of this shape
-        dq_i = unswizzled(tl.load(dq_accum + offset, mask=written, other=0.0), BLOCK_M, HEAD_DIM.chunks[c])
+        offset = tl.arange(0, BLOCK_M)[:, None] * HEAD_DIM.width + feature
+        dq_i = accumulated(dq_accum, dq_semaphore, program, offset, HEAD_DIM.width)
+        for part in tl.static_range(1, DQ_PARTS):
+            dq_i += accumulated(dq_accum, dq_semaphore, program + part * stride_part, offset, HEAD_DIM.width)
+        dq_i = unswizzled(dq_i, BLOCK_M, HEAD_DIM.chunks[c])
         x = dq + b * stride64(stride_dq_b, ALIGN) + head * stride64(stride_dq_h, ALIGN)
         offset = row[:, None] * stride64(stride_dq_m, ALIGN) + feature
-        tl.store(x + offset, (dq_i * scale).to(dq.dtype.element_ty), mask=exists[:, None])
+        tl.store(x + offset, (dq_i * scale).to(dq.dtype.element_ty), mask=feature_mask(exists, feature, columns))
+
+
+@triton.jit
+def accumulated(dq_accum, dq_semaphore, block, offset, WIDTH: tl.constexpr):
+    """One accumulator of a block of rows, at `offset [M, D]`."""
+    writers = tl.load(dq_semaphore + block * NUM_WARPGROUPS)
+    written = tl.where(offset >= 0, writers, 0) > 0  # the scalar as a mask of this shape
+    return tl.load(dq_accum + block * (offset.shape[0] * WIDTH) + offset, mask=written, other=0.0)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import triton.language as tl
 
 from .. import tables
 from .shared.compat import triton_kernel
-from .shared.padded_rows import block_rows, stride64
+from .shared.padded_rows import block_rows, feature_mask, stride64
 from .shared.softmax import INFINITY, LOG2E
 
 NUM_WARPGROUPS = tl.constexpr(tables.NUM_WARPGROUPS)  # of a block of rows, each with a dq semaphore
@@ -15,7 +15,8 @@ def preprocess_kernel(
     out, dout, lse, dlse, neg_lse_log2, neg_delta, dq_semaphore, cu_seqlens_q,
     stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
     stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m,
-    num_tiles, num_heads, seqlen_q, batch, HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+    num_tiles, num_heads, seqlen_q, batch, columns,
+    HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, DQ_PARTS: tl.constexpr,
 ):  # fmt: skip
     """`neg_lse_log2 = -lse * log2(e)` and `neg_delta = dlse - sum(dout * out)`; resets the dq semaphores.
 
@@ -29,8 +30,9 @@ def preprocess_kernel(
     neg_delta_i = tl.zeros([BLOCK_M], tl.float32)
     for c in tl.static_range(len(HEAD_DIM.chunks)):
         feature = HEAD_DIM.offsets[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
-        out_i = tl.load(x + row[:, None] * stride64(stride_out_m, ALIGN) + feature, mask=exists[:, None], other=0.0)
-        dout_i = tl.load(dx + row[:, None] * stride64(stride_dout_m, ALIGN) + feature, mask=exists[:, None], other=0.0)
+        mask = feature_mask(exists, feature, columns)
+        out_i = tl.load(x + row[:, None] * stride64(stride_out_m, ALIGN) + feature, mask=mask, other=0.0)
+        dout_i = tl.load(dx + row[:, None] * stride64(stride_dout_m, ALIGN) + feature, mask=mask, other=0.0)
         neg_delta_i -= tl.sum(out_i.to(tl.float32) * dout_i.to(tl.float32), 1)
     lse_row = lse + b * stride64(stride_lse_b, 1) + head * stride64(stride_lse_h, 1)
     lse_i = tl.load(lse_row + row, mask=exists, other=-INFINITY)
@@ -42,4 +44,6 @@ def preprocess_kernel(
     tl.store(neg_lse_log2 + offset, tl.where(no_keys, -INFINITY, -LOG2E * lse_i))
     tl.store(neg_delta + offset, tl.where(no_keys, 0.0, neg_delta_i))
     if dq_semaphore is not None:
-        tl.store(dq_semaphore + tl.program_id(0) * NUM_WARPGROUPS + tl.arange(0, NUM_WARPGROUPS), 0)
+        for part in tl.static_range(DQ_PARTS):
+            semaphore = dq_semaphore + (part * tl.num_programs(0) + tl.program_id(0)) * NUM_WARPGROUPS
+            tl.store(semaphore + tl.arange(0, NUM_WARPGROUPS), 0)

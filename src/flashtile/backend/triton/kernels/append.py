@@ -25,6 +25,7 @@ class Rotary(NamedTuple):
 
     cos: Pointer
     sin: Pointer
+    rotary_start: Pointer  # of each sequence's first query and first new key, if not by their places
     cos_stride: Scalar
     sin_stride: Scalar
     rotary_positions: Scalar
@@ -36,6 +37,7 @@ class NewTokens(NamedTuple):
     """
 
     cu_seqlens_q: Pointer
+    seqused_q: Pointer
     lengths: Pointer  # of the cache before the call
     totals: Pointer  # after it: a result
     num_tiles: Scalar
@@ -78,7 +80,11 @@ def append_kernel(
             if rotated_q.data is not None:
                 exists = place < queries
                 x = head_pointer(q, b, work.head, 1) + token * elements(q.stride_m, 1)
-                position = cached + appended - queries + place  # the queries are the last tokens of their sequence
+                position = cached + appended - queries  # the queries are the last tokens of their sequence
+                if rotary.rotary_start is not None:
+                    position = tl.load(rotary.rotary_start + b).to(tl.int32)
+                if not CONFIG.Q_FIXED:
+                    position += place
                 y = rotate(x, d, exists, position, rotary, CONFIG)
                 pointer = head_pointer(rotated_q, b, work.head, 1) + token * elements(rotated_q.stride_m, 1)
                 tl.store(pointer + d, y, mask=d < tl.where(exists, D, 0))
@@ -91,6 +97,8 @@ def append_kernel(
             exists = (place < appended) & (page >= 0) & (page < num_pages)
             slot = position % page_size
             x = head_pointer(new_k, b, head, 1) + token * elements(new_k.stride_m, 1)
+            if rotary.rotary_start is not None:
+                position = tl.load(rotary.rotary_start + b).to(tl.int32) + place
             y = rotate(x, d, exists, position, rotary, CONFIG)
             tl.store(cache_pointer(k_cache, page, slot, head) + d, y, mask=d < tl.where(exists, D, 0))
             dv = tl.arange(0, CONFIG.BLOCK_DV)

@@ -53,8 +53,8 @@ def dkdv_kernel(
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     lengths = params.lengths
     work = work_tile(
-        tl.program_id(0), lengths.num_tiles, lengths.num_heads_k, lengths.cu_seqlens_k, lengths.batch, lengths.total_k,
-        block_origin(params.dropout), 1, BLOCK_N, CONFIG.BLOCK_B,
+        tl.program_id(0), lengths.num_tiles, lengths.num_heads_k, lengths.cu_seqlens_k, None, lengths.batch,
+        lengths.total_k, block_origin(params.dropout), 1, BLOCK_N, CONFIG.BLOCK_B,
     )  # fmt: skip
     if work.start < work.seqlen:
         b = batch_index(params, work)
@@ -117,6 +117,9 @@ def inner_loop(dk_j, dv_j, blocks, tile, rows, params, info, MASKED: tl.constexp
         if params.scores.mask.data is not None:
             in_mask = scores.load_mask(params, info, row[None, :], tile.position, tile.exists)
             visible = in_mask if visible is None else visible & in_mask
+        if params.scores.mask_mod is not None:
+            shown = scores.visible_by_function(params, info, row[None, :], tile.position)
+            visible = shown if visible is None else visible & shown
         if visible is not None:
             p = tl.where(visible, p, 0.0)
         dout_i = load_rows(row_pointers(rows.dout, start_m, BLOCK_M), exists, DV)  # [M, Dv]

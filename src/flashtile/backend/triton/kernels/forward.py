@@ -81,6 +81,7 @@ def forward_kernel(
                 lengths.leftpad_k is not None
                 or params.dropout.threshold is not None
                 or params.window.window_left is not None
+                or params.window.attention_chunk is not None
             )
             BOUNDED: tl.constexpr = CONFIG.PAGE_SIZE == 0 and LOWER
             # The masked blocks first: then the compiler keeps the matrix products of the long loop asynchronous.

@@ -5,6 +5,8 @@ import triton.language as tl
 
 from .softmax import LN2, LOG2E
 
+KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)  # of minimum and maximum
+
 
 @triton.jit
 def tanh(x):

@@ -8,12 +8,13 @@ score_mod captures, of any number and dimensions, are more fields: `with_capture
 
 import functools
 import inspect
-import linecache
 from collections.abc import Iterator
 from typing import Any
 
 import triton
 import triton.language as tl
+
+from ...gpu.generated import defined
 
 Pointer = tl.pointer_type  # kernels are specialized by its alignment
 Scalar = tl.tensor  # never specialized: a new length or stride uses the same compiled kernel
@@ -56,14 +57,6 @@ def generated(body: Any, dimensions: tuple[int, ...]) -> Any:
     return triton.jit(
         defined(name, source, f"{function.__module__}.{name}{captured}", names), do_not_specialize=scalars
     )
-
-
-def defined(name: str, source: str, title: str, names: dict[str, Any]) -> Any:
-    """The function of a source, which Triton reads again where Python keeps lines of files."""
-    file = f"<{title}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    exec(compile(source, file, "exec"), names)
-    return names[name]
 
 
 def is_group(kind: Any) -> bool:

@@ -71,6 +71,16 @@ def to_blocks(lo, full_lo, full_hi, hi, origin, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def first_of_chunk(window, position):
+    """The first key of the chunk of a position, which counts as the keys do. Positions before all keys have a chunk
+    before them: division rounds toward 0.
+    """
+    position += window.chunk_origin
+    chunk = tl.where(position < 0, -1, position // window.attention_chunk)
+    return chunk * window.attention_chunk - window.chunk_origin
+
+
+@triton.jit
 def key_blocks(params, first_row, last_row, shift, seqlen_k, BLOCK: tl.constexpr):
     """Key blocks for the rows `first_row..last_row`."""
     window = params.window
@@ -84,6 +94,11 @@ def key_blocks(params, first_row, last_row, shift, seqlen_k, BLOCK: tl.constexpr
     if window.top_left is not None:
         full_hi = tl.minimum(full_hi, first_row + window.top_left + 1)
         hi = tl.minimum(hi, last_row + window.top_left + 1)
+    if window.attention_chunk is not None:
+        first, last = first_of_chunk(window, first_row + shift), first_of_chunk(window, last_row + shift)
+        lo, full_lo = tl.maximum(lo, first), tl.maximum(full_lo, last)
+        full_hi = tl.minimum(full_hi, first + window.attention_chunk)
+        hi = tl.minimum(hi, last + window.attention_chunk)
     return to_blocks(lo, full_lo, full_hi, hi, block_origin(params.dropout), BLOCK)
 
 
@@ -100,6 +115,11 @@ def row_blocks(window, first_key, last_key, shift, num_rows, BLOCK: tl.constexpr
     if window.top_left is not None:
         lo = tl.maximum(lo, first_key - window.top_left)
         full_lo = tl.maximum(full_lo, last_key - window.top_left)
+    if window.attention_chunk is not None:
+        first, last = first_of_chunk(window, first_key) - shift, first_of_chunk(window, last_key) - shift
+        lo, full_lo = tl.maximum(lo, first), tl.maximum(full_lo, last)
+        full_hi = tl.minimum(full_hi, first + window.attention_chunk)
+        hi = tl.minimum(hi, last + window.attention_chunk)
     return to_blocks(lo, full_lo, full_hi, hi, 0, BLOCK)
 
 
@@ -116,6 +136,10 @@ def key_bounds(params, rows, shift, seqlen_k):
         upper = tl.minimum(rows + (shift + window.window_right), upper)
     if window.top_left is not None:
         upper = tl.minimum(rows + window.top_left, upper)
+    if window.attention_chunk is not None:
+        first = first_of_chunk(window, rows + shift)
+        lower = tl.maximum(first, lower)
+        upper = tl.minimum(first + (window.attention_chunk - 1), upper)
     return Bounds(lower, upper)
 
 
@@ -129,6 +153,10 @@ def row_bounds(window, keys, shift, exists, num_rows):
         lower = tl.maximum(keys - (shift + window.window_right), lower)
     if window.top_left is not None:
         lower = tl.maximum(keys - window.top_left, lower)
+    if window.attention_chunk is not None:
+        first = first_of_chunk(window, keys) - shift
+        lower = tl.maximum(first, lower)
+        upper = tl.minimum(first + (window.attention_chunk - 1), upper)
     return Bounds(lower, upper)
 
 
@@ -154,6 +182,9 @@ def mask_fill(t, value, bounds, params, info, rows, keys, exists, MASKED: tl.con
     if params.scores.mask.data is not None:
         in_mask = scores.load_mask(params, info, rows, keys, exists)
         visible = in_mask if visible is None else visible & in_mask
+    if params.scores.mask_mod is not None:
+        shown = scores.visible_by_function(params, info, rows, keys)
+        visible = shown if visible is None else visible & shown
     if visible is None:
         return t
     else:

@@ -58,6 +58,7 @@ class Lengths(NamedTuple):
 
     cu_seqlens_q: Pointer
     cu_seqlens_k: Pointer
+    seqused_q: Pointer
     seqused_k: Pointer
     page_table: BatchTensor
     leftpad_k: Pointer
@@ -78,6 +79,8 @@ class WindowSize(NamedTuple):
     window_left: Scalar
     window_right: Scalar
     top_left: Scalar  # shift of the bound `j <= i + shift` of top-left causal
+    attention_chunk: Scalar  # positions that see each other only
+    chunk_origin: Scalar  # position of the first key, in an unsharded call 0
     diagonal: Scalar  # added to seqlen_k - seqlen_q
 
 
@@ -92,6 +95,7 @@ class ScoreInputs(NamedTuple):
     multiplier: Scalar  # `None` where the softmax takes the scale
     softcap: Scalar
     score_mod: tl.constexpr  # a device function, one for each formula
+    mask_mod: tl.constexpr
     captured: Captured
 
 

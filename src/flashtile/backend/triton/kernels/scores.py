@@ -1,4 +1,4 @@
-"""Scores and their gradients, and the mask. Each feature is one line in `forward` and one in `backward`.
+"""Scores and their gradients, and masks. Each feature is one line in `forward` and one in `backward`.
 
 s = scale * <q, k>                      s is formed by the caller's matrix product
 s = softcap * tanh(s / softcap)         ds *= 1 - tanh(s / softcap) ** 2
@@ -122,3 +122,11 @@ def distance(info, rows, keys):
 def load_mask(params, info, rows, keys, exists):
     """The mask of a tile: true where a pair is visible."""
     return load_pairs(params.scores.mask, params, info, rows, keys, exists, 0) != 0
+
+
+@triton.jit
+def visible_by_function(params, info, rows, keys):
+    """The pairs of a tile that the mask function shows, in a shape that broadcasts to it. Indices as in `modify`."""
+    part = params.dropout
+    sequence, head = info.sequence.to(tl.int32) + part.b0, info.head + part.h0
+    return params.scores.mask_mod(sequence, head, rows + part.i0, keys + part.j0, params.scores.captured)[0]

@@ -27,8 +27,8 @@ class SeqlenInfo(NamedTuple):
 
 @triton.jit
 def work_tile(
-    program, num_tiles, num_heads, cu_seqlens, batch, total, origin, PACK_GQA: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    program, num_tiles, num_heads, cu_seqlens, seqused, batch, total, origin, PACK_GQA: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Find the block of rows of a program. Blocks start at `origin <= 0`; each position has `PACK_GQA` rows.
 
@@ -46,6 +46,9 @@ def work_tile(
         stop = tl.load(cu_seqlens + n + 1, mask=n < batch, other=total).to(tl.int32)
         start = tl.minimum(tl.maximum(start, 0), total)
         seqlen = tl.maximum(tl.minimum(stop, total) - start, 0)
+        if seqused is not None:  # the tokens of no sequence are all in use
+            used = tl.load(seqused + n, mask=n < batch, other=total).to(tl.int32)
+            seqlen = tl.minimum(seqlen, tl.maximum(used, 0))
         blocks = tl.where((n <= batch) & (seqlen > 0), tl.cdiv(seqlen * PACK_GQA - origin, BLOCK), 0)
         sequence = tl.sum((tl.cumsum(blocks, 0) <= tile).to(tl.int32), 0)
         own = n == sequence  # false everywhere past the last block
@@ -61,8 +64,8 @@ def work_tile(
 def query_tile(lengths, program, num_heads, PACK_GQA: tl.constexpr, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr):
     """Find the block of query rows of a program."""
     return work_tile(
-        program, lengths.num_tiles, num_heads, lengths.cu_seqlens_q, lengths.batch, lengths.total_q, 0, PACK_GQA, BLOCK,
-        BLOCK_B,
+        program, lengths.num_tiles, num_heads, lengths.cu_seqlens_q, lengths.seqused_q, lengths.batch, lengths.total_q,
+        0, PACK_GQA, BLOCK, BLOCK_B,
     )  # fmt: skip
 
 
@@ -82,7 +85,11 @@ def offset_and_seqlen(sequence, cu_seqlens, batch, total):
 @triton.jit
 def query_seqlen(lengths, sequence):
     """First token and length of a sequence's queries."""
-    return offset_and_seqlen(sequence, lengths.cu_seqlens_q, lengths.batch, lengths.total_q)
+    offset, seqlen = offset_and_seqlen(sequence, lengths.cu_seqlens_q, lengths.batch, lengths.total_q)
+    if lengths.seqused_q is not None:
+        used = tl.load(lengths.seqused_q + sequence, mask=sequence < lengths.batch, other=0).to(tl.int32)
+        seqlen = tl.minimum(seqlen, tl.maximum(used, 0))
+    return offset, seqlen
 
 
 @triton.jit

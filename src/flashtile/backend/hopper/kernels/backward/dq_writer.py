@@ -3,7 +3,8 @@
 The first block of keys for a block of rows stores, so that dq_accum need not be cleared; later blocks add, after
 waiting for the first one on a dq semaphore. There is one semaphore for each warpgroup's share of a block of rows. With
 `in_order`, for bitwise repeatable gradients, it counts all additions, and each block waits for its position in the
-scheduler's order.
+scheduler's order. With few rows and many keys, blocks of keys share `dq_parts` accumulators, each with semaphores of
+its own, so that programs do not wait for each other.
 """
 
 from typing import NamedTuple
@@ -42,6 +43,7 @@ class DqWriter(NamedTuple):
     bounds: MaskBounds
     group: gl.tensor
     padded_rows: gl.tensor
+    part_rows: gl.tensor | None  # rows of one of several accumulators
 
 
 @gluon.jit
@@ -57,11 +59,14 @@ def dq_writer_warp(warpgroup: gl.constexpr, writer, CONFIG: gl.constexpr):
         for _ in range(group * (tile.hi - tile.lo)):
             barrier_sync(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
             row = tile.padded_row + group_head * writer.padded_rows + m * BLOCK_M
-            semaphore = writer.semaphore + row // BLOCK_M * NUM_WARPGROUPS + warpgroup
             n_blocks = contributing_n_blocks(
                 writer.bounds, m * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, CONFIG.block_n
             )
             position = n - n_blocks.lo if CONFIG.lpt else n_blocks.hi - 1 - n
+            if writer.part_rows is not None:
+                row += position % CONFIG.dq_parts * writer.part_rows
+                position = position // CONFIG.dq_parts
+            semaphore = writer.semaphore + row // BLOCK_M * NUM_WARPGROUPS + warpgroup
             wait_for_dq_semaphore(semaphore, position if CONFIG.in_order else gl.minimum(position, 1))
             fence_async_shared()  # for the warpgroup's stores, complete since the barrier
             if position == 0:

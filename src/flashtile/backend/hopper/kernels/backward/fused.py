@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..shared import scores
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel, reinterpret_smem, thread_barrier
-from ..shared.coordinates import kv_coord
+from ..shared.coordinates import dkdv_coord
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, zero_accumulators
@@ -48,7 +48,7 @@ from ..shared.swizzle import swizzled
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
-from .scores import begin_probabilities, block_coord, finish_probabilities
+from .scores import begin_probabilities, block_coord, finish_probabilities, load_block
 from .tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
 
 DS_STAGES = gl.constexpr(2)
@@ -85,7 +85,7 @@ def backward_kernel(
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, CONFIG: gl.constexpr,
+    factor, multiplier, softcap, scale, CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and dout `[1, 1, BLOCK_M, columns]`, k, v, dk and dv `[1, 1, MMA_M, columns]`, dq_accum `[MMA_M,
     columns]`, row statistics `[1, BLOCK_M]`. Packed sequences are described as in `forward_kernel`.
@@ -114,10 +114,12 @@ def backward_kernel(
     )  # fmt: skip
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs)
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
     context = BackwardContext(pipelines, outputs, queue, group, bounds, params)
-    dq_writer = DqWriter(dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows)
+    # Dense calls alone have several parts or splits.
+    part_rows = batch * num_heads_k * group * padded_rows if CONFIG.dq_parts > 1 else None
+    dq_writer = DqWriter(dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, part_rows)
     gl.warp_specialize(
         [
             (consumer_warpgroup, (0, context, CONFIG, PACKED)),
@@ -139,6 +141,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     CHUNKS: gl.constexpr = len(HEAD_DIM.chunks)  # wgmmas of a product over the head dimension
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     pipelines, outputs, queue = context.pipelines, context.outputs, context.queue
     group, bounds, params = context.group, context.bounds, context.params
@@ -166,7 +169,8 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             s = warpgroup_mma_wait(0, deps=(start_qk(rows, k, count, zeros, warpgroup, CONFIG),))
         block = block_coord(tile, group, group_head, m, first_key, CONFIG)
         # Unused where there are no steps.
-        partial_p = begin_probabilities(s, rows, count, block, params, CONFIG)
+        loaded = load_block(block, params, CONFIG)
+        partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
         for steps_left in range(steps, 0, -1):
             q_i = stage_chunks(rows.q, count, STAGES)
             dout_i = stage_chunks(rows.dout, count, STAGES)
@@ -176,14 +180,17 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             consumer_wait(rows.dout, count, STAGES)
             dp = rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout).broadcast_to([MMA_M, BLOCK_M])
             dp = gemm_nt(stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS), dout_i, dp, ACCUMULATE=True)
-            p, score = finish_probabilities(partial_p, rows, count, block, params, CONFIG)
+            p, score = finish_probabilities(partial_p, rows, count, block, loaded, params, CONFIG)
             visible = all_visible(p)
             if masked:
                 visible = visible_rows(
                     p, bounds, opaque(first_key), m * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k
                 )
                 p = where_bits(visible, p, 0.0)
-            ds_weight = scores.derivative(p, score, params)
+            ds_weight = scores.derivative(p, score, params, SCORE_MOD)
+            if SCORE_MOD is not None and not SCORE_MOD.same:  # noqa: SIM102 - a compile-time branch
+                if masked:  # 0 * the derivative is NaN where that is
+                    ds_weight = where_bits(visible, ds_weight, 0.0)
             dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
             if masked:  # 0 * dp is NaN where dp is
                 dp = where_bits(visible, dp, 0.0)
@@ -203,10 +210,13 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
             slice_columns(dq_pipeline.smem.index(warpgroup), 0, dq.shape[1]).store(swizzled(dq))
             barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
+            if SCORE_MOD is not None:  # its loads, before the wait
+                next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
+                loaded = load_block(block_coord(tile, group, next_head, next_m, first_key, CONFIG), params, CONFIG)
             s = warpgroup_mma_wait(CHUNKS, deps=(s,))
             m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
             block = block_coord(tile, group, group_head, m, first_key, CONFIG)
-            partial_p = begin_probabilities(s, rows, next_count, block, params, CONFIG)
+            partial_p = begin_probabilities(s, rows, next_count, block, loaded, params, CONFIG)
             dk, partial_p = gemm_wait_with(dk, partial_p)
             consumer_release(rows.empty, count, STAGES)
             count += 1
@@ -215,7 +225,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             consumer_release(v.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
         # dv and dk reuse the memory of the last dq.
         mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
-        coord = kv_coord(tile, first_key, PACKED)
+        coord = dkdv_coord(tile, first_key, params.batch, PACKED, CONFIG.row_splits)
         store_dkdv(outputs.dv, coord, dv, None, dq_pipeline.smem.index(warpgroup), HEAD_DIM)
         store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM)
         tile_count += 1
@@ -249,8 +259,10 @@ def start_dq(ds, k, stage, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def store_dkdv(desc, coord, x, scale, smem, HEAD_DIM: gl.constexpr):
-    """Store dk or dv of 64 keys."""
-    buffer = reinterpret_smem(smem, desc.dtype, desc.block_type.shape[:-1] + [HEAD_DIM.padded_width], desc.layout)
+    """Store dk or dv of 64 keys; in fp32 as many columns at a time as the buffer holds."""
+    WIDTH: gl.constexpr = HEAD_DIM.padded_width
+    COLUMNS: gl.constexpr = min(WIDTH, DQ_COLUMNS) if desc.dtype == gl.float32 else WIDTH
+    buffer = reinterpret_smem(smem, desc.dtype, desc.block_type.shape[:-1] + [COLUMNS], desc.layout)
     for c in gl.static_range(len(x)):
         columns = x[c]
         if scale is not None:

@@ -6,12 +6,15 @@ one the product of dout with v.
 
 from typing import NamedTuple
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..shared import scores
-from ..shared.mma import join_columns, split_columns
+from ..shared.distances import distances
+from ..shared.mma import MMA_M, join_columns, split_columns
 from ..shared.pipeline import stage_of
+from ..shared.score_mod import Loaded, load_head, load_keys, load_rows
 
 
 class BlockCoord(NamedTuple):
@@ -31,15 +34,15 @@ def block_coord(tile, group, group_head, m, first_key, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def begin_probabilities(s, rows, count, coord, params, CONFIG: gl.constexpr):
+def begin_probabilities(s, rows, count, coord, loaded, params, CONFIG: gl.constexpr):
     """First part: base-2 logarithms of p, or p itself for the first half of the rows.
 
-    With a softcap, whose derivative needs the scores later, it computes nothing.
+    With a softcap or score_mod whose derivative needs the scores later, it computes nothing.
     """
-    if params.softcap is not None:
+    if params.softcap is not None or needs_scores(CONFIG):
         return (s,)
     else:
-        t = log2_probabilities(block_scores(s, coord, params), rows, count, params, CONFIG)
+        t = log2_probabilities(block_scores(s, coord, loaded, params, CONFIG), rows, count, params, CONFIG)
         if CONFIG.early_half_exps:
             left, right = split_columns(t)
             return (gl.exp2(left), right)
@@ -48,14 +51,23 @@ def begin_probabilities(s, rows, count, coord, params, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def finish_probabilities(partial_p, rows, count, coord, params, CONFIG: gl.constexpr):
-    """Second part: p, and the scores for the derivative of a softcap."""
-    if params.softcap is not None:
-        score = block_scores(partial_p[0], coord, params)
+def finish_probabilities(partial_p, rows, count, coord, loaded, params, CONFIG: gl.constexpr):
+    """Second part: p, and the scores for the derivatives of a softcap and a score_mod."""
+    if params.softcap is not None or needs_scores(CONFIG):
+        score = block_scores(partial_p[0], coord, loaded, params, CONFIG)
         return gl.exp2(log2_probabilities(score, rows, count, params, CONFIG)), score
     else:
         p = join_columns(partial_p[0], gl.exp2(partial_p[1])) if CONFIG.early_half_exps else gl.exp2(partial_p[0])
-        return p, scores.Score(p, p)
+        if CONFIG.score_mod is None:
+            return p, scores.Score(p, p, ())
+        else:  # the derivative depends on no score: p stands for it
+            return p, block_scores(p, coord, loaded, params, CONFIG)
+
+
+@constexpr_function
+def needs_scores(CONFIG):
+    """Whether the derivative of a score_mod depends on the scores."""
+    return CONFIG.score_mod is not None and not CONFIG.score_mod.linear
 
 
 @gluon.jit
@@ -66,9 +78,34 @@ def log2_probabilities(score, rows, count, params, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def block_scores(s, coord, params):
+def block_scores(s, coord, loaded, params, CONFIG: gl.constexpr):
     """Final scores of a block of products `[N, M]`."""
-    layout: gl.constexpr = s.type.layout
-    rows = gl.expand_dims(coord.first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
-    keys = gl.expand_dims(coord.first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
-    return scores.forward(s, params, coord.b, coord.head, coord.shift, rows, keys)
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
+    rows, keys = block_rows(coord, CONFIG), block_keys(coord, CONFIG)
+    distance = -distances(s, coord.first_key - coord.first_row)
+    return scores.forward(s, params, coord.b, coord.head, coord.shift, rows, keys, distance, loaded, SCORE_MOD)
+
+
+@gluon.jit
+def block_rows(coord, CONFIG: gl.constexpr):
+    """Rows `[1, M]` of a block."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.block_m, 16])
+    return gl.expand_dims(coord.first_row + gl.arange(0, CONFIG.block_m, gl.SliceLayout(0, layout)), 0)
+
+
+@gluon.jit
+def block_keys(coord, CONFIG: gl.constexpr):
+    """Keys `[MMA_M, 1]` of a warpgroup's block."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.block_m, 16])
+    return gl.expand_dims(coord.first_key + gl.arange(0, MMA_M, gl.SliceLayout(1, layout)), 1)
+
+
+@gluon.jit
+def load_block(coord, params, CONFIG: gl.constexpr):
+    """Load what a score_mod needs of a block's head, rows and keys."""
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
+    return Loaded(
+        load_head(params, coord.b, coord.head, SCORE_MOD),
+        load_rows(params, coord.b, coord.head, block_rows(coord, CONFIG), SCORE_MOD),
+        load_keys(params, coord.b, coord.head, block_keys(coord, CONFIG), SCORE_MOD),
+    )

@@ -26,6 +26,7 @@ from ..shared.tile_scheduler import (
     pop_fields,
     publish_tile,
     push_tile,
+    split_range,
     token_range,
 )
 
@@ -57,7 +58,7 @@ class KeyWorkTile(NamedTuple):
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     token_q: gl.tensor  # token of row 0; 0 if dense
-    token_k: gl.tensor
+    token_k: gl.tensor  # dense: the split of the rows
 
 
 @gluon.jit
@@ -77,15 +78,17 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
     count = 0
     shift = seqlens.seqlen_k - seqlens.seqlen_q + scheduler.diagonal
     while tile_index < scheduler.num_tiles:
-        flat_head, block = key_head_and_block(scheduler, tile_index, CONFIG.lpt)
+        split = tile_index % CONFIG.row_splits
+        flat_head, block = key_head_and_block(scheduler, tile_index // CONFIG.row_splits, CONFIG.lpt)
         b, head = flat_head // scheduler.num_heads_k, flat_head % scheduler.num_heads_k
         first_key = block * BLOCK_N
         last_key = gl.minimum(first_key + BLOCK_N, seqlens.seqlen_k) - 1
         m_blocks = m_block_range(bounds, first_key, last_key, shift, seqlens.seqlen_q, BLOCK_M)
         padded_row = flat_head * scheduler.group * scheduler.padded_rows
-        tile = KeyWorkTile(
-            b, head, first_key, m_blocks.lo, m_blocks.hi, padded_row, shift, seqlens.seqlen_q, seqlens.seqlen_k, 0, 0
-        )
+        lo, hi = m_blocks.lo, m_blocks.hi
+        if CONFIG.row_splits > 1:
+            lo, hi = split_range(m_blocks.lo, m_blocks.hi, split, CONFIG.row_splits)
+        tile = KeyWorkTile(b, head, first_key, lo, hi, padded_row, shift, seqlens.seqlen_q, seqlens.seqlen_k, 0, split)
         tile_index = publish_tile(queue, count, tile, scheduler, False)
         count += 1
     push_tile(queue, count, empty_tile(-1))

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from ..backward.producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
-from ..backward.scores import block_coord, block_scores
+from ..backward.scores import block_coord, block_scores, load_block
 from ..backward.tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
 from ..shared import scores
 from ..shared.column_masks import where_bits
@@ -65,7 +65,7 @@ def dkdv_kernel(
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_dk_b, stride_dk_h, stride_dk_m, stride_dv_b, stride_dv_h, stride_dv_m,
     stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows, batch,
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, CONFIG: gl.constexpr,
+    factor, multiplier, softcap, scale, columns, columns_v, CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes are `[1, 1, 64, columns]`, of row statistics `[1, 64]`. Packed sequences as in `forward_kernel`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -94,10 +94,10 @@ def dkdv_kernel(
     )  # fmt: skip
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs)
     context = DkdvContext(pipelines, weights, group, bounds, params, queue)
-    dk_output = OutputTensor(dk, stride_dk_b, stride_dk_h, stride_dk_m)
-    dv_output = OutputTensor(dv, stride_dv_b, stride_dv_h, stride_dv_m)
+    dk_output = OutputTensor(dk, stride_dk_b, stride_dk_h, stride_dk_m, columns)
+    dv_output = OutputTensor(dv, stride_dv_b, stride_dv_h, stride_dv_m, columns_v)
     gl.warp_specialize(
         [
             (dv_warpgroup, (context, dv_output, CONFIG)),
@@ -116,6 +116,7 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     k, rows, weights, params = context.pipelines.k, context.pipelines.rows, context.weights, context.params
     dtype: gl.constexpr = k.data[0].dtype
@@ -133,13 +134,20 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
             masked = (m < full_lo) | (m >= full_hi)
             consumer_wait(rows.q, count, STAGES)
             s = gemm_nt(stage_chunks(k, opaque(0), 1), stage_chunks(rows.q, count, STAGES), zeros)
+            coord = block_coord(tile, context.group, group_head, m, tile.first_key, CONFIG)
+            loaded = load_block(coord, params, CONFIG)
             s = warpgroup_mma_wait(0, deps=(s,))
-            score = block_scores(s, block_coord(tile, context.group, group_head, m, tile.first_key, CONFIG), params)
+            score = block_scores(s, coord, loaded, params, CONFIG)
             p = gl.exp2(score.t * params.scale_log2 + rows.neg_lse_log2.index(stage).load(s_layout))
             if masked:
                 visible = visible_in(p, context.bounds, tile, m * BLOCK_M)
                 p = where_bits(visible, p, 0.0)
-            weights.data.index(stage).store(swizzled(scores.derivative(p, score, params)))
+            ds_weight = scores.derivative(p, score, params, SCORE_MOD)
+            if SCORE_MOD is not None and not SCORE_MOD.same:  # noqa: SIM102 - a compile-time branch
+                if masked:  # 0 * the derivative is NaN where that is
+                    visible = visible_in(p, context.bounds, tile, m * BLOCK_M)
+                    ds_weight = where_bits(visible, ds_weight, 0.0)
+            weights.data.index(stage).store(swizzled(ds_weight))
             barrier_arrive(weights.full.first + stage, weights.full.threads)
             consumer_wait(rows.dout, count, STAGES)
             dv = gemm_rs(dv, p.to(dtype), stage_chunks(rows.dout, count, STAGES))

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..shared import scores
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel
+from ..shared.distances import distances
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
@@ -36,6 +37,7 @@ from ..shared.pipeline import (
     stage_chunks,
 )
 from ..shared.ptx import opaque
+from ..shared.score_mod import Loaded, load_head, load_keys, load_rows
 from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
@@ -69,7 +71,7 @@ def dq_kernel(
     cu_seqlens_q, cu_seqlens_k, seqused_k,
     stride_dq_b, stride_dq_h, stride_dq_m, stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads,
     group, padded_rows, batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, CONFIG: gl.constexpr,
+    factor, multiplier, softcap, scale, columns, CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes are `[1, 1, 64, columns]`. Packed sequences are described as in `forward_kernel`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -91,9 +93,9 @@ def dq_kernel(
     )
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch)
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs)
     row_stats = RowStats(neg_lse_log2, neg_delta, padded_rows)
-    output = OutputTensor(dq, stride_dq_b, stride_dq_h, stride_dq_m)
+    output = OutputTensor(dq, stride_dq_b, stride_dq_h, stride_dq_m, columns)
     context = DqContext(pipelines, row_stats, output, scale, queue, bounds, diagonal, params)
     gl.warp_specialize(
         [
@@ -116,6 +118,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     KV_STAGES: gl.constexpr = CONFIG.kv_stages
     NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
     DP_GEMMS: gl.constexpr = len(HEAD_DIM_V.chunks)
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     pipelines, queue, bounds, params = context.pipelines, context.queue, context.bounds, context.params
     dtype: gl.constexpr = pipelines.q.data[0].dtype
@@ -129,6 +132,9 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
         blocks = n_block_range(bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
         neg_lse_log2, neg_delta = load_row_stats(context.row_stats, tile, first_row, s_layout, PACKED)
+        row = gl.expand_dims(first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, s_layout)), 1)
+        of_head = load_head(params, tile.b, tile.head, SCORE_MOD)
+        of_rows = load_rows(params, tile.b, tile.head, row, SCORE_MOD)
         dq = zero_accumulators(HEAD_DIM)
         mbarrier.wait(pipelines.q.full.index(warpgroup), tile_count & 1)
         mbarrier.wait(pipelines.dout.full.index(warpgroup), tile_count & 1)
@@ -144,22 +150,23 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             consumer_wait(kv, 2 * count, KV_STAGES)
             v_j = stage_chunks(kv, 2 * count, KV_STAGES)[:DP_GEMMS]
             dp = gemm_nt(stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS), v_j, zeros)
-            s = warpgroup_mma_wait(DP_GEMMS, deps=(s,))
-            row = gl.expand_dims(first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, s_layout)), 1)
             key = gl.expand_dims(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout)), 0)
-            score = scores.forward(s, params, tile.b, tile.head, shift, row, key)
+            loaded = Loaded(of_head, of_rows, load_keys(params, tile.b, tile.head, key, SCORE_MOD))
+            s = warpgroup_mma_wait(DP_GEMMS, deps=(s,))
+            distance = distances(s, first_row - first_key)
+            score = scores.forward(s, params, tile.b, tile.head, shift, row, key, distance, loaded, SCORE_MOD)
             p = gl.exp2(score.t * params.scale_log2 + gl.expand_dims(neg_lse_log2, 1))
             visible = all_visible(p)
             if masked:
                 visible = visible_keys(p, bounds, first_row, first_key, shift, tile.seqlen_k)
                 p = where_bits(visible, p, 0.0)
-            ds_weight = scores.derivative(p, score, params)
+            ds_weight = scores.derivative(p, score, params, SCORE_MOD)
             dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
             consumer_release(kv.empty, 2 * count, KV_STAGES)
             mbarrier.arrive(pipelines.rows_empty.index(warpgroup), count=1, pred=n == tile.hi - 1)
             dp += gl.expand_dims(neg_delta, 1)
             ds = ds_weight * dp
-            if masked:  # NaN in a hidden pair: dp, or the derivative of a softcap
+            if masked:  # NaN in a hidden pair: dp, or a derivative
                 ds = where_bits(visible, ds, 0.0)
             ds = ds.to(dtype)
             dq = gemm_rs(dq, ds, stage_chunks(kv, 2 * opaque(count) + 1, KV_STAGES))

@@ -31,7 +31,15 @@ from ..shared.pipeline import (
 from ..shared.ptx import opaque
 from ..shared.scores import ScoreParams
 from ..shared.tile_scheduler import SeqlenInfo, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
-from .mainloop import ForwardContext, ForwardOutputs, initial_state, mainloop_step, next_tile_state, warpgroup_tile
+from .mainloop import (
+    ForwardContext,
+    ForwardOutputs,
+    initial_state,
+    load_tile,
+    mainloop_step,
+    next_tile_state,
+    warpgroup_tile,
+)
 from .producer import ForwardPipelines, producer_warp, q_stage
 
 
@@ -40,11 +48,12 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse, slopes, sinks, tile_count_semaphore, cu_seqlens_q, cu_seqlens_k, seqused_k,
     stride_slopes_b, stride_lse, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads, group, batch,
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
-    CONFIG: gl.constexpr,
+    CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed.
 
-    If packed, `seqlen_q` and `seqlen_k` are numbers of tokens.
+    If packed, `seqlen_q` and `seqlen_k` are numbers of tokens. With split keys, out and lse are those of each split,
+    `[SPLITS * B, H, Sq, Dv]` in fp32 and `[SPLITS * B, H, Sq]`. A score_mod, in CONFIG, takes `inputs`.
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -65,8 +74,8 @@ def forward_kernel(
     )
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch)
-    outputs = ForwardOutputs(out_desc, smem, lse, stride_lse)
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch, inputs)
+    outputs = ForwardOutputs(out_desc, smem, lse, stride_lse, num_heads if CONFIG.splits > 1 else None)
     context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params)
     if CONFIG.num_warpgroups == 2:
         gl.warp_specialize(
@@ -106,23 +115,24 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     tile_count = 0
     tile = pop_tile(queue, 0)
     wg_tile = warpgroup_tile(tile, warpgroup, context, BLOCK_N)
-    state = initial_state(wg_tile, params, outputs.out.dtype, CONFIG)
+    state = initial_state(wg_tile, params, outputs, q.data[0].dtype, CONFIG)
     accumulate = count == 0
     # Coordinates and 1 / l of the tile whose last product with values is still to come.
-    out_coord = q_coord(tile, tile.head, wg_tile.first_row, PACKED)
+    out_coord = result_coord(tile, wg_tile.first_row, outputs, PACKED)
     inv_l = gl.zeros([MMA_M], gl.float32, gl.SliceLayout(1, state.acc[0].type.layout))
     while tile.b >= 0:
         stage = q_stage(tile_count, warpgroup, CONFIG)
         mbarrier.wait(q.full.index(stage), wraps_of(tile_count, Q_STAGES) & 1)
         q_i = stage_chunks(q, stage, Q_BUFFERS)
-        state = next_tile_state(state.acc, state.p, wg_tile, params, CONFIG)
+        loaded = load_tile(params, wg_tile, CONFIG)
+        state = next_tile_state(state.acc, state.p, wg_tile, params, outputs, CONFIG)
         first = tile.hi - 1
         block, stop = first, first
         # The first step completes the previous tile. Two loops, as a branch in each step would cost 1 to 4%.
         while block >= tile.lo:
             while block >= stop:
                 state = mainloop_step(
-                    state, accumulate, context, q_i, count, tile_count, wg_tile, block, warpgroup, CONFIG
+                    state, accumulate, context, q_i, loaded, count, tile_count, wg_tile, block, warpgroup, CONFIG
                 )  # fmt: skip
                 accumulate = block != first
                 block -= 1
@@ -130,7 +140,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             if (stop == first) & (tile_count > 0):
                 store_out(outputs, state.acc, inv_l, out_coord, warpgroup, CONFIG)
             stop = tile.lo
-        out_coord = q_coord(tile, tile.head, wg_tile.first_row, PACKED)
+        out_coord = result_coord(tile, wg_tile.first_row, outputs, PACKED)
         inv_l = finalize(outputs, state, wg_tile)
         if Q_STAGES > 1:
             mbarrier.arrive(pipelines.q_empty.index(stage), count=1)
@@ -141,6 +151,15 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     acc = gemm_wait(gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate))
     store_out(outputs, acc, inv_l, out_coord, warpgroup, CONFIG)
     tma.store_wait(0)
+
+
+@gluon.jit
+def result_coord(tile, first_row, outputs, PACKED: gl.constexpr):
+    """TMA coordinates of 64 rows of the output."""
+    if outputs.num_heads is None:
+        return q_coord(tile, tile.head, first_row, PACKED)
+    else:
+        return (tile.lse_head // outputs.num_heads, tile.head, first_row, 0)
 
 
 @gluon.jit

@@ -11,12 +11,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from ..shared import scores, softmax
+from ..shared import score_mod, scores, softmax
 from ..shared.column_masks import where_bits
+from ..shared.distances import distances
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
 from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
 from ..shared.ptx import opaque
+from ..shared.score_mod import Loaded
 from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import TileQueue, WorkTile
@@ -30,6 +32,7 @@ class ForwardOutputs(NamedTuple):
     smem: gl.shared_memory_descriptor  # [NUM_WARPGROUPS, *rows, epilogue_columns]
     lse: gl.tensor  # pointer, [B, H, Sq] or [H, T]
     stride_lse: gl.tensor  # between heads
+    num_heads: gl.tensor | None  # with split keys
 
 
 class ForwardContext(NamedTuple):
@@ -79,18 +82,22 @@ def zero_scores(BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def initial_state(wg_tile, params, dtype: gl.constexpr, CONFIG: gl.constexpr):
+def initial_state(wg_tile, params, outputs, dtype: gl.constexpr, CONFIG: gl.constexpr):
     """State before the first step of a program. The accumulator finished there is garbage and is discarded."""
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     acc = zero_accumulators(HEAD_DIM_V)
-    return next_tile_state(acc, mma_operand(zero_scores(CONFIG.block_n), acc, dtype), wg_tile, params, CONFIG)
+    p = mma_operand(zero_scores(CONFIG.block_n), acc, dtype)
+    return next_tile_state(acc, p, wg_tile, params, outputs, CONFIG)
 
 
 @gluon.jit
-def next_tile_state(acc, p, wg_tile, params, CONFIG: gl.constexpr):
+def next_tile_state(acc, p, wg_tile, params, outputs, CONFIG: gl.constexpr):
     """State before the first step of a tile: a new row_max and l; acc and p are still the previous tile's."""
     tile = wg_tile.tile
-    row_max, l = softmax.initial_state(zero_scores(CONFIG.block_n), params.sinks, tile.head, tile.b < params.batch)  # noqa: E741
+    with_sink = tile.b < params.batch
+    if outputs.num_heads is not None:  # the first split alone
+        with_sink = tile.lse_head < params.batch * outputs.num_heads
+    row_max, l = softmax.initial_state(zero_scores(CONFIG.block_n), params.sinks, tile.head, with_sink)  # noqa: E741
     return SoftmaxState(acc, p, row_max, l)
 
 
@@ -103,14 +110,16 @@ def mma_operand(p, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    state, accumulate, context, q_i, count, tile_count, wg_tile, block, warpgroup: gl.constexpr, CONFIG: gl.constexpr,
+    state, accumulate, context, q_i, loaded, count, tile_count, wg_tile, block, warpgroup: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Step number `count`: scores and p of one block of keys, and the product of the previous block's p and values.
 
-    Without `accumulate`, acc starts anew with this product.
+    Without `accumulate`, acc starts anew with this product. `loaded` is for the score_mod: its elements of the tile.
     """
     STAGES: gl.constexpr = CONFIG.stages
     PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
     pipelines, params, tile = context.pipelines, context.params, wg_tile.tile
     k, v = pipelines.k, pipelines.v
     consumer_wait(k, count, STAGES)
@@ -120,10 +129,12 @@ def mainloop_step(
         q_i = stage_chunks(pipelines.q, opaque(warpgroup), CONFIG.num_warpgroups)
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
+    keys = score_keys(block, CONFIG.block_n)
+    loaded = Loaded(loaded.head, loaded.rows, score_mod.load_keys(params, tile.b, tile.head, keys, SCORE_MOD))
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     consumer_release(k.empty, count, STAGES)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, block == tile.lo, CONFIG)
-    t = masked_scores(s, wg_tile, block, context)
+    t = masked_scores(s, wg_tile, block, context, loaded, SCORE_MOD)
     row_max, alpha, changed, p = softmax.update(state.row_max, t, params.scale_log2, CONFIG.speculative_exps)
     l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
     acc, p, l = gemm_wait_pair(acc, p, l)  # noqa: E741
@@ -134,19 +145,46 @@ def mainloop_step(
 
 
 @gluon.jit
-def masked_scores(s, wg_tile, block, context):
+def masked_scores(s, wg_tile, block, context, loaded, SCORE_MOD: gl.constexpr):
     """Final scores `[MMA_M, BLOCK_N]` of a block of keys."""
-    layout: gl.constexpr = s.type.layout
+    BLOCK_N: gl.constexpr = s.shape[1]
     tile = wg_tile.tile
-    first_key = block * s.shape[1]
-    rows = gl.expand_dims(wg_tile.first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
-    keys = gl.expand_dims(first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
-    t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys).t
+    first_key = block * BLOCK_N
+    rows, keys = score_rows(wg_tile, BLOCK_N), score_keys(block, BLOCK_N)
+    distance = distances(s, wg_tile.first_row - first_key)
+    t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, SCORE_MOD).t
     if (block >= wg_tile.full_hi) | (block < wg_tile.full_lo):
         t = where_bits(
             visible_keys(t, context.bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k), t, -INFINITY
         )
     return t
+
+
+@gluon.jit
+def score_rows(wg_tile, BLOCK_N: gl.constexpr):
+    """Rows `[MMA_M, 1]` of a tile's scores."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    return gl.expand_dims(wg_tile.first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, layout)), 1)
+
+
+@gluon.jit
+def score_keys(block, BLOCK_N: gl.constexpr):
+    """Keys `[1, BLOCK_N]` of a block's scores."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    return gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout)), 0)
+
+
+@gluon.jit
+def load_tile(params, wg_tile, CONFIG: gl.constexpr):
+    """Load what a score_mod needs of a tile's head and rows."""
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
+    tile = wg_tile.tile
+    rows = score_rows(wg_tile, CONFIG.block_n)
+    return Loaded(
+        score_mod.load_head(params, tile.b, tile.head, SCORE_MOD),
+        score_mod.load_rows(params, tile.b, tile.head, rows, SCORE_MOD),
+        (),
+    )
 
 
 @gluon.jit

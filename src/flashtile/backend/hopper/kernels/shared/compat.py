@@ -15,7 +15,9 @@ from .....call.call import HEAD_TERMS
 # Pointer arguments of all kernels; descriptors are named `*_desc`. `None` arguments are compiled away.
 POINTERS = {
     "lse", "sinks", "tile_count_semaphore", "dq_semaphore", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
-    "out", "dout", "dlse", "neg_lse_log2", "neg_delta", "dq_accum", "dq", "dk", "dv", *HEAD_TERMS,
+    "partial_out", "partial_lse", "out", "dout", "dlse", "neg_lse_log2", "neg_delta", "dq_accum", "dq", "dk", "dv",
+    "splits", "dx",
+    *HEAD_TERMS,
 }  # fmt: skip
 
 # Synchronizes the threads of one warp-specialized partition.

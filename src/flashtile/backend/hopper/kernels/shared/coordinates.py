@@ -31,6 +31,15 @@ def kv_coord(tile, first_key, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def dkdv_coord(tile, first_key, batch, PACKED: gl.constexpr, SPLITS: gl.constexpr):
+    """Coordinates of a box of dk or dv; of dense ones, each split of the rows has its own."""
+    if SPLITS > 1:
+        return (tile.token_k * batch + tile.b, tile.head_k, first_key, 0)
+    else:
+        return kv_coord(tile, first_key, PACKED)
+
+
+@gluon.jit
 def ragged_coord(head, row, token, seqlen):
     """Coordinates in a ragged descriptor: rows past the sequence's end lie out of bounds, at RAGGED_EXTENT or more."""
     return (RAGGED_EXTENT, token + seqlen, head, RAGGED_EXTENT - seqlen + row, 0)

@@ -46,6 +46,7 @@ class OutputTensor(NamedTuple):
     stride_b: gl.tensor  # 0 if packed
     stride_h: gl.tensor
     stride_m: gl.tensor
+    columns: gl.tensor | None  # the head dimension, where it is narrower than the kernel
 
 
 @gluon.jit
@@ -64,4 +65,6 @@ def store_chunk(output, base, x, token, first_row, seqlen, FIRST: gl.constexpr):
     feature = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
     rows = base + gl.expand_dims((token + row).to(gl.int64) * output.stride_m * ALIGN, 1)
     exists = gl.expand_dims(row < seqlen, 1)
+    if output.columns is not None:
+        exists = exists & gl.expand_dims(feature < output.columns, 0)
     gl.store(rows + gl.expand_dims(feature, 0), x.to(output.data.dtype.element_ty), mask=exists)

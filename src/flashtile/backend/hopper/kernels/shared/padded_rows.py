@@ -15,6 +15,15 @@ def stride64(stride, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def feature_mask(exists, feature, columns):
+    """Mask of existing rows and, where the head dimension is narrower than the kernel, of its `columns`."""
+    mask = exists[:, None]
+    if columns is not None:
+        mask = mask & (feature < columns)
+    return mask
+
+
+@triton.jit
 def block_rows(block, cu_seqlens_q, batch, seqlen_q, BLOCK_M: tl.constexpr):
     """Rows of a block and whether they exist.
 

@@ -3,6 +3,7 @@
 s = scale * <q, k>                      s comes from the caller's matrix product
 s = softcap * tanh(s / softcap)         ds *= 1 - tanh(s / softcap) ** 2
 s = s - slope * |i + Sk - Sq - j|       (constant derivative)
+s = score_mod(s, b, h, i, j)            ds *= its partial derivative by s
 
 Rows are `[M, 1]` and keys `[1, N]`, or rows `[1, M]` and keys `[N, 1]`: the code serves both orientations.
 """
@@ -12,6 +13,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .functions import reciprocal
+from .score_mod import PairInputs, modify
 from .softmax import LOG2E
 
 
@@ -25,6 +28,7 @@ class ScoreParams(NamedTuple):
     stride_slopes_b: gl.tensor
     sinks: gl.tensor | None  # pointer, [H]; `None` in backward, where lse includes them
     batch: gl.tensor  # number of sequences
+    inputs: PairInputs | None  # of a score_mod
 
 
 class Score(NamedTuple):
@@ -32,11 +36,25 @@ class Score(NamedTuple):
 
     t: gl.tensor  # in the softmax's units
     tanh: gl.tensor  # tanh(s / softcap); without a softcap, unused
+    modified: tuple  # results of a score_mod: the score, then in backward its derivative; without one, unused
 
 
 @gluon.jit
-def forward(qk, params, b, head, shift, rows, keys):
-    """Final score, not yet masked, of `qk = <q, k>`. The diagonal is `key = row + shift`."""
+def forward(qk, params, b, head, shift, rows, keys, distance, loaded, SCORE_MOD: gl.constexpr):
+    """Final score, not yet masked, of `qk = <q, k>`. The diagonal is `key = row + shift`. `distance`, row minus
+    key, and `loaded` are for the score_mod.
+    """
+    t, capped = unmodified_score(qk, params, b, head, shift, rows, keys)
+    if SCORE_MOD is None:
+        return Score(t, capped, ())
+    else:
+        t, modified = modify(t, params, b, head, rows, keys, distance, loaded, SCORE_MOD)
+        return Score(t, capped, modified)
+
+
+@gluon.jit
+def unmodified_score(qk, params, b, head, shift, rows, keys):
+    """The score before a score_mod, and the tanh of its softcap."""
     t, capped = qk, qk
     if params.softcap is not None:
         capped = tanh(qk * (params.scale / params.softcap))
@@ -48,12 +66,14 @@ def forward(qk, params, b, head, shift, rows, keys):
         sequence = gl.minimum(b, params.batch - 1)
         slope = gl.load(params.slopes + sequence * params.stride_slopes_b + head).to(gl.float32)
         t -= slope * gl.abs((rows + shift).to(gl.float32) - keys.to(gl.float32))
-    return Score(t, capped)
+    return t, capped
 
 
 @gluon.jit
-def derivative(p, score, params):
-    """`p` times the derivative of the final score with respect to `scale * <q, k>`."""
+def derivative(p, score, params, SCORE_MOD: gl.constexpr):
+    """`p` times the derivative of the final score with respect to `scale * <q, k>`. Of a hidden pair it may be NaN."""
+    if SCORE_MOD is not None:
+        p = p * score.modified[1]
     if params.softcap is not None:
         p = p * (1 - score.tanh * score.tanh)
     return p
@@ -69,9 +89,3 @@ def tanh(x):
     series = x + x * square * (-1 / 3 + square * (2 / 15))
     quotient = 1 - 2 * reciprocal(gl.exp2(x * (2 * LOG2E)) + 1)
     return gl.where(square < 0.04, series, quotient)
-
-
-@gluon.jit
-def reciprocal(x):
-    """`1 / x` within one unit in the last place, in one instruction; a division takes eight."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -53,7 +53,7 @@ class WorkTile(NamedTuple):
     b: gl.tensor  # -1: end of the queue; batch: rows outside all sequences
     head: gl.tensor
     head_k: gl.tensor
-    lse_head: gl.tensor  # row of lse, [B * H, Sq] or [H, T]
+    lse_head: gl.tensor  # row of lse, [B * H, Sq] or [H, T]; with split keys [SPLITS * B * H, Sq]
     first_row: gl.tensor
     lo: gl.tensor
     hi: gl.tensor
@@ -88,20 +88,27 @@ def scheduler_warp(queue, scheduler, seqlens, bounds, CONFIG: gl.constexpr, PACK
     if PACKED:
         schedule_packed_tiles(queue, scheduler, seqlens, bounds, BLOCK_M, BLOCK_N)
     else:
-        schedule_dense_tiles(queue, scheduler, seqlens, bounds, BLOCK_M, BLOCK_N)
+        schedule_dense_tiles(queue, scheduler, seqlens, bounds, BLOCK_M, BLOCK_N, CONFIG.splits)
 
 
 @gluon.jit
-def schedule_dense_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def schedule_dense_tiles(
+    queue, scheduler, seqlens, bounds, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
     tile_index = gl.program_id(0)
     count = 0
     while tile_index < scheduler.num_tiles:
-        flat_head, block = head_and_block(scheduler, tile_index)
+        split = tile_index % SPLITS
+        flat_head, block = head_and_block(scheduler, tile_index // SPLITS)
         b, head = flat_head // scheduler.num_heads, flat_head % scheduler.num_heads
         first_row = block * BLOCK_M
         blocks = tile_n_blocks(first_row, seqlens.seqlen_q, seqlens.seqlen_k, scheduler, bounds, BLOCK_M, BLOCK_N)
+        lse_head, lo, hi = flat_head, blocks.lo, blocks.hi
+        if SPLITS > 1:
+            lse_head += split * scheduler.total_heads
+            lo, hi = split_of(blocks.lo, blocks.hi, split, gl.cdiv(seqlens.seqlen_k, BLOCK_N), SPLITS)
         tile = WorkTile(
-            b, head, head // scheduler.group, flat_head, first_row, blocks.lo, blocks.hi,
+            b, head, head // scheduler.group, lse_head, first_row, lo, hi,
             seqlens.seqlen_q, seqlens.seqlen_k, 0, 0,
         )  # fmt: skip
         tile_index = publish_tile(queue, count, tile, scheduler, False)
@@ -142,6 +149,20 @@ def schedule_packed_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constex
         mbarrier.wait(queue.requested.index(0), 0)
         count += 1
     push_tile(queue, count, empty_tile(-1))
+
+
+@gluon.jit
+def split_range(lo, hi, split, SPLITS: gl.constexpr):
+    """One of SPLITS nearly equal parts of `lo..hi`; may be empty."""
+    return lo + (hi - lo) * split // SPLITS, lo + (hi - lo) * (split + 1) // SPLITS
+
+
+@gluon.jit
+def split_of(lo, hi, split, end, SPLITS: gl.constexpr):
+    """Blocks of keys of one split; without any, the block after the last key, which is fully masked."""
+    first, stop = split_range(lo, hi, split, SPLITS)
+    empty = first == stop
+    return gl.where(empty, end, first), gl.where(empty, end + 1, stop)
 
 
 @gluon.jit

@@ -1,0 +1,56 @@
+"""Tables of docs/compatibility.md: tests over versions, emulated ARM processors, kernels compiled for other GPUs."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from cells import markdown
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+KIB = 1024
+
+
+def versions() -> str:
+    """A row for each combination of `python -m matrix`, also for those that did not run."""
+    stored = json.loads((RESULTS / "compatibility.json").read_text())
+    return markdown(("Python", "PyTorch", "Triton", "result", "skipped", "date"), [version_row(row) for row in stored])
+
+
+def version_row(row: dict[str, Any]) -> list[str]:
+    installed = row.get("installed", row["versions"])
+    if "reason" in row:
+        return [*installed, f"not run: {row['reason']}", "", row["date"]]
+    failures = ", ".join(f"`{name.rpartition('::')[2]}`" for name in row["failures"])
+    result = f"{row['passed']} passed" + (f", {len(row['failures'])} failed: {failures}" if failures else "")
+    return [*installed, result, str(row["skipped"]), row["date"]]
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def arm() -> str:
+    columns = ("processor", "problems", "kernels", "launches", "wrong")
+    return markdown(columns, [[row[name] for name in columns] for row in rows("arm.csv")])
+
+
+def chips() -> str:
+    """Kernels by architecture: their number, and the largest memory, registers and spills among them."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in rows("offline-triton-3.9.0.csv"):
+        found.setdefault(row["arch"], []).append(row)
+    body = []
+    for arch, kernels in found.items():
+        shared, registers, spilled = (max(int(x[name]) for x in kernels) for name in ("shared", "registers", "spilled"))
+        spilling = sum(int(x["spilled"]) > 0 for x in kernels)
+        names = len({x["name"] for x in kernels})
+        size = f"{shared / KIB:.0f} KiB"
+        body.append([arch, str(len(kernels)), str(names), size, str(registers), f"{spilling}, {spilled} bytes at most"])
+    header = ("architecture", "compiled", "different kernels", "shared memory", "registers", "spilling")
+    return markdown(header, sorted(body, key=lambda row: (row[0][:3], len(row[0]), row[0])))
+
+
+TABLES = {"versions": versions, "arm": arm, "chips": chips}

@@ -1,0 +1,82 @@
+"""The argument `out`: a preallocated tensor for the result, which kernels write where they can."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.overlap import overlaps_itself
+from ..errors import ArgumentError, call_of
+from ..expression import ScoreMod
+
+ALIGNMENT = 16  # bytes, of rows that every kernel can write
+
+
+def direct_out(function: str, out: Any, q: Any, v: Any, inputs: Iterable[Any]) -> Tensor | None:
+    """Check `out`, and return it if kernels may write into it, `None` where the result is copied: under a compiler, if
+    its rows are not aligned, or if it shares storage with an input. `inputs` are all tensors of the call, and its
+    `score_mod`.
+
+    Raises:
+        ArgumentError: its shape, dtype or device is not that of the result, its elements share memory, or a derivative
+            would be lost.
+    """
+
+    def fail(accepted: str) -> None:
+        raise ArgumentError("out", out, accepted, call_of(function, "out=torch.empty_like(q)"))
+
+    if not isinstance(out, Tensor):
+        fail("a torch.Tensor or None")
+    if not isinstance(q, Tensor) or not isinstance(v, Tensor) or 0 in (q.dim(), v.dim()):
+        return None  # the error is theirs
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    tensors += [x for modifier in inputs if isinstance(modifier, ScoreMod) for x in modifier.tensors]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (out, *tensors)):
+        fail("None where a tensor requires a gradient, which `out` would lose; or a call under torch.no_grad()")
+    shape, dtype = (*q.shape[:-1], v.shape[-1]), result_dtype(q)
+    if out.shape != shape or out.dtype != dtype or out.device != q.device:
+        fail(f"shape {list(shape)}, dtype {dtype}, on {q.device}")
+    if torch.compiler.is_compiling():
+        return None
+    if not spread_out(out) and overlaps_itself(out):
+        fail(f"a tensor of which no two elements share memory; its strides are {out.stride()}")
+    try:
+        storages = {x.untyped_storage().data_ptr() for x in tensors}
+        apart = out.untyped_storage().data_ptr() not in storages
+        aligned = out.data_ptr() % ALIGNMENT == 0 and rows_aligned(out)
+    except (RuntimeError, NotImplementedError):  # a transform's wrapper
+        return None
+    return out if apart and aligned else None
+
+
+def spread_out(out: Tensor) -> bool:
+    """Whether strides alone show that no two elements share memory."""
+    reach = 0  # of the dimensions with smaller strides
+    for stride, n in sorted(zip(out.stride(), out.shape, strict=True)):
+        if n > 1 and stride <= reach:
+            return False
+        reach += (n - 1) * stride
+    return True
+
+
+def rows_aligned(out: Tensor) -> bool:
+    """Whether features are contiguous, and all rows begin at multiples of ALIGNMENT."""
+    steps = [stride for stride, n in zip(out.stride()[:-1], out.shape[:-1], strict=True) if n > 1]
+    contiguous = out.stride(-1) == 1 or out.shape[-1] <= 1
+    return contiguous and all(stride * out.element_size() % ALIGNMENT == 0 for stride in steps)
+
+
+def result_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of the result: q's, or autocast's in its place."""
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or q.dtype is torch.float64:
+        return q.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def filled(out: Tensor, direct: Tensor | None, result: Tensor) -> Tensor:
+    """The caller's `out` with the result, which backends without a kernel leave elsewhere."""
+    if direct is None or result.data_ptr() != out.data_ptr():
+        out.copy_(result)
+    return out

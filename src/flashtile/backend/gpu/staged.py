@@ -1,0 +1,131 @@
+"""A formula as four device functions, so that a kernel loads an element of a captured tensor as seldom as it varies.
+
+    def head(b, h, captured): ... return (LOADED, ..., h)
+    def rows(b, h, q_idx, captured): ... return (LOADED, ..., h)
+    def keys(b, h, k_idx, captured): ... return (LOADED, ..., h)
+    def pairs(score, b, h, q_idx, k_idx, distance, captured, head, rows, keys): ... return (OUTPUT, ...)
+
+Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
+`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...expression.formula import Formula
+from ...expression.program import TensorType, emit
+from .formula import OPERATIONS, Value, Writer
+
+COMPARISONS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}  # and those of -x and -y
+STAGES = {"head": ("b", "h"), "rows": ("b", "h", "q_idx"), "keys": ("b", "h", "k_idx")}
+ALWAYS = "h"  # the last result of a stage: there is no empty tuple
+
+
+class Line(NamedTuple):
+    """A statement of a device function: its text, and the value that it defines."""
+
+    text: str
+    value: Value
+
+
+class Staged(NamedTuple):
+    """The texts of the four device functions, and the inputs on which the derivative depends."""
+
+    texts: dict[str, str]
+    derivative_inputs: frozenset[str]
+
+
+def staged_source(formula: Formula, *, partial: bool, wide: bool, language: str) -> Staged:
+    """Device functions of which `pairs` returns the new score; with `partial`, also its derivative by the score.
+    `wide`: offsets into captured tensors have 64 bits.
+    """
+    writer = StagedWriter(formula.tensors, language, wide)
+    results = [*emit(formula.program, writer)]
+    if partial:
+        results.append(writer.where_visible(results[0], emit(formula.partials().program, writer)[0]))
+    lines = {value.name: Line(text, value) for text, value in writer.values.items()}
+    stages = {name: stage_of(lines[name].value) for name in writer.loaded}
+    texts, replaced = {}, {}
+    for stage, parameters in STAGES.items():
+        loaded = [name for name in writer.loaded if stages[name] == stage]
+        replaced |= {name: f"{stage}[{n}]" for n, name in enumerate(loaded)}
+        texts[stage] = function(stage, (*parameters, "captured"), needed(lines, loaded), (*loaded, ALWAYS))
+    lines = {name: x._replace(text=replaced.get(name, x.text)) for name, x in lines.items()}
+    outputs = [x.name for x in results]
+    parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "captured", *STAGES)
+    texts["pairs"] = function("pairs", parameters, needed(lines, outputs), tuple(outputs))
+    return Staged(texts, results[-1].inputs)
+
+
+class StagedWriter(Writer):
+    """A writer that knows which lines load, and takes differences of positions from `distance`."""
+
+    def __init__(self, tensors: Sequence[TensorType], language: str, wide: bool):
+        super().__init__(tensors, language, wide)
+        self.loaded: dict[str, None] = {}  # names, in order
+        self.numbers: dict[str, float] = {}  # of constants
+        self.selected: dict[str, tuple[Value, Value, Value]] = {}  # operands of `where`
+        for op in ("sub", *COMPARISONS):
+            setattr(self, op, functools.partial(self.by_distance, op))
+
+    def load(self, tensor: int, indices: Sequence[Value]) -> Value:
+        value = super().load(tensor, indices)
+        self.loaded[value.name] = None
+        return value
+
+    def constant(self, value: float, kind: str) -> Value:
+        x = super().constant(value, kind)
+        self.numbers[x.name] = value
+        return x
+
+    def where(self, condition: Value, x: Value, y: Value) -> Value:
+        value = self.line(
+            OPERATIONS["where"].format(condition.name, x.name, y.name, language=self.language), condition, x, y
+        )
+        self.selected[value.name] = condition, x, y
+        return value
+
+    def where_visible(self, score: Value, derivative: Value) -> Value:
+        """A derivative that is as good as the given one, 0 where `where` makes the score -inf: the probability is 0
+        there, so that a number will do.
+        """
+        if score.name not in self.selected or derivative.name not in self.selected:
+            return derivative
+        condition, _, hidden = self.selected[score.name]
+        same, visible, zero = self.selected[derivative.name]
+        if condition != same or not visible.inputs <= {"b", "h"}:
+            return derivative
+        hides = self.numbers.get(hidden.name) == -math.inf and self.numbers.get(zero.name) == 0
+        return visible if hides else derivative
+
+    def by_distance(self, op: str, x: Value, y: Value) -> Value:
+        """A difference or comparison; of a query's and a key's positions, by their distance."""
+        if (x.name, y.name) == ("k_idx", "q_idx"):
+            return self.neg(self.by_distance(op, y, x)) if op == "sub" else self.by_distance(COMPARISONS[op], y, x)
+        if (x.name, y.name) == ("q_idx", "k_idx"):
+            distance = Value("distance", frozenset((x.name, y.name)))
+            return distance if op == "sub" else self.line(OPERATIONS[op].format("distance", "0"), distance)
+        return self.line(OPERATIONS[op].format(x.name, y.name), x, y)
+
+
+def stage_of(x: Value) -> str | None:
+    """The first stage that has all that a value depends on."""
+    return next((stage for stage, inputs in STAGES.items() if x.inputs <= {*inputs}), None)
+
+
+def needed(lines: dict[str, Line], outputs: list[str]) -> list[str]:
+    """The statements on which outputs depend, in order."""
+    found = {*outputs}
+    for name in reversed(lines):
+        if name in found:
+            found.update(re.findall(r"\bx\d+\b", lines[name].text))
+    return [f"{name} = {x.text}" for name, x in lines.items() if name in found]
+
+
+def function(name: str, parameters: tuple[str, ...], statements: list[str], results: tuple[str, ...]) -> str:
+    body = "".join(f"    {x}\n" for x in statements)
+    returned = "".join(f"{x}, " for x in results)
+    return f"def {name}({', '.join(parameters)}):\n{body}    return ({returned})\n"

@@ -1,0 +1,86 @@
+"""Device functions of score_mod formulas, and the launch of kernels with them.
+
+They are part of a kernel's constant CONFIG, so that Triton compiles a kernel once for each formula. Their source is
+part of the key under which Triton keeps compiled kernels, in memory and on disk.
+"""
+
+import functools
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...call.call import Call
+from ...call.formulas import score_formula
+from ...expression import Formula
+from ..gpu.captured import captured_pointers, captured_scalars, needs_wide_offsets
+from ..gpu.generated import defined
+from ..gpu.pointers import Pointers
+from ..gpu.replay import Recorder
+from ..gpu.staged import staged_source
+from .tables import DkdvConfig, DqConfig, ForwardConfig, FusedBackwardConfig
+
+Config = ForwardConfig | FusedBackwardConfig | DqConfig | DkdvConfig
+CALLED = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "load_pairs", "KEEP_NAN")
+
+
+@dataclass(frozen=True)
+class ScoreModFunctions:
+    """Functions under `gluon.jit` (`backend.gpu.staged`). Equal sources are equal."""
+
+    source: str = field(repr=False)
+    linear: bool = field(compare=False, repr=False)  # the derivative does not depend on the score,
+    same: bool = field(compare=False, repr=False)  # and is the same for all pairs of a head
+    head: Any = field(compare=False, repr=False)
+    rows: Any = field(compare=False, repr=False)
+    keys: Any = field(compare=False, repr=False)
+    pairs: Any = field(compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        """Key of the sources and of all that they call, for Triton's disk cache."""
+        keys = (getattr(x, "cache_key", self.source) for x in (self.head, self.rows, self.keys, self.pairs))
+        return hashlib.sha256(" ".join(keys).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=1024)
+def score_mod_functions(formula: Formula, *, partial: bool, wide: bool) -> ScoreModFunctions:
+    """The device functions of a formula. For the parameters see `backend.gpu.staged`."""
+    from .kernels.shared import functions  # imports Triton
+
+    texts, inputs = staged_source(formula, partial=partial, wide=wide, language="gl")
+    source = "".join(texts.values())
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    names = {name: getattr(functions, name) for name in CALLED}
+    names |= {"__name__": functions.__name__, "gl": functions.gl}
+    jitted = {}
+    for stage, text in texts.items():
+        name = f"score_mod_{stage}_{digest}"
+        text = text.replace(stage, name, 1)
+        jitted[stage] = functions.gluon.jit(defined(name, text, name, dict(names)))
+    return ScoreModFunctions(source, "score" not in inputs, inputs <= {"b", "h"}, **jitted)
+
+
+def launch(
+    recorder: Recorder, call: Call, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any],
+    partial: bool = False,
+) -> None:  # fmt: skip
+    """Launch a kernel for a call, with the device functions of its score_mod; `partial`: also of its derivative.
+    `call.tensors` belong to the recorder.
+    """
+    s, tensors = call.settings, call.tensors.score_mod_tensors
+    if (formula := score_formula(call)) is None:
+        scalars = {**scalars, "inputs": None}
+    else:
+        from .kernels.shared.captured import ORIGIN, with_captured  # imports Triton
+
+        wide = any(needs_wide_offsets(x) for x in tensors)
+        kernel = with_captured(kernel.function(), tuple(x.dim() for x in tensors))
+        config: Config = scalars["CONFIG"]
+        functions = score_mod_functions(formula, partial=partial, wide=wide)
+        scalars = {
+            **scalars,
+            **captured_scalars(tensors),
+            **{name: getattr(s, name) for name in ORIGIN},
+            "CONFIG": replace(config, score_mod=functions),
+        }
+        pointers = {**pointers, **captured_pointers(tensors)}
+    recorder.launch(kernel, pointers, programs, scalars)

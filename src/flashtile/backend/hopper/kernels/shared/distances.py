@@ -1,0 +1,42 @@
+"""Differences of the positions of rows and columns of a block of scores.
+
+A thread has two rows, eight apart, and two adjacent columns of every eight: its 64 pairs of a block with 128 columns
+have 34 different distances. They are written as a base and constants of the registers, so that LLVM finds the equal
+ones. Of the indices of `gl.arange`, which are made of bits, it finds none.
+"""
+
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def distances(x, first):
+    """`first + row - column` for the rows and columns of `x [M, N]`, int32."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    # Rows by warp, half (registers) and lane; columns by octet (registers), lane and pair (registers).
+    layout: gl.constexpr = gl.reshape(x, [M // 16, 2, 8, N // 8, 4, 2]).type.layout
+    base = first + index(M // 16, 0, layout) * 16 + index(8, 2, layout) - index(4, 4, layout) * 2
+    constant = index(2, 1, layout) * 8 - index(N // 8, 3, layout) * 8 - index(2, 5, layout)
+    return gl.convert_layout(gl.reshape(base + constant, [M, N]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def index(n: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
+    """The index of a dimension of n entries in a tensor of six dimensions with a layout."""
+    LAYOUT: gl.constexpr = slice_of(layout, dim)
+    i = gl.arange(0, n, LAYOUT)
+    for other in gl.static_range(6):
+        if other != dim:
+            i = gl.expand_dims(i, other)
+    return i
+
+
+@constexpr_function
+def slice_of(layout, dim):
+    """The layout of one dimension of six."""
+    for other in (5, 4, 3, 2, 1, 0):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout

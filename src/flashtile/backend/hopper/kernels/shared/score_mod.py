@@ -1,0 +1,78 @@
+"""A score_mod in a kernel: the device functions of its formula (`backend.gpu.staged`), a constant of the kernel.
+
+Elements of captured tensors that depend on a row or a key alone are loaded before the scores that they change, once for
+each row or key of a thread.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+class PairInputs(NamedTuple):
+    """Arguments of a score_mod: the position of this call in the whole one, and captured tensors."""
+
+    b0: gl.tensor
+    h0: gl.tensor
+    i0: gl.tensor
+    j0: gl.tensor
+    captured: tuple  # pointers, sizes and strides
+
+
+class Loaded(NamedTuple):
+    """Elements of captured tensors that depend on no pair; without a score_mod, unused."""
+
+    head: tuple
+    rows: tuple
+    keys: tuple
+
+
+@gluon.jit
+def load_head(params, b, head, SCORE_MOD: gl.constexpr):
+    """Load the elements that depend on the sequence and head."""
+    if SCORE_MOD is None:
+        return ()
+    else:
+        return SCORE_MOD.head(sequence_index(params, b), head + params.inputs.h0, params.inputs.captured)
+
+
+@gluon.jit
+def load_rows(params, b, head, rows, SCORE_MOD: gl.constexpr):
+    """Load the elements that depend on rows."""
+    if SCORE_MOD is None:
+        return ()
+    else:
+        inputs = params.inputs
+        return SCORE_MOD.rows(sequence_index(params, b), head + inputs.h0, rows + inputs.i0, inputs.captured)
+
+
+@gluon.jit
+def load_keys(params, b, head, keys, SCORE_MOD: gl.constexpr):
+    """Load the elements that depend on keys."""
+    if SCORE_MOD is None:
+        return ()
+    else:
+        inputs = params.inputs
+        return SCORE_MOD.keys(sequence_index(params, b), head + inputs.h0, keys + inputs.j0, inputs.captured)
+
+
+@gluon.jit
+def modify(t, params, b, head, rows, keys, distance, loaded, SCORE_MOD: gl.constexpr):
+    """The new scores, then in backward their derivatives by `t`, which may be of fewer dimensions."""
+    inputs = params.inputs
+    sequence = sequence_index(params, b)
+    distance = distance + (inputs.i0 - inputs.j0)
+    results = SCORE_MOD.pairs(
+        t, sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, distance, inputs.captured,
+        loaded.head, loaded.rows, loaded.keys,
+    )  # fmt: skip
+    return results[0] - gl.full_like(t, 0.0), results  # a score for every pair
+
+
+@gluon.jit
+def sequence_index(params, b):
+    """Index of a sequence in the whole call. Tokens outside all sequences have b = batch; none of their pairs is
+    visible.
+    """
+    return gl.minimum(b, params.batch - 1) + params.inputs.b0

@@ -1,0 +1,78 @@
+"""Numbers of programs that share the keys of few rows or the rows of few keys, and of accumulators of dq.
+
+With few rows or keys, tiles alone leave cores idle, and programs of the backward pass wait for the same rows of dq.
+"""
+
+from ...call.device import Device
+from ...call.problem import Problem
+from .tables import ForwardConfig, FusedBackwardConfig, keys_per_row
+
+MAX_SPLITS = 32
+TILE_BLOCKS = 2.0  # time of a tile's prologue and epilogue, in blocks of keys
+COMBINE_BLOCKS = 4.0  # time of the launch that merges the splits
+COMBINE_BYTES = 2**22  # of partial results that are merged in the time of a block of keys
+MAX_DQ_PARTS = 16
+UNEVEN = 0.9  # time of the longest tile of keys, in units of all tiles spread over all cores, from which it is split
+MIN_UNEVEN_BLOCKS, MAX_UNEVEN_SPLITS = 16, 16  # blocks of rows, and splits of them
+
+
+def num_splits(problem: Problem, device: Device, config: ForwardConfig) -> int:
+    """The number of programs that share the keys of a tile of rows."""
+    if problem.layout != "dense":
+        return 1
+    tiles = cdiv(problem.seqlen_q, config.block_m) * problem.num_heads_q * problem.batch
+    blocks = cdiv(keys_per_row(problem), config.block_n)
+    rows = problem.seqlen_q * problem.num_heads_q * problem.batch
+    bytes_per_split = rows * problem.head_dim_v * 8  # written and read, in fp32
+    return fastest(tiles, blocks, bytes_per_split, device.cores)
+
+
+def fastest(tiles: int, blocks: int, bytes_per_split: int, cores: int) -> int:
+    """The number of splits with the least time.
+
+    That is whole waves of `tiles` with `blocks` steps each, and the sum of the splits' results.
+    """
+
+    def time(splits: int) -> float:
+        tile = cdiv(blocks, splits) + TILE_BLOCKS
+        merging = COMBINE_BLOCKS + splits * bytes_per_split / COMBINE_BYTES if splits > 1 else 0
+        return cdiv(tiles * splits, cores) * tile + merging
+
+    return min(range(1, max(1, min(MAX_SPLITS, blocks)) + 1), key=time)
+
+
+def dq_parts(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
+    """Accumulators of dq, enough that programs that add in order seldom wait for the same rows."""
+    if problem.layout != "dense" or not config.in_order:
+        return 1
+    row_blocks = cdiv(problem.seqlen_q, config.block_m) * problem.num_heads_q * problem.batch
+    tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch * config.row_splits
+    programs = min(device.cores, tiles)
+    return max(1, min(MAX_DQ_PARTS, cdiv(programs, row_blocks)))
+
+
+def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
+    """The number of programs that share the rows of a block of keys."""
+    if problem.layout != "dense":
+        return 1
+    tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch
+    group, m_blocks = problem.num_heads_q // problem.num_heads_kv, cdiv(problem.seqlen_q, config.block_m)
+    if not problem.window.unlimited:
+        # Tiles differ. Few splits break the order in which they add dq, and are slower than none (docs/journal).
+        longest = min(m_blocks, cdiv(rows_per_key(problem) * 2, config.block_m)) * group
+        mean = rows_per_key(problem) / config.block_m * group
+        uneven = longest * device.cores > tiles * mean * UNEVEN
+        return min(MAX_UNEVEN_SPLITS, m_blocks // 2) if uneven and m_blocks >= MIN_UNEVEN_BLOCKS else 1
+    blocks = m_blocks * group
+    keys = problem.seqlen_k * problem.num_heads_kv * problem.batch
+    bytes_per_split = keys * (problem.head_dim + problem.head_dim_v) * 8
+    return fastest(tiles, blocks, bytes_per_split, device.cores)
+
+
+def rows_per_key(problem: Problem) -> int:
+    """Approximate number of rows that see a key."""
+    return max(1, problem.seqlen_q * keys_per_row(problem) // max(problem.seqlen_k, 1))
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)

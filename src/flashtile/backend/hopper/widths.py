@@ -1,0 +1,14 @@
+"""Widths of the kernels, and the one that a head dimension takes."""
+
+from ...call.problem import Problem
+
+WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # of the kernels, for (q and k, v)
+
+
+def widths(problem: Problem) -> tuple[int, int] | None:
+    """Widths of the narrowest kernels that hold the head dimensions.
+
+    TMA fills columns past the head dimension with 0, and does not store them.
+    """
+    head_dims = problem.head_dim, problem.head_dim_v
+    return next((pair for pair in WIDTHS if all(d <= width for d, width in zip(head_dims, pair, strict=True))), None)

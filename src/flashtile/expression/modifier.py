@@ -1,0 +1,183 @@
+"""A function of pairs with its tensors and its key: what a ScoreMod and a MaskMod have in common."""
+
+import copy
+import functools
+import pickle
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..dynamo import untraced
+from ..errors import ArgumentError
+from . import registry
+from .content import cells_of, content_of, found_by_name
+from .formula import PREFIX, Formula, Untraced, formula_of
+from .purity import Role, examine, sample
+
+_examined: set[str] = set()
+
+
+class Modifier:
+    """A function of pairs, `fn`, with the tensors that it reads."""
+
+    role: ClassVar[Role]
+
+    @untraced
+    def __init__(self, fn: Callable[..., Tensor], tensors: Iterable[Tensor] = ()):
+        role = self.role
+        if not callable(fn):
+            accepted = f"a function {role.signature}, or a flashtile.{role.owner}"
+            raise ArgumentError(role.argument, fn, accepted, role.example)
+        name = f"{role.argument}.tensors"
+        if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+            raise ArgumentError(name, tensors, "a tuple of tensors, which may have one: (tensor,)", role.example)
+        self.fn = fn  # of the indices and `tensors`
+        self.tensors: tuple[Tensor, ...] = tuple(tensors)
+        for tensor in self.tensors:
+            if not isinstance(tensor, Tensor):
+                raise ArgumentError(name, tensor, "tensors only", role.example)
+        self._take(formula_of(fn, self.tensors, role))
+
+    def _take(self, traced: tuple[Formula, list[Tensor]] | Untraced) -> None:
+        if isinstance(traced, Untraced):
+            self._take_untraced(traced)
+        else:
+            formula, found = traced
+            if len(found) > len(self.tensors):  # it reads others too, which its formula takes as arguments
+                self.fn = formula
+            self.tensors, self.key = tuple(found), formula.key
+            registry.register(self.key, formula)
+
+    def _take_untraced(self, reason: Untraced) -> None:
+        """Find the key of a function that has no formula."""
+        device = self.tensors[0].device if self.tensors else torch.get_default_device()
+        fn, role = self.fn, self.role
+        lifted = isinstance(fn, _Lifted)
+        content = content_of(fn.fn, fn.captured, role) if lifted else content_of(fn, (), role)
+        self.key = f"{role.argument} {getattr(fn, '__name__', type(fn).__name__)}#{content}"
+        # Of functions with the same content the last one counts: its globals still are what they were when it was read.
+        registry.register(self.key, _frozen(fn) if isinstance(fn, types.FunctionType) else fn, reason)
+        if self.key not in _examined:  # before it runs for anything else: it might write into `tensors`
+            examine(fn, self.tensors, device, role)
+            _examined.add(self.key)
+        self.reject_undeclared_gradients(device)
+
+    @property
+    def traced(self) -> bool:
+        return self.key.startswith(PREFIX)
+
+    @classmethod
+    def of(cls, modifier: "Self | Callable[..., Tensor]") -> Self:
+        """The value of an argument. Of a bare function that cannot be traced, tensors in the closure become its
+        `tensors`.
+        """
+        if isinstance(modifier, cls):
+            return modifier
+        if not isinstance(modifier, types.FunctionType):
+            return cls(modifier)  # type: ignore[arg-type]
+        made, traced = cls.__new__(cls), formula_of(modifier, (), cls.role)
+        made.fn, made.tensors = modifier, ()
+        if isinstance(traced, Untraced):
+            cells = cells_of(modifier, (), cls.role)
+            captured = [n for n, value in enumerate(cells) if isinstance(value, Tensor)]
+            if captured:
+                made.fn, made.tensors = _Lifted(modifier, captured, cls.role), tuple(cells[n] for n in captured)
+        made._take(traced)
+        return made
+
+    def reject_undeclared_gradients(self, device: torch.device) -> None:
+        """A tensor that `fn` reads behind our back would lose its gradient: find out on a single score.
+
+        Raises:
+            ArgumentError: the new score requires a gradient, although neither the score nor `tensors` did.
+        """
+        if self.traced or self.role.hides:
+            return
+        with torch.enable_grad():
+            try:
+                score, index, values = sample(self.tensors, device)
+                score = self.fn(score, index, index, index, index, *values)
+            except Exception:  # the call itself reports what fails on real scores, with their shapes
+                return
+        if isinstance(score, Tensor) and (score.requires_grad or has_tangent(score)):
+            accepted = (
+                "a function whose differentiable tensors are all passed as `tensors` of a flashtile.ScoreMod, or one "
+                f"that can be traced; this one cannot: {registry._untraced[self.key].reason}"
+            )
+            raise ArgumentError(self.role.argument, self.fn, accepted, self.role.example)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.traced:
+            return _of_formula, (type(self), self.key, self.tensors)
+        fn: Any = self.fn
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        if isinstance(fn, _Lifted) or (isinstance(fn, types.FunctionType) and not found_by_name(fn)):
+            owner = self.role.owner
+            raise pickle.PicklingError(
+                f"a {owner} that cannot be traced is pickled with the name of its function, and no module has "
+                f"{fn.__name__!r}.\n"
+                "  accepted: no lambda or closure, but a function at the top level of a module, with what changes as "
+                f"tensors: flashtile.{owner}(fn, (tensor,))"
+            )
+        return type(self), (self.fn, self.tensors)
+
+    def __copy__(self) -> Self:
+        return self._with(self.tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self._with(copy.deepcopy(self.tensors, memo))
+
+    def _with(self, tensors: tuple[Tensor, ...]) -> Self:
+        return _of_formula(type(self), self.key, tensors) if self.traced else type(self)(self.fn, tensors)
+
+    def __str__(self) -> str:
+        """The formula; its tensors are `tensor0`, `tensor1`, ..."""
+        return str(registry.formula_of(self.key, self.role))
+
+    def __repr__(self) -> str:
+        return f"{self.role.owner}({'; '.join(str(self).splitlines())})"
+
+
+def _of_formula(cls: type[Any], key: str, tensors: tuple[Tensor, ...]) -> Any:
+    made = object.__new__(cls)
+    made.key, made.tensors, made.fn = key, tensors, registry.function_of(key, cls.role)
+    return made
+
+
+def has_tangent(x: Tensor) -> bool:
+    forward_ad = torch.autograd.forward_ad
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+class _Lifted:
+    """A function whose closure cells `captured` have become trailing arguments: `g(score, b, h, i, j, *cells)`."""
+
+    def __init__(self, fn: types.FunctionType, captured: list[int], role: Role):
+        self.captured, self.__name__, self.own = captured, fn.__name__, 5 - role.hides
+        closure = fn.__closure__ or ()
+        self.fn = _rebound(fn, [types.CellType() if n in captured else _copied(x) for n, x in enumerate(closure)])
+
+    def __call__(self, *arguments: Tensor) -> Tensor:
+        cells = list(self.fn.__closure__ or ())
+        for position, tensor in zip(self.captured, arguments[self.own :], strict=True):
+            cells[position] = types.CellType(tensor)
+        return _rebound(self.fn, cells)(*arguments[: self.own])
+
+
+def _frozen(fn: types.FunctionType) -> types.FunctionType:
+    """A function with the values that its closure has now."""
+    return _rebound(fn, [_copied(cell) for cell in fn.__closure__ or ()])
+
+
+def _copied(cell: types.CellType) -> types.CellType:
+    return types.CellType(cell.cell_contents)
+
+
+def _rebound(fn: types.FunctionType, cells: list[types.CellType]) -> types.FunctionType:
+    rebound = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells))
+    rebound.__kwdefaults__ = fn.__kwdefaults__
+    return rebound

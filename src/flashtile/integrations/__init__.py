@@ -1,0 +1,4 @@
+"""Integrations into other libraries, each optional: transformers, diffusers.
+
+Nothing here is imported by `import flashtile`, and each module needs its library only when it is used.
+"""

@@ -1,0 +1,47 @@
+"""Attention of Hugging Face transformers by flashtile, under the name "tile_attention".
+
+    import flashtile.integrations.transformers
+    flashtile.integrations.transformers.register()
+    model = AutoModel.from_pretrained(name, attn_implementation="tile_attention")
+
+docs/transformers.md has what becomes of masks, caches and other arguments.
+"""
+
+from ..optional import require
+
+__all__ = ["NAME", "register", "unregister"]
+
+NAME = "tile_attention"  # names that contain "flash", "sdpa" or "flex_attention" are treated otherwise by transformers
+VERSIONS = ((5, 0), (6, 0))
+
+
+def register() -> str:
+    """Register flashtile's attention function, and the mask function that belongs to it, as `"tile_attention"`.
+
+    Models take it as `attn_implementation="tile_attention"` when they are made, or by
+    `model.set_attn_implementation("tile_attention")`. To register again changes nothing.
+
+    Returns:
+        The name, `"tile_attention"`.
+
+    Raises:
+        AttentionError: transformers is absent, or not of version 5.
+    """
+    require("transformers", VERSIONS)
+    from transformers import AttentionInterface, AttentionMaskInterface  # pyright: ignore - optional
+
+    from .attention import tile_attention
+    from .mask import tile_mask
+
+    AttentionInterface.register(NAME, tile_attention)
+    AttentionMaskInterface.register(NAME, tile_mask)
+    return NAME
+
+
+def unregister() -> None:
+    """Remove the name. Models that still have it raise an error at their next call."""
+    require("transformers", VERSIONS)
+    from transformers import AttentionInterface, AttentionMaskInterface  # pyright: ignore - optional
+
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(NAME, None)

@@ -1,0 +1,145 @@
+"""Masks of transformers without `Sq * Sk` memory, until somebody wants them dense.
+
+A model hands its mask from the mask function on to the attention function. Between the two it may slice it, move it, or
+combine it with another mask. A `TileMask` is a bool tensor `[B, 1, Sq, Sk]` for all that: any operation on it makes the
+dense mask. The attention function reads the pattern.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import (  # pyright: ignore - optional
+    bidirectional_mask_function,
+    causal_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+)
+from transformers.utils.import_utils import is_tracing  # pyright: ignore - optional
+
+from ... import private_torch
+from .patterns import Pattern, pattern_of
+from .segments import Segments, segments_of
+
+
+class TileMask(Tensor):
+    """A bool mask `[B, 1, Sq, Sk]` that is known by its pattern and has no memory.
+
+    Attributes:
+        pattern: the visible pairs, by absolute positions.
+        q_offset, kv_offset: absolute positions of the first query and key.
+    """
+
+    pattern: Pattern
+    q_offset: int
+    kv_offset: int
+    _make: Callable[[], Tensor]
+    _dense: Tensor | None
+    _segments: tuple[Segments | None] | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: tuple[int, int, int, int],
+        device: torch.device,
+        pattern: Pattern,
+        q_offset: int,
+        kv_offset: int,
+        make: Callable[[], Tensor],
+    ) -> "TileMask":
+        mask = private_torch.make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.pattern, mask.q_offset, mask.kv_offset = pattern, q_offset, kv_offset
+        mask._make, mask._dense, mask._segments = make, None, None
+        return mask
+
+    def dense(self) -> Tensor:
+        """The mask as bool `[B, 1, Sq, Sk]`, made once."""
+        if self._dense is None:
+            self._dense = self._make()
+        return self._dense
+
+    def segments(self) -> Segments | None:
+        """Segments of self-attention, found once; `None` where the pattern has none."""
+        if self._segments is None:
+            batch, _, length, keys = self.shape
+            own = length == keys and self.q_offset == self.kv_offset == 0
+            self._segments = (segments_of(self.pattern, batch, length, self.device) if own else None,)
+        return self._segments[0]
+
+    def __repr__(self, **unused: Any) -> str:
+        return f"TileMask({list(self.shape)}, {self.pattern})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*map(densified, args), **densified(kwargs or {}))
+
+
+def densified(tree: Any) -> Any:
+    """Nested arguments of an operation, with dense masks."""
+    if isinstance(tree, TileMask):
+        return tree.dense()
+    if isinstance(tree, dict):
+        return {key: densified(x) for key, x in tree.items()}
+    return type(tree)(map(densified, tree)) if isinstance(tree, list | tuple) else tree
+
+
+def tile_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> Tensor | None:
+    """The mask function of `"tile_attention"`, with the arguments of transformers' `sdpa_mask`.
+
+    Returns:
+        A `TileMask` where the pattern is known; a dense bool mask `[B, 1, Sq, Sk]` for other functions, and for one
+        query over a static cache, whose length is a tensor and changes between replays of a CUDA graph. While a graph
+        is traced, `None` where all of the mask is causal or nothing is hidden, and else what `sdpa_mask` returns.
+    """
+    settings: dict[str, Any] = {
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+    }
+    settings |= {"use_vmap": use_vmap, "device": device, "q_offset": q_offset}
+    if is_tracing(attention_mask):
+        if (
+            attention_mask is None
+            and not isinstance(q_offset, Tensor)
+            and q_length == kv_length
+            and q_offset == kv_offset
+        ):
+            causal = mask_function is causal_mask_function and allow_is_causal_skip
+            if causal or (mask_function is bidirectional_mask_function and allow_is_bidirectional_skip):
+                return None
+        skips = {"allow_is_causal_skip": allow_is_causal_skip, "local_size": others.get("local_size")}
+        skips["allow_is_bidirectional_skip"] = allow_is_bidirectional_skip
+        return sdpa_mask(batch_size, q_length, kv_length, **settings, **skips)
+
+    def make() -> Tensor:
+        mask = sdpa_mask(batch_size, q_length, kv_length, **settings, allow_is_causal_skip=False)
+        assert mask is not None
+        return mask
+
+    pattern = None if private_torch.make_wrapper_subclass is None else pattern_of(mask_function)
+    if pattern is None or pattern.padding is not None or (isinstance(q_offset, Tensor) and q_length == 1):
+        return make()
+    settings["q_offset"] = int(q_offset)  # the cache adds to a tensor before the layers read their mask
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        seen = padding[:, kv_offset : kv_offset + kv_length]
+        padding = None if seen.all() else padding
+    place = torch.empty(0, device=device).device
+    shape = (batch_size, 1, q_length, kv_length)
+    return TileMask(shape, place, pattern._replace(padding=padding), settings["q_offset"], kv_offset, make)

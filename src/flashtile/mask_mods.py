@@ -1,0 +1,158 @@
+"""Ready mask functions: each returns a `MaskMod` for the argument `mask`, and each is a pattern for others.
+
+Positions count from the start of each sequence, for queries and for keys. Where queries continue a longer sequence of
+keys, `offset`, a number or an integer tensor without dimensions, is added to theirs: `Sk - Sq` aligns the last ones, as
+`causal=True` does. Tensors of integers, as lengths and ids, may be of any integer dtype.
+"""
+
+import operator
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .expression import MaskMod, mask_mod_function
+
+__all__ = [
+    "and_masks",
+    "block_diffusion",
+    "causal",
+    "dilated",
+    "document",
+    "neighborhood",
+    "or_masks",
+    "prefix",
+    "tree",
+    "window",
+]
+MaskFunction = MaskMod | Callable[..., Tensor]
+
+
+def causal(offset: int | Tensor = 0) -> MaskMod:
+    """Keys up to the query's position."""
+    return MaskMod(lambda b, h, q_idx, k_idx: k_idx <= q_idx + offset)
+
+
+def window(left: int, right: int, offset: int | Tensor = 0) -> MaskMod:
+    """Keys from `left` positions before the query to `right` behind it (Beltagy et al., "Longformer", 2020, section
+    3.1).
+    """
+
+    def fn(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+        distance = q_idx + offset - k_idx
+        return (distance <= left) & (distance >= -right)
+
+    return MaskMod(fn)
+
+
+def prefix(lengths: Tensor) -> MaskMod:
+    """All keys of a prefix, of `lengths [B]`, and keys up to the query's position (Raffel et al., "T5", 2020, section
+    3.2.1).
+    """
+    return MaskMod(lambda b, h, q_idx, k_idx, lengths: (k_idx < lengths[b]) | (k_idx <= q_idx), (lengths,))
+
+
+def document(ids: Tensor, key_ids: Tensor | None = None) -> MaskMod:
+    """Keys of the query's document, by integer ids `[S]` or `[B, S]`; those of keys are `ids` too by default (Krell et
+    al., "Efficient sequence packing without cross-contamination", 2021, section 3).
+    """
+
+    def fn(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, *ids: Tensor) -> Tensor:
+        of_query, of_key = (x[n] if x.dim() == 1 else x[b, n] for x, n in ((ids[0], q_idx), (ids[-1], k_idx)))
+        return of_query == of_key
+
+    return MaskMod(fn, (ids,) if key_ids is None else (ids, key_ids))
+
+
+def dilated(width: int, dilation: int, offset: int | Tensor = 0) -> MaskMod:
+    """Keys up to `width` positions from the query, of which each `dilation`-th is visible (Beltagy et al.,
+    "Longformer", 2020, section 3.1).
+    """
+
+    def fn(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+        distance = (q_idx + offset - k_idx).abs()
+        return (distance <= width) & (distance % dilation == 0)
+
+    return MaskMod(fn)
+
+
+def neighborhood(shape: tuple[int, ...], kernel: tuple[int, ...]) -> MaskMod:
+    """The nearest keys in a grid of tokens of this shape, in row-major order: `kernel` of them in each dimension, odd
+    numbers, also for queries at a border (Hassani et al., "Neighborhood Attention Transformer", 2023, section 3.1).
+    """
+
+    def fn(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+        visible, step = [], 1
+        for size, width in reversed(list(zip(shape, kernel, strict=True))):
+            radius = width // 2
+            center = (q_idx // step % size).clamp(radius, size - 1 - radius)
+            visible.append((k_idx // step % size - center).abs() <= radius)
+            step *= size
+        return reduce(operator.and_, visible)
+
+    return MaskMod(fn)
+
+
+def block_diffusion(length: int, block: int) -> MaskMod:
+    """Attention of `length` noisy tokens followed by the same tokens without noise, in blocks: noisy ones see their own
+    noisy block and the clean blocks before it; clean ones see clean blocks up to their own (Arriola et al., "Block
+    Diffusion", 2025, section 3.2).
+    """
+
+    def fn(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+        clean_query, clean_key = q_idx >= length, k_idx >= length
+        of_query, of_key = q_idx % length // block, k_idx % length // block
+        own = (of_query == of_key) & (clean_query == clean_key)
+        return own | ((of_key < of_query) & clean_key)
+
+    return MaskMod(fn)
+
+
+def tree(parents: Tensor, context: int | Tensor = 0) -> MaskMod:
+    """Keys of a query's ancestors in a tree of tokens, and of itself: `parents [S]` are numbers of earlier tokens, or
+    -1 of a root. All queries see the first `context` keys, a number or an integer tensor without dimensions; the tree's
+    follow. The values of `parents` are read (Miao et al., "SpecInfer", 2024, section 4.2).
+    """
+    above = parents.tolist()
+    sizes = [1] * len(above)  # of subtrees
+    for n in reversed(range(len(above))):
+        if above[n] >= 0:
+            sizes[above[n]] += sizes[n]
+    places, free = [0] * len(above), [0] * (len(above) + 1)  # depth first, so that a subtree is a range of places
+    for n, parent in enumerate(above):
+        places[n] = free[parent]
+        free[parent] += sizes[n]
+        free[n] = places[n] + 1
+    begin = torch.tensor(places, dtype=torch.int32, device=parents.device)
+    end = begin + torch.tensor(sizes, dtype=torch.int32, device=parents.device)
+
+    def fn(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+        node = (k_idx - context).clamp(min=0)
+        return (k_idx < context) | ((begin[node] <= begin[q_idx]) & (begin[q_idx] < end[node]))
+
+    return MaskMod(fn, (begin, end))
+
+
+def and_masks(*masks: MaskFunction) -> MaskMod:
+    """Pairs that all of these masks show."""
+    return combined(operator.and_, masks)
+
+
+def or_masks(*masks: MaskFunction) -> MaskMod:
+    """Pairs that any of these masks shows."""
+    return combined(operator.or_, masks)
+
+
+def combined(operation: Callable[[Any, Any], Any], masks: tuple[MaskFunction, ...]) -> MaskMod:
+    """Masks whose results are combined."""
+    mods = [MaskMod.of(mask) for mask in masks]
+    functions = [mask_mod_function(mod.key) for mod in mods]
+
+    def fn(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, *tensors: Tensor) -> Tensor:
+        rest = iter(tensors)
+        own = [[next(rest) for _ in mod.tensors] for mod in mods]
+        return reduce(operation, (f(b, h, q_idx, k_idx, *x) for f, x in zip(functions, own, strict=True)))
+
+    return MaskMod(fn, [x for mod in mods for x in mod.tensors])

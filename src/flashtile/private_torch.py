@@ -1,0 +1,222 @@
+"""Private names of PyTorch, which a release may rename: each stands here once, with a fallback.
+
+A fallback is slower or more careful, never wrong. Those that look for modes, transforms and traces report one that may
+be there: calls then go through PyTorch's dispatcher. Names are read as attributes of this module, so that tests can
+replace them.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import AttentionError
+
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+def find(path: str, name: str, fallback: Any) -> Any:
+    """The attribute `name` of `path`, a module or a name in one; the fallback where there is none."""
+    try:
+        return getattr(importlib.import_module(path), name)
+    except (ImportError, AttributeError):
+        return fallback
+
+
+# Modes, traces and transforms around a call ---------------------------------------------------------------------------
+
+
+def one(*_: Any) -> int:
+    return 1
+
+
+def true(*_: Any) -> bool:
+    return True
+
+
+def nothing(*_: Any) -> None:
+    return None
+
+
+def traced() -> bool | None:
+    return torch.jit.is_tracing() or None  # pyright: ignore[reportPrivateImportUsage]
+
+
+maybe_current_level = find("torch._C._functorch", "maybe_current_level", one)  # None outside of torch.func
+len_torch_dispatch_stack = find("torch._C", "_len_torch_dispatch_stack", one)
+len_torch_function_stack = find("torch._C", "_len_torch_function_stack", one)
+get_function_stack_at = find("torch._C", "_get_function_stack_at", nothing)
+if len_torch_function_stack is one:  # there may be no mode to get
+    get_function_stack_at = nothing
+get_tracing_state = find("torch._C", "_get_tracing_state", traced)
+profiler_enabled = find("torch.autograd", "_profiler_enabled", true)
+is_functorch_wrapped_tensor = find("torch._C._functorch", "is_functorch_wrapped_tensor", true)
+DeviceContext = find("torch.utils._device", "DeviceContext", type)  # no mode has this type
+DisableTorchFunction = find("torch._C", "DisableTorchFunction", None)
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """A context in which no mode and no subclass sees calls of torch functions, if there is such a thing."""
+    return nullcontext() if DisableTorchFunction is None else DisableTorchFunction()
+
+
+def any_autocast() -> bool:
+    return any(torch.is_autocast_enabled(kind) for kind in AUTOCAST_DEVICES)
+
+
+is_any_autocast_enabled = find("torch._C", "_is_any_autocast_enabled", any_autocast)
+
+
+def level_by_trial() -> int:
+    """0 if a forward-mode level is open, else -1: outside of a level there are no dual tensors."""
+    try:
+        torch.autograd.forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+    except RuntimeError:
+        return -1
+    return 0
+
+
+def level_of_pytorch() -> int:
+    return torch.autograd.forward_ad._current_level
+
+
+forward_level = (
+    level_by_trial if find("torch.autograd.forward_ad", "_current_level", None) is None else level_of_pytorch
+)
+_eager_transforms: Any = find("torch._functorch", "eager_transforms", None)
+
+
+def in_jvp() -> bool:
+    """Whether torch.func.jvp is around this, in forward mode: then it can open another level."""
+    nesting = getattr(_eager_transforms, "JVP_NESTING", None)
+    return maybe_current_level() is not None if nesting is None else nesting > 0
+
+
+# Autograd and the dispatcher ------------------------------------------------------------------------------------------
+
+unwrap_if_dead = find("torch._C._functorch", "unwrap_if_dead", None)
+# Autograd below which an operator runs again; None where it cannot, and an operator has no implementation for it.
+AutoDispatchBelowAutograd = find("torch._C", "_AutoDispatchBelowAutograd", None)
+set_grad_enabled: Callable[[bool], Any] = find("torch._C", "_set_grad_enabled", torch.set_grad_enabled)
+_DISPATCH_NAMES = (
+    "DispatchKey", "DispatchKeySet", "_dispatch_tls_is_dispatch_key_excluded", "_dispatch_tls_local_exclude_set",
+    "_dispatch_tls_local_include_set", "_ForceDispatchKeyGuard",
+)  # fmt: skip
+_DISPATCH: Any = tuple(find("torch._C", name, None) for name in _DISPATCH_NAMES)
+_DISPATCH = None if any(x is None for x in _DISPATCH) else _DISPATCH
+_ONE_LEVEL = hasattr(torch.autograd.Function.__base__, "apply") and unwrap_if_dead is not None
+
+
+def apply_at_one_level(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply` without its binding of arguments and its search for transforms, if there is such a thing."""
+    if _ONE_LEVEL:
+        return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+    return function.apply(*arguments)
+
+
+def below_autograd() -> bool:
+    """Whether operations leave autograd out here, as inside an operator; False where that cannot be known."""
+    return _DISPATCH is not None and _DISPATCH[2](_DISPATCH[0].AutogradFunctionality)
+
+
+def with_autograd() -> AbstractContextManager[Any] | None:
+    """A context in which autograd is not left out; `None` where it is not, or cannot be brought back: then
+    `recording_graph` raises an error.
+    """
+    if _DISPATCH is None:
+        return None
+    key, key_set, _, excluded, included, guard = _DISPATCH
+    keys, exclude = (key.AutogradFunctionality, key.ADInplaceOrView), excluded()
+    if not any(exclude.has(x) for x in keys):
+        return None
+    for x in keys:
+        exclude = exclude - key_set(x)
+    return guard(included(), exclude)
+
+
+@contextmanager
+def recording_graph() -> Iterator[None]:
+    """torch.enable_grad(), for a backend that differentiates a tile.
+
+    Raises:
+        AttentionError: autograd is left out here, as inside an operator, and this PyTorch cannot bring it back.
+    """
+    with torch.enable_grad():
+        if _DISPATCH is None and not (torch.zeros((), requires_grad=True) * 1).requires_grad:
+            raise AttentionError(
+                f"a backend that uses torch.autograd runs inside an operator; PyTorch {torch.__version__} offers no "
+                "way back.\n  accepted: another backend, or the call outside of compiled programs, modes and profilers"
+            )
+        yield
+
+
+# Compilation and memory -----------------------------------------------------------------------------------------------
+
+_eval_frame: Any = find("torch._C._dynamo", "eval_frame", None)
+allocators: Any = find("torch._C._dynamo", "guards", None)  # those of compiled programs, twice as fast
+clear_cublas_workspaces = find("torch._C", "_cuda_clearCublasWorkspaces", nothing)
+
+
+def skip_frames(code: Any) -> bool:
+    """Make Dynamo leave the frames of `code` alone, and all below them; False where it must be asked otherwise."""
+    try:
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(skip, skip))
+    except AttributeError:
+        return False
+    return True
+
+
+def stream_of_object(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# The current stream of a device, as an integer, without the object that takes longer to make than a launch.
+current_raw_stream: Callable[[int], int] = find("torch._C", "_cuda_getCurrentRawStream", stream_of_object)
+
+
+def allocator(device_type: str) -> Any:
+    """The function `(shape, strides, dtype) -> Tensor` of compiled programs on a device; `None` without one."""
+    return getattr(allocators, f"_empty_strided_{device_type}", None) if device_type in ("cpu", "cuda") else None
+
+
+# Examined functions ---------------------------------------------------------------------------------------------------
+
+
+class NoDispatchMode:
+    """In place of `TorchDispatchMode`."""
+
+    def __init__(self) -> None:
+        raise AttentionError(
+            f"a score_mod cannot be examined with PyTorch {torch.__version__}, which has no TorchDispatchMode.\n"
+            "  accepted: attention without score_mod, or another PyTorch"
+        )
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of nested tuples, lists and dictionaries."""
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [x for part in tree for x in leaves(part)] if isinstance(tree, tuple | list) else [tree]
+
+
+# Makes a tensor subclass without memory; None where there are none, and masks of transformers are dense.
+make_wrapper_subclass: Any = getattr(torch.Tensor, "_make_wrapper_subclass", None)
+TorchDispatchMode: Any = find("torch.utils._python_dispatch", "TorchDispatchMode", NoDispatchMode)
+tree_leaves = find("torch.utils._pytree", "tree_leaves", leaves)
+
+
+@functools.cache
+def operator_types() -> tuple[type, ...]:
+    """The types of an operator and of its overloads."""
+    return type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+
+
+def storage_of(x: Tensor) -> int:
+    """A number for the storage of a tensor, which no other that lives at the same time has."""
+    storage = x.untyped_storage()
+    return getattr(storage, "_cdata", None) or storage.data_ptr()

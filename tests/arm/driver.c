@@ -1,0 +1,17 @@
+/* Run one kernel of this program on memory from a file: its first page has the address of the file's content, its size,
+   and the address of the argument block. */
+#include <fcntl.h>
+#include <stdint.h>
+#include <sys/mman.h>
+
+void KERNEL(void *block);
+
+int main(int count, char **arguments) {
+    int file = open(arguments[1], O_RDWR);
+    uint64_t *header = mmap(0, 4096, PROT_READ, MAP_SHARED, file, 0);
+    if (count != 2 || header == MAP_FAILED) return 2;
+    void *base = (void *)header[0];
+    if (mmap(base, header[1], PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) != base) return 3;
+    KERNEL((void *)header[2]);
+    return 0;
+}

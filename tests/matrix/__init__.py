@@ -1,0 +1,1 @@
+"""Tests over versions of Python, PyTorch and Triton: `PYTHONPATH=src:tests python -m matrix`."""
