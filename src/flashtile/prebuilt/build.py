@@ -3,10 +3,11 @@
 import hashlib
 import importlib.metadata
 import io
+import itertools
 import json
 import multiprocessing
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from ..backend.gpu.replay import Launch
 from ..backend.gpu.signature import CONSTANT, PLAIN, SPECIALIZED, key_of
 from .cubin import without_debug
 from .launches import all_launches, device_of
-from .standard import standard_calls
+from .standard import StandardCall, standard_calls
+from .sweeps import sweep_calls
 
 PINNED = (3, 6)  # the version of Triton whose machine code is measured
 SCRATCH_ALIGNMENT = 512  # bytes, of PyTorch's allocations
@@ -37,11 +39,13 @@ class Compiled(NamedTuple):
     image: bytes
 
 
-def build(arch: str, out: Path, jobs: int, only: str, progress: Callable[[str], None]) -> int:
-    """Compile the kernels whose title contains `only` and write the archive; returns the number of binaries.
+def build(arch: str, out: Path, jobs: int, only: str, sweeps: Sequence[Path], progress: Callable[[str], None]) -> int:
+    """Compile the kernels of the standard set and of sweeps, those whose title contains `only`, and write the archive;
+    returns the number of binaries.
 
     Raises:
         BuildError: another Triton is installed, or an architecture that has no archive is requested.
+        ValueError: a file is no sweep.
     """
     if triton_version() != PINNED:
         found = ".".join(map(str, triton_version() or ())) or "none"
@@ -52,19 +56,21 @@ def build(arch: str, out: Path, jobs: int, only: str, progress: Callable[[str], 
     context = multiprocessing.get_context("spawn")
     found: list[Compiled] = []
     with context.Pool(jobs) as pool:
-        for part in pool.imap_unordered(compile_share, [(arch, only, n, jobs) for n in range(jobs)]):
+        for part in pool.imap_unordered(compile_share, [(arch, only, sweeps, n, jobs) for n in range(jobs)]):
             found += part
             progress(f"{len(found)} kernels")
     write(out, arch, importlib.metadata.version("triton"), found)
     return len(found)
 
 
-def compile_share(work: tuple[str, str, int, int]) -> list[Compiled]:
-    """Compile every `jobs`-th launch of the standard set, in a process of its own."""
-    arch, only, share, jobs = work
-    chosen = distinct(
-        launch for launch in all_launches(standard_calls(), device_of(arch)) if only in launch.kernel.title
-    )
+def calls(sweeps: Sequence[Path]) -> Iterator[StandardCall]:
+    return itertools.chain(standard_calls(), *(sweep_calls(path) for path in sweeps))
+
+
+def compile_share(work: tuple[str, str, Sequence[Path], int, int]) -> list[Compiled]:
+    """Compile every `jobs`-th launch, in a process of its own."""
+    arch, only, sweeps, share, jobs = work
+    chosen = distinct(launch for launch in all_launches(calls(sweeps), device_of(arch)) if only in launch.kernel.title)
     return [compile_launch(launch, arch) for n, launch in enumerate(chosen) if n % jobs == share]
 
 

@@ -17,10 +17,14 @@ DTYPES = (torch.bfloat16, torch.float16)
 LEFT_OUT = {  # kernels that are compiled at first use only
     "triton.kernels.dcaptured:dcaptured_kernel": "the gradient of a score_mod's tensors: one kernel for each function",
 }
-SHORT, LONG = 512, 8192  # lengths with different tiles
+TINY, SHORT, MIDDLE, LONG = 64, 512, 1024, 8192  # lengths with different tiles
 PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": (4095, 0)})
-DECODE_HEADS = ((8, 8), (32, 8), (64, 8))  # query and key heads: groups of 1, 4 and 8
-BATCHES = (1, 2, 4, 8, 64)  # with different splits of the keys
+FILLING = (64, 64)  # query and key heads: enough tiles for a GPU, so that no keys and no rows are split
+NARROWER = ((40, 40), (72, 72), (104, 104), (160, 160), (224, 224))  # head dimensions that do not fill a kernel's width
+SMALL_DIMS = (16, 32, 48, 64, 96, 128)  # of short sequences, for which Triton's kernels are faster
+FLOAT32_DIMS = (32, 64, 128)
+DECODE_HEADS = ((8, 8), (32, 8), (64, 8), (16, 2), (71, 1))  # query and key heads: groups of 1, 4, 8 and more
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # with different splits of the keys
 PAGE_SIZES = (16, 256)
 
 
@@ -37,38 +41,57 @@ def standard_calls() -> Iterator[StandardCall]:
     """All calls; their tensors have no memory."""
     for dtype in DTYPES:
         yield from plain(dtype)
+        yield from short(dtype)
         yield from with_features(dtype)
         yield from decoding(dtype)
         yield from paged_prefill(dtype)
+    yield from float32()
 
 
 def plain(dtype: torch.dtype) -> Iterator[StandardCall]:
     """Dense and packed calls without features, at every width of the Hopper kernels."""
-    for (dim, dim_v), features, seqlen in itertools.product(WIDTHS, PLAIN, (SHORT, LONG)):
-        q, k, v = dense((2, 2), seqlen, seqlen, (dim, dim_v), dtype)
+    for dims, features, seqlen in itertools.product(WIDTHS + NARROWER, PLAIN, (SHORT, MIDDLE, LONG)):
+        q, k, v = dense(FILLING, seqlen, seqlen, dims, dtype)
         for deterministic in (None, True):
             scalars = {**features, "deterministic": deterministic}
             yield StandardCall("attention", {"q": q, "k": k, "v": v, **scalars}, backward=True)
-            yield StandardCall("attention_varlen", {**packed(q, k, v), **scalars}, backward=True)
+            if dims in WIDTHS:
+                yield StandardCall("attention_varlen", {**packed(q, k, v), **scalars}, backward=True)
+
+
+def short(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """Many short sequences, few queries, and few keys."""
+    lengths = ((16, 16), (TINY, TINY), (TINY, SHORT), (SHORT, TINY))
+    for dim, (rows, keys), causal in itertools.product(SMALL_DIMS, lengths, (False, True)):
+        q, k, v = dense(FILLING, rows, keys, (dim, dim), dtype, batch=8)
+        yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, backward=True)
+
+
+def float32() -> Iterator[StandardCall]:
+    """Dense calls without features in float32."""
+    for dim, seqlen, causal in itertools.product(FLOAT32_DIMS, (TINY, SHORT, LONG), (False, True)):
+        q, k, v = dense(FILLING, seqlen, seqlen, (dim, dim), torch.float32)
+        yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, backward=True)
 
 
 def with_features(dtype: torch.dtype) -> Iterator[StandardCall]:
     """Features of current models, in training and inference."""
     for dim, layout in itertools.product((64, 128), (dense, packed)):
-        q, k, v = dense((2, 2), LONG, LONG, (dim, dim), dtype)
+        q, k, v = dense(FILLING, LONG, LONG, (dim, dim), dtype)
+        heads = FILLING[0]
         tensors = {"q": q, "k": k, "v": v} if layout is dense else packed(q, k, v)
         function = "attention" if layout is dense else "attention_varlen"
         for features in PLAIN[1:]:
             yield StandardCall(function, {**tensors, **features, "softcap": 30.0}, backward=True)
-            yield StandardCall(function, {**tensors, **features, "sinks": empty(2, dtype=dtype)}, True, ("sinks",))
-        yield StandardCall(function, {**tensors, "causal": True, "alibi_slopes": empty(2)}, backward=True)
+            yield StandardCall(function, {**tensors, **features, "sinks": empty(heads, dtype=dtype)}, True, ("sinks",))
+        yield StandardCall(function, {**tensors, "causal": True, "alibi_slopes": empty(heads)}, backward=True)
         yield StandardCall(function, {**tensors, "causal": True, "dropout_p": 0.1, "dropout_seed": 1}, backward=True)
         if layout is packed:
             continue
         for causal, rows in itertools.product((False, True), (1, LONG)):
             masked = {**tensors, "causal": causal, "mask": empty(1, 1, rows, LONG, dtype=torch.bool)}
             yield StandardCall(function, masked, backward=True)
-        bias = empty(1, 2, LONG, LONG, dtype=dtype)
+        bias = empty(1, heads, LONG, LONG, dtype=dtype)
         yield StandardCall(function, {**tensors, "causal": True, "bias": bias}, True, ("bias",))
 
 
