@@ -48,9 +48,9 @@ def build(arch: str, out: Path, jobs: int, only: str, sweeps: Sequence[Path], pr
         ValueError: a file is no sweep.
     """
     if triton_version() != PINNED:
-        found = ".".join(map(str, triton_version() or ())) or "none"
+        other = ".".join(map(str, triton_version() or ())) or "none"
         wanted = ".".join(map(str, PINNED))
-        raise BuildError(f"archives are compiled by Triton {wanted}; installed: {found}")
+        raise BuildError(f"archives are compiled by Triton {wanted}; installed: {other}")
     if not arch.startswith("sm_"):
         raise BuildError(f"archives are for NVIDIA GPUs, such as sm_90, not for {arch}")
     context = multiprocessing.get_context("spawn")

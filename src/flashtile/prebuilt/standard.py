@@ -42,6 +42,7 @@ def standard_calls() -> Iterator[StandardCall]:
     for dtype in DTYPES:
         yield from plain(dtype)
         yield from short(dtype)
+        yield from few(dtype)
         yield from with_features(dtype)
         yield from decoding(dtype)
         yield from paged_prefill(dtype)
@@ -65,6 +66,16 @@ def short(dtype: torch.dtype) -> Iterator[StandardCall]:
     for dim, (rows, keys), causal in itertools.product(SMALL_DIMS, lengths, (False, True)):
         q, k, v = dense(FILLING, rows, keys, (dim, dim), dtype, batch=8)
         yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, backward=True)
+
+
+def few(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """Few rows or few keys, which several programs share."""
+    for dim, causal in itertools.product((64, 128), (False, True)):
+        for heads, rows, keys in (((8, 8), SHORT, 8 * LONG), ((8, 1), LONG, LONG), ((8, 8), LONG, TINY)):
+            q, k, v = dense(heads, rows, keys, (dim, dim), dtype)
+            for deterministic in (None, True):
+                scalars = {"causal": causal, "deterministic": deterministic}
+                yield StandardCall("attention", {"q": q, "k": k, "v": v, **scalars}, backward=True)
 
 
 def float32() -> Iterator[StandardCall]:

@@ -101,10 +101,10 @@ class BackwardLaunches:
             **lse_strides(lse),
             **dlse_strides(dlse),
             "columns": self.config.head_dim_v.columns_of(out),
+            "dq_parts": self.config.dq_parts,
             "HEAD_DIM": self.config.head_dim_v,
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,
-            "DQ_PARTS": self.config.dq_parts,
             "num_warps": WARPS,
         }
         pointers = {
@@ -176,7 +176,6 @@ class BackwardLaunches:
             "total_heads": self.batch * heads_k,
             "l2_swizzle": 0 if self.packed else self.l2_swizzle(bytes_per_row),
             "num_heads_k": heads_k,
-            "CONFIG": self.config,
         }
 
     def l2_swizzle(self, bytes_per_row: int) -> int:

@@ -97,7 +97,7 @@ def combine_splits(
         "total_heads": batch * heads,
         "seqlen_q": seqlen_q,
         "columns": config.head_dim_v.columns_of(out),
-        "SPLITS": config.splits,
+        "num_splits": config.splits,
         "HEAD_DIM_V": config.head_dim_v,
         "ALIGN": ALIGN,
         "BLOCK_M": COMBINE_ROWS,
@@ -129,6 +129,7 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
         **head_strides(t, absent=0),
         "num_heads": t.q.shape[1],
         "group": t.q.shape[1] // t.k.shape[1],
-        "CONFIG": config,
+        "num_splits": config.splits if config.splits > 1 else None,
+        "CONFIG": config.compiled,
         "num_warps": 4,
     }

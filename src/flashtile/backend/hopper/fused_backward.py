@@ -47,7 +47,13 @@ class FusedBackward(BackwardLaunches):
             "dq_semaphore": self.dq_semaphore,
         }
         bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + self.dq_accum.element_size())
-        self.launch(BACKWARD, pointers, self.programs, self.key_kernel_scalars(bytes_per_row))
+        scalars = {
+            **self.key_kernel_scalars(bytes_per_row),
+            "row_splits": self.config.row_splits if splits else None,
+            "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 else None,
+            "CONFIG": self.config.compiled,
+        }
+        self.launch(BACKWARD, pointers, self.programs, scalars)
         if splits:
             dk, dv = (self.add_splits(x, dx) for x, dx in zip((dk, dv), self.new_dk_dv(), strict=True))
         return self.postprocess(), dk, dv
@@ -67,7 +73,7 @@ class FusedBackward(BackwardLaunches):
             "num_heads": heads,
             "seqlen": seqlen_k,
             "columns": self.config.head_dim.columns_of(dx),
-            "SPLITS": self.config.row_splits,
+            "row_splits": self.config.row_splits,
             "HEAD_DIM": self.config.head_dim,
             "ALIGN": ALIGN,
             "BLOCK_N": COMBINE_ROWS,
@@ -84,10 +90,10 @@ class FusedBackward(BackwardLaunches):
             **strides("dq", dq, ALIGN),
             "scale": self.call.settings.scale,
             "columns": self.config.head_dim.columns_of(dq),
+            "dq_parts": self.config.dq_parts,
             "HEAD_DIM": self.config.head_dim,
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,
-            "DQ_PARTS": self.config.dq_parts,
             "num_warps": WARPS,
         }
         pointers = {

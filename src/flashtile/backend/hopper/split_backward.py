@@ -51,6 +51,7 @@ class SplitBackward(BackwardLaunches):
             **strides("dv", dv, ALIGN),
             "columns": self.config.head_dim.columns_of(self.k),
             "columns_v": self.config.head_dim_v.columns_of(self.v),
+            "CONFIG": self.config,
         }
         pointers = {**self.input_pointers(), **self.row_stats_pointers(), "dk": dk, "dv": dv}
         self.launch(DKDV, pointers, self.programs, scalars)

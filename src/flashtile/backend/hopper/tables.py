@@ -89,6 +89,11 @@ class ForwardConfig(Constexpr):
     def block_m(self) -> int:
         return MMA_M * self.num_warpgroups
 
+    @property
+    def compiled(self) -> "ForwardConfig":
+        """The part that a kernel is compiled for: a number of splits is an argument."""
+        return replace(self, splits=1)
+
     def with_splits(self, splits: int) -> "ForwardConfig":
         """The same kernel with split keys. Columns of fp32 take twice the staging memory."""
         return self if splits == 1 else replace(self, splits=splits, epilogue_columns=self.epilogue_columns // 2)
@@ -126,6 +131,11 @@ class FusedBackwardConfig(Constexpr):
     kind: Literal["fused"] = "fused"
 
     @property
+    def compiled(self) -> "FusedBackwardConfig":
+        """The part that a kernel is compiled for: numbers of parts and splits are arguments."""
+        return replace(self, dq_parts=1, row_splits=1)
+
+    @property
     def dq_shares(self) -> tuple[DqShare, DqShare]:
         width, chunks = self.head_dim.width, self.head_dim.chunks
         if self.block_m > MMA_M:
@@ -151,7 +161,6 @@ class DqConfig(Constexpr):
     num_warpgroups: int = 2
     consumer_registers: int = 240
     producer_registers: int = 24
-    splits: int = 1
     score_mod: Any = None
 
     @property
