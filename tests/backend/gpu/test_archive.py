@@ -1,6 +1,7 @@
 """Archives: what they have is launched without Triton, and one that does not fit is ignored with one warning."""
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -248,7 +249,8 @@ def test_planning_and_arguments_never_import_triton(path: Path) -> None:
         for x in launches(given, device_of("sm_90"))
     ]
     build.write(path, "sm_90", "3.6.0", ahead)
-    done = subprocess.run([sys.executable, "-c", NO_TRITON, str(path)], capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", NO_TRITON, str(path)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [
         "9",
