@@ -20,6 +20,7 @@ LEFT_OUT = {  # kernels that are compiled at first use only
 TINY, SHORT, MIDDLE, LONG = 64, 512, 1024, 8192  # lengths with different tiles
 PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": (4095, 0)})
 FILLING = (64, 64)  # query and key heads: enough tiles for a GPU, so that no keys and no rows are split
+FEW_HEADS = ((2, 2), (8, 8), (8, 1))
 NARROWER = ((40, 40), (72, 72), (104, 104), (160, 160), (224, 224))  # head dimensions that do not fill a kernel's width
 SMALL_DIMS = (16, 32, 48, 64, 96, 128)  # of short sequences, for which Triton's kernels are faster
 FLOAT32_DIMS = (32, 64, 128)
@@ -69,13 +70,17 @@ def short(dtype: torch.dtype) -> Iterator[StandardCall]:
 
 
 def few(dtype: torch.dtype) -> Iterator[StandardCall]:
-    """Few rows or few keys, which several programs share."""
-    for dim, causal in itertools.product((64, 128), (False, True)):
-        for heads, rows, keys in (((8, 8), SHORT, 8 * LONG), ((8, 1), LONG, LONG), ((8, 8), LONG, TINY)):
-            q, k, v = dense(heads, rows, keys, (dim, dim), dtype)
-            for deterministic in (None, True):
-                scalars = {"causal": causal, "deterministic": deterministic}
-                yield StandardCall("attention", {"q": q, "k": k, "v": v, **scalars}, backward=True)
+    """Few heads, rows or keys, so that several programs share the keys of a row or the rows of a key."""
+    lengths = ((SHORT, SHORT), (MIDDLE, MIDDLE), (4 * MIDDLE, 4 * MIDDLE), (SHORT, 8 * LONG), (LONG, TINY))
+    for dims, features, (rows, keys), heads in itertools.product(WIDTHS, PLAIN, lengths, FEW_HEADS):
+        q, k, v = dense(heads, rows, keys, dims, dtype)
+        for deterministic in (None, True):
+            yield StandardCall("attention", {"q": q, "k": k, "v": v, **features, "deterministic": deterministic}, True)
+    for dim, rows in itertools.product((64, 128), (SHORT, MIDDLE)):
+        q, k, v = dense((8, 8), rows, rows, (dim, dim), dtype)
+        for causal in (False, True):
+            mask = empty(1, 1, 1, rows, dtype=torch.bool)
+            yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal, "mask": mask}, True)
 
 
 def float32() -> Iterator[StandardCall]:
