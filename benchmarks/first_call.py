@@ -114,7 +114,10 @@ def equality_calls() -> Iterator[tuple[str, Callable[[], list[torch.Tensor]]]]:
 
 def first_call(name: str) -> dict[str, Any]:
     """Seconds of the first call, and the imports that it made."""
-    torch.ones(64, 64, **DEVICE).mm(torch.ones(64, 64, **DEVICE)).sum().item()  # CUDA is up
+    leaf = torch.ones(64, 64, **DEVICE).requires_grad_()
+    out = leaf.mm(torch.ones(64, 64, **DEVICE))  # CUDA is up
+    out.backward(torch.ones_like(out))  # PyTorch's first backward pass imports SymPy
+    torch.cuda.synchronize()
     rows = {"forward": (2048, 2048), "decode": (1, 2048), "training": (2048, 2048)}[name]
     given = tuple(x.requires_grad_(name == "training") for x in dense((32, 8), rows, 128, torch.bfloat16))
     torch.cuda.synchronize()

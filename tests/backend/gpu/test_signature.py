@@ -13,7 +13,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import native_specialize_impl
 
 from flashtile.backend.gpu.pointers import TmaDescriptor
-from flashtile.backend.gpu.signature import PLAIN, SPECIALIZED, argument_key, key_of
+from flashtile.backend.gpu.signature import PLAIN, SPECIALIZED, QuickKeys, argument_key, key_of
 from flashtile.backend.gpu.triton_launch import for_triton
 
 MEMORY = torch.empty(1024, dtype=torch.uint8)
@@ -52,3 +52,15 @@ def test_options_and_constants_are_part_of_a_key() -> None:
     }
     assert len(keys) == 8
     assert key_of(parameters, {"n": 6, "TILE": 1}, {"num_warps": 4, "num_stages": 2}) in keys
+
+
+def test_quick_keys_are_as_fine() -> None:
+    parameters = [("n", PLAIN), ("x", SPECIALIZED), ("TILE", "constant")]
+    quick = QuickKeys(parameters)
+    known: dict[Any, str] = {}
+    values = itertools.product(NUMBERS, pointers(), (1, True, None), (4, 8))
+    for n, x, tile, warps in values:
+        arguments, options = {"n": n, "x": x, "TILE": tile}, {"num_warps": warps}
+        key = key_of(parameters, arguments, options)
+        assert known.setdefault(quick.key(arguments, options), key) == key
+    assert len(known) < 6000  # and not finer by values

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from .driver import driver
 from .installed import triton_version
 from .kernel import Kernel
 from .pointers import Slots, resolved
-from .signature import key_of
+from .signature import QuickKeys, key_of
 
 KERNELS_VARIABLE = "FLASHTILE_KERNELS"
 NO_ARCHIVE = "none"  # the variable's value for it
@@ -66,6 +66,7 @@ class Archive:
         self.driver = library()
         self.lock = threading.Lock()  # of the file, which has one position
         self.binaries: dict[tuple[Kernel, str], Binary] = {}
+        self.quick: dict[Kernel, tuple[QuickKeys, dict[Hashable, Binary | None]]] = {}
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -93,6 +94,19 @@ class Archive:
 
     def find(self, kernel: Any, scalars: Mapping[str, Any], pointers: Mapping[str, Any]) -> Binary | None:
         """The binary of a launch; `None` if it has to be compiled."""
+        if (quick := self.quick.get(kernel)) is None:
+            known = self.index["kernels"].get(kernel.title) if isinstance(kernel, Kernel) else None
+            if known is None:
+                return None
+            quick = self.quick[kernel] = QuickKeys(known["parameters"]), {}
+        keys, found = quick
+        key = keys.key({**scalars, **pointers}, {name: x for name, x in scalars.items() if name not in keys.names})
+        if key not in found:
+            found[key] = self.binary(kernel, scalars, pointers)
+        return found[key]
+
+    def binary(self, kernel: Kernel, scalars: Mapping[str, Any], pointers: Mapping[str, Any]) -> Binary | None:
+        """As `find`, by the file's own keys."""
         key = self.key(kernel, scalars, pointers)
         if key is None:
             return None

@@ -37,6 +37,11 @@ class Binary:
         self.attributes = attributes_of(facts["programmatic"], facts["cooperative"], facts["cluster"])
         self.scratch = facts["scratch"]  # bytes of a program: Triton's global scratch memory, and its profiler's
         self.functions: dict[int, Any] = {}  # by context
+        # A tensor map is followed by its sizes and strides.
+        ranks = (len(layout.box) for layout in self.layouts)
+        shapes = (FORMATS["i32"] * n + FORMATS["i64"] * n for n in ranks)
+        formats = [FORMATS[kind] + (next(shapes) if kind == MAP else "") for _, kind in self.arguments]
+        self.frame = struct.Struct("".join(["=", *formats, *[FORMATS[POINTER]] * len(self.scratch)]))
 
     def function(self) -> Any:
         """The function in the current context.
@@ -89,11 +94,10 @@ class BinaryLaunch:
 
     def packed(self, arguments: Mapping[str, Any], slots: Slots) -> bytes:
         """The memory of a frame, with 0 for addresses; fills `pointers` and `maps`."""
-        formats, values, layouts = ["="], [], iter(self.binary.layouts)
+        values, layouts = [], iter(self.binary.layouts)
         for name, kind in self.binary.arguments:
             x = arguments[name]
             place, slot = len(values), slots.get(name)
-            formats.append(FORMATS[kind])
             if kind not in (POINTER, MAP):
                 values.append(c_float(x).value if kind == "fp32" else x)  # rounds as C does: no overflow error
                 continue
@@ -104,11 +108,9 @@ class BinaryLaunch:
                 continue
             assert isinstance(x, TmaDescriptor)
             self.maps.append((place, slot, next(layouts), {}))
-            formats += [FORMATS["i32"]] * len(x.shape) + [FORMATS["i64"]] * len(x.strides)
             values += [*x.shape, *x.strides]
         self.scratch = [(len(values) + n, size) for n, size in enumerate(self.binary.scratch) if size]
-        formats += [FORMATS[POINTER]] * len(self.binary.scratch)
-        return struct.pack("".join(formats), *values, *[0] * len(self.binary.scratch))
+        return self.binary.frame.pack(*values, *[0] * len(self.binary.scratch))
 
     def __call__(self, tensors: list[Tensor | None]) -> None:
         try:
