@@ -17,8 +17,6 @@ from ..gpu.generated import defined
 from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
 from ..gpu.staged import staged_source
-from .kernels.shared import functions
-from .kernels.shared.captured import ORIGIN, with_captured
 from .tables import DkdvConfig, DqConfig, ForwardConfig, FusedBackwardConfig
 
 Config = ForwardConfig | FusedBackwardConfig | DqConfig | DkdvConfig
@@ -46,6 +44,8 @@ class ScoreModFunctions:
 @functools.lru_cache(maxsize=1024)
 def score_mod_functions(formula: Formula, *, partial: bool, wide: bool) -> ScoreModFunctions:
     """The device functions of a formula. For the parameters see `backend.gpu.staged`."""
+    from .kernels.shared import functions  # imports Triton
+
     texts, inputs = staged_source(formula, partial=partial, wide=wide, language="gl")
     source = "".join(texts.values())
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -70,8 +70,10 @@ def launch(
     if (formula := score_formula(call)) is None:
         scalars = {**scalars, "inputs": None}
     else:
+        from .kernels.shared.captured import ORIGIN, with_captured  # imports Triton
+
         wide = any(needs_wide_offsets(x) for x in tensors)
-        kernel = with_captured(kernel, tuple(x.dim() for x in tensors))
+        kernel = with_captured(kernel.function(), tuple(x.dim() for x in tensors))
         config: Config = scalars["CONFIG"]
         functions = score_mod_functions(formula, partial=partial, wide=wide)
         scalars = {
