@@ -31,7 +31,7 @@ LAYERS = (
     ("dynamo", "errors", "private_torch", "remember", "processes", "supported"),
     ("iomodel",),
     ("expression",),
-    ("score_mods", "mask_mods"),
+    ("score_mods", "mask_mods", "block_mask"),
     ("call",),
     ("backend",),
     ("dispatch",),

@@ -17,6 +17,8 @@ from ..call.window import visible_pairs
 from ..dispatch.launches import launches_of
 from ..dispatch.planner import plan
 from ..errors import BackendError
+from .mask_blocks import in_words as blocks_in_words
+from .mask_blocks import mask_blocks
 from .normalize import normalize
 
 ON_GPU = ("hopper", "triton")
@@ -38,6 +40,8 @@ class Explanation:
         kernels: where the GPU kernels of forward and backward come from: an archive, or Triton at their first use.
         visible_pairs: pairs of a query row and a key, over sequences and query heads; at most, where the host cannot
             know.
+        mask_blocks: how many blocks of 128 x 128 pairs a mask function hides, shows in part and in full, over sequences
+            and query heads; `None` for packed calls, and without a function that can be traced.
         flops_forward: operations, `2 * pairs * (D + Dv)`.
         flops_backward: operations of five products instead of two: 2.5 times forward where Dv is D.
         bytes_forward: each input read and each output written once.
@@ -57,6 +61,7 @@ class Explanation:
     backward_tile: str
     kernels: str
     visible_pairs: int
+    mask_blocks: dict[str, int] | None
     flops_forward: int
     flops_backward: int
     bytes_forward: int
@@ -72,6 +77,7 @@ class Explanation:
     def __str__(self) -> str:
         why_not = "".join(f"\n  not {name}: {reason}" for name, reason in self.why_not.items())
         backward = f"backward: backend {self.backward}, {self.backward_tile}\n" if self.backward != self.backend else ""
+        blocks = "" if self.mask_blocks is None else f"{blocks_in_words(self.mask_blocks)}\n"
         kernels = f"kernels: {self.kernels}\n" if self.kernels else ""
         return (
             f"{self.problem}\n"
@@ -80,6 +86,7 @@ class Explanation:
             f"{kernels}"
             f"forward {self.flops_forward / 1e9:.3g} GFLOP, backward {self.flops_backward / 1e9:.3g} GFLOP, "
             f"{self.visible_pairs:,} visible pairs\n"
+            f"{blocks}"
             f"forward moves at least {self.bytes_forward / 1e6:.3g} MB: {self.intensity:.3g} FLOP per byte\n"
             f"limited by {self.limit}: arithmetic reaches {self.flops_per_second / 1e9:.3g} GFLOP/s here and memory "
             f"{self.bytes_per_second / 1e9:.3g} GB/s; at these rates forward takes at least "
@@ -140,6 +147,7 @@ def explain(
         backward_tile="" if backward is None else tile_in_words(backward),
         kernels=kernels_in_words(call, chosen, None if backward is None else (backward, needs)),
         visible_pairs=pairs,
+        mask_blocks=mask_blocks(call, problem),
         flops_forward=flops,
         flops_backward=backward_flops(pairs, problem.head_dim, problem.head_dim_v),
         bytes_forward=moved,
