@@ -57,6 +57,11 @@ def by_key(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, x:
     return torch.where(kept[q_idx % 7], score * x[h, k_idx % 33], score)
 
 
+def signed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, factor: Tensor) -> Tensor:
+    """The score times a number of the head, of any sign and magnitude."""
+    return -score / factor[h] * 2.0
+
+
 def square(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
     return score + 0.1 * score * score
 
@@ -81,6 +86,7 @@ TENSORS: dict[ScoreMod, Callable[[int, int, torch.Generator], tuple[Tensor, ...]
         torch.randn(33, heads, generator=g).half().t(),
         torch.rand(7, generator=g) > 0.5,
     ),
+    signed: lambda batch, heads, g: (torch.tensor([-2.0, 1.5, 1e30, -math.inf])[:heads].repeat(heads)[:heads],),
     square: lambda batch, heads, g: (),
 }
 VARIANT_OF = {  # the other features of each function's problems
@@ -96,6 +102,7 @@ VARIANT_OF = {  # the other features of each function's problems
     buckets: ("causal 128", "full 64"),
     undefined_where_hidden: ("top left 64", "top left 128", "top left 256"),
     by_key: ("full 64", "sinks 128", "causal 96", "causal 256"),
+    signed: ("causal 64", "full 128", "softcap 128", "packed everything 96"),
     square: ("causal 128", "everything 64", "packed window 128"),
 }
 PROBLEMS = {f"{fn.__name__}, {name}": (fn, name) for fn, names in VARIANT_OF.items() for name in names}

@@ -1,12 +1,14 @@
-"""A formula as four device functions, so that a kernel loads an element of a captured tensor as seldom as it varies.
+"""A formula as device functions, so that a kernel loads an element of a captured tensor as seldom as it varies.
 
     def head(b, h, captured): ... return (LOADED, ..., h)
     def rows(b, h, q_idx, captured): ... return (LOADED, ..., h)
     def keys(b, h, k_idx, captured): ... return (LOADED, ..., h)
     def pairs(score, b, h, q_idx, k_idx, distance, captured, head, rows, keys): ... return (OUTPUT, ...)
+    def factor(b, h, captured, head): ... return (FACTOR,)
 
 Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
-`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs.
+`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs. Only a formula that is the score times a
+number of the head has `factor`, that number.
 """
 
 import functools
@@ -17,6 +19,7 @@ from typing import NamedTuple
 
 from ...expression.formula import Formula
 from ...expression.program import TensorType, emit
+from ...expression.scaling import is_head_factor
 from .formula import OPERATIONS, Value, Writer
 
 COMPARISONS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}  # and those of -x and -y
@@ -32,7 +35,7 @@ class Line(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """The texts of the four device functions, and the inputs on which the derivative depends."""
+    """The texts of the device functions, and the inputs on which the derivative depends."""
 
     texts: dict[str, str]
     derivative_inputs: frozenset[str]
@@ -46,6 +49,7 @@ def staged_source(formula: Formula, *, partial: bool, wide: bool, language: str)
     results = [*emit(formula.program, writer)]
     if partial:
         results.append(writer.where_visible(results[0], emit(formula.partials().program, writer)[0]))
+    factor = emit(formula.partials().program, writer)[0] if is_head_factor(formula) else None
     lines = {value.name: Line(text, value) for text, value in writer.values.items()}
     stages = {name: stage_of(lines[name].value) for name in writer.loaded}
     texts, replaced = {}, {}
@@ -57,6 +61,9 @@ def staged_source(formula: Formula, *, partial: bool, wide: bool, language: str)
     outputs = [x.name for x in results]
     parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "captured", *STAGES)
     texts["pairs"] = function("pairs", parameters, needed(lines, outputs), tuple(outputs))
+    if factor is not None:
+        parameters = ("b", "h", "captured", "head")
+        texts["factor"] = function("factor", parameters, needed(lines, [factor.name]), (factor.name,))
     return Staged(texts, results[-1].inputs)
 
 

@@ -12,11 +12,13 @@ from typing import Any
 from ...call.call import Call
 from ...call.formulas import score_formula
 from ...expression import Formula
+from ...expression.scaling import is_homogeneous
 from ..gpu.captured import captured_pointers, captured_scalars, needs_wide_offsets
 from ..gpu.generated import defined
 from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
 from ..gpu.staged import staged_source
+from ..scalars import score_units
 from .kernels.shared import functions
 from .kernels.shared.captured import ORIGIN, with_captured
 from .tables import DkdvConfig, DqConfig, ForwardConfig, FusedBackwardConfig
@@ -36,10 +38,13 @@ class ScoreModFunctions:
     rows: Any = field(compare=False, repr=False)
     keys: Any = field(compare=False, repr=False)
     pairs: Any = field(compare=False, repr=False)
+    factor: Any = field(default=None, compare=False, repr=False)  # of a formula that is the score times a number
 
     def __repr__(self) -> str:
         """Key of the sources and of all that they call, for Triton's disk cache."""
-        keys = (getattr(x, "cache_key", self.source) for x in (self.head, self.rows, self.keys, self.pairs))
+        keys = (
+            getattr(x, "cache_key", self.source) for x in (self.head, self.rows, self.keys, self.pairs, self.factor)
+        )
         return hashlib.sha256(" ".join(keys).encode()).hexdigest()
 
 
@@ -57,6 +62,14 @@ def score_mod_functions(formula: Formula, *, partial: bool, wide: bool) -> Score
         text = text.replace(stage, name, 1)
         jitted[stage] = functions.gluon.jit(defined(name, text, name, dict(names)))
     return ScoreModFunctions(source, "score" not in inputs, inputs <= {"b", "h"}, **jitted)
+
+
+def units(call: Call) -> dict[str, Any]:
+    """The scalars of `score_units`. With a score_mod through which factors pass, the softmax still takes the scale."""
+    formula = score_formula(call)
+    if formula is not None and is_homogeneous(formula):
+        call = call._replace(settings=call.settings._replace(score_mod=None))
+    return score_units(call)
 
 
 def launch(

@@ -24,6 +24,9 @@ from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import TileQueue, WorkTile
 from .producer import ForwardPipelines, q_stage
 
+SMALLEST_FACTOR = gl.constexpr(1e-12)
+LARGEST_FACTOR = gl.constexpr(1e12)
+
 
 class ForwardOutputs(NamedTuple):
     """Results and the staging buffers of their TMA stores."""
@@ -54,6 +57,14 @@ class WarpgroupTile(NamedTuple):
     full_lo: gl.tensor
     full_hi: gl.tensor
     shift: gl.tensor  # the diagonal is `key = row + shift`
+
+
+class TileUnits(NamedTuple):
+    """Units of a tile's scores: the kernel's, but for a score_mod that multiplies scores by a factor of the head."""
+
+    scale_log2: gl.tensor  # converts scores to base-2 logarithms
+    factor: gl.tensor  # of scores, where scale_log2 cannot include it
+    in_scores: gl.tensor  # whether scores have the factor
 
 
 class SoftmaxState(NamedTuple):
@@ -110,7 +121,7 @@ def mma_operand(p, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    state, accumulate, context, q_i, loaded, count, tile_count, wg_tile, block, warpgroup: gl.constexpr,
+    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, block, warpgroup: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Step number `count`: scores and p of one block of keys, and the product of the previous block's p and values.
@@ -134,8 +145,8 @@ def mainloop_step(
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     consumer_release(k.empty, count, STAGES)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, block == tile.lo, CONFIG)
-    t = masked_scores(s, wg_tile, block, context, loaded, SCORE_MOD)
-    row_max, alpha, changed, p = softmax.update(state.row_max, t, params.scale_log2, CONFIG.speculative_exps)
+    t = masked_scores(s, wg_tile, block, context, loaded, units, CONFIG)
+    row_max, alpha, changed, p = softmax.update(state.row_max, t, units.scale_log2, CONFIG.speculative_exps)
     l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
     acc, p, l = gemm_wait_pair(acc, p, l)  # noqa: E741
     consumer_release(v.empty, count, STAGES)
@@ -145,14 +156,22 @@ def mainloop_step(
 
 
 @gluon.jit
-def masked_scores(s, wg_tile, block, context, loaded, SCORE_MOD: gl.constexpr):
-    """Final scores `[MMA_M, BLOCK_N]` of a block of keys."""
+def masked_scores(s, wg_tile, block, context, loaded, units, CONFIG: gl.constexpr):
+    """Final scores `[MMA_M, BLOCK_N]` of a block of keys, in the tile's units."""
     BLOCK_N: gl.constexpr = s.shape[1]
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
     tile = wg_tile.tile
     first_key = block * BLOCK_N
     rows, keys = score_rows(wg_tile, BLOCK_N), score_keys(block, BLOCK_N)
-    distance = distances(s, wg_tile.first_row - first_key)
-    t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, SCORE_MOD).t
+    if CONFIG.head_factor:
+        t, _ = scores.unmodified_score(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys)
+        if units.in_scores:
+            t = t * units.factor
+    else:
+        distance = distances(s, wg_tile.first_row - first_key)
+        t = scores.forward(
+            s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, SCORE_MOD
+        ).t
     if (block >= wg_tile.full_hi) | (block < wg_tile.full_lo):
         t = where_bits(
             visible_keys(t, context.bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k), t, -INFINITY
@@ -185,6 +204,18 @@ def load_tile(params, wg_tile, CONFIG: gl.constexpr):
         score_mod.load_rows(params, tile.b, tile.head, rows, SCORE_MOD),
         (),
     )
+
+
+@gluon.jit
+def tile_units(params, wg_tile, loaded, CONFIG: gl.constexpr):
+    """Units of a tile's scores. The softmax takes a head's factor if it is positive and far from overflow."""
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
+    if CONFIG.head_factor:
+        factor = score_mod.head_factor(params, wg_tile.tile.b, wg_tile.tile.head, loaded, SCORE_MOD)
+        in_scores = ~((factor > SMALLEST_FACTOR) & (factor < LARGEST_FACTOR))
+        return TileUnits(params.scale_log2 * gl.where(in_scores, 1.0, factor), factor, in_scores)
+    else:
+        return TileUnits(params.scale_log2, params.scale_log2, False)
 
 
 @gluon.jit

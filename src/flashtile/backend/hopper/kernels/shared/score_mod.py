@@ -29,6 +29,13 @@ class Loaded(NamedTuple):
 
 
 @gluon.jit
+def head_factor(params, b, head, loaded, SCORE_MOD: gl.constexpr):
+    """The number by which a score_mod multiplies the scores of a head."""
+    inputs = params.inputs
+    return SCORE_MOD.factor(sequence_index(params, b), head + inputs.h0, inputs.captured, loaded.head)[0].to(gl.float32)
+
+
+@gluon.jit
 def load_head(params, b, head, SCORE_MOD: gl.constexpr):
     """Load the elements that depend on the sequence and head."""
     if SCORE_MOD is None:
