@@ -115,6 +115,9 @@ def score_mod_case(problem: str, seed: int, device: str, lengths: tuple[int, ...
     q, cu_seqlens = case.arguments["q"], case.arguments.get("cu_seqlens_q")
     batch = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     tensors = TENSORS[fn](batch, q.shape[1], torch.Generator().manual_seed(seed))
+    if fn is documents:  # an entry for each position: a block of keys may reach past the last one
+        rows = 2 if cu_seqlens is None else 0
+        tensors = tuple(x[: max(q.shape[rows], case.arguments["k"].shape[rows])] for x in tensors)
     score_mod = ScoreFunction(fn, tuple(x.to(device) for x in tensors))
     constant = ("alibi_slopes", *(f"score_mod_{n}" for n in range(len(tensors))))
     return replace(case, arguments=case.arguments | {"score_mod": score_mod}, constant=constant, description="")

@@ -2,11 +2,12 @@
 
     def head(b, h, captured): ... return (LOADED, ..., h)
     def rows(b, h, q_idx, captured): ... return (LOADED, ..., h)
-    def keys(b, h, k_idx, captured): ... return (LOADED, ..., h)
+    def keys(b, h, k_idx, captured, run): ... return (LOADED, ..., h)
     def pairs(score, b, h, q_idx, k_idx, distance, captured, head, rows, keys): ... return (OUTPUT, ...)
     def factor(b, h, captured, head): ... return (FACTOR,)
 
 Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
+`run` is `k_idx` and the first index after them, or `None`: then keys need not be consecutive.
 `distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs. Only a formula that is the score times a
 number of the head has `factor`, that number.
 """
@@ -24,6 +25,7 @@ from .formula import OPERATIONS, Value, Writer
 
 COMPARISONS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}  # and those of -x and -y
 STAGES = {"head": ("b", "h"), "rows": ("b", "h", "q_idx"), "keys": ("b", "h", "k_idx")}
+MORE = {"keys": ("run",)}  # parameters
 ALWAYS = "h"  # the last result of a stage: there is no empty tuple
 
 
@@ -41,11 +43,11 @@ class Staged(NamedTuple):
     derivative_inputs: frozenset[str]
 
 
-def staged_source(formula: Formula, *, partial: bool, wide: bool, language: str) -> Staged:
+def staged_source(formula: Formula, *, partial: bool, wide: bool, contiguous: Sequence[bool], language: str) -> Staged:
     """Device functions of which `pairs` returns the new score; with `partial`, also its derivative by the score.
-    `wide`: offsets into captured tensors have 64 bits.
+    `wide`: offsets into captured tensors have 64 bits. `contiguous`: the last dimensions of which captured tensors are.
     """
-    writer = StagedWriter(formula.tensors, language, wide)
+    writer = StagedWriter(formula.tensors, language, wide, contiguous)
     results = [*emit(formula.program, writer)]
     if partial:
         results.append(writer.where_visible(results[0], emit(formula.partials().program, writer)[0]))
@@ -56,7 +58,9 @@ def staged_source(formula: Formula, *, partial: bool, wide: bool, language: str)
     for stage, parameters in STAGES.items():
         loaded = [name for name in writer.loaded if stages[name] == stage]
         replaced |= {name: f"{stage}[{n}]" for n, name in enumerate(loaded)}
-        texts[stage] = function(stage, (*parameters, "captured"), needed(lines, loaded), (*loaded, ALWAYS))
+        texts[stage] = function(
+            stage, (*parameters, "captured", *MORE.get(stage, ())), needed(lines, loaded), (*loaded, ALWAYS)
+        )
     lines = {name: x._replace(text=replaced.get(name, x.text)) for name, x in lines.items()}
     outputs = [x.name for x in results]
     parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "captured", *STAGES)
@@ -70,8 +74,9 @@ def staged_source(formula: Formula, *, partial: bool, wide: bool, language: str)
 class StagedWriter(Writer):
     """A writer that knows which lines load, and takes differences of positions from `distance`."""
 
-    def __init__(self, tensors: Sequence[TensorType], language: str, wide: bool):
+    def __init__(self, tensors: Sequence[TensorType], language: str, wide: bool, contiguous: Sequence[bool]):
         super().__init__(tensors, language, wide)
+        self.contiguous = contiguous
         self.loaded: dict[str, None] = {}  # names, in order
         self.numbers: dict[str, float] = {}  # of constants
         self.selected: dict[str, tuple[Value, Value, Value]] = {}  # operands of `where`
@@ -82,6 +87,20 @@ class StagedWriter(Writer):
         value = super().load(tensor, indices)
         self.loaded[value.name] = None
         return value
+
+    def offset(self, tensor: int, dimension: int, index: Value) -> str:
+        if dimension < self.tensors[tensor].ndim - 1 or not self.contiguous[tensor]:
+            return super().offset(tensor, dimension, index)
+        return "in_run(k_idx, run)" if index.name == "k_idx" else f"{index.name}.to({self.language}.int64)"
+
+    def load_masked(self, pointer: str, mask: str, other: str, tensor: int, indices: Sequence[Value]) -> str:
+        """A load for each key of a run needs no masks if the run is inside of the tensor."""
+        if indices[-1].name != "k_idx" or "k_idx" in frozenset().union(*(x.inputs for x in indices[:-1])):
+            return super().load_masked(pointer, mask, other, tensor, indices)
+        last = len(indices) - 1
+        tests = [f"inside({x.name}, {self.size_text(tensor, n)})" for n, x in enumerate(indices[:-1])]
+        before = " & ".join(tests) or "True"
+        return f"load_run({pointer}, {mask}, {other}, {before}, {self.size_text(tensor, last)}, run)"
 
     def constant(self, value: float, kind: str) -> Value:
         x = super().constant(value, kind)

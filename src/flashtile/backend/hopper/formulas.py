@@ -24,7 +24,7 @@ from .kernels.shared.captured import ORIGIN, with_captured
 from .tables import DkdvConfig, DqConfig, ForwardConfig, FusedBackwardConfig
 
 Config = ForwardConfig | FusedBackwardConfig | DqConfig | DkdvConfig
-CALLED = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "load_pairs", "KEEP_NAN")
+CALLED = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "KEEP_NAN")
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,11 @@ class ScoreModFunctions:
 
 
 @functools.lru_cache(maxsize=1024)
-def score_mod_functions(formula: Formula, *, partial: bool, wide: bool) -> ScoreModFunctions:
+def score_mod_functions(
+    formula: Formula, *, partial: bool, wide: bool, contiguous: tuple[bool, ...]
+) -> ScoreModFunctions:
     """The device functions of a formula. For the parameters see `backend.gpu.staged`."""
-    texts, inputs = staged_source(formula, partial=partial, wide=wide, language="gl")
+    texts, inputs = staged_source(formula, partial=partial, wide=wide, contiguous=contiguous, language="gl")
     source = "".join(texts.values())
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     names = {name: getattr(functions, name) for name in CALLED}
@@ -86,7 +88,8 @@ def launch(
         wide = any(needs_wide_offsets(x) for x in tensors)
         kernel = with_captured(kernel, tuple(x.dim() for x in tensors))
         config: Config = scalars["CONFIG"]
-        functions = score_mod_functions(formula, partial=partial, wide=wide)
+        contiguous = tuple(x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] <= 1) for x in tensors)
+        functions = score_mod_functions(formula, partial=partial, wide=wide, contiguous=contiguous)
         scalars = {
             **scalars,
             **captured_scalars(tensors),

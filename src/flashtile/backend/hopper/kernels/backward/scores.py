@@ -107,5 +107,5 @@ def load_block(coord, params, CONFIG: gl.constexpr):
     return Loaded(
         load_head(params, coord.b, coord.head, SCORE_MOD),
         load_rows(params, coord.b, coord.head, block_rows(coord, CONFIG), SCORE_MOD),
-        load_keys(params, coord.b, coord.head, block_keys(coord, CONFIG), SCORE_MOD),
+        load_keys(params, coord.b, coord.head, block_keys(coord, CONFIG), None, SCORE_MOD),
     )

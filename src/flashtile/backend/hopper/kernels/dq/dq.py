@@ -151,7 +151,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             v_j = stage_chunks(kv, 2 * count, KV_STAGES)[:DP_GEMMS]
             dp = gemm_nt(stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS), v_j, zeros)
             key = gl.expand_dims(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout)), 0)
-            loaded = Loaded(of_head, of_rows, load_keys(params, tile.b, tile.head, key, SCORE_MOD))
+            loaded = Loaded(of_head, of_rows, load_keys(params, tile.b, tile.head, key, None, SCORE_MOD))
             s = warpgroup_mma_wait(DP_GEMMS, deps=(s,))
             distance = distances(s, first_row - first_key)
             score = scores.forward(s, params, tile.b, tile.head, shift, row, key, distance, loaded, SCORE_MOD)

@@ -13,12 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..shared import score_mod, scores, softmax
 from ..shared.column_masks import where_bits
-from ..shared.distances import distances
+from ..shared.distances import columns, distances
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
 from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
 from ..shared.ptx import opaque
-from ..shared.score_mod import Loaded
+from ..shared.score_mod import KeyRun, Loaded
 from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import TileQueue, WorkTile
@@ -130,7 +130,6 @@ def mainloop_step(
     """
     STAGES: gl.constexpr = CONFIG.stages
     PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)
-    SCORE_MOD: gl.constexpr = CONFIG.score_mod
     pipelines, params, tile = context.pipelines, context.params, wg_tile.tile
     k, v = pipelines.k, pipelines.v
     consumer_wait(k, count, STAGES)
@@ -140,8 +139,7 @@ def mainloop_step(
         q_i = stage_chunks(pipelines.q, opaque(warpgroup), CONFIG.num_warpgroups)
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
-    keys = score_keys(block, CONFIG.block_n)
-    loaded = Loaded(loaded.head, loaded.rows, score_mod.load_keys(params, tile.b, tile.head, keys, SCORE_MOD))
+    loaded = Loaded(loaded.head, loaded.rows, load_keys(params, tile, block, CONFIG))
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     consumer_release(k.empty, count, STAGES)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, block == tile.lo, CONFIG)
@@ -190,7 +188,7 @@ def score_rows(wg_tile, BLOCK_N: gl.constexpr):
 def score_keys(block, BLOCK_N: gl.constexpr):
     """Keys `[1, BLOCK_N]` of a block's scores."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    return gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout)), 0)
+    return columns(block * BLOCK_N, BLOCK_N, layout)
 
 
 @gluon.jit
@@ -204,6 +202,21 @@ def load_tile(params, wg_tile, CONFIG: gl.constexpr):
         score_mod.load_rows(params, tile.b, tile.head, rows, SCORE_MOD),
         (),
     )
+
+
+@gluon.jit
+def load_keys(params, tile, block, CONFIG: gl.constexpr):
+    """Load what a score_mod needs of a block's keys."""
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    keys = score_keys(block, BLOCK_N)
+    if SCORE_MOD is None:
+        return ()
+    else:
+        first = block * BLOCK_N + params.inputs.j0
+        run = KeyRun(columns(first.to(gl.int64), BLOCK_N, layout), first + BLOCK_N)
+        return score_mod.load_keys(params, tile.b, tile.head, keys, run, SCORE_MOD)
 
 
 @gluon.jit

@@ -20,6 +20,13 @@ class PairInputs(NamedTuple):
     captured: tuple  # pointers, sizes and strides
 
 
+class KeyRun(NamedTuple):
+    """Consecutive keys, as positions in the whole call."""
+
+    keys: gl.tensor  # [1, N], int64
+    stop: gl.tensor  # the first position after them
+
+
 class Loaded(NamedTuple):
     """Elements of captured tensors that depend on no pair; without a score_mod, unused."""
 
@@ -55,13 +62,13 @@ def load_rows(params, b, head, rows, SCORE_MOD: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(params, b, head, keys, SCORE_MOD: gl.constexpr):
-    """Load the elements that depend on keys."""
+def load_keys(params, b, head, keys, run, SCORE_MOD: gl.constexpr):
+    """Load the elements that depend on keys. `run` may be `None`."""
     if SCORE_MOD is None:
         return ()
     else:
         inputs = params.inputs
-        return SCORE_MOD.keys(sequence_index(params, b), head + inputs.h0, keys + inputs.j0, inputs.captured)
+        return SCORE_MOD.keys(sequence_index(params, b), head + inputs.h0, keys + inputs.j0, inputs.captured, run)
 
 
 @gluon.jit
