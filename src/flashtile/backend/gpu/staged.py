@@ -3,13 +3,13 @@
     def head(b, h, captured): ... return (LOADED, ..., h)
     def rows(b, h, q_idx, captured): ... return (LOADED, ..., h)
     def keys(b, h, k_idx, captured, run): ... return (LOADED, ..., h)
-    def pairs(score, b, h, q_idx, k_idx, distance, captured, head, rows, keys): ... return (OUTPUT, ...)
+    def pairs(score, b, h, q_idx, k_idx, distance, real_distance, captured, head, rows, keys): ... return (OUTPUT, ...)
     def factor(b, h, captured, head): ... return (FACTOR,)
 
 Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
 `run` is `k_idx` and the first index after them, or `None`: then keys need not be consecutive.
-`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs. Only a formula that is the score times a
-number of the head has `factor`, that number.
+`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs, and `real_distance` the same number.
+Only a formula that is the score times a number of the head has `factor`, that number.
 """
 
 import functools
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...expression.formula import Formula
-from ...expression.program import TensorType, emit
+from ...expression.program import REAL, TensorType, emit
 from ...expression.scaling import is_head_factor
 from .formula import OPERATIONS, Value, Writer
 
@@ -63,7 +63,7 @@ def staged_source(formula: Formula, *, partial: bool, wide: bool, contiguous: Se
         )
     lines = {name: x._replace(text=replaced.get(name, x.text)) for name, x in lines.items()}
     outputs = [x.name for x in results]
-    parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "captured", *STAGES)
+    parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "real_distance", "captured", *STAGES)
     texts["pairs"] = function("pairs", parameters, needed(lines, outputs), tuple(outputs))
     if factor is not None:
         parameters = ("b", "h", "captured", "head")
@@ -79,6 +79,7 @@ class StagedWriter(Writer):
         self.contiguous = contiguous
         self.loaded: dict[str, None] = {}  # names, in order
         self.numbers: dict[str, float] = {}  # of constants
+        self.reals = {"distance": Value("real_distance", frozenset(("q_idx", "k_idx")))}  # of integers, by name
         self.selected: dict[str, tuple[Value, Value, Value]] = {}  # operands of `where`
         for op in ("sub", *COMPARISONS):
             setattr(self, op, functools.partial(self.by_distance, op))
@@ -106,6 +107,25 @@ class StagedWriter(Writer):
         x = super().constant(value, kind)
         self.numbers[x.name] = value
         return x
+
+    def neg(self, x: Value) -> Value:
+        value = self.line(OPERATIONS["neg"].format(x.name), x)
+        if x.name in self.reals:  # there is no integer -0
+            self.reals[value.name] = self.line(f"0.0 - {self.reals[x.name].name}", x)
+        return value
+
+    def abs(self, x: Value) -> Value:
+        value = self.line(OPERATIONS["abs"].format(x.name, language=self.language), x)
+        if x.name in self.reals:
+            self.reals[value.name] = self.line(
+                OPERATIONS["abs"].format(self.reals[x.name].name, language=self.language), x
+            )
+        return value
+
+    def cast(self, x: Value, source: str, kind: str) -> Value:
+        if kind == REAL and x.name in self.reals:
+            return self.reals[x.name]
+        return super().cast(x, source, kind)
 
     def where(self, condition: Value, x: Value, y: Value) -> Value:
         value = self.line(

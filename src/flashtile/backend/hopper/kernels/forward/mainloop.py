@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..shared import score_mod, scores, softmax
 from ..shared.column_masks import where_bits
-from ..shared.distances import columns, distances
+from ..shared.distances import columns
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
 from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
@@ -166,7 +166,7 @@ def masked_scores(s, wg_tile, block, context, loaded, units, CONFIG: gl.constexp
         if units.in_scores:
             t = t * units.factor
     else:
-        distance = distances(s, wg_tile.first_row - first_key)
+        distance = wg_tile.first_row - first_key
         t = scores.forward(
             s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, SCORE_MOD
         ).t

@@ -11,15 +11,20 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def distances(x, first):
-    """`first + row - column` for the rows and columns of `x [M, N]`, int32."""
+def distances(x, first, TRANSPOSED: gl.constexpr, dtype: gl.constexpr):
+    """Query minus key for the pairs of `x [M, N]`, whose rows are queries, or keys if TRANSPOSED; `first` is that of
+    the first pair. In float32 they are rounded twice where integers are.
+    """
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
     # Rows by warp, half (registers) and lane; columns by octet (registers), lane and pair (registers).
     layout: gl.constexpr = gl.reshape(x, [M // 16, 2, 8, N // 8, 4, 2]).type.layout
-    base = first + index(M // 16, 0, layout) * 16 + index(8, 2, layout) - index(4, 4, layout) * 2
+    base = index(M // 16, 0, layout) * 16 + index(8, 2, layout) - index(4, 4, layout) * 2
     constant = index(2, 1, layout) * 8 - index(N // 8, 3, layout) * 8 - index(2, 5, layout)
-    return gl.convert_layout(gl.reshape(base + constant, [M, N]), x.type.layout, assert_trivial=True)
+    if TRANSPOSED:
+        base, constant = -base, -constant
+    distance = (first + base).to(dtype) + constant.to(dtype)
+    return gl.convert_layout(gl.reshape(distance, [M, N]), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit

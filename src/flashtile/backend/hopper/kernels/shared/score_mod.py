@@ -9,6 +9,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .distances import distances
+
 
 class PairInputs(NamedTuple):
     """Arguments of a score_mod: the position of this call in the whole one, and captured tensors."""
@@ -72,14 +74,17 @@ def load_keys(params, b, head, keys, run, SCORE_MOD: gl.constexpr):
 
 
 @gluon.jit
-def modify(t, params, b, head, rows, keys, distance, loaded, SCORE_MOD: gl.constexpr):
+def modify(t, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD: gl.constexpr):
     """The new scores, then in backward their derivatives by `t`, which may be of fewer dimensions."""
     inputs = params.inputs
     sequence = sequence_index(params, b)
-    distance = distance + (inputs.i0 - inputs.j0)
+    TRANSPOSED: gl.constexpr = rows.shape[0] == 1
+    first = first_distance + (inputs.i0 - inputs.j0)
+    distance = distances(t, first, TRANSPOSED, gl.int32)
+    real_distance = distances(t, first, TRANSPOSED, gl.float32)
     results = SCORE_MOD.pairs(
-        t, sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, distance, inputs.captured,
-        loaded.head, loaded.rows, loaded.keys,
+        t, sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, distance, real_distance,
+        inputs.captured, loaded.head, loaded.rows, loaded.keys,
     )  # fmt: skip
     return results[0] - gl.full_like(t, 0.0), results  # a score for every pair
 
