@@ -1,4 +1,6 @@
-"""Named problems with a score_mod for the Hopper kernels: each kind of load and derivative, in each kernel."""
+"""Named problems with a score_mod or a mask function for the Hopper kernels: each kind of load and derivative, in each
+kernel.
+"""
 
 import math
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from hopper_variants import LONGER, VARIANTS, case_of
 from torch import Tensor
 
 from flashtile.testing.case import Case, ScoreFunction
+from flashtile.testing.mask_functions import random_mask_function
 from flashtile.testing.oracle import Expected, solve
 from flashtile.testing.score_functions import (
     batch_offset_where_even,
@@ -105,13 +108,31 @@ VARIANT_OF = {  # the other features of each function's problems
     signed: ("causal 64", "full 128", "softcap 128", "packed everything 96"),
     square: ("causal 128", "everything 64", "packed window 128"),
 }
+MASK_VARIANTS = {  # a mask function, a score_mod or none, and the other features
+    "causal by head 64": (0, None, "full 64"),
+    "first keys 128": (1, None, "sinks 128"),
+    "packed documents 128": (2, None, "packed window 128"),
+    "distances 64": (3, None, "packed everything 64"),
+    "reach 96": (4, None, "causal 96"),
+    "heads 256": (5, None, "grouped heads 128"),
+    "first keys 192/128": (1, None, "causal 192/128"),
+    "documents 256": (2, None, "causal 256"),
+    "reach of a table 64": (4, distance_table, "causal 64"),
+    "causal by head, square 128": (0, square, "full 128"),
+    "causal by head, undefined 64": (0, undefined_where_hidden, "full 64"),
+    "causal by head, signed 128": (0, signed, "window 128"),
+    "distances, decay 256": (3, decay, "full 256"),
+}
 PROBLEMS = {f"{fn.__name__}, {name}": (fn, name) for fn, names in VARIANT_OF.items() for name in names}
 
 
 def score_mod_case(problem: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
     """A random problem, without gradients of captured tensors: those are computed by other backends."""
     fn, name = PROBLEMS[problem]
-    case = case_of(name, seed, device, lengths)
+    return with_score_mod(fn, case_of(name, seed, device, lengths), seed, device)
+
+
+def with_score_mod(fn: ScoreMod, case: Case, seed: int, device: str) -> Case:
     q, cu_seqlens = case.arguments["q"], case.arguments.get("cu_seqlens_q")
     batch = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     tensors = TENSORS[fn](batch, q.shape[1], torch.Generator().manual_seed(seed))
@@ -123,10 +144,21 @@ def score_mod_case(problem: str, seed: int, device: str, lengths: tuple[int, ...
     return replace(case, arguments=case.arguments | {"score_mod": score_mod}, constant=constant, description="")
 
 
+def mask_case(problem: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
+    """A random problem with a mask function."""
+    choice, fn, name = MASK_VARIANTS[problem]
+    case = case_of(name, seed, device, lengths)
+    case = case if fn is None else with_score_mod(fn, case, seed, device)
+    q, cu_seqlens = case.arguments["q"], case.arguments.get("cu_seqlens_q")
+    batch = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    mask = random_mask_function(choice, batch, q.shape[1], device, torch.Generator().manual_seed(seed))
+    return replace(case, arguments=case.arguments | {"mask": mask}, description="")
+
+
 def expected(case: Case) -> Expected:
     """The oracle's results. It differentiates hidden pairs too: of those that are undefined, a function that is not."""
-    score_mod = case.arguments["score_mod"]
-    if score_mod.fn is undefined_where_hidden:
+    score_mod = case.arguments.get("score_mod")
+    if score_mod is not None and score_mod.fn is undefined_where_hidden:
         case = replace(case, arguments=case.arguments | {"score_mod": ScoreFunction(defined, score_mod.tensors)})
     return solve(case)
 

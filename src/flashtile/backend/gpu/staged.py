@@ -1,4 +1,4 @@
-"""A formula as device functions, so that a kernel loads an element of a captured tensor as seldom as it varies.
+"""Formulas as device functions, so that a kernel loads an element of a captured tensor as seldom as it varies.
 
     def head(b, h, captured): ... return (LOADED, ..., h)
     def rows(b, h, q_idx, captured): ... return (LOADED, ..., h)
@@ -9,7 +9,8 @@
 Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
 `run` is `k_idx` and the first index after them, or `None`: then keys need not be consecutive.
 `distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs, and `real_distance` the same number.
-Only a formula that is the score times a number of the head has `factor`, that number.
+Only a formula that is the score times a number of the head has `factor`, that number. Of hidden pairs, the new score
+is -inf.
 """
 
 import functools
@@ -43,15 +44,27 @@ class Staged(NamedTuple):
     derivative_inputs: frozenset[str]
 
 
-def staged_source(formula: Formula, *, partial: bool, wide: bool, contiguous: Sequence[bool], language: str) -> Staged:
-    """Device functions of which `pairs` returns the new score; with `partial`, also its derivative by the score.
-    `wide`: offsets into captured tensors have 64 bits. `contiguous`: the last dimensions of which captured tensors are.
+def staged_source(
+    formula: Formula,
+    mask: Formula | None = None,
+    *,
+    partial: bool,
+    wide: bool,
+    contiguous: Sequence[bool],
+    language: str,
+) -> Staged:
+    """Device functions of a score_mod, of which `pairs` returns the new score; with `partial`, also its derivative by
+    the score. `mask` is a mask function among the same tensors. `wide`: offsets into captured tensors have 64 bits.
+    `contiguous`: which captured tensors have contiguous last dimensions.
     """
     writer = StagedWriter(formula.tensors, language, wide, contiguous)
     results = [*emit(formula.program, writer)]
+    derivative = emit(formula.partials().program, writer)[0]
     if partial:
-        results.append(writer.where_visible(results[0], emit(formula.partials().program, writer)[0]))
-    factor = emit(formula.partials().program, writer)[0] if is_head_factor(formula) else None
+        results.append(writer.where_visible(results[0], derivative))
+    if mask is not None:
+        results = writer.masked(results, emit(mask.program, writer)[0])
+    factor = derivative if mask is None and is_head_factor(formula) else None
     lines = {value.name: Line(text, value) for text, value in writer.values.items()}
     stages = {name: stage_of(lines[name].value) for name in writer.loaded}
     texts, replaced = {}, {}
@@ -146,6 +159,14 @@ class StagedWriter(Writer):
             return derivative
         hides = self.numbers.get(hidden.name) == -math.inf and self.numbers.get(zero.name) == 0
         return visible if hides else derivative
+
+    def masked(self, results: list[Value], visible: Value) -> list[Value]:
+        """The score of visible pairs, and its derivative where that may be NaN in hidden ones."""
+        score, *derivatives = results
+        return [
+            self.where(visible, score, self.constant(-math.inf, REAL)),
+            *(x if x.inputs <= {"b", "h"} else self.where(visible, x, self.constant(0.0, REAL)) for x in derivatives),
+        ]
 
     def by_distance(self, op: str, x: Value, y: Value) -> Value:
         """A difference or comparison; of a query's and a key's positions, by their distance."""

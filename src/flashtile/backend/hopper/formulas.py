@@ -1,4 +1,4 @@
-"""Device functions of score_mod formulas, and the launch of kernels with them.
+"""Device functions of score_mod and mask formulas, and the launch of kernels with them.
 
 They are part of a kernel's constant CONFIG, so that Triton compiles a kernel once for each formula. Their source is
 part of the key under which Triton keeps compiled kernels, in memory and on disk.
@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...call.call import Call
-from ...call.formulas import score_formula
+from ...call.formulas import mask_formula, score_formula
 from ...expression import Formula
+from ...expression.program import REAL, Instruction, Program
 from ...expression.scaling import is_homogeneous
 from ..gpu.captured import captured_pointers, captured_scalars, needs_wide_offsets
 from ..gpu.generated import defined
@@ -25,6 +26,7 @@ from .tables import DkdvConfig, DqConfig, ForwardConfig, FusedBackwardConfig
 
 Config = ForwardConfig | FusedBackwardConfig | DqConfig | DkdvConfig
 CALLED = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "KEEP_NAN")
+THE_SCORE = Program((Instruction("input", REAL, value="score"),), (0,))
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,10 @@ class ScoreModFunctions:
 
 @functools.lru_cache(maxsize=1024)
 def score_mod_functions(
-    formula: Formula, *, partial: bool, wide: bool, contiguous: tuple[bool, ...]
+    formula: Formula, mask: Formula | None, *, partial: bool, wide: bool, contiguous: tuple[bool, ...]
 ) -> ScoreModFunctions:
-    """The device functions of a formula. For the parameters see `backend.gpu.staged`."""
-    texts, inputs = staged_source(formula, partial=partial, wide=wide, contiguous=contiguous, language="gl")
+    """The device functions of formulas. For the parameters see `backend.gpu.staged`."""
+    texts, inputs = staged_source(formula, mask, partial=partial, wide=wide, contiguous=contiguous, language="gl")
     source = "".join(texts.values())
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     names = {name: getattr(functions, name) for name in CALLED}
@@ -64,6 +66,16 @@ def score_mod_functions(
         text = text.replace(stage, name, 1)
         jitted[stage] = functions.gluon.jit(defined(name, text, name, dict(names)))
     return ScoreModFunctions(source, "score" not in inputs, inputs <= {"b", "h"}, **jitted)
+
+
+def formulas_of(call: Call) -> tuple[Formula | None, Formula | None]:
+    """The formulas of a call's score_mod, which is that of the score where there is a mask function alone, and of its
+    mask function.
+    """
+    formula, mask = score_formula(call), mask_formula(call)
+    if formula is None and mask is not None:
+        formula = Formula(THE_SCORE, mask.tensors)
+    return formula, mask
 
 
 def units(call: Call) -> dict[str, Any]:
@@ -78,18 +90,19 @@ def launch(
     recorder: Recorder, call: Call, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any],
     partial: bool = False,
 ) -> None:  # fmt: skip
-    """Launch a kernel for a call, with the device functions of its score_mod; `partial`: also of its derivative.
+    """Launch a kernel for a call, with the device functions of its score_mod and mask; `partial`: also of a derivative.
     `call.tensors` belong to the recorder.
     """
     s, tensors = call.settings, call.tensors.score_mod_tensors
-    if (formula := score_formula(call)) is None:
+    formula, mask = formulas_of(call)
+    if formula is None:
         scalars = {**scalars, "inputs": None}
     else:
         wide = any(needs_wide_offsets(x) for x in tensors)
         kernel = with_captured(kernel, tuple(x.dim() for x in tensors))
         config: Config = scalars["CONFIG"]
         contiguous = tuple(x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] <= 1) for x in tensors)
-        functions = score_mod_functions(formula, partial=partial, wide=wide, contiguous=contiguous)
+        functions = score_mod_functions(formula, mask, partial=partial, wide=wide, contiguous=contiguous)
         scalars = {
             **scalars,
             **captured_scalars(tensors),

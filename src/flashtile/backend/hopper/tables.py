@@ -235,7 +235,7 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     # These need more registers than three warpgroups have.
     score_mod = problem.score_mod
     costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
-    features = problem.softcap or problem.features.score_terms or costly
+    features = problem.softcap or problem.features.score_terms or costly or problem.mask_mod is not None
     fits = (triton_version() or NEWEST_3WG) <= NEWEST_3WG and not features
     width = widths(problem)
     assert width is not None  # `support` declines others
