@@ -105,7 +105,7 @@ VARIANT_OF = {  # the other features of each function's problems
     buckets: ("causal 128", "full 64"),
     undefined_where_hidden: ("top left 64", "top left 128", "top left 256"),
     by_key: ("full 64", "sinks 128", "causal 96", "causal 256"),
-    signed: ("causal 64", "full 128", "softcap 128", "packed everything 96"),
+    signed: ("full 128", "packed everything 96"),
     square: ("causal 128", "everything 64", "packed window 128"),
 }
 MASK_VARIANTS = {  # a mask function, a score_mod or none, and the other features
@@ -113,14 +113,9 @@ MASK_VARIANTS = {  # a mask function, a score_mod or none, and the other feature
     "first keys 128": (1, None, "sinks 128"),
     "packed documents 128": (2, None, "packed window 128"),
     "distances 64": (3, None, "packed everything 64"),
-    "reach 96": (4, None, "causal 96"),
-    "heads 256": (5, None, "grouped heads 128"),
-    "first keys 192/128": (1, None, "causal 192/128"),
-    "documents 256": (2, None, "causal 256"),
-    "reach of a table 64": (4, distance_table, "causal 64"),
-    "causal by head, square 128": (0, square, "full 128"),
+    "reach of a table 96": (4, distance_table, "causal 96"),
+    "heads, square 192/128": (5, square, "causal 192/128"),
     "causal by head, undefined 64": (0, undefined_where_hidden, "full 64"),
-    "causal by head, signed 128": (0, signed, "window 128"),
     "distances, decay 256": (3, decay, "full 256"),
 }
 PROBLEMS = {f"{fn.__name__}, {name}": (fn, name) for fn, names in VARIANT_OF.items() for name in names}
