@@ -120,7 +120,7 @@ def test_accepts_hopper_only() -> None:
 
 def test_configurations_depend_on_the_keys_per_row() -> None:
     def chosen(name: str, head_dim: int, seqlen: int, version: tuple[int, int] = tables.NEWEST_3WG) -> object:
-        with mock.patch.object(tables, "triton_version", return_value=version):
+        with mock.patch.object(tables, "compiler_version", return_value=version):
             return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
     assert chosen("full", 64, LONG, (3, 8)) is TWO_WARPGROUPS[64, 64]

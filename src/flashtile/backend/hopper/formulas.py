@@ -20,8 +20,6 @@ from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
 from ..gpu.staged import staged_source
 from ..scalars import score_units
-from .kernels.shared import functions
-from .kernels.shared.captured import ORIGIN, with_captured
 from .tables import DkdvConfig, DqConfig, ForwardConfig, FusedBackwardConfig
 
 Config = ForwardConfig | FusedBackwardConfig | DqConfig | DkdvConfig
@@ -55,6 +53,8 @@ def score_mod_functions(
     formula: Formula, mask: Formula | None, *, partial: bool, wide: bool, contiguous: tuple[bool, ...]
 ) -> ScoreModFunctions:
     """The device functions of formulas. For the parameters see `backend.gpu.staged`."""
+    from .kernels.shared import functions  # imports Triton
+
     texts, inputs = staged_source(formula, mask, partial=partial, wide=wide, contiguous=contiguous, language="gl")
     source = "".join(texts.values())
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -98,8 +98,10 @@ def launch(
     if formula is None:
         scalars = {**scalars, "inputs": None}
     else:
+        from .kernels.shared.captured import ORIGIN, with_captured  # imports Triton
+
         wide = any(needs_wide_offsets(x) for x in tensors)
-        kernel = with_captured(kernel, tuple(x.dim() for x in tensors))
+        kernel = with_captured(kernel.function(), tuple(x.dim() for x in tensors))
         config: Config = scalars["CONFIG"]
         contiguous = tuple(x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] <= 1) for x in tensors)
         functions = score_mod_functions(formula, mask, partial=partial, wide=wide, contiguous=contiguous)

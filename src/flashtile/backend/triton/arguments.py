@@ -24,7 +24,7 @@ from ..scalars import (
     window_numbers,
 )
 from .configs import KernelConfig
-from .kernels.parameters import Constants, HeadDim
+from .constants import Constants, HeadDim
 
 MAX_BIAS_SPLITS = 16  # partial gradients of a bias, summed at the end
 MAX_BIAS_PROGRAMS = 1024

@@ -12,14 +12,16 @@ from ...call.cache_tensors import CacheTensors
 from ...call.call import Call, Tensors, lse_shape, new_rows
 from ...call.plan import Plan
 from ..gpu import replay
+from ..gpu.kernel import Kernel
 from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
 from .configs import KernelConfig
 from .formulas import launch
 from .host_append import append_and_rotate
-from .kernels.forward import forward_kernel
 from .semaphores import new_semaphores
+
+FORWARD = Kernel(f"{__package__}.kernels.forward", "forward_kernel")
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -60,7 +62,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
     launch(
         recorder,
         call,
-        forward_kernel,
+        FORWARD,
         args.pointers(recorder, call, q, k, v) | partials | {"sinks": t.sinks, "out": out, "lse": lse},
         programs * splits,
         {

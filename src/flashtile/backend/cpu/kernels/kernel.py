@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 from ....expression import Formula
+from ....expression.blocks import FULL
 from ..variant import Arguments, Variant
 from ..workspace import Workspace
 from .captured import Captured
@@ -70,6 +72,21 @@ class Kernel:
                 emit(True)
             with otherwise:
                 emit(False)
+
+    def with_and_without_mask(self, state: Value, emit: Callable[[Self], None]) -> None:
+        """Emit code with the mask function, for partial blocks, and without it for full ones. With a score_mod the
+        former serves both, since its code takes longer to compile than a mask to run.
+        """
+        if self.variant.mask_mod is None or self.variant.formula is not None:
+            emit(self)
+            return
+        variant = self.variant._replace(mask_mod=None)
+        unmasked = type(self)(self.code, self.a, variant, self.panel, self.w, self.task)
+        with self.code.if_else(state.equals(FULL)) as (full, partial):
+            with full:
+                emit(unmasked)
+            with partial:
+                emit(self)
 
     def score_tables(self, p: Value) -> ScoreTables:
         """The inputs of the score features, for a loop over keys that begins here."""
