@@ -150,7 +150,7 @@ def mask_case(problem: str, seed: int, device: str, lengths: tuple[int, ...] = L
     return replace(case, arguments=case.arguments | {"mask": mask}, description="")
 
 
-def expected(case: Case) -> Expected:
+def expected(case: Case) -> dict[str, Expected]:
     """The oracle's results. It differentiates hidden pairs too: of those that are undefined, a function that is not."""
     score_mod = case.arguments.get("score_mod")
     if score_mod is not None and score_mod.fn is undefined_where_hidden:

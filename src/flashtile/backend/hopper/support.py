@@ -118,6 +118,7 @@ def defers(problem: Problem, device: Device) -> str | None:
     caps = problem.softcap or (isinstance(problem.score_mod, Formula) and problem.score_mod.operations & CAPS)
     if caps and widths(problem) == (64, 64):
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
+    # Mask functions never defer: those that Triton computes faster are still to be measured.
     if max(problem.head_dim, problem.head_dim_v) <= NARROW:
         return f"up to head dimension {NARROW}, narrower kernels are faster"
     if is_decoding(problem):
