@@ -60,6 +60,11 @@ def by_key(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, x:
     return torch.where(kept[q_idx % 7], score * x[h, k_idx % 33], score)
 
 
+def of_positions(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Elements of each key, and of each pair by the key's position itself."""
+    return score * x[h, k_idx] + y[q_idx % 3, k_idx]
+
+
 def signed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, factor: Tensor) -> Tensor:
     """The score times a number of the head, of any sign and magnitude."""
     return -score / factor[h] * 2.0
@@ -89,6 +94,10 @@ TENSORS: dict[ScoreMod, Callable[[int, int, torch.Generator], tuple[Tensor, ...]
         torch.randn(33, heads, generator=g).half().t(),
         torch.rand(7, generator=g) > 0.5,
     ),
+    of_positions: lambda batch, heads, g: (
+        torch.randn(heads, max(LONGER), generator=g),
+        torch.randn(3, max(LONGER), generator=g),
+    ),
     signed: lambda batch, heads, g: (torch.tensor([-2.0, 1.5, 1e30, -math.inf])[:heads].repeat(heads)[:heads],),
     square: lambda batch, heads, g: (),
 }
@@ -105,6 +114,7 @@ VARIANT_OF = {  # the other features of each function's problems
     buckets: ("causal 128", "full 64"),
     undefined_where_hidden: ("top left 64", "top left 128", "top left 256"),
     by_key: ("full 64", "sinks 128", "causal 96", "causal 256"),
+    of_positions: ("causal 64",),
     signed: ("full 128", "packed everything 96"),
     square: ("causal 128", "everything 64", "packed window 128"),
 }

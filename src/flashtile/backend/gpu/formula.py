@@ -86,7 +86,7 @@ class Writer:
 
     def load(self, tensor: int, indices: Sequence[Value]) -> Value:
         language, first, kind = self.language, self.first(tensor), LOADED[self.tensors[tensor].dtype]
-        steps = [(len(x.inputs), self.offset(tensor, n, x)) for n, x in enumerate(indices)]
+        steps = [(len(x.inputs), self.offset(tensor, n, indices)) for n, x in enumerate(indices)]
         # What varies least is added first: sums of numbers stay numbers.
         pointer = " + ".join([f"captured[{first}]", *(text for _, text in sorted(steps, key=lambda step: step[0]))])
         mask = self.inside(tensor, indices)
@@ -100,10 +100,11 @@ class Writer:
             loaded = self.load_masked(pointer, mask, other, tensor, indices)
         return self.line(f"{loaded} != 0" if kind == BOOL else f"{loaded}.to({language}.{DTYPES[kind]})", *indices)
 
-    def offset(self, tensor: int, dimension: int, index: Value) -> str:
+    def offset(self, tensor: int, dimension: int, indices: Sequence[Value]) -> str:
         """The text of an index in elements."""
         to_wide = f".to({self.language}.int64)" if self.wide else ""
-        return f"{index.name} * captured[{self.first(tensor) + 1 + self.tensors[tensor].ndim + dimension}]{to_wide}"
+        stride = self.first(tensor) + 1 + self.tensors[tensor].ndim + dimension
+        return f"{indices[dimension].name} * captured[{stride}]{to_wide}"
 
     def load_masked(self, pointer: str, mask: str, other: str, tensor: int, indices: Sequence[Value]) -> str:
         """The text of a load that depends on no pair."""

@@ -102,10 +102,12 @@ class StagedWriter(Writer):
         self.loaded[value.name] = None
         return value
 
-    def offset(self, tensor: int, dimension: int, index: Value) -> str:
+    def offset(self, tensor: int, dimension: int, indices: Sequence[Value]) -> str:
         if dimension < self.tensors[tensor].ndim - 1 or not self.contiguous[tensor]:
-            return super().offset(tensor, dimension, index)
-        return "in_run(k_idx, run)" if index.name == "k_idx" else f"{index.name}.to({self.language}.int64)"
+            return super().offset(tensor, dimension, indices)
+        name = indices[dimension].name
+        by_key = frozenset[str]().union(*(x.inputs for x in indices)) <= {*STAGES["keys"]}
+        return "in_run(k_idx, run)" if name == "k_idx" and by_key else f"{name}.to({self.language}.int64)"
 
     def load_masked(self, pointer: str, mask: str, other: str, tensor: int, indices: Sequence[Value]) -> str:
         """A load for each key of a run needs no masks if the run is inside of the tensor."""
