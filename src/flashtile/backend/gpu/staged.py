@@ -111,7 +111,8 @@ class StagedWriter(Writer):
 
     def load_masked(self, pointer: str, mask: str, other: str, tensor: int, indices: Sequence[Value]) -> str:
         """A load for each key of a run needs no masks if the run is inside of the tensor."""
-        if indices[-1].name != "k_idx" or "k_idx" in frozenset().union(*(x.inputs for x in indices[:-1])):
+        others = frozenset().union(*(x.inputs for x in indices[:-1]))
+        if not self.contiguous[tensor] or indices[-1].name != "k_idx" or "k_idx" in others:
             return super().load_masked(pointer, mask, other, tensor, indices)
         last = len(indices) - 1
         tests = [f"inside({x.name}, {self.size_text(tensor, n)})" for n, x in enumerate(indices[:-1])]
