@@ -17,7 +17,7 @@ from flashtile.testing.case import MaskFunction
 from flashtile.testing.oracle import solve
 from flashtile.testing.tolerance import compare
 
-block_lists = importlib.import_module("flashtile.backend.triton.block_lists")
+block_lists = importlib.import_module("flashtile.backend.gpu.block_lists")
 IN_INTERPRETER = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
 

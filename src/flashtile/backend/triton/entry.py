@@ -12,11 +12,11 @@ from ...call.cache_tensors import CacheTensors
 from ...call.call import Call, Tensors, lse_shape, new_rows
 from ...call.plan import Plan
 from ..gpu import replay
+from ..gpu.block_lists import block_lists
 from ..gpu.kernel import Kernel
 from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
-from .block_lists import block_lists
 from .configs import KernelConfig
 from .formulas import launch
 from .host_append import append_and_rotate

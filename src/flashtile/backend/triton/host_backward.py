@@ -13,6 +13,7 @@ from ...call.formulas import score_formula
 from ...call.plan import Plan
 from ..epilogue import RowStats, requested_from_rows, sum_to_heads
 from ..gpu import replay
+from ..gpu.block_lists import block_lists
 from ..gpu.formula import loads
 from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Pointers
@@ -20,7 +21,6 @@ from ..gpu.replay import Recorder, Results
 from ..scalars import dlse_strides, lse_strides, rows_last, strides
 from . import arguments as args
 from . import formulas
-from .block_lists import block_lists
 from .configs import KernelConfig
 
 ROWS_AT_ONCE = 64

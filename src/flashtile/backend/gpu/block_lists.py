@@ -12,7 +12,7 @@ from ...call.call import Call
 from ...call.formulas import mask_formula
 from ...expression import Formula
 from ...expression.blocks import PARTIAL, Blocks, block_visibility, positions
-from ..gpu.replay import Recorder
+from .replay import Recorder
 
 LEAST_PAIRS = 2**28  # of a call: computing fewer takes about as long as their lists
 
