@@ -81,15 +81,17 @@ def test_packed_sequences() -> None:
     assert_right(Case("attention_varlen", arguments | {"mask": mask_of(330, 10**6, 40)}, dout), "cpu")
 
 
-def test_nothing_is_read_of_hidden_blocks() -> None:
+@pytest.mark.parametrize("dense", [False, True], ids=["function", "bool mask"])
+def test_nothing_is_read_of_hidden_blocks(dense: bool) -> None:
     """NaN in keys, values and queries whose pairs with others are all in hidden blocks, also in backward."""
     ids = torch.arange(480) // 192
     q, k, v, dout = (torch.randn(1, 1, 480, 16) for _ in range(4))
     part = slice(192, 384)
+    mask = (ids[:, None] == ids)[None, None] if dense else mask_mods.document(ids)
 
     def results(*inputs: Tensor) -> list[Tensor]:
         q, k, v = leaves = [x.clone().requires_grad_() for x in inputs]
-        out = flashtile.attention(q, k, v, mask=mask_mods.document(ids), backend="cpu")
+        out = flashtile.attention(q, k, v, mask=mask, backend="cpu")
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     clean = results(q, k, v)
@@ -100,6 +102,23 @@ def test_nothing_is_read_of_hidden_blocks() -> None:
         keep = torch.ones(480, dtype=torch.bool)
         keep[part] = False
         assert torch.equal(x[:, :, keep], y[:, :, keep])
+
+
+@pytest.mark.parametrize("shape", ["all", "keys", "rows", "transposed", "one"])
+def test_bool_masks(shape: str) -> None:
+    """Hidden, partly visible and full blocks of a tensor of any strides, also with a mask function."""
+    visible = torch.ones(2, 2, 150, 230, dtype=torch.bool)
+    visible[0, :, 100:, :] = False
+    visible[:, 1, :, 90:200] = False
+    visible[1, 0, 70, 120] = False
+    mask = {
+        "all": visible,
+        "keys": visible[:, :, :1],
+        "rows": visible[:, :, :, 120:121],
+        "transposed": visible.mT.contiguous().mT,
+        "one": visible[:1, 1:, :1, 100:101],
+    }[shape]
+    assert_right(dense_case(seqlen_q=150, seqlen_k=230, mask=mask, window=(170, 150)), "cpu")
 
 
 def test_values_of_now() -> None:

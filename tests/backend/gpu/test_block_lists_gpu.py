@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -38,7 +39,13 @@ def near_in_documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ids: Tensor, w
 def test_within_the_bound(dtype: torch.dtype, head_dim: int) -> None:
     ids = torch.stack([torch.arange(S) // n for n in (256, 61)]).cuda()
     mask = MaskFunction(near_in_documents, (ids, torch.tensor([S, 40, 0, 130]).cuda()))
-    sizes = {"num_heads_q": 4, "num_heads_kv": 2, "seqlen_q": S - 57, "seqlen_k": S, "head_dim": head_dim}
+    sizes: dict[str, Any] = {
+        "num_heads_q": 4,
+        "num_heads_kv": 2,
+        "seqlen_q": S - 57,
+        "seqlen_k": S,
+        "head_dim": head_dim,
+    }
     case = dense_case(**sizes, dtype=dtype)
     tensors = {name: x.cuda() for name, x in case.arguments.items()}
     assert case.dout is not None
