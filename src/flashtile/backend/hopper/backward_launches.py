@@ -20,7 +20,6 @@ from ..scalars import (
     head_terms,
     lse_strides,
     rows_last,
-    score_units,
     strides,
     window_numbers,
 )
@@ -154,7 +153,7 @@ class BackwardLaunches:
     def common_scalars(self) -> dict[str, Any]:
         """Scalars of all kernels that compute gradients."""
         return {
-            **score_units(self.call),
+            **formulas.units(self.call),
             **window_numbers(self.call),
             "group": self.q.shape[1] // self.k.shape[1],
             "padded_rows": self.padded_rows,

@@ -13,9 +13,9 @@ from ..gpu import replay
 from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
-from ..scalars import head_strides, head_terms, rows_last, score_units, strides, window_numbers
+from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
 from .descriptors import dense_descriptor, ragged_descriptor
-from .formulas import launch
+from .formulas import launch, units
 from .scheduler_args import scheduler_args
 from .semaphores import tile_count_semaphore
 from .tables import ALIGN, COMBINE_ROWS, MMA_M, ForwardConfig
@@ -124,7 +124,7 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
     return min(describe_device(t.q.device).cores, scheduling["num_tiles"]), {
         **scheduling,
         "stride_lse": scheduling["seqlen_q"],
-        **score_units(call),
+        **units(call),
         **window_numbers(call),
         **head_strides(t, absent=0),
         "num_heads": t.q.shape[1],

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ...call.device import Device
 from ...call.problem import Problem
+from ...expression import Formula
+from ...expression.scaling import is_head_factor
 from ..gpu.archive import compiler_version
 from .widths import widths
 
@@ -88,6 +90,11 @@ class ForwardConfig(Constexpr):
     @property
     def block_m(self) -> int:
         return MMA_M * self.num_warpgroups
+
+    @property
+    def head_factor(self) -> bool:
+        """Whether the score_mod is the score times a number of the head."""
+        return self.score_mod is not None and self.score_mod.factor is not None
 
     @property
     def compiled(self) -> "ForwardConfig":
@@ -235,7 +242,9 @@ SPLIT_BACKWARD = {
 def tile_config(problem: Problem, device: Device) -> TileConfig:
     """Configurations for a problem."""
     # These need more registers than three warpgroups have.
-    features = problem.softcap or problem.features.score_terms or problem.score_mod is not None
+    score_mod = problem.score_mod
+    costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
+    features = problem.softcap or problem.features.score_terms or costly or problem.mask_mod is not None
     fits = (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG and not features
     width = widths(problem)
     assert width is not None  # `support` declines others

@@ -38,6 +38,7 @@ from .mainloop import (
     load_tile,
     mainloop_step,
     next_tile_state,
+    tile_units,
     warpgroup_tile,
 )
 from .producer import ForwardPipelines, producer_warp, q_stage
@@ -126,6 +127,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         mbarrier.wait(q.full.index(stage), wraps_of(tile_count, Q_STAGES) & 1)
         q_i = stage_chunks(q, stage, Q_BUFFERS)
         loaded = load_tile(params, wg_tile, CONFIG)
+        units = tile_units(params, wg_tile, loaded, CONFIG)
         state = next_tile_state(state.acc, state.p, wg_tile, params, outputs, CONFIG)
         first = tile.hi - 1
         block, stop = first, first
@@ -133,7 +135,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         while block >= tile.lo:
             while block >= stop:
                 state = mainloop_step(
-                    state, accumulate, context, q_i, loaded, count, tile_count, wg_tile, block, warpgroup, CONFIG
+                    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, block, warpgroup, CONFIG
                 )  # fmt: skip
                 accumulate = block != first
                 block -= 1
