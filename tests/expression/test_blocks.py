@@ -176,7 +176,7 @@ def masks(draw: st.DrawFn) -> MaskMod:
 
 
 @given(masks(), st.sampled_from((0, 7)), st.sampled_from((torch.float32, torch.float64)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_random_masks(mod: MaskMod, first: int, real: torch.dtype) -> None:
     assert_sound(*found_and_expected(mod, first, 2 * first, real))
 

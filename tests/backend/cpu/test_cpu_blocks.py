@@ -13,7 +13,7 @@ from ready_masks import assert_ready_masks
 from torch import Tensor
 
 import flashtile
-from flashtile import mask_mods
+from flashtile import MaskMod
 from flashtile.dispatch import fast_path
 from flashtile.expression.blocks import FULL, HIDDEN, PARTIAL
 from flashtile.testing.case import Case, MaskFunction, ScoreFunction
@@ -39,6 +39,11 @@ def mask_of(length: int, *widths: int) -> MaskFunction:
     """Documents of 150 positions in one sequence, and of 61 in the other, with a distance for each head."""
     ids = torch.stack([torch.arange(length) // n for n in (150, 61)])
     return MaskFunction(near_in_documents, (ids, torch.tensor(widths)))
+
+
+def by_document(ids: Tensor) -> MaskMod:
+    """The mask of one sequence's documents, by the function that other tests have compiled."""
+    return MaskMod(near_in_documents, (ids[None], torch.tensor([10**6])))
 
 
 def test_ready_masks() -> None:
@@ -81,15 +86,17 @@ def test_packed_sequences() -> None:
     assert_right(Case("attention_varlen", arguments | {"mask": mask_of(330, 10**6, 40)}, dout), "cpu")
 
 
-def test_nothing_is_read_of_hidden_blocks() -> None:
+@pytest.mark.parametrize("dense", [False, True], ids=["function", "bool mask"])
+def test_nothing_is_read_of_hidden_blocks(dense: bool) -> None:
     """NaN in keys, values and queries whose pairs with others are all in hidden blocks, also in backward."""
     ids = torch.arange(480) // 192
     q, k, v, dout = (torch.randn(1, 1, 480, 16) for _ in range(4))
     part = slice(192, 384)
+    mask = (ids[:, None] == ids)[None, None] if dense else by_document(ids)
 
     def results(*inputs: Tensor) -> list[Tensor]:
         q, k, v = leaves = [x.clone().requires_grad_() for x in inputs]
-        out = flashtile.attention(q, k, v, mask=mask_mods.document(ids), backend="cpu")
+        out = flashtile.attention(q, k, v, mask=mask, backend="cpu")
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     clean = results(q, k, v)
@@ -102,6 +109,23 @@ def test_nothing_is_read_of_hidden_blocks() -> None:
         assert torch.equal(x[:, :, keep], y[:, :, keep])
 
 
+@pytest.mark.parametrize("shape", ["all", "keys", "rows", "transposed", "one"])
+def test_bool_masks(shape: str) -> None:
+    """Hidden, partly visible and full blocks of a tensor of any strides, also with a mask function."""
+    visible = torch.ones(2, 2, 150, 230, dtype=torch.bool)
+    visible[0, :, 100:, :] = False
+    visible[:, 1, :, 90:190] = False
+    visible[1, 0, 70, 120] = False
+    mask = {
+        "all": visible,
+        "keys": visible[:, :, :1],
+        "rows": visible[:, :, :, 120:121],
+        "transposed": visible.mT.contiguous().mT,
+        "one": visible[:1, 1:, :1, 100:101],
+    }[shape]
+    assert_right(dense_case(seqlen_q=150, seqlen_k=230, mask=mask, window=(170, 150)), "cpu")
+
+
 def test_values_of_now() -> None:
     """A mask's tensor that changes between calls, of which the second one is recorded and the third one replayed."""
     q = torch.randn(1, 1, 200, 16, requires_grad=True)
@@ -110,7 +134,7 @@ def test_values_of_now() -> None:
         ids[n * 40 :] = n
         mask = (ids[:, None] == ids)[None, None]
         results = []
-        for x in (mask_mods.document(ids), mask):
+        for x in (by_document(ids), mask):
             out = flashtile.attention(q, q, q, mask=x, backend="cpu")
             results.append((out, *torch.autograd.grad(out.square().sum(), q)))
         torch.testing.assert_close(*results)

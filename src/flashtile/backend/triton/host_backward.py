@@ -13,6 +13,7 @@ from ...call.formulas import score_formula
 from ...call.plan import Plan
 from ..epilogue import RowStats, requested_from_rows, sum_to_heads
 from ..gpu import replay
+from ..gpu.block_lists import block_lists
 from ..gpu.formula import loads
 from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Pointers
@@ -137,15 +138,17 @@ class BackwardLaunches:
         given, align = self.inputs(dk, dv)
         tiles = args.num_key_tiles(self.call, config.block_n)
         programs = tiles * args.num_heads_k(self.call) * args.dense_batch(dk)
+        lists, list_strides = block_lists(self.recorder, self.call, config.block_m, config.block_n, of_keys=True)
         scalars = {
             **given,
+            **list_strides,
             **strides("dk", dk, align, keys=True),
             **strides("dv", dv, align, keys=True),
             **args.constants(self.call, config, align),
             "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
-        self.launch(DKDV, {"dk": dk, "dv": dv}, programs, scalars)
+        self.launch(DKDV, {"dk": dk, "dv": dv, **lists}, programs, scalars)
         return dk, dv
 
     def dq(self, config: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
@@ -156,15 +159,17 @@ class BackwardLaunches:
         given, align = self.inputs(dq)
         tiles = args.num_tiles(self.call, config.block_m)
         programs = tiles * dq.shape[1] * args.dense_batch(dq)
+        lists, list_strides = block_lists(self.recorder, self.call, config.block_m, config.block_n)
         scalars = {
             **given,
+            **list_strides,
             **strides("dq", dq, align),
             **args.row_strides("dslopes", dslopes),
             **args.constants(self.call, config, align),
             "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
-        self.launch(DQ, {"dq": dq, "dslopes": dslopes}, programs, scalars)
+        self.launch(DQ, {"dq": dq, "dslopes": dslopes, **lists}, programs, scalars)
         return dq, dslopes
 
     def dbias(self, config: KernelConfig) -> Tensor:

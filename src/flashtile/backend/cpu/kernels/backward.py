@@ -90,14 +90,15 @@ class BackwardKernel(Kernel):
         with code.loop(lo // BLOCK_N * BLOCK_N, hi, BLOCK_N) as block:
             first, last = code.maximum(block, lo), code.minimum(block + BLOCK_N, hi)
             state, first, last = visible_keys(self, code.index(0), first, last)
-            visited = (first < last) & (state > HIDDEN)
-            with code.if_then(visited), code.if_then(self.load_mask_and_bias(code.index(0), first, last - first)):
-                k, v = (
-                    load_keys(code, a, self.variant, self.task, side, first, last, scratch)
-                    for side, scratch in (("k", w.k), ("v", w.v))
-                )
-                self.process_block(first, last - first, state, k, v)
-                touched.add(first, last)
+            with code.if_then((first < last) & (state > HIDDEN)):
+                state = self.load_mask_and_bias(code.index(0), first, last - first, state)
+                with code.if_then(state > HIDDEN):
+                    k, v = (
+                        load_keys(code, a, self.variant, self.task, side, first, last, scratch)
+                        for side, scratch in (("k", w.k), ("v", w.v))
+                    )
+                    self.process_block(first, last - first, state, k, v)
+                    touched.add(first, last)
             with code.if_then(many_keys & carry_due(block)):
                 self.carry(last=False)
         with code.if_then(many_keys):

@@ -24,7 +24,7 @@ from .tiles import KeyBlock, fill_row_tables, find_task, load_keys, load_transpo
 
 
 class BlockKind(NamedTuple):
-    """Whether a block needs the test of the window, and its state by the mask function."""
+    """Whether a block needs the test of the window, and its state by the masks."""
 
     edge: Value
     state: Value
@@ -146,12 +146,12 @@ class ForwardKernel(Kernel):
         first, last = code.maximum(visible.first, lo), code.minimum(visible.last, hi)
         count, skipped = last - first, first - block_first
         with code.if_then((count > 0) & (visible.state > HIDDEN)):
-            show = self.load_mask_and_bias(p, first, count)
-            with code.if_then(show):
+            state = self.load_mask_and_bias(p, first, count, visible.state)
+            with code.if_then(state > HIDDEN):
                 k = k._replace(first=k.first + k.stride * skipped)
                 v = v._replace(first=v.first + v.stride * skipped)
                 edge = (first < full_lo) | (last > full_hi)
-                self.process_block(p, first, count, BlockKind(edge, visible.state), k, v)
+                self.process_block(p, first, count, BlockKind(edge, state), k, v)
 
     def process_block(self, p: Value, first: Value, count: Value, kind: BlockKind, k: KeyBlock, v: KeyBlock) -> None:
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant

@@ -112,6 +112,17 @@ class DropoutInputs(NamedTuple):
     keep_scale: Scalar
 
 
+class BlockLists(NamedTuple):
+    """Blocks to visit by the mask function, int32 `[B, H, lists, 2 + entries]`: how many are partly visible and how
+    many full, then those that are partly visible, and then the full ones. A shared sequence or head has stride 0.
+    """
+
+    data: Pointer
+    stride_b: Scalar
+    stride_h: Scalar
+    stride_m: Scalar
+
+
 class Params(NamedTuple):
     """Sequences and features of a call."""
 
@@ -119,3 +130,4 @@ class Params(NamedTuple):
     window: WindowSize
     dropout: DropoutInputs
     scores: ScoreInputs
+    lists: BlockLists  # with them, every block in the window is visited or not by its list
