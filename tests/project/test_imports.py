@@ -43,6 +43,7 @@ LAYERS = (
     ("ladder",),
     ("cli",),
     ("nn",),
+    ("distributed",),
     ("compat",),
     ("integrations",),
 )
@@ -58,7 +59,7 @@ def test_import_loads_nothing_heavy() -> None:
     assert "flashtile.api.attention" in loaded
     assert not {name for name in loaded if name in HEAVY or name.split(".")[0] in HEAVY}
     outer = ("flashtile.testing", "flashtile.cli", "flashtile.bench", "flashtile.report", "flashtile.compat")
-    outer += ("flashtile.integrations", "flashtile.nn")
+    outer += ("flashtile.integrations", "flashtile.nn", "flashtile.distributed")
     assert not {name for name in loaded if name.startswith(outer)}
     assert not {
         name
