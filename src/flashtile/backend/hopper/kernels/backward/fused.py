@@ -266,7 +266,13 @@ def store_dkdv(desc, coord, x, scale, smem, HEAD_DIM: gl.constexpr):
     """Store dk or dv of 64 keys; in fp32 as many columns at a time as the buffer holds."""
     WIDTH: gl.constexpr = HEAD_DIM.padded_width
     COLUMNS: gl.constexpr = min(WIDTH, DQ_COLUMNS) if desc.dtype == gl.float32 else WIDTH
-    buffer = reinterpret_smem(smem, desc.dtype, desc.block_type.shape[:-1] + [COLUMNS], desc.layout)
+    # Triton 3.8 takes views of the whole buffer only.
+    PARTS: gl.constexpr = 1 if desc.dtype == gl.float32 else 2 * DQ_COLUMNS // COLUMNS
+    if PARTS == 1:
+        buffer = reinterpret_smem(smem, desc.dtype, desc.block_type.shape[:-1] + [COLUMNS], desc.layout)
+    else:
+        parts = reinterpret_smem(smem, desc.dtype, [PARTS] + desc.block_type.shape[:-1] + [COLUMNS], desc.layout)
+        buffer = parts.index(0)
     for c in gl.static_range(len(x)):
         columns = x[c]
         if scale is not None:

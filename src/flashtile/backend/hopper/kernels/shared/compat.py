@@ -1,7 +1,6 @@
 """Differences between the supported versions of Triton, in which Gluon is experimental; and the kernel decorators."""
 
 import inspect
-import math
 from typing import Any
 
 import triton
@@ -41,17 +40,9 @@ tma_reduce_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _
 
 @_core.builtin
 def reinterpret_smem(smem: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
-    """View the beginning of shared memory with another dtype, shape and layout; the method is private in some versions.
-
-    Triton 3.8 takes views of the whole memory only: the beginning is the first of equal parts.
-    """
+    """View shared memory with another dtype, shape and layout; the method is private in some versions."""
     unwrap = _core._unwrap_if_constexpr
-    dtype, layout, shape = unwrap(dtype), unwrap(layout), [unwrap(n) for n in shape]
-    bits = math.prod(shape) * dtype.primitive_bitwidth
-    parts, rest = divmod(math.prod(smem.shape) * smem.dtype.primitive_bitwidth, bits)
-    assert parts >= 1 and rest == 0, "the memory does not consist of such parts"
-    whole = _semantic.memdesc_reinterpret(smem, dtype, shape if parts == 1 else [parts, *shape], layout)
-    return whole if parts == 1 else _semantic.memdesc_index(whole, _semantic.to_tensor(0))
+    return _semantic.memdesc_reinterpret(smem, unwrap(dtype), [unwrap(n) for n in shape], unwrap(layout))
 
 
 def is_pointer(name: str) -> bool:
