@@ -1,10 +1,11 @@
-"""Time two checkouts of flashtile on a GPU, one call of each after the other.
+"""Time checkouts of flashtile, or archives of its kernels, on a GPU, one call of each after the other.
 
     python benchmarks/compare_sources.py OLD/src NEW/src [--cells WORDS] [--rounds 9] [--out FILE.csv]
+    python benchmarks/compare_sources.py triton-3.6.zip triton-3.9.zip --cells hopper
 
-Each checkout has a process of its own, and both hold their kernels and inputs while they wait. They measure in
-alternation, so that clocks, heat and neighbors are the same for both. The ratio of a cell is the median over the
-rounds.
+Each side has a process of its own, and all hold their kernels and inputs while they wait. They measure in alternation,
+so that clocks, heat and neighbors are the same for all. Speeds are in units of the first side's; that of a cell is the
+median over the rounds.
 """
 
 import csv
@@ -51,6 +52,8 @@ CELLS = [
       for d in (64, 128) for s in (1024, 4096, 16384) for c in ("full", "causal")),
     *(cell(f"hopper {d} 4k causal", measure, head_dim=d, heads=max(8, 2048 // d), seqlen=4096, batch=4, causal=True)
       for d in (96, 192, 256) for measure in ("forward", "backward")),
+    *(cell(f"hopper {d} 16384 {c}", "backward", head_dim=d, heads=2048 // d, seqlen=16384, causal=c == "causal")
+      for d in (64, 128) for c in ("full", "causal")),
     cell("hopper softcap 128 4k", head_dim=128, heads=16, seqlen=4096, batch=4, causal=True, softcap=30.0),
     cell("hopper window 128 16k", head_dim=128, heads=16, seqlen=16384, causal=True, window=(1023, 0)),
 ]  # fmt: skip
@@ -135,29 +138,37 @@ def answer(worker: subprocess.Popen[str]) -> Any:
     return json.loads(worker.stdout.readline())
 
 
+def variables(side: Path) -> dict[str, str]:
+    """The environment of a side."""
+    if side.is_file():
+        return {"FLASHTILE_KERNELS": str(side)}
+    return {"PYTHONPATH": f"{side}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
 @click.command()
-@click.argument("sources", nargs=2, type=click.Path(exists=True, path_type=Path))
+@click.argument("sides", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--cells", default="", help="Only cells whose names have one of these words, separated by commas.")
 @click.option("--rounds", default=9)
 @click.option("--out", type=click.Path(path_type=Path))
-def main(sources: tuple[Path, Path], cells: str, rounds: int, out: Path | None) -> None:
-    """OLD and NEW are folders that hold the package `flashtile`."""
+def main(sides: tuple[Path, ...], cells: str, rounds: int, out: Path | None) -> None:
+    """SIDES are folders that hold the package `flashtile`, or archives for the one in use."""
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, "--work"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": f"{source.resolve()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+            env=os.environ | variables(side.resolve()),
         )
-        for source in sources
+        for side in sides
     ]
+    names = [f"{n} {side.stem}" for n, side in enumerate(sides)]
     rows = []
     for n, given in enumerate(CELLS):
         if cells and not any(word in given["name"] for word in cells.split(",")):
             continue
 
-        for worker in workers:  # both compile at once
+        for worker in workers:  # all compile at once
             tell(worker, n)
         first = [answer(worker) for worker in workers]
         if any(isinstance(x, str) for x in first):
@@ -169,21 +180,19 @@ def main(sources: tuple[Path, Path], cells: str, rounds: int, out: Path | None) 
             for worker in workers:
                 tell(worker, n)
                 found[-1].append(answer(worker))
-        ratios = sorted(old / new for old, new in found)
-        old, new = (statistics.median(x) * 1e6 for x in zip(*found, strict=True))
-        ratio = statistics.median(ratios)
-        rows.append(
-            (given["name"], f"{old:.1f}", f"{new:.1f}", f"{ratio:.3f}", f"{ratios[1]:.3f}", f"{ratios[-2]:.3f}")
-        )
-        click.echo(
-            f"{given['name']:28} {old:9.1f} us {new:9.1f} us  speed {ratio:.3f} ({ratios[1]:.3f} to {ratios[-2]:.3f})"
-        )
+        text = f"{given['name']:28}"
+        for side, name in enumerate(names):
+            ratios = sorted(times[0] / times[side] for times in found)
+            time, ratio = statistics.median(times[side] for times in found) * 1e6, statistics.median(ratios)
+            rows.append((given["name"], name, f"{time:.1f}", *(f"{x:.3f}" for x in (ratio, ratios[1], ratios[-2]))))
+            text += f" {time:9.1f} us" + (f" {ratio:.3f} ({ratios[1]:.3f} to {ratios[-2]:.3f})" if side else "")
+        click.echo(text)
     for worker in workers:
         worker.kill()
     if out is not None:
         with out.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(("cell", "old_us", "new_us", "speed", "low", "high"))
+            writer.writerow(("cell", "side", "us", "speed", "low", "high"))
             writer.writerows(rows)
 
 

@@ -15,7 +15,7 @@ import flashtile
 PAGE = Path(__file__).with_name("api.md")
 GROUPS = {
     "Functions": ("attention", "attention_varlen", "attention_with_kvcache", "merge_attention", "explain", "backends"),
-    "Classes": ("ScoreMod", "MaskMod", "ExactWindow", "Explanation", "BackendStatus"),
+    "Classes": ("ScoreMod", "MaskMod", "BlockMask", "ExactWindow", "Explanation", "BackendStatus"),
     "Score modifications": tuple(f"score_mods.{name}" for name in flashtile.score_mods.__all__),
     "Mask functions": tuple(f"mask_mods.{name}" for name in flashtile.mask_mods.__all__),
     "Errors and warnings": ("AttentionError", "ArgumentError", "BackendError", "AttentionWarning"),

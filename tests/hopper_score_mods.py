@@ -1,4 +1,6 @@
-"""Named problems with a score_mod for the Hopper kernels: each kind of load and derivative, in each kernel."""
+"""Named problems with a score_mod or a mask function for the Hopper kernels: each kind of load and derivative, in each
+kernel.
+"""
 
 import math
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from hopper_variants import LONGER, VARIANTS, case_of
 from torch import Tensor
 
 from flashtile.testing.case import Case, ScoreFunction
+from flashtile.testing.mask_functions import random_mask_function
 from flashtile.testing.oracle import Expected, solve
 from flashtile.testing.score_functions import (
     batch_offset_where_even,
@@ -57,6 +60,16 @@ def by_key(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, x:
     return torch.where(kept[q_idx % 7], score * x[h, k_idx % 33], score)
 
 
+def of_positions(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Elements of each key, and of each pair by the key's position itself."""
+    return score * x[h, k_idx] + y[q_idx % 3, k_idx]
+
+
+def signed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, factor: Tensor) -> Tensor:
+    """The score times a number of the head, of any sign and magnitude."""
+    return -score / factor[h] * 2.0
+
+
 def square(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
     return score + 0.1 * score * score
 
@@ -81,6 +94,11 @@ TENSORS: dict[ScoreMod, Callable[[int, int, torch.Generator], tuple[Tensor, ...]
         torch.randn(33, heads, generator=g).half().t(),
         torch.rand(7, generator=g) > 0.5,
     ),
+    of_positions: lambda batch, heads, g: (
+        torch.randn(heads, max(LONGER), generator=g),
+        torch.randn(3, max(LONGER), generator=g),
+    ),
+    signed: lambda batch, heads, g: (torch.tensor([-2.0, 1.5, 1e30, -math.inf])[:heads].repeat(heads)[:heads],),
     square: lambda batch, heads, g: (),
 }
 VARIANT_OF = {  # the other features of each function's problems
@@ -96,7 +114,19 @@ VARIANT_OF = {  # the other features of each function's problems
     buckets: ("causal 128", "full 64"),
     undefined_where_hidden: ("top left 64", "top left 128", "top left 256"),
     by_key: ("full 64", "sinks 128", "causal 96", "causal 256"),
+    of_positions: ("causal 64",),
+    signed: ("full 128", "packed everything 96"),
     square: ("causal 128", "everything 64", "packed window 128"),
+}
+MASK_VARIANTS = {  # a mask function, a score_mod or none, and the other features
+    "causal by head 64": (0, None, "full 64"),
+    "first keys 128": (1, None, "sinks 128"),
+    "packed documents 128": (2, None, "packed window 128"),
+    "distances 64": (3, None, "packed everything 64"),
+    "reach of a table 96": (4, distance_table, "causal 96"),
+    "heads, square 192/128": (5, square, "causal 192/128"),
+    "causal by head, undefined 64": (0, undefined_where_hidden, "full 64"),
+    "distances, decay 256": (3, decay, "full 256"),
 }
 PROBLEMS = {f"{fn.__name__}, {name}": (fn, name) for fn, names in VARIANT_OF.items() for name in names}
 
@@ -104,19 +134,36 @@ PROBLEMS = {f"{fn.__name__}, {name}": (fn, name) for fn, names in VARIANT_OF.ite
 def score_mod_case(problem: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
     """A random problem, without gradients of captured tensors: those are computed by other backends."""
     fn, name = PROBLEMS[problem]
-    case = case_of(name, seed, device, lengths)
+    return with_score_mod(fn, case_of(name, seed, device, lengths), seed, device)
+
+
+def with_score_mod(fn: ScoreMod, case: Case, seed: int, device: str) -> Case:
     q, cu_seqlens = case.arguments["q"], case.arguments.get("cu_seqlens_q")
     batch = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     tensors = TENSORS[fn](batch, q.shape[1], torch.Generator().manual_seed(seed))
+    if fn is documents:  # an entry for each position: a block of keys may reach past the last one
+        rows = 2 if cu_seqlens is None else 0
+        tensors = tuple(x[: max(q.shape[rows], case.arguments["k"].shape[rows])] for x in tensors)
     score_mod = ScoreFunction(fn, tuple(x.to(device) for x in tensors))
     constant = ("alibi_slopes", *(f"score_mod_{n}" for n in range(len(tensors))))
     return replace(case, arguments=case.arguments | {"score_mod": score_mod}, constant=constant, description="")
 
 
-def expected(case: Case) -> Expected:
+def mask_case(problem: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
+    """A random problem with a mask function."""
+    choice, fn, name = MASK_VARIANTS[problem]
+    case = case_of(name, seed, device, lengths)
+    case = case if fn is None else with_score_mod(fn, case, seed, device)
+    q, cu_seqlens = case.arguments["q"], case.arguments.get("cu_seqlens_q")
+    batch = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    mask = random_mask_function(choice, batch, q.shape[1], device, torch.Generator().manual_seed(seed))
+    return replace(case, arguments=case.arguments | {"mask": mask}, description="")
+
+
+def expected(case: Case) -> dict[str, Expected]:
     """The oracle's results. It differentiates hidden pairs too: of those that are undefined, a function that is not."""
-    score_mod = case.arguments["score_mod"]
-    if score_mod.fn is undefined_where_hidden:
+    score_mod = case.arguments.get("score_mod")
+    if score_mod is not None and score_mod.fn is undefined_where_hidden:
         case = replace(case, arguments=case.arguments | {"score_mod": ScoreFunction(defined, score_mod.tensors)})
     return solve(case)
 

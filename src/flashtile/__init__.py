@@ -7,6 +7,7 @@ from . import mask_mods, score_mods
 from .api.attention import ExactWindow, attention, attention_varlen, attention_with_kvcache
 from .api.explain import Explanation, explain
 from .api.merge import merge_attention
+from .block_mask import BlockMask
 from .dispatch.planner import BackendStatus, backends
 from .errors import ArgumentError, AttentionError, AttentionWarning, BackendError
 from .expression import MaskMod, ScoreMod
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionWarning",
     "BackendError",
     "BackendStatus",
+    "BlockMask",
     "ExactWindow",
     "Explanation",
     "MaskMod",

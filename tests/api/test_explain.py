@@ -114,3 +114,16 @@ def test_visible_pairs(window: Window, seqlen_q: int, seqlen_k: int) -> None:
         for j in range(seqlen_k)
     )
     assert visible_pairs(window, seqlen_q, seqlen_k) == counted
+
+
+def test_blocks_of_a_mask() -> None:
+    """The numbers of blocks, over sequences and heads, also where the mask is the same for all."""
+    q, k = torch.randn(2, 3, 300, 8), torch.randn(2, 3, 500, 8)
+    for mask, numbers in (
+        (flashtile.mask_mods.causal(), (3 + 2 + 1, 3, 2 + 1)),
+        (flashtile.mask_mods.prefix(torch.tensor([256, 256])), (2 + 2 + 1, 1, 6)),
+    ):
+        found = flashtile.explain(q, k, k, mask=mask)
+        assert found.mask_blocks == dict(zip(("hidden", "partial", "full"), (6 * n for n in numbers), strict=True))
+        assert f"{6 * numbers[0]} hidden, {6 * numbers[1]} partial, {6 * numbers[2]} full" in str(found)
+    assert flashtile.explain(q, k, k).mask_blocks is None

@@ -132,8 +132,12 @@ def test_the_problem_needs_the_kernels_in_question(warpgroups: int, packed: bool
     kernels = KernelClass(False, 64, 64, packed, warpgroups)
     problem = Problem.describe(compare_with_tiled.small_call(kernels, torch.device("cpu")))
     newest = mock.patch.object(tables, "NEWEST_3WG", (4, 0) if warpgroups == 3 else (3, 7))
-    versions = (mock.patch.object(module, "triton_version", return_value=(4, 0)) for module in (support, tables))
-    with newest, next(versions), next(versions):
+    version = mock.Mock(return_value=(4, 0))
+    installed, planned = (
+        mock.patch.object(support, "triton_version", version),
+        mock.patch.object(tables, "compiler_version", version),
+    )
+    with newest, installed, planned:
         assert support.unknown_kernels(problem, H200, None) == kernels
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from flashtile.backend.gpu import replay
-from flashtile.backend.gpu.launch import Step
-from flashtile.backend.gpu.pointers import Slots, resolved
+from flashtile.backend.gpu.kernel import function_under_jit
+from flashtile.backend.gpu.pointers import Slots, TmaDescriptor, resolved
+from flashtile.backend.gpu.step import Step
 from flashtile.backend.hopper import support
 from flashtile.call.device import Device
 from flashtile.dispatch import fast_path, planner
@@ -84,6 +85,8 @@ def emulated_kernels(folder: Path = FOLDER) -> ModuleType:
         sys.modules[name] = importlib.util.module_from_spec(spec)
         entry = importlib.import_module(f"{name}.entry")
         importlib.import_module(f"{name}.host_backward")
+        for source in sorted((folder / "kernels").rglob("*.py")):
+            importlib.import_module(".".join((name, *source.relative_to(folder).with_suffix("").parts)))
         loaded = {other: module for other, module in sys.modules.items() if other.startswith(name)}
     sys.modules.update(loaded)
     return entry
@@ -93,6 +96,11 @@ def kernel_argument(x: Any) -> Any:
     """A kernel's view of an argument."""
     if isinstance(x, Tensor):
         return Pointer(x)
+    if isinstance(x, TmaDescriptor):
+        descriptor = hopper.TensorDescriptor()
+        vars(descriptor).update(base=x.base, shape=x.shape, strides=x.strides, block_shape=x.block_shape)
+        descriptor.layout = None
+        return descriptor
     return Value(as_tensor(x)) if isinstance(x, bool | int | float) else x
 
 
@@ -112,6 +120,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         return torch.zeros(1, dtype=torch.int32) if packed else semaphore
 
     def launch(kernel: Any, programs: int, scalars: dict[str, Any], slots: Slots, tensors: list[Tensor | None]) -> None:
+        kernel = function_under_jit(kernel)
         parameters = inspect.signature(kernel).parameters.items()
         constants = [name for name, parameter in parameters if parameter.annotation is language.constexpr]
         values = scalars | resolved(slots, tensors)

@@ -293,7 +293,7 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
     strides |= {f"stride_dlse_{dim}": None for dim in "bhm"}
     preprocess_kernel[(heads * tiles,)](
         out, dout, lse, None, neg_lse_log2, neg_delta, dq_semaphore, None, **strides, **lengths,
-        columns=None, DQ_PARTS=1,
+        columns=None, dq_parts=1,
     )  # fmt: skip
     assert not dq_semaphore.any()
     seen = lse[0].isfinite()
@@ -308,7 +308,7 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
     dq = torch.full_like(out, torch.nan)
     strides = {f"stride_dq_{dim}": n for dim, n in zip("bhm", dq.stride(), strict=False)}
     postprocess_kernel[(heads * tiles,)](
-        swizzled(dq_accum, chunks), dq_semaphore, dq, None, **strides, **lengths, scale=0.5, columns=None, DQ_PARTS=1
+        swizzled(dq_accum, chunks), dq_semaphore, dq, None, **strides, **lengths, scale=0.5, columns=None, dq_parts=1
     )
     expected = torch.zeros_like(dq)
     expected[0, 0, block:] = dq_accum[block:rows] * 0.5
@@ -358,7 +358,7 @@ def test_hopper_postprocess_of_packed_rows(chunks: tuple[int, ...]) -> None:
         **lengths,
         scale=0.5,
         columns=None,
-        DQ_PARTS=1,
+        dq_parts=1,
     )
     for b, (first, stop) in enumerate(itertools.pairwise([*cu_seqlens_q, tokens])):
         row = (first // block + b) * block

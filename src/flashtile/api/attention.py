@@ -92,7 +92,8 @@ def attention(
         attention_chunk: an int c, positions that see each other only: key j is visible iff
             `floor((i + Sk - Sq) / c) == floor(j / c)` (chunked attention, as in Llama 4); `None` or 0 is no chunks.
         mask: bool `[B, Hq, Sq, Sk]`, each dimension may be 1; True is visible. Or a `flashtile.MaskMod`, or a function
-            `(b, h, q_idx, k_idx) -> bool` of torch operations (as in Dong et al., "Flex Attention", 2024).
+            `(b, h, q_idx, k_idx) -> bool` of torch operations (as in Dong et al., "Flex Attention", 2024); or lists of
+            blocks, a `flashtile.BlockMask` or PyTorch's, for calls of these lengths.
         scale: factor of the products, finite in float32; `D ** -0.5` if `None`.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, section 2).
         bias: added to the scores; `[B, Hq, Sq, Sk]`, each dimension may be 1; any floating-point dtype. One that is

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backend.gpu.origin import kernel_origin
 from ..call.advice import refuse
 from ..call.call import DIFFERENTIABLE, FEATURES, Call, Needs
 from ..call.device import describe_device, host_readable
@@ -13,10 +14,14 @@ from ..call.features import DENSE, VARLEN
 from ..call.plan import Plan
 from ..call.problem import Problem
 from ..call.window import visible_pairs
+from ..dispatch.launches import launches_of
 from ..dispatch.planner import plan
 from ..errors import BackendError
+from .mask_blocks import in_words as blocks_in_words
+from .mask_blocks import mask_blocks
 from .normalize import normalize
 
+ON_GPU = ("hopper", "triton")
 CACHED = ", less where its tensors lie in a cache"
 
 
@@ -32,8 +37,11 @@ class Explanation:
         why_not: the backends asked before, and the reason each declined.
         backward: the backend of the backward pass, or "none".
         backward_tile: the shape of its tiles.
+        kernels: where the GPU kernels of forward and backward come from: an archive, or Triton at their first use.
         visible_pairs: pairs of a query row and a key, over sequences and query heads; at most, where the host cannot
             know.
+        mask_blocks: how many blocks of 128 x 128 pairs a mask function hides, shows in part and in full, over sequences
+            and query heads; `None` for packed calls, and without a function that can be traced.
         flops_forward: operations, `2 * pairs * (D + Dv)`.
         flops_backward: operations of five products instead of two: 2.5 times forward where Dv is D.
         bytes_forward: each input read and each output written once.
@@ -51,7 +59,9 @@ class Explanation:
     why_not: dict[str, str]
     backward: str
     backward_tile: str
+    kernels: str
     visible_pairs: int
+    mask_blocks: dict[str, int] | None
     flops_forward: int
     flops_backward: int
     bytes_forward: int
@@ -67,12 +77,16 @@ class Explanation:
     def __str__(self) -> str:
         why_not = "".join(f"\n  not {name}: {reason}" for name, reason in self.why_not.items())
         backward = f"backward: backend {self.backward}, {self.backward_tile}\n" if self.backward != self.backend else ""
+        blocks = "" if self.mask_blocks is None else f"{blocks_in_words(self.mask_blocks)}\n"
+        kernels = f"kernels: {self.kernels}\n" if self.kernels else ""
         return (
             f"{self.problem}\n"
             f"on {self.device}: backend {self.backend}, {self.tile}{why_not}\n"
             f"{backward}"
+            f"{kernels}"
             f"forward {self.flops_forward / 1e9:.3g} GFLOP, backward {self.flops_backward / 1e9:.3g} GFLOP, "
             f"{self.visible_pairs:,} visible pairs\n"
+            f"{blocks}"
             f"forward moves at least {self.bytes_forward / 1e6:.3g} MB: {self.intensity:.3g} FLOP per byte\n"
             f"limited by {self.limit}: arithmetic reaches {self.flops_per_second / 1e9:.3g} GFLOP/s here and memory "
             f"{self.bytes_per_second / 1e9:.3g} GB/s; at these rates forward takes at least "
@@ -114,7 +128,8 @@ def explain(
     call = described_call(q, k, v, cu_seqlens_q, cu_seqlens_k, keywords)
     problem = Problem.describe(call)
     chosen = plan(problem, q.device, call.settings.backend)
-    backward = backward_plan(problem, q.device, call.settings.backend, needs_of(call))
+    needs = needs_of(call)
+    backward = backward_plan(problem, q.device, call.settings.backend, needs)
     pairs = pairs_of(call, problem)
     flops = forward_flops(pairs, problem.head_dim, problem.head_dim_v)
     inputs = sum(x.numel() * x.element_size() for x in call.tensors.flat() if x is not None)
@@ -130,7 +145,9 @@ def explain(
         why_not=dict(chosen.why),
         backward="none" if backward is None else backward.backend,
         backward_tile="" if backward is None else tile_in_words(backward),
+        kernels=kernels_in_words(call, chosen, None if backward is None else (backward, needs)),
         visible_pairs=pairs,
+        mask_blocks=mask_blocks(call, problem),
         flops_forward=flops,
         flops_backward=backward_flops(pairs, problem.head_dim, problem.head_dim_v),
         bytes_forward=moved,
@@ -153,6 +170,14 @@ def backward_plan(problem: Problem, device: torch.device, backend: str, needs: N
         return plan(problem, device, backend, needs=needs)
     except BackendError:
         return None
+
+
+def kernels_in_words(call: Call, forward: Plan, backward: tuple[Plan, Needs] | None) -> str:
+    """Where the GPU kernels of both passes come from; empty for the other backends."""
+    if forward.backend not in ON_GPU:
+        return ""
+    both = backward if backward is not None and backward[0].backend in ON_GPU else None
+    return kernel_origin(launches_of(call, forward, both), call.tensors.q.device)
 
 
 def described_call(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import private_torch
+from ..block_mask import BlockMask, is_flex
 from ..call.cache_tensors import CACHE_REQUIRED, CacheTensors, RotarySettings
 from ..call.call import FEATURES, Call, Settings, Tensors
 from ..call.eager import is_plain_eager
@@ -61,7 +62,7 @@ def normalize(
     )  # fmt: skip
     of_cache = () if cache is None else cache[2:]
     mask_mod = tensors.get("mask")
-    if isinstance(mask_mod, MaskMod) or callable(mask_mod):
+    if isinstance(mask_mod, MaskMod) or callable(mask_mod) or is_flex(mask_mod):
         tensors = tensors | {"mask": None}
     else:
         mask_mod = None
@@ -279,14 +280,32 @@ def with_functions(
         captured, settings = [*modifier.tensors], settings._replace(score_mod=modifier.key)
     if mask_mod is not None:
         modifier = modifier_of(MaskMod, mask_mod, q.device)
+        if isinstance(modifier, BlockMask):
+            reject_block_lists(function, modifier, tensors)
         same_place(function, q, {f"mask.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
         captured += [x.detach() if x.is_floating_point() else x for x in modifier.tensors]
         settings = settings._replace(mask_mod=modifier.key, num_mask_tensors=len(modifier.tensors))
     return tensors | {"score_mod_tensors": tuple(captured)}, settings
 
 
+def reject_block_lists(function: str, mask: BlockMask, tensors: dict[str, Any]) -> None:
+    """Refuse lists of blocks for other lengths than those of the call. Packed sequences have several lengths, so
+    that lists with `seqlens` are refused there.
+    """
+    example = call_of(function, "mask=mask_function")
+    if function == "attention":
+        q, k = tensors["q"], tensors["k"]
+        if q.dim() == k.dim() == 4:  # or else the call is refused for that
+            mask.reject_lengths(example, q.shape[2], k.shape[2])
+    elif mask.seqlens is not None:
+        accepted = "for sequences of different lengths, a mask function, or a flashtile.BlockMask without `seqlens`"
+        raise ArgumentError("mask", mask, accepted, example)
+
+
 def modifier_of(kind: type[Modifier], value: Any, device: torch.device) -> Modifier:
     """The ScoreMod or MaskMod of an argument."""
+    if is_flex(value) and not torch.compiler.is_compiling():
+        value = BlockMask.of_flex(value)
     if isinstance(value, kind):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # what it reads may have changed since
             value.reject_undeclared_gradients(device)

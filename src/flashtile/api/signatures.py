@@ -9,13 +9,14 @@ from typing import Literal, Required, TypedDict
 
 from torch import Tensor
 
+from ..block_mask import FlexBlockMask
 from ..call.window import ExactWindow
 from ..expression import MaskMod, ScoreMod
 
 Causal = bool | Literal["top_left"]
 WindowArgument = tuple[int | None, int | None] | ExactWindow | None
 Lengths = Tensor | int
-MaskArgument = Tensor | MaskMod | Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None
+MaskArgument = Tensor | MaskMod | FlexBlockMask | Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None
 ScoreModArgument = ScoreMod | Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None
 
 

@@ -16,7 +16,7 @@ def make_case(cell: Cell, device: torch.device, seed: int = 0) -> Case:
     """Random tensors of the cell's shapes. In memory, positions come before heads as after a projection:
     `q [B, H, S, D]` is a view of `[B, S, H, D]`. Packed `q` is `[T, H, D]`.
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
     dtype = cell.torch_dtype
 
     def normal(*shape: int) -> Tensor:

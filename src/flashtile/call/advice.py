@@ -25,7 +25,7 @@ FOREIGN = {
         "causal=True",
     ),
     "enable_gqa": ("nothing: k and v may always have fewer heads than q", ""),
-    "block_mask": ("`mask`, which takes its function; `causal` and `window`", "mask=block_mask.mask_mod"),
+    "block_mask": ("`mask`", "mask=block_mask"),
     "mask_mod": ("`mask`, which takes a function", "mask=mask_mod"),
     "softmax_scale": ("`scale`", "scale=0.125"),
     "window_size": ("`window`", "window=(127, 0)"),

@@ -7,6 +7,7 @@ import click
 from .. import __version__, processes
 from ..errors import AttentionError
 from .bench import bench
+from .build_kernels import build_kernels
 from .env import env
 from .explain import explain
 from .ladder.command import ladder
@@ -37,5 +38,5 @@ def main() -> None:
     """Exact attention for PyTorch: what runs on this machine, why, and whether it is right."""
 
 
-for command in (env, explain, verify, bench, report, ladder, tune, soak):
+for command in (env, explain, verify, bench, report, ladder, tune, soak, build_kernels):
     main.add_command(command)

@@ -12,13 +12,15 @@ import torch
 
 from .. import __version__
 from ..backend.cpu.support import VECTORS_VARIABLE
+from ..backend.gpu.archive import KERNELS_VARIABLE
+from ..backend.gpu.origin import archive_in_words
 from ..backend.user_files import CACHE_VARIABLE
 from ..call.device import describe_device
 from ..dispatch.planner import BACKEND_VARIABLE, backends
 from .options import json_option, print_json
 
 PACKAGES = ("numpy", "triton", "llvmlite", "numba", "matplotlib", "flash_attn")
-VARIABLES = (BACKEND_VARIABLE, CACHE_VARIABLE, VECTORS_VARIABLE)
+VARIABLES = (BACKEND_VARIABLE, CACHE_VARIABLE, VECTORS_VARIABLE, KERNELS_VARIABLE)
 
 
 @click.command()
@@ -115,6 +117,12 @@ def usable_backends() -> dict[str, str]:
     }
 
 
+def kernels() -> list[str]:
+    """Where the kernels for each GPU's architecture come from."""
+    devices = (describe_device(torch.device("cuda", n)) for n in range(torch.cuda.device_count()))
+    return [f"{arch}: {archive_in_words(arch)}" for arch in sorted({device.arch for device in devices})]
+
+
 def output_of(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
 
@@ -137,5 +145,6 @@ PROBES: dict[str, Callable[[], Any]] = {
     "gpu driver": gpu_driver,
     "packages": packages,
     "backends": usable_backends,
+    "gpu kernels": kernels,
     "variables": lambda: {name: os.environ.get(name) for name in VARIABLES},
 }

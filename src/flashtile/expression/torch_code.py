@@ -44,7 +44,10 @@ class TorchEmitter:
             exists = exists & condition
         if x.numel() == 0:
             return torch.full(exists.shape, outside, dtype=x.dtype, device=self.device)
-        return torch.where(exists, x[tuple(torch.where(exists, index, 0) for index in indices)], outside)
+        places = [torch.where(exists, index, 0) for index in indices]
+        if exists.dim() == 0:  # the host would read an index without dimensions
+            return torch.where(exists, x[tuple(index[None] for index in places)][0], outside)
+        return torch.where(exists, x[tuple(places)], outside)
 
     def cast(self, x: Tensor, source: str, kind: str) -> Tensor:
         return x.to(self.dtype(kind))

@@ -16,8 +16,8 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 
 from flashtile.backend.gpu import launcher
-from flashtile.backend.gpu.launch import TritonLaunch
 from flashtile.backend.gpu.pointers import Slot, resolved
+from flashtile.backend.gpu.triton_launch import TritonLaunch
 
 BASE = ("function", False, False, None, None, (4, 1, 0), None, None, None)
 

@@ -26,6 +26,7 @@ from flashtile.call.device import Device
 from flashtile.call.problem import Problem
 from flashtile.dispatch import planner
 from flashtile.expression.formula import formula_of
+from flashtile.expression.purity import MASK_MOD
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 SHARED_MEMORY = 227 * 1024
@@ -43,6 +44,8 @@ ONE_OF_EACH = (  # problem, kernel, most spilled bytes of a thread
     (("full", (192, 128), SHORT), "dq", 0), (("full", (192, 128), SHORT), "dkdv", 0),
 )  # fmt: skip
 SCALED = formula_of(lambda score, b, h, q_idx, k_idx: score * 0.5)[0]
+SHOWN = formula_of(lambda b, h, q_idx, k_idx: q_idx % 8 >= k_idx % 8, role=MASK_MOD)[0]
+ADDED = formula_of(lambda score, b, h, q_idx, k_idx: score + h)[0]
 CAPPED = formula_of(lambda score, b, h, q_idx, k_idx: 20 * torch.tanh(score / 20))[0]
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
 
@@ -78,7 +81,9 @@ def test_auto_defers_to_other_backends() -> None:
         assert reason in str(support.defers(problem(**changes), H200))
         assert "softcap" in str(support.defers(problem(softcap=True), H200))
         assert "softcap" in str(support.defers(problem(score_mod=CAPPED), H200))
-        assert support.defers(problem(score_mod=SCALED), H200) is None
+        for features in ({"score_mod": SCALED}, {"mask_mod": SHOWN}, {"score_mod": SCALED, "mask_mod": SHOWN}):
+            assert support.declines(problem(**features), H200) is None
+            assert support.defers(problem(**features), H200) is None
         for features in ({"softcap": True}, {"score_mod": CAPPED}):
             assert support.defers(problem(**features, head_dim=128, head_dim_v=128), H200) is None
         assert planner._plan.__wrapped__(problem(**changes), H200, "hopper", None).backend == "hopper"
@@ -120,7 +125,7 @@ def test_accepts_hopper_only() -> None:
 
 def test_configurations_depend_on_the_keys_per_row() -> None:
     def chosen(name: str, head_dim: int, seqlen: int, version: tuple[int, int] = tables.NEWEST_3WG) -> object:
-        with mock.patch.object(tables, "triton_version", return_value=version):
+        with mock.patch.object(tables, "compiler_version", return_value=version):
             return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
     assert chosen("full", 64, LONG, (3, 8)) is TWO_WARPGROUPS[64, 64]
@@ -133,6 +138,18 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
         == TWO_WARPGROUPS[64, 64]
     )
     assert chosen("full", 128, LONG) is TWO_WARPGROUPS[128, 128]
+
+
+def test_factors_of_heads_take_three_warpgroups() -> None:
+    """Other functions need more registers."""
+    with mock.patch.object(tables, "compiler_version", return_value=tables.NEWEST_3WG):
+
+        def chosen(**functions: object) -> object:
+            return tables.tile_config(problem(seqlen_q=LONG, seqlen_k=LONG, **functions), H200).forward
+
+        assert chosen() is chosen(score_mod=SCALED) is THREE_WARPGROUPS[64, 64]
+        for functions in ({"score_mod": ADDED}, {"mask_mod": SHOWN}, {"score_mod": SCALED, "mask_mod": SHOWN}):
+            assert chosen(**functions) is TWO_WARPGROUPS[64, 64]
 
 
 def test_splits_fill_the_device() -> None:

@@ -1,12 +1,20 @@
-"""score_mod in the Hopper kernels without a GPU: emulated, and compiled."""
+"""score_mod and mask functions in the Hopper kernels without a GPU: emulated, with planted bugs."""
+
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from gluon_emulation.backend import emulated
-from hopper_score_mods import PROBLEMS, expected, score_mod_case
+import seeded_bugs
+from gluon_emulation.backend import FOLDER, emulated
+from gluon_emulation.machine import EmulationError
+from hopper_score_mods import MASK_VARIANTS, PROBLEMS, expected, mask_case, score_mod_case
 
+from flashtile.testing.case import Case
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
@@ -14,10 +22,61 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 AROUND_TILES = (33, 65, 129, 130)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_random_problems_are_within_the_bound(problem: str) -> None:
-    case = score_mod_case(problem, sum(problem.encode()), "cpu", AROUND_TILES)
-    with emulated(3, 0) as launched, poisoned_allocation():
+def case_of(problem: str, lengths: tuple[int, ...] = AROUND_TILES) -> Case:
+    return (score_mod_case if problem in PROBLEMS else mask_case)(problem, sum(problem.encode()), "cpu", lengths)
+
+
+def wrong(case: Case, folder: Path = FOLDER) -> list[str]:
+    """Results outside of their error bounds."""
+    with emulated(3, 0, folder) as launched, poisoned_allocation():
         results = case.run("hopper")
     assert any(name in launched for name in ("backward_kernel", "dkdv_kernel")) != case.forward_only
-    assert [f"{case.description}\n  {x}" for x in compare(results, case, expected(case)) if not x.ok] == []
+    return [f"{case.description}\n  {x}" for x in compare(results, case, expected(case)) if not x.ok]
+
+
+@pytest.mark.parametrize("problem", [*PROBLEMS, *MASK_VARIANTS])
+def test_random_problems_are_within_the_bound(problem: str) -> None:
+    assert wrong(case_of(problem)) == []
+
+
+class Bug(NamedTuple):
+    """A mistake in device functions of formulas, or in a kernel that calls them, and a problem that shows it."""
+
+    name: str
+    file: str  # below `backend`
+    old: str
+    new: str
+    problem: str
+
+
+STAGED, FORMULAS, FUNCTIONS = "gpu/staged.py", "hopper/formulas.py", "hopper/kernels/shared/functions.py"
+SHARED, MAINLOOP = "hopper/kernels/shared", "hopper/kernels/forward/mainloop.py"
+BUGS = (
+    Bug("negative factors in the softmax", MAINLOOP, "factor > SMALLEST_FACTOR", "factor != 0", "signed, full 128"),
+    Bug("elements of the first head", f"{SHARED}/score_mod.py", "SCORE_MOD.head(sequence_index(params, b), head + ",
+        "SCORE_MOD.head(sequence_index(params, b), ", "signed, full 128"),
+    Bug("scale after a term", FORMULAS, " and is_homogeneous(formula)", "", "relative_position, full 64"),
+    Bug("distances of the first block", f"{SHARED}/distances.py", "(first + base)", "(base)", "decay, full 128"),
+    Bug("mask function ignored", STAGED, "self.where(visible, score, self.constant(-math.inf, REAL))", "score",
+        "causal by head 64"),
+    Bug("derivative of hidden pairs", STAGED, 'x if x.inputs <= {"b", "h"} else self', "x if True else self",
+        "causal by head, undefined 64"),
+    Bug("run past the tensor's end", FUNCTIONS, "run.stop <= size", "run.stop > 0", "documents, full 128"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
+def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
+    folder = tmp_path / f"formula_bug{BUGS.index(bug)}"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    planted = nullcontext()
+    if bug.file == STAGED:
+        planted = seeded_bugs.planted(seeded_bugs.Bug(bug.name, "backend.gpu.staged", bug.old, bug.new))
+    else:
+        file = folder / bug.file.removeprefix("hopper/")
+        file.write_text(seeded_bugs.with_mistake(file.read_text(), bug.name, bug.old, bug.new))
+    with planted:
+        try:
+            assert wrong(case_of(bug.problem, (65, 130)), folder)
+        except EmulationError:
+            return

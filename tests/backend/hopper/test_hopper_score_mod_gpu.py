@@ -1,4 +1,6 @@
-"""score_mod in the Hopper kernels on a GPU: `pytest -m gpu tests/backend/hopper/test_hopper_score_mod_gpu.py`.
+"""score_mod and mask functions in the Hopper kernels on a GPU:
+
+    pytest -m gpu tests/backend/hopper/test_hopper_score_mod_gpu.py
 
 A barrier that is never signaled hangs: a test that takes too long ends the process and prints the stack.
 """
@@ -7,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_score_mods import PROBLEMS, expected, score_mod_case
+from hopper_score_mods import MASK_VARIANTS, PROBLEMS, expected, mask_case, score_mod_case
 from hopper_variants import LONGER
 from torch import Tensor
 
@@ -25,11 +27,11 @@ pytestmark = [
 SEEDS = 4  # problems of each
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("problem", [*PROBLEMS, *MASK_VARIANTS])
 def test_random_problems_are_within_the_bound(problem: str) -> None:
     failures = []
     for seed in range(SEEDS):
-        case = score_mod_case(problem, seed, "cuda")
+        case = (score_mod_case if problem in PROBLEMS else mask_case)(problem, seed, "cuda")
         if case.arguments.get("max_seqlen_q", LONGER[0]) < LONGER[0]:  # only zero-length sequences
             continue
         with poisoned_allocation():

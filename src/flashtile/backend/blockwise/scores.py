@@ -17,15 +17,18 @@ from ...expression import mask_mod_function, score_mod_function
 from . import rng
 from .functions import call_mask_mod, call_score_mod
 from .masking import all_of, window_visible
-from .tiles import Slab
+from .tiles import Slab, TileShape
 
 
 class Tile(NamedTuple):
-    """A rectangle of scores: positions relative to the slab, and whether the window shows every pair in it."""
+    """A rectangle of scores: positions relative to the slab, and whether the window shows every pair in it, and whether
+    the mask function does.
+    """
 
     rows: slice
     keys: slice
     full: bool
+    unmasked: bool = False
 
 
 class Scores:
@@ -54,6 +57,7 @@ class Scores:
         self.mask_mod = None if settings.mask_mod is None else mask_mod_function(settings.mask_mod)
         self.score_mod_tensors, self.mask_mod_tensors = captured[:of_score], captured[of_score:]
         self.seed = tensors.dropout_seed if settings.dropout_p > 0 else None
+        self.mask_states: dict[TileShape, list[list[int]] | None] = {}  # of tiles, by `tiled.blocks`
 
     def positions(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """Positions of the tile's rows `[M, 1]` and keys `[N]` in the whole sequence."""
@@ -70,7 +74,7 @@ class Scores:
             conditions += [] if in_window is None else [in_window]
         if self.mask is not None:
             conditions.append(tile_part(self.mask, tile))
-        if self.mask_mod is not None:
+        if self.mask_mod is not None and not tile.unmasked:
             conditions.append(self.visible_by_function(tile))
         if query_exists is not None:
             conditions.append(query_exists[:, None, :, None])

@@ -14,6 +14,7 @@ from ..epilogue import RowStats, requested_from_rows
 from ..scalars import rows_last
 from . import arguments as args
 from . import targets, threads, workspace
+from .blocks import BlockTable, table_strides, table_tensors
 from .captured_gradients import CapturedGradients, captured_gradients
 from .epilogue import gather_pages, scatter_to_pages, slope_gradient, without_padding
 from .jit import function_address
@@ -128,6 +129,7 @@ def run_backward(
     t, (q, k, v), launch = call.tensors, inputs, step.launch
     captured, dcaptured = args.captured_tensors(call), step.captured.allocate(rows.lse.dtype)
     tensors = {**rows._asdict(), **buffers._asdict(), **args.captured_table([*captured, *dcaptured])}
+    tensors |= table_tensors(launch.blocks, call)
     run(launch, args.input_tensors(call, q, k, v) | {name: x for name, x in tensors.items() if x is not None})
     del captured
     dq, dslopes = buffers.dq, buffers.dslopes
@@ -239,8 +241,10 @@ def backward_launch(
     split_keys = chunk(lengths.max_seqlen_k, split.splits)
     total_keys = min(split_keys, lengths.max_seqlen_k) if lengths.max_rows > sums.ROWS_PER_CARRY else 0
     layout = (variant.real_type, rows, lanes, *widths, total_keys)
+    table = BlockTable.of(call, lengths, rows)
     values |= {
         **args.lse_strides(lse),
+        **table_strides(table),
         **({} if dbias is None else args.pair_strides("dbias", dbias)),
         "dq_split": 0 if dq is None else dq.stride(0),
         "sequences": lengths.table.ctypes.data,
@@ -256,4 +260,4 @@ def backward_launch(
     }
     worker = threads.WORKER(backward_address(variant, targets.host()))
     count = min(split.tasks, max_threads(call, lengths, rows))
-    return KernelLaunch(worker, args.pack(values), count, values["work_size"], lengths, split.splits)
+    return KernelLaunch(worker, args.pack(values), count, values["work_size"], lengths, split.splits, blocks=table)

@@ -12,6 +12,7 @@ from ...call.problem import accumulation_dtype
 from ..scalars import rows_last
 from . import arguments as args
 from . import targets, threads, workspace
+from .blocks import BlockTable, table_strides, table_tensors
 from .jit import function_address
 from .launch import KernelLaunch, TensorSpec, run
 from .lengths import chunk, lengths, max_threads
@@ -63,6 +64,7 @@ def run_forward(
     q, k, v = inputs
     captured = args.captured_tensors(call)
     tensors = args.input_tensors(call, q, k, v) | args.captured_table(captured) | {"out": out, "lse": lse}
+    tensors |= table_tensors(launch.blocks, call)
     if launch.splits > 1:
         shape = (launch.splits, *lse.shape)
         partial_out, partial_lse = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)
@@ -91,7 +93,9 @@ def forward_launch(
     of_call = lengths(call, values["num_heads_kv"], values["groups"], panels * rows)
     splits = call.settings.num_splits or plan.num_splits
     widths = q.shape[-1], v.shape[-1]
+    table = BlockTable.of(call, of_call, rows)
     values |= {
+        **table_strides(table),
         **args.strides("out", out),
         **args.lse_strides(lse),
         "sequences": of_call.table.ctypes.data,
@@ -110,6 +114,7 @@ def forward_launch(
         of_call,
         splits,
         (TensorSpec.of(out), TensorSpec.of(lse)),
+        table,
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import arguments as args
 from . import threads
+from .blocks import BlockTable
 from .lengths import Lengths
 
 
@@ -36,6 +37,7 @@ class KernelLaunch(NamedTuple):
     lengths: Lengths
     splits: int = 1
     results: tuple[TensorSpec, ...] = ()
+    blocks: BlockTable | None = None
 
 
 def run(launch: KernelLaunch, tensors: dict[str, Tensor]) -> None:

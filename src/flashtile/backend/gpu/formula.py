@@ -86,11 +86,7 @@ class Writer:
 
     def load(self, tensor: int, indices: Sequence[Value]) -> Value:
         language, first, kind = self.language, self.first(tensor), LOADED[self.tensors[tensor].dtype]
-        ndim = self.tensors[tensor].ndim
-        to_wide = f".to({language}.int64)" if self.wide else ""
-        steps = [
-            (len(x.inputs), f"{x.name} * captured[{first + 1 + ndim + n}]{to_wide}") for n, x in enumerate(indices)
-        ]
+        steps = [(len(x.inputs), self.offset(tensor, n, indices)) for n, x in enumerate(indices)]
         # What varies least is added first: sums of numbers stay numbers.
         pointer = " + ".join([f"captured[{first}]", *(text for _, text in sorted(steps, key=lambda step: step[0]))])
         mask = self.inside(tensor, indices)
@@ -101,8 +97,18 @@ class Writer:
         elif inputs >= {"q_idx", "k_idx"}:
             loaded = f"load_pairs({pointer}, {mask}, {other}, {self.size_text(tensor, 0)})"
         else:
-            loaded = f"{language}.load({pointer}, mask={mask}, other={other})"
+            loaded = self.load_masked(pointer, mask, other, tensor, indices)
         return self.line(f"{loaded} != 0" if kind == BOOL else f"{loaded}.to({language}.{DTYPES[kind]})", *indices)
+
+    def offset(self, tensor: int, dimension: int, indices: Sequence[Value]) -> str:
+        """The text of an index in elements."""
+        to_wide = f".to({self.language}.int64)" if self.wide else ""
+        stride = self.first(tensor) + 1 + self.tensors[tensor].ndim + dimension
+        return f"{indices[dimension].name} * captured[{stride}]{to_wide}"
+
+    def load_masked(self, pointer: str, mask: str, other: str, tensor: int, indices: Sequence[Value]) -> str:
+        """The text of a load that depends on no pair."""
+        return f"{self.language}.load({pointer}, mask={mask}, other={other})"
 
     def position(self, tensor: int, indices: Sequence[Value]) -> Value:
         """The number of an element in the tensor's order; -1 outside of the tensor."""

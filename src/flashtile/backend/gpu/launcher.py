@@ -6,7 +6,6 @@ with any other version of Triton, Triton launches the kernels.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -19,11 +18,10 @@ from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
 from ...remember import remember
 from .pointers import Slot, Slots
+from .step import Step
 
 MOST_ADDRESSES = 256
 STREAM = 3  # the index of the stream among the arguments
-
-Step = Callable[[list[Tensor | None]], None]
 
 
 def of(compiled: Any, programs: int, arguments: dict[str, Any], slots: Slots, by_triton: Step) -> Step | None:

@@ -14,6 +14,17 @@ class Described(NamedTuple):
     given: Any
 
 
+class TmaDescriptor(NamedTuple):
+    """A tensor as TMA sees it. Triton's `TensorDescriptor` has the same attributes, but needs Triton."""
+
+    base: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    swizzled: bool = True  # shared memory in the default layout of a box; else row by row
+    padding: str = "zero"
+
+
 Pointers = Mapping[str, Tensor | Described | None]
 
 
@@ -25,7 +36,7 @@ class Slot(NamedTuple):
     given: Any = None
 
     def resolve(self, tensors: Sequence[Tensor | None]) -> Any:
-        """The argument that Triton takes for the pointer."""
+        """The kernel's argument: a tensor or a `TmaDescriptor`."""
         x: Any = tensors[self.index]
         return x if self.describe is None else self.describe(x, self.given)
 

@@ -5,17 +5,48 @@ does, and starts kernels with `launch`. `record` does the same and also returns 
 steps for other tensors with the same layouts, without the work that led to them.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import private_torch
-from .launch import Step, launch, replayable
-from .pointers import Described, Pointers, Slot
+from .launch import launch, replayable
+from .pointers import Described, Pointers, Slot, Slots, resolved
+from .step import Step
 
 Results = Sequence[Tensor | None]
+
+
+class Launch(NamedTuple):
+    """A launch that was collected instead of executed."""
+
+    kernel: Any
+    scalars: dict[str, Any]
+    slots: Slots
+    tensors: list[Tensor | None]
+
+    @property
+    def pointers(self) -> dict[str, Any]:
+        """Arguments that have addresses, by name."""
+        return resolved(self.slots, self.tensors)
+
+
+_collected: ContextVar[list[Launch] | None] = ContextVar("collected", default=None)
+
+
+@contextlib.contextmanager
+def collected_launches() -> Iterator[list[Launch]]:
+    """Inside, launches are collected instead of executed. Tensors have shapes, but no values."""
+    found: list[Launch] = []
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
 
 
 class Recorder:
@@ -74,7 +105,9 @@ class Recorder:
         if programs == 0:
             return
         slots = {name: self._slot(x) for name, x in pointers.items()}
-        if self.keep:
+        if (collected := _collected.get()) is not None:
+            collected.append(Launch(kernel, scalars, slots, [*self.tensors]))
+        elif self.keep:
             self.steps.append(replayable(kernel, programs, scalars, slots, self.tensors))
         else:
             launch(kernel, programs, scalars, slots, self.tensors)

@@ -1,12 +1,16 @@
-"""A formula as four device functions, so that a kernel loads an element of a captured tensor as seldom as it varies.
+"""Formulas as device functions, so that a kernel loads an element of a captured tensor as seldom as it varies.
 
     def head(b, h, captured): ... return (LOADED, ..., h)
     def rows(b, h, q_idx, captured): ... return (LOADED, ..., h)
-    def keys(b, h, k_idx, captured): ... return (LOADED, ..., h)
-    def pairs(score, b, h, q_idx, k_idx, distance, captured, head, rows, keys): ... return (OUTPUT, ...)
+    def keys(b, h, k_idx, captured, run): ... return (LOADED, ..., h)
+    def pairs(score, b, h, q_idx, k_idx, distance, real_distance, captured, head, rows, keys): ... return (OUTPUT, ...)
+    def factor(b, h, captured, head): ... return (FACTOR,)
 
 Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
-`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs.
+`run` is `k_idx` and the first index after them, or `None`: then keys need not be consecutive.
+`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs, and `real_distance` the same number.
+Only a formula that is the score times a number of the head has `factor`, that number. Of hidden pairs, the new score
+is -inf.
 """
 
 import functools
@@ -16,11 +20,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...expression.formula import Formula
-from ...expression.program import TensorType, emit
+from ...expression.program import REAL, TensorType, emit
+from ...expression.scaling import is_head_factor
 from .formula import OPERATIONS, Value, Writer
 
 COMPARISONS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}  # and those of -x and -y
 STAGES = {"head": ("b", "h"), "rows": ("b", "h", "q_idx"), "keys": ("b", "h", "k_idx")}
+MORE = {"keys": ("run",)}  # parameters
 ALWAYS = "h"  # the last result of a stage: there is no empty tuple
 
 
@@ -32,41 +38,61 @@ class Line(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """The texts of the four device functions, and the inputs on which the derivative depends."""
+    """The texts of the device functions, and the inputs on which the derivative depends."""
 
     texts: dict[str, str]
     derivative_inputs: frozenset[str]
 
 
-def staged_source(formula: Formula, *, partial: bool, wide: bool, language: str) -> Staged:
-    """Device functions of which `pairs` returns the new score; with `partial`, also its derivative by the score.
-    `wide`: offsets into captured tensors have 64 bits.
+def staged_source(
+    formula: Formula,
+    mask: Formula | None = None,
+    *,
+    partial: bool,
+    wide: bool,
+    contiguous: Sequence[bool],
+    language: str,
+) -> Staged:
+    """Device functions of a score_mod, of which `pairs` returns the new score; with `partial`, also its derivative by
+    the score. `mask` is a mask function among the same tensors. `wide`: offsets into captured tensors have 64 bits.
+    `contiguous`: which captured tensors have contiguous last dimensions.
     """
-    writer = StagedWriter(formula.tensors, language, wide)
+    writer = StagedWriter(formula.tensors, language, wide, contiguous)
     results = [*emit(formula.program, writer)]
+    derivative = emit(formula.partials().program, writer)[0]
     if partial:
-        results.append(writer.where_visible(results[0], emit(formula.partials().program, writer)[0]))
+        results.append(writer.where_visible(results[0], derivative))
+    if mask is not None:
+        results = writer.masked(results, emit(mask.program, writer)[0])
+    factor = derivative if mask is None and is_head_factor(formula) else None
     lines = {value.name: Line(text, value) for text, value in writer.values.items()}
     stages = {name: stage_of(lines[name].value) for name in writer.loaded}
     texts, replaced = {}, {}
     for stage, parameters in STAGES.items():
         loaded = [name for name in writer.loaded if stages[name] == stage]
         replaced |= {name: f"{stage}[{n}]" for n, name in enumerate(loaded)}
-        texts[stage] = function(stage, (*parameters, "captured"), needed(lines, loaded), (*loaded, ALWAYS))
+        texts[stage] = function(
+            stage, (*parameters, "captured", *MORE.get(stage, ())), needed(lines, loaded), (*loaded, ALWAYS)
+        )
     lines = {name: x._replace(text=replaced.get(name, x.text)) for name, x in lines.items()}
     outputs = [x.name for x in results]
-    parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "captured", *STAGES)
+    parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "real_distance", "captured", *STAGES)
     texts["pairs"] = function("pairs", parameters, needed(lines, outputs), tuple(outputs))
+    if factor is not None:
+        parameters = ("b", "h", "captured", "head")
+        texts["factor"] = function("factor", parameters, needed(lines, [factor.name]), (factor.name,))
     return Staged(texts, results[-1].inputs)
 
 
 class StagedWriter(Writer):
     """A writer that knows which lines load, and takes differences of positions from `distance`."""
 
-    def __init__(self, tensors: Sequence[TensorType], language: str, wide: bool):
+    def __init__(self, tensors: Sequence[TensorType], language: str, wide: bool, contiguous: Sequence[bool]):
         super().__init__(tensors, language, wide)
+        self.contiguous = contiguous
         self.loaded: dict[str, None] = {}  # names, in order
         self.numbers: dict[str, float] = {}  # of constants
+        self.reals = {"distance": Value("real_distance", frozenset(("q_idx", "k_idx")))}  # of integers, by name
         self.selected: dict[str, tuple[Value, Value, Value]] = {}  # operands of `where`
         for op in ("sub", *COMPARISONS):
             setattr(self, op, functools.partial(self.by_distance, op))
@@ -76,10 +102,46 @@ class StagedWriter(Writer):
         self.loaded[value.name] = None
         return value
 
+    def offset(self, tensor: int, dimension: int, indices: Sequence[Value]) -> str:
+        if dimension < self.tensors[tensor].ndim - 1 or not self.contiguous[tensor]:
+            return super().offset(tensor, dimension, indices)
+        name = indices[dimension].name
+        by_key = frozenset[str]().union(*(x.inputs for x in indices)) <= {*STAGES["keys"]}
+        return "in_run(k_idx, run)" if name == "k_idx" and by_key else f"{name}.to({self.language}.int64)"
+
+    def load_masked(self, pointer: str, mask: str, other: str, tensor: int, indices: Sequence[Value]) -> str:
+        """A load for each key of a run needs no masks if the run is inside of the tensor."""
+        others = frozenset().union(*(x.inputs for x in indices[:-1]))
+        if not self.contiguous[tensor] or indices[-1].name != "k_idx" or "k_idx" in others:
+            return super().load_masked(pointer, mask, other, tensor, indices)
+        last = len(indices) - 1
+        tests = [f"inside({x.name}, {self.size_text(tensor, n)})" for n, x in enumerate(indices[:-1])]
+        before = " & ".join(tests) or "True"
+        return f"load_run({pointer}, {mask}, {other}, {before}, {self.size_text(tensor, last)}, run)"
+
     def constant(self, value: float, kind: str) -> Value:
         x = super().constant(value, kind)
         self.numbers[x.name] = value
         return x
+
+    def neg(self, x: Value) -> Value:
+        value = self.line(OPERATIONS["neg"].format(x.name), x)
+        if x.name in self.reals:  # there is no integer -0
+            self.reals[value.name] = self.line(f"0.0 - {self.reals[x.name].name}", x)
+        return value
+
+    def abs(self, x: Value) -> Value:
+        value = self.line(OPERATIONS["abs"].format(x.name, language=self.language), x)
+        if x.name in self.reals:
+            self.reals[value.name] = self.line(
+                OPERATIONS["abs"].format(self.reals[x.name].name, language=self.language), x
+            )
+        return value
+
+    def cast(self, x: Value, source: str, kind: str) -> Value:
+        if kind == REAL and x.name in self.reals:
+            return self.reals[x.name]
+        return super().cast(x, source, kind)
 
     def where(self, condition: Value, x: Value, y: Value) -> Value:
         value = self.line(
@@ -100,6 +162,14 @@ class StagedWriter(Writer):
             return derivative
         hides = self.numbers.get(hidden.name) == -math.inf and self.numbers.get(zero.name) == 0
         return visible if hides else derivative
+
+    def masked(self, results: list[Value], visible: Value) -> list[Value]:
+        """The score of visible pairs, and its derivative where that may be NaN in hidden ones."""
+        score, *derivatives = results
+        return [
+            self.where(visible, score, self.constant(-math.inf, REAL)),
+            *(x if x.inputs <= {"b", "h"} else self.where(visible, x, self.constant(0.0, REAL)) for x in derivatives),
+        ]
 
     def by_distance(self, op: str, x: Value, y: Value) -> Value:
         """A difference or comparison; of a query's and a key's positions, by their distance."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...call.call import Call, Needs, Tensors, new_rows
 from ...call.device import describe_device
 from ..epilogue import RowStats, requested_from_rows
+from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder
 from ..scalars import (
@@ -19,18 +20,17 @@ from ..scalars import (
     head_terms,
     lse_strides,
     rows_last,
-    score_units,
     strides,
     window_numbers,
 )
 from . import formulas
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
-from .kernels.preprocess import preprocess_kernel
 from .semaphores import tile_count_semaphore
 from .tables import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
 
 L2_BYTES = 24 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
 WARPS = 4
+PREPROCESS = Kernel(f"{__package__}.kernels.preprocess", "preprocess_kernel")
 
 
 class BlockCounts(NamedTuple):
@@ -100,10 +100,10 @@ class BackwardLaunches:
             **lse_strides(lse),
             **dlse_strides(dlse),
             "columns": self.config.head_dim_v.columns_of(out),
+            "dq_parts": self.config.dq_parts,
             "HEAD_DIM": self.config.head_dim_v,
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,
-            "DQ_PARTS": self.config.dq_parts,
             "num_warps": WARPS,
         }
         pointers = {
@@ -111,7 +111,7 @@ class BackwardLaunches:
             "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta,
             "dq_semaphore": dq_semaphore, "cu_seqlens_q": self.cu_seqlens_q,
         }  # fmt: skip
-        self.recorder.launch(preprocess_kernel, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
+        self.recorder.launch(PREPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
 
     def input_pointers(self) -> Pointers:
         """Descriptors and pointers of the inputs."""
@@ -153,7 +153,7 @@ class BackwardLaunches:
     def common_scalars(self) -> dict[str, Any]:
         """Scalars of all kernels that compute gradients."""
         return {
-            **score_units(self.call),
+            **formulas.units(self.call),
             **window_numbers(self.call),
             "group": self.q.shape[1] // self.k.shape[1],
             "padded_rows": self.padded_rows,
@@ -175,7 +175,6 @@ class BackwardLaunches:
             "total_heads": self.batch * heads_k,
             "l2_swizzle": 0 if self.packed else self.l2_swizzle(bytes_per_row),
             "num_heads_k": heads_k,
-            "CONFIG": self.config,
         }
 
     def l2_swizzle(self, bytes_per_row: int) -> int:

@@ -10,16 +10,18 @@ from ...call.call import Call, Tensors, lse_shape, new_rows
 from ...call.device import describe_device
 from ...call.plan import Plan
 from ..gpu import replay
+from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
-from ..scalars import head_strides, head_terms, rows_last, score_units, strides, window_numbers
+from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
 from .descriptors import dense_descriptor, ragged_descriptor
-from .formulas import launch
-from .kernels.combine import combine_kernel
-from .kernels.forward.forward import forward_kernel
+from .formulas import launch, units
 from .scheduler_args import scheduler_args
 from .semaphores import tile_count_semaphore
 from .tables import ALIGN, COMBINE_ROWS, MMA_M, ForwardConfig
+
+FORWARD = Kernel(f"{__package__}.kernels.forward.forward", "forward_kernel")
+COMBINE = Kernel(f"{__package__}.kernels.combine", "combine_kernel")
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -67,7 +69,7 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
         "seqused_k": recorder.contiguous(t.seqused_k),
     }
     call = call._replace(tensors=t)
-    launch(recorder, call, forward_kernel, pointers, *launch_scalars(call, config))
+    launch(recorder, call, FORWARD, pointers, *launch_scalars(call, config))
     if config.splits > 1:
         combine_splits(recorder, config, results, (out, lse))
     return out, lse
@@ -95,13 +97,13 @@ def combine_splits(
         "total_heads": batch * heads,
         "seqlen_q": seqlen_q,
         "columns": config.head_dim_v.columns_of(out),
-        "SPLITS": config.splits,
+        "num_splits": config.splits,
         "HEAD_DIM_V": config.head_dim_v,
         "ALIGN": ALIGN,
         "BLOCK_M": COMBINE_ROWS,
         "num_warps": 4,
     }
-    recorder.launch(combine_kernel, pointers, num_tiles * batch * heads, scalars)
+    recorder.launch(COMBINE, pointers, num_tiles * batch * heads, scalars)
 
 
 def __getattr__(name: str) -> Any:
@@ -122,11 +124,12 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
     return min(describe_device(t.q.device).cores, scheduling["num_tiles"]), {
         **scheduling,
         "stride_lse": scheduling["seqlen_q"],
-        **score_units(call),
+        **units(call),
         **window_numbers(call),
         **head_strides(t, absent=0),
         "num_heads": t.q.shape[1],
         "group": t.q.shape[1] // t.k.shape[1],
-        "CONFIG": config,
+        "num_splits": config.splits if config.splits > 1 else None,
+        "CONFIG": config.compiled,
         "num_warps": 4,
     }

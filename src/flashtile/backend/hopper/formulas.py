@@ -1,4 +1,4 @@
-"""Device functions of score_mod formulas, and the launch of kernels with them.
+"""Device functions of score_mod and mask formulas, and the launch of kernels with them.
 
 They are part of a kernel's constant CONFIG, so that Triton compiles a kernel once for each formula. Their source is
 part of the key under which Triton keeps compiled kernels, in memory and on disk.
@@ -10,19 +10,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...call.call import Call
-from ...call.formulas import score_formula
+from ...call.formulas import mask_formula, score_formula
 from ...expression import Formula
+from ...expression.program import REAL, Instruction, Program
+from ...expression.scaling import is_homogeneous
 from ..gpu.captured import captured_pointers, captured_scalars, needs_wide_offsets
 from ..gpu.generated import defined
 from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
 from ..gpu.staged import staged_source
-from .kernels.shared import functions
-from .kernels.shared.captured import ORIGIN, with_captured
+from ..scalars import score_units
 from .tables import DkdvConfig, DqConfig, ForwardConfig, FusedBackwardConfig
 
 Config = ForwardConfig | FusedBackwardConfig | DqConfig | DkdvConfig
-CALLED = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "load_pairs", "KEEP_NAN")
+CALLED = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "KEEP_NAN")
+THE_SCORE = Program((Instruction("input", REAL, value="score"),), (0,))
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,24 @@ class ScoreModFunctions:
     rows: Any = field(compare=False, repr=False)
     keys: Any = field(compare=False, repr=False)
     pairs: Any = field(compare=False, repr=False)
+    factor: Any = field(default=None, compare=False, repr=False)  # of a formula that is the score times a number
 
     def __repr__(self) -> str:
         """Key of the sources and of all that they call, for Triton's disk cache."""
-        keys = (getattr(x, "cache_key", self.source) for x in (self.head, self.rows, self.keys, self.pairs))
+        keys = (
+            getattr(x, "cache_key", self.source) for x in (self.head, self.rows, self.keys, self.pairs, self.factor)
+        )
         return hashlib.sha256(" ".join(keys).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=1024)
-def score_mod_functions(formula: Formula, *, partial: bool, wide: bool) -> ScoreModFunctions:
-    """The device functions of a formula. For the parameters see `backend.gpu.staged`."""
-    texts, inputs = staged_source(formula, partial=partial, wide=wide, language="gl")
+def score_mod_functions(
+    formula: Formula, mask: Formula | None, *, partial: bool, wide: bool, contiguous: tuple[bool, ...]
+) -> ScoreModFunctions:
+    """The device functions of formulas. For the parameters see `backend.gpu.staged`."""
+    from .kernels.shared import functions  # imports Triton
+
+    texts, inputs = staged_source(formula, mask, partial=partial, wide=wide, contiguous=contiguous, language="gl")
     source = "".join(texts.values())
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     names = {name: getattr(functions, name) for name in CALLED}
@@ -59,21 +68,43 @@ def score_mod_functions(formula: Formula, *, partial: bool, wide: bool) -> Score
     return ScoreModFunctions(source, "score" not in inputs, inputs <= {"b", "h"}, **jitted)
 
 
+def formulas_of(call: Call) -> tuple[Formula | None, Formula | None]:
+    """The formulas of a call's score_mod, which is that of the score where there is a mask function alone, and of its
+    mask function.
+    """
+    formula, mask = score_formula(call), mask_formula(call)
+    if formula is None and mask is not None:
+        formula = Formula(THE_SCORE, mask.tensors)
+    return formula, mask
+
+
+def units(call: Call) -> dict[str, Any]:
+    """The scalars of `score_units`. With a score_mod through which factors pass, the softmax still takes the scale."""
+    formula = score_formula(call)
+    if formula is not None and is_homogeneous(formula):
+        call = call._replace(settings=call.settings._replace(score_mod=None))
+    return score_units(call)
+
+
 def launch(
     recorder: Recorder, call: Call, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any],
     partial: bool = False,
 ) -> None:  # fmt: skip
-    """Launch a kernel for a call, with the device functions of its score_mod; `partial`: also of its derivative.
+    """Launch a kernel for a call, with the device functions of its score_mod and mask; `partial`: also of a derivative.
     `call.tensors` belong to the recorder.
     """
     s, tensors = call.settings, call.tensors.score_mod_tensors
-    if (formula := score_formula(call)) is None:
+    formula, mask = formulas_of(call)
+    if formula is None:
         scalars = {**scalars, "inputs": None}
     else:
+        from .kernels.shared.captured import ORIGIN, with_captured  # imports Triton
+
         wide = any(needs_wide_offsets(x) for x in tensors)
-        kernel = with_captured(kernel, tuple(x.dim() for x in tensors))
+        kernel = with_captured(kernel.function(), tuple(x.dim() for x in tensors))
         config: Config = scalars["CONFIG"]
-        functions = score_mod_functions(formula, partial=partial, wide=wide)
+        contiguous = tuple(x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] <= 1) for x in tensors)
+        functions = score_mod_functions(formula, mask, partial=partial, wide=wide, contiguous=contiguous)
         scalars = {
             **scalars,
             **captured_scalars(tensors),

@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, Needs, Tensors
+from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import WARPS, BackwardLaunches
 from .descriptors import dq_accum_descriptor
-from .kernels.add_splits import add_splits_kernel
-from .kernels.backward.fused import backward_kernel
-from .kernels.postprocess import postprocess_kernel
 from .tables import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
+
+BACKWARD = Kernel(f"{__package__}.kernels.backward.fused", "backward_kernel")
+ADD_SPLITS = Kernel(f"{__package__}.kernels.add_splits", "add_splits_kernel")
+POSTPROCESS = Kernel(f"{__package__}.kernels.postprocess", "postprocess_kernel")
 
 
 class FusedBackward(BackwardLaunches):
@@ -45,7 +47,13 @@ class FusedBackward(BackwardLaunches):
             "dq_semaphore": self.dq_semaphore,
         }
         bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + self.dq_accum.element_size())
-        self.launch(backward_kernel, pointers, self.programs, self.key_kernel_scalars(bytes_per_row))
+        scalars = {
+            **self.key_kernel_scalars(bytes_per_row),
+            "row_splits": self.config.row_splits if splits else None,
+            "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 else None,
+            "CONFIG": self.config.compiled,
+        }
+        self.launch(BACKWARD, pointers, self.programs, scalars)
         if splits:
             dk, dv = (self.add_splits(x, dx) for x, dx in zip((dk, dv), self.new_dk_dv(), strict=True))
         return self.postprocess(), dk, dv
@@ -65,13 +73,13 @@ class FusedBackward(BackwardLaunches):
             "num_heads": heads,
             "seqlen": seqlen_k,
             "columns": self.config.head_dim.columns_of(dx),
-            "SPLITS": self.config.row_splits,
+            "row_splits": self.config.row_splits,
             "HEAD_DIM": self.config.head_dim,
             "ALIGN": ALIGN,
             "BLOCK_N": COMBINE_ROWS,
             "num_warps": WARPS,
         }
-        self.recorder.launch(add_splits_kernel, {"splits": splits, "dx": dx}, num_tiles * batch * heads, scalars)
+        self.recorder.launch(ADD_SPLITS, {"splits": splits, "dx": dx}, num_tiles * batch * heads, scalars)
         return dx
 
     def postprocess(self) -> Tensor:
@@ -82,10 +90,10 @@ class FusedBackward(BackwardLaunches):
             **strides("dq", dq, ALIGN),
             "scale": self.call.settings.scale,
             "columns": self.config.head_dim.columns_of(dq),
+            "dq_parts": self.config.dq_parts,
             "HEAD_DIM": self.config.head_dim,
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,
-            "DQ_PARTS": self.config.dq_parts,
             "num_warps": WARPS,
         }
         pointers = {
@@ -94,5 +102,5 @@ class FusedBackward(BackwardLaunches):
             "dq": dq,
             "cu_seqlens_q": self.cu_seqlens_q,
         }
-        self.recorder.launch(postprocess_kernel, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
+        self.recorder.launch(POSTPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
         return dq

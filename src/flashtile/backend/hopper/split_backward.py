@@ -3,13 +3,15 @@
 from torch import Tensor
 
 from ...call.call import Call, Needs, Tensors
+from ..gpu.kernel import Kernel
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import BackwardLaunches
-from .kernels.dkdv.dkdv import dkdv_kernel
-from .kernels.dq.dq import dq_kernel
 from .scheduler_args import scheduler_args
 from .tables import ALIGN, SplitBackwardConfig
+
+DKDV = Kernel(f"{__package__}.kernels.dkdv.dkdv", "dkdv_kernel")
+DQ = Kernel(f"{__package__}.kernels.dq.dq", "dq_kernel")
 
 
 class SplitBackward(BackwardLaunches):
@@ -37,7 +39,7 @@ class SplitBackward(BackwardLaunches):
             "CONFIG": self.dq_config,
         }
         pointers = {**self.input_pointers(), "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta, "dq": dq}
-        self.launch(dq_kernel, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
+        self.launch(DQ, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
         return dq
 
     def launch_dkdv(self) -> tuple[Tensor, Tensor]:
@@ -49,7 +51,8 @@ class SplitBackward(BackwardLaunches):
             **strides("dv", dv, ALIGN),
             "columns": self.config.head_dim.columns_of(self.k),
             "columns_v": self.config.head_dim_v.columns_of(self.v),
+            "CONFIG": self.config,
         }
         pointers = {**self.input_pointers(), **self.row_stats_pointers(), "dk": dk, "dv": dv}
-        self.launch(dkdv_kernel, pointers, self.programs, scalars)
+        self.launch(DKDV, pointers, self.programs, scalars)
         return dk, dv

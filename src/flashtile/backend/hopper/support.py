@@ -83,8 +83,6 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it supports bfloat16 and float16 inputs only"
     if problem.layout == "paged":
         return "it does not support paged KV caches"
-    if problem.mask_mod is not None:
-        return "it does not support mask functions"
     if widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
         return f"it supports head dimensions that are multiples of {HEAD_DIM_STEP} up to {WIDTHS[-1][0]}"
     unsupported = [name for name in ("mask", "bias") if getattr(problem.features, name) is not None]
@@ -94,8 +92,9 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"it does not support {' or '.join(unsupported)}"
     if (reason := problem.untraced) is not None:
         return reason
-    if isinstance(problem.score_mod, Formula) and (reason := unsupported_tensor(problem.score_mod)) is not None:
-        return reason
+    for formula in (problem.score_mod, problem.mask_mod):
+        if isinstance(formula, Formula) and (reason := unsupported_tensor(formula)) is not None:
+            return reason
     if problem.alignment < TMA_ALIGNMENT:
         return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
@@ -119,6 +118,7 @@ def defers(problem: Problem, device: Device) -> str | None:
     caps = problem.softcap or (isinstance(problem.score_mod, Formula) and problem.score_mod.operations & CAPS)
     if caps and widths(problem) == (64, 64):
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
+    # Mask functions never defer: those that Triton computes faster are still to be measured.
     if max(problem.head_dim, problem.head_dim_v) <= NARROW:
         return f"up to head dimension {NARROW}, narrower kernels are faster"
     if is_decoding(problem):

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ...call.device import Device
 from ...call.problem import Problem
-from ..gpu.installed import triton_version
+from ...expression import Formula
+from ...expression.scaling import is_head_factor
+from ..gpu.archive import compiler_version
 from .widths import widths
 
 MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
@@ -89,6 +91,16 @@ class ForwardConfig(Constexpr):
     def block_m(self) -> int:
         return MMA_M * self.num_warpgroups
 
+    @property
+    def head_factor(self) -> bool:
+        """Whether the score_mod is the score times a number of the head."""
+        return self.score_mod is not None and self.score_mod.factor is not None
+
+    @property
+    def compiled(self) -> "ForwardConfig":
+        """The part that a kernel is compiled for: a number of splits is an argument."""
+        return replace(self, splits=1)
+
     def with_splits(self, splits: int) -> "ForwardConfig":
         """The same kernel with split keys. Columns of fp32 take twice the staging memory."""
         return self if splits == 1 else replace(self, splits=splits, epilogue_columns=self.epilogue_columns // 2)
@@ -126,6 +138,11 @@ class FusedBackwardConfig(Constexpr):
     kind: Literal["fused"] = "fused"
 
     @property
+    def compiled(self) -> "FusedBackwardConfig":
+        """The part that a kernel is compiled for: numbers of parts and splits are arguments."""
+        return replace(self, dq_parts=1, row_splits=1)
+
+    @property
     def dq_shares(self) -> tuple[DqShare, DqShare]:
         width, chunks = self.head_dim.width, self.head_dim.chunks
         if self.block_m > MMA_M:
@@ -151,7 +168,6 @@ class DqConfig(Constexpr):
     num_warpgroups: int = 2
     consumer_registers: int = 240
     producer_registers: int = 24
-    splits: int = 1
     score_mod: Any = None
 
     @property
@@ -226,8 +242,10 @@ SPLIT_BACKWARD = {
 def tile_config(problem: Problem, device: Device) -> TileConfig:
     """Configurations for a problem."""
     # These need more registers than three warpgroups have.
-    features = problem.softcap or problem.features.score_terms or problem.score_mod is not None
-    fits = (triton_version() or NEWEST_3WG) <= NEWEST_3WG and not features
+    score_mod = problem.score_mod
+    costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
+    features = problem.softcap or problem.features.score_terms or costly or problem.mask_mod is not None
+    fits = (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG and not features
     width = widths(problem)
     assert width is not None  # `support` declines others
     min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides

@@ -8,8 +8,10 @@ from ... import private_torch
 from ...call import device
 from ...call.call import Settings
 from ...call.window import KeyRange, key_range
+from ...expression.blocks import FULL, HIDDEN, PARTIAL
 from ..blockwise.scores import Scores, Tile, tile_part
 from ..blockwise.tiles import Slab, TileShape
+from .blocks import mask_states
 
 
 def row_blocks(slab: Slab, shape: TileShape) -> Iterator[slice]:
@@ -21,10 +23,13 @@ def tiles(slab: Slab, settings: Settings, scores: Scores, rows: slice, shape: Ti
     """The tiles of one row block that may have a visible pair."""
     visible = key_range_of(slab, settings, rows)
     first = visible.lo - visible.lo % shape.block_n
+    states = mask_states(scores, shape)
     for start in range(first, visible.hi, shape.block_n):
         keys = slice(start, min(start + shape.block_n, slab.seqlen_k))
-        tile = Tile(rows, keys, full=visible.full_lo <= keys.start and keys.stop <= visible.full_hi)
-        if not masked_out(scores, tile):
+        state = PARTIAL if states is None else states[rows.start // shape.block_m][start // shape.block_n]
+        full = visible.full_lo <= keys.start and keys.stop <= visible.full_hi
+        tile = Tile(rows, keys, full, unmasked=state == FULL)
+        if state != HIDDEN and not masked_out(scores, tile):
             yield tile
 
 

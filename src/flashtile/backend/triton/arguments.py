@@ -24,7 +24,7 @@ from ..scalars import (
     window_numbers,
 )
 from .configs import KernelConfig
-from .kernels.parameters import Constants, HeadDim
+from .constants import Constants, HeadDim
 
 MAX_BIAS_SPLITS = 16  # partial gradients of a bias, summed at the end
 MAX_BIAS_PROGRAMS = 1024
@@ -148,6 +148,7 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         "bias": t.bias,
         **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
         "sinks": None,  # for forward only
+        "lists": None,  # for kernels that visit the blocks in a list
         "seed": t.dropout_seed if call.settings.dropout_p > 0 else None,
         "cu_seqlens_q": t.cu_seqlens_q,
         "cu_seqlens_k": None if paged else t.cu_seqlens_k,
@@ -192,6 +193,7 @@ def feature_scalars(call: Call) -> dict[str, Any]:
         "num_heads": call.num_heads,
         "score_mod": None,  # a kernel that has one is launched with another
         "mask_mod": None,
+        **{f"stride_lists_{dim}": None for dim in "bhm"},
     }
 
 

@@ -12,14 +12,17 @@ from ...call.cache_tensors import CacheTensors
 from ...call.call import Call, Tensors, lse_shape, new_rows
 from ...call.plan import Plan
 from ..gpu import replay
+from ..gpu.block_lists import block_lists
+from ..gpu.kernel import Kernel
 from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
 from .configs import KernelConfig
 from .formulas import launch
 from .host_append import append_and_rotate
-from .kernels.forward import forward_kernel
 from .semaphores import new_semaphores
+
+FORWARD = Kernel(f"{__package__}.kernels.forward", "forward_kernel")
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -56,15 +59,18 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
         partial_lse = recorder.new(lse.new_empty((splits, *lse.shape)))
         partial_out = recorder.new(lse.new_empty((*partial_lse.shape, v.shape[-1])))
         semaphores = recorder.op(partial(new_semaphores, q.device, programs))
+    whole = pack_gqa == 1 and splits == 1
+    lists, list_strides = block_lists(recorder, call, config.block_m, config.block_n) if whole else ({}, {})
     partials = {"partial_out": partial_out, "partial_lse": partial_lse, "semaphores": semaphores}
     launch(
         recorder,
         call,
-        forward_kernel,
-        args.pointers(recorder, call, q, k, v) | partials | {"sinks": t.sinks, "out": out, "lse": lse},
+        FORWARD,
+        args.pointers(recorder, call, q, k, v) | partials | {"sinks": t.sinks, "out": out, "lse": lse} | lists,
         programs * splits,
         {
             **args.shared_scalars(call, q, k, v, align),
+            **list_strides,
             **strides("out", out, align),
             **lse_strides(lse),
             **args.constants(call, config, align, pack_gqa, splits),

@@ -18,8 +18,6 @@ from ..gpu.formula import source
 from ..gpu.generated import defined
 from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
-from .kernels import functions
-from .kernels.kernel import with_captured
 
 
 class DeviceFunction(NamedTuple):
@@ -34,6 +32,8 @@ def device_function(
     formula: Formula, *, accurate: bool, wide: bool = False, partial: bool = False, load: int | None = None
 ) -> DeviceFunction:
     """The device function of a formula; `accurate` is for float32 inputs. For the rest see `backend.gpu.formula`."""
+    from .kernels import functions  # imports Triton
+
     role = "mask_mod" if formula.is_mask else "score_mod"
     text, position_inputs = source(role, formula, partial=partial, load=load, wide=wide)
     digest = hashlib.sha256(f"{accurate} {text}".encode()).hexdigest()[:16]
@@ -60,7 +60,10 @@ def launch(
     """Launch a kernel for a call, with the device functions of its score_mod and mask; `derivatives` are those that it
     uses of the former.
     """
-    kernel = with_captured(kernel, tuple(x.dim() for x in call.tensors.score_mod_tensors))
+    if dimensions := tuple(x.dim() for x in call.tensors.score_mod_tensors):
+        from .kernels.kernel import with_captured  # imports Triton
+
+        kernel = with_captured(kernel.function(), dimensions)
     if (formula := score_formula(call)) is not None:
         scalars = scalars | {"score_mod": function_of(call, formula, **derivatives).function}
     if (formula := mask_formula(call)) is not None:

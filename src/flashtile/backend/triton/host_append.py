@@ -8,10 +8,13 @@ from torch import Tensor
 from ...call.cache_tensors import CacheTensors, RotarySettings
 from ...call.call import Call, new_rows
 from ...call.problem import power_of_two
+from ..gpu.kernel import Kernel
 from ..gpu.replay import Recorder
 from ..scalars import rows_last, strides
 from . import arguments as args
-from .kernels.append import AppendConstants, append_kernel
+from .constants import AppendConstants
+
+APPEND = Kernel(f"{__package__}.kernels.append", "append_kernel")
 
 
 def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, rotary: RotarySettings) -> Call:
@@ -42,7 +45,7 @@ def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, rotar
     }
     scalars = append_scalars(call, pointers, rotary)
     programs = scalars["num_tiles"] * (scalars["num_heads_q"] + scalars["num_heads_k"]) * args.dense_batch(q)
-    recorder.launch(append_kernel, pointers, programs, scalars)
+    recorder.launch(APPEND, pointers, programs, scalars)
     return call if rotated_q is None else call._replace(tensors=t._replace(q=rotated_q))
 
 

@@ -13,21 +13,21 @@ from ...call.formulas import score_formula
 from ...call.plan import Plan
 from ..epilogue import RowStats, requested_from_rows, sum_to_heads
 from ..gpu import replay
+from ..gpu.block_lists import block_lists
 from ..gpu.formula import loads
+from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import dlse_strides, lse_strides, rows_last, strides
 from . import arguments as args
 from . import formulas
 from .configs import KernelConfig
-from .kernels.dbias import dbias_kernel
-from .kernels.dcaptured import dcaptured_kernel
-from .kernels.dkdv import dkdv_kernel
-from .kernels.dq import dq_kernel
-from .kernels.exact_sum import LEAST_EXPONENT, NAN, NEGATIVE, POSITIVE, WORD_BITS, WORDS
-from .kernels.preprocess import preprocess_kernel
 
 ROWS_AT_ONCE = 64
+PREPROCESS, DKDV, DQ, DBIAS, DCAPTURED = (
+    Kernel(f"{__package__}.kernels.{name}", f"{name}_kernel")
+    for name in ("preprocess", "dkdv", "dq", "dbias", "dcaptured")
+)
 
 
 def backward(
@@ -128,7 +128,7 @@ class BackwardLaunches:
             "BLOCK_M": ROWS_AT_ONCE,
             "num_warps": 4,
         }
-        self.recorder.launch(preprocess_kernel, pointers, programs, scalars)
+        self.recorder.launch(PREPROCESS, pointers, programs, scalars)
         self.row_stats = row_stats
         self.pointers = {**self.pointers, "row_stats": Described(row_stats, Tensor.view, torch.int64)}
 
@@ -138,15 +138,17 @@ class BackwardLaunches:
         given, align = self.inputs(dk, dv)
         tiles = args.num_key_tiles(self.call, config.block_n)
         programs = tiles * args.num_heads_k(self.call) * args.dense_batch(dk)
+        lists, list_strides = block_lists(self.recorder, self.call, config.block_m, config.block_n, of_keys=True)
         scalars = {
             **given,
+            **list_strides,
             **strides("dk", dk, align, keys=True),
             **strides("dv", dv, align, keys=True),
             **args.constants(self.call, config, align),
             "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
-        self.launch(dkdv_kernel, {"dk": dk, "dv": dv}, programs, scalars)
+        self.launch(DKDV, {"dk": dk, "dv": dv, **lists}, programs, scalars)
         return dk, dv
 
     def dq(self, config: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
@@ -157,15 +159,17 @@ class BackwardLaunches:
         given, align = self.inputs(dq)
         tiles = args.num_tiles(self.call, config.block_m)
         programs = tiles * dq.shape[1] * args.dense_batch(dq)
+        lists, list_strides = block_lists(self.recorder, self.call, config.block_m, config.block_n)
         scalars = {
             **given,
+            **list_strides,
             **strides("dq", dq, align),
             **args.row_strides("dslopes", dslopes),
             **args.constants(self.call, config, align),
             "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
-        self.launch(dq_kernel, {"dq": dq, "dslopes": dslopes}, programs, scalars)
+        self.launch(DQ, {"dq": dq, "dslopes": dslopes, **lists}, programs, scalars)
         return dq, dslopes
 
     def dbias(self, config: KernelConfig) -> Tensor:
@@ -178,7 +182,7 @@ class BackwardLaunches:
         given, align = self.inputs()
         constants = args.constants(self.call, config._replace(num_stages=1), align)
         scalars = {**given, **tiles, **constants, **args.dbias_strides(dbias), "num_tiles": None}
-        self.launch(dbias_kernel, {"dbias": dbias}, programs, scalars)
+        self.launch(DBIAS, {"dbias": dbias}, programs, scalars)
         return self.recorder.op(lambda dbias: dbias.sum(dim=0), dbias)
 
     def dcaptured(self, config: KernelConfig, needed: Sequence[bool]) -> list[Tensor | None]:
@@ -199,17 +203,21 @@ class BackwardLaunches:
                 inputs = formulas.function_of(self.call, formula, load=n).position_inputs
                 by = {"BY_ROW": bool(inputs & {"score", "q_idx"}), "BY_KEY": bool(inputs & {"score", "k_idx"})}
                 scalars = {**given, **constants, **by, "num_tiles": tiles}
-                self.launch(dcaptured_kernel, {"sums": sums[load.tensor]}, programs, scalars, load=n)
+                self.launch(DCAPTURED, {"sums": sums[load.tensor]}, programs, scalars, load=n)
         return [None if x is None else self.recorder.op(rounded_sums, tensors[n], x) for n, x in enumerate(sums)]
 
 
 def new_sums(x: Tensor) -> Tensor:
     """Exact sums, 0, for the elements of a tensor."""
+    from .kernels.exact_sum import WORDS  # imports Triton
+
     return x.new_zeros((x.numel(), WORDS.value), dtype=torch.int64)
 
 
 def rounded_sums(x: Tensor, sums: Tensor) -> Tensor:
     """The values of exact sums, fp32, shaped as `x`: rounded to 53 bits word by word, then once more."""
+    from .kernels.exact_sum import LEAST_EXPONENT, NAN, NEGATIVE, POSITIVE, WORD_BITS  # imports Triton
+
     *words, special = sums.unbind(dim=1)
     total = words.pop().double()
     for word in reversed(words):

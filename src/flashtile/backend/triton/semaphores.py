@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...call.problem import power_of_two
+from ...private_torch import current_raw_stream
 from ...remember import remember
-from ..gpu.launch import current_stream
 from ..gpu.persistent import persistent_zeros
 
 MAX_STREAMS = 256
@@ -26,7 +26,7 @@ def new_semaphores(device: torch.device, count: int) -> Tensor:
         return zeros(device, count)
     if torch.cuda.is_current_stream_capturing():
         return of_a_graph(device, count)
-    key = (device, current_stream())
+    key = (device, current_raw_stream(torch.cuda.current_device()))
     known = _of_streams.get(key)
     if known is None or len(known) < count:
         reserve(device)

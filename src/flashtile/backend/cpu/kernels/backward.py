@@ -11,13 +11,15 @@ Where sequences or heads share elements of a bias, one task loops over all of th
 import math
 from collections.abc import Iterator
 
+from ....expression.blocks import HIDDEN
 from ..targets import Target
 from ..variant import BACKWARD, Arguments, Variant
 from ..workspace import BLOCK_N, Workspace, backward_layout, round_up
+from .blocks import narrow_bounds, visible_keys
 from .codegen import Code
 from .dbias import accumulate_dbias
 from .dcaptured import ElementGradients
-from .dkdv import accumulate_key_gradient, carry_key_gradients, clear_key_gradients
+from .dkdv import Touched, accumulate_key_gradient, carry_key_gradients, clear_key_gradients
 from .elementary import exp2
 from .formats import load, load_vector, sum_lanes
 from .kernel import Kernel, task_loop, thread_workspace
@@ -64,11 +66,12 @@ def source(variant: Variant, target: Target) -> str:
                 keys = make_task(code, a, b, h, split, zero)
                 many_rows = keys.num_rows > ROWS_PER_CARRY
                 clear_key_gradients(code, a, keys, w, many_rows)
+                touched = Touched(code, keys)
                 with code.loop(0, keys.num_rows, panel.rows) as first_row:
                     task = make_task(code, a, b, h, split, first_row)
-                    BackwardKernel(code, a, variant, panel, w, task).run()
+                    BackwardKernel(code, a, variant, panel, w, task).run(touched)
                     with code.if_then(many_rows & (first_row % ROWS_PER_CARRY).equals(ROWS_PER_CARRY - panel.rows)):
-                        carry_key_gradients(code, a, keys, w, last=False)
+                        carry_key_gradients(code, a, keys, w, False, touched)
                 with code.if_then(many_rows):
                     carry_key_gradients(code, a, keys, w, last=True)
     return str(code.module)
@@ -77,20 +80,25 @@ def source(variant: Variant, target: Target) -> str:
 class BackwardKernel(Kernel):
     """Emits the code of one panel of query rows against all keys of the task."""
 
-    def run(self) -> None:
+    def run(self, touched: Touched) -> None:
         code, a, w = self.code, self.a, self.w
         fill_row_tables(code, a, self.variant, self.panel, self.task, w, code.index(0))
+        narrow_bounds(self, code.index(0))
         lo, hi = w.bounds[0], w.bounds[3]
         self.prologue()
         many_keys = needs_totals(lo, hi)
         with code.loop(lo // BLOCK_N * BLOCK_N, hi, BLOCK_N) as block:
             first, last = code.maximum(block, lo), code.minimum(block + BLOCK_N, hi)
-            with code.if_then(first < last), code.if_then(self.load_mask_and_bias(code.index(0), first, last - first)):
-                k, v = (
-                    load_keys(code, a, self.variant, self.task, side, first, last, scratch)
-                    for side, scratch in (("k", w.k), ("v", w.v))
-                )
-                self.process_block(first, last - first, k, v)
+            state, first, last = visible_keys(self, code.index(0), first, last)
+            with code.if_then((first < last) & (state > HIDDEN)):
+                state = self.load_mask_and_bias(code.index(0), first, last - first, state)
+                with code.if_then(state > HIDDEN):
+                    k, v = (
+                        load_keys(code, a, self.variant, self.task, side, first, last, scratch)
+                        for side, scratch in (("k", w.k), ("v", w.v))
+                    )
+                    self.process_block(first, last - first, state, k, v)
+                    touched.add(first, last)
             with code.if_then(many_keys & carry_due(block)):
                 self.carry(last=False)
         with code.if_then(many_keys):
@@ -188,7 +196,7 @@ class BackwardKernel(Kernel):
         with code.loop(0, width) as d:
             w.dout[d * panel.rows + r] = code.real(0)
 
-    def process_block(self, first: Value, count: Value, k: KeyBlock, v: KeyBlock) -> None:
+    def process_block(self, first: Value, count: Value, state: Value, k: KeyBlock, v: KeyBlock) -> None:
         """One block of keys: the five matrix products, and between them the gradient of the softmax."""
         code, a, w, panel = self.code, self.a, self.w, self.panel
         depth, width = a.integer("head_dim"), a.integer("head_dim_v")
@@ -200,13 +208,16 @@ class BackwardKernel(Kernel):
             apply_dropout(code, a, panel, w.keep, first, count, w.position, w.sequence_head)
         full_lo, full_hi = w.bounds[1], w.bounds[2]
         edge = (first < full_lo) | (first + count > full_hi)
-        self.with_and_without_window(edge, lambda edge: self.softmax_backward(first, count, edge))
+        self.with_and_without_mask(state, lambda kernel: kernel.softmax_of_block(first, count, edge))
         if self.variant.bias_gradient:
             accumulate_dbias(self, first, count)
         accumulate_key_gradient(self, "dv", first, count, w.scores, w.dout_rows, width)
         accumulate_key_gradient(self, "dk", first, count, w.dscores, w.q_rows, depth)
         with code.if_then(a.pointer("dq").is_null().equals(0)):
             value_product(code, panel, w.dscores, k.first, k.stride, count, w.dq, depth, w.alpha)
+
+    def softmax_of_block(self, first: Value, count: Value, edge: Value) -> None:
+        self.with_and_without_window(edge, lambda edge: self.softmax_backward(first, count, edge))
 
     def softmax_backward(self, first: Value, count: Value, edge: bool) -> None:
         """Turn `scores = q k` into `p * keep`, for dv, and `dscores = dout v` into the gradient of the scaled product,

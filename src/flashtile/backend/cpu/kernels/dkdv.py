@@ -41,13 +41,35 @@ def key_gradient_row(a: Arguments, task: Task, name: str, key: Value) -> Pointer
     return a.pointer(name) + (head + (task.k_first + key) * step)
 
 
-def key_gradient_vectors(code: Code, a: Arguments, task: Task, w: Workspace) -> VectorLoop:
-    """Loop over the vectors of a task's dk and dv, if requested: pointers to recent sums and totals, and the index."""
+class Touched:
+    """The keys whose recent sums have changed since the last carry, from `lo` to `hi`, exclusive."""
+
+    def __init__(self, code: Code, task: Task):
+        self.code, self.task = code, task
+        self.lo, self.hi = code.variable(task.last_key + 1), code.variable(task.first_key)
+
+    def add(self, first: Value, last: Value) -> None:
+        self.lo.set(self.code.minimum(self.lo.get(), first))
+        self.hi.set(self.code.maximum(self.hi.get(), last))
+
+    def clear(self) -> None:
+        self.lo.set(self.task.last_key + 1)
+        self.hi.set(self.task.first_key)
+
+
+def key_gradient_vectors(
+    code: Code, a: Arguments, task: Task, w: Workspace, touched: Touched | None = None
+) -> VectorLoop:
+    """Loop over the vectors of a task's dk and dv, if requested: pointers to recent sums and totals, and the index.
+    Those of all keys, or of touched ones alone.
+    """
+    start = code.index(0) if touched is None else touched.lo.get() - task.first_key
+    stop = task.last_key + 1 if touched is None else touched.hi.get()
     for name, width in (("dk", "head_dim"), ("dv", "head_dim_v")):
         step, padded = a.integer(f"{name}_s"), round_up(a.integer(width), code.lanes)
         with code.if_then(a.pointer(name).is_null().equals(0)):
             recent, total = key_gradient_row(a, task, name, task.first_key), getattr(w, f"total_{name}")
-            with code.loop(0, task.last_key + 1 - task.first_key) as j, code.loop(0, padded, code.lanes) as d:
+            with code.loop(start, stop - task.first_key) as j, code.loop(0, padded, code.lanes) as d:
                 yield recent + j * step, total + j * padded, d
 
 
@@ -59,6 +81,10 @@ def clear_key_gradients(code: Code, a: Arguments, task: Task, w: Workspace, many
             total.store(code.full(), d)
 
 
-def carry_key_gradients(code: Code, a: Arguments, task: Task, w: Workspace, last: bool) -> None:
-    for recent, total, d in key_gradient_vectors(code, a, task, w):
+def carry_key_gradients(
+    code: Code, a: Arguments, task: Task, w: Workspace, last: bool, touched: Touched | None = None
+) -> None:
+    for recent, total, d in key_gradient_vectors(code, a, task, w, touched):
         carry(code, recent, total, d, last)
+    if touched is not None:
+        touched.clear()

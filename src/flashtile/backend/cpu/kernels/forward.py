@@ -4,9 +4,13 @@ A task has a few panels of query rows and loops over the key blocks. Each panel 
 its scores, updates the online softmax and adds the values, while the block is in the first-level cache.
 """
 
+from typing import NamedTuple
+
+from ....expression.blocks import HIDDEN
 from ..targets import Target
 from ..variant import FORWARD, Arguments, Variant
 from ..workspace import BLOCK_N, Workspace, forward_layout
+from .blocks import narrow_bounds, panels_see, visible_keys
 from .codegen import Code
 from .kernel import Kernel, store_rows, task_loop, thread_workspace
 from .masking import in_mask, in_window, mask_fill
@@ -17,6 +21,13 @@ from .scores import final_score
 from .softmax import finalize, initialize, normalize, rescale, update
 from .sums import carry, carry_due, needs_totals
 from .tiles import KeyBlock, fill_row_tables, find_task, load_keys, load_transposed, num_valid_rows, store_transposed
+
+
+class BlockKind(NamedTuple):
+    """Whether a block needs the test of the window, and its state by the masks."""
+
+    edge: Value
+    state: Value
 
 
 class ForwardKernel(Kernel):
@@ -41,7 +52,7 @@ class ForwardKernel(Kernel):
             self.clear_totals(p)
         with code.loop(lo.get() // BLOCK_N * BLOCK_N, hi.get(), BLOCK_N) as block:
             first, last = code.maximum(block, lo.get()), code.minimum(block + BLOCK_N, hi.get())
-            with code.if_then(first < last):
+            with code.if_then(first < last), code.if_then(panels_see(self, panels, first)):
                 k, v = (self.load_keys(side, first, last) for side in ("k", "v"))
                 with code.loop(0, panels) as p:
                     self.visit_block(p, first, last, k, v)
@@ -56,6 +67,7 @@ class ForwardKernel(Kernel):
         """Fill a panel's tables, load its queries, and initialize its softmax state."""
         code, a, w, panel = self.code, self.a, self.w, self.panel
         fill_row_tables(code, a, self.variant, panel, self.task, w, p)
+        narrow_bounds(self, p)
         initialize(code, a, self.variant, panel, self.task, w, p)
         width = a.integer("head_dim_v")
         out = w.out + p * width * panel.rows
@@ -130,30 +142,35 @@ class ForwardKernel(Kernel):
         """Process the keys of a block that any row of a panel sees."""
         code, w = self.code, self.w
         lo, full_lo, full_hi, hi = (w.bounds[p * 4 + n] for n in range(4))
-        first, last = code.maximum(block_first, lo), code.minimum(block_last, hi)
+        visible = visible_keys(self, p, block_first, block_last)
+        first, last = code.maximum(visible.first, lo), code.minimum(visible.last, hi)
         count, skipped = last - first, first - block_first
-        with code.if_then(count > 0):
-            show = self.load_mask_and_bias(p, first, count)
-            with code.if_then(show):
+        with code.if_then((count > 0) & (visible.state > HIDDEN)):
+            state = self.load_mask_and_bias(p, first, count, visible.state)
+            with code.if_then(state > HIDDEN):
                 k = k._replace(first=k.first + k.stride * skipped)
                 v = v._replace(first=v.first + v.stride * skipped)
-                self.process_block(p, first, count, (first < full_lo) | (last > full_hi), k, v)
+                edge = (first < full_lo) | (last > full_hi)
+                self.process_block(p, first, count, BlockKind(edge, state), k, v)
 
-    def process_block(self, p: Value, first: Value, count: Value, edge: Value, k: KeyBlock, v: KeyBlock) -> None:
+    def process_block(self, p: Value, first: Value, count: Value, kind: BlockKind, k: KeyBlock, v: KeyBlock) -> None:
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
         m, l = w.m + p * panel.rows, w.l + p * panel.rows  # noqa: E741
         panel.store(panel.load(m), w.new_m)
         self.score_product(p, k, count)
-        if variant.modifies_scores:
-            self.with_and_without_window(edge, lambda edge: self.modify_scores(p, first, count, m, edge))
-        else:
-            with code.if_then(edge):
-                self.modify_scores(p, first, count, m, edge=True)
+        self.with_and_without_mask(kind.state, lambda kernel: kernel.finish_scores(p, first, count, m, kind.edge))
         update(code, variant, panel, w.scores, count, w, m, l)
         if variant.dropout:
             rows = p * panel.rows
             apply_dropout(code, a, panel, w.scores, first, count, w.position + rows, w.sequence_head + rows)
         self.value_product(p, v, count)
+
+    def finish_scores(self, p: Value, first: Value, count: Value, m: Pointer, edge: Value) -> None:
+        if self.variant.modifies_scores:
+            self.with_and_without_window(edge, lambda edge: self.modify_scores(p, first, count, m, edge))
+        else:
+            with self.code.if_then(edge):
+                self.modify_scores(p, first, count, m, edge=True)
 
     def modify_scores(self, p: Value, first: Value, count: Value, m: Pointer, edge: bool) -> None:
         """Apply the score features and masks to a block's scores, in place, and recompute their maximum."""

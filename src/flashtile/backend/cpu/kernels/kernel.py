@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 from ....expression import Formula
+from ....expression.blocks import FULL, HIDDEN, PARTIAL
 from ..variant import Arguments, Variant
 from ..workspace import Workspace
 from .captured import Captured
 from .codegen import Code
 from .formats import STORAGE_TYPES
 from .formula import Emitter
-from .masking import mask_has_visible
+from .masking import mask_state
 from .operands import BYTE, INT, LONG, Pointer, Value
 from .products import Panel
 from .scores import ScoreTables
@@ -47,16 +49,25 @@ class Kernel:
     def __init__(self, code: Code, a: Arguments, variant: Variant, panel: Panel, w: Workspace, task: Task):
         self.code, self.a, self.variant, self.panel, self.w, self.task = code, a, variant, panel, w, task
 
-    def load_mask_and_bias(self, p: Value, first: Value, count: Value) -> Value:
-        """Load the block's bias and mask, transposed, into the workspace; return whether any pair is visible."""
+    def load_mask_and_bias(self, p: Value, first: Value, count: Value, state: Value) -> Value:
+        """Load the block's bias and mask, transposed, into the workspace, as far as they are needed. `state` is that of
+        the block by the mask function; return that by the bool mask, too.
+        """
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
-        for name, dtype in (("mask", "bool" if variant.mask else None), ("bias", variant.bias)):
+        if variant.mask:
+            offsets = w.mask_offsets + p * panel.rows
+            state = code.minimum(state, mask_state(code, a, panel, offsets, first, count))
+        needed = state > HIDDEN
+        partly = needed if variant.formula is not None else state.equals(PARTIAL)  # as `with_and_without_mask`
+        inputs = (("mask", "bool" if variant.mask else None, partly), ("bias", variant.bias, needed))
+        for name, dtype, condition in inputs:
             if dtype is None:
                 continue
-            stride, offsets = a.integer(f"{name}_j"), getattr(w, f"{name}_offsets") + p * panel.rows
-            at = a.pointer(name, STORAGE_TYPES[dtype]) + first * stride
-            load_transposed(code, panel, at, offsets, count, stride, dtype, getattr(w, name), code.real(1))
-        return mask_has_visible(code, panel, w.mask, count) if variant.mask else code.index(0).equals(0)
+            with code.if_then(condition):
+                stride, offsets = a.integer(f"{name}_j"), getattr(w, f"{name}_offsets") + p * panel.rows
+                at = a.pointer(name, STORAGE_TYPES[dtype]) + first * stride
+                load_transposed(code, panel, at, offsets, count, stride, dtype, getattr(w, name), code.real(1))
+        return state
 
     def with_and_without_window(self, edge: Value, emit: Callable[[bool], None]) -> None:
         """Emit a block's code with the test of the window, for blocks at its edge, and without it for others; with a
@@ -70,6 +81,21 @@ class Kernel:
                 emit(True)
             with otherwise:
                 emit(False)
+
+    def with_and_without_mask(self, state: Value, emit: Callable[[Self], None]) -> None:
+        """Emit code with the masks, for partial blocks, and without them for full ones. With a score_mod the former
+        serves both, since its code takes longer to compile than a mask to run.
+        """
+        variant = self.variant._replace(mask_mod=None, mask=False)
+        if variant == self.variant or self.variant.formula is not None:
+            emit(self)
+            return
+        unmasked = type(self)(self.code, self.a, variant, self.panel, self.w, self.task)
+        with self.code.if_else(state.equals(FULL)) as (full, partial):
+            with full:
+                emit(unmasked)
+            with partial:
+                emit(self)
 
     def score_tables(self, p: Value) -> ScoreTables:
         """The inputs of the score features, for a loop over keys that begins here."""

@@ -2,8 +2,10 @@
 
 import math
 
+from ....expression.blocks import FULL, HIDDEN, PARTIAL
+from ..variant import Arguments
 from .codegen import Code
-from .operands import INT, Pointer, Value
+from .operands import BYTE, INT, Pointer, Value
 from .products import Panel
 
 
@@ -22,9 +24,22 @@ def mask_fill(code: Code, s: Value, visible: Value) -> Value:
     return code.select(visible, s, -math.inf)
 
 
-def mask_has_visible(code: Code, panel: Panel, mask: Pointer, count: Value) -> Value:
-    """Whether the bool mask leaves any pair of a block visible."""
-    largest = code.variable(code.full())
-    with code.loop(0, count * panel.rows, code.lanes) as n:
-        largest.set(code.maximum(mask.vector(n), largest.get()))
-    return code.any(largest.get() > 0)
+def mask_state(code: Code, a: Arguments, panel: Panel, row_offsets: Pointer, first: Value, count: Value) -> Value:
+    """Whether the bool mask hides a block, `count` keys from `first` on, shows it in part or in full: one pass over its
+    bytes, which costs a small part of loading them transposed.
+    """
+    stride = a.integer("mask_j")
+    mask = a.pointer("mask", BYTE) + first * stride
+    some, every = (code.variable(code.splat(code.constant(n, BYTE))) for n in (0, 1))
+    full = code.select(stride.equals(1), count // code.lanes * code.lanes, 0)
+    with code.loop(0, panel.rows) as r:
+        row = mask + row_offsets[r]
+        with code.loop(0, full, code.lanes) as j:
+            some.set(some.get() | row.vector(j))
+            every.set(every.get() & row.vector(j))
+        with code.loop(full, count) as j:
+            visible = code.splat(row[j * stride])
+            some.set(some.get() | visible)
+            every.set(every.get() & visible)
+    shown = code.select(code.reduce("and", every.get()).differs(0), code.index(FULL), PARTIAL)
+    return code.select(code.reduce("or", some.get()).differs(0), shown, HIDDEN)

@@ -14,8 +14,8 @@ from .shared.softmax import INFINITY, LN2, LOG2E
 @triton_kernel
 def combine_kernel(
     partial_out, partial_lse, out, lse, stride_out_b, stride_out_h, stride_out_m,
-    num_tiles, num_heads, total_heads, seqlen_q, columns,
-    SPLITS: tl.constexpr, HEAD_DIM_V: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+    num_tiles, num_heads, total_heads, seqlen_q, columns, num_splits,
+    HEAD_DIM_V: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """`out [B, H, Sq, Dv]` and `lse [B, H, Sq]` from those of each split, weighted by their log-sum-exp.
 
@@ -27,10 +27,10 @@ def combine_kernel(
     first = flat_head * seqlen_q + row
     stride_split = total_heads.to(tl.int64) * seqlen_q
     row_max = tl.full([BLOCK_M], -INFINITY, tl.float32)
-    for split in range(SPLITS):
+    for split in range(num_splits):
         row_max = tl.maximum(row_max, tl.load(partial_lse + split * stride_split + first, mask=exists, other=0.0))
     total = tl.zeros([BLOCK_M], tl.float32)
-    for split in range(SPLITS):
+    for split in range(num_splits):
         total += weight_of(partial_lse + split * stride_split + first, row_max, exists)
     tl.store(lse + first, row_max + tl.log2(total) * LN2, mask=exists)
     out_head = out + flat_head // num_heads * stride64(stride_out_b, ALIGN)
@@ -38,7 +38,7 @@ def combine_kernel(
     for c in tl.static_range(len(HEAD_DIM_V.chunks)):
         feature = HEAD_DIM_V.offsets[c] + tl.arange(0, HEAD_DIM_V.chunks[c])[None, :]
         x = partial_out + feature
-        acc = merged(x, partial_lse, first, stride_split, row_max, exists, SPLITS, HEAD_DIM_V.width)
+        acc = merged(x, partial_lse, first, stride_split, row_max, exists, num_splits, HEAD_DIM_V.width)
         acc = (acc / total[:, None]).to(out.dtype.element_ty)
         out_rows = out_head + row[:, None] * stride64(stride_out_m, ALIGN)
         tl.store(out_rows + feature, acc, mask=feature_mask(exists, feature, columns))
@@ -46,12 +46,12 @@ def combine_kernel(
 
 @triton.jit
 def merged(
-    partial_out, partial_lse, first, stride_split, row_max, exists, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    partial_out, partial_lse, first, stride_split, row_max, exists, num_splits, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Sum of the splits' rows, `[M, D]`, with their weights."""
     x = tl.load(partial_out + first[:, None] * WIDTH, mask=exists[:, None], other=0.0)
     acc = weight_of(partial_lse + first, row_max, exists)[:, None] * x
-    for split in range(1, SPLITS):
+    for split in range(1, num_splits):
         rows = split * stride_split + first
         x = tl.load(partial_out + rows[:, None] * WIDTH, mask=exists[:, None], other=0.0)
         acc += weight_of(partial_lse + rows, row_max, exists)[:, None] * x

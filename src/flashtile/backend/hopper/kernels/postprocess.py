@@ -13,8 +13,8 @@ NUM_WARPGROUPS = tl.constexpr(tables.NUM_WARPGROUPS)  # of a block of rows, each
 @triton_kernel
 def postprocess_kernel(
     dq_accum, dq_semaphore, dq, cu_seqlens_q,
-    stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, batch, scale, columns,
-    HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, DQ_PARTS: tl.constexpr,
+    stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, batch, scale, columns, dq_parts,
+    HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dq from its accumulators, added in their order. A dq semaphore of 0 means that nothing was written."""
     block, flat_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
@@ -25,7 +25,7 @@ def postprocess_kernel(
         feature = HEAD_DIM.offsets[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
         offset = tl.arange(0, BLOCK_M)[:, None] * HEAD_DIM.width + feature
         dq_i = accumulated(dq_accum, dq_semaphore, program, offset, HEAD_DIM.width)
-        for part in tl.static_range(1, DQ_PARTS):
+        for part in range(1, dq_parts):
             dq_i += accumulated(dq_accum, dq_semaphore, program + part * stride_part, offset, HEAD_DIM.width)
         dq_i = unswizzled(dq_i, BLOCK_M, HEAD_DIM.chunks[c])
         x = dq + b * stride64(stride_dq_b, ALIGN) + head * stride64(stride_dq_h, ALIGN)

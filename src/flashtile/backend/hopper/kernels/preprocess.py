@@ -15,8 +15,8 @@ def preprocess_kernel(
     out, dout, lse, dlse, neg_lse_log2, neg_delta, dq_semaphore, cu_seqlens_q,
     stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
     stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m,
-    num_tiles, num_heads, seqlen_q, batch, columns,
-    HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, DQ_PARTS: tl.constexpr,
+    num_tiles, num_heads, seqlen_q, batch, columns, dq_parts,
+    HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """`neg_lse_log2 = -lse * log2(e)` and `neg_delta = dlse - sum(dout * out)`; resets the dq semaphores.
 
@@ -44,6 +44,6 @@ def preprocess_kernel(
     tl.store(neg_lse_log2 + offset, tl.where(no_keys, -INFINITY, -LOG2E * lse_i))
     tl.store(neg_delta + offset, tl.where(no_keys, 0.0, neg_delta_i))
     if dq_semaphore is not None:
-        for part in tl.static_range(DQ_PARTS):
+        for part in range(dq_parts):
             semaphore = dq_semaphore + (part * tl.num_programs(0) + tl.program_id(0)) * NUM_WARPGROUPS
             tl.store(semaphore + tl.arange(0, NUM_WARPGROUPS), 0)

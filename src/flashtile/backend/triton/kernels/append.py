@@ -1,6 +1,5 @@
 """New tokens of a KV cache in one launch: rotate queries and keys, write keys and values into the cache."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -48,20 +47,6 @@ class NewTokens(NamedTuple):
     total_q: Scalar
     queries: Scalar
     appended: Scalar
-
-
-@dataclass(frozen=True)
-class AppendConstants:
-    """Compile-time constants of a kernel."""
-
-    D: int
-    DV: int
-    BLOCK_D: int
-    BLOCK_DV: int
-    HALF: int  # rotated pairs, 0 for none
-    INTERLEAVED: bool
-    Q_FIXED: bool  # all queries of a sequence turn as its first one
-    BLOCK_B: int
 
 
 @kernel

@@ -13,7 +13,7 @@ import triton.language as tl
 from . import scores
 from .kernel import Scalar, kernel
 from .keys import key_tile, key_value_head, load_k, load_v
-from .masking import Bounds, nth_block, num_blocks, row_blocks, row_bounds, within
+from .masking import Bounds, block_list, first_visit, nth_visit, num_visits, row_blocks, row_bounds, within
 from .parameters import KeyTensor, Params, QueryTensor, RowTensor
 from .products import add_product, inner_products, scaled, zeros
 from .prologue import batch_index, head_info
@@ -79,11 +79,12 @@ def dkdv_kernel(
         for g in tl.range(0, group):
             head = work.head * group + g
             info = head_info(params, b, head, shift)
+            listed = block_list(params, b, head, work.start // BLOCK_N)
             q_rows = HeadRows(head_pointer(q, b, head, ALIGN) + offset_q * stride_q, stride_q)
             dout_rows = HeadRows(head_pointer(dout, b, head, ALIGN) + offset_q * stride_dout, stride_dout)
             rows = QueryHead(q_rows, dout_rows, head_pointer(row_stats, b, head, 2) + offset_q, seqlen_q)
-            dk_j, dv_j = inner_loop(dk_j, dv_j, blocks, key_block, rows, params, info, True, CONFIG)
-            dk_j, dv_j = inner_loop(dk_j, dv_j, blocks, key_block, rows, params, info, False, CONFIG)
+            dk_j, dv_j = inner_loop(dk_j, dv_j, blocks, listed, key_block, rows, params, info, True, CONFIG)
+            dk_j, dv_j = inner_loop(dk_j, dv_j, blocks, listed, key_block, rows, params, info, False, CONFIG)
 
         # Positions of this sequence without a key get 0.
         position = work.start + tl.arange(0, BLOCK_N)
@@ -97,13 +98,14 @@ def dkdv_kernel(
 
 
 @triton.jit
-def inner_loop(dk_j, dv_j, blocks, tile, rows, params, info, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+def inner_loop(dk_j, dv_j, blocks, listed, tile, rows, params, info, MASKED: tl.constexpr, CONFIG: tl.constexpr):
     """Add the gradients of the blocks of rows that need masks, or of those that do not."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
-    for n in range(num_blocks(blocks, MASKED, BLOCK_M)):
-        start_m = nth_block(blocks, n, MASKED, BLOCK_M)
+    first = first_visit(listed, params, MASKED)
+    for n in range(num_visits(blocks, listed, params, MASKED, BLOCK_M)):
+        start_m = nth_visit(blocks, first, n, params, MASKED, BLOCK_M)
         row = start_m + tl.arange(0, BLOCK_M)
         exists = row < rows.seqlen if MASKED else None
         q_i = load_rows(row_pointers(rows.q, start_m, BLOCK_M), exists, D)  # [M, D]
@@ -117,7 +119,7 @@ def inner_loop(dk_j, dv_j, blocks, tile, rows, params, info, MASKED: tl.constexp
         if params.scores.mask.data is not None:
             in_mask = scores.load_mask(params, info, row[None, :], tile.position, tile.exists)
             visible = in_mask if visible is None else visible & in_mask
-        if params.scores.mask_mod is not None:
+        if params.scores.mask_mod is not None and (MASKED or params.lists.data is None):
             shown = scores.visible_by_function(params, info, row[None, :], tile.position)
             visible = shown if visible is None else visible & shown
         if visible is not None:

@@ -6,7 +6,7 @@ import triton.language as tl
 from . import scores
 from .kernel import Scalar, kernel
 from .keys import key_tile, load_k, load_v
-from .masking import key_blocks, key_bounds, nth_block, num_blocks
+from .masking import block_list, first_visit, key_blocks, key_bounds, nth_visit, num_visits
 from .parameters import KeyTensor, Params, QueryTensor, RowTensor
 from .products import add, add_product, scaled, zero_sum, zeros
 from .prologue import batch_index, prologue
@@ -37,12 +37,17 @@ def dq_kernel(
 
         last = tl.minimum(work.start + BLOCK_M, work.seqlen) - 1
         blocks = key_blocks(params, work.start, last, info.shift, kv.seqlen, CONFIG.BLOCK_N)
+        listed = block_list(params, b, head, work.start // BLOCK_M)
         bounds = key_bounds(params, row_tile.position, info.shift, kv.seqlen)
         dq_i = zeros(BLOCK_M, D, CONFIG.COMPENSATED)
         dslope_i = zero_sum(tl.zeros([BLOCK_M], tl.float32), CONFIG.COMPENSATED)
         SLOPES: tl.constexpr = dslopes.data is not None
-        dq_i, dslope_i = inner_loop(dq_i, dslope_i, blocks, row_tile, kv, params, info, bounds, SLOPES, True, CONFIG)
-        dq_i, dslope_i = inner_loop(dq_i, dslope_i, blocks, row_tile, kv, params, info, bounds, SLOPES, False, CONFIG)
+        dq_i, dslope_i = inner_loop(
+            dq_i, dslope_i, blocks, listed, row_tile, kv, params, info, bounds, SLOPES, True, CONFIG
+        )
+        dq_i, dslope_i = inner_loop(
+            dq_i, dslope_i, blocks, listed, row_tile, kv, params, info, bounds, SLOPES, False, CONFIG
+        )
 
         store_rows(dq_head + token * elements(dq.stride_m, CONFIG.ALIGN), scaled(dq_i, scale, D), exists, D)
         if SLOPES:
@@ -52,14 +57,15 @@ def dq_kernel(
 
 @triton.jit
 def inner_loop(
-    dq_i, dslope_i, blocks, row_tile, kv, params, info, bounds, SLOPES: tl.constexpr, MASKED: tl.constexpr,
+    dq_i, dslope_i, blocks, listed, row_tile, kv, params, info, bounds, SLOPES: tl.constexpr, MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients of the blocks that need masks, or of those that do not."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     D: tl.constexpr = CONFIG.HEAD_DIM
-    for n in range(num_blocks(blocks, MASKED, BLOCK_N)):
-        start_n = nth_block(blocks, n, MASKED, BLOCK_N)
+    first = first_visit(listed, params, MASKED)
+    for n in range(num_visits(blocks, listed, params, MASKED, BLOCK_N)):
+        start_n = nth_visit(blocks, first, n, params, MASKED, BLOCK_N)
         tile = key_tile(kv, start_n, CONFIG)
         exists = tile.exists if MASKED or CONFIG.PAGE_SIZE > 0 else None
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]

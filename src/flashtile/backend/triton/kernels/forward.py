@@ -12,7 +12,17 @@ import triton.language as tl
 from . import combine, scores, softmax
 from .kernel import Pointer, Scalar, kernel
 from .keys import key_tile, load_k, load_v
-from .masking import BlockInfo, all_masked, key_blocks, key_bounds, mask_fill, nth_block, num_blocks
+from .masking import (
+    BlockInfo,
+    all_masked,
+    block_list,
+    first_visit,
+    key_blocks,
+    key_bounds,
+    mask_fill,
+    nth_visit,
+    num_visits,
+)
 from .parameters import KeyTensor, Params, QueryTensor, RowTensor
 from .products import add_product, inner_products, scaled, zeros
 from .prologue import batch_index, prologue
@@ -64,6 +74,7 @@ def forward_kernel(
         blocks = key_blocks(params, work.start // PACK_GQA, last, info.shift, kv.seqlen, CONFIG.BLOCK_N)
         if SPLITS > 1:
             blocks = split_of(blocks, split, SPLITS, CONFIG.BLOCK_N)
+        listed = block_list(params, b, work.head, work.start // BLOCK_M)
         rows = position[:, None]
         bounds = key_bounds(params, rows, info.shift, kv.seqlen)
         with_sink = (split == 0) & (work.sequence < lengths.batch)
@@ -72,7 +83,9 @@ def forward_kernel(
         if PACK_GQA > 1 or (SPLITS > 1 and BLOCK_M < 64):
             # Few blocks, and loading them is all the work: one loop waits for its first block once.
             IN_RANGE: tl.constexpr = CONFIG.PAGE_SIZE == 0
-            state = inner_loop(state, all_masked(blocks), q_i, rows, kv, params, info, bounds, True, IN_RANGE, CONFIG)
+            state = inner_loop(
+                state, all_masked(blocks), listed, q_i, rows, kv, params, info, bounds, True, IN_RANGE, CONFIG
+            )
         else:
             # Bounds hold which keys exist. With upper bounds only, ptxas compares while it waits for scores, into bits,
             # with all keys in registers: 154 a thread at head_dim 64, three programs on a Hopper core. A second test of
@@ -85,8 +98,8 @@ def forward_kernel(
             )
             BOUNDED: tl.constexpr = CONFIG.PAGE_SIZE == 0 and LOWER
             # The masked blocks first: then the compiler keeps the matrix products of the long loop asynchronous.
-            state = inner_loop(state, blocks, q_i, rows, kv, params, info, bounds, True, BOUNDED, CONFIG)
-            state = inner_loop(state, blocks, q_i, rows, kv, params, info, bounds, False, BOUNDED, CONFIG)
+            state = inner_loop(state, blocks, listed, q_i, rows, kv, params, info, bounds, True, BOUNDED, CONFIG)
+            state = inner_loop(state, blocks, listed, q_i, rows, kv, params, info, bounds, False, BOUNDED, CONFIG)
 
         weight, row_lse = softmax.finalize(state, info.factor, COMPENSATED)
         if params.dropout.threshold is not None:
@@ -109,6 +122,7 @@ def forward_kernel(
 def inner_loop(
     state,
     blocks,
+    listed,
     q_i,
     rows,
     kv,
@@ -123,8 +137,9 @@ def inner_loop(
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
-    for n in range(num_blocks(blocks, MASKED, BLOCK_N)):
-        start_n = nth_block(blocks, n, MASKED, BLOCK_N)
+    first = first_visit(listed, params, MASKED)
+    for n in range(num_visits(blocks, listed, params, MASKED, BLOCK_N)):
+        start_n = nth_visit(blocks, first, n, params, MASKED, BLOCK_N)
         tile = key_tile(kv, start_n, CONFIG)
         exists = tile.exists if MASKED or CONFIG.PAGE_SIZE > 0 else None
         k_j = load_k(kv, tile, exists, CONFIG)  # [N, D]

@@ -52,6 +52,48 @@ def nth_block(blocks, n, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def block_list(params, b, head, number):
+    """Pointer to the list of a kernel's block of a sequence and head; 0 without lists."""
+    if params.lists.data is None:
+        return 0
+    else:
+        lists = params.lists
+        at = b * lists.stride_b.to(tl.int64) + head * lists.stride_h.to(tl.int64) + number * lists.stride_m.to(tl.int64)
+        return lists.data + at
+
+
+@triton.jit
+def num_visits(blocks, listed, params, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """How many blocks that need masks are visited, or of those that do not."""
+    if params.lists.data is None:
+        return num_blocks(blocks, MASKED, BLOCK)
+    elif MASKED:
+        return tl.load(listed)
+    else:
+        return tl.load(listed + 1)
+
+
+@triton.jit
+def first_visit(listed, params, MASKED: tl.constexpr):
+    """Pointer to the first of these blocks in the list."""
+    if params.lists.data is None:
+        return 0
+    elif MASKED:
+        return listed + 2
+    else:
+        return listed + 2 + tl.load(listed)
+
+
+@triton.jit
+def nth_visit(blocks, first, n, params, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """Start of the n-th of these blocks."""
+    if params.lists.data is None:
+        return nth_block(blocks, n, MASKED, BLOCK)
+    else:
+        return tl.load(first + n) * BLOCK
+
+
+@triton.jit
 def all_masked(blocks):
     return BlockInfo(blocks.lo, blocks.hi, blocks.hi, blocks.hi)
 
@@ -182,7 +224,7 @@ def mask_fill(t, value, bounds, params, info, rows, keys, exists, MASKED: tl.con
     if params.scores.mask.data is not None:
         in_mask = scores.load_mask(params, info, rows, keys, exists)
         visible = in_mask if visible is None else visible & in_mask
-    if params.scores.mask_mod is not None:
+    if params.scores.mask_mod is not None and (MASKED or params.lists.data is None):
         shown = scores.visible_by_function(params, info, rows, keys)
         visible = shown if visible is None else visible & shown
     if visible is None:

@@ -1,9 +1,8 @@
-"""The parameters of the kernels: tensors with their strides, sequence lengths, features, and compile-time constants.
+"""The parameters of the kernels: tensors with their strides, sequence lengths, features.
 
 Every field of a NamedTuple may be `None`: absent, and compiled away.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton.language as tl
@@ -113,6 +112,17 @@ class DropoutInputs(NamedTuple):
     keep_scale: Scalar
 
 
+class BlockLists(NamedTuple):
+    """Blocks to visit by the mask function, int32 `[B, H, lists, 2 + entries]`: how many are partly visible and how
+    many full, then those that are partly visible, and then the full ones. A shared sequence or head has stride 0.
+    """
+
+    data: Pointer
+    stride_b: Scalar
+    stride_h: Scalar
+    stride_m: Scalar
+
+
 class Params(NamedTuple):
     """Sequences and features of a call."""
 
@@ -120,29 +130,4 @@ class Params(NamedTuple):
     window: WindowSize
     dropout: DropoutInputs
     scores: ScoreInputs
-
-
-@dataclass(frozen=True)
-class HeadDim:
-    """A head dimension, held in one or two chunks, powers of two: 96 = 64 + 32."""
-
-    WIDTH: int
-    CHUNK_0: int
-    CHUNK_1: int  # 0 without a second chunk
-
-
-@dataclass(frozen=True)
-class Constants:
-    """Compile-time parameters of a kernel."""
-
-    HEAD_DIM: HeadDim
-    HEAD_DIM_V: HeadDim
-    COMPENSATED: bool  # float32 inputs: sums carry their rounding errors
-    PRECISION: str  # of float32 products: "ieee", "tf32x3" or "tf32"
-    ALIGN: int  # elements, the unit of strides
-    PAGE_SIZE: int  # 0 without pages, and for a page table of one column
-    BLOCK_B: int  # a power of two above the number of packed sequences
-    BLOCK_M: int
-    BLOCK_N: int
-    PACK_GQA: int = 1  # query heads that share a tile
-    SPLITS: int = 1  # programs that share the keys of a row
+    lists: BlockLists  # with them, every block in the window is visited or not by its list

@@ -43,7 +43,8 @@ class DqWriter(NamedTuple):
     bounds: MaskBounds
     group: gl.tensor
     padded_rows: gl.tensor
-    part_rows: gl.tensor | None  # rows of one of several accumulators
+    parts: gl.tensor | None  # accumulators, if several
+    part_rows: gl.tensor | None  # rows of one of them
 
 
 @gluon.jit
@@ -63,9 +64,9 @@ def dq_writer_warp(warpgroup: gl.constexpr, writer, CONFIG: gl.constexpr):
                 writer.bounds, m * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, CONFIG.block_n
             )
             position = n - n_blocks.lo if CONFIG.lpt else n_blocks.hi - 1 - n
-            if writer.part_rows is not None:
-                row += position % CONFIG.dq_parts * writer.part_rows
-                position = position // CONFIG.dq_parts
+            if writer.parts is not None:
+                row += position % writer.parts * writer.part_rows
+                position = position // writer.parts
             semaphore = writer.semaphore + row // BLOCK_M * NUM_WARPGROUPS + warpgroup
             wait_for_dq_semaphore(semaphore, position if CONFIG.in_order else gl.minimum(position, 1))
             fence_async_shared()  # for the warpgroup's stores, complete since the barrier

@@ -74,6 +74,7 @@ class BackwardContext(NamedTuple):
     outputs: BackwardOutputs
     queue: TileQueue
     group: gl.tensor
+    row_splits: gl.tensor | None
     bounds: MaskBounds
     params: ScoreParams
 
@@ -84,7 +85,7 @@ def backward_kernel(
     tile_count_semaphore, dq_semaphore, slopes,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
-    seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
+    seqlen_q, seqlen_k, row_splits, dq_parts, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale, CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and dout `[1, 1, BLOCK_M, columns]`, k, v, dk and dv `[1, 1, MMA_M, columns]`, dq_accum `[MMA_M,
@@ -110,16 +111,19 @@ def backward_kernel(
     fence_async_shared()
 
     scheduler = KeyTileScheduler(
-        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal
+        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
+        row_splits,
     )  # fmt: skip
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs)
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
-    context = BackwardContext(pipelines, outputs, queue, group, bounds, params)
+    context = BackwardContext(pipelines, outputs, queue, group, row_splits, bounds, params)
     # Dense calls alone have several parts or splits.
-    part_rows = batch * num_heads_k * group * padded_rows if CONFIG.dq_parts > 1 else None
-    dq_writer = DqWriter(dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, part_rows)
+    part_rows = None if dq_parts is None else batch * num_heads_k * group * padded_rows
+    dq_writer = DqWriter(
+        dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, dq_parts, part_rows
+    )
     gl.warp_specialize(
         [
             (consumer_warpgroup, (0, context, CONFIG, PACKED)),
@@ -225,7 +229,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             consumer_release(v.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
         # dv and dk reuse the memory of the last dq.
         mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
-        coord = dkdv_coord(tile, first_key, params.batch, PACKED, CONFIG.row_splits)
+        coord = dkdv_coord(tile, first_key, params.batch, context.row_splits, PACKED)
         store_dkdv(outputs.dv, coord, dv, None, dq_pipeline.smem.index(warpgroup), HEAD_DIM)
         store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM)
         tile_count += 1
@@ -262,7 +266,13 @@ def store_dkdv(desc, coord, x, scale, smem, HEAD_DIM: gl.constexpr):
     """Store dk or dv of 64 keys; in fp32 as many columns at a time as the buffer holds."""
     WIDTH: gl.constexpr = HEAD_DIM.padded_width
     COLUMNS: gl.constexpr = min(WIDTH, DQ_COLUMNS) if desc.dtype == gl.float32 else WIDTH
-    buffer = reinterpret_smem(smem, desc.dtype, desc.block_type.shape[:-1] + [COLUMNS], desc.layout)
+    # Triton 3.8 takes views of the whole buffer only.
+    PARTS: gl.constexpr = 1 if desc.dtype == gl.float32 else 2 * DQ_COLUMNS // COLUMNS
+    if PARTS == 1:
+        buffer = reinterpret_smem(smem, desc.dtype, desc.block_type.shape[:-1] + [COLUMNS], desc.layout)
+    else:
+        parts = reinterpret_smem(smem, desc.dtype, [PARTS] + desc.block_type.shape[:-1] + [COLUMNS], desc.layout)
+        buffer = parts.index(0)
     for c in gl.static_range(len(x)):
         columns = x[c]
         if scale is not None:

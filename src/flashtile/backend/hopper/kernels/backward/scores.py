@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..shared import scores
-from ..shared.distances import distances
 from ..shared.mma import MMA_M, join_columns, split_columns
 from ..shared.pipeline import stage_of
 from ..shared.score_mod import Loaded, load_head, load_keys, load_rows
@@ -82,7 +81,7 @@ def block_scores(s, coord, loaded, params, CONFIG: gl.constexpr):
     """Final scores of a block of products `[N, M]`."""
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     rows, keys = block_rows(coord, CONFIG), block_keys(coord, CONFIG)
-    distance = -distances(s, coord.first_key - coord.first_row)
+    distance = coord.first_row - coord.first_key
     return scores.forward(s, params, coord.b, coord.head, coord.shift, rows, keys, distance, loaded, SCORE_MOD)
 
 
@@ -107,5 +106,5 @@ def load_block(coord, params, CONFIG: gl.constexpr):
     return Loaded(
         load_head(params, coord.b, coord.head, SCORE_MOD),
         load_rows(params, coord.b, coord.head, block_rows(coord, CONFIG), SCORE_MOD),
-        load_keys(params, coord.b, coord.head, block_keys(coord, CONFIG), SCORE_MOD),
+        load_keys(params, coord.b, coord.head, block_keys(coord, CONFIG), None, SCORE_MOD),
     )

@@ -26,6 +26,7 @@ from ..shared.tile_scheduler import (
     pop_fields,
     publish_tile,
     push_tile,
+    split_and_tile,
     split_range,
     token_range,
 )
@@ -43,6 +44,7 @@ class KeyTileScheduler(NamedTuple):
     group: gl.tensor  # query heads for each key head
     padded_rows: gl.tensor  # of a query head, in dq_accum and the row statistics
     diagonal: gl.tensor  # added to seqlen_k - seqlen_q
+    row_splits: gl.tensor | None = None  # dense: programs that share the rows of a block of keys
 
 
 class KeyWorkTile(NamedTuple):
@@ -78,16 +80,16 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
     count = 0
     shift = seqlens.seqlen_k - seqlens.seqlen_q + scheduler.diagonal
     while tile_index < scheduler.num_tiles:
-        split = tile_index % CONFIG.row_splits
-        flat_head, block = key_head_and_block(scheduler, tile_index // CONFIG.row_splits, CONFIG.lpt)
+        split, whole_tile = split_and_tile(tile_index, scheduler.row_splits)
+        flat_head, block = key_head_and_block(scheduler, whole_tile, CONFIG.lpt)
         b, head = flat_head // scheduler.num_heads_k, flat_head % scheduler.num_heads_k
         first_key = block * BLOCK_N
         last_key = gl.minimum(first_key + BLOCK_N, seqlens.seqlen_k) - 1
         m_blocks = m_block_range(bounds, first_key, last_key, shift, seqlens.seqlen_q, BLOCK_M)
         padded_row = flat_head * scheduler.group * scheduler.padded_rows
         lo, hi = m_blocks.lo, m_blocks.hi
-        if CONFIG.row_splits > 1:
-            lo, hi = split_range(m_blocks.lo, m_blocks.hi, split, CONFIG.row_splits)
+        if scheduler.row_splits is not None:
+            lo, hi = split_range(m_blocks.lo, m_blocks.hi, split, scheduler.row_splits)
         tile = KeyWorkTile(b, head, first_key, lo, hi, padded_row, shift, seqlens.seqlen_q, seqlens.seqlen_k, 0, split)
         tile_index = publish_tile(queue, count, tile, scheduler, False)
         count += 1

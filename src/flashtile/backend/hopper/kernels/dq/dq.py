@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..shared import scores
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel
-from ..shared.distances import distances
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
@@ -151,9 +150,9 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             v_j = stage_chunks(kv, 2 * count, KV_STAGES)[:DP_GEMMS]
             dp = gemm_nt(stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS), v_j, zeros)
             key = gl.expand_dims(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout)), 0)
-            loaded = Loaded(of_head, of_rows, load_keys(params, tile.b, tile.head, key, SCORE_MOD))
+            loaded = Loaded(of_head, of_rows, load_keys(params, tile.b, tile.head, key, None, SCORE_MOD))
             s = warpgroup_mma_wait(DP_GEMMS, deps=(s,))
-            distance = distances(s, first_row - first_key)
+            distance = first_row - first_key
             score = scores.forward(s, params, tile.b, tile.head, shift, row, key, distance, loaded, SCORE_MOD)
             p = gl.exp2(score.t * params.scale_log2 + gl.expand_dims(neg_lse_log2, 1))
             visible = all_visible(p)

@@ -38,6 +38,7 @@ from .mainloop import (
     load_tile,
     mainloop_step,
     next_tile_state,
+    tile_units,
     warpgroup_tile,
 )
 from .producer import ForwardPipelines, producer_warp, q_stage
@@ -47,13 +48,14 @@ from .producer import ForwardPipelines, producer_warp, q_stage
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse, slopes, sinks, tile_count_semaphore, cu_seqlens_q, cu_seqlens_k, seqused_k,
     stride_slopes_b, stride_lse, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads, group, batch,
-    seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
+    seqlen_q, seqlen_k, num_splits, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
     CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed.
 
-    If packed, `seqlen_q` and `seqlen_k` are numbers of tokens. With split keys, out and lse are those of each split,
-    `[SPLITS * B, H, Sq, Dv]` in fp32 and `[SPLITS * B, H, Sq]`. A score_mod, in CONFIG, takes `inputs`.
+    If packed, `seqlen_q` and `seqlen_k` are numbers of tokens. With `num_splits`, out and lse are those of each split
+    of the keys, `[num_splits * B, H, Sq, Dv]` in fp32 and `[num_splits * B, H, Sq]`. A score_mod, in CONFIG, takes
+    `inputs`.
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -70,12 +72,12 @@ def forward_kernel(
     fence_async_shared()
 
     scheduler = TileScheduler(
-        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal
+        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, num_splits
     )
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch, inputs)
-    outputs = ForwardOutputs(out_desc, smem, lse, stride_lse, num_heads if CONFIG.splits > 1 else None)
+    outputs = ForwardOutputs(out_desc, smem, lse, stride_lse, None if num_splits is None else num_heads)
     context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params)
     if CONFIG.num_warpgroups == 2:
         gl.warp_specialize(
@@ -125,6 +127,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         mbarrier.wait(q.full.index(stage), wraps_of(tile_count, Q_STAGES) & 1)
         q_i = stage_chunks(q, stage, Q_BUFFERS)
         loaded = load_tile(params, wg_tile, CONFIG)
+        units = tile_units(params, wg_tile, loaded, CONFIG)
         state = next_tile_state(state.acc, state.p, wg_tile, params, outputs, CONFIG)
         first = tile.hi - 1
         block, stop = first, first
@@ -132,7 +135,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         while block >= tile.lo:
             while block >= stop:
                 state = mainloop_step(
-                    state, accumulate, context, q_i, loaded, count, tile_count, wg_tile, block, warpgroup, CONFIG
+                    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, block, warpgroup, CONFIG
                 )  # fmt: skip
                 accumulate = block != first
                 block -= 1

@@ -13,16 +13,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..shared import score_mod, scores, softmax
 from ..shared.column_masks import where_bits
-from ..shared.distances import distances
+from ..shared.distances import columns
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
 from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
 from ..shared.ptx import opaque
-from ..shared.score_mod import Loaded
+from ..shared.score_mod import KeyRun, Loaded
 from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import TileQueue, WorkTile
 from .producer import ForwardPipelines, q_stage
+
+SMALLEST_FACTOR = gl.constexpr(1e-12)
+LARGEST_FACTOR = gl.constexpr(1e12)
 
 
 class ForwardOutputs(NamedTuple):
@@ -54,6 +57,14 @@ class WarpgroupTile(NamedTuple):
     full_lo: gl.tensor
     full_hi: gl.tensor
     shift: gl.tensor  # the diagonal is `key = row + shift`
+
+
+class TileUnits(NamedTuple):
+    """Units of a tile's scores: the kernel's, but for a score_mod that multiplies scores by a factor of the head."""
+
+    scale_log2: gl.tensor  # converts scores to base-2 logarithms
+    factor: gl.tensor  # of scores, where scale_log2 cannot include it
+    in_scores: gl.tensor  # whether scores have the factor
 
 
 class SoftmaxState(NamedTuple):
@@ -110,7 +121,7 @@ def mma_operand(p, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    state, accumulate, context, q_i, loaded, count, tile_count, wg_tile, block, warpgroup: gl.constexpr,
+    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, block, warpgroup: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Step number `count`: scores and p of one block of keys, and the product of the previous block's p and values.
@@ -119,7 +130,6 @@ def mainloop_step(
     """
     STAGES: gl.constexpr = CONFIG.stages
     PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)
-    SCORE_MOD: gl.constexpr = CONFIG.score_mod
     pipelines, params, tile = context.pipelines, context.params, wg_tile.tile
     k, v = pipelines.k, pipelines.v
     consumer_wait(k, count, STAGES)
@@ -129,13 +139,12 @@ def mainloop_step(
         q_i = stage_chunks(pipelines.q, opaque(warpgroup), CONFIG.num_warpgroups)
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
-    keys = score_keys(block, CONFIG.block_n)
-    loaded = Loaded(loaded.head, loaded.rows, score_mod.load_keys(params, tile.b, tile.head, keys, SCORE_MOD))
+    loaded = Loaded(loaded.head, loaded.rows, load_keys(params, tile, block, CONFIG))
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     consumer_release(k.empty, count, STAGES)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, block == tile.lo, CONFIG)
-    t = masked_scores(s, wg_tile, block, context, loaded, SCORE_MOD)
-    row_max, alpha, changed, p = softmax.update(state.row_max, t, params.scale_log2, CONFIG.speculative_exps)
+    t = masked_scores(s, wg_tile, block, context, loaded, units, CONFIG)
+    row_max, alpha, changed, p = softmax.update(state.row_max, t, units.scale_log2, CONFIG.speculative_exps)
     l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
     acc, p, l = gemm_wait_pair(acc, p, l)  # noqa: E741
     consumer_release(v.empty, count, STAGES)
@@ -145,14 +154,22 @@ def mainloop_step(
 
 
 @gluon.jit
-def masked_scores(s, wg_tile, block, context, loaded, SCORE_MOD: gl.constexpr):
-    """Final scores `[MMA_M, BLOCK_N]` of a block of keys."""
+def masked_scores(s, wg_tile, block, context, loaded, units, CONFIG: gl.constexpr):
+    """Final scores `[MMA_M, BLOCK_N]` of a block of keys, in the tile's units."""
     BLOCK_N: gl.constexpr = s.shape[1]
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
     tile = wg_tile.tile
     first_key = block * BLOCK_N
     rows, keys = score_rows(wg_tile, BLOCK_N), score_keys(block, BLOCK_N)
-    distance = distances(s, wg_tile.first_row - first_key)
-    t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, SCORE_MOD).t
+    if CONFIG.head_factor:
+        t, _ = scores.unmodified_score(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys)
+        if units.in_scores:
+            t = t * units.factor
+    else:
+        distance = wg_tile.first_row - first_key
+        t = scores.forward(
+            s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, SCORE_MOD
+        ).t
     if (block >= wg_tile.full_hi) | (block < wg_tile.full_lo):
         t = where_bits(
             visible_keys(t, context.bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k), t, -INFINITY
@@ -171,7 +188,7 @@ def score_rows(wg_tile, BLOCK_N: gl.constexpr):
 def score_keys(block, BLOCK_N: gl.constexpr):
     """Keys `[1, BLOCK_N]` of a block's scores."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    return gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout)), 0)
+    return columns(block * BLOCK_N, BLOCK_N, layout)
 
 
 @gluon.jit
@@ -185,6 +202,33 @@ def load_tile(params, wg_tile, CONFIG: gl.constexpr):
         score_mod.load_rows(params, tile.b, tile.head, rows, SCORE_MOD),
         (),
     )
+
+
+@gluon.jit
+def load_keys(params, tile, block, CONFIG: gl.constexpr):
+    """Load what a score_mod needs of a block's keys."""
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    keys = score_keys(block, BLOCK_N)
+    if SCORE_MOD is None:
+        return ()
+    else:
+        first = block * BLOCK_N + params.inputs.j0
+        run = KeyRun(columns(first.to(gl.int64), BLOCK_N, layout), first + BLOCK_N)
+        return score_mod.load_keys(params, tile.b, tile.head, keys, run, SCORE_MOD)
+
+
+@gluon.jit
+def tile_units(params, wg_tile, loaded, CONFIG: gl.constexpr):
+    """Units of a tile's scores. The softmax takes a head's factor if it is positive and far from overflow."""
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
+    if CONFIG.head_factor:
+        factor = score_mod.head_factor(params, wg_tile.tile.b, wg_tile.tile.head, loaded, SCORE_MOD)
+        in_scores = ~((factor > SMALLEST_FACTOR) & (factor < LARGEST_FACTOR))
+        return TileUnits(params.scale_log2 * gl.where(in_scores, 1.0, factor), factor, in_scores)
+    else:
+        return TileUnits(params.scale_log2, params.scale_log2, False)
 
 
 @gluon.jit

@@ -31,9 +31,9 @@ def kv_coord(tile, first_key, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def dkdv_coord(tile, first_key, batch, PACKED: gl.constexpr, SPLITS: gl.constexpr):
+def dkdv_coord(tile, first_key, batch, row_splits, PACKED: gl.constexpr):
     """Coordinates of a box of dk or dv; of dense ones, each split of the rows has its own."""
-    if SPLITS > 1:
+    if row_splits is not None:
         return (tile.token_k * batch + tile.b, tile.head_k, first_key, 0)
     else:
         return kv_coord(tile, first_key, PACKED)

@@ -61,6 +61,24 @@ def load_pairs(pointers, mask, OTHER: gl.constexpr, size):
 
 
 @gluon.jit
+def in_run(keys, run):
+    """Indices of keys, in 64 bits: then the addresses of a run's keys are one register and constants."""
+    return keys.to(gl.int64) if run is None else run.keys
+
+
+@gluon.jit
+def load_run(pointers, mask, OTHER: gl.constexpr, before, size, run):
+    """Load an element for each key. `before`: whether the indices before the key's are inside of the tensor."""
+    if run is None:
+        x = gl.load(pointers, mask=mask, other=OTHER)
+    elif before & (run.stop <= size):
+        x = gl.load(pointers)
+    else:
+        x = gl.load(pointers, mask=mask, other=OTHER)
+    return x
+
+
+@gluon.jit
 def floordiv(x, y, NONNEGATIVE: gl.constexpr):
     """Integer division that rounds down; Gluon's rounds toward zero. NONNEGATIVE: neither is below 0."""
     if NONNEGATIVE:  # unsigned, a division by a power of two is a shift

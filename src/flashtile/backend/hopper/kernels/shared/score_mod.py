@@ -9,6 +9,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .distances import distances
+
 
 class PairInputs(NamedTuple):
     """Arguments of a score_mod: the position of this call in the whole one, and captured tensors."""
@@ -20,12 +22,26 @@ class PairInputs(NamedTuple):
     captured: tuple  # pointers, sizes and strides
 
 
+class KeyRun(NamedTuple):
+    """Consecutive keys, as positions in the whole call."""
+
+    keys: gl.tensor  # [1, N], int64
+    stop: gl.tensor  # the first position after them
+
+
 class Loaded(NamedTuple):
     """Elements of captured tensors that depend on no pair; without a score_mod, unused."""
 
     head: tuple
     rows: tuple
     keys: tuple
+
+
+@gluon.jit
+def head_factor(params, b, head, loaded, SCORE_MOD: gl.constexpr):
+    """The number by which a score_mod multiplies the scores of a head."""
+    inputs = params.inputs
+    return SCORE_MOD.factor(sequence_index(params, b), head + inputs.h0, inputs.captured, loaded.head)[0].to(gl.float32)
 
 
 @gluon.jit
@@ -48,24 +64,27 @@ def load_rows(params, b, head, rows, SCORE_MOD: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(params, b, head, keys, SCORE_MOD: gl.constexpr):
-    """Load the elements that depend on keys."""
+def load_keys(params, b, head, keys, run, SCORE_MOD: gl.constexpr):
+    """Load the elements that depend on keys. `run` may be `None`."""
     if SCORE_MOD is None:
         return ()
     else:
         inputs = params.inputs
-        return SCORE_MOD.keys(sequence_index(params, b), head + inputs.h0, keys + inputs.j0, inputs.captured)
+        return SCORE_MOD.keys(sequence_index(params, b), head + inputs.h0, keys + inputs.j0, inputs.captured, run)
 
 
 @gluon.jit
-def modify(t, params, b, head, rows, keys, distance, loaded, SCORE_MOD: gl.constexpr):
+def modify(t, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD: gl.constexpr):
     """The new scores, then in backward their derivatives by `t`, which may be of fewer dimensions."""
     inputs = params.inputs
     sequence = sequence_index(params, b)
-    distance = distance + (inputs.i0 - inputs.j0)
+    TRANSPOSED: gl.constexpr = rows.shape[0] == 1
+    first = first_distance + (inputs.i0 - inputs.j0)
+    distance = distances(t, first, TRANSPOSED, gl.int32)
+    real_distance = distances(t, first, TRANSPOSED, gl.float32)
     results = SCORE_MOD.pairs(
-        t, sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, distance, inputs.captured,
-        loaded.head, loaded.rows, loaded.keys,
+        t, sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, distance, real_distance,
+        inputs.captured, loaded.head, loaded.rows, loaded.keys,
     )  # fmt: skip
     return results[0] - gl.full_like(t, 0.0), results  # a score for every pair
 

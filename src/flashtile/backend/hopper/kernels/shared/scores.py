@@ -40,15 +40,15 @@ class Score(NamedTuple):
 
 
 @gluon.jit
-def forward(qk, params, b, head, shift, rows, keys, distance, loaded, SCORE_MOD: gl.constexpr):
-    """Final score, not yet masked, of `qk = <q, k>`. The diagonal is `key = row + shift`. `distance`, row minus
-    key, and `loaded` are for the score_mod.
+def forward(qk, params, b, head, shift, rows, keys, first_distance, loaded, SCORE_MOD: gl.constexpr):
+    """Final score, not yet masked, of `qk = <q, k>`. The diagonal is `key = row + shift`. `first_distance`,
+    row minus key of the first pair, and `loaded` are for the score_mod.
     """
     t, capped = unmodified_score(qk, params, b, head, shift, rows, keys)
     if SCORE_MOD is None:
         return Score(t, capped, ())
     else:
-        t, modified = modify(t, params, b, head, rows, keys, distance, loaded, SCORE_MOD)
+        t, modified = modify(t, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD)
         return Score(t, capped, modified)
 
 

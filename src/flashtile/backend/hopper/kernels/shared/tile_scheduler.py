@@ -34,6 +34,7 @@ class TileScheduler(NamedTuple):
     num_heads: gl.tensor  # query heads
     group: gl.tensor  # query heads for each key head
     diagonal: gl.tensor  # added to seqlen_k - seqlen_q
+    num_splits: gl.tensor | None = None  # dense: programs that share the keys of a tile
 
 
 class SeqlenInfo(NamedTuple):
@@ -53,7 +54,7 @@ class WorkTile(NamedTuple):
     b: gl.tensor  # -1: end of the queue; batch: rows outside all sequences
     head: gl.tensor
     head_k: gl.tensor
-    lse_head: gl.tensor  # row of lse, [B * H, Sq] or [H, T]; with split keys [SPLITS * B * H, Sq]
+    lse_head: gl.tensor  # row of lse, [B * H, Sq] or [H, T]; with split keys [num_splits * B * H, Sq]
     first_row: gl.tensor
     lo: gl.tensor
     hi: gl.tensor
@@ -88,25 +89,24 @@ def scheduler_warp(queue, scheduler, seqlens, bounds, CONFIG: gl.constexpr, PACK
     if PACKED:
         schedule_packed_tiles(queue, scheduler, seqlens, bounds, BLOCK_M, BLOCK_N)
     else:
-        schedule_dense_tiles(queue, scheduler, seqlens, bounds, BLOCK_M, BLOCK_N, CONFIG.splits)
+        schedule_dense_tiles(queue, scheduler, seqlens, bounds, BLOCK_M, BLOCK_N)
 
 
 @gluon.jit
-def schedule_dense_tiles(
-    queue, scheduler, seqlens, bounds, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr,
-):  # fmt: skip
+def schedule_dense_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     tile_index = gl.program_id(0)
     count = 0
     while tile_index < scheduler.num_tiles:
-        split = tile_index % SPLITS
-        flat_head, block = head_and_block(scheduler, tile_index // SPLITS)
+        split, whole_tile = split_and_tile(tile_index, scheduler.num_splits)
+        flat_head, block = head_and_block(scheduler, whole_tile)
         b, head = flat_head // scheduler.num_heads, flat_head % scheduler.num_heads
         first_row = block * BLOCK_M
         blocks = tile_n_blocks(first_row, seqlens.seqlen_q, seqlens.seqlen_k, scheduler, bounds, BLOCK_M, BLOCK_N)
         lse_head, lo, hi = flat_head, blocks.lo, blocks.hi
-        if SPLITS > 1:
+        if scheduler.num_splits is not None:
             lse_head += split * scheduler.total_heads
-            lo, hi = split_of(blocks.lo, blocks.hi, split, gl.cdiv(seqlens.seqlen_k, BLOCK_N), SPLITS)
+            end = gl.cdiv(seqlens.seqlen_k, BLOCK_N)
+            lo, hi = split_of(blocks.lo, blocks.hi, split, end, scheduler.num_splits)
         tile = WorkTile(
             b, head, head // scheduler.group, lse_head, first_row, lo, hi,
             seqlens.seqlen_q, seqlens.seqlen_k, 0, 0,
@@ -152,15 +152,24 @@ def schedule_packed_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constex
 
 
 @gluon.jit
-def split_range(lo, hi, split, SPLITS: gl.constexpr):
-    """One of SPLITS nearly equal parts of `lo..hi`; may be empty."""
-    return lo + (hi - lo) * split // SPLITS, lo + (hi - lo) * (split + 1) // SPLITS
+def split_and_tile(tile_index, num_splits):
+    """The split and the tile that an index stands for; without splits, 0 and the index itself."""
+    if num_splits is None:
+        return 0, tile_index
+    else:
+        return tile_index % num_splits, tile_index // num_splits
 
 
 @gluon.jit
-def split_of(lo, hi, split, end, SPLITS: gl.constexpr):
+def split_range(lo, hi, split, num_splits):
+    """One of `num_splits` nearly equal parts of `lo..hi`; may be empty."""
+    return lo + (hi - lo) * split // num_splits, lo + (hi - lo) * (split + 1) // num_splits
+
+
+@gluon.jit
+def split_of(lo, hi, split, end, num_splits):
     """Blocks of keys of one split; without any, the block after the last key, which is fully masked."""
-    first, stop = split_range(lo, hi, split, SPLITS)
+    first, stop = split_range(lo, hi, split, num_splits)
     empty = first == stop
     return gl.where(empty, end, first), gl.where(empty, end + 1, stop)
 

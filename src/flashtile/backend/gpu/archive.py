@@ -1,0 +1,227 @@
+"""Archives of kernels that were compiled ahead, one file for each architecture: zip files.
+
+`index.json` has, for each kernel, its parameters and its binaries by key (`signature.key_of`); a binary is the file
+named after the SHA-256 of its machine code. The file's comment is the SHA-256 of the index. An archive is for the
+sources that it was made from: their hash is in the index. One that does not fit is ignored with one warning.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import threading
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call.device import describe_device
+from ...errors import AttentionWarning
+from .binary import Binary
+from .driver import driver
+from .installed import triton_version
+from .kernel import Kernel
+from .pointers import Slots, resolved
+from .signature import QuickKeys, key_of
+
+KERNELS_VARIABLE = "FLASHTILE_KERNELS"
+NO_ARCHIVE = "none"  # the variable's value for it
+FORMAT = 1
+INDEX = "index.json"
+PACKAGE = Path(__file__).parents[2]
+GENERATORS = ("backend/gpu/generated.py", "backend/gpu/captured.py")
+SOURCES = {  # files that kernels are made from, by backend: all below a folder, or one
+    "hopper": ("backend/hopper/kernels", "backend/hopper/tables.py", "call/call.py", *GENERATORS),
+    "triton": ("backend/triton/kernels", "backend/triton/constants.py", *GENERATORS),
+}
+
+
+class Archive:
+    """An open archive for one architecture.
+
+    Raises:
+        OSError, ValueError, KeyError: the file cannot be read, is damaged, or is for something else.
+    """
+
+    def __init__(self, path: Path, arch: str, library: Any = driver):
+        import zipfile  # not needed by `import flashtile`
+
+        try:
+            self.file = zipfile.ZipFile(path)
+            text = self.file.read(INDEX)
+        except zipfile.BadZipFile as error:
+            raise ValueError(str(error)) from error
+        if hashlib.sha256(text).hexdigest().encode() != self.file.comment:
+            raise ValueError("its index was altered")
+        self.path, self.arch, self.index = path, arch, json.loads(text)
+        if self.index["format"] != FORMAT:
+            raise ValueError(f"its format is {self.index['format']}; this version reads {FORMAT}")
+        if self.index["arch"] != arch:
+            raise ValueError(f"its kernels are for {self.index['arch']}, not for {arch}")
+        if self.index["sources"] != sources():
+            raise ValueError("its kernels were made from other sources than this version has")
+        self.driver = library()
+        self.lock = threading.Lock()  # of the file, which has one position
+        self.binaries: dict[tuple[Kernel, str], Binary] = {}
+        self.quick: dict[Kernel, tuple[QuickKeys, dict[Hashable, Binary | None]]] = {}
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Major and minor version of the Triton that compiled it."""
+        return tuple(int(part) for part in self.index["triton"].split(".")[:2])
+
+    @property
+    def words(self) -> str:
+        """In words: "compiled ahead by Triton 3.6.0"."""
+        return f"compiled ahead by Triton {self.index['triton']}"
+
+    def __len__(self) -> int:
+        return sum(len(kernel["binaries"]) for kernel in self.index["kernels"].values())
+
+    def key(self, kernel: Any, scalars: Mapping[str, Any], pointers: Mapping[str, Any]) -> str | None:
+        """The key of a launch, if the archive has its kernel. One made for a score_mod is no `Kernel`."""
+        known = self.index["kernels"].get(kernel.title) if isinstance(kernel, Kernel) else None
+        if known is None:
+            return None
+        parameters = known["parameters"]
+        names = {name for name, _ in parameters}
+        options = {name: x for name, x in scalars.items() if name not in names}
+        key = key_of(parameters, {**scalars, **pointers}, options)
+        return key if key in known["binaries"] else None
+
+    def find(self, kernel: Any, scalars: Mapping[str, Any], pointers: Mapping[str, Any]) -> Binary | None:
+        """The binary of a launch; `None` if it has to be compiled."""
+        if (quick := self.quick.get(kernel)) is None:
+            known = self.index["kernels"].get(kernel.title) if isinstance(kernel, Kernel) else None
+            if known is None:
+                return None
+            quick = self.quick[kernel] = QuickKeys(known["parameters"]), {}
+        keys, found = quick
+        key = keys.key({**scalars, **pointers}, {name: x for name, x in scalars.items() if name not in keys.names})
+        if key not in found:
+            found[key] = self.binary(kernel, scalars, pointers)
+        return found[key]
+
+    def binary(self, kernel: Kernel, scalars: Mapping[str, Any], pointers: Mapping[str, Any]) -> Binary | None:
+        """As `find`, by the file's own keys."""
+        key = self.key(kernel, scalars, pointers)
+        if key is None:
+            return None
+        if (binary := self.binaries.get((kernel, key))) is None:
+            known = self.index["kernels"][kernel.title]
+            facts = known["binaries"][key]
+            image = functools.partial(self.image, facts["cubin"])
+            binary = self.binaries[kernel, key] = Binary(known["parameters"], facts, image, self.driver)
+        return binary
+
+    def image(self, digest: str) -> bytes:
+        """Machine code by its hash.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        import zipfile
+        import zlib
+
+        try:
+            with self.lock:
+                image = self.file.read(digest)
+        except (zipfile.BadZipFile, zlib.error, KeyError) as error:
+            raise ValueError(f"a kernel is damaged: {error}") from error
+        if hashlib.sha256(image).hexdigest() != digest:
+            raise ValueError("a kernel was altered")
+        return image
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """The hash of the kernels' sources, by backend."""
+    return {backend: hash_of(paths) for backend, paths in SOURCES.items()}
+
+
+def hash_of(paths: Sequence[str]) -> str:
+    found = hashlib.sha256()
+    for path in paths:
+        top = PACKAGE / path
+        for file in [top] if top.is_file() else sorted(top.rglob("*.py")):
+            content = file.read_bytes()
+            found.update(f"{file.relative_to(PACKAGE).as_posix()} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+# The archives of a process ------------------------------------------------------------------------------------------
+
+_archives: dict[str, Archive | None] = {}  # by architecture
+_devices: dict[torch.device, Archive | None] = {}
+
+
+def archive_of(device: torch.device) -> Archive | None:
+    """The archive for a device, read at its first call; `None` without one."""
+    try:
+        return _devices[device]
+    except KeyError:
+        found = archive_for(describe_device(device).arch) if device.type == "cuda" else None
+        return _devices.setdefault(device, found)
+
+
+def archive_for(arch: str) -> Archive | None:
+    """The archive for an architecture, such as "sm_90"."""
+    if arch in _archives:
+        return _archives[arch]
+    configured = os.environ.get(KERNELS_VARIABLE)
+    found, path = None, Path(configured) if configured else PACKAGE / file_name(arch)
+    if configured != NO_ARCHIVE and (configured or path.is_file()):
+        try:
+            found = Archive(path, arch)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            warn(path, error)
+    return _archives.setdefault(arch, found)
+
+
+def compiler_version(arch: str) -> tuple[int, ...] | None:
+    """Major and minor version of the Triton that kernels are planned for: the archive's, else the installed one."""
+    archive = archive_for(arch)
+    return triton_version() if archive is None else archive.version
+
+
+def file_name(arch: str) -> str:
+    return f"kernels-{arch}.zip"
+
+
+def give_up(archive: Archive, error: Exception) -> None:
+    """Compile the kernels of an archive from now on, because of this error."""
+    if _archives.get(archive.arch) is archive:
+        warn(archive.path, error)
+    _archives[archive.arch] = None
+    _devices.clear()
+
+
+def forget() -> None:
+    """Read the archives anew: for tests."""
+    _archives.clear()
+    _devices.clear()
+
+
+def warn(path: Path, error: Exception) -> None:
+    warnings.warn(
+        f"the archive of kernels {path} is not used, so that they are compiled at first use: {error}\n"
+        f"  `flashtile build-kernels` makes one; {KERNELS_VARIABLE}={NO_ARCHIVE} does without",
+        AttentionWarning,
+        stacklevel=2,
+    )
+
+
+def find(
+    kernel: Any, scalars: Mapping[str, Any], slots: Slots, tensors: Sequence[Tensor | None]
+) -> tuple[Archive, Binary] | None:
+    """The binary of a launch and its archive."""
+    if tensors[0] is None:
+        return None
+    archive = archive_of(tensors[0].device)
+    if archive is None:
+        return None
+    binary = archive.find(kernel, scalars, resolved(slots, tensors))
+    return None if binary is None else (archive, binary)

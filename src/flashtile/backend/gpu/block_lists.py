@@ -1,0 +1,84 @@
+"""Lists of the blocks that kernels visit, by the mask function: for each block of rows its blocks of keys, or the other
+way round. They are made on the device, by operations that a CUDA graph can contain.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...call.call import Call
+from ...call.formulas import mask_formula
+from ...expression import Formula
+from ...expression.blocks import PARTIAL, Blocks, block_visibility, positions
+from .replay import Recorder
+
+LEAST_PAIRS = 2**28  # of a call: computing fewer takes about as long as their lists
+
+
+class Range(NamedTuple):
+    """Positions of one side of a call, or its sequences or heads."""
+
+    first: int
+    length: int
+
+    def numbers(self, device: torch.device) -> Tensor:
+        return torch.arange(self.first, self.first + self.length, device=device)
+
+
+class Pairs(NamedTuple):
+    """All pairs of a dense call, and the blocks that a kernel cuts them into."""
+
+    sequences: Range
+    heads: Range
+    rows: Range
+    keys: Range
+    block_m: int
+    block_n: int
+
+
+def block_lists(
+    recorder: Recorder, call: Call, block_m: int, block_n: int, *, of_keys: bool = False
+) -> tuple[dict[str, Tensor | None], dict[str, int | None]]:
+    """The pointer and the scalars of `parameters.BlockLists`; `of_keys` is for kernels that own blocks of keys. Packed
+    calls, calls with a window and small ones have no lists: their kernels visit all blocks that the window shows.
+    """
+    t, s = call.tensors, call.settings
+    formula = mask_formula(call)
+    num_pairs = t.q.shape[0] * t.q.shape[1] * t.q.shape[2] * t.k.shape[-2] if call.layout == "dense" else 0
+    from_first_key = s.dropout_p == 0 or s.j0 % 8 == 0  # where blocks of keys begin
+    if formula is None or not s.window.unlimited or not from_first_key or num_pairs < max(LEAST_PAIRS, 1):
+        return {"lists": None}, {f"stride_lists_{dim}": None for dim in "bhm"}
+    pairs = Pairs(
+        Range(s.b0, t.q.shape[0]),
+        Range(s.h0, t.q.shape[1]),
+        Range(s.i0, t.q.shape[2]),
+        Range(s.j0, t.k.shape[2]),
+        block_m,
+        block_n,
+    )
+    lists = recorder.op(partial(computed, formula, pairs, t.q.device, of_keys), *t.score_mod_tensors)
+    b, h, m, _ = (0 if n == 1 else stride for n, stride in zip(lists.shape, lists.stride(), strict=True))
+    return {"lists": lists}, {"stride_lists_b": b, "stride_lists_h": h, "stride_lists_m": m}
+
+
+def computed(formula: Formula, pairs: Pairs, device: torch.device, of_keys: bool, *tensors: Tensor) -> Tensor:
+    """The lists, int32 `[B | 1, H | 1, lists, 2 + entries]`: how many blocks are partly visible and how many full,
+    then those that are partly visible, and then the full ones.
+    """
+    blocks = Blocks(
+        pairs.sequences.numbers(device),
+        pairs.heads.numbers(device),
+        positions(*pairs.rows, pairs.block_m, device),
+        positions(*pairs.keys, pairs.block_n, device),
+    )
+    states = block_visibility(formula, tensors, blocks, torch.float32)
+    states = (states.mT if of_keys else states).contiguous()
+    inner, size = (pairs.rows, pairs.block_m) if of_keys else (pairs.keys, pairs.block_n)
+    if inner.length % size:  # the last block has positions that do not exist, which code for full blocks does not test
+        states[..., -1].clamp_(max=PARTIAL)
+    rank = (3 - states) % 3  # partly visible blocks first, then full ones, then hidden ones
+    order = rank.sort(dim=-1, descending=True, stable=True).indices
+    counts = torch.stack([(rank == 2).sum(dim=-1), (rank == 1).sum(dim=-1)], dim=-1)
+    return torch.cat([counts, order], dim=-1).to(torch.int32)

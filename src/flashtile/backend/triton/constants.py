@@ -1,0 +1,43 @@
+"""Compile-time constants of the kernels, as host code makes them without importing Triton."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HeadDim:
+    """A head dimension, held in one or two chunks, powers of two: 96 = 64 + 32."""
+
+    WIDTH: int
+    CHUNK_0: int
+    CHUNK_1: int  # 0 without a second chunk
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Compile-time parameters of a kernel."""
+
+    HEAD_DIM: HeadDim
+    HEAD_DIM_V: HeadDim
+    COMPENSATED: bool  # float32 inputs: sums carry their rounding errors
+    PRECISION: str  # of float32 products: "ieee", "tf32x3" or "tf32"
+    ALIGN: int  # elements, the unit of strides
+    PAGE_SIZE: int  # 0 without pages, and for a page table of one column
+    BLOCK_B: int  # a power of two above the number of packed sequences
+    BLOCK_M: int
+    BLOCK_N: int
+    PACK_GQA: int = 1  # query heads that share a tile
+    SPLITS: int = 1  # programs that share the keys of a row
+
+
+@dataclass(frozen=True)
+class AppendConstants:
+    """Compile-time constants of `kernels.append`."""
+
+    D: int
+    DV: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    HALF: int  # rotated pairs, 0 for none
+    INTERLEAVED: bool
+    Q_FIXED: bool  # all queries of a sequence turn as its first one
+    BLOCK_B: int

@@ -1,0 +1,54 @@
+"""The kernel launches of a call, collected without running it."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..backend.gpu.replay import Launch, collected_launches
+from ..call.cache import CacheCall
+from ..call.cache_tensors import CacheTensors
+from ..call.call import Call, Needs, Tensors
+from ..call.memory import address
+from ..call.plan import Plan
+from .planner import entry_of, function_of
+
+ADDRESS_BITS = 40  # between the addresses of two tensors
+ALIGNMENT = 16  # bytes up to which kernels depend on an address
+
+
+def launches_of(call: Call, plan: Plan, backward: tuple[Plan, Needs] | None = None) -> list[Launch]:
+    """The launches of a call's forward pass by `plan`, a plan for `hopper` or `triton`, and of its backward pass."""
+    call = without_memory(call)
+    with collected_launches() as launches:
+        out, lse = function_of(plan.backend, call.kind)(plan, call)
+        if backward is not None:
+            backward_plan, needs = backward
+            dout = torch.empty_like(out)
+            entry_of(backward_plan.backend).backward(backward_plan, call, needs, out, lse, dout, None)
+    return launches
+
+
+def without_memory(call: Call) -> Call:
+    """The same call of tensors on PyTorch's meta device, as aligned as they are."""
+    flat = on_meta(call.inputs)
+    if not isinstance(call, CacheCall):
+        return call._replace(tensors=Tensors.from_flat(flat))
+    first, last = len(Tensors._fields) - 1, len(Tensors._fields) - 1 + len(CacheTensors._fields)
+    features = Tensors.from_flat((*flat[:first], *flat[last:]))
+    return CacheCall(Call(features, call.settings), CacheTensors(*flat[first:last]), call.rotary)  # type: ignore[arg-type]
+
+
+def on_meta(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Tensors of the same layouts, none of which overlap."""
+    made: list[Tensor | None] = []
+    for n, x in enumerate(tensors):
+        if x is None:
+            made.append(None)
+            continue
+        size = x.element_size()
+        offset = ((n + 1) << ADDRESS_BITS) // size + address(x) % ALIGNMENT // size
+        span = 1 + sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))
+        flat = torch.empty(offset + max(span, 0), dtype=x.dtype, device="meta")
+        made.append(flat.as_strided(x.shape, x.stride(), offset))
+    return made

@@ -1,0 +1,9 @@
+"""Visibility of whole blocks of pairs, from the formula of a mask.
+
+`analysis` looks at the formula, once; `evaluation` computes it on blocks, with `intervals`.
+"""
+
+from .analysis import depends_on
+from .evaluation import FULL, HIDDEN, PARTIAL, Blocks, block_visibility, positions
+
+__all__ = ["FULL", "HIDDEN", "PARTIAL", "Blocks", "block_visibility", "depends_on", "positions"]

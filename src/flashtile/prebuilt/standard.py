@@ -1,0 +1,180 @@
+"""The standard set: calls whose kernels an archive has. A new kernel gets a call here, or a line in `LEFT_OUT`.
+
+Keys of compiled kernels do not depend on lengths, batch or heads, as long as tiles, splits and the types of strides are
+the same: the calls here stand for all others like them.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backend.hopper.widths import WIDTHS
+
+DTYPES = (torch.bfloat16, torch.float16)
+LEFT_OUT = {  # kernels that are compiled at first use only
+    "triton.kernels.dcaptured:dcaptured_kernel": "the gradient of a score_mod's tensors: one kernel for each function",
+}
+TINY, SHORT, MIDDLE, LONG = 64, 512, 1024, 8192  # lengths with different tiles
+PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": (4095, 0)})
+FILLING = (64, 64)  # query and key heads: enough tiles for a GPU, so that no keys and no rows are split
+FEW_HEADS = ((2, 2), (8, 8), (8, 1))
+NARROWER = ((40, 40), (72, 72), (104, 104), (160, 160), (224, 224))  # head dimensions that do not fill a kernel's width
+SMALL_DIMS = (16, 32, 48, 64, 96, 128)  # of short sequences, for which Triton's kernels are faster
+FLOAT32_DIMS = (32, 64, 128)
+DECODE_HEADS = ((8, 8), (32, 8), (64, 8), (16, 2), (71, 1))  # query and key heads: groups of 1, 4, 8 and more
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # with different splits of the keys
+PAGE_SIZES = (16, 256)
+
+
+class StandardCall(NamedTuple):
+    """A call of a public function, forward or also backward; gradients of q, k and v and of `differentiated`."""
+
+    function: str
+    arguments: dict[str, Any]
+    backward: bool = False
+    differentiated: tuple[str, ...] = ()
+
+
+def standard_calls() -> Iterator[StandardCall]:
+    """All calls; their tensors have no memory."""
+    for dtype in DTYPES:
+        yield from plain(dtype)
+        yield from short(dtype)
+        yield from few(dtype)
+        yield from with_features(dtype)
+        yield from decoding(dtype)
+        yield from paged_prefill(dtype)
+    yield from float32()
+
+
+def plain(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """Dense and packed calls without features, at every width of the Hopper kernels."""
+    for dims, features, seqlen in itertools.product(WIDTHS + NARROWER, PLAIN, (SHORT, MIDDLE, LONG)):
+        q, k, v = dense(FILLING, seqlen, seqlen, dims, dtype)
+        for deterministic in (None, True):
+            scalars = {**features, "deterministic": deterministic}
+            yield StandardCall("attention", {"q": q, "k": k, "v": v, **scalars}, backward=True)
+            if dims in WIDTHS:
+                yield StandardCall("attention_varlen", {**packed(q, k, v), **scalars}, backward=True)
+
+
+def short(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """Many short sequences, few queries, and few keys."""
+    lengths = ((16, 16), (TINY, TINY), (TINY, SHORT), (SHORT, TINY))
+    for dim, (rows, keys), causal in itertools.product(SMALL_DIMS, lengths, (False, True)):
+        q, k, v = dense(FILLING, rows, keys, (dim, dim), dtype, batch=8)
+        yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, backward=True)
+
+
+def few(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """Few heads, rows or keys, so that several programs share the keys of a row or the rows of a key."""
+    lengths = ((SHORT, SHORT), (MIDDLE, MIDDLE), (4 * MIDDLE, 4 * MIDDLE), (SHORT, 8 * LONG), (LONG, TINY))
+    for dims, features, (rows, keys), heads in itertools.product(WIDTHS, PLAIN, lengths, FEW_HEADS):
+        q, k, v = dense(heads, rows, keys, dims, dtype)
+        for deterministic in (None, True):
+            yield StandardCall("attention", {"q": q, "k": k, "v": v, **features, "deterministic": deterministic}, True)
+    for dim, rows in itertools.product((64, 128), (SHORT, MIDDLE)):
+        q, k, v = dense((8, 8), rows, rows, (dim, dim), dtype)
+        for causal in (False, True):
+            mask = empty(1, 1, 1, rows, dtype=torch.bool)
+            yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal, "mask": mask}, True)
+
+
+def float32() -> Iterator[StandardCall]:
+    """Dense calls without features in float32."""
+    for dim, seqlen, causal in itertools.product(FLOAT32_DIMS, (TINY, SHORT, LONG), (False, True)):
+        q, k, v = dense(FILLING, seqlen, seqlen, (dim, dim), torch.float32)
+        yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, backward=True)
+
+
+def with_features(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """Features of current models, in training and inference."""
+    for dim, layout in itertools.product((64, 128), (dense, packed)):
+        q, k, v = dense(FILLING, LONG, LONG, (dim, dim), dtype)
+        heads = FILLING[0]
+        tensors = {"q": q, "k": k, "v": v} if layout is dense else packed(q, k, v)
+        function = "attention" if layout is dense else "attention_varlen"
+        for features in PLAIN[1:]:
+            yield StandardCall(function, {**tensors, **features, "softcap": 30.0}, backward=True)
+            yield StandardCall(function, {**tensors, **features, "sinks": empty(heads, dtype=dtype)}, True, ("sinks",))
+        yield StandardCall(function, {**tensors, "causal": True, "alibi_slopes": empty(heads)}, backward=True)
+        yield StandardCall(function, {**tensors, "causal": True, "dropout_p": 0.1, "dropout_seed": 1}, backward=True)
+        if layout is packed:
+            continue
+        for causal, rows in itertools.product((False, True), (1, LONG)):
+            masked = {**tensors, "causal": causal, "mask": empty(1, 1, rows, LONG, dtype=torch.bool)}
+            yield StandardCall(function, masked, backward=True)
+        bias = empty(1, heads, LONG, LONG, dtype=dtype)
+        yield StandardCall(function, {**tensors, "causal": True, "bias": bias}, True, ("bias",))
+
+
+def decoding(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """One new token for each sequence: over dense tensors, and over caches that are dense or have pages."""
+    for dim, heads, batch, seqlen in itertools.product((64, 128), DECODE_HEADS, BATCHES, (SHORT, LONG, 8 * LONG)):
+        q, k, v = dense(heads, 1, seqlen, (dim, dim), dtype, batch)
+        yield StandardCall("attention", {"q": q, "k": k, "v": v})
+        for causal in (False, True):
+            yield from cached(q, k, v, {}, {"causal": causal})
+        for page_size in PAGE_SIZES if dim == 128 else ():
+            pages = {"page_table": empty(batch, seqlen // page_size, dtype=torch.int32)}
+            k, v = (empty(batch * seqlen // page_size, page_size, heads[1], dim, dtype=dtype) for _ in range(2))
+            yield from cached(q, k, v, pages, {"causal": True})
+
+
+def cached(
+    q: Tensor, k: Tensor, v: Tensor, pages: dict[str, Tensor], features: dict[str, Any]
+) -> Iterator[StandardCall]:
+    """Calls with a KV cache: reading, appending, and appending with rotary positions."""
+    batch, heads = q.shape[0], k.shape[1] if not pages else k.shape[2]
+    lengths = empty(batch, dtype=torch.int32)
+    arguments = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths, **pages, **features}
+    new = {name: empty(batch, heads, 1, q.shape[-1], dtype=q.dtype) for name in ("k", "v")}
+    rotary = {name: empty(k.shape[2], q.shape[-1] // 2, dtype=q.dtype) for name in ("rotary_cos", "rotary_sin")}
+    for more in ({}, new, new | rotary):
+        yield StandardCall("attention_with_kvcache", arguments | more)
+
+
+def paged_prefill(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """Packed queries over pages, as servers run prompts and decoding together."""
+    for batch, rows, page_size in itertools.product((1, 4, 16, 64), (1, SHORT), PAGE_SIZES):
+        pages = LONG // page_size
+        arguments: dict[str, Any] = {
+            "q": empty(batch * rows, 32, 128, dtype=dtype),
+            "cu_seqlens_q": offsets(batch),
+            "cu_seqlens_k": None,
+            "seqused_k": empty(batch, dtype=torch.int32),
+            "page_table": empty(batch, pages, dtype=torch.int32),
+            "max_seqlen_q": rows,
+            "causal": True,
+        }
+        arguments |= {name: empty(pages, page_size, 8, 128, dtype=dtype) for name in ("k", "v")}
+        yield StandardCall("attention_varlen", arguments)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def dense(
+    heads: tuple[int, int], seqlen_q: int, seqlen_k: int, dims: tuple[int, int], dtype: torch.dtype, batch: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v `[B, H, S, D]`."""
+    q = empty(batch, heads[0], seqlen_q, dims[0], dtype=dtype)
+    k, v = (empty(batch, heads[1], seqlen_k, dim, dtype=dtype) for dim in dims)
+    return q, k, v
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """Arguments of the same call, packed as one sequence."""
+    tensors = {
+        name: empty(x.shape[2], x.shape[1], x.shape[3], dtype=x.dtype) for name, x in zip("qkv", (q, k, v), strict=True)
+    }
+    one = offsets(1)
+    return {**tensors, "cu_seqlens_q": one, "cu_seqlens_k": one, "max_seqlen_q": q.shape[2], "max_seqlen_k": q.shape[2]}
+
+
+def offsets(batch: int) -> Tensor:
+    return empty(batch + 1, dtype=torch.int32)

@@ -1,0 +1,87 @@
+"""Lists of the blocks that a mask function shows: `pytest -m gpu tests/backend/gpu/test_block_lists_gpu.py`."""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from checking import dense_case
+from torch import Tensor
+
+import flashtile
+from flashtile import MaskMod, mask_mods
+from flashtile.dispatch import fast_path
+from flashtile.testing.case import MaskFunction
+from flashtile.testing.oracle import solve
+from flashtile.testing.tolerance import compare
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+S = 700
+
+
+@pytest.fixture(autouse=True)
+def lists_for_all_calls() -> Iterator[None]:
+    fast_path.forget()
+    with mock.patch.object(importlib.import_module("flashtile.backend.gpu.block_lists"), "LEAST_PAIRS", 0):
+        yield
+    fast_path.forget()
+
+
+def near_in_documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ids: Tensor, width: Tensor) -> Tensor:
+    return (ids[b, i] == ids[b, j]) & ((i - j).abs() <= width[h])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_within_the_bound(dtype: torch.dtype, head_dim: int) -> None:
+    ids = torch.stack([torch.arange(S) // n for n in (256, 61)]).cuda()
+    mask = MaskFunction(near_in_documents, (ids, torch.tensor([S, 40, 0, 130]).cuda()))
+    sizes: dict[str, Any] = {
+        "num_heads_q": 4,
+        "num_heads_kv": 2,
+        "seqlen_q": S - 57,
+        "seqlen_k": S,
+        "head_dim": head_dim,
+    }
+    case = dense_case(**sizes, dtype=dtype)
+    tensors = {name: x.cuda() for name, x in case.arguments.items()}
+    assert case.dout is not None
+    assert case.dlse is not None
+    case = replace(case, arguments=tensors | {"mask": mask}, dout=case.dout.cuda(), dlse=case.dlse.cuda())
+    results = {key: x.cpu() for key, x in case.run("triton").items()}
+    worst = compare(results, case, solve(case))[0]
+    assert worst.ok, str(worst)
+
+
+def gradients(mask: MaskMod | Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    out = flashtile.attention(*inputs, mask=mask, backend="triton")
+    return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
+
+
+def test_a_captured_graph_sees_values_of_now() -> None:
+    """No value is read by the host, and a replayed graph takes the ids that the tensor has then."""
+    inputs = [torch.randn(1, 2, S, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    ids = torch.arange(S, device="cuda") // 128
+    mask = mask_mods.document(ids)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            gradients(mask, inputs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(mask, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(mask, inputs)
+    for size in (128, 300, 37, S):
+        ids.copy_(torch.arange(S, device="cuda") // size)
+        graph.replay()
+        expected = gradients((ids[:, None] == ids)[None, None], inputs)
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)

@@ -1,0 +1,103 @@
+"""Kernels that visit the blocks in a list of a mask function's blocks, in Triton's interpreter."""
+
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from checking import dense_case
+from torch import Tensor
+
+from flashtile.dispatch import fast_path
+from flashtile.expression import Formula, MaskMod, mask_mod_formula
+from flashtile.testing.case import MaskFunction
+from flashtile.testing.oracle import solve
+from flashtile.testing.tolerance import compare
+
+block_lists = importlib.import_module("flashtile.backend.gpu.block_lists")
+IN_INTERPRETER = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+
+
+@pytest.fixture(autouse=True)
+def lists_for_all_calls() -> Iterator[None]:
+    fast_path.forget()
+    with mock.patch.object(block_lists, "LEAST_PAIRS", 0):
+        yield
+    fast_path.forget()
+
+
+def near_in_documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ids: Tensor, width: Tensor) -> Tensor:
+    return (ids[b, i] == ids[b, j]) & ((i - j).abs() <= width[h])
+
+
+def mask_of(*widths: int, length: int = 400) -> MaskFunction:
+    ids = torch.stack([torch.arange(length) // n for n in (64, 61)])
+    return MaskFunction(near_in_documents, (ids, torch.tensor(widths)))
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"seqlen_q": 130, "seqlen_k": 200, "batch": 1},
+        {
+            "num_heads_q": 1,
+            "dropout_p": 0.3,
+            "dropout_seed": 3,
+            "alibi_slopes": torch.tensor([0.2]),
+            "seqlen_q": 70,
+            "seqlen_k": 70,
+        },
+    ],
+    ids=["heads", "with others"],
+)
+def test_results(arguments: dict[str, Any]) -> None:
+    """Hidden, partly visible and full blocks, lists of sequences and of heads, lengths that no block divides;
+    forward and gradients.
+    """
+    case = dense_case(**{"head_dim": 16, "mask": mask_of(1000, 40, 0, 3)} | arguments)
+    with mock.patch.object(block_lists, "computed", wraps=block_lists.computed) as computed:
+        worst = compare(case.run("triton"), case, solve(case))[0]
+    assert worst.ok, f"{worst}\n{case.description}"
+    assert computed.call_count >= 3  # forward, dq, dk and dv
+
+
+@IN_INTERPRETER
+def test_nothing_is_read_of_hidden_blocks() -> None:
+    """NaN in keys and values of hidden blocks."""
+    ids = torch.arange(256) // 128
+    mask = MaskFunction(lambda b, h, i, j, ids: ids[i] == ids[j], (ids,))
+    case = dense_case(batch=1, num_heads_q=1, seqlen_q=256, seqlen_k=256, head_dim=16, mask=mask, forward_only=True)
+    for name in ("k", "v"):
+        case.arguments[name][:, :, 128:] = torch.nan
+    out = case.run("triton")["out"]
+    assert torch.equal(out[0, 0].isnan().any(1), ids == 1)
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("lengths", [(96, 128), (90, 100)])
+def test_lists(of_keys: bool, lengths: tuple[int, int]) -> None:
+    """Each block is once in the list for its state; those with positions that do not exist never count as full."""
+    mod = MaskMod(near_in_documents, mask_of(1000, 20).tensors)
+    formula, sizes = mask_mod_formula(mod.key), (16, 32)
+    assert isinstance(formula, Formula)
+    pairs = block_lists.Pairs(*(block_lists.Range(0, n) for n in (2, 2, *lengths)), *sizes)
+    found = block_lists.computed(formula, pairs, torch.device("cpu"), of_keys, *mod.tensors)
+    i, j = (torch.arange(-(-n // size) * size) for n, size in zip(lengths, sizes, strict=True))
+    b, h = torch.arange(2)[:, None, None, None], torch.arange(2)[:, None, None]
+    exists = (i[:, None] < lengths[0]) & (j < lengths[1])
+    visible = mod.fn(b, h, i[:, None], j, *mod.tensors) & exists
+    ragged = ~exists.any(1, keepdim=True) if of_keys else ~exists.any(0)
+    blocks = [x.expand_as(visible).unflatten(3, (-1, 32)).unflatten(2, (-1, 16)) for x in (visible, ~exists, ragged)]
+    some, full = blocks[0].any(5).any(3), (blocks[0] | blocks[1]).all(5).all(3) & ~blocks[2].any(5).any(3)
+    if of_keys:
+        some, full = some.mT, full.mT
+    for entries, own_some, own_full in zip(found.flatten(0, 2), some.flatten(0, 2), full.flatten(0, 2), strict=True):
+        partial, whole, *order = entries.tolist()
+        assert sorted(order) == list(range(len(own_some)))
+        full_blocks = (own_full & own_some).nonzero().flatten().tolist()
+        assert sorted(order[partial : partial + whole]) == full_blocks
+        assert sorted(order[:partial]) == [n for n in own_some.nonzero().flatten().tolist() if n not in full_blocks]

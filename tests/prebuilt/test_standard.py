@@ -1,0 +1,89 @@
+"""The standard set has every kernel, and the kernels of the sweeps."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from modules import PACKAGE
+
+from flashtile.backend.gpu.kernel import Kernel
+from flashtile.backend.hopper import tables
+from flashtile.bench import sweep
+from flashtile.prebuilt.build import PINNED, key_of_launch
+from flashtile.prebuilt.launches import device_of, launches
+from flashtile.prebuilt.standard import LEFT_OUT, StandardCall, standard_calls
+from flashtile.prebuilt.sweeps import call_of, sweep_calls
+
+H200 = device_of("sm_90")
+MODELS = Path("benchmarks/models.toml")
+SWEEPS = sorted(path for path in Path("benchmarks").glob("*.toml") if "cpu" not in path.name and path != MODELS)
+LEAST_COVERED = 0.95
+NO_KERNELS = ("triton_kernel",)  # a decorator
+
+
+@pytest.fixture(autouse=True, scope="module")
+def planned_for_an_archive() -> Iterator[None]:
+    with mock.patch.object(tables, "compiler_version", return_value=PINNED):
+        yield
+
+
+@functools.cache
+def standard_keys() -> frozenset[tuple[str, str]]:
+    """Kernels and keys of the standard set."""
+    return frozenset((x.kernel.title, key_of_launch(x)) for call in standard_calls() for x in launches(call, H200))
+
+
+def is_covered(call: StandardCall) -> bool:
+    """Kernels that are made for a formula are in no archive."""
+    made = launches(call, H200)
+    return all(isinstance(x.kernel, Kernel) and (x.kernel.title, key_of_launch(x)) in standard_keys() for x in made)
+
+
+def test_the_sweeps_are_covered() -> None:
+    """But that of models, whose kernels an archive gets by `--sweep`."""
+    calls = [(cell.label(), call_of(cell)) for path in SWEEPS for cell in sweep.load(path).cells]
+    assert len(calls) > 100
+    missing = [label for label, call in calls if not is_covered(call)]
+    print(f"{len(calls) - len(missing)} of {len(calls)} calls of the sweeps are compiled ahead; not {missing}")
+    assert len(missing) <= (1 - LEAST_COVERED) * len(calls), missing
+
+
+def test_calls_of_a_sweep() -> None:
+    """Every call for GPUs, and none with a kernel that is made for a formula."""
+    calls = list(sweep_calls(MODELS))
+    cells = sweep.load(MODELS).on("cuda").cells
+    assert len(calls) == sum(not cell.score_mod for cell in cells) > 150
+    made = [launch for call in calls for launch in launches(call, H200)]
+    assert all(isinstance(launch.kernel, Kernel) for launch in made)
+    assert any((x.kernel.title, key_of_launch(x)) not in standard_keys() for x in made)
+
+
+def test_every_kernel_is_in_the_set_or_left_out() -> None:
+    """By its name in the sources: `*_kernel` in a folder of kernels."""
+    defined = set()
+    for backend in ("hopper", "triton"):
+        folder = PACKAGE / "backend" / backend
+        for path in sorted((folder / "kernels").rglob("*.py")):
+            module = ".".join(path.relative_to(folder.parent).with_suffix("").parts)
+            names = [line[4 : line.index("(")] for line in path.read_text().splitlines() if line.startswith("def ")]
+            defined |= {f"{module}:{name}" for name in names if name.endswith("_kernel") and name not in NO_KERNELS}
+    found = {title for title, _ in standard_keys()}
+    assert found <= defined
+    assert defined - found == LEFT_OUT.keys()
+
+
+def test_what_is_not_in_the_set() -> None:
+    """So that coverage can fail."""
+    q = torch.empty(1, 2, 300, 512, dtype=torch.bfloat16)
+    assert not is_covered(StandardCall("attention", {"q": q, "k": q, "v": q}))
+    q = torch.empty(1, 200, 300, 64, dtype=torch.bfloat16)
+    assert is_covered(StandardCall("attention", {"q": q, "k": q, "v": q}))
+    assert not is_covered(
+        StandardCall("attention", {"q": q, "k": q, "v": q, "mask": torch.ones(1, 1, 300, 300) > 0, "softcap": 2.0})
+    )
