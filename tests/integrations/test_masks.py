@@ -214,7 +214,7 @@ def test_patterns() -> None:
 
 
 def test_functions_that_cannot_be_traced_make_a_dense_mask() -> None:
-    """Of a closure that is made for each forward pass, only the first one is tried."""
+    """Closures that each forward pass makes anew are tried once."""
     tried = len(functions._untraceable)
     for n in (4, 5):
         function = originals.or_masks(
