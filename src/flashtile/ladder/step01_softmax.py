@@ -62,7 +62,7 @@ def normalizer(x: Tensor) -> Normalizer:
 
 
 def merge(a: Normalizer, b: Normalizer) -> Normalizer:
-    """The normalizer of the union of two blocks. Both sides are l * exp(m), and their sum is associative and commutative:
+    """The normalizer of the union of two blocks. Both sides are l * exp(m), and sums are associative and commutative:
 
     m = max(m_a, m_b)               l = l_a exp(m_a - m) + l_b exp(m_b - m)
     """
