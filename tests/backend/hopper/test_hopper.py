@@ -24,6 +24,7 @@ from flashtile.backend.hopper.tables import THREE_WARPGROUPS, TWO_WARPGROUPS
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
+from flashtile.call.window import Window
 from flashtile.dispatch import planner
 from flashtile.expression.formula import formula_of
 from flashtile.expression.purity import MASK_MOD
@@ -80,6 +81,9 @@ def test_auto_defers_to_other_backends() -> None:
         assert support.defers(problem(), H200) is None
         assert reason in str(support.defers(problem(**changes), H200))
         assert "softcap" in str(support.defers(problem(softcap=True), H200))
+        long = {"mask_mod": SHOWN, "seqlen_q": 8192, "seqlen_k": 8192, "window": Window()}
+        assert "hidden blocks" in str(support.defers(problem(**long), H200))
+        assert support.defers(problem(**long | {"layout": "varlen"}), H200) is None
         assert "softcap" in str(support.defers(problem(score_mod=CAPPED), H200))
         for features in ({"score_mod": SCALED}, {"mask_mod": SHOWN}, {"score_mod": SCALED, "mask_mod": SHOWN}):
             assert support.declines(problem(**features), H200) is None

@@ -23,6 +23,9 @@ ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
 NARROW = 16  # head dimension
+# Pairs of a head from which Triton's kernels, with lists of a mask's blocks, need less time for documents than all
+# pairs here. At 4096 x 4096 they need two to three times as much (docs/journal/2026-11-23-score-functions.md).
+LONG_MASK_PAIRS = 8192**2
 CAPS = {"tanh", "sigmoid"}  # operations of an exponential and a division
 OLDEST, NEWEST = (3, 6), (3, 9)  # known versions of Triton; Gluon is experimental and changes between them
 
@@ -118,12 +121,22 @@ def defers(problem: Problem, device: Device) -> str | None:
     caps = problem.softcap or (isinstance(problem.score_mod, Formula) and problem.score_mod.operations & CAPS)
     if caps and widths(problem) == (64, 64):
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
-    # Mask functions never defer: those that Triton computes faster are still to be measured.
+    if problem.mask_mod is not None and skips_hidden_blocks(problem):
+        return "long masks are faster where hidden blocks are skipped"
     if max(problem.head_dim, problem.head_dim_v) <= NARROW:
         return f"up to head dimension {NARROW}, narrower kernels are faster"
     if is_decoding(problem):
         return "decoding a few rows is faster with keys split among programs"
     return None
+
+
+def skips_hidden_blocks(problem: Problem) -> bool:
+    """Whether Triton's kernels visit the blocks that a mask function shows, alone, and so many that it pays."""
+    return (
+        problem.layout == "dense"
+        and problem.window.unlimited
+        and problem.seqlen_q * problem.seqlen_k >= LONG_MASK_PAIRS
+    )
 
 
 def tile(problem: Problem, device: Device) -> "TileConfig":
