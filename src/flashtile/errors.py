@@ -1,4 +1,4 @@
-"""What goes wrong, said so that it can be mended: the argument, what was given, what is accepted, a call that works."""
+"""Errors and warnings. Each says the argument, the given value, what is accepted, and a call that works."""
 
 import copyreg
 from typing import Any

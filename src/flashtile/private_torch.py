@@ -184,6 +184,14 @@ def allocator(device_type: str) -> Any:
     return getattr(allocators, f"_empty_strided_{device_type}", None) if device_type in ("cpu", "cuda") else None
 
 
+# Implementations of scaled_dot_product_attention ----------------------------------------------------------------------
+
+# None where PyTorch has no order of implementations: its own stays.
+get_sdp_priority_order = find("torch._C", "_get_sdp_priority_order", None)
+set_sdp_priority_order = find("torch._C", "_set_sdp_priority_order", None)
+fused_sdp_choice = find("torch", "_fused_sdp_choice", None)
+
+
 # Examined functions ---------------------------------------------------------------------------------------------------
 
 

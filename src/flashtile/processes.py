@@ -4,6 +4,7 @@
 process itself. `end_with_parent` is the second, for a parent that could do nothing, because it was killed.
 """
 
+import _thread
 import contextlib
 import multiprocessing
 import os
@@ -17,9 +18,11 @@ from collections.abc import Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any
 
 PATIENCE = 2.0  # seconds for processes that were asked to end
+RETRY = 0.001  # seconds until a signal comes again that came at a bad moment
+UNWINDING = 20.0  # seconds for a block to end after a signal
 PROC = Path("/proc")
 
 
@@ -27,15 +30,38 @@ PROC = Path("/proc")
 def ended_by_signals() -> Iterator[None]:
     """Let SIGINT, SIGTERM and SIGHUP end what was started in this block, and then the block: by `KeyboardInterrupt` or
     by `SystemExit(128 + signal)`. A signal that is ignored, as under nohup, stays so; a second one ends at once.
-    """
-    before = {}
 
-    def end(number: int, frame: FrameType | None) -> NoReturn:
+    The block is left by an exception, so that results are written. Where that takes longer than `UNWINDING`, because
+    the exception got lost in a destructor, say, the process ends without it.
+    """
+    before: dict[int, Any] = {}
+    received: list[int] = []
+    left: list[bool] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_code.co_name in ("__enter__", "__exit__"):
+            # An exception now would leave a lock locked that other threads wait for: that of a pool's queue, say, which
+            # `threading.Condition.__enter__` has just acquired.
+            _thread.start_new_thread(send_again, (number,))
+            return
         restore()
+        received.append(number)
+        _thread.start_new_thread(insist, (number,))  # `threading.Thread` takes a lock that this thread may have
         end_descendants()
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + number)
+        raise ending(number)
+
+    def insist(number: int) -> None:
+        time.sleep(UNWINDING)
+        if not left:
+            end_descendants()
+            os._exit(128 + number)
+
+    def send_again(number: int) -> None:
+        time.sleep(RETRY)
+        if hasattr(signal, "pthread_kill"):
+            signal.pthread_kill(threading.main_thread().ident or 0, number)  # also while it waits
+        else:
+            _thread.interrupt_main(signal.Signals(number))
 
     def restore() -> None:
         for number, handler in before.items():
@@ -51,6 +77,14 @@ def ended_by_signals() -> Iterator[None]:
         yield
     finally:
         restore()
+        left.append(True)
+        if received:  # also if it was lost, or if a pool without its processes raised something else
+            raise ending(received[0])
+
+
+def ending(number: int) -> BaseException:
+    """The exception of a process that a signal ends."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def end_with_parent() -> None:

@@ -151,7 +151,7 @@ def test_chunks_around_tiles(chunk: int, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", EVERY)
 @pytest.mark.parametrize("sides", [(-1, None), (None, -1), (-3, 6), (6, -3), (-4, 3), (-200, None), (0, 0)], ids=str)
-def test_windows_beside_the_own_key(sides: tuple[int | None, int | None], backend: str) -> None:
+def test_windows_on_one_side_of_the_own_key(sides: tuple[int | None, int | None], backend: str) -> None:
     for seqlen_q, seqlen_k in ((9, 17), (17, 9)):
         assert_right(dense_case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=ExactSides(sides)), backend)
 

@@ -107,7 +107,7 @@ def test_every_broadcast_of_mask_and_bias(which: str) -> None:
 
 @pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_features_in_fp32_beside_half_precision(name: str, dtype: torch.dtype) -> None:
+def test_features_in_fp32_with_half_precision(name: str, dtype: torch.dtype) -> None:
     """Bias, slopes and sinks in q's dtype or fp32; the gradient comes back in their own."""
     for own in (dtype, torch.float32):
         assert_right(dense_case(dtype=dtype, **{name: FEATURES[name][name].to(own)}))

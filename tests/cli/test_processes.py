@@ -73,11 +73,8 @@ def test_signals_that_are_ignored_stay_so(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(processes, "end_descendants", lambda: ends.append(True))  # not those of the other tests
     before = {n: signal.signal(n, signal.SIG_IGN if n == signal.SIGHUP else signal.SIG_DFL) for n in HANDLED}
     try:
-        with ended_by_signals():
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not ends
-            with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-                os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)), ended_by_signals():
+            send_two(ends)
         assert ends == [True]
         assert [signal.getsignal(n) for n in HANDLED] == [signal.SIG_IGN, signal.SIG_DFL]
     finally:
@@ -85,7 +82,52 @@ def test_signals_that_are_ignored_stay_so(monkeypatch: pytest.MonkeyPatch) -> No
             signal.signal(number, handler)
 
 
+def send_two(ends: list[bool]) -> None:
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not ends
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 HANDLED = (signal.SIGHUP, signal.SIGTERM)
+
+
+class Lock:
+    """A lock with Python methods, as `threading.Condition`; a signal arrives when it has just been acquired."""
+
+    locked = False
+
+    def __enter__(self) -> None:
+        self.locked = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def __exit__(self, *exception: object) -> None:
+        self.locked = False
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_signal_leaves_no_lock_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "end_descendants", lambda: None)
+    lock = Lock()
+    with pytest.raises(SystemExit), ended_by_signals(), lock:
+        time.sleep(PATIENCE)
+    assert not lock.locked
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_an_exception_that_is_lost_ends_the_block_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the block's end; and in a block that waits for ever, the process."""
+    monkeypatch.setattr(processes, "end_descendants", lambda: None)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)), ended_by_signals(), pytest.raises(SystemExit):
+        os.kill(os.getpid(), signal.SIGTERM)
+    code = """
+import contextlib, os, signal, time
+processes.UNWINDING = 0.1
+with processes.ended_by_signals():
+    with contextlib.suppress(SystemExit):
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+"""
+    assert run_python(code, timeout=PATIENCE).returncode == 128 + signal.SIGTERM
 
 
 def test_a_process_ends_where_neither_proc_nor_ps_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -80,6 +80,10 @@ SIGNATURES = {
         "block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, "
         "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False)"
     ),
+    ("torch", "flex_attention"): (
+        "(query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False, "
+        "kernel_options=None, *, return_aux=None)"
+    ),
     ("torch", "varlen_attn"): (
         "(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, "
         "window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None)"

@@ -27,6 +27,16 @@ def test_the_installed_torch_has_them(name: str) -> None:
         assert [x for x in ours if x in theirs] == theirs
 
 
+def test_the_installed_flex_attention() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    ours = inspect.signature(importlib.import_module("flashtile.compat.torch").flex_attention).parameters
+    theirs = inspect.signature(flex.flex_attention).parameters
+    if "return_aux" in theirs:  # from PyTorch 2.9 on
+        assert [(x.name, x.kind, x.default) for x in ours.values()] == [
+            (x.name, x.kind, x.default) for x in theirs.values()
+        ]
+
+
 @pytest.mark.parametrize("module", ["flash_attn.flash_attn_interface", "flash_attn"])
 def test_modules_have_all_names(module: str) -> None:
     functions = {name for place, name in SIGNATURES if place == "flash_attn"}

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as native
 
 import flashtile.compat.torch as names
+from flashtile import private_torch
 from flashtile.compat.torch import AuxRequest, kernels, scaled_dot_product_attention, varlen_attn, varlen_attn_out
 from flashtile.errors import ArgumentError
 
@@ -232,6 +233,75 @@ def test_activation_is_undone() -> None:
     assert attention.current_flash_attention_impl() == "other"
     attention.restore_flash_attention_impl()
     torch.nn.attention._registry._FLASH_ATTENTION_IMPLS.pop("other")
+
+
+CUDNN_FIRST = [3, 1, 2, 0, 4]
+
+
+@pytest.fixture
+def priority() -> Iterator[Any]:
+    """Getter and setter of PyTorch's order of implementations, which is put back after the test."""
+    pytest.importorskip("torch.nn.attention._registry")
+    get, put = private_torch.get_sdp_priority_order, private_torch.set_sdp_priority_order
+    before = get()
+    yield get, put
+    put(before)
+
+
+def test_flash_attention_comes_first_while_active(priority: Any) -> None:
+    """On Hopper, where the first choice of an implementation on CUDA puts cuDNN in front, here by a mock."""
+    get, put = priority
+    before = get()
+    choice = mock.Mock(side_effect=lambda *_: put(CUDNN_FIRST))
+    changed = mock.patch.object(private_torch, "fused_sdp_choice", choice)
+    with mock.patch.object(torch.cuda, "is_available", return_value=True), mock.patch.object(torch, "zeros"), changed:
+        active = names.activate()
+    with active:
+        assert choice.call_count == 1
+        assert get() == [1, 3, 2, 0, 4]
+    assert get() == CUDNN_FIRST
+    put(before)
+    with names.activate():
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH, set_priority=True):
+            assert get()[0] == 0
+        assert get()[0] == 1
+        put(CUDNN_FIRST)  # the program's own
+    assert get() == CUDNN_FIRST
+
+
+def test_a_torch_without_an_order_is_left_as_it_is(priority: Any) -> None:
+    get, put = priority
+    put(CUDNN_FIRST)
+    with mock.patch.object(private_torch, "set_sdp_priority_order", None), names.activate():
+        assert get() == CUDNN_FIRST
+    assert get() == CUDNN_FIRST
+
+
+REACHING = {  # calls on a CPU, and whether PyTorch gives them to flash attention
+    "plain": ({}, True),
+    "causal": ({"is_causal": True}, True),
+    "mask": ({"attn_mask": torch.ones(L, L).tril().bool()}, True),
+    "mask of three dimensions": ({"attn_mask": torch.ones(H, L, L).tril().bool()}, False),
+    "mask with a gradient": ({"attn_mask": randn(L, L).requires_grad_()}, False),
+    "dropout": ({"dropout_p": 0.5}, False),
+    "three dimensions": ({"query": randn(H, L, E)}, False),
+    "another head_dim_v": ({"value": randn(2, H, L, 5)}, False),
+    "strided": ({"query": randn(2, H, E, L).mT}, False),
+    "float64": ({"query": randn(2, H, L, E).double()}, True),
+    "wide": ({"query": randn(2, H, L, 300)}, True),
+}
+
+
+@pytest.mark.parametrize("kind", REACHING)
+def test_calls_that_reach_flashtile(kind: str, calls: list[str]) -> None:
+    """The table of docs/switching.md, for CPUs."""
+    options, reaches = REACHING[kind]
+    options = dict(options)
+    query = options.pop("query", randn(2, H, L, E))
+    value = options.pop("value", query)
+    with names.activate():
+        native(query, query, value, **options)
+    assert len(calls) == reaches
 
 
 def test_activated_and_compiled() -> None:

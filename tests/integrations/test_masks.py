@@ -9,6 +9,7 @@ import torch
 from formula import dense_formula
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs the extra `transformers`")
 
@@ -16,7 +17,12 @@ from transformers import masking_utils as originals  # noqa: E402
 
 from flashtile.errors import ArgumentError, AttentionError  # noqa: E402
 from flashtile.integrations import optional  # noqa: E402
-from flashtile.integrations.transformers import NAME, register, unregister  # noqa: E402
+from flashtile.integrations.transformers import (  # noqa: E402
+    NAME,
+    functions,
+    register,
+    unregister,
+)
 from flashtile.integrations.transformers.attention import tile_attention  # noqa: E402
 from flashtile.integrations.transformers.mask import TileMask, tile_mask  # noqa: E402
 from flashtile.integrations.transformers.patterns import Pattern, pattern_of  # noqa: E402
@@ -41,6 +47,10 @@ def drawn(seed: int, device: str) -> tuple[dict[str, Any], Tensor, Tensor]:
             originals.causal_mask_function,
             originals.packed_sequence_mask_function((torch.rand(batch, whole) < 0.2).cumsum(1)),
         ),
+        lambda: originals.or_masks(originals.causal_mask_function, originals.blockwise_overlay(pictures(batch, whole))),
+        lambda: originals.and_masks(
+            originals.sliding_window_causal_mask_function(6), lambda b, h, i, j: (h == 0) & ((i - j) % 3 != 1)
+        ),
     ]
     padding = None
     if rng.random() < 0.6:
@@ -58,6 +68,12 @@ def drawn(seed: int, device: str) -> tuple[dict[str, Any], Tensor, Tensor]:
     return arguments, dense, tokens
 
 
+def pictures(batch: int, length: int) -> Tensor:
+    """Numbers of pictures by token `[batch, length]`, -1 for text, as Gemma 3 has them."""
+    place = torch.arange(length) + 2 * torch.arange(batch)[:, None]
+    return torch.where(place % 5 < 3, place // 5, -1)
+
+
 SEEDS: list[Any] = [pytest.param("cpu", seed) for seed in range(60)]
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 SEEDS += [pytest.param("cuda", seed, marks=[pytest.mark.gpu, NEEDS_GPU]) for seed in range(16)]
@@ -65,7 +81,7 @@ SEEDS += [pytest.param("cuda", seed, marks=[pytest.mark.gpu, NEEDS_GPU]) for see
 
 @pytest.mark.parametrize(("device", "seed"), SEEDS)
 def test_random_masks(device: str, seed: int) -> None:
-    """The result of a pattern, without its dense mask where the pattern allows it, is that of the dense mask."""
+    """The result of a pattern or function is that of the dense mask, which several queries never need."""
     torch.manual_seed(seed)
     with torch.device(device):
         arguments, dense, tokens = drawn(seed, device)
@@ -75,8 +91,13 @@ def test_random_masks(device: str, seed: int) -> None:
         more = {"s_aux": torch.randn(4) if seed % 3 == 0 else None}
         more["position_bias"] = torch.randn(1, 4, rows, keys) if seed % 4 == 0 else None
         found = tile_mask(**arguments)
-    assert isinstance(found, TileMask)
-    assert torch.equal(found.dense(), dense)
+    if isinstance(found, TileMask):
+        assert torch.equal(found._make(), dense)
+    else:
+        assert rows == 1
+        assert torch.equal(found, dense)
+    if rows > 1:
+        found._make = mock.Mock(side_effect=AssertionError)
     out, weights = tile_attention(nn.Module(), q, k, v, found, scaling=0.5, softcap=3.0, **more)
     assert weights is None
     sinks, bias = (None if x is None else x.cpu() for x in more.values())
@@ -110,6 +131,14 @@ def test_the_offset_of_a_static_cache_is_read_at_once() -> None:
 
 PREFILL = {"batch_size": 2, "q_length": 12, "kv_length": 12}
 PADDED = torch.arange(12).ge(torch.tensor([[0], [3]]))
+CHUNKS = {
+    "kv_length": 20,
+    "q_offset": 8,
+    "mask_function": originals.chunked_causal_mask_function(5, torch.tensor([0, 3])),
+}
+CHUNKS |= {"batch_size": 2, "q_length": 12}
+PICTURE_SELF = originals.sliding_window_overlay(2)
+PICTURES = originals.or_masks(originals.causal_mask_function, originals.blockwise_overlay(pictures(2, 12)))
 
 
 @pytest.mark.parametrize(
@@ -123,13 +152,27 @@ PADDED = torch.arange(12).ge(torch.tensor([[0], [3]]))
         PREFILL | {"kv_length": 20},
         PREFILL | {"kv_length": 20, "q_offset": torch.tensor(8), "attention_mask": torch.ones(2, 20).bool()},
         PREFILL | {"kv_length": 20, "q_offset": 8, "attention_mask": torch.arange(20).ge(torch.tensor([[0], [3]]))},
+        CHUNKS,
+        CHUNKS | {"kv_length": 20, "q_offset": 8, "attention_mask": torch.arange(20).ge(torch.tensor([[0], [3]]))},
+        PREFILL | {"mask_function": PICTURES, "attention_mask": PADDED},
+        PREFILL | {"mask_function": PICTURES, "use_vmap": True},
     ],
 )
 def test_no_dense_mask_is_made(arguments: dict[str, Any]) -> None:
-    found = tile_mask(**arguments)
-    q, k = torch.randn(2, 4, 12, 8), torch.randn(2, 2, arguments["kv_length"], 8)
-    with mock.patch.object(TileMask, "dense", side_effect=AssertionError):
-        tile_attention(nn.Module(), q, k, k, found)
+    """Neither by transformers nor, forward and backward, by anything else: no tensor has an element for each pair."""
+    q, k = torch.randn(2, 4, 12, 8, requires_grad=True), torch.randn(2, 2, arguments["kv_length"], 8)
+    pairs = 12 * arguments["kv_length"]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **kwargs or {})
+            found = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, Tensor)]
+            assert not any(x.shape[-2:].numel() >= pairs for x in found if x.dim() > 1), func
+            return result
+
+    with Sizes():
+        out, _ = tile_attention(nn.Module(), q, k, k, tile_mask(**arguments))
+        out.sum().backward()
 
 
 def test_padding_tokens_give_zero() -> None:
@@ -170,14 +213,48 @@ def test_patterns() -> None:
     assert [pattern_of(function) for function in unknown] == [None] * len(unknown)
 
 
-def test_unknown_functions_make_a_dense_mask() -> None:
-    function = originals.or_masks(originals.causal_mask_function, lambda b, h, q, k: k < 4)
-    found = tile_mask(**PREFILL, mask_function=function, attention_mask=PADDED, use_vmap=True)
-    assert type(found) is Tensor
-    dense = originals.sdpa_mask(
-        **PREFILL, mask_function=function, attention_mask=PADDED, use_vmap=True, allow_is_causal_skip=False
+def test_functions_that_cannot_be_traced_make_a_dense_mask() -> None:
+    """Closures that each forward pass makes anew are tried once."""
+    tried = len(functions._untraceable)
+    for n in (4, 5):
+        function = originals.or_masks(
+            originals.causal_mask_function, lambda b, h, i, j, n=n: j.clamp(max=n).cumsum(-1) < 9
+        )
+        settings = PREFILL | {"mask_function": function, "attention_mask": PADDED}
+        with mock.patch.object(functions, "MaskMod", wraps=functions.MaskMod) as made:
+            found = tile_mask(**settings)
+        assert made.call_count == (n == 4)
+        assert type(found) is Tensor
+        assert torch.equal(found, originals.sdpa_mask(**settings, allow_is_causal_skip=False))
+    assert len(functions._untraceable) == tried + 1
+
+
+def test_a_function_is_traced_once_for_all_layers_and_lengths() -> None:
+    """Offsets are tensors: a cache that grows needs no other kernels."""
+    keys = set()
+    for start in (3, 5, 8):
+        found = tile_mask(**CHUNKS | {"q_offset": start})
+        assert isinstance(found, TileMask)
+        q, k = torch.randn(2, 4, 12, 8), torch.randn(2, 2, 20, 8)
+        with mock.patch.object(found, "_make_mod", side_effect=found._make_mod) as made:
+            results = [tile_attention(nn.Module(), q, k, k, found)[0] for _ in range(2)]
+        assert made.call_count == 1
+        assert torch.equal(*results)
+        mod = found.mod()
+        assert mod is not None
+        keys.add(mod.key)
+    assert len(keys) == 1
+
+
+def test_a_mask_of_another_batch_is_dense() -> None:
+    """The function would look for a row that its tensors do not have."""
+    one = {"batch_size": 1, "q_length": 12, "kv_length": 12}
+    found = tile_mask(
+        **one, mask_function=originals.or_masks(originals.blockwise_overlay(pictures(1, 12)), PICTURE_SELF)
     )
-    assert torch.equal(found, dense)
+    q = torch.randn(3, 4, 12, 8)
+    out, _ = tile_attention(nn.Module(), q, q, q, found)
+    torch.testing.assert_close(out, dense_formula(q, q, q, mask=found.dense())[0].transpose(1, 2))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,26 @@
 """`"tile_attention"` in models of transformers against their own `"eager"`: outputs and gradients."""
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs the extra `transformers`")
 
-from tiny_models import DECODERS, compare, padded, tiny, tokens  # noqa: E402
+from tiny_models import DECODERS, SEEING, compare, padded, seeing, tiny, tokens  # noqa: E402
 
+from flashtile.integrations.transformers import mask as masks  # noqa: E402
 from flashtile.integrations.transformers import register  # noqa: E402
 
 register()
+
+
+@pytest.fixture
+def no_dense_mask() -> Iterator[None]:
+    """No mask of the test is ever dense; `eager` makes its own."""
+    with mock.patch.object(masks, "sdpa_mask", side_effect=AssertionError("a dense mask")):
+        yield
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -20,11 +31,40 @@ def test_decoders(name: str) -> None:
     compare(model, lambda out: out.logits, input_ids=ids)
 
 
+@pytest.mark.usefixtures("no_dense_mask")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
 def test_packed_sequences(name: str) -> None:
     """Position ids that begin again begin another sequence."""
     positions = torch.cat([torch.arange(n) for n in (3, 8, 2)])[None]
     compare(tiny(name), lambda out: out.logits, input_ids=tokens(1, 13), position_ids=positions, use_cache=False)
+
+
+@pytest.mark.usefixtures("no_dense_mask")
+@pytest.mark.parametrize("name", SEEING)
+def test_pictures(name: str) -> None:
+    """Tokens of a picture see each other, and padding hides some of the second row."""
+    model, ids, mask = seeing(name), tokens(2, 17), padded(2, 17, left=2)
+    types = torch.zeros_like(ids)
+    types[:, 3:9] = 1
+    types[1, 11:14] = 1
+    compare(model, lambda out: out.logits, input_ids=ids, token_type_ids=types)
+    inputs = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask}
+    compare(model, lambda out: out.logits[mask.bool()], **inputs)
+
+
+@pytest.mark.usefixtures("no_dense_mask")
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
+def test_several_queries_over_a_cache(name: str) -> None:
+    """Windows and chunks that begin in the cache, with padding on the left."""
+    model, ids, mask = tiny(name), tokens(2, 18), padded(2, 18, left=3)
+    results = []
+    for implementation in ("eager", "tile_attention"):
+        model.set_attn_implementation(implementation)
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=ids[:, :9], attention_mask=mask[:, :9], past_key_values=cache)
+            results.append(model(input_ids=ids[:, 9:], attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])

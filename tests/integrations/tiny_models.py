@@ -73,6 +73,24 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"text_config": TEXT | {"eos_token_id": 1}, "vision_config": PICTURE, "projection_dim": 16},
     ),
 }
+# Text and pictures: tokens of a picture see each other.
+SEEING: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {"text_config": GROUPED | MIXED, "vision_config": PICTURE, "mm_tokens_per_image": 4, "image_token_index": 60},
+    ),
+    "paligemma": (
+        "PaliGemmaForConditionalGeneration",
+        "PaliGemmaConfig",
+        {
+            "text_config": GROUPED | {"model_type": "gemma"},
+            "vision_config": PICTURE | {"model_type": "siglip_vision_model", "projection_dim": 32},
+            "image_token_index": 60,
+            "projection_dim": 32,
+        },
+    ),
+}
 
 
 def randomize(model: nn.Module) -> nn.Module:
@@ -96,6 +114,11 @@ def make(model: str, config: str, arguments: dict[str, Any]) -> Any:
 def tiny(name: str) -> Any:
     """One of the models above."""
     return make(*(DECODERS | OTHERS)[name])
+
+
+def seeing(name: str) -> Any:
+    """A model of text and pictures."""
+    return make(*SEEING[name])
 
 
 def padded(batch: int, length: int, left: int = 0, right: int = 0) -> Tensor:

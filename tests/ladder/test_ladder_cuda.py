@@ -299,7 +299,7 @@ def test_limits_are_errors(
         STEPS[name].attention(*(torch.zeros(shape, dtype=dtype) for shape in shapes))
 
 
-def test_sources_lie_beside_their_modules() -> None:
+def test_sources_lie_next_to_their_modules() -> None:
     """So that a wheel has them: it takes all files of the package's folder."""
     for step in STEPS.values():
         assert (cuda_compile.FOLDER / step.source_for(16, dtypes_of_step(step)).file).is_file()

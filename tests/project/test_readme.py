@@ -43,7 +43,7 @@ def test_the_change_of_a_program_runs_as_it_stands() -> None:
 
 def test_the_decode_loop_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     """And its outputs are those of one call with all tokens, as the text below it says."""
-    (example,) = blocks("python", "docs/kvcache.md")
+    example, _ = blocks("python", "docs/kvcache.md")
     seen: dict[str, Any] = {}
     drawn: list[Tensor] = []
     randn = torch.randn
@@ -61,6 +61,12 @@ def test_the_decode_loop_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -
     none = torch.zeros(2, dtype=torch.int32)
     whole = flashtile.attention_with_kvcache(q, *caches, cache_seqlens=none, k=k, v=v, causal=True, **tables)
     torch.testing.assert_close(torch.cat(seen["outs"], dim=2), whole)
+
+
+def test_masks_at_other_positions_run_as_they_stand() -> None:
+    """The example compares its own results."""
+    _, example = blocks("python", "docs/kvcache.md")
+    exec(compile(example, "docs/kvcache.md", "exec"), {"torch": torch, "flashtile": flashtile})
 
 
 def test_commands_exist() -> None:

@@ -173,7 +173,7 @@ def backward_plan(problem: Problem, device: torch.device, backend: str, needs: N
 
 
 def kernels_in_words(call: Call, forward: Plan, backward: tuple[Plan, Needs] | None) -> str:
-    """Where the GPU kernels of both passes come from; empty for the other backends."""
+    """The origin of the GPU kernels of both passes; empty for the other backends."""
     if forward.backend not in ON_GPU:
         return ""
     both = backward if backward is not None and backward[0].backend in ON_GPU else None

@@ -13,7 +13,7 @@ NAMES = {"hidden": HIDDEN, "partial": PARTIAL, "full": FULL}
 
 
 def mask_blocks(call: Call, problem: Problem) -> dict[str, int] | None:
-    """How many blocks of a dense call are hidden, partly visible and full by its mask function, over all sequences and
+    """Numbers of blocks of a dense call that its mask function hides, shows in part and in full, over all sequences and
     query heads; `None` for other calls, and for a function that cannot be traced.
     """
     formula = mask_formula(call) if isinstance(problem.mask_mod, Formula) else None

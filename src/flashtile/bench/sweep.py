@@ -33,7 +33,7 @@ ENTRIES = {"name", "providers", "reference", "timing", "defaults", "cells", "qui
 
 @dataclass(frozen=True)
 class Timing:
-    """How a cell is timed; each sample is a number of calls back to back, at least `sample_seconds` long."""
+    """Times of a cell: each sample is a number of calls back to back, at least `sample_seconds` long."""
 
     rounds: int = 7
     sample_seconds: float = 0.05

@@ -1,4 +1,4 @@
-"""What a device is, as far as a plan depends on it."""
+"""The properties of a device that a plan depends on."""
 
 import functools
 import platform

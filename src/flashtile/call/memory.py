@@ -1,4 +1,4 @@
-"""Where tensors lie in memory, and whether there is any."""
+"""Layouts of tensors in memory, and whether their memory is still there."""
 
 from collections.abc import Hashable, Sequence
 

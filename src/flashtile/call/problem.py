@@ -1,4 +1,4 @@
-"""What a call asks for, without its tensors: frozen, hashable, and all that a plan may depend on."""
+"""The description of a call without its tensors: frozen, hashable, and all that a plan may depend on."""
 
 from dataclasses import dataclass, field, replace
 from typing import overload

@@ -91,7 +91,7 @@ def key_range(window: Window, first_row: int, last_row: int, seqlen_k: int, diag
 
 
 def visible_pairs(window: Window, seqlen_q: int, seqlen_k: int) -> int:
-    """How many (row, key) pairs the window leaves visible: what FLOPs are counted from."""
+    """The number of (row, key) pairs that the window leaves visible, from which FLOPs are counted."""
     rows = torch.arange(seqlen_q)
     diagonal = seqlen_k - seqlen_q
     lo, hi = torch.zeros_like(rows), torch.full_like(rows, seqlen_k)

@@ -118,7 +118,7 @@ def usable_backends() -> dict[str, str]:
 
 
 def kernels() -> list[str]:
-    """Where the kernels for each GPU's architecture come from."""
+    """The origin of the kernels for each GPU's architecture."""
     devices = (describe_device(torch.device("cuda", n)) for n in range(torch.cuda.device_count()))
     return [f"{arch}: {archive_in_words(arch)}" for arch in sorted({device.arch for device in devices})]
 

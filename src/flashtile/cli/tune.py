@@ -81,7 +81,7 @@ def tune(
 
 
 def searched(subject: "Subject", seconds: float, dry_run: bool) -> "tuple[SearchResult, str | None]":
-    """What was found, and the file that has it now."""
+    """The result of a search, and the file that has it now."""
     from ..tuning.search import TuningError, search
     from ..tuning.trial import GpuTrial
 

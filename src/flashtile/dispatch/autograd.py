@@ -50,7 +50,7 @@ def requires_grad(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def refuse_lost_tangents() -> None:
-    """Where PyTorch itself loses tangents without a word."""
+    """Raise an error where PyTorch itself loses tangents without a word."""
     if torch.compiler.is_compiling():  # in a graph with a part of these operations (torch 2.11)
         where, accepted = "cannot be compiled", "the same outside torch.compile"
     elif torch.is_inference_mode_enabled():  # torch.func.jvp has left it, from torch 2.12 on

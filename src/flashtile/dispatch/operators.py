@@ -222,7 +222,7 @@ def in_schema(gradients: Sequence[Tensor | None], call: Call) -> tuple[Any, ...]
 
 
 def inside_operator(call: Call) -> AbstractContextManager[None]:
-    """What an operator's own work needs, wherever it is called from.
+    """A context for an operator's own work, wherever it is called from.
 
     No autocast: that has already acted on the arguments, in `normalize`, and products in here keep their dtypes. No
     graph of the caller's. But torch.autograd, which a backend uses on a tile, also where the operator is called from

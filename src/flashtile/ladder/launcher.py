@@ -1,4 +1,4 @@
-"""How the FlashAttention library picks a compiled backward kernel, and how many kernels its rules save.
+"""Rules by which the FlashAttention library picks a compiled backward kernel, and the kernels that they save.
 
 Seven flags of a call are template arguments, compiled into the kernel: dropout, causal, local window, ALiBi, lengths
 that tiles divide ("even MN"), a head dimension that fills its tile ("even K"), softcap. 2^7 = 128 kernels for each head

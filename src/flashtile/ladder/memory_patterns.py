@@ -88,7 +88,7 @@ PADDED = {
 
 
 def fastest_ms(run: Callable[[], Any], repeats: int = 20) -> float:
-    """Of the GPU's own times; whatever else runs there only adds to one."""
+    """The fastest of several runs, by the GPU's clock: other work on the GPU only adds to a time."""
     run()
     times = []
     for _ in range(repeats):

@@ -89,7 +89,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def table(n: int = 256, d: int = 64, seed: int = 0) -> list[dict[str, Any]]:
-    """How far each change moves out and lse, at most, from fused, one after the other, exp; and the error of each.
+    """Largest differences of out and lse that each change makes to fused, one after the other, exp; and their errors.
 
     With the scale of attention, and with none, where scores are sqrt(d) times as large.
     """

@@ -1,4 +1,4 @@
-"""How often a softmax touches each score: 3, 4 and 3 times; and attention in two passes over the keys.
+"""Softmax by how often it touches each score: 3, 4 and 3 times; and attention in two passes over the keys.
 
 A softmax of N scores that do not fit on chip is limited by its reads and writes. Counted for each element:
 

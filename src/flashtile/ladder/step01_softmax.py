@@ -56,13 +56,13 @@ class Normalizer(NamedTuple):
 
 
 def normalizer(x: Tensor) -> Normalizer:
-    """Of one block, `[B]`."""
+    """The normalizer of one block, `[B]`."""
     m = x.max()
     return Normalizer(m, torch.exp(x - m).sum())
 
 
 def merge(a: Normalizer, b: Normalizer) -> Normalizer:
-    """Of the union of two blocks. Both sides are l * exp(m), and numbers are added associatively and commutatively:
+    """The normalizer of the union of two blocks. Both sides are l * exp(m), and sums are associative and commutative:
 
     m = max(m_a, m_b)               l = l_a exp(m_a - m) + l_b exp(m_b - m)
     """

@@ -27,7 +27,7 @@ def problem(**changes: Any) -> Problem:
     "changes",
     [{"softcap": True}, {"dropout": True}, {"window": Window(1024, 0)}, {"window": Window(1024, 1024)}],
 )
-def test_work_beside_products_takes_small_tiles_of_forward(changes: dict[str, Any]) -> None:
+def test_work_between_products_takes_small_tiles_of_forward(changes: dict[str, Any]) -> None:
     plain = HALF[227][1]
     found = configs.tile(problem(**changes), H200)
     assert found == configs.TileConfig(SMALL, plain.dkdv, plain.dq)

@@ -1,4 +1,4 @@
-"""Where kernels come from, in words: an archive, or the installed Triton."""
+"""The origin of kernels, in words: an archive, or the installed Triton."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from .replay import Launch
 
 
 def kernel_origin(launches: Sequence[Launch], device: torch.device) -> str:
-    """Where the kernels of these launches come from on a device."""
+    """The origin of the kernels of these launches on a device."""
     archive = archive_of(device)
     if archive is None:
         return on_the_spot()
@@ -21,7 +21,7 @@ def kernel_origin(launches: Sequence[Launch], device: torch.device) -> str:
 
 
 def archive_in_words(arch: str) -> str:
-    """Where the kernels for an architecture come from."""
+    """The origin of the kernels for an architecture."""
     archive = archive_for(arch)
     if archive is None:
         return on_the_spot()

@@ -46,7 +46,7 @@ class QuickKeys:
 
 
 def argument_key(kind: str, x: Any) -> str:
-    """What a kernel is compiled for by one argument; `str(None)` for one that is compiled away."""
+    """The part of a kernel's signature for one argument; `str(None)` for one that is compiled away."""
     if x is None or kind == CONSTANT:
         return repr(x)
     if isinstance(x, Tensor):

@@ -31,7 +31,7 @@ def rounding(device: torch.device) -> Measurement:
 
 
 def compiler_flags(n: int, d: int, device: torch.device) -> list[dict[str, Any]]:
-    """Of step 9's second kernel, which adds up in one order whatever the flags."""
+    """Rows of a table: step 9's second kernel, which adds up in one order whatever the flags."""
     q, k, v = inputs(n, d, device)
     attend = step09_cuda_warps.attention
     rows = []

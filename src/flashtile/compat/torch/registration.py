@@ -12,16 +12,20 @@ from torch.nn import attention as registry
 
 from ...errors import AttentionError
 from . import kernels
+from .priority import FlashFirst
 
 NAME = "flashtile"
 HAS_REGISTRY = hasattr(registry, "register_flash_attention_impl")
 
 
 class Kernels:
-    """Kernels in PyTorch's dispatcher, until they are removed: the handle that the registry keeps."""
+    """Kernels in PyTorch's dispatcher, and flash attention before other implementations, until they are removed: the
+    handle that the registry keeps.
+    """
 
     def __init__(self) -> None:
         self.libraries = []
+        self.priority = FlashFirst()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             for key, operators in kernels.OPERATORS.items():
@@ -32,6 +36,7 @@ class Kernels:
                         library.impl(name, function, key)
 
     def remove(self) -> None:
+        self.priority.undo()
         for library in self.libraries:
             library._destroy()
         self.libraries = []
@@ -55,8 +60,9 @@ class Activation:
 def activate() -> Activation:
     """Run `torch.nn.functional.scaled_dot_product_attention` and `torch.nn.attention.varlen.varlen_attn` in flashtile.
 
-    The first on CPUs and GPUs, wherever PyTorch chooses flash attention for a call; the second on both too. The same as
-    `torch.nn.attention.activate_flash_attention_impl("flashtile")`.
+    The first on CPUs and GPUs, wherever PyTorch chooses flash attention for a call; the second on both too. PyTorch
+    then tries flash attention before its other implementations, which on Hopper and Blackwell it does not by itself.
+    The same as `torch.nn.attention.activate_flash_attention_impl("flashtile")`.
 
     Raises:
         AttentionError: PyTorch has no such registry.

@@ -143,7 +143,7 @@ def flattened(instructions: tuple[Instruction, ...], n: int) -> list[int]:
 
 
 def bounds_of(instructions: tuple[Instruction, ...], n: int, by_position: tuple[bool, ...]) -> list[Bound]:
-    """What a condition bounds: integers of pairs."""
+    """Bounds that a condition sets for integers of pairs."""
     x = instructions[n]
     if x.op not in MIRRORED or any(instructions[m].kind not in INTEGERS for m in x.operands):
         return []

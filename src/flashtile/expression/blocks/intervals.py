@@ -111,7 +111,7 @@ def mod(a: Interval, b: Interval) -> Interval:
 
 
 def bit_and(a: Interval, b: Interval) -> Interval:
-    """Of integers."""
+    """The interval of `a & b`, of integers."""
     high = torch.minimum(a.high, b.high)
     return unless((a.low < 0) | (b.low < 0), Interval(torch.zeros_like(high), high))
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import MaskMod
 from ...api.attention import attention, attention_varlen
 from ...errors import ArgumentError
 from .mask import TileMask
@@ -76,12 +77,14 @@ def tile_attention(
 def by_pattern(
     query: Tensor, key: Tensor, value: Tensor, mask: TileMask, bias: Tensor | None, settings: dict[str, Any]
 ) -> Tensor:
-    """Attention under a mask of a known pattern: `[B, Hq, Sq, Dv]`."""
+    """Attention under a mask of a known pattern or function: `[B, Hq, Sq, Dv]`."""
     rows, keys = mask.shape[2:]
     if (query.shape[2], key.shape[2]) != (rows, keys):
         accepted = f"a mask of {query.shape[2]} queries and {key.shape[2]} keys"
         raise ArgumentError("attention_mask", mask, accepted, EXAMPLE)
     pattern = mask.pattern
+    if pattern is None:
+        return attention(query, key, value, mask=as_function(mask, query), bias=bias, **settings)
     apart = pattern.chunk is not None or pattern.packed is not None or pattern.padding is not None
     if apart and bias is None and not torch.compiler.is_compiling():  # segments are read back
         segments = mask.segments()
@@ -106,10 +109,21 @@ def by_pattern(
         key, value = key[:, :, :keys], value[:, :, :keys]
         bias = None if bias is None else bias[..., :keys]
     limited = pattern.left is not None or pattern.right is not None
-    if pattern.chunk is not None or pattern.packed is not None or (limited and first != keys - rows):
-        return attention(query, key, value, mask=mask.dense()[..., :keys], bias=bias, **settings)
-    visible = None
-    if pattern.padding is not None:
+    aligned = first == keys - rows
+    visible: Tensor | MaskMod | None = None
+    if pattern.chunk is not None or pattern.packed is not None or (limited and not aligned):
+        visible = as_function(mask, query)
+        visible = visible[..., :keys] if isinstance(visible, Tensor) else visible
+    elif pattern.padding is not None:
         visible = pattern.padding[:, None, None, mask.kv_offset : mask.kv_offset + keys]
-    window = (pattern.left, pattern.right) if limited else None
+    window = (pattern.left, pattern.right) if limited and aligned else None
     return attention(query, key, value, mask=visible, bias=bias, window=window, **settings)
+
+
+def as_function(mask: TileMask, query: Tensor) -> Tensor | MaskMod:
+    """The mask as a MaskMod; dense for one query, in a trace, for another batch or device, and if it has no formula."""
+    if torch.compiler.is_compiling() or query.shape[2] == 1 or query.shape[0] != mask.shape[0]:
+        return mask.dense()
+    mod = mask.mod()
+    elsewhere = mod is None or any(x.device != query.device for x in mod.tensors)
+    return mask.dense() if mod is None or elsewhere else mod

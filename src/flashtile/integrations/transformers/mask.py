@@ -1,8 +1,8 @@
-"""Masks of transformers without `Sq * Sk` memory, until somebody wants them dense.
+"""Masks of transformers without `Sq * Sk` memory, until an operation needs them dense.
 
 A model hands its mask from the mask function on to the attention function. Between the two it may slice it, move it, or
 combine it with another mask. A `TileMask` is a bool tensor `[B, 1, Sq, Sk]` for all that: any operation on it makes the
-dense mask. The attention function reads the pattern.
+dense mask. The attention function reads the pattern, or takes the mask function as one of flashtile.
 """
 
 from collections.abc import Callable
@@ -18,24 +18,27 @@ from transformers.masking_utils import (  # pyright: ignore - optional
 )
 from transformers.utils.import_utils import is_tracing  # pyright: ignore - optional
 
-from ... import private_torch
+from ... import MaskMod, private_torch
+from .functions import mask_mod_of
 from .patterns import Pattern, pattern_of
 from .segments import Segments, segments_of
 
 
 class TileMask(Tensor):
-    """A bool mask `[B, 1, Sq, Sk]` that is known by its pattern and has no memory.
+    """A bool mask `[B, 1, Sq, Sk]` that is known by its pattern or its function, and has no memory.
 
     Attributes:
-        pattern: the visible pairs, by absolute positions.
+        pattern: the visible pairs, by absolute positions; `None` if the function alone has them.
         q_offset, kv_offset: absolute positions of the first query and key.
     """
 
-    pattern: Pattern
+    pattern: Pattern | None
     q_offset: int
     kv_offset: int
     _make: Callable[[], Tensor]
+    _make_mod: Callable[[], MaskMod | None]
     _dense: Tensor | None
+    _mod: tuple[MaskMod | None] | None
     _segments: tuple[Segments | None] | None
 
     @staticmethod
@@ -43,14 +46,16 @@ class TileMask(Tensor):
         cls,
         shape: tuple[int, int, int, int],
         device: torch.device,
-        pattern: Pattern,
+        pattern: Pattern | None,
         q_offset: int,
         kv_offset: int,
         make: Callable[[], Tensor],
+        make_mod: Callable[[], MaskMod | None],
     ) -> "TileMask":
         mask = private_torch.make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask.pattern, mask.q_offset, mask.kv_offset = pattern, q_offset, kv_offset
-        mask._make, mask._dense, mask._segments = make, None, None
+        mask._make, mask._make_mod = make, make_mod
+        mask._dense, mask._mod, mask._segments = None, None, None
         return mask
 
     def dense(self) -> Tensor:
@@ -59,12 +64,20 @@ class TileMask(Tensor):
             self._dense = self._make()
         return self._dense
 
+    def mod(self) -> MaskMod | None:
+        """The mask as a function of a call's positions, traced once; `None` if it cannot be traced."""
+        if self._mod is None:
+            self._mod = (self._make_mod(),)
+        return self._mod[0]
+
     def segments(self) -> Segments | None:
         """Segments of self-attention, found once; `None` where the pattern has none."""
         if self._segments is None:
             batch, _, length, keys = self.shape
-            own = length == keys and self.q_offset == self.kv_offset == 0
-            self._segments = (segments_of(self.pattern, batch, length, self.device) if own else None,)
+            found = None
+            if self.pattern is not None and length == keys and self.q_offset == self.kv_offset == 0:
+                found = segments_of(self.pattern, batch, length, self.device)
+            self._segments = (found,)
         return self._segments[0]
 
     def __repr__(self, **unused: Any) -> str:
@@ -103,9 +116,10 @@ def tile_mask(
     """The mask function of `"tile_attention"`, with the arguments of transformers' `sdpa_mask`.
 
     Returns:
-        A `TileMask` where the pattern is known; a dense bool mask `[B, 1, Sq, Sk]` for other functions, and for one
-        query over a static cache, whose length is a tensor and changes between replays of a CUDA graph. While a graph
-        is traced, `None` where all of the mask is causal or nothing is hidden, and else what `sdpa_mask` returns.
+        A `TileMask` where the pattern is known, or the function can be traced; a dense bool mask `[B, 1, Sq, Sk]` of
+        other functions, of one query and no known pattern, and of one query over a static cache, whose length is a
+        tensor and changes between replays of a CUDA graph. While a graph is traced, `None` where all of the mask is
+        causal or nothing is hidden, and else what `sdpa_mask` returns.
     """
     settings: dict[str, Any] = {
         "kv_offset": kv_offset,
@@ -132,14 +146,23 @@ def tile_mask(
         assert mask is not None
         return mask
 
-    pattern = None if private_torch.make_wrapper_subclass is None else pattern_of(mask_function)
-    if pattern is None or pattern.padding is not None or (isinstance(q_offset, Tensor) and q_length == 1):
+    pattern = pattern_of(mask_function)
+    if pattern is not None and pattern.padding is not None:
+        pattern = None
+    single = q_length == 1 and (pattern is None or isinstance(q_offset, Tensor))
+    if private_torch.make_wrapper_subclass is None or single:
         return make()
-    settings["q_offset"] = int(q_offset)  # the cache adds to a tensor before the layers read their mask
+    start = settings["q_offset"] = int(q_offset)  # the cache adds to a tensor before the layers read their mask
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         seen = padding[:, kv_offset : kv_offset + kv_length]
         padding = None if seen.all() else padding
     place = torch.empty(0, device=device).device
+
+    def make_mod() -> MaskMod | None:
+        return mask_mod_of(mask_function, padding, (start, kv_offset), place)
+
     shape = (batch_size, 1, q_length, kv_length)
-    return TileMask(shape, place, pattern._replace(padding=padding), settings["q_offset"], kv_offset, make)
+    known = None if pattern is None else pattern._replace(padding=padding)
+    mask = TileMask(shape, place, known, start, kv_offset, make, make_mod)
+    return mask.dense() if known is None and mask.mod() is None else mask
