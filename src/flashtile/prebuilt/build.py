@@ -114,7 +114,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
 
 def source_of(launch: Launch, arch: str) -> tuple[Any, Any, dict[str, Any]]:
     """The source, target and options with which Triton compiles a kernel at a first call."""
-    from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
+    from triton import knobs  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource, make_backend  # pyright: ignore[reportMissingImports]
     from triton.experimental.gluon._runtime import GluonASTSource  # pyright: ignore[reportMissingImports]
