@@ -77,8 +77,8 @@ BUGS = (
     Bug(
         "visible blocks taken for full ones",
         "backend.tiled.loop",
-        "full=visible.full_lo <= keys.start",
-        "full=visible.lo <= keys.start",
+        "full = visible.full_lo <= keys.start",
+        "full = visible.lo <= keys.start",
     ),
     Bug(
         "last key block forgotten",
