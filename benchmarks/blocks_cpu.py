@@ -19,7 +19,7 @@ CELLS = ((2048, 8), (8192, 8), (8192, 32))  # tokens, documents
 
 
 def offsets(seqlen: int, documents: int) -> Tensor:
-    """Where documents of random lengths begin and end, int32 `[documents + 1]`."""
+    """Offsets of documents of random lengths, int32 `[documents + 1]`."""
     generator = torch.Generator().manual_seed(1)
     cuts = torch.randperm(seqlen - 1, generator=generator)[: documents - 1] + 1
     return torch.cat([torch.tensor([0]), cuts.sort()[0], torch.tensor([seqlen])]).int()

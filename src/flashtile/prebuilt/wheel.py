@@ -14,7 +14,7 @@ LARGEST = 25 * 10**6  # bytes of a wheel
 
 
 def add(wheel: Path, archive: Path, arch: str) -> int:
-    """Put an archive beside the package in a wheel, in place of one that is there; returns the wheel's size in bytes.
+    """Put an archive next to the package in a wheel, in place of one that is there; returns the wheel's size in bytes.
 
     Raises:
         BuildError: the wheel would be larger than `LARGEST`; it is left as it is.

@@ -26,7 +26,7 @@ MASK = MaskFunction(by_document, (torch.stack([IDS, IDS.roll(9)]), torch.tensor(
 
 
 def num_mask_calls(call: Callable[[], object]) -> int:
-    """How many tiles a call computes a mask for."""
+    """The number of tiles for which a call computes a mask."""
     with mock.patch.object(scores, "call_mask_mod", wraps=scores.call_mask_mod) as counted:
         call()
     return counted.call_count

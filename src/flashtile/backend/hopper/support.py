@@ -24,7 +24,7 @@ HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple
 TMA_ALIGNMENT = 16  # bytes, of rows
 NARROW = 16  # head dimension
 # Pairs of a head from which Triton's kernels, with lists of a mask's blocks, need less time for documents than all
-# pairs here. At 4096 x 4096 they need two to three times as much (docs/journal/2026-11-23-score-functions.md).
+# pairs here. At 4096 x 4096 they need two to four times as much (docs/journal/2026-11-23-score-functions.md).
 LONG_MASK_PAIRS = 8192**2
 CAPS = {"tanh", "sigmoid"}  # operations of an exponential and a division
 OLDEST, NEWEST = (3, 6), (3, 9)  # known versions of Triton; Gluon is experimental and changes between them

@@ -22,7 +22,7 @@ class FlashFirst:
         private_torch.set_sdp_priority_order(self.order)
 
     def undo(self) -> None:
-        """Put the order of before back, unless the program has set another one since."""
+        """Restore the former order, unless the program has set another one since."""
         if self.before is not None and list(private_torch.get_sdp_priority_order()) == self.order:
             private_torch.set_sdp_priority_order(self.before)
         self.before = None

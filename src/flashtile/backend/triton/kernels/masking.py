@@ -64,7 +64,7 @@ def block_list(params, b, head, number):
 
 @triton.jit
 def num_visits(blocks, listed, params, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """How many blocks that need masks are visited, or of those that do not."""
+    """The number of visited blocks that need masks, or of those that need none."""
     if params.lists.data is None:
         return num_blocks(blocks, MASKED, BLOCK)
     elif MASKED:
