@@ -15,16 +15,17 @@ KIB = 1024
 def versions() -> str:
     """A row for each combination of `python -m matrix`, also for those that did not run."""
     stored = json.loads((RESULTS / "compatibility.json").read_text())
-    return markdown(("Python", "PyTorch", "Triton", "result", "skipped", "date"), [version_row(row) for row in stored])
+    columns = ("Python", "PyTorch", "Triton", "result", "skipped", "Hopper's kernels", "date")
+    return markdown(columns, [version_row(row) for row in stored])
 
 
 def version_row(row: dict[str, Any]) -> list[str]:
     installed = row.get("installed", row["versions"])
     if "reason" in row:
-        return [*installed, f"not run: {row['reason']}", "", row["date"]]
+        return [*installed, f"not run: {row['reason']}", "", "", row["date"]]
     failures = ", ".join(f"`{name.rpartition('::')[2]}`" for name in row["failures"])
     result = f"{row['passed']} passed" + (f", {len(row['failures'])} failed: {failures}" if failures else "")
-    return [*installed, result, str(row["skipped"]), row["date"]]
+    return [*installed, result, str(row["skipped"]), row.get("hopper_kernels", ""), row["date"]]
 
 
 def rows(name: str) -> list[dict[str, str]]:

@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,7 @@ def main(only: tuple[str, ...], environments: Path | None, interpreter: tuple[st
         with tempfile.TemporaryDirectory() as temporary:
             row = row_of(combination, environments or Path(temporary), given)
         rows[combination] = row
-        failed |= bool(row.get("failures"))
+        failed |= bool(row.get("failures")) or not row.get("hopper_kernels", "0").isdigit()
         print(f"{combination.name}: {row.get('reason') or summary(row)}", flush=True)
         ordered = [rows[x] for x in COMBINATIONS if x in rows]
         out.write_text(json.dumps(ordered, indent=1) + "\n")
@@ -68,6 +69,7 @@ def row_of(combination: Combination, folder: Path, given: dict[str, str]) -> dic
         found = [tested(python, path, [*TESTS, "-k", " and ".join(f"not {name}" for name in LEFT_OUT)])]
         words = " or ".join(INTERPRETED)
         found.append(tested(python, path, ["tests/interpreted/test_interpreted.py", "-k", words], TRITON_INTERPRET="1"))
+        row["hopper_kernels"] = hopper_kernels(python, path)
     except MissingError as error:
         return row | {"reason": str(error)}
     for name in ("passed", "skipped"):
@@ -85,7 +87,7 @@ def described(python: Path, path: list[str]) -> dict[str, Any]:
     code = "import platform, torch, triton; print(platform.python_version(), torch.__version__, triton.__version__)"
     ended = subprocess.run([python, "-c", code], capture_output=True, text=True, env=variables(path))
     if ended.returncode != 0:
-        raise MissingError((ended.stderr.strip().splitlines() or ["no output"])[-1])
+        raise MissingError(last_line(ended.stderr))
     return {"installed": ended.stdout.split(), "machine": f"{platform.system()} {platform.machine()}"}
 
 
@@ -118,6 +120,29 @@ def tested(python: Path, path: list[str], arguments: list[str], **more: str) -> 
         if not report.exists():
             raise MissingError(f"pytest ended with {ended.returncode}: {ended.stdout[-300:]}{ended.stderr[-300:]}")
         return counts(ElementTree.parse(report).getroot())
+
+
+def hopper_kernels(python: Path, path: list[str]) -> str:
+    """Hopper's dense kernels of all widths, compiled without a GPU: their number, or the error of the first that fails.
+
+    Raises:
+        MissingError: they take too long.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [python, "benchmarks/compilers.py", f"{folder}/kernels.zip"]
+        environment = variables(path, TRITON_CACHE_DIR=f"{folder}/triton")
+        try:
+            ended = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise MissingError(f"compiling Hopper's kernels took more than {TIMEOUT} s") from None
+    compiled = re.search(r"(\d+) kernels", ended.stdout)
+    return compiled[1] if ended.returncode == 0 and compiled else last_line(ended.stderr)
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no output"])[-1]
 
 
 def counts(report: ElementTree.Element) -> dict[str, Any]:
