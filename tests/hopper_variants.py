@@ -4,7 +4,21 @@ from dataclasses import replace
 
 import torch
 from offline.families import call_of
-from variants import CAUSAL, FP16, LENGTHS, Draw, Sizes, Variant, all_of, fixed, sinks, slopes, slopes_of_sequences
+from variants import (
+    CAUSAL,
+    FP16,
+    LENGTHS,
+    Draw,
+    Sizes,
+    Variant,
+    all_of,
+    bias,
+    fixed,
+    mask,
+    sinks,
+    slopes,
+    slopes_of_sequences,
+)
 
 from flashtile.api.explain import described_call
 from flashtile.call.call import Call
@@ -73,7 +87,20 @@ NARROWER = {  # than the kernels
     "packed everything 136/56": Variant(EVERYTHING, head_dim=136, head_dim_v=56, layout="packed"),
     "window 248/200": Variant(FEATURES["window"], head_dim=248, head_dim_v=200),
 }
-VARIANTS |= CHUNKED | NARROWER
+BIASED = {  # with a value for each pair
+    "bias 64": Variant(bias(True, True, True, True, half=True)),
+    "bias of heads 128": Variant(all_of(CAUSAL, bias(False, True, True, True)), head_dim=128, heads=(4, 2)),
+    "bias of keys 96": Variant(bias(True, False, False, True, half=True), head_dim=96),
+    "bias of rows 256": Variant(bias(False, True, True, False), head_dim=256),
+    "bias 192/128": Variant(bias(True, True, True, True), head_dim=192, head_dim_v=128),
+    "packed bias 128": Variant(all_of(CAUSAL, bias(True, True, True, True)), FP16, head_dim=128, layout="used"),
+    "mask 64": Variant(mask),
+    "mask and window 128": Variant(all_of(mask, fixed(window=(90, 20))), head_dim=128, heads=(4, 2)),
+    "mask and bias 192": Variant(all_of(mask, bias(False, False, True, True), slopes), head_dim=192),
+    "packed mask 40": Variant(all_of(mask, sinks), head_dim=40, layout="packed"),
+    "mask and softcap 128": Variant(all_of(mask, FEATURES["softcap"], bias(True, True, True, True)), head_dim=128),
+}
+VARIANTS |= CHUNKED | NARROWER | BIASED
 VARIANTS |= {
     f"deterministic {name}": replace(VARIANTS[name], features=all_of(VARIANTS[name].features, DETERMINISTIC))
     for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128", "causal 96")
@@ -87,7 +114,7 @@ def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER
     backends.
     """
     case = VARIANTS[name].case(seed, device, lengths)
-    return replace(case, forward_only=name.endswith(FORWARD_ONLY), constant=("alibi_slopes",))
+    return replace(case, forward_only=name.endswith(FORWARD_ONLY), constant=("alibi_slopes", "bias"))
 
 
 SHORT, LONG = 512, 8192  # lengths with different configurations

@@ -24,7 +24,7 @@ from flashtile.backend.hopper.support import KernelClass
 from flashtile.call.call import Call, Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
-from flashtile.dispatch import compare_with_tiled, planner, self_check
+from flashtile.dispatch import compare_with_tiled, passes, planner, self_check
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 FORWARD, BACKWARD = KernelClass(False, 64, 64, False, 2), KernelClass(True, 64, 64, False, 2)
@@ -111,12 +111,12 @@ def test_known_versions_are_not_checked() -> None:
 @contextmanager
 def kernels_on_a_cpu(mistake: Any = lambda out, call: out) -> Iterator[None]:
     """`hopper` on the emulation, with a mistake in its forward pass; every other backend as it is."""
-    real = planner.entry_of
+    real = passes.entry_of
     with emulated():
-        entry = planner.entry_of("hopper")
+        entry = passes.entry_of("hopper")
         wrong = mock.Mock(wraps=entry)
         wrong.forward = lambda plan, call: mistake(entry.forward(plan, call), call)
-        with mock.patch.object(planner, "entry_of", lambda name: wrong if name == "hopper" else real(name)):
+        with mock.patch.object(passes, "entry_of", lambda name: wrong if name == "hopper" else real(name)):
             yield
 
 

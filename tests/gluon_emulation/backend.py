@@ -21,7 +21,8 @@ from flashtile.backend.gpu.pointers import Slots, TmaDescriptor, resolved
 from flashtile.backend.gpu.step import Step
 from flashtile.backend.hopper import support
 from flashtile.call.device import Device
-from flashtile.dispatch import fast_path, planner
+from flashtile.dispatch import fast_path, passes, planner
+from flashtile.dispatch.passes import entry_of
 
 from . import hopper, language
 from .machine import Machine
@@ -138,8 +139,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         mock.patch.multiple(kernels, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
         mock.patch.multiple(backward_launches, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
         mock.patch.object(planner, "describe_device", return_value=device),
-        mock.patch.object(planner, "entry_of", return_value=kernels),
-        mock.patch.object(fast_path, "entry_of", return_value=kernels),
+        mock.patch.object(passes, "entry_of", lambda name: kernels if name == "hopper" else entry_of(name)),
         mock.patch.object(support, "unusable", return_value=None),
     ):
         fast_path.forget()

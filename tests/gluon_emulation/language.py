@@ -225,6 +225,8 @@ def inline_asm_elementwise(
         task.unread_stores.clear()
     elif asm.startswith("ld.acquire.gpu.global.b32 $0, [$1];"):
         return load_acquire(args[0])
+    elif "ld.global." in asm:
+        return with_adjacent(asm, *args)
     elif asm.startswith("fence.proxy.async.global;"):
         machine().current_task().polled.clear()  # follows the polling loop
     elif asm != "mov.b32 $0, $1;":
@@ -232,6 +234,14 @@ def inline_asm_elementwise(
         results = instructions.run(asm, constraints, [as_tensor(unwrap(x)) for x in args], num_results, pack)
         return tuple(Value(x) for x in results) if isinstance(dtype, tuple) else Value(results[0])
     return args[0]
+
+
+def with_adjacent(asm: str, t: Value, pointers: Pointer) -> Value:
+    """Scores with a bias or a mask whose columns are read two by two."""
+    if (torch.as_tensor(pointers.offset)[..., ::2] % 2 != 0).any():
+        raise EmulationError("the address of two elements is not aligned")
+    values = load(pointers).tensor
+    return Value(torch.where(values != 0, t.tensor, -torch.inf) if "selp" in asm else t.tensor + values.float())
 
 
 def barrier_arrive(number: int, num_warps: int) -> int:

@@ -120,7 +120,8 @@ def test_caches(seed: int) -> None:
 def test_shards_count_from_where_they_lie() -> None:
     """Positions, windows, ALiBi and dropout of a part of a larger call, whose first key is anywhere in a counter."""
     from flashtile.api.explain import described_call
-    from flashtile.dispatch.planner import entry_of, plan_call
+    from flashtile.dispatch.passes import entry_of
+    from flashtile.dispatch.planner import plan_call
 
     q, k, v = (torch.randn(2, 2, n, 16) for n in (20, 37, 37))
     given = {"causal": True, "alibi_slopes": torch.rand(2), "dropout_p": 0.3, "dropout_seed": 9, "window": (30, 0)}

@@ -37,6 +37,7 @@ class Explanation:
         why_not: the backends asked before, and the reason each declined.
         backward: the backend of the backward pass, or "none".
         backward_tile: the shape of its tiles.
+        backward_rest: names of the inputs whose gradients another backend computes, and that backend.
         kernels: where the GPU kernels of forward and backward come from: an archive, or Triton at their first use.
         visible_pairs: pairs of a query row and a key, over sequences and query heads; at most, where the host cannot
             know.
@@ -59,6 +60,7 @@ class Explanation:
     why_not: dict[str, str]
     backward: str
     backward_tile: str
+    backward_rest: dict[str, str]
     kernels: str
     visible_pairs: int
     mask_blocks: dict[str, int] | None
@@ -77,6 +79,7 @@ class Explanation:
     def __str__(self) -> str:
         why_not = "".join(f"\n  not {name}: {reason}" for name, reason in self.why_not.items())
         backward = f"backward: backend {self.backward}, {self.backward_tile}\n" if self.backward != self.backend else ""
+        backward += "".join(f"gradient of {name}: backend {backend}\n" for name, backend in self.backward_rest.items())
         blocks = "" if self.mask_blocks is None else f"{blocks_in_words(self.mask_blocks)}\n"
         kernels = f"kernels: {self.kernels}\n" if self.kernels else ""
         return (
@@ -145,6 +148,7 @@ def explain(
         why_not=dict(chosen.why),
         backward="none" if backward is None else backward.backend,
         backward_tile="" if backward is None else tile_in_words(backward),
+        backward_rest={} if backward is None else rest_in_words(backward),
         kernels=kernels_in_words(call, chosen, None if backward is None else (backward, needs)),
         visible_pairs=pairs,
         mask_blocks=mask_blocks(call, problem),
@@ -239,6 +243,15 @@ def in_words(problem: Problem) -> str:
         f"{p.layout} {dtype}, batch {p.batch}, heads {heads}, seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {dim}"
         + "".join(f", {feature}" for feature in features)
     )
+
+
+def rest_in_words(backward: Plan) -> dict[str, str]:
+    """The gradients that a second backend computes, and its name."""
+    if backward.rest is None:
+        return {}
+    needs = backward.rest.needs._asdict()
+    needs["score_mod_tensors"] = any(needs["score_mod_tensors"])
+    return {name: backward.rest.plan.backend for name, needed in needs.items() if needed}
 
 
 def tile_in_words(chosen: Plan) -> str:

@@ -202,6 +202,15 @@ class Needs(namedtuple("Needs", (*DIFFERENTIABLE, "score_mod_tensors"), defaults
     def flat(self) -> tuple[bool, ...]:
         return (*self[:-1], *self.score_mod_tensors)
 
+    def of_score_tensors(self) -> "Needs":
+        """The gradients of tensors that change scores, which every pair adds to."""
+        none = dict.fromkeys((name for name in DIFFERENTIABLE if name not in SCORE_TERMS), False)
+        return self._replace(**none)
+
+    def of_rows(self) -> "Needs":
+        """The other gradients: of q, k, v and sinks."""
+        return self._replace(**dict.fromkeys(SCORE_TERMS, False), score_mod_tensors=(False,) * len(self[-1]))
+
     @classmethod
     def from_flat(cls, flat: Sequence[bool]) -> "Needs":
         named = len(cls._fields) - 1

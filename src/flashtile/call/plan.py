@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from .call import Needs
+
 
 class Plan(NamedTuple):
     """The way to run one pass of a problem. Forward leaves the same results for backward in every backend, so each pass
@@ -12,3 +14,12 @@ class Plan(NamedTuple):
     tile: Any
     num_splits: int
     why: tuple[tuple[str, str], ...]
+    rest: "Rest | None" = None  # of a backward pass, where a second backend computes some of the gradients
+
+
+class Rest(NamedTuple):
+    """The gradients that a plan's backend leaves to another one, and that one's plan."""
+
+    own: Needs  # those of the first backend
+    needs: Needs
+    plan: Plan

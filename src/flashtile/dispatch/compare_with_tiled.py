@@ -14,7 +14,7 @@ from ..backend.hopper.support import KernelClass
 from ..call.call import Call, Needs, Settings, Tensors
 from ..call.plan import Plan
 from ..call.problem import Problem
-from . import planner
+from . import passes, planner
 
 LENGTHS = {2: (200, 333), 3: (1100, 1100)}  # queries and keys for which so many warpgroups are chosen
 TOLERANCE = 2.0**-6  # of a row's largest element, or FLOOR times the largest of all
@@ -68,12 +68,12 @@ def small_call(kernels: KernelClass, device: torch.device) -> Call:
 
 
 def run(backend: str, call: Call) -> tuple[Tensor, Tensor]:
-    return planner.function_of(backend, "forward")(plan_of(backend, call), call)
+    return passes.entry_of(backend).forward(plan_of(backend, call), call)
 
 
 def gradients(backend: str, call: Call, rows: tuple[Tensor, Tensor, Tensor, None]) -> tuple[Tensor, ...]:
     needs = Needs(True, True, True)
-    return planner.function_of(backend, "backward")(plan_of(backend, call), call, needs, *rows)[:3]
+    return passes.entry_of(backend).backward(plan_of(backend, call), call, needs, *rows)[:3]
 
 
 def plan_of(backend: str, call: Call) -> Plan:

@@ -20,7 +20,8 @@ from ..call.memory import layout_key
 from ..call.plan import Plan
 from ..expression import is_local
 from . import forking, planner
-from .planner import BACKEND_VARIABLE, entry_of, function_of, plan_call
+from .passes import function_of, recorder_of
+from .planner import BACKEND_VARIABLE, plan_call
 
 GENERATION = 2048  # layouts
 MOST_BACKWARD = 64  # layouts of one forward call's backward passes
@@ -49,10 +50,10 @@ class Pass:
         plan = self.plan if self.plan is not None else plan_call(call, needs=needs)
         if call.layout == "dense" or not device.host_readable(call.tensors.q):  # else lengths decide, which may change
             self.plan = plan
-        record = getattr(entry_of(plan.backend), f"record_{kind}", None) if seen else None
+        record = recorder_of(plan, kind) if seen else None
         with inside(call):
             if record is None:
-                return function_of(plan.backend, kind)(plan, call, *rest)
+                return function_of(plan, kind)(plan, call, *rest)
             self.replay, results = record(plan, call, *rest)
             return results
 

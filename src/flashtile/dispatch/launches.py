@@ -11,7 +11,7 @@ from ..call.cache_tensors import CacheTensors
 from ..call.call import Call, Needs, Tensors
 from ..call.memory import address
 from ..call.plan import Plan
-from .planner import entry_of, function_of
+from .passes import function_of
 
 ADDRESS_BITS = 40  # between the addresses of two tensors
 ALIGNMENT = 16  # bytes up to which kernels depend on an address
@@ -21,11 +21,11 @@ def launches_of(call: Call, plan: Plan, backward: tuple[Plan, Needs] | None = No
     """The launches of a call's forward pass by `plan`, a plan for `hopper` or `triton`, and of its backward pass."""
     call = without_memory(call)
     with collected_launches() as launches:
-        out, lse = function_of(plan.backend, call.kind)(plan, call)
+        out, lse = function_of(plan, call.kind)(plan, call)
         if backward is not None:
             backward_plan, needs = backward
             dout = torch.empty_like(out)
-            entry_of(backward_plan.backend).backward(backward_plan, call, needs, out, lse, dout, None)
+            function_of(backward_plan, "backward")(backward_plan, call, needs, out, lse, dout, None)
     return launches
 
 

@@ -33,7 +33,8 @@ from ..call.problem import accumulation_dtype
 from ..dynamo import untraced
 from ..errors import AttentionError
 from . import fast_path, forking
-from .planner import function_of, plan_call
+from .passes import function_of
+from .planner import plan_call
 
 LIBRARY = torch.library.Library("flashtile", "DEF")
 
@@ -158,7 +159,7 @@ def run_forward(call: Call) -> tuple[Tensor, Tensor]:
     call = call.with_own_indices()
     chosen = plan_call(call)
     with inside_operator(call):
-        return function_of(chosen.backend, call.kind)(chosen, call)
+        return function_of(chosen, call.kind)(chosen, call)
 
 
 @untraced
@@ -174,7 +175,7 @@ def run_backward(
         requested, call = Needs.from_flat(needs), call.with_own_indices()
         chosen = plan_call(call, needs=requested)
         with inside_operator(call):
-            gradients = function_of(chosen.backend, "backward")(chosen, call, requested, *results)
+            gradients = function_of(chosen, "backward")(chosen, call, requested, *results)
     inputs = call.tensors.flat()
     return [
         None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)

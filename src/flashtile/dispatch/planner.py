@@ -1,11 +1,9 @@
 """Which backend runs a problem on a device, with what tiles, and why not the others."""
 
 import functools
-import importlib
 import os
 import warnings
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +13,9 @@ from ..backend.hopper import support as hopper
 from ..backend.reference import support as reference
 from ..backend.tiled import support as tiled
 from ..backend.triton import support as triton
-from ..call.cache import CacheCall, append_and_rotate
 from ..call.call import Call, Needs
 from ..call.device import Device, describe_device
-from ..call.plan import Plan
+from ..call.plan import Plan, Rest
 from ..call.problem import Problem
 from ..errors import AttentionWarning, BackendError
 
@@ -28,19 +25,6 @@ SUPPORT: dict[str, Any] = {
 }  # fmt: skip
 AUTO = ("hopper", "triton", "cpu", "tiled")
 BACKEND_VARIABLE = "FLASHTILE_BACKEND"
-
-
-@functools.cache
-def entry_of(backend: str) -> ModuleType:
-    return importlib.import_module(f"flashtile.backend.{backend}.entry")
-
-
-def function_of(backend: str, kind: str) -> Callable[..., Any]:
-    """A backend's function for a kind of pass. KV-cache calls without one of their own append in torch operations."""
-    entry = entry_of(backend)
-    if kind == CacheCall.kind and not hasattr(entry, kind):
-        return lambda plan, call: entry.forward(plan, append_and_rotate(call))
-    return getattr(entry, kind)
 
 
 class BackendStatus(NamedTuple):
@@ -123,24 +107,59 @@ def plan_call(call: Call, *, needs: Needs | None = None) -> Plan:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None) -> Plan:
-    reasons: dict[str, str] = {}
-    for name in AUTO if backend == "auto" else (backend,):
+
+    def declines(name: str, needs: Needs | None) -> str | None:
         support = SUPPORT[name]
-        reason = support.unusable() or support.declines(problem, device)
-        if reason is None and needs is not None:
-            reason = optional(support, "declines_backward", problem, device, needs)
-        if reason is None and backend == "auto":
-            reason = optional(support, "defers", problem, device)
+        reason = support.unusable() or declines_on_device(name, problem, device, needs, auto=backend == "auto")
         if reason is None and (unknown := optional(support, "unknown_kernels", problem, device, needs)) is not None:
             from . import self_check  # starts processes: not needed by `import flashtile`
 
             reason = self_check.failure(name, unknown, device.arch)
-        if reason is None:
-            splits = support.num_splits(problem, device)
-            return Plan(name, support.tile(problem, device), splits, tuple(reasons.items()))
-        reasons[name] = reason
+        return reason
+
+    chosen, reasons = first(AUTO if backend == "auto" else (backend,), declines, problem, device, needs)
+    if chosen is not None:
+        return chosen
     asked = "no backend takes this call" if backend == "auto" else f"backend {backend!r} does not take this call"
     raise BackendError(f"{asked}: {problem} on {device.name}", reasons)
+
+
+def first(
+    names: Sequence[str],
+    declines: Callable[[str, Needs | None], str | None],
+    problem: Problem,
+    device: Device,
+    needs: Needs | None,
+) -> tuple[Plan | None, dict[str, str]]:
+    """The plan with the first backend that `declines` gives no reason against, and the reasons of those before it.
+
+    Of several backends, one that lacks only gradients of tensors that change scores leaves those to the next.
+    """
+    reasons: dict[str, str] = {}
+    for n, name in enumerate(names):
+        reason, rest = declines(name, needs), None
+        if reason is not None and needs is not None and any((own := needs.of_rows()).flat()):
+            others = needs.of_score_tensors()
+            if names[n + 1 :] and any(others.flat()) and declines(name, own) is None:
+                others_plan, _ = first(names[n + 1 :], declines, problem, device, others)
+                rest = None if others_plan is None else Rest(own, others, others_plan)
+        if reason is None or rest is not None:
+            support = SUPPORT[name]
+            splits = support.num_splits(problem, device)
+            return Plan(name, support.tile(problem, device), splits, tuple(reasons.items()), rest), reasons
+        reasons[name] = reason
+    return None, reasons
+
+
+def declines_on_device(name: str, problem: Problem, device: Device, needs: Needs | None, *, auto: bool) -> str | None:
+    """Why a backend does not run a pass on a device, whatever is installed; with `auto`, also why it should not."""
+    support = SUPPORT[name]
+    reason = support.declines(problem, device)
+    if reason is None and needs is not None:
+        reason = optional(support, "declines_backward", problem, device, needs)
+    if reason is None and auto:
+        reason = optional(support, "defers", problem, device)
+    return reason
 
 
 def optional(support: Any, question: str, *about: Any) -> str | None:

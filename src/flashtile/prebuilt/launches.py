@@ -16,7 +16,7 @@ from ..call.device import Device
 from ..call.plan import Plan
 from ..call.problem import Problem
 from ..dispatch.launches import launches_of, on_meta
-from ..dispatch.planner import SUPPORT, optional
+from ..dispatch.planner import declines_on_device, first
 from .standard import StandardCall
 
 BACKENDS = ("hopper", "triton")
@@ -45,15 +45,15 @@ def launches(standard: StandardCall, device: Device) -> list[Launch]:
 
 def plan_of(problem: Problem, device: Device, needs: Needs | None) -> Plan:
     """The plan that `auto` makes on a device, by the same questions as `dispatch.planner`."""
-    for name in BACKENDS:
-        support = SUPPORT[name]
-        reason = support.declines(problem, device) or optional(support, "defers", problem, device)
-        if reason is None and needs is not None:
-            reason = optional(support, "declines_backward", problem, device, needs)
-        if reason is None:
-            problem = problem.bucketed()
-            return Plan(name, support.tile(problem, device), support.num_splits(problem, device), ())
-    raise LookupError(f"no kernel takes {problem} on {device.arch}")
+    problem = problem.bucketed()
+
+    def declines(name: str, needs: Needs | None) -> str | None:
+        return declines_on_device(name, problem, device, needs, auto=True)
+
+    chosen, _ = first(BACKENDS, declines, problem, device, needs)
+    if chosen is None:
+        raise LookupError(f"no kernel takes {problem} on {device.arch}")
+    return chosen
 
 
 def call_of(standard: StandardCall) -> Call:

@@ -19,7 +19,7 @@ from ..bench.sweep import Timing
 from ..call.call import Call, Needs
 from ..call.device import describe_device
 from ..call.plan import Plan
-from ..dispatch.planner import entry_of
+from ..dispatch.passes import entry_of
 from ..testing.case import Case
 from ..testing.oracle import Expected, solve
 from ..testing.tolerance import worst

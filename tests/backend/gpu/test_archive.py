@@ -215,7 +215,7 @@ from flashtile.prebuilt.launches import call_of, device_of, plan_of
 from flashtile.prebuilt.standard import StandardCall
 from flashtile.call.call import Needs
 from flashtile.call.problem import Problem
-from flashtile.dispatch.planner import entry_of
+from flashtile.dispatch.passes import entry_of
 driver = FakeDriver()
 known = Archive(sys.argv[1], "sm_90", lambda: driver)
 archive._archives["sm_90"] = known

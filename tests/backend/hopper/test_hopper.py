@@ -26,6 +26,7 @@ from flashtile.call.device import Device
 from flashtile.call.problem import Problem
 from flashtile.call.window import Window
 from flashtile.dispatch import planner
+from flashtile.errors import BackendError
 from flashtile.expression.formula import formula_of
 from flashtile.expression.purity import MASK_MOD
 
@@ -62,7 +63,7 @@ def problem(**changes: object) -> Problem:
         ({"layout": "paged"}, "paged"),
         ({"head_dim": 264, "head_dim_v": 264}, "multiples of 8 up to 256"),
         ({"head_dim": 84}, "multiples of 8"),
-        ({"dropout": True, "features": Features(bias=(True, True, False, False))}, "bias or dropout"),
+        ({"dropout": True, "seqused_q": True}, "dropout or seqused_q"),
         ({"alignment": 8}, "16 bytes"),
         ({"seqlen_k": 0}, "empty"),
         ({"seqlen_q": 2**31}, "positions"),
@@ -100,13 +101,30 @@ def test_auto_defers_to_other_backends() -> None:
             alibi = {"features": Features(alibi_slopes=True)}
             for changes in ({}, {"layout": "varlen"}, alibi, {"head_dim": 96, "head_dim_v": 96}):
                 assert planner._plan.__wrapped__(problem(**changes), H200, "auto", qkv).backend == "hopper"
-            for changes, needs, reason in (
-                (alibi, qkv._replace(alibi_slopes=True), "ALiBi"),
-                ({"softcap": True}, qkv, "softcap"),
-            ):
-                chosen = planner._plan.__wrapped__(problem(**changes), H200, "auto", needs)
-                assert chosen.backend == "triton"
-                assert reason in dict(chosen.why)["hopper"]
+            chosen = planner._plan.__wrapped__(problem(softcap=True), H200, "auto", qkv)
+            assert chosen.backend == "triton"
+            assert "softcap" in dict(chosen.why)["hopper"]
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [("alibi_slopes", Features(alibi_slopes=True)), ("bias", Features(bias=(True, False, False, False)))],
+)
+def test_another_backend_has_the_gradients_of_score_tensors(name: str, features: Features) -> None:
+    """A backend that is named computes all gradients or none."""
+    changed, needs = problem(features=features), Needs(True, True, True, **{name: True})
+    with (
+        mock.patch.multiple(support, unusable=lambda: None, triton_version=lambda: (3, 6)),
+        mock.patch("flashtile.backend.triton.support.unusable", return_value=None),
+    ):
+        chosen = planner._plan.__wrapped__(changed, H200, "auto", needs)
+        assert chosen.backend == "hopper"
+        assert chosen.rest is not None
+        assert (chosen.rest.own, chosen.rest.needs) == (Needs(True, True, True), Needs(**{name: True}))
+        assert chosen.rest.plan.backend == "triton"
+        assert planner._plan.__wrapped__(changed, H200, "auto", Needs(**{name: True})).backend == "triton"
+        with pytest.raises(BackendError, match=r"no gradient of"):
+            planner._plan.__wrapped__(changed, H200, "hopper", needs)
 
 
 @pytest.mark.parametrize("version", [(3, 6), (3, 7), (3, 8), (3, 9)])

@@ -43,6 +43,17 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
     assert wrong(case_of(name, hash_of(name), "cpu", AROUND_TILES), seed=0) == []
 
 
+@pytest.mark.parametrize(("variant", "name"), [("bias of heads 128", "bias"), ("slopes 64", "alibi_slopes")])
+def test_gradients_of_two_backends(variant: str, name: str) -> None:
+    """`tiled` has that of a tensor which changes scores, the emulated kernels the others: planned, recorded, repeated."""
+    case = replace(case_of(variant, 3, "cpu", (65, 130)), constant=())
+    assert name in case.differentiable()
+    with emulated(CORES, 0) as launched:
+        for _ in range(3):
+            assert [str(x) for x in compare(case.run(), case, solve(case)) if not x.ok] == []
+    assert launched.count("backward_kernel") == 3
+
+
 def test_a_sink_of_infinity_takes_all_the_weight() -> None:
     case = case_of("sinks 64", 1, "cpu", (33, 70))
     sinks = torch.full_like(case.arguments["sinks"], -torch.inf)

@@ -20,9 +20,8 @@ from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
 from ..gpu.staged import staged_source
 from ..scalars import score_units
-from .tables import DkdvConfig, DqConfig, ForwardConfig, FusedBackwardConfig
+from .pairs import PairArguments
 
-Config = ForwardConfig | FusedBackwardConfig | DqConfig | DkdvConfig
 CALLED = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "KEEP_NAN")
 THE_SCORE = Program((Instruction("input", REAL, value="score"),), (0,))
 
@@ -94,6 +93,10 @@ def launch(
     `call.tensors` belong to the recorder.
     """
     s, tensors = call.settings, call.tensors.score_mod_tensors
+    pairs = PairArguments.of(recorder, call.tensors)
+    pointers, scalars = {**pointers, **pairs.pointers}, {**scalars, **pairs.scalars}
+    if pairs.align > 1:
+        scalars["CONFIG"] = replace(scalars["CONFIG"], pair_align=pairs.align)
     formula, mask = formulas_of(call)
     if formula is None:
         scalars = {**scalars, "inputs": None}
@@ -102,14 +105,13 @@ def launch(
 
         wide = any(needs_wide_offsets(x) for x in tensors)
         kernel = with_captured(kernel.function(), tuple(x.dim() for x in tensors))
-        config: Config = scalars["CONFIG"]
         contiguous = tuple(x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] <= 1) for x in tensors)
         functions = score_mod_functions(formula, mask, partial=partial, wide=wide, contiguous=contiguous)
         scalars = {
             **scalars,
             **captured_scalars(tensors),
             **{name: getattr(s, name) for name in ORIGIN},
-            "CONFIG": replace(config, score_mod=functions),
+            "CONFIG": replace(scalars["CONFIG"], score_mod=functions),
         }
         pointers = {**pointers, **captured_pointers(tensors)}
     recorder.launch(kernel, pointers, programs, scalars)

@@ -88,8 +88,7 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it does not support paged KV caches"
     if widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
         return f"it supports head dimensions that are multiples of {HEAD_DIM_STEP} up to {WIDTHS[-1][0]}"
-    unsupported = [name for name in ("mask", "bias") if getattr(problem.features, name) is not None]
-    unsupported += [name for name in ("dropout", "seqused_q") if getattr(problem, name)]
+    unsupported = [name for name in ("dropout", "seqused_q") if getattr(problem, name)]
     unsupported += ["attention_chunk"] if problem.window.chunk is not None else []
     if unsupported:
         return f"it does not support {' or '.join(unsupported)}"
@@ -111,6 +110,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
         return "its backward pass is no faster with a softcap at head dimension 64"
     if needs.alibi_slopes:
         return "its backward pass has no gradient of ALiBi slopes"
+    if needs.bias:
+        return "its backward pass has no gradient of a bias"
     if any(needs.score_mod_tensors):
         return "its backward pass has no gradients of tensors that a score_mod captures"
     return None

@@ -86,6 +86,7 @@ class ForwardConfig(Constexpr):
     speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
     splits: int = 1  # of the keys of a tile; more than one write fp32 results that `combine` merges
     score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
+    pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
 
     @property
     def block_m(self) -> int:
@@ -135,6 +136,7 @@ class FusedBackwardConfig(Constexpr):
     row_splits: int = 1  # programs that share the rows of a block of keys; `add_splits` adds their dk and dv
     block_n: int = 2 * MMA_M
     score_mod: Any = None
+    pair_align: int = 1
     kind: Literal["fused"] = "fused"
 
     @property
@@ -169,6 +171,7 @@ class DqConfig(Constexpr):
     consumer_registers: int = 240
     producer_registers: int = 24
     score_mod: Any = None
+    pair_align: int = 1
 
     @property
     def block_m(self) -> int:
@@ -190,6 +193,7 @@ class DkdvConfig(Constexpr):
     consumer_registers: int = 240
     producer_registers: int = 24
     score_mod: Any = None
+    pair_align: int = 1
 
 
 @dataclass(frozen=True)
@@ -244,7 +248,8 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     # These need more registers than three warpgroups have.
     score_mod = problem.score_mod
     costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
-    features = problem.softcap or problem.features.score_terms or costly or problem.mask_mod is not None
+    masked = problem.features.mask is not None or problem.mask_mod is not None
+    features = problem.softcap or problem.features.score_terms or costly or masked
     fits = (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG and not features
     width = widths(problem)
     assert width is not None  # `support` declines others

@@ -17,6 +17,8 @@ from ..scalars import (
     head_terms,
     keep_scale,
     lse_strides,
+    pair_rows,
+    pair_strides,
     rows_last,
     score_units,
     strides,
@@ -160,25 +162,14 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
     }
 
 
-def pair_strides(name: str, x: Tensor | None) -> dict[str, Any]:
-    """Strides of a mask or bias: `None` for a broadcast row or column, 0 for a broadcast sequence or head."""
-    if x is None:
-        return {f"stride_{name}_{dim}": None for dim in "bhmn"}
-    found = {}
-    for dim, n, stride in zip("bhmn", x.shape, x.stride(), strict=True):
-        found[f"stride_{name}_{dim}"] = stride if n > 1 else None if dim in "mn" else 0
-    return found
-
-
 def feature_scalars(call: Call) -> dict[str, Any]:
     """Scalars of the features, with the units of scores (`scores`, `softmax`)."""
     t, s = call.tensors, call.settings
     limit = threshold(s.dropout_p) if s.dropout_p > 0 else None
-    rows = next((x.shape[2] for x in (t.bias, t.mask) if x is not None and x.shape[2] > 1), 1)
     return {
         **pair_strides("mask", t.mask),
         **pair_strides("bias", t.bias),
-        "pair_rows": rows,
+        "pair_rows": pair_rows(t),
         **score_units(call),
         **window_numbers(call),
         "attention_chunk": None if s.attention_chunk is None else min(s.attention_chunk, LONGEST),

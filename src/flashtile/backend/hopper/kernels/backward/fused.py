@@ -29,6 +29,7 @@ from ..shared.coordinates import dkdv_coord
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, zero_accumulators
+from ..shared.pairs import PairTensor, PairTensors
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -86,7 +87,9 @@ def backward_kernel(
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
     seqlen_q, seqlen_k, row_splits, dq_parts, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, CONFIG: gl.constexpr, inputs,
+    factor, multiplier, softcap, scale,
+    bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
+    stride_mask_m, stride_mask_n, pair_rows, CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and dout `[1, 1, BLOCK_M, columns]`, k, v, dk and dv `[1, 1, MMA_M, columns]`, dq_accum `[MMA_M,
     columns]`, row statistics `[1, BLOCK_M]`. Packed sequences are described as in `forward_kernel`.
@@ -116,7 +119,12 @@ def backward_kernel(
     )  # fmt: skip
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs)
+    pairs = PairTensors(
+        PairTensor(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+        PairTensor(mask, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n),
+        pair_rows,
+    )
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
     context = BackwardContext(pipelines, outputs, queue, group, row_splits, bounds, params)
     # Dense calls alone have several parts or splits.
@@ -214,9 +222,9 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
             slice_columns(dq_pipeline.smem.index(warpgroup), 0, dq.shape[1]).store(swizzled(dq))
             barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
-            if SCORE_MOD is not None:  # its loads, before the wait
-                next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
-                loaded = load_block(block_coord(tile, group, next_head, next_m, first_key, CONFIG), params, CONFIG)
+            next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
+            # The loads of a score_mod, before the wait.
+            loaded = load_block(block_coord(tile, group, next_head, next_m, first_key, CONFIG), params, CONFIG)
             s = warpgroup_mma_wait(CHUNKS, deps=(s,))
             m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
             block = block_coord(tile, group, group_head, m, first_key, CONFIG)

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from ..shared import scores
 from ..shared.mma import MMA_M, join_columns, split_columns
+from ..shared.pairs import PairBlock
 from ..shared.pipeline import stage_of
 from ..shared.score_mod import Loaded, load_head, load_keys, load_rows
 
@@ -24,12 +25,14 @@ class BlockCoord(NamedTuple):
     shift: gl.tensor
     first_row: gl.tensor
     first_key: gl.tensor
+    seqlen_k: gl.tensor
 
 
 @gluon.jit
 def block_coord(tile, group, group_head, m, first_key, CONFIG: gl.constexpr):
     """Position of the block of rows m of a query head."""
-    return BlockCoord(tile.b, tile.head_k * group + group_head, tile.shift, m * CONFIG.block_m, first_key)
+    head = tile.head_k * group + gl.minimum(group_head, group - 1)  # after the last block, the last one
+    return BlockCoord(tile.b, head, tile.shift, m * CONFIG.block_m, first_key, tile.seqlen_k)
 
 
 @gluon.jit
@@ -79,10 +82,9 @@ def log2_probabilities(score, rows, count, params, CONFIG: gl.constexpr):
 @gluon.jit
 def block_scores(s, coord, loaded, params, CONFIG: gl.constexpr):
     """Final scores of a block of products `[N, M]`."""
-    SCORE_MOD: gl.constexpr = CONFIG.score_mod
     rows, keys = block_rows(coord, CONFIG), block_keys(coord, CONFIG)
     distance = coord.first_row - coord.first_key
-    return scores.forward(s, params, coord.b, coord.head, coord.shift, rows, keys, distance, loaded, SCORE_MOD)
+    return scores.forward(s, params, coord.b, coord.head, coord.shift, rows, keys, distance, loaded, CONFIG)
 
 
 @gluon.jit
@@ -101,10 +103,13 @@ def block_keys(coord, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_block(coord, params, CONFIG: gl.constexpr):
-    """Load what a score_mod needs of a block's head, rows and keys."""
+    """Load what scores need of a block's head, rows and keys."""
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
+    rows, keys = block_rows(coord, CONFIG), block_keys(coord, CONFIG)
+    sequence = gl.minimum(coord.b, params.batch - 1)
     return Loaded(
         load_head(params, coord.b, coord.head, SCORE_MOD),
-        load_rows(params, coord.b, coord.head, block_rows(coord, CONFIG), SCORE_MOD),
-        load_keys(params, coord.b, coord.head, block_keys(coord, CONFIG), None, SCORE_MOD),
+        load_rows(params, coord.b, coord.head, rows, SCORE_MOD),
+        load_keys(params, coord.b, coord.head, keys, None, SCORE_MOD),
+        PairBlock(sequence, coord.head, rows, keys, coord.first_key + MMA_M, coord.seqlen_k),
     )

@@ -20,6 +20,7 @@ from ..shared.compat import kernel
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
+from ..shared.pairs import PairTensor, PairTensors
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -65,7 +66,9 @@ def dkdv_kernel(
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_dk_b, stride_dk_h, stride_dk_m, stride_dv_b, stride_dv_h, stride_dv_m,
     stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows, batch,
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, columns, columns_v, CONFIG: gl.constexpr, inputs,
+    factor, multiplier, softcap, scale, columns, columns_v,
+    bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
+    stride_mask_m, stride_mask_n, pair_rows, CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes are `[1, 1, 64, columns]`, of row statistics `[1, 64]`. Packed sequences as in `forward_kernel`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -94,7 +97,12 @@ def dkdv_kernel(
     )  # fmt: skip
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs)
+    pairs = PairTensors(
+        PairTensor(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+        PairTensor(mask, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n),
+        pair_rows,
+    )
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
     context = DkdvContext(pipelines, weights, group, bounds, params, queue)
     dk_output = OutputTensor(dk, stride_dk_b, stride_dk_h, stride_dk_m, columns)
     dv_output = OutputTensor(dv, stride_dv_b, stride_dv_h, stride_dv_m, columns_v)

@@ -24,6 +24,7 @@ from ..shared.compat import kernel
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
+from ..shared.pairs import PairBlock, PairTensor, PairTensors
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -70,7 +71,9 @@ def dq_kernel(
     cu_seqlens_q, cu_seqlens_k, seqused_k,
     stride_dq_b, stride_dq_h, stride_dq_m, stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads,
     group, padded_rows, batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, columns, CONFIG: gl.constexpr, inputs,
+    factor, multiplier, softcap, scale, columns,
+    bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
+    stride_mask_m, stride_mask_n, pair_rows, CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes are `[1, 1, 64, columns]`. Packed sequences are described as in `forward_kernel`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -92,7 +95,12 @@ def dq_kernel(
     )
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs)
+    pairs = PairTensors(
+        PairTensor(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+        PairTensor(mask, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n),
+        pair_rows,
+    )
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
     row_stats = RowStats(neg_lse_log2, neg_delta, padded_rows)
     output = OutputTensor(dq, stride_dq_b, stride_dq_h, stride_dq_m, columns)
     context = DqContext(pipelines, row_stats, output, scale, queue, bounds, diagonal, params)
@@ -132,6 +140,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         blocks = n_block_range(bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
         neg_lse_log2, neg_delta = load_row_stats(context.row_stats, tile, first_row, s_layout, PACKED)
         row = gl.expand_dims(first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, s_layout)), 1)
+        sequence = gl.minimum(tile.b, params.batch - 1)
         of_head = load_head(params, tile.b, tile.head, SCORE_MOD)
         of_rows = load_rows(params, tile.b, tile.head, row, SCORE_MOD)
         dq = zero_accumulators(HEAD_DIM)
@@ -150,10 +159,12 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             v_j = stage_chunks(kv, 2 * count, KV_STAGES)[:DP_GEMMS]
             dp = gemm_nt(stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS), v_j, zeros)
             key = gl.expand_dims(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout)), 0)
-            loaded = Loaded(of_head, of_rows, load_keys(params, tile.b, tile.head, key, None, SCORE_MOD))
+            of_keys = load_keys(params, tile.b, tile.head, key, None, SCORE_MOD)
+            pairs = PairBlock(sequence, tile.head, row, key, first_key + BLOCK_N, tile.seqlen_k)
+            loaded = Loaded(of_head, of_rows, of_keys, pairs)
             s = warpgroup_mma_wait(DP_GEMMS, deps=(s,))
             distance = first_row - first_key
-            score = scores.forward(s, params, tile.b, tile.head, shift, row, key, distance, loaded, SCORE_MOD)
+            score = scores.forward(s, params, tile.b, tile.head, shift, row, key, distance, loaded, CONFIG)
             p = gl.exp2(score.t * params.scale_log2 + gl.expand_dims(neg_lse_log2, 1))
             visible = all_visible(p)
             if masked:

@@ -16,6 +16,7 @@ from ..shared.coordinates import q_coord
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds
 from ..shared.mma import MMA_M, gemm_rs, gemm_wait, scale_rows
+from ..shared.pairs import PairTensor, PairTensors
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -49,6 +50,8 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse, slopes, sinks, tile_count_semaphore, cu_seqlens_q, cu_seqlens_k, seqused_k,
     stride_slopes_b, stride_lse, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads, group, batch,
     seqlen_q, seqlen_k, num_splits, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
+    bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
+    stride_mask_m, stride_mask_n, pair_rows,
     CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed.
@@ -76,7 +79,12 @@ def forward_kernel(
     )
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch, inputs)
+    pairs = PairTensors(
+        PairTensor(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+        PairTensor(mask, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n),
+        pair_rows,
+    )
+    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch, inputs, pairs)
     outputs = ForwardOutputs(out_desc, smem, lse, stride_lse, None if num_splits is None else num_heads)
     context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params)
     if CONFIG.num_warpgroups == 2:

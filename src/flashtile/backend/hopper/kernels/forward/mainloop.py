@@ -16,6 +16,7 @@ from ..shared.column_masks import where_bits
 from ..shared.distances import columns
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
+from ..shared.pairs import PairBlock, hide
 from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
 from ..shared.ptx import opaque
 from ..shared.score_mod import KeyRun, Loaded
@@ -126,7 +127,7 @@ def mainloop_step(
 ):  # fmt: skip
     """Step number `count`: scores and p of one block of keys, and the product of the previous block's p and values.
 
-    Without `accumulate`, acc starts anew with this product. `loaded` is for the score_mod: its elements of the tile.
+    Without `accumulate`, acc starts anew with this product. `loaded` is what the scores take of the tile.
     """
     STAGES: gl.constexpr = CONFIG.stages
     PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)
@@ -139,7 +140,7 @@ def mainloop_step(
         q_i = stage_chunks(pipelines.q, opaque(warpgroup), CONFIG.num_warpgroups)
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
-    loaded = Loaded(loaded.head, loaded.rows, load_keys(params, tile, block, CONFIG))
+    loaded = load_keys(loaded, params, wg_tile, block, CONFIG)
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     consumer_release(k.empty, count, STAGES)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, block == tile.lo, CONFIG)
@@ -157,19 +158,17 @@ def mainloop_step(
 def masked_scores(s, wg_tile, block, context, loaded, units, CONFIG: gl.constexpr):
     """Final scores `[MMA_M, BLOCK_N]` of a block of keys, in the tile's units."""
     BLOCK_N: gl.constexpr = s.shape[1]
-    SCORE_MOD: gl.constexpr = CONFIG.score_mod
     tile = wg_tile.tile
     first_key = block * BLOCK_N
     rows, keys = score_rows(wg_tile, BLOCK_N), score_keys(block, BLOCK_N)
     if CONFIG.head_factor:
-        t, _ = scores.unmodified_score(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys)
+        t, _ = scores.unmodified_score(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, loaded, CONFIG)
         if units.in_scores:
             t = t * units.factor
+        t = hide(t, context.params.pairs, loaded.pairs, CONFIG.pair_align)
     else:
         distance = wg_tile.first_row - first_key
-        t = scores.forward(
-            s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, SCORE_MOD
-        ).t
+        t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, CONFIG).t
     if (block >= wg_tile.full_hi) | (block < wg_tile.full_lo):
         t = where_bits(
             visible_keys(t, context.bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k), t, -INFINITY
@@ -193,7 +192,7 @@ def score_keys(block, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def load_tile(params, wg_tile, CONFIG: gl.constexpr):
-    """Load what a score_mod needs of a tile's head and rows."""
+    """Load what scores need of a tile's head and rows."""
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     tile = wg_tile.tile
     rows = score_rows(wg_tile, CONFIG.block_n)
@@ -201,22 +200,29 @@ def load_tile(params, wg_tile, CONFIG: gl.constexpr):
         score_mod.load_head(params, tile.b, tile.head, SCORE_MOD),
         score_mod.load_rows(params, tile.b, tile.head, rows, SCORE_MOD),
         (),
+        (),
     )
 
 
 @gluon.jit
-def load_keys(params, tile, block, CONFIG: gl.constexpr):
-    """Load what a score_mod needs of a block's keys."""
+def load_keys(loaded, params, wg_tile, block, CONFIG: gl.constexpr):
+    """Load what scores need of a block of keys, in addition to that of the tile."""
     BLOCK_N: gl.constexpr = CONFIG.block_n
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    keys = score_keys(block, BLOCK_N)
+    tile = wg_tile.tile
+    rows, keys = score_rows(wg_tile, BLOCK_N), score_keys(block, BLOCK_N)
+    # In 64 bits, the addresses of a row's keys are one register and constants.
+    wide_keys = columns((block * BLOCK_N).to(gl.int64), BLOCK_N, layout)
+    sequence = gl.minimum(tile.b, params.batch - 1)
+    pairs = PairBlock(sequence, tile.head, rows, wide_keys, (block + 1) * BLOCK_N, tile.seqlen_k)
     if SCORE_MOD is None:
-        return ()
+        return Loaded(loaded.head, loaded.rows, (), pairs)
     else:
         first = block * BLOCK_N + params.inputs.j0
         run = KeyRun(columns(first.to(gl.int64), BLOCK_N, layout), first + BLOCK_N)
-        return score_mod.load_keys(params, tile.b, tile.head, keys, run, SCORE_MOD)
+        of_keys = score_mod.load_keys(params, tile.b, tile.head, keys, run, SCORE_MOD)
+        return Loaded(loaded.head, loaded.rows, of_keys, pairs)
 
 
 @gluon.jit

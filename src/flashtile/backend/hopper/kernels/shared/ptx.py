@@ -55,3 +55,41 @@ def load_acquire(semaphore):
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [semaphore.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def add_adjacent(t, pointers):
+    """Add elements in memory to `t [M, N]` in the layout of scores. A thread's two adjacent columns are adjacent in
+    memory and read at once; addresses of even columns are multiples of two elements.
+
+    Loads and sums are one piece of assembly: LLVM would merge the sums with those of another branch, and hold all
+    elements in registers until then.
+    """
+    dtype: gl.constexpr = pointers.dtype.element_ty
+    if dtype == gl.bfloat16:
+        asm: gl.constexpr = """{ .reg .b32 x, y; ld.global.b32 y, [$4]; shl.b32 x, y, 16; and.b32 y, y, 0xffff0000;
+            add.f32 $0, $2, x; add.f32 $1, $3, y; }"""
+    elif dtype == gl.float16:
+        asm: gl.constexpr = """{ .reg .b16 a, b; .reg .b32 x, y; ld.global.v2.b16 {a, b}, [$4]; cvt.f32.f16 x, a;
+            cvt.f32.f16 y, b; add.f32 $0, $2, x; add.f32 $1, $3, y; }"""
+    else:
+        asm: gl.constexpr = (
+            """{ .reg .b32 x, y; ld.global.v2.b32 {x, y}, [$4]; add.f32 $0, $2, x; add.f32 $1, $3, y; }"""
+        )
+    return gl.inline_asm_elementwise(
+        asm, "=r,=r,r,r,l,l", [t, pointers.to(gl.int64)], dtype=gl.float32, is_pure=False, pack=2
+    )
+
+
+@gluon.jit
+def hide_adjacent(t, pointers):
+    """`t [M, N]` where bytes in memory are not 0, else -inf; addresses as for `add_adjacent`."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .pred p, q; .reg .b32 x, y; ld.global.u16 y, [$4]; and.b32 x, y, 255; setp.ne.u32 p, x, 0;
+            setp.gt.u32 q, y, 255; selp.f32 $0, $2, 0fFF800000, p; selp.f32 $1, $3, 0fFF800000, q; }""",
+        "=r,=r,r,r,l,l",
+        [t, pointers.to(gl.int64)],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=2,
+    )

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .distances import distances
+from .pairs import PairBlock
 
 
 class PairInputs(NamedTuple):
@@ -30,11 +31,12 @@ class KeyRun(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """Elements of captured tensors that depend on no pair; without a score_mod, unused."""
+    """Elements of captured tensors that depend on no pair, for a score_mod; and the block, for bias and mask."""
 
     head: tuple
     rows: tuple
     keys: tuple
+    pairs: PairBlock
 
 
 @gluon.jit

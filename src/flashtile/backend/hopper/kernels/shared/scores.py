@@ -2,8 +2,10 @@
 
 s = scale * <q, k>                      s comes from the caller's matrix product
 s = softcap * tanh(s / softcap)         ds *= 1 - tanh(s / softcap) ** 2
+s = s + bias                            (derivative 1)
 s = s - slope * |i + Sk - Sq - j|       (constant derivative)
 s = score_mod(s, b, h, i, j)            ds *= its partial derivative by s
+s = -inf where the mask hides the pair  p is 0
 
 Rows are `[M, 1]` and keys `[1, N]`, or rows `[1, M]` and keys `[N, 1]`: the code serves both orientations.
 """
@@ -14,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .functions import reciprocal
+from .pairs import PairTensors, add_bias, hide
 from .score_mod import PairInputs, modify
 from .softmax import LOG2E
 
@@ -29,6 +32,7 @@ class ScoreParams(NamedTuple):
     sinks: gl.tensor | None  # pointer, [H]; `None` in backward, where lse includes them
     batch: gl.tensor  # number of sequences
     inputs: PairInputs | None  # of a score_mod
+    pairs: PairTensors  # bias and mask
 
 
 class Score(NamedTuple):
@@ -40,20 +44,21 @@ class Score(NamedTuple):
 
 
 @gluon.jit
-def forward(qk, params, b, head, shift, rows, keys, first_distance, loaded, SCORE_MOD: gl.constexpr):
-    """Final score, not yet masked, of `qk = <q, k>`. The diagonal is `key = row + shift`. `first_distance`,
-    row minus key of the first pair, and `loaded` are for the score_mod.
+def forward(qk, params, b, head, shift, rows, keys, first_distance, loaded, CONFIG: gl.constexpr):
+    """Final score of `qk = <q, k>`, -inf where the mask hides the pair; a window is left to the caller. The diagonal is
+    `key = row + shift`. `first_distance`, row minus key of the first pair, is for the score_mod.
     """
-    t, capped = unmodified_score(qk, params, b, head, shift, rows, keys)
+    SCORE_MOD: gl.constexpr = CONFIG.score_mod
+    t, capped = unmodified_score(qk, params, b, head, shift, rows, keys, loaded, CONFIG)
     if SCORE_MOD is None:
-        return Score(t, capped, ())
+        return Score(hide(t, params.pairs, loaded.pairs, CONFIG.pair_align), capped, ())
     else:
         t, modified = modify(t, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD)
-        return Score(t, capped, modified)
+        return Score(hide(t, params.pairs, loaded.pairs, CONFIG.pair_align), capped, modified)
 
 
 @gluon.jit
-def unmodified_score(qk, params, b, head, shift, rows, keys):
+def unmodified_score(qk, params, b, head, shift, rows, keys, loaded, CONFIG: gl.constexpr):
     """The score before a score_mod, and the tanh of its softcap."""
     t, capped = qk, qk
     if params.softcap is not None:
@@ -61,6 +66,7 @@ def unmodified_score(qk, params, b, head, shift, rows, keys):
         t = params.softcap * capped
     elif params.scale is not None:
         t = t * params.scale
+    t = add_bias(t, params.pairs, loaded.pairs, CONFIG.pair_align)
     if params.slopes is not None:
         # Tokens outside all sequences have b = batch, which has no slope; none of their pairs is visible.
         sequence = gl.minimum(b, params.batch - 1)
@@ -71,9 +77,13 @@ def unmodified_score(qk, params, b, head, shift, rows, keys):
 
 @gluon.jit
 def derivative(p, score, params, SCORE_MOD: gl.constexpr):
-    """`p` times the derivative of the final score with respect to `scale * <q, k>`. Of a hidden pair it may be NaN."""
+    """`p` times the derivative of the final score with respect to `scale * <q, k>`. Of a pair that the window hides, it
+    may be NaN.
+    """
     if SCORE_MOD is not None:
-        p = p * score.modified[1]
+        modified = p * score.modified[1]
+        # 0 * the derivative is NaN where that is.
+        p = modified if params.pairs.mask.data is None else gl.where(p == 0, 0.0, modified)
     if params.softcap is not None:
         p = p * (1 - score.tanh * score.tanh)
     return p

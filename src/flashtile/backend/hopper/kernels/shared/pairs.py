@@ -1,0 +1,101 @@
+"""Bias and mask: tensors with a value for each pair, read in the layout of scores.
+
+They are read when the scores are there, as no registers are left to hold them before. A tensor that is broadcast over
+rows or keys is read once for each key or row of a thread. Keys are contiguous: a thread of forward reads its two
+adjacent ones at once where strides allow (`CONFIG.pair_align`).
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .ptx import add_adjacent, hide_adjacent
+from .softmax import INFINITY
+
+
+class PairTensor(NamedTuple):
+    """A mask or bias `[B, H, Sq, Sk]`. A broadcast row or column has no stride, a broadcast sequence or head 0."""
+
+    data: gl.tensor | None  # pointer; `None` without it
+    stride_b: gl.tensor
+    stride_h: gl.tensor
+    stride_m: gl.tensor | None
+    stride_n: gl.tensor | None
+
+
+class PairTensors(NamedTuple):
+    """The tensors of a call."""
+
+    bias: PairTensor
+    mask: PairTensor
+    rows: gl.tensor  # of both
+
+
+class PairBlock(NamedTuple):
+    """A block of scores."""
+
+    b: gl.tensor  # of a sequence that exists
+    head: gl.tensor
+    rows: gl.tensor  # [M, 1], or transposed
+    keys: gl.tensor  # [1, N], or transposed
+    stop: gl.tensor  # after the last key
+    seqlen_k: gl.tensor
+
+
+@gluon.jit
+def add_bias(t, pairs, block, ALIGN: gl.constexpr):
+    """The scores with their bias."""
+    x = pairs.bias
+    if x.data is None:
+        return t
+    else:
+        pointers = pointers_of(x, pairs.rows, block, ALIGN)
+        if x.stride_n is None:
+            t = t + gl.load(pointers).to(gl.float32)
+        elif ALIGN > 1 and x.stride_m is not None and block.keys.shape[0] == 1:
+            if block.stop <= block.seqlen_k:
+                t = add_adjacent(t, pointers)
+            else:
+                t = t + load_existing(pointers, block).to(gl.float32)
+        else:
+            t = t + load_existing(pointers, block).to(gl.float32)
+        return t
+
+
+@gluon.jit
+def hide(t, pairs, block, ALIGN: gl.constexpr):
+    """The scores of visible pairs, -inf of hidden ones."""
+    x = pairs.mask
+    if x.data is None:
+        return t
+    else:
+        pointers = pointers_of(x, pairs.rows, block, ALIGN)
+        if x.stride_n is None:
+            t = gl.where(gl.load(pointers) != 0, t, -INFINITY)
+        elif ALIGN > 1 and x.stride_m is not None and block.keys.shape[0] == 1:
+            if block.stop <= block.seqlen_k:
+                t = hide_adjacent(t, pointers)
+            else:
+                t = gl.where(load_existing(pointers, block) != 0, t, -INFINITY)
+        else:
+            t = gl.where(load_existing(pointers, block) != 0, t, -INFINITY)
+        return t
+
+
+@gluon.jit
+def pointers_of(x, num_rows, block, ALIGN: gl.constexpr):
+    """Addresses of a block's elements. Rows outside of the tensor get those of its first or last one."""
+    pointers = x.data + (block.b.to(gl.int64) * x.stride_b + block.head.to(gl.int64) * x.stride_h) * ALIGN
+    if x.stride_m is not None:
+        row = gl.minimum(gl.maximum(block.rows, 0), num_rows - 1)
+        pointers += row.to(gl.int64) * x.stride_m * ALIGN
+    if x.stride_n is not None:
+        pointers += block.keys
+    return pointers
+
+
+@gluon.jit
+def load_existing(pointers, block):
+    """Load elements, 0 for keys past the last one."""
+    return gl.load(pointers, mask=block.keys < block.seqlen_k, other=0)

@@ -1,0 +1,62 @@
+"""The functions that run a plan: those of its backend, or of two backends that share the gradients."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from ..call.cache import CacheCall, append_and_rotate
+from ..call.call import Call, Gradients, Needs
+from ..call.plan import Plan
+
+Rows = Tensor | None  # out, lse, dout and dlse
+
+
+@functools.cache
+def entry_of(backend: str) -> ModuleType:
+    return importlib.import_module(f"flashtile.backend.{backend}.entry")
+
+
+def function_of(plan: Plan, kind: str) -> Callable[..., Any]:
+    """The function for a kind of pass, which takes the plan first. KV-cache calls of a backend without a function for
+    them append in torch operations.
+    """
+    if plan.rest is not None:
+        return shared_backward
+    entry = entry_of(plan.backend)
+    if kind == CacheCall.kind and not hasattr(entry, kind):
+        return lambda plan, call: entry.forward(plan, append_and_rotate(call))
+    return getattr(entry, kind)
+
+
+def recorder_of(plan: Plan, kind: str) -> Callable[..., Any] | None:
+    """As `function_of`, the function that also returns one which repeats the pass; `None` if there is none."""
+    record = getattr(entry_of(plan.backend), f"record_{kind}", None)
+    if plan.rest is None or record is None:
+        return record
+    return None if recorder_of(plan.rest.plan, kind) is None else record_shared_backward
+
+
+def shared_backward(plan: Plan, call: Call, _: Needs, *rows: Rows) -> Gradients:
+    """The gradients of both backends of a plan (`call.plan.Rest`), each from the same results of forward."""
+    rest = plan.rest
+    assert rest is not None
+    first = entry_of(plan.backend).backward(plan, call, rest.own, *rows)
+    return merged(first, entry_of(rest.plan.backend).backward(rest.plan, call, rest.needs, *rows))
+
+
+def record_shared_backward(plan: Plan, call: Call, _: Needs, *rows: Rows) -> tuple[Any, Gradients]:
+    """As `shared_backward`, and the function that repeats it for calls of the same layout."""
+    rest = plan.rest
+    assert rest is not None
+    replay, first = entry_of(plan.backend).record_backward(plan, call, rest.own, *rows)
+    replay_rest, second = entry_of(rest.plan.backend).record_backward(rest.plan, call, rest.needs, *rows)
+    return lambda call, *rows: merged(replay(call, *rows), replay_rest(call, *rows)), merged(first, second)
+
+
+def merged(first: Gradients, second: Gradients) -> Gradients:
+    """Each gradient from the backend that has computed it."""
+    return Gradients.from_flat([y if x is None else x for x, y in zip(first.flat(), second.flat(), strict=True)])
