@@ -38,13 +38,13 @@ class ScoreModFunctions:
     rows: Any = field(compare=False, repr=False)
     keys: Any = field(compare=False, repr=False)
     pairs: Any = field(compare=False, repr=False)
+    unmasked: Any = field(default=None, compare=False, repr=False)  # of a mask: `pairs` where all are visible
     factor: Any = field(default=None, compare=False, repr=False)  # of a formula that is the score times a number
 
     def __repr__(self) -> str:
         """Key of the sources and of all that they call, for Triton's disk cache."""
-        keys = (
-            getattr(x, "cache_key", self.source) for x in (self.head, self.rows, self.keys, self.pairs, self.factor)
-        )
+        stages = (self.head, self.rows, self.keys, self.pairs, self.unmasked, self.factor)
+        keys = (getattr(x, "cache_key", self.source) for x in stages)
         return hashlib.sha256(" ".join(keys).encode()).hexdigest()
 
 

@@ -24,12 +24,13 @@ class BlockCoord(NamedTuple):
     shift: gl.tensor
     first_row: gl.tensor
     first_key: gl.tensor
+    partial: tuple  # `block_lists.partial_of`
 
 
 @gluon.jit
-def block_coord(tile, group, group_head, m, first_key, CONFIG: gl.constexpr):
+def block_coord(tile, group, group_head, m, first_key, partial, CONFIG: gl.constexpr):
     """Position of the block of rows m of a query head."""
-    return BlockCoord(tile.b, tile.head_k * group + group_head, tile.shift, m * CONFIG.block_m, first_key)
+    return BlockCoord(tile.b, tile.head_k * group + group_head, tile.shift, m * CONFIG.block_m, first_key, partial)
 
 
 @gluon.jit
@@ -107,4 +108,5 @@ def load_block(coord, params, CONFIG: gl.constexpr):
         load_head(params, coord.b, coord.head, SCORE_MOD),
         load_rows(params, coord.b, coord.head, block_rows(coord, CONFIG), SCORE_MOD),
         load_keys(params, coord.b, coord.head, block_keys(coord, CONFIG), None, SCORE_MOD),
+        coord.partial,
     )

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from ..shared import score_mod, scores, softmax
+from ..shared.block_lists import BlockLists, block_at, partial_of
 from ..shared.column_masks import where_bits
 from ..shared.distances import columns
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
@@ -47,6 +48,7 @@ class ForwardContext(NamedTuple):
     bounds: MaskBounds
     diagonal: gl.tensor
     params: ScoreParams
+    lists: BlockLists
 
 
 class WarpgroupTile(NamedTuple):
@@ -121,17 +123,19 @@ def mma_operand(p, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, block, warpgroup: gl.constexpr,
-    CONFIG: gl.constexpr,
+    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, position, entry,
+    warpgroup: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Step number `count`: scores and p of one block of keys, and the product of the previous block's p and values.
 
+    The block is at a position of the tile, with its entry where tiles have lists.
     Without `accumulate`, acc starts anew with this product. `loaded` is for the score_mod: its elements of the tile.
     """
     STAGES: gl.constexpr = CONFIG.stages
     PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)
     pipelines, params, tile = context.pipelines, context.params, wg_tile.tile
     k, v = pipelines.k, pipelines.v
+    block = block_at(context.lists, position, entry)
     consumer_wait(k, count, STAGES)
     consumer_wait(v, count, STAGES)
     if CONFIG.q_stages == 1:
@@ -139,17 +143,18 @@ def mainloop_step(
         q_i = stage_chunks(pipelines.q, opaque(warpgroup), CONFIG.num_warpgroups)
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
-    loaded = Loaded(loaded.head, loaded.rows, load_keys(params, tile, block, CONFIG))
+    partial = partial_of(context.lists, entry)
+    loaded = Loaded(loaded.head, loaded.rows, load_keys(params, tile, block, CONFIG), partial)
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     consumer_release(k.empty, count, STAGES)
-    release_q_early(pipelines.q_empty, tile_count, warpgroup, block == tile.lo, CONFIG)
+    release_q_early(pipelines.q_empty, tile_count, warpgroup, position == tile.lo, CONFIG)
     t = masked_scores(s, wg_tile, block, context, loaded, units, CONFIG)
     row_max, alpha, changed, p = softmax.update(state.row_max, t, units.scale_log2, CONFIG.speculative_exps)
     l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
     acc, p, l = gemm_wait_pair(acc, p, l)  # noqa: E741
     consumer_release(v.empty, count, STAGES)
     p = mma_operand(p, acc, v.data[0].dtype)
-    changed = gl.where(block == tile.hi - 1, 0, changed)  # in a first step, acc is the previous tile's
+    changed = gl.where(position == tile.hi - 1, 0, changed)  # in a first step, acc is the previous tile's
     return SoftmaxState(softmax.rescale(acc, alpha, changed), p, row_max, l)
 
 
@@ -200,6 +205,7 @@ def load_tile(params, wg_tile, CONFIG: gl.constexpr):
     return Loaded(
         score_mod.load_head(params, tile.b, tile.head, SCORE_MOD),
         score_mod.load_rows(params, tile.b, tile.head, rows, SCORE_MOD),
+        (),
         (),
     )
 

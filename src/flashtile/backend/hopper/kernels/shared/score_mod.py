@@ -35,6 +35,7 @@ class Loaded(NamedTuple):
     head: tuple
     rows: tuple
     keys: tuple
+    partial: tuple  # with lists of blocks, whether the mask's code has to run (`block_lists.partial_of`)
 
 
 @gluon.jit
@@ -82,11 +83,39 @@ def modify(t, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD: gl
     first = first_distance + (inputs.i0 - inputs.j0)
     distance = distances(t, first, TRANSPOSED, gl.int32)
     real_distance = distances(t, first, TRANSPOSED, gl.float32)
-    results = SCORE_MOD.pairs(
-        t, sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, distance, real_distance,
-        inputs.captured, loaded.head, loaded.rows, loaded.keys,
-    )  # fmt: skip
-    return results[0] - gl.full_like(t, 0.0), results  # a score for every pair
+    b, h, i, j, captured = sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, inputs.captured
+    if len(loaded.partial) == 0:
+        results = SCORE_MOD.pairs(
+            t, b, h, i, j, distance, real_distance, captured, loaded.head, loaded.rows, loaded.keys
+        )  # fmt: skip
+        return results[0] - gl.full_like(t, 0.0), results  # a score for every pair
+    else:
+        if loaded.partial[0]:
+            results = shaped(
+                t, SCORE_MOD.pairs(
+                    t, b, h, i, j, distance, real_distance, captured, loaded.head, loaded.rows, loaded.keys
+                ), SCORE_MOD,
+            )  # fmt: skip
+        else:
+            results = shaped(
+                t, SCORE_MOD.unmasked(
+                    t, b, h, i, j, distance, real_distance, captured, loaded.head, loaded.rows, loaded.keys
+                ), SCORE_MOD,
+            )  # fmt: skip
+        return results[0], results
+
+
+@gluon.jit
+def shaped(t, results, SCORE_MOD: gl.constexpr):
+    """Results for every pair, but for a derivative that is the same for all."""
+    new = (results[0] - gl.full_like(t, 0.0),)
+    if len(results) > 1:
+        if SCORE_MOD.same:
+            return new + (results[1],)
+        else:
+            return new + (results[1] - gl.full_like(t, 0.0),)
+    else:
+        return new
 
 
 @gluon.jit
