@@ -34,6 +34,7 @@ class ScoreModFunctions:
     source: str = field(repr=False)
     linear: bool = field(compare=False, repr=False)  # the derivative does not depend on the score,
     same: bool = field(compare=False, repr=False)  # and is the same for all pairs of a head
+    mask_only: bool = field(compare=False, repr=False)  # pairs that are visible keep their scores
     head: Any = field(compare=False, repr=False)
     rows: Any = field(compare=False, repr=False)
     keys: Any = field(compare=False, repr=False)
@@ -65,7 +66,9 @@ def score_mod_functions(
         name = f"score_mod_{stage}_{digest}"
         text = text.replace(stage, name, 1)
         jitted[stage] = functions.gluon.jit(defined(name, text, name, dict(names)))
-    return ScoreModFunctions(source, "score" not in inputs, inputs <= {"b", "h"}, **jitted)
+    return ScoreModFunctions(
+        source, "score" not in inputs, inputs <= {"b", "h"}, formula.program == THE_SCORE, **jitted
+    )
 
 
 def formulas_of(call: Call) -> tuple[Formula | None, Formula | None]:

@@ -144,7 +144,7 @@ def mainloop_step(
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
     partial = partial_of(context.lists, entry)
-    loaded = Loaded(loaded.head, loaded.rows, load_keys(params, tile, block, CONFIG), partial)
+    loaded = Loaded(loaded.head, loaded.rows, block_keys(context, tile, block, CONFIG), partial)
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     consumer_release(k.empty, count, STAGES)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, position == tile.lo, CONFIG)
@@ -211,18 +211,24 @@ def load_tile(params, wg_tile, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(params, tile, block, CONFIG: gl.constexpr):
-    """Load what a score_mod needs of a block's keys."""
+def block_keys(context, tile, block, CONFIG: gl.constexpr):
+    """What a score_mod needs of a block's keys: their elements, or with lists and a mask function alone the keys, of
+    which partly visible blocks load the elements.
+    """
     BLOCK_N: gl.constexpr = CONFIG.block_n
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    params = context.params
     keys = score_keys(block, BLOCK_N)
     if SCORE_MOD is None:
         return ()
     else:
         first = block * BLOCK_N + params.inputs.j0
         run = KeyRun(columns(first.to(gl.int64), BLOCK_N, layout), first + BLOCK_N)
-        return score_mod.load_keys(params, tile.b, tile.head, keys, run, SCORE_MOD)
+        if context.lists.data is not None and SCORE_MOD.mask_only:
+            return run
+        else:
+            return score_mod.load_keys(params, tile.b, tile.head, keys, run, SCORE_MOD)
 
 
 @gluon.jit

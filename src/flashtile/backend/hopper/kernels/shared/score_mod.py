@@ -34,7 +34,7 @@ class Loaded(NamedTuple):
 
     head: tuple
     rows: tuple
-    keys: tuple
+    keys: tuple  # or their KeyRun, of which they are loaded when the mask's code runs
     partial: tuple  # with lists of blocks, whether the mask's code has to run (`block_lists.partial_of`)
 
 
@@ -90,19 +90,26 @@ def modify(t, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD: gl
         )  # fmt: skip
         return results[0] - gl.full_like(t, 0.0), results  # a score for every pair
     else:
+        head_of, rows_of = loaded.head, loaded.rows
         if loaded.partial[0]:
-            results = shaped(
-                t, SCORE_MOD.pairs(
-                    t, b, h, i, j, distance, real_distance, captured, loaded.head, loaded.rows, loaded.keys
-                ), SCORE_MOD,
-            )  # fmt: skip
+            keys_of = loaded_keys(b, h, j, captured, loaded, TRANSPOSED, SCORE_MOD)
+            results = SCORE_MOD.pairs(t, b, h, i, j, distance, real_distance, captured, head_of, rows_of, keys_of)
+            results = shaped(t, results, SCORE_MOD)
         else:
-            results = shaped(
-                t, SCORE_MOD.unmasked(
-                    t, b, h, i, j, distance, real_distance, captured, loaded.head, loaded.rows, loaded.keys
-                ), SCORE_MOD,
-            )  # fmt: skip
+            results = SCORE_MOD.unmasked(
+                t, b, h, i, j, distance, real_distance, captured, head_of, rows_of, loaded.keys
+            )
+            results = shaped(t, results, SCORE_MOD)
         return results[0], results
+
+
+@gluon.jit
+def loaded_keys(b, h, keys, captured, loaded, TRANSPOSED: gl.constexpr, SCORE_MOD: gl.constexpr):
+    """Elements of keys; those of a KeyRun are loaded now."""
+    if SCORE_MOD.mask_only and not TRANSPOSED:
+        return SCORE_MOD.keys(b, h, keys, captured, loaded.keys)
+    else:
+        return loaded.keys
 
 
 @gluon.jit
