@@ -83,8 +83,10 @@ def test_auto_defers_to_other_backends() -> None:
         assert reason in str(support.defers(problem(**changes), H200))
         assert "softcap" in str(support.defers(problem(softcap=True), H200))
         long = {"mask_mod": SHOWN, "seqlen_q": 8192, "seqlen_k": 8192, "window": Window()}
-        assert "hidden blocks" in str(support.defers(problem(**long), H200))
-        assert support.defers(problem(**long | {"layout": "varlen"}), H200) is None
+        assert support.defers(problem(**long), H200) is None
+        wide = long | {"head_dim": 192, "head_dim_v": 128}
+        assert "hidden blocks" in str(support.defers(problem(**wide), H200))
+        assert support.defers(problem(**wide | {"layout": "varlen"}), H200) is None
         assert "softcap" in str(support.defers(problem(score_mod=CAPPED), H200))
         for features in ({"score_mod": SCALED}, {"mask_mod": SHOWN}, {"score_mod": SCALED, "mask_mod": SHOWN}):
             assert support.declines(problem(**features), H200) is None

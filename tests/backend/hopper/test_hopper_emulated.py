@@ -45,7 +45,7 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
 
 @pytest.mark.parametrize(("variant", "name"), [("bias of heads 128", "bias"), ("slopes 64", "alibi_slopes")])
 def test_gradients_of_two_backends(variant: str, name: str) -> None:
-    """`tiled` has that of a tensor which changes scores, the emulated kernels the others: planned, recorded, repeated."""
+    """`tiled` has that of a tensor which changes scores, the emulated kernels the others."""
     case = replace(case_of(variant, 3, "cpu", (65, 130)), constant=())
     assert name in case.differentiable()
     with emulated(CORES, 0) as launched:

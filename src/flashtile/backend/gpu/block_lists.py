@@ -50,30 +50,35 @@ def block_lists(
     from_first_key = s.dropout_p == 0 or s.j0 % 8 == 0  # where blocks of keys begin
     if formula is None or not s.window.unlimited or not from_first_key or num_pairs < max(LEAST_PAIRS, 1):
         return {"lists": None}, {f"stride_lists_{dim}": None for dim in "bhm"}
-    pairs = Pairs(
-        Range(s.b0, t.q.shape[0]),
-        Range(s.h0, t.q.shape[1]),
-        Range(s.i0, t.q.shape[2]),
-        Range(s.j0, t.k.shape[2]),
-        block_m,
-        block_n,
-    )
+    pairs = pairs_of(call, block_m, block_n)
     lists = recorder.op(partial(computed, formula, pairs, t.q.device, of_keys), *t.score_mod_tensors)
     b, h, m, _ = (0 if n == 1 else stride for n, stride in zip(lists.shape, lists.stride(), strict=True))
     return {"lists": lists}, {"stride_lists_b": b, "stride_lists_h": h, "stride_lists_m": m}
 
 
-def computed(formula: Formula, pairs: Pairs, device: torch.device, of_keys: bool, *tensors: Tensor) -> Tensor:
-    """The lists, int32 `[B | 1, H | 1, lists, 2 + entries]`: how many blocks are partly visible and how many full,
-    then those that are partly visible, and then the full ones.
-    """
+def pairs_of(call: Call, block_m: int, block_n: int) -> Pairs:
+    """The pairs of a dense call."""
+    t, s = call.tensors, call.settings
+    sequences, heads = Range(s.b0, t.q.shape[0]), Range(s.h0, t.q.shape[1])
+    return Pairs(sequences, heads, Range(s.i0, t.q.shape[2]), Range(s.j0, t.k.shape[2]), block_m, block_n)
+
+
+def visibility(formula: Formula, pairs: Pairs, device: torch.device, *tensors: Tensor) -> Tensor:
+    """States of the blocks, `[B | 1, H | 1, blocks of rows, blocks of keys]`."""
     blocks = Blocks(
         pairs.sequences.numbers(device),
         pairs.heads.numbers(device),
         positions(*pairs.rows, pairs.block_m, device),
         positions(*pairs.keys, pairs.block_n, device),
     )
-    states = block_visibility(formula, tensors, blocks, torch.float32)
+    return block_visibility(formula, tensors, blocks, torch.float32)
+
+
+def computed(formula: Formula, pairs: Pairs, device: torch.device, of_keys: bool, *tensors: Tensor) -> Tensor:
+    """The lists, int32 `[B | 1, H | 1, lists, 2 + entries]`: how many blocks are partly visible and how many full,
+    then those that are partly visible, and then the full ones.
+    """
+    states = visibility(formula, pairs, device, *tensors)
     states = (states.mT if of_keys else states).contiguous()
     inner, size = (pairs.rows, pairs.block_m) if of_keys else (pairs.keys, pairs.block_n)
     if inner.length % size:  # the last block has positions that do not exist, which code for full blocks does not test

@@ -4,13 +4,14 @@
     def rows(b, h, q_idx, captured): ... return (LOADED, ..., h)
     def keys(b, h, k_idx, captured, run): ... return (LOADED, ..., h)
     def pairs(score, b, h, q_idx, k_idx, distance, real_distance, captured, head, rows, keys): ... return (OUTPUT, ...)
+    def unmasked(...): ... return (OUTPUT, ...)
     def factor(b, h, captured, head): ... return (FACTOR,)
 
 Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
 `run` is `k_idx` and the first index after them, or `None`: then keys need not be consecutive.
 `distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs, and `real_distance` the same number.
 Only a formula that is the score times a number of the head has `factor`, that number. Of hidden pairs, the new score
-is -inf.
+is -inf. With a mask there is `unmasked`, which is `pairs` where all pairs are visible.
 """
 
 import functools
@@ -62,6 +63,7 @@ def staged_source(
     derivative = emit(formula.partials().program, writer)[0]
     if partial:
         results.append(writer.where_visible(results[0], derivative))
+    unmasked = results
     if mask is not None:
         results = writer.masked(results, emit(mask.program, writer)[0])
     factor = derivative if mask is None and is_head_factor(formula) else None
@@ -75,9 +77,11 @@ def staged_source(
             stage, (*parameters, "captured", *MORE.get(stage, ())), needed(lines, loaded), (*loaded, ALWAYS)
         )
     lines = {name: x._replace(text=replaced.get(name, x.text)) for name, x in lines.items()}
-    outputs = [x.name for x in results]
     parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "real_distance", "captured", *STAGES)
-    texts["pairs"] = function("pairs", parameters, needed(lines, outputs), tuple(outputs))
+    for name, values in {"pairs": results, "unmasked": unmasked}.items():
+        if name == "pairs" or mask is not None:
+            outputs = [x.name for x in values]
+            texts[name] = function(name, parameters, needed(lines, outputs), tuple(outputs))
     if factor is not None:
         parameters = ("b", "h", "captured", "head")
         texts["factor"] = function("factor", parameters, needed(lines, [factor.name]), (factor.name,))

@@ -14,6 +14,7 @@ from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
+from .block_lists import NO_LISTS, row_lists
 from .descriptors import dense_descriptor, ragged_descriptor
 from .formulas import launch, units
 from .scheduler_args import scheduler_args
@@ -69,7 +70,10 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
         "seqused_k": recorder.contiguous(t.seqused_k),
     }
     call = call._replace(tensors=t)
-    launch(recorder, call, FORWARD, pointers, *launch_scalars(call, config))
+    whole = config.splits == 1
+    lists, scalars = row_lists(recorder, call, config.block_m, config.block_n) if whole else ({"lists": None}, NO_LISTS)
+    programs, others = launch_scalars(call, config)
+    launch(recorder, call, FORWARD, pointers | lists, programs, others | scalars)
     if config.splits > 1:
         combine_splits(recorder, config, results, (out, lse))
     return out, lse

@@ -33,17 +33,18 @@ class ScoreModFunctions:
     source: str = field(repr=False)
     linear: bool = field(compare=False, repr=False)  # the derivative does not depend on the score,
     same: bool = field(compare=False, repr=False)  # and is the same for all pairs of a head
+    mask_only: bool = field(compare=False, repr=False)  # pairs that are visible keep their scores
     head: Any = field(compare=False, repr=False)
     rows: Any = field(compare=False, repr=False)
     keys: Any = field(compare=False, repr=False)
     pairs: Any = field(compare=False, repr=False)
+    unmasked: Any = field(default=None, compare=False, repr=False)  # of a mask: `pairs` where all are visible
     factor: Any = field(default=None, compare=False, repr=False)  # of a formula that is the score times a number
 
     def __repr__(self) -> str:
         """Key of the sources and of all that they call, for Triton's disk cache."""
-        keys = (
-            getattr(x, "cache_key", self.source) for x in (self.head, self.rows, self.keys, self.pairs, self.factor)
-        )
+        stages = (self.head, self.rows, self.keys, self.pairs, self.unmasked, self.factor)
+        keys = (getattr(x, "cache_key", self.source) for x in stages)
         return hashlib.sha256(" ".join(keys).encode()).hexdigest()
 
 
@@ -64,7 +65,9 @@ def score_mod_functions(
         name = f"score_mod_{stage}_{digest}"
         text = text.replace(stage, name, 1)
         jitted[stage] = functions.gluon.jit(defined(name, text, name, dict(names)))
-    return ScoreModFunctions(source, "score" not in inputs, inputs <= {"b", "h"}, **jitted)
+    return ScoreModFunctions(
+        source, "score" not in inputs, inputs <= {"b", "h"}, formula.program == THE_SCORE, **jitted
+    )
 
 
 def formulas_of(call: Call) -> tuple[Formula | None, Formula | None]:

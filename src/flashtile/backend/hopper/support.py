@@ -23,8 +23,10 @@ ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
 NARROW = 16  # head dimension
+LISTED = 128  # head dimension up to which backward visits lists of blocks
 # Pairs of a head from which Triton's kernels, with lists of a mask's blocks, need less time for documents than all
-# pairs here. At 4096 x 4096 they need two to four times as much (docs/journal/2026-11-23-score-functions.md).
+# pairs here, where the kernels have no lists: in backward over 128 features. At 4096 x 4096 they need two to four times
+# as much (docs/journal/2026-11-23-score-functions.md).
 LONG_MASK_PAIRS = 8192**2
 CAPS = {"tanh", "sigmoid"}  # operations of an exponential and a division
 OLDEST, NEWEST = (3, 6), (3, 9)  # known versions of Triton; Gluon is experimental and changes between them
@@ -122,7 +124,7 @@ def defers(problem: Problem, device: Device) -> str | None:
     caps = problem.softcap or (isinstance(problem.score_mod, Formula) and problem.score_mod.operations & CAPS)
     if caps and widths(problem) == (64, 64):
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
-    if problem.mask_mod is not None and skips_hidden_blocks(problem):
+    if problem.mask_mod is not None and is_faster_with_lists(problem):
         return "long masks are faster where hidden blocks are skipped"
     if max(problem.head_dim, problem.head_dim_v) <= NARROW:
         return f"up to head dimension {NARROW}, narrower kernels are faster"
@@ -131,10 +133,11 @@ def defers(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def skips_hidden_blocks(problem: Problem) -> bool:
-    """Whether Triton's kernels visit the blocks that a mask function shows, alone, and so many that it pays."""
+def is_faster_with_lists(problem: Problem) -> bool:
+    """Whether Triton's kernels alone have lists of the blocks that a mask function shows, and it pays."""
     return (
-        problem.layout == "dense"
+        max(problem.head_dim, problem.head_dim_v) > LISTED
+        and problem.layout == "dense"
         and problem.window.unlimited
         and problem.seqlen_q * problem.seqlen_k >= LONG_MASK_PAIRS
     )

@@ -265,9 +265,10 @@ def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardCo
         return SPLIT_BACKWARD[width]
     config = FUSED_BACKWARD[width[0]]
     limited = not problem.window.unlimited
+    # A mask function shows each block of keys other rows, as a diagonal does.
     # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache.
     long = min(problem.seqlen_q, problem.seqlen_k) >= IN_ORDER_MIN_KEYS
-    in_order = problem.deterministic or (long and not limited)
+    in_order = problem.deterministic or (long and not limited and problem.mask_mod is None)
     lpt = limited and (not in_order or config.block_m < config.block_n)
     return replace(config, lpt=lpt, in_order=in_order)
 

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ... import tables
+from ..shared.block_lists import BlockLists, block_at, load_entry, load_rank
 from ..shared.compat import thread_barrier, tma_reduce_add, tma_store
 from ..shared.masking import MaskBounds, contributing_n_blocks
 from ..shared.pipeline import NamedBarriers, slice_columns
@@ -45,25 +46,32 @@ class DqWriter(NamedTuple):
     padded_rows: gl.tensor
     parts: gl.tensor | None  # accumulators, if several
     part_rows: gl.tensor | None  # rows of one of them
+    lists: BlockLists
 
 
 @gluon.jit
 def dq_writer_warp(warpgroup: gl.constexpr, writer, CONFIG: gl.constexpr):
     """The partition that stores or adds one warpgroup's shares of dq."""
     BLOCK_M: gl.constexpr = CONFIG.block_m
-    dq_pipeline, queue, group = writer.pipeline, writer.queue, writer.group
+    dq_pipeline, queue, group, lists = writer.pipeline, writer.queue, writer.group, writer.lists
     tile_count = 0
     tile = pop_key_tile(queue, 0)
     while tile.b >= 0:
         n = tile.first_key // CONFIG.block_n
         m, group_head = first_m_block(tile, CONFIG.lpt), 0
         for _ in range(group * (tile.hi - tile.lo)):
+            block = block_at(lists, m, load_entry(lists, tile.token_q, m))
+            listed_rank = 0
+            if lists.data is not None:
+                listed_rank = load_rank(lists, tile.token_q, m)
             barrier_sync(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
-            row = tile.padded_row + group_head * writer.padded_rows + m * BLOCK_M
+            row = tile.padded_row + group_head * writer.padded_rows + block * BLOCK_M
             n_blocks = contributing_n_blocks(
-                writer.bounds, m * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, CONFIG.block_n
+                writer.bounds, block * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, CONFIG.block_n
             )
             position = n - n_blocks.lo if CONFIG.lpt else n_blocks.hi - 1 - n
+            if lists.data is not None:
+                position = listed_rank
             if writer.parts is not None:
                 row += position % writer.parts * writer.part_rows
                 position = position // writer.parts

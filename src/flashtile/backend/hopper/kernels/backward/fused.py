@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..shared import scores
+from ..shared.block_lists import BlockLists, block_at, load_entry, partial_of
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel, reinterpret_smem, thread_barrier
 from ..shared.coordinates import dkdv_coord
@@ -78,6 +79,7 @@ class BackwardContext(NamedTuple):
     row_splits: gl.tensor | None
     bounds: MaskBounds
     params: ScoreParams
+    lists: BlockLists
 
 
 @kernel
@@ -89,7 +91,8 @@ def backward_kernel(
     seqlen_q, seqlen_k, row_splits, dq_parts, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
-    stride_mask_m, stride_mask_n, pair_rows, CONFIG: gl.constexpr, inputs,
+    stride_mask_m, stride_mask_n, pair_rows, lists, stride_lists_b, stride_lists_h, stride_lists, ranks,
+    CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and dout `[1, 1, BLOCK_M, columns]`, k, v, dk and dv `[1, 1, MMA_M, columns]`, dq_accum `[MMA_M,
     columns]`, row statistics `[1, BLOCK_M]`. Packed sequences are described as in `forward_kernel`.
@@ -113,9 +116,10 @@ def backward_kernel(
     queue = make_tile_queue(2 * NUM_WARPGROUPS + 1)
     fence_async_shared()
 
+    block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, ranks)
     scheduler = KeyTileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
-        row_splits,
+        row_splits, block_lists,
     )  # fmt: skip
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
@@ -126,17 +130,17 @@ def backward_kernel(
     )
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
-    context = BackwardContext(pipelines, outputs, queue, group, row_splits, bounds, params)
+    context = BackwardContext(pipelines, outputs, queue, group, row_splits, bounds, params, block_lists)
     # Dense calls alone have several parts or splits.
     part_rows = None if dq_parts is None else batch * num_heads_k * group * padded_rows
     dq_writer = DqWriter(
-        dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, dq_parts, part_rows
+        dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, dq_parts, part_rows, block_lists
     )
     gl.warp_specialize(
         [
             (consumer_warpgroup, (0, context, CONFIG, PACKED)),
             (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-            (backward_producer_warp, (descs, pipelines, queue, group, padded_rows, CONFIG, PACKED)),
+            (backward_producer_warp, (descs, pipelines, queue, group, padded_rows, block_lists, CONFIG, PACKED)),
             (dq_writer_warp, (0, dq_writer, CONFIG)),
             (dq_writer_warp, (gl.constexpr(1), dq_writer, CONFIG)),
             (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
@@ -156,7 +160,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     pipelines, outputs, queue = context.pipelines, context.outputs, context.queue
-    group, bounds, params = context.group, context.bounds, context.params
+    group, bounds, params, lists = context.group, context.bounds, context.params, context.lists
     dtype: gl.constexpr = outputs.ds.dtype
     rows, k, v, dq_pipeline = pipelines.rows, pipelines.k, pipelines.v, outputs.dq_pipeline
     zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)
@@ -179,14 +183,21 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         s = zeros
         if steps > 0:
             s = warpgroup_mma_wait(0, deps=(start_qk(rows, k, count, zeros, warpgroup, CONFIG),))
-        block = block_coord(tile, group, group_head, m, first_key, CONFIG)
+        entry = load_entry(lists, tile.token_q, m)
+        row_block = block_at(lists, m, entry)
+        partial = partial_of(lists, entry)
+        block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
         # Unused where there are no steps.
         loaded = load_block(block, params, CONFIG)
         partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
         for steps_left in range(steps, 0, -1):
             q_i = stage_chunks(rows.q, count, STAGES)
             dout_i = stage_chunks(rows.dout, count, STAGES)
-            masked = (m < full_lo) | (m >= blocks.full_hi)
+            row_block = block_at(lists, m, entry)
+            masked = (row_block < full_lo) | (row_block >= blocks.full_hi)
+            next_entry = 0
+            if lists.data is not None:
+                next_entry = load_entry(lists, tile.token_q, next_m_block(m, group_head, tile, group, CONFIG.lpt)[0])
 
             # Write accumulators before any product is in flight: ptxas would insert a wait.
             consumer_wait(rows.dout, count, STAGES)
@@ -196,7 +207,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             visible = all_visible(p)
             if masked:
                 visible = visible_rows(
-                    p, bounds, opaque(first_key), m * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k
+                    p, bounds, opaque(first_key), row_block * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k
                 )
                 p = where_bits(visible, p, 0.0)
             ds_weight = scores.derivative(p, score, params, SCORE_MOD)
@@ -223,11 +234,17 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             slice_columns(dq_pipeline.smem.index(warpgroup), 0, dq.shape[1]).store(swizzled(dq))
             barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
             next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
-            # The loads of a score_mod, before the wait.
-            loaded = load_block(block_coord(tile, group, next_head, next_m, first_key, CONFIG), params, CONFIG)
+            next_block = block_at(lists, next_m, next_entry)
+            partial = partial_of(lists, next_entry)
+            next_coord = block_coord(tile, group, next_head, next_block, first_key, partial, CONFIG)
+            loaded = load_block(next_coord, params, CONFIG)  # before the wait
             s = warpgroup_mma_wait(CHUNKS, deps=(s,))
             m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
-            block = block_coord(tile, group, group_head, m, first_key, CONFIG)
+            if lists.data is not None:
+                entry = next_entry
+            row_block = block_at(lists, m, entry)
+            partial = partial_of(lists, entry)
+            block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
             partial_p = begin_probabilities(s, rows, next_count, block, loaded, params, CONFIG)
             dk, partial_p = gemm_wait_with(dk, partial_p)
             consumer_release(rows.empty, count, STAGES)

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..shared.block_lists import block_at, load_entry
 from ..shared.compat import tma_load
 from ..shared.coordinates import kv_coord, q_coord
 from ..shared.mma import MMA_M
@@ -74,7 +75,9 @@ def make_row_pipeline(descs, empty, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def backward_producer_warp(descs, pipelines, queue, group, padded_rows, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+def backward_producer_warp(
+    descs, pipelines, queue, group, padded_rows, lists, CONFIG: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
     """The partition that loads keys, values and blocks of rows."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
@@ -92,12 +95,14 @@ def backward_producer_warp(descs, pipelines, queue, group, padded_rows, CONFIG: 
             load_keys(pipelines.k, descs.k, tile, tile_count, BLOCK_N, HEAD_DIM, PACKED)
             load_keys(pipelines.v, descs.v, tile, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
         m, group_head = first_m_block(tile, CONFIG.lpt), 0
+        entry = load_entry(lists, tile.token_q, m)
         steps_left = steps
         while steps_left > 0:
             request_tile(queue, steps_left == REQUEST_DISTANCE)
             stage = stage_of(count, STAGES)
-            coord = q_coord(tile, tile.head_k * group + group_head, m * BLOCK_M, PACKED)
-            stat_coord = ((tile.padded_row + group_head * padded_rows) // BLOCK_M + m, 0)
+            block = block_at(lists, m, entry)
+            coord = q_coord(tile, tile.head_k * group + group_head, block * BLOCK_M, PACKED)
+            stat_coord = ((tile.padded_row + group_head * padded_rows) // BLOCK_M + block, 0)
             producer_acquire(rows.empty, count, STAGES)
             load_rows_and_stat(
                 rows.q, rows.neg_lse_log2, descs.q, descs.neg_lse_log2, coord, stat_coord, stage, HEAD_DIM
@@ -112,6 +117,8 @@ def backward_producer_warp(descs, pipelines, queue, group, padded_rows, CONFIG: 
             count += 1
             steps_left -= 1
             m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
+            if lists.data is not None:
+                entry = load_entry(lists, tile.token_q, m)
         tile_count += 1
         tile = pop_key_tile(queue, tile_count)
 

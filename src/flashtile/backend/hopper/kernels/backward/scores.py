@@ -26,13 +26,14 @@ class BlockCoord(NamedTuple):
     first_row: gl.tensor
     first_key: gl.tensor
     seqlen_k: gl.tensor
+    partial: tuple  # `block_lists.partial_of`
 
 
 @gluon.jit
-def block_coord(tile, group, group_head, m, first_key, CONFIG: gl.constexpr):
+def block_coord(tile, group, group_head, m, first_key, partial, CONFIG: gl.constexpr):
     """Position of the block of rows m of a query head."""
     head = tile.head_k * group + gl.minimum(group_head, group - 1)  # after the last block, the last one
-    return BlockCoord(tile.b, head, tile.shift, m * CONFIG.block_m, first_key, tile.seqlen_k)
+    return BlockCoord(tile.b, head, tile.shift, m * CONFIG.block_m, first_key, tile.seqlen_k, partial)
 
 
 @gluon.jit
@@ -111,5 +112,6 @@ def load_block(coord, params, CONFIG: gl.constexpr):
         load_head(params, coord.b, coord.head, SCORE_MOD),
         load_rows(params, coord.b, coord.head, rows, SCORE_MOD),
         load_keys(params, coord.b, coord.head, keys, None, SCORE_MOD),
+        coord.partial,
         PairBlock(sequence, coord.head, rows, keys, coord.first_key + MMA_M, coord.seqlen_k),
     )

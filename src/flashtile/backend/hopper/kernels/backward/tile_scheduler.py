@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..shared.block_lists import BlockLists, list_of
 from ..shared.masking import m_block_range
 from ..shared.pipeline import stage_of
 from ..shared.tile_scheduler import (
@@ -44,11 +45,12 @@ class KeyTileScheduler(NamedTuple):
     group: gl.tensor  # query heads for each key head
     padded_rows: gl.tensor  # of a query head, in dq_accum and the row statistics
     diagonal: gl.tensor  # added to seqlen_k - seqlen_q
-    row_splits: gl.tensor | None = None  # dense: programs that share the rows of a block of keys
+    row_splits: gl.tensor | None  # dense: programs that share the rows of a block of keys
+    lists: BlockLists  # dense: blocks of rows of each tile
 
 
 class KeyWorkTile(NamedTuple):
-    """A block of keys of one head, and the blocks of rows `lo <= m < hi` that see it."""
+    """A block of keys of one head, and the blocks of rows `lo <= m < hi` that see it; with lists, their positions."""
 
     b: gl.tensor  # -1: end of the queue
     head_k: gl.tensor
@@ -59,7 +61,7 @@ class KeyWorkTile(NamedTuple):
     shift: gl.tensor  # the diagonal is `key = row + shift`
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
-    token_q: gl.tensor  # token of row 0; 0 if dense
+    token_q: gl.tensor  # token of row 0; 0 if dense; with lists, the list's offset
     token_k: gl.tensor  # dense: the split of the rows
 
 
@@ -87,10 +89,15 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
         last_key = gl.minimum(first_key + BLOCK_N, seqlens.seqlen_k) - 1
         m_blocks = m_block_range(bounds, first_key, last_key, shift, seqlens.seqlen_q, BLOCK_M)
         padded_row = flat_head * scheduler.group * scheduler.padded_rows
-        lo, hi = m_blocks.lo, m_blocks.hi
+        lo, hi, list_offset = m_blocks.lo, m_blocks.hi, 0
+        if scheduler.lists.data is not None:
+            lo = 0
+            list_offset, hi = list_of(scheduler.lists, b, head, block)
         if scheduler.row_splits is not None:
-            lo, hi = split_range(m_blocks.lo, m_blocks.hi, split, scheduler.row_splits)
-        tile = KeyWorkTile(b, head, first_key, lo, hi, padded_row, shift, seqlens.seqlen_q, seqlens.seqlen_k, 0, split)
+            lo, hi = split_range(lo, hi, split, scheduler.row_splits)
+        tile = KeyWorkTile(
+            b, head, first_key, lo, hi, padded_row, shift, seqlens.seqlen_q, seqlens.seqlen_k, list_offset, split
+        )  # fmt: skip
         tile_index = publish_tile(queue, count, tile, scheduler, False)
         count += 1
     push_tile(queue, count, empty_tile(-1))

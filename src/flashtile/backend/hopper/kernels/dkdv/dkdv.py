@@ -15,6 +15,7 @@ from ..backward.producer import BackwardDescriptors, BackwardPipelines, backward
 from ..backward.scores import block_coord, block_scores, load_block
 from ..backward.tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
 from ..shared import scores
+from ..shared.block_lists import BlockLists
 from ..shared.column_masks import where_bits
 from ..shared.compat import kernel
 from ..shared.epilogue import OutputTensor, store_accumulators
@@ -92,8 +93,10 @@ def dkdv_kernel(
     queue = make_tile_queue(3)
     fence_async_shared()
 
+    lists = BlockLists(None, None, None, None, None)
     scheduler = KeyTileScheduler(
-        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal
+        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
+        None, lists,
     )  # fmt: skip
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
@@ -110,7 +113,7 @@ def dkdv_kernel(
         [
             (dv_warpgroup, (context, dv_output, CONFIG)),
             (dk_warpgroup, (context, dk_output, scale, CONFIG)),
-            (backward_producer_warp, (descs, pipelines, queue, group, padded_rows, CONFIG, PACKED)),
+            (backward_producer_warp, (descs, pipelines, queue, group, padded_rows, lists, CONFIG, PACKED)),
             (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
         ],
         [4, 1, 1],
@@ -142,7 +145,7 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
             masked = (m < full_lo) | (m >= full_hi)
             consumer_wait(rows.q, count, STAGES)
             s = gemm_nt(stage_chunks(k, opaque(0), 1), stage_chunks(rows.q, count, STAGES), zeros)
-            coord = block_coord(tile, context.group, group_head, m, tile.first_key, CONFIG)
+            coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), CONFIG)
             loaded = load_block(coord, params, CONFIG)
             s = warpgroup_mma_wait(0, deps=(s,))
             score = block_scores(s, coord, loaded, params, CONFIG)

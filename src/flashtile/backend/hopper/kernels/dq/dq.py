@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..shared import scores
+from ..shared.block_lists import BlockLists
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel
 from ..shared.epilogue import OutputTensor, store_accumulators
@@ -91,8 +92,9 @@ def dq_kernel(
     fence_async_shared()
 
     scheduler = TileScheduler(
-        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal
-    )
+        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, None,
+        BlockLists(None, None, None, None, None),
+    )  # fmt: skip
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
     pairs = PairTensors(
@@ -161,7 +163,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             key = gl.expand_dims(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout)), 0)
             of_keys = load_keys(params, tile.b, tile.head, key, None, SCORE_MOD)
             pairs = PairBlock(sequence, tile.head, row, key, first_key + BLOCK_N, tile.seqlen_k)
-            loaded = Loaded(of_head, of_rows, of_keys, pairs)
+            loaded = Loaded(of_head, of_rows, of_keys, (), pairs)
             s = warpgroup_mma_wait(DP_GEMMS, deps=(s,))
             distance = first_row - first_key
             score = scores.forward(s, params, tile.b, tile.head, shift, row, key, distance, loaded, CONFIG)

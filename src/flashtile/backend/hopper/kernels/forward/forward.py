@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..shared import softmax
+from ..shared.block_lists import BlockLists, load_entry
 from ..shared.compat import kernel
 from ..shared.coordinates import q_coord
 from ..shared.epilogue import tma_store_columns
@@ -52,6 +53,7 @@ def forward_kernel(
     seqlen_q, seqlen_k, num_splits, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
     stride_mask_m, stride_mask_n, pair_rows,
+    lists, stride_lists_b, stride_lists_h, stride_lists,
     CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed.
@@ -74,9 +76,11 @@ def forward_kernel(
     smem = allocate_boxes(out_desc, CONFIG.num_warpgroups, CONFIG.epilogue_columns)
     fence_async_shared()
 
+    block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, None)
     scheduler = TileScheduler(
-        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, num_splits
-    )
+        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, num_splits,
+        block_lists,
+    )  # fmt: skip
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
     pairs = PairTensors(
@@ -86,13 +90,13 @@ def forward_kernel(
     )
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch, inputs, pairs)
     outputs = ForwardOutputs(out_desc, smem, lse, stride_lse, None if num_splits is None else num_heads)
-    context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params)
+    context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params, block_lists)
     if CONFIG.num_warpgroups == 2:
         gl.warp_specialize(
             [
                 (consumer_warpgroup, (0, context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
+                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, block_lists, CONFIG, PACKED)),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
             [4, 1, 1],
@@ -104,7 +108,7 @@ def forward_kernel(
                 (consumer_warpgroup, (0, context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(2), context, CONFIG, PACKED)),
-                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
+                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, block_lists, CONFIG, PACKED)),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
             [4, 4, 1, 1],
@@ -120,6 +124,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
     pipelines, outputs, queue, params = context.pipelines, context.outputs, context.queue, context.params
+    lists = context.lists
     q, v = pipelines.q, pipelines.v
     count = 0  # steps of the main loop
     tile_count = 0
@@ -138,15 +143,20 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         units = tile_units(params, wg_tile, loaded, CONFIG)
         state = next_tile_state(state.acc, state.p, wg_tile, params, outputs, CONFIG)
         first = tile.hi - 1
-        block, stop = first, first
+        position, stop = first, first
+        entry = load_entry(lists, tile.token_k, first)
         # The first step completes the previous tile. Two loops, as a branch in each step would cost 1 to 4%.
-        while block >= tile.lo:
-            while block >= stop:
+        while position >= tile.lo:
+            while position >= stop:
+                next_entry = load_entry(lists, tile.token_k, position - 1)
                 state = mainloop_step(
-                    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, block, warpgroup, CONFIG
+                    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, position, entry,
+                    warpgroup, CONFIG,
                 )  # fmt: skip
-                accumulate = block != first
-                block -= 1
+                accumulate = position != first
+                position -= 1
+                if lists.data is not None:
+                    entry = next_entry
                 count += 1
             if (stop == first) & (tile_count > 0):
                 store_out(outputs, state.acc, inv_l, out_coord, warpgroup, CONFIG)

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from ..shared import score_mod, scores, softmax
+from ..shared.block_lists import BlockLists, block_at, partial_of
 from ..shared.column_masks import where_bits
 from ..shared.distances import columns
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
@@ -48,6 +49,7 @@ class ForwardContext(NamedTuple):
     bounds: MaskBounds
     diagonal: gl.tensor
     params: ScoreParams
+    lists: BlockLists
 
 
 class WarpgroupTile(NamedTuple):
@@ -122,17 +124,19 @@ def mma_operand(p, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, block, warpgroup: gl.constexpr,
-    CONFIG: gl.constexpr,
+    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, position, entry,
+    warpgroup: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Step number `count`: scores and p of one block of keys, and the product of the previous block's p and values.
 
+    The block is at a position of the tile, with its entry where tiles have lists.
     Without `accumulate`, acc starts anew with this product. `loaded` is what the scores take of the tile.
     """
     STAGES: gl.constexpr = CONFIG.stages
     PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)
     pipelines, params, tile = context.pipelines, context.params, wg_tile.tile
     k, v = pipelines.k, pipelines.v
+    block = block_at(context.lists, position, entry)
     consumer_wait(k, count, STAGES)
     consumer_wait(v, count, STAGES)
     if CONFIG.q_stages == 1:
@@ -140,17 +144,18 @@ def mainloop_step(
         q_i = stage_chunks(pipelines.q, opaque(warpgroup), CONFIG.num_warpgroups)
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
-    loaded = load_keys(loaded, params, wg_tile, block, CONFIG)
+    of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(context.lists, entry)
+    loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pair_block(params, wg_tile, block, CONFIG))
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     consumer_release(k.empty, count, STAGES)
-    release_q_early(pipelines.q_empty, tile_count, warpgroup, block == tile.lo, CONFIG)
+    release_q_early(pipelines.q_empty, tile_count, warpgroup, position == tile.lo, CONFIG)
     t = masked_scores(s, wg_tile, block, context, loaded, units, CONFIG)
     row_max, alpha, changed, p = softmax.update(state.row_max, t, units.scale_log2, CONFIG.speculative_exps)
     l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
     acc, p, l = gemm_wait_pair(acc, p, l)  # noqa: E741
     consumer_release(v.empty, count, STAGES)
     p = mma_operand(p, acc, v.data[0].dtype)
-    changed = gl.where(block == tile.hi - 1, 0, changed)  # in a first step, acc is the previous tile's
+    changed = gl.where(position == tile.hi - 1, 0, changed)  # in a first step, acc is the previous tile's
     return SoftmaxState(softmax.rescale(acc, alpha, changed), p, row_max, l)
 
 
@@ -201,28 +206,41 @@ def load_tile(params, wg_tile, CONFIG: gl.constexpr):
         score_mod.load_rows(params, tile.b, tile.head, rows, SCORE_MOD),
         (),
         (),
+        (),
     )
 
 
 @gluon.jit
-def load_keys(loaded, params, wg_tile, block, CONFIG: gl.constexpr):
-    """Load what scores need of a block of keys, in addition to that of the tile."""
+def pair_block(params, wg_tile, block, CONFIG: gl.constexpr):
+    """A warpgroup's block of scores, for bias and mask."""
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    # In 64 bits, the addresses of a row's keys are one register and constants.
+    keys = columns((block * BLOCK_N).to(gl.int64), BLOCK_N, layout)
+    tile = wg_tile.tile
+    sequence = gl.minimum(tile.b, params.batch - 1)
+    return PairBlock(sequence, tile.head, score_rows(wg_tile, BLOCK_N), keys, (block + 1) * BLOCK_N, tile.seqlen_k)
+
+
+@gluon.jit
+def block_keys(context, tile, block, CONFIG: gl.constexpr):
+    """What a score_mod needs of a block's keys: their elements, or with lists and a mask function alone the keys, of
+    which partly visible blocks load the elements.
+    """
     BLOCK_N: gl.constexpr = CONFIG.block_n
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    tile = wg_tile.tile
-    rows, keys = score_rows(wg_tile, BLOCK_N), score_keys(block, BLOCK_N)
-    # In 64 bits, the addresses of a row's keys are one register and constants.
-    wide_keys = columns((block * BLOCK_N).to(gl.int64), BLOCK_N, layout)
-    sequence = gl.minimum(tile.b, params.batch - 1)
-    pairs = PairBlock(sequence, tile.head, rows, wide_keys, (block + 1) * BLOCK_N, tile.seqlen_k)
+    params = context.params
+    keys = score_keys(block, BLOCK_N)
     if SCORE_MOD is None:
-        return Loaded(loaded.head, loaded.rows, (), pairs)
+        return ()
     else:
         first = block * BLOCK_N + params.inputs.j0
         run = KeyRun(columns(first.to(gl.int64), BLOCK_N, layout), first + BLOCK_N)
-        of_keys = score_mod.load_keys(params, tile.b, tile.head, keys, run, SCORE_MOD)
-        return Loaded(loaded.head, loaded.rows, of_keys, pairs)
+        if context.lists.data is not None and SCORE_MOD.mask_only:
+            return run
+        else:
+            return score_mod.load_keys(params, tile.b, tile.head, keys, run, SCORE_MOD)
 
 
 @gluon.jit

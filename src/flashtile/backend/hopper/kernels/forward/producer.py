@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..shared.block_lists import block_at, load_entry
 from ..shared.coordinates import kv_coord, q_coord
 from ..shared.mma import MMA_M
 from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load, expect_bytes, load_boxes, stage_of, wraps_of
@@ -22,7 +23,7 @@ class ForwardPipelines(NamedTuple):
 
 
 @gluon.jit
-def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, lists, CONFIG: gl.constexpr, PACKED: gl.constexpr):
     """The partition that loads q, k and v.
 
     Step n of the main loop needs block n of keys and the values of block n - 1, across tile boundaries too. With a
@@ -39,7 +40,8 @@ def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr
     mbarrier.arrive(v.full.index(0), count=1)  # the first step has no previous values: its stage stays unwritten
     tile = pop_tile(queue, 0)
     while tile.b >= 0:
-        first_key = (tile.hi - 1) * BLOCK_N
+        first_key = first_key_at(lists, tile, tile.hi - 1, BLOCK_N)
+        next_entry = load_entry(lists, tile.token_k, tile.hi - 2)
         if tile_count == 0:
             acquire_and_load(k, k_desc, kv_coord(tile, first_key, PACKED), 0, STAGES, HEAD_DIM)
             load_q(q_desc, pipelines, tile, 0, CONFIG, PACKED)
@@ -47,21 +49,32 @@ def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr
         for n in range(tile.lo + 1, tile.hi):
             count += 1
             request_tile(queue, n == tile.hi - REQUEST_DISTANCE)
-            acquire_and_load(k, k_desc, kv_coord(tile, first_key - BLOCK_N, PACKED), count, STAGES, HEAD_DIM)
+            next_key = first_key - BLOCK_N
+            if lists.data is not None:
+                next_key = block_at(lists, 0, next_entry) * BLOCK_N
+                next_entry = load_entry(lists, tile.token_k, tile.hi - 2 - n)
+            acquire_and_load(k, k_desc, kv_coord(tile, next_key, PACKED), count, STAGES, HEAD_DIM)
             acquire_and_load(v, v_desc, kv_coord(tile, first_key, PACKED), count, STAGES, HEAD_DIM_V)
-            first_key -= BLOCK_N
+            first_key = next_key
         previous = tile
         tile_count += 1
         count += 1
         tile = pop_tile(queue, tile_count)
         if tile.b >= 0:
-            acquire_and_load(k, k_desc, kv_coord(tile, (tile.hi - 1) * BLOCK_N, PACKED), count, STAGES, HEAD_DIM)
+            next_key = first_key_at(lists, tile, tile.hi - 1, BLOCK_N)
+            acquire_and_load(k, k_desc, kv_coord(tile, next_key, PACKED), count, STAGES, HEAD_DIM)
             if EARLY_Q:
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
         acquire_and_load(v, v_desc, kv_coord(previous, first_key, PACKED), count, STAGES, HEAD_DIM_V)
         if not EARLY_Q:  # noqa: SIM102 - a compile-time branch
             if tile.b >= 0:
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
+
+
+@gluon.jit
+def first_key_at(lists, tile, position, BLOCK_N: gl.constexpr):
+    """The first key of the block at a position of a tile."""
+    return block_at(lists, position, load_entry(lists, tile.token_k, position)) * BLOCK_N
 
 
 @gluon.jit

@@ -35,7 +35,8 @@ class Loaded(NamedTuple):
 
     head: tuple
     rows: tuple
-    keys: tuple
+    keys: tuple  # or their KeyRun, of which they are loaded when the mask's code runs
+    partial: tuple  # with lists of blocks, whether the mask's code has to run (`block_lists.partial_of`)
     pairs: PairBlock
 
 
@@ -84,11 +85,46 @@ def modify(t, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD: gl
     first = first_distance + (inputs.i0 - inputs.j0)
     distance = distances(t, first, TRANSPOSED, gl.int32)
     real_distance = distances(t, first, TRANSPOSED, gl.float32)
-    results = SCORE_MOD.pairs(
-        t, sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, distance, real_distance,
-        inputs.captured, loaded.head, loaded.rows, loaded.keys,
-    )  # fmt: skip
-    return results[0] - gl.full_like(t, 0.0), results  # a score for every pair
+    b, h, i, j, captured = sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, inputs.captured
+    if len(loaded.partial) == 0:
+        results = SCORE_MOD.pairs(
+            t, b, h, i, j, distance, real_distance, captured, loaded.head, loaded.rows, loaded.keys
+        )  # fmt: skip
+        return results[0] - gl.full_like(t, 0.0), results  # a score for every pair
+    else:
+        head_of, rows_of = loaded.head, loaded.rows
+        if loaded.partial[0]:
+            keys_of = loaded_keys(b, h, j, captured, loaded, TRANSPOSED, SCORE_MOD)
+            results = SCORE_MOD.pairs(t, b, h, i, j, distance, real_distance, captured, head_of, rows_of, keys_of)
+            results = shaped(t, results, SCORE_MOD)
+        else:
+            results = SCORE_MOD.unmasked(
+                t, b, h, i, j, distance, real_distance, captured, head_of, rows_of, loaded.keys
+            )
+            results = shaped(t, results, SCORE_MOD)
+        return results[0], results
+
+
+@gluon.jit
+def loaded_keys(b, h, keys, captured, loaded, TRANSPOSED: gl.constexpr, SCORE_MOD: gl.constexpr):
+    """Elements of keys; those of a KeyRun are loaded now."""
+    if SCORE_MOD.mask_only and not TRANSPOSED:
+        return SCORE_MOD.keys(b, h, keys, captured, loaded.keys)
+    else:
+        return loaded.keys
+
+
+@gluon.jit
+def shaped(t, results, SCORE_MOD: gl.constexpr):
+    """Results for every pair, but for a derivative that is the same for all."""
+    new = (results[0] - gl.full_like(t, 0.0),)
+    if len(results) > 1:
+        if SCORE_MOD.same:
+            return new + (results[1],)
+        else:
+            return new + (results[1] - gl.full_like(t, 0.0),)
+    else:
+        return new
 
 
 @gluon.jit

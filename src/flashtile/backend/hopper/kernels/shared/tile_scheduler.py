@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .block_lists import BlockLists, list_of
 from .masking import n_block_range
 from .pipeline import make_mbarriers, stage_of, wraps_of
 
@@ -34,7 +35,8 @@ class TileScheduler(NamedTuple):
     num_heads: gl.tensor  # query heads
     group: gl.tensor  # query heads for each key head
     diagonal: gl.tensor  # added to seqlen_k - seqlen_q
-    num_splits: gl.tensor | None = None  # dense: programs that share the keys of a tile
+    num_splits: gl.tensor | None  # dense: programs that share the keys of a tile
+    lists: BlockLists  # dense, without splits: blocks of keys of each tile
 
 
 class SeqlenInfo(NamedTuple):
@@ -49,7 +51,7 @@ class SeqlenInfo(NamedTuple):
 
 
 class WorkTile(NamedTuple):
-    """A block of rows of one head, and its blocks of keys `lo <= n < hi`."""
+    """A block of rows of one head, and its blocks of keys `lo <= n < hi`; with lists, their positions."""
 
     b: gl.tensor  # -1: end of the queue; batch: rows outside all sequences
     head: gl.tensor
@@ -61,7 +63,7 @@ class WorkTile(NamedTuple):
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     token_q: gl.tensor  # token of row 0; 0 if dense
-    token_k: gl.tensor
+    token_k: gl.tensor  # with lists, the list's offset
 
 
 class TileQueue(NamedTuple):
@@ -102,14 +104,17 @@ def schedule_dense_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constexp
         b, head = flat_head // scheduler.num_heads, flat_head % scheduler.num_heads
         first_row = block * BLOCK_M
         blocks = tile_n_blocks(first_row, seqlens.seqlen_q, seqlens.seqlen_k, scheduler, bounds, BLOCK_M, BLOCK_N)
-        lse_head, lo, hi = flat_head, blocks.lo, blocks.hi
-        if scheduler.num_splits is not None:
+        lse_head, lo, hi, list_offset = flat_head, blocks.lo, blocks.hi, 0
+        if scheduler.lists.data is not None:
+            lo = 0
+            list_offset, hi = list_of(scheduler.lists, b, head, block)
+        elif scheduler.num_splits is not None:
             lse_head += split * scheduler.total_heads
             end = gl.cdiv(seqlens.seqlen_k, BLOCK_N)
             lo, hi = split_of(blocks.lo, blocks.hi, split, end, scheduler.num_splits)
         tile = WorkTile(
             b, head, head // scheduler.group, lse_head, first_row, lo, hi,
-            seqlens.seqlen_q, seqlens.seqlen_k, 0, 0,
+            seqlens.seqlen_q, seqlens.seqlen_k, 0, list_offset,
         )  # fmt: skip
         tile_index = publish_tile(queue, count, tile, scheduler, False)
         count += 1
