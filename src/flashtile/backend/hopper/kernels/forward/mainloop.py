@@ -133,7 +133,7 @@ def mainloop_step(
     """
     STAGES: gl.constexpr = CONFIG.stages
     PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)
-    pipelines, params, tile = context.pipelines, context.params, wg_tile.tile
+    pipelines, tile = context.pipelines, wg_tile.tile
     k, v = pipelines.k, pipelines.v
     block = block_at(context.lists, position, entry)
     consumer_wait(k, count, STAGES)
