@@ -10,7 +10,7 @@ from . import instructions
 from .machine import EmulationError, machine, merge_clock
 from .values import UNSIGNED, Pointer, Shared, Value, as_tensor, unwrap
 
-float32, float16, bfloat16 = torch.float32, torch.float16, torch.bfloat16
+float64, float32, float16, bfloat16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 int1, int32, int64 = torch.bool, torch.int32, torch.int64
 uint32, uint64 = UNSIGNED
 tensor, shared_memory_descriptor = Value, Shared
@@ -141,6 +141,14 @@ def max(x: Value, axis: int) -> Value:  # noqa: A001
         is_nan = values.isnan()
         return Value(torch.where(is_nan.all(axis), torch.nan, values.masked_fill(is_nan, -torch.inf).amax(axis)))
     return Value(values.amax(axis))
+
+
+def min(x: Value, axis: int) -> Value:  # noqa: A001
+    return Value(-max(Value(-x.tensor), axis).tensor)
+
+
+def cumsum(x: Value, axis: int) -> Value:
+    return Value(x.tensor.cumsum(axis, dtype=x.dtype))
 
 
 def sum(x: Value, axis: int) -> Value:  # noqa: A001

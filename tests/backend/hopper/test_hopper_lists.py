@@ -19,6 +19,10 @@ from gluon_emulation.backend import FOLDER, emulated, emulated_kernels
 from gluon_emulation.machine import EmulationError
 from hopper_score_mods import decay, with_score_mod
 
+from flashtile import MaskMod, mask_mods
+from flashtile.api.explain import described_call
+from flashtile.backend.gpu.replay import Recorder
+from flashtile.call.call import Tensors
 from flashtile.testing.case import Case, MaskFunction
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -57,7 +61,7 @@ class Problem(NamedTuple):
     score_mod: Any = None
 
 
-BY_HEAD = MaskFunction(far_by_head, (torch.tensor([0, 100, 220, 30]),))
+BY_HEAD = MaskFunction(far_by_head, (torch.tensor([0, 140, 220, 0]),))
 PROBLEMS = {
     "documents 64": Problem(MaskFunction(documents, (IDS,)), 64, 513, 513),
     "documents 128": Problem(MaskFunction(documents, (IDS,)), 128, 330, 400),
@@ -85,8 +89,14 @@ def run(case: Case, problem: Problem, folder: Path = FOLDER) -> dict[str, Tensor
     package = str(emulated_kernels(folder).__package__)
     lists = importlib.import_module(f"{package}.block_lists")
     cores = 1 if problem.deterministic else 3  # one program waits forever for what it takes later
-    with mock.patch.object(lists, "LEAST_PAIRS", 0), emulated(cores, 0, folder), poisoned_allocation():
-        return case.run("hopper", deterministic=problem.deterministic)
+    with (
+        mock.patch.object(lists, "LEAST_PAIRS", 0),
+        emulated(cores, 0, folder) as launched,
+        poisoned_allocation(),
+    ):
+        results = case.run("hopper", deterministic=problem.deterministic)
+    assert {"visible_blocks_kernel", "key_lists_kernel"} <= {*launched}
+    return results
 
 
 def wrong(name: str, folder: Path = FOLDER) -> list[str]:
@@ -107,6 +117,59 @@ def test_within_the_bound(name: str) -> None:
     assert wrong(name) == []
 
 
+# Lists of the kernels and of torch operations -------------------------------------------------------------------------
+
+SORTED = torch.sort(torch.randint(0, 9, (2, 260), generator=torch.Generator().manual_seed(0)))[0]
+REALS = torch.tensor([1.0, 2.0, torch.nan, 0.0]).repeat_interleave(65)
+MASKS = {
+    "causal": mask_mods.causal(),
+    "window with an offset": mask_mods.window(30, 40, torch.tensor(-3)),
+    "prefix": mask_mods.prefix(torch.tensor([90, 17])),
+    "documents": mask_mods.document(SORTED),
+    "documents of float16": mask_mods.document(SORTED.half()),
+    "dilated": mask_mods.dilated(70, 30),
+    "neighborhood": mask_mods.neighborhood((7, 29), (3, 9)),
+    "block diffusion": mask_mods.block_diffusion(100, 9),
+    "documents or a prefix": mask_mods.or_masks(mask_mods.document(SORTED[0]), mask_mods.prefix(torch.tensor([3, 0]))),
+    "by head": MaskMod(far_by_head, (torch.tensor([0, 100, 220, 30]),)),
+    "bits": MaskMod(lambda b, h, i, j: ((i ^ j) & 64) == 0),
+    "nothing": MaskMod(lambda b, h, i, j: (i < 0) & (j < 0)),
+    "all": MaskMod(lambda b, h, i, j: (i >= 0) | (j >= 0)),
+    "NaN": MaskMod(
+        lambda b, h, i, j, x: ~(x[i] < x[j]), (torch.tensor([1.0, 2.0, torch.nan, 0.0]).repeat_interleave(65),)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_kernels_list_what_torch_operations_list(name: str) -> None:
+    q, k = torch.empty(2, 4, 203, 64, dtype=torch.bfloat16), torch.empty(2, 2, 211, 64, dtype=torch.bfloat16)
+    call = described_call(q, k, k, None, None, {"mask": MASKS[name]})
+    lists = importlib.import_module(f"{emulated_kernels().__package__}.block_lists")
+
+    def found() -> list[Tensor]:
+        recorder = Recorder(call.inputs)
+        own = call._replace(tensors=Tensors.from_flat(recorder.inputs))
+        results = [lists.row_lists(recorder, own, 16, 32)]
+        results += [lists.key_lists(recorder, own, 16, 32, first_key_first=first) for first in (False, True)]
+        return [pointers["lists"] for pointers, _ in results]
+
+    with mock.patch.multiple(lists, LEAST_PAIRS=0, POSITIONS=64), emulated() as launched, poisoned_allocation():
+        by_kernels = found()
+        assert launched == ["visible_blocks_kernel", *["visible_blocks_kernel", "key_lists_kernel"] * 2]
+        with mock.patch.object(lists, "visibility_function", return_value=None):
+            by_operations = found()
+    for x, y in zip(by_kernels, by_operations, strict=True):
+        length = y[:1, ..., :1].long()
+        exists = torch.arange(y.shape[-1] - 1) < length
+        assert x.shape == y.shape
+        assert torch.equal(x[:1, ..., :1], y[:1, ..., :1])
+        assert torch.equal(torch.where(exists, x[..., 1:], 0), torch.where(exists, y[..., 1:], 0))
+
+
+# Bugs -----------------------------------------------------------------------------------------------------------------
+
+
 class Bug(NamedTuple):
     """A mistake, and a problem that shows it."""
 
@@ -117,16 +180,17 @@ class Bug(NamedTuple):
     problem: str
 
 
-LISTS, SHARED, WRITER = "block_lists.py", "kernels/shared/block_lists.py", "kernels/backward/dq_writer.py"
+KERNELS, SHARED, WRITER = "kernels/visible_blocks.py", "kernels/shared/block_lists.py", "kernels/backward/dq_writer.py"
 PRODUCER = "kernels/forward/producer.py"
 BUGS = (
     Bug("last entry forgotten", SHARED, "return offset, gl.load(lists.data + offset)",
         "return offset, gl.maximum(gl.load(lists.data + offset) - 1, 1)", "earlier 96"),
     Bug("partial blocks taken for full ones", SHARED, "((entry & 1) != 0,)", "((entry & 1) > 1,)", "documents 64"),
     Bug("producer one entry behind", PRODUCER, "tile.hi - 2 - n)", "tile.hi - 1 - n)", "documents 64"),
-    Bug("an empty list without a block", LISTS, "lists[..., 0] += empty", "lists[..., 0] += 0", "heads of groups 64"),
-    Bug("heads of a group hide", LISTS, "low == high, low, PARTIAL", "low == high, low, HIDDEN", "heads of groups 64"),
-    Bug("ranks in the other order", LISTS, "if first_key_first", "if not first_key_first", "heads of groups 128"),
+    Bug("an empty list without a block", KERNELS, "tl.maximum(before, 1)", "before", "heads of groups 64"),
+    Bug("heads of a group hide", KERNELS, "seen | ever", "ever", "heads of groups 64"),
+    Bug("heads of a group show", KERNELS, "full & always", "always", "heads of groups 64"),
+    Bug("ranks in the other order", KERNELS, "if FIRST_KEY_FIRST", "if not FIRST_KEY_FIRST", "heads of groups 128"),
     Bug("ranks of blocks", WRITER, "position = listed_rank", "position = position", "heads of groups 128"),
 )  # fmt: skip
 

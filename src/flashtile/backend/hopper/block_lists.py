@@ -1,10 +1,10 @@
-"""Lists of the blocks that a mask function shows (`kernels.shared.block_lists`), made on the device, by operations that
-a CUDA graph can contain.
+"""Lists of the blocks that a mask function shows (`kernels.shared.block_lists`), made on the device, without reading a
+value on the host, in one or two launches; or by torch operations where the formula reads an element for each pair.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,17 +12,47 @@ from torch import Tensor
 from ...call.call import Call
 from ...call.formulas import mask_formula
 from ...expression import Formula
-from ...expression.blocks import FULL, HIDDEN, PARTIAL
+from ...expression.blocks import FULL, HIDDEN, PARTIAL, depends_on
 from ..gpu.block_lists import Pairs, pairs_of, visibility
+from ..gpu.captured import needs_wide_offsets
+from ..gpu.kernel import Kernel
 from ..gpu.replay import Recorder
+from .formulas import VisibilityFunction, launch_with, visibility_function
+from .tables import VisibleBlocksConfig
 
-LEAST_PAIRS = 2**26  # of a call: computing fewer takes about as long as their lists
+LEAST_PAIRS = 2**24  # of a call: computing fewer takes about as long as their lists
+MOST_PAIRS = 2**41  # offsets in lists have 32 bits
+POSITIONS = 8192  # of keys that a program looks at together
 NO_LISTS = dict.fromkeys(("stride_lists_b", "stride_lists_h", "stride_lists"))
+VISIBLE_BLOCKS = Kernel(f"{__package__}.kernels.visible_blocks", "visible_blocks_kernel")
+KEY_LISTS = Kernel(f"{__package__}.kernels.visible_blocks", "key_lists_kernel")
+
+
+class Grid(NamedTuple):
+    """Blocks of a call, and numbers of lists."""
+
+    block_m: int
+    block_n: int
+    batch: int  # 1 if the mask does not depend on the sequence
+    heads: int  # 1 if the mask does not depend on the head
+    group: int  # heads that share a list, of a mask that depends on the head
+    rows: int  # blocks
+    keys: int
 
 
 def row_lists(recorder: Recorder, call: Call, block_m: int, block_n: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The pointer and the scalars of the lists of blocks of rows, whose entries are blocks of keys."""
-    return lists_of(recorder, call, block_m, block_n, listed_keys)
+    formula = mask_formula(call)
+    if formula is None or not has_lists(call):
+        return {"lists": None}, {**NO_LISTS}
+    grid = grid_of(formula, call, block_m, block_n, 1)
+    function = function_of(formula, call)
+    if function is None:
+        lists = of_states(recorder, formula, call, grid, listed_keys)
+    else:
+        shape = (1, grid.batch, grid.heads, grid.rows, grid.keys + 2)
+        lists = visible_blocks(recorder, call, function, grid, shape)
+    return {"lists": lists}, strides_of(lists)
 
 
 def key_lists(
@@ -31,26 +61,19 @@ def key_lists(
     """The pointer and the scalars of the lists of blocks of keys, whose entries are blocks of rows, and of the ranks of
     the entries: how many blocks of keys add to this block of rows before, if blocks come in this order or its inverse.
     """
-    group = call.tensors.q.shape[1] // call.tensors.k.shape[1]
-    make = partial(listed_rows, group, first_key_first)
-    pointers, scalars = lists_of(recorder, call, block_m, block_n, make)
-    lists = pointers["lists"]
-    return pointers, {**scalars, "ranks": None if lists is None else lists.numel() // 2}
-
-
-def lists_of(
-    recorder: Recorder, call: Call, block_m: int, block_n: int, make: Callable[[Tensor], Tensor]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The pointer and the scalars of lists; of calls that have none, `None`."""
     formula = mask_formula(call)
     if formula is None or not has_lists(call):
-        return {"lists": None}, {**NO_LISTS}
-    pairs = pairs_of(call, block_m, block_n)
-    lists = recorder.op(partial(made, make, formula, pairs, call.tensors.q.device), *call.tensors.score_mod_tensors)
-    _, batch, heads, _, _ = lists.shape
-    _, stride_b, stride_h, stride, _ = lists.stride()
-    strides = {"stride_lists_b": stride_b if batch > 1 else 0, "stride_lists_h": stride_h if heads > 1 else 0}
-    return {"lists": lists}, {**strides, "stride_lists": stride}
+        return {"lists": None}, {**NO_LISTS, "ranks": None}
+    group = call.tensors.q.shape[1] // call.tensors.k.shape[1]
+    grid = grid_of(formula, call, block_m, block_n, group)
+    function = function_of(formula, call)
+    if function is None:
+        lists = of_states(recorder, formula, call, grid, partial(listed_rows, group, first_key_first))
+    else:
+        shape = (grid.batch, grid.heads, grid.rows, grid.keys + 1)
+        table = visible_blocks(recorder, call, function, grid, shape, table=True)
+        lists = of_table(recorder, table, grid, first_key_first)
+    return {"lists": lists}, {**strides_of(lists), "ranks": lists.numel() // 2}
 
 
 def has_lists(call: Call) -> bool:
@@ -58,13 +81,88 @@ def has_lists(call: Call) -> bool:
     if call.layout != "dense" or not call.settings.window.unlimited:
         return False
     batch, heads, seqlen_q, _ = call.tensors.q.shape
-    return batch * heads * seqlen_q * call.tensors.k.shape[2] >= max(LEAST_PAIRS, 1)
+    return max(LEAST_PAIRS, 1) <= batch * heads * seqlen_q * call.tensors.k.shape[2] <= MOST_PAIRS
+
+
+def grid_of(formula: Formula, call: Call, block_m: int, block_n: int, group: int) -> Grid:
+    """The blocks of a call. Without dependence on the head all heads share a list, else `group` do."""
+    batch, heads, seqlen_q, _ = call.tensors.q.shape
+    batch = batch if depends_on(formula, "b") else 1
+    heads, group = (heads // group, group) if depends_on(formula, "h") else (1, 1)
+    rows, keys = -(-seqlen_q // block_m), -(-call.tensors.k.shape[2] // block_n)
+    return Grid(block_m, block_n, batch, heads, group, rows, keys)
+
+
+def strides_of(lists: Tensor) -> dict[str, int]:
+    """Scalars of lists `[1 | 2, B | 1, H | 1, tiles, entries]`."""
+    _, batch, heads, _, _ = lists.shape
+    _, stride_b, stride_h, stride, _ = lists.stride()
+    return {
+        "stride_lists_b": stride_b if batch > 1 else 0,
+        "stride_lists_h": stride_h if heads > 1 else 0,
+        "stride_lists": stride,
+    }
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+def function_of(formula: Formula, call: Call) -> VisibilityFunction | None:
+    """The device function of a mask's blocks; `None` if it has none."""
+    return visibility_function(formula, any(needs_wide_offsets(x) for x in call.tensors.score_mod_tensors))
+
+
+def visible_blocks(
+    recorder: Recorder, call: Call, function: VisibilityFunction, grid: Grid, shape: tuple[int, ...],
+    table: bool = False,
+) -> Tensor:  # fmt: skip
+    """Launch the kernel for lists, or for the table from which lists of blocks of keys are made."""
+    t = call.tensors
+    lists = recorder.new(t.q.new_empty(shape, dtype=torch.int32))
+    blocks = min(1 << (grid.keys - 1).bit_length(), POSITIONS // grid.block_n)
+    scalars = {
+        "num_lists": grid.rows,
+        "num_heads": grid.heads,
+        "group": grid.group,
+        "seqlen_q": t.q.shape[2],
+        "seqlen_k": t.k.shape[2],
+        "num_blocks": grid.keys,
+        "CONFIG": VisibleBlocksConfig(grid.block_m, grid.block_n, blocks, table),
+        "num_warps": 8,
+    }
+    programs = grid.batch * grid.heads * grid.rows
+    launch_with(recorder, call, VISIBLE_BLOCKS, {"lists": lists}, programs, scalars, function)
+    return lists
+
+
+def of_table(recorder: Recorder, table: Tensor, grid: Grid, first_key_first: bool) -> Tensor:
+    """Launch the kernel for the lists of blocks of keys, and ranks."""
+    shape = (2, grid.batch, grid.heads, grid.keys, grid.rows + 2)
+    lists = recorder.new(table.new_empty(shape))
+    scalars = {
+        "ranks": lists.numel() // 2,
+        "num_rows": grid.rows,
+        "num_keys": grid.keys,
+        "FIRST_KEY_FIRST": first_key_first,
+        "BLOCKS": 256,
+        "num_warps": 4,
+    }
+    recorder.launch(KEY_LISTS, {"table": table, "lists": lists}, grid.batch * grid.heads * grid.keys, scalars)
+    return lists
+
+
+# Torch operations -----------------------------------------------------------------------------------------------------
+
+
+def of_states(recorder: Recorder, formula: Formula, call: Call, grid: Grid, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """Lists that a function makes of the states of blocks."""
+    pairs = pairs_of(call, grid.block_m, grid.block_n)
+    return recorder.op(partial(made, make, formula, pairs, call.tensors.q.device), *call.tensors.score_mod_tensors)
 
 
 def made(
     make: Callable[[Tensor], Tensor], formula: Formula, pairs: Pairs, device: torch.device, *tensors: Tensor
 ) -> Tensor:
-    """The lists that a function makes of the states of blocks."""
     return make(visibility(formula, pairs, device, *tensors))
 
 

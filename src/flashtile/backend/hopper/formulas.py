@@ -19,10 +19,12 @@ from ..gpu.generated import defined
 from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
 from ..gpu.staged import staged_source
+from ..gpu.visibility import visibility_source
 from ..scalars import score_units
 from .pairs import PairArguments
 
 CALLED = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "KEEP_NAN")
+CALLED_BY_VISIBILITY = ("floordiv", "mod", "inside", "least_real", "largest_real", "KEEP_NAN")
 THE_SCORE = Program((Instruction("input", REAL, value="score"),), (0,))
 
 
@@ -70,6 +72,33 @@ def score_mod_functions(
     )
 
 
+@dataclass(frozen=True)
+class VisibilityFunction:
+    """The function of `backend.gpu.visibility` under `triton.jit`. Equal sources are equal."""
+
+    source: str = field(repr=False)
+    visibility: Any = field(compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        """Key of the source and of all that it calls, for Triton's disk cache."""
+        return hashlib.sha256(getattr(self.visibility, "cache_key", self.source).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=1024)
+def visibility_function(mask: Formula, wide: bool) -> VisibilityFunction | None:
+    """The function of a mask's formula; `None` if it has none."""
+    from .kernels import visible_blocks  # imports Triton
+
+    source = visibility_source(mask, wide)
+    if source is None:
+        return None
+    name = f"visibility_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    names = {name: getattr(visible_blocks, name) for name in CALLED_BY_VISIBILITY}
+    names |= {"__name__": visible_blocks.__name__, "tl": visible_blocks.tl}
+    function = defined(name, source.replace("visibility", name, 1), name, names)
+    return VisibilityFunction(source, visible_blocks.triton.jit(function))
+
+
 def formulas_of(call: Call) -> tuple[Formula | None, Formula | None]:
     """The formulas of a call's score_mod, which is that of the score where there is a mask function alone, and of its
     mask function.
@@ -95,7 +124,7 @@ def launch(
     """Launch a kernel for a call, with the device functions of its score_mod and mask; `partial`: also of a derivative.
     `call.tensors` belong to the recorder.
     """
-    s, tensors = call.settings, call.tensors.score_mod_tensors
+    tensors = call.tensors.score_mod_tensors
     pairs = PairArguments.of(recorder, call.tensors)
     pointers, scalars = {**pointers, **pairs.pointers}, {**scalars, **pairs.scalars}
     if pairs.align > 1:
@@ -104,17 +133,27 @@ def launch(
     if formula is None:
         scalars = {**scalars, "inputs": None}
     else:
-        from .kernels.shared.captured import ORIGIN, with_captured  # imports Triton
-
         wide = any(needs_wide_offsets(x) for x in tensors)
-        kernel = with_captured(kernel.function(), tuple(x.dim() for x in tensors))
         contiguous = tuple(x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] <= 1) for x in tensors)
         functions = score_mod_functions(formula, mask, partial=partial, wide=wide, contiguous=contiguous)
-        scalars = {
-            **scalars,
-            **captured_scalars(tensors),
-            **{name: getattr(s, name) for name in ORIGIN},
-            "CONFIG": replace(scalars["CONFIG"], score_mod=functions),
-        }
-        pointers = {**pointers, **captured_pointers(tensors)}
+        launch_with(recorder, call, kernel, pointers, programs, scalars, functions)
+        return
     recorder.launch(kernel, pointers, programs, scalars)
+
+
+def launch_with(
+    recorder: Recorder, call: Call, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any],
+    functions: Any,
+) -> None:  # fmt: skip
+    """Launch a kernel with device functions of the captured tensors."""
+    from .kernels.shared.captured import ORIGIN, with_captured  # imports Triton
+
+    tensors = call.tensors.score_mod_tensors
+    kernel = with_captured(kernel.function(), tuple(x.dim() for x in tensors))
+    scalars = {
+        **scalars,
+        **captured_scalars(tensors),
+        **{name: getattr(call.settings, name) for name in ORIGIN},
+        "CONFIG": replace(scalars["CONFIG"], score_mod=functions),
+    }
+    recorder.launch(kernel, {**pointers, **captured_pointers(tensors)}, programs, scalars)

@@ -197,6 +197,17 @@ class DkdvConfig(Constexpr):
 
 
 @dataclass(frozen=True)
+class VisibleBlocksConfig(Constexpr):
+    """Kernel that lists visible blocks: tiles of `block_m` rows, and `blocks` blocks of `block_n` keys at once."""
+
+    block_m: int
+    block_n: int
+    blocks: int
+    table: bool  # for lists of blocks of keys
+    score_mod: Any = None
+
+
+@dataclass(frozen=True)
 class SplitBackwardConfig(Constexpr):
     """Two kernels: over 128 features, accumulating dq in memory costs more than computing scores twice."""
 

@@ -134,7 +134,7 @@ def mainloop_step(
     """
     STAGES: gl.constexpr = CONFIG.stages
     PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)
-    pipelines, params, tile = context.pipelines, context.params, wg_tile.tile
+    pipelines, tile = context.pipelines, wg_tile.tile
     k, v = pipelines.k, pipelines.v
     block = block_at(context.lists, position, entry)
     consumer_wait(k, count, STAGES)
@@ -145,7 +145,7 @@ def mainloop_step(
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
     of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(context.lists, entry)
-    loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pair_block(params, wg_tile, block, CONFIG))
+    loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pair_block(context.params, wg_tile, block, CONFIG))
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     consumer_release(k.empty, count, STAGES)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, position == tile.lo, CONFIG)

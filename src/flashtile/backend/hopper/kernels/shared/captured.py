@@ -9,6 +9,7 @@ import functools
 import inspect
 from typing import Any
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -36,4 +37,5 @@ def with_captured(kernel: Any, dimensions: tuple[int, ...]) -> Any:
     names = {"__name__": function.__module__, "gl": gl, "body": kernel, "PairInputs": PairInputs}
     generated = defined(name, source, title, names)
     scalars = [x for x in scalar_names(generated) if x not in pointers]
-    return gluon.jit(generated, do_not_specialize=scalars)
+    of_triton = hasattr(kernel, "is_gluon") and not kernel.is_gluon()
+    return (triton if of_triton else gluon).jit(generated, do_not_specialize=scalars)

@@ -1,0 +1,107 @@
+"""Kernels that list the blocks which a mask function shows (`shared.block_lists`), by intervals of positions
+(`backend.gpu.visibility`).
+"""
+
+import triton
+import triton.language as tl
+
+from .shared.compat import triton_kernel
+
+KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)  # of minimum and maximum
+
+
+@triton_kernel
+def visible_blocks_kernel(
+    lists, num_lists, num_heads, group, seqlen_q, seqlen_k, num_blocks, CONFIG: tl.constexpr, inputs,
+):  # fmt: skip
+    """The blocks of keys of one block of rows: its list, with one block after the last key if it sees none.
+
+    With CONFIG.table, instead for each block of keys `4 * count + 2 * partial + visible`, where count is that of
+    visible blocks up to this one, and then the count of all. `num_heads` are those of lists, of `group` heads each: a
+    block that heads of a group see in other ways is partly visible.
+    """
+    BLOCK_M: tl.constexpr = CONFIG.block_m
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCKS: tl.constexpr = CONFIG.blocks
+    number, list_head = tl.program_id(0) % num_lists, tl.program_id(0) // num_lists
+    b, first_head = list_head // num_heads + inputs.b0, list_head % num_heads * group + inputs.h0
+    rows = inputs.i0 + tl.minimum(number * BLOCK_M + tl.arange(0, BLOCK_M), seqlen_q - 1)
+    out = lists + tl.program_id(0).to(tl.int64) * (num_blocks + 1 if CONFIG.table else num_blocks + 2)
+    before = 0
+    for first in range(0, num_blocks, BLOCKS):
+        n = first + tl.arange(0, BLOCKS)
+        keys = inputs.j0 + tl.minimum(n[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :], seqlen_k - 1)
+        full, seen = n >= 0, n < 0
+        for head in range(group):
+            always, ever = CONFIG.score_mod.visibility(b, first_head + head, rows, keys, inputs.captured)
+            full, seen = full & always, seen | ever
+        visible = seen & (n < num_blocks)
+        count = before + tl.cumsum(visible.to(tl.int32), 0)
+        partial = tl.where(full, 0, 1)
+        if CONFIG.table:
+            tl.store(out + n, 4 * count + tl.where(visible, 2 * partial + 1, 0), mask=n < num_blocks)
+        else:
+            tl.store(out + count, 2 * n + partial, mask=visible)
+        before += tl.sum(visible.to(tl.int32), 0)
+    if CONFIG.table:
+        tl.store(out + num_blocks, before)
+    else:
+        tl.store(out, tl.maximum(before, 1))
+        tl.store(out + 1, 2 * num_blocks + 1, mask=before == 0)
+
+
+@triton_kernel
+def key_lists_kernel(
+    table, lists, ranks, num_rows, num_keys, FIRST_KEY_FIRST: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The blocks of rows of one block of keys, from the table of `visible_blocks_kernel`, and their ranks, `ranks`
+    elements after their entries.
+    """
+    n, list_head = tl.program_id(0) % num_keys, tl.program_id(0) // num_keys
+    out = lists + tl.program_id(0).to(tl.int64) * (num_rows + 2)
+    before = 0
+    for first in range(0, num_rows, BLOCKS):
+        m = first + tl.arange(0, BLOCKS)
+        row = table + (list_head.to(tl.int64) * num_rows + m) * (num_keys + 1)
+        x = tl.load(row + n, mask=m < num_rows, other=0)
+        all_keys = tl.load(row + num_keys, mask=m < num_rows, other=0)
+        visible = (x & 1) != 0
+        at = out + (before + tl.cumsum(x & 1, 0))
+        tl.store(at, 2 * m + ((x >> 1) & 1), mask=visible)
+        rank = (x >> 2) - 1 if FIRST_KEY_FIRST else all_keys - (x >> 2)
+        tl.store(at + ranks, rank, mask=visible)
+        before += tl.sum(x & 1, 0)
+    tl.store(out, before)
+
+
+@triton.jit
+def inside(index, size):
+    """Whether `0 <= index < size`."""
+    return (index >= 0) & (index < size)
+
+
+@triton.jit
+def floordiv(x, y, NONNEGATIVE: tl.constexpr):
+    """Integer division that rounds down; Triton's rounds toward zero."""
+    quotient = x // y
+    rest = x - quotient * y
+    return tl.where((rest != 0) & ((rest ^ y) < 0), quotient - 1, quotient)
+
+
+@triton.jit
+def mod(x, y, NONNEGATIVE: tl.constexpr):
+    """The remainder of `floordiv`, which has the divisor's sign."""
+    rest = x % y
+    return tl.where((rest != 0) & ((rest ^ y) < 0), rest + y, rest)
+
+
+@triton.jit
+def least_real(x, AXIS: tl.constexpr):
+    """The minimum, NaN if any is."""
+    return tl.where(tl.max((x != x).to(tl.int32), axis=AXIS) != 0, float("nan"), tl.min(x, axis=AXIS))
+
+
+@triton.jit
+def largest_real(x, AXIS: tl.constexpr):
+    """The maximum, NaN if any is."""
+    return tl.where(tl.max((x != x).to(tl.int32), axis=AXIS) != 0, float("nan"), tl.max(x, axis=AXIS))
