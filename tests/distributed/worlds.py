@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import flashtile
-from flashtile.distributed import attention, attention_varlen, shard, unshard
+from flashtile.distributed import attention, attention_varlen, explain, measure_rates, shard, unshard
+from flashtile.distributed.group import Group
+from flashtile.distributed.ring import Transfer
 
 WORLD = 8
 MESHES = {2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)], 8: [(8,), (2, 4), (4, 2)]}
@@ -140,6 +142,41 @@ def compare_seeds(meshes: list[DeviceMesh], rank: int, seeds: range) -> None:
             raise AssertionError(words) from error
 
 
+def count_bytes(mesh: DeviceMesh, layout: str, arguments: dict[str, Any]) -> None:
+    """The model of time knows the bytes that a rank sends, and "auto" takes the scheme that it predicts to be best."""
+    sent = [0]
+
+    def count(original: Callable[..., Any], bytes_of: Callable[..., int]) -> Callable[..., Any]:
+        def counted(*args: Any, **keywords: Any) -> Any:
+            sent[0] += bytes_of(*args)
+            return original(*args, **keywords)
+
+        return counted
+
+    def others(group: Group, x: list[Tensor], *_: Any) -> int:
+        return sum(y.nbytes for n, y in enumerate(x) if n != group.rank)
+
+    rows = 8
+    q, k = (torch.randn(1, heads, rows, D, requires_grad=True) for heads in (2 * mesh.size(), 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transfer, "__init__", count(Transfer.__init__, lambda self, group, send, *_: send.nbytes))
+        patch.setattr(Group, "exchange", count(Group.exchange, others))
+        gathered = count(Group.gather_tensors, lambda group, x: x.nbytes * (group.size - 1))
+        patch.setattr(Group, "gather_tensors", gathered)
+        explanation = explain(q, k, k, mesh=mesh, layout=layout, **arguments)
+        for prediction in explanation.simulations:
+            sent[0] = 0
+            out = attention(q, k, k, mesh=mesh, layout=layout, scheme=prediction.scheme, **arguments)
+            assert isinstance(out, Tensor)
+            assert sent[0] == prediction.bytes_forward, prediction
+            sent[0] = 0
+            out.sum().backward()
+            assert sent[0] == prediction.bytes_backward, prediction
+    assert sorted(s.scheme for s in explanation.simulations) == sorted(schemes_of(mesh))
+    assert explanation.scheme == min(explanation.simulations, key=lambda s: s.seconds_forward + s.seconds_backward)[0]
+    assert f"-> {explanation.scheme}" in str(explanation)
+
+
 def differentiate_layouts(mesh: DeviceMesh, layout: str) -> None:
     """The gradient through shard and unshard is that of the whole tensor."""
     x = torch.arange(22.0).reshape(2, 11).requires_grad_()
@@ -194,6 +231,10 @@ def run(rank: int, store: str) -> None:
         if rank < size:
             for layout in ("contiguous", "zigzag"):
                 differentiate_layouts(meshes[-1], layout)
+            for mesh in meshes:
+                count_bytes(mesh, "zigzag", {"causal": True})
+                count_bytes(mesh, "contiguous", {"window": (3, 0)})
+            measure_rates(meshes[-1], num_bytes=2**12)
             refused(meshes[0], rank)
             refused_alone(meshes[0])
             compare_seeds(meshes, rank, seeds)

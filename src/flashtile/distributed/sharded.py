@@ -15,7 +15,13 @@ from .group import EXAMPLE, Grid, grid_of
 from .inputs import documents_of, normalized, with_own_pairs
 from .layout import Layout, Piece, Placement, kind_of, layout_of
 from .parts import Document, Whole, settings_of_heads
-from .schemes import scheme_of
+from .schemes import scheme_of, workload_of
+from .simulate import Workload
+
+KEYWORDS: dict[str, Any] = {
+    "causal": False, "window": None, "attention_chunk": None, "scale": None, "softcap": None, "score_mod": None,
+    "dropout_p": 0.0, "dropout_seed": None, "deterministic": None, "backend": "auto",
+}  # fmt: skip
 
 
 class Placing(NamedTuple):
@@ -170,10 +176,20 @@ def attention_varlen(
     return (out, lse[0]) if return_lse else out
 
 
-def run(
-    tensors: dict[str, Any], keywords: dict[str, Any], placing: Placing, documents: tuple[Document, ...] | None = None
-) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of this rank's rows."""
+class Prepared(NamedTuple):
+    """A rank's call with its place in the whole, and its scheme."""
+
+    call: Call
+    rows: Layout
+    keys: Layout
+    workload: Workload
+    scheme: str
+
+
+def prepared(
+    tensors: dict[str, Any], keywords: dict[str, Any], placing: Placing, documents: tuple[Document, ...] | None
+) -> Prepared:
+    """Check a call, with the other ranks if that is asked for, and choose its scheme."""
     grid, call = grid_of(placing.mesh), None
     try:
         kind = kind_of(placing.layout)
@@ -192,8 +208,16 @@ def run(
     assert call is not None
     rows, keys = layouts_of(call, placing.layout, grid, lengths, numbers)
     call = with_own_pairs(call, rows, keys.length, grid.rank, None if documents is None else len(documents))
-    scheme = scheme_of(placing.scheme, call, rows, keys, grid, placing.mesh)
-    return run_scheme(scheme, call, rows, keys, grid_of(placing.mesh, heads=scheme == "ulysses"), documents)
+    workload = workload_of(call, rows, keys, documents)
+    return Prepared(call, rows, keys, workload, scheme_of(placing.scheme, placing.mesh, workload))
+
+
+def run(
+    tensors: dict[str, Any], keywords: dict[str, Any], placing: Placing, documents: tuple[Document, ...] | None = None
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of this rank's rows."""
+    ready = prepared(tensors, keywords, placing, documents)
+    return run_scheme(ready, grid_of(placing.mesh, heads=ready.scheme == "ulysses"), documents)
 
 
 def layouts_of(
@@ -215,10 +239,9 @@ def layouts_of(
     return layouts[0], layouts[1]
 
 
-def run_scheme(
-    scheme: str, call: Call, rows: Layout, keys: Layout, grid: Grid, documents: tuple[Document, ...] | None
-) -> tuple[Tensor, Tensor]:
+def run_scheme(ready: Prepared, grid: Grid, documents: tuple[Document, ...] | None) -> tuple[Tensor, Tensor]:
     """Exchange rows for heads within the inner group, attend over the keys of the outer group, and exchange back."""
+    call, rows, keys, _, scheme = ready
     inner, tensors, settings = grid.inner, call.tensors._replace(out=None), call.settings
     if inner.size > 1:
         ranks = range(grid.outer.rank * inner.size, (grid.outer.rank + 1) * inner.size)

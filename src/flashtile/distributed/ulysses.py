@@ -27,7 +27,7 @@ def to_heads(t: Tensors, group: Group, rows: Placement, keys: Placement) -> Tens
     """
     each = t.q.shape[1] // group.size
     heads = slice(group.rank * each, (group.rank + 1) * each)
-    times = group.size // math.gcd(group.size, t.k.shape[1])
+    times = times_repeated(t.k.shape[1], group.size)
     k, v = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (t.k, t.v))
     of_heads, lengths = heads_of(t, heads), [rows.rows(rank) for rank in range(group.size)]
 
@@ -44,6 +44,11 @@ def to_heads(t: Tensors, group: Group, rows: Placement, keys: Placement) -> Tens
         bias=pairs(t.bias, of_heads.bias),
         mask=pairs(t.mask, of_heads.mask),
     )
+
+
+def times_repeated(kv_heads: int, ranks: int) -> int:
+    """Copies of each key head, so that ranks have as many."""
+    return ranks // math.gcd(ranks, kv_heads)
 
 
 def exchange(x: Tensor, group: Group, rows: Placement) -> Tensor:
