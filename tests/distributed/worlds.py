@@ -1,69 +1,187 @@
-"""One process of a gloo world: sharded calls over meshes of its first ranks, compared with one device."""
+"""Eight processes of a gloo world: sharded calls over meshes of the first ranks, compared with one device."""
 
+import contextlib
 import datetime
+import functools
+import os
 import sys
+import time
 import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from features import DV, B, D, arguments, draw, offsets
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import flashtile
-from flashtile.distributed import attention, shard, unshard
+from flashtile.distributed import attention, attention_varlen, explain, measure_rates, shard, unshard
+from flashtile.distributed.group import Group
+from flashtile.distributed.ring import Transfer
 
-WORLD = 4
-B, HQ, D, DV = 2, 4, 16, 24
-# Arguments, rows, keys and key heads. Lengths give uneven, and empty, shards.
-CASES = [
-    ({}, 61, 61, 4),
-    ({"causal": True}, 67, 67, 2),
-    ({"causal": True}, 30, 53, 1),
-    ({"causal": "top_left"}, 45, 29, 2),
-    ({"window": (9, 4)}, 71, 71, 2),
-    ({"window": (20, 0), "causal": True, "softcap": 3.0}, 71, 71, 2),
-    ({"attention_chunk": 13, "causal": True}, 50, 58, 4),
-    ({"causal": True, "dropout_p": 0.3, "dropout_seed": 5}, 40, 47, 2),
-    ({"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0]), "causal": True}, 33, 41, 2),
-    ({"score_mod": lambda s, b, h, i, j: s + 0.01 * (i - 2 * j) * (h + 1)}, 37, 43, 2),
-    ({"mask": lambda b, h, i, j: (i * 3 + j + b) % 4 != 0}, 37, 43, 2),
-    ({"causal": True}, 3, 2, 2),
-    ({}, 5, 0, 2),
-]
+WORLD = 8
+MESHES = {2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)], 8: [(8,), (2, 4), (4, 2)]}
+SEEDS = {2: 30, 3: 30, 4: 40, 8: 40}  # for each size
+COMPILED = 2, 4  # size of the world that runs compiled kernels, as each process compiles its own; one seed in so many
 
 
-def compare(mesh: DeviceMesh, case: int, layout: str, dtype: torch.dtype) -> None:
-    """One case, forward and backward, with gradients of out and of lse."""
-    arguments, num_rows, num_keys, heads = CASES[case]
-    torch.manual_seed(case)
+class Example:
+    """A call of a seed: its tensors, and the results of one device."""
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=dtype)
+    def __init__(self, seed: int, size: int, dtype: torch.dtype):
+        self.names, self.shapes = draw(seed, size)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype, self.check, s = dtype, seed % 3 == 0, self.shapes
+        b = () if s.packed else (B,)
+        dims = [(*b, n, h, w) for n, h, w in ((s.rows, s.heads, D), (s.keys, s.kv_heads, D), (s.keys, s.kv_heads, DV))]
+        self.whole = [self.random(*shape) for shape in dims]
+        self.dout, self.dlse = self.random(*b, s.rows, s.heads, DV), self.random(*b, s.heads, s.rows)
+        if not s.packed:
+            self.whole, self.dout = [x.transpose(1, 2) for x in self.whole], self.dout.transpose(1, 2)
+        self.whole = [x.requires_grad_() for x in self.whole]
+        self.arguments = arguments(self.names, s, self.random)
+        self.arguments["backend"] = "auto" if size == COMPILED[0] and seed % COMPILED[1] == 0 else "tiled"
+        self.shared = [
+            x
+            for value in self.arguments.values()
+            for x in (value, *getattr(value, "tensors", ()))
+            if isinstance(x, Tensor) and x.requires_grad
+        ]
 
-    whole = [random(B, HQ, num_rows, D), random(B, heads, num_keys, D), random(B, heads, num_keys, DV)]
-    dout, dlse = random(B, HQ, num_rows, DV), random(B, HQ, num_rows)
-    whole = [x.requires_grad_() for x in whole]
-    out, lse = flashtile.attention(*whole, return_lse=True, **arguments)
-    expected = [out, lse, *torch.autograd.grad((out, lse), whole, (dout, dlse))]
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self.dtype, generator=self.generator)
 
-    local = [shard(x.detach(), mesh, 2, layout=layout).requires_grad_() for x in whole]
-    out, lse = attention(*local, mesh=mesh, layout=layout, return_lse=True, **arguments)
-    incoming = [shard(x, mesh, 2, layout=layout) for x in (dout, dlse)]
-    results = [out, lse, *torch.autograd.grad((out, lse), local, incoming)]
-    tolerance = 1e-11 if dtype == torch.float64 else 2e-5
-    for name, x, reference in zip(("out", "lse", "dq", "dk", "dv"), results, expected, strict=True):
-        gathered = unshard(x.detach(), mesh, 2, layout=layout)
-        torch.testing.assert_close(
-            gathered, reference.detach(), atol=tolerance, rtol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
-        )
+    @property
+    def lengths(self) -> list[Tensor]:
+        return [torch.tensor(n, dtype=torch.int32) for n in offsets(self.shapes)]
+
+    def expected(self) -> list[Tensor]:
+        """out, lse, and gradients of q, k, v and features."""
+        if self.shapes.packed:
+            results = flashtile.attention_varlen(*self.whole, *self.lengths, return_lse=True, **self.arguments)
+        else:
+            results = flashtile.attention(*self.whole, return_lse=True, **self.arguments)
+        return [*results, *torch.autograd.grad(results, [*self.whole, *self.shared], (self.dout, self.dlse))]
+
+    def sharded(self, mesh: DeviceMesh, layout: str, scheme: str) -> list[Tensor]:
+        """The same over a mesh, gathered."""
+        s, dim = self.shapes, 0 if self.shapes.packed else 2
+        place: dict[str, Any] = {"mesh": mesh, "layout": layout}
+        lengths = s.rows, s.keys, s.keys
+        local = [
+            shard(x.detach(), dim=dim, length=n, **place).requires_grad_()
+            for x, n in zip(self.whole, lengths, strict=True)
+        ]
+        if s.packed:
+            call = functools.partial(attention_varlen, *local, *self.lengths)
+        else:
+            call = functools.partial(attention, *local, length=(s.rows, s.keys))
+        with contextlib.nullcontext() if self.check else without_objects():
+            results = call(return_lse=True, scheme=scheme, check=self.check, **place, **self.arguments)
+        rows = s.rows
+        incoming = [
+            shard(self.dout, dim=dim, length=rows, **place),
+            shard(self.dlse, dim=-1, length=rows, **place),
+        ]
+        out, lse, dq, dk, dv, *shared = [
+            *results, *torch.autograd.grad(results, [*local, *self.shared], incoming)
+        ]  # fmt: skip
+        for x in shared:
+            for n in range(mesh.ndim):
+                dist.all_reduce(x, group=mesh.get_group(n))
+        gathered = [
+            unshard(x.detach(), dim=at, length=n, **place)
+            for x, at, n in ((out, dim, rows), (lse, -1, rows), (dq, dim, rows), (dk, dim, s.keys), (dv, dim, s.keys))
+        ]
+        return [*gathered, *shared]
+
+    def compare(self, results: list[Tensor], expected: list[Tensor]) -> None:
+        names = ["out", "lse", "dq", "dk", "dv", *(f"gradient {n} of a feature" for n in range(len(self.shared)))]
+        for name, x, reference in zip(names, results, expected, strict=True):
+            # A feature's gradient sums over all rows, of slopes times distances.
+            tolerance = 1e-11 if self.dtype == torch.float64 else 1e-3 if "feature" in name else 3e-5
+            torch.testing.assert_close(
+                x, reference.detach(), atol=tolerance, rtol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+@contextlib.contextmanager
+def without_objects() -> Iterator[None]:
+    """Refuse the exchange of objects, which waits for a device."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("objects are exchanged without check=True")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_object", refuse)
+        yield
+
+
+def schemes_of(mesh: DeviceMesh) -> list[str]:
+    return ["ring", "gather", "ulysses"] if mesh.ndim == 1 else ["ring+ulysses", "gather+ulysses"]
+
+
+def compare_seeds(meshes: list[DeviceMesh], rank: int, seeds: range) -> None:
+    """Random calls, each over one of the meshes in one layout and scheme; rank 0 compares."""
+    size = meshes[0].size()
+    for seed in seeds:
+        mesh = meshes[seed % len(meshes)]
+        layout, dtype = ("contiguous", "zigzag")[seed // 3 % 2], (torch.float64, torch.float32)[seed % 2]
+        schemes = schemes_of(mesh)
+        scheme = schemes[seed // len(meshes) % len(schemes)]
+        example = Example(seed, size, dtype)
+        try:
+            results = example.sharded(mesh, layout, scheme)
+            if rank == 0:
+                example.compare(results, example.expected())
+        except Exception as error:
+            words = f"seed {seed}: {example.names} {example.shapes} {layout} {scheme} {dtype} on {mesh.shape}"
+            raise AssertionError(words) from error
+
+
+def count_bytes(mesh: DeviceMesh, layout: str, arguments: dict[str, Any]) -> None:
+    """The model of time knows the bytes that a rank sends, and "auto" takes the scheme that it predicts to be best."""
+    sent = [0]
+
+    def count(original: Callable[..., Any], bytes_of: Callable[..., int]) -> Callable[..., Any]:
+        def counted(*args: Any, **keywords: Any) -> Any:
+            sent[0] += bytes_of(*args)
+            return original(*args, **keywords)
+
+        return counted
+
+    def others(group: Group, x: list[Tensor], *_: Any) -> int:
+        return sum(y.nbytes for n, y in enumerate(x) if n != group.rank)
+
+    rows = 8
+    q, k = (torch.randn(1, heads, rows, D, requires_grad=True) for heads in (2 * mesh.size(), 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transfer, "__init__", count(Transfer.__init__, lambda self, group, send, *_: send.nbytes))
+        patch.setattr(Group, "exchange", count(Group.exchange, others))
+        gathered = count(Group.gather_tensors, lambda group, x: x.nbytes * (group.size - 1))
+        patch.setattr(Group, "gather_tensors", gathered)
+        explanation = explain(q, k, k, mesh=mesh, layout=layout, **arguments)
+        for prediction in explanation.simulations:
+            sent[0] = 0
+            out = attention(q, k, k, mesh=mesh, layout=layout, scheme=prediction.scheme, **arguments)
+            assert isinstance(out, Tensor)
+            assert sent[0] == prediction.bytes_forward, prediction
+            sent[0] = 0
+            out.sum().backward()
+            assert sent[0] == prediction.bytes_backward, prediction
+    assert sorted(s.scheme for s in explanation.simulations) == sorted(schemes_of(mesh))
+    assert explanation.scheme == min(explanation.simulations, key=lambda s: s.seconds_forward + s.seconds_backward)[0]
+    assert f"-> {explanation.scheme}" in str(explanation)
 
 
 def differentiate_layouts(mesh: DeviceMesh, layout: str) -> None:
     """The gradient through shard and unshard is that of the whole tensor."""
     x = torch.arange(22.0).reshape(2, 11).requires_grad_()
     weights = torch.arange(22.0).reshape(2, 11).cos()
-    again = unshard(shard(x, mesh, 1, layout=layout) ** 2, mesh, 1, layout=layout)
+    again = unshard(shard(x, mesh, 1, layout=layout, length=11) ** 2, mesh, 1, layout=layout, length=11)
     assert torch.equal(again, x**2)
     (again * weights).sum().backward()
     torch.testing.assert_close(x.grad, 2 * weights * x.detach())
@@ -72,46 +190,91 @@ def differentiate_layouts(mesh: DeviceMesh, layout: str) -> None:
 def refused(mesh: DeviceMesh, rank: int) -> None:
     """Calls that differ between ranks are refused on all of them, by the name of what differs."""
     q = torch.randn(1, 2, 8, 16)
-    wrong: list[tuple[dict, str]] = [
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"scale": 0.5 if rank == 1 else 0.25}, "on rank 1"),
         ({"causal": 7 if rank == 1 else True}, "causal"),
         ({"scheme": "tree"}, "scheme"),
-        ({"mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}, "mask"),
+        ({"mask": torch.ones(1, 1, 8, 7, dtype=torch.bool)}, "mask"),
+        ({"bias": torch.ones(1, 1, 8 - (rank == 1), 8 * mesh.size())}, "bias"),
         ({"dropout_p": 0.5}, "dropout_seed"),
     ]
-    for arguments, words in wrong:
+    for given, words in wrong:
         with pytest.raises(flashtile.AttentionError, match=words):
-            attention(q, q, q, mesh=mesh, **arguments)
+            attention(q, q, q, mesh=mesh, check=True, **given)
     rows = torch.randn(1, 2, 8 + 2 * (rank == 1), 16)
     with pytest.raises(flashtile.ArgumentError, match="shard"):
-        attention(rows, rows, rows, mesh=mesh)
+        attention(rows, rows, rows, mesh=mesh, check=True)
 
 
-def main(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
+def refused_alone(mesh: DeviceMesh) -> None:
+    """Mistakes that a rank finds by itself need no exchange."""
+    x = torch.randn(1, 2, 7, 16)
+    with pytest.raises(flashtile.ArgumentError, match="length"):
+        shard(x, mesh, 2)
+    with pytest.raises(flashtile.ArgumentError, match="length"):
+        attention(x, x, x, mesh=mesh, layout="zigzag")
+    with pytest.raises(flashtile.ArgumentError, match="as `shard` gives them"):
+        attention(x, x, x, mesh=mesh, length=7 * mesh.size() + mesh.size())
+    with pytest.raises(flashtile.ArgumentError, match="cu_seqlens_q"):
+        attention_varlen(x[0], x[0], x[0], [0, 5, 3], mesh=mesh)
+
+
+def run(rank: int, store: str) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=30)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=60)
     )
-    for size in (4, 3, 2):
-        mesh = DeviceMesh("cpu", list(range(size)))
+    first_seed = 0
+    for size, shapes in MESHES.items():
+        start = time.monotonic()
+        meshes = [DeviceMesh("cpu", torch.arange(size).view(shape)) for shape in shapes]
+        seeds = range(first_seed, first_seed := first_seed + SEEDS[size])
         if rank < size:
-            refused(mesh, rank)
             for layout in ("contiguous", "zigzag"):
-                differentiate_layouts(mesh, layout)
-                for case in range(len(CASES)):
-                    dtype = torch.float64 if (case + size) % 2 else torch.float32
-                    try:
-                        compare(mesh, case, layout, dtype)
-                    except Exception as error:
-                        raise AssertionError(f"{CASES[case]} {layout} {dtype} on {size} ranks") from error
+                differentiate_layouts(meshes[-1], layout)
+            for mesh in meshes:
+                count_bytes(mesh, "zigzag", {"causal": True})
+                count_bytes(mesh, "contiguous", {"window": (3, 0)})
+            measure_rates(meshes[-1], num_bytes=2**12)
+            refused(meshes[0], rank)
+            refused_alone(meshes[0])
+            compare_seeds(meshes, rank, seeds)
+        if rank == 0:
+            print(f"{size} ranks: {time.monotonic() - start:.1f} s", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
+def fork(store: str) -> dict[int, int]:
+    """Processes of all ranks, by their ids. PyTorch is imported once."""
+    children = {}
+    for rank in range(WORLD):
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                run(rank, store)
+                code = 0
+            except BaseException:
+                print(f"rank {rank}:\n{traceback.format_exc()}", flush=True)
+            finally:
+                os._exit(code)
+        children[pid] = rank
+    return children
+
+
+def main(store: str) -> int:
+    """Wait for all ranks. The first failure ends the others, which would wait for it."""
+    torch.set_num_threads(1)
+    children = fork(store)
+    while children:
+        pid, status = os.wait()
+        children.pop(pid)
+        if status != 0:
+            time.sleep(0.5)  # for what the others have to say
+            for other in children:
+                os.kill(other, 9)
+            return 1
+    return 0
+
+
 if __name__ == "__main__":
-    try:
-        main(int(sys.argv[1]), sys.argv[2])
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        raise
+    sys.exit(main(sys.argv[1]))

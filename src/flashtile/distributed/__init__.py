@@ -1,7 +1,22 @@
 """Attention over a sequence that is sharded over the ranks of a `DeviceMesh` of `torch.distributed`."""
 
+from .explain import ShardedExplanation, explain
 from .layout import Layout
-from .sharded import attention
+from .schemes import measure_rates
+from .sharded import attention, attention_varlen
 from .sharding import shard, unshard
+from .simulate import Rates, Simulation, simulate
 
-__all__ = ["Layout", "attention", "shard", "unshard"]
+__all__ = [
+    "Layout",
+    "Rates",
+    "ShardedExplanation",
+    "Simulation",
+    "attention",
+    "attention_varlen",
+    "explain",
+    "measure_rates",
+    "shard",
+    "simulate",
+    "unshard",
+]

@@ -1,11 +1,15 @@
-"""The agreement of ranks about a call: shapes and arguments are exchanged before keys travel."""
+"""The agreement of ranks about a call: with `check=True`, shapes and arguments are exchanged before keys travel."""
 
 from typing import Any, NamedTuple
 
-from ..call.call import Call, Settings
-from ..errors import ArgumentError, AttentionError
-from .group import EXAMPLE, Group
-from .layout import Layout
+import torch
+from torch import Tensor
+
+from ..call.call import FEATURES, Call, Settings
+from ..errors import AttentionError
+from .group import Grid
+
+Shape = tuple[int | str, ...]
 
 
 class Description(NamedTuple):
@@ -13,42 +17,55 @@ class Description(NamedTuple):
 
     num_rows: int
     num_keys: int
-    q: tuple[int, ...]  # shapes without the sequence
-    k: tuple[int, ...]
-    v: tuple[int, ...]
+    q: Shape  # shapes without the sequence
+    k: Shape
+    v: Shape
     dtype: str
-    alibi_slopes: tuple[int, ...] | None
+    features: dict[str, Shape]
+    captured: tuple[Shape, ...]
     requires_grad: tuple[bool, ...]
     layout: str
+    scheme: str
+    length: Any
+    documents: Any
     dropout_seed: int | None
     functions: tuple[bool, bool]
     settings: Settings
 
     @classmethod
-    def of(cls, call: Call, layout: str, requires_grad: tuple[bool, ...], seed: int | None) -> "Description":
+    def of(cls, call: Call, layout: str, scheme: str, length: Any, documents: Any, seed: Any) -> "Description":
         t, s = call.tensors, call.settings
         q, k, v = ((*x.shape[:2], x.shape[3]) for x in (t.q, t.k, t.v))
-        slopes = None if t.alibi_slopes is None else tuple(t.alibi_slopes.shape)
-        functions = s.score_mod is not None, s.mask_mod is not None
-        settings = s._replace(score_mod=None, mask_mod=None)  # keys of functions belong to a process
+        present = {name: x for name in FEATURES if (x := getattr(t, name)) is not None and name != "dropout_seed"}
+        shapes = {n: shape_of(x, t.q.shape[2]) for n, x in present.items()}
+        grads = [torch.is_grad_enabled() and x.requires_grad for x in (t.q, t.k, t.v, *present.values())]
         return cls(
-            t.q.shape[2], t.k.shape[2], q, k, v, str(t.q.dtype), slopes, requires_grad, layout,
-            seed if s.dropout_p > 0 else None, functions, settings,
+            t.q.shape[2], t.k.shape[2], q, k, v, str(t.q.dtype), shapes,
+            tuple(tuple(x.shape) for x in t.score_mod_tensors), tuple(grads), layout, scheme, length, documents,
+            seed if s.dropout_p > 0 else None, (s.score_mod is not None, s.mask_mod is not None),
+            s._replace(score_mod=None, mask_mod=None),  # keys of functions belong to a process
         )  # fmt: skip
 
     def compared(self) -> dict[str, Any]:
         """All that ranks have in common, by the names of arguments."""
-        values = self._asdict() | self.settings._asdict()
-        return {name: x for name, x in values.items() if name not in ("num_rows", "num_keys", "settings")}
+        values = self._asdict() | self.features | self.settings._asdict()
+        return {name: x for name, x in values.items() if name not in ("num_rows", "num_keys", "features", "settings")}
 
 
-def agree(group: Group, described: Description | str) -> tuple[Layout, Layout]:
-    """Layouts of rows and keys, from all ranks' descriptions. A string is a rank's error.
+def shape_of(x: Tensor, num_rows: int) -> Shape:
+    """A feature's shape; rows of pairs may be those of the rank, of which each has its own number."""
+    if x.dim() != 4 or x.shape[2] not in (1, num_rows):
+        return tuple(x.shape)
+    return *x.shape[:2], "own rows", x.shape[3]
+
+
+def agree(grid: Grid, described: Description | str) -> tuple[list[int], list[int]]:
+    """The numbers of rows and of keys of all ranks, whose calls agree. A string is a rank's error.
 
     Every rank sees the same descriptions, so all of them raise or none does, and none waits for one that has raised.
     """
     calls: list[Description] = []
-    for rank, given in enumerate(group.gather(described)):
+    for rank, given in enumerate(grid.gather(described)):
         if isinstance(given, str):
             if described == given:
                 raise AttentionError(given)
@@ -56,16 +73,9 @@ def agree(group: Group, described: Description | str) -> tuple[Layout, Layout]:
         calls.append(given)
     compared = [given.compared() for given in calls]
     for rank, given in enumerate(compared):
-        for name, value in given.items():
-            if value != (first := compared[0][name]):
+        for name in {**compared[0], **given}:
+            value, first = given.get(name), compared[0].get(name)
+            if value != first:
                 found = f"{value} on rank {rank} of the mesh, {first} on rank 0"
                 raise AttentionError(f"`{name}` differs between ranks: {found}.\n  accepted: the same on all ranks")
-    layouts = []
-    for argument, field in (("q", "num_rows"), ("k", "num_keys")):
-        lengths = [getattr(given, field) for given in calls]
-        layout = Layout(calls[0].layout, sum(lengths), group.size)  # type: ignore[arg-type]
-        expected = [layout.rows(rank) for rank in range(group.size)]
-        if lengths != expected:
-            raise ArgumentError(argument, f"{lengths} rows on the ranks", f"{expected}, as `shard` gives them", EXAMPLE)
-        layouts.append(layout)
-    return layouts[0], layouts[1]
+    return [given.num_rows for given in calls], [given.num_keys for given in calls]

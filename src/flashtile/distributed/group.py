@@ -1,34 +1,121 @@
-"""The process group of a mesh with one dimension, and this process's place in it."""
+"""The process groups of a mesh, and this process's place in them."""
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentError
 
 EXAMPLE = 'flashtile.distributed.attention(q, k, v, mesh=init_device_mesh("cuda", (2,)))'
+# The name until PyTorch 2.13, which warns of it.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Group(NamedTuple):
-    """A process group, its size, and this process's rank in it."""
+    """A process group, its size, and this process's rank in it. A group of one process has no handle."""
 
-    handle: dist.ProcessGroup
+    handle: dist.ProcessGroup | None
     size: int
     rank: int
 
     def global_rank(self, rank: int) -> int:
+        assert self.handle is not None
         return dist.get_global_rank(self.handle, rank % self.size)
 
     def gather(self, value: Any) -> list[Any]:
-        """The (picklable) values of all ranks."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.handle)
+        """The (picklable) values of all ranks. Waits for the device."""
+        values: list[Any] = [value] * self.size
+        if self.handle is not None:
+            dist.all_gather_object(values, value, group=self.handle)
         return values
 
+    def gather_tensors(self, x: Tensor) -> "Gathering":
+        """Begin to gather contiguous tensors of one shape from all ranks."""
+        if self.handle is None:
+            return Gathering(x[None], None)
+        whole = x.new_empty((self.size, *x.shape))
+        work = all_gather(whole.flatten(), x.flatten(), group=self.handle, async_op=True)
+        return Gathering(whole, work)
 
-def group_of(mesh: DeviceMesh) -> Group:
-    accepted = 'a DeviceMesh with one dimension that this process is part of; of a larger one, `mesh["name"]`'
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1 or mesh.get_coordinate() is None:
+    def exchange(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> "Exchange":
+        """Begin an all-to-all: element r of `sent` goes to rank r, from which a tensor of shape r arrives."""
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        if self.handle is None:
+            return Exchange(sent[0].reshape(-1), None, shapes, None)
+        if sent[0].dtype == torch.bool:  # which collectives need not know
+            return self.exchange([x.view(torch.uint8) for x in sent], shapes)._replace(dtype=torch.bool)
+        flat = torch.cat([x.reshape(-1) for x in sent])
+        received = flat.new_empty(sum(sizes))
+        work = dist.all_to_all_single(
+            received, flat, sizes, [x.numel() for x in sent], group=self.handle, async_op=True
+        )
+        return Exchange(received, flat, shapes, work)
+
+
+class Gathering(NamedTuple):
+    """An all-gather under way."""
+
+    whole: Tensor  # [ranks, ...]
+    work: Any
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.whole
+
+
+class Exchange(NamedTuple):
+    """An all-to-all under way."""
+
+    received: Tensor
+    sent: Tensor | None  # alive until the exchange ends
+    shapes: list[tuple[int, ...]]
+    work: Any
+    dtype: torch.dtype | None = None  # of the results, if it is another one of one byte
+
+    def wait(self) -> list[Tensor]:
+        if self.work is not None:
+            self.work.wait()
+        received = self.received if self.dtype is None else self.received.view(self.dtype)
+        parts = received.split([torch.Size(shape).numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+ALONE = Group(None, 1, 0)
+
+
+class Grid(NamedTuple):
+    """The ranks of a mesh, which count along `inner` first. Keys travel over `outer`, heads over `inner`."""
+
+    outer: Group
+    inner: Group
+
+    @property
+    def size(self) -> int:
+        return self.outer.size * self.inner.size
+
+    @property
+    def rank(self) -> int:
+        return self.outer.rank * self.inner.size + self.inner.rank
+
+    def gather(self, value: Any) -> list[Any]:
+        """The (picklable) values of all ranks."""
+        return [x for values in self.outer.gather(self.inner.gather(value)) for x in values]
+
+    def gather_tensors(self, x: Tensor) -> Tensor:
+        """`[ranks, ...]` from contiguous tensors of one shape."""
+        return self.outer.gather_tensors(self.inner.gather_tensors(x).wait()).wait().flatten(0, 1)
+
+
+def grid_of(mesh: DeviceMesh, *, heads: bool = False) -> Grid:
+    """The grid of a mesh with one dimension, over which keys travel or (`heads`) heads are exchanged, or with two."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2) or mesh.get_coordinate() is None:
+        accepted = 'a DeviceMesh with one or two dimensions that this process is in; of a larger one, `mesh["name"]`'
         raise ArgumentError("mesh", mesh, accepted, EXAMPLE)
-    return Group(mesh.get_group(), mesh.size(), mesh.get_local_rank())
+    groups = [Group(mesh.get_group(n), mesh.size(n), mesh.get_local_rank(n)) for n in range(mesh.ndim)]
+    if len(groups) == 1:
+        groups.insert(0 if heads else 1, ALONE)
+    return Grid(*groups)

@@ -1,6 +1,10 @@
 """Layouts: which rows of a sequence each rank holds."""
 
+from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
 
 from ..errors import ArgumentError
 
@@ -13,6 +17,18 @@ class Piece(NamedTuple):
 
     start: int
     stop: int
+
+    @property
+    def length(self) -> int:
+        return max(self.stop - self.start, 0)
+
+    def cut(self, other: "Piece") -> "Piece":
+        """The rows of both, counted as these are; none if `length` is 0."""
+        return Piece(max(self.start, other.start), min(self.stop, other.stop))
+
+    def since(self, start: int) -> "Piece":
+        """The same rows, counted from another one."""
+        return Piece(self.start - start, self.stop - start)
 
 
 class Layout(NamedTuple):
@@ -44,12 +60,80 @@ class Layout(NamedTuple):
 
     def rows(self, rank: int) -> int:
         """The number of rows of a rank."""
-        return sum(piece.stop - piece.start for piece in self.pieces(rank))
+        return sum(piece.length for piece in self.pieces(rank))
 
     def cut(self, n: int, parts: int) -> Piece:
         """Part n of the sequence; the first `length % parts` are one row longer."""
         least, longer = divmod(self.length, parts)
         return Piece(n * least + min(n, longer), (n + 1) * least + min(n + 1, longer))
+
+    @property
+    def pieces_per_rank(self) -> int:
+        return 1 if self.kind == "contiguous" else 2
+
+    @property
+    def even(self) -> bool:
+        """Whether all pieces have one length, so that a rank's rows tell the length of the sequence."""
+        return self.length % (self.ranks * self.pieces_per_rank) == 0
+
+
+class Placement(NamedTuple):
+    """The rows that each rank of a group holds: pieces in ascending order that do not touch."""
+
+    by_rank: tuple[tuple[Piece, ...], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, ranks_each: int = 1) -> "Placement":
+        """A layout's rows by groups of ranks that hold their rows together."""
+        ranks = range(layout.ranks)
+        groups = [ranks[n : n + ranks_each] for n in range(0, layout.ranks, ranks_each)]
+        return cls(tuple(joined([p for rank in group for p in layout.pieces(rank)]) for group in groups))
+
+    @classmethod
+    def within(cls, layout: Layout, ranks: range) -> "Placement":
+        """The rows of some ranks alone, by their places among the rows of these ranks."""
+        pieces = sorted(p for rank in ranks for p in layout.pieces(rank) if p.length > 0)
+        starts = dict(zip(pieces, accumulate((p.length for p in pieces), initial=0), strict=False))
+        moved = [[Piece(starts[p], starts[p] + p.length) for p in layout.pieces(r) if p.length > 0] for r in ranks]
+        return cls(tuple(joined(of_rank) for of_rank in moved))
+
+    @property
+    def length(self) -> int:
+        return sum(map(self.rows, range(len(self.by_rank))))
+
+    def rows(self, rank: int) -> int:
+        return sum(piece.length for piece in self.by_rank[rank])
+
+    def local(self, rank: int) -> list[tuple[Piece, int]]:
+        """A rank's pieces, each with its first row in the rank's tensor."""
+        pieces = self.by_rank[rank]
+        return list(zip(pieces, accumulate((p.length for p in pieces), initial=0), strict=False))
+
+    def select(self, x: Tensor, rank: int, dim: int) -> Tensor:
+        """A rank's rows of a whole tensor."""
+        pieces = [x.narrow(dim, p.start, p.length) for p in self.by_rank[rank]] or [x.narrow(dim, 0, 0)]
+        return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+
+    def assemble(self, shards: list[Tensor], dim: int) -> Tensor:
+        """The whole tensor from all ranks' rows. A shard may be longer than its rank's rows."""
+        pieces = [
+            (p, shard.narrow(dim, first, p.length))
+            for rank, shard in enumerate(shards)
+            for p, first in self.local(rank)
+        ]
+        pieces.sort(key=lambda pair: pair[0])
+        return torch.cat([x for _, x in pieces] or [shards[0].narrow(dim, 0, 0)], dim)
+
+
+def joined(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Pieces in ascending order, those that touch as one, without empty ones."""
+    found: list[Piece] = []
+    for piece in sorted(p for p in pieces if p.length > 0):
+        if found and found[-1].stop == piece.start:
+            found[-1] = Piece(found[-1].start, piece.stop)
+        else:
+            found.append(piece)
+    return tuple(found)
 
 
 def kind_of(layout: str) -> Kind:
@@ -57,3 +141,14 @@ def kind_of(layout: str) -> Kind:
     if layout not in get_args(Kind):
         raise ArgumentError("layout", layout, " or ".join(repr(kind) for kind in get_args(Kind)), EXAMPLE)
     return layout  # type: ignore[return-value]
+
+
+def layout_of(argument: str, kind: Kind, rows: int, ranks: int, length: int | None) -> Layout:
+    """The layout of a sequence of `length` rows; by default that of a sequence which all ranks share evenly."""
+    if length is not None and (not isinstance(length, int) or length < 0):
+        raise ArgumentError("length", length, "the rows of the whole sequence, or None", EXAMPLE)
+    layout = Layout(kind, rows * ranks if length is None else length, ranks)
+    if length is None and not layout.even:
+        accepted = f"with layout={kind!r} an even number of rows, or the argument `length`"
+        raise ArgumentError(argument, f"{rows} rows", accepted, EXAMPLE)
+    return layout

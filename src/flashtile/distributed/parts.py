@@ -1,5 +1,6 @@
 """Parts of a sharded call: some rows against some keys, each one call of the operators with its place in the whole."""
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -7,19 +8,115 @@ import torch
 from torch import Tensor
 
 from ..backend.blockwise.softmax import merge
-from ..call.call import DIFFERENTIABLE, Call, Settings, Tensors
+from ..call.call import Call, Settings, Tensors, differentiable_positions
 from ..call.problem import accumulation_dtype
 from ..call.window import key_range
 from ..dispatch.operators import operators_of
-from .layout import Layout, Piece
+from .layout import Piece, Placement
+
+
+class Document(NamedTuple):
+    """The rows and keys of one sequence, by their places among those of the call."""
+
+    rows: Piece
+    keys: Piece
 
 
 class Whole(NamedTuple):
-    """The whole of a sharded call: settings, and the layouts of rows and keys."""
+    """The whole of a sharded call: its settings, which rows and keys each rank of a group holds, and its sequences.
+
+    A dense call has one document, and its tensors keep their batch. A packed call has a batch of 1, in which its
+    sequences follow each other.
+    """
 
     settings: Settings
-    rows: Layout
-    keys: Layout
+    rows: Placement
+    keys: Placement
+    documents: tuple[Document, ...]
+    packed: bool = False
+
+
+class Part(NamedTuple):
+    """One call of a sharded call: its rows and keys in the ranks' tensors, its keys among all keys, its settings."""
+
+    rows: slice
+    keys: slice
+    of_all_keys: slice
+    document: int | None  # of a packed call
+    settings: Settings
+
+    def of(self, t: Tensors) -> Tensors:
+        """Views of a rank's rows and an owner's keys; tensors of pairs have all keys. Gradients have the same views."""
+        slopes = t.alibi_slopes
+        if slopes is not None and slopes.dim() == 2 and self.document is not None:
+            slopes = slopes[self.document : self.document + 1]
+        return t._replace(
+            q=t.q[:, :, self.rows],
+            k=t.k[:, :, self.keys],
+            v=t.v[:, :, self.keys],
+            mask=self.pairs(t.mask),
+            bias=self.pairs(t.bias),
+            alibi_slopes=slopes,
+            sinks=None,  # the merged result's
+        )
+
+    def pairs(self, x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        rows = self.rows if x.shape[2] != 1 else slice(None)
+        return x[:, :, rows, self.of_all_keys if x.shape[3] != 1 else slice(None)]
+
+
+def heads_of(t: Tensors, heads: slice) -> Tensors:
+    """The rows of some query heads, with all that belongs to them, short of keys and values."""
+
+    def select(x: Tensor | None, dim: int) -> Tensor | None:
+        return x if x is None or x.shape[dim] == 1 else x.movedim(dim, 0)[heads].movedim(0, dim)
+
+    return t._replace(
+        q=t.q[:, heads], mask=select(t.mask, 1), bias=select(t.bias, 1), alibi_slopes=select(t.alibi_slopes, -1),
+        sinks=select(t.sinks, 0),
+    )  # fmt: skip
+
+
+def settings_of_heads(settings: Settings, first: int, num_heads: int) -> Settings:
+    """The settings of a call of the heads from `first` on, out of `num_heads` of the call that it is part of."""
+    return settings._replace(h0=settings.h0 + first, num_heads=settings.num_heads or num_heads)
+
+
+@functools.lru_cache(maxsize=4096)
+def parts(whole: Whole, rank: int, owner: int) -> tuple[Part, ...]:
+    """The parts of `rank`'s rows and `owner`'s keys with anything visible by position, in a fixed order."""
+    return tuple(find_parts(whole, rank, owner))
+
+
+def find_parts(whole: Whole, rank: int, owner: int) -> Iterator[Part]:
+    s = whole.settings
+    for of_rows, first_row in whole.rows.local(rank):
+        for of_keys, first_key in whole.keys.local(owner):
+            for n, document in enumerate(whole.documents):
+                rows, keys = of_rows.cut(document.rows), of_keys.cut(document.keys)
+                if rows.length == 0 or keys.length == 0:
+                    continue
+                diagonal = document.keys.length - document.rows.length
+                i0, j0 = rows.start - document.rows.start, keys.start - document.keys.start
+                seen = key_range(s.window, i0, i0 + rows.length - 1, keys.length, diagonal, j0)
+                if seen.lo < seen.hi:
+                    at_row, at_key = first_row + rows.start - of_rows.start, first_key + keys.start - of_keys.start
+                    yield Part(
+                        slice(at_row, at_row + rows.length),
+                        slice(at_key, at_key + keys.length),
+                        slice(*keys),
+                        n if whole.packed else None,
+                        s._replace(b0=s.b0 + n, i0=i0, j0=j0, diagonal=diagonal - (keys.length - rows.length)),
+                    )
+
+
+@functools.lru_cache(maxsize=1024)
+def steps_of(whole: Whole, ranks: int) -> int:
+    """The number of ring steps after which no rank sees a key of the owners that would follow."""
+    needed = [step for step in range(ranks) if any(parts(whole, rank, (rank - step) % ranks) for rank in range(ranks))]
+    return 1 + max(needed, default=0)
 
 
 class Results(NamedTuple):
@@ -35,47 +132,23 @@ class Results(NamedTuple):
         out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
         return cls(out, q.new_full(q.shape[:3], -torch.inf, dtype=dtype))
 
-
-def local(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, slice]]:
-    """Each piece with its place in a rank's tensor. Empty ones are left out."""
-    first = 0
-    for piece in pieces:
-        length = piece.stop - piece.start
-        if length > 0:
-            yield piece, slice(first, first + length)
-        first += length
+    def heads(self, heads: slice) -> "Results":
+        return Results(self.out[:, heads], self.lse[:, heads])
 
 
-def parts(whole: Whole, rank: int, owner: int) -> Iterator[tuple[slice, slice, Settings]]:
-    """The parts of `rank`'s rows and `owner`'s keys with anything visible by position, in a fixed order."""
-    s, diagonal = whole.settings, whole.keys.length - whole.rows.length
-    for rows, row_slice in local(whole.rows.pieces(rank)):
-        for keys, key_slice in local(whole.keys.pieces(owner)):
-            num_rows, num_keys = rows.stop - rows.start, keys.stop - keys.start
-            seen = key_range(s.window, rows.start, rows.stop - 1, num_keys, diagonal, keys.start)
-            if seen.lo < seen.hi:
-                place = s._replace(i0=rows.start, j0=keys.start, diagonal=diagonal - (num_keys - num_rows))
-                yield row_slice, key_slice, place
-
-
-def part_of(tensors: Tensors, k: Tensor, v: Tensor, rows: slice, keys: slice, settings: Settings) -> Call:
-    """One part as a call of its own."""
-    return Call(tensors._replace(q=tensors.q[:, :, rows], k=k[:, :, keys], v=v[:, :, keys]), settings)
-
-
-def forward(whole: Whole, tensors: Tensors, k: Tensor, v: Tensor, ranks: tuple[int, int], results: Results) -> None:
-    """Merge the attention of a rank's rows over an owner's keys into `results`."""
-    for rows, keys, settings in parts(whole, *ranks):
-        call = part_of(tensors, k, v, rows, keys, settings)
+def forward(whole: Whole, tensors: Tensors, ranks: tuple[int, int], results: Results) -> None:
+    """Merge the attention of a rank's rows over an owner's keys, which `tensors` has, into `results`."""
+    for part in parts(whole, *ranks):
+        call = Call(part.of(tensors), part.settings)
         operators = operators_of(call)
         out, lse = operators.forward(*operators.arguments(call))
-        before = results.out[:, :, rows], results.lse[:, :, rows]
+        before = results.out[:, :, part.rows], results.lse[:, :, part.rows]
         merged, merged_lse = merge([before[0], out.to(before[0].dtype)], [before[1][..., None], lse[..., None]])
         before[0].copy_(merged)
         before[1].copy_(merged_lse[..., 0])
 
 
-class Backward(NamedTuple):
+class Saved(NamedTuple):
     """Inputs of backward for a rank's rows; out and lse are those over all keys, from which delta follows."""
 
     out: Tensor
@@ -83,29 +156,25 @@ class Backward(NamedTuple):
     dout: Tensor | None
     dlse: Tensor | None
 
-    def of(self, rows: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        of_rows = [None if x is None else x[:, :, rows] for x in self]
-        return tuple(of_rows)  # type: ignore[return-value]
+    def heads(self, heads: slice) -> "Saved":
+        return Saved._make(None if x is None else x[:, heads] for x in self)  # type: ignore[arg-type]
+
+    def rows(self, rows: slice) -> "Saved":
+        return Saved._make(None if x is None else x[:, :, rows] for x in self)  # type: ignore[arg-type]
 
 
-def backward(
-    whole: Whole,
-    tensors: Tensors,
-    kv: tuple[Tensor, Tensor],
-    ranks: tuple[int, int],
-    saved: Backward,
-    sums: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Add the gradients of a rank's rows and an owner's keys to `sums` (dq, dk, dv).
+def backward(whole: Whole, tensors: Tensors, ranks: tuple[int, int], saved: Saved, sums: Tensors) -> None:
+    """Add the gradients of a rank's rows and an owner's keys to `sums`, in which `None` is not requested.
 
     `p = exp(s - lse)` and `ds = p * (dp - delta)` hold for any part of the keys, if lse and delta are those over all of
     them. So the backends' backward pass is right for a part as it stands.
     """
-    for rows, keys, settings in parts(whole, *ranks):
-        call = part_of(tensors, *kv, rows, keys, settings)
-        num_differentiable = len(DIFFERENTIABLE) + len(tensors.score_mod_tensors)
-        needs = [True] * 3 + [False] * (num_differentiable - 3)
-        dq, dk, dv, *_ = operators_of(call).differentiate(needs, *saved.of(rows), call)
-        for total, part, where in zip(sums, (dq, dk, dv), (rows, keys, keys), strict=True):
-            assert part is not None
-            total[:, :, where] += part
+    for part in parts(whole, *ranks):
+        call, totals = Call(part.of(tensors), part.settings), part.of(sums).flat()
+        wanted = [totals[n] for n in differentiable_positions(len(totals))]
+        needs = [total is not None for total in wanted]
+        gradients = operators_of(call).differentiate(needs, *saved.rows(part.rows), call)
+        for total, gradient in zip(wanted, gradients, strict=True):
+            if total is not None:
+                assert gradient is not None
+                total.add_(gradient)

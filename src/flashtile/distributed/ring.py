@@ -3,30 +3,27 @@
 Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..call.call import Tensors
 from ..call.problem import accumulation_dtype
 from . import parts
 from .group import Group
-from .parts import Backward, Results, Whole
+from .parts import Results, Saved, Whole
 
 
 class Transfer:
-    """Pass a buffer on to the next rank while another one arrives from the rank before."""
+    """Pass a buffer on to a rank ahead while another one arrives from as far behind."""
 
-    def __init__(self, group: Group, send: Tensor, receive: Tensor):
+    def __init__(self, group: Group, send: Tensor, receive: Tensor, distance: int = 1):
         self.sent, self.received = send, receive  # alive until the transfer ends
         ops = []
         if send.numel() > 0:
-            ops.append(dist.P2POp(dist.isend, send, group.global_rank(group.rank + 1), group.handle))
+            ops.append(dist.P2POp(dist.isend, send, group.global_rank(group.rank + distance), group.handle))
         if receive.numel() > 0:
-            ops.append(dist.P2POp(dist.irecv, receive, group.global_rank(group.rank - 1), group.handle))
+            ops.append(dist.P2POp(dist.irecv, receive, group.global_rank(group.rank - distance), group.handle))
         self.work = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> Tensor:
@@ -51,60 +48,49 @@ class Travelers:
         batch, heads = self.k.shape[:2]
         return self.k.new_empty(batch * heads * rows * (self.k.shape[3] + self.v.shape[3]), dtype=dtype)
 
-    def split(self, buffer: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def split(self, buffer: Tensor, step: int) -> dict[str, Tensor]:
         """Keys and values in a buffer, as views."""
         rows = self.keys.rows(self.owner(step))
         shapes = [(*x.shape[:2], rows, x.shape[3]) for x in (self.k, self.v)]
         sizes = [batch * heads * n * width for batch, heads, n, width in shapes]
         k, v = buffer.split(sizes)
-        return k.view(shapes[0]), v.view(shapes[1])
+        return {"k": k.view(shapes[0]), "v": v.view(shapes[1])}
 
 
-def joined(k: Tensor, v: Tensor) -> Tensor:
+def flat(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
-class Ring(torch.autograd.Function):
-    """Attention of this rank's rows over all ranks' keys."""
+def forward(whole: Whole, tensors: Tensors, group: Group, results: Results) -> None:
+    """Merge the attention of this rank's rows over all ranks' keys into `results`."""
+    k, v, steps = tensors.k, tensors.v, parts.steps_of(whole, group.size)
+    travelers, here = Travelers(k, v, whole, group), flat(k, v)
+    for step in range(steps):
+        last = step == steps - 1
+        transfer = None if last else Transfer(group, here, travelers.buffer(step + 1, k.dtype))
+        kv = travelers.split(here, step)
+        parts.forward(whole, tensors._replace(**kv), (group.rank, travelers.owner(step)), results)
+        here = here if transfer is None else transfer.wait()
 
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rest: Tensors, whole: Whole, group: Group
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        tensors, results = rest._replace(q=q), Results.empty(q, v)
-        travelers, here = Travelers(k, v, whole, group), joined(k, v)
-        for step in range(group.size):
-            last = step == group.size - 1
-            transfer = None if last else Transfer(group, here, travelers.buffer(step + 1, k.dtype))
-            kv = travelers.split(here, step)
-            parts.forward(whole, tensors, *kv, (group.rank, travelers.owner(step)), results)
-            here = here if transfer is None else transfer.wait()
-        out = results.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, results.lse)
-        ctx.rest, ctx.whole, ctx.group = rest, whole, group
-        return out, results.lse
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
-        whole, group, tensors = ctx.whole, ctx.group, ctx.rest._replace(q=q)
-        saved, dtype = Backward(out, lse, dout, dlse), accumulation_dtype(q.dtype)
-        travelers, here = Travelers(k, v, whole, group), joined(k, v)
-        dq, gradients = q.new_zeros(q.shape, dtype=dtype), None
-        for step in range(group.size):
-            last = step == group.size - 1
-            transfer = None if last else Transfer(group, here, travelers.buffer(step + 1, k.dtype))
-            mine = torch.zeros_like(travelers.buffer(step, dtype))
-            sums = (dq, *travelers.split(mine, step))
-            kv = travelers.split(here, step)
-            parts.backward(whole, tensors, kv, (group.rank, travelers.owner(step)), saved, sums)
-            here = here if transfer is None else transfer.wait()
-            if gradients is not None:  # the ranks before have added theirs
-                mine += gradients.wait()
-            # A step on, these gradients are with the next rank; after the last, with the rank that owns their keys.
-            gradients = Transfer(group, mine, travelers.buffer(step + 1, dtype)) if group.size > 1 else None
-        final = mine if gradients is None else gradients.wait()
-        dk, dv = travelers.split(final, 0)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+def backward(whole: Whole, tensors: Tensors, group: Group, saved: Saved, sums: Tensors) -> tuple[Tensor, Tensor]:
+    """The gradients of this rank's keys and values; all others are added to `sums`."""
+    k, v, steps = tensors.k, tensors.v, parts.steps_of(whole, group.size)
+    dtype = accumulation_dtype(k.dtype)
+    travelers, here, arriving = Travelers(k, v, whole, group), flat(k, v), None
+    mine = here
+    for step in range(steps):
+        last = step == steps - 1
+        transfer = None if last else Transfer(group, here, travelers.buffer(step + 1, k.dtype))
+        mine = torch.zeros_like(travelers.buffer(step, dtype))
+        kv, gradients = travelers.split(here, step), travelers.split(mine, step)
+        ranks = group.rank, travelers.owner(step)
+        parts.backward(whole, tensors._replace(**kv), ranks, saved, sums._replace(**gradients))
+        here = here if transfer is None else transfer.wait()
+        if arriving is not None:  # the ranks before have added theirs
+            mine += arriving.wait()
+        if not last:
+            arriving = Transfer(group, mine, travelers.buffer(step + 1, dtype))
+    if steps > 1:  # home, to the rank that owns these keys
+        mine = Transfer(group, mine, travelers.buffer(0, dtype), 1 - steps).wait()
+    return tuple(travelers.split(mine, 0).values())  # type: ignore[return-value]

@@ -1,24 +1,37 @@
-"""The public function: attention over a sequence whose rows and keys are sharded over a mesh."""
+"""The public functions: attention over a sequence whose rows and keys are sharded over a mesh."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api.normalize import normalize
-from ..api.signatures import Causal, ScoreModArgument, WindowArgument
+from ..api.signatures import Causal, MaskArgument, ScoreModArgument, WindowArgument
 from ..call.call import Call
-from ..call.eager import in_forward_mode
 from ..errors import ArgumentError, AttentionError
-from ..expression import MaskMod
+from . import ulysses
 from .agreement import Description, agree
-from .group import EXAMPLE, group_of
-from .layout import kind_of
-from .parts import Whole
-from .ring import Ring
+from .function import Sharded
+from .group import EXAMPLE, Grid, grid_of
+from .inputs import documents_of, normalized, with_own_pairs
+from .layout import Layout, Piece, Placement, kind_of, layout_of
+from .parts import Document, Whole, settings_of_heads
+from .schemes import scheme_of, workload_of
+from .simulate import Workload
 
-SCHEMES = ("auto", "ring")
+KEYWORDS: dict[str, Any] = {
+    "causal": False, "window": None, "attention_chunk": None, "scale": None, "softcap": None, "score_mod": None,
+    "dropout_p": 0.0, "dropout_seed": None, "deterministic": None, "backend": "auto",
+}  # fmt: skip
+
+
+class Placing(NamedTuple):
+    """The arguments that say how a call is sharded."""
+
+    mesh: DeviceMesh
+    layout: str
+    scheme: str
+    length: int | tuple[int, int] | None
+    check: bool
 
 
 def attention(
@@ -29,13 +42,17 @@ def attention(
     mesh: DeviceMesh,
     layout: str = "contiguous",
     scheme: str = "auto",
+    length: int | tuple[int, int] | None = None,
+    check: bool = False,
     causal: Causal = False,
     window: WindowArgument = None,
     attention_chunk: int | None = None,
-    mask: MaskMod | Any = None,
+    mask: MaskArgument = None,
     scale: float | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     score_mod: ScoreModArgument = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
@@ -46,21 +63,28 @@ def attention(
     """Exact attention of this rank's rows over the keys of all ranks of a mesh.
 
     Arguments mean what they mean in `flashtile.attention` for the whole sequence: positions of causal, window, masks,
-    ALiBi, score_mod and dropout are those in it, and a seed gives the dropout mask of one device. Each rank holds its
-    own rows and the keys of two ranks at a time. The first derivative of q, k and v exists, also through `lse`. Ranks
-    exchange the shapes and arguments of a call first; where they differ, all of them raise. Shard the sequence with
-    `shard`, and all ranks must take part in forward and in backward (Liu et al., "Ring Attention", 2023).
+    ALiBi, score_mod and dropout are those in it, and a seed gives the dropout mask of one device. First derivatives
+    exist, also through `lse`. Gradients of tensors that all ranks have (bias, slopes, sinks, tensors of score_mod) are
+    those of this rank's rows or heads, to be summed over the mesh as those of a model's weights are. Shard the sequence
+    with `shard`, and all ranks must take part in forward and in backward (Liu et al., "Ring Attention", 2023; Jacobs et
+    al., "DeepSpeed Ulysses", 2023).
 
     Args:
         q: this rank's rows of the queries `[B, Hq, Sq, D]`.
         k: this rank's rows of the keys `[B, Hkv, Sk, D]`.
         v: this rank's rows of the values `[B, Hkv, Sk, Dv]`.
-        mesh: a `DeviceMesh` with one dimension.
+        mesh: a `DeviceMesh` with one dimension; or with two, of which heads are exchanged along the second.
         layout: that of `shard`, for queries and keys; "zigzag" balances causal attention.
-        scheme: "ring", in which keys and values travel from rank to rank; "auto" is the same.
-        mask: a function of positions, `(b, h, q_idx, k_idx) -> bool`, that reads no tensors.
-        alibi_slopes: `[Hq]` or `[B, Hq]`, the same on all ranks, without a gradient.
-        score_mod: a function that reads no tensors.
+        scheme: "ring" (keys travel from rank to rank), "gather" (each rank gathers all keys, some heads at a time),
+            "ulysses" (ranks exchange rows for heads; for as many ranks as divide Hq); for a mesh with two dimensions
+            "ring+ulysses" or "gather+ulysses". "auto" takes what `simulate` takes to be the fastest.
+        length: rows of the whole sequence, or those of queries and of keys. `None`: all ranks have as many.
+        check: compare shapes and arguments of all ranks first, and raise on all of them where they differ. This waits
+            for the device. Without it, ranks that differ end in the process group's timeout, or in wrong results.
+        mask: bool, as `bias`; or a function of positions, `(b, h, q_idx, k_idx) -> bool`.
+        bias: `[B, Hq, Sq, Sk]`, each dimension may be 1, with all keys, and this rank's rows or all.
+        alibi_slopes: `[Hq]` or `[B, Hq]`, the same on all ranks.
+        sinks: `[Hq]`, the same on all ranks.
         dropout_seed: an int, the same on all ranks; required where `dropout_p` is above 0.
 
     The other arguments are those of `flashtile.attention`.
@@ -69,70 +93,173 @@ def attention(
         `out [B, Hq, Sq, Dv]` of this rank's rows in q's dtype; with `return_lse` also `lse [B, Hq, Sq]`.
 
     Raises:
-        ArgumentError: on all ranks, where an argument of one is not what it should be, or differs from that of the
-            first rank; or the ranks' rows are not those of the layout.
+        ArgumentError: an argument is not what it should be, or the rank's rows are not those of the layout.
+        AttentionError: with `check`, on all ranks, where one raises or differs from the first rank.
         BackendError: no backend takes a part of the call, or the named one does not.
     """
-    group, call, requires_grad = group_of(mesh), None, ()
-    try:
-        kind_of(layout)
-        accepted_here(q, scheme, mask, alibi_slopes, dropout_p, dropout_seed)
-        call = normalize(
-            "attention",
-            {"q": q, "k": k, "v": v, "mask": mask, "alibi_slopes": alibi_slopes},
-            causal=causal,
-            window=window,
-            attention_chunk=attention_chunk,
-            scale=scale,
-            softcap=softcap,
-            score_mod=score_mod,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            num_splits=None,
-            deterministic=deterministic,
-            backend=backend,
-        )
-        accepted_call(call)
-        requires_grad = tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v))
-        described: Description | str = Description.of(call, layout, requires_grad, dropout_seed)
-    except AttentionError as error:
-        described = str(error)
-    rows, keys = agree(group, described)
-    assert call is not None
-    t = call.tensors
-    rest = t._replace(out=None)
-    out, lse = Ring.apply(t.q, t.k, t.v, rest, Whole(call.settings, rows, keys), group)
+    tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    keywords = {
+        "causal": causal, "window": window, "attention_chunk": attention_chunk, "scale": scale, "softcap": softcap,
+        "score_mod": score_mod, "dropout_p": dropout_p, "dropout_seed": dropout_seed,
+        "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    out, lse = run(tensors, keywords, Placing(mesh, layout, scheme, length, check))
     return (out, lse) if return_lse else out
 
 
-def accepted_here(
-    q: Tensor, scheme: str, mask: Any, alibi_slopes: Tensor | None, dropout_p: float, dropout_seed: Any
-) -> None:
-    """Refuse what sharded calls do not have."""
-    if scheme not in SCHEMES:
-        raise ArgumentError("scheme", scheme, " or ".join(map(repr, SCHEMES)), EXAMPLE)
-    if isinstance(mask, Tensor):
-        raise ArgumentError("mask", mask, "a function of positions, or None", EXAMPLE)
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ArgumentError("alibi_slopes", alibi_slopes, "slopes that require no gradient", EXAMPLE)
-    if dropout_p != 0 and type(dropout_seed) is not int:
-        raise ArgumentError("dropout_seed", dropout_seed, "with dropout an int, the same on all ranks", EXAMPLE)
-    if torch.compiler.is_compiling() or in_forward_mode():
-        raise AttentionError(
-            "sharded attention has no forward mode, and cannot be compiled.\n"
-            "  accepted: the call outside torch.compile and torch.func.jvp"
-        )
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    *,
+    mesh: DeviceMesh,
+    layout: str = "contiguous",
+    scheme: str = "auto",
+    check: bool = False,
+    causal: Causal = False,
+    window: WindowArgument = None,
+    attention_chunk: int | None = None,
+    mask: MaskArgument = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreModArgument = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of packed sequences, whose tokens are sharded over a mesh as one sequence.
+
+    Arguments mean what they mean in `flashtile.attention_varlen` for the whole, and in `attention` for the mesh. A
+    sequence may begin on one rank and end on another. Each pair of a sequence's rows and keys on a rank is one call of
+    the operators, so that it suits sequences of thousands of tokens.
+
+    Args:
+        q: this rank's tokens `[Tq, Hq, D]`.
+        k: this rank's tokens `[Tk, Hkv, D]`.
+        v: this rank's tokens `[Tk, Hkv, Dv]`.
+        cu_seqlens_q: offsets `[B + 1]` of all sequences, in a list or a tensor on the CPU. The last one is the number
+            of tokens of all ranks.
+        cu_seqlens_k: those of keys; by default those of queries.
+        alibi_slopes: `[Hq]` or `[B, Hq]`, the same on all ranks.
+
+    The other arguments are those of `attention`.
+
+    Returns:
+        `out [Tq, Hq, Dv]` of this rank's tokens in q's dtype; with `return_lse` also `lse [Hq, Tq]`.
+
+    Raises:
+        ArgumentError: as `attention`; also for offsets that decrease or are not on the host.
+        AttentionError: as `attention`.
+        BackendError: as `attention`.
+    """
+    documents = documents_of(cu_seqlens_q, cu_seqlens_k)
+    dense = {}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            raise ArgumentError(name, x, "packed tokens [T, H, D]", EXAMPLE)
+        dense[name] = x.transpose(0, 1)[None]
+    tensors = dense | {"mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    keywords = {
+        "causal": causal, "window": window, "attention_chunk": attention_chunk, "scale": scale, "softcap": softcap,
+        "score_mod": score_mod, "dropout_p": dropout_p, "dropout_seed": dropout_seed,
+        "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    length = tuple(max((d[n].stop for d in documents), default=0) for n in (0, 1))
+    out, lse = run(tensors, keywords, Placing(mesh, layout, scheme, length, check), documents)  # type: ignore[arg-type]
+    out = out[0].transpose(0, 1)
+    return (out, lse[0]) if return_lse else out
 
 
-def accepted_call(call: Call) -> None:
-    """Refuse shapes that are no call's, before ranks exchange keys; and tensors that functions capture."""
-    t = call.tensors
-    if t.score_mod_tensors:
-        raise ArgumentError("score_mod", t.score_mod_tensors, "functions that read no tensors", EXAMPLE)
-    for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
-        if x.dim() != 4 or x.dtype != t.q.dtype or x.shape[0] != t.q.shape[0] or not x.is_floating_point():
-            raise ArgumentError(name, x, "floating-point [B, H, S, D], of q's dtype and batch", EXAMPLE)
-    if t.k.shape[1:3] != t.v.shape[1:3] or t.k.shape[3] != t.q.shape[3]:
-        raise ArgumentError("k", t.k, "k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv], with the D of q", EXAMPLE)
-    if t.k.shape[1] == 0 or t.q.shape[1] % t.k.shape[1] != 0:
-        raise ArgumentError("k", t.k, f"a number of heads that divides that of q, {t.q.shape[1]}", EXAMPLE)
+class Prepared(NamedTuple):
+    """A rank's call with its place in the whole, and its scheme."""
+
+    call: Call
+    rows: Layout
+    keys: Layout
+    workload: Workload
+    scheme: str
+
+
+def prepared(
+    tensors: dict[str, Any], keywords: dict[str, Any], placing: Placing, documents: tuple[Document, ...] | None
+) -> Prepared:
+    """Check a call, with the other ranks if that is asked for, and choose its scheme."""
+    grid, call = grid_of(placing.mesh), None
+    try:
+        kind = kind_of(placing.layout)
+        call = normalized(tensors, keywords)
+        seed = keywords["dropout_seed"]
+        described: Description | str = Description.of(call, kind, placing.scheme, placing.length, documents, seed)
+    except AttentionError as error:
+        if not placing.check:
+            raise
+        described = str(error)
+    lengths = placing.length if isinstance(placing.length, tuple) else (placing.length, placing.length)
+    numbers: tuple[list[int], ...] = ()
+    if placing.check:
+        numbers = agree(grid, described)
+        lengths = tuple(sum(n) if given is None else given for n, given in zip(numbers, lengths, strict=True))  # type: ignore[assignment]
+    assert call is not None
+    rows, keys = layouts_of(call, placing.layout, grid, lengths, numbers)
+    call = with_own_pairs(call, rows, keys.length, grid.rank, None if documents is None else len(documents))
+    workload = workload_of(call, rows, keys, documents)
+    return Prepared(call, rows, keys, workload, scheme_of(placing.scheme, placing.mesh, workload))
+
+
+def run(
+    tensors: dict[str, Any], keywords: dict[str, Any], placing: Placing, documents: tuple[Document, ...] | None = None
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of this rank's rows."""
+    ready = prepared(tensors, keywords, placing, documents)
+    return run_scheme(ready, grid_of(placing.mesh, heads=ready.scheme == "ulysses"), documents)
+
+
+def layouts_of(
+    call: Call, layout: str, grid: Grid, lengths: tuple[int | None, ...], numbers: tuple[list[int], ...]
+) -> tuple[Layout, Layout]:
+    """The layouts of rows and keys, of which this rank has its own, and all ranks theirs if that was asked."""
+    layouts = []
+    for argument, x, length, checked in zip(
+        ("q", "k"), call.tensors[:2], lengths, numbers or (None, None), strict=True
+    ):
+        found = layout_of(argument, kind_of(layout), x.shape[2], grid.size, length)
+        expected = [found.rows(rank) for rank in range(grid.size)]
+        if checked is not None and checked != expected:
+            raise ArgumentError(argument, f"{checked} rows on the ranks", f"{expected}, as `shard` gives them", EXAMPLE)
+        if x.shape[2] != expected[grid.rank]:
+            accepted = f"{expected[grid.rank]} rows on rank {grid.rank}, as `shard` gives them of {found.length}"
+            raise ArgumentError(argument, x, accepted, EXAMPLE)
+        layouts.append(found)
+    return layouts[0], layouts[1]
+
+
+def run_scheme(ready: Prepared, grid: Grid, documents: tuple[Document, ...] | None) -> tuple[Tensor, Tensor]:
+    """Exchange rows for heads within the inner group, attend over the keys of the outer group, and exchange back."""
+    call, rows, keys, _, scheme = ready
+    inner, tensors, settings = grid.inner, call.tensors._replace(out=None), call.settings
+    if inner.size > 1:
+        ranks = range(grid.outer.rank * inner.size, (grid.outer.rank + 1) * inner.size)
+        own_rows, own_keys = Placement.within(rows, ranks), Placement.within(keys, ranks)
+        num_heads = tensors.q.shape[1]
+        settings = settings_of_heads(settings, inner.rank * num_heads // inner.size, num_heads)
+        tensors = ulysses.to_heads(tensors, inner, own_rows, own_keys)
+    everything = Document(Piece(0, rows.length), Piece(0, keys.length))
+    whole = Whole(
+        settings,
+        Placement.of(rows, inner.size),
+        Placement.of(keys, inner.size),
+        (everything,) if documents is None else documents,
+        documents is not None,
+    )
+    outer = "gather" if scheme.startswith("gather") else "ring"
+    out, lse = Sharded.apply(outer, whole, grid.outer, *tensors.flat())
+    if inner.size > 1:
+        out = ulysses.to_rows(out, inner, own_rows)
+        lse = ulysses.to_rows(lse[..., None], inner, own_rows)[..., 0]
+    return out, lse

@@ -3,16 +3,15 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentError
-from .group import Group, group_of
-from .layout import EXAMPLE, Layout, kind_of
+from .group import Grid, grid_of
+from .layout import EXAMPLE, Layout, Placement, kind_of, layout_of
 
 
-def shard(x: Tensor, mesh: DeviceMesh, dim: int, *, layout: str = "contiguous") -> Tensor:
+def shard(x: Tensor, mesh: DeviceMesh, dim: int, *, layout: str = "contiguous", length: int | None = None) -> Tensor:
     """Take this rank's rows of a tensor that all ranks have.
 
     Differentiable: the gradient of `x` is put together from all ranks' gradients, and is the same on each rank. All
@@ -20,21 +19,36 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int, *, layout: str = "contiguous") 
 
     Args:
         x: a tensor of any dtype, the same on each rank.
-        mesh: a `DeviceMesh` with one dimension.
+        mesh: a `DeviceMesh` with one or two dimensions.
         dim: the dimension of the sequence: 2 for `[B, H, S, D]`.
         layout: "contiguous", or "zigzag", which balances causal attention.
+        length: rows of `x`. Required where the ranks' rows are not as many on each, for `attention` and `unshard` then
+            need it too.
 
     Returns:
         The rank's rows, in a tensor of their own.
 
     Raises:
-        ArgumentError: `mesh`, `dim` or `layout` is not one of those.
+        ArgumentError: `mesh`, `dim`, `layout` or `length` is not one of those.
     """
-    group, kind, dim = group_of(mesh), kind_of(layout), dimension(x, dim)
-    return Shard.apply(x, group, dim, Layout(kind, x.shape[dim], group.size))  # type: ignore[no-any-return]
+    grid, dim = grid_of(mesh), dimension(x, dim)
+    whole = Layout(kind_of(layout), x.shape[dim], grid.size)
+    if length != x.shape[dim] and not (length is None and whole.even):
+        multiple = grid.size * whole.pieces_per_rank
+        accepted = f"the {x.shape[dim]} rows of x; None, if they are a multiple of {multiple}"
+        raise ArgumentError("length", length, accepted, EXAMPLE)
+    return Shard.apply(x, grid, dim, whole)  # type: ignore[no-any-return]
 
 
-def unshard(x: Tensor, mesh: DeviceMesh, dim: int, *, layout: str = "contiguous") -> Tensor:
+def unshard(
+    x: Tensor,
+    mesh: DeviceMesh,
+    dim: int,
+    *,
+    layout: str = "contiguous",
+    length: int | None = None,
+    check: bool = False,
+) -> Tensor:
     """Gather the whole tensor from each rank's rows: the inverse of `shard`.
 
     Differentiable: each rank's gradient is its own rows of the gradient of the result. So all ranks have to compute the
@@ -42,24 +56,29 @@ def unshard(x: Tensor, mesh: DeviceMesh, dim: int, *, layout: str = "contiguous"
 
     Args:
         x: this rank's rows, as `shard` gives them; dtype and other dimensions are those of all ranks.
-        mesh: a `DeviceMesh` with one dimension.
+        mesh: a `DeviceMesh` with one or two dimensions.
         dim: the dimension of the sequence.
         layout: that of `shard`.
+        length: rows of the whole tensor. `None`: all ranks have as many.
+        check: compare all ranks' shapes and dtypes first. This waits for the device.
 
     Returns:
         The whole tensor, on each rank.
 
     Raises:
-        ArgumentError: `mesh`, `dim` or `layout` is not one of those, or the ranks' rows are not those of the layout.
+        ArgumentError: `mesh`, `dim`, `layout` or `length` is not one of those, or the rows are not those of the layout.
     """
-    group, kind, dim = group_of(mesh), kind_of(layout), dimension(x, dim)
-    rows = group.gather((x.shape[dim], (*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype))
-    whole = Layout(kind, sum(n for n, *_ in rows), group.size)
-    for rank, (n, *others) in enumerate(rows):
-        if n != whole.rows(rank) or others != list(rows[0][1:]):
+    grid, kind, dim = grid_of(mesh), kind_of(layout), dimension(x, dim)
+    ranks = [(x.shape[dim], (*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)]
+    if check:
+        ranks = grid.gather(ranks[0])
+        length = sum(n for n, *_ in ranks) if length is None else length
+    whole = layout_of("x", kind, x.shape[dim], grid.size, length)
+    for rank, (n, *others) in zip(range(grid.size) if check else [grid.rank], ranks, strict=True):
+        if n != whole.rows(rank) or others != list(ranks[0][1:]):
             accepted = f"on rank {rank}, {whole.rows(rank)} rows in dimension {dim}, and otherwise as rank 0"
             raise ArgumentError("x", f"on rank {rank}: {n} rows of {tuple(others)}", accepted, EXAMPLE)
-    return Unshard.apply(x, group, dim, whole)  # type: ignore[no-any-return]
+    return Unshard.apply(x, grid, dim, whole)  # type: ignore[no-any-return]
 
 
 def dimension(x: Tensor, dim: int) -> int:
@@ -68,48 +87,33 @@ def dimension(x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def select(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
-    """A rank's rows of a whole tensor."""
-    return torch.cat([x.narrow(dim, piece.start, piece.stop - piece.start) for piece in layout.pieces(rank)], dim)
-
-
-def collect(x: Tensor, group: Group, dim: int, layout: Layout) -> Tensor:
+def collect(x: Tensor, grid: Grid, dim: int, layout: Layout) -> Tensor:
     """The whole of a tensor of which this rank has its rows. Shards travel padded to the longest one."""
-    rows = [layout.rows(rank) for rank in range(group.size)]
-    padded = x.new_zeros((max(rows), *x.shape[:dim], *x.shape[dim + 1 :]))
+    placement = Placement.of(layout)
+    longest = max(map(placement.rows, range(grid.size)))
+    padded = x.new_zeros((longest, *x.shape[:dim], *x.shape[dim + 1 :]))
     padded[: x.shape[dim]] = x.movedim(dim, 0)
-    shards = [torch.empty_like(padded) for _ in rows]
-    if padded.numel() > 0:
-        dist.all_gather(shards, padded, group=group.handle)
-    whole = x.new_empty((layout.length, *padded.shape[1:]))
-    for rank, part in enumerate(shards):
-        first = 0
-        for piece in layout.pieces(rank):
-            length = piece.stop - piece.start
-            whole[piece.start : piece.stop] = part[first : first + length]
-            first += length
-    return whole.movedim(0, dim).contiguous()
+    shards = grid.gather_tensors(padded) if padded.numel() > 0 else padded.expand(grid.size, *padded.shape)
+    return placement.assemble(list(shards), 0).movedim(0, dim).contiguous()
 
 
 class Shard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int, layout: Layout) -> Tensor:  # type: ignore[override]
-        ctx.place = group, dim, layout
-        return select(x, dim, layout, group.rank)
+    def forward(ctx: Any, x: Tensor, grid: Grid, dim: int, layout: Layout) -> Tensor:  # type: ignore[override]
+        ctx.place = grid, dim, layout
+        return Placement.of(layout).select(x, grid.rank, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        group, dim, layout = ctx.place
-        return Unshard.apply(dx, group, dim, layout), None, None, None
+        return Unshard.apply(dx, *ctx.place), None, None, None
 
 
 class Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int, layout: Layout) -> Tensor:  # type: ignore[override]
-        ctx.place = group, dim, layout
-        return collect(x, group, dim, layout)
+    def forward(ctx: Any, x: Tensor, grid: Grid, dim: int, layout: Layout) -> Tensor:  # type: ignore[override]
+        ctx.place = grid, dim, layout
+        return collect(x, grid, dim, layout)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        group, dim, layout = ctx.place
-        return Shard.apply(dx, group, dim, layout), None, None, None
+        return Shard.apply(dx, *ctx.place), None, None, None

@@ -1,0 +1,82 @@
+"""The autograd function of a scheme: merged results with their sinks, and all gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..backend.epilogue import sink_weight, sum_to_heads
+from ..call.call import DIFFERENTIABLE, Tensors, differentiable_positions
+from ..call.problem import accumulation_dtype
+from . import gather, ring
+from .group import Group
+from .parts import Results, Saved, Whole
+
+SCHEMES = {"ring": ring, "gather": gather}
+SINKS = DIFFERENTIABLE.index("sinks")
+
+
+class Sharded(torch.autograd.Function):
+    """Attention of this rank's rows over the keys of all ranks of a group; `flat` is `Tensors.flat()`."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, scheme: str, whole: Whole, group: Group, *flat: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        tensors = Tensors.from_flat(flat)
+        results = Results.empty(tensors.q, tensors.v)
+        SCHEMES[scheme].forward(whole, tensors, group, results)
+        if tensors.sinks is not None:
+            results = with_sinks(results, tensors.sinks)
+        out = results.out.to(tensors.q.dtype)
+        ctx.save_for_backward(out, results.lse, *flat)
+        ctx.scheme, ctx.whole, ctx.group = scheme, whole, group
+        return out, results.lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        out, lse, *flat = ctx.saved_tensors
+        tensors, saved = Tensors.from_flat(flat), Saved(out, lse, dout, dlse)
+        positions = differentiable_positions(len(flat))
+        needs = [ctx.needs_input_grad[3 + n] for n in positions]
+        sums = accumulators(tensors, needs)
+        dk, dv = SCHEMES[ctx.scheme].backward(ctx.whole, tensors, ctx.group, saved, sums)
+        sums = sums._replace(k=dk, v=dv)
+        if needs[SINKS]:
+            assert tensors.sinks is not None
+            sums = sums._replace(sinks=sink_gradient(tensors.sinks, saved))
+        gradients: list[Tensor | None] = [None] * len(flat)
+        for n, total, needed in zip(positions, [sums.flat()[n] for n in positions], needs, strict=True):
+            x = flat[n]
+            gradients[n] = total.to(x.dtype) if needed and total is not None and x is not None else None
+        return None, None, None, *gradients
+
+
+def accumulators(tensors: Tensors, needs: list[bool]) -> Tensors:
+    """Zeros in the accumulation dtype for q and each other requested gradient. Schemes have those of k and v."""
+    flat, dtype = tensors.flat(), accumulation_dtype(tensors.q.dtype)
+    sums: list[Tensor | None] = [None] * len(flat)
+    for n, needed in zip(differentiable_positions(len(flat)), needs, strict=True):
+        x = flat[n]
+        if x is not None and needed:
+            sums[n] = torch.zeros_like(x, dtype=dtype)
+    return Tensors.from_flat(sums)._replace(q=torch.zeros_like(tensors.q, dtype=dtype), sinks=None)
+
+
+def with_sinks(results: Results, sinks: Tensor) -> Results:
+    """The results with a key without a value in each row, whose score is the sink of the head."""
+    lse = torch.logaddexp(results.lse, sinks.to(results.lse.dtype)[:, None])
+    share = torch.where(results.lse == -torch.inf, 0.0, torch.exp(results.lse - lse))
+    return Results(results.out * share[..., None], lse)
+
+
+def sink_gradient(sinks: Tensor, saved: Saved) -> Tensor:
+    """The gradient of the sinks from this rank's rows, `[H]`."""
+    lse = saved.lse
+    towards = torch.zeros_like(lse) if saved.dlse is None else saved.dlse.to(lse.dtype)
+    if saved.dout is not None:
+        towards = towards - (saved.out.to(lse.dtype) * saved.dout.to(lse.dtype)).sum(dim=-1)
+    return sum_to_heads(sink_weight(sinks.to(lse.dtype)[:, None], lse) * towards)

@@ -1,0 +1,116 @@
+"""The scheme of a call: by its name, or the one that the model of time takes to be the fastest."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..backend.rates import fastest
+from ..call.call import Call
+from ..errors import ArgumentError
+from .group import EXAMPLE, Group, grid_of
+from .layout import Layout
+from .parts import Document
+from .simulate import RATES, Rates, Simulation, Workload, accepted_schemes, predict
+
+MEASURED: dict[str, Rates] = {}  # by type of device
+
+
+def scheme_of(scheme: str, mesh: DeviceMesh, work: Workload) -> str:
+    """The scheme by its name, or the one that "auto" takes."""
+    accepted = accepted_schemes(tuple(mesh.shape), work.heads)
+    if scheme == "auto" and accepted:
+        return min(predictions(mesh, work), key=lambda found: found.seconds_forward + found.seconds_backward).scheme
+    if scheme not in accepted:
+        names = " or ".join(map(repr, ["auto", *accepted])) if accepted else f"heads that {mesh.shape[-1]} divides"
+        raise ArgumentError("scheme", scheme, f"for {work.heads} query heads on this mesh, {names}", EXAMPLE)
+    return scheme
+
+
+def predictions(mesh: DeviceMesh, work: Workload) -> list[Simulation]:
+    """The predictions of all schemes that the mesh has; the same on all ranks."""
+    rates = rates_of(mesh.device_type)
+    return [predict(name, tuple(mesh.shape), work, rates) for name in accepted_schemes(tuple(mesh.shape), work.heads)]
+
+
+def rates_of(device_type: str) -> Rates:
+    """The measured rates of a type of device, or those of a table."""
+    return MEASURED.get(device_type) or RATES.get(device_type) or RATES["cuda"]
+
+
+def workload_of(call: Call, rows: Layout, keys: Layout, documents: tuple[Document, ...] | None) -> Workload:
+    """The shapes of a call. A packed one counts as a dense one of which a share of the pairs is visible."""
+    t, share = call.tensors, 1.0
+    if documents is not None:
+        pairs = sum(document.rows.length * document.keys.length for document in documents)
+        share = pairs / max(rows.length * keys.length, 1)
+    return Workload(
+        rows, keys, call.settings.window, t.q.shape[0], t.q.shape[1], t.k.shape[1], t.q.shape[3], t.v.shape[3],
+        t.q.element_size(), share,
+    )  # fmt: skip
+
+
+def measure_rates(mesh: DeviceMesh, *, num_bytes: int = 2**26, dtype: torch.dtype = torch.bfloat16) -> Rates:
+    """Measure the rates of a mesh's links and of attention on its ranks, which "auto" and `explain` take from then on.
+
+    All ranks must take part, and have the same rates afterwards: those of the slowest. It waits for the devices.
+
+    Example:
+        >>> rates = flashtile.distributed.measure_rates(mesh)  # doctest: +SKIP
+
+    Args:
+        mesh: a `DeviceMesh` with one or two dimensions.
+        num_bytes: that travel in a transfer.
+        dtype: that of the attention.
+
+    Returns:
+        The `Rates`.
+
+    Raises:
+        ArgumentError: `mesh` is not one of those.
+    """
+    grid = grid_of(mesh)
+    device = (
+        torch.device(mesh.device_type, torch.accelerator.current_device_index())
+        if mesh.device_type != "cpu"
+        else (torch.device("cpu"))
+    )
+    groups = [grid.outer, grid.inner][: mesh.ndim]
+    buffer, least = (
+        torch.zeros(num_bytes, dtype=torch.uint8, device=device),
+        torch.zeros(8, dtype=torch.uint8, device=device),
+    )
+    latency = max(seconds_of_transfer(group, least) for group in groups)
+    links = [num_bytes / max(seconds_of_transfer(group, buffer) - latency, 1e-9) for group in groups]
+    found = torch.tensor([attention_flops(device, dtype), -latency, *links], dtype=torch.float64)
+    slowest = torch.stack(grid.gather(found)).amin(dim=0).tolist()
+    MEASURED[mesh.device_type] = rates = Rates(slowest[0], tuple(slowest[2:]), -slowest[1])
+    return rates
+
+
+def seconds_of_transfer(group: Group, x: Tensor) -> float:
+    """Seconds of passing a tensor on to the next rank while one arrives."""
+    if group.size == 1:
+        return 0.0
+    received = torch.empty_like(x)
+
+    def transfer() -> None:
+        ops = [
+            dist.P2POp(dist.isend, x, group.global_rank(group.rank + 1), group.handle),
+            dist.P2POp(dist.irecv, received, group.global_rank(group.rank - 1), group.handle),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    transfer()
+    return fastest(transfer, x.device, repeats=5)
+
+
+def attention_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of forward attention."""
+    from ..api.attention import attention
+
+    seqlen, heads = (512, 2) if device.type == "cpu" else (4096, 16)
+    q = torch.zeros(1, heads, seqlen, 128, dtype=dtype, device=device)
+    attention(q, q, q)
+    return 4 * heads * seqlen**2 * 128 / fastest(lambda: attention(q, q, q), device, repeats=5)

@@ -1,0 +1,242 @@
+"""A model of a sharded call's time: bytes over links, FLOPs over rates, and which of them overlap."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..api.normalize import window_of
+from ..call.window import Window
+from ..errors import ArgumentError
+from ..iomodel import backward_flops, forward_flops
+from .gather import chunks_of
+from .layout import Layout, Placement, kind_of
+from .ulysses import times_repeated
+
+EXAMPLE = 'flashtile.distributed.simulate("ring", (8,), rates=rates, seqlen=65536)'
+SAMPLES = 64  # rows of a piece whose visible keys are counted
+
+
+class Rates(NamedTuple):
+    """The rates of a machine, of which a model of time is made.
+
+    Attributes:
+        flops_per_second: of attention on one rank.
+        bytes_per_second: that a rank sends while it receives as many, along each dimension of a mesh.
+        seconds_per_message: until the first byte arrives.
+    """
+
+    flops_per_second: float
+    bytes_per_second: tuple[float, ...]
+    seconds_per_message: float
+
+    def seconds(self, num_bytes: float, dim: int, messages: int = 1) -> float:
+        """The time of a transfer along a dimension of the mesh; a rate holds for all dimensions that follow, too."""
+        rate = self.bytes_per_second[min(dim, len(self.bytes_per_second) - 1)]
+        return 0.0 if num_bytes == 0 else num_bytes / rate + messages * self.seconds_per_message
+
+
+# Round figures that only rank schemes, the same on all ranks: half precision on one H100 and NVLink 4's 450 GB/s; a
+# core and a loopback device. `measure_rates` replaces them.
+RATES = {"cuda": Rates(5e14, (4.5e11,), 1e-5), "cpu": Rates(2e10, (1e9,), 1e-4)}
+
+
+class Workload(NamedTuple):
+    """The shapes of a call that its time depends on."""
+
+    rows: Layout
+    keys: Layout
+    window: Window
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    itemsize: int
+    visible: float = 1.0  # share of the pairs in the window that masks and packed sequences leave
+
+
+class Simulation(NamedTuple):
+    """The predicted work and time of a call by one scheme.
+
+    Attributes:
+        scheme: its name.
+        flops: of the busiest rank, in forward.
+        bytes_forward: that a rank sends.
+        bytes_backward: that a rank sends.
+        seconds_forward: until all ranks have their results.
+        seconds_backward: until all ranks have their gradients.
+        speedup: time of one rank at the same rate over this time, forward and backward.
+    """
+
+    scheme: str
+    flops: float
+    bytes_forward: float
+    bytes_backward: float
+    seconds_forward: float
+    seconds_backward: float
+    speedup: float
+
+
+class Pass(NamedTuple):
+    """Bytes that a rank sends, and seconds."""
+
+    num_bytes: float
+    seconds: float
+
+
+def simulate(
+    scheme: str,
+    mesh: tuple[int, ...],
+    *,
+    rates: Rates,
+    seqlen: int,
+    batch: int = 1,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "zigzag",
+    causal: bool | str = True,
+    window: tuple[int | None, int | None] | None = None,
+) -> Simulation:
+    """Predict the work and time of a call over a mesh that need not exist.
+
+    Steps of the ring and chunks of gathered keys overlap their transfers with the computation of the one before, and
+    each waits for the slowest rank; exchanges of heads overlap with nothing. Kernels run at one rate.
+
+    Example:
+        >>> rates = flashtile.distributed.Rates(5e14, (4.5e11,), 1e-5)
+        >>> ring = flashtile.distributed.simulate("ring", (8,), rates=rates, seqlen=2**17)
+        >>> 7.9 < ring.speedup < 8
+        True
+
+    Args:
+        scheme: as in `attention`; with two dimensions "ring+ulysses" or "gather+ulysses".
+        mesh: the sizes of a mesh with one or two dimensions.
+        rates: those of a rank and of its links.
+        seqlen: rows of the whole sequence, as many as keys.
+        batch, heads, kv_heads, head_dim, dtype, layout, causal, window: those of the call.
+
+    Returns:
+        A `Simulation`.
+
+    Raises:
+        ArgumentError: the mesh does not have the scheme.
+    """
+    ranks = torch.Size(mesh).numel()
+    if len(mesh) not in (1, 2) or scheme not in accepted_schemes(mesh, heads):
+        raise ArgumentError("scheme", scheme, " or ".join(accepted_schemes(mesh, heads)) or "other heads", EXAMPLE)
+    whole = Layout(kind_of(layout), seqlen, ranks)
+    bounds = window_of("attention", causal, window)
+    work = Workload(whole, whole, bounds, batch, heads, kv_heads, head_dim, head_dim, dtype.itemsize)
+    return predict(scheme, mesh, work, rates)
+
+
+def accepted_schemes(mesh: tuple[int, ...], heads: int) -> list[str]:
+    """The schemes of a mesh, of whose last dimension Ulysses takes an equal share of heads for each rank."""
+    names = ("ring", "gather", "ulysses") if len(mesh) == 1 else ("ring+ulysses", "gather+ulysses")
+    return [name for name in names if "ulysses" not in name or heads % mesh[-1] == 0]
+
+
+@functools.lru_cache(maxsize=1024)
+def predict(scheme: str, mesh: tuple[int, ...], work: Workload, rates: Rates) -> Simulation:
+    """The prediction for a workload."""
+    inner = mesh[-1] if "ulysses" in scheme else 1
+    rows, keys = Placement.of(work.rows, inner), Placement.of(work.keys, inner)
+    pairs = visible_pairs(work.window, rows, keys) * (work.visible * work.batch * work.heads / inner)
+    kv_heads = work.kv_heads * times_repeated(work.kv_heads, inner) // inner
+    shard = work.batch * kv_heads * max(map(keys.rows, range(len(keys.by_rank)))) * (work.head_dim + work.head_dim_v)
+    passes = []
+    for flops_of in (forward_flops, backward_flops):
+        # FLOPs are proportional to pairs, so one pair tells those of the matrix.
+        seconds = pairs * (flops_of(1, work.head_dim, work.head_dim_v) / rates.flops_per_second)
+        returned = 0.0 if flops_of is forward_flops else shard * max(work.itemsize, 4)
+        one = gather_pass if scheme.startswith("gather") else ring_pass
+        over_keys = one(seconds, shard * work.itemsize, returned, kv_heads, rates)
+        over_heads = exchange(work, inner, rates, len(mesh) - 1, flops_of is forward_flops)
+        passes.append(Pass(*map(sum, zip(over_keys, over_heads, strict=True))))
+    flops = float(pairs.sum(dim=1).max()) * forward_flops(1, work.head_dim, work.head_dim_v)
+    each = forward_flops(1, work.head_dim, work.head_dim_v) + backward_flops(1, work.head_dim, work.head_dim_v)
+    alone = float(pairs.sum()) * inner * each / rates.flops_per_second
+    total = passes[0].seconds + passes[1].seconds
+    of_passes = [x for pair in zip(*passes, strict=True) for x in pair]
+    return Simulation(scheme, flops, *of_passes, speedup=alone / total if total > 0 else 1.0)
+
+
+def ring_pass(seconds: Tensor, shard: float, returned: float, _: int, rates: Rates) -> Pass:
+    """Each step computes while the next keys arrive; the last one's gradients go home on their own.
+
+    Args:
+        seconds: `[ranks, owners]` of computation.
+        shard: bytes of a rank's keys and values.
+        returned: bytes of their gradients.
+    """
+    ranks = len(seconds)
+    of_rank = torch.arange(ranks)
+    steps = [float(seconds[of_rank, (of_rank - step) % ranks].max()) for step in range(ranks)]
+    while len(steps) > 1 and steps[-1] == 0:
+        steps.pop()
+    moved = rates.seconds(shard + returned, 0)
+    total = sum(max(step, moved) for step in steps[:-1]) + steps[-1]
+    transfers = len(steps) - 1
+    home = returned * (transfers > 0)
+    return Pass(transfers * (shard + returned) + home, total + rates.seconds(home, 0))
+
+
+def gather_pass(seconds: Tensor, shard: float, returned: float, kv_heads: int, rates: Rates) -> Pass:
+    """Each chunk of heads computes while the next one arrives and the gradients of the one before leave."""
+    ranks, chunks = len(seconds), len(chunks_of(kv_heads))
+    computed = float(seconds.sum(dim=1).max()) / chunks
+    arriving, leaving = ((ranks - 1) * n / chunks for n in (shard, returned))
+    first, last = rates.seconds(arriving, 0), rates.seconds(leaving, 0)
+    overlapped = sum(max(computed, first * (n + 1 < chunks) + last * (n > 0)) for n in range(chunks))
+    return Pass((arriving + leaving) * chunks, first + overlapped + last)
+
+
+def exchange(work: Workload, inner: int, rates: Rates, dim: int, with_lse: bool) -> Pass:
+    """Rows for heads and back: q, k and v in, out and lse back; the same of gradients, short of that of lse."""
+    if inner == 1:
+        return Pass(0.0, 0.0)
+    width, times = work.head_dim + work.head_dim_v, times_repeated(work.kv_heads, inner)
+    rows, keys = work.rows.rows(0), work.keys.rows(0)
+    elements = work.batch * width * (work.heads * rows + work.kv_heads * times * keys)
+    of_lse = work.batch * work.heads * rows * max(work.itemsize, 4) * with_lse
+    sent = (elements * work.itemsize + of_lse) * (inner - 1) / inner
+    return Pass(sent, rates.seconds(sent, dim, messages=4 + with_lse))
+
+
+def visible_pairs(window: Window, rows: Placement, keys: Placement) -> Tensor:
+    """The visible pairs of each rank's rows and each owner's keys, `[ranks, owners]` in float64.
+
+    Pieces of more than `SAMPLES` rows are estimated from rows in equal distances.
+    """
+    diagonal = keys.length - rows.length
+    pieces = [(owner, p) for owner, of_owner in enumerate(keys.by_rank) for p in of_owner]
+    owners = torch.tensor([owner for owner, _ in pieces], dtype=torch.int64)
+    starts, stops = (torch.tensor([p[n] for _, p in pieces], dtype=torch.float64) for n in (0, 1))
+    pairs = torch.zeros(len(rows.by_rank), len(keys.by_rank), dtype=torch.float64)
+    for rank, of_rank in enumerate(rows.by_rank):
+        for piece in of_rank:
+            count = min(piece.length, SAMPLES)
+            at = piece.start + ((torch.arange(count, dtype=torch.float64) + 0.5) * piece.length / count).floor()
+            lo, hi = bounds(window, at[:, None], diagonal, keys.length)
+            seen = (torch.minimum(hi, stops) - torch.maximum(lo, starts)).clamp(min=0)
+            pairs[rank].index_add_(0, owners, seen.mean(dim=0) * piece.length)
+    return pairs
+
+
+def bounds(window: Window, rows: Tensor, diagonal: int, num_keys: int) -> tuple[Tensor, Tensor]:
+    """The keys `[lo, hi)` that rows see."""
+    lo, hi = torch.zeros_like(rows), torch.full_like(rows, num_keys)
+    if window.left is not None:
+        lo = rows + diagonal - window.left
+    if window.right is not None:
+        hi = hi.minimum(rows + diagonal + window.right + 1)
+    if window.top_left:
+        hi = hi.minimum(rows + 1)
+    if window.chunk is not None:
+        start = ((rows + diagonal) / window.chunk).floor() * window.chunk
+        lo, hi = lo.maximum(start), hi.minimum(start + window.chunk)
+    return lo, hi

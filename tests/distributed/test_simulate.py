@@ -1,0 +1,58 @@
+"""The model of time: pairs, and what must hold of any machine."""
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.call.window import Window
+from flashtile.distributed import Layout, Rates, simulate
+from flashtile.distributed.layout import Placement
+from flashtile.distributed.simulate import visible_pairs
+
+FAST = Rates(1e12, (1e30,), 0.0)
+
+
+@pytest.mark.parametrize("window", [Window(), Window(None, 0), Window(9, -2), Window(chunk=7, right=0, top_left=True)])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_pairs_are_those_of_the_window(window: Window, layout: str) -> None:
+    rows, keys = (Placement.of(Layout(layout, n, 3)) for n in (50, 61))  # type: ignore[arg-type]
+    i, j = torch.arange(50)[:, None], torch.arange(61)
+    p = i + 11
+    seen = torch.ones(50, 61, dtype=torch.bool)
+    seen &= (j >= p - window.left) if window.left is not None else True
+    seen &= (j <= p + window.right) if window.right is not None else True
+    seen &= (j <= i) if window.top_left else True
+    seen &= (p // window.chunk == j // window.chunk) if window.chunk is not None else True
+    expected = [[keys.select(rows.select(seen, r, 0), o, 1).sum().item() for o in range(3)] for r in range(3)]
+    assert visible_pairs(window, rows, keys).tolist() == expected
+
+
+def test_links_without_limits_give_the_speed_of_all_ranks() -> None:
+    for scheme in ("ring", "gather", "ulysses"):
+        assert simulate(scheme, (8,), rates=FAST, seqlen=2**16).speedup == pytest.approx(8, rel=0.01)
+
+
+def test_contiguous_causal_calls_are_not_balanced() -> None:
+    """In a ring each step takes as long as the slowest rank; the last rank has nearly twice the mean of the work."""
+    for scheme, expected in (("ring", 8 / (15 / 8)), ("gather", 8 / (15 / 8)), ("ulysses", 8)):
+        found = simulate(scheme, (8,), rates=FAST, seqlen=2**16, layout="contiguous")
+        assert found.speedup == pytest.approx(expected, rel=0.1), scheme
+
+
+def test_slow_links_take_the_time_of_their_bytes() -> None:
+    slow = Rates(1e30, (1e9,), 0.0)
+    for scheme in ("ring", "gather", "ulysses"):
+        found = simulate(scheme, (4,), rates=slow, seqlen=2**14)
+        assert found.seconds_forward == pytest.approx(found.bytes_forward / 1e9, rel=1e-6)
+
+
+def test_a_thousand_ranks_in_two_dimensions() -> None:
+    rates = Rates(5e14, (5e10, 4.5e11), 1e-5)
+    found = {s: simulate(s, (128, 8), rates=rates, seqlen=2**20) for s in ("ring+ulysses", "gather+ulysses")}
+    assert all(0 < s.speedup < 1024 for s in found.values())
+
+
+def test_schemes_that_a_mesh_does_not_have_are_refused() -> None:
+    for scheme, mesh, heads in (("ulysses", (3,), 32), ("ring", (2, 2), 32), ("tree", (2,), 32)):
+        with pytest.raises(flashtile.ArgumentError, match="scheme"):
+            simulate(scheme, mesh, rates=FAST, seqlen=64, heads=heads)
