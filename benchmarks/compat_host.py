@@ -13,12 +13,13 @@ from torch import Tensor
 
 import flashtile.compat.torch as compat_torch
 from flashtile.compat import flash_attn, flash_attn_3, flash_attn_4
-from flashtile.compat.torch import sdpa, varlen
+from flashtile.compat.torch import flex, sdpa, varlen
 
 ROUNDS, CALLS = 200, 200
 PUBLIC = ("attention", "attention_varlen", "attention_with_kvcache")
 Q, K, QKV, LSE = torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 16), torch.randn(1, 8, 3, 2, 16), torch.zeros(1)
 X, CU = Q[0], torch.tensor([0, 8], dtype=torch.int32)
+MASK = torch.ones(8, 8, dtype=torch.bool)
 LENGTHS = torch.tensor([5], dtype=torch.int32)
 
 
@@ -53,12 +54,18 @@ CASES: dict[str, tuple[Run, Run]] = {
         plain,
     ),
     "scaled_dot_product_attention": (lambda: compat_torch.scaled_dot_product_attention(Q, K, K), plain),
+    "scaled_dot_product_attention with a mask": (
+        lambda: compat_torch.scaled_dot_product_attention(Q, K, K, attn_mask=MASK),
+        lambda: nothing(X, X, X, mask=MASK[None, None]),
+    ),
+    "flex_attention": (lambda: compat_torch.flex_attention(Q, K, K), plain),
     "varlen_attn": (lambda: compat_torch.varlen_attn(X, X, X, CU, CU, 8, 8), plain),
 }
 
 
 def main() -> None:
-    for module in (flash_attn.dense, flash_attn.packed, flash_attn.kvcache, flash_attn_3, flash_attn_4, sdpa, varlen):
+    of_flash_attn = (flash_attn.dense, flash_attn.packed, flash_attn.kvcache, flash_attn_3, flash_attn_4)
+    for module in (*of_flash_attn, flex, sdpa, varlen):
         for name in PUBLIC:
             if hasattr(module, name):
                 setattr(module, name, nothing)

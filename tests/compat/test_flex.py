@@ -97,6 +97,51 @@ def test_auxiliary_results() -> None:
     assert flex_attention(*tensors, return_aux=AuxRequest())[1] == AuxOutput(None, None)
 
 
+@pytest.mark.parametrize(("score", "mask"), [("none", "none"), ("alibi", "window"), ("relative", "heads")])
+def test_largest_scores(score: str, mask: str) -> None:
+    """Over several tiles, of grouped heads, against all scores; the first rows of the second sequence see nothing."""
+    q, k, v = randn(B, H, 300, E), randn(B, 2, 600, E, seed=1), randn(B, 2, 600, 5, seed=2)
+    score_mod, visible = SCORES[score], MASKS[mask]
+    if score == "relative":
+        table = randn(H, 900, seed=7)
+        score_mod = lambda s, b, h, i, j: s + table[h, i - j + 599]  # noqa: E731
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (visible is None or visible(b, h, i, j)) & ((b == 0) | (i >= 4))
+
+    block_mask = create_block_mask(mask_mod, B, H, 300, 600, device="cpu", BLOCK_SIZE=(16, 8))
+    request = original.AuxRequest(max_scores=True)
+    aux = flex_attention(*leaves(q, k, v), score_mod, block_mask, enable_gqa=True, return_aux=request)[1]
+    index = [torch.arange(n).view(*(-1 if d == m else 1 for d in range(4))) for m, n in enumerate((B, H, 300, 600))]
+    s = (q @ k.repeat_interleave(2, dim=1).mT) * E**-0.5
+    s = s if score_mod is None else score_mod(s, *index)
+    assert aux.lse is None
+    assert not aux.max_scores.requires_grad
+    assert_same((aux.max_scores, s.masked_fill(~mask_mod(*index), -torch.inf).amax(dim=-1)))
+    assert aux.max_scores[1, :, :4].isneginf().all()
+
+
+def test_largest_scores_in_a_graph() -> None:
+    request = original.AuxRequest(max_scores=True)
+    compiled = torch.compile(lambda *x: flex_attention(*x, return_aux=request), backend="eager", fullgraph=True)
+    with torch.compiler.set_stance("default"), pytest.raises(Exception, match="return_aux"):
+        compiled(*inputs())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_largest_scores_as_pytorch_has_them() -> None:
+    """PyTorch has none on a CPU."""
+    tensors = [x.float().cuda() for x in inputs()]
+    mask = create_block_mask(MASKS["window"], B, H, L, S, device="cuda")
+    request = original.AuxRequest(lse=True, max_scores=True)
+    found, expected = (
+        f(*tensors, None, mask, return_aux=request)[1] for f in (flex_attention, original.flex_attention)
+    )
+    torch.testing.assert_close(found.max_scores, expected.max_scores, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.lse, expected.lse, atol=1e-4, rtol=1e-4)
+
+
 def test_tensors_that_a_function_reads_have_gradients() -> None:
     results = []
     for by_function in (True, False):
@@ -144,7 +189,6 @@ def test_refused() -> None:
     q, k, v = inputs()
     refused("enable_gqa", lambda: flex_attention(q, k[:, :2], v[:, :2]))
     refused("return_lse", lambda: flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest()))
-    refused("return_aux", lambda: flex_attention(q, k, v, return_aux=original.AuxRequest(max_scores=True)))
     refused("kernel_options", lambda: flex_attention(q, k, v, kernel_options="fast"))
     refused("query", lambda: flex_attention(q[0], k, v))
     refused("mask", lambda: flex_attention(q, k[:, :, :-9], v[:, :, :-9], block_mask=created(MASKS["causal"])))

@@ -57,3 +57,20 @@ def test_encoder_and_decoder() -> None:
     agree(tiny("t5"), {"input_ids": tokens(2, 9), "attention_mask": padded(2, 9, right=4)})
     sound = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(3))
     agree(tiny("whisper"), {"input_features": sound}, cache_implementation="static")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_static_cache_in_a_cuda_graph(name: str) -> None:
+    """transformers compiles a decode step and captures it; the tokens are those of `eager`, which is not compiled."""
+    model = tiny(name).cuda()
+    inputs = {key: x.cuda() for key, x in prompt().items()}
+    settings = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    settings |= {"pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(**inputs, **settings)
+    model.set_attn_implementation("tile_attention")
+    for _ in range(2):  # a graph is captured in the second use
+        found = model.generate(**inputs, **settings, cache_implementation="static")
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)

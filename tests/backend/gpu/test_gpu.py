@@ -158,6 +158,30 @@ def test_compiled_and_under_autocast() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_with_graphs(dtype: torch.dtype) -> None:
+    """`mode="reduce-overhead"` captures forward and backward; inputs and lengths of keys change between replays."""
+    q, k, v = (torch.randn(2, 4, 96, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    lengths = torch.tensor([96, 31], dtype=torch.int32, device="cuda")
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        hidden = torch.arange(96, device="cuda") < lengths[:, None, None, None]
+        return flashtile.attention(q * 2, k, v, causal=True, mask=hidden).float().square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, mode="reduce-overhead")
+    for n in range(5):
+        with torch.no_grad():
+            q.copy_(torch.randn_like(q))
+            lengths.fill_(96 - 9 * n)
+        torch.compiler.cudagraph_mark_step_begin()
+        value = compiled(q, k, v, lengths)
+        found = torch.autograd.grad(value, (q, k, v))
+        eager = loss(q, k, v, lengths)
+        torch.testing.assert_close(value.detach().clone(), eager, rtol=1e-3, atol=1e-3)
+        for a, b in zip(found, torch.autograd.grad(eager, (q, k, v)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3 if dtype == torch.float32 else 3e-2)
+
+
 def test_auto_says_once_that_a_slow_backend_was_chosen() -> None:
     from flashtile.dispatch import planner
 

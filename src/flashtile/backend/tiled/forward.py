@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...call.call import Call
 from ..blockwise import softmax
-from ..blockwise.scores import Scores
+from ..blockwise.scores import Scores, Tile
 from ..blockwise.softmax import RowState
 from ..blockwise.sums import TILES_PER_CARRY, chunked_matmul
 from ..blockwise.tiles import Rows, Side, Slab, TileShape, fold_groups, slabs, unfold_groups
@@ -51,11 +51,7 @@ def forward_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows:
             subtrees = push_state(subtrees, state, n // TILES_PER_CARRY)
             state = softmax.initial_state(None, leading, tensors.v.shape[-1], like=q_i)
         k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
-        s = unfold_groups(q_i @ k_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
-        visible = scores.visible(tile, q.exists(rows), k.exists(tile.keys))
-        s = scores.forward(s, tile, visible)
-        if visible is not None:
-            s = torch.where(visible, s, -torch.inf)
+        s = tile_scores(scores, tile, q_i, k_j, (q.exists(rows), k.exists(tile.keys)))
         state = update(state, s, v_j, scores.keep(tile), groups)
     while subtrees:
         state = softmax.join(subtrees.pop(), state)
@@ -63,6 +59,40 @@ def forward_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows:
     if scores.sinks is not None:  # where the sink takes all the weight, lse is the sink, and moves with it
         lse = torch.where((scores.sinks == torch.inf) & (lse == torch.inf), scores.sinks, lse)
     return out, lse
+
+
+def tile_scores(
+    scores: Scores, tile: Tile, q_i: Tensor, k_j: Tensor, exist: tuple[Tensor | None, Tensor | None]
+) -> Tensor:
+    """Final scores `[B, Hq, M, N]` of a tile, -inf where a pair is hidden.
+
+    Args:
+        scores: the score features of the slab.
+        tile: the tile.
+        q_i: `[B, Hkv, G * M, D]`, with the scale.
+        k_j: `[B, Hkv, N, D]`.
+        exist: which rows and keys exist, `[B, M]` and `[B, N]`; `None` if all do.
+    """
+    s = unfold_groups(q_i @ k_j.transpose(-1, -2), scores.slab.num_groups)
+    visible = scores.visible(tile, *exist)
+    s = scores.forward(s, tile, visible)
+    return s if visible is None else torch.where(visible, s, -torch.inf)
+
+
+def row_max(call: Call, shape: TileShape, dtype: torch.dtype) -> Tensor:
+    """The largest final score of each row of a dense call, `[B, Hq, Sq]`; -inf of a row that sees no key."""
+    q, k = call.tensors.q, call.tensors.k
+    result = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    for slab in slabs(call, Side(call, keys=False), Side(call, keys=True), shape):
+        scores = Scores(call, slab, dtype)
+        queries, keys = slab.query_rows(q), slab.key_rows(k)
+        for rows in row_blocks(slab, shape):
+            q_i = fold_groups(queries.load(rows).to(dtype) * call.settings.scale, slab.num_groups)
+            m_i = result[slab.batch, slab.heads_q, rows]
+            for tile in tiles(slab, call.settings, scores, rows, shape):
+                s = tile_scores(scores, tile, q_i, keys.load(tile.keys).to(dtype), (None, None))
+                m_i.copy_(torch.maximum(m_i, s.amax(dim=-1)))
+    return result
 
 
 def push_state(subtrees: list[RowState], state: RowState, count: int) -> list[RowState]:

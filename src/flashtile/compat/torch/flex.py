@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...api.attention import attention
+from ...api.row_max import row_max
 from ..arguments import refuse
 
 EXAMPLE = "flex_attention(query, key, value, score_mod=lambda score, b, h, q_idx, k_idx: score / 2)"
@@ -16,7 +18,8 @@ class AuxOutput(NamedTuple):
 
     Attributes:
         lse: the log-sum-exp of each row `[B, Hq, L]`, by the natural logarithm; `None` unless requested.
-        max_scores: always `None`.
+        max_scores: the largest score of each row `[B, Hq, L]`, -inf of a row that sees no key, without a derivative;
+            `None` unless requested.
     """
 
     lse: Tensor | None = None
@@ -53,7 +56,9 @@ def flex_attention(
         enable_gqa: key and value may have fewer heads than query.
         return_lse: also return the log-sum-exp.
         kernel_options: a dict or `None`; it tunes PyTorch's kernels, and no result depends on it here.
-        return_aux: an object with the attribute `lse`, as `AuxRequest(lse=True)` of either module of PyTorch.
+        return_aux: an object with the attributes `lse` and `max_scores`, as `AuxRequest` of
+            `torch.nn.attention.flex_attention`. The largest scores are a pass of their own over all pairs, in torch
+            operations; not inside of `torch.compile`.
 
     Returns:
         `[B, Hq, L, Ev]`; with `return_lse` also lse `[B, Hq, L]`, with `return_aux` an `AuxOutput`. A row that sees no
@@ -61,12 +66,13 @@ def flex_attention(
 
     Raises:
         ArgumentError: an argument is not what it should be; other heads without `enable_gqa`; both `return_lse` and
-            `return_aux`; a request for `max_scores`.
+            `return_aux`; a request for `max_scores` inside of `torch.compile`.
     """
     if return_lse and return_aux is not None:
         refuse("return_lse", return_lse, "False with return_aux, which requests the same", EXAMPLE)
-    if getattr(return_aux, "max_scores", False):
-        accepted = "AuxRequest(lse=True): the largest score of a row is not kept"
+    wants_max = getattr(return_aux, "max_scores", False)
+    if wants_max and torch.compiler.is_compiling():
+        accepted = "AuxRequest(lse=True) inside of torch.compile, which has no graph of the largest scores"
         refuse("return_aux", str(return_aux), accepted, EXAMPLE)
     if kernel_options is not None and not isinstance(kernel_options, dict):
         refuse("kernel_options", kernel_options, "a dict or None", EXAMPLE)
@@ -79,8 +85,10 @@ def flex_attention(
     if block_mask is not None and key.shape[0] == value.shape[0] == 1:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     arguments = {"score_mod": score_mod, "mask": block_mask, "scale": scale}
-    if not return_lse and not getattr(return_aux, "lse", False):
+    wants_lse = return_lse or getattr(return_aux, "lse", False)
+    out, lse = attention(query, key, value, **arguments, return_lse=True) if wants_lse else (None, None)
+    if out is None:
         out = attention(query, key, value, **arguments)
-        return out if return_aux is None else (out, AuxOutput())
-    out, lse = attention(query, key, value, **arguments, return_lse=True)
-    return (out, lse) if return_aux is None else (out, AuxOutput(lse))
+    if return_aux is None:
+        return out if lse is None else (out, lse)
+    return out, AuxOutput(lse, row_max(query, key, value, **arguments) if wants_max else None)
