@@ -71,21 +71,6 @@ def head_strides(t: Tensors, absent: int | None = None) -> dict[str, int | None]
     return strides
 
 
-def pair_strides(name: str, x: Tensor | None) -> dict[str, Any]:
-    """Strides of a mask or bias: `None` for a broadcast row or column, 0 for a broadcast sequence or head."""
-    if x is None:
-        return {f"stride_{name}_{dim}": None for dim in "bhmn"}
-    found = {}
-    for dim, n, stride in zip("bhmn", x.shape, x.stride(), strict=True):
-        found[f"stride_{name}_{dim}"] = stride if n > 1 else None if dim in "mn" else 0
-    return found
-
-
-def pair_rows(t: Tensors) -> int:
-    """Rows of a mask and bias that are not broadcast over them."""
-    return next((x.shape[2] for x in (t.bias, t.mask) if x is not None and x.shape[2] > 1), 1)
-
-
 def score_units(call: Call) -> dict[str, Any]:
     """Factors between products, scores and the argument of exp2: `multiplier` turns products into scores, `factor`
     scores into base-2 exponents. Without score features, `factor` includes the scale and there is no multiplier.

@@ -16,12 +16,12 @@ from ...expression.program import REAL, Instruction, Program
 from ...expression.scaling import is_homogeneous
 from ..gpu.captured import captured_pointers, captured_scalars, needs_wide_offsets
 from ..gpu.generated import defined
+from ..gpu.pairs import has_pairs, pair_align, pair_pointers, pair_scalars, with_contiguous_keys
 from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
 from ..gpu.staged import staged_source
 from ..gpu.visibility import visibility_source
 from ..scalars import score_units
-from .pairs import PairArguments
 
 CALLED = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "KEEP_NAN")
 CALLED_BY_VISIBILITY = ("floordiv", "mod", "inside", "least_real", "largest_real", "KEEP_NAN")
@@ -125,10 +125,10 @@ def launch(
     `call.tensors` belong to the recorder.
     """
     tensors = call.tensors.score_mod_tensors
-    pairs = PairArguments.of(recorder, call.tensors)
-    pointers, scalars = {**pointers, **pairs.pointers}, {**scalars, **pairs.scalars}
-    if pairs.align > 1:
-        scalars["CONFIG"] = replace(scalars["CONFIG"], pair_align=pairs.align)
+    call = with_contiguous_keys(recorder, call)
+    pointers, scalars = {**pointers, **pair_pointers(call.tensors)}, {**scalars, **pair_scalars(call.tensors)}
+    if has_pairs(call.tensors):
+        scalars["CONFIG"] = replace(scalars["CONFIG"], pair_align=pair_align(call.tensors))
     formula, mask = formulas_of(call)
     if formula is None:
         scalars = {**scalars, "inputs": None}

@@ -10,15 +10,14 @@ from torch import Tensor
 from ...call.call import Call
 from ...call.problem import LONGEST, power_of_two
 from ..gpu.captured import captured_pointers, captured_scalars
-from ..gpu.pointers import Described
+from ..gpu.pairs import ALIGN, pair_align, pair_pointers, pair_scalars
+from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
 from ..scalars import (
     head_strides,
     head_terms,
     keep_scale,
     lse_strides,
-    pair_rows,
-    pair_strides,
     rows_last,
     score_units,
     strides,
@@ -122,10 +121,11 @@ def dbias_scalars(call: Call, bias: Tensor, config: KernelConfig) -> dict[str, i
 
 
 def dbias_strides(x: Tensor) -> dict[str, Any]:
-    """Strides of `[splits, B, H, Sq, Sk]`; a broadcast row or column has none."""
-    found: dict[str, Any] = {"stride_dbias_split": x.stride(0)}
+    """Strides of contiguous `[splits, B, H, Sq, Sk]`, and their unit; a broadcast row or column has none."""
+    unit = ALIGN if x.shape[-1] % ALIGN == 0 else 1
+    found: dict[str, Any] = {"dbias_align": unit, "stride_dbias_split": x.stride(0) // unit}
     for dim, n, stride in zip("bhmn", x.shape[1:], x.stride()[1:], strict=True):
-        found[f"stride_dbias_{dim}"] = stride if n > 1 or dim in "bh" else None
+        found[f"stride_dbias_{dim}"] = stride // (1 if dim == "n" else unit) if n > 1 or dim in "bh" else None
     return found
 
 
@@ -138,7 +138,7 @@ def head_dim(width: int) -> HeadDim:
     return HeadDim(width, first, rest)
 
 
-def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor | Described | None]:
+def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Pointers:
     """The pointers of `parameters.Inputs`."""
     t = call.tensors
     paged = t.page_table is not None
@@ -146,8 +146,7 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         "q": q,
         "k": k,
         "v": v,
-        "mask": None if t.mask is None else Described(t.mask, Tensor.view, torch.uint8),
-        "bias": t.bias,
+        **pair_pointers(t),
         **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
         "sinks": None,  # for forward only
         "lists": None,  # for kernels that visit the blocks in a list
@@ -167,9 +166,8 @@ def feature_scalars(call: Call) -> dict[str, Any]:
     t, s = call.tensors, call.settings
     limit = threshold(s.dropout_p) if s.dropout_p > 0 else None
     return {
-        **pair_strides("mask", t.mask),
-        **pair_strides("bias", t.bias),
-        "pair_rows": pair_rows(t),
+        **pair_scalars(t),
+        "pair_align": pair_align(t),
         **score_units(call),
         **window_numbers(call),
         "attention_chunk": None if s.attention_chunk is None else min(s.attention_chunk, LONGEST),

@@ -14,6 +14,7 @@ from ...call.plan import Plan
 from ..gpu import replay
 from ..gpu.block_lists import block_lists
 from ..gpu.kernel import Kernel
+from ..gpu.pairs import with_contiguous_keys
 from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
@@ -42,6 +43,7 @@ def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
 
 def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
     """Record the forward pass of a call whose tensors belong to the recorder; returns `out` and `lse`."""
+    call = with_contiguous_keys(recorder, call)
     t = call.tensors
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     lse = args.new_result(recorder, call, q.new_empty(lse_shape(q), dtype=torch.float32), -torch.inf)

@@ -16,6 +16,7 @@ from ..gpu import replay
 from ..gpu.block_lists import block_lists
 from ..gpu.formula import loads
 from ..gpu.kernel import Kernel
+from ..gpu.pairs import with_contiguous_keys
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import dlse_strides, lse_strides, rows_last, strides
@@ -51,7 +52,7 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     assert lse is not None
     out, lse = recorder.op(rows_last, out), recorder.op(Tensor.contiguous, lse)
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
-    call = call._replace(tensors=Tensors.from_flat(given))
+    call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(given)))
     t = call.tensors
     launches = BackwardLaunches(recorder, call, dout)
     launches.preprocess(out, lse, dlse)
@@ -173,17 +174,17 @@ class BackwardLaunches:
         return dq, dslopes
 
     def dbias(self, config: KernelConfig) -> Tensor:
-        """dbias, fp32 and shaped as the bias."""
+        """dbias, shaped as the bias: in its dtype where one program adds all of an element, else fp32."""
         bias = self.call.tensors.bias
         assert bias is not None
         tiles = args.dbias_scalars(self.call, bias, config)
         programs, splits = tiles.pop("programs"), tiles["splits"]
-        dbias = self.recorder.op(lambda bias: bias.new_zeros((splits, *bias.shape), dtype=torch.float32), bias)
+        dbias = self.recorder.op(partial(new_bias_gradients, splits, programs > 0), bias)
         given, align = self.inputs()
         constants = args.constants(self.call, config._replace(num_stages=1), align)
         scalars = {**given, **tiles, **constants, **args.dbias_strides(dbias), "num_tiles": None}
         self.launch(DBIAS, {"dbias": dbias}, programs, scalars)
-        return self.recorder.op(lambda dbias: dbias.sum(dim=0), dbias)
+        return self.recorder.op(sum_of_splits, dbias)
 
     def dcaptured(self, config: KernelConfig, needed: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of the tensors that a score_mod captures, fp32; a launch for each load of a tensor."""
@@ -205,6 +206,16 @@ class BackwardLaunches:
                 scalars = {**given, **constants, **by, "num_tiles": tiles}
                 self.launch(DCAPTURED, {"sums": sums[load.tensor]}, programs, scalars, load=n)
         return [None if x is None else self.recorder.op(rounded_sums, tensors[n], x) for n, x in enumerate(sums)]
+
+
+def new_bias_gradients(splits: int, written: bool, bias: Tensor) -> Tensor:
+    """Gradients of a bias by split, `[splits, B, H, Sq, Sk]`; the kernel writes all elements, if it runs."""
+    new = bias.new_empty if written else bias.new_zeros
+    return new((splits, *bias.shape), dtype=bias.dtype if splits == 1 else torch.float32)
+
+
+def sum_of_splits(gradients: Tensor) -> Tensor:
+    return gradients[0] if len(gradients) == 1 else gradients.sum(dim=0)
 
 
 def new_sums(x: Tensor) -> Tensor:

@@ -37,7 +37,9 @@ class RowTensor(NamedTuple):
 
 
 class PairTensor(NamedTuple):
-    """A mask or bias `[B, H, Sq, Sk]`. A broadcast row or column has no stride, a broadcast sequence or head 0."""
+    """A mask or bias `[B, H, Sq, Sk]`. A broadcast row or column has no stride, a broadcast sequence or head 0; that of
+    keys is 1.
+    """
 
     data: Pointer
     stride_b: Scalar
@@ -93,6 +95,7 @@ class ScoreInputs(NamedTuple):
     sinks: Pointer
     factor: Scalar
     multiplier: Scalar  # `None` where the softmax takes the scale
+    pair_align: tl.constexpr  # the unit of strides of mask and bias, in elements
     softcap: Scalar
     score_mod: tl.constexpr  # a device function, one for each formula
     mask_mod: tl.constexpr

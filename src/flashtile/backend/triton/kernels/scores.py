@@ -35,15 +35,17 @@ def load_pairs(tensor, params, info, rows, keys, exists, OTHER: tl.constexpr):
     """Load `[M, N]` of a mask or bias, or one row or column where it is broadcast. Rows past the last one repeat it.
     `exists` is `None` where every key does.
     """
-    pointers = tensor.data + (info.sequence * elements(tensor.stride_b, 1) + info.head * elements(tensor.stride_h, 1))
+    ALIGN: tl.constexpr = params.scores.pair_align
+    pointers = tensor.data + info.sequence * elements(tensor.stride_b, ALIGN)
+    pointers += info.head * elements(tensor.stride_h, ALIGN)
     if tensor.stride_m is not None:
-        pointers += tl.minimum(rows, params.lengths.pair_rows - 1) * elements(tensor.stride_m, 1)
+        pointers += tl.minimum(rows, params.lengths.pair_rows - 1) * elements(tensor.stride_m, ALIGN)
     if tensor.stride_n is None:
         return tl.load(pointers)
     elif exists is None:
-        return tl.load(pointers + keys * elements(tensor.stride_n, 1))
+        return tl.load(pointers + keys)
     else:
-        return tl.load(pointers + keys * elements(tensor.stride_n, 1), mask=exists, other=OTHER)
+        return tl.load(pointers + keys, mask=exists, other=OTHER)
 
 
 @triton.jit

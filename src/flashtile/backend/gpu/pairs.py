@@ -1,0 +1,73 @@
+"""Arguments of the kernels for bias and mask, `[B, H, Sq, Sk]` with any dimension broadcast."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call.call import Call, Tensors
+from .pointers import Described, Pointers
+from .replay import Recorder
+
+ALIGN = 8  # elements: those of a vector load
+ALIGNED_ADDRESS = 16  # bytes
+
+
+def has_pairs(t: Tensors) -> bool:
+    """Whether there is a bias or a mask."""
+    return t.bias is not None or t.mask is not None
+
+
+def with_contiguous_keys(recorder: Recorder, call: Call) -> Call:
+    """The call with a bias and mask whose keys are contiguous, as kernels need. Its tensors are the recorder's."""
+    t = call.tensors
+    if not has_pairs(t):
+        return call
+    bias, mask = (None if x is None else recorder.op(contiguous_keys, x) for x in (t.bias, t.mask))
+    return call._replace(tensors=t._replace(bias=bias, mask=mask))
+
+
+def contiguous_keys(x: Tensor) -> Tensor:
+    """The tensor itself, or a copy if its keys are not contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def pair_pointers(t: Tensors) -> Pointers:
+    """Pointers of bias and mask; of the mask as bytes."""
+    return {"bias": t.bias, "mask": None if t.mask is None else Described(t.mask, Tensor.view, torch.uint8)}
+
+
+def pair_align(t: Tensors) -> int:
+    """Elements that divide the addresses of all rows and the numbers of keys: the unit of strides."""
+    for x in (t.bias, t.mask):
+        if x is None:
+            continue
+        *strides, _ = (0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        keys = 0 if x.shape[-1] == 1 else x.shape[-1]
+        if any(n % ALIGN for n in (*strides, keys)) or x.data_ptr() % ALIGNED_ADDRESS:
+            return 1
+    return ALIGN
+
+
+def pair_scalars(t: Tensors) -> dict[str, Any]:
+    """Strides in units of `pair_align`, and the rows of tensors that are not broadcast over them."""
+    if not has_pairs(t):
+        return ABSENT
+    unit = pair_align(t)
+    rows = next((x.shape[2] for x in (t.bias, t.mask) if x is not None and x.shape[2] > 1), 1)
+    return {**pair_strides("bias", t.bias, unit), **pair_strides("mask", t.mask, unit), "pair_rows": rows}
+
+
+def pair_strides(name: str, x: Tensor | None, unit: int) -> dict[str, Any]:
+    """Strides of one tensor: `None` for a broadcast row or column, 0 for a broadcast sequence or head. That of keys is
+    1, whatever the unit.
+    """
+    if x is None:
+        return {f"stride_{name}_{dim}": None for dim in "bhmn"}
+    found: dict[str, Any] = {f"stride_{name}_n": None if x.shape[3] == 1 else 1}
+    for dim, n, stride in zip("bhm", x.shape[:3], x.stride()[:3], strict=True):
+        found[f"stride_{name}_{dim}"] = stride // unit if n > 1 else None if dim == "m" else 0
+    return found
+
+
+ABSENT = {**pair_strides("bias", None, 1), **pair_strides("mask", None, 1), "pair_rows": 1}
