@@ -38,10 +38,11 @@ class Line(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """The texts of the device functions, and the inputs on which the derivative depends."""
+    """The texts of the device functions, the inputs on which the derivative depends, and whether distances are read."""
 
     texts: dict[str, str]
     derivative_inputs: frozenset[str]
+    by_distance: bool
 
 
 def staged_source(
@@ -76,12 +77,13 @@ def staged_source(
         )
     lines = {name: x._replace(text=replaced.get(name, x.text)) for name, x in lines.items()}
     outputs = [x.name for x in results]
+    statements = needed(lines, outputs)
     parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "real_distance", "captured", *STAGES)
-    texts["pairs"] = function("pairs", parameters, needed(lines, outputs), tuple(outputs))
+    texts["pairs"] = function("pairs", parameters, statements, tuple(outputs))
     if factor is not None:
         parameters = ("b", "h", "captured", "head")
         texts["factor"] = function("factor", parameters, needed(lines, [factor.name]), (factor.name,))
-    return Staged(texts, results[-1].inputs)
+    return Staged(texts, results[-1].inputs, any("distance" in x for x in statements))
 
 
 class StagedWriter(Writer):

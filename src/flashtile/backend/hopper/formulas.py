@@ -34,6 +34,7 @@ class ScoreModFunctions:
     source: str = field(repr=False)
     linear: bool = field(compare=False, repr=False)  # the derivative does not depend on the score,
     same: bool = field(compare=False, repr=False)  # and is the same for all pairs of a head
+    by_distance: bool = field(compare=False, repr=False)  # whether it reads distances
     head: Any = field(compare=False, repr=False)
     rows: Any = field(compare=False, repr=False)
     keys: Any = field(compare=False, repr=False)
@@ -55,7 +56,7 @@ def score_mod_functions(
     """The device functions of formulas. For the parameters see `backend.gpu.staged`."""
     from .kernels.shared import functions  # imports Triton
 
-    texts, inputs = staged_source(formula, mask, partial=partial, wide=wide, contiguous=contiguous, language="gl")
+    texts, inputs, by_distance = staged_source(formula, mask, partial=partial, wide=wide, contiguous=contiguous, language="gl")
     source = "".join(texts.values())
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     names = {name: getattr(functions, name) for name in CALLED}
@@ -65,7 +66,7 @@ def score_mod_functions(
         name = f"score_mod_{stage}_{digest}"
         text = text.replace(stage, name, 1)
         jitted[stage] = functions.gluon.jit(defined(name, text, name, dict(names)))
-    return ScoreModFunctions(source, "score" not in inputs, inputs <= {"b", "h"}, **jitted)
+    return ScoreModFunctions(source, "score" not in inputs, inputs <= {"b", "h"}, by_distance, **jitted)
 
 
 def formulas_of(call: Call) -> tuple[Formula | None, Formula | None]:

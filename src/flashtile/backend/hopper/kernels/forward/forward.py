@@ -84,7 +84,7 @@ def forward_kernel(
             [
                 (consumer_warpgroup, (0, context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
+                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, inputs, CONFIG, PACKED)),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
             [4, 1, 1],
@@ -96,7 +96,7 @@ def forward_kernel(
                 (consumer_warpgroup, (0, context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(2), context, CONFIG, PACKED)),
-                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
+                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, inputs, CONFIG, PACKED)),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
             [4, 4, 1, 1],
@@ -107,7 +107,6 @@ def forward_kernel(
 @gluon.jit
 def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
     """The partition that computes 64 rows of each tile."""
-    BLOCK_N: gl.constexpr = CONFIG.block_n
     STAGES: gl.constexpr = CONFIG.stages
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
@@ -116,7 +115,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     count = 0  # steps of the main loop
     tile_count = 0
     tile = pop_tile(queue, 0)
-    wg_tile = warpgroup_tile(tile, warpgroup, context, BLOCK_N)
+    wg_tile = warpgroup_tile(tile, warpgroup, context, CONFIG)
     state = initial_state(wg_tile, params, outputs, q.data[0].dtype, CONFIG)
     accumulate = count == 0
     # Coordinates and 1 / l of the tile whose last product with values is still to come.
@@ -130,15 +129,15 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         units = tile_units(params, wg_tile, loaded, CONFIG)
         state = next_tile_state(state.acc, state.p, wg_tile, params, outputs, CONFIG)
         first = tile.hi - 1
-        block, stop = first, first
+        n, stop = first, first
         # The first step completes the previous tile. Two loops, as a branch in each step would cost 1 to 4%.
-        while block >= tile.lo:
-            while block >= stop:
+        while n >= tile.lo:
+            while n >= stop:
                 state = mainloop_step(
-                    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, block, warpgroup, CONFIG
+                    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, n, warpgroup, CONFIG
                 )  # fmt: skip
-                accumulate = block != first
-                block -= 1
+                accumulate = n != first
+                n -= 1
                 count += 1
             if (stop == first) & (tile_count > 0):
                 store_out(outputs, state.acc, inv_l, out_coord, warpgroup, CONFIG)
@@ -149,7 +148,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             mbarrier.arrive(pipelines.q_empty.index(stage), count=1)
         tile_count += 1
         tile = pop_tile(queue, tile_count)
-        wg_tile = warpgroup_tile(tile, warpgroup, context, BLOCK_N)
+        wg_tile = warpgroup_tile(tile, warpgroup, context, CONFIG)
     consumer_wait(v, count, STAGES)
     acc = gemm_wait(gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate))
     store_out(outputs, acc, inv_l, out_coord, warpgroup, CONFIG)
