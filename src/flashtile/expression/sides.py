@@ -21,26 +21,31 @@ PAIR = frozenset(("q_idx", "k_idx"))
 
 
 class Sides(NamedTuple):
-    """The formula of pairs with `q_idx - k_idx >= reach`, and that of pairs with `k_idx - q_idx >= reach`."""
+    """A formula on both sides of the diagonal."""
 
-    reach: int
-    before: Formula  # keys before the query
-    after: Formula
+    before: Formula  # of pairs with `q_idx - k_idx >= reach`
+    after: Formula  # of pairs with `k_idx - q_idx >= reach`
 
 
 @functools.lru_cache(maxsize=1024)
-def sides(formula: Formula) -> Sides | None:
-    """The simplest formulas of both sides, with the shortest reach; `None` if they are not simpler than the formula."""
+def reach_of(formula: Formula) -> int | None:
+    """The shortest reach with the simplest formulas of both sides; `None` if they are not simpler than the formula."""
     found, fewest = None, 2 * operations_of_pairs(formula)
     reach = 1
     while reach <= LONGEST_REACH:
-        before = on_side(formula, Range(reach, ranges.INDEX_RANGE.high))
-        after = on_side(formula, Range(-ranges.INDEX_RANGE.high, -reach))
-        count = operations_of_pairs(before) + operations_of_pairs(after)
+        count = sum(operations_of_pairs(x) for x in sides(formula, reach))
         if count < fewest:
-            found, fewest = Sides(reach, before, after), count
+            found, fewest = reach, count
         reach *= 2
     return found
+
+
+def sides(formula: Formula, reach: int) -> Sides:
+    """The formulas of both sides from a distance on."""
+    return Sides(
+        on_side(formula, Range(reach, ranges.INDEX_RANGE.high)),
+        on_side(formula, Range(-ranges.INDEX_RANGE.high, -reach)),
+    )
 
 
 def operations_of_pairs(formula: Formula) -> int:

@@ -4,11 +4,13 @@
     def rows(b, h, q_idx, captured): ... return (LOADED, ..., h)
     def keys(b, h, k_idx, captured, run): ... return (LOADED, ..., h)
     def pairs(score, b, h, q_idx, k_idx, distance, real_distance, captured, head, rows, keys): ... return (OUTPUT, ...)
+    def before, after: as pairs
     def factor(b, h, captured, head): ... return (FACTOR,)
 
 Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
 `run` is `k_idx` and the first index after them, or `None`: then keys need not be consecutive.
 `distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs, and `real_distance` the same number.
+`before` and `after` are simpler functions of pairs from the distance `reach` on (`expression.sides`), if there are such.
 Only a formula that is the score times a number of the head has `factor`, that number. Of hidden pairs, the new score
 is -inf.
 """
@@ -22,6 +24,7 @@ from typing import NamedTuple
 from ...expression.formula import Formula
 from ...expression.program import REAL, TensorType, emit
 from ...expression.scaling import is_head_factor
+from ...expression.sides import reach_of, sides
 from .formula import OPERATIONS, Value, Writer
 
 COMPARISONS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}  # and those of -x and -y
@@ -38,11 +41,12 @@ class Line(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """The texts of the device functions, the inputs on which the derivative depends, and whether distances are read."""
+    """The texts of the device functions, and their properties."""
 
     texts: dict[str, str]
     derivative_inputs: frozenset[str]
-    by_distance: bool
+    by_distance: bool  # whether distances are read
+    reach: int | None  # of `before` and `after`
 
 
 def staged_source(
@@ -59,13 +63,13 @@ def staged_source(
     `contiguous`: which captured tensors have contiguous last dimensions.
     """
     writer = StagedWriter(formula.tensors, language, wide, contiguous)
-    results = [*emit(formula.program, writer)]
-    derivative = emit(formula.partials().program, writer)[0]
-    if partial:
-        results.append(writer.where_visible(results[0], derivative))
-    if mask is not None:
-        results = writer.masked(results, emit(mask.program, writer)[0])
-    factor = derivative if mask is None and is_head_factor(formula) else None
+    results = {"pairs": writer.results(formula, mask, partial)}
+    reach = max((x for x in (reach_of(formula), mask and reach_of(mask)) if x), default=None)
+    if reach is not None:
+        masks = (None, None) if mask is None else sides(mask, reach)
+        for name, side, visible in zip(("before", "after"), sides(formula, reach), masks, strict=True):
+            results[name] = writer.results(side, visible, partial)
+    factor = emit(formula.partials().program, writer)[0] if mask is None and is_head_factor(formula) else None
     lines = {value.name: Line(text, value) for text, value in writer.values.items()}
     stages = {name: stage_of(lines[name].value) for name in writer.loaded}
     texts, replaced = {}, {}
@@ -76,14 +80,15 @@ def staged_source(
             stage, (*parameters, "captured", *MORE.get(stage, ())), needed(lines, loaded), (*loaded, ALWAYS)
         )
     lines = {name: x._replace(text=replaced.get(name, x.text)) for name, x in lines.items()}
-    outputs = [x.name for x in results]
-    statements = needed(lines, outputs)
     parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "real_distance", "captured", *STAGES)
-    texts["pairs"] = function("pairs", parameters, statements, tuple(outputs))
+    for name, values in results.items():
+        outputs = tuple(x.name for x in values)
+        texts[name] = function(name, parameters, needed(lines, outputs), outputs)
     if factor is not None:
         parameters = ("b", "h", "captured", "head")
         texts["factor"] = function("factor", parameters, needed(lines, [factor.name]), (factor.name,))
-    return Staged(texts, results[-1].inputs, any("distance" in x for x in statements))
+    by_distance = any("distance" in x for x in needed(lines, [y.name for y in results["pairs"]]))
+    return Staged(texts, results["pairs"][-1].inputs, by_distance, reach)
 
 
 class StagedWriter(Writer):
@@ -98,6 +103,13 @@ class StagedWriter(Writer):
         self.selected: dict[str, tuple[Value, Value, Value]] = {}  # operands of `where`
         for op in ("sub", *COMPARISONS):
             setattr(self, op, functools.partial(self.by_distance, op))
+
+    def results(self, formula: Formula, mask: Formula | None, partial: bool) -> list[Value]:
+        """The new score, and with `partial` its derivative."""
+        found = [*emit(formula.program, self)]
+        if partial:
+            found.append(self.where_visible(found[0], emit(formula.partials().program, self)[0]))
+        return found if mask is None else self.masked(found, emit(mask.program, self)[0])
 
     def load(self, tensor: int, indices: Sequence[Value]) -> Value:
         value = super().load(tensor, indices)
@@ -188,7 +200,7 @@ def stage_of(x: Value) -> str | None:
     return next((stage for stage, inputs in STAGES.items() if x.inputs <= {*inputs}), None)
 
 
-def needed(lines: dict[str, Line], outputs: list[str]) -> list[str]:
+def needed(lines: dict[str, Line], outputs: Sequence[str]) -> list[str]:
     """The statements on which outputs depend, in order."""
     found = {*outputs}
     for name in reversed(lines):

@@ -39,14 +39,16 @@ class ScoreModFunctions:
     rows: Any = field(compare=False, repr=False)
     keys: Any = field(compare=False, repr=False)
     pairs: Any = field(compare=False, repr=False)
+    reach: int | None = field(repr=False)  # the distance from which `before` and `after` hold
     factor: Any = field(default=None, compare=False, repr=False)  # of a formula that is the score times a number
+    before: Any = field(default=None, compare=False, repr=False)
+    after: Any = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         """Key of the sources and of all that they call, for Triton's disk cache."""
-        keys = (
-            getattr(x, "cache_key", self.source) for x in (self.head, self.rows, self.keys, self.pairs, self.factor)
-        )
-        return hashlib.sha256(" ".join(keys).encode()).hexdigest()
+        functions = (self.head, self.rows, self.keys, self.pairs, self.factor, self.before, self.after)
+        keys = (getattr(x, "cache_key", self.source) for x in functions)
+        return hashlib.sha256(" ".join((*keys, str(self.reach))).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -56,7 +58,8 @@ def score_mod_functions(
     """The device functions of formulas. For the parameters see `backend.gpu.staged`."""
     from .kernels.shared import functions  # imports Triton
 
-    texts, inputs, by_distance = staged_source(formula, mask, partial=partial, wide=wide, contiguous=contiguous, language="gl")
+    staged = staged_source(formula, mask, partial=partial, wide=wide, contiguous=contiguous, language="gl")
+    texts, inputs = staged.texts, staged.derivative_inputs
     source = "".join(texts.values())
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     names = {name: getattr(functions, name) for name in CALLED}
@@ -66,7 +69,8 @@ def score_mod_functions(
         name = f"score_mod_{stage}_{digest}"
         text = text.replace(stage, name, 1)
         jitted[stage] = functions.gluon.jit(defined(name, text, name, dict(names)))
-    return ScoreModFunctions(source, "score" not in inputs, inputs <= {"b", "h"}, by_distance, **jitted)
+    linear, same = "score" not in inputs, inputs <= {"b", "h"}
+    return ScoreModFunctions(source, linear, same, staged.by_distance, reach=staged.reach, **jitted)
 
 
 def formulas_of(call: Call) -> tuple[Formula | None, Formula | None]:

@@ -76,17 +76,39 @@ def load_keys(params, b, head, keys, run, SCORE_MOD: gl.constexpr):
 @gluon.jit
 def modify(t, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD: gl.constexpr):
     """The new scores, then in backward their derivatives by `t`, which may be of fewer dimensions."""
-    inputs = params.inputs
-    sequence = sequence_index(params, b)
     TRANSPOSED: gl.constexpr = rows.shape[0] == 1
-    first = first_distance + (inputs.i0 - inputs.j0)
-    distance = distances(t, first, TRANSPOSED, gl.int32)
-    real_distance = distances(t, first, TRANSPOSED, gl.float32)
-    results = SCORE_MOD.pairs(
-        t, sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, distance, real_distance,
+    first = first_distance + (params.inputs.i0 - params.inputs.j0)
+    if SCORE_MOD.reach is None:
+        results = of_pairs(SCORE_MOD.pairs, t, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+    else:
+        least = first - (t.shape[0 if TRANSPOSED else 1] - 1)
+        most = first + (t.shape[1 if TRANSPOSED else 0] - 1)
+        if least >= SCORE_MOD.reach:
+            results = of_pairs(SCORE_MOD.before, t, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+        elif most <= -SCORE_MOD.reach:
+            results = of_pairs(SCORE_MOD.after, t, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+        else:
+            results = of_pairs(SCORE_MOD.pairs, t, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+    return results[0], results
+
+
+@gluon.jit
+def of_pairs(function: gl.constexpr, t, params, b, head, rows, keys, first, loaded, SCORE_MOD: gl.constexpr):
+    """The results of a function of pairs; `first` is the distance of the first one."""
+    inputs = params.inputs
+    TRANSPOSED: gl.constexpr = rows.shape[0] == 1
+    results = function(
+        t, sequence_index(params, b), head + inputs.h0, rows + inputs.i0, keys + inputs.j0,
+        distances(t, first, TRANSPOSED, gl.int32), distances(t, first, TRANSPOSED, gl.float32),
         inputs.captured, loaded.head, loaded.rows, loaded.keys,
     )  # fmt: skip
-    return results[0] - gl.full_like(t, 0.0), results  # a score for every pair
+    zero = gl.full_like(t, 0.0)
+    if len(results) == 1:
+        return (results[0] - zero,)
+    elif SCORE_MOD.same:
+        return (results[0] - zero, results[1])
+    else:
+        return (results[0] - zero, results[1] - zero)  # one for every pair, whichever function it is
 
 
 @gluon.jit
