@@ -56,7 +56,7 @@ BUGS = (
     Bug("elements of the first head", f"{SHARED}/score_mod.py", "SCORE_MOD.head(sequence_index(params, b), head + ",
         "SCORE_MOD.head(sequence_index(params, b), ", "signed, full 128"),
     Bug("scale after a term", FORMULAS, " and is_homogeneous(formula)", "", "relative_position, full 64"),
-    Bug("distances of the first block", f"{SHARED}/distances.py", "(first + base)", "(base)", "decay, full 128"),
+    Bug("distances of the first block", f"{SHARED}/distances.py", "first + base + constant * 0", "base + constant * 0", "decay, full 128"),
     Bug("mask function ignored", STAGED, "self.where(visible, score, self.constant(-math.inf, REAL))", "score",
         "causal by head 64"),
     Bug("derivative of hidden pairs", STAGED, 'x if x.inputs <= {"b", "h"} else self', "x if True else self",

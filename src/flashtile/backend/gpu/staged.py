@@ -9,7 +9,8 @@
 
 Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
 `run` is `k_idx` and the first index after them, or `None`: then keys need not be consecutive.
-`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs, and `real_distance` the same number.
+`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs, and the two parts of `real_distance` have
+the same number as their sum.
 `before` and `after` are simpler functions of pairs from the distance `reach` on (`expression.sides`), if there are such.
 Only a formula that is the score times a number of the head has `factor`, that number. Of hidden pairs, the new score
 is -inf.
@@ -99,7 +100,9 @@ class StagedWriter(Writer):
         self.contiguous = contiguous
         self.loaded: dict[str, None] = {}  # names, in order
         self.numbers: dict[str, float] = {}  # of constants
-        self.reals = {"distance": Value("real_distance", frozenset(("q_idx", "k_idx")))}  # of integers, by name
+        pair = Value("", frozenset(("q_idx", "k_idx")))
+        self.reals = {"distance": self.line("real_distance[0] + real_distance[1]", pair)}  # of integers, by name
+        self.signs = {self.reals["distance"].name: ""}  # of distances and their opposites
         self.selected: dict[str, tuple[Value, Value, Value]] = {}  # operands of `where`
         for op in ("sub", *COMPARISONS):
             setattr(self, op, functools.partial(self.by_distance, op))
@@ -142,7 +145,16 @@ class StagedWriter(Writer):
         value = self.line(OPERATIONS["neg"].format(x.name), x)
         if x.name in self.reals:  # there is no integer -0
             self.reals[value.name] = self.line(f"0.0 - {self.reals[x.name].name}", x)
+            if x.name == "distance":
+                self.signs[self.reals[value.name].name] = "-"
         return value
+
+    def mul(self, x: Value, y: Value) -> Value:
+        for distance, factor in ((x, y), (y, x)):
+            if distance.name in self.signs and factor.inputs <= {*STAGES["head"]}:
+                sign = self.signs[distance.name]
+                return self.line(f"scaled_distance(real_distance, {sign}{factor.name})", x, y)
+        return self.line(OPERATIONS["mul"].format(x.name, y.name), x, y)
 
     def abs(self, x: Value) -> Value:
         value = self.line(OPERATIONS["abs"].format(x.name, language=self.language), x)

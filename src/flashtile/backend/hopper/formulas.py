@@ -23,7 +23,10 @@ from ..scalars import score_units
 from .tables import DkdvConfig, DqConfig, ForwardConfig, FusedBackwardConfig
 
 Config = ForwardConfig | FusedBackwardConfig | DqConfig | DkdvConfig
-CALLED = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "KEEP_NAN")
+CALLED = (
+    "exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "scaled_distance",
+    "KEEP_NAN",
+)  # fmt: skip
 THE_SCORE = Program((Instruction("input", REAL, value="score"),), (0,))
 
 

@@ -6,10 +6,12 @@ each row or key of a thread.
 
 from typing import NamedTuple
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .distances import distances
+from .distances import distances, real_distances
+from .ptx import opaque_real
 
 
 class PairInputs(NamedTuple):
@@ -74,41 +76,56 @@ def load_keys(params, b, head, keys, run, SCORE_MOD: gl.constexpr):
 
 
 @gluon.jit
-def modify(t, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD: gl.constexpr):
-    """The new scores, then in backward their derivatives by `t`, which may be of fewer dimensions."""
+def modify(t, scale, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD: gl.constexpr):
+    """The new scores, then in backward their derivatives by scores, which may be of fewer dimensions. Scores are `t`
+    times a scale that may be `None`.
+    """
     TRANSPOSED: gl.constexpr = rows.shape[0] == 1
     first = first_distance + (params.inputs.i0 - params.inputs.j0)
     if SCORE_MOD.reach is None:
-        results = of_pairs(SCORE_MOD.pairs, t, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+        results = of_pairs(0, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
     else:
         least = first - (t.shape[0 if TRANSPOSED else 1] - 1)
         most = first + (t.shape[1 if TRANSPOSED else 0] - 1)
         if least >= SCORE_MOD.reach:
-            results = of_pairs(SCORE_MOD.before, t, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+            results = of_pairs(1, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
         elif most <= -SCORE_MOD.reach:
-            results = of_pairs(SCORE_MOD.after, t, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+            results = of_pairs(2, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
         else:
-            results = of_pairs(SCORE_MOD.pairs, t, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+            results = of_pairs(0, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
     return results[0], results
 
 
 @gluon.jit
-def of_pairs(function: gl.constexpr, t, params, b, head, rows, keys, first, loaded, SCORE_MOD: gl.constexpr):
-    """The results of a function of pairs; `first` is the distance of the first one."""
+def of_pairs(SIDE: gl.constexpr, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD: gl.constexpr):
+    """The results of one of three functions of pairs; `first` is the distance of the first pair."""
+    function: gl.constexpr = function_of(SCORE_MOD, SIDE)
     inputs = params.inputs
     TRANSPOSED: gl.constexpr = rows.shape[0] == 1
+    if scale is not None:
+        # Products before the branches would not join the sums in them.
+        t = t * (scale if SCORE_MOD.reach is None else opaque_real(scale, SIDE))
     results = function(
         t, sequence_index(params, b), head + inputs.h0, rows + inputs.i0, keys + inputs.j0,
-        distances(t, first, TRANSPOSED, gl.int32), distances(t, first, TRANSPOSED, gl.float32),
+        distances(t, first, TRANSPOSED), real_distances(t, first, TRANSPOSED),
         inputs.captured, loaded.head, loaded.rows, loaded.keys,
     )  # fmt: skip
     zero = gl.full_like(t, 0.0)
+    score = results[0] - zero  # one for every pair
+    if SCORE_MOD.reach is not None:
+        score = opaque_real(score, SIDE)
     if len(results) == 1:
-        return (results[0] - zero,)
+        return (score,)
     elif SCORE_MOD.same:
-        return (results[0] - zero, results[1])
+        return (score, results[1])
     else:
-        return (results[0] - zero, results[1] - zero)  # one for every pair, whichever function it is
+        return (score, results[1] - zero)
+
+
+@constexpr_function
+def function_of(score_mod, side):
+    """A device function: of all pairs, of those before the diagonal, or of those after it."""
+    return (score_mod.pairs, score_mod.before, score_mod.after)[side]
 
 
 @gluon.jit

@@ -44,11 +44,15 @@ def forward(qk, params, b, head, shift, rows, keys, first_distance, loaded, SCOR
     """Final score, not yet masked, of `qk = <q, k>`. The diagonal is `key = row + shift`. `first_distance`,
     row minus key of the first pair, and `loaded` are for the score_mod.
     """
-    t, capped = unmodified_score(qk, params, b, head, shift, rows, keys)
     if SCORE_MOD is None:
+        t, capped = unmodified_score(qk, params, b, head, shift, rows, keys)
         return Score(t, capped, ())
+    elif (params.softcap is None) & (params.slopes is None):
+        t, modified = modify(qk, params.scale, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD)
+        return Score(t, qk, modified)
     else:
-        t, modified = modify(t, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD)
+        t, capped = unmodified_score(qk, params, b, head, shift, rows, keys)
+        t, modified = modify(t, None, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD)
         return Score(t, capped, modified)
 
 
