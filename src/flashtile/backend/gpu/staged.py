@@ -11,9 +11,9 @@ Each of the first three returns the elements that depend on no other index of th
 `run` is `k_idx` and the first index after them, or `None`: then keys need not be consecutive.
 `distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs, and the two parts of `real_distance` have
 the same number as their sum.
-`before` and `after` are simpler functions of pairs from the distance `reach` on (`expression.sides`), if there are such.
-Only a formula that is the score times a number of the head has `factor`, that number. Of hidden pairs, the new score
-is -inf.
+`before` and `after` are functions of pairs from the distance `reach` on, if simpler ones hold there
+(`expression.sides`). Only a formula that is the score times a number of the head has `factor`, that number. Of hidden
+pairs, the new score is -inf.
 """
 
 import functools
