@@ -159,6 +159,12 @@ def abs(x: Value) -> Value:  # noqa: A001
     return Value(x.tensor.abs())
 
 
+def fma(x: Any, y: Any, z: Any) -> Value:
+    """Rounded once."""
+    product = as_tensor(unwrap(x)).double() * as_tensor(unwrap(y)).double()
+    return Value((product + as_tensor(unwrap(z)).double()).to(torch.float32))
+
+
 def exp2(x: Value) -> Value:
     return Value(torch.exp2(x.tensor))
 

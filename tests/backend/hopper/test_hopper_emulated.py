@@ -186,7 +186,7 @@ COORDINATES = "kernels/shared/coordinates.py"
 
 WAIT_S = "s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))\n    "
 RELEASE_K = "consumer_release(k.empty, count, STAGES)\n    "
-RELEASE_Q = "release_q_early(pipelines.q_empty, tile_count, warpgroup, block == tile.lo, CONFIG)\n    "
+RELEASE_Q = "release_q_early(pipelines.q_empty, tile_count, warpgroup, n == tile.lo, CONFIG)\n    "
 STORE_SMEM = ".store(out.to(desc.dtype))"
 DS_BARRIER = "            barrier_sync(DS_BARRIER, CONSUMER_THREADS)\n"
 WAIT_DK = "            dk, partial_p = gemm_wait_with(dk, partial_p)\n"
@@ -225,8 +225,8 @@ BUGS = (
     Bug("no fence before the output is stored", EPILOGUE, f"{STORE_SMEM}\n        fence_async_shared()", STORE_SMEM),
     Bug("product read in flight", FORWARD, "gemm_wait(gemm_rs(", "(gemm_rs("),
     Bug("acc not rescaled", MAINLOOP, "softmax.rescale(acc, alpha, changed)", "acc"),
-    Bug("acc rescaled by the next tile", MAINLOOP, "gl.where(block == tile.hi - 1, 0, changed)", "changed"),
-    Bug("acc never reset", FORWARD, "accumulate = block != first", "pass"),
+    Bug("acc rescaled by the next tile", MAINLOOP, "gl.where(n == tile.hi - 1, 0, changed)", "changed"),
+    Bug("acc never reset", FORWARD, "accumulate = n != first", "pass"),
     Bug("row maximum of two threads", SOFTMAX, "bfly.b32 other, top, 2,", "bfly.b32 other, top, 1,"),
     Bug("second row without a vote", SOFTMAX, "setp.gt.or.f32 p, limit, $7, p;", ""),
     Bug("stale speculative exponentials", SOFTMAX, "{repeated}KEPT", "KEPT"),

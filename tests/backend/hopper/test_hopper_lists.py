@@ -186,7 +186,7 @@ BUGS = (
     Bug("last entry forgotten", SHARED, "return offset, gl.load(lists.data + offset)",
         "return offset, gl.maximum(gl.load(lists.data + offset) - 1, 1)", "earlier 96"),
     Bug("partial blocks taken for full ones", SHARED, "((entry & 1) != 0,)", "((entry & 1) > 1,)", "documents 64"),
-    Bug("producer one entry behind", PRODUCER, "tile.hi - 2 - n)", "tile.hi - 1 - n)", "documents 64"),
+    Bug("producer one entry behind", PRODUCER, "tile.hi - 2 - step)", "tile.hi - 1 - step)", "documents 64"),
     Bug("an empty list without a block", KERNELS, "tl.maximum(before, 1)", "before", "heads of groups 64"),
     Bug("heads of a group hide", KERNELS, "seen | ever", "ever", "heads of groups 64"),
     Bug("heads of a group show", KERNELS, "full & always", "always", "heads of groups 64"),

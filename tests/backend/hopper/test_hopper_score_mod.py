@@ -20,6 +20,7 @@ from flashtile.testing.tolerance import compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 AROUND_TILES = (33, 65, 129, 130)
+FAR = (321, 450)
 
 
 def case_of(problem: str, lengths: tuple[int, ...] = AROUND_TILES) -> Case:
@@ -39,6 +40,15 @@ def test_random_problems_are_within_the_bound(problem: str) -> None:
     assert wrong(case_of(problem)) == []
 
 
+@pytest.mark.parametrize(
+    "problem", ["decay, full 128", "distance_table, causal 64", "relative_position, packed everything 64",
+                "causal, full 64", "distances, decay 256"],
+)  # fmt: skip
+def test_blocks_far_from_the_diagonal(problem: str) -> None:
+    """On both sides of it."""
+    assert wrong(case_of(problem, FAR)) == []
+
+
 class Bug(NamedTuple):
     """A mistake in device functions of formulas, or in a kernel that calls them, and a problem that shows it."""
 
@@ -47,20 +57,29 @@ class Bug(NamedTuple):
     old: str
     new: str
     problem: str
+    lengths: tuple[int, ...] = (65, 130)
 
 
 STAGED, FORMULAS, FUNCTIONS = "gpu/staged.py", "hopper/formulas.py", "hopper/kernels/shared/functions.py"
 SHARED, MAINLOOP = "hopper/kernels/shared", "hopper/kernels/forward/mainloop.py"
+KEY_ORDER = "hopper/kernels/forward/key_order.py"
 BUGS = (
     Bug("negative factors in the softmax", MAINLOOP, "factor > SMALLEST_FACTOR", "factor != 0", "signed, full 128"),
     Bug("elements of the first head", f"{SHARED}/score_mod.py", "SCORE_MOD.head(sequence_index(params, b), head + ",
         "SCORE_MOD.head(sequence_index(params, b), ", "signed, full 128"),
     Bug("scale after a term", FORMULAS, " and is_homogeneous(formula)", "", "relative_position, full 64"),
-    Bug("distances of the first block", f"{SHARED}/distances.py", "(first + base)", "(base)", "decay, full 128"),
+    Bug("distances of the first block", f"{SHARED}/distances.py", "first + base + constant * 0",
+        "base + constant * 0", "decay, full 128"),
     Bug("mask function ignored", STAGED, "self.where(visible, score, self.constant(-math.inf, REAL))", "score",
         "causal by head 64"),
     Bug("derivative of hidden pairs", STAGED, 'x if x.inputs <= {"b", "h"} else self', "x if True else self",
         "causal by head, undefined 64"),
+    Bug("block on the diagonal taken for one before it", f"{SHARED}/score_mod.py", "if least >=", "if most >=",
+        "distance_table, causal 64", FAR),
+    Bug("other side of the diagonal", f"{SHARED}/score_mod.py", "score_mod.before, score_mod.after",
+        "score_mod.after, score_mod.before", "distance_table, causal 64", FAR),
+    Bug("sign of a scaled distance", STAGED, "(real_distance, {sign}{", "(real_distance, {", "decay, full 128", FAR),
+    Bug("last blocks not visited", KEY_ORDER, "block + (tile.hi - tile.lo)", "tile.lo", "decay, full 128", FAR),
     Bug("run past the tensor's end", FUNCTIONS, "run.stop <= size", "run.stop > 0", "documents, full 128"),
 )  # fmt: skip
 
@@ -77,6 +96,6 @@ def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
         file.write_text(seeded_bugs.with_mistake(file.read_text(), bug.name, bug.old, bug.new))
     with planted:
         try:
-            assert wrong(case_of(bug.problem, (65, 130)), folder)
+            assert wrong(case_of(bug.problem, bug.lengths), folder)
         except EmulationError:
             return

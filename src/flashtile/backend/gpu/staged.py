@@ -4,14 +4,16 @@
     def rows(b, h, q_idx, captured): ... return (LOADED, ..., h)
     def keys(b, h, k_idx, captured, run): ... return (LOADED, ..., h)
     def pairs(score, b, h, q_idx, k_idx, distance, real_distance, captured, head, rows, keys): ... return (OUTPUT, ...)
-    def unmasked(...): ... return (OUTPUT, ...)
+    def before, after, unmasked: as pairs
     def factor(b, h, captured, head): ... return (FACTOR,)
 
 Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
 `run` is `k_idx` and the first index after them, or `None`: then keys need not be consecutive.
-`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs, and `real_distance` the same number.
-Only a formula that is the score times a number of the head has `factor`, that number. Of hidden pairs, the new score
-is -inf. With a mask there is `unmasked`, which is `pairs` where all pairs are visible.
+`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs, and the two parts of `real_distance` have
+the same number as their sum.
+`before` and `after` are functions of pairs from the distance `reach` on, if simpler ones hold there
+(`expression.sides`). With a mask there is `unmasked`, which is `pairs` where all pairs are visible. Only a formula that
+is the score times a number of the head has `factor`, that number. Of hidden pairs, the new score is -inf.
 """
 
 import functools
@@ -23,6 +25,7 @@ from typing import NamedTuple
 from ...expression.formula import Formula
 from ...expression.program import REAL, TensorType, emit
 from ...expression.scaling import is_head_factor
+from ...expression.sides import reach_of, sides
 from .formula import OPERATIONS, Value, Writer
 
 COMPARISONS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}  # and those of -x and -y
@@ -39,10 +42,12 @@ class Line(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """The texts of the device functions, and the inputs on which the derivative depends."""
+    """The texts of the device functions, and their properties."""
 
     texts: dict[str, str]
     derivative_inputs: frozenset[str]
+    by_distance: bool  # whether distances are read
+    reach: int | None  # of `before` and `after`
 
 
 def staged_source(
@@ -59,14 +64,15 @@ def staged_source(
     `contiguous`: which captured tensors have contiguous last dimensions.
     """
     writer = StagedWriter(formula.tensors, language, wide, contiguous)
-    results = [*emit(formula.program, writer)]
-    derivative = emit(formula.partials().program, writer)[0]
-    if partial:
-        results.append(writer.where_visible(results[0], derivative))
-    unmasked = results
+    results = {"pairs": writer.results(formula, mask, partial)}
+    reach = max((x for x in (reach_of(formula), mask and reach_of(mask)) if x), default=None)
+    if reach is not None:
+        masks = (None, None) if mask is None else sides(mask, reach)
+        for name, side, visible in zip(("before", "after"), sides(formula, reach), masks, strict=True):
+            results[name] = writer.results(side, visible, partial)
     if mask is not None:
-        results = writer.masked(results, emit(mask.program, writer)[0])
-    factor = derivative if mask is None and is_head_factor(formula) else None
+        results["unmasked"] = writer.results(formula, None, partial)
+    factor = emit(formula.partials().program, writer)[0] if mask is None and is_head_factor(formula) else None
     lines = {value.name: Line(text, value) for text, value in writer.values.items()}
     stages = {name: stage_of(lines[name].value) for name in writer.loaded}
     texts, replaced = {}, {}
@@ -78,14 +84,14 @@ def staged_source(
         )
     lines = {name: x._replace(text=replaced.get(name, x.text)) for name, x in lines.items()}
     parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "real_distance", "captured", *STAGES)
-    for name, values in {"pairs": results, "unmasked": unmasked}.items():
-        if name == "pairs" or mask is not None:
-            outputs = [x.name for x in values]
-            texts[name] = function(name, parameters, needed(lines, outputs), tuple(outputs))
+    for name, values in results.items():
+        outputs = tuple(x.name for x in values)
+        texts[name] = function(name, parameters, needed(lines, outputs), outputs)
     if factor is not None:
         parameters = ("b", "h", "captured", "head")
         texts["factor"] = function("factor", parameters, needed(lines, [factor.name]), (factor.name,))
-    return Staged(texts, results[-1].inputs)
+    by_distance = any("distance" in x for x in needed(lines, [y.name for y in results["pairs"]]))
+    return Staged(texts, results["pairs"][-1].inputs, by_distance, reach)
 
 
 class StagedWriter(Writer):
@@ -96,10 +102,19 @@ class StagedWriter(Writer):
         self.contiguous = contiguous
         self.loaded: dict[str, None] = {}  # names, in order
         self.numbers: dict[str, float] = {}  # of constants
-        self.reals = {"distance": Value("real_distance", frozenset(("q_idx", "k_idx")))}  # of integers, by name
+        pair = Value("", frozenset(("q_idx", "k_idx")))
+        self.reals = {"distance": self.line("real_distance[0] + real_distance[1]", pair)}  # of integers, by name
+        self.signs = {self.reals["distance"].name: ""}  # of distances and their opposites
         self.selected: dict[str, tuple[Value, Value, Value]] = {}  # operands of `where`
         for op in ("sub", *COMPARISONS):
             setattr(self, op, functools.partial(self.by_distance, op))
+
+    def results(self, formula: Formula, mask: Formula | None, partial: bool) -> list[Value]:
+        """The new score, and with `partial` its derivative."""
+        found = [*emit(formula.program, self)]
+        if partial:
+            found.append(self.where_visible(found[0], emit(formula.partials().program, self)[0]))
+        return found if mask is None else self.masked(found, emit(mask.program, self)[0])
 
     def load(self, tensor: int, indices: Sequence[Value]) -> Value:
         value = super().load(tensor, indices)
@@ -132,7 +147,16 @@ class StagedWriter(Writer):
         value = self.line(OPERATIONS["neg"].format(x.name), x)
         if x.name in self.reals:  # there is no integer -0
             self.reals[value.name] = self.line(f"0.0 - {self.reals[x.name].name}", x)
+            if x.name == "distance":
+                self.signs[self.reals[value.name].name] = "-"
         return value
+
+    def mul(self, x: Value, y: Value) -> Value:
+        for distance, factor in ((x, y), (y, x)):
+            if distance.name in self.signs and factor.inputs <= {*STAGES["head"]}:
+                sign = self.signs[distance.name]
+                return self.line(f"scaled_distance(real_distance, {sign}{factor.name})", x, y)
+        return self.line(OPERATIONS["mul"].format(x.name, y.name), x, y)
 
     def abs(self, x: Value) -> Value:
         value = self.line(OPERATIONS["abs"].format(x.name, language=self.language), x)
@@ -190,7 +214,7 @@ def stage_of(x: Value) -> str | None:
     return next((stage for stage, inputs in STAGES.items() if x.inputs <= {*inputs}), None)
 
 
-def needed(lines: dict[str, Line], outputs: list[str]) -> list[str]:
+def needed(lines: dict[str, Line], outputs: Sequence[str]) -> list[str]:
     """The statements on which outputs depend, in order."""
     found = {*outputs}
     for name in reversed(lines):

@@ -23,7 +23,10 @@ from ..gpu.staged import staged_source
 from ..gpu.visibility import visibility_source
 from ..scalars import score_units
 
-CALLED = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "KEEP_NAN")
+CALLED = (
+    "exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "scaled_distance",
+    "KEEP_NAN",
+)  # fmt: skip
 CALLED_BY_VISIBILITY = ("floordiv", "mod", "inside", "least_real", "largest_real", "KEEP_NAN")
 THE_SCORE = Program((Instruction("input", REAL, value="score"),), (0,))
 
@@ -36,18 +39,24 @@ class ScoreModFunctions:
     linear: bool = field(compare=False, repr=False)  # the derivative does not depend on the score,
     same: bool = field(compare=False, repr=False)  # and is the same for all pairs of a head
     mask_only: bool = field(compare=False, repr=False)  # pairs that are visible keep their scores
+    by_distance: bool = field(compare=False, repr=False)  # whether it reads distances
     head: Any = field(compare=False, repr=False)
     rows: Any = field(compare=False, repr=False)
     keys: Any = field(compare=False, repr=False)
     pairs: Any = field(compare=False, repr=False)
-    unmasked: Any = field(default=None, compare=False, repr=False)  # of a mask: `pairs` where all are visible
+    reach: int | None = field(repr=False)  # the distance from which `before` and `after` hold
     factor: Any = field(default=None, compare=False, repr=False)  # of a formula that is the score times a number
+    before: Any = field(default=None, compare=False, repr=False)
+    after: Any = field(default=None, compare=False, repr=False)
+    unmasked: Any = field(default=None, compare=False, repr=False)  # of a mask: `pairs` where all are visible
 
     def __repr__(self) -> str:
         """Key of the sources and of all that they call, for Triton's disk cache."""
-        stages = (self.head, self.rows, self.keys, self.pairs, self.unmasked, self.factor)
-        keys = (getattr(x, "cache_key", self.source) for x in stages)
-        return hashlib.sha256(" ".join(keys).encode()).hexdigest()
+        functions = (
+            self.head, self.rows, self.keys, self.pairs, self.before, self.after, self.unmasked, self.factor
+        )  # fmt: skip
+        keys = (getattr(x, "cache_key", self.source) for x in functions)
+        return hashlib.sha256(" ".join((*keys, str(self.reach))).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -57,7 +66,8 @@ def score_mod_functions(
     """The device functions of formulas. For the parameters see `backend.gpu.staged`."""
     from .kernels.shared import functions  # imports Triton
 
-    texts, inputs = staged_source(formula, mask, partial=partial, wide=wide, contiguous=contiguous, language="gl")
+    staged = staged_source(formula, mask, partial=partial, wide=wide, contiguous=contiguous, language="gl")
+    texts, inputs = staged.texts, staged.derivative_inputs
     source = "".join(texts.values())
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     names = {name: getattr(functions, name) for name in CALLED}
@@ -67,9 +77,11 @@ def score_mod_functions(
         name = f"score_mod_{stage}_{digest}"
         text = text.replace(stage, name, 1)
         jitted[stage] = functions.gluon.jit(defined(name, text, name, dict(names)))
-    return ScoreModFunctions(
-        source, "score" not in inputs, inputs <= {"b", "h"}, formula.program == THE_SCORE, **jitted
-    )
+    linear, same = "score" not in inputs, inputs <= {"b", "h"}
+    # Blocks of a mask have an order of their own, that of lists.
+    by_distance = staged.by_distance and mask is None
+    mask_only = formula.program == THE_SCORE
+    return ScoreModFunctions(source, linear, same, mask_only, by_distance, reach=staged.reach, **jitted)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,11 @@ class ForwardConfig(Constexpr):
         return self.score_mod is not None and self.score_mod.factor is not None
 
     @property
+    def by_distance(self) -> bool:
+        """Whether the score_mod reads distances."""
+        return self.score_mod is not None and self.score_mod.by_distance
+
+    @property
     def compiled(self) -> "ForwardConfig":
         """The part that a kernel is compiled for: a number of splits is an argument."""
         return replace(self, splits=1)

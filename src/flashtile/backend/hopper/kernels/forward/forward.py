@@ -96,7 +96,7 @@ def forward_kernel(
             [
                 (consumer_warpgroup, (0, context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, block_lists, CONFIG, PACKED)),
+                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, inputs, block_lists, CONFIG, PACKED)),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
             [4, 1, 1],
@@ -108,7 +108,7 @@ def forward_kernel(
                 (consumer_warpgroup, (0, context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(2), context, CONFIG, PACKED)),
-                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, block_lists, CONFIG, PACKED)),
+                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, inputs, block_lists, CONFIG, PACKED)),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
             [4, 4, 1, 1],
@@ -119,7 +119,6 @@ def forward_kernel(
 @gluon.jit
 def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
     """The partition that computes 64 rows of each tile."""
-    BLOCK_N: gl.constexpr = CONFIG.block_n
     STAGES: gl.constexpr = CONFIG.stages
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
@@ -129,7 +128,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     count = 0  # steps of the main loop
     tile_count = 0
     tile = pop_tile(queue, 0)
-    wg_tile = warpgroup_tile(tile, warpgroup, context, BLOCK_N)
+    wg_tile = warpgroup_tile(tile, warpgroup, context, CONFIG)
     state = initial_state(wg_tile, params, outputs, q.data[0].dtype, CONFIG)
     accumulate = count == 0
     # Coordinates and 1 / l of the tile whose last product with values is still to come.
@@ -143,18 +142,18 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         units = tile_units(params, wg_tile, loaded, CONFIG)
         state = next_tile_state(state.acc, state.p, wg_tile, params, outputs, CONFIG)
         first = tile.hi - 1
-        position, stop = first, first
+        n, stop = first, first
         entry = load_entry(lists, tile.token_k, first)
         # The first step completes the previous tile. Two loops, as a branch in each step would cost 1 to 4%.
-        while position >= tile.lo:
-            while position >= stop:
-                next_entry = load_entry(lists, tile.token_k, position - 1)
+        while n >= tile.lo:
+            while n >= stop:
+                next_entry = load_entry(lists, tile.token_k, n - 1)
                 state = mainloop_step(
-                    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, position, entry,
+                    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, n, entry,
                     warpgroup, CONFIG,
                 )  # fmt: skip
-                accumulate = position != first
-                position -= 1
+                accumulate = n != first
+                n -= 1
                 if lists.data is not None:
                     entry = next_entry
                 count += 1
@@ -167,7 +166,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             mbarrier.arrive(pipelines.q_empty.index(stage), count=1)
         tile_count += 1
         tile = pop_tile(queue, tile_count)
-        wg_tile = warpgroup_tile(tile, warpgroup, context, BLOCK_N)
+        wg_tile = warpgroup_tile(tile, warpgroup, context, CONFIG)
     consumer_wait(v, count, STAGES)
     acc = gemm_wait(gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate))
     store_out(outputs, acc, inv_l, out_coord, warpgroup, CONFIG)

@@ -24,6 +24,7 @@ from ..shared.score_mod import KeyRun, Loaded
 from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import TileQueue, WorkTile
+from .key_order import block_of_step, first_block
 from .producer import ForwardPipelines, q_stage
 
 SMALLEST_FACTOR = gl.constexpr(1e-12)
@@ -60,6 +61,7 @@ class WarpgroupTile(NamedTuple):
     full_lo: gl.tensor
     full_hi: gl.tensor
     shift: gl.tensor  # the diagonal is `key = row + shift`
+    first_block: gl.tensor  # of keys, in the order of `key_order`
 
 
 class TileUnits(NamedTuple):
@@ -80,12 +82,14 @@ class SoftmaxState(NamedTuple):
 
 
 @gluon.jit
-def warpgroup_tile(tile, warpgroup: gl.constexpr, context, BLOCK_N: gl.constexpr):
+def warpgroup_tile(tile, warpgroup: gl.constexpr, context, CONFIG: gl.constexpr):
     """A warpgroup's rows of a tile."""
+    BLOCK_N: gl.constexpr = CONFIG.block_n
     first_row = tile.first_row + warpgroup * MMA_M
     shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
     blocks = n_block_range(context.bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
-    return WarpgroupTile(tile, first_row, blocks.full_lo, blocks.full_hi, shift)
+    first = first_block(tile, context.params.inputs, CONFIG)
+    return WarpgroupTile(tile, first_row, blocks.full_lo, blocks.full_hi, shift, first)
 
 
 @gluon.jit
@@ -124,19 +128,19 @@ def mma_operand(p, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, position, entry,
+    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, n, entry,
     warpgroup: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Step number `count`: scores and p of one block of keys, and the product of the previous block's p and values.
+    It is step `n` of its tile (`key_order`), with an entry where tiles have lists.
 
-    The block is at a position of the tile, with its entry where tiles have lists.
     Without `accumulate`, acc starts anew with this product. `loaded` is what the scores take of the tile.
     """
     STAGES: gl.constexpr = CONFIG.stages
     PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)
     pipelines, tile = context.pipelines, wg_tile.tile
     k, v = pipelines.k, pipelines.v
-    block = block_at(context.lists, position, entry)
+    block = block_at(context.lists, block_of_step(n, wg_tile.first_block, tile, CONFIG), entry)
     consumer_wait(k, count, STAGES)
     consumer_wait(v, count, STAGES)
     if CONFIG.q_stages == 1:
@@ -148,14 +152,14 @@ def mainloop_step(
     loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pair_block(context.params, wg_tile, block, CONFIG))
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     consumer_release(k.empty, count, STAGES)
-    release_q_early(pipelines.q_empty, tile_count, warpgroup, position == tile.lo, CONFIG)
+    release_q_early(pipelines.q_empty, tile_count, warpgroup, n == tile.lo, CONFIG)
     t = masked_scores(s, wg_tile, block, context, loaded, units, CONFIG)
     row_max, alpha, changed, p = softmax.update(state.row_max, t, units.scale_log2, CONFIG.speculative_exps)
     l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
     acc, p, l = gemm_wait_pair(acc, p, l)  # noqa: E741
     consumer_release(v.empty, count, STAGES)
     p = mma_operand(p, acc, v.data[0].dtype)
-    changed = gl.where(position == tile.hi - 1, 0, changed)  # in a first step, acc is the previous tile's
+    changed = gl.where(n == tile.hi - 1, 0, changed)  # in a first step, acc is the previous tile's
     return SoftmaxState(softmax.rescale(acc, alpha, changed), p, row_max, l)
 
 

@@ -11,6 +11,7 @@ from ..shared.coordinates import kv_coord, q_coord
 from ..shared.mma import MMA_M
 from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load, expect_bytes, load_boxes, stage_of, wraps_of
 from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
+from .key_order import block_of_step, first_block
 
 
 class ForwardPipelines(NamedTuple):
@@ -23,7 +24,9 @@ class ForwardPipelines(NamedTuple):
 
 
 @gluon.jit
-def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, lists, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+def producer_warp(
+    q_desc, k_desc, v_desc, pipelines, queue, inputs, lists, CONFIG: gl.constexpr, PACKED: gl.constexpr
+):  # fmt: skip
     """The partition that loads q, k and v.
 
     Step n of the main loop needs block n of keys and the values of block n - 1, across tile boundaries too. With a
@@ -40,19 +43,19 @@ def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, lists, CONFIG: gl.co
     mbarrier.arrive(v.full.index(0), count=1)  # the first step has no previous values: its stage stays unwritten
     tile = pop_tile(queue, 0)
     while tile.b >= 0:
-        first_key = first_key_at(lists, tile, tile.hi - 1, BLOCK_N)
+        first = first_block(tile, inputs, CONFIG)
+        first_key = first_key_at(lists, tile, first, BLOCK_N)
         next_entry = load_entry(lists, tile.token_k, tile.hi - 2)
         if tile_count == 0:
             acquire_and_load(k, k_desc, kv_coord(tile, first_key, PACKED), 0, STAGES, HEAD_DIM)
             load_q(q_desc, pipelines, tile, 0, CONFIG, PACKED)
         request_tile(queue, tile.hi - tile.lo <= REQUEST_DISTANCE)
-        for n in range(tile.lo + 1, tile.hi):
+        for step in range(1, tile.hi - tile.lo):
             count += 1
-            request_tile(queue, n == tile.hi - REQUEST_DISTANCE)
-            next_key = first_key - BLOCK_N
+            request_tile(queue, step == tile.hi - tile.lo - REQUEST_DISTANCE)
+            next_key = block_at(lists, block_of_step(tile.hi - 1 - step, first, tile, CONFIG), next_entry) * BLOCK_N
             if lists.data is not None:
-                next_key = block_at(lists, 0, next_entry) * BLOCK_N
-                next_entry = load_entry(lists, tile.token_k, tile.hi - 2 - n)
+                next_entry = load_entry(lists, tile.token_k, tile.hi - 2 - step)
             acquire_and_load(k, k_desc, kv_coord(tile, next_key, PACKED), count, STAGES, HEAD_DIM)
             acquire_and_load(v, v_desc, kv_coord(tile, first_key, PACKED), count, STAGES, HEAD_DIM_V)
             first_key = next_key
@@ -61,7 +64,7 @@ def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, lists, CONFIG: gl.co
         count += 1
         tile = pop_tile(queue, tile_count)
         if tile.b >= 0:
-            next_key = first_key_at(lists, tile, tile.hi - 1, BLOCK_N)
+            next_key = first_key_at(lists, tile, first_block(tile, inputs, CONFIG), BLOCK_N)
             acquire_and_load(k, k_desc, kv_coord(tile, next_key, PACKED), count, STAGES, HEAD_DIM)
             if EARLY_Q:
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)

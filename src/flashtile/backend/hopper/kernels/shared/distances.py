@@ -11,10 +11,24 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def distances(x, first, TRANSPOSED: gl.constexpr, dtype: gl.constexpr):
+def distances(x, first, TRANSPOSED: gl.constexpr):
     """Query minus key for the pairs of `x [M, N]`, whose rows are queries, or keys if TRANSPOSED; `first` is that of
-    the first pair. In float32 they are rounded twice where integers are.
+    the first pair.
     """
+    base, constant = distance_parts(x, first, TRANSPOSED)
+    return base + constant
+
+
+@gluon.jit
+def real_distances(x, first, TRANSPOSED: gl.constexpr):
+    """Two parts of the distances in float32, whose sum is rounded twice where integers are."""
+    base, constant = distance_parts(x, first, TRANSPOSED)
+    return base.to(gl.float32), constant.to(gl.float32)
+
+
+@gluon.jit
+def distance_parts(x, first, TRANSPOSED: gl.constexpr):
+    """The distances of `distances` as sums of a number of the thread and a constant."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
     # Rows by warp, half (registers) and lane; columns by octet (registers), lane and pair (registers).
@@ -23,8 +37,11 @@ def distances(x, first, TRANSPOSED: gl.constexpr, dtype: gl.constexpr):
     constant = index(2, 1, layout) * 8 - index(N // 8, 3, layout) * 8 - index(2, 5, layout)
     if TRANSPOSED:
         base, constant = -base, -constant
-    distance = (first + base).to(dtype) + constant.to(dtype)
-    return gl.convert_layout(gl.reshape(distance, [M, N]), x.type.layout, assert_trivial=True)
+    base, constant = first + base + constant * 0, constant + base * 0
+    return (
+        gl.convert_layout(gl.reshape(base, [M, N]), x.type.layout, assert_trivial=True),
+        gl.convert_layout(gl.reshape(constant, [M, N]), x.type.layout, assert_trivial=True),
+    )
 
 
 @gluon.jit

@@ -50,6 +50,15 @@ def opaque(n):
 
 
 @gluon.jit
+def opaque_real(x, BRANCH: gl.constexpr):
+    """Hide x from the optimizer. Of three branches, each has other constraints, or LLVM would compute before the
+    branches what all have in common.
+    """
+    constraints: gl.constexpr = ("=f,f", "=f,0", "=&f,f", "=f,0")[BRANCH]  # branch 3 is beside branch 0 alone
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", constraints, [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def load_acquire(semaphore):
     """Load a semaphore with acquire semantics."""
     return gl.inline_asm_elementwise(

@@ -6,11 +6,13 @@ each row or key of a thread.
 
 from typing import NamedTuple
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .distances import distances
+from .distances import distances, real_distances
 from .pairs import PairBlock
+from .ptx import opaque_real
 
 
 class PairInputs(NamedTuple):
@@ -77,54 +79,76 @@ def load_keys(params, b, head, keys, run, SCORE_MOD: gl.constexpr):
 
 
 @gluon.jit
-def modify(t, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD: gl.constexpr):
-    """The new scores, then in backward their derivatives by `t`, which may be of fewer dimensions."""
-    inputs = params.inputs
-    sequence = sequence_index(params, b)
+def modify(t, scale, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD: gl.constexpr):
+    """The new scores, then in backward their derivatives by scores, which may be of fewer dimensions. Scores are `t`
+    times a scale that may be `None`.
+    """
     TRANSPOSED: gl.constexpr = rows.shape[0] == 1
-    first = first_distance + (inputs.i0 - inputs.j0)
-    distance = distances(t, first, TRANSPOSED, gl.int32)
-    real_distance = distances(t, first, TRANSPOSED, gl.float32)
-    b, h, i, j, captured = sequence, head + inputs.h0, rows + inputs.i0, keys + inputs.j0, inputs.captured
-    if len(loaded.partial) == 0:
-        results = SCORE_MOD.pairs(
-            t, b, h, i, j, distance, real_distance, captured, loaded.head, loaded.rows, loaded.keys
-        )  # fmt: skip
-        return results[0] - gl.full_like(t, 0.0), results  # a score for every pair
-    else:
-        head_of, rows_of = loaded.head, loaded.rows
+    first = first_distance + (params.inputs.i0 - params.inputs.j0)
+    if len(loaded.partial) > 0:
         if loaded.partial[0]:
-            keys_of = loaded_keys(b, h, j, captured, loaded, TRANSPOSED, SCORE_MOD)
-            results = SCORE_MOD.pairs(t, b, h, i, j, distance, real_distance, captured, head_of, rows_of, keys_of)
-            results = shaped(t, results, SCORE_MOD)
+            keys_of = loaded_keys(params, b, head, keys, loaded, TRANSPOSED, SCORE_MOD)
+            results = of_pairs(0, t, scale, params, b, head, rows, keys, first, loaded, keys_of, SCORE_MOD)
         else:
-            results = SCORE_MOD.unmasked(
-                t, b, h, i, j, distance, real_distance, captured, head_of, rows_of, loaded.keys
-            )
-            results = shaped(t, results, SCORE_MOD)
-        return results[0], results
+            results = of_pairs(3, t, scale, params, b, head, rows, keys, first, loaded, loaded.keys, SCORE_MOD)
+    elif SCORE_MOD.reach is None:
+        results = of_pairs(0, t, scale, params, b, head, rows, keys, first, loaded, loaded.keys, SCORE_MOD)
+    else:
+        least = first - (t.shape[0 if TRANSPOSED else 1] - 1)
+        most = first + (t.shape[1 if TRANSPOSED else 0] - 1)
+        if least >= SCORE_MOD.reach:
+            results = of_pairs(1, t, scale, params, b, head, rows, keys, first, loaded, loaded.keys, SCORE_MOD)
+        elif most <= -SCORE_MOD.reach:
+            results = of_pairs(2, t, scale, params, b, head, rows, keys, first, loaded, loaded.keys, SCORE_MOD)
+        else:
+            results = of_pairs(0, t, scale, params, b, head, rows, keys, first, loaded, loaded.keys, SCORE_MOD)
+    return results[0], results
 
 
 @gluon.jit
-def loaded_keys(b, h, keys, captured, loaded, TRANSPOSED: gl.constexpr, SCORE_MOD: gl.constexpr):
+def loaded_keys(params, b, head, keys, loaded, TRANSPOSED: gl.constexpr, SCORE_MOD: gl.constexpr):
     """Elements of keys; those of a KeyRun are loaded now."""
     if SCORE_MOD.mask_only and not TRANSPOSED:
-        return SCORE_MOD.keys(b, h, keys, captured, loaded.keys)
+        inputs = params.inputs
+        return SCORE_MOD.keys(
+            sequence_index(params, b), head + inputs.h0, keys + inputs.j0, inputs.captured, loaded.keys
+        )  # fmt: skip
     else:
         return loaded.keys
 
 
 @gluon.jit
-def shaped(t, results, SCORE_MOD: gl.constexpr):
-    """Results for every pair, but for a derivative that is the same for all."""
-    new = (results[0] - gl.full_like(t, 0.0),)
-    if len(results) > 1:
-        if SCORE_MOD.same:
-            return new + (results[1],)
-        else:
-            return new + (results[1] - gl.full_like(t, 0.0),)
+def of_pairs(
+    SIDE: gl.constexpr, t, scale, params, b, head, rows, keys, first, loaded, keys_of, SCORE_MOD: gl.constexpr
+):
+    """The results of one of four functions of pairs; `first` is the distance of the first pair."""
+    function: gl.constexpr = function_of(SCORE_MOD, SIDE)
+    inputs = params.inputs
+    TRANSPOSED: gl.constexpr = rows.shape[0] == 1
+    if scale is not None:
+        # Products before the branches would not join the sums in them.
+        t = t * (scale if SCORE_MOD.reach is None else opaque_real(scale, SIDE))
+    results = function(
+        t, sequence_index(params, b), head + inputs.h0, rows + inputs.i0, keys + inputs.j0,
+        distances(t, first, TRANSPOSED), real_distances(t, first, TRANSPOSED),
+        inputs.captured, loaded.head, loaded.rows, keys_of,
+    )  # fmt: skip
+    zero = gl.full_like(t, 0.0)
+    score = results[0] - zero  # one for every pair
+    if SCORE_MOD.reach is not None:
+        score = opaque_real(score, SIDE)
+    if len(results) == 1:
+        return (score,)
+    elif SCORE_MOD.same:
+        return (score, results[1])
     else:
-        return new
+        return (score, results[1] - zero)
+
+
+@constexpr_function
+def function_of(score_mod, side):
+    """A device function: of all pairs, of those before the diagonal, of those after it, or of visible ones."""
+    return (score_mod.pairs, score_mod.before, score_mod.after, score_mod.unmasked)[side]
 
 
 @gluon.jit

@@ -49,12 +49,17 @@ def forward(qk, params, b, head, shift, rows, keys, first_distance, loaded, CONF
     `key = row + shift`. `first_distance`, row minus key of the first pair, is for the score_mod.
     """
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
-    t, capped = unmodified_score(qk, params, b, head, shift, rows, keys, loaded, CONFIG)
+    pairs, block = params.pairs, loaded.pairs
     if SCORE_MOD is None:
-        return Score(hide(t, params.pairs, loaded.pairs, CONFIG.pair_align), capped, ())
+        t, capped = unmodified_score(qk, params, b, head, shift, rows, keys, loaded, CONFIG)
+        return Score(hide(t, pairs, block, CONFIG.pair_align), capped, ())
+    elif (params.softcap is None) & (params.slopes is None) & (pairs.bias.data is None):
+        t, modified = modify(qk, params.scale, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD)
+        return Score(hide(t, pairs, block, CONFIG.pair_align), qk, modified)
     else:
-        t, modified = modify(t, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD)
-        return Score(hide(t, params.pairs, loaded.pairs, CONFIG.pair_align), capped, modified)
+        t, capped = unmodified_score(qk, params, b, head, shift, rows, keys, loaded, CONFIG)
+        t, modified = modify(t, None, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD)
+        return Score(hide(t, pairs, block, CONFIG.pair_align), capped, modified)
 
 
 @gluon.jit
