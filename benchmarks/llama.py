@@ -4,8 +4,8 @@ With random weights: a training step (forward and backward) over plain and over 
 dynamic cache, and `generate` with a static cache, which transformers compiles and captures in a CUDA graph. Gradients
 of the projections, and logits of given tokens, are compared with those of the same model in a wider dtype; ours may be
 1.5 times as far from them as `sdpa`'s. A part that fails is reported, and the run goes on; after `--seconds` no part
-begins. `--fa3-library` adds FlashAttention-3's operators to the parts without padding. `--tiny` runs the same program
-at a small size, also on a CPU.
+begins, and `--only decode` leaves out the training steps. `--fa3-library` adds FlashAttention-3's operators to the
+parts without padding. `--tiny` runs the same program at a small size, also on a CPU.
 """
 
 import copy
@@ -158,11 +158,20 @@ def decode(model: Any, case: Decoding, cache: str | None) -> Result:
 @click.command(context_settings={"show_default": True})
 @click.option("--device", default="cuda")
 @click.option("--tiny", is_flag=True)
+@click.option("--only", type=click.Choice(["training", "decode"]), help="One half of the parts.")
 @click.option("--seconds", type=float, default=180.0)
 @click.option("--rounds", type=click.IntRange(1), default=5)
 @click.option("--fa3-library", type=click.Path(path_type=Path), help="A file with FlashAttention-3's operators.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path))
-def main(device: str, tiny: bool, seconds: float, rounds: int, fa3_library: Path | None, out: Path | None) -> None:
+def main(
+    device: str,
+    tiny: bool,
+    only: str | None,
+    seconds: float,
+    rounds: int,
+    fa3_library: Path | None,
+    out: Path | None,
+) -> None:
     """Compare and time every part; exit with 1 if a part of "tile_attention" fails or is less exact than `sdpa`."""
     begin = time.perf_counter()
     torch.manual_seed(0)
@@ -175,8 +184,8 @@ def main(device: str, tiny: bool, seconds: float, rounds: int, fa3_library: Path
     wide.load_state_dict(model.state_dict())  # the rounded weights
     wide.set_attn_implementation("sdpa")
     length, prompt, new = (64, 24, 8) if tiny else (4096, 2048, 66)
-    steps = {padded: training(wide, 2, length, padded) for padded in (False, True)}
-    texts = {padded: decoding(wide, 4, prompt, new, padded) for padded in (False, True)}
+    steps = {padded: training(wide, 2, length, padded) for padded in (False, True) if only != "decode"}
+    texts = {padded: decoding(wide, 4, prompt, new, padded) for padded in (False, True) if only != "training"}
     del wide
     parts: dict[str, tuple[list[str], Callable[[], Result]]] = {
         f"training step, 2 x {length} tokens": (plain, lambda: train(model, steps[False], rounds)),
@@ -190,6 +199,8 @@ def main(device: str, tiny: bool, seconds: float, rounds: int, fa3_library: Path
     results: dict[str, dict[str, Result]] = {}
     wrong = False
     for part, (implementations, run) in parts.items():
+        if only is not None and not part.startswith(only):
+            continue
         results[part] = {}
         for name in implementations:
             if time.perf_counter() - begin > seconds:
