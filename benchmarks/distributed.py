@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/distributed.py [--out FILE.csv] [--seconds 120]
 
-First each scheme's results and gradients are compared with those of one GPU, at 4096 tokens. Then, for each length, forward
-and backward of the whole sequence on one GPU and of its shards on all, in alternation; the median over rounds of the
-slowest rank counts. `efficiency` is the time of one GPU over that of all, divided by their number. With `--device cpu`,
-over gloo, the program runs at small sizes.
+First each scheme's results and gradients are compared with those of one GPU, at 4096 tokens. Then come times: for each
+length, forward and backward of the whole sequence on one GPU and of its shards on all, in alternation; the median over
+rounds of the slowest rank counts. `efficiency` is the time of one GPU over that of all, divided by their number. With
+`--device cpu`, over gloo, the program runs at small sizes.
 """
 
 import csv
@@ -41,9 +41,7 @@ def inputs(seqlen: int, device: torch.device) -> list[Tensor]:
     """q, k, v and dout of the whole sequence, the same on all ranks."""
     generator = torch.Generator(device).manual_seed(seqlen)
     heads = (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
-    return [
-        torch.randn(1, h, seqlen, HEAD_DIM, generator=generator, device=device).to(torch.bfloat16) for h in heads
-    ]
+    return [torch.randn(1, h, seqlen, HEAD_DIM, generator=generator, device=device).to(torch.bfloat16) for h in heads]
 
 
 def passes(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:

@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import compatibility_tables
+import gpu_tables
 import ladder_tables
 import score_mod_tables
 from cells import markdown
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/compatibility.md")
-PAGES += ("docs/ladder.md", "docs/ladder_measurements.md", "docs/score_mods.md")
+PAGES += ("docs/ladder.md", "docs/ladder_measurements.md", "docs/score_mods.md", "docs/distributed.md")
+PAGES += ("docs/journal/2026-11-23-bias-and-masks.md", "docs/journal/2026-11-23-triton-versions.md")
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)")
 HEAD_DIMS = ("64", "96", "128", "192 with values of 128", "192", "256")
@@ -301,6 +303,7 @@ TABLES: dict[str, Callable[[], str]] = (
     }
     | ladder_tables.TABLES
     | compatibility_tables.TABLES
+    | gpu_tables.TABLES
     | score_mod_tables.TABLES
 )
 

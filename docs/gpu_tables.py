@@ -1,0 +1,55 @@
+"""Tables of GPU runs: several GPUs, compilers of the same kernels, bias and masks."""
+
+import csv
+from pathlib import Path
+
+from cells import markdown
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+PROVIDERS = ("flashtile", "triton", "efficient", "cudnn")
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def distributed() -> str:
+    """A row for each mask and length: one GPU's time, and each scheme's time and efficiency."""
+    found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for row in rows("h200-distributed.csv"):
+        found.setdefault((row["mask"], row["seqlen"]), {})[row["scheme"]] = row
+    schemes = ("ring", "gather", "ulysses")
+    header = ("mask", "tokens", "one GPU", *schemes, "predicted for the ring")
+    body = []
+    for (mask, seqlen), cells in found.items():
+        of_schemes = [f"{float(cells[x]['ms']):.1f} ({float(cells[x]['efficiency']):.2f})" for x in schemes]
+        one, predicted = (f"{float(cells['ring'][x]):.1f}" for x in ("one_ms", "predicted_ms"))
+        body.append([mask, f"{int(seqlen) // 1024}k", one, *of_schemes, predicted])
+    return markdown(header, body)
+
+
+def compilers() -> str:
+    """A row for each call: microseconds by Triton 3.6, and the speeds of the other versions' kernels."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for row in rows("h200-compilers.csv"):
+        found.setdefault(row["cell"], {})[row["side"].split()[-1]] = row
+    sides = {"triton-371": "3.7.1", "triton-38": "3.8.0", "triton-39": "3.9.0"}
+    body = [
+        [cell, f"{float(x['triton-36']['us']):.0f}", *(f"{float(x[side]['speed']):.2f}" for side in sides)]
+        for cell, x in found.items()
+    ]
+    return markdown(("call", "3.6.0, us", *sides.values()), body)
+
+
+def bias_and_masks() -> str:
+    """A row for each call: forward and backward in milliseconds."""
+    body = []
+    for row in rows("h200-bias-and-masks.csv"):
+        cells = [", ".join(row[f"{name} {x}"] for x in ("forward", "backward")) for name in PROVIDERS]
+        body.append([row["call"], *("fails" if x == ", " else x for x in cells)])
+    header = ("call", "flashtile", "Triton's kernels alone", "efficient", "cuDNN")
+    return markdown(header, body)
+
+
+TABLES = {"distributed": distributed, "compilers": compilers, "bias_and_masks": bias_and_masks}
