@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, Tensors
-from .pointers import Described, Pointers
+from .pointers import Described
 from .replay import Recorder
 
 ALIGN = 8  # elements: those of a vector load
@@ -32,7 +32,7 @@ def contiguous_keys(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def pair_pointers(t: Tensors) -> Pointers:
+def pair_pointers(t: Tensors) -> dict[str, Tensor | Described | None]:
     """Pointers of bias and mask; of the mask as bytes."""
     return {"bias": t.bias, "mask": None if t.mask is None else Described(t.mask, Tensor.view, torch.uint8)}
 

@@ -108,7 +108,7 @@ def visibility_function(mask: Formula, wide: bool) -> VisibilityFunction | None:
     names = {name: getattr(visible_blocks, name) for name in CALLED_BY_VISIBILITY}
     names |= {"__name__": visible_blocks.__name__, "tl": visible_blocks.tl}
     function = defined(name, source.replace("visibility", name, 1), name, names)
-    return VisibilityFunction(source, visible_blocks.triton.jit(function))
+    return VisibilityFunction(source, visible_blocks.jit(function))
 
 
 def formulas_of(call: Call) -> tuple[Formula | None, Formula | None]:

@@ -11,7 +11,7 @@ from ...call.call import Call
 from ...call.problem import LONGEST, power_of_two
 from ..gpu.captured import captured_pointers, captured_scalars
 from ..gpu.pairs import ALIGN, pair_align, pair_pointers, pair_scalars
-from ..gpu.pointers import Pointers
+from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..scalars import (
     head_strides,
@@ -138,7 +138,7 @@ def head_dim(width: int) -> HeadDim:
     return HeadDim(width, first, rest)
 
 
-def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Pointers:
+def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor | Described | None]:
     """The pointers of `parameters.Inputs`."""
     t = call.tensors
     paged = t.page_table is not None

@@ -2,8 +2,8 @@
 (`backend.gpu.visibility`).
 """
 
-import triton
 import triton.language as tl
+from triton import jit
 
 from .shared.compat import triton_kernel
 
@@ -74,13 +74,13 @@ def key_lists_kernel(
     tl.store(out, before)
 
 
-@triton.jit
+@jit
 def inside(index, size):
     """Whether `0 <= index < size`."""
     return (index >= 0) & (index < size)
 
 
-@triton.jit
+@jit
 def floordiv(x, y, NONNEGATIVE: tl.constexpr):
     """Integer division that rounds down; Triton's rounds toward zero."""
     quotient = x // y
@@ -88,20 +88,20 @@ def floordiv(x, y, NONNEGATIVE: tl.constexpr):
     return tl.where((rest != 0) & ((rest ^ y) < 0), quotient - 1, quotient)
 
 
-@triton.jit
+@jit
 def mod(x, y, NONNEGATIVE: tl.constexpr):
     """The remainder of `floordiv`, which has the divisor's sign."""
     rest = x % y
     return tl.where((rest != 0) & ((rest ^ y) < 0), rest + y, rest)
 
 
-@triton.jit
+@jit
 def least_real(x, AXIS: tl.constexpr):
     """The minimum, NaN if any is."""
     return tl.where(tl.max((x != x).to(tl.int32), axis=AXIS) != 0, float("nan"), tl.min(x, axis=AXIS))
 
 
-@triton.jit
+@jit
 def largest_real(x, AXIS: tl.constexpr):
     """The maximum, NaN if any is."""
     return tl.where(tl.max((x != x).to(tl.int32), axis=AXIS) != 0, float("nan"), tl.max(x, axis=AXIS))
