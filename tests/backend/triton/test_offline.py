@@ -17,6 +17,7 @@ from offline.launches import launches_of, recorded, replay_of, results_of
 import flashtile
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu.installed import triton_version
+from flashtile.backend.gpu.pairs import has_pairs
 from flashtile.backend.triton.configs import KIB, SHARED_MEMORY
 from flashtile.backend.triton.support import MAX_HEAD_DIM
 from flashtile.call.call import DIFFERENTIABLE, Call
@@ -123,11 +124,12 @@ def test_memory_that_runs_out_in_a_pass(backend: str, again: bool) -> None:
 
 
 def test_variations_share_backward_kernels() -> None:
-    """Forward has most of them: the split of a row's keys depends on lengths."""
+    """Forward has most: the split of a row's keys depends on lengths. Rows of a bias or mask are aligned or not."""
     forward: list[int] = []
     for seed in range(1_000_000, 1_000_012):
-        kernels = [compiled_by(call_of_seed(seed, n)) for n in range(5)]
-        assert len({backward for _, backward in kernels}) == 1, seed
+        calls = [call_of_seed(seed, n) for n in range(5)]
+        kernels = [compiled_by(call) for call in calls]
+        assert len({backward for _, backward in kernels}) <= 1 + has_pairs(calls[0].tensors), seed
         forward.append(len({forward for forward, _ in kernels}))
     assert sum(forward) < 2.5 * len(forward)
 

@@ -51,8 +51,9 @@ def forward_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows:
             subtrees = push_state(subtrees, state, n // TILES_PER_CARRY)
             state = softmax.initial_state(None, leading, tensors.v.shape[-1], like=q_i)
         k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
-        s = tile_scores(scores, tile, q_i, k_j, (q.exists(rows), k.exists(tile.keys)))
-        state = update(state, s, v_j, scores.keep(tile), groups)
+        exist = q.exists(rows), k.exists(tile.keys)
+        # No name for the scores: it would keep a tile's while the next one's are computed.
+        state = update(state, tile_scores(scores, tile, q_i, k_j, exist), v_j, scores.keep(tile), groups)
     while subtrees:
         state = softmax.join(subtrees.pop(), state)
     out, lse = softmax.finalize(state)
