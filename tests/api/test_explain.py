@@ -122,8 +122,12 @@ def test_blocks_of_a_mask() -> None:
     for mask, numbers in (
         (flashtile.mask_mods.causal(), (3 + 2 + 1, 3, 2 + 1)),
         (flashtile.mask_mods.prefix(torch.tensor([256, 256])), (2 + 2 + 1, 1, 6)),
+        (torch.arange(300)[:, None] // 256 == torch.arange(500) // 256, (4 + 2, 0, 4 + 2)),
+        (torch.arange(500) < 200, (3 * 2, 3, 3)),
     ):
+        mask = mask if isinstance(mask, flashtile.MaskMod) else mask.view(1, 1, -1, 500)
         found = flashtile.explain(q, k, k, mask=mask)
         assert found.mask_blocks == dict(zip(("hidden", "partial", "full"), (6 * n for n in numbers), strict=True))
         assert f"{6 * numbers[0]} hidden, {6 * numbers[1]} partial, {6 * numbers[2]} full" in str(found)
     assert flashtile.explain(q, k, k).mask_blocks is None
+    assert flashtile.explain(q[:, :, :0], k, k, mask=torch.ones(1, 1, 0, 500).bool()).mask_blocks is None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashtile.dispatch import fast_path
 from flashtile.expression import Formula, MaskMod, mask_mod_formula
+from flashtile.expression.blocks import FULL
 from flashtile.testing.case import MaskFunction
 from flashtile.testing.oracle import solve
 from flashtile.testing.tolerance import compare
@@ -63,6 +64,37 @@ def test_results(arguments: dict[str, Any]) -> None:
         worst = compare(case.run("triton"), case, solve(case))[0]
     assert worst.ok, f"{worst}\n{case.description}"
     assert computed.call_count >= 3  # forward, dq, dk and dv
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("shape", [(1, 2, 70, 200), (2, 1, 1, 200)], ids=str)
+def test_results_of_a_mask_that_is_a_tensor(shape: tuple[int, ...]) -> None:
+    """Documents in which some pairs are hidden, padding, and rows without a key; forward and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    i, j = torch.arange(shape[2])[:, None], torch.arange(shape[3])
+    near = (i // 30 == j // 80) if shape[2] > 1 else j < 77
+    mask = near & ((torch.rand(shape, generator=generator) < 0.97) | (j < 64))
+    case = dense_case(head_dim=16, seqlen_q=70, seqlen_k=200, mask=mask)
+    with mock.patch.object(block_lists, "computed_of_mask", wraps=block_lists.computed_of_mask) as computed:
+        worst = compare(case.run("triton"), case, solve(case))[0]
+    assert worst.ok, f"{worst}\n{case.description}"
+    assert computed.call_count == 3  # forward, dq, dk and dv
+
+
+@IN_INTERPRETER
+def test_full_blocks_do_not_read_the_mask() -> None:
+    """A mask whose lists say that all its blocks are full, although it hides pairs: they stay visible."""
+    mask = torch.rand((1, 1, 128, 128), generator=torch.Generator().manual_seed(0)) < 0.5
+    case = dense_case(num_heads_q=1, batch=1, seqlen_q=128, seqlen_k=128, head_dim=16, mask=mask)
+    with mock.patch.object(block_lists, "mask_visibility", side_effect=all_full):
+        results = case.run("triton")
+    del case.arguments["mask"]
+    worst = compare(results, case, solve(case))[0]
+    assert worst.ok, worst
+
+
+def all_full(mask: Tensor, num_rows: int, num_keys: int, block_m: int, block_n: int) -> Tensor:
+    return torch.full((1, 1, -(-num_rows // block_m), -(-num_keys // block_n)), FULL, dtype=torch.uint8)
 
 
 @IN_INTERPRETER

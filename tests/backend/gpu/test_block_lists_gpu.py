@@ -56,6 +56,28 @@ def test_within_the_bound(dtype: torch.dtype, head_dim: int) -> None:
     assert worst.ok, str(worst)
 
 
+@pytest.mark.parametrize("shape", [(1, 4, S - 57, S), (2, 1, 1, S)], ids=str)
+def test_a_mask_that_is_a_tensor(shape: tuple[int, ...]) -> None:
+    """Documents in which some pairs are hidden, and padding."""
+    i, j = torch.arange(shape[2])[:, None], torch.arange(S)
+    near = (i // 200 == j // 200) if shape[2] > 1 else j < torch.tensor([300, 520]).view(2, 1, 1, 1)
+    mask = near & ((torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.97) | (j < 256))
+    case = dense_case(
+        num_heads_q=4, num_heads_kv=2, seqlen_q=S - 57, seqlen_k=S, head_dim=64, dtype=torch.bfloat16, mask=mask
+    )
+    expected = solve(case)
+    assert case.dout is not None
+    assert case.dlse is not None
+    arguments = {name: x.cuda() for name, x in case.arguments.items()}
+    case = replace(case, arguments=arguments, dout=case.dout.cuda(), dlse=case.dlse.cuda())
+    lists = importlib.import_module("flashtile.backend.gpu.block_lists")
+    with mock.patch.object(lists, "computed_of_mask", wraps=lists.computed_of_mask) as computed:
+        results = {key: x.cpu() for key, x in case.run("triton").items()}
+    assert computed.call_count == 3
+    worst = compare(results, case, expected)[0]
+    assert worst.ok, str(worst)
+
+
 def gradients(mask: MaskMod | Tensor, inputs: list[Tensor]) -> list[Tensor]:
     out = flashtile.attention(*inputs, mask=mask, backend="triton")
     return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]

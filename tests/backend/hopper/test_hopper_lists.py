@@ -84,18 +84,18 @@ def case_of(problem: Problem) -> Case:
     return replace(case, arguments=case.arguments | {"mask": problem.mask}, description="")
 
 
-def run(case: Case, problem: Problem, folder: Path = FOLDER) -> dict[str, Tensor]:
-    """Results with lists of blocks."""
+def run(case: Case, problem: Problem, folder: Path = FOLDER, *, by_kernels: bool = True) -> dict[str, Tensor]:
+    """Results with lists of blocks, which kernels make unless the mask is a tensor."""
     package = str(emulated_kernels(folder).__package__)
     lists = importlib.import_module(f"{package}.block_lists")
     cores = 1 if problem.deterministic else 3  # one program waits forever for what it takes later
     with (
-        mock.patch.object(lists, "LEAST_PAIRS", 0),
+        mock.patch.multiple(lists, LEAST_PAIRS=0, LEAST_MASK_PAIRS=0),
         emulated(cores, 0, folder) as launched,
         poisoned_allocation(),
     ):
         results = case.run("hopper", deterministic=problem.deterministic)
-    assert {"visible_blocks_kernel", "key_lists_kernel"} <= {*launched}
+    assert ({"visible_blocks_kernel", "key_lists_kernel"} <= {*launched}) == by_kernels
     return results
 
 
@@ -115,6 +115,33 @@ def wrong(name: str, folder: Path = FOLDER) -> list[str]:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_within_the_bound(name: str) -> None:
     assert wrong(name) == []
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "lengths", "broadcast"),
+    [(128, 4, (270, 401), ()), (64, 1, (300, 513), (2,))],
+)
+def test_a_mask_that_is_a_tensor(
+    head_dim: int, heads: int, lengths: tuple[int, int], broadcast: tuple[int, ...]
+) -> None:
+    """An element for each pair and head, or for each key. Blocks of keys that no row sees are NaN."""
+    width = torch.tensor([0, 140, 220, 0] if heads == 4 else [0])
+    b, h = torch.arange(2)[:, None, None, None], torch.arange(min(heads, len(width)))[:, None, None]
+    i, j = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])
+    mask = far_by_head(b, h, i, j, width) & (b + j % 7 > 0)
+    for dim in broadcast:
+        mask = mask.any(dim, keepdim=True)
+    problem = Problem(MaskFunction(documents), head_dim, *lengths, (4, 2), deterministic=heads == 4)
+    case = case_of(problem)
+    case = replace(case, arguments=case.arguments | {"mask": mask}, description="")
+    solution = solve(case)
+    for x in "kv":
+        case.arguments[x][:, :, UNSEEN:] = torch.nan
+    lists = importlib.import_module(f"{emulated_kernels().__package__}.block_lists")
+    with mock.patch.object(lists, "mask_visibility", wraps=lists.mask_visibility) as made:
+        results = run(case, problem, by_kernels=False)
+    assert made.call_count == 2
+    assert [str(x) for x in compare(results, case, solution) if not x.ok] == []
 
 
 # Lists of the kernels and of torch operations -------------------------------------------------------------------------

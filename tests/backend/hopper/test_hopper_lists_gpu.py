@@ -1,4 +1,4 @@
-"""Lists of the blocks that a mask function shows, in the Hopper kernels on a GPU:
+"""Lists of the blocks that a mask shows, in the Hopper kernels on a GPU:
 
     pytest -m gpu tests/backend/hopper/test_hopper_lists_gpu.py
 
@@ -38,7 +38,7 @@ LIST_KERNELS = ["visible_blocks_kernel", "key_lists_kernel"]
 @pytest.fixture
 def lists_for_all_calls() -> Iterator[None]:
     fast_path.forget()
-    with mock.patch.object(block_lists, "LEAST_PAIRS", 0):
+    with mock.patch.multiple(block_lists, LEAST_PAIRS=0, LEAST_MASK_PAIRS=0):
         yield
     fast_path.forget()
 
@@ -87,12 +87,14 @@ def table(device: str) -> Tensor:
     return (visible & (some | full.repeat_interleave(64, 1)[:, :S])).to(device)
 
 
-MASKS: dict[str, Callable[[str], MaskFunction]] = {
+MASKS: dict[str, Callable[[str], MaskFunction | Tensor]] = {
     "documents": lambda device: MaskFunction(documents, (ids(device),)),
     "causal_window": lambda device: MaskFunction(causal_window),
     "prefix": lambda device: MaskFunction(prefix, (torch.tensor([300, 17], device=device),)),
     "dilated": lambda device: MaskFunction(dilated),
     "arbitrary": lambda device: MaskFunction(arbitrary, (table(device),)),
+    "tensor": lambda device: table(device)[None],
+    "padding": lambda device: torch.arange(S, device=device) < torch.tensor([[[[300]]], [[[17]]]], device=device),
     "first_keys": lambda device: MaskFunction(first_keys, (torch.tensor([0, 140, 220, 0], device=device),)),
 }
 
@@ -125,6 +127,10 @@ PROBLEMS = [
     Problem("dilated", 96),
     Problem("arbitrary", 64),
     Problem("arbitrary", 128, FP16),
+    Problem("tensor", 64),
+    Problem("tensor", 128, FP16, deterministic=True),
+    Problem("padding", 64, FP16),
+    Problem("padding", 128),
     Problem("first_keys", 64, FP16),
     Problem("first_keys", 128),
     Problem("first_keys", 128, deterministic=True),
@@ -144,7 +150,10 @@ def case_of(problem: Problem, lengths: tuple[int, int], device: str) -> Case:
     )  # fmt: skip
     assert case.dout is not None
     assert case.dlse is not None
-    arguments = {name: x.to(device) for name, x in case.arguments.items()} | {"mask": MASKS[problem.mask](device)}
+    mask = MASKS[problem.mask](device)
+    if isinstance(mask, Tensor):
+        mask = mask[:, :, : lengths[0], : lengths[1]]
+    arguments = {name: x.to(device) for name, x in case.arguments.items()} | {"mask": mask}
     dout, dlse = case.dout.to(device), case.dlse.to(device)
     return replace(case, arguments=arguments, dout=dout, dlse=dlse, description="")
 
@@ -173,7 +182,7 @@ def require_lists(launched: dict[str, bool], problem: Problem) -> None:
     """Fail unless forward and backward got lists, which kernels made if the formula allows it."""
     assert launched["forward_kernel"]
     assert launched["backward_kernel"]
-    by_kernels = problem.mask != "arbitrary"
+    by_kernels = problem.mask not in ("arbitrary", "tensor", "padding")
     assert [name in launched for name in LIST_KERNELS] == [by_kernels, by_kernels]
 
 
@@ -218,12 +227,17 @@ def test_a_captured_tensor_that_changes_between_calls(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "problem", [Problem("documents", 64), Problem("documents", 128), Problem("arbitrary", 64)], ids=name_of
+    "problem",
+    [Problem("documents", 64), Problem("documents", 128), Problem("arbitrary", 64), Problem("tensor", 64)],
+    ids=name_of,
 )
 def test_a_captured_tensor_that_changes_inside_a_graph(problem: Problem) -> None:
     case = case_of(problem, LENGTHS[0], "cuda")
-    captured = case.arguments["mask"].tensors[0]
-    within_graph = replace(case, arguments=case.arguments | {"mask": case.arguments["mask"].public()})
+    mask = case.arguments["mask"]
+    captured = mask if isinstance(mask, Tensor) else mask.tensors[0]
+    within_graph = (
+        case if isinstance(mask, Tensor) else replace(case, arguments=case.arguments | {"mask": mask.public()})
+    )
     with torch.cuda.stream(torch.cuda.Stream()), watched_launches() as launched:
         for _ in range(3):
             results_of(within_graph, problem)
@@ -233,6 +247,6 @@ def test_a_captured_tensor_that_changes_inside_a_graph(problem: Problem) -> None
     with torch.cuda.graph(graph):
         results = results_of(within_graph, problem)
     for size in (64, 300, 37):
-        captured.copy_(ids("cuda", size) if problem.mask == "documents" else captured.roll(size, 1))
+        captured.copy_(ids("cuda", size) if problem.mask == "documents" else captured.roll(size, -1))
         graph.replay()
         assert wrong(results, case, solve(case)) == []

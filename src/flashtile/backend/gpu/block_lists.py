@@ -1,5 +1,5 @@
-"""Lists of the blocks that kernels visit, by the mask function: for each block of rows its blocks of keys, or the other
-way round. They are made on the device, by operations that a CUDA graph can contain.
+"""Lists of the blocks that kernels visit, by the mask, a function or a tensor: for each block of rows its blocks of
+keys, or the other way round. They are made on the device, by operations that a CUDA graph can contain.
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...call.call import Call
 from ...call.formulas import mask_formula
 from ...expression import Formula
-from ...expression.blocks import PARTIAL, Blocks, block_visibility, positions
+from ...expression.blocks import PARTIAL, Blocks, block_visibility, mask_visibility, positions
 from .replay import Recorder
 
 LEAST_PAIRS = 2**28  # of a call: computing fewer takes about as long as their lists
@@ -48,10 +48,14 @@ def block_lists(
     formula = mask_formula(call)
     num_pairs = t.q.shape[0] * t.q.shape[1] * t.q.shape[2] * t.k.shape[-2] if call.layout == "dense" else 0
     from_first_key = s.dropout_p == 0 or s.j0 % 8 == 0  # where blocks of keys begin
-    if formula is None or not s.window.unlimited or not from_first_key or num_pairs < max(LEAST_PAIRS, 1):
+    masked = formula is not None or t.mask is not None
+    if not masked or not s.window.unlimited or not from_first_key or num_pairs < max(LEAST_PAIRS, 1):
         return {"lists": None}, {f"stride_lists_{dim}": None for dim in "bhm"}
     pairs = pairs_of(call, block_m, block_n)
-    lists = recorder.op(partial(computed, formula, pairs, t.q.device, of_keys), *t.score_mod_tensors)
+    if formula is None:
+        lists = recorder.op(partial(computed_of_mask, pairs, of_keys), t.mask)
+    else:
+        lists = recorder.op(partial(computed, formula, pairs, t.q.device, of_keys), *t.score_mod_tensors)
     b, h, m, _ = (0 if n == 1 else stride for n, stride in zip(lists.shape, lists.stride(), strict=True))
     return {"lists": lists}, {"stride_lists_b": b, "stride_lists_h": h, "stride_lists_m": m}
 
@@ -75,10 +79,21 @@ def visibility(formula: Formula, pairs: Pairs, device: torch.device, *tensors: T
 
 
 def computed(formula: Formula, pairs: Pairs, device: torch.device, of_keys: bool, *tensors: Tensor) -> Tensor:
-    """The lists, int32 `[B | 1, H | 1, lists, 2 + entries]`: how many blocks are partly visible and how many full,
-    then those that are partly visible, and then the full ones.
+    """The lists of a mask function, as `listed`."""
+    return listed(visibility(formula, pairs, device, *tensors), pairs, of_keys)
+
+
+def computed_of_mask(pairs: Pairs, of_keys: bool, mask: Tensor) -> Tensor:
+    """The lists of a mask `[B | 1, H | 1, Sq | 1, Sk | 1]`, as `listed`."""
+    return listed(
+        mask_visibility(mask, pairs.rows.length, pairs.keys.length, pairs.block_m, pairs.block_n), pairs, of_keys
+    )
+
+
+def listed(states: Tensor, pairs: Pairs, of_keys: bool) -> Tensor:
+    """The lists of blocks in these states, int32 `[B | 1, H | 1, lists, 2 + entries]`: how many blocks are partly
+    visible and how many full, then those that are partly visible, and then the full ones.
     """
-    states = visibility(formula, pairs, device, *tensors)
     states = (states.mT if of_keys else states).contiguous()
     inner, size = (pairs.rows, pairs.block_m) if of_keys else (pairs.keys, pairs.block_n)
     if inner.length % size:  # the last block has positions that do not exist, which code for full blocks does not test

@@ -1,10 +1,11 @@
-"""Lists of the blocks that a mask function shows (`kernels.shared.block_lists`), made on the device, without reading a
-value on the host, in one or two launches; or by torch operations where the formula reads an element for each pair.
+"""Lists of the blocks that a mask shows (`kernels.shared.block_lists`), made on the device, without reading a value on
+the host. Those of a mask function are made in one or two launches; torch operations make those of a mask that is a
+tensor, and of a function that reads an element for each pair.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from ...call.call import Call
 from ...call.formulas import mask_formula
 from ...expression import Formula
-from ...expression.blocks import FULL, HIDDEN, PARTIAL, depends_on
+from ...expression.blocks import FULL, HIDDEN, PARTIAL, depends_on, mask_visibility
 from ..gpu.block_lists import Pairs, pairs_of, visibility
 from ..gpu.captured import needs_wide_offsets
 from ..gpu.kernel import Kernel
@@ -21,6 +22,7 @@ from .formulas import VisibilityFunction, launch_with, visibility_function
 from .tables import VisibleBlocksConfig
 
 LEAST_PAIRS = 2**24  # of a call: computing fewer takes about as long as their lists
+LEAST_MASK_PAIRS = 2**28  # of a call with a mask that is a tensor, whose lists take some twenty launches
 MOST_PAIRS = 2**41  # offsets in lists have 32 bits
 POSITIONS = 8192  # of keys that a program looks at together
 NO_LISTS = dict.fromkeys(("stride_lists_b", "stride_lists_h", "stride_lists"))
@@ -42,13 +44,12 @@ class Grid(NamedTuple):
 
 def row_lists(recorder: Recorder, call: Call, block_m: int, block_n: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The pointer and the scalars of the lists of blocks of rows, whose entries are blocks of keys."""
-    formula = mask_formula(call)
-    if formula is None or not has_lists(call):
+    if not has_lists(call):
         return {"lists": None}, {**NO_LISTS}
-    grid = grid_of(formula, call, block_m, block_n, 1)
-    function = function_of(formula, call)
+    grid = grid_of(call, block_m, block_n, 1)
+    function = function_of(call)
     if function is None:
-        lists = of_states(recorder, formula, call, grid, listed_keys)
+        lists = of_states(recorder, call, grid, listed_keys)
     else:
         shape = (1, grid.batch, grid.heads, grid.rows, grid.keys + 2)
         lists = visible_blocks(recorder, call, function, grid, shape)
@@ -61,14 +62,13 @@ def key_lists(
     """The pointer and the scalars of the lists of blocks of keys, whose entries are blocks of rows, and of the ranks of
     the entries: how many blocks of keys add to this block of rows before, if blocks come in this order or its inverse.
     """
-    formula = mask_formula(call)
-    if formula is None or not has_lists(call):
+    if not has_lists(call):
         return {"lists": None}, {**NO_LISTS, "ranks": None}
     group = call.tensors.q.shape[1] // call.tensors.k.shape[1]
-    grid = grid_of(formula, call, block_m, block_n, group)
-    function = function_of(formula, call)
+    grid = grid_of(call, block_m, block_n, group)
+    function = function_of(call)
     if function is None:
-        lists = of_states(recorder, formula, call, grid, partial(listed_rows, group, first_key_first))
+        lists = of_states(recorder, call, grid, partial(listed_rows, group, first_key_first))
     else:
         shape = (grid.batch, grid.heads, grid.rows, grid.keys + 1)
         table = visible_blocks(recorder, call, function, grid, shape, table=True)
@@ -77,20 +77,30 @@ def key_lists(
 
 
 def has_lists(call: Call) -> bool:
-    """Whether a call with a mask function has lists. Others compute all pairs that the window shows."""
-    if call.layout != "dense" or not call.settings.window.unlimited:
+    """Whether a call has lists. Others compute all pairs that the window shows."""
+    function, mask = call.settings.mask_mod is not None, call.tensors.mask is not None
+    if not (function or mask) or call.layout != "dense" or not call.settings.window.unlimited:
         return False
     batch, heads, seqlen_q, _ = call.tensors.q.shape
-    return max(LEAST_PAIRS, 1) <= batch * heads * seqlen_q * call.tensors.k.shape[2] <= MOST_PAIRS
+    least = LEAST_PAIRS if function else LEAST_MASK_PAIRS
+    return max(least, 1) <= batch * heads * seqlen_q * call.tensors.k.shape[2] <= MOST_PAIRS
 
 
-def grid_of(formula: Formula, call: Call, block_m: int, block_n: int, group: int) -> Grid:
+def grid_of(call: Call, block_m: int, block_n: int, group: int) -> Grid:
     """The blocks of a call. Without dependence on the head all heads share a list, else `group` do."""
     batch, heads, seqlen_q, _ = call.tensors.q.shape
-    batch = batch if depends_on(formula, "b") else 1
-    heads, group = (heads // group, group) if depends_on(formula, "h") else (1, 1)
+    batch = batch if differs_by(call, "b") else 1
+    heads, group = (heads // group, group) if differs_by(call, "h") else (1, 1)
     rows, keys = -(-seqlen_q // block_m), -(-call.tensors.k.shape[2] // block_n)
     return Grid(block_m, block_n, batch, heads, group, rows, keys)
+
+
+def differs_by(call: Call, index: Literal["b", "h"]) -> bool:
+    """Whether the mask of a call may be another one for each sequence, or for each head."""
+    formula, mask = mask_formula(call), call.tensors.mask
+    if formula is not None:
+        return depends_on(formula, index)
+    return mask is not None and mask.shape["bh".index(index)] > 1
 
 
 def strides_of(lists: Tensor) -> dict[str, int]:
@@ -107,8 +117,11 @@ def strides_of(lists: Tensor) -> dict[str, int]:
 # Kernels --------------------------------------------------------------------------------------------------------------
 
 
-def function_of(formula: Formula, call: Call) -> VisibilityFunction | None:
-    """The device function of a mask's blocks; `None` if it has none."""
+def function_of(call: Call) -> VisibilityFunction | None:
+    """The device function of a mask function's blocks; `None` if it has none, or the mask is a tensor."""
+    formula = mask_formula(call)
+    if formula is None:
+        return None
     return visibility_function(formula, any(needs_wide_offsets(x) for x in call.tensors.score_mod_tensors))
 
 
@@ -154,16 +167,23 @@ def of_table(recorder: Recorder, table: Tensor, grid: Grid, first_key_first: boo
 # Torch operations -----------------------------------------------------------------------------------------------------
 
 
-def of_states(recorder: Recorder, formula: Formula, call: Call, grid: Grid, make: Callable[[Tensor], Tensor]) -> Tensor:
+def of_states(recorder: Recorder, call: Call, grid: Grid, make: Callable[[Tensor], Tensor]) -> Tensor:
     """Lists that a function makes of the states of blocks."""
+    t, formula = call.tensors, mask_formula(call)
+    if formula is None:
+        return recorder.op(partial(made_of_mask, make, t.q.shape[2], t.k.shape[2], grid), t.mask)
     pairs = pairs_of(call, grid.block_m, grid.block_n)
-    return recorder.op(partial(made, make, formula, pairs, call.tensors.q.device), *call.tensors.score_mod_tensors)
+    return recorder.op(partial(made, make, formula, pairs, t.q.device), *t.score_mod_tensors)
 
 
 def made(
     make: Callable[[Tensor], Tensor], formula: Formula, pairs: Pairs, device: torch.device, *tensors: Tensor
 ) -> Tensor:
     return make(visibility(formula, pairs, device, *tensors))
+
+
+def made_of_mask(make: Callable[[Tensor], Tensor], num_rows: int, num_keys: int, grid: Grid, mask: Tensor) -> Tensor:
+    return make(mask_visibility(mask, num_rows, num_keys, grid.block_m, grid.block_n))
 
 
 def listed_keys(states: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def inner_loop(dk_j, dv_j, blocks, listed, tile, rows, params, info, MASKED: tl.
         visible = None
         if MASKED:  # also for rows past the last one: they repeat its bias, and 0 * NaN is NaN
             visible = within(tile.bounds, row[None, :])
-        if params.scores.mask.data is not None:
+        if params.scores.mask.data is not None and (MASKED or params.lists.data is None):
             in_mask = scores.load_mask(params, info, row[None, :], tile.position, tile.exists)
             visible = in_mask if visible is None else visible & in_mask
         if params.scores.mask_mod is not None and (MASKED or params.lists.data is None):

@@ -221,7 +221,7 @@ def visible_keys(bounds, keys, exists, RANGE: tl.constexpr):
 def mask_fill(t, value, bounds, params, info, rows, keys, exists, MASKED: tl.constexpr, RANGE: tl.constexpr):
     """`t [M, N]` where a pair is visible, else `value`. `exists [1, N]` is `None` where every key does."""
     visible = visible_keys(bounds, keys, exists, RANGE) if MASKED else exists
-    if params.scores.mask.data is not None:
+    if params.scores.mask.data is not None and (MASKED or params.lists.data is None):
         in_mask = scores.load_mask(params, info, rows, keys, exists)
         visible = in_mask if visible is None else visible & in_mask
     if params.scores.mask_mod is not None and (MASKED or params.lists.data is None):
