@@ -5,7 +5,7 @@ tensor, and of a function that reads an element for each pair.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,11 +46,12 @@ def row_lists(recorder: Recorder, call: Call, block_m: int, block_n: int) -> tup
     """The pointer and the scalars of the lists of blocks of rows, whose entries are blocks of keys."""
     if not has_lists(call):
         return {"lists": None}, {**NO_LISTS}
-    grid = grid_of(call, block_m, block_n, 1)
-    function = function_of(call)
-    if function is None:
-        lists = of_states(recorder, call, grid, listed_keys)
+    formula = mask_formula(call)
+    function = function_of(call, formula)
+    if formula is None or function is None:
+        lists = of_states(recorder, call, block_m, block_n, listed_keys)
     else:
+        grid = grid_of(call, formula, block_m, block_n, 1)
         shape = (1, grid.batch, grid.heads, grid.rows, grid.keys + 2)
         lists = visible_blocks(recorder, call, function, grid, shape)
     return {"lists": lists}, strides_of(lists)
@@ -65,11 +66,12 @@ def key_lists(
     if not has_lists(call):
         return {"lists": None}, {**NO_LISTS, "ranks": None}
     group = call.tensors.q.shape[1] // call.tensors.k.shape[1]
-    grid = grid_of(call, block_m, block_n, group)
-    function = function_of(call)
-    if function is None:
-        lists = of_states(recorder, call, grid, partial(listed_rows, group, first_key_first))
+    formula = mask_formula(call)
+    function = function_of(call, formula)
+    if formula is None or function is None:
+        lists = of_states(recorder, call, block_m, block_n, partial(listed_rows, group, first_key_first))
     else:
+        grid = grid_of(call, formula, block_m, block_n, group)
         shape = (grid.batch, grid.heads, grid.rows, grid.keys + 1)
         table = visible_blocks(recorder, call, function, grid, shape, table=True)
         lists = of_table(recorder, table, grid, first_key_first)
@@ -86,21 +88,13 @@ def has_lists(call: Call) -> bool:
     return max(least, 1) <= batch * heads * seqlen_q * call.tensors.k.shape[2] <= MOST_PAIRS
 
 
-def grid_of(call: Call, block_m: int, block_n: int, group: int) -> Grid:
+def grid_of(call: Call, formula: Formula, block_m: int, block_n: int, group: int) -> Grid:
     """The blocks of a call. Without dependence on the head all heads share a list, else `group` do."""
     batch, heads, seqlen_q, _ = call.tensors.q.shape
-    batch = batch if differs_by(call, "b") else 1
-    heads, group = (heads // group, group) if differs_by(call, "h") else (1, 1)
+    batch = batch if depends_on(formula, "b") else 1
+    heads, group = (heads // group, group) if depends_on(formula, "h") else (1, 1)
     rows, keys = -(-seqlen_q // block_m), -(-call.tensors.k.shape[2] // block_n)
     return Grid(block_m, block_n, batch, heads, group, rows, keys)
-
-
-def differs_by(call: Call, index: Literal["b", "h"]) -> bool:
-    """Whether the mask of a call may be another one for each sequence, or for each head."""
-    formula, mask = mask_formula(call), call.tensors.mask
-    if formula is not None:
-        return depends_on(formula, index)
-    return mask is not None and mask.shape["bh".index(index)] > 1
 
 
 def strides_of(lists: Tensor) -> dict[str, int]:
@@ -117,9 +111,8 @@ def strides_of(lists: Tensor) -> dict[str, int]:
 # Kernels --------------------------------------------------------------------------------------------------------------
 
 
-def function_of(call: Call) -> VisibilityFunction | None:
+def function_of(call: Call, formula: Formula | None) -> VisibilityFunction | None:
     """The device function of a mask function's blocks; `None` if it has none, or the mask is a tensor."""
-    formula = mask_formula(call)
     if formula is None:
         return None
     return visibility_function(formula, any(needs_wide_offsets(x) for x in call.tensors.score_mod_tensors))
@@ -167,12 +160,11 @@ def of_table(recorder: Recorder, table: Tensor, grid: Grid, first_key_first: boo
 # Torch operations -----------------------------------------------------------------------------------------------------
 
 
-def of_states(recorder: Recorder, call: Call, grid: Grid, make: Callable[[Tensor], Tensor]) -> Tensor:
+def of_states(recorder: Recorder, call: Call, block_m: int, block_n: int, make: Callable[[Tensor], Tensor]) -> Tensor:
     """Lists that a function makes of the states of blocks."""
-    t, formula = call.tensors, mask_formula(call)
+    t, formula, pairs = call.tensors, mask_formula(call), pairs_of(call, block_m, block_n)
     if formula is None:
-        return recorder.op(partial(made_of_mask, make, t.q.shape[2], t.k.shape[2], grid), t.mask)
-    pairs = pairs_of(call, grid.block_m, grid.block_n)
+        return recorder.op(partial(made_of_mask, make, pairs), t.mask)
     return recorder.op(partial(made, make, formula, pairs, t.q.device), *t.score_mod_tensors)
 
 
@@ -182,8 +174,8 @@ def made(
     return make(visibility(formula, pairs, device, *tensors))
 
 
-def made_of_mask(make: Callable[[Tensor], Tensor], num_rows: int, num_keys: int, grid: Grid, mask: Tensor) -> Tensor:
-    return make(mask_visibility(mask, num_rows, num_keys, grid.block_m, grid.block_n))
+def made_of_mask(make: Callable[[Tensor], Tensor], pairs: Pairs, mask: Tensor) -> Tensor:
+    return make(mask_visibility(mask, pairs.rows.length, pairs.keys.length, pairs.block_m, pairs.block_n))
 
 
 def listed_keys(states: Tensor) -> Tensor:
