@@ -74,7 +74,7 @@ def test_results_of_a_mask_that_is_a_tensor(shape: tuple[int, ...]) -> None:
     i, j = torch.arange(shape[2])[:, None], torch.arange(shape[3])
     near = (i // 30 == j // 80) if shape[2] > 1 else j < 77
     mask = near & ((torch.rand(shape, generator=generator) < 0.97) | (j < 64))
-    case = dense_case(head_dim=16, seqlen_q=70, seqlen_k=200, mask=mask)
+    case = dense_case(batch=shape[0], num_heads_q=shape[1], head_dim=16, seqlen_q=70, seqlen_k=200, mask=mask)
     with mock.patch.object(block_lists, "computed_of_mask", wraps=block_lists.computed_of_mask) as computed:
         worst = compare(case.run("triton"), case, solve(case))[0]
     assert worst.ok, f"{worst}\n{case.description}"
