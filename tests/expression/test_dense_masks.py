@@ -42,6 +42,14 @@ def test_states_of_blocks(shape: tuple[int, int, int, int]) -> None:
             assert torch.equal(found, by_elements(mask, rows, keys, *sizes))
 
 
+def test_expanded_dimensions_are_read_once() -> None:
+    mask = mask_of((2, 1, 1, 88), 0).expand(2, 3, 61, 88)
+    assert dense.unexpanded(mask).shape == (2, 1, 1, 88)
+    found = mask_visibility(mask, 61, 88, 16, 24)
+    assert found.shape == (2, 1, 4, 4)
+    assert torch.equal(found.expand(2, 3, 4, 4), by_elements(mask, 61, 88, 16, 24))
+
+
 def test_words_of_eight_elements() -> None:
     """Where rows are multiples of eight, and only there."""
     mask = mask_of((2, 1, 64, 104), 0)

@@ -19,7 +19,7 @@ from gluon_emulation.backend import FOLDER, emulated, emulated_kernels
 from gluon_emulation.machine import EmulationError
 from hopper_score_mods import decay, with_score_mod
 
-from flashtile import MaskMod, mask_mods
+from flashtile import MaskMod, mask_mods, score_mods
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu.replay import Recorder
 from flashtile.call.call import Tensors
@@ -119,12 +119,12 @@ def test_within_the_bound(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "heads", "lengths", "broadcast"),
-    [(128, 4, (270, 401), ()), (64, 1, (300, 513), (2,))],
+    [(128, 4, (270, 401), ()), (96, 1, (300, 513), (2,))],
 )
 def test_a_mask_that_is_a_tensor(
     head_dim: int, heads: int, lengths: tuple[int, int], broadcast: tuple[int, ...]
 ) -> None:
-    """An element for each pair and head, or for each key. Blocks of keys that no row sees are NaN."""
+    """An element for each pair and head; or for each key, with other features. Blocks of keys without a row are NaN."""
     width = torch.tensor([0, 140, 220, 0] if heads == 4 else [0])
     b, h = torch.arange(2)[:, None, None, None], torch.arange(min(heads, len(width)))[:, None, None]
     i, j = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])
@@ -133,7 +133,10 @@ def test_a_mask_that_is_a_tensor(
         mask = mask.any(dim, keepdim=True)
     problem = Problem(MaskFunction(documents), head_dim, *lengths, (4, 2), deterministic=heads == 4)
     case = case_of(problem)
-    case = replace(case, arguments=case.arguments | {"mask": mask}, description="")
+    generator = torch.Generator().manual_seed(0)
+    others = {"bias": torch.randn(1, 4, *lengths, generator=generator).bfloat16(), "softcap": 3.0} if broadcast else {}
+    arguments = case.arguments | {"mask": mask} | others
+    case = replace(case, arguments=arguments, constant=("bias",), description="")
     solution = solve(case)
     for x in "kv":
         case.arguments[x][:, :, UNSEEN:] = torch.nan
@@ -142,6 +145,17 @@ def test_a_mask_that_is_a_tensor(
         results = run(case, problem, by_kernels=False)
     assert made.call_count == 2
     assert [str(x) for x in compare(results, case, solution) if not x.ok] == []
+
+
+def test_a_score_mod_with_a_mask_that_is_a_tensor_has_no_lists() -> None:
+    """Kernels with lists take the blocks of a score_mod in the order of lists, not by distance."""
+    mask = torch.ones(1, 1, 300, 300, dtype=torch.bool)
+    q = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
+    lists = importlib.import_module(f"{emulated_kernels().__package__}.block_lists")
+    with mock.patch.object(lists, "LEAST_MASK_PAIRS", 0):
+        for arguments, found in (({}, True), ({"score_mod": score_mods.alibi(torch.rand(2))}, False)):
+            call = described_call(q, q, q, None, None, {"mask": mask, **arguments})
+            assert lists.has_lists(call) == found
 
 
 # Lists of the kernels and of torch operations -------------------------------------------------------------------------

@@ -79,8 +79,11 @@ def key_lists(
 
 
 def has_lists(call: Call) -> bool:
-    """Whether a call has lists. Others compute all pairs that the window shows."""
-    function, mask = call.settings.mask_mod is not None, call.tensors.mask is not None
+    """Whether a call has lists. Others compute all pairs that the window shows. With lists, a score_mod has one function
+    for partly visible blocks and one for full ones, which it has with a mask function only.
+    """
+    function = call.settings.mask_mod is not None
+    mask = call.tensors.mask is not None and call.settings.score_mod is None
     if not (function or mask) or call.layout != "dense" or not call.settings.window.unlimited:
         return False
     batch, heads, seqlen_q, _ = call.tensors.q.shape

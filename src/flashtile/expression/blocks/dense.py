@@ -11,14 +11,27 @@ ALL_VISIBLE = 0x0101010101010101  # such a number of visible pairs
 
 def mask_visibility(mask: Tensor, num_rows: int, num_keys: int, block_m: int, block_n: int) -> Tensor:
     """Whether each block is HIDDEN, PARTIAL or FULL , as uint8
-    `[B | 1, H | 1, blocks of rows, blocks of keys]`, for a bool mask `[B | 1, H | 1, Sq | 1, Sk | 1]`.
+    `[B | 1, H | 1, blocks of rows, blocks of keys]`, for a bool mask `[B | 1, H | 1, Sq | 1, Sk | 1]`. Expanded
+    dimensions count as broadcast ones.
     """
-    words = as_words(mask, block_n)
+    words = as_words(unexpanded(mask), block_n)
     in_words = words.dtype is torch.int64
     low, high = bounds_of_blocks((words,), 3, block_n // WORD if in_words else block_n)
     low, high = bounds_of_blocks((low, high), 2, block_m)
     states = (low == (ALL_VISIBLE if in_words else 1)).to(torch.uint8) + (high != 0)
     return states.expand(-1, -1, -(-num_rows // block_m), -(-num_keys // block_n))
+
+
+def unexpanded(x: Tensor) -> Tensor:
+    """The tensor with one element in each dimension that `Tensor.expand` has made longer."""
+    return x[
+        tuple(
+            [
+                slice(0, 1) if n > 1 and stride == 0 else slice(None)
+                for n, stride in zip(x.shape, x.stride(), strict=True)
+            ]
+        )
+    ]
 
 
 def as_words(mask: Tensor, block_n: int) -> Tensor:
