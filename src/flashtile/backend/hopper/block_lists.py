@@ -79,8 +79,8 @@ def key_lists(
 
 
 def has_lists(call: Call) -> bool:
-    """Whether a call has lists. Others compute all pairs that the window shows. With lists, a score_mod has one function
-    for partly visible blocks and one for full ones, which it has with a mask function only.
+    """Whether a call has lists. Others compute all pairs that the window shows. With lists, kernels run one function of
+    a score_mod in partly visible blocks and one in full ones, which are made with a mask function only.
     """
     function = call.settings.mask_mod is not None
     mask = call.tensors.mask is not None and call.settings.score_mod is None

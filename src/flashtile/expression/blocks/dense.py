@@ -24,14 +24,8 @@ def mask_visibility(mask: Tensor, num_rows: int, num_keys: int, block_m: int, bl
 
 def unexpanded(x: Tensor) -> Tensor:
     """The tensor with one element in each dimension that `Tensor.expand` has made longer."""
-    return x[
-        tuple(
-            [
-                slice(0, 1) if n > 1 and stride == 0 else slice(None)
-                for n, stride in zip(x.shape, x.stride(), strict=True)
-            ]
-        )
-    ]
+    expanded = (n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x[tuple([slice(0, 1) if dim else slice(None) for dim in expanded])]
 
 
 def as_words(mask: Tensor, block_n: int) -> Tensor:
