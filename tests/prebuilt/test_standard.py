@@ -79,6 +79,14 @@ def test_every_kernel_is_in_the_set_or_left_out() -> None:
     assert defined - found == LEFT_OUT.keys()
 
 
+@pytest.mark.parametrize("seqlen", [2000, 9000])
+@pytest.mark.parametrize("rows", [1, None])
+def test_masks_with_lists_of_blocks_and_without(seqlen: int, rows: int | None) -> None:
+    q = torch.empty(2, 16, seqlen, 64, dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(2, 1, rows or seqlen, seqlen, dtype=torch.bool, device="meta")
+    assert is_covered(StandardCall("attention", {"q": q, "k": q, "v": q, "mask": mask}, backward=True))
+
+
 def test_what_is_not_in_the_set() -> None:
     """So that coverage can fail."""
     q = torch.empty(1, 2, 300, 512, dtype=torch.bfloat16)

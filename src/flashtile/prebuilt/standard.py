@@ -109,6 +109,10 @@ def with_features(dtype: torch.dtype) -> Iterator[StandardCall]:
         for causal, rows in itertools.product((False, True), (1, LONG)):
             masked = {**tensors, "causal": causal, "mask": empty(1, 1, rows, LONG, dtype=torch.bool)}
             yield StandardCall(function, masked, backward=True)
+        fewer = dict(zip("qkv", dense(FILLING, MIDDLE, MIDDLE, (dim, dim), dtype), strict=True))  # too few for lists
+        for rows in (1, MIDDLE):
+            masked = {**fewer, "mask": empty(1, 1, rows, MIDDLE, dtype=torch.bool)}
+            yield StandardCall(function, masked, backward=True)
         bias = empty(1, heads, LONG, LONG, dtype=dtype)
         yield StandardCall(function, {**tensors, "causal": True, "bias": bias}, True, ("bias",))
 
