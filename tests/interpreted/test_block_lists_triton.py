@@ -93,7 +93,7 @@ def test_full_blocks_do_not_read_the_mask() -> None:
     assert worst.ok, worst
 
 
-def all_full(mask: Tensor, num_rows: int, num_keys: int, block_m: int, block_n: int) -> Tensor:
+def all_full(mask: torch.Tensor, num_rows: int, num_keys: int, block_m: int, block_n: int) -> torch.Tensor:
     return torch.full((1, 1, -(-num_rows // block_m), -(-num_keys // block_n)), FULL, dtype=torch.uint8)
 
 
