@@ -1,4 +1,4 @@
-"""Calls with a bias or a mask tensor beside SDPA's kernels, on a GPU: `python benchmarks/bias_and_masks.py FILE.csv`.
+"""Time calls with a bias or a mask tensor, and SDPA's kernels for them: `python benchmarks/bias_and_masks.py FILE.csv`.
 
 Forward and backward in milliseconds, medians of three rounds in alternation; a provider that fails has no time.
 """
