@@ -148,11 +148,9 @@ def test_accepts_hopper_only() -> None:
 
 
 def test_configurations_depend_on_the_keys_per_row() -> None:
-    def chosen(name: str, head_dim: int, seqlen: int, version: tuple[int, int] = tables.NEWEST_3WG) -> object:
-        with mock.patch.object(tables, "compiler_version", return_value=version):
-            return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
+    def chosen(name: str, head_dim: int, seqlen: int) -> object:
+        return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
-    assert chosen("full", 64, LONG, (3, 8)) is TWO_WARPGROUPS[64, 64]
     assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
     assert chosen("full", 96, LONG) is THREE_WARPGROUPS[96, 96]
     assert (
@@ -166,14 +164,13 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
 
 def test_factors_of_heads_take_three_warpgroups() -> None:
     """Other functions need more registers."""
-    with mock.patch.object(tables, "compiler_version", return_value=tables.NEWEST_3WG):
 
-        def chosen(**functions: object) -> object:
-            return tables.tile_config(problem(seqlen_q=LONG, seqlen_k=LONG, **functions), H200).forward
+    def chosen(**functions: object) -> object:
+        return tables.tile_config(problem(seqlen_q=LONG, seqlen_k=LONG, **functions)).forward
 
-        assert chosen() is chosen(score_mod=SCALED) is THREE_WARPGROUPS[64, 64]
-        for functions in ({"score_mod": ADDED}, {"mask_mod": SHOWN}, {"score_mod": SCALED, "mask_mod": SHOWN}):
-            assert chosen(**functions) is TWO_WARPGROUPS[64, 64]
+    assert chosen() is chosen(score_mod=SCALED) is THREE_WARPGROUPS[64, 64]
+    for functions in ({"score_mod": ADDED}, {"mask_mod": SHOWN}, {"score_mod": SCALED, "mask_mod": SHOWN}):
+        assert chosen(**functions) is TWO_WARPGROUPS[64, 64]
 
 
 def test_splits_fill_the_device() -> None:

@@ -45,11 +45,15 @@ def pair_align(t: Tensors) -> int:
     return ALIGN
 
 
-def pair_scalars(t: Tensors) -> dict[str, Any]:
-    """Strides in units of `pair_align`, this unit, and the rows of tensors that are not broadcast over them."""
+def row_align(t: Tensors) -> int:
+    """As `pair_align`, but 1 of tensors that are broadcast over rows, so that one kernel serves all numbers of keys."""
+    return pair_align(t) if any(x is not None and x.shape[2] > 1 for x in (t.bias, t.mask)) else 1
+
+
+def pair_scalars(t: Tensors, unit: int) -> dict[str, Any]:
+    """Strides in a unit, this unit, and the rows of tensors that are not broadcast over them."""
     if not has_pairs(t):
         return ABSENT
-    unit = pair_align(t)
     rows = next((x.shape[2] for x in (t.bias, t.mask) if x is not None and x.shape[2] > 1), 1)
     strides = pair_strides("bias", t.bias, unit) | pair_strides("mask", t.mask, unit)
     return {**strides, "pair_rows": rows, "pair_align": unit}

@@ -16,7 +16,7 @@ from ...expression.program import REAL, Instruction, Program
 from ...expression.scaling import is_homogeneous
 from ..gpu.captured import captured_pointers, captured_scalars, needs_wide_offsets
 from ..gpu.generated import defined
-from ..gpu.pairs import pair_pointers, pair_scalars
+from ..gpu.pairs import pair_pointers, pair_scalars, row_align
 from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
 from ..gpu.staged import staged_source
@@ -137,7 +137,7 @@ def launch(
     `call.tensors` belong to the recorder; keys of its bias and mask are contiguous (`gpu.pairs`).
     """
     tensors = call.tensors.score_mod_tensors
-    pairs = {**pair_scalars(call.tensors)}
+    pairs = {**pair_scalars(call.tensors, row_align(call.tensors))}
     if (align := pairs.pop("pair_align")) > 1:
         scalars = {**scalars, "CONFIG": replace(scalars["CONFIG"], pair_align=align)}
     pointers, scalars = {**pointers, **pair_pointers(call.tensors)}, {**scalars, **pairs}

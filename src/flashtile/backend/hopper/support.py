@@ -147,7 +147,7 @@ def tile(problem: Problem, device: Device) -> "TileConfig":
     """Kernel configurations for the problem."""
     from . import splits, tables  # not needed by `import flashtile`
 
-    config = tables.tile_config(problem, device)
+    config = tables.tile_config(problem)
     if config.backward.kind == "split":
         return config
     backward = replace(config.backward, row_splits=splits.row_splits(problem, device, config.backward))

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...call.call import Call
 from ...call.problem import LONGEST, power_of_two
 from ..gpu.captured import captured_pointers, captured_scalars
-from ..gpu.pairs import ALIGN, pair_pointers, pair_scalars
+from ..gpu.pairs import ALIGN, pair_align, pair_pointers, pair_scalars
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..scalars import (
@@ -166,7 +166,7 @@ def feature_scalars(call: Call) -> dict[str, Any]:
     t, s = call.tensors, call.settings
     limit = threshold(s.dropout_p) if s.dropout_p > 0 else None
     return {
-        **pair_scalars(t),
+        **pair_scalars(t, pair_align(t)),
         **score_units(call),
         **window_numbers(call),
         "attention_chunk": None if s.attention_chunk is None else min(s.attention_chunk, LONGEST),
