@@ -18,6 +18,7 @@ from checking import dense_case
 from gluon_emulation.backend import FOLDER, emulated, emulated_kernels
 from gluon_emulation.machine import EmulationError
 from hopper_score_mods import decay, with_score_mod
+from listed_masks import UNSEEN, dilated, documents, earlier, far_by_head
 
 from flashtile import MaskMod, mask_mods
 from flashtile.api.explain import described_call
@@ -30,23 +31,6 @@ from flashtile.testing.tolerance import compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.repeat_interleave(torch.tensor([3, 8, 9, 4]), torch.tensor([130, 71, 180, 219]))
-
-
-def documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ids: Tensor) -> Tensor:
-    return ids[i] == ids[j]
-
-
-def earlier(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return i >= j
-
-
-def far_by_head(b: Tensor, h: Tensor, i: Tensor, j: Tensor, width: Tensor) -> Tensor:
-    """Rows from 230 on see no key, and keys from 250 on are seen by no row. Heads of a group differ."""
-    return (i < 230) & (j < 250) & ((i - j).abs() >= width[h])
-
-
-def dilated(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return ((i - j).abs() <= 140) & ((i - j).abs() % 5 == b)
 
 
 class Problem(NamedTuple):
@@ -70,7 +54,6 @@ PROBLEMS = {
     "heads of groups 128": Problem(BY_HEAD, 128, 270, 401, (4, 2), deterministic=True),
     "dilated, decay 64": Problem(MaskFunction(dilated), 64, 513, 300, score_mod=decay),
 }
-UNSEEN = 256  # the first key of the blocks that no row sees in problems of BY_HEAD
 
 
 def case_of(problem: Problem) -> Case:
