@@ -7,11 +7,13 @@ The first command needs no GPU, the second one no other Triton than the installe
 """
 
 from pathlib import Path
+from unittest import mock
 
 import click
 import torch
 
-from flashtile.backend.gpu.installed import triton_release
+from flashtile.backend.gpu.installed import triton_release, triton_version
+from flashtile.backend.hopper import tables
 from flashtile.backend.hopper.widths import WIDTHS
 from flashtile.prebuilt.build import compile_launch, distinct, write
 from flashtile.prebuilt.launches import all_launches, device_of
@@ -22,10 +24,12 @@ ARCH = "sm_90"
 
 @click.command()
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
-def main(out: Path) -> None:
+@click.option("--tiles-of", help="Take the tiles of another version of Triton, such as 3.6.")
+def main(out: Path, tiles_of: str | None) -> None:
     """Write the archive OUT."""
     release = triton_release()
     assert release is not None
+    version = tuple(map(int, tiles_of.split("."))) if tiles_of else triton_version()
     calls = [
         call
         for call in plain(torch.bfloat16)
@@ -33,8 +37,10 @@ def main(out: Path) -> None:
         and not call.arguments["deterministic"]
         and (call.arguments["q"].shape[-1], call.arguments["v"].shape[-1]) in WIDTHS
     ]
-    compiled = [compile_launch(launch, ARCH) for launch in distinct(all_launches(iter(calls), device_of(ARCH)))]
-    write(out, ARCH, release, compiled)
+    with mock.patch.object(tables, "compiler_version", return_value=version):
+        launches = list(distinct(all_launches(iter(calls), device_of(ARCH))))
+        compiled = [compile_launch(launch, ARCH) for launch in launches]
+    write(out, ARCH, tiles_of or release, compiled)
     click.echo(f"{out}: {len(compiled)} kernels by Triton {release}")
 
 

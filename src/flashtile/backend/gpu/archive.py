@@ -22,6 +22,7 @@ from ...call.device import describe_device
 from ...errors import AttentionWarning
 from .binary import Binary
 from .driver import driver
+from .installed import triton_version
 from .kernel import Kernel
 from .pointers import Slots, resolved
 from .signature import QuickKeys, key_of
@@ -66,6 +67,11 @@ class Archive:
         self.lock = threading.Lock()  # of the file, which has one position
         self.binaries: dict[tuple[Kernel, str], Binary] = {}
         self.quick: dict[Kernel, tuple[QuickKeys, dict[Hashable, Binary | None]]] = {}
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Major and minor version of the Triton that compiled it."""
+        return tuple(int(part) for part in self.index["triton"].split(".")[:2])
 
     @property
     def words(self) -> str:
@@ -173,6 +179,12 @@ def archive_for(arch: str) -> Archive | None:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warn(path, error)
     return _archives.setdefault(arch, found)
+
+
+def compiler_version(arch: str) -> tuple[int, ...] | None:
+    """Major and minor version of the Triton that kernels are planned for: the archive's, else the installed one."""
+    archive = archive_for(arch)
+    return triton_version() if archive is None else archive.version
 
 
 def file_name(arch: str) -> str:

@@ -7,9 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from ...call.device import Device
 from ...call.problem import Problem
 from ...expression import Formula
 from ...expression.scaling import is_head_factor
+from ..gpu.archive import compiler_version
 from .widths import widths
 
 MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
@@ -19,6 +21,7 @@ ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
 COMBINE_ROWS = 16  # of a program that adds up the results of splits
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster
+NEWEST_3WG_96 = (3, 7)  # version of Triton; with later ones, three warpgroups are 4 to 7% slower at head dimension 96
 IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
 
 
@@ -256,7 +259,7 @@ SPLIT_BACKWARD = {
 }
 
 
-def tile_config(problem: Problem) -> TileConfig:
+def tile_config(problem: Problem, device: Device) -> TileConfig:
     """Configurations for a problem."""
     # These need more registers than three warpgroups have.
     score_mod = problem.score_mod
@@ -265,8 +268,9 @@ def tile_config(problem: Problem) -> TileConfig:
     features = problem.softcap or problem.features.score_terms or costly or masked
     width = widths(problem)
     assert width is not None  # `support` declines others
+    fits = width != (96, 96) or (compiler_version(device.arch) or NEWEST_3WG_96) <= NEWEST_3WG_96
     min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides
-    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and not features
+    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits and not features
     forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
     return TileConfig(forward, backward_config(problem, width))
 
