@@ -9,7 +9,6 @@ that nothing in them can go stale.
 """
 
 import ast
-import csv
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -21,7 +20,7 @@ import compatibility_tables
 import gpu_tables
 import ladder_tables
 import score_mod_tables
-from cells import markdown
+from cells import markdown, rows
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/compatibility.md")
@@ -40,11 +39,6 @@ def filled(text: str) -> str:
     """A page with its tables and figures made anew."""
     text = TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
     return FIGURE.sub(lambda found: f"{found[1]}{ladder_tables.FIGURES[found[2]]()}{found[3]}", text)
-
-
-def rows(name: str) -> list[Row]:
-    with (ROOT / "benchmarks" / "results" / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def geomean(ratios: list[float]) -> float:
@@ -70,7 +64,7 @@ def length(tokens: str) -> str:
 def rates(name: str, key: Callable[[Row], tuple[str, ...]], unit: str = "flops_per_second") -> Cells:
     """Rates in units of 10**12, by cell and provider."""
     cells: Cells = {}
-    for row in rows(name):
+    for row in rows(f"{name}.csv"):
         if row["status"] == "ok" and row[unit]:
             cells.setdefault(key(row), {})[row["provider"]] = float(row[unit]) / 1e12
     return cells
@@ -161,7 +155,7 @@ def features() -> str:
     passes = [rates(f"h200-hopper-features-{x}", lambda row: (feature(row),)) for x in ("forward", "backward")]
     backends = {
         feature(row): row["detail"].partition(":")[0]
-        for row in rows("h200-hopper-features-forward")
+        for row in rows("h200-hopper-features-forward.csv")
         if row["provider"] == "flashtile"
     }
     body = []
@@ -192,7 +186,7 @@ def triton() -> str:
 
 def cpu() -> str:
     cells: dict[str, dict[str, str]] = {}
-    for row in rows("cpu-kernels"):
+    for row in rows("cpu-kernels.csv"):
         if row["provider"] == "flashtile":
             dtype = {"float32": "fp32", "bfloat16": "bf16"}[row["dtype"]]
             tokens = row["seqlen_k"] or row["seqlen_q"]
@@ -208,7 +202,9 @@ def first_calls() -> str:
     files = {"Hopper kernels": "h200-hopper-first-calls", "Triton kernels": "h200-features"}
     body = []
     for name, file in files.items():
-        seconds = {x["measure"]: float(x["value"]) for x in rows(file) if x["provider"] == "flashtile" and x["value"]}
+        seconds = {
+            x["measure"]: float(x["value"]) for x in rows(f"{file}.csv") if x["provider"] == "flashtile" and x["value"]
+        }
         body.append([name, *(f"{seconds[f'first_call_{x}']:.2f} s" for x in ("cold", "warm"))])
     return markdown(("", "empty cache", "full cache"), body)
 

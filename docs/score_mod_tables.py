@@ -1,11 +1,7 @@
 """Tables of docs/score_mods.md: score functions in the kernels and in FlexAttention."""
 
-import csv
-from pathlib import Path
+from cells import figure, markdown, rows
 
-from cells import figure, markdown
-
-STORED = Path(__file__).parents[1] / "benchmarks" / "results" / "h200-score-mod.csv"
 CAPPED_IN_TRITON = ("soft_cap", "64")  # function and head dimension that `auto` leaves to Triton's kernels
 PASSES = (("64", "forward"), ("64", "backward"), ("128", "forward"), ("128", "backward"))
 
@@ -13,10 +9,9 @@ PASSES = (("64", "forward"), ("64", "backward"), ("128", "forward"), ("128", "ba
 def score_mod_speed() -> str:
     """A row for each function: milliseconds of the chosen kernels, their price, and FlexAttention's time."""
     times: dict[tuple[str, str, str], dict[str, float]] = {}
-    with STORED.open(newline="") as file:
-        for row in csv.DictReader(file):
-            key = row["function"], row["head_dim"], row["pass"]
-            times.setdefault(key, {})[row["implementation"]] = float(row["ms"])
+    for row in rows("h200-score-mod.csv"):
+        key = row["function"], row["head_dim"], row["pass"]
+        times.setdefault(key, {})[row["implementation"]] = float(row["ms"])
     header = ["function", *(f"{name}, {head_dim} (without, Flex)" for head_dim, name in PASSES)]
     body = []
     for function in dict.fromkeys(name for name, _, _ in times):
