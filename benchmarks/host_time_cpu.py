@@ -38,6 +38,8 @@ def calls() -> dict[str, Callable[[], Any]]:
     packed, offsets = torch.randn(8, 1, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
     caches, new, lengths = torch.randn(2, 2, 1, 64, 16), torch.randn(2, 1, 1, 16), torch.tensor([3, 9])
     keys, grown = torch.randn(1, 1, 4000, 16), itertools.count(1)
+    mask = flashtile.mask_mods.document(torch.tensor([0, 0, 1, 1]))
+    score_mod = flashtile.score_mods.alibi(torch.rand(1))
 
     def growing() -> torch.Tensor:
         longer = keys[:, :, : next(grown)]
@@ -47,6 +49,12 @@ def calls() -> dict[str, Callable[[], Any]]:
         "forward": lambda: flashtile.attention(q, k, v),
         "causal, window, softcap": lambda: flashtile.attention(q, k, v, causal=True, window=(3, 0), softcap=30.0),
         "dropout": lambda: flashtile.attention(q, k, v, dropout_p=0.1, dropout_seed=3),
+        "mask function": lambda: flashtile.attention(q, k, v, mask=mask),
+        "mask function, traced anew": lambda: flashtile.attention(q, k, v, mask=lambda b, h, i, j: j <= i),
+        "score_mod": lambda: flashtile.attention(q, k, v, score_mod=score_mod),
+        "mask function and score_mod with gradients": lambda: flashtile.attention(
+            *leaves, mask=mask, score_mod=score_mod
+        ),
         "forward with gradients": lambda: flashtile.attention(*leaves),
         "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
         "packed, 3 and 5 tokens": lambda: flashtile.attention_varlen(packed, packed, packed, offsets, offsets),

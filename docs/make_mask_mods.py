@@ -19,6 +19,7 @@ N, BLOCK = 48, 8
 COLORS = ListedColormap(["#ffffff", "#dce6f2", "#7f9fc6", "#1f4e8c"])  # hidden; partial: hidden, visible pairs; full
 IDS = torch.tensor([0] * 10 + [1] * 22 + [2] * 16)
 PARENTS = torch.tensor([-1, *((n - 1) // 3 for n in range(1, N))])
+STARTS = torch.tensor([N] * 16 + [16 + n // 8 * 8 + 8 for n in range(32)])  # of a question with four answers
 PANELS = {
     "causal": mask_mods.causal(),
     "window": mask_mods.window(9, 2),
@@ -28,6 +29,7 @@ PANELS = {
     "neighborhood 1-D": mask_mods.neighborhood((N,), (9,)),
     "neighborhood 2-D": mask_mods.neighborhood((6, 8), (3, 5)),
     "block_diffusion": mask_mods.block_diffusion(N // 2, 4),
+    "flashmask": mask_mods.flashmask(STARTS[None, None, :, None], causal=True),
     "tree": mask_mods.tree(PARENTS),
     "and_masks": mask_mods.and_masks(mask_mods.causal(), mask_mods.document(IDS)),
     "or_masks": mask_mods.or_masks(mask_mods.window(3, 3), lambda b, h, q_idx, k_idx: k_idx < 6),

@@ -51,6 +51,23 @@ def context_and_tree(i: int, j: int) -> bool:
     return j < 4 or is_ancestor(i, j - 4)
 
 
+RUNS = torch.randint(0, N + 1, (2, 1, N, 4), generator=torch.Generator().manual_seed(5))
+
+
+def in_columns(bounds: list[int], causal: bool) -> Tensor:
+    """The mask of some of RUNS, of each sequence; as in FlashMask's paper, -inf for the rows in a column's runs."""
+    visible = torch.ones(2, 1, N, N, dtype=torch.bool)
+    for b in range(2):
+        for j, column in enumerate(RUNS[b, 0, :, bounds].tolist()):
+            first, *rest = column
+            visible[b, 0, first : rest[0] if len(bounds) == (2 if causal else 4) else N, j] = False
+            if causal:
+                visible[b, 0, :j, j] = False
+            else:
+                visible[b, 0, rest[1] if len(bounds) == 4 else 0 : rest[-1], j] = False
+    return visible
+
+
 CAUSAL, DOCUMENTS = ROWS >= KEYS, IDS[:, None] == IDS
 EXPECTED: dict[str, tuple[MaskMod, Tensor]] = {
     "causal": (mask_mods.causal(), CAUSAL),
@@ -68,6 +85,10 @@ EXPECTED: dict[str, tuple[MaskMod, Tensor]] = {
     "neighborhood": (mask_mods.neighborhood((N,), (7,)), by_pairs(lambda i, j: j in neighbors(i, N, 7))),
     "neighborhood of a grid": (mask_mods.neighborhood((4, 6), (3, 5)), by_pairs(in_grid)),
     "block_diffusion": (mask_mods.block_diffusion(12, 3), by_pairs(diffuses)),
+    "flashmask of LTS, one sequence": (mask_mods.flashmask(RUNS[1:, ..., :1], causal=True), in_columns([0], True)[1]),
+    "flashmask of LTS, LTE": (mask_mods.flashmask(RUNS[..., :2].int(), causal=True), in_columns([0, 1], True)),
+    "flashmask of LTS, UTE": (mask_mods.flashmask(RUNS[..., ::3]), in_columns([0, 3], False)),
+    "flashmask": (mask_mods.flashmask(RUNS), in_columns([0, 1, 2, 3], False)),
     "tree": (mask_mods.tree(torch.tensor(PARENTS)), by_pairs(is_ancestor)),
     "tree with a context": (mask_mods.tree(torch.tensor(PARENTS), 4), by_pairs(context_and_tree)),
     "and_masks": (mask_mods.and_masks(mask_mods.causal(), lambda b, h, i, j: IDS[i] == IDS[j]), CAUSAL & DOCUMENTS),

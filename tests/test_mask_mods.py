@@ -10,6 +10,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import ScoreMod, mask_mods, score_mods
+from flashtile.errors import ArgumentError
 from flashtile.expression import mask_mod_function
 
 
@@ -60,6 +61,28 @@ def test_arguments_as_functions(backend: str) -> None:
 
     found, expected = (results(q, k, v, bias, slopes, functions=x) for x in (True, False))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_flashmask_of_key_heads() -> None:
+    """Each head of the columns stands for two query heads: the mask of all pairs of all heads."""
+    columns = torch.randint(0, N + 1, (1, 2, N, 2), generator=torch.Generator().manual_seed(6))
+    mod = mask_mods.flashmask(columns, causal=True, group=2)
+    found = mask_mod_function(mod.key)(
+        torch.zeros(1, 1, 1, 1).long(), torch.arange(4)[:, None, None], ROWS, KEYS, *mod.tensors
+    )
+    start, end = columns[0].repeat_interleave(2, 0).unbind(-1)  # [4, N]
+    hidden = (start[:, None] <= ROWS) & (end[:, None] > ROWS) | (KEYS > ROWS)
+    assert torch.equal(found, ~hidden)
+
+
+@pytest.mark.parametrize(
+    ("columns", "causal"),
+    [(torch.zeros(1, 1, N, 4).int(), True), (torch.zeros(1, 1, N, 1).int(), False), (torch.zeros(1, N, 2).int(), False),
+     (torch.zeros(1, 1, N, 2), True)],
+)  # fmt: skip
+def test_columns_that_flashmask_refuses(columns: Tensor, causal: bool) -> None:
+    with pytest.raises(ArgumentError, match="startend_row_indices"):
+        mask_mods.flashmask(columns, causal=causal)
 
 
 def test_all_are_tested() -> None:

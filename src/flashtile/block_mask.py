@@ -1,6 +1,6 @@
 """Masks from lists of blocks: which blocks of keys each block of queries sees."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol, Self
 
 import torch
@@ -95,6 +95,10 @@ class BlockMask(MaskMod):
             mask=mask.mask_mod,
             seqlens=getattr(mask, "seq_lengths", None),
         )
+
+    @property
+    def call_key(self) -> Hashable:
+        return self.key, self.block_size, self.seqlens
 
     def reject_lengths(self, example: str, seqlen_q: int, seqlen_k: int) -> None:
         """Refuse a call whose lengths are not those of the lists.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import ArgumentError
 from .expression import MaskMod, mask_mod_function
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "causal",
     "dilated",
     "document",
+    "flashmask",
     "neighborhood",
     "or_masks",
     "prefix",
@@ -108,6 +110,34 @@ def block_diffusion(length: int, block: int) -> MaskMod:
         return own | ((of_key < of_query) & clean_key)
 
     return MaskMod(fn)
+
+
+def flashmask(startend_row_indices: Tensor, causal: bool = False, group: int = 1) -> MaskMod:
+    """Keys outside of one or two runs of rows that each key's column hides: integers `[B, H, Sk, 1 | 2 | 4]`, the first
+    two may be 1. Key j is hidden from the rows LTS_j to LTE_j - 1 and UTS_j to UTE_j - 1; with `causal`, also from rows
+    before j. The last dimension has, with `causal`, LTS alone, whose run ends with the last row, or LTS and LTE;
+    without, LTS and UTE, whose run begins with the first row, or all four. Each of the H heads stands for `group` query
+    heads (Wang et al., "FlashMask", 2024, section 4.1).
+    """
+    columns = startend_row_indices
+    if columns.dim() != 4 or columns.is_floating_point() or columns.shape[-1] not in ((1, 2) if causal else (2, 4)):
+        accepted = f"integers [B, H, Sk, {'1 or 2' if causal else '2 or 4'}] with causal={causal}"
+        example = "flashtile.mask_mods.flashmask(starts[None, None, :, None], causal=True)"
+        raise ArgumentError("startend_row_indices", columns, accepted, example)
+    batch, heads, _, bounds = columns.shape
+
+    def fn(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, columns: Tensor) -> Tensor:
+        place = (b if batch > 1 else 0, h // group if heads > 1 else 0, k_idx)
+        bound = [columns[(*place, n)] for n in range(bounds)]
+        below = q_idx < bound[0]  # the first run
+        if bounds == (2 if causal else 4):
+            below = below | (q_idx >= bound[1])
+        if causal:
+            return below & (k_idx <= q_idx)
+        above = q_idx >= bound[-1]  # the second run
+        return below & (above if bounds == 2 else above | (q_idx < bound[2]))
+
+    return MaskMod(fn, (columns,))
 
 
 def tree(parents: Tensor, context: int | Tensor = 0) -> MaskMod:

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import DeviceContext
 
 import flashtile
+from flashtile import mask_mods, score_mods
 from flashtile.dispatch import fast_path, operators
 from flashtile.errors import ArgumentError, BackendError
 from flashtile.testing.generate import random_case
@@ -202,6 +203,85 @@ def test_a_default_device_is_not_asked() -> None:
 
 
 OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+
+# Functions of pairs ---------------------------------------------------------------------------------------------------
+
+
+def of_functions() -> dict[str, Any]:
+    """A mask function and a score_mod with a tensor each."""
+    mask = mask_mods.document(torch.tensor([0, 0, 0, 1, 1, 1, 1, 2]))
+    return {"mask": mask, "score_mod": score_mods.alibi(torch.tensor([0.5, 0.125], requires_grad=True))}
+
+
+@pytest.mark.parametrize("names", [("mask",), ("score_mod",), ("mask", "score_mod")], ids=" and ".join)
+def test_functions_bypass_the_dispatcher(names: tuple[str, ...]) -> None:
+    q, k, v = (x.requires_grad_() for x in inputs())
+    arguments = {name: x for name, x in of_functions().items() if name in names}
+    leaves = [q, k, v, *(x for name in names for x in arguments[name].tensors if x.requires_grad)]
+
+    def results() -> list[Tensor]:
+        out = flashtile.attention(q, k, v, **arguments)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    with switched_off():
+        right = results()
+    with mock.patch.object(operators.OPERATORS["dense"], "forward", side_effect=AssertionError):
+        for _ in range(3):
+            assert all(map(torch.equal, results(), right))
+        for x in (x for name in names for x in arguments[name].tensors):  # in place: the values of now count
+            x.detach().copy_(x.detach().flip(0))
+        found = results()
+    with switched_off():
+        assert all(map(torch.equal, found, results()))
+    assert not torch.equal(found[0], right[0])
+
+
+def test_functions_share_no_recording() -> None:
+    """With tensors of one layout; without a function; and with lists of blocks for other lengths."""
+    q, k, v = inputs()
+    ids = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
+    lists = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 1], [0, 1]]]])
+    whole, shorter = (flashtile.BlockMask(*lists, block_size=(4, 4), seqlens=(n, n)) for n in (8, 7))
+    prefixes = mask_mods.prefix(ids[:1]), flashtile.MaskMod(lambda b, h, i, j, n: (i - j).abs() <= n[b], (ids[:1],))
+    arguments: list[dict[str, Any]] = [{"mask": x} for x in (*prefixes, whole, mask_mods.document(ids))]
+    arguments += [{}, {"score_mod": score_mods.alibi(torch.rand(2))}, {"score_mod": score_mods.decay(torch.rand(2))}]
+    right = [expected(q, k, v, **x) for x in arguments]
+    for _ in range(3):
+        for x, y in zip(arguments, right, strict=True):
+            assert torch.equal(flashtile.attention(q, k, v, **x), y)
+        with pytest.raises(ArgumentError, match="7 x 7"):
+            flashtile.attention(q, k, v, mask=shorter)
+
+
+def test_out_shares_memory_with_a_tensor_of_a_mask() -> None:
+    """Kernels would read what they have written: the elements of later rows are those of earlier ones."""
+    (q, _, _), (_, k, v) = inputs(400), inputs(16)
+    visible = (torch.rand(1, 2, 400, 16) > 0.3).float()
+
+    def mask(visible: Tensor) -> flashtile.MaskMod:
+        return flashtile.MaskMod(lambda b, h, i, j, visible: visible[b, h, 399 - i, j] > 0, (visible,))
+
+    right = flashtile.attention(q, k, v, mask=mask(visible))
+    for _ in range(3):
+        out = visible.clone()
+        assert flashtile.attention(q, k, v, mask=mask(out), out=out) is out
+        assert torch.equal(out, right)
+
+
+def test_functions_of_a_kv_cache() -> None:
+    q, k, v = (torch.randn(1, 2, 1, 16) for _ in range(3))
+    lengths = torch.tensor([5], dtype=torch.int32)
+    options = {"k": k, "v": v, "cache_seqlens": lengths, "mask": mask_mods.prefix(torch.tensor([2]))}
+    options["score_mod"] = score_mods.alibi(torch.rand(2), lengths[0])
+
+    def out() -> Tensor:
+        return flashtile.attention_with_kvcache(q, *torch.ones(2, 1, 2, 8, 16), **options)
+
+    with switched_off():
+        right = out()
+    with mock.patch("flashtile.call.device.host_readable", return_value=False):
+        assert all(torch.equal(out(), right) for _ in range(3))
 
 
 def test_rotary_conventions_do_not_share_a_recording() -> None:

@@ -18,6 +18,8 @@ CPU = torch.device("cpu")
 B, H, SQ, SK, M, N = 2, 3, 203, 211, 16, 24
 IDS = torch.sort(torch.randint(0, 5, (2, 260), generator=torch.Generator().manual_seed(0)))[0]
 LATER = IDS + 1
+ENDS = torch.searchsorted(IDS, IDS, right=True)  # of the documents
+RUNS = torch.stack([ENDS, ENDS + 30, torch.searchsorted(IDS, IDS) - 40, torch.searchsorted(IDS, IDS)], -1)[:, None]
 LENGTHS = torch.tensor([90, 17])
 DENSE = torch.rand(2, 3, SQ, SK, generator=torch.Generator().manual_seed(1)) < 0.004
 LISTED = torch.rand(2, 1, 7, 6, generator=torch.Generator().manual_seed(2)) < 0.5
@@ -72,6 +74,8 @@ EXACT = {
     "causal and window": mask_mods.and_masks(CAUSAL, mask_mods.window(40, 40)),
     "causal and document": mask_mods.and_masks(CAUSAL, mask_mods.document(IDS)),
     "causal and prefix": mask_mods.and_masks(CAUSAL, mask_mods.prefix(LENGTHS)),
+    "flashmask, causal documents": mask_mods.flashmask(RUNS[..., :1], causal=True),
+    "flashmask, documents": mask_mods.flashmask(RUNS[..., ::3]),
     "neighborhood": mask_mods.neighborhood((260,), (21,)),
     "lengths of heads": MaskMod(lambda b, h, i, j: j < 40 * h + LENGTHS[b]),
     "rows": MaskMod(lambda b, h, i, j: i % 50 < 16),
@@ -108,6 +112,7 @@ EXCESS = {  # blocks taken for partial of those that are hidden or full
     "causal or window": (mask_mods.or_masks(CAUSAL, mask_mods.window(30, 50)), 0.04),
     "neighborhood of a grid": (mask_mods.neighborhood((29, 7), (5, 3)), 0.16),
     "block diffusion": (mask_mods.block_diffusion(100, 20), 0.13),
+    "flashmask of two runs": (mask_mods.flashmask(RUNS), 0.03),
     "tree": (mask_mods.tree(PARENTS, 8), 0.7),
     "documents in any order": (mask_mods.document(IDS.roll(50, 1)), 0.12),
     "distances": (MaskMod(lambda b, h, i, j: TABLE[h, (i - j).clamp(-4, 4) + 4]), 1.0),

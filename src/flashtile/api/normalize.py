@@ -7,9 +7,9 @@ Everything here is traced by Dynamo, so it looks at Python values and types only
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,11 +68,10 @@ def normalize(
         mask_mod = None
     q, entry = tensors["q"], None
     if (
-        score_mod is None
-        and mask_mod is None
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not private_torch.is_any_autocast_enabled()  # which makes another call of the same arguments
-        and is_plain_eager(*tensors.values(), *of_cache)
+        and (functions := traced_functions(score_mod, mask_mod)) is not None
+        and is_plain_eager(*tensors.values(), *of_cache, *functions.tensors)
         and q is not None
         and q.dim() > 0
         and not q.is_nested
@@ -80,9 +79,11 @@ def normalize(
         settings = settings_of(function, q.shape[-1], *scalars)
         if settings.dropout_p > 0:
             tensors["dropout_seed"] = dropout_seed = seed_of(function, dropout_seed, q.device)
-        entry = fast_path.find((function, settings, rotary), q, (*tensors.values(), *of_cache))
+        what = (function, settings, rotary, functions.keys)
+        entry = fast_path.find(what, q, (*tensors.values(), *of_cache, *functions.tensors))
         if entry is not None and entry.settings is not None:
-            return Call(Tensors(**tensors), entry.settings, entry, is_plain_eager=True)
+            call_tensors = Tensors(**tensors, score_mod_tensors=functions.tensors)
+            return Call(call_tensors, entry.settings, entry, is_plain_eager=True)
     is_plain = entry is not None
     if not is_plain:
         tensors.pop("out", None)  # an operator has no argument for it
@@ -269,6 +270,41 @@ def seed_of(function: str, seed: Any, device: torch.device) -> Tensor:
     return torch.full((1,), n - 2**64 if n >= 2**63 else n, dtype=torch.int64, device=device)
 
 
+class TracedFunctions(NamedTuple):
+    """A call's functions of pairs that are formulas: all that the call needs of them."""
+
+    keys: tuple[Hashable, ...]
+    tensors: tuple[Tensor, ...]  # those of the score_mod, then those of the mask function
+
+
+NO_FUNCTIONS = TracedFunctions((), ())
+
+
+def traced_functions(score_mod: Any, mask_mod: Any) -> TracedFunctions | None:
+    """The functions of a call, traced before it; `None` if one is traced in each call, or cannot be."""
+    if score_mod is None and mask_mod is None:
+        return NO_FUNCTIONS
+    keys: list[Hashable] = []
+    tensors: tuple[Tensor, ...] = ()
+    for kind, modifier in ((ScoreMod, score_mod), (MaskMod, mask_mod)):
+        if modifier is None:
+            keys.append(None)
+        elif isinstance(modifier, kind) and modifier.traced:
+            keys.append(modifier.call_key)
+            tensors += modifier.tensors if kind is ScoreMod else constants(modifier.tensors)
+        else:
+            return None
+    return TracedFunctions(tuple(keys), tensors)
+
+
+def constants(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors of a mask function, which have no gradient."""
+    for x in tensors:
+        if x.is_floating_point():
+            return tuple([x.detach() if x.is_floating_point() else x for x in tensors])
+    return tensors
+
+
 def with_functions(
     function: str, tensors: dict[str, Any], settings: Settings, score_mod: Any, mask_mod: Any
 ) -> tuple[dict[str, Any], Settings]:
@@ -283,7 +319,7 @@ def with_functions(
         if isinstance(modifier, BlockMask):
             reject_block_lists(function, modifier, tensors)
         same_place(function, q, {f"mask.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
-        captured += [x.detach() if x.is_floating_point() else x for x in modifier.tensors]
+        captured += constants(modifier.tensors)
         settings = settings._replace(mask_mod=modifier.key, num_mask_tensors=len(modifier.tensors))
     return tensors | {"score_mod_tensors": tuple(captured)}, settings
 

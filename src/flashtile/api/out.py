@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..call.overlap import overlaps_itself
 from ..errors import ArgumentError, call_of
-from ..expression import ScoreMod
+from ..expression import MaskMod, ScoreMod
 
 ALIGNMENT = 16  # bytes, of rows that every kernel can write
 
@@ -16,7 +16,7 @@ ALIGNMENT = 16  # bytes, of rows that every kernel can write
 def direct_out(function: str, out: Any, q: Any, v: Any, inputs: Iterable[Any]) -> Tensor | None:
     """Check `out`, and return it if kernels may write into it, `None` where the result is copied: under a compiler, if
     its rows are not aligned, or if it shares storage with an input. `inputs` are all tensors of the call, and its
-    `score_mod`.
+    functions of pairs.
 
     Raises:
         ArgumentError: its shape, dtype or device is not that of the result, its elements share memory, or a derivative
@@ -30,6 +30,7 @@ def direct_out(function: str, out: Any, q: Any, v: Any, inputs: Iterable[Any]) -
         fail("a torch.Tensor or None")
     if not isinstance(q, Tensor) or not isinstance(v, Tensor) or 0 in (q.dim(), v.dim()):
         return None  # the error is theirs
+    inputs = list(inputs)
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     tensors += [x for modifier in inputs if isinstance(modifier, ScoreMod) for x in modifier.tensors]
     if torch.is_grad_enabled() and any(x.requires_grad for x in (out, *tensors)):
@@ -42,6 +43,7 @@ def direct_out(function: str, out: Any, q: Any, v: Any, inputs: Iterable[Any]) -
     if not spread_out(out) and overlaps_itself(out):
         fail(f"a tensor of which no two elements share memory; its strides are {out.stride()}")
     try:
+        tensors += [x for mask in inputs if isinstance(mask, MaskMod) for x in mask.tensors]
         storages = {x.untyped_storage().data_ptr() for x in tensors}
         apart = out.untyped_storage().data_ptr() not in storages
         aligned = out.data_ptr() % ALIGNMENT == 0 and rows_aligned(out)

@@ -4,7 +4,7 @@ import copy
 import functools
 import pickle
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -68,6 +68,11 @@ class Modifier:
     @property
     def traced(self) -> bool:
         return self.key.startswith(PREFIX)
+
+    @property
+    def call_key(self) -> Hashable:
+        """All that a call depends on of the function, without its tensors."""
+        return self.key
 
     @classmethod
     def of(cls, modifier: "Self | Callable[..., Tensor]") -> Self:
