@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/compatibility.md")
 PAGES += ("docs/ladder.md", "docs/ladder_measurements.md", "docs/score_mods.md", "docs/distributed.md")
 PAGES += ("docs/journal/2026-11-23-bias-and-masks.md", "docs/journal/2026-11-23-triton-versions.md")
+PAGES += ("docs/journal/2026-11-23-sides-of-the-diagonal.md",)
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)")
 HEAD_DIMS = ("64", "96", "128", "192 with values of 128", "192", "256")

@@ -56,7 +56,18 @@ def score_mod_ratios() -> str:
     return paragraph(f"Times as fast as FlexAttention, geometric means: {'; '.join(parts)}.")
 
 
+def compile_functions() -> str:
+    """A row for each function: seconds of compilation of Hopper's forward and backward kernels."""
+    found: dict[str, dict[tuple[str, str], str]] = {}
+    for row in rows("compile-functions.csv"):
+        found.setdefault(row["function"], {})[row["head_dim"], row["kernel"]] = row["seconds"]
+    places = [(head_dim, f"{name}_kernel") for head_dim, name in PASSES]
+    body = [[f"`{name}`", *(x.get(place, "by Triton's") for place in places)] for name, x in found.items()]
+    return markdown(("function", *(f"{name}, {head_dim}" for head_dim, name in PASSES)), body)
+
+
 TABLES = {
+    "compile_functions": compile_functions,
     "score_mod_speed": score_mod_speed,
     "score_mod_captured": score_mod_captured,
     "score_mod_ratios": score_mod_ratios,
