@@ -6,25 +6,24 @@ transform. Forward mode propagates tangents through the online softmax; reverse 
 memory is O(S) for derivatives of every order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ... import private_torch
-from ...call.call import DESCRIBED, Call, Tensors
+from ...call.call import Call, Tensors
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
 from ..blockwise.lse_shape import rows_to_lse
-from ..blockwise.scores import Scores, slab_part
-from ..blockwise.tiles import GatheredRows, Side, Slab, TileShape, num_heads_kv, slabs
+from ..blockwise.scores import Scores
+from ..blockwise.tiles import GatheredRows, Side, Slab, TileShape
 from .forward import forward_rows
-from .loop import row_blocks
+from .parts import RowBlock, row_blocks_of_slabs, shape_of_row_blocks
 
 Function = Callable[..., tuple[Tensor, ...]]
 F = TypeVar("F", bound=Callable[..., Any])
-ROW_BLOCK_SCORES = 2**21  # of one head; 8 MiB in fp32
 
 
 def untraced(function: F) -> F:
@@ -151,71 +150,45 @@ def attend(plan: Plan, call: Call, *, second_derivatives_only: bool = False) -> 
     tensors = call.tensors
     dtype = accumulation_dtype(tensors.q.dtype)
     queries, keys = Side(call, keys=False), Side(call, keys=True)
-    shape = smaller_tiles(plan.tile, keys.max_length, tensors.q.shape[1] // num_heads_kv(call))
-    zero_results = second_derivatives_only
+    shape = shape_of_row_blocks(plan.tile, call, queries, keys)
     parts = [
-        (slab, checkpoint_slab(call, slab, shape, dtype, zero_results)) for slab in slabs(call, queries, keys, shape)
+        (slab, attend_blocks(blocks, shape, dtype, second_derivatives_only))
+        for slab, blocks in row_blocks_of_slabs(call, queries, keys, shape)
     ]
     out = assemble([(slab, out) for slab, (out, _) in parts], queries, tensors, tensors.v.shape[-1], 0.0, dtype)
     lse = assemble([(slab, lse) for slab, (_, lse) in parts], queries, tensors, 1, -torch.inf, dtype)
     return out.to(tensors.q.dtype), rows_to_lse(call, lse)
 
 
-def smaller_tiles(shape: TileShape, seqlen_k: int, num_groups: int) -> TileShape:
-    """Tiles of one head, with few enough rows that all their scores `[M, Sk]` fit into a budget: second derivatives
-    hold about a dozen tensors of that size.
-    """
-    rows = ROW_BLOCK_SCORES // max(seqlen_k * num_groups, 1)
-    block_n = min(4 * shape.block_n, max(seqlen_k, 1))  # with few rows, longer tiles cost little memory
-    return shape._replace(block_m=max(min(shape.block_m, rows), 1), block_n=block_n, heads_kv=1, batch=1)
-
-
-def call_of_slab(call: Call, slab: Slab) -> tuple[Call, Slab]:
-    """The part of a dense call that a slab covers, as a call of its own, so that gradients have the part's size."""
-    t, s = call.tensors, call.settings
-
-    def part(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        return x[slab.heads_q] if x.dim() == 1 else slab_part(x, slab)
-
-    tensors = t._replace(
-        q=t.q[slab.batch, slab.heads_q],
-        k=t.k[slab.batch, slab.heads_kv],
-        v=t.v[slab.batch, slab.heads_kv],
-        **{name: part(getattr(t, name)) for name in DESCRIBED},
-    )
-    first_b, first_h = s.b0 + slab.batch.start, s.h0 + slab.heads_q.start
-    inner = Call(tensors, s._replace(b0=first_b, h0=first_h, num_heads=call.num_heads))
-    slabs_of_inner = slabs(
-        inner, Side(inner, keys=False), Side(inner, keys=True), TileShape(1, 1, slab.num_heads_kv, slab.num_sequences)
-    )
-    return inner, next(slabs_of_inner)
-
-
-def checkpoint_slab(
-    call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, second_derivatives_only: bool
+def attend_blocks(
+    blocks: Iterable[RowBlock], shape: TileShape, dtype: torch.dtype, second_derivatives_only: bool
 ) -> tuple[Tensor, Tensor]:
     """`out [B, H, Sq, Dv]` and `lse [B, H, Sq, 1]` of a slab."""
-    if call.layout == "dense":
-        call, slab = call_of_slab(call, slab)
-    empty = call.tensors.q.new_empty((slab.num_sequences, slab.num_heads_kv * slab.num_groups, 0, 1), dtype=dtype)
-    blocks = [(empty.expand(-1, -1, -1, call.tensors.v.shape[-1]), empty)]
-    for rows in row_blocks(slab, shape):
-
-        def block(*flat: Tensor | None, rows: slice = rows) -> tuple[Tensor, Tensor]:
-            part = call._replace(tensors=Tensors.from_flat(flat))
-            bound = slab.bound_to(part)  # do not capture tensors of another transform's level
-            return forward_rows(part, bound, shape, Scores(part, bound, dtype), rows)
-
-        zero_results = None
-        if second_derivatives_only:
-            leading = (*empty.shape[:2], rows.stop - rows.start)  # B, H, M
-            widths = (call.tensors.v.shape[-1], 1)
-            zero_results = ZeroResults(tuple((torch.Size((*leading, n)), dtype) for n in widths), gradients_too=True)
-        blocks.append(Recompute.apply(block, zero_results, *call.tensors.flat()))  # type: ignore[arg-type]
-    out, lse = zip(*blocks, strict=True)
+    results = [attend_block(block, shape, dtype, second_derivatives_only) for block in blocks]
+    if len(results) == 1:
+        return results[0]
+    out, lse = zip(*results, strict=True)
     return torch.cat(out, dim=2), torch.cat(lse, dim=2)
+
+
+def attend_block(
+    block: RowBlock, shape: TileShape, dtype: torch.dtype, second_derivatives_only: bool
+) -> tuple[Tensor, Tensor]:
+    """`out [B, H, M, Dv]` and `lse [B, H, M, 1]` of a row block."""
+    call, slab, rows = block
+
+    def forward(*flat: Tensor | None) -> tuple[Tensor, Tensor]:
+        part = call._replace(tensors=Tensors.from_flat(flat))
+        bound = slab.bound_to(part)  # do not capture tensors of another transform's level
+        return forward_rows(part, bound, shape, Scores(part, bound, dtype), rows)
+
+    zero_results = None
+    if second_derivatives_only:
+        heads = slab.heads_q.stop - slab.heads_q.start
+        leading = (slab.num_sequences, heads, rows.stop - rows.start)
+        widths = (call.tensors.v.shape[-1], 1)
+        zero_results = ZeroResults(tuple((torch.Size((*leading, n)), dtype) for n in widths), gradients_too=True)
+    return Recompute.apply(forward, zero_results, *call.tensors.flat())  # type: ignore[return-value]
 
 
 def assemble(
