@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from seeded_bugs import with_mistake
 from torch import Tensor
 
 from flashtile.backend.gpu import replay
@@ -103,6 +105,14 @@ def kernel_argument(x: Any) -> Any:
         descriptor.layout = None
         return descriptor
     return Value(as_tensor(x)) if isinstance(x, bool | int | float) else x
+
+
+def copy_with_mistake(folder: Path, file: str | None, *mistake: str) -> None:
+    """Copy the backend's package into a folder, with a mistake (its name, the text and what replaces it) in one file."""
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    if file is not None:
+        path = folder / file
+        path.write_text(with_mistake(path.read_text(), *mistake))
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Lists of the blocks that a mask function shows, in the Hopper kernels without a GPU: emulated, with planted bugs."""
 
 import importlib
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon")
 
-import seeded_bugs
 from checking import dense_case
-from gluon_emulation.backend import FOLDER, emulated, emulated_kernels
+from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated, emulated_kernels
 from gluon_emulation.machine import EmulationError
 from hopper_score_mods import decay, with_score_mod
 from listed_masks import UNSEEN, dilated, documents, earlier, far_by_head
@@ -181,9 +179,7 @@ BUGS = (
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
     folder = tmp_path / f"lists_bug{BUGS.index(bug)}"
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    file = folder / bug.file
-    file.write_text(seeded_bugs.with_mistake(file.read_text(), bug.name, bug.old, bug.new))
+    copy_with_mistake(folder, bug.file, bug.name, bug.old, bug.new)
     try:
         assert wrong(bug.problem, folder)
     except EmulationError:
