@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import block_tables
 import compatibility_tables
 import gpu_tables
 import ladder_tables
@@ -24,6 +25,7 @@ from cells import markdown, rows
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/compatibility.md")
+PAGES += ("docs/design/blocks.md",)
 PAGES += ("docs/ladder.md", "docs/ladder_measurements.md", "docs/score_mods.md", "docs/distributed.md")
 PAGES += ("docs/journal/2026-11-23-bias-and-masks.md", "docs/journal/2026-11-23-triton-versions.md")
 PAGES += ("docs/journal/2026-11-23-sides-of-the-diagonal.md",)
@@ -302,6 +304,7 @@ TABLES: dict[str, Callable[[], str]] = (
     | compatibility_tables.TABLES
     | gpu_tables.TABLES
     | score_mod_tables.TABLES
+    | block_tables.TABLES
 )
 
 if __name__ == "__main__":
