@@ -109,12 +109,28 @@ def default_device() -> None:
         compare("attention and a default device", runs)
 
 
+def functions(heads: int, seqlen: int) -> None:
+    """`[1, heads, seqlen, 64]` with functions of pairs; a mask function of 2**24 pairs has lists of blocks."""
+    q = torch.randn(1, heads, seqlen, 64, device="cuda", dtype=torch.bfloat16)
+    mask = flashtile.mask_mods.document(torch.arange(seqlen, device="cuda") // 100)
+    score_mod = flashtile.score_mods.alibi(torch.rand(heads, device="cuda"))
+    with torch.no_grad():
+        runs = {
+            "no function": lambda: flashtile.attention(q, q, q),
+            "a mask function": lambda: flashtile.attention(q, q, q, mask=mask),
+            "a score_mod": lambda: flashtile.attention(q, q, q, score_mod=score_mod),
+        }
+        compare(f"functions, {heads} heads of {seqlen} rows", runs)
+
+
 def main() -> None:
     for seqlen in (64, 128):
         dense(seqlen)
     decoding()
     growing()
     default_device()
+    functions(8, 128)
+    functions(16, 1024)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ beforehand, in twelve processes. `--table` prints a table of the file.
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -158,11 +159,11 @@ def append(path: Path, values: dict[str, Any]) -> None:
 def warm(cells: Sequence[Cell], processes: int, seconds: float, options: Sequence[str]) -> None:
     """Compile the kernels of all cells into the caches on disk."""
     shares = [share for n in range(processes) if (share := cells[n::processes])]
-    running = []
+    running, environment = [], {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # or each starts processes too
     for share in shares:
         chosen = [word for cell in share for word in ("--cell", str(cell))]
         command = [sys.executable, __file__, "--rounds", "0", *options, *chosen]
-        running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment))
     end = time.monotonic() + seconds
     for process in running:
         try:
