@@ -108,7 +108,7 @@ def kernel_argument(x: Any) -> Any:
 
 
 def copy_with_mistake(folder: Path, file: str | None, *mistake: str) -> None:
-    """Copy the backend's package into a folder. A mistake in one of its files: a name, the text, and what replaces it."""
+    """Copy the backend's package into a folder; `mistake`: its name, the text in one file, and what replaces it."""
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
     if file is not None:
         path = folder / file
