@@ -335,7 +335,7 @@ def test_a_named_backend_has_the_same_tangents(how: str, monkeypatch: pytest.Mon
 def test_only_open_levels_cost_anything() -> None:
     """Outside forward mode a call is one operator."""
     example = dense()
-    with mock.patch("flashtile.dispatch.autograd.attend_in_operations", side_effect=AssertionError):
+    with mock.patch("flashtile.dispatch.derivatives.attention_function", side_effect=AssertionError):
         example.fused(*example.tensors)
         with pytest.raises(AssertionError):
             jvp(example.fused, example.tensors, example.tangents())
