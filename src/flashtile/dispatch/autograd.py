@@ -171,7 +171,9 @@ class AttentionBackward(torch.autograd.Function):
         of_upper: tuple[Tensor | None, ...] = (None, None)
         if any(upper_needed):
             of_upper = tangents_of_results(settings, flat, directions)
-        gradients = gradients_of_tangents(settings, flat, directions, (dout, dlse), needed)
+        gradients: list[Tensor | None] = [None] * len(flat)
+        if any(needed):
+            gradients = gradients_of_tangents(settings, flat, directions, (dout, dlse), needed)
         upper = (x if n else None for x, n in zip(of_upper, upper_needed, strict=True))
         return None, None, None, *upper, *gradients
 
