@@ -18,6 +18,7 @@ import flashtile
 from flashtile.testing.oracle.philox import keep_factors
 
 Outputs = tuple[Tensor, Tensor]
+TWO_ROWS = 28  # scores of two rows of a head, or of two heads' rows of few keys
 FP64 = torch.float64
 
 
@@ -150,7 +151,7 @@ class Example:
     inputs: dict[str, Tensor]
     fixed: dict[str, Any] = field(default_factory=dict)
     tile: tuple[int, int] = (2, 3)
-    scores: int = 28  # of a block: two rows of a head, or two heads' rows of few keys
+    scores: int = 2**20  # of a block: all heads and sequences
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
