@@ -22,6 +22,8 @@ def row_blocks(slab: Slab, shape: TileShape) -> Iterator[slice]:
 def tiles(slab: Slab, settings: Settings, scores: Scores, rows: slice, shape: TileShape) -> Iterator[Tile]:
     """The tiles of one row block that may have a visible pair."""
     visible = key_range_of(slab, settings, rows)
+    if visible.lo == visible.hi:
+        return
     first = visible.lo - visible.lo % shape.block_n
     states = mask_states(scores, shape)
     for start in range(first, visible.hi, shape.block_n):

@@ -7,7 +7,8 @@ memory is O(S) for derivatives of every order.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,18 +34,23 @@ def untraced(function: F) -> F:
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
-class ZeroResults(NamedTuple):
-    """Replace results that are not read by zeros.
-
-    Derivatives of attention's gradients depend neither on attention's results nor on the values of the gradients.
-    Autograd needs nodes for them, but computing them would take a third of the time.
+@dataclass(frozen=True)  # not a tuple, which vmap takes for several inputs
+class Unread:
+    """Results that are not read, so that zeros stand for them. Autograd needs nodes for them, but second derivatives of
+    attention depend neither on its results nor on the values of its tangents and gradients.
     """
 
-    like: tuple[tuple[torch.Size, torch.dtype], ...]
-    gradients_too: bool  # gradients and tangents of these results are not read either, only their derivatives
+    results: tuple[tuple[torch.Size, torch.dtype], ...]
+    orders: int  # 1: the results alone are not read; 2: nor their first derivatives
 
     def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.like)
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.results)
+
+    def of_derivative(self, like: Sequence[Tensor] | None = None) -> "Unread | None":
+        """The same for a derivative, whose results have the shapes of `like`, or of the results."""
+        if self.orders == 1:
+            return None
+        return Unread(self.results if like is None else tuple((x.shape, x.dtype) for x in like), self.orders - 1)
 
 
 class Recompute(torch.autograd.Function):
@@ -58,15 +64,15 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    def forward(fn: Function, zero_results: ZeroResults | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        if zero_results is not None:
+    def forward(fn: Function, unread: Unread | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        if unread is not None:
             assert inputs[0] is not None
-            return zero_results.zeros(inputs[0].device)
+            return unread.zeros(inputs[0].device)
         return fn(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.fn, ctx.zero_results, *tensors = inputs
+        ctx.fn, ctx.unread, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
@@ -75,11 +81,9 @@ class Recompute(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         required = [n for n, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        zero_results = None
-        if ctx.zero_results is not None and ctx.zero_results.gradients_too:
-            zero_results = ZeroResults(tuple((inputs[n].shape, inputs[n].dtype) for n in required), gradients_too=False)
+        unread = ctx.unread and ctx.unread.of_derivative([inputs[n] for n in required])
         gradients: list[Tensor | None] = [None] * len(inputs)
-        grads = Recompute.apply(pullback(ctx.fn, len(inputs), required), zero_results, *inputs, *cotangents)
+        grads = Recompute.apply(pullback(ctx.fn, len(inputs), required), unread, *inputs, *cotangents)
         for n, gradient in zip(required, grads, strict=True):  # type: ignore[arg-type]
             gradients[n] = gradient
         return None, None, *gradients
@@ -90,9 +94,9 @@ class Recompute(torch.autograd.Function):
         inputs = ctx.saved_tensors
         with_tangent = [n for n, tangent in enumerate(tangents) if tangent is not None]
         moving_tangents = [tangents[n] for n in with_tangent]
-        zero_results = ctx.zero_results if ctx.zero_results is not None and ctx.zero_results.gradients_too else None
+        unread = ctx.unread and ctx.unread.of_derivative()
         fn = pushforward(ctx.fn, len(inputs), with_tangent)
-        return Recompute.apply(fn, zero_results, *inputs, *moving_tangents)  # type: ignore[return-value]
+        return Recompute.apply(fn, unread, *inputs, *moving_tangents)  # type: ignore[return-value]
 
 
 def partial_of(fn: Function, inputs: Sequence[Tensor | None], chosen: Sequence[int]) -> Function:
@@ -142,17 +146,17 @@ def in_plain_dual_level() -> bool:
 
 
 @untraced
-def attend(plan: Plan, call: Call, *, second_derivatives_only: bool = False) -> tuple[Tensor, Tensor]:
+def attend(plan: Plan, call: Call, orders_unread: int) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a call, in the shapes of the operators, differentiable by every transform.
 
-    With `second_derivatives_only`, neither they nor their first derivatives are read, only derivatives of gradients.
+    With 1 as `orders_unread` they are not read themselves, with 2 neither are their first derivatives.
     """
     tensors = call.tensors
     dtype = accumulation_dtype(tensors.q.dtype)
     queries, keys = Side(call, keys=False), Side(call, keys=True)
     shape = shape_of_row_blocks(plan.tile, call, queries, keys)
     parts = [
-        (slab, attend_blocks(blocks, shape, dtype, second_derivatives_only))
+        (slab, attend_blocks(blocks, shape, dtype, orders_unread))
         for slab, blocks in row_blocks_of_slabs(call, queries, keys, shape)
     ]
     out = assemble([(slab, out) for slab, (out, _) in parts], queries, tensors, tensors.v.shape[-1], 0.0, dtype)
@@ -161,19 +165,17 @@ def attend(plan: Plan, call: Call, *, second_derivatives_only: bool = False) -> 
 
 
 def attend_blocks(
-    blocks: Iterable[RowBlock], shape: TileShape, dtype: torch.dtype, second_derivatives_only: bool
+    blocks: Iterable[RowBlock], shape: TileShape, dtype: torch.dtype, orders_unread: int
 ) -> tuple[Tensor, Tensor]:
     """`out [B, H, Sq, Dv]` and `lse [B, H, Sq, 1]` of a slab."""
-    results = [attend_block(block, shape, dtype, second_derivatives_only) for block in blocks]
+    results = [attend_block(block, shape, dtype, orders_unread) for block in blocks]
     if len(results) == 1:
         return results[0]
     out, lse = zip(*results, strict=True)
     return torch.cat(out, dim=2), torch.cat(lse, dim=2)
 
 
-def attend_block(
-    block: RowBlock, shape: TileShape, dtype: torch.dtype, second_derivatives_only: bool
-) -> tuple[Tensor, Tensor]:
+def attend_block(block: RowBlock, shape: TileShape, dtype: torch.dtype, orders_unread: int) -> tuple[Tensor, Tensor]:
     """`out [B, H, M, Dv]` and `lse [B, H, M, 1]` of a row block."""
     call, slab, rows = block
 
@@ -182,13 +184,10 @@ def attend_block(
         bound = slab.bound_to(part)  # do not capture tensors of another transform's level
         return forward_rows(part, bound, shape, Scores(part, bound, dtype), rows)
 
-    zero_results = None
-    if second_derivatives_only:
-        heads = slab.heads_q.stop - slab.heads_q.start
-        leading = (slab.num_sequences, heads, rows.stop - rows.start)
-        widths = (call.tensors.v.shape[-1], 1)
-        zero_results = ZeroResults(tuple((torch.Size((*leading, n)), dtype) for n in widths), gradients_too=True)
-    return Recompute.apply(forward, zero_results, *call.tensors.flat())  # type: ignore[return-value]
+    leading = (slab.num_sequences, slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, H, M
+    widths = (call.tensors.v.shape[-1], 1)
+    unread = Unread(tuple((torch.Size((*leading, n)), dtype) for n in widths), orders_unread)
+    return Recompute.apply(forward, unread, *call.tensors.flat())  # type: ignore[return-value]
 
 
 def assemble(
