@@ -70,8 +70,9 @@ def measure_rates(mesh: DeviceMesh, *, num_bytes: int = 2**26, dtype: torch.dtyp
         ArgumentError: `mesh` is not one of those.
     """
     grid = grid_of(mesh)
-    index = None if mesh.device_type == "cpu" else torch.accelerator.current_device_index()
-    device = torch.device(mesh.device_type, index)
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
     groups = [grid.outer, grid.inner][: mesh.ndim]
     buffer, least = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (num_bytes, 8))
     latency = max(seconds_of_transfer(group, least) for group in groups)
