@@ -1,8 +1,9 @@
 """Time score functions in flashtile and in FlexAttention on a GPU: `python benchmarks/score_mod.py --out FILE.csv`.
 
-Forward, backward, and backward with the gradients of captured tensors, in alternation, as medians with quartiles. The
-rows `plain` are the same call of the same backend without a function. A cell that fails is reported, and the run goes
-on; after `--seconds` no cell begins. `--warm 8` compiles all kernels beforehand, in eight processes at a time.
+Forward, backward, and backward with the gradients of captured tensors, in alternation, as medians with quartiles of the
+device's time: it is held up while the host queues calls. The rows `plain` are the same call of the same backend without
+a function. A cell that fails is reported, and the run goes on; after `--seconds` no cell begins. `--warm 8` compiles
+all kernels beforehand, in eight processes at a time.
 """
 
 import csv
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.bench.clocks.cuda import CudaClock
 
 BATCH, HEADS, SEQLEN, RADIUS, BUCKETS = 2, 16, 4096, 128, 32
 SAMPLE_MS = 12
@@ -93,18 +95,6 @@ def calls(function: ScoreFunction) -> dict[str, Callable[[Tensor, Tensor, Tensor
     return found
 
 
-def milliseconds(run: Callable[[], Any], count: int) -> float:
-    """Time of one of `count` calls, queued back to back: the host's part is hidden."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(count):
-        run()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / count
-
-
 def prepared(call: Callable[..., Tensor], name: str, inputs: list[Tensor], captured: tuple[Tensor, ...]) -> Any:
     """A function that runs one pass of a call."""
     wanted = [*inputs, *(captured if name == PASSES[2] else ())]
@@ -119,12 +109,13 @@ def prepared(call: Callable[..., Tensor], name: str, inputs: list[Tensor], captu
 
 def measured(runs: dict[str, Callable[[], Any]], rounds: int) -> Iterator[tuple[str, tuple[float, float, float]]]:
     """First quartile, median and third quartile of each, measured in alternation. Slow ones take fewer samples."""
+    clock = CudaClock(torch.device("cuda"))
     times: dict[str, list[float]] = {name: [] for name in runs}
-    counts = {name: max(1, int(SAMPLE_MS / milliseconds(run, 2))) for name, run in runs.items()}
+    counts = {name: max(1, int(SAMPLE_MS / (1e3 * clock.seconds(run, 2)))) for name, run in runs.items()}
     for n in range(rounds):
         for name, run in runs.items():
             if counts[name] > 1 or n < 3:
-                times[name].append(milliseconds(run, counts[name]))
+                times[name].append(1e3 * clock.seconds(run, counts[name]))
     for name, values in times.items():
         low, median, high = statistics.quantiles(values, n=4)
         yield name, (low, median, high)

@@ -1,8 +1,18 @@
-"""Markdown for docs/*.py: tables, paragraphs, and numbers in three figures."""
+"""Markdown for docs/*.py: stored rows, tables, paragraphs, and numbers in three figures."""
 
+import csv
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    """The rows of a stored CSV file."""
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def markdown(header: Iterable[str], body: Iterable[Iterable[str]]) -> str:

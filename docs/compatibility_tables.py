@@ -1,14 +1,10 @@
 """Tables of docs/compatibility.md: tests over versions, emulated ARM processors, kernels compiled for other GPUs."""
 
-import csv
 import json
-from pathlib import Path
 from typing import Any
 
-from cells import markdown
+from cells import RESULTS, markdown, rows
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 KIB = 1024
 
 
@@ -26,11 +22,6 @@ def version_row(row: dict[str, Any]) -> list[str]:
     failures = ", ".join(f"`{name.rpartition('::')[2]}`" for name in row["failures"])
     result = f"{row['passed']} passed" + (f", {len(row['failures'])} failed: {failures}" if failures else "")
     return [*installed, result, str(row["skipped"]), row.get("hopper_kernels", ""), row["date"]]
-
-
-def rows(name: str) -> list[dict[str, str]]:
-    with (RESULTS / name).open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def arm() -> str:

@@ -1,17 +1,8 @@
 """Tables of GPU runs: several GPUs, compilers of the same kernels, bias and masks."""
 
-import csv
-from pathlib import Path
+from cells import markdown, rows
 
-from cells import markdown
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PROVIDERS = ("flashtile", "triton", "efficient", "cudnn")
-
-
-def rows(name: str) -> list[dict[str, str]]:
-    with (RESULTS / name).open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def distributed() -> str:
@@ -31,10 +22,20 @@ def distributed() -> str:
 
 def compilers() -> str:
     """A row for each call: microseconds by Triton 3.6, and the speeds of the other versions' kernels."""
+    return sides_of("h200-compilers.csv", {"triton-371": "3.7.1", "triton-38": "3.8.0", "triton-39": "3.9.0"})
+
+
+def warpgroups() -> str:
+    """As `compilers`, with two and with three warpgroups in forward."""
+    names = {"triton-38": "3.8, two", "triton-38-three": "3.8, three"}
+    return sides_of("h200-compilers-warpgroups.csv", names | {"triton-39": "3.9, two", "triton-39-three": "3.9, three"})
+
+
+def sides_of(file: str, sides: dict[str, str]) -> str:
+    """A row for each call of `compare_sources.py`: microseconds of the first side, and the speeds of `sides`."""
     found: dict[str, dict[str, dict[str, str]]] = {}
-    for row in rows("h200-compilers.csv"):
+    for row in rows(file):
         found.setdefault(row["cell"], {})[row["side"].split()[-1]] = row
-    sides = {"triton-371": "3.7.1", "triton-38": "3.8.0", "triton-39": "3.9.0"}
     body = [
         [cell, f"{float(x['triton-36']['us']):.0f}", *(f"{float(x[side]['speed']):.2f}" for side in sides)]
         for cell, x in found.items()
@@ -52,4 +53,9 @@ def bias_and_masks() -> str:
     return markdown(header, body)
 
 
-TABLES = {"distributed": distributed, "compilers": compilers, "bias_and_masks": bias_and_masks}
+TABLES = {
+    "distributed": distributed,
+    "compilers": compilers,
+    "warpgroups": warpgroups,
+    "bias_and_masks": bias_and_masks,
+}

@@ -9,7 +9,6 @@ that nothing in them can go stale.
 """
 
 import ast
-import csv
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -22,13 +21,14 @@ import compatibility_tables
 import gpu_tables
 import ladder_tables
 import score_mod_tables
-from cells import markdown
+from cells import markdown, rows
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/compatibility.md")
 PAGES += ("docs/design/blocks.md",)
 PAGES += ("docs/ladder.md", "docs/ladder_measurements.md", "docs/score_mods.md", "docs/distributed.md")
 PAGES += ("docs/journal/2026-11-23-bias-and-masks.md", "docs/journal/2026-11-23-triton-versions.md")
+PAGES += ("docs/journal/2026-11-23-sides-of-the-diagonal.md",)
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)")
 HEAD_DIMS = ("64", "96", "128", "192 with values of 128", "192", "256")
@@ -42,11 +42,6 @@ def filled(text: str) -> str:
     """A page with its tables and figures made anew."""
     text = TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
     return FIGURE.sub(lambda found: f"{found[1]}{ladder_tables.FIGURES[found[2]]()}{found[3]}", text)
-
-
-def rows(name: str) -> list[Row]:
-    with (ROOT / "benchmarks" / "results" / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def geomean(ratios: list[float]) -> float:
@@ -72,7 +67,7 @@ def length(tokens: str) -> str:
 def rates(name: str, key: Callable[[Row], tuple[str, ...]], unit: str = "flops_per_second") -> Cells:
     """Rates in units of 10**12, by cell and provider."""
     cells: Cells = {}
-    for row in rows(name):
+    for row in rows(f"{name}.csv"):
         if row["status"] == "ok" and row[unit]:
             cells.setdefault(key(row), {})[row["provider"]] = float(row[unit]) / 1e12
     return cells
@@ -163,7 +158,7 @@ def features() -> str:
     passes = [rates(f"h200-hopper-features-{x}", lambda row: (feature(row),)) for x in ("forward", "backward")]
     backends = {
         feature(row): row["detail"].partition(":")[0]
-        for row in rows("h200-hopper-features-forward")
+        for row in rows("h200-hopper-features-forward.csv")
         if row["provider"] == "flashtile"
     }
     body = []
@@ -194,7 +189,7 @@ def triton() -> str:
 
 def cpu() -> str:
     cells: dict[str, dict[str, str]] = {}
-    for row in rows("cpu-kernels"):
+    for row in rows("cpu-kernels.csv"):
         if row["provider"] == "flashtile":
             dtype = {"float32": "fp32", "bfloat16": "bf16"}[row["dtype"]]
             tokens = row["seqlen_k"] or row["seqlen_q"]
@@ -210,7 +205,9 @@ def first_calls() -> str:
     files = {"Hopper kernels": "h200-hopper-first-calls", "Triton kernels": "h200-features"}
     body = []
     for name, file in files.items():
-        seconds = {x["measure"]: float(x["value"]) for x in rows(file) if x["provider"] == "flashtile" and x["value"]}
+        seconds = {
+            x["measure"]: float(x["value"]) for x in rows(f"{file}.csv") if x["provider"] == "flashtile" and x["value"]
+        }
         body.append([name, *(f"{seconds[f'first_call_{x}']:.2f} s" for x in ("cold", "warm"))])
     return markdown(("", "empty cache", "full cache"), body)
 

@@ -50,7 +50,7 @@ def main(
     for loss in with_progress(train(model, ATTENTIONS[attention], steps, batch=batch, seqlen=seqlen, seed=seed), steps):
         found.append(loss)
     seconds = time.perf_counter() - start
-    for step in sorted({0, *range(steps // 10 - 1, steps, max(steps // 10, 1)), steps - 1}):
+    for step in sorted({0, *range(steps // 10 - 1, steps, steps // 10 or steps), steps - 1} - {-1}):
         click.echo(f"step {step + 1:5}   loss {found[step]:.6f}")
     click.echo(f"{attention}: {steps * batch * seqlen / seconds:,.0f} tokens/s in training, {seconds:.1f} s")
     if losses is not None:

@@ -6,6 +6,7 @@ An `Example` is one call as a function of its differentiable tensors alone, so t
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import flashtile
 from flashtile.testing.oracle.philox import keep_factors
 
 Outputs = tuple[Tensor, Tensor]
+TWO_ROWS = 28  # scores of two rows of a head, or of two heads' rows of few keys
 FP64 = torch.float64
 
 
@@ -149,6 +151,7 @@ class Example:
     inputs: dict[str, Tensor]
     fixed: dict[str, Any] = field(default_factory=dict)
     tile: tuple[int, int] = (2, 3)
+    scores: int = 2**20  # of a block: all heads and sequences
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -163,6 +166,10 @@ class Example:
         modifiers = tuple(named.pop(name) for name in self.inputs if name.startswith("score_mod_"))
         return named | self.fixed, modifiers
 
+    def tiles(self) -> AbstractContextManager[None]:
+        """The tiles of calls, which derivatives of their results need once more."""
+        return tile_size(*self.tile, self.scores)
+
     def fused(self, *tensors: Tensor, **options: Any) -> Outputs:
         arguments, modifiers = self.arguments(tensors)
         if "score_mod" in arguments:
@@ -170,7 +177,7 @@ class Example:
         call = flashtile.attention_varlen if "cu_seqlens_q" in arguments else flashtile.attention
         if "cu_seqlens_q" in arguments:
             arguments.setdefault("cu_seqlens_k", None)
-        with tile_size(*self.tile):
+        with self.tiles():
             return call(**arguments, return_lse=True, **options)
 
     def formula(self, *tensors: Tensor) -> Outputs:

@@ -152,12 +152,12 @@ BUGS = (
     ),
     # how rows are normalised
     Bug("acc not rescaled", "backend.tiled.forward", "state.acc * alpha + pv", "state.acc + pv"),
-    Bug("l not rescaled", "backend.tiled.forward", "state.l * alpha + p.sum", "state.l + p.sum"),
+    Bug("l not rescaled", "backend.tiled.forward", "state.l * alpha + l", "state.l + l"),
     Bug(
         "dropout before l",
         "backend.tiled.forward",
-        "l = state.l * alpha + p.sum(dim=-1, keepdim=True)",
-        "l = state.l * alpha + (p if keep is None else p * keep).sum(dim=-1, keepdim=True)",
+        "l = p.sum(dim=-1, keepdim=True)",
+        "l = (p if keep is None else p * keep).sum(dim=-1, keepdim=True)",
     ),
     Bug("sink not in l", "backend.blockwise.softmax", "torch.exp(shifted)", "torch.zeros_like(sink)"),
     Bug("NaN in rows that see nothing", "backend.blockwise.softmax", "torch.where(m == -torch.inf, 0.0, m)", "m"),

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from checking import lengths_on_the_device
-from formula import EXAMPLES, FP64, Example, Outputs, dense, dense_formula, everything, loss, packed, randn
+from formula import EXAMPLES, FP64, TWO_ROWS, Example, Outputs, dense, dense_formula, everything, loss, packed, randn
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
@@ -60,6 +60,7 @@ def test_tangent_of_each_input(name: str) -> None:
 def test_tangents_of_dual_tensors(name: str) -> None:
     """All inputs at once, in torch.autograd's own forward mode."""
     example = EXAMPLES[name]()
+    example.scores = TWO_ROWS
     found, expected = (
         tangents_of_duals(f, example.tensors, example.tangents()) for f in (example.fused, example.formula)
     )
@@ -335,7 +336,7 @@ def test_a_named_backend_has_the_same_tangents(how: str, monkeypatch: pytest.Mon
 def test_only_open_levels_cost_anything() -> None:
     """Outside forward mode a call is one operator."""
     example = dense()
-    with mock.patch("flashtile.dispatch.autograd.attend_in_operations", side_effect=AssertionError):
+    with mock.patch("flashtile.dispatch.derivatives.attention_function", side_effect=AssertionError):
         example.fused(*example.tensors)
         with pytest.raises(AssertionError):
             jvp(example.fused, example.tensors, example.tangents())

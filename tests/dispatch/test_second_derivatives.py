@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from checking import lengths_on_the_device, tile_size
-from formula import EXAMPLES, HKV, B, Example, Outputs, dense, everything, loss, packed, paged, randn
+from formula import EXAMPLES, HKV, TWO_ROWS, B, Example, Outputs, dense, everything, loss, packed, paged, randn
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.functional import hessian as autograd_hessian
@@ -39,15 +39,17 @@ def cotangents(example: Example) -> list[Tensor]:
 def double_backward(function: Callable[..., Outputs], example: Example) -> list[Tensor]:
     """The gradients of all first gradients, each with its own weights, by all inputs and both cotangents."""
     leaves, upper = leaves_of(example.tensors), cotangents(example)
-    first = torch.autograd.grad(function(*leaves), leaves, upper, create_graph=True, materialize_grads=True)
-    weighted = sum((x * dx).sum() for x, dx in zip(first, example.tangents(), strict=True))
-    return list(torch.autograd.grad(weighted, [*leaves, *upper], materialize_grads=True))
+    with example.tiles():
+        first = torch.autograd.grad(function(*leaves), leaves, upper, create_graph=True, materialize_grads=True)
+        weighted = sum((x * dx).sum() for x, dx in zip(first, example.tangents(), strict=True))
+        return list(torch.autograd.grad(weighted, [*leaves, *upper], materialize_grads=True))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_double_backward(name: str) -> None:
     """Every second derivative that exists, mixed ones and those by the cotangents among them."""
     example = EXAMPLES[name]()
+    example.scores = TWO_ROWS
     assert_close(double_backward(example.fused, example), double_backward(example.formula, example))
 
 
@@ -60,10 +62,12 @@ def test_lengths_on_the_device(name: str) -> None:
     assert_close(found, double_backward(example.formula, example))
 
 
+@pytest.mark.parametrize("scores", [1, 60, 2**20])
 @pytest.mark.parametrize("tile", [(1, 1), (3, 8), (64, 64)])
-def test_any_tile(tile: tuple[int, int]) -> None:
+def test_any_tile(tile: tuple[int, int], scores: int) -> None:
+    """Blocks of a row of a head, up to blocks of all rows, heads and sequences."""
     example = everything()
-    example.tile = tile
+    example.tile, example.scores = tile, scores
     assert_close(double_backward(example.fused, example), double_backward(example.formula, example))
 
 
@@ -172,7 +176,8 @@ def test_hessian_vector_products_agree(make: Callable[[], Example]) -> None:
     example = make()
     expected = double_backward_of_autograd(loss(example.formula), example.tensors, example.tangents())
     for name, way in zip(ROUND, WAYS, strict=True):
-        found = way(loss(example.fused), example.tensors, example.tangents())
+        with example.tiles():
+            found = way(loss(example.fused), example.tensors, example.tangents())
         for argument, x, y in zip(example.inputs, found, expected, strict=True):
             torch.testing.assert_close(x, y, msg=lambda text, at=f"{name}, {argument}": f"{at}: {text}")
 
@@ -242,16 +247,19 @@ def test_dtypes(dtype: torch.dtype) -> None:
         assert (x.double() - y).norm() <= tolerance * y.norm()
 
 
-def test_each_block_is_computed_once() -> None:
+@pytest.mark.parametrize(
+    ("scores", "count"), [(1, B * HKV * 5), (2**20, 3)], ids=["a row of a head at a time", "all heads at once"]
+)
+def test_each_block_is_computed_once(scores: int, count: int) -> None:
     """A second derivative reads neither the results nor the gradients, so they are not computed again."""
     q, k, v = leaves_of(dense().tensors)
     out = flashtile.attention(q, k, v, causal=True)
     gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), create_graph=True)
     blocks = mock.patch.object(transforms, "forward_rows", wraps=transforms.forward_rows)
     operator = mock.patch.object(OPERATORS["dense"], "differentiate", wraps=OPERATORS["dense"].differentiate)
-    with tile_size(2, 3), blocks as blocks, operator as operator:
+    with tile_size(2, 3, scores), blocks as blocks, operator as operator:
         torch.autograd.grad(gradients, (q, k, v), (q, k, v))
-    assert blocks.call_count == B * HKV * 3  # row blocks of a slab
+    assert blocks.call_count == count
     assert operator.call_count == 0
 
 
@@ -281,7 +289,7 @@ def test_memory_is_linear(name: str) -> None:
     peaks = []
     for seqlen in (320, 640):
         tensors = tuple(torch.randn(1, 1, seqlen, 4) for _ in range(3))
-        with tile_size(16, 128):
+        with tile_size(4, 128):
             peaks.append(peak_bytes(lambda: MEMORY[name](tensors)))  # noqa: B023
     assert peaks[1] < 2.1 * peaks[0]
     assert peaks[1] < 640 * 640 * 4 / 2

@@ -19,7 +19,7 @@ from hopper_variants import SHORT, call_of_family
 
 import flashtile
 from flashtile import AttentionWarning
-from flashtile.backend.hopper import support, tables
+from flashtile.backend.hopper import support
 from flashtile.backend.hopper.support import KernelClass
 from flashtile.call.call import Call, Needs
 from flashtile.call.device import Device
@@ -131,13 +131,8 @@ def test_right_kernels_pass(kernels: KernelClass) -> None:
 def test_the_problem_needs_the_kernels_in_question(warpgroups: int, packed: bool) -> None:
     kernels = KernelClass(False, 64, 64, packed, warpgroups)
     problem = Problem.describe(compare_with_tiled.small_call(kernels, torch.device("cpu")))
-    newest = mock.patch.object(tables, "NEWEST_3WG", (4, 0) if warpgroups == 3 else (3, 7))
     version = mock.Mock(return_value=(4, 0))
-    installed, planned = (
-        mock.patch.object(support, "triton_version", version),
-        mock.patch.object(tables, "compiler_version", version),
-    )
-    with newest, installed, planned:
+    with mock.patch.multiple(support, triton_version=version, compiler_version=version):
         assert support.unknown_kernels(problem, H200, None) == kernels
 
 

@@ -4,10 +4,12 @@ import contextlib
 import datetime
 import functools
 import os
+import runpy
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +20,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import flashtile
+from flashtile.bench.byte_gpt import flashtile_attention, new_model, train
 from flashtile.distributed import attention, attention_varlen, explain, measure_rates, shard, unshard
 from flashtile.distributed.group import Group
 from flashtile.distributed.ring import Transfer
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_long.py"
 WORLD = 8
 MESHES = {2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)], 8: [(8,), (2, 4), (4, 2)]}
 SEEDS = {2: 30, 3: 30, 4: 40, 8: 40}  # for each size
@@ -219,6 +223,14 @@ def refused_alone(mesh: DeviceMesh) -> None:
         attention_varlen(x[0], x[0], x[0], [0, 5, 3], mesh=mesh)
 
 
+def train_like_one(mesh: DeviceMesh, rank: int) -> None:
+    """The example's losses are those of one process."""
+    found = runpy.run_path(str(EXAMPLE))["losses"](mesh, 3, 2, 48, torch.float64)
+    if rank == 0:
+        expected = list(train(new_model(dtype=torch.float64), flashtile_attention, 3, batch=2, seqlen=48))
+        torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+
+
 def run(rank: int, store: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=60)
@@ -238,6 +250,8 @@ def run(rank: int, store: str) -> None:
             refused(meshes[0], rank)
             refused_alone(meshes[0])
             compare_seeds(meshes, rank, seeds)
+            if size == 2:
+                train_like_one(meshes[0], rank)
         if rank == 0:
             print(f"{size} ranks: {time.monotonic() - start:.1f} s", flush=True)
     dist.barrier()

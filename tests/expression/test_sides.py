@@ -62,7 +62,7 @@ def test_simpler_formulas(name: str) -> None:
 @pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
 @pytest.mark.parametrize("reach", [1, 16])
 def test_comparisons(name: str, reach: int) -> None:
-    """Of distances and positions with numbers around the reach, in both orders."""
+    """Distances and positions are compared with numbers around the reach, in both orders."""
     comparison = getattr(operator, name)
     for number in (-reach - 1, -reach, 1 - reach, 0, reach - 1, reach, reach + 1):
         for fn in (

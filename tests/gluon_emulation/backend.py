@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from seeded_bugs import with_mistake
 from torch import Tensor
 
 from flashtile.backend.gpu import replay
@@ -105,6 +107,14 @@ def kernel_argument(x: Any) -> Any:
     return Value(as_tensor(x)) if isinstance(x, bool | int | float) else x
 
 
+def copy_with_mistake(folder: Path, file: str | None, *mistake: str) -> None:
+    """Copy the backend's package into a folder; `mistake`: its name, the text in one file, and what replaces it."""
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    if file is not None:
+        path = folder / file
+        path.write_text(with_mistake(path.read_text(), *mistake))
+
+
 @contextmanager
 def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[list[str]]:
     """Let `backend="hopper"` take CPU tensors and run on an emulated GPU with `cores` SMs.
@@ -140,7 +150,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         mock.patch.multiple(backward_launches, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
         mock.patch.object(planner, "describe_device", return_value=device),
         mock.patch.object(passes, "entry_of", lambda name: kernels if name == "hopper" else entry_of(name)),
-        mock.patch.object(support, "unusable", return_value=None),
+        mock.patch.multiple(support, unusable=lambda: None, unknown_kernels=lambda *_: None),  # no compiler is there
     ):
         fast_path.forget()
         try:

@@ -1,16 +1,27 @@
 """`torch.compile` around "tile_attention": a whole model, and layers that get a mask from outside."""
 
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs the extra `transformers`")
 
 from tiny_models import padded, tiny, tokens  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    and_masks,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_mask_function,
+)
 
 from flashtile.integrations.transformers import mask as masks  # noqa: E402
 from flashtile.integrations.transformers import register  # noqa: E402
+from flashtile.integrations.transformers.attention import tile_attention  # noqa: E402
 
 register()
 
@@ -53,3 +64,33 @@ def test_layers() -> None:
         seen = mask[:, done:].bool()
         torch.testing.assert_close(found[seen], expected[seen], atol=1e-4, rtol=1e-4)
         done += rows
+
+
+def image(size: int) -> Callable[..., Tensor]:
+    """Causal, but for the first tokens, which see each other."""
+    return or_masks(causal_mask_function, lambda b, h, q, kv: (q < size) & (kv < size))
+
+
+def packed(size: int) -> Callable[..., Tensor]:
+    """Sequences of some tokens, packed, of which each batch has others."""
+    ids = torch.stack([torch.arange(20) // n for n in (size, size + 1)])
+    return and_masks(packed_sequence_mask_function(ids), causal_mask_function)
+
+
+def chunks(size: int) -> Callable[..., Tensor]:
+    return chunked_causal_mask_function(size, torch.zeros(2, dtype=torch.long))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("function", [image, packed, chunks])
+def test_mask_functions_in_compiled_layers(function: Callable[[int], Callable[..., Tensor]]) -> None:
+    """They are not made dense, and a graph is taken for no other function."""
+    layer, (q, k, v) = torch.nn.Module(), torch.randn(3, 2, 4, 20, 16).unbind()
+    attend = torch.compile(lambda mask: tile_attention(layer, q, k, v, mask)[0], fullgraph=True, backend="aot_eager")
+    for size in (7, 11):
+        mask = masks.tile_mask(2, 20, 20, mask_function=function(size))
+        assert mask is not None
+        expected = scaled_dot_product_attention(q, k, v, attn_mask=mask.clone()).transpose(1, 2)
+        with mock.patch.object(masks.TileMask, "dense", side_effect=AssertionError):
+            found = attend(mask)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from checking import dense_case
-from torch import Tensor
+from listed_masks import near_in_documents
 
 from flashtile.dispatch import fast_path
 from flashtile.expression import Formula, MaskMod, mask_mod_formula
@@ -28,10 +28,6 @@ def lists_for_all_calls() -> Iterator[None]:
     with mock.patch.object(block_lists, "LEAST_PAIRS", 0):
         yield
     fast_path.forget()
-
-
-def near_in_documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ids: Tensor, width: Tensor) -> Tensor:
-    return (ids[b, i] == ids[b, j]) & ((i - j).abs() <= width[h])
 
 
 def mask_of(*widths: int, length: int = 400) -> MaskFunction:

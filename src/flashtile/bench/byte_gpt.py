@@ -92,9 +92,11 @@ class ByteGPT(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.apply(initialize)
 
-    def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
-        """tokens [B, S] -> logits [B, S, 256]."""
-        cos, sin = rotary_tables(tokens.shape[1], self.shape.head_dim, self.embedding.weight)
+    def forward(self, tokens: Tensor, attend: Attend, tables: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """tokens [B, S] -> logits [B, S, 256]. `tables` are those of `rotary_tables` for the tokens' positions, if they
+        are not the first ones.
+        """
+        cos, sin = tables or rotary_tables(tokens.shape[1], self.shape.head_dim, self.embedding.weight)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin, attend)
@@ -162,11 +164,28 @@ def windows(data: Tensor, batch: int, seqlen: int, generator: torch.Generator) -
     return torch.stack([data[start : start + seqlen] for start in starts.tolist()]).long()
 
 
+class OneProcess:
+    """Rows of sequences, and sums, where one process has everything."""
+
+    def rows(self, x: Tensor, dim: int) -> Tensor:
+        """The rows of this process, of a tensor that has all along a dimension."""
+        return x
+
+    def add_up(self, tensors: list[Tensor]) -> None:
+        """Sum each tensor over all processes, in place."""
+
+
+ONE_PROCESS = OneProcess()
+
+
 def train(
-    model: ByteGPT, attend: Attend, steps: int, *, batch: int = 8, seqlen: int = 128, rate: float = 2e-3, seed: int = 0
-) -> Iterator[float]:
+    model: ByteGPT, attend: Attend, steps: int, *, batch: int = 8, seqlen: int = 128, rate: float = 2e-3, seed: int = 0,
+    processes: OneProcess = ONE_PROCESS,
+) -> Iterator[float]:  # fmt: skip
     """Train the model on its own device with AdamW and cosine decay; yield each step's loss, in nats per byte."""
     device = model.embedding.weight.device
+    cos, sin = rotary_tables(seqlen, model.shape.head_dim, model.embedding.weight)
+    tables = processes.rows(cos, 0), processes.rows(sin, 0)
     data, generator = text(), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95))
     for step in range(steps):
@@ -174,9 +193,13 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate * warmed * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         tokens = windows(data, batch, seqlen + 1, generator).to(device)
-        loss = F.cross_entropy(model(tokens[:, :-1], attend).flatten(0, 1), tokens[:, 1:].flatten())
+        given, following = processes.rows(tokens[:, :-1], 1), processes.rows(tokens[:, 1:], 1)
+        share = following.numel() / (batch * seqlen)
+        loss = share * F.cross_entropy(model(given, attend, tables).flatten(0, 1), following.flatten())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        loss = loss.detach()
+        processes.add_up([loss, *(x.grad for x in model.parameters() if x.grad is not None)])
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         yield loss.item()

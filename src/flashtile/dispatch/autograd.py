@@ -1,25 +1,33 @@
 """Differentiation: which derivative an operator computes, and which are left to differentiable operations.
 
 First reverse-mode derivatives have an operator. Everything else (forward mode, second derivatives, and what torch.func
-nests out of them) is computed by `backend.tiled.transforms`, block by block, in operations that PyTorch can see.
+nests out of them) is computed by `backend.tiled.transforms`, block by block, in operations that PyTorch can see:
+`derivatives.py` composes it.
 
 In eager mode an autograd.Function calls the operators: it is quicker than a derivative registered with an operator, and
 can be differentiated again. In a compiled graph there is the operator alone, with its registered derivative.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import private_torch
-from ..call.call import Call, Settings, Tensors, differentiable_positions
+from ..call.call import Call, Tensors, differentiable_positions
 from ..call.eager import in_forward_mode
-from ..call.problem import Problem
+from ..dynamo import untraced
 from ..errors import AttentionError
 from . import operators
-from .planner import plan
+from .derivatives import (
+    GradientCall,
+    attention_function,
+    gradients_of_tangents,
+    in_places,
+    recomputed,
+    tangents_of_results,
+)
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
@@ -30,7 +38,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         return operators.run_forward(call)
     if in_forward_mode():
         refuse_lost_tangents()
-        return attend_in_operations(call.settings, *call.tensors.flat())
+        return attend_with_tangents(call)
     operator = operators.operators_of(call)
     if torch.compiler.is_compiling():  # in a graph, the operator has its own derivative
         return operator.forward(*operator.arguments(call))
@@ -62,6 +70,12 @@ def refuse_lost_tangents() -> None:
     )
 
 
+@untraced
+def attend_with_tangents(call: Call) -> tuple[Tensor, Tensor]:
+    """After a graph break, Dynamo would compile this frame, and lose tangents (torch 2.11)."""
+    return applied(Attention, call, *call.tensors.flat())
+
+
 def in_graph() -> bool:
     """Whether a transform of torch.func or a compiler looks on."""
     return private_torch.maybe_current_level() is not None or torch.compiler.is_compiling()
@@ -89,15 +103,26 @@ class Attention(torch.autograd.Function):
     def forward(call: Call, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
         if call.is_plain_eager:
             return operators.run_forward(call)
-        operator = operators.operators_of(call)
-        return operator.forward(*operator.arguments(Call(Tensors.from_flat(flat), call.settings)))
+        operator, outer = operators.operators_of(call), operators.tangents.elsewhere
+        operators.tangents.elsewhere = True  # in `jvp`
+        try:
+            return operator.forward(*operator.arguments(Call(Tensors.from_flat(flat), call.settings)))
+        finally:
+            operators.tangents.elsewhere = outer
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         call, *flat = inputs
         ctx.settings, ctx.entry = call.settings, call.entry
         ctx.save_for_backward(*output, *flat)
+        ctx.save_for_forward(*output, *flat)
         ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @untraced
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        _, _, *flat = ctx.saved_tensors
+        return recomputed(tangents_of_results, ctx.settings, flat, tangents)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -108,7 +133,7 @@ class Attention(torch.autograd.Function):
         positions = differentiable_positions(len(flat))
         needs = [needed[n] for n in positions]
         if torch.is_grad_enabled() or in_graph() or in_forward_mode():
-            requested = applied(AttentionBackward, ctx.settings, needs, out, lse, dout, dlse, *flat)
+            requested = applied(AttentionBackward, GradientCall(ctx.settings, needs), out, lse, dout, dlse, *flat)
         else:  # not differentiated again
             call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
             requested = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
@@ -124,72 +149,76 @@ class AttentionBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(settings: Settings, needs: list[bool], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(of: GradientCall, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         out, lse, dout, dlse, *flat = tensors
         assert out is not None
         assert lse is not None
-        call = Call(Tensors.from_flat(flat), settings)
-        requested = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
+        call = Call(Tensors.from_flat(flat), of.settings)
+        requested = operators.operators_of(call).differentiate(of.needs, out, lse, dout, dlse, call)
         return tuple(out.new_empty(0) if gradient is None else gradient for gradient in requested)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.settings, ctx.needs, _, _, *rest = inputs  # out and lse follow from the rest
-        ctx.save_for_backward(*rest)
-        ctx.save_for_forward(*rest)
+        ctx.of, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        from ..backend.tiled.transforms import pullback
-
-        inputs = ctx.saved_tensors  # dout, dlse, *flat
-        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
-        used_cotangents = [cotangent for cotangent, needed in zip(cotangents, ctx.needs, strict=True) if needed]
-        requested = pullback(gradients_in_operations(ctx.settings, ctx.needs), len(inputs), wanted)(
-            *inputs, *used_cotangents
-        )
-        gradients: list[Tensor | None] = [None] * len(inputs)
-        for n, gradient in zip(wanted, requested, strict=True):
-            gradients[n] = gradient
-        return None, None, None, None, *gradients
+        settings, (_, _, dout, dlse, *flat) = ctx.of.settings, ctx.saved_tensors
+        directions = in_places(len(flat), ctx.of.needs, cotangents)
+        upper_needed, needed = ctx.needs_input_grad[3:5], ctx.needs_input_grad[5:]
+        of_upper: tuple[Tensor | None, ...] = (None, None)
+        if any(upper_needed):
+            of_upper = tangents_of_results(settings, flat, directions)
+        gradients: list[Tensor | None] = [None] * len(flat)
+        if any(needed):
+            gradients = gradients_of_tangents(settings, flat, directions, (dout, dlse), needed)
+        upper = (x if n else None for x, n in zip(of_upper, upper_needed, strict=True))
+        return None, None, None, *upper, *gradients
 
     @staticmethod
+    @untraced
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        from ..backend.tiled.transforms import pushforward
-
-        inputs = ctx.saved_tensors
-        moving = [n for n, tangent in enumerate(tangents[4:]) if tangent is not None]
-        used_tangents = [tangents[4 + n] for n in moving]
-        fn = gradients_in_operations(ctx.settings, ctx.needs)
-        results = iter(pushforward(fn, len(inputs), moving)(*inputs, *used_tangents))
-        return tuple(next(results) if needed else inputs[2].new_empty(0) for needed in ctx.needs)
+        out, lse, dout, dlse, *flat = ctx.saved_tensors
+        return recomputed(tangents_of_gradients, ctx.of, (out, lse, dout, dlse), flat, tangents[3:])
 
 
-def attend_in_operations(
-    settings: Settings, *flat: Tensor | None, second_derivatives_only: bool = False
-) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` by operations that every transform sees through."""
-    from ..backend.tiled import transforms
+def tangents_of_gradients(
+    of: GradientCall,
+    saved: Sequence[Tensor | None],
+    flat: Sequence[Tensor | None],
+    tangents: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """The tangents of the needed gradients, from those of `dout`, `dlse` and the inputs."""
+    out, lse, dout, dlse = saved
+    ddout, ddlse, *directions = tangents
+    results: list[Tensor | None] = [None] * len(of.needs)
+    if any(x is not None for x in directions):
+        needed = in_places(len(flat), of.needs, of.needs)
+        gradients = gradients_of_tangents(of.settings, flat, directions, (dout, dlse), needed)
+        results = [gradients[n] for n in differentiable_positions(len(flat))]
+    if ddout is not None or ddlse is not None:
+        linear = gradients_of_results(of, out, lse, ddout, ddlse, flat)
+        results = [x if y is None else y if x is None else x + y for x, y in zip(results, linear, strict=True)]
+    assert out is not None
+    return tuple(x if needed else out.new_empty(0) for x, needed in zip(results, of.needs, strict=True))  # type: ignore[misc]
 
-    call = Call(Tensors.from_flat(flat), settings)
-    problem, device = Problem.describe(call), call.tensors.q.device
-    if settings.backend != "auto":
-        plan(problem, device, settings.backend)  # a backend that is asked for has to take the call
-    chosen = plan(problem, device, "reference" if settings.backend == "reference" else "tiled")
-    return transforms.attend(chosen, call, second_derivatives_only=second_derivatives_only)
 
+def gradients_of_results(
+    of: GradientCall,
+    out: Tensor | None,
+    lse: Tensor | None,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    flat: Sequence[Tensor | None],
+) -> Sequence[Tensor | None]:
+    """The needed gradients; in other places anything."""
+    from ..backend.tiled.transforms import in_plain_dual_level, pullback
 
-def gradients_in_operations(settings: Settings, needs: list[bool]) -> Any:
-    """`(dout, dlse, *flat) ->` the gradients that `needs` asks for, in the order of `differentiable_positions`; to be
-    differentiated, for their values are not computed.
-    """
-    from ..backend.tiled.transforms import pullback
-
-    def gradients(dout: Tensor | None, dlse: Tensor | None, *flat: Tensor | None) -> tuple[Tensor, ...]:
-        def attention(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-            return attend_in_operations(settings._replace(backend="tiled"), *inputs, second_derivatives_only=True)
-
-        wanted = [n for n, needed in zip(differentiable_positions(len(flat)), needs, strict=True) if needed]
-        return pullback(attention, len(flat), wanted)(*flat, dout, dlse)
-
-    return gradients
+    if not in_plain_dual_level():
+        return applied(AttentionBackward, of, out, lse, dout, dlse, *flat)
+    # For cotangents that `torch._vmap_internals` batches, the operator has no rule.
+    wanted = [n for n, needed in zip(differentiable_positions(len(flat)), of.needs, strict=True) if needed]
+    found = iter(pullback(attention_function(of.settings, 1), len(flat), wanted)(*flat, dout, dlse))
+    return [next(found) if needed else None for needed in of.needs]

@@ -5,6 +5,7 @@ single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan
 """
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -37,6 +38,15 @@ from .passes import function_of
 from .planner import plan_call
 
 LIBRARY = torch.library.Library("flashtile", "DEF")
+
+
+class Tangents(threading.local):
+    """Whether `autograd` computes the tangents of an operator's results, in forward mode."""
+
+    elsewhere = False
+
+
+tangents = Tangents()
 
 
 def fields(layout: str) -> list[Field]:
@@ -98,7 +108,7 @@ class Operators:
         return *gradients, *modified
 
     def run_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        if in_forward_mode():  # `autograd` does not come here then: this is an operator in a traced program
+        if in_forward_mode() and not tangents.elsewhere:  # this is an operator in a traced program
             raise AttentionError(
                 "a traced or compiled program that contains attention was called in forward mode, which would drop the "
                 "tangent.\n  accepted: forward mode around flashtile.attention(q, k, v) itself, untraced"

@@ -1,7 +1,6 @@
 """The scheme of a call: by its name, or the one that the model of time takes to be the fastest."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -11,6 +10,7 @@ from ..errors import ArgumentError
 from .group import EXAMPLE, Group, grid_of
 from .layout import Layout
 from .parts import Document
+from .ring import Transfer
 from .simulate import RATES, Rates, Simulation, Workload, accepted_schemes, predict
 
 MEASURED: dict[str, Rates] = {}  # by type of device
@@ -70,16 +70,11 @@ def measure_rates(mesh: DeviceMesh, *, num_bytes: int = 2**26, dtype: torch.dtyp
         ArgumentError: `mesh` is not one of those.
     """
     grid = grid_of(mesh)
-    device = (
-        torch.device(mesh.device_type, torch.accelerator.current_device_index())
-        if mesh.device_type != "cpu"
-        else (torch.device("cpu"))
-    )
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
     groups = [grid.outer, grid.inner][: mesh.ndim]
-    buffer, least = (
-        torch.zeros(num_bytes, dtype=torch.uint8, device=device),
-        torch.zeros(8, dtype=torch.uint8, device=device),
-    )
+    buffer, least = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (num_bytes, 8))
     latency = max(seconds_of_transfer(group, least) for group in groups)
     links = [num_bytes / max(seconds_of_transfer(group, buffer) - latency, 1e-9) for group in groups]
     found = torch.tensor([attention_flops(device, dtype), -latency, *links], dtype=torch.float64)
@@ -95,12 +90,7 @@ def seconds_of_transfer(group: Group, x: Tensor) -> float:
     received = torch.empty_like(x)
 
     def transfer() -> None:
-        ops = [
-            dist.P2POp(dist.isend, x, group.global_rank(group.rank + 1), group.handle),
-            dist.P2POp(dist.irecv, received, group.global_rank(group.rank - 1), group.handle),
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+        Transfer(group, x, received).wait()
 
     transfer()
     return fastest(transfer, x.device, repeats=5)

@@ -80,9 +80,9 @@ def few(dtype: torch.dtype) -> Iterator[StandardCall]:
             yield StandardCall("attention", {"q": q, "k": k, "v": v, **features, "deterministic": deterministic}, True)
     for dim, rows in itertools.product((64, 128), (SHORT, MIDDLE)):
         q, k, v = dense((8, 8), rows, rows, (dim, dim), dtype)
-        for causal in (False, True):
-            mask = empty(1, 1, 1, rows, dtype=torch.bool)
-            yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal, "mask": mask}, True)
+        for causal, deterministic in itertools.product((False, True), (None, True)):
+            masked = {"mask": empty(1, 1, 1, rows, dtype=torch.bool), "causal": causal, "deterministic": deterministic}
+            yield StandardCall("attention", {"q": q, "k": k, "v": v, **masked}, True)
 
 
 def float32() -> Iterator[StandardCall]:
@@ -139,7 +139,7 @@ def cached(
     arguments = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths, **pages, **features}
     new = {name: empty(batch, heads, 1, q.shape[-1], dtype=q.dtype) for name in ("k", "v")}
     rotary = {name: empty(k.shape[2], q.shape[-1] // 2, dtype=q.dtype) for name in ("rotary_cos", "rotary_sin")}
-    for more in ({}, new, new | rotary):
+    for more in ({}, new, new | rotary, new | rotary | {"rotary_interleaved": False}):
         yield StandardCall("attention_with_kvcache", arguments | more)
 
 

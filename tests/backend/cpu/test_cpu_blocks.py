@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from checking import assert_right, dense_case, offsets
+from listed_masks import near_in_documents
 from ready_masks import assert_ready_masks
 from torch import Tensor
 
@@ -29,10 +30,6 @@ def tables_for_all_calls() -> Iterator[None]:
     with mock.patch.object(blocks, "LEAST_WORK", 0):
         yield
     fast_path.forget()
-
-
-def near_in_documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ids: Tensor, width: Tensor) -> Tensor:
-    return (ids[b, i] == ids[b, j]) & ((i - j).abs() <= width[h])
 
 
 def mask_of(length: int, *widths: int) -> MaskFunction:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from checking import dense_case
+from listed_masks import near_in_documents
 from torch import Tensor
 
 import flashtile
@@ -28,10 +29,6 @@ def lists_for_all_calls() -> Iterator[None]:
     with mock.patch.object(importlib.import_module("flashtile.backend.gpu.block_lists"), "LEAST_PAIRS", 0):
         yield
     fast_path.forget()
-
-
-def near_in_documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ids: Tensor, width: Tensor) -> Tensor:
-    return (ids[b, i] == ids[b, j]) & ((i - j).abs() <= width[h])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

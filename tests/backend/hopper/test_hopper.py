@@ -137,6 +137,17 @@ def test_auto_takes_every_known_version_of_triton(version: tuple[int, int]) -> N
         assert planner._plan.__wrapped__(problem(), H200, "auto", None).backend == "hopper"
 
 
+@pytest.mark.parametrize(("version", "unknown"), [((3, 7), False), ((3, 8), True), ((3, 9), True)])
+def test_three_warpgroups_are_checked_with_newer_versions(version: tuple[int, int], unknown: bool) -> None:
+    long = problem(seqlen_q=LONG, seqlen_k=LONG)
+    installed = mock.Mock(return_value=version)
+    with mock.patch.multiple(support, triton_version=installed, compiler_version=installed):
+        assert (support.unknown_kernels(long, H200, None) is not None) == unknown
+        with mock.patch.object(support, "compiler_version", return_value=(3, 6)):  # an archive
+            assert support.unknown_kernels(long, H200, None) is None
+        assert support.unknown_kernels(long, H200, Needs(True, True, True)) is None
+
+
 def test_old_versions_of_triton_are_refused() -> None:
     with mock.patch.object(support, "triton_version", return_value=(3, 5)):
         assert "need Triton 3.6 or newer; this is 3.5" in str(support.unsupported())
@@ -148,11 +159,12 @@ def test_accepts_hopper_only() -> None:
 
 
 def test_configurations_depend_on_the_keys_per_row() -> None:
-    def chosen(name: str, head_dim: int, seqlen: int, version: tuple[int, int] = tables.NEWEST_3WG) -> object:
+    def chosen(name: str, head_dim: int, seqlen: int, version: tuple[int, int] = tables.NEWEST_3WG_96) -> object:
         with mock.patch.object(tables, "compiler_version", return_value=version):
             return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
-    assert chosen("full", 64, LONG, (3, 8)) is TWO_WARPGROUPS[64, 64]
+    assert chosen("full", 96, LONG, (3, 8)) is TWO_WARPGROUPS[96, 96]
+    assert chosen("full", 64, LONG, (3, 8)) is THREE_WARPGROUPS[64, 64]
     assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
     assert chosen("full", 96, LONG) is THREE_WARPGROUPS[96, 96]
     assert (
@@ -166,14 +178,13 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
 
 def test_factors_of_heads_take_three_warpgroups() -> None:
     """Other functions need more registers."""
-    with mock.patch.object(tables, "compiler_version", return_value=tables.NEWEST_3WG):
 
-        def chosen(**functions: object) -> object:
-            return tables.tile_config(problem(seqlen_q=LONG, seqlen_k=LONG, **functions), H200).forward
+    def chosen(**functions: object) -> object:
+        return tables.tile_config(problem(seqlen_q=LONG, seqlen_k=LONG, **functions), H200).forward
 
-        assert chosen() is chosen(score_mod=SCALED) is THREE_WARPGROUPS[64, 64]
-        for functions in ({"score_mod": ADDED}, {"mask_mod": SHOWN}, {"score_mod": SCALED, "mask_mod": SHOWN}):
-            assert chosen(**functions) is TWO_WARPGROUPS[64, 64]
+    assert chosen() is chosen(score_mod=SCALED) is THREE_WARPGROUPS[64, 64]
+    for functions in ({"score_mod": ADDED}, {"mask_mod": SHOWN}, {"score_mod": SCALED, "mask_mod": SHOWN}):
+        assert chosen(**functions) is TWO_WARPGROUPS[64, 64]
 
 
 def test_splits_fill_the_device() -> None:

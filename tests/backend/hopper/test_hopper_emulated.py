@@ -1,6 +1,5 @@
 """The Hopper kernels' logic without a GPU: `gluon_emulation` runs them and detects mistakes."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,10 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gluon_emulation.backend import FOLDER, emulated
+from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
 from gluon_emulation.machine import EmulationError
 from hopper_variants import VARIANTS, case_of
-from seeded_bugs import with_mistake
 
 import flashtile
 from flashtile.backend.gpu import replay
@@ -285,9 +283,7 @@ BUGS = (
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
     folder = tmp_path / f"bug{BUGS.index(bug)}"
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    source = (folder / bug.file).read_text()
-    (folder / bug.file).write_text(with_mistake(source, bug.name, bug.old, bug.new))
+    copy_with_mistake(folder, bug.file, bug.name, bug.old, bug.new)
     for seed in range(8):
         try:
             if wrong(case_of(bug.variant, seed, "cpu", bug.lengths), seed, folder):

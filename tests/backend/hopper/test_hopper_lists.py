@@ -1,7 +1,6 @@
 """Lists of the blocks that a mask function shows, in the Hopper kernels without a GPU: emulated, with planted bugs."""
 
 import importlib
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +12,11 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon")
 
-import seeded_bugs
 from checking import dense_case
-from gluon_emulation.backend import FOLDER, emulated, emulated_kernels
+from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated, emulated_kernels
 from gluon_emulation.machine import EmulationError
 from hopper_score_mods import decay, with_score_mod
+from listed_masks import UNSEEN, dilated, documents, earlier, far_by_head
 
 from flashtile import MaskMod, mask_mods, score_mods
 from flashtile.api.explain import described_call
@@ -30,23 +29,6 @@ from flashtile.testing.tolerance import compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.repeat_interleave(torch.tensor([3, 8, 9, 4]), torch.tensor([130, 71, 180, 219]))
-
-
-def documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ids: Tensor) -> Tensor:
-    return ids[i] == ids[j]
-
-
-def earlier(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return i >= j
-
-
-def far_by_head(b: Tensor, h: Tensor, i: Tensor, j: Tensor, width: Tensor) -> Tensor:
-    """Rows from 230 on see no key, and keys from 250 on are seen by no row. Heads of a group differ."""
-    return (i < 230) & (j < 250) & ((i - j).abs() >= width[h])
-
-
-def dilated(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return ((i - j).abs() <= 140) & ((i - j).abs() % 5 == b)
 
 
 class Problem(NamedTuple):
@@ -70,7 +52,6 @@ PROBLEMS = {
     "heads of groups 128": Problem(BY_HEAD, 128, 270, 401, (4, 2), deterministic=True),
     "dilated, decay 64": Problem(MaskFunction(dilated), 64, 513, 300, score_mod=decay),
 }
-UNSEEN = 256  # the first key of the blocks that no row sees in problems of BY_HEAD
 
 
 def case_of(problem: Problem) -> Case:
@@ -239,9 +220,7 @@ BUGS = (
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
     folder = tmp_path / f"lists_bug{BUGS.index(bug)}"
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    file = folder / bug.file
-    file.write_text(seeded_bugs.with_mistake(file.read_text(), bug.name, bug.old, bug.new))
+    copy_with_mistake(folder, bug.file, bug.name, bug.old, bug.new)
     try:
         assert wrong(bug.problem, folder)
     except EmulationError:

@@ -1,6 +1,5 @@
 """score_mod and mask functions in the Hopper kernels without a GPU: emulated, with planted bugs."""
 
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +9,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")
 
 import seeded_bugs
-from gluon_emulation.backend import FOLDER, emulated
+from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
 from gluon_emulation.machine import EmulationError
 from hopper_score_mods import MASK_VARIANTS, PROBLEMS, expected, mask_case, score_mod_case
 
@@ -87,13 +86,11 @@ BUGS = (
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
     folder = tmp_path / f"formula_bug{BUGS.index(bug)}"
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
     planted = nullcontext()
     if bug.file == STAGED:
         planted = seeded_bugs.planted(seeded_bugs.Bug(bug.name, "backend.gpu.staged", bug.old, bug.new))
-    else:
-        file = folder / bug.file.removeprefix("hopper/")
-        file.write_text(seeded_bugs.with_mistake(file.read_text(), bug.name, bug.old, bug.new))
+    file = None if bug.file == STAGED else bug.file.removeprefix("hopper/")
+    copy_with_mistake(folder, file, bug.name, bug.old, bug.new)
     with planted:
         try:
             assert wrong(case_of(bug.problem, bug.lengths), folder)

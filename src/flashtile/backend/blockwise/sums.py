@@ -60,8 +60,6 @@ def tree_sum(term: Callable[[int], Tensor], first: int, last: int) -> Tensor:
 def chunked_matmul(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`, with a long inner dimension cut into chunks: BLAS may sum all of it in one accumulator."""
     chunk = 128 if a.shape[-2] < NARROW_ROWS or b.shape[-1] < NARROW_COLUMNS else 512
-    length = a.shape[-1]
-    if length <= chunk:
+    if a.shape[-1] <= chunk:
         return a @ b
-    chunks = [slice(start, start + chunk) for start in range(0, length, chunk)]
-    return torch.stack([a[..., part] @ b[..., part, :] for part in chunks]).sum(dim=0)
+    return torch.stack([x @ y for x, y in zip(a.split(chunk, -1), b.split(chunk, -2), strict=True)]).sum(dim=0)

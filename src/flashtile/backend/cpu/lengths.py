@@ -10,7 +10,7 @@ from ...call.call import Call
 from .kernels.tiles import SEQUENCE_FIELDS, UNLIMITED
 from .workspace import BLOCK_N
 
-WORK_PER_THREAD = 2**21  # multiply-adds; about 30 microseconds, many times the cost of waking a thread
+WORK_PER_THREAD = 2**18  # multiply-adds; 5 to 20 microseconds, several times the cost of waking a thread
 
 
 class Lengths(NamedTuple):

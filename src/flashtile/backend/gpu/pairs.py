@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, Tensors
+from ..scalars import rows_last
 from .pointers import Described
 from .replay import Recorder
 
@@ -23,13 +24,8 @@ def with_contiguous_keys(recorder: Recorder, call: Call) -> Call:
     t = call.tensors
     if not has_pairs(t):
         return call
-    bias, mask = (None if x is None else recorder.op(contiguous_keys, x) for x in (t.bias, t.mask))
+    bias, mask = (None if x is None else recorder.op(rows_last, x) for x in (t.bias, t.mask))
     return call._replace(tensors=t._replace(bias=bias, mask=mask))
-
-
-def contiguous_keys(x: Tensor) -> Tensor:
-    """The tensor itself, or a copy if its keys are not contiguous."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def pair_pointers(t: Tensors) -> dict[str, Tensor | Described | None]:
@@ -49,13 +45,18 @@ def pair_align(t: Tensors) -> int:
     return ALIGN
 
 
-def pair_scalars(t: Tensors) -> dict[str, Any]:
-    """Strides in units of `pair_align`, and the rows of tensors that are not broadcast over them."""
+def row_align(t: Tensors) -> int:
+    """As `pair_align`, but 1 of tensors that are broadcast over rows, so that one kernel serves all numbers of keys."""
+    return pair_align(t) if any(x is not None and x.shape[2] > 1 for x in (t.bias, t.mask)) else 1
+
+
+def pair_scalars(t: Tensors, unit: int) -> dict[str, Any]:
+    """Strides in a unit, this unit, and the rows of tensors that are not broadcast over them."""
     if not has_pairs(t):
         return ABSENT
-    unit = pair_align(t)
     rows = next((x.shape[2] for x in (t.bias, t.mask) if x is not None and x.shape[2] > 1), 1)
-    return {**pair_strides("bias", t.bias, unit), **pair_strides("mask", t.mask, unit), "pair_rows": rows}
+    strides = pair_strides("bias", t.bias, unit) | pair_strides("mask", t.mask, unit)
+    return {**strides, "pair_rows": rows, "pair_align": unit}
 
 
 def pair_strides(name: str, x: Tensor | None, unit: int) -> dict[str, Any]:
@@ -70,4 +71,4 @@ def pair_strides(name: str, x: Tensor | None, unit: int) -> dict[str, Any]:
     return found
 
 
-ABSENT = {**pair_strides("bias", None, 1), **pair_strides("mask", None, 1), "pair_rows": 1}
+ABSENT = {**pair_strides("bias", None, 1), **pair_strides("mask", None, 1), "pair_rows": 1, "pair_align": 1}

@@ -11,6 +11,7 @@ from ...call.call import Call, Needs, Tensors, new_rows
 from ...call.device import describe_device
 from ..epilogue import RowStats, requested_from_rows
 from ..gpu.kernel import Kernel
+from ..gpu.pairs import with_contiguous_keys
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder
 from ..scalars import (
@@ -59,7 +60,7 @@ class BackwardLaunches:
         self, recorder: Recorder, config: FusedBackwardConfig | DkdvConfig, call: Call, t: Tensors, dout: Tensor
     ):
         self.recorder, self.config, self.tensors, self.dout = recorder, config, t, dout
-        self.call = call._replace(tensors=t)
+        self.call = with_contiguous_keys(recorder, call._replace(tensors=t))
         self.q, self.k, self.v = (recorder.op(rows_last, x) for x in t[:3])
         self.head_terms = {symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()}
         self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = (

@@ -11,6 +11,7 @@ from ...call.device import describe_device
 from ...call.plan import Plan
 from ..gpu import replay
 from ..gpu.kernel import Kernel
+from ..gpu.pairs import with_contiguous_keys
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
@@ -69,7 +70,7 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
         "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
         "seqused_k": recorder.contiguous(t.seqused_k),
     }
-    call = call._replace(tensors=t)
+    call = with_contiguous_keys(recorder, call._replace(tensors=t))
     whole = config.splits == 1
     lists, scalars = row_lists(recorder, call, config.block_m, config.block_n) if whole else ({"lists": None}, NO_LISTS)
     programs, others = launch_scalars(call, config)

@@ -16,7 +16,7 @@ from ...expression.program import REAL, Instruction, Program
 from ...expression.scaling import is_homogeneous
 from ..gpu.captured import captured_pointers, captured_scalars, needs_wide_offsets
 from ..gpu.generated import defined
-from ..gpu.pairs import has_pairs, pair_align, pair_pointers, pair_scalars, with_contiguous_keys
+from ..gpu.pairs import pair_pointers, pair_scalars, row_align
 from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
 from ..gpu.staged import staged_source
@@ -134,23 +134,21 @@ def launch(
     partial: bool = False,
 ) -> None:  # fmt: skip
     """Launch a kernel for a call, with the device functions of its score_mod and mask; `partial`: also of a derivative.
-    `call.tensors` belong to the recorder.
+    `call.tensors` belong to the recorder; keys of its bias and mask are contiguous (`gpu.pairs`).
     """
     tensors = call.tensors.score_mod_tensors
-    call = with_contiguous_keys(recorder, call)
-    pointers, scalars = {**pointers, **pair_pointers(call.tensors)}, {**scalars, **pair_scalars(call.tensors)}
-    if has_pairs(call.tensors):
-        scalars["CONFIG"] = replace(scalars["CONFIG"], pair_align=pair_align(call.tensors))
+    pairs = {**pair_scalars(call.tensors, row_align(call.tensors))}
+    if (align := pairs.pop("pair_align")) > 1:
+        scalars = {**scalars, "CONFIG": replace(scalars["CONFIG"], pair_align=align)}
+    pointers, scalars = {**pointers, **pair_pointers(call.tensors)}, {**scalars, **pairs}
     formula, mask = formulas_of(call)
     if formula is None:
-        scalars = {**scalars, "inputs": None}
-    else:
-        wide = any(needs_wide_offsets(x) for x in tensors)
-        contiguous = tuple(x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] <= 1) for x in tensors)
-        functions = score_mod_functions(formula, mask, partial=partial, wide=wide, contiguous=contiguous)
-        launch_with(recorder, call, kernel, pointers, programs, scalars, functions)
+        recorder.launch(kernel, pointers, programs, {**scalars, "inputs": None})
         return
-    recorder.launch(kernel, pointers, programs, scalars)
+    wide = any(needs_wide_offsets(x) for x in tensors)
+    contiguous = tuple(x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] <= 1) for x in tensors)
+    functions = score_mod_functions(formula, mask, partial=partial, wide=wide, contiguous=contiguous)
+    launch_with(recorder, call, kernel, pointers, programs, scalars, functions)
 
 
 def launch_with(

@@ -10,6 +10,7 @@ from ...call.call import Needs
 from ...call.device import Device
 from ...call.problem import Problem, too_long
 from ...expression import Formula
+from ..gpu.archive import compiler_version
 from ..gpu.decoding import is_decoding
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
@@ -29,7 +30,8 @@ LISTED = 128  # head dimension up to which backward visits lists of blocks
 # as much (docs/journal/2026-11-23-score-functions.md).
 LONG_MASK_PAIRS = 8192**2
 CAPS = {"tanh", "sigmoid"}  # operations of an exponential and a division
-OLDEST, NEWEST = (3, 6), (3, 9)  # known versions of Triton; Gluon is experimental and changes between them
+OLDEST = (3, 6)  # version of Triton; Gluon is experimental and changes between them
+NEWEST = {2: (3, 9), 3: (3, 7)}  # whose kernels passed the tests on a GPU, by warpgroups
 
 
 def unsupported() -> str | None:
@@ -59,13 +61,17 @@ class KernelClass(NamedTuple):
 
 
 def unknown_kernels(problem: Problem, device: Device, needs: Needs | None) -> KernelClass | None:
-    """The kernels of a pass, where the installed Triton is newer than the known ones and they need a self-check."""
+    """The kernels of a pass that need a self-check: the installed Triton is newer than those known for them."""
     version = triton_version()
-    if version is None or version <= NEWEST:
+    if version is None or version <= min(NEWEST.values()):
         return None
     backward, packed = needs is not None, problem.layout == "varlen"
-    num_warpgroups = tile(problem, device).forward.num_warpgroups
-    return KernelClass(backward, problem.head_dim, problem.head_dim_v, packed, 2 if backward else num_warpgroups)
+    num_warpgroups = 2 if backward else tile(problem, device).forward.num_warpgroups
+    if num_warpgroups == 3:  # an archive has all of these
+        version = compiler_version(device.arch) or version
+    if version <= NEWEST[num_warpgroups]:
+        return None
+    return KernelClass(backward, problem.head_dim, problem.head_dim_v, packed, num_warpgroups)
 
 
 @functools.cache

@@ -4,6 +4,8 @@ The outer loop is over blocks of query rows, the inner one over key blocks, with
 one tile are in memory.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -44,16 +46,17 @@ def forward_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows:
     q, k, v = slab.query_rows(tensors.q), slab.key_rows(tensors.k), slab.key_rows(tensors.v)
     q_i = fold_groups(q.load(rows).to(dtype) * call.settings.scale, groups)  # [B, Hkv, G * M, D]
     leading = (q_i.shape[0], slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, Hq, M
-    state = softmax.initial_state(scores.sinks, leading, tensors.v.shape[-1], like=q_i)
+    empty = partial(softmax.initial_state, shape=leading, head_dim_v=tensors.v.shape[-1], like=q_i)
+    state = None if scores.sinks is None else empty(scores.sinks)  # of the tiles since the last carry
     subtrees: list[RowState] = []  # states of 2**n * TILES_PER_CARRY tiles, largest first: a pairwise sum
     for n, tile in enumerate(tiles(slab, call.settings, scores, rows, shape)):
-        if n % TILES_PER_CARRY == 0 and n > 0:
-            subtrees = push_state(subtrees, state, n // TILES_PER_CARRY)
-            state = softmax.initial_state(None, leading, tensors.v.shape[-1], like=q_i)
+        if n % TILES_PER_CARRY == 0 and state is not None and n > 0:
+            subtrees, state = push_state(subtrees, state, n // TILES_PER_CARRY), None
         k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
         exist = q.exists(rows), k.exists(tile.keys)
         # No name for the scores: it would keep a tile's while the next one's are computed.
         state = update(state, tile_scores(scores, tile, q_i, k_j, exist), v_j, scores.keep(tile), groups)
+    state = empty(None) if state is None else state
     while subtrees:
         state = softmax.join(subtrees.pop(), state)
     out, lse = softmax.finalize(state)
@@ -104,13 +107,19 @@ def push_state(subtrees: list[RowState], state: RowState, count: int) -> list[Ro
     return [*subtrees, state]
 
 
-def update(state: RowState, s: Tensor, v: Tensor, keep: Tensor | None, num_groups: int) -> RowState:
-    """The online-softmax update with one tile of final scores. Dropout applies to `p` in `acc`, not in `l`."""
-    m = torch.maximum(state.m, s.detach().amax(dim=-1, keepdim=True))  # [B, Hq, M, 1]
-    alpha = softmax.rescale(state.m, m)
+def update(state: RowState | None, s: Tensor, v: Tensor, keep: Tensor | None, num_groups: int) -> RowState:
+    """The online-softmax update with one tile of final scores; `None` is the state before the first key. Dropout
+    applies to `p` in `acc`, not in `l`.
+    """
+    m = s.detach().amax(dim=-1, keepdim=True)  # [B, Hq, M, 1]
+    if state is not None:
+        m = torch.maximum(state.m, m)
     p = torch.exp(s - softmax.finite_or_zero(m))  # [B, Hq, M, N]
-    l = state.l * alpha + p.sum(dim=-1, keepdim=True)  # noqa: E741
+    l = p.sum(dim=-1, keepdim=True)  # noqa: E741
     if keep is not None:
         p = p * keep
     pv = unfold_groups(chunked_matmul(fold_groups(p, num_groups), v), num_groups)  # [B, Hq, M, Dv]
-    return RowState(m, l, state.acc * alpha + pv)
+    if state is None:
+        return RowState(m, l, pv)
+    alpha = softmax.rescale(state.m, m)
+    return RowState(m, state.l * alpha + l, state.acc * alpha + pv)

@@ -22,10 +22,12 @@ def row_blocks(slab: Slab, shape: TileShape) -> Iterator[slice]:
 def tiles(slab: Slab, settings: Settings, scores: Scores, rows: slice, shape: TileShape) -> Iterator[Tile]:
     """The tiles of one row block that may have a visible pair."""
     visible = key_range_of(slab, settings, rows)
+    if visible.lo == visible.hi:
+        return
     first = visible.lo - visible.lo % shape.block_n
     states = mask_states(scores, shape)
     for start in range(first, visible.hi, shape.block_n):
-        keys = slice(start, min(start + shape.block_n, slab.seqlen_k))
+        keys = slice(max(start, visible.lo), min(start + shape.block_n, visible.hi))
         state = PARTIAL if states is None else states[rows.start // shape.block_m][start // shape.block_n]
         full = visible.full_lo <= keys.start and keys.stop <= visible.full_hi
         tile = Tile(rows, keys, full, unmasked=state == FULL)

@@ -36,6 +36,13 @@ def tile(problem: Problem, device: Device) -> "TileShape":
     return TileShape(block_m, block_n, heads_kv, batch)
 
 
+def row_block_scores(device_type: str) -> int:
+    """Scores of one row block over all its keys, heads and sequences where `transforms` differentiates. A block takes
+    the host milliseconds, in which a GPU computes more scores than a CPU.
+    """
+    return TILE_SCORES if device_type == "cpu" else TILE_SCORES * 16
+
+
 def num_splits(problem: Problem, device: Device) -> int:
     """Keys are never split."""
     return 1

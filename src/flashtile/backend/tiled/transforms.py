@@ -6,25 +6,25 @@ transform. Forward mode propagates tangents through the online softmax; reverse 
 memory is O(S) for derivatives of every order.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ... import private_torch
-from ...call.call import DESCRIBED, Call, Tensors
+from ...call.call import Call, Tensors
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
 from ..blockwise.lse_shape import rows_to_lse
-from ..blockwise.scores import Scores, slab_part
-from ..blockwise.tiles import GatheredRows, Side, Slab, TileShape, num_heads_kv, slabs
+from ..blockwise.scores import Scores
+from ..blockwise.tiles import GatheredRows, Side, Slab, TileShape
 from .forward import forward_rows
-from .loop import row_blocks
+from .parts import RowBlock, row_blocks_of_slabs, shape_of_row_blocks
 
 Function = Callable[..., tuple[Tensor, ...]]
 F = TypeVar("F", bound=Callable[..., Any])
-ROW_BLOCK_SCORES = 2**21  # of one head; 8 MiB in fp32
 
 
 def untraced(function: F) -> F:
@@ -34,18 +34,23 @@ def untraced(function: F) -> F:
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
-class ZeroResults(NamedTuple):
-    """Replace results that are not read by zeros.
-
-    Derivatives of attention's gradients depend neither on attention's results nor on the values of the gradients.
-    Autograd needs nodes for them, but computing them would take a third of the time.
+@dataclass(frozen=True)  # not a tuple, which vmap takes for several inputs
+class Unread:
+    """Results that are not read, so that zeros stand for them. Autograd needs nodes for them, but second derivatives of
+    attention depend neither on its results nor on the values of its tangents and gradients.
     """
 
-    like: tuple[tuple[torch.Size, torch.dtype], ...]
-    gradients_too: bool  # gradients and tangents of these results are not read either, only their derivatives
+    results: tuple[tuple[torch.Size, torch.dtype], ...]
+    orders: int  # 1: the results alone are not read; 2: nor their first derivatives
 
     def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.like)
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.results)
+
+    def of_derivative(self, like: Sequence[Tensor] | None = None) -> "Unread | None":
+        """The same for a derivative, whose results have the shapes of `like`, or of the results."""
+        if self.orders == 1:
+            return None
+        return Unread(self.results if like is None else tuple((x.shape, x.dtype) for x in like), self.orders - 1)
 
 
 class Recompute(torch.autograd.Function):
@@ -59,15 +64,15 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    def forward(fn: Function, zero_results: ZeroResults | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        if zero_results is not None:
+    def forward(fn: Function, unread: Unread | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        if unread is not None:
             assert inputs[0] is not None
-            return zero_results.zeros(inputs[0].device)
+            return unread.zeros(inputs[0].device)
         return fn(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.fn, ctx.zero_results, *tensors = inputs
+        ctx.fn, ctx.unread, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
@@ -76,11 +81,9 @@ class Recompute(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         required = [n for n, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        zero_results = None
-        if ctx.zero_results is not None and ctx.zero_results.gradients_too:
-            zero_results = ZeroResults(tuple((inputs[n].shape, inputs[n].dtype) for n in required), gradients_too=False)
+        unread = ctx.unread and ctx.unread.of_derivative([inputs[n] for n in required])
         gradients: list[Tensor | None] = [None] * len(inputs)
-        grads = Recompute.apply(pullback(ctx.fn, len(inputs), required), zero_results, *inputs, *cotangents)
+        grads = Recompute.apply(pullback(ctx.fn, len(inputs), required), unread, *inputs, *cotangents)
         for n, gradient in zip(required, grads, strict=True):  # type: ignore[arg-type]
             gradients[n] = gradient
         return None, None, *gradients
@@ -91,9 +94,9 @@ class Recompute(torch.autograd.Function):
         inputs = ctx.saved_tensors
         with_tangent = [n for n, tangent in enumerate(tangents) if tangent is not None]
         moving_tangents = [tangents[n] for n in with_tangent]
-        zero_results = ctx.zero_results if ctx.zero_results is not None and ctx.zero_results.gradients_too else None
+        unread = ctx.unread and ctx.unread.of_derivative()
         fn = pushforward(ctx.fn, len(inputs), with_tangent)
-        return Recompute.apply(fn, zero_results, *inputs, *moving_tangents)  # type: ignore[return-value]
+        return Recompute.apply(fn, unread, *inputs, *moving_tangents)  # type: ignore[return-value]
 
 
 def partial_of(fn: Function, inputs: Sequence[Tensor | None], chosen: Sequence[int]) -> Function:
@@ -143,79 +146,48 @@ def in_plain_dual_level() -> bool:
 
 
 @untraced
-def attend(plan: Plan, call: Call, *, second_derivatives_only: bool = False) -> tuple[Tensor, Tensor]:
+def attend(plan: Plan, call: Call, orders_unread: int) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a call, in the shapes of the operators, differentiable by every transform.
 
-    With `second_derivatives_only`, neither they nor their first derivatives are read, only derivatives of gradients.
+    With 1 as `orders_unread` they are not read themselves, with 2 neither are their first derivatives.
     """
     tensors = call.tensors
     dtype = accumulation_dtype(tensors.q.dtype)
     queries, keys = Side(call, keys=False), Side(call, keys=True)
-    shape = smaller_tiles(plan.tile, keys.max_length, tensors.q.shape[1] // num_heads_kv(call))
-    zero_results = second_derivatives_only
+    shape = shape_of_row_blocks(plan.tile, call, queries, keys)
     parts = [
-        (slab, checkpoint_slab(call, slab, shape, dtype, zero_results)) for slab in slabs(call, queries, keys, shape)
+        (slab, attend_blocks(blocks, shape, dtype, orders_unread))
+        for slab, blocks in row_blocks_of_slabs(call, queries, keys, shape)
     ]
     out = assemble([(slab, out) for slab, (out, _) in parts], queries, tensors, tensors.v.shape[-1], 0.0, dtype)
     lse = assemble([(slab, lse) for slab, (_, lse) in parts], queries, tensors, 1, -torch.inf, dtype)
     return out.to(tensors.q.dtype), rows_to_lse(call, lse)
 
 
-def smaller_tiles(shape: TileShape, seqlen_k: int, num_groups: int) -> TileShape:
-    """Tiles of one head, with few enough rows that all their scores `[M, Sk]` fit into a budget: second derivatives
-    hold about a dozen tensors of that size.
-    """
-    rows = ROW_BLOCK_SCORES // max(seqlen_k * num_groups, 1)
-    block_n = min(4 * shape.block_n, max(seqlen_k, 1))  # with few rows, longer tiles cost little memory
-    return shape._replace(block_m=max(min(shape.block_m, rows), 1), block_n=block_n, heads_kv=1, batch=1)
-
-
-def call_of_slab(call: Call, slab: Slab) -> tuple[Call, Slab]:
-    """The part of a dense call that a slab covers, as a call of its own, so that gradients have the part's size."""
-    t, s = call.tensors, call.settings
-
-    def part(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        return x[slab.heads_q] if x.dim() == 1 else slab_part(x, slab)
-
-    tensors = t._replace(
-        q=t.q[slab.batch, slab.heads_q],
-        k=t.k[slab.batch, slab.heads_kv],
-        v=t.v[slab.batch, slab.heads_kv],
-        **{name: part(getattr(t, name)) for name in DESCRIBED},
-    )
-    first_b, first_h = s.b0 + slab.batch.start, s.h0 + slab.heads_q.start
-    inner = Call(tensors, s._replace(b0=first_b, h0=first_h, num_heads=call.num_heads))
-    slabs_of_inner = slabs(
-        inner, Side(inner, keys=False), Side(inner, keys=True), TileShape(1, 1, slab.num_heads_kv, slab.num_sequences)
-    )
-    return inner, next(slabs_of_inner)
-
-
-def checkpoint_slab(
-    call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, second_derivatives_only: bool
+def attend_blocks(
+    blocks: Iterable[RowBlock], shape: TileShape, dtype: torch.dtype, orders_unread: int
 ) -> tuple[Tensor, Tensor]:
     """`out [B, H, Sq, Dv]` and `lse [B, H, Sq, 1]` of a slab."""
-    if call.layout == "dense":
-        call, slab = call_of_slab(call, slab)
-    empty = call.tensors.q.new_empty((slab.num_sequences, slab.num_heads_kv * slab.num_groups, 0, 1), dtype=dtype)
-    blocks = [(empty.expand(-1, -1, -1, call.tensors.v.shape[-1]), empty)]
-    for rows in row_blocks(slab, shape):
-
-        def block(*flat: Tensor | None, rows: slice = rows) -> tuple[Tensor, Tensor]:
-            part = call._replace(tensors=Tensors.from_flat(flat))
-            bound = slab.bound_to(part)  # do not capture tensors of another transform's level
-            return forward_rows(part, bound, shape, Scores(part, bound, dtype), rows)
-
-        zero_results = None
-        if second_derivatives_only:
-            leading = (*empty.shape[:2], rows.stop - rows.start)  # B, H, M
-            widths = (call.tensors.v.shape[-1], 1)
-            zero_results = ZeroResults(tuple((torch.Size((*leading, n)), dtype) for n in widths), gradients_too=True)
-        blocks.append(Recompute.apply(block, zero_results, *call.tensors.flat()))  # type: ignore[arg-type]
-    out, lse = zip(*blocks, strict=True)
+    results = [attend_block(block, shape, dtype, orders_unread) for block in blocks]
+    if len(results) == 1:
+        return results[0]
+    out, lse = zip(*results, strict=True)
     return torch.cat(out, dim=2), torch.cat(lse, dim=2)
+
+
+def attend_block(block: RowBlock, shape: TileShape, dtype: torch.dtype, orders_unread: int) -> tuple[Tensor, Tensor]:
+    """`out [B, H, M, Dv]` and `lse [B, H, M, 1]` of a row block."""
+    call, slab, rows = block
+
+    def forward(*flat: Tensor | None) -> tuple[Tensor, Tensor]:
+        part = call._replace(tensors=Tensors.from_flat(flat))
+        bound = slab.bound_to(part)  # do not capture tensors of another transform's level
+        return forward_rows(part, bound, shape, Scores(part, bound, dtype), rows)
+
+    leading = (slab.num_sequences, slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, H, M
+    widths = (call.tensors.v.shape[-1], 1)
+    unread = Unread(tuple((torch.Size((*leading, n)), dtype) for n in widths), orders_unread)
+    return Recompute.apply(forward, unread, *call.tensors.flat())  # type: ignore[return-value]
 
 
 def assemble(

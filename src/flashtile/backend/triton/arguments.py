@@ -166,8 +166,7 @@ def feature_scalars(call: Call) -> dict[str, Any]:
     t, s = call.tensors, call.settings
     limit = threshold(s.dropout_p) if s.dropout_p > 0 else None
     return {
-        **pair_scalars(t),
-        "pair_align": pair_align(t),
+        **pair_scalars(t, pair_align(t)),
         **score_units(call),
         **window_numbers(call),
         "attention_chunk": None if s.attention_chunk is None else min(s.attention_chunk, LONGEST),

@@ -121,8 +121,8 @@ def by_pattern(
 
 
 def as_function(mask: TileMask, query: Tensor) -> Tensor | MaskMod:
-    """The mask as a MaskMod; dense for one query, in a trace, for another batch or device, and if it has no formula."""
-    if torch.compiler.is_compiling() or query.shape[2] == 1 or query.shape[0] != mask.shape[0]:
+    """The mask as a MaskMod; dense for one query, for another batch or device, and if it has no formula."""
+    if query.shape[2] == 1 or query.shape[0] != mask.shape[0]:
         return mask.dense()
     mod = mask.mod()
     elsewhere = mod is None or any(x.device != query.device for x in mod.tensors)

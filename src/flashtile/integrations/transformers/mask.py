@@ -165,4 +165,7 @@ def tile_mask(
     shape = (batch_size, 1, q_length, kv_length)
     known = None if pattern is None else pattern._replace(padding=padding)
     mask = TileMask(shape, place, known, start, kv_offset, make, make_mod)
-    return mask.dense() if known is None and mask.mod() is None else mask
+    if known is None or known.chunk is not None or known.packed is not None:
+        mod = mask.mod()  # now, since compiled layers that use it cannot trace it
+        return mask.dense() if known is None and mod is None else mask
+    return mask

@@ -46,14 +46,15 @@ class Touched:
 
     def __init__(self, code: Code, task: Task):
         self.code, self.task = code, task
-        self.lo, self.hi = code.variable(task.last_key + 1), code.variable(task.first_key)
+        self.end = code.maximum(task.last_key + 1, task.first_key)  # a last split may be empty
+        self.lo, self.hi = code.variable(self.end), code.variable(task.first_key)
 
     def add(self, first: Value, last: Value) -> None:
         self.lo.set(self.code.minimum(self.lo.get(), first))
         self.hi.set(self.code.maximum(self.hi.get(), last))
 
     def clear(self) -> None:
-        self.lo.set(self.task.last_key + 1)
+        self.lo.set(self.end)
         self.hi.set(self.task.first_key)
 
 

@@ -228,8 +228,8 @@ def pair_block(params, wg_tile, block, CONFIG: gl.constexpr):
 
 @gluon.jit
 def block_keys(context, tile, block, CONFIG: gl.constexpr):
-    """What a score_mod needs of a block's keys: their elements, or with lists and a mask function alone the keys, of
-    which partly visible blocks load the elements.
+    """Elements of a block's keys for a score_mod; with lists and a mask function alone the keys themselves, whose
+    elements are loaded in partly visible blocks.
     """
     BLOCK_N: gl.constexpr = CONFIG.block_n
     SCORE_MOD: gl.constexpr = CONFIG.score_mod

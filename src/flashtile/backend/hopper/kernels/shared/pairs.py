@@ -46,41 +46,38 @@ class PairBlock(NamedTuple):
 @gluon.jit
 def add_bias(t, pairs, block, ALIGN: gl.constexpr):
     """The scores with their bias."""
-    x = pairs.bias
-    if x.data is None:
-        return t
-    else:
-        pointers = pointers_of(x, pairs.rows, block, ALIGN)
-        if x.stride_n is None:
-            t = t + gl.load(pointers).to(gl.float32)
-        elif ALIGN > 1 and x.stride_m is not None and block.keys.shape[0] == 1:
-            if block.stop <= block.seqlen_k:
-                t = add_adjacent(t, pointers)
-            else:
-                t = t + load_existing(pointers, block).to(gl.float32)
-        else:
-            t = t + load_existing(pointers, block).to(gl.float32)
-        return t
+    return with_values(t, pairs.bias, pairs.rows, block, False, ALIGN)
 
 
 @gluon.jit
 def hide(t, pairs, block, ALIGN: gl.constexpr):
     """The scores of visible pairs, -inf of hidden ones."""
-    x = pairs.mask
+    return with_values(t, pairs.mask, pairs.rows, block, True, ALIGN)
+
+
+@gluon.jit
+def with_values(t, x, num_rows, block, HIDES: gl.constexpr, ALIGN: gl.constexpr):
+    """Scores with the elements of a bias, or (HIDES) of a mask."""
     if x.data is None:
         return t
     else:
-        pointers = pointers_of(x, pairs.rows, block, ALIGN)
+        pointers = pointers_of(x, num_rows, block, ALIGN)
         if x.stride_n is None:
-            t = gl.where(gl.load(pointers) != 0, t, -INFINITY)
+            t = with_loaded(t, gl.load(pointers), HIDES)
         elif ALIGN > 1 and x.stride_m is not None and block.keys.shape[0] == 1:
             if block.stop <= block.seqlen_k:
-                t = hide_adjacent(t, pointers)
+                t = hide_adjacent(t, pointers) if HIDES else add_adjacent(t, pointers)
             else:
-                t = gl.where(load_existing(pointers, block) != 0, t, -INFINITY)
+                t = with_loaded(t, load_existing(pointers, block), HIDES)
         else:
-            t = gl.where(load_existing(pointers, block) != 0, t, -INFINITY)
+            t = with_loaded(t, load_existing(pointers, block), HIDES)
         return t
+
+
+@gluon.jit
+def with_loaded(t, values, HIDES: gl.constexpr):
+    """Scores with elements that have been loaded."""
+    return gl.where(values != 0, t, -INFINITY) if HIDES else t + values.to(gl.float32)
 
 
 @gluon.jit

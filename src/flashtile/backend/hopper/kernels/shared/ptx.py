@@ -51,10 +51,10 @@ def opaque(n):
 
 @gluon.jit
 def opaque_real(x, BRANCH: gl.constexpr):
-    """Hide x from the optimizer. Of three branches, each has other constraints, or LLVM would compute before the
-    branches what all have in common.
+    """Hide x from the optimizer. Alternative branches, 0, 1 and 2 or 0 and 3, have different constraints, or LLVM would
+    compute before them what they have in common.
     """
-    constraints: gl.constexpr = ("=f,f", "=f,0", "=&f,f", "=f,0")[BRANCH]  # branch 3 is beside branch 0 alone
+    constraints: gl.constexpr = ("=f,f", "=f,0", "=&f,f", "=f,0")[BRANCH]
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", constraints, [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
