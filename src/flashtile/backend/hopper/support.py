@@ -10,7 +10,6 @@ from ...call.call import Needs
 from ...call.device import Device
 from ...call.problem import Problem, too_long
 from ...expression import Formula
-from ..gpu.archive import compiler_version
 from ..gpu.decoding import is_decoding
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
@@ -31,7 +30,7 @@ LISTED = 128  # head dimension up to which backward visits lists of blocks
 LONG_MASK_PAIRS = 8192**2
 CAPS = {"tanh", "sigmoid"}  # operations of an exponential and a division
 OLDEST = (3, 6)  # version of Triton; Gluon is experimental and changes between them
-NEWEST = {2: (3, 9), 3: (3, 7)}  # whose kernels passed the tests on a GPU, by warpgroups
+NEWEST = (3, 9)  # version of Triton whose kernels passed the tests on a GPU
 
 
 def unsupported() -> str | None:
@@ -63,14 +62,10 @@ class KernelClass(NamedTuple):
 def unknown_kernels(problem: Problem, device: Device, needs: Needs | None) -> KernelClass | None:
     """The kernels of a pass that need a self-check: the installed Triton is newer than those known for them."""
     version = triton_version()
-    if version is None or version <= min(NEWEST.values()):
+    if version is None or version <= NEWEST:
         return None
     backward, packed = needs is not None, problem.layout == "varlen"
     num_warpgroups = 2 if backward else tile(problem, device).forward.num_warpgroups
-    if num_warpgroups == 3:  # an archive has all of these
-        version = compiler_version(device.arch) or version
-    if version <= NEWEST[num_warpgroups]:
-        return None
     return KernelClass(backward, problem.head_dim, problem.head_dim_v, packed, num_warpgroups)
 
 
