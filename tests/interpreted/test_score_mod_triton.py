@@ -18,7 +18,7 @@ from flashtile.backend.gpu import replay
 from flashtile.backend.gpu.captured import captured_pointers, captured_scalars
 from flashtile.backend.gpu.formula import loads
 from flashtile.backend.triton.formulas import device_function
-from flashtile.backend.triton.host_backward import new_sums, rounded_sums
+from flashtile.backend.triton.gradients import new_sums, rounded_sums
 from flashtile.backend.triton.kernels import exact_sum
 from flashtile.backend.triton.kernels.kernel import Captured, Pointer, kernel, with_captured
 from flashtile.dispatch import fast_path

@@ -45,7 +45,13 @@ BUGS = (
     Bug("rows not in use computed", "sequences.work_tile", "seqused is not None", "False", "rows"),
     Bug("last block forgotten", "masking.to_blocks", "tl.cdiv(hi - origin, BLOCK)", "(hi - origin) // BLOCK", "causal"),
     Bug("mask ignored", "masking.mask_fill", "params.scores.mask.data is not None", "False", "mask"),
-    Bug("mask function ignored", "dkdv.inner_loop", "params.scores.mask_mod is not None", "False", "mask function"),
+    Bug(
+        "mask function ignored",
+        "score_gradient.transposed_gradient",
+        "params.scores.mask_mod is not None",
+        "False",
+        "mask function",
+    ),
     Bug("mask function of the first head", "scores.visible_by_function", "info.head +", "", "mask function"),
     Bug("heads interleaved", "dkdv.dkdv_kernel", "head * group + g", "head + g * lengths.num_heads_k", "causal"),
     Bug("splits without weights", "combine.combine_splits", "tl.exp2((x - m) * LOG2E)", "1.0", "splits"),
@@ -58,7 +64,7 @@ BUGS = (
     Bug("compensation dropped", "products.add_scaled", "tl.fma(x.compensation, -alpha, part)", "part", "long"),
     Bug("scale missing in dq", "dq.dq_kernel", "scaled(dq_i, scale, D)", "scaled(dq_i, 1.0, D)", "causal"),
     Bug("delta added", "score_gradient.score_gradient", "(dp - delta_i)", "(dp + delta_i)", "causal"),
-    Bug("delta without dlse", "preprocess.preprocess_kernel", "dlse.data is not None", "False", "causal"),
+    Bug("delta without dlse", "preprocess.row_statistics", "dlse.data is not None", "False", "causal"),
     Bug("softcap without derivative", "scores.backward", "params.scores.softcap is not None", "False", "softcap"),
     Bug("dslopes with the wrong sign", "dq.inner_loop", "-dslope, CONFIG", "dslope, CONFIG", "slopes"),
     Bug(

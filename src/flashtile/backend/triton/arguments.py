@@ -115,15 +115,17 @@ def dbias_scalars(call: Call, bias: Tensor, config: KernelConfig) -> dict[str, i
         "splits": splits,
         **{f"tiles_{dim}": n for dim, n in zip("hmn", own[1:], strict=True)},
         **{f"shared_{dim}": n for dim, n in zip("bhmn", shared, strict=True)},
-        "bias_rows": bias.shape[2],
-        "bias_keys": bias.shape[3],
     }
 
 
-def dbias_strides(x: Tensor) -> dict[str, Any]:
+def dbias_strides(x: Tensor | None) -> dict[str, Any]:
     """Strides of contiguous `[splits, B, H, Sq, Sk]`, and their unit; a broadcast row or column has none."""
+    if x is None:
+        names = [f"stride_dbias_{dim}" for dim in ("split", *"bhmn")]
+        return {**dict.fromkeys(names), "bias_rows": None, "bias_keys": None, "dbias_align": 1}
     unit = ALIGN if x.shape[-1] % ALIGN == 0 else 1
     found: dict[str, Any] = {"dbias_align": unit, "stride_dbias_split": x.stride(0) // unit}
+    found |= {"bias_rows": x.shape[3], "bias_keys": x.shape[4]}
     for dim, n, stride in zip("bhmn", x.shape[1:], x.stride()[1:], strict=True):
         found[f"stride_dbias_{dim}"] = stride // (1 if dim == "n" else unit) if n > 1 or dim in "bh" else None
     return found

@@ -31,12 +31,15 @@ class KernelConfig(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile."""
+    """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
+    `short` is one tile for all scores of a head, where they are few.
+    """
 
     forward: KernelConfig
     dkdv: KernelConfig
     dq: KernelConfig
     pack_gqa: int = 1
+    short: KernelConfig | None = None
 
 
 class WidthConfigs(NamedTuple):
@@ -103,10 +106,29 @@ KEYS_TIMES_WIDTH = 8192  # of a tile that decodes
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
 SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
 MIN_SPLIT_KEYS = 64  # of one split of a row
+SHORT_PAIRS, INTERPRETER_PAIRS = 64 * 128, 16 * 16  # of a tile that is a whole sequence in backward
 SHORT = 64  # rows and keys of a sequence that is one small tile
 
 
 def tile(problem: Problem, device: Device) -> TileConfig:
+    return pass_tiles(problem, device)._replace(short=short_tile(problem, device))
+
+
+def short_tile(problem: Problem, device: Device) -> KernelConfig | None:
+    """One tile for all rows and keys of a sequence; `None` for more pairs than registers hold."""
+    p = problem
+    block_m, block_n = (max(16, power_of_two(n)) for n in (p.seqlen_q, p.seqlen_k))
+    if p.layout != "dense" or p.num_heads_q != p.num_heads_kv or p.dtype is torch.float32 or misaligned(p, device):
+        return None
+    width = max(p.head_dim, p.head_dim_v)
+    most_pairs = INTERPRETER_PAIRS if device.type == "cpu" else SHORT_PAIRS
+    if block_m * block_n > most_pairs or width > (128 if has_most(p.dtype, device) else 64):
+        return None
+    return KernelConfig(block_m, block_n, 4, 1)
+
+
+def pass_tiles(problem: Problem, device: Device) -> TileConfig:
+    """The configurations of sequences of any length."""
     row = row_of(problem, device)
     if not is_decoding(problem, large_groups=has_most(problem.dtype, device)):
         if not needs_room(problem, device):

@@ -80,37 +80,29 @@ def dbias_kernel(
         k_j = load_k(kv, tile, tile.exists, CONFIG)  # [N, D]
         v_j = load_v(kv, tile, tile.exists, CONFIG)  # [N, Dv]
         bounds = key_bounds(params, row_tile.position, info.shift, kv.seqlen)
-        ds = tile_gradient(row_tile, k_j, v_j, keys, first_key, tile.exists, params, info, bounds, kv.seqlen, CONFIG)
+        ds = score_gradient(row_tile, k_j, v_j, keys, first_key, tile.exists, params, info, bounds, True, CONFIG).t
         total = add(total, tl.where(exists[:, None], ds, 0.0), CONFIG.COMPENSATED)
 
-    ALIGN: tl.constexpr = dbias.dbias_align
-    pointer = dbias.data + split * elements(dbias.stride_split, ALIGN) + own_b * elements(dbias.stride_b, ALIGN)
-    pointer += own_h * elements(dbias.stride_h, ALIGN)
     rows = own_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    keys = origin + own_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    store_bias_gradient(dbias, split, own_b, own_h, rows, origin + own_n * BLOCK_N + tl.arange(0, BLOCK_N), total.total)
+
+
+@triton.jit
+def store_bias_gradient(dbias, split, b, head, rows, keys, total):
+    """Store the sums `[M, N]` of a tile, added up where rows or keys are broadcast."""
+    ALIGN: tl.constexpr = dbias.dbias_align
+    pointer = dbias.data + split * elements(dbias.stride_split, ALIGN) + b * elements(dbias.stride_b, ALIGN)
+    pointer += head * elements(dbias.stride_h, ALIGN)
     if dbias.stride_m is None and dbias.stride_n is None:
-        tl.store(pointer, tl.sum(total.total))
+        tl.store(pointer, tl.sum(total))
     elif dbias.stride_m is None:
         exists = (keys >= 0) & (keys < dbias.bias_keys)
-        tl.store(pointer + keys, tl.sum(total.total, 0), mask=exists)
+        tl.store(pointer + keys, tl.sum(total, 0), mask=exists)
     elif dbias.stride_n is None:
-        tl.store(pointer + rows * elements(dbias.stride_m, ALIGN), tl.sum(total.total, 1), mask=rows < dbias.bias_rows)
+        tl.store(pointer + rows * elements(dbias.stride_m, ALIGN), tl.sum(total, 1), mask=rows < dbias.bias_rows)
     else:
         rows, keys = rows[:, None], keys[None, :]
         exists = (rows < dbias.bias_rows) & (keys >= 0) & (keys < dbias.bias_keys)
         if ALIGN > 1:  # where one of ALIGN keys exists, the tensor has all of them
             exists = tl.max_constancy(exists, [1, ALIGN])
-        tl.store(pointer + rows * elements(dbias.stride_m, ALIGN) + keys, total.total, mask=exists)
-
-
-@triton.jit
-def tile_gradient(row_tile, k_j, v_j, keys, first_key, exists, params, info, bounds, seqlen, CONFIG: tl.constexpr):
-    """The gradient of a tile's scores. Where all keys exist, several elements of the bias are read at once."""
-    inside = (first_key >= seqlen.begin) & (first_key + CONFIG.BLOCK_N <= seqlen.end)
-    if CONFIG.PAGE_SIZE > 0:
-        ds = score_gradient(row_tile, k_j, v_j, keys, first_key, exists, params, info, bounds, True, CONFIG).t
-    elif inside:
-        ds = score_gradient(row_tile, k_j, v_j, keys, first_key, None, params, info, bounds, True, CONFIG).t
-    else:
-        ds = score_gradient(row_tile, k_j, v_j, keys, first_key, exists, params, info, bounds, True, CONFIG).t
-    return ds
+        tl.store(pointer + rows * elements(dbias.stride_m, ALIGN) + keys, total, mask=exists)

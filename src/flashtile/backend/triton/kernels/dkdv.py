@@ -13,23 +13,14 @@ import triton.language as tl
 from . import scores
 from .kernel import Scalar, kernel
 from .keys import key_tile, key_value_head, load_k, load_v
-from .masking import Bounds, block_list, first_visit, nth_visit, num_visits, row_blocks, row_bounds, within
+from .masking import block_list, first_visit, nth_visit, num_visits, row_blocks, row_bounds
 from .parameters import KeyTensor, Params, QueryTensor, RowTensor
-from .products import add_product, inner_products, scaled, zeros
+from .products import add_product, scaled, zeros
 from .prologue import batch_index, head_info
-from .rng import block_origin, keep_mask
+from .rng import block_origin
 from .rows import Chunks, HeadRows, elements, head_pointer, load_row_stats, load_rows, row_pointers, store_rows
+from .score_gradient import KeyValueTile, transposed_gradient
 from .sequences import key_seqlen, query_seqlen, work_tile
-
-
-class KeyValueTile(NamedTuple):
-    """A block of keys and values."""
-
-    position: tl.tensor  # [N, 1]
-    k: Chunks  # [N, D]
-    v: Chunks  # [N, Dv]
-    exists: tl.tensor  # [N, 1]
-    bounds: Bounds  # rows that see each key
 
 
 class QueryHead(NamedTuple):
@@ -110,32 +101,10 @@ def inner_loop(dk_j, dv_j, blocks, listed, tile, rows, params, info, MASKED: tl.
         exists = row < rows.seqlen if MASKED else None
         q_i = load_rows(row_pointers(rows.q, start_m, BLOCK_M), exists, D)  # [M, D]
         lse_i, delta_i = load_row_stats(rows.row_stats + row, exists)  # [M]
-        kq = inner_products(tile.k, q_i, D, CONFIG)
-        s = scores.forward(kq, params, info, row[None, :], tile.position, tile.exists, CONFIG.COMPENSATED)
-        p = tl.exp2(s.t * info.factor - lse_i[None, :])  # [N, M]
-        visible = None
-        if MASKED:  # also for rows past the last one: they repeat its bias, and 0 * NaN is NaN
-            visible = within(tile.bounds, row[None, :])
-        if params.scores.mask.data is not None and (MASKED or params.lists.data is None):
-            in_mask = scores.load_mask(params, info, row[None, :], tile.position, tile.exists)
-            visible = in_mask if visible is None else visible & in_mask
-        if params.scores.mask_mod is not None and (MASKED or params.lists.data is None):
-            shown = scores.visible_by_function(params, info, row[None, :], tile.position)
-            visible = shown if visible is None else visible & shown
-        if visible is not None:
-            p = tl.where(visible, p, 0.0)
         dout_i = load_rows(row_pointers(rows.dout, start_m, BLOCK_M), exists, DV)  # [M, Dv]
-        dp = inner_products(tile.v, dout_i, DV, CONFIG)  # [N, M]
-        p_kept = p
-        if params.dropout.threshold is not None:
-            first_key = tl.min(tile.position)
-            keep = tl.trans(keep_mask(params.dropout, info.stream, row[:, None], first_key, CONFIG.BLOCK_N))
-            p_kept = tl.where(keep, p, 0.0)
-            dp = tl.where(keep, dp * params.dropout.keep_scale, 0.0)
-        dv_j = add_product(dv_j, None, p_kept, dout_i, DV, CONFIG)
-        ds = scores.backward(scores.unmodified(p * (dp - delta_i[None, :]), s, params), s, params)
-        if visible is not None:
-            ds = tl.where(visible, ds, 0.0)  # not 0 * NaN, where a row's delta is NaN
+        found = transposed_gradient(tile, q_i, dout_i, lse_i, delta_i, row, params, info, MASKED, CONFIG)
+        dv_j = add_product(dv_j, None, found.p, dout_i, DV, CONFIG)
+        ds = scores.backward(found.ds, found.score, params)
         dk_j = add_product(dk_j, None, ds, q_i, D, CONFIG)
     return dk_j, dv_j
 

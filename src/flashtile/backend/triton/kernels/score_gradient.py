@@ -1,4 +1,6 @@
-"""The gradient of the scores of one tile `[M, N]`, recomputed from rows and keys; dq and dbias are made of it."""
+"""The gradient of the scores of one tile, recomputed from rows and keys: `[M, N]` for dq and dbias, transposed for dk
+and dv, whose left operands it and the probabilities are.
+"""
 
 from typing import NamedTuple
 
@@ -6,7 +8,7 @@ import triton
 import triton.language as tl
 
 from . import scores
-from .masking import mask_fill
+from .masking import Bounds, mask_fill, within
 from .products import inner_products
 from .rng import keep_mask
 from .rows import Chunks, elements, head_pointer, load_row_stats, load_rows
@@ -21,6 +23,24 @@ class RowTile(NamedTuple):
     dout: Chunks  # [M, Dv]
     lse: tl.tensor  # [M]
     delta: tl.tensor  # [M]
+
+
+class KeyValueTile(NamedTuple):
+    """A block of keys and values."""
+
+    position: tl.tensor  # [N, 1]
+    k: Chunks  # [N, D]
+    v: Chunks  # [N, Dv]
+    exists: tl.tensor  # [N, 1]
+    bounds: Bounds  # rows that see each key
+
+
+class TransposedGradient(NamedTuple):
+    """Probabilities and gradients `[N, M]`."""
+
+    p: tl.tensor  # of the pairs that dropout keeps, not scaled
+    ds: tl.tensor  # by the score before score_mod
+    score: Score
 
 
 @triton.jit
@@ -60,3 +80,37 @@ def score_gradient(
     # Also where a row's delta is NaN.
     ds = mask_fill(ds, 0.0, bounds, params, info, rows, keys, keys_exist, MASKED, CONFIG.PAGE_SIZE == 0)
     return Score(ds, s.tanh, s.modified)
+
+
+@triton.jit
+def transposed_gradient(
+    tile, q_i, dout_i, lse_i, delta_i, row, params, info, MASKED: tl.constexpr, CONFIG: tl.constexpr
+):  # fmt: skip
+    """As `score_gradient`, for the keys and values of a `KeyValueTile` and rows at `row [M]`."""
+    D: tl.constexpr = CONFIG.HEAD_DIM
+    DV: tl.constexpr = CONFIG.HEAD_DIM_V
+    kq = inner_products(tile.k, q_i, D, CONFIG)
+    s = scores.forward(kq, params, info, row[None, :], tile.position, tile.exists, CONFIG.COMPENSATED)
+    p = tl.exp2(s.t * info.factor - lse_i[None, :])  # [N, M]
+    visible = None
+    if MASKED:  # also for rows past the last one: they repeat its bias, and 0 * NaN is NaN
+        visible = within(tile.bounds, row[None, :])
+    if params.scores.mask.data is not None and (MASKED or params.lists.data is None):
+        in_mask = scores.load_mask(params, info, row[None, :], tile.position, tile.exists)
+        visible = in_mask if visible is None else visible & in_mask
+    if params.scores.mask_mod is not None and (MASKED or params.lists.data is None):
+        shown = scores.visible_by_function(params, info, row[None, :], tile.position)
+        visible = shown if visible is None else visible & shown
+    if visible is not None:
+        p = tl.where(visible, p, 0.0)
+    dp = inner_products(tile.v, dout_i, DV, CONFIG)  # [N, M]
+    p_kept = p
+    if params.dropout.threshold is not None:
+        first_key = tl.min(tile.position)
+        keep = tl.trans(keep_mask(params.dropout, info.stream, row[:, None], first_key, CONFIG.BLOCK_N))
+        p_kept = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp * params.dropout.keep_scale, 0.0)
+    ds = scores.unmodified(p * (dp - delta_i[None, :]), s, params)
+    if visible is not None:
+        ds = tl.where(visible, ds, 0.0)  # not 0 * NaN, where a row's delta is NaN
+    return TransposedGradient(p_kept, ds, s)

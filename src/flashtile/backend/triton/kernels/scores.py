@@ -45,7 +45,20 @@ def load_pairs(tensor, params, info, rows, keys, exists, OTHER: tl.constexpr):
     elif exists is None:
         return tl.load(pointers + keys)
     else:
-        return tl.load(pointers + keys, mask=exists, other=OTHER)
+        return tl.load(pointers + keys, mask=in_units(exists, params.lengths, rows, keys, ALIGN), other=OTHER)
+
+
+@triton.jit
+def in_units(exists, lengths, rows, keys, ALIGN: tl.constexpr):
+    """Whether pairs exist, as the compiler should see it: of ALIGN keys of a dense sequence, all do or none."""
+    dense: tl.constexpr = lengths.cu_seqlens_k is None and lengths.page_table.data is None
+    whole: tl.constexpr = lengths.seqused_k is None and lengths.leftpad_k is None
+    if ALIGN == 1 or not (dense and whole):
+        return exists
+    elif keys.shape[0] == 1:  # it forgets what it is told of a tensor that it broadcasts
+        return tl.max_constancy(exists & (rows >= 0), [1, ALIGN])
+    else:
+        return tl.max_constancy(exists & (rows >= 0), [ALIGN, 1])
 
 
 @triton.jit
