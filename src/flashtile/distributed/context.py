@@ -80,10 +80,10 @@ def context_parallel(
 
 def run_public(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context | None) -> Any:
     """The results of a public function's call in a context, or with DTensors."""
-    if name not in FUNCTIONS:
+    if name not in FUNCTIONS or (context is None and name != "attention"):
         raise AttentionError(
-            f"flashtile.{name} is not sharded.\n  accepted: plain tensors, outside of context_parallel or in "
-            "`with context_parallel(None)`"
+            f"flashtile.{name} has no sharded calls of {'DTensors' if context is None else 'a context'}.\n"
+            f"  accepted: plain tensors{'' if context is None else ', in `with context_parallel(None)`'}"
         )
     if private_torch.below_autograd() and not torch.is_inference_mode_enabled():
         raise AttentionError(
@@ -103,11 +103,7 @@ def run_public(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], context
             refuse(name, (), {argument: value})
         if value is not None and argument not in BOUNDS:
             raise ArgumentError(argument, value, "None in sharded calls, which do not have it", sharded.EXAMPLE)
-    return function(
-        **given, **({} if context is None else context._asdict() if name == "attention" else packed(context))
-    )
-
-
-def packed(context: Context) -> dict[str, Any]:
-    """The placing of a packed call, whose offsets have its length."""
-    return {key: value for key, value in context._asdict().items() if key != "length"}
+    placing = {} if context is None else context._asdict()
+    if name == "attention_varlen":
+        del placing["length"]  # its offsets have it
+    return function(**given, **placing)
