@@ -65,8 +65,8 @@ def features(kind: int, batch: int, heads: int, rows: int, keys: int) -> dict[st
 def differentiate(mesh: DeviceMesh, placements: list[Placement], kind: int, variant: int) -> None:
     """A call of DTensors against the oracle: key heads that are sharded or not, features as plain tensors or not."""
     parts = [torch.Size(mesh.size(n) for n, p in enumerate(placements) if p == kind).numel() for kind in (HEADS, ROWS)]
-    heads = [(4 * parts[0], 2 * parts[0]), (4 * parts[0], 1), (3 * parts[0], 3)][variant % 3]
-    even = placements.count(ROWS) > 1
+    even = placements.count(ROWS) > 1  # heads are exchanged over one of the dimensions
+    heads = [(4 * parts[0], 2 * parts[0]), (4 * parts[0], 1), (3 * (1 + even) * parts[0], 3)][variant % 3]
     rows, keys = (4 * parts[1], 2 * parts[1]) if even else (13, 11)
     case = dense_case(3, rows, keys, heads=heads, seed=variant, **features(kind, 3, heads[0], rows, keys))
     plain = ("sinks", "bias", "alibi_slopes") if variant % 2 else ()
