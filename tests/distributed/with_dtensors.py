@@ -123,6 +123,9 @@ def within_context(mesh: DeviceMesh) -> None:
     case = dense_case(2, 6 * size, 6 * size, heads=(2 * heads.size(), 1), causal=True, dropout_p=0.3, dropout_seed=5)
     local = [shard(case.arguments[name], rows, 2) for name in "qkv"]
     tensors = [whole_as(x, heads, [HEADS if x.shape[1] > 1 else ALL]) for x in local]
+    cut = [whole_as(x, heads, [ROWS]) for x in local]
+    with context_parallel(rows), pytest.raises(flashtile.ArgumentError, match="mesh"):
+        flashtile.attention(*cut)
     with context_parallel(rows):
         out = flashtile.attention(*tensors, causal=True, dropout_p=0.3, dropout_seed=5)
     assert isinstance(out, DTensor)

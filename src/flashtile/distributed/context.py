@@ -96,13 +96,13 @@ def run_public(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], context
         refuse(name, args[len(positional) :], {})
     given = dict(zip(positional, args, strict=False)) | kwargs
     function = FUNCTIONS[name]
-    accepted = function.__kwdefaults__.keys() | set(positional)
-    for argument in given.keys() - accepted:
-        value = given.pop(argument)
+    for argument, value in list(given.items()):
         if argument not in PUBLIC[name].parameters:
             refuse(name, (), {argument: value})
-        if value is not None and argument not in BOUNDS:
-            raise ArgumentError(argument, value, "None in sharded calls, which do not have it", sharded.EXAMPLE)
+        if argument not in (*positional, *(function.__kwdefaults__ or {})):
+            del given[argument]
+            if value is not None and argument not in BOUNDS:
+                raise ArgumentError(argument, value, "None in sharded calls, which do not have it", EXAMPLE)
     placing = {} if context is None else context._asdict()
     if name == "attention_varlen":
         del placing["length"]  # its offsets have it

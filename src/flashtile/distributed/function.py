@@ -31,8 +31,8 @@ class Sharded(torch.autograd.Function):
         if tensors.sinks is not None:
             results = with_sinks(results, tensors.sinks)
         out = results.out.to(tensors.q.dtype)
-        # One tensor more than a call of one device saves: a checkpoint whose forward was sharded and whose recomputation
-        # is not, as its backward pass starts outside of the context, is refused by PyTorch.
+        # One tensor more than a call of one device saves: PyTorch refuses a checkpoint whose forward pass was sharded
+        # and whose recomputation is not, as backward began outside of the context.
         ctx.save_for_backward(out, results.lse, *flat, out.new_empty(0))
         ctx.scheme, ctx.whole, ctx.group = scheme, whole, group
         return out, results.lse
