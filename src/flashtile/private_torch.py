@@ -155,7 +155,8 @@ def recording_graph() -> Iterator[None]:
 
 
 # A thread's values, which autograd's threads have during a backward pass that the thread starts.
-_stash: Any = tuple(find("torch._C", f"_{name}_in_tls", None) for name in ("stash_obj", "get_obj", "is_key"))
+_STASH_NAMES = "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls"
+_stash: Any = tuple(find("torch._C", name, None) for name in _STASH_NAMES)
 _stash = None if any(x is None for x in _stash) else _stash
 
 

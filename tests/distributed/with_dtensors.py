@@ -109,9 +109,9 @@ def other_layout(mesh: DeviceMesh) -> None:
     tensors = []
     for name in "qkv":
         local = shard(case.arguments[name], mesh, 2, layout="zigzag")
-        x = DTensor.from_local(local, mesh, [ROWS] * mesh.ndim, run_check=False)
-        tensors.append(x.redistribute(placements=[ALL] * mesh.ndim).redistribute(placements=[ROWS] * mesh.ndim))
-    out = attention(*tensors, layout="zigzag", causal=True, scheme="ring" if mesh.ndim == 1 else "auto", check=True)
+        x = DTensor.from_local(local, mesh, [ROWS], run_check=False)
+        tensors.append(x.redistribute(placements=[HEADS]).redistribute(placements=[ROWS]))
+    out = attention(*tensors, layout="zigzag", causal=True, scheme="ring", check=True)
     assert isinstance(out, DTensor)
     check(case, {"out": unshard(out.to_local(), mesh, 2, layout="zigzag")})
 
