@@ -138,9 +138,11 @@ def refused(mesh: DeviceMesh) -> None:
     def place(*placements: Placement, x: Tensor = whole) -> DTensor:
         return DTensor.from_local(x, mesh, placements, run_check=False)
 
-    rows, same = place(ROWS), place(ALL)
+    rows, same = whole_as(whole, mesh, [ROWS]), place(ALL)
     odd = whole_as(whole[:, :, :-1], mesh, [ROWS])
     uneven_heads = whole_as(whole[:, :-1], mesh, [HEADS])
+    three = place(ALL, x=whole[:, :3])
+    by_batch = whole_as(torch.cat([whole] * mesh.size()), mesh, [BATCH])
     captured = flashtile.MaskMod(lambda b, h, i, j, t: t[b] > i, (place(ALL, x=whole[:, 0, 0, 0]),))
     wrong: list[tuple[Any, str]] = [
         ({"q": place(Partial()), "k": place(Partial()), "v": place(Partial())}, "`q`.*placed as .*Partial"),
@@ -155,6 +157,9 @@ def refused(mesh: DeviceMesh) -> None:
         ({"q": rows, "k": rows, "v": rows, "sinks": place(Shard(0), x=whole[0, :, 0, 0])}, "sinks"),
         ({"q": rows, "k": rows, "v": rows, "bias": place(Partial(), x=whole[:1, :1, :1, :1])}, "bias"),
         ({"q": rows, "k": rows, "v": rows, "dropout_p": 0.5}, "dropout_seed"),
+        ({"q": place(HEADS), "k": three, "v": three}, "heads"),
+        ({"q": by_batch, "k": rows, "v": rows}, "`k`"),
+        ({"q": by_batch, "k": by_batch, "v": by_batch, "bias": whole[:, :1, :, :1]}, "bias"),
         ({"q": rows, "k": rows, "v": rows, "mask": captured}, "mask"),
     ]
     for arguments, words in wrong:

@@ -69,6 +69,7 @@ def attention(
     The features act on the scores in this order: softcap, bias, ALiBi, score_mod, visibility. A row that sees no key
     gives 0, with a log-sum-exp of -inf (or its sink). The algorithm is that of Dao, "FlashAttention-2", section 3.1;
     docs/contract.md has the formula and the error bound. Numbers may be NumPy's, but inside `torch.compile`.
+    DTensors, and calls in `flashtile.distributed.context_parallel`, are sharded over a mesh (docs/distributed.md).
 
     Example:
         >>> q = torch.randn(2, 8, 100, 64)  # [B, Hq, Sq, D]

@@ -1,6 +1,5 @@
 """Calls with DTensors: each rank runs its part of the batch and of the heads, and its rows by a scheme."""
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -8,11 +7,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..call.call import FEATURES
+from ..call.call import FEATURES, Tensors
 from ..call.sharding import is_dtensor
 from ..dispatch.autograd import attend
 from ..errors import ArgumentError
-from .inputs import normalized
+from .inputs import accepted_shapes, normalized
 from .layout import Layout, Piece, chunk, kind_of
 from .sharded import Placing, run
 
@@ -38,7 +37,7 @@ class Sharding(NamedTuple):
         return torch.Size(self.mesh.size(n) for n in self.over(size)).numel()
 
     def gradient(self, placements: tuple[Placement, ...]) -> list[Placement]:
-        """The placements of the gradient of a tensor: what ranks of different parts of q have in common is summed."""
+        """The placements of a tensor's gradient. Each part of q has its own term of a replicated tensor's gradient."""
         return [
             Partial() if isinstance(own, Replicate) and isinstance(of_q, Shard) else own
             for own, of_q in zip(placements, self.placements, strict=True)
@@ -49,14 +48,15 @@ def run_dtensors(tensors: dict[str, Any], keywords: dict[str, Any], placing: Pla
     """`out` and `lse` as DTensors with the placements of q."""
     q, k, v = (tensors[name] for name in ("q", "k", "v"))
     parts = sharding_of(q, k, v)
+    for name, function in (("score_mod", keywords["score_mod"]), ("mask", tensors["mask"])):
+        if any(map(is_dtensor, getattr(function, "tensors", ()))):
+            raise ArgumentError(name, "a function that reads a DTensor", "one of tensors that all ranks have", EXAMPLE)
     head_dim = v.shape[3]
     local = {
         name: None if x is None else local_feature(name, x, parts) for name, x in tensors.items() if name not in "qkv"
     }
     local |= {"q": q.to_local(grad_placements=parts.placements)}
     local |= {name: local_keys(x, parts) for name, x in (("k", k), ("v", v))}
-    if keywords["score_mod"] is not None and any(map(is_dtensor, getattr(keywords["score_mod"], "tensors", ()))):
-        raise ArgumentError("score_mod", "one that reads a DTensor", "tensors that all ranks have", EXAMPLE)
     placing = placing._replace(
         b0=parts.pieces["B"].start, h0=parts.pieces["H"].start, num_heads=parts.sizes["H"], **rows_of(parts, placing, k)
     )
@@ -69,6 +69,7 @@ def run_dtensors(tensors: dict[str, Any], keywords: dict[str, Any], placing: Pla
 
 
 def wrapped(x: Tensor, parts: Sharding, shape: torch.Size) -> DTensor:
+    """A result of this rank as its part of a DTensor of `shape`, placed as q."""
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         x.contiguous(), parts.mesh, parts.placements, run_check=False, shape=shape, stride=strides
@@ -86,6 +87,7 @@ def sharding_of(q: Any, k: Any, v: Any) -> Sharding:
             # By type, since strided shards, whose rows have another order, are shards by inheritance.
             if type(placement) not in (Replicate, Shard) or getattr(placement, "dim", 0) > 2:
                 raise ArgumentError(name, f"placed as {x.placements}", f"placements of {ACCEPTED}", EXAMPLE)
+    accepted_shapes(Tensors(q, k, v))  # of the whole: parts may fit where it does not, or on some ranks alone
     mesh, placements = q.device_mesh, q.placements
     sizes = {"B": q.shape[0], "H": q.shape[1], "Sq": q.shape[2], "Sk": k.shape[2]}
     parts = Sharding(
@@ -128,11 +130,9 @@ def local_keys(x: DTensor, parts: Sharding) -> Tensor:
 
 
 def local_feature(name: str, x: Any, parts: Sharding) -> Any:
-    """This rank's sequences and heads of a mask, bias, slopes or sinks. `shard` and the schemes take all rows."""
-    if not isinstance(x, Tensor):  # a function of positions
-        if any(map(is_dtensor, getattr(x, "tensors", ()))):
-            raise ArgumentError(name, "a function that reads a DTensor", "tensors that all ranks have", EXAMPLE)
-        return x
+    """This rank's sequences and heads of a mask, bias, slopes or sinks. Rows are selected by the scheme's layout."""
+    if not isinstance(x, Tensor):
+        return x  # a function of positions in the whole
     shapes = [shape for shape in FEATURES[name].shapes if len(shape) == x.dim()]
     if not shapes:
         return x  # the error is that of the call
@@ -151,8 +151,12 @@ def local_feature(name: str, x: Any, parts: Sharding) -> Any:
             raise ArgumentError(name, f"placed as {x.placements}", "replicated, or sharded as q", EXAMPLE)
         x = x.to_local(grad_placements=parts.gradient(x.placements))
     for dim, size in enumerate(letters):
-        if size in ("B", "H") and complete[size] and x.shape[dim] == parts.sizes[size] and x.shape[dim] > 1:
-            x = x.narrow(dim, parts.pieces[size].start, parts.pieces[size].length)
+        if size not in ("B", "H") or not complete[size] or (x.shape[dim] == 1 and FEATURES[name].broadcasts):
+            continue
+        if x.shape[dim] != parts.sizes[size]:
+            accepted = f"{parts.sizes[size]} elements in dimension {dim}: those of all ranks, or a DTensor sharded as q"
+            raise ArgumentError(name, x, accepted, EXAMPLE)
+        x = x.narrow(dim, parts.pieces[size].start, parts.pieces[size].length)
     return x
 
 
@@ -176,7 +180,6 @@ def rows_of(parts: Sharding, placing: Placing, k: DTensor) -> dict[str, Any]:
     return {"mesh": part_of_mesh(parts.mesh, tuple(over)), "layout": kind, "length": lengths}
 
 
-@functools.lru_cache(maxsize=64)
 def part_of_mesh(mesh: DeviceMesh, dims: tuple[int, ...]) -> DeviceMesh:
     """The mesh of some dimensions of a mesh, in which this process is."""
     if len(dims) == mesh.ndim:
