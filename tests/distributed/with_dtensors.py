@@ -20,6 +20,7 @@ BATCH, HEADS, ROWS, ALL = Shard(0), Shard(1), Shard(2), Replicate()
 PLACEMENTS = {
     1: [[BATCH], [HEADS], [ROWS], [ALL]],
     2: [[BATCH, ROWS], [ROWS, HEADS], [HEADS, BATCH], [ROWS, ROWS], [ALL, ROWS], [HEADS, HEADS]],
+    3: [[BATCH, ROWS, HEADS], [ROWS, HEADS, ROWS]],
 }
 LETTERS = {"sinks": "H", "alibi_slopes": "BH"}  # dimensions; of the other tensors B, H, S, ...
 
@@ -31,13 +32,17 @@ def whole_as(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DT
 
 def calls_of_dtensors(meshes: Sequence[DeviceMesh]) -> None:
     for mesh in meshes:
-        for n, placements in enumerate(PLACEMENTS[mesh.ndim]):
-            for kind in range(3):
-                differentiate(mesh, placements, kind, n + kind)
+        all_placements(mesh)
     refused(meshes[0])
     other_layout(meshes[0])
     if meshes[-1].ndim == 2:
         within_context(meshes[-1])
+
+
+def all_placements(mesh: DeviceMesh) -> None:
+    for n, placements in enumerate(PLACEMENTS[mesh.ndim]):
+        for kind in range(3):
+            differentiate(mesh, placements, kind, n + kind)
 
 
 def features(kind: int, batch: int, heads: int, rows: int, keys: int) -> dict[str, Any]:

@@ -254,11 +254,14 @@ def run(rank: int, store: str) -> None:
             compare_seeds(meshes, rank, seeds)
             if size in (2, 4):
                 with_dtensors.calls_of_dtensors(meshes)
-            if size in (2, 3):
-                in_contexts.public_functions(meshes[0])
+            for mesh in meshes[: WORLD // size]:
+                in_contexts.public_functions(mesh)
             if size == 2:
                 in_contexts.programs(meshes[0])
                 train_like_one(meshes[0], rank)
+            if size == WORLD:
+                cube = DeviceMesh("cpu", torch.arange(size).view(2, 2, 2), mesh_dim_names=("a", "b", "c"))
+                with_dtensors.all_placements(cube)
         if rank == 0:
             print(f"{size} ranks: {time.monotonic() - start:.1f} s", flush=True)
     dist.barrier()
