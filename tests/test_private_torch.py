@@ -17,6 +17,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import private_torch
+from flashtile.call import sharding
 from flashtile.dispatch import fast_path
 
 # Modules whose private names only measurements and checks need: without one, those fail by themselves.
@@ -27,7 +28,7 @@ CALLS = [node for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.Ca
 NAMES = {
     tuple(x.value for x in node.args[:2]) for node in CALLS if all(isinstance(x, ast.Constant) for x in node.args[:2])
 }  # type: ignore[attr-defined]
-NAMES |= {("torch._C", name) for name in private_torch._DISPATCH_NAMES}
+NAMES |= {("torch._C", name) for name in (*private_torch._DISPATCH_NAMES, *private_torch._STASH_NAMES)}
 NAMES |= {("torch._functorch.eager_transforms", "JVP_NESTING")}
 PRESENT = sorted(x for x in NAMES if hasattr(importlib.import_module(x[0]), x[1]))  # this PyTorch may lack some
 ALL = [x for x in PRESENT if x[1] not in ("eager_transforms", "_current_level")]  # which PyTorch itself needs meanwhile
@@ -168,3 +169,15 @@ def test_private_names_stand_in_one_module() -> None:
         if PRIVATE.search(line.partition("  #")[0]) and "torch.__version__" not in line
     }
     assert not used
+
+
+def test_contexts_need_values_of_threads() -> None:
+    """Without them no context opens: a recomputation by autograd's threads would not be sharded."""
+    with (
+        removed(("torch._C", "_is_key_in_tls")),
+        pytest.raises(flashtile.AttentionError, match="inherit"),
+        sharding.inside(None),
+    ):
+        pass
+    assert not sharding.contexts_open
+    assert sharding.current() is None

@@ -154,6 +154,26 @@ def recording_graph() -> Iterator[None]:
         yield
 
 
+# A thread's values, which autograd's threads have during a backward pass that the thread starts.
+_STASH_NAMES = "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls"
+_stash: Any = tuple(find("torch._C", name, None) for name in _STASH_NAMES)
+_stash = None if any(x is None for x in _stash) else _stash
+
+
+def stash_in_thread(key: str, value: Any) -> None:
+    if _stash is None:
+        raise AttentionError(
+            f"PyTorch {torch.__version__} has no values that autograd's threads inherit, which context_parallel needs."
+            "\n  accepted: flashtile.distributed.attention, or another PyTorch"
+        )
+    _stash[0](key, value)
+
+
+def stashed_in_thread(key: str) -> Any:
+    """The value of this thread, or `None`."""
+    return _stash[1](key) if _stash is not None and _stash[2](key) else None
+
+
 # Compilation and memory -----------------------------------------------------------------------------------------------
 
 _eval_frame: Any = find("torch._C._dynamo", "eval_frame", None)

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import in_contexts
 import pytest
 import torch
 import torch.distributed as dist
+import with_dtensors
 from features import DV, B, D, arguments, draw, offsets
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -250,8 +252,16 @@ def run(rank: int, store: str) -> None:
             refused(meshes[0], rank)
             refused_alone(meshes[0])
             compare_seeds(meshes, rank, seeds)
+            if size in (2, 4):
+                with_dtensors.calls_of_dtensors(meshes)
+            for mesh in meshes[: WORLD // size]:
+                in_contexts.public_functions(mesh)
             if size == 2:
+                in_contexts.programs(meshes[0])
                 train_like_one(meshes[0], rank)
+            if size == WORLD:
+                cube = DeviceMesh("cpu", torch.arange(size).view(2, 2, 2), mesh_dim_names=("a", "b", "c"))
+                with_dtensors.all_placements(cube)
         if rank == 0:
             print(f"{size} ranks: {time.monotonic() - start:.1f} s", flush=True)
     dist.barrier()

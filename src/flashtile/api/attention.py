@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..call.advice import public, refuse
 from ..call.cache_tensors import CacheTensors
-from ..call.eager import without_default_devices
+from ..call.eager import public_call
 from ..call.window import ExactWindow as ExactWindow  # part of the interface, as the functions are
 from ..dispatch.autograd import attend
 from ..dispatch.cache_operator import attend_with_cache
@@ -39,7 +39,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **keywords: Unpack[Keywords]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @public
-@without_default_devices
+@public_call
 def attention(
     q: Tensor,
     k: Tensor,
@@ -69,6 +69,7 @@ def attention(
     The features act on the scores in this order: softcap, bias, ALiBi, score_mod, visibility. A row that sees no key
     gives 0, with a log-sum-exp of -inf (or its sink). The algorithm is that of Dao, "FlashAttention-2", section 3.1;
     docs/contract.md has the formula and the error bound. Numbers may be NumPy's, but inside `torch.compile`.
+    DTensors, and calls in `flashtile.distributed.context_parallel`, are sharded over a mesh (docs/distributed.md).
 
     Example:
         >>> q = torch.randn(2, 8, 100, 64)  # [B, Hq, Sq, D]
@@ -189,7 +190,7 @@ def attention_varlen(
     **keywords: Unpack[VarlenKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @public
-@without_default_devices
+@public_call
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -310,7 +311,7 @@ def attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool, **keywords: Unpack[CacheKeywords]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @public
-@without_default_devices
+@public_call
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

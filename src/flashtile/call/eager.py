@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import private_torch
+from . import sharding
 
 PLAIN = (Tensor, Parameter)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -40,13 +41,20 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
     return True
 
 
-def without_default_devices(function: Function) -> Function:
-    """Take modes that only set a default device off a function that names every device itself: they cost each
-    operation and each property of a tensor a call in Python, three times the function's own.
+def public_call(function: Function) -> Function:
+    """Hand calls of a public function that ranks share to `flashtile.distributed`, and take modes that only set a
+    default device off the others. The function names every device itself, and such modes cost each operation and each
+    property of a tensor a call in Python, three times the function's own.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if sharding.contexts_open or (
+            (not args or type(args[0]) not in PLAIN) and not torch.compiler.is_compiling()  # a DTensor, perhaps
+        ):
+            results = sharding.run_sharded(function, args, kwargs)
+            if results is not NotImplemented:
+                return results
         if torch.compiler.is_compiling() or private_torch.len_torch_function_stack() == 0 or not only_default_devices():
             return function(*args, **kwargs)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]

@@ -1,5 +1,6 @@
 """Attention over a sequence that is sharded over the ranks of a `DeviceMesh` of `torch.distributed`."""
 
+from .context import context_parallel
 from .explain import ShardedExplanation, explain
 from .layout import Layout
 from .schemes import measure_rates
@@ -14,6 +15,7 @@ __all__ = [
     "Simulation",
     "attention",
     "attention_varlen",
+    "context_parallel",
     "explain",
     "measure_rates",
     "shard",

@@ -31,14 +31,16 @@ class Sharded(torch.autograd.Function):
         if tensors.sinks is not None:
             results = with_sinks(results, tensors.sinks)
         out = results.out.to(tensors.q.dtype)
-        ctx.save_for_backward(out, results.lse, *flat)
+        # One tensor more than a call of one device saves: PyTorch refuses a checkpoint whose forward pass was sharded
+        # and whose recomputation is not, as backward began outside of the context.
+        ctx.save_for_backward(out, results.lse, *flat, out.new_empty(0))
         ctx.scheme, ctx.whole, ctx.group = scheme, whole, group
         return out, results.lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        out, lse, *flat = ctx.saved_tensors
+        out, lse, *flat, _ = ctx.saved_tensors
         tensors, saved = Tensors.from_flat(flat), Saved(out, lse, dout, dlse)
         positions = differentiable_positions(len(flat))
         needs = [ctx.needs_input_grad[3 + n] for n in positions]

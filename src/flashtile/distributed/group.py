@@ -110,7 +110,7 @@ class Grid(NamedTuple):
         return self.outer.gather_tensors(self.inner.gather_tensors(x).wait()).wait().flatten(0, 1)
 
 
-def grid_of(mesh: DeviceMesh, *, heads: bool = False) -> Grid:
+def grid_of(mesh: DeviceMesh | None, *, heads: bool = False) -> Grid:
     """The grid of a mesh with one dimension, over which keys travel or (`heads`) heads are exchanged, or with two."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2) or mesh.get_coordinate() is None:
         accepted = 'a DeviceMesh with one or two dimensions that this process is in; of a larger one, `mesh["name"]`'

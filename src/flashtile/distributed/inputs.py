@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..api.normalize import normalize
 from ..block_mask import BlockMask, is_flex
-from ..call.call import FEATURES, Call
+from ..call.call import FEATURES, Call, Tensors
 from ..call.eager import in_forward_mode
 from ..errors import ArgumentError, AttentionError
 from .group import EXAMPLE
@@ -22,7 +22,7 @@ def normalized(tensors: dict[str, Any], keywords: dict[str, Any]) -> Call:
     """A rank's call of its own rows, before it is known which of all rows those are."""
     accepted_here(tensors, keywords)
     call = normalize("attention", dict(tensors), num_splits=None, **keywords)
-    accepted_shapes(call)
+    accepted_shapes(call.tensors)
     return call
 
 
@@ -40,9 +40,8 @@ def accepted_here(tensors: dict[str, Any], keywords: dict[str, Any]) -> None:
         )
 
 
-def accepted_shapes(call: Call) -> None:
+def accepted_shapes(t: Tensors) -> None:
     """Refuse shapes that are no call's, before ranks exchange keys. Numbers of rows are compared later."""
-    t = call.tensors
     for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
         if x.dim() != 4 or x.dtype != t.q.dtype or x.shape[0] != t.q.shape[0] or not x.is_floating_point():
             raise ArgumentError(name, x, "floating-point [B, H, S, D], of q's dtype and batch", EXAMPLE)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 
-Kind = Literal["contiguous", "zigzag"]
+Kind = Literal["contiguous", "zigzag", "chunks"]
 EXAMPLE = 'flashtile.distributed.shard(x, mesh, dim=2, layout="zigzag")'
 
 
@@ -36,14 +36,15 @@ class Layout(NamedTuple):
 
     "contiguous" cuts the sequence into one piece a rank. "zigzag" cuts it into twice as many; rank r holds piece r and
     piece `2 * ranks - 1 - r`, which gives all ranks about the same work under a causal mask. Lengths of pieces differ
-    by at most one row, and pieces may be empty.
+    by at most one row, and pieces may be empty. "chunks" is "contiguous" with the pieces of `torch.chunk` and DTensor,
+    which all have the first one's length up to the end of the sequence.
 
     Example:
         >>> flashtile.distributed.Layout("zigzag", 10, 2).pieces(0)
         (Piece(start=0, stop=3), Piece(start=8, stop=10))
 
     Attributes:
-        kind: "contiguous" or "zigzag".
+        kind: "contiguous", "zigzag" or "chunks".
         length: rows of the whole sequence.
         ranks: ranks of the mesh.
     """
@@ -56,6 +57,8 @@ class Layout(NamedTuple):
         """The rows of a rank, by their places in the whole sequence."""
         if self.kind == "contiguous":
             return (self.cut(rank, self.ranks),)
+        if self.kind == "chunks":
+            return (chunk(Piece(0, self.length), rank, self.ranks),)
         return self.cut(rank, 2 * self.ranks), self.cut(2 * self.ranks - 1 - rank, 2 * self.ranks)
 
     def rows(self, rank: int) -> int:
@@ -69,12 +72,18 @@ class Layout(NamedTuple):
 
     @property
     def pieces_per_rank(self) -> int:
-        return 1 if self.kind == "contiguous" else 2
+        return 2 if self.kind == "zigzag" else 1
 
     @property
     def even(self) -> bool:
         """Whether all pieces have one length, so that a rank's rows tell the length of the sequence."""
         return self.length % (self.ranks * self.pieces_per_rank) == 0
+
+
+def chunk(whole: Piece, n: int, parts: int) -> Piece:
+    """Part n of some rows, cut as by `torch.chunk` and DTensor; empty if the others have all rows."""
+    length = -(-whole.length // parts)
+    return Piece(min(whole.start + n * length, whole.stop), min(whole.start + (n + 1) * length, whole.stop))
 
 
 class Placement(NamedTuple):

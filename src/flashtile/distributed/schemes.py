@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..backend.rates import fastest
+from ..call import sharding
 from ..call.call import Call
 from ..errors import ArgumentError
 from .group import EXAMPLE, Group, grid_of
@@ -102,5 +103,6 @@ def attention_flops(device: torch.device, dtype: torch.dtype) -> float:
 
     seqlen, heads = (512, 2) if device.type == "cpu" else (4096, 16)
     q = torch.zeros(1, heads, seqlen, 128, dtype=dtype, device=device)
-    attention(q, q, q)
-    return 4 * heads * seqlen**2 * 128 / fastest(lambda: attention(q, q, q), device, repeats=5)
+    with sharding.inside(None):
+        attention(q, q, q)
+        return 4 * heads * seqlen**2 * 128 / fastest(lambda: attention(q, q, q), device, repeats=5)

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..api.signatures import Causal, MaskArgument, ScoreModArgument, WindowArgument
 from ..call.call import Call
+from ..call.sharding import is_dtensor
 from ..errors import ArgumentError, AttentionError
 from . import ulysses
 from .agreement import Description, agree
@@ -18,6 +19,7 @@ from .parts import Document, Whole, settings_of_heads
 from .schemes import scheme_of, workload_of
 from .simulate import Workload
 
+TENSORS = "q", "k", "v", "mask", "bias", "alibi_slopes", "sinks"
 KEYWORDS: dict[str, Any] = {
     "causal": False, "window": None, "attention_chunk": None, "scale": None, "softcap": None, "score_mod": None,
     "dropout_p": 0.0, "dropout_seed": None, "deterministic": None, "backend": "auto",
@@ -25,13 +27,23 @@ KEYWORDS: dict[str, Any] = {
 
 
 class Placing(NamedTuple):
-    """The arguments that say how a call is sharded."""
+    """The arguments that say how a call is sharded, and the place of its sequences and heads in a larger call."""
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     layout: str
     scheme: str
     length: int | tuple[int, int] | None
     check: bool
+    b0: int = 0
+    h0: int = 0
+    num_heads: int | None = None
+
+    def within(self, call: Call) -> Call:
+        """The call with its place in the larger one, if its results depend on that."""
+        s = call.settings
+        if self.num_heads is None or (s.dropout_p == 0 and s.score_mod is None and s.mask_mod is None):
+            return call
+        return call._replace(settings=call.settings._replace(b0=self.b0, h0=self.h0, num_heads=self.num_heads))
 
 
 def attention(
@@ -39,7 +51,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     layout: str = "contiguous",
     scheme: str = "auto",
     length: int | tuple[int, int] | None = None,
@@ -69,16 +81,23 @@ def attention(
     with `shard`, and all ranks must take part in forward and in backward (Liu et al., "Ring Attention", 2023; Jacobs et
     al., "DeepSpeed Ulysses", 2023).
 
+    Of `DTensor`s, the sequence, the batch and the heads may be sharded, each over other dimensions of the mesh; k and v
+    have the placements of q, short of heads, which may be replicated. Other tensors are whole, or DTensors with the
+    placements of q or replicated ones.
+
     Args:
         q: this rank's rows of the queries `[B, Hq, Sq, D]`.
         k: this rank's rows of the keys `[B, Hkv, Sk, D]`.
         v: this rank's rows of the values `[B, Hkv, Sk, Dv]`.
-        mesh: a `DeviceMesh` with one dimension; or with two, of which heads are exchanged along the second.
-        layout: that of `shard`, for queries and keys; "zigzag" balances causal attention.
+        mesh: a `DeviceMesh` with one dimension; or with two, of which heads are exchanged along the second. `None` for
+            DTensors, which have one.
+        layout: that of `shard`, for queries and keys; "zigzag" balances causal attention. DTensors are cut as "chunks",
+            unless their rows are in another order.
         scheme: "ring" (keys travel from rank to rank), "gather" (each rank gathers all keys, some heads at a time),
             "ulysses" (ranks exchange rows for heads; for as many ranks as divide Hq); for a mesh with two dimensions
             "ring+ulysses" or "gather+ulysses". "auto" takes what `simulate` takes to be the fastest.
-        length: rows of the whole sequence, or those of queries and of keys. `None`: all ranks have as many.
+        length: rows of the whole sequence, or those of queries and of keys. `None`: all ranks have as many, or the
+            tensors are DTensors.
         check: compare shapes and arguments of all ranks first, and raise on all of them where they differ. This waits
             for the device. Without it, ranks that differ end in the process group's timeout, or in wrong results.
         mask: bool, as `bias`; or a function of positions, `(b, h, q_idx, k_idx) -> bool`.
@@ -90,20 +109,22 @@ def attention(
     The other arguments are those of `flashtile.attention`.
 
     Returns:
-        `out [B, Hq, Sq, Dv]` of this rank's rows in q's dtype; with `return_lse` also `lse [B, Hq, Sq]`.
+        `out [B, Hq, Sq, Dv]` of this rank's rows in q's dtype; with `return_lse` also `lse [B, Hq, Sq]`. Of DTensors,
+        both have the placements of q.
 
     Raises:
         ArgumentError: an argument is not what it should be, or the rank's rows are not those of the layout.
         AttentionError: with `check`, on all ranks, where one raises or differs from the first rank.
         BackendError: no backend takes a part of the call, or the named one does not.
     """
-    tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    keywords = {
-        "causal": causal, "window": window, "attention_chunk": attention_chunk, "scale": scale, "softcap": softcap,
-        "score_mod": score_mod, "dropout_p": dropout_p, "dropout_seed": dropout_seed,
-        "deterministic": deterministic, "backend": backend,
-    }  # fmt: skip
-    out, lse = run(tensors, keywords, Placing(mesh, layout, scheme, length, check))
+    tensors, keywords = arguments_of(locals())
+    placing = Placing(mesh, layout, scheme, length, check)
+    if any(map(is_dtensor, tensors.values())):
+        from .dtensor import run_dtensors
+
+        out, lse = run_dtensors(tensors, keywords, placing)
+    else:
+        out, lse = run(tensors, keywords, placing)
     return (out, lse) if return_lse else out
 
 
@@ -158,22 +179,22 @@ def attention_varlen(
         AttentionError: as `attention`.
         BackendError: as `attention`.
     """
+    tensors, keywords = arguments_of(locals())
     documents = documents_of(cu_seqlens_q, cu_seqlens_k)
-    dense = {}
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 3:
-            raise ArgumentError(name, x, "packed tokens [T, H, D]", EXAMPLE)
-        dense[name] = x.transpose(0, 1)[None]
-    tensors = dense | {"mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    keywords = {
-        "causal": causal, "window": window, "attention_chunk": attention_chunk, "scale": scale, "softcap": softcap,
-        "score_mod": score_mod, "dropout_p": dropout_p, "dropout_seed": dropout_seed,
-        "deterministic": deterministic, "backend": backend,
-    }  # fmt: skip
+    for name in ("q", "k", "v"):
+        x = tensors[name]
+        if not isinstance(x, Tensor) or x.dim() != 3 or is_dtensor(x):
+            raise ArgumentError(name, x, "packed tokens [T, H, D], no DTensor", EXAMPLE)
+        tensors[name] = x.transpose(0, 1)[None]
     length = tuple(max((d[n].stop for d in documents), default=0) for n in (0, 1))
     out, lse = run(tensors, keywords, Placing(mesh, layout, scheme, length, check), documents)  # type: ignore[arg-type]
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
+
+
+def arguments_of(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors and the other keywords of a public function's call, which are among its `locals()`."""
+    return {name: given[name] for name in TENSORS if name in given}, {name: given[name] for name in KEYWORDS}
 
 
 class Prepared(NamedTuple):
@@ -190,10 +211,12 @@ def prepared(
     tensors: dict[str, Any], keywords: dict[str, Any], placing: Placing, documents: tuple[Document, ...] | None
 ) -> Prepared:
     """Check a call, with the other ranks if that is asked for, and choose its scheme."""
-    grid, call = grid_of(placing.mesh), None
+    mesh, call = placing.mesh, None
+    grid = grid_of(mesh)
+    assert mesh is not None
     try:
         kind = kind_of(placing.layout)
-        call = normalized(tensors, keywords)
+        call = placing.within(normalized(tensors, keywords))
         seed = keywords["dropout_seed"]
         described: Description | str = Description.of(call, kind, placing.scheme, placing.length, documents, seed)
     except AttentionError as error:
@@ -209,7 +232,7 @@ def prepared(
     rows, keys = layouts_of(call, placing.layout, grid, lengths, numbers)
     call = with_own_pairs(call, rows, keys.length, grid.rank, None if documents is None else len(documents))
     workload = workload_of(call, rows, keys, documents)
-    return Prepared(call, rows, keys, workload, scheme_of(placing.scheme, placing.mesh, workload))
+    return Prepared(call, rows, keys, workload, scheme_of(placing.scheme, mesh, workload))
 
 
 def run(

@@ -21,7 +21,7 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int, *, layout: str = "contiguous", 
         x: a tensor of any dtype, the same on each rank.
         mesh: a `DeviceMesh` with one or two dimensions.
         dim: the dimension of the sequence: 2 for `[B, H, S, D]`.
-        layout: "contiguous", or "zigzag", which balances causal attention.
+        layout: "contiguous", "zigzag", which balances causal attention, or "chunks", that of DTensors.
         length: rows of `x`. Required where the ranks' rows are not as many on each, for `attention` and `unshard` then
             need it too.
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ..api.attention import attention, attention_with_kvcache
+from ..call import sharding
 from ..errors import ArgumentError
 from .cache import Cache
-from .rotary import rotary_tables, rotate
+from .rotary import rotary_tables, rotate, tables_of
 
 MAKE = "flashtile.nn.Attention(512, 8, num_kv_heads=2, causal=True, rotary_dim=64)"
 CALL = "layer(x) with x [B, S, embed_dim]"
@@ -92,6 +93,7 @@ class Attention(nn.Module):
         cache: Cache | None = None,
         mask: Tensor | None = None,
         attn_bias: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Attend from the tokens `x [B, S, embed_dim]`.
 
@@ -100,6 +102,8 @@ class Attention(nn.Module):
             context: tokens `[B, Sk, embed_dim]` that are attended to; x itself if `None`. Without rotary embeddings.
             cache: keys and values of earlier tokens; those of x are appended, and `cache.lengths` grows. For inference.
             mask, attn_bias: `mask` and `bias` of `flashtile.attention`; with a cache of `attention_with_kvcache`.
+            positions: `[S]`, of the tokens in their sequence, for rotary embeddings without a cache; `None` is 0, 1, 2,
+                ... Required in `flashtile.distributed.context_parallel`, where the tokens are a part.
 
         Returns:
             `[B, S, embed_dim]`.
@@ -121,7 +125,7 @@ class Attention(nn.Module):
         more: dict[str, Any] = {"sinks": self.sinks, "mask": mask, "bias": attn_bias, "dropout_p": dropout_p}
         if cache is None:
             if self.rotary_dim:
-                cos, sin = rotary_tables(x.shape[1], self.rotary_dim, self.rotary_base, x.device)
+                cos, sin = self.tables(x, positions)
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             out = attention(q, k, v, **self.settings, **more)
         else:
@@ -130,6 +134,15 @@ class Attention(nn.Module):
             out = attention_with_kvcache(q, cache.k, cache.v, **where, **tables, **self.settings, **more)
             cache.lengths.add_(x.shape[1])
         return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def tables(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions of the tokens `x [B, S, embed_dim]`."""
+        if positions is None and sharding.current() is None:
+            return rotary_tables(x.shape[1], self.rotary_dim, self.rotary_base, x.device)
+        if positions is None or positions.shape != x.shape[1:2]:
+            accepted = f"the positions of {x.shape[1]} tokens; those of a rank are shard(torch.arange(length), mesh, 0)"
+            raise ArgumentError("positions", positions, accepted, "layer(x, positions=torch.arange(x.shape[1]))")
+        return tables_of(positions.to(x.device), self.rotary_dim, self.rotary_base)
 
     def new_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `batch` sequences of up to `length` tokens, with the device and dtype of the layer."""

@@ -5,9 +5,14 @@ from torch import Tensor
 
 
 def rotary_tables(length: int, rotary_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles of positions, float32 `[length, rotary_dim / 2]`."""
-    frequency = base ** -(torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float64) / rotary_dim)
-    angle = torch.arange(length, device=device)[:, None] * frequency
+    """Cosines and sines of the angles of positions from 0 on, float32 `[length, rotary_dim / 2]`."""
+    return tables_of(torch.arange(length, device=device), rotary_dim, base)
+
+
+def tables_of(positions: Tensor, rotary_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles of positions `[S]`, float32 `[S, rotary_dim / 2]`."""
+    frequency = base ** -(torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float64) / rotary_dim)
+    angle = positions[:, None] * frequency
     return angle.cos().float(), angle.sin().float()
 
 
