@@ -30,7 +30,7 @@ def problem(**changes: Any) -> Problem:
 def test_work_between_products_takes_small_tiles_of_forward(changes: dict[str, Any]) -> None:
     plain = HALF[227][1]
     found = configs.tile(problem(**changes), H200)
-    assert found == configs.TileConfig(SMALL, plain.dkdv, plain.dq)
+    assert found[:3] == (SMALL, plain.dkdv, plain.dq)
     for device, more in ((A100, {}), (H200, {"head_dim": 256, "head_dim_v": 256}), (H200, {"dtype": torch.float32})):
         assert configs.tile(problem(**changes | more), device).forward != SMALL
     for features in (Features(alibi_slopes=True), Features(bias=(True,) * 4), Features(mask=(True,) * 4)):
@@ -54,6 +54,31 @@ def test_short_sequences_and_large_groups() -> None:
     assert configs.tile(replace(one, **few), H200).pack_gqa == 71
     assert configs.tile(replace(one, **few), A100).pack_gqa == 1
     assert configs.tile(replace(one, **few | {"num_heads_q": 130}), H200).pack_gqa == 1
+
+
+def test_sequences_that_are_one_tile_in_backward() -> None:
+    def chosen(rows: int, keys: int, device: Device = H200, **changes: Any) -> tuple[int, ...] | None:
+        given = {"head_dim": 64, "head_dim_v": 64, "num_heads_kv": 8} | changes
+        found = configs.tile(replace(problem(), seqlen_q=rows, seqlen_k=keys, **given), device).short
+        return None if found is None else found[:4]
+
+    assert chosen(49, 49) == (64, 64, 8, 2)
+    assert chosen(32, 100) == (32, 128, 8, 2)
+    assert chosen(49, 49, A100) == chosen(49, 49, head_dim=128) == (64, 64, 8, 1)
+    assert chosen(3, 20) == (16, 32, 4, 1)
+    assert chosen(128, 64) == (128, 64, 8, 2)
+    for others in ({"num_heads_kv": 2}, {"layout": "varlen"}, {"dtype": torch.float32}, {"alignment": 2}):
+        assert chosen(49, 49, **others) is None
+    assert chosen(128, 128) is chosen(64, 128, head_dim=128) is chosen(16, 16, A100, head_dim=80) is None
+
+
+def test_the_gradient_of_a_bias_has_its_own_tile() -> None:
+    for head_dim, tile in ((48, (64, 64, 4, 2)), (96, (64, 128, 8, 2)), (128, (64, 128, 8, 2))):
+        found = configs.tile(replace(problem(), head_dim=head_dim, head_dim_v=head_dim), H200).dbias
+        assert found == KernelConfig(*tile)
+    for device, head_dim in ((A100, 64), (H200, 192)):
+        found = configs.tile(replace(problem(), head_dim=head_dim), device)
+        assert found.dbias == found.dq._replace(num_stages=1)
 
 
 @pytest.mark.parametrize("window", [Window(4096, 0), Window(1024, None), Window(None, 0), Window(1024, 2048)])

@@ -32,13 +32,14 @@ class KernelConfig(NamedTuple):
 
 class TileConfig(NamedTuple):
     """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
-    `short` is one tile for all scores of a head, where they are few.
+    `short` is one tile for all scores of a head, where they are few. `dbias` is that of dq unless it is given.
     """
 
     forward: KernelConfig
     dkdv: KernelConfig
     dq: KernelConfig
     pack_gqa: int = 1
+    dbias: KernelConfig | None = None
     short: KernelConfig | None = None
 
 
@@ -111,7 +112,18 @@ SHORT = 64  # rows and keys of a sequence that is one small tile
 
 
 def tile(problem: Problem, device: Device) -> TileConfig:
-    return pass_tiles(problem, device)._replace(short=short_tile(problem, device))
+    tiles = pass_tiles(problem, device)
+    return tiles._replace(dbias=dbias_tile(tiles.dq, problem, device), short=short_tile(problem, device))
+
+
+def dbias_tile(dq: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
+    """The tile of a bias's gradient, whose program adds up one tile of many sequences: square ones load least, and a
+    second stage hides the loads (H200: 13 to 27% of backward with such a gradient at 4096 x 4096).
+    """
+    width = max(problem.head_dim, problem.head_dim_v)
+    if not has_most(problem.dtype, device) or width > 128 or misaligned(problem, device):
+        return dq._replace(num_stages=1)
+    return KernelConfig(64, 64, 4, 2) if width <= 64 else KernelConfig(64, 128, 8, 2)
 
 
 def short_tile(problem: Problem, device: Device) -> KernelConfig | None:
@@ -121,10 +133,12 @@ def short_tile(problem: Problem, device: Device) -> KernelConfig | None:
     if p.layout != "dense" or p.num_heads_q != p.num_heads_kv or p.dtype is torch.float32 or misaligned(p, device):
         return None
     width = max(p.head_dim, p.head_dim_v)
-    most_pairs = INTERPRETER_PAIRS if device.type == "cpu" else SHORT_PAIRS
+    most_pairs = INTERPRETER_PAIRS if device.type == "cpu" else SHORT_PAIRS if width <= 64 else SHORT_PAIRS // 2
     if block_m * block_n > most_pairs or width > (128 if has_most(p.dtype, device) else 64):
         return None
-    return KernelConfig(block_m, block_n, 4, 1)
+    if block_m * block_n <= 32 * 32:
+        return KernelConfig(block_m, block_n, 4, 1)
+    return KernelConfig(block_m, block_n, 8, 2 if has_most(p.dtype, device) and width <= 64 else 1)
 
 
 def pass_tiles(problem: Problem, device: Device) -> TileConfig:

@@ -52,7 +52,7 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     dk, dv = launches.dkdv(plan.tile.dkdv) if needs.k or needs.v else (None, None)
     slopes = needs.alibi_slopes
     dq, dslopes = launches.dq(plan.tile.dq, lse, slopes) if needs.q or slopes else (None, None)
-    dbias = launches.dbias(plan.tile.dq._replace(num_stages=1)) if needs.bias else None
+    dbias = launches.dbias(plan.tile.dbias or plan.tile.dq) if needs.bias else None
     if slopes:
         dslopes = recorder.op(slope_gradient, t.alibi_slopes, t.cu_seqlens_q, dslopes)
     if call.layout == "paged":  # dk and dv are by position

@@ -174,7 +174,7 @@ def masked_scores(s, wg_tile, block, context, loaded, units, CONFIG: gl.constexp
         t, _ = scores.unmodified_score(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, loaded, CONFIG)
         if units.in_scores:
             t = t * units.factor
-        t = hide(t, context.params.pairs, loaded.pairs, CONFIG.pair_align)
+        t = hide(t, context.params.pairs, loaded.pairs, loaded.partial, CONFIG.pair_align)
     else:
         distance = wg_tile.first_row - first_key
         t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, CONFIG).t

@@ -50,9 +50,18 @@ def add_bias(t, pairs, block, ALIGN: gl.constexpr):
 
 
 @gluon.jit
-def hide(t, pairs, block, ALIGN: gl.constexpr):
-    """The scores of visible pairs, -inf of hidden ones."""
-    return with_values(t, pairs.mask, pairs.rows, block, True, ALIGN)
+def hide(t, pairs, block, partial, ALIGN: gl.constexpr):
+    """The scores of visible pairs, -inf of hidden ones. With lists of blocks (`block_lists.partial_of`), the mask is
+    read in partly visible blocks alone.
+    """
+    if pairs.mask.data is None:
+        return t
+    elif len(partial) > 0:
+        if partial[0]:
+            t = with_values(t, pairs.mask, pairs.rows, block, True, ALIGN)
+        return t
+    else:
+        return with_values(t, pairs.mask, pairs.rows, block, True, ALIGN)
 
 
 @gluon.jit

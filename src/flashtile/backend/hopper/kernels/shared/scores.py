@@ -52,14 +52,14 @@ def forward(qk, params, b, head, shift, rows, keys, first_distance, loaded, CONF
     pairs, block = params.pairs, loaded.pairs
     if SCORE_MOD is None:
         t, capped = unmodified_score(qk, params, b, head, shift, rows, keys, loaded, CONFIG)
-        return Score(hide(t, pairs, block, CONFIG.pair_align), capped, ())
+        return Score(hide(t, pairs, block, loaded.partial, CONFIG.pair_align), capped, ())
     elif (params.softcap is None) & (params.slopes is None) & (pairs.bias.data is None):
         t, modified = modify(qk, params.scale, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD)
-        return Score(hide(t, pairs, block, CONFIG.pair_align), qk, modified)
+        return Score(hide(t, pairs, block, loaded.partial, CONFIG.pair_align), qk, modified)
     else:
         t, capped = unmodified_score(qk, params, b, head, shift, rows, keys, loaded, CONFIG)
         t, modified = modify(t, None, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD)
-        return Score(hide(t, pairs, block, CONFIG.pair_align), capped, modified)
+        return Score(hide(t, pairs, block, loaded.partial, CONFIG.pair_align), capped, modified)
 
 
 @gluon.jit
