@@ -20,6 +20,7 @@ import block_tables
 import compatibility_tables
 import gpu_tables
 import ladder_tables
+import mask_tables
 import score_mod_tables
 from cells import markdown, rows
 
@@ -305,6 +306,7 @@ TABLES: dict[str, Callable[[], str]] = (
     | gpu_tables.TABLES
     | score_mod_tables.TABLES
     | block_tables.TABLES
+    | mask_tables.TABLES
 )
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""Tables of calls with masks and biases that docs/make_tables.py fills, from `benchmarks/results/h200-masks.jsonl`."""
+
+import json
+import math
+from typing import Any
+
+from cells import RESULTS, figure, markdown
+
+PASSES = "forward", "backward"
+Times = dict[tuple[str, str], float]
+
+
+def calls() -> dict[str, tuple[Times, dict[str, Any]]]:
+    """Milliseconds by provider and pass, and the settings, of each call."""
+    values = [json.loads(line) for line in (RESULTS / "h200-masks.jsonl").read_text().splitlines()]
+    return {
+        x["cell"]: ({(row["provider"], row["pass"]): row["ms"] for row in x["rows"]}, x["settings"]) for x in values
+    }
+
+
+def slowest_first() -> list[tuple[str, Times, dict[str, Any]]]:
+    """The calls, those first in which another library leads most."""
+    found = [(name, *values) for name, values in calls().items()]
+    return sorted(found, key=lambda x: min((lead(x[1], p) for p in PASSES), default=math.inf))
+
+
+def lead(times: Times, which: str) -> float:
+    """The time of the fastest other library in units of ours."""
+    others = [times[name, which] for name in ("flex", "efficient", "cudnn") if (name, which) in times]
+    return min(others) / times["flashtile", which]
+
+
+def in_words(times: Times, *names: str) -> str:
+    """Forward and backward of the first of these providers that has both."""
+    for name in names:
+        both = [times.get((name, which)) for which in PASSES]
+        if None not in both:
+            return ", ".join(map(figure, both))
+    return ""
+
+
+def mask_calls() -> str:
+    """All calls, losses first."""
+    body = []
+    for name, times, _ in slowest_first():
+        sdpa = min(("efficient", "cudnn"), key=lambda x: times.get((x, "forward"), math.inf))
+        cells = [in_words(times, x) for x in ("flashtile", "packed", "flex", sdpa)]
+        creation = figure(times.get(("flex", "block mask")))
+        body.append([name, *cells, creation, ", ".join(f"{lead(times, which):.2f}" for which in PASSES)])
+    header = ("call", "flashtile", "packed", "FlexAttention", "SDPA", "its block mask", "best other / flashtile")
+    return markdown(header, body)
+
+
+def mask_means() -> str:
+    """Geometric means of FlexAttention's time in units of ours, for masks and for biases and padding."""
+    body = []
+    for what, pairs in (("masks from functions", False), ("biases, padding", True)):
+        cells = [what]
+        for which in PASSES:
+            ratios = [
+                times["flex", which] / times["flashtile", which]
+                for times, settings in calls().values()
+                if ("flex", which) in times and bool(settings["pairs"]) == pairs
+            ]
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            cells.append(f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} calls)")
+        body.append(cells)
+    return markdown(("FlexAttention's time / ours", *PASSES), body)
+
+
+TABLES = {"mask_calls": mask_calls, "mask_means": mask_means}
