@@ -13,7 +13,7 @@ from listed_masks import near_in_documents
 
 from flashtile.dispatch import fast_path
 from flashtile.expression import Formula, MaskMod, mask_mod_formula
-from flashtile.expression.blocks import FULL
+from flashtile.expression.blocks import FULL, HIDDEN, PARTIAL
 from flashtile.testing.case import MaskFunction
 from flashtile.testing.oracle import solve
 from flashtile.testing.tolerance import compare
@@ -48,8 +48,10 @@ def mask_of(*widths: int, length: int = 400) -> MaskFunction:
             "seqlen_q": 70,
             "seqlen_k": 70,
         },
+        {"seqlen_q": 100, "seqlen_k": 150, "window": (60, 30)},
+        {"seqlen_q": 100, "seqlen_k": 150, "num_heads_q": 1, "batch": 1, "causal": "top_left"},
     ],
-    ids=["heads", "with others"],
+    ids=["heads", "with others", "window", "top-left causal"],
 )
 def test_results(arguments: dict[str, Any]) -> None:
     """Hidden, partly visible and full blocks, lists of sequences and of heads, lengths that no block divides;
@@ -112,7 +114,8 @@ def test_lists(of_keys: bool, lengths: tuple[int, int]) -> None:
     mod = MaskMod(near_in_documents, mask_of(1000, 20).tensors)
     formula, sizes = mask_mod_formula(mod.key), (16, 32)
     assert isinstance(formula, Formula)
-    pairs = block_lists.Pairs(*(block_lists.Range(0, n) for n in (2, 2, *lengths)), *sizes)
+    window = block_lists.Sides(None, None, None, 0)
+    pairs = block_lists.Pairs(*(block_lists.Range(0, n) for n in (2, 2, *lengths)), *sizes, window)
     found = block_lists.computed(formula, pairs, torch.device("cpu"), of_keys, *mod.tensors)
     i, j = (torch.arange(-(-n // size) * size) for n, size in zip(lengths, sizes, strict=True))
     b, h = torch.arange(2)[:, None, None, None], torch.arange(2)[:, None, None]
@@ -129,3 +132,30 @@ def test_lists(of_keys: bool, lengths: tuple[int, int]) -> None:
         full_blocks = (own_full & own_some).nonzero().flatten().tolist()
         assert sorted(order[partial : partial + whole]) == full_blocks
         assert sorted(order[:partial]) == [n for n in own_some.nonzero().flatten().tolist() if n not in full_blocks]
+
+
+@pytest.mark.parametrize("lengths", [(70, 100), (100, 70), (64, 96)])
+@pytest.mark.parametrize(
+    "sides", [(None, 0, None), (20, 5, None), (-3, 40, None), (None, None, 0), (33, None, -7), (None, -200, None)]
+)
+def test_windows_decide_blocks_exactly(
+    lengths: tuple[int, int], sides: tuple[int | None, int | None, int | None]
+) -> None:
+    """Against all pairs that exist, of a whole call and of a part with another diagonal."""
+    rows, keys = lengths
+    for diagonal in (0, 13):
+        shift = keys - rows + diagonal
+        ranges = [block_lists.Range(0, n) for n in (1, 1, *lengths)]
+        pairs = block_lists.Pairs(*ranges, 16, 32, block_lists.Sides(*sides, shift))
+        i, j = torch.arange(rows)[:, None], torch.arange(keys)
+        left, right, top_left = sides
+        visible = torch.ones(rows, keys, dtype=torch.bool)
+        visible &= j >= i + shift - (left if left is not None else 1000)
+        visible &= j <= i + shift + (right if right is not None else 1000)
+        visible &= j <= i + (top_left if top_left is not None else 1000)
+        found = block_lists.window_states(pairs, torch.device("cpu"))
+        for m, of_rows in enumerate(visible.split(16)):
+            for n, block in enumerate(of_rows.split(32, dim=1)):
+                if found[m, n] == PARTIAL and left is not None and top_left is not None:
+                    continue  # sides with other diagonals: pairs within each may be in no common place
+                assert found[m, n] == (FULL if block.all() else PARTIAL if block.any() else HIDDEN), (m, n)

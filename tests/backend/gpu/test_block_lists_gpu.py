@@ -32,8 +32,8 @@ def lists_for_all_calls() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_within_the_bound(dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (64, (None, 0)), (128, None), (128, (190, 70))])
+def test_within_the_bound(dtype: torch.dtype, head_dim: int, window: tuple[int | None, int] | None) -> None:
     ids = torch.stack([torch.arange(S) // n for n in (256, 61)]).cuda()
     mask = MaskFunction(near_in_documents, (ids, torch.tensor([S, 40, 0, 130]).cuda()))
     sizes: dict[str, Any] = {
@@ -47,7 +47,9 @@ def test_within_the_bound(dtype: torch.dtype, head_dim: int) -> None:
     tensors = {name: x.cuda() for name, x in case.arguments.items()}
     assert case.dout is not None
     assert case.dlse is not None
-    case = replace(case, arguments=tensors | {"mask": mask}, dout=case.dout.cuda(), dlse=case.dlse.cuda())
+    case = replace(
+        case, arguments=tensors | {"mask": mask, "window": window}, dout=case.dout.cuda(), dlse=case.dlse.cuda()
+    )
     results = {key: x.cpu() for key, x in case.run("triton").items()}
     worst = compare(results, case, solve(case))[0]
     assert worst.ok, str(worst)

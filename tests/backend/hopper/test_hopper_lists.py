@@ -22,6 +22,7 @@ from flashtile import MaskMod, mask_mods, score_mods
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu.replay import Recorder
 from flashtile.call.call import Tensors
+from flashtile.expression.blocks import FULL
 from flashtile.testing.case import Case, MaskFunction
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -41,6 +42,7 @@ class Problem(NamedTuple):
     heads: tuple[int, int] = (2, 2)
     deterministic: bool = False
     score_mod: Any = None
+    window: Any = None  # causal is (None, 0)
 
 
 BY_HEAD = MaskFunction(far_by_head, (torch.tensor([0, 140, 220, 0]),))
@@ -51,6 +53,8 @@ PROBLEMS = {
     "heads of groups 64": Problem(BY_HEAD, 64, 385, 401, (4, 2)),
     "heads of groups 128": Problem(BY_HEAD, 128, 270, 401, (4, 2), deterministic=True),
     "dilated, decay 64": Problem(MaskFunction(dilated), 64, 513, 300, score_mod=decay),
+    "documents, causal 64": Problem(MaskFunction(documents, (IDS,)), 64, 513, 401, window=(None, 0)),
+    "heads, window 128": Problem(BY_HEAD, 128, 300, 401, (4, 2), deterministic=True, window=(150, 90)),
 }
 
 
@@ -62,7 +66,7 @@ def case_of(problem: Problem) -> Case:
     )  # fmt: skip
     if problem.score_mod is not None:
         case = with_score_mod(problem.score_mod, case, 0, "cpu")
-    return replace(case, arguments=case.arguments | {"mask": problem.mask}, description="")
+    return replace(case, arguments=case.arguments | {"mask": problem.mask, "window": problem.window}, description="")
 
 
 def run(case: Case, problem: Problem, folder: Path = FOLDER, *, by_kernels: bool = True) -> dict[str, Tensor]:
@@ -122,10 +126,39 @@ def test_a_mask_that_is_a_tensor(
     for x in "kv":
         case.arguments[x][:, :, UNSEEN:] = torch.nan
     lists = importlib.import_module(f"{emulated_kernels().__package__}.block_lists")
-    with mock.patch.object(lists, "mask_visibility", wraps=lists.mask_visibility) as made:
+    with mock.patch.object(lists, "states_of_mask", wraps=lists.states_of_mask) as made:
         results = run(case, problem, by_kernels=False)
     assert made.call_count == 2
     assert [str(x) for x in compare(results, case, solution) if not x.ok] == []
+
+
+def test_full_blocks_do_not_read_the_mask() -> None:
+    """A mask whose lists say that all its blocks are full, although it hides pairs: they stay visible."""
+    problem = Problem(MaskFunction(earlier), 64, 256, 256)
+    case = case_of(problem)
+    mask = torch.rand((1, 1, 256, 256), generator=torch.Generator().manual_seed(0)) < 0.5
+    case = replace(case, arguments=case.arguments | {"mask": mask})
+    lists = importlib.import_module(f"{emulated_kernels().__package__}.block_lists")
+    with mock.patch.object(lists, "states_of_mask", side_effect=all_full):
+        results = run(case, problem, by_kernels=False)
+    del case.arguments["mask"]
+    assert [str(x) for x in compare(results, case, solve(case)) if not x.ok] == []
+
+
+def all_full(pairs: Any, mask: Tensor) -> Tensor:
+    blocks = -(-pairs.rows.length // pairs.block_m), -(-pairs.keys.length // pairs.block_n)
+    return torch.full((1, 1, *blocks), FULL, dtype=torch.uint8)
+
+
+def test_keys_after_the_last_one_in_full_blocks() -> None:
+    """Scores are so small that exponentials of zeros, which stand for keys after the last one, are infinite."""
+    problem = Problem(MaskFunction(lambda b, h, i, j: (j < 100) | (i >= 400)), 64, 513, 321)
+    case = case_of(problem)
+    generator = torch.Generator().manual_seed(0)
+    for name, mean in (("q", 8.0), ("k", -3.0)):
+        x = case.arguments[name]
+        x.copy_(mean + 0.05 * torch.randn(x.shape, generator=generator))
+    assert [str(x) for x in compare(run(case, problem), case, solve(case)) if not x.ok] == []
 
 
 def test_a_score_mod_with_a_mask_that_is_a_tensor_has_no_lists() -> None:
@@ -163,10 +196,19 @@ MASKS = {
 }
 
 
+WINDOWS: dict[str, dict[str, Any]] = {
+    "documents": {"causal": True},
+    "by head": {"window": (50, 20)},
+    "bits": {"causal": "top_left", "window": (70, None)},
+    "all": {"window": (90, 0)},
+}
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_kernels_list_what_torch_operations_list(name: str) -> None:
+    """With a window too, for some masks."""
     q, k = torch.empty(2, 4, 203, 64, dtype=torch.bfloat16), torch.empty(2, 2, 211, 64, dtype=torch.bfloat16)
-    call = described_call(q, k, k, None, None, {"mask": MASKS[name]})
+    call = described_call(q, k, k, None, None, {"mask": MASKS[name], **WINDOWS.get(name, {})})
     lists = importlib.import_module(f"{emulated_kernels().__package__}.block_lists")
 
     def found() -> list[Tensor]:
@@ -212,6 +254,9 @@ BUGS = (
     Bug("an empty list without a block", KERNELS, "tl.maximum(before, 1)", "before", "heads of groups 64"),
     Bug("heads of a group hide", KERNELS, "seen | ever", "ever", "heads of groups 64"),
     Bug("heads of a group show", KERNELS, "full & always", "always", "heads of groups 64"),
+    Bug("left side one block further", KERNELS, "tl.minimum((n + 1)", "tl.minimum(n", "heads, window 128"),
+    Bug("right side one key earlier", KERNELS, "n * BLOCK_N <= last_row + shift + window", "n * BLOCK_N < last_row + "
+        "shift - 127 + window", "documents, causal 64"),
     Bug("ranks in the other order", KERNELS, "if FIRST_KEY_FIRST", "if not FIRST_KEY_FIRST", "heads of groups 128"),
     Bug("ranks of blocks", WRITER, "position = listed_rank", "position = position", "heads of groups 128"),
 )  # fmt: skip

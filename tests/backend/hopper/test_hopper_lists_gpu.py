@@ -110,6 +110,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     heads: tuple[int, int] = (4, 2)
     deterministic: bool = False
+    window: tuple[int | None, int | None] | None = None  # causal is (None, 0)
 
 
 FP16 = torch.float16
@@ -134,13 +135,19 @@ PROBLEMS = [
     Problem("first_keys", 64, FP16),
     Problem("first_keys", 128),
     Problem("first_keys", 128, deterministic=True),
+    Problem("documents", 64, window=(None, 0)),
+    Problem("documents", 128, FP16, deterministic=True, window=(None, 0)),
+    Problem("dilated", 64, window=(200, 130)),
+    Problem("tensor", 128, window=(None, 0)),
+    Problem("padding", 64, window=(300, 0)),
 ]
 LENGTHS = ((643, S), (S, 513), (257, 391))
 
 
 def name_of(problem: Problem) -> str:
     words = [problem.mask, str(problem.head_dim), str(problem.dtype).removeprefix("torch."), f"heads {problem.heads}"]
-    return " ".join([*words, *["deterministic"] * problem.deterministic])
+    window = [] if problem.window is None else [f"window {problem.window}"]
+    return " ".join([*words, *window, *["deterministic"] * problem.deterministic])
 
 
 def case_of(problem: Problem, lengths: tuple[int, int], device: str) -> Case:
@@ -153,7 +160,8 @@ def case_of(problem: Problem, lengths: tuple[int, int], device: str) -> Case:
     mask = MASKS[problem.mask](device)
     if isinstance(mask, Tensor):
         mask = mask[:, :, : lengths[0], : lengths[1]]
-    arguments = {name: x.to(device) for name, x in case.arguments.items()} | {"mask": mask}
+    arguments = {name: x.to(device) for name, x in case.arguments.items()}
+    arguments |= {"mask": mask, "window": problem.window}
     dout, dlse = case.dout.to(device), case.dlse.to(device)
     return replace(case, arguments=arguments, dout=dout, dlse=dlse, description="")
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from ...call.call import Call
 from ...call.formulas import mask_formula
 from ...expression import Formula
-from ...expression.blocks import FULL, HIDDEN, PARTIAL, depends_on, mask_visibility
-from ..gpu.block_lists import Pairs, pairs_of, visibility
+from ...expression.blocks import FULL, HIDDEN, PARTIAL, depends_on
+from ..gpu.block_lists import Pairs, pairs_of, states_of_mask, visibility, window_states
 from ..gpu.captured import needs_wide_offsets
 from ..gpu.kernel import Kernel
 from ..gpu.replay import Recorder
+from ..scalars import window_numbers
 from .formulas import VisibilityFunction, launch_with, visibility_function
 from .tables import VisibleBlocksConfig
 
@@ -79,12 +80,13 @@ def key_lists(
 
 
 def has_lists(call: Call) -> bool:
-    """Whether a call has lists. Others compute all pairs that the window shows. With lists, kernels run one function of
+    """Whether a call has lists, of the blocks that mask and window show; the kernels test the window's sides in blocks
+    that they cut. Others compute all pairs that the window shows. With lists, kernels run one function of
     a score_mod in partly visible blocks and one in full ones, which are made with a mask function only.
     """
     function = call.settings.mask_mod is not None
     mask = call.tensors.mask is not None and call.settings.score_mod is None
-    if not (function or mask) or call.layout != "dense" or not call.settings.window.unlimited:
+    if not (function or mask) or call.layout != "dense":
         return False
     batch, heads, seqlen_q, _ = call.tensors.q.shape
     least = LEAST_PAIRS if function else LEAST_MASK_PAIRS
@@ -136,6 +138,7 @@ def visible_blocks(
         "seqlen_q": t.q.shape[2],
         "seqlen_k": t.k.shape[2],
         "num_blocks": grid.keys,
+        **window_numbers(call),
         "CONFIG": VisibleBlocksConfig(grid.block_m, grid.block_n, blocks, table),
         "num_warps": 8,
     }
@@ -174,11 +177,16 @@ def of_states(recorder: Recorder, call: Call, block_m: int, block_n: int, make: 
 def made(
     make: Callable[[Tensor], Tensor], formula: Formula, pairs: Pairs, device: torch.device, *tensors: Tensor
 ) -> Tensor:
-    return make(visibility(formula, pairs, device, *tensors))
+    return make(in_window(visibility(formula, pairs, device, *tensors), pairs))
 
 
 def made_of_mask(make: Callable[[Tensor], Tensor], pairs: Pairs, mask: Tensor) -> Tensor:
-    return make(mask_visibility(mask, pairs.rows.length, pairs.keys.length, pairs.block_m, pairs.block_n))
+    return make(in_window(states_of_mask(pairs, mask), pairs))
+
+
+def in_window(states: Tensor, pairs: Pairs) -> Tensor:
+    """States of the mask's blocks, HIDDEN outside of the window."""
+    return torch.where(window_states(pairs, states.device) == HIDDEN, HIDDEN, states)
 
 
 def listed_keys(states: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Kernels that list the blocks which a mask function shows (`shared.block_lists`), by intervals of positions
-(`backend.gpu.visibility`).
+"""Kernels that list the blocks which a mask function and the window show (`shared.block_lists`), by intervals of
+positions (`backend.gpu.visibility`).
 """
 
 import triton.language as tl
@@ -12,7 +12,8 @@ KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)  # of minimum and maximum
 
 @triton_kernel
 def visible_blocks_kernel(
-    lists, num_lists, num_heads, group, seqlen_q, seqlen_k, num_blocks, CONFIG: tl.constexpr, inputs,
+    lists, num_lists, num_heads, group, seqlen_q, seqlen_k, num_blocks, window_left, window_right, top_left, diagonal,
+    CONFIG: tl.constexpr, inputs,
 ):  # fmt: skip
     """The blocks of keys of one block of rows: its list, with one block after the last key if it sees none.
 
@@ -26,6 +27,8 @@ def visible_blocks_kernel(
     number, list_head = tl.program_id(0) % num_lists, tl.program_id(0) // num_lists
     b, first_head = list_head // num_heads + inputs.b0, list_head % num_heads * group + inputs.h0
     rows = inputs.i0 + tl.minimum(number * BLOCK_M + tl.arange(0, BLOCK_M), seqlen_q - 1)
+    first_row, last_row = number * BLOCK_M, tl.minimum((number + 1) * BLOCK_M, seqlen_q) - 1
+    shift = seqlen_k - seqlen_q + diagonal
     out = lists + tl.program_id(0).to(tl.int64) * (num_blocks + 1 if CONFIG.table else num_blocks + 2)
     before = 0
     for first in range(0, num_blocks, BLOCKS):
@@ -36,6 +39,12 @@ def visible_blocks_kernel(
             always, ever = CONFIG.score_mod.visibility(b, first_head + head, rows, keys, inputs.captured)
             full, seen = full & always, seen | ever
         visible = seen & (n < num_blocks)
+        if window_left is not None:
+            visible &= tl.minimum((n + 1) * BLOCK_N, seqlen_k) > first_row + shift - window_left
+        if window_right is not None:
+            visible &= n * BLOCK_N <= last_row + shift + window_right
+        if top_left is not None:
+            visible &= n * BLOCK_N <= last_row + top_left
         count = before + tl.cumsum(visible.to(tl.int32), 0)
         partial = tl.where(full, 0, 1)
         if CONFIG.table:

@@ -170,7 +170,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     while tile.b >= 0:
         first_key = tile.first_key + warpgroup * MMA_M
         blocks = m_block_range(bounds, first_key, first_key + (MMA_M - 1), tile.shift, tile.seqlen_q, BLOCK_M)
-        full_lo = gl.where(first_key + MMA_M > tile.seqlen_k, tile.hi, blocks.full_lo)
+        full_lo = gl.where(first_key + MMA_M > tile.seqlen_k, blocks.hi, blocks.full_lo)
         dk = zero_accumulators(HEAD_DIM)
         dv = zero_accumulators(HEAD_DIM)
         for h in gl.static_range(NUM_WARPGROUPS):
