@@ -225,6 +225,10 @@ VARIANTS = {
     "sinks": Variant(all_of(CAUSAL, sinks)),
     "dropout": Variant(all_of(CAUSAL, dropout), head_dim=128),
     "everything": Variant(EVERYTHING, heads=(4, 2)),
+    "short": Variant(bias(False, True, True, True), head_dim=32, longest=64),
+    "short everything": Variant(
+        all_of(NUMBERS, bias(True, True, True, True), mask, slopes, dropout), FP16, 64, longest=64
+    ),
     "packed": Variant(CAUSAL, layout="packed", heads=(4, 2)),
     "packed window": Variant(fixed(window=ExactSides((50, -3))), layout="packed", head_dim=128),
     "packed, hdim 48 apart": Variant(
