@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import decoding
 import in_contexts
 import pytest
 import torch
@@ -251,6 +252,8 @@ def run(rank: int, store: str) -> None:
             measure_rates(meshes[-1], num_bytes=2**12)
             refused(meshes[0], rank)
             refused_alone(meshes[0])
+            decoding.decode(meshes[0])
+            decoding.refused(meshes[0])
             compare_seeds(meshes, rank, seeds)
             if size in (2, 4):
                 with_dtensors.calls_of_dtensors(meshes)

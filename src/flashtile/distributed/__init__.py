@@ -1,6 +1,7 @@
 """Attention over a sequence that is sharded over the ranks of a `DeviceMesh` of `torch.distributed`."""
 
 from .context import context_parallel
+from .decode import attention_with_kvcache
 from .explain import ShardedExplanation, explain
 from .layout import Layout
 from .schemes import measure_rates
@@ -15,6 +16,7 @@ __all__ = [
     "Simulation",
     "attention",
     "attention_varlen",
+    "attention_with_kvcache",
     "context_parallel",
     "explain",
     "measure_rates",
