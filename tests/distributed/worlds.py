@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import decoding
+import faults
 import in_contexts
 import pytest
 import torch
@@ -291,6 +292,7 @@ def fork(store: str) -> dict[int, int]:
 def main(store: str) -> int:
     """Wait for all ranks. The first failure ends the others, which would wait for it."""
     torch.set_num_threads(1)
+    faults.worlds(store)
     children = fork(store)
     while children:
         pid, status = os.wait()

@@ -3,6 +3,7 @@
 from .context import context_parallel
 from .decode import attention_with_kvcache
 from .explain import ShardedExplanation, explain
+from .group import ExchangeError
 from .layout import Layout
 from .schemes import measure_rates
 from .sharded import attention, attention_varlen
@@ -10,6 +11,7 @@ from .sharding import shard, unshard
 from .simulate import Rates, Simulation, simulate
 
 __all__ = [
+    "ExchangeError",
     "Layout",
     "Rates",
     "ShardedExplanation",

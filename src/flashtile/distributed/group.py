@@ -1,5 +1,7 @@
-"""The process groups of a mesh, and this process's place in them."""
+"""The process groups of a mesh, this process's place in them, and their exchanges."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,12 @@ EXAMPLE = 'flashtile.distributed.attention(q, k, v, mesh=init_device_mesh("cuda"
 # The name until PyTorch 2.13, which warns of it.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+GATHERED, EXCHANGED = "tensors of all ranks", "an exchange of rows for heads or of gradients"
+
+
+class ExchangeError(RuntimeError):
+    """An exchange of a sharded call that failed: another rank has ended, raised, or not come in time."""
+
 
 class Group(NamedTuple):
     """A process group, its size, and this process's rank in it. A group of one process has no handle."""
@@ -25,51 +33,72 @@ class Group(NamedTuple):
         assert self.handle is not None
         return dist.get_global_rank(self.handle, rank % self.size)
 
+    @contextmanager
+    def exchanging(self, what: str) -> Iterator[None]:
+        """Say which rank waited for what if an exchange fails. NCCL ends the process itself, after its own message."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"rank {self.rank} of {self.size} lost another one in flashtile.distributed, waiting for {what}: "
+                f"{str(error).splitlines()[0]}\n"
+                "  look at: the first error of the other ranks; calls that differ between ranks (check=True compares "
+                "them); the timeout of the process group, if a rank is slower"
+            ) from error
+
     def gather(self, value: Any) -> list[Any]:
         """The (picklable) values of all ranks. Waits for the device."""
         values: list[Any] = [value] * self.size
         if self.handle is not None:
-            dist.all_gather_object(values, value, group=self.handle)
+            with self.exchanging("the arguments of all ranks"):
+                dist.all_gather_object(values, value, group=self.handle)
         return values
 
     def gather_tensors(self, x: Tensor) -> "Gathering":
         """Begin to gather contiguous tensors of one shape from all ranks."""
         if self.handle is None:
-            return Gathering(x[None], None)
+            return Gathering(self, x[None], None)
         whole = x.new_empty((self.size, *x.shape))
-        work = all_gather(whole.flatten(), x.flatten(), group=self.handle, async_op=True)
-        return Gathering(whole, work)
+        with self.exchanging(GATHERED):
+            work = all_gather(whole.flatten(), x.flatten(), group=self.handle, async_op=True)
+        return Gathering(self, whole, work)
 
     def exchange(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> "Exchange":
         """Begin an all-to-all: element r of `sent` goes to rank r, from which a tensor of shape r arrives."""
         sizes = [torch.Size(shape).numel() for shape in shapes]
         if self.handle is None:
-            return Exchange(sent[0].reshape(-1), None, shapes, None)
+            return Exchange(self, sent[0].reshape(-1), None, shapes, None)
         if sent[0].dtype == torch.bool:  # which collectives need not know
             return self.exchange([x.view(torch.uint8) for x in sent], shapes)._replace(dtype=torch.bool)
         flat = torch.cat([x.reshape(-1) for x in sent])
         received = flat.new_empty(sum(sizes))
-        work = dist.all_to_all_single(
-            received, flat, sizes, [x.numel() for x in sent], group=self.handle, async_op=True
-        )
-        return Exchange(received, flat, shapes, work)
+        with self.exchanging(EXCHANGED):
+            work = dist.all_to_all_single(
+                received, flat, sizes, [x.numel() for x in sent], group=self.handle, async_op=True
+            )
+        return Exchange(self, received, flat, shapes, work)
 
 
 class Gathering(NamedTuple):
     """An all-gather under way."""
 
+    group: Group
     whole: Tensor  # [ranks, ...]
     work: Any
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            self.work.wait()
+            with self.group.exchanging(GATHERED):
+                self.work.wait()
         return self.whole
 
 
 class Exchange(NamedTuple):
     """An all-to-all under way."""
 
+    group: Group
     received: Tensor
     sent: Tensor | None  # alive until the exchange ends
     shapes: list[tuple[int, ...]]
@@ -78,7 +107,8 @@ class Exchange(NamedTuple):
 
     def wait(self) -> list[Tensor]:
         if self.work is not None:
-            self.work.wait()
+            with self.group.exchanging(EXCHANGED):
+                self.work.wait()
         received = self.received if self.dtype is None else self.received.view(self.dtype)
         parts = received.split([torch.Size(shape).numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]

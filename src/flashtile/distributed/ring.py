@@ -13,22 +13,26 @@ from . import parts
 from .group import Group
 from .parts import Results, Saved, Whole
 
+TRANSFERRED = "keys, values or their gradients from the rank before it"
+
 
 class Transfer:
     """Pass a buffer on to a rank ahead while another one arrives from as far behind."""
 
     def __init__(self, group: Group, send: Tensor, receive: Tensor, distance: int = 1):
-        self.sent, self.received = send, receive  # alive until the transfer ends
+        self.group, self.sent, self.received = group, send, receive  # alive until the transfer ends
         ops = []
         if send.numel() > 0:
             ops.append(dist.P2POp(dist.isend, send, group.global_rank(group.rank + distance), group.handle))
         if receive.numel() > 0:
             ops.append(dist.P2POp(dist.irecv, receive, group.global_rank(group.rank - distance), group.handle))
-        self.work = dist.batch_isend_irecv(ops) if ops else []
+        with group.exchanging(TRANSFERRED):
+            self.work = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> Tensor:
-        for work in self.work:
-            work.wait()
+        with self.group.exchanging(TRANSFERRED):
+            for work in self.work:
+                work.wait()
         return self.received
 
 

@@ -116,6 +116,8 @@ def attention(
         ArgumentError: an argument is not what it should be, or the rank's rows are not those of the layout.
         AttentionError: with `check`, on all ranks, where one raises or differs from the first rank.
         BackendError: no backend takes a part of the call, or the named one does not.
+        ExchangeError: in forward or backward, another rank has ended, raised, or not come within the timeout of the
+            process group. NCCL ends the process instead.
     """
     tensors, keywords = arguments_of(locals())
     placing = Placing(mesh, layout, scheme, length, check)
