@@ -205,6 +205,10 @@ def refused(mesh: DeviceMesh, rank: int) -> None:
         ({"mask": torch.ones(1, 1, 8, 7, dtype=torch.bool)}, "mask"),
         ({"bias": torch.ones(1, 1, 8 - (rank == 1), 8 * mesh.size())}, "bias"),
         ({"dropout_p": 0.5}, "dropout_seed"),
+        ({"sinks": torch.tensor([0.5, 1.0 + (rank == 1)])}, "values of sinks. differ"),
+        ({"bias": torch.full((1, 1, 1, 1), float(rank == 1))}, "values of bias. differ"),
+        ({"score_mod": later if rank == 1 else earlier}, "functions"),
+        ({"mask": flashtile.mask_mods.prefix(torch.tensor([3 + (rank == 1)]))}, "values of captured tensor 0. differ"),
     ]
     for given, words in wrong:
         with pytest.raises(flashtile.AttentionError, match=words):
@@ -212,6 +216,14 @@ def refused(mesh: DeviceMesh, rank: int) -> None:
     rows = torch.randn(1, 2, 8 + 2 * (rank == 1), 16)
     with pytest.raises(flashtile.ArgumentError, match="shard"):
         attention(rows, rows, rows, mesh=mesh, check=True)
+
+
+def earlier(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + 0.1 * (i - j)
+
+
+def later(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + 0.2 * (i - j)
 
 
 def refused_alone(mesh: DeviceMesh) -> None:

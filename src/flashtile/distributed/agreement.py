@@ -1,5 +1,8 @@
-"""The agreement of ranks about a call: with `check=True`, shapes and arguments are exchanged before keys travel."""
+"""The agreement of ranks about a call: with `check=True`, shapes, arguments and checksums of the tensors that all ranks
+have are exchanged before keys travel.
+"""
 
+import zlib
 from typing import Any, NamedTuple
 
 import torch
@@ -7,13 +10,14 @@ from torch import Tensor
 
 from ..call.call import FEATURES, Call, Settings
 from ..errors import AttentionError
+from ..expression import mask_mod_formula, score_mod_formula
 from .group import Grid
 
 Shape = tuple[int | str, ...]
 
 
 class Description(NamedTuple):
-    """A rank's call, without the values of its tensors."""
+    """A rank's call, without the values of its rows."""
 
     num_rows: int
     num_keys: int
@@ -22,6 +26,7 @@ class Description(NamedTuple):
     v: Shape
     dtype: str
     features: dict[str, Shape]
+    checksums: dict[str, int]  # of tensors that all ranks have, by the names of arguments
     captured: tuple[Shape, ...]
     requires_grad: tuple[bool, ...]
     layout: str
@@ -29,7 +34,7 @@ class Description(NamedTuple):
     length: Any
     documents: Any
     dropout_seed: int | None
-    functions: tuple[bool, bool]
+    functions: tuple[int | None, ...]  # checksums of the formulas of score_mod and mask
     settings: Settings
 
     @classmethod
@@ -38,18 +43,31 @@ class Description(NamedTuple):
         q, k, v = ((*x.shape[:2], x.shape[3]) for x in (t.q, t.k, t.v))
         present = {name: x for name in FEATURES if (x := getattr(t, name)) is not None and name != "dropout_seed"}
         shapes = {n: shape_of(x, t.q.shape[2]) for n, x in present.items()}
+        common = {n: x for n, x in present.items() if "own rows" not in shapes[n] or x.shape[2] == 1 < t.q.shape[2]}
+        common |= {f"captured tensor {n}": x for n, x in enumerate(t.score_mod_tensors)}
+        checksums = {f"values of {name}": checksum(x) for name, x in common.items()}
+        functions = [
+            None if key is None else zlib.crc32(repr(formula_of(key)).encode())
+            for key, formula_of in ((s.score_mod, score_mod_formula), (s.mask_mod, mask_mod_formula))
+        ]
         grads = [torch.is_grad_enabled() and x.requires_grad for x in (t.q, t.k, t.v, *present.values())]
         return cls(
-            t.q.shape[2], t.k.shape[2], q, k, v, str(t.q.dtype), shapes,
+            t.q.shape[2], t.k.shape[2], q, k, v, str(t.q.dtype), shapes, checksums,
             tuple(tuple(x.shape) for x in t.score_mod_tensors), tuple(grads), layout, scheme, length, documents,
-            seed if s.dropout_p > 0 else None, (s.score_mod is not None, s.mask_mod is not None),
+            seed if s.dropout_p > 0 else None, tuple(functions),
             s._replace(score_mod=None, mask_mod=None),  # keys of functions belong to a process
         )  # fmt: skip
 
     def compared(self) -> dict[str, Any]:
         """All that ranks have in common, by the names of arguments."""
         values = self._asdict() | self.features | self.settings._asdict()
-        return {name: x for name, x in values.items() if name not in ("num_rows", "num_keys", "features", "settings")}
+        apart = "num_rows", "num_keys", "features", "checksums", "settings"
+        return {name: x for name, x in values.items() if name not in apart}
+
+
+def checksum(x: Tensor) -> int:
+    """A checksum of a tensor's values. Waits for its device."""
+    return zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def shape_of(x: Tensor, num_rows: int) -> Shape:
@@ -78,4 +96,8 @@ def agree(grid: Grid, described: Description | str) -> tuple[list[int], list[int
             if value != first:
                 found = f"{value} on rank {rank} of the mesh, {first} on rank 0"
                 raise AttentionError(f"`{name}` differs between ranks: {found}.\n  accepted: the same on all ranks")
+        for name, value in calls[rank].checksums.items():  # a rank with one row cannot tell it from a broadcast one
+            if value != calls[0].checksums.get(name, value):
+                found = f"`{name}` differ between ranks: those of rank {rank} of the mesh from those of rank 0"
+                raise AttentionError(f"{found}.\n  accepted: the same on all ranks")
     return [given.num_rows for given in calls], [given.num_keys for given in calls]
