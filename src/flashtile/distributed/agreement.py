@@ -67,7 +67,7 @@ class Description(NamedTuple):
 
 def checksum(x: Tensor) -> int:
     """A checksum of a tensor's values. Waits for its device."""
-    return zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def shape_of(x: Tensor, num_rows: int) -> Shape:
