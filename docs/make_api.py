@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import flashtile
+import flashtile.distributed
 
 PAGE = Path(__file__).with_name("api.md")
 GROUPS = {
@@ -18,6 +19,9 @@ GROUPS = {
     "Classes": ("ScoreMod", "MaskMod", "BlockMask", "ExactWindow", "Explanation", "BackendStatus"),
     "Score modifications": tuple(f"score_mods.{name}" for name in flashtile.score_mods.__all__),
     "Mask functions": tuple(f"mask_mods.{name}" for name in flashtile.mask_mods.__all__),
+    "Many ranks": tuple(
+        f"distributed.{name}" for name in sorted(flashtile.distributed.__all__, key=lambda x: (x[0].isupper(), x))
+    ),
     "Errors and warnings": ("AttentionError", "ArgumentError", "BackendError", "AttentionWarning"),
 }
 INTRODUCTION = """\
