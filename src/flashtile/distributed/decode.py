@@ -48,7 +48,7 @@ def attention_with_kvcache(
     before they are merged.
 
     Example:
-        >>> k_cache, v_cache = torch.zeros(2, 8, 2**20 // 4, 128), ...  # doctest: +SKIP
+        >>> k_cache, v_cache = (torch.zeros(2, 8, 2**18, 128) for _ in range(2))  # doctest: +SKIP
         >>> out = flashtile.distributed.attention_with_kvcache(  # doctest: +SKIP
         ...     q, k_cache, v_cache, mesh=mesh, cache_seqlens=lengths, k=k, v=v, causal=True
         ... )
