@@ -1,18 +1,20 @@
-"""Caches whose positions are sharded give the results of one cache."""
+"""Caches whose positions are sharded give the results of one cache, and refuse what one cache refuses."""
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
-from gathered import check
+import torch.distributed as dist
+from gathered import check, without_objects
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import flashtile
-from flashtile.distributed import attention_with_kvcache
+from flashtile.distributed import attention_with_kvcache, shard
 from flashtile.testing.case import Case
 
-BATCH, HEADS, KV_HEADS, D, DV, SIZE = 3, 4, 2, 16, 24, 7  # SIZE: positions of a rank
+BATCH, HEADS, KV_HEADS, D, DV, SIZE = 3, 4, 2, 16, 24, 7  # SIZE: positions of a rank, where all have as many
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -33,41 +35,185 @@ def calls(room: int) -> list[dict[str, Any]]:
 
 
 def decode(mesh: DeviceMesh) -> None:
-    """Each call over caches that are empty, end at and around the ends of pieces, or are full after it."""
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    room = ranks * SIZE
-    for number, arguments in enumerate(calls(room)):
-        rows, new = arguments.pop("rows"), arguments.pop("new")
-        longest = room - new
-        for lengths in (
-            (0, min(SIZE, longest), longest),
-            (min(SIZE - 1, longest), min(SIZE + 1, longest), longest // 2),
-        ):
-            caches = random(BATCH, KV_HEADS, room, D, seed=number), random(BATCH, KV_HEADS, room, DV, seed=9)
-            given = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32), **arguments}
-            if new > 0:
-                given |= {"k": random(BATCH, KV_HEADS, new, D, seed=3), "v": random(BATCH, KV_HEADS, new, DV, seed=4)}
-            q, dout = random(BATCH, HEADS, rows, D, seed=5), random(BATCH, HEADS, rows, DV, seed=6)
-            whole = {"q": q, "k_cache": caches[0].clone(), "v_cache": caches[1].clone(), **given}
-            local = [x[:, :, rank * SIZE : (rank + 1) * SIZE].clone() for x in caches]
-            results = attention_with_kvcache(q, *local, mesh=mesh, return_lse=True, **given)
-            case = Case("attention_with_kvcache", whole, dout, description=f"{arguments} {lengths}", forward_only=True)
-            check(case, dict(zip(("out", "lse"), results, strict=True)))
-            if new > 0:
-                flashtile.attention_with_kvcache(q, *caches, **given)
-                for x, cache in zip(local, caches, strict=True):
-                    assert torch.equal(x, cache[:, :, rank * SIZE : (rank + 1) * SIZE]), (arguments, lengths)
+    """Each call over caches of even, uneven and empty pieces."""
+    ranks = mesh.size()
+    for room in (ranks * SIZE, ranks * SIZE - 1, ranks - 1):
+        for number, arguments in enumerate(calls(room)):
+            rows, new = arguments.pop("rows"), min(arguments.pop("new"), room)
+            for lengths in lengths_of_caches(room - new):
+                step(mesh, room, (rows, new), lengths, number, arguments)
+
+
+def lengths_of_caches(longest: int) -> list[tuple[int, ...]]:
+    """Caches that are empty, end at and around the ends of pieces, or are full after the call."""
+    around = min(SIZE - 1, longest), min(SIZE + 1, longest), longest // 2
+    return [(0, min(SIZE, longest), longest), around]
+
+
+def step(
+    mesh: DeviceMesh, room: int, counts: tuple[int, int], lengths: tuple[int, ...], number: int, features: dict[str, Any]
+) -> None:
+    """Compare a call's results with the oracle's, and its caches with those of one device. `number` names the call."""
+    rows, new = counts
+    whole = [random(BATCH + 1, KV_HEADS, room, D, seed=number), random(BATCH + 1, KV_HEADS, room, DV, seed=9)]
+    given = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32), **features}
+    if new > 0:
+        given |= {"k": random(BATCH, KV_HEADS, new, D, seed=3), "v": random(BATCH, KV_HEADS, new, DV, seed=4)}
+    q, dout = random(BATCH, HEADS, rows, D, seed=5), random(BATCH, HEADS, rows, DV, seed=6)
+    arguments = {"q": q, "k_cache": whole[0].clone(), "v_cache": whole[1].clone(), **given}
+    local = [shard(x, mesh, 2, length=room) for x in whole]
+    compared = number % 3 == 0
+    place = {"mesh": mesh, "check": compared, "length": None if room % mesh.size() == 0 or compared else room}
+    with contextlib.nullcontext() if compared else without_objects():
+        results = attention_with_kvcache(q, *local, return_lse=True, **place, **given)
+    name = f"{features} {lengths} of {room}"
+    case = Case("attention_with_kvcache", arguments, dout, description=name, forward_only=True)
+    check(case, dict(zip(("out", "lse"), results, strict=True)))
+    if new > 0:
+        flashtile.attention_with_kvcache(q, *whole, **given)
+        for x, cache in zip(local, whole, strict=True):
+            assert torch.equal(x, shard(cache, mesh, 2, length=room)), name
+
+
+def half_precision(mesh: DeviceMesh) -> None:
+    """Results are rounded once, whatever number of ranks they come from: their error is that of one device. Each
+    backend gives its parts in float32.
+    """
+    backends = [x.name for x in flashtile.backends() if x.usable and x.name in ("cpu", "tiled", "reference")]
+    for dtype in (torch.bfloat16, torch.float16):
+        room = mesh.size() * 40 - 1
+        q, k, v = (random(2, h, s, 16, seed=h + s).to(dtype) for h, s in ((4, 2), (2, room), (1, room)))
+        v = v.expand(2, 2, room, 16) * 2
+        # Products of slopes and distances need more digits than these dtypes have.
+        slopes = random(4).abs().mul(0.3).to(dtype)
+        for features in ({}, {"alibi_slopes": slopes, "bias": random(1, 4, 1, room).to(dtype)}):
+            given = {"cache_seqlens": torch.tensor([room, room // 2]), "causal": True}
+            doubles = {name: x.double() for name, x in features.items()}
+            expected = flashtile.attention_with_kvcache(
+                q.double(), k.double(), v.double(), backend="reference", **given, **doubles
+            )
+            local = [shard(x, mesh, 2, length=room) for x in (k, v)]
+            for backend in backends:
+                one = flashtile.attention_with_kvcache(q, k, v, backend=backend, **given, **features)
+                out = attention_with_kvcache(q, *local, mesh=mesh, length=room, backend=backend, **given, **features)
+                assert out.dtype == dtype
+                error, of_one = ((x.double() - expected).abs() for x in (out, one))
+                assert error.mean() < 1.05 * of_one.mean(), (dtype, backend, error.mean(), of_one.mean())
+                assert error.max() < 1.5 * of_one.max(), (dtype, backend, error.max(), of_one.max())
 
 
 def refused(mesh: DeviceMesh) -> None:
-    q, cache = torch.randn(1, 2, 1, 16), torch.randn(1, 2, SIZE, 16)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"k": q}, "v"),
-        ({"mask": torch.ones(1, 1, 1, SIZE, dtype=torch.bool)}, "keys of all ranks"),
-        ({"mask": lambda b, h, i, j: i >= j}, "keys of all ranks"),
-        ({"causal": "top_left"}, "causal"),
-        ({"cache_seqlens": -1}, "cache_seqlens"),
+    """One device and many raise the same error for the same argument, and write nothing."""
+    room = mesh.size() * SIZE - 1
+    q, new = random(2, 4, 2, 16).float(), random(2, 2, 3, 16).float()
+    whole = [random(2, 2, room, 16, seed=n).float() for n in (1, 2)]
+    pairs = torch.ones(1, 1, 1, room)
+    wrong: list[dict[str, Any]] = [
+        {"q": q[0]},
+        {"q": q[:, :3]},
+        {"q": q[..., :8]},
+        {"q": q.double()},
+        {"q": None},
+        {"q": q.clone().requires_grad_()},
+        {"q": torch.cat((q, q))},
+        {"k_cache": None},
+        {"k_cache": whole[0][0]},
+        {"v_cache": whole[1][:1]},
+        {"v_cache": whole[1].half()},
+        {"cache_seqlens": room + 1},
+        {"cache_seqlens": -1},
+        {"cache_seqlens": 2.5},
+        {"cache_seqlens": torch.tensor([3, room + 1])},
+        {"cache_seqlens": torch.tensor([3, -2])},
+        {"cache_seqlens": torch.tensor([3.0, 4.0])},
+        {"cache_seqlens": torch.tensor([3])},
+        {"cache_seqlens": room - 2, "k": new, "v": new},
+        {"k": new},
+        {"v": new},
+        {"k": new, "v": new[:, :, :2]},
+        {"k": new[:1], "v": new[:1]},
+        {"k": new[:, :1], "v": new[:, :1]},
+        {"k": new[..., :8], "v": new},
+        {"k": new.double(), "v": new.double()},
+        {"k": new, "v": new, "shared": True},
+        {"mask": pairs},
+        {"mask": pairs[..., :SIZE].bool()},
+        {"mask": pairs[0].bool()},
+        {"mask": pairs.expand(2, 3, 1, room).bool()},
+        {"bias": pairs[..., :SIZE]},
+        {"bias": pairs.bool()},
+        {"alibi_slopes": torch.ones(3)},
+        {"alibi_slopes": torch.ones(3, 4)},
+        {"alibi_slopes": [1.0]},
+        {"sinks": torch.ones(1, 4)},
+        {"window": "x"},
+        {"window": (1, 2, 3)},
+        {"causal": 7},
+        {"scale": float("nan")},
+        {"softcap": -1.0},
+        {"num_splits": 0},
+        {"deterministic": 1},
+        {"backend": 3},
+        {"backend": "none"},
+        {"backend": "triton", "k": new, "v": new},
     ]
-    for given, words in wrong:
+    for number, case in enumerate(wrong):
+        errors = []
+        shared = case.pop("shared", False)  # one tensor as both caches
+        for place in ({}, {"mesh": mesh, "length": room}):
+            arguments = {"q": q, "k_cache": whole[0], "v_cache": whole[1], "cache_seqlens": 3, **case}
+            names = [n for n in ("k_cache", "v_cache") if getattr(arguments[n], "ndim", 0) == 4]
+            for name in names:
+                x = arguments[name]
+                arguments[name] = shard(x, mesh, 2, length=room) if place else x.clone()
+            if shared:
+                arguments["v_cache"] = arguments["k_cache"]
+            before = {name: arguments[name].clone() for name in names}
+            with pytest.raises(flashtile.AttentionError) as raised:
+                (attention_with_kvcache if place else flashtile.attention_with_kvcache)(**arguments, **place)
+            errors.append((type(raised.value), getattr(raised.value, "argument", None)))
+            assert all(torch.equal(arguments[name], x) for name, x in before.items()), (number, case)
+        assert errors[0] == errors[1], (number, case, errors)
+
+
+def refused_alone(mesh: DeviceMesh) -> None:
+    """Mistakes that one device does not know, and that a rank finds by itself."""
+    ranks = mesh.size()
+    q, cache = torch.randn(1, 2, 1, 16), torch.randn(1, 2, SIZE, 16)
+    nothing = cache[:, :, :0]
+    wrong: list[tuple[Tensor, dict[str, Any], str]] = [
+        (cache, {"mask": lambda b, h, i, j: i >= j}, "keys of all ranks"),
+        (cache, {"causal": "top_left"}, "causal"),
+        (cache, {"length": ranks * SIZE + ranks}, "as `shard` cuts them"),
+        (cache, {"length": -1}, "length"),
+        (cache, {"length": 0}, "as `shard` cuts them"),
+        (nothing, {}, "room for at least one key"),
+    ]
+    for x, given, words in wrong:
         with pytest.raises(flashtile.ArgumentError, match=words):
-            attention_with_kvcache(q, cache, cache, mesh=mesh, **{"cache_seqlens": 3, **given})
+            attention_with_kvcache(q, x.clone(), x.clone(), mesh=mesh, **{"cache_seqlens": 3, **given})
+
+
+def compared(mesh: DeviceMesh) -> None:
+    """Steps that differ between ranks are refused on all of them, by the name of what differs."""
+    second = mesh.get_local_rank() == 1
+    q, new = torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16)
+    cache = torch.ones(2, 2, SIZE + 2 * second, 16)
+    even = cache[:, :, :SIZE].clone()
+    wrong: list[tuple[Tensor, dict[str, Any], str]] = [
+        (cache, {}, "positions on the ranks"),
+        (even, {"scale": 0.5 if second else 0.25}, "scale"),
+        (even, {"length": None if second else mesh.size() * SIZE}, "length"),
+        (even, {"cache_seqlens": torch.tensor([3, 4 + second])}, "values of cache_seqlens. differ"),
+        (even, {"k": new + second, "v": new}, "values of k. differ"),
+        (even, {"k": new, "v": new} if second else {}, "differs between ranks"),
+        (even.double() if second else even, {}, "k_cache"),
+        (even, {"q": q + second}, "values of q. differ"),
+        (even, {"cache_seqlens": -1 if second else 1}, "cache_seqlens"),
+        (even, {"window": "x" if second else None}, "window"),
+    ]
+    for x, given, words in wrong:
+        with pytest.raises(flashtile.AttentionError, match=words):
+            arguments = {"q": q, "k_cache": x, "v_cache": x.clone(), "cache_seqlens": torch.tensor([3, 4]), **given}
+            attention_with_kvcache(mesh=mesh, check=True, **arguments)
+    dist.barrier(mesh.get_group())

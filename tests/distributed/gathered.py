@@ -1,8 +1,10 @@
 """Sharded calls of a `Case`, gathered and compared with the oracle."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,6 +45,18 @@ def check(case: Case, results: dict[str, Tensor]) -> None:
         expected = solve(case)
         worst = compare(results, case, {name: expected[name] for name in results})[0]
         assert worst.ok, f"{case.description}: {worst}"
+
+
+@contextmanager
+def without_objects() -> Iterator[None]:
+    """Refuse the exchange of objects, which waits for a device."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("objects are exchanged without check=True")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_object", refuse)
+        yield
 
 
 def run_local(

@@ -8,7 +8,7 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import with_dtensors
 from features import DV, B, D, arguments, draw, offsets
+from gathered import without_objects
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -114,18 +115,6 @@ class Example:
             torch.testing.assert_close(
                 x, reference.detach(), atol=tolerance, rtol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
             )
-
-
-@contextlib.contextmanager
-def without_objects() -> Iterator[None]:
-    """Refuse the exchange of objects, which waits for a device."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("objects are exchanged without check=True")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather_object", refuse)
-        yield
 
 
 def schemes_of(mesh: DeviceMesh) -> list[str]:
@@ -266,7 +255,10 @@ def run(rank: int, store: str) -> None:
             refused(meshes[0], rank)
             refused_alone(meshes[0])
             decoding.decode(meshes[0])
+            decoding.half_precision(meshes[0])
             decoding.refused(meshes[0])
+            decoding.refused_alone(meshes[0])
+            decoding.compared(meshes[0])
             compare_seeds(meshes, rank, seeds)
             if size in (2, 4):
                 with_dtensors.calls_of_dtensors(meshes)

@@ -58,7 +58,8 @@ class Tensors(NamedTuple):
     seqused_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(VARLEN,))] = None
     page_table: Annotated[Tensor | None, Feature((("B", "max_pages"),), INDEX, layouts=(VARLEN,))] = None
     leftpad_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(), public=False)] = None  # of a cache
-    out: Annotated[Tensor | None, Feature(layouts=(), public=False)] = None  # preallocated; plain eager calls only
+    # Preallocated, in q's dtype; for calls that bypass the operators. In the accumulation dtype, out is not rounded.
+    out: Annotated[Tensor | None, Feature(layouts=(), public=False)] = None
     score_mod_tensors: Sequence[Tensor] = ()  # all that are captured: those of score_mod, then those of a mask function
 
     def flat(self) -> tuple[Tensor | None, ...]:
@@ -168,6 +169,11 @@ HEAD_TERMS = {
     if PER_HEAD in FEATURES[name].shapes
 }
 POSITIONS = tuple(Tensors._fields.index(name) for name in DIFFERENTIABLE)
+
+
+def out_dtype(tensors: Tensors) -> torch.dtype:
+    """The dtype of a call's `out`: q's, or that of a preallocated one."""
+    return tensors.q.dtype if tensors.out is None else tensors.out.dtype
 
 
 class Features(namedtuple("Features", DESCRIBED, defaults=[None] * len(DESCRIBED))):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.cache_tensors import CacheTensors
 from ..call.call import FEATURES, Call, Settings
 from ..errors import AttentionError
 from ..expression import mask_mod_formula, score_mod_formula
@@ -56,6 +57,21 @@ class Description(NamedTuple):
             tuple(tuple(x.shape) for x in t.score_mod_tensors), tuple(grads), layout, scheme, length, documents,
             seed if s.dropout_p > 0 else None, tuple(functions),
             s._replace(score_mod=None, mask_mod=None),  # keys of functions belong to a process
+        )  # fmt: skip
+
+    @classmethod
+    def of_step(cls, call: Call, cache: CacheTensors, length: int | None) -> "Description":
+        """A decoding step's. All ranks have all of its tensors, but of the caches, whose positions are `num_keys`."""
+        caches = {"k_cache": cache.k_cache, "v_cache": cache.v_cache}
+        common = {name: x for name, x in cache._asdict().items() if x is not None and name not in caches}
+        common |= {name: x for name in FEATURES if (x := getattr(call.tensors, name)) is not None}
+        shapes = {name: (*x.shape, str(x.dtype)) for name, x in common.items()}
+        shapes |= {name: (*x.shape[:2], *x.shape[3:], str(x.dtype)) for name, x in caches.items()}
+        checksums = {f"values of {name}": checksum(x) for name, x in ({"q": call.tensors.q} | common).items()}
+        num_keys = cache.k_cache.shape[2] if cache.k_cache.dim() == 4 else 0
+        return cls(
+            0, num_keys, tuple(call.tensors.q.shape), (), (), str(call.tensors.q.dtype), shapes, checksums, (), (),
+            "contiguous", "", length, None, None, (), call.settings,
         )  # fmt: skip
 
     def compared(self) -> dict[str, Any]:

@@ -6,15 +6,21 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api.attention import attention_with_kvcache as attention_of_rank
 from ..api.merge import merge_attention
-from ..api.normalize import lengths_of, window_of
+from ..api.normalize import DEFAULT_ROTARY
 from ..api.signatures import Causal, Lengths, WindowArgument
+from ..call.cache import CacheCall
+from ..call.cache_tensors import CacheTensors, held
+from ..call.call import Call, new_rows
+from ..call.problem import accumulation_dtype
 from ..call.window import Window
+from ..dispatch import fast_path
+from ..dispatch.cache_operator import run_with_cache
+from ..dispatch.planner import plan_call
+from ..dynamo import untraced
 from ..errors import ArgumentError
-from .group import Group, grid_of
-
-EXAMPLE = "flashtile.distributed.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, mesh=mesh)"
+from .cache_inputs import EXAMPLE, Step, prepared
+from .group import Grid, Group, grid_of
 
 
 def attention_with_kvcache(
@@ -24,6 +30,8 @@ def attention_with_kvcache(
     *,
     mesh: DeviceMesh,
     cache_seqlens: Lengths,
+    length: int | None = None,
+    check: bool = False,
     k: Tensor | None = None,
     v: Tensor | None = None,
     causal: Causal = False,
@@ -41,11 +49,13 @@ def attention_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a cache that is sharded by position, and attend over all of it; for inference.
 
-    Rank r of n holds positions `r * S` to `(r + 1) * S - 1` of each sequence. All other tensors are the same on all
-    ranks, and so is the result. Each rank attends to the keys that it has; one all-gather of
-    `B * Hq * Sq * (Dv + 1)` float32 numbers a rank and `merge_attention` make the whole. Nothing waits for the device,
-    and a step can be captured in a CUDA graph where the process group can. In half precision the parts are rounded
-    before they are merged.
+    Each rank holds the positions of each sequence that `shard(cache, mesh, 2, length=length)` gives it; of n ranks with
+    S positions each, rank r has `r * S` to `(r + 1) * S - 1`. All other tensors are the same on all ranks, and so is
+    the result. Arguments mean what they mean in `flashtile.attention_with_kvcache` for the whole cache, and the same
+    ones are refused, before anything is written. Each rank attends to the keys that it has; one all-gather of
+    `B * Hq * Sq * (Dv + 1)` float32 numbers a rank and `merge_attention` make the whole, which is rounded to q's dtype
+    at the end. On a GPU nothing waits for the device, and a step can be captured in a CUDA graph where the process group
+    can.
 
     Example:
         >>> k_cache, v_cache = (torch.zeros(2, 8, 2**18, 128) for _ in range(2))  # doctest: +SKIP
@@ -56,12 +66,15 @@ def attention_with_kvcache(
 
     Args:
         q: queries `[B, Hq, Sq, D]`, the last tokens of their sequences.
-        k_cache: this rank's positions `[B, Hkv, S, D]`, which is written to; S is the same on all ranks.
+        k_cache: this rank's positions `[B_cache, Hkv, S, D]`, which are written to; S may be 0.
         v_cache: the same with Dv.
         mesh: a `DeviceMesh` with one dimension.
         cache_seqlens: int32 or int64 `[B]`, or an int for all: keys in each sequence's whole cache before this call.
+        length: positions of the whole cache. `None`: all ranks have as many, S.
+        check: compare shapes, arguments and values of all ranks first, and raise on all of them where they differ. This
+            waits for the device. Without it, ranks that differ end in the process group's timeout, or in wrong results.
         k, v: keys and values to append, `[B, Hkv, S_new, D]` and Dv. The ranks that hold their positions write them.
-        mask, bias: tensors that broadcast to `[B, Hq, Sq, n * S]`, with the keys of all ranks.
+        mask, bias: tensors that broadcast to `[B, Hq, Sq, length]`, with the keys of all ranks.
         alibi_slopes: `[Hq]` or `[B, Hq]`.
 
     The other arguments are those of `flashtile.attention_with_kvcache`.
@@ -70,52 +83,84 @@ def attention_with_kvcache(
         `out [B, Hq, Sq, Dv]` in q's dtype; with `return_lse` also `lse [B, Hq, Sq]`.
 
     Raises:
-        ArgumentError: an argument is not what it should be, or the caches of the ranks are too small for a mask or
-            bias.
-        AttentionError: a tensor requires a gradient, or forward mode is active.
+        ArgumentError: an argument is not what it should be, or the rank's caches are not its positions of `length`.
+            On a CPU also lengths outside of the whole cache; on a GPU such keys do not exist and are not written.
+        AttentionError: a tensor requires a gradient, or forward mode is active; with `check`, on all ranks, where one
+            raises or differs from the first rank.
         BackendError: no backend takes a rank's call, or the named one does not.
+        ExchangeError: another rank has ended, raised, or not come within the timeout of the process group. NCCL ends
+            the process instead.
     """
     grid = grid_of(mesh)
-    if grid.inner.size > 1 or mesh.ndim != 1:
+    if mesh.ndim != 1:
         raise ArgumentError("mesh", mesh, "a DeviceMesh with one dimension", EXAMPLE)
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(x, Tensor) or x.dim() != 4:
-            raise ArgumentError(name, x, "a tensor [B, H, S, D]", EXAMPLE)
-    if (k is None) != (v is None):
-        raise ArgumentError("v" if v is None else "k", None, "new keys and new values, or neither", EXAMPLE)
-    if not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = lengths_of("cache_seqlens", cache_seqlens, q, None)
-    group, size = grid.outer, k_cache.shape[2]
-    first, before = group.rank * size, cache_seqlens.long()
-    total = before if k is None else before + k.shape[2]
-    if k is not None and v is not None:
-        append(k_cache, k, before - first)
-        append(v_cache, v, before - first)
-    distances = total[:, None, None] - (q.shape[2] - torch.arange(q.shape[2], device=q.device)[:, None])
-    distances = (distances - torch.arange(first, first + size, device=q.device))[:, None]  # [B, 1, Sq, S]
-    sides = window_of("attention_with_kvcache", causal, window)
-    pairs: dict[str, Any] = {
-        "mask": visible(distances, sides, q.shape[2], own_keys("mask", mask, group, size)),
-        "bias": with_alibi(distances, alibi_slopes, own_keys("bias", bias, group, size)),
-    }
-    out, lse = attention_of_rank(
-        q, k_cache, v_cache,
-        cache_seqlens=(total - first).clamp(0, size).to(torch.int32), scale=scale, softcap=softcap,
-        sinks=sinks if group.rank == 0 else None, return_lse=True, num_splits=num_splits, deterministic=deterministic,
-        backend=backend, **pairs,
-    )  # fmt: skip
-    out, lse = merged(out, lse, group)
+    cache = CacheTensors(k_cache, v_cache, cache_seqlens, k=k, v=v)  # type: ignore[arg-type]
+    tensors = {"q": q, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    keywords = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "num_splits": num_splits,
+        "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    out, lse = run(tensors, cache, keywords, grid, length, check)
     return (out, lse) if return_lse else out
 
 
+@untraced
+def run(
+    tensors: dict[str, Any], cache: CacheTensors, keywords: dict[str, Any], grid: Grid, length: int | None, check: bool
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` over the caches of all ranks."""
+    step = prepared(tensors, cache, keywords, grid, length, check)
+    call = call_of_rank(step)
+    call.entry = fast_path.find_call(call)
+    if call.entry is None or call.entry.forward.plan is None:
+        plan_call(call)  # a backend that declines it does so before anything is written
+    if step.cache.k is not None and step.cache.v is not None:
+        start = held(step.cache) - step.piece.start
+        append(step.cache.k_cache, step.cache.k, start)
+        append(step.cache.v_cache, step.cache.v, start)
+    out, lse = merged(*run_with_cache(call), grid.outer)
+    return out.to(step.call.tensors.q.dtype), lse
+
+
+def call_of_rank(step: Step) -> CacheCall:
+    """The call over a rank's keys, as they are once new ones have been appended. A rank without positions makes the
+    same call over a cache of one position, in which there is no key: all ranks plan, or decline, alike.
+    """
+    t, cache = step.call.tensors, step.cache
+    size, last = step.piece.length, step.layout.length - 1
+    k, v = (x if size > 0 else x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (t.k, t.v))
+    first = min(step.piece.start, last)
+    total = held(cache) + (0 if cache.k is None else cache.k.shape[2])  # [B]
+    num_rows, device = t.q.shape[2], t.q.device
+    distances = total[:, None, None] - num_rows + torch.arange(num_rows, device=device)[:, None]
+    distances = (distances - torch.arange(first, first + k.shape[2], device=device))[:, None]  # [B, 1, Sq, S]
+    own_mask, own_bias = (own_keys(x, first, k.shape[2]) for x in (t.mask, t.bias))
+    dtype = accumulation_dtype(t.q.dtype)
+    tensors = t._replace(
+        k=k,
+        v=v,
+        mask=visible(distances, step.call.settings.window, num_rows, own_mask),
+        bias=with_alibi(distances, None if t.alibi_slopes is None else t.alibi_slopes.to(dtype), own_bias),
+        alibi_slopes=None,
+        sinks=t.sinks if step.rank == 0 else None,  # which has the first position of any cache
+        # Parts are rounded once they are merged.
+        out=None if t.q.dtype == dtype else new_rows(t.q, t.q.shape[1], v.shape[3], dtype),
+    )
+    settings = step.call.settings._replace(window_left=None, window_right=None)
+    lengths = (total - step.piece.start).clamp(0, size).to(torch.int32)
+    call = Call(tensors, settings, is_plain_eager=step.call.is_plain_eager)
+    return CacheCall(call, CacheTensors(k, v, lengths), DEFAULT_ROTARY)
+
+
 def append(cache: Tensor, new: Tensor, start: Tensor) -> None:
-    """Write those of `new [B, H, S_new, D]` into `cache [B, H, S, D]` whose positions, from `start [B]` on, exist in
-    it. No two elements that are written have one place.
+    """Write those of `new [B, H, S_new, D]` into `cache [B_cache, H, S, D]` whose positions, from `start [B]` on, exist
+    in it. No two elements that are written have one place.
     """
     count, size = new.shape[2], cache.shape[2]
     width = min(count, size)
     if width == 0:
         return
+    cache = cache[: new.shape[0]]
     place = start.clamp(0, size - width)[:, None] + torch.arange(width, device=cache.device)  # [B, width]
     source = place - start[:, None]
     given = ((source >= 0) & (source < count))[:, None, :, None]
@@ -125,13 +170,9 @@ def append(cache: Tensor, new: Tensor, start: Tensor) -> None:
     cache.scatter_(2, place, torch.where(given, new.gather(2, source), cache.gather(2, place)))
 
 
-def own_keys(name: str, x: Tensor | None, group: Group, size: int) -> Tensor | None:
-    """This rank's keys of a mask or bias."""
-    if x is None or (isinstance(x, Tensor) and x.dim() == 4 and x.shape[3] == 1):
-        return x
-    if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[3] != group.size * size:
-        raise ArgumentError(name, x, f"a tensor [B, Hq, Sq, {group.size * size}], with the keys of all ranks", EXAMPLE)
-    return x.narrow(3, group.rank * size, size)
+def own_keys(x: Tensor | None, first: int, size: int) -> Tensor | None:
+    """A rank's keys of a mask or bias."""
+    return x if x is None or x.shape[3] == 1 else x.narrow(3, first, size)
 
 
 def visible(distances: Tensor, sides: Window, num_rows: int, mask: Tensor | None) -> Tensor | None:
@@ -144,8 +185,6 @@ def visible(distances: Tensor, sides: Window, num_rows: int, mask: Tensor | None
     if sides.right is not None and (num_rows > 1 or sides.right < 0):
         reached = distances >= -sides.right
         mask = reached if mask is None else mask & reached
-    if sides.top_left:
-        raise ArgumentError("causal", "top_left", "True or False", EXAMPLE)
     return mask
 
 
@@ -153,14 +192,14 @@ def with_alibi(distances: Tensor, slopes: Tensor | None, bias: Tensor | None) ->
     """The bias of a rank's keys with that of their distances in the whole sequence."""
     if slopes is None:
         return bias
-    if not isinstance(slopes, Tensor) or slopes.dim() not in (1, 2):
-        raise ArgumentError("alibi_slopes", slopes, "a tensor [Hq] or [B, Hq]", EXAMPLE)
     alibi = -slopes[..., :, None, None] * distances.abs()
     return alibi if bias is None else alibi + bias
 
 
 def merged(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """The result over the keys of all ranks, merged in the order of ranks."""
-    parts = group.gather_tensors(torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1)).wait()
-    whole, lse = merge_attention([x[..., :-1] for x in parts], [x[..., -1] for x in parts])
-    return whole.to(out.dtype), lse
+    """The result over the keys of all ranks, in the dtype of lse, merged in the order of ranks."""
+    part = torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1)
+    if part.numel() == 0:
+        return part[..., :-1], lse
+    parts = group.gather_tensors(part).wait()
+    return merge_attention([x[..., :-1] for x in parts], [x[..., -1] for x in parts])

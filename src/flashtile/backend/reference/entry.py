@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Gradients, Needs, Tensors, differentiable_positions
+from ...call.call import Call, Gradients, Needs, Tensors, differentiable_positions, out_dtype
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
 from ...private_torch import recording_graph
@@ -41,7 +41,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     for slab in slabs(call, queries, keys, plan.tile):
         if slab.seqlen_q > 0:
             forward_slab(call, slab, slab.query_rows(out), slab.query_rows(lse))
-    return queries.result(out).to(t.q.dtype), rows_to_lse(call, queries.result(lse))
+    return queries.result(out).to(out_dtype(t)), rows_to_lse(call, queries.result(lse))
 
 
 def forward_slab(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...call.call import Call
+from ...call.call import Call, out_dtype
 from ..blockwise import softmax
 from ..blockwise.scores import Scores, Tile
 from ..blockwise.softmax import RowState
@@ -19,11 +19,11 @@ from .loop import row_blocks, tiles
 
 
 def forward(call: Call, shape: TileShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`out` in q's dtype, `[B, Hq, Sq, Dv]` or `[Tq, Hq, Dv]`, and `lse [..., 1]` in `dtype`."""
+    """`out` in q's dtype or that of a preallocated one, `[B, Hq, Sq, Dv]` or `[Tq, Hq, Dv]`, and `lse [..., 1]` in `dtype`."""
     tensors = call.tensors
     queries, keys = Side(call, keys=False), Side(call, keys=True)
     num_heads = tensors.q.shape[1]
-    out = queries.buffer(tensors.q, num_heads, tensors.v.shape[-1], tensors.q.dtype)
+    out = queries.buffer(tensors.q, num_heads, tensors.v.shape[-1], out_dtype(tensors))
     lse = queries.buffer(tensors.q, num_heads, 1, dtype, fill=-torch.inf)
     for slab in slabs(call, queries, keys, shape):
         forward_slab(call, slab, shape, dtype, slab.query_rows(out), slab.query_rows(lse))
