@@ -75,33 +75,6 @@ def step(
             assert torch.equal(x, shard(cache, mesh, 2, length=room)), name
 
 
-def half_precision(mesh: DeviceMesh) -> None:
-    """Results are rounded once, whatever number of ranks they come from: their error is that of one device. Each
-    backend gives its parts in float32.
-    """
-    backends = [x.name for x in flashtile.backends() if x.usable and x.name in ("cpu", "tiled", "reference")]
-    for dtype in (torch.bfloat16, torch.float16):
-        room = mesh.size() * 40 - 1
-        q, k, v = (random(2, h, s, 16, seed=h + s).to(dtype) for h, s in ((4, 2), (2, room), (1, room)))
-        v = v.expand(2, 2, room, 16) * 2
-        # Products of slopes and distances need more digits than these dtypes have.
-        slopes = random(4).abs().mul(0.3).to(dtype)
-        for features in ({}, {"alibi_slopes": slopes, "bias": random(1, 4, 1, room).to(dtype)}):
-            given = {"cache_seqlens": torch.tensor([room, room // 2]), "causal": True}
-            doubles = {name: x.double() for name, x in features.items()}
-            expected = flashtile.attention_with_kvcache(
-                q.double(), k.double(), v.double(), backend="reference", **given, **doubles
-            )
-            local = [shard(x, mesh, 2, length=room) for x in (k, v)]
-            for backend in backends:
-                one = flashtile.attention_with_kvcache(q, k, v, backend=backend, **given, **features)
-                out = attention_with_kvcache(q, *local, mesh=mesh, length=room, backend=backend, **given, **features)
-                assert out.dtype == dtype
-                error, of_one = ((x.double() - expected).abs() for x in (out, one))
-                assert error.mean() < 1.05 * of_one.mean(), (dtype, backend, error.mean(), of_one.mean())
-                assert error.max() < 1.5 * of_one.max(), (dtype, backend, error.max(), of_one.max())
-
-
 def refused(mesh: DeviceMesh) -> None:
     """One device and many raise the same error for the same argument, and write nothing."""
     room = mesh.size() * SIZE - 1

@@ -16,6 +16,7 @@ import decoding
 import faults
 import in_contexts
 import pytest
+import rounding
 import torch
 import torch.distributed as dist
 import with_dtensors
@@ -255,7 +256,8 @@ def run(rank: int, store: str) -> None:
             refused(meshes[0], rank)
             refused_alone(meshes[0])
             decoding.decode(meshes[0])
-            decoding.half_precision(meshes[0])
+            rounding.calls(meshes[0])
+            rounding.steps(meshes[0])
             decoding.refused(meshes[0])
             decoding.refused_alone(meshes[0])
             decoding.compared(meshes[0])
