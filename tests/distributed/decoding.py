@@ -51,7 +51,12 @@ def lengths_of_caches(longest: int) -> list[tuple[int, ...]]:
 
 
 def step(
-    mesh: DeviceMesh, room: int, counts: tuple[int, int], lengths: tuple[int, ...], number: int, features: dict[str, Any]
+    mesh: DeviceMesh,
+    room: int,
+    counts: tuple[int, int],
+    lengths: tuple[int, ...],
+    number: int,
+    features: dict[str, Any],
 ) -> None:
     """Compare a call's results with the oracle's, and its caches with those of one device. `number` names the call."""
     rows, new = counts
@@ -186,7 +191,7 @@ def compared(mesh: DeviceMesh) -> None:
         (even, {"window": "x" if second else None}, "window"),
     ]
     for x, given, words in wrong:
+        arguments = {"q": q, "k_cache": x, "v_cache": x.clone(), "cache_seqlens": torch.tensor([3, 4]), **given}
         with pytest.raises(flashtile.AttentionError, match=words):
-            arguments = {"q": q, "k_cache": x, "v_cache": x.clone(), "cache_seqlens": torch.tensor([3, 4]), **given}
             attention_with_kvcache(mesh=mesh, check=True, **arguments)
     dist.barrier(mesh.get_group())

@@ -35,7 +35,9 @@ def calls(mesh: DeviceMesh) -> None:
     for dtype in DTYPES:
         whole = [random(1, heads, length, 16, seed=n).to(dtype) for n, heads in enumerate((num_heads, 2, 2))]
         dout = random(1, num_heads, length, 16, seed=3).to(dtype)
-        expected = results(lambda *x: flashtile.attention(*x, backend="tiled"), [x.double() for x in whole], dout.double())
+        expected = results(
+            lambda *x: flashtile.attention(*x, backend="tiled"), [x.double() for x in whole], dout.double()
+        )
         one = results(lambda *x: flashtile.attention(*x, backend="tiled"), whole, dout)
         local = [shard(x, mesh, 2, length=length) for x in (*whole, dout)]
         for scheme in ("ring", "gather", "ulysses"):
@@ -66,11 +68,15 @@ def steps(mesh: DeviceMesh) -> None:
         for features in ({}, {"alibi_slopes": slopes, "bias": bias}):
             given: dict[str, Any] = {"cache_seqlens": lengths, "causal": True}
             expected = flashtile.attention_with_kvcache(
-                *(x.double() for x in (q, k, v)), **given, **{n: x.double() for n, x in features.items()}, backend="tiled"
+                *(x.double() for x in (q, k, v)),
+                **given,
+                **{n: x.double() for n, x in features.items()},
+                backend="tiled",
             )
             local = [shard(x, mesh, 2, length=room) for x in (k, v)]
             for backend in backends:
                 given |= {"backend": backend} | features
                 one = flashtile.attention_with_kvcache(q, k, v, **given)
                 out = attention_with_kvcache(q, *local, mesh=mesh, length=room, **given)
+                assert isinstance(out, Tensor)
                 check(ONE_PART, out, one, expected, (dtype, backend, [*features]))

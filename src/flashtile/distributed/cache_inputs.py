@@ -54,9 +54,7 @@ def prepared(
     return Step(call, cache, layout, grid.rank)
 
 
-def normalized(
-    tensors: dict[str, Any], cache: CacheTensors, keywords: dict[str, Any]
-) -> tuple[Call, CacheTensors]:
+def normalized(tensors: dict[str, Any], cache: CacheTensors, keywords: dict[str, Any]) -> tuple[Call, CacheTensors]:
     """The call over this rank's caches, with all that can be checked without the size of the whole cache."""
     for name, x in (*tensors.items(), *cache._asdict().items()):
         if is_dtensor(x):

@@ -54,8 +54,8 @@ def attention_with_kvcache(
     the result. Arguments mean what they mean in `flashtile.attention_with_kvcache` for the whole cache, and the same
     ones are refused, before anything is written. Each rank attends to the keys that it has; one all-gather of
     `B * Hq * Sq * (Dv + 1)` float32 numbers a rank and `merge_attention` make the whole, which is rounded to q's dtype
-    at the end. On a GPU nothing waits for the device, and a step can be captured in a CUDA graph where the process group
-    can.
+    at the end. On a GPU nothing waits for the device, and a step can be captured in a CUDA graph where the process
+    group can.
 
     Example:
         >>> k_cache, v_cache = (torch.zeros(2, 8, 2**18, 128) for _ in range(2))  # doctest: +SKIP

@@ -19,7 +19,7 @@ from .loop import row_blocks, tiles
 
 
 def forward(call: Call, shape: TileShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`out` in q's dtype or that of a preallocated one, `[B, Hq, Sq, Dv]` or `[Tq, Hq, Dv]`, and `lse [..., 1]` in `dtype`."""
+    """`out [B, Hq, Sq, Dv]` or `[Tq, Hq, Dv]` in `out_dtype`, and `lse [..., 1]` in `dtype`."""
     tensors = call.tensors
     queries, keys = Side(call, keys=False), Side(call, keys=True)
     num_heads = tensors.q.shape[1]
