@@ -160,14 +160,13 @@ def append(cache: Tensor, new: Tensor, start: Tensor) -> None:
     width = min(count, size)
     if width == 0:
         return
-    cache = cache[: new.shape[0]]
+    cache, new = cache[: new.shape[0]].transpose(1, 2), new.transpose(1, 2)  # [B, S, H, D]
+    row = torch.arange(new.shape[0], device=cache.device)[:, None]
     place = start.clamp(0, size - width)[:, None] + torch.arange(width, device=cache.device)  # [B, width]
     source = place - start[:, None]
-    given = ((source >= 0) & (source < count))[:, None, :, None]
-    shape = (*cache.shape[:2], width, cache.shape[3])
-    place = place[:, None, :, None].expand(shape)
-    source = source.clamp(0, count - 1)[:, None, :, None].expand(shape)
-    cache.scatter_(2, place, torch.where(given, new.gather(2, source), cache.gather(2, place)))
+    given = ((source >= 0) & (source < count))[:, :, None, None]
+    # Not `scatter_`, which on a CPU takes time in proportion to the cache.
+    cache.index_put_((row, place), torch.where(given, new[row, source.clamp(0, count - 1)], cache[row, place]))
 
 
 def own_keys(x: Tensor | None, first: int, size: int) -> Tensor | None:
