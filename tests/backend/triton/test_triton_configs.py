@@ -62,11 +62,12 @@ def test_sequences_that_are_one_tile_in_backward() -> None:
         found = configs.tile(replace(problem(), seqlen_q=rows, seqlen_k=keys, **given), device).short
         return None if found is None else found[:4]
 
-    assert chosen(49, 49) == (64, 64, 8, 2)
-    assert chosen(32, 100) == (32, 128, 8, 2)
-    assert chosen(49, 49, A100) == chosen(49, 49, head_dim=128) == (64, 64, 8, 1)
+    assert chosen(49, 49) == chosen(49, 49, batch=100, head_dim=128) == (64, 64, 4, 2)
+    assert chosen(32, 100) == (32, 128, 4, 2)
+    assert chosen(49, 49, A100) == (64, 64, 4, 1)
+    assert chosen(49, 49, batch=1, head_dim=128) == (64, 64, 8, 1)
     assert chosen(3, 20) == (16, 32, 4, 1)
-    assert chosen(128, 64) == (128, 64, 8, 2)
+    assert chosen(128, 64) == (128, 64, 4, 2)
     for others in ({"num_heads_kv": 2}, {"layout": "varlen"}, {"dtype": torch.float32}, {"alignment": 2}):
         assert chosen(49, 49, **others) is None
     assert chosen(128, 128) is chosen(64, 128, head_dim=128) is chosen(16, 16, A100, head_dim=80) is None

@@ -138,7 +138,10 @@ def short_tile(problem: Problem, device: Device) -> KernelConfig | None:
         return None
     if block_m * block_n <= 32 * 32:
         return KernelConfig(block_m, block_n, 4, 1)
-    return KernelConfig(block_m, block_n, 8, 2 if has_most(p.dtype, device) and width <= 64 else 1)
+    idle = p.batch * p.num_heads_q < device.cores  # each program has a multiprocessor alone: more warps are quicker
+    if width > 64 and idle:
+        return KernelConfig(block_m, block_n, 8, 1)
+    return KernelConfig(block_m, block_n, 4, 2 if has_most(p.dtype, device) else 1)
 
 
 def pass_tiles(problem: Problem, device: Device) -> TileConfig:
