@@ -1,8 +1,9 @@
 """The decode variant of the forward kernel, for few query rows: its time is that of reading K and V once.
 
 Lanes run over features, since the rows would fill only a few of them. Queries are not transposed, keys and values are
-converted from their own dtype in registers, and each vector that is read serves all rows. Everything between the two
-products is inherited from `forward`.
+converted from their own dtype in registers, and each vector that is read serves all rows. Where nothing changes the
+scores of up to four rows, they are packed for the softmax; else all between the two products is inherited from
+`forward`.
 """
 
 import itertools
