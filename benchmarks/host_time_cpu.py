@@ -1,15 +1,19 @@
 """Time of calls of a few tokens on a CPU, which is the host's: `python benchmarks/host_time_cpu.py`.
 
 One thread. Each figure is the least of the rounds' means: what the call takes where nothing else runs. To compare two
-states of the source, run it with PYTHONPATH set to each in turn.
+states of the source, run it with PYTHONPATH set to each in turn. The floor is what PyTorch takes for an operator or an
+autograd.Function in Python that only allocates the results.
 """
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import flashtile
 
@@ -64,9 +68,54 @@ def calls() -> dict[str, Callable[[], Any]]:
     }
 
 
+class Empty(torch.autograd.Function):
+    """A function that allocates out and lse, and returns the gradient of out for each input."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+        ctx.save_for_backward(out, lse, q, k, v)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        return dout, dout, dout
+
+
+@torch.library.custom_op("flashtile_benchmark::empty", mutates_args=())
+def empty(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.empty_like(q)
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """The functions that are compared at `[1, 8, 16, 64]`; each takes q, k and v."""
+    return {
+        "flashtile": flashtile.attention,
+        "scaled_dot_product_attention": scaled_dot_product_attention,
+        "empty operator": empty,
+        "empty autograd.Function": lambda *x: Empty.apply(*x)[0],
+    }
+
+
+def compared() -> dict[str, Callable[[], Any]]:
+    """Calls of 16 tokens: forward, with gradients, and backward."""
+    inputs, runs = [torch.randn(1, 8, 16, 64) for _ in range(3)], {}
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    dout = torch.ones_like(inputs[0])
+    for name, function in functions().items():
+        runs[f"16 tokens, forward, {name}"] = functools.partial(function, *inputs)
+        if name != "empty operator":
+            runs[f"16 tokens, with gradients, {name}"] = functools.partial(function, *leaves)
+            out = function(*leaves)
+            runs[f"16 tokens, backward, {name}"] = functools.partial(
+                torch.autograd.grad, out, leaves, dout, retain_graph=True
+            )
+    return runs
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    for name, run in calls().items():
+    for name, run in (calls() | compared()).items():
         print(f"{name}: {microseconds(run):.1f} us")
 
 

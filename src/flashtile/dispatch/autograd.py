@@ -115,7 +115,8 @@ class Attention(torch.autograd.Function):
         call, *flat = inputs
         ctx.settings, ctx.entry = call.settings, call.entry
         ctx.save_for_backward(*output, *flat)
-        ctx.save_for_forward(*output, *flat)
+        if not call.is_plain_eager:  # else nothing calls `jvp`
+            ctx.save_for_forward(*output, *flat)
         ctx.set_materialize_grads(False)
 
     @staticmethod

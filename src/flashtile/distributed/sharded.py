@@ -214,13 +214,15 @@ def prepared(
 ) -> Prepared:
     """Check a call, with the other ranks if that is asked for, and choose its scheme."""
     mesh, call = placing.mesh, None
+    described: Description | str = ""
     grid = grid_of(mesh)
     assert mesh is not None
     try:
         kind = kind_of(placing.layout)
         call = placing.within(normalized(tensors, keywords))
-        seed = keywords["dropout_seed"]
-        described: Description | str = Description.of(call, kind, placing.scheme, placing.length, documents, seed)
+        if placing.check:  # it waits for the device
+            seed = keywords["dropout_seed"]
+            described = Description.of(call, kind, placing.scheme, placing.length, documents, seed)
     except AttentionError as error:
         if not placing.check:
             raise

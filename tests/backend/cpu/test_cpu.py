@@ -209,6 +209,23 @@ def test_few_rows_split_the_keys() -> None:
         right(dense_case(**shape, dtype=dtype, causal=True, **({} if sinks is None else {"sinks": sinks})))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_few_rows_of_several_blocks(dtype: torch.dtype, width: str) -> None:
+    """The decode kernel's packed scores: heads with sinks, or positions whose first and last blocks are not packed;
+    maxima that change between blocks, infinities, numbers of rows and keys that fill no vector.
+    """
+    for rows, bad in itertools.product(range(1, 6), (None, INF)):
+        sinks = torch.linspace(-9, 9, rows)
+        heads = {"num_heads_q": rows, "seqlen_q": 1, "seqlen_k": 290 - rows, "sinks": sinks}
+        positions = {"num_heads_q": 1, "seqlen_q": rows, "seqlen_k": 290 - rows, "window": (200, 20)}
+        for shape in (heads, positions):
+            case = dense_case(**shape, batch=1, head_dim=16, dtype=dtype, seed=rows, forward_only=True)
+            case.arguments["k"] *= torch.linspace(-3, 3, 290 - rows)[:, None].to(dtype)
+            if bad is not None:
+                case.arguments["k"][:, :, 150, 3] = bad
+            right(case)
+
+
 @pytest.mark.parametrize("sinks", [None, (0.5, -INF)], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("cause", BLIND)
 def test_rows_that_see_nothing(cause: str, sinks: tuple | None) -> None:

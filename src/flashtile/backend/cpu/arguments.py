@@ -133,13 +133,13 @@ def pair_strides(name: str, x: Tensor) -> dict[str, int]:
 
 def input_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     """The inputs by field name, in the dtypes that kernels read."""
-    t, inputs = call.tensors, call.inputs
+    t: Any = call.tensors
     tensors = {"q": q, "k": k, "v": v}
     for name, n in PAIR_INPUTS:
-        if (x := inputs[n]) is not None:
+        if (x := t[n]) is not None:
             tensors[name] = x
     for name, n in HEAD_INPUTS:
-        if (x := inputs[n]) is not None:
+        if (x := t[n]) is not None:
             tensors[name] = x.detach().to(accumulation_dtype(q.dtype)).contiguous()
     if call.settings.dropout_p > 0 and t.dropout_seed is not None:
         tensors["seed"] = t.dropout_seed.to(torch.int64).contiguous()

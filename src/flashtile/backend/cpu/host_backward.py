@@ -19,7 +19,7 @@ from .captured_gradients import CapturedGradients, captured_gradients
 from .epilogue import gather_pages, scatter_to_pages, slope_gradient, without_padding
 from .jit import function_address
 from .kernels import sums
-from .launch import KernelLaunch, run
+from .launch import KernelLaunch, TensorSpec, run
 from .lengths import Lengths, chunk, lengths, max_threads
 from .targets import Target
 from .variant import BACKWARD, TaskSplit, Variant
@@ -50,24 +50,33 @@ class BackwardTasks(NamedTuple):
     captured: CapturedGradients
 
 
+class GradientBuffers(NamedTuple):
+    """The tensors that a backward kernel writes; `None` for a gradient that was not requested."""
+
+    delta: Tensor
+    dq: Tensor | None = None  # [splits, ...]
+    dk: Tensor | None = None  # rows padded to whole vectors
+    dv: Tensor | None = None
+    dbias: Tensor | None = None
+    dbias_error: Tensor | None = None  # rounding errors of sums with many terms
+    dslopes: Tensor | None = None  # [splits, *lse.shape]
+
+
+UNINITIALIZED = ("dq", "dk", "dv")  # the kernel stores every element of them in dense calls; others begin with zeros
+
+
 class BackwardStep(NamedTuple):
     """A launch of the kernel, and what the host does around it."""
 
     launch: KernelLaunch
     needs: Needs
     captured: CapturedGradients
+    buffers: dict[str, TensorSpec]  # those of `GradientBuffers` that are not `None`
 
-
-class GradientBuffers(NamedTuple):
-    """The tensors that a backward kernel writes; `None` for a gradient that was not requested."""
-
-    delta: Tensor
-    dq: Tensor | None  # [splits, ...]
-    dk: Tensor | None  # rows padded to whole vectors
-    dv: Tensor | None
-    dbias: Tensor | None
-    dbias_error: Tensor | None  # rounding errors of sums with many terms
-    dslopes: Tensor | None  # [splits, *lse.shape]
+    def new_buffers(self) -> GradientBuffers:
+        """The buffers of a dense call, allocated again."""
+        new = {name: spec.new() if name in UNINITIALIZED else spec.new().zero_() for name, spec in self.buffers.items()}
+        return GradientBuffers(**new)
 
 
 class RowTensors(NamedTuple):
@@ -99,7 +108,8 @@ def record_backward(
     rows, tasks = row_tensors(out, lse, dout, dlse), backward_tasks(plan, call, needs)
     buffers = allocate_gradients(call, needs, rows.lse, tasks.lengths, tasks.split.splits)
     launch = backward_launch(call, tasks, (q, k, v, rows.out, rows.dout), rows.lse, buffers)
-    step = BackwardStep(launch, needs, tasks.captured)
+    specs = {name: TensorSpec.of(x) for name, x in buffers._asdict().items() if x is not None}
+    step = BackwardStep(launch, needs, tasks.captured, specs)
     grads = run_backward(step, call, (q, k, v), rows, buffers)
     return functools.partial(replay_backward, step) if call.layout == "dense" else None, grads
 
@@ -109,8 +119,7 @@ def replay_backward(
 ) -> Gradients:
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     rows = row_tensors(out, lse, dout, dlse)
-    buffers = allocate_gradients(call, step.needs, rows.lse, step.launch.lengths, step.launch.splits)
-    return run_backward(step, call, (q, k, v), rows, buffers)
+    return run_backward(step, call, (q, k, v), rows, step.new_buffers())
 
 
 def row_tensors(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> RowTensors:

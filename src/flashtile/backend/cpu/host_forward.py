@@ -63,8 +63,10 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     q, k, v = inputs
     captured = args.captured_tensors(call)
-    tensors = args.input_tensors(call, q, k, v) | args.captured_table(captured) | {"out": out, "lse": lse}
-    tensors |= table_tensors(launch.blocks, call)
+    tensors = args.input_tensors(call, q, k, v)
+    tensors["out"], tensors["lse"] = out, lse
+    tensors.update(args.captured_table(captured))
+    tensors.update(table_tensors(launch.blocks, call))
     if launch.splits > 1:
         shape = (launch.splits, *lse.shape)
         partial_out, partial_lse = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import private_torch
 from . import arguments as args
 from . import threads
 from .blocks import BlockTable
@@ -21,10 +22,18 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "TensorSpec":
-        return cls(x.shape, x.stride(), x.dtype)
+        return cls(tuple(x.shape), x.stride(), x.dtype)
 
     def new(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        return allocate(*self)
+
+
+def allocate(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialized tensor, from the allocator of compiled programs if there is one: it takes half as long."""
+    quick = private_torch.allocator("cpu")
+    if quick is None:
+        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    return quick(shape, stride, dtype)
 
 
 class KernelLaunch(NamedTuple):
@@ -41,13 +50,14 @@ class KernelLaunch(NamedTuple):
 
 
 def run(launch: KernelLaunch, tensors: dict[str, Tensor]) -> None:
-    """Run a kernel on as many threads as pay. The block holds bare addresses, so `tensors` and `block` must be named
-    until the kernel returns: Dynamo, which may enter this function after a graph break, drops names at their last use.
+    """Run a kernel on as many threads as pay. The workspace becomes one of its `tensors`. The block holds bare
+    addresses, so `tensors` and `block` must be named until the kernel returns: Dynamo, which may enter this function
+    after a graph break, drops names at their last use.
     """
     count = min(torch.get_num_threads(), launch.max_threads)
     if count == 0:
         return
-    tensors = tensors | {"workspace": torch.empty(count * launch.work_size, dtype=torch.uint8, device="cpu")}
+    tensors["workspace"] = allocate((count * launch.work_size,), (1,), torch.uint8)
     block = args.bind(launch.block, tensors)
     threads.run(launch.function, ctypes.addressof(block), count)
     del tensors, block

@@ -71,6 +71,10 @@ class Code:
         """A vector constant of reals, all equal."""
         return self.constant(x, llvm.VectorType(self.real_type, self.lanes))
 
+    def lane_indices(self) -> Value:
+        """0, 1, 2, ... as 32-bit integers."""
+        return Value(self, llvm.Constant(llvm.VectorType(INT, self.lanes), list(range(self.lanes))))
+
     def scalar(self, x: "Value | float", kind: llvm.Type) -> Value:
         return x if isinstance(x, Value) else self.constant(x, kind)
 

@@ -1,19 +1,22 @@
 """The decode variant of the forward kernel, for few query rows: its time is that of reading K and V once.
 
 Lanes run over features, since the rows would fill only a few of them. Queries are not transposed, keys and values are
-converted from their own dtype in registers, and each vector that is read serves all rows. Everything between the two
-products is inherited from `forward`.
+converted from their own dtype in registers, and each vector that is read serves all rows. Where nothing changes the
+scores of up to four rows, they are packed for the softmax; else all between the two products is inherited from
+`forward`.
 """
 
 import itertools
+import math
+from collections.abc import Callable
 
 from ..variant import Variant
 from .codegen import Code
 from .formats import STORAGE_TYPES, load_vector, store_vector, sum_lanes
-from .forward import ForwardKernel
-from .operands import ADDRESS, LONG, Pointer, Value
+from .forward import BlockKind, ForwardKernel
+from .operands import ADDRESS, INT, LONG, Pointer, Value
 from .products import Panel, strip_sizes, tiled_loop
-from .softmax import normalize
+from .softmax import exponentiate, normalize
 from .sums import carry
 from .tiles import KeyBlock, copy_rows, load_keys, num_valid_rows
 
@@ -24,14 +27,24 @@ def row_group_sizes(code: Code) -> tuple[int, ...]:
     return tuple(n for n in ROW_GROUPS if n <= code.lanes)
 
 
+def over_keys(code: Code, x: Value, rows: int, combine: Callable[[Value, Value], Value]) -> Value:
+    """Combine the lanes of each row, n and `n + rows` and so on; all of them have the result."""
+    distance = rows
+    while distance < code.lanes:
+        x = combine(x, code.shuffle(x, x, [lane ^ distance for lane in range(code.lanes)]))
+        distance *= 2
+    return x
+
+
 def emit_scores(code: Code, panel: Panel, dtype: str) -> None:
-    """`decode_scores_R(k, stride, count, q, depth, s)`: `s[j, r] = sum_d k[j, d] q[r, d]` for R rows, as many keys at a
-    time as fill a vector of scores. Past the end it repeats the last key; those rows of `s` are not read.
+    """`decode_scores_R(k, stride, count, q, depth, s, pitch)`: `s[j, r] = sum_d k[j, d] q[r, d]` for R rows, as many
+    keys at a time as fill a vector of scores. Past the end it repeats the last key. `pitch`, the distance between keys
+    in `s`, is that of a panel, or R: packed scores are stored as whole vectors.
     """
     for rows in row_group_sizes(code):
-        with code.function(f"decode_scores_{rows}", ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS) as args:
+        with code.function(f"decode_scores_{rows}", ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS, LONG) as args:
             k, q, s = code.pointer(args[0], STORAGE_TYPES[dtype]), code.pointer(args[3]), code.pointer(args[5])
-            stride, count, depth = args[1], args[2], args[4]
+            stride, count, depth, pitch = args[1], args[2], args[4], args[6]
             keys_per_vector = code.lanes // rows
             with code.loop(0, count, keys_per_vector) as j:
                 keys = [k + stride * code.minimum(j + n, count - 1) for n in range(keys_per_vector)]
@@ -44,27 +57,34 @@ def emit_scores(code: Code, panel: Panel, dtype: str) -> None:
                             x = total[n * rows + r]
                             x.set(code.multiply_add(q_d[r], k_d, x.get()))
                 sums = sum_lanes(code, [x.get() for x in total])
-                for n in range(keys_per_vector):
-                    part = code.shuffle(sums, sums, range(n * rows, (n + 1) * rows))
-                    s.store(part, (j + n) * panel.rows)
+                with code.if_else(pitch.equals(rows)) as (packed, apart):
+                    with packed:
+                        s.store(sums, j * rows)
+                    with apart:
+                        for n in range(keys_per_vector):
+                            part = code.shuffle(sums, sums, range(n * rows, (n + 1) * rows))
+                            s.store(part, (j + n) * pitch)
 
 
 def emit_values(code: Code, panel: Panel, dtype: str) -> None:
-    """`decode_values_R_N(p, v, stride, count, out, width, alpha)`: `out[r] = alpha[r] out[r] + sum_j p[j, r] v[j]` for
-    R rows and N vectors of features.
+    """`decode_values_R_N(p, pitch, v, stride, count, out, width, alpha)`: `out[r] = alpha[r] out[r] + sum_j p[j, r]
+    v[j]` for R rows and N vectors of features. `pitch` is the distance between keys in `p`.
     """
     for rows, strip in itertools.product(row_group_sizes(code), strip_sizes(code)):
-        kinds = (ADDRESS, ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS)
+        kinds = (ADDRESS, LONG, ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS)
         with code.function(f"decode_values_{rows}_{strip}", *kinds) as args:
-            p, out, alpha = (code.pointer(args[n]) for n in (0, 4, 6))
-            v, stride, count, width = code.pointer(args[1], STORAGE_TYPES[dtype]), args[2], args[3], args[5]
+            p, out, alpha = (code.pointer(args[n]) for n in (0, 5, 7))
+            v, pitch, stride, count, width = (
+                code.pointer(args[2], STORAGE_TYPES[dtype]),
+                *(args[n] for n in (1, 3, 4, 6)),
+            )
             lanes = [n * code.lanes for n in range(strip)]
             total = [[code.variable(code.full()) for _ in lanes] for _ in range(rows)]
             with code.loop(0, count) as j:
                 v_j = v + stride * j
                 vectors = [load_vector(code, v_j, n, dtype) for n in lanes]
                 for r in range(rows):
-                    p_jr = code.splat(p[j * panel.rows + r])
+                    p_jr = code.splat(p[j * pitch + r])
                     for x, sum_of_row in zip(vectors, total[r], strict=True):
                         sum_of_row.set(code.multiply_add(x, p_jr, sum_of_row.get()))
             for r in range(rows):
@@ -91,13 +111,69 @@ class DecodeKernel(ForwardKernel):
         dtype = self.variant.dtype
         return load_keys(self.code, self.a, self.variant, self.task, side, first, last, getattr(self.w, side), dtype)
 
+    def process_block(self, p: Value, first: Value, count: Value, kind: BlockKind, k: KeyBlock, v: KeyBlock) -> None:
+        """Process a block. Where nothing changes its scores, those of a few rows are packed: one row fills all lanes,
+        which makes its softmax as many times shorter.
+        """
+        code, variant = self.code, self.variant
+        if variant.modifies_scores or variant.dropout:
+            super().process_block(p, first, count, kind, k, v)
+            return
+        num_valid = num_valid_rows(code, self.panel, self.task, p)
+        with code.if_else(kind.edge | (num_valid > max(row_group_sizes(code)))) as (apart, packed):
+            with apart:
+                super().process_block(p, first, count, kind, k, v)
+            with packed:
+                for rows in row_group_sizes(code):
+                    with code.if_then((num_valid <= rows) & (num_valid > rows // 2)):
+                        self.process_packed(rows, p, count, k, v)
+
+    def process_packed(self, rows: int, p: Value, count: Value, k: KeyBlock, v: KeyBlock) -> None:
+        """Process a block with scores `[count, rows]`. Lane n belongs to row `n % rows`, in `m` and `alpha` too."""
+        code, w, panel = self.code, self.w, self.panel
+        m, l = w.m + p * panel.rows, w.l + p * panel.rows  # noqa: E741
+        pitch = code.index(rows)
+        self.scores_of_rows(rows, code.index(0), count, k, pitch)
+        num_vectors = (count * rows + (code.lanes - 1)) // code.lanes
+        last = (num_vectors - 1) * code.lanes
+        valid = code.lane_indices() < code.convert(count * rows - last, INT)
+        w.scores.store(code.select(valid, w.scores.vector(last), -math.inf), last)
+        largest = code.variable(w.scores.vector(0))
+        with code.loop(1, num_vectors) as n:
+            largest.set(code.maximum(w.scores.vector(n * code.lanes), largest.get()))
+        largest.set(over_keys(code, largest.get(), rows, code.maximum))
+        old, old_l = (code.shuffle(x, x, [n % rows for n in range(code.lanes)]) for x in (m.vector(0), l.vector(0)))
+        m.store(old)
+        w.new_m.store(code.maximum(largest.get(), old))
+        (total,) = exponentiate(code, self.variant, panel, w.scores, num_vectors, w, m)
+        total = over_keys(code, total, rows, lambda x, y: x + y)
+        l.store(code.multiply_add(old_l, w.alpha.vector(0), total))
+        self.values_of_rows(rows, code.index(0), count, v, pitch)
+
+    def scores_of_rows(self, rows: int, first: Value, count: Value, k: KeyBlock, pitch: Value) -> None:
+        """The scores of `rows` rows, a size of `row_group_sizes`, from `first` on."""
+        w, depth = self.w, self.a.integer("head_dim")
+        q, s = w.q + first * depth, w.scores + first
+        self.code.call(f"decode_scores_{rows}", k.first, k.stride, count, q, depth, s, pitch)
+
+    def values_of_rows(self, rows: int, first: Value, count: Value, v: KeyBlock, pitch: Value) -> None:
+        """Update the accumulators of `rows` rows, from `first` on."""
+        code, w, width = self.code, self.w, self.a.integer("head_dim_v")
+
+        def features(n: Value, strip: int) -> None:
+            d, out = n * code.lanes, w.out + first * width
+            args = (w.scores + first, pitch, v.first + d, v.stride, count, out + d, width, w.alpha + first)
+            code.call(f"decode_values_{rows}_{strip}", *args)
+
+        tiled_loop(code, width // code.lanes, features, strip_sizes(code))
+
     def score_product(self, p: Value, k: KeyBlock, count: Value) -> None:
-        code, w, panel, depth = self.code, self.w, self.panel, self.a.integer("head_dim")
-
-        def body(r: Value, rows: int) -> None:
-            code.call(f"decode_scores_{rows}", k.first, k.stride, count, w.q + r * depth, depth, w.scores + r)
-
-        tiled_loop(code, num_valid_rows(code, panel, self.task, p), body, row_group_sizes(code))
+        code, w, panel = self.code, self.w, self.panel
+        pitch = code.index(panel.rows)
+        num_valid = num_valid_rows(code, panel, self.task, p)
+        tiled_loop(
+            code, num_valid, lambda r, rows: self.scores_of_rows(rows, r, count, k, pitch), row_group_sizes(code)
+        )
         largest = [code.variable(x) for x in panel.load(w.new_m)]
         with code.loop(0, count) as j:
             for s, top in zip(panel.load(w.scores, j), largest, strict=True):
@@ -105,17 +181,12 @@ class DecodeKernel(ForwardKernel):
         panel.store([x.get() for x in largest], w.new_m)
 
     def value_product(self, p: Value, v: KeyBlock, count: Value) -> None:
-        code, w, width = self.code, self.w, self.a.integer("head_dim_v")
-
-        def body(r: Value, rows: int) -> None:
-            def features(n: Value, strip: int) -> None:
-                d, out = n * code.lanes, w.out + r * width
-                args = (w.scores + r, v.first + d, v.stride, count, out + d, width, w.alpha + r)
-                code.call(f"decode_values_{rows}_{strip}", *args)
-
-            tiled_loop(code, width // code.lanes, features, strip_sizes(code))
-
-        tiled_loop(code, num_valid_rows(code, self.panel, self.task, p), body, row_group_sizes(code))
+        code, panel = self.code, self.panel
+        pitch = code.index(panel.rows)
+        num_valid = num_valid_rows(code, panel, self.task, p)
+        tiled_loop(
+            code, num_valid, lambda r, rows: self.values_of_rows(rows, r, count, v, pitch), row_group_sizes(code)
+        )
 
     def carry_output(self, p: Value, last: bool) -> None:
         code, w, width = self.code, self.w, self.a.integer("head_dim_v")

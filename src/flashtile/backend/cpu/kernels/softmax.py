@@ -38,7 +38,16 @@ def update(
     m: Pointer,
     l: Pointer,  # noqa: E741
 ) -> None:
-    """Replace scores `s [count, panel]` by `exp(s - m)`, and update `m`, `l` and the rescaling factor `alpha`. `m` is
+    """Replace scores `s [count, panel]` by `exp(s - m)`, and update `m`, `l` and the rescaling factor `alpha`."""
+    total = exponentiate(code, variant, panel, s, count, w, m)
+    terms = zip(panel.load(l), panel.load(w.alpha), total, strict=True)
+    panel.store([code.multiply_add(x, a, y) for x, a, y in terms], l)
+
+
+def exponentiate(
+    code: Code, variant: Variant, panel: Panel, s: Pointer, count: Value, w: Workspace, m: Pointer
+) -> list[Value]:
+    """Replace scores `s [count, panel]` by `exp(s - m)`, update `m` and `alpha`, and return the sums over keys. `m` is
     raised to the maximum `new_m` only if that is larger by more than 1: else slowly rising scores would round the
     earlier sums once in every block.
     """
@@ -52,7 +61,8 @@ def update(
         resolve_infinities(code, panel, s, count, w.new_m, to_exp2)
     # Subtract 0 in place of an infinite maximum: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN.
     base = [code.select(code.intrinsic("llvm.fabs", x).equals(math.inf), 0.0, x) for x in new]
-    alpha = [rescale(code, x, y, to_exp2) for x, y in zip(old, new, strict=True)]
+    panel.store(new, m)
+    panel.store([rescale(code, x, y, to_exp2) for x, y in zip(old, new, strict=True)], w.alpha)
     total = [code.variable(code.full()) for _ in new]
     with code.loop(0, count) as j:
         p_j = []
@@ -60,10 +70,7 @@ def update(
             p_j.append(exp2(code, scaled(x - y, to_exp2)))
             sum_of_row.set(sum_of_row.get() + p_j[-1])
         panel.store(p_j, s, j)
-    panel.store(new, m)
-    panel.store(alpha, w.alpha)
-    terms = zip(panel.load(l), alpha, total, strict=True)
-    panel.store([code.multiply_add(x, a, y.get()) for x, a, y in terms], l)
+    return [x.get() for x in total]
 
 
 def scaled(x: Value, factor: float) -> Value:
