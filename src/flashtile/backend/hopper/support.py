@@ -22,7 +22,10 @@ SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
-NARROW = 16  # head dimension
+# Head dimension up to which Triton's kernels are faster, and up to which they are with few keys
+# (docs/journal/2026-11-24-masks.md).
+NARROWEST, NARROW = 16, 32
+FEW_KEYS = 2048
 LISTED = 128  # head dimension up to which backward visits lists of blocks
 # Pairs of a head from which Triton's kernels, with lists of a mask's blocks, need less time for documents than all
 # pairs here, where the kernels have no lists: in backward over 128 features. At 4096 x 4096 they need two to four times
@@ -127,8 +130,11 @@ def defers(problem: Problem, device: Device) -> str | None:
         return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
     if problem.mask_mod is not None and is_faster_with_lists(problem):
         return "long masks are faster where hidden blocks are skipped"
-    if max(problem.head_dim, problem.head_dim_v) <= NARROW:
-        return f"up to head dimension {NARROW}, narrower kernels are faster"
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    if head_dim <= NARROWEST:
+        return f"up to head dimension {NARROWEST}, narrower kernels are faster"
+    if head_dim <= NARROW and problem.seqlen_k <= FEW_KEYS:
+        return f"up to head dimension {NARROW} and {FEW_KEYS} keys, narrower kernels are faster"
     if is_decoding(problem):
         return "decoding a few rows is faster with keys split among programs"
     return None
