@@ -85,6 +85,8 @@ def test_auto_defers_to_other_backends() -> None:
         narrow = {"head_dim": 32, "head_dim_v": 32, "seqlen_k": 2048}
         assert "32 and 2048 keys" in str(support.defers(problem(**narrow), H200))
         assert support.defers(problem(**narrow | {"seqlen_k": 2049}), H200) is None
+        masked = Features(mask=(True, True, False, True))
+        assert support.defers(problem(**narrow, features=masked), H200) is None
         assert support.defers(problem(**narrow | {"head_dim": 40}), H200) is None
         assert "16, narrower" in str(support.defers(problem(head_dim=16, head_dim_v=16, seqlen_k=8192), H200))
         long = {"mask_mod": SHOWN, "seqlen_q": 8192, "seqlen_k": 8192, "window": Window()}

@@ -22,8 +22,8 @@ SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
-# Head dimension up to which Triton's kernels are faster, and up to which they are with few keys
-# (docs/journal/2026-11-24-masks.md).
+# Head dimension up to which Triton's kernels are faster, and up to which they are with few keys and no mask tensor, which
+# they read more slowly in backward (docs/journal/2026-11-24-masks.md).
 NARROWEST, NARROW = 16, 32
 FEW_KEYS = 2048
 LISTED = 128  # head dimension up to which backward visits lists of blocks
@@ -133,7 +133,7 @@ def defers(problem: Problem, device: Device) -> str | None:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     if head_dim <= NARROWEST:
         return f"up to head dimension {NARROWEST}, narrower kernels are faster"
-    if head_dim <= NARROW and problem.seqlen_k <= FEW_KEYS:
+    if head_dim <= NARROW and problem.seqlen_k <= FEW_KEYS and problem.features.mask is None:
         return f"up to head dimension {NARROW} and {FEW_KEYS} keys, narrower kernels are faster"
     if is_decoding(problem):
         return "decoding a few rows is faster with keys split among programs"
