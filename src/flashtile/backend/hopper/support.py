@@ -22,8 +22,8 @@ SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
-# Head dimension up to which Triton's kernels are faster, and up to which they are with few keys and no mask tensor, which
-# they read more slowly in backward (docs/journal/2026-11-24-masks.md).
+# Head dimension up to which Triton's kernels are faster, and up to which they are with few keys and no mask tensor,
+# which they read more slowly in backward (docs/journal/2026-11-24-masks.md).
 NARROWEST, NARROW = 16, 32
 FEW_KEYS = 2048
 LISTED = 128  # head dimension up to which backward visits lists of blocks
