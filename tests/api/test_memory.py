@@ -21,7 +21,7 @@ import flashtile
 from flashtile.backend.blockwise.scores import Tile
 from flashtile.backend.tiled import loop
 from flashtile.bench.allocation import live_and_peak_bytes
-from flashtile.call.window import Window, key_range
+from flashtile.call.window import Window, key_range, row_range
 
 H, D, BLOCK = 2, 16, 256
 TILE_BYTES = H * BLOCK * BLOCK * 4  # fp32 scores of one tile over both heads
@@ -165,10 +165,18 @@ def test_blocks_without_hidden_pairs_run_no_mask_code() -> None:
 
 
 sides = st.none() | st.integers(-6, 12)
+windows = st.builds(Window, sides, sides, st.booleans(), st.none() | st.integers(1, 9))
+
+
+def sees(window: Window, row: int, key: int, diagonal: int) -> bool:
+    left = window.left is None or key >= row + diagonal - window.left
+    right = window.right is None or key <= row + diagonal + window.right
+    chunk = window.chunk is None or (row + diagonal) // window.chunk == key // window.chunk
+    return left and right and chunk and (not window.top_left or key <= row)
 
 
 @given(
-    window=st.builds(Window, sides, sides, st.booleans(), st.none() | st.integers(1, 9)),
+    window=windows,
     rows=st.tuples(st.integers(0, 20), st.integers(1, 8)),
     seqlen_k=st.integers(0, 20),
     diagonal=st.integers(-15, 15),
@@ -179,21 +187,28 @@ def test_key_range_is_the_visible_keys(
 ) -> None:
     """`[lo, hi)` holds every key that some row sees, and `[full_lo, full_hi)` only keys that every row sees."""
 
-    def sees(row: int, key: int) -> bool:
-        left = window.left is None or key >= row + diagonal - window.left
-        right = window.right is None or key <= row + diagonal + window.right
-        chunk = window.chunk is None or (row + diagonal) // window.chunk == key // window.chunk
-        return left and right and chunk and (not window.top_left or key <= row)
-
     first, last = rows[0], rows[0] + rows[1] - 1
     found = key_range(window, first, last, seqlen_k, diagonal, shift)
     block = range(first, last + 1)
-    some = {j for j in range(seqlen_k) if any(sees(i, j + shift) for i in block)}
-    every = {j for j in range(seqlen_k) if all(sees(i, j + shift) for i in block)}
+    some = {j for j in range(seqlen_k) if any(sees(window, i, j + shift, diagonal) for i in block)}
+    every = {j for j in range(seqlen_k) if all(sees(window, i, j + shift, diagonal) for i in block)}
     visited, full = (set(range(*ends)) for ends in ((found.lo, found.hi), (found.full_lo, found.full_hi)))
     assert some <= visited <= set(range(seqlen_k))
     assert full <= every
     assert full <= visited
+
+
+@given(
+    window=windows,
+    keys=st.tuples(st.integers(0, 20), st.integers(1, 8)),
+    diagonal=st.integers(-15, 15),
+)
+def test_row_range_has_all_rows_that_see_a_key(window: Window, keys: tuple[int, int], diagonal: int) -> None:
+    first, last = keys[0], keys[0] + keys[1] - 1
+    lo, hi = row_range(window, first, last, diagonal)
+    rows = range(-40, 60)
+    some = {i for i in rows if any(sees(window, i, j, diagonal) for j in range(first, last + 1))}
+    assert some <= {i for i in rows if lo <= i <= hi}
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled"])

@@ -4,6 +4,7 @@ Causal is a window before it reaches a kernel: bottom-right causal closes the wi
 `top_left` needs a second bound, because it is anchored at row 0 and not at the last row.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -88,6 +89,23 @@ def key_range(window: Window, first_row: int, last_row: int, seqlen_k: int, diag
     full_lo = min(max(full_lo, lo), hi)
     full_hi = min(max(full_hi, full_lo), hi)
     return KeyRange(lo, full_lo, full_hi, hi)
+
+
+def row_range(window: Window, first_key: int, last_key: int, diagonal: int) -> tuple[float, float]:
+    """The first and the last row, without limits infinite, outside of which no row sees the keys `first_key..last_key`
+    (inclusive; all are positions in the whole sequence).
+    """
+    lo, hi = -math.inf, math.inf
+    if window.left is not None:
+        hi = last_key - diagonal + window.left
+    if window.right is not None:
+        lo = first_key - diagonal - window.right
+    if window.top_left:
+        lo = max(lo, first_key)
+    if window.chunk is not None:
+        lo = max(lo, first_key - first_key % window.chunk - diagonal)
+        hi = min(hi, last_key - last_key % window.chunk + window.chunk - 1 - diagonal)
+    return lo, hi
 
 
 def visible_pairs(window: Window, seqlen_q: int, seqlen_k: int) -> int:

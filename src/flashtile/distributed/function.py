@@ -11,7 +11,7 @@ from ..call.call import DIFFERENTIABLE, Tensors, differentiable_positions
 from ..call.problem import accumulation_dtype
 from . import gather, ring
 from .group import Group
-from .parts import Results, Saved, Whole
+from .parts import Results, Saved, Whole, share
 
 SCHEMES = {"ring": ring, "gather": gather}
 SINKS = DIFFERENTIABLE.index("sinks")
@@ -71,8 +71,7 @@ def accumulators(tensors: Tensors, needs: list[bool]) -> Tensors:
 def with_sinks(results: Results, sinks: Tensor) -> Results:
     """The results with a key without a value in each row, whose score is the sink of the head."""
     lse = torch.logaddexp(results.lse, sinks.to(results.lse.dtype)[:, None])
-    share = torch.where(results.lse == -torch.inf, 0.0, torch.exp(results.lse - lse))
-    return Results(results.out * share[..., None], lse)
+    return Results(results.out * share(results.lse, lse)[..., None], lse)
 
 
 def sink_gradient(sinks: Tensor, saved: Saved) -> Tensor:

@@ -7,12 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backend.blockwise.softmax import merge
 from ..call.call import Call, Settings, Tensors, differentiable_positions
 from ..call.problem import accumulation_dtype
-from ..call.window import key_range
+from ..call.window import Window, key_range, row_range
 from ..dispatch.operators import operators_of
 from .layout import Piece, Placement
+
+# Parts begin and end at multiples of this, or where pieces do: tiles are full, and rows of a bias aligned.
+BLOCK = 128
 
 
 class Document(NamedTuple):
@@ -95,21 +97,45 @@ def find_parts(whole: Whole, rank: int, owner: int) -> Iterator[Part]:
     for of_rows, first_row in whole.rows.local(rank):
         for of_keys, first_key in whole.keys.local(owner):
             for n, document in enumerate(whole.documents):
-                rows, keys = of_rows.cut(document.rows), of_keys.cut(document.keys)
-                if rows.length == 0 or keys.length == 0:
-                    continue
                 diagonal = document.keys.length - document.rows.length
-                i0, j0 = rows.start - document.rows.start, keys.start - document.keys.start
-                seen = key_range(s.window, i0, i0 + rows.length - 1, keys.length, diagonal, j0)
-                if seen.lo < seen.hi:
-                    at_row, at_key = first_row + rows.start - of_rows.start, first_key + keys.start - of_keys.start
-                    yield Part(
-                        slice(at_row, at_row + rows.length),
-                        slice(at_key, at_key + keys.length),
-                        slice(*keys),
-                        n if whole.packed else None,
-                        s._replace(b0=s.b0 + n, i0=i0, j0=j0, diagonal=diagonal - (keys.length - rows.length)),
-                    )
+                rows, keys = of_rows.cut(document.rows), of_keys.cut(document.keys)
+                seen = visible(s.window, rows.since(document.rows.start), keys.since(document.keys.start), diagonal)
+                if seen is None:
+                    continue
+                i0, j0 = seen[0].start, seen[1].start
+                rows, keys = seen[0].since(-document.rows.start), seen[1].since(-document.keys.start)
+                at_row, at_key = first_row + rows.start - of_rows.start, first_key + keys.start - of_keys.start
+                yield Part(
+                    slice(at_row, at_row + rows.length),
+                    slice(at_key, at_key + keys.length),
+                    slice(*keys),
+                    n if whole.packed else None,
+                    s._replace(b0=s.b0 + n, i0=i0, j0=j0, diagonal=diagonal - (keys.length - rows.length)),
+                )
+
+
+def visible(window: Window, rows: Piece, keys: Piece, diagonal: int) -> tuple[Piece, Piece] | None:
+    """Of some rows and keys, those between the first and the last pair that the window leaves visible."""
+    if rows.length == 0 or keys.length == 0:
+        return None
+    first, last = row_range(window, keys.start, keys.stop - 1, diagonal)
+    rows = blocks(rows, first, last + 1)
+    if rows.length == 0:
+        return None
+    seen = key_range(window, rows.start, rows.stop - 1, keys.length, diagonal, keys.start)
+    keys = blocks(keys, keys.start + seen.lo, keys.start + seen.hi)
+    return (rows, keys) if keys.length > 0 else None
+
+
+def blocks(piece: Piece, start: float, stop: float) -> Piece:
+    """What a piece has of `[start, stop)`, in whole blocks of the piece."""
+    if max(start, piece.start) >= min(stop, piece.stop):
+        return Piece(piece.start, piece.start)
+    if start > piece.start:
+        piece = Piece(int(start) - (int(start) - piece.start) % BLOCK, piece.stop)
+    if stop < piece.stop:
+        piece = Piece(piece.start, min(int(stop) + (piece.start - int(stop)) % BLOCK, piece.stop))
+    return piece
 
 
 @functools.lru_cache(maxsize=1024)
@@ -119,11 +145,12 @@ def steps_of(whole: Whole, ranks: int) -> int:
     return 1 + max(needed, default=0)
 
 
-class Results(NamedTuple):
+class Results:
     """Merged results of a rank's rows, in the accumulation dtype: out `[B, H, S, Dv]`, lse `[B, H, S]`."""
 
-    out: Tensor
-    lse: Tensor
+    def __init__(self, out: Tensor, lse: Tensor):
+        self.out, self.lse = out, lse
+        self.merged: list[slice] = []  # the rows of each part so far
 
     @classmethod
     def empty(cls, q: Tensor, v: Tensor) -> "Results":
@@ -133,7 +160,26 @@ class Results(NamedTuple):
         return cls(out, q.new_full(q.shape[:3], -torch.inf, dtype=dtype))
 
     def heads(self, heads: slice) -> "Results":
+        """Views of some heads, for which no part has been merged."""
         return Results(self.out[:, heads], self.lse[:, heads])
+
+    def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Take in the attention of some rows over keys that they have not seen."""
+        total, total_lse = self.out[:, :, rows], self.lse[:, :, rows]
+        if all(rows.stop <= other.start or other.stop <= rows.start for other in self.merged):
+            total.copy_(out)
+            total_lse.copy_(lse)
+        else:
+            merged_lse = torch.logaddexp(total_lse, lse)
+            total.mul_(share(total_lse, merged_lse)[..., None])
+            total.addcmul_(out, share(lse, merged_lse)[..., None])
+            total_lse.copy_(merged_lse)
+        self.merged.append(rows)
+
+
+def share(lse: Tensor, total: Tensor) -> Tensor:
+    """The share of a part in a result; of one without keys, 0."""
+    return torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
 
 
 def forward(whole: Whole, tensors: Tensors, ranks: tuple[int, int], results: Results) -> None:
@@ -141,11 +187,7 @@ def forward(whole: Whole, tensors: Tensors, ranks: tuple[int, int], results: Res
     for part in parts(whole, *ranks):
         call = Call(part.of(tensors), part.settings)
         operators = operators_of(call)
-        out, lse = operators.forward(*operators.arguments(call))
-        before = results.out[:, :, part.rows], results.lse[:, :, part.rows]
-        merged, merged_lse = merge([before[0], out.to(before[0].dtype)], [before[1][..., None], lse[..., None]])
-        before[0].copy_(merged)
-        before[1].copy_(merged_lse[..., 0])
+        results.merge(part.rows, *operators.forward(*operators.arguments(call)))
 
 
 class Saved(NamedTuple):
