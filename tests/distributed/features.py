@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 import flashtile
@@ -23,6 +24,16 @@ class Shapes(NamedTuple):
     @property
     def batch(self) -> int:
         return 3 if self.packed else B
+
+
+def lists(shapes: Shapes, random: Callable[..., Tensor], batch: int, heads: int) -> flashtile.BlockMask:
+    """Lists of odd blocks that hide about half of them, show some in full, and the others by a function."""
+    sizes, block_size = (batch, heads, -(-shapes.rows // 7), -(-shapes.keys // 5)), (7, 5)
+    draws, lengths = random(*sizes), (shapes.rows, shapes.keys)
+    listed = [(draws > 0.4), (draws > 0) & (draws <= 0.4)]
+    entries = [x for y in listed for x in (y.sum(dim=3), y.to(torch.int8).argsort(dim=3, descending=True))]
+    partly = flashtile.MaskMod(lambda b, h, i, j: (i + 2 * j) % 3 != h)
+    return flashtile.BlockMask(*entries, block_size=block_size, seqlens=lengths, mask=partly)
 
 
 def captured(shapes: Shapes, random: Callable[..., Tensor]) -> dict[str, Any]:
@@ -47,12 +58,13 @@ DENSE = {
     "deterministic": lambda s, random: {"deterministic": True},
 }
 PAIRS = {
+    "lists": lambda s, random: {"mask": lists(s, random, B, s.heads)},
     "bias": lambda s, random: {"bias": random(B, s.heads, s.rows, s.keys)},
     "bias_of_rows": lambda s, random: {"bias": random(1, 1, s.rows, s.keys)},
     "bias_of_keys": lambda s, random: {"bias": random(B, s.heads, 1, s.keys)},
     "mask": lambda s, random: {"mask": random(B, 1, s.rows, s.keys) > -0.7},
 }
-FIXED = {"mask", "mask_function"}  # of which a call has one
+FIXED = {"mask", "mask_function", "lists"}  # of which a call has one
 
 
 def draw(seed: int, size: int) -> tuple[list[str], Shapes]:

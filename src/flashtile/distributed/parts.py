@@ -1,6 +1,7 @@
 """Parts of a sharded call: some rows against some keys, each one call of the operators with its place in the whole."""
 
 import functools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -96,7 +97,8 @@ def find_parts(whole: Whole, rank: int, owner: int) -> Iterator[Part]:
     s = whole.settings
     for of_rows, first_row in whole.rows.local(rank):
         for of_keys, first_key in whole.keys.local(owner):
-            for n, document in enumerate(whole.documents):
+            for n in documents_in(whole, of_rows, of_keys):
+                document = whole.documents[n]
                 diagonal = document.keys.length - document.rows.length
                 rows, keys = of_rows.cut(document.rows), of_keys.cut(document.keys)
                 seen = visible(s.window, rows.since(document.rows.start), keys.since(document.keys.start), diagonal)
@@ -112,6 +114,20 @@ def find_parts(whole: Whole, rank: int, owner: int) -> Iterator[Part]:
                     n if whole.packed else None,
                     s._replace(b0=s.b0 + n, i0=i0, j0=j0, diagonal=diagonal - (keys.length - rows.length)),
                 )
+
+
+def documents_in(whole: Whole, rows: Piece, keys: Piece) -> range:
+    """The sequences, which follow each other, that may have some of these rows and some of these keys."""
+    if not whole.packed:
+        return range(len(whole.documents))
+    ends = [
+        (
+            bisect_right(whole.documents, piece.start, key=lambda document, of=of: document[of].stop),
+            bisect_left(whole.documents, piece.stop, key=lambda document, of=of: document[of].start),
+        )
+        for of, piece in enumerate((rows, keys))
+    ]
+    return range(max(first for first, _ in ends), min(stop for _, stop in ends))
 
 
 def visible(window: Window, rows: Piece, keys: Piece, diagonal: int) -> tuple[Piece, Piece] | None:
