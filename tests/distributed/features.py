@@ -26,14 +26,14 @@ class Shapes(NamedTuple):
         return 3 if self.packed else B
 
 
-def lists(shapes: Shapes, random: Callable[..., Tensor], batch: int, heads: int) -> flashtile.BlockMask:
+def lists(shapes: Shapes, random: Callable[..., Tensor]) -> flashtile.BlockMask:
     """Lists of odd blocks that hide about half of them, show some in full, and the others by a function."""
-    sizes, block_size = (batch, heads, -(-shapes.rows // 7), -(-shapes.keys // 5)), (7, 5)
-    draws, lengths = random(*sizes), (shapes.rows, shapes.keys)
+    draws = random(shapes.batch, shapes.heads, -(-shapes.rows // 7), -(-shapes.keys // 5))
+    lengths = None if shapes.packed else (shapes.rows, shapes.keys)
     listed = [(draws > 0.4), (draws > 0) & (draws <= 0.4)]
     entries = [x for y in listed for x in (y.sum(dim=3), y.to(torch.int8).argsort(dim=3, descending=True))]
     partly = flashtile.MaskMod(lambda b, h, i, j: (i + 2 * j) % 3 != h)
-    return flashtile.BlockMask(*entries, block_size=block_size, seqlens=lengths, mask=partly)
+    return flashtile.BlockMask(*entries, block_size=(7, 5), seqlens=lengths, mask=partly)
 
 
 def captured(shapes: Shapes, random: Callable[..., Tensor]) -> dict[str, Any]:
@@ -55,10 +55,10 @@ DENSE = {
     "score_mod": lambda s, random: {"score_mod": lambda x, b, h, i, j: x + 0.01 * (i - 2 * j) * (h + 1) + b},
     "captured": captured,
     "mask_function": lambda s, random: {"mask": lambda b, h, i, j: (i * 3 + j + b + h) % 4 != 0},
+    "lists": lambda s, random: {"mask": lists(s, random)},
     "deterministic": lambda s, random: {"deterministic": True},
 }
 PAIRS = {
-    "lists": lambda s, random: {"mask": lists(s, random, B, s.heads)},
     "bias": lambda s, random: {"bias": random(B, s.heads, s.rows, s.keys)},
     "bias_of_rows": lambda s, random: {"bias": random(1, 1, s.rows, s.keys)},
     "bias_of_keys": lambda s, random: {"bias": random(B, s.heads, 1, s.keys)},

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import balancing
 import decoding
 import faults
 import in_contexts
@@ -184,7 +185,7 @@ def count_bytes(mesh: DeviceMesh, layout: str, arguments: dict[str, Any]) -> Non
     assert f"-> {explanation.scheme}" in str(explanation)
 
 
-def differentiate_layouts(mesh: DeviceMesh, layout: str) -> None:
+def differentiate_layouts(mesh: DeviceMesh, layout: str | Layout) -> None:
     """The gradient through shard and unshard is that of the whole tensor."""
     x = torch.arange(22.0).reshape(2, 11).requires_grad_()
     weights = torch.arange(22.0).reshape(2, 11).cos()
@@ -256,7 +257,7 @@ def run(rank: int, store: str) -> None:
         meshes = [DeviceMesh("cpu", torch.arange(size).view(shape)) for shape in shapes]
         seeds = range(first_seed, first_seed := first_seed + SEEDS[size])
         if rank < size:
-            for layout in ("contiguous", "zigzag"):
+            for layout in ("contiguous", "zigzag", balanced(size, 11, chunk=2)):
                 differentiate_layouts(meshes[-1], layout)
             for mesh in meshes:
                 count_bytes(mesh, "zigzag", {"causal": True})
@@ -267,6 +268,7 @@ def run(rank: int, store: str) -> None:
             decoding.decode(meshes[0])
             if size < WORLD:
                 rounding.calls(meshes[0])
+                balancing.calls(meshes[0])
             rounding.steps(meshes[0])
             decoding.refused(meshes[0])
             decoding.refused_alone(meshes[0])
