@@ -28,7 +28,7 @@ def normalized(tensors: dict[str, Any], keywords: dict[str, Any]) -> Call:
 
 def without_lists(tensors: dict[str, Any]) -> tuple[dict[str, Any], BlockMask | None]:
     """The tensors with a function of positions in place of lists of blocks, and these lists of the whole sequence."""
-    mask = tensors.get("mask")
+    mask: Any = tensors.get("mask")
     lists = BlockMask.of_flex(mask) if is_flex(mask) else mask
     if not isinstance(lists, BlockMask):
         return tensors, None
