@@ -7,7 +7,7 @@ import flashtile
 from flashtile.call.window import Window
 from flashtile.distributed import Layout, Rates, simulate
 from flashtile.distributed.layout import Piece, Placement
-from flashtile.distributed.parts import Document
+from flashtile.distributed.visible import Document
 from flashtile.distributed.work import Visible
 
 FAST = Rates(1e12, (1e30,), 0.0)

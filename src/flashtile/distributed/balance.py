@@ -20,7 +20,7 @@ from .group import grid_of
 from .inputs import documents_of
 from .layout import Layout, Piece, joined
 from .mask_work import EXAMPLE, mask_blocks
-from .parts import BLOCK, Document
+from .visible import BLOCK, Document
 from .work import Visible, imbalance
 
 CHUNKS = 1, 2, 4, 8, 16  # of a rank

@@ -11,7 +11,8 @@ from ..call.call import DIFFERENTIABLE, Tensors, differentiable_positions
 from ..call.problem import accumulation_dtype
 from . import gather, ring
 from .group import Group
-from .parts import Results, Saved, Whole, share
+from .parts import Saved, Whole
+from .sums import weight
 
 SCHEMES = {"ring": ring, "gather": gather}
 SINKS = DIFFERENTIABLE.index("sinks")
@@ -26,16 +27,16 @@ class Sharded(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         tensors = Tensors.from_flat(flat)
-        results = Results.empty(tensors.q, tensors.v)
-        SCHEMES[scheme].forward(whole, tensors, group, results)
+        group.connect(tensors.q.device)
+        out, lse = SCHEMES[scheme].forward(whole, tensors, group)
         if tensors.sinks is not None:
-            results = with_sinks(results, tensors.sinks)
-        out = results.out.to(tensors.q.dtype)
+            out, lse = with_sinks(out, lse, tensors.sinks)
+        out = out.to(tensors.q.dtype)
         # One tensor more than a call of one device saves: PyTorch refuses a checkpoint whose forward pass was sharded
         # and whose recomputation is not, as backward began outside of the context.
-        ctx.save_for_backward(out, results.lse, *flat, out.new_empty(0))
+        ctx.save_for_backward(out, lse, *flat, out.new_empty(0))
         ctx.scheme, ctx.whole, ctx.group = scheme, whole, group
-        return out, results.lse
+        return out, lse
 
     @staticmethod
     @once_differentiable
@@ -44,34 +45,32 @@ class Sharded(torch.autograd.Function):
         tensors, saved = Tensors.from_flat(flat), Saved(out, lse, dout, dlse)
         positions = differentiable_positions(len(flat))
         needs = [ctx.needs_input_grad[3 + n] for n in positions]
-        sums = accumulators(tensors, needs)
-        dk, dv = SCHEMES[ctx.scheme].backward(ctx.whole, tensors, ctx.group, saved, sums)
-        sums = sums._replace(k=dk, v=dv)
-        if needs[SINKS]:
-            assert tensors.sinks is not None
-            sums = sums._replace(sinks=sink_gradient(tensors.sinks, saved))
+        others = zeros_of_others(tensors, needs)
+        dq, dk, dv = SCHEMES[ctx.scheme].backward(ctx.whole, tensors, ctx.group, saved, needs, others)
+        dsinks = sink_gradient(tensors.sinks, saved) if needs[SINKS] and tensors.sinks is not None else None
+        sums = others._replace(k=dk, v=dv, sinks=dsinks).flat()
         gradients: list[Tensor | None] = [None] * len(flat)
-        for n, total, needed in zip(positions, [sums.flat()[n] for n in positions], needs, strict=True):
+        for n, total, needed in zip(positions, [dq, *(sums[n] for n in positions[1:])], needs, strict=True):
             x = flat[n]
             gradients[n] = total.to(x.dtype) if needed and total is not None and x is not None else None
         return None, None, None, *gradients
 
 
-def accumulators(tensors: Tensors, needs: list[bool]) -> Tensors:
-    """Zeros in the accumulation dtype for q and each other requested gradient. Schemes have those of k and v."""
+def zeros_of_others(tensors: Tensors, needs: list[bool]) -> Tensors:
+    """Zeros in the accumulation dtype for each requested gradient of tensors that are not rows, nor sinks."""
     flat, dtype = tensors.flat(), accumulation_dtype(tensors.q.dtype)
     sums: list[Tensor | None] = [None] * len(flat)
-    for n, needed in zip(differentiable_positions(len(flat)), needs, strict=True):
+    for n, needed in list(zip(differentiable_positions(len(flat)), needs, strict=True))[3:]:
         x = flat[n]
         if x is not None and needed:
             sums[n] = torch.zeros_like(x, dtype=dtype)
-    return Tensors.from_flat(sums)._replace(q=torch.zeros_like(tensors.q, dtype=dtype), sinks=None)
+    return Tensors.from_flat(sums)._replace(q=tensors.q, k=tensors.k, v=tensors.v, sinks=None)
 
 
-def with_sinks(results: Results, sinks: Tensor) -> Results:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """The results with a key without a value in each row, whose score is the sink of the head."""
-    lse = torch.logaddexp(results.lse, sinks.to(results.lse.dtype)[:, None])
-    return Results(results.out * share(results.lse, lse)[..., None], lse)
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return out * weight(lse, total)[..., None], total
 
 
 def sink_gradient(sinks: Tensor, saved: Saved) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,11 @@ EXAMPLE = 'flashtile.distributed.attention(q, k, v, mesh=init_device_mesh("cuda"
 # The name until PyTorch 2.13, which warns of it.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-GATHERED, EXCHANGED = "tensors of all ranks", "an exchange of rows for heads or of gradients"
+GATHERED, EXCHANGED = "tensors of all ranks", "an exchange of rows for heads"
+TRANSFERRED = "keys, values or their gradients"
+
+
+CONNECTED: "WeakSet[dist.ProcessGroup]" = WeakSet()
 
 
 class ExchangeError(RuntimeError):
@@ -32,6 +37,13 @@ class Group(NamedTuple):
     def global_rank(self, rank: int) -> int:
         assert self.handle is not None
         return dist.get_global_rank(self.handle, rank % self.size)
+
+    def connect(self, device: torch.device) -> None:
+        """Exchange something among all ranks. NCCL connects them then, and some may have nothing to transfer."""
+        if self.handle is not None and device.type == "cuda" and self.handle not in CONNECTED:
+            CONNECTED.add(self.handle)
+            with self.exchanging(GATHERED):
+                dist.all_reduce(torch.zeros(1, device=device), group=self.handle)
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
@@ -65,6 +77,18 @@ class Group(NamedTuple):
             work = all_gather(whole.flatten(), x.flatten(), group=self.handle, async_op=True)
         return Gathering(self, whole, work)
 
+    def transfer(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> "Transfer":
+        """Begin to send contiguous tensors to ranks, and to receive others into uninitialized ones, in this order."""
+        ops = [
+            dist.P2POp(op, x, self.global_rank(rank), self.handle)
+            for op, pairs in ((dist.isend, sends), (dist.irecv, receives))
+            for x, rank in pairs
+            if x.numel() > 0
+        ]
+        with self.exchanging(TRANSFERRED):
+            work = dist.batch_isend_irecv(ops) if ops else []
+        return Transfer(self, [x for x, _ in sends], [x for x, _ in receives], work)
+
     def exchange(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> "Exchange":
         """Begin an all-to-all: element r of `sent` goes to rank r, from which a tensor of shape r arrives."""
         sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -93,6 +117,21 @@ class Gathering(NamedTuple):
             with self.group.exchanging(GATHERED):
                 self.work.wait()
         return self.whole
+
+
+class Transfer(NamedTuple):
+    """Transfers between single ranks under way."""
+
+    group: Group
+    sent: list[Tensor]  # alive until the transfers end
+    received: list[Tensor]
+    works: list[Any]
+
+    def wait(self) -> list[Tensor]:
+        with self.group.exchanging(TRANSFERRED):
+            for work in self.works:
+                work.wait()
+        return self.received
 
 
 class Exchange(NamedTuple):

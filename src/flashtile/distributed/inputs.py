@@ -13,7 +13,7 @@ from ..call.eager import in_forward_mode
 from ..errors import ArgumentError, AttentionError
 from .group import EXAMPLE
 from .layout import Layout, Piece, Placement
-from .parts import Document
+from .visible import Document
 
 VARLEN_EXAMPLE = "flashtile.distributed.attention_varlen(q, k, v, [0, 700, 1024], mesh=mesh)"
 

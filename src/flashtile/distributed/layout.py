@@ -125,6 +125,17 @@ class Placement(NamedTuple):
         pieces = self.by_rank[rank]
         return list(zip(pieces, accumulate((p.length for p in pieces), initial=0), strict=False))
 
+    def shared(self, rank: int, other: "Placement", other_rank: int) -> list[tuple[slice, slice]]:
+        """The rows that a rank has here and another one has there: their places in both tensors, in ascending order."""
+        found = []
+        for piece, first in self.local(rank):
+            for other_piece, other_first in other.local(other_rank):
+                both = piece.cut(other_piece)
+                if both.length > 0:
+                    start, other_start = first + both.start - piece.start, other_first + both.start - other_piece.start
+                    found.append((slice(start, start + both.length), slice(other_start, other_start + both.length)))
+        return found
+
     def select(self, x: Tensor, rank: int, dim: int) -> Tensor:
         """A rank's rows of a whole tensor."""
         pieces = [x.narrow(dim, p.start, p.length) for p in self.by_rank[rank]] or [x.narrow(dim, 0, 0)]
@@ -142,11 +153,11 @@ class Placement(NamedTuple):
 
 
 def joined(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Pieces in ascending order, those that touch as one, without empty ones."""
+    """Pieces in ascending order, those that touch or overlap as one, without empty ones."""
     found: list[Piece] = []
     for piece in sorted(p for p in pieces if p.length > 0):
-        if found and found[-1].stop == piece.start:
-            found[-1] = Piece(found[-1].start, piece.stop)
+        if found and piece.start <= found[-1].stop:
+            found[-1] = Piece(found[-1].start, max(found[-1].stop, piece.stop))
         else:
             found.append(piece)
     return tuple(found)
@@ -166,9 +177,10 @@ def accepted(layout: str | Layout) -> None:
 @functools.lru_cache(maxsize=256)
 def is_partition(layout: Layout) -> bool:
     """Whether the pieces of all ranks ascend and are the sequence."""
-    pieces = [piece for rank in layout.by_rank for piece in rank]
+    pieces = sorted(piece for rank in layout.by_rank for piece in rank if piece.length > 0)
+    starts, stops = [piece.start for piece in pieces], [piece.stop for piece in pieces]
     ascend = all(list(rank) == sorted(rank) for rank in layout.by_rank)
-    return len(layout.by_rank) == layout.ranks and ascend and joined(pieces) == joined([Piece(0, layout.length)])
+    return len(layout.by_rank) == layout.ranks and ascend and [*starts, layout.length] == [0, *stops]
 
 
 def layout_of_whole(layout: str | Layout, length: int, ranks: int) -> Layout:

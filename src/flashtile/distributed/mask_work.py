@@ -10,7 +10,7 @@ from ..call.window import Window
 from ..errors import ArgumentError
 from ..expression import Formula, MaskMod, Untraced, mask_mod_formula
 from ..expression.blocks import HIDDEN, Blocks, block_visibility, mask_visibility, positions
-from .parts import BLOCK, Document
+from .visible import BLOCK, Document
 from .work import MaskBlocks, bounds, lengths_of
 
 MOST = 1024  # blocks of rows, and of keys

@@ -3,37 +3,17 @@
 Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023.
 """
 
+from functools import partial
+
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..call.call import Tensors
 from ..call.problem import accumulation_dtype
 from . import parts
-from .group import Group
-from .parts import Results, Saved, Whole
-
-TRANSFERRED = "keys, values or their gradients from the rank before it"
-
-
-class Transfer:
-    """Pass a buffer on to a rank ahead while another one arrives from as far behind."""
-
-    def __init__(self, group: Group, send: Tensor, receive: Tensor, distance: int = 1):
-        self.group, self.sent, self.received = group, send, receive  # alive until the transfer ends
-        ops = []
-        if send.numel() > 0:
-            ops.append(dist.P2POp(dist.isend, send, group.global_rank(group.rank + distance), group.handle))
-        if receive.numel() > 0:
-            ops.append(dist.P2POp(dist.irecv, receive, group.global_rank(group.rank - distance), group.handle))
-        with group.exchanging(TRANSFERRED):
-            self.work = dist.batch_isend_irecv(ops) if ops else []
-
-    def wait(self) -> Tensor:
-        with self.group.exchanging(TRANSFERRED):
-            for work in self.work:
-                work.wait()
-        return self.received
+from .group import Group, Transfer
+from .parts import Saved, Sums, Whole
+from .sums import RowResults, RowSum
 
 
 class Travelers:
@@ -65,36 +45,60 @@ def flat(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
-def forward(whole: Whole, tensors: Tensors, group: Group, results: Results) -> None:
-    """Merge the attention of this rank's rows over all ranks' keys into `results`."""
+def pass_on(group: Group, sent: Tensor, received: Tensor, distance: int = 1) -> Transfer:
+    """Begin to pass a buffer on to a rank ahead while another one arrives from as far behind."""
+    ahead, behind = ((group.rank + n) % group.size for n in (distance, -distance))
+    return group.transfer([(sent, ahead)], [(received, behind)])
+
+
+def forward(whole: Whole, tensors: Tensors, group: Group) -> tuple[Tensor, Tensor]:
+    """`out` in the accumulation dtype, or in q's after one part, and `lse`: this rank's rows over all ranks' keys."""
     k, v, steps = tensors.k, tensors.v, parts.steps_of(whole, group.size)
-    travelers, here = Travelers(k, v, whole, group), flat(k, v)
+    results = RowResults(tensors.q, v.shape[3], once=group.size == 1)
+    travelers = Travelers(k, v, whole, group)
+    if steps == 1:
+        parts.forward(whole, tensors, (group.rank, group.rank), results)
+        return results.result()
+    here = flat(k, v)
     for step in range(steps):
         last = step == steps - 1
-        transfer = None if last else Transfer(group, here, travelers.buffer(step + 1, k.dtype))
+        transfer = None if last else pass_on(group, here, travelers.buffer(step + 1, k.dtype))
         kv = travelers.split(here, step)
         parts.forward(whole, tensors._replace(**kv), (group.rank, travelers.owner(step)), results)
-        here = here if transfer is None else transfer.wait()
+        if transfer is not None:
+            (here,) = transfer.wait()
+    return results.result()
 
 
-def backward(whole: Whole, tensors: Tensors, group: Group, saved: Saved, sums: Tensors) -> tuple[Tensor, Tensor]:
-    """The gradients of this rank's keys and values; all others are added to `sums`."""
+def backward(
+    whole: Whole, tensors: Tensors, group: Group, saved: Saved, needs: list[bool], others: Tensors
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The gradients of this rank's rows, keys and values; all others are added to `others`."""
     k, v, steps = tensors.k, tensors.v, parts.steps_of(whole, group.size)
     dtype = accumulation_dtype(k.dtype)
+    dq = RowSum(tensors.q.shape[2], partial(torch.empty_like, tensors.q, dtype=dtype)) if needs[0] else None
+    if steps == 1:
+        dk, dv = (RowSum(x.shape[2], partial(torch.empty_like, x, dtype=dtype)) for x in (k, v))
+        parts.backward(whole, tensors, (group.rank, group.rank), saved, Sums(dq, dk, dv, others))
+        return None if dq is None else dq.result(), dk.result(), dv.result()
     travelers, here, arriving = Travelers(k, v, whole, group), flat(k, v), None
     mine = here
     for step in range(steps):
         last = step == steps - 1
-        transfer = None if last else Transfer(group, here, travelers.buffer(step + 1, k.dtype))
-        mine = torch.zeros_like(travelers.buffer(step, dtype))
-        kv, gradients = travelers.split(here, step), travelers.split(mine, step)
+        transfer = None if last else pass_on(group, here, travelers.buffer(step + 1, k.dtype))
+        mine = travelers.buffer(step, dtype)
+        kv, totals = travelers.split(here, step), travelers.split(mine, step)
+        dk, dv = (RowSum(x.shape[2], partial(Tensor.detach, x)) for x in totals.values())
         ranks = group.rank, travelers.owner(step)
-        parts.backward(whole, tensors._replace(**kv), ranks, saved, sums._replace(**gradients))
-        here = here if transfer is None else transfer.wait()
+        parts.backward(whole, tensors._replace(**kv), ranks, saved, Sums(dq, dk, dv, others))
+        dk.written()
+        dv.written()
+        if transfer is not None:
+            (here,) = transfer.wait()
         if arriving is not None:  # the ranks before have added theirs
-            mine += arriving.wait()
+            mine += arriving.wait()[0]
         if not last:
-            arriving = Transfer(group, mine, travelers.buffer(step + 1, dtype))
-    if steps > 1:  # home, to the rank that owns these keys
-        mine = Transfer(group, mine, travelers.buffer(0, dtype), 1 - steps).wait()
-    return tuple(travelers.split(mine, 0).values())  # type: ignore[return-value]
+            arriving = pass_on(group, mine, travelers.buffer(step + 1, dtype))
+    (mine,) = pass_on(group, mine, travelers.buffer(0, dtype), 1 - steps).wait()  # home, to the owner of these keys
+    dkv = travelers.split(mine, 0)
+    return None if dq is None else dq.result(), dkv["k"], dkv["v"]

@@ -10,9 +10,9 @@ from ..call.call import Call
 from ..errors import ArgumentError
 from .group import EXAMPLE, Group, grid_of
 from .layout import Layout, Piece
-from .parts import Document
-from .ring import Transfer
+from .ring import pass_on
 from .simulate import RATES, Rates, Simulation, Workload, accepted_schemes, predict
+from .visible import Document
 from .work import Visible
 
 MEASURED: dict[str, Rates] = {}  # by type of device
@@ -90,7 +90,7 @@ def seconds_of_transfer(group: Group, x: Tensor) -> float:
     received = torch.empty_like(x)
 
     def transfer() -> None:
-        Transfer(group, x, received).wait()
+        pass_on(group, x, received).wait()
 
     transfer()
     return fastest(transfer, x.device, repeats=5)

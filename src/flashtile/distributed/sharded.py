@@ -15,9 +15,10 @@ from .function import Sharded
 from .group import EXAMPLE, Grid, grid_of
 from .inputs import VARLEN_EXAMPLE, documents_of, normalized, with_own_pairs, without_lists
 from .layout import Layout, Piece, Placement, accepted, layout_of
-from .parts import Document, Whole, settings_of_heads
+from .parts import Whole, settings_of_heads
 from .schemes import scheme_of, workload_of
 from .simulate import Workload
+from .visible import Document
 
 TENSORS = "q", "k", "v", "mask", "bias", "alibi_slopes", "sinks"
 KEYWORDS: dict[str, Any] = {

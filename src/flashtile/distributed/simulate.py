@@ -15,6 +15,7 @@ from .gather import chunks_of
 from .inputs import documents_of
 from .layout import Layout, Placement, layout_of_whole
 from .ulysses import times_repeated
+from .visible import needed_keys
 from .work import Visible
 
 EXAMPLE = 'flashtile.distributed.simulate("ring", (8,), rates=rates, seqlen=65536)'
@@ -153,13 +154,18 @@ def predict(scheme: str, mesh: tuple[int, ...], work: Workload, rates: Rates) ->
     pairs = work.visible.of_ranks(rows, keys) * (work.batch * work.heads / inner)
     kv_heads = work.kv_heads * times_repeated(work.kv_heads, inner) // inner
     shard = work.batch * kv_heads * max(map(keys.rows, range(len(keys.by_rank)))) * (work.head_dim + work.head_dim_v)
+    needed = needed_keys(*work.visible[:2], rows, keys.length)
+    sent = sent_keys(keys, needed) * (work.batch * kv_heads * (work.head_dim + work.head_dim_v))
     passes = []
     for flops_of in (forward_flops, backward_flops):
         # FLOPs are proportional to pairs, so one pair tells those of the matrix.
         seconds = pairs * (flops_of(1, work.head_dim, work.head_dim_v) / rates.flops_per_second)
-        returned = 0.0 if flops_of is forward_flops else shard * max(work.itemsize, 4)
-        one = gather_pass if scheme.startswith("gather") else ring_pass
-        over_keys = one(seconds, shard * work.itemsize, returned, kv_heads, rates)
+        itemsize = 0 if flops_of is forward_flops else max(work.itemsize, 4)  # of gradients that return
+        if scheme.startswith("gather"):
+            num_chunks = len(chunks_of(work.heads // inner, kv_heads, rows, keys, needed))
+            over_keys = gather_pass(seconds, sent * work.itemsize, sent.T * itemsize, num_chunks, rates)
+        else:
+            over_keys = ring_pass(seconds, shard * work.itemsize, shard * itemsize, rates)
         over_heads = exchange(work, inner, rates, len(mesh) - 1, flops_of is forward_flops)
         passes.append(Pass(*map(sum, zip(over_keys, over_heads, strict=True))))
     flops = float(pairs.sum(dim=1).max()) * forward_flops(1, work.head_dim, work.head_dim_v)
@@ -170,7 +176,7 @@ def predict(scheme: str, mesh: tuple[int, ...], work: Workload, rates: Rates) ->
     return Simulation(scheme, flops, *of_passes, speedup=alone / total if total > 0 else 1.0)
 
 
-def ring_pass(seconds: Tensor, shard: float, returned: float, _: int, rates: Rates) -> Pass:
+def ring_pass(seconds: Tensor, shard: float, returned: float, rates: Rates) -> Pass:
     """Each step computes while the next keys arrive; the last one's gradients go home on their own.
 
     Args:
@@ -190,14 +196,34 @@ def ring_pass(seconds: Tensor, shard: float, returned: float, _: int, rates: Rat
     return Pass(transfers * (shard + returned) + home, total + rates.seconds(home, 0))
 
 
-def gather_pass(seconds: Tensor, shard: float, returned: float, kv_heads: int, rates: Rates) -> Pass:
-    """Each chunk of heads computes while the next one arrives and the gradients of the one before leave."""
-    ranks, chunks = len(seconds), len(chunks_of(kv_heads))
+def gather_pass(seconds: Tensor, arriving: Tensor, leaving: Tensor, chunks: int, rates: Rates) -> Pass:
+    """Each chunk of heads computes while the next one arrives and the gradients of the one before leave.
+
+    Args:
+        seconds: `[ranks, owners]` of computation.
+        arriving: `[owners, ranks]` bytes of keys and values.
+        leaving: `[ranks, owners]` bytes of their gradients.
+        chunks: of key heads.
+    """
+
+    def transfer(sent: Tensor) -> float:
+        """The time of the busiest rank, which sends and receives at once."""
+        return rates.seconds(float(torch.maximum(sent.sum(dim=0), sent.sum(dim=1)).max()) / chunks, 0)
+
     computed = float(seconds.sum(dim=1).max()) / chunks
-    arriving, leaving = ((ranks - 1) * n / chunks for n in (shard, returned))
-    first, last = rates.seconds(arriving, 0), rates.seconds(leaving, 0)
+    first, last = transfer(arriving), transfer(leaving)
     overlapped = sum(max(computed, first * (n + 1 < chunks) + last * (n > 0)) for n in range(chunks))
-    return Pass((arriving + leaving) * chunks, first + overlapped + last)
+    return Pass(float((arriving + leaving).sum(dim=1).max()), first + overlapped + last)
+
+
+def sent_keys(keys: Placement, needed: Placement) -> Tensor:
+    """The number of keys that each owner sends to each other rank, `[owners, ranks]` in float64."""
+    ranks = range(len(keys.by_rank))
+    counts = [
+        [sum(at.stop - at.start for at, _ in keys.shared(owner, needed, rank)) * (owner != rank) for rank in ranks]
+        for owner in ranks
+    ]
+    return torch.tensor(counts, dtype=torch.float64)
 
 
 def exchange(work: Workload, inner: int, rates: Rates, dim: int, with_lse: bool) -> Pass:

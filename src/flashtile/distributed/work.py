@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call.window import Window
 from .layout import Layout, Piece, Placement
-from .parts import Document
+from .visible import Document
 
 SAMPLES, LEAST = 4096, 64  # rows of all pieces, and of each, whose visible keys are counted for a pair of ranks
 
