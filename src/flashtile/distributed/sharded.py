@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..api.signatures import Causal, MaskArgument, ScoreModArgument, WindowArgument
-from ..call.call import Call
+from ..call.call import Call, Settings, Tensors
 from ..call.sharding import is_dtensor
 from ..errors import ArgumentError, AttentionError
 from . import ulysses
@@ -267,6 +267,12 @@ def layouts_of(
     return layouts[0], layouts[1]
 
 
+def depends_on_positions(t: Tensors, s: Settings) -> bool:
+    """Whether a score depends on the places of its row and key beyond the window."""
+    functions = s.dropout_p > 0 or s.score_mod is not None or s.mask_mod is not None
+    return functions or any(x is not None for x in (t.mask, t.bias, t.alibi_slopes))
+
+
 def run_scheme(ready: Prepared, grid: Grid, documents: tuple[Document, ...] | None) -> tuple[Tensor, Tensor]:
     """Exchange rows for heads within the inner group, attend over the keys of the outer group, and exchange back."""
     call, rows, keys, _, scheme = ready
@@ -284,6 +290,7 @@ def run_scheme(ready: Prepared, grid: Grid, documents: tuple[Document, ...] | No
         Placement.of(keys, inner.size),
         (everything,) if documents is None else documents,
         documents is not None,
+        depends_on_positions(tensors, settings),
     )
     outer = "gather" if scheme.startswith("gather") else "ring"
     out, lse = Sharded.apply(outer, whole, grid.outer, *tensors.flat())
