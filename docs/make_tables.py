@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import balance_tables
 import block_tables
 import compatibility_tables
 import gpu_tables
@@ -306,6 +307,7 @@ TABLES: dict[str, Callable[[], str]] = (
     | gpu_tables.TABLES
     | score_mod_tables.TABLES
     | block_tables.TABLES
+    | balance_tables.TABLES
     | mask_tables.TABLES
 )
 

@@ -96,6 +96,12 @@ class BlockMask(MaskMod):
             seqlens=getattr(mask, "seq_lengths", None),
         )
 
+    def as_function(self) -> MaskMod:
+        """The same mask as a function of positions, which also holds for a part of the rows and keys."""
+        made = MaskMod.__new__(MaskMod)
+        made.fn, made.key, made.tensors = self.fn, self.key, self.tensors
+        return made
+
     @property
     def call_key(self) -> Hashable:
         return self.key, self.block_size, self.seqlens
@@ -115,6 +121,16 @@ class BlockMask(MaskMod):
                 else f"{blocks[0]} x {blocks[1]} blocks"
             )
             accepted = f"lists for {seqlen_q} queries and {seqlen_k} keys; these are for {own}"
+            raise ArgumentError("mask", self, accepted, example)
+
+    def reject_packed(self, example: str) -> None:
+        """Refuse packed sequences, which have several lengths, if the lists are for one.
+
+        Raises:
+            ArgumentError: the lists have `seqlens`.
+        """
+        if self.seqlens is not None:
+            accepted = "for sequences of different lengths, a mask function, or a flashtile.BlockMask without `seqlens`"
             raise ArgumentError("mask", self, accepted, example)
 
     def _with(self, tensors: tuple[Tensor, ...]) -> Self:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 import flashtile
@@ -25,6 +26,16 @@ class Shapes(NamedTuple):
         return 3 if self.packed else B
 
 
+def lists(shapes: Shapes, random: Callable[..., Tensor]) -> flashtile.BlockMask:
+    """Lists of odd blocks that hide about half of them, show some in full, and the others by a function."""
+    draws = random(shapes.batch, shapes.heads, -(-shapes.rows // 7), -(-shapes.keys // 5))
+    lengths = None if shapes.packed else (shapes.rows, shapes.keys)
+    listed = [(draws > 0.4), (draws > 0) & (draws <= 0.4)]
+    entries = [x for y in listed for x in (y.sum(dim=3), y.to(torch.int8).argsort(dim=3, descending=True))]
+    partly = flashtile.MaskMod(lambda b, h, i, j: (i + 2 * j) % 3 != h)
+    return flashtile.BlockMask(*entries, block_size=(7, 5), seqlens=lengths, mask=partly)
+
+
 def captured(shapes: Shapes, random: Callable[..., Tensor]) -> dict[str, Any]:
     table = random(shapes.heads)
     return {"score_mod": flashtile.ScoreMod(lambda s, b, h, i, j, t: s + t[h] * ((i - j) % 5), (table,))}
@@ -44,6 +55,7 @@ DENSE = {
     "score_mod": lambda s, random: {"score_mod": lambda x, b, h, i, j: x + 0.01 * (i - 2 * j) * (h + 1) + b},
     "captured": captured,
     "mask_function": lambda s, random: {"mask": lambda b, h, i, j: (i * 3 + j + b + h) % 4 != 0},
+    "lists": lambda s, random: {"mask": lists(s, random)},
     "deterministic": lambda s, random: {"deterministic": True},
 }
 PAIRS = {
@@ -52,7 +64,7 @@ PAIRS = {
     "bias_of_keys": lambda s, random: {"bias": random(B, s.heads, 1, s.keys)},
     "mask": lambda s, random: {"mask": random(B, 1, s.rows, s.keys) > -0.7},
 }
-FIXED = {"mask", "mask_function"}  # of which a call has one
+FIXED = {"mask", "mask_function", "lists"}  # of which a call has one
 
 
 def draw(seed: int, size: int) -> tuple[list[str], Shapes]:

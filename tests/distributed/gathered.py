@@ -1,7 +1,7 @@
 """Sharded calls of a `Case`, gathered and compared with the oracle."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile.distributed import shard, unshard
+from flashtile.distributed import Layout, shard, unshard
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
 from flashtile.testing.tolerance import compare
@@ -60,7 +60,12 @@ def without_objects() -> Iterator[None]:
 
 
 def run_local(
-    case: Case, mesh: DeviceMesh, layout: str, call: Callable[..., Any], *, context: Any = None
+    case: Case,
+    mesh: DeviceMesh,
+    layout: str | Layout,
+    call: Callable[..., Any],
+    *,
+    context: Any = None,
 ) -> dict[str, Tensor]:
     """Results and gradients of `call(**arguments)`, which has this rank's rows, gathered. Backward runs outside of
     `context`. A call without lse has no gradient of it.
@@ -69,7 +74,7 @@ def run_local(
     lengths = {name: case.arguments[name].shape[2] for name in ("q", "k", "v")}
     local = {n: shard(case.arguments[n], dim=2, length=s, **place).requires_grad_() for n, s in lengths.items()}
     whole = {n: x.detach().requires_grad_() for n, x in case.differentiable().items() if n not in local}
-    with context:
+    with context or nullcontext():
         results = call(**case.arguments | local | whole)
     results = dict(zip(("out", "lse"), results, strict=False)) if isinstance(results, tuple) else {"out": results}
     incoming = [shard(x, dim=2, length=lengths["q"], **place) for x in (case.dout, case.dlse) if x is not None]

@@ -6,8 +6,9 @@ import torch
 import flashtile
 from flashtile.call.window import Window
 from flashtile.distributed import Layout, Rates, simulate
-from flashtile.distributed.layout import Placement
-from flashtile.distributed.simulate import visible_pairs
+from flashtile.distributed.layout import Piece, Placement
+from flashtile.distributed.visible import Document
+from flashtile.distributed.work import Visible
 
 FAST = Rates(1e12, (1e30,), 0.0)
 
@@ -24,7 +25,9 @@ def test_pairs_are_those_of_the_window(window: Window, layout: str) -> None:
     seen &= (j <= i) if window.top_left else True
     seen &= (p // window.chunk == j // window.chunk) if window.chunk is not None else True
     expected = [[keys.select(rows.select(seen, r, 0), o, 1).sum().item() for o in range(3)] for r in range(3)]
-    assert visible_pairs(window, rows, keys).tolist() == expected
+    visible = Visible(window, (Document(Piece(0, 50), Piece(0, 61)),))
+    assert visible.of_ranks(rows, keys).tolist() == expected
+    assert visible.of_rows().tolist() == seen.sum(dim=1).tolist()
 
 
 def test_links_without_limits_give_the_speed_of_all_ranks() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import balancing
 import decoding
 import faults
 import in_contexts
@@ -20,14 +21,14 @@ import rounding
 import torch
 import torch.distributed as dist
 import with_dtensors
-from features import DV, B, D, arguments, draw, offsets
+from features import DV, B, D, Shapes, arguments, draw, offsets
 from gathered import without_objects
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import flashtile
 from flashtile.bench.byte_gpt import flashtile_attention, new_model, train
-from flashtile.distributed import attention, attention_varlen, explain, measure_rates, shard, unshard
+from flashtile.distributed import Layout, attention, attention_varlen, balanced, explain, measure_rates, shard, unshard
 from flashtile.distributed.group import Group
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_long.py"
@@ -75,7 +76,7 @@ class Example:
             results = flashtile.attention(*self.whole, return_lse=True, **self.arguments)
         return [*results, *torch.autograd.grad(results, [*self.whole, *self.shared], (self.dout, self.dlse))]
 
-    def sharded(self, mesh: DeviceMesh, layout: str, scheme: str) -> list[Tensor]:
+    def sharded(self, mesh: DeviceMesh, layout: str | Layout, scheme: str) -> list[Tensor]:
         """The same over a mesh, gathered."""
         s, dim = self.shapes, 0 if self.shapes.packed else 2
         place: dict[str, Any] = {"mesh": mesh, "layout": layout}
@@ -126,10 +127,11 @@ def compare_seeds(meshes: list[DeviceMesh], rank: int, seeds: range) -> None:
     size = meshes[0].size()
     for seed in seeds:
         mesh = meshes[seed % len(meshes)]
-        layout, dtype = ("contiguous", "zigzag")[seed // 3 % 2], (torch.float64, torch.float32)[seed % 2]
+        dtype = (torch.float64, torch.float32)[seed % 2]
         schemes = schemes_of(mesh)
         scheme = schemes[seed // len(meshes) % len(schemes)]
         example = Example(seed, size, dtype)
+        layout = layout_of_seed(seed, size, example.shapes)
         try:
             results = example.sharded(mesh, layout, scheme)
             if rank == 0:
@@ -137,6 +139,14 @@ def compare_seeds(meshes: list[DeviceMesh], rank: int, seeds: range) -> None:
         except Exception as error:
             words = f"seed {seed}: {example.names} {example.shapes} {layout} {scheme} {dtype} on {mesh.shape}"
             raise AssertionError(words) from error
+
+
+def layout_of_seed(seed: int, size: int, s: Shapes) -> str | Layout:
+    """One of the layouts, of which chunks in the order of their work are for as many rows as keys."""
+    names = "contiguous", "zigzag"
+    if seed // 3 % 3 < 2 or s.rows != s.keys:
+        return names[seed // 3 % 2]
+    return balanced(size, s.rows, causal=True, cu_seqlens=offsets(s)[0] if s.packed else None, chunk=3 + seed % 9)
 
 
 def count_bytes(mesh: DeviceMesh, layout: str, arguments: dict[str, Any]) -> None:
@@ -180,7 +190,7 @@ def count_bytes(mesh: DeviceMesh, layout: str, arguments: dict[str, Any]) -> Non
     assert f"-> {explanation.scheme}" in str(explanation)
 
 
-def differentiate_layouts(mesh: DeviceMesh, layout: str) -> None:
+def differentiate_layouts(mesh: DeviceMesh, layout: str | Layout) -> None:
     """The gradient through shard and unshard is that of the whole tensor."""
     x = torch.arange(22.0).reshape(2, 11).requires_grad_()
     weights = torch.arange(22.0).reshape(2, 11).cos()
@@ -252,7 +262,7 @@ def run(rank: int, store: str) -> None:
         meshes = [DeviceMesh("cpu", torch.arange(size).view(shape)) for shape in shapes]
         seeds = range(first_seed, first_seed := first_seed + SEEDS[size])
         if rank < size:
-            for layout in ("contiguous", "zigzag"):
+            for layout in ("contiguous", "zigzag", balanced(size, 11, chunk=2)):
                 differentiate_layouts(meshes[-1], layout)
             for mesh in meshes:
                 count_bytes(mesh, "zigzag", {"causal": True})
@@ -263,6 +273,7 @@ def run(rank: int, store: str) -> None:
             decoding.decode(meshes[0])
             if size < WORLD:
                 rounding.calls(meshes[0])
+                balancing.calls(meshes[0])
             rounding.steps(meshes[0])
             decoding.refused(meshes[0])
             decoding.refused_alone(meshes[0])

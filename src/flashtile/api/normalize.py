@@ -325,17 +325,14 @@ def with_functions(
 
 
 def reject_block_lists(function: str, mask: BlockMask, tensors: dict[str, Any]) -> None:
-    """Refuse lists of blocks for other lengths than those of the call. Packed sequences have several lengths, so
-    that lists with `seqlens` are refused there.
-    """
+    """Refuse lists of blocks for other lengths than those of the call."""
     example = call_of(function, "mask=mask_function")
     if function == "attention":
         q, k = tensors["q"], tensors["k"]
         if q.dim() == k.dim() == 4:  # or else the call is refused for that
             mask.reject_lengths(example, q.shape[2], k.shape[2])
-    elif mask.seqlens is not None:
-        accepted = "for sequences of different lengths, a mask function, or a flashtile.BlockMask without `seqlens`"
-        raise ArgumentError("mask", mask, accepted, example)
+    else:
+        mask.reject_packed(example)
 
 
 def modifier_of(kind: type[Modifier], value: Any, device: torch.device) -> Modifier:

@@ -1,5 +1,6 @@
 """Attention over a sequence that is sharded over the ranks of a `DeviceMesh` of `torch.distributed`."""
 
+from .balance import balanced
 from .context import context_parallel
 from .decode import attention_with_kvcache
 from .explain import ShardedExplanation, explain
@@ -19,6 +20,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "attention_with_kvcache",
+    "balanced",
     "context_parallel",
     "explain",
     "measure_rates",

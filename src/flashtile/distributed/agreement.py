@@ -13,6 +13,7 @@ from ..call.call import FEATURES, Call, Settings
 from ..errors import AttentionError
 from ..expression import mask_mod_formula, score_mod_formula
 from .group import Grid
+from .layout import Layout
 
 Shape = tuple[int | str, ...]
 
@@ -30,7 +31,7 @@ class Description(NamedTuple):
     checksums: dict[str, int]  # of tensors that all ranks have, by the names of arguments
     captured: tuple[Shape, ...]
     requires_grad: tuple[bool, ...]
-    layout: str
+    layout: str | Layout
     scheme: str
     length: Any
     documents: Any
@@ -39,7 +40,7 @@ class Description(NamedTuple):
     settings: Settings
 
     @classmethod
-    def of(cls, call: Call, layout: str, scheme: str, length: Any, documents: Any, seed: Any) -> "Description":
+    def of(cls, call: Call, layout: str | Layout, scheme: str, length: Any, documents: Any, seed: Any) -> "Description":
         t, s = call.tensors, call.settings
         q, k, v = ((*x.shape[:2], x.shape[3]) for x in (t.q, t.k, t.v))
         present = {name: x for name in FEATURES if (x := getattr(t, name)) is not None and name != "dropout_seed"}

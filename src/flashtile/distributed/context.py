@@ -13,7 +13,7 @@ from ..call.advice import PUBLIC, refuse
 from ..errors import ArgumentError, AttentionError
 from . import sharded
 from .group import grid_of
-from .layout import kind_of
+from .layout import Layout, accepted
 from .sdpa import sharded_sdpa
 
 EXAMPLE = 'with flashtile.distributed.context_parallel(mesh, layout="zigzag"): model(shard(tokens, mesh, 1))'
@@ -25,7 +25,7 @@ class Context(NamedTuple):
     """The placing of all calls of a context."""
 
     mesh: DeviceMesh
-    layout: str
+    layout: str | Layout
     scheme: str
     length: int | tuple[int, int] | None
     check: bool
@@ -35,7 +35,7 @@ class Context(NamedTuple):
 def context_parallel(
     mesh: DeviceMesh | None,
     *,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     scheme: str = "auto",
     length: int | tuple[int, int] | None = None,
     check: bool = False,
@@ -73,7 +73,7 @@ def context_parallel(
             yield
         return
     grid_of(mesh)
-    kind_of(layout)
+    accepted(layout)
     with sharding.inside(Context(mesh, layout, scheme, length, check)), sharded_sdpa():
         yield
 

@@ -11,8 +11,8 @@ from ..call.call import FEATURES, Tensors
 from ..call.sharding import is_dtensor
 from ..dispatch.autograd import attend
 from ..errors import ArgumentError
-from .inputs import accepted_shapes, normalized
-from .layout import Layout, Piece, chunk, kind_of
+from .inputs import accepted_shapes, normalized, without_lists
+from .layout import Layout, Piece, chunk, layout_of_whole
 from .sharded import Placing, run
 
 EXAMPLE = "flashtile.distributed.attention(q, k, v) with q, k and v DTensors of placements [Shard(0), Shard(2)]"
@@ -61,6 +61,9 @@ def run_dtensors(tensors: dict[str, Any], keywords: dict[str, Any], placing: Pla
         b0=parts.pieces["B"].start, h0=parts.pieces["H"].start, num_heads=parts.sizes["H"], **rows_of(parts, placing, k)
     )
     if placing.mesh is None:
+        local, lists = without_lists(local)
+        if lists is not None:
+            lists.reject_lengths(EXAMPLE, parts.sizes["Sq"], parts.sizes["Sk"])
         out, lse = attend(placing.within(normalized(local, keywords)))
     else:
         out, lse = run(local, keywords, placing)
@@ -170,14 +173,14 @@ def rows_of(parts: Sharding, placing: Placing, k: DTensor) -> dict[str, Any]:
     lengths = parts.sizes["Sq"], parts.sizes["Sk"]
     if placing.length not in (None, lengths, *lengths[: lengths[0] == lengths[1]]):
         raise ArgumentError("length", placing.length, f"None for DTensors, here {lengths}", EXAMPLE)
-    kind = kind_of("chunks" if placing.layout == "contiguous" else placing.layout)
+    given = "chunks" if placing.layout == "contiguous" else placing.layout
     for name, length in zip(("q", "k"), lengths, strict=True):
-        layout, chunks = Layout(kind, length, ranks), Layout("chunks", length, ranks)
+        layout, chunks = layout_of_whole(given, length, ranks), Layout("chunks", length, ranks)
         same = all(layout.rows(rank) == chunks.rows(rank) for rank in range(ranks))
         if not same or (len(over) > 1 and length % ranks != 0):
-            accepted = f"a multiple of {ranks * layout.pieces_per_rank} rows for {ranks} ranks and layout={kind!r}"
+            accepted = f"a multiple of {ranks * layout.pieces_per_rank} rows for {ranks} ranks in layout {layout.kind}"
             raise ArgumentError(name, f"{length} rows", accepted, EXAMPLE)
-    return {"mesh": part_of_mesh(parts.mesh, tuple(over)), "layout": kind, "length": lengths}
+    return {"mesh": part_of_mesh(parts.mesh, tuple(over)), "layout": given, "length": lengths}
 
 
 def part_of_mesh(mesh: DeviceMesh, dims: tuple[int, ...]) -> DeviceMesh:

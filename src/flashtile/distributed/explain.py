@@ -6,9 +6,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .balance import divided, visible_pairs
+from .inputs import documents_of
+from .layout import Layout
 from .schemes import predictions, rates_of
-from .sharded import KEYWORDS, Placing, prepared
+from .sharded import KEYWORDS, Placing, packed, prepared
 from .simulate import Rates, Simulation
+from .work import imbalance
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,9 @@ class ShardedExplanation:
         ranks: the sizes of the mesh.
         rates: the rates of the model of time: measured ones after `measure_rates`, else round figures.
         simulations: the prediction of each scheme of this mesh.
+        imbalance: the visible pairs of the busiest rank over the mean of all, by layout. A mask counts if it is a
+            function or has the rows of the whole sequence. "balanced" is the layout of the call, if it is one, else the
+            one that `balanced` finds.
     """
 
     scheme: str
@@ -28,6 +35,7 @@ class ShardedExplanation:
     ranks: tuple[int, ...]
     rates: Rates
     simulations: tuple[Simulation, ...]
+    imbalance: dict[str, float]
 
     def as_dict(self) -> dict[str, Any]:
         simulations = [found._asdict() for found in self.simulations]
@@ -43,7 +51,8 @@ class ShardedExplanation:
                 f"backward {s.bytes_backward / 1e6:.3g} MB in {s.seconds_backward * 1e3:.3g} ms, "
                 f"predicted speedup {s.speedup:.3g}"
             )
-        return "\n".join(lines)
+        shares = ", ".join(f"{layout} {n:.3g}" for layout, n in self.imbalance.items())
+        return "\n".join([*lines, f"visible pairs of the busiest rank over the mean: {shares}"])
 
 
 def explain(
@@ -52,18 +61,22 @@ def explain(
     v: Tensor,
     *,
     mesh: DeviceMesh,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     scheme: str = "auto",
     length: int | tuple[int, int] | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
     **keywords: Any,
 ) -> ShardedExplanation:
-    """Say which scheme a call of `flashtile.distributed.attention` takes, and what moves; run none of it.
+    """Say which scheme a call of `flashtile.distributed.attention` takes, what moves, and how evenly ranks share the
+    work; run none of it. A mask is counted, which waits for its device.
 
     Example:
         >>> print(flashtile.distributed.explain(q, k, v, mesh=mesh, causal=True))  # doctest: +SKIP
 
     Args:
         q, k, v, mesh, layout, scheme, length, keywords: as the call itself takes them.
+        cu_seqlens_q, cu_seqlens_k: the offsets of a call of `attention_varlen`, whose tokens are packed.
 
     Returns:
         A `ShardedExplanation`.
@@ -73,6 +86,21 @@ def explain(
     """
     names = "mask", "bias", "alibi_slopes", "sinks"
     tensors = {"q": q, "k": k, "v": v} | {name: keywords.pop(name, None) for name in names}
-    ready = prepared(tensors, KEYWORDS | keywords, Placing(mesh, layout, scheme, length, False), None)
-    rates = rates_of(mesh.device_type)
-    return ShardedExplanation(ready.scheme, layout, tuple(mesh.shape), rates, tuple(predictions(mesh, ready.workload)))
+    documents = None
+    if cu_seqlens_q is not None:
+        documents = documents_of(cu_seqlens_q, cu_seqlens_k)
+        tensors, length = packed(tensors, documents)
+    ready = prepared(tensors, KEYWORDS | keywords, Placing(mesh, layout, scheme, length, False), documents)
+    rows, keys, window = ready.rows, ready.keys, ready.call.settings.window
+    mask = tensors["mask"]
+    if isinstance(mask, Tensor) and mask.shape[2] not in (1, rows.length):
+        mask = None  # of this rank's rows
+    batch, heads = ready.workload.batch, ready.workload.heads
+    work = visible_pairs(rows.length, keys.length, window, mask, documents, batch, heads).of_rows()
+    kind = layout.kind if isinstance(layout, Layout) else layout
+    layouts = {name: Layout(name, rows.length, rows.ranks) for name in ("contiguous", "zigzag")}  # type: ignore[arg-type]
+    layouts["balanced"] = rows if kind == "balanced" else divided(work, rows.ranks)
+    return ShardedExplanation(
+        ready.scheme, kind, tuple(mesh.shape), rates_of(mesh.device_type),
+        tuple(predictions(mesh, ready.workload)), {name: imbalance(work, x) for name, x in layouts.items()},
+    )  # fmt: skip

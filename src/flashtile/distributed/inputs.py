@@ -20,17 +20,24 @@ VARLEN_EXAMPLE = "flashtile.distributed.attention_varlen(q, k, v, [0, 700, 1024]
 
 def normalized(tensors: dict[str, Any], keywords: dict[str, Any]) -> Call:
     """A rank's call of its own rows, before it is known which of all rows those are."""
-    accepted_here(tensors, keywords)
+    accepted_here(keywords)
     call = normalize("attention", dict(tensors), num_splits=None, **keywords)
     accepted_shapes(call.tensors)
     return call
 
 
-def accepted_here(tensors: dict[str, Any], keywords: dict[str, Any]) -> None:
+def without_lists(tensors: dict[str, Any]) -> tuple[dict[str, Any], BlockMask | None]:
+    """The tensors with a function of positions in place of lists of blocks, and these lists of the whole sequence."""
+    mask: Any = tensors.get("mask")
+    lists = BlockMask.of_flex(mask) if is_flex(mask) else mask
+    if not isinstance(lists, BlockMask):
+        return tensors, None
+    return tensors | {"mask": lists.as_function()}, lists
+
+
+def accepted_here(keywords: dict[str, Any]) -> None:
     """Refuse what sharded calls do not have."""
-    mask, p, seed = tensors.get("mask"), keywords["dropout_p"], keywords["dropout_seed"]
-    if isinstance(mask, BlockMask) or is_flex(mask):
-        raise ArgumentError("mask", mask, "a bool tensor, or a function of positions", EXAMPLE)
+    p, seed = keywords["dropout_p"], keywords["dropout_seed"]
     if p != 0 and type(seed) is not int:
         raise ArgumentError("dropout_seed", seed, "with dropout an int, the same on all ranks", EXAMPLE)
     if torch.compiler.is_compiling() or in_forward_mode():

@@ -1,14 +1,16 @@
 """Layouts: which rows of a sequence each rank holds."""
 
+import functools
 from itertools import accumulate
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
 
-Kind = Literal["contiguous", "zigzag", "chunks"]
+Kind = Literal["contiguous", "zigzag", "chunks", "balanced"]
+NAMES = "contiguous", "zigzag", "chunks"  # of layouts that follow from lengths
 EXAMPLE = 'flashtile.distributed.shard(x, mesh, dim=2, layout="zigzag")'
 
 
@@ -37,21 +39,24 @@ class Layout(NamedTuple):
     "contiguous" cuts the sequence into one piece a rank. "zigzag" cuts it into twice as many; rank r holds piece r and
     piece `2 * ranks - 1 - r`, which gives all ranks about the same work under a causal mask. Lengths of pieces differ
     by at most one row, and pieces may be empty. "chunks" is "contiguous" with the pieces of `torch.chunk` and DTensor,
-    which all have the first one's length up to the end of the sequence.
+    which all have the first one's length up to the end of the sequence. "balanced" has the pieces of `by_rank`, which
+    `flashtile.distributed.balanced` finds.
 
     Example:
         >>> flashtile.distributed.Layout("zigzag", 10, 2).pieces(0)
         (Piece(start=0, stop=3), Piece(start=8, stop=10))
 
     Attributes:
-        kind: "contiguous", "zigzag" or "chunks".
+        kind: "contiguous", "zigzag", "chunks" or "balanced".
         length: rows of the whole sequence.
         ranks: ranks of the mesh.
+        by_rank: of "balanced", the pieces of each rank in ascending order, that together are the whole sequence.
     """
 
     kind: Kind
     length: int
     ranks: int
+    by_rank: tuple[tuple[Piece, ...], ...] = ()
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The rows of a rank, by their places in the whole sequence."""
@@ -59,6 +64,8 @@ class Layout(NamedTuple):
             return (self.cut(rank, self.ranks),)
         if self.kind == "chunks":
             return (chunk(Piece(0, self.length), rank, self.ranks),)
+        if self.kind == "balanced":
+            return self.by_rank[rank]
         return self.cut(rank, 2 * self.ranks), self.cut(2 * self.ranks - 1 - rank, 2 * self.ranks)
 
     def rows(self, rank: int) -> int:
@@ -156,19 +163,48 @@ def joined(pieces: list[Piece]) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def kind_of(layout: str) -> Kind:
-    """The accepted names of layouts, or an error."""
-    if layout not in get_args(Kind):
-        raise ArgumentError("layout", layout, " or ".join(repr(kind) for kind in get_args(Kind)), EXAMPLE)
-    return layout  # type: ignore[return-value]
+def accepted(layout: str | Layout) -> None:
+    """Refuse what is neither the name of a layout nor a `Layout` whose pieces are the sequence."""
+    if isinstance(layout, Layout):
+        is_accepted = layout.kind in NAMES or (layout.kind == "balanced" and is_partition(layout))
+    else:
+        is_accepted = layout in NAMES
+    if not is_accepted:
+        names = " or ".join(map(repr, NAMES))
+        raise ArgumentError("layout", layout, f"{names}, or a Layout of flashtile.distributed.balanced", EXAMPLE)
 
 
-def layout_of(argument: str, kind: Kind, rows: int, ranks: int, length: int | None) -> Layout:
-    """The layout of a sequence of `length` rows; by default that of a sequence which all ranks share evenly."""
+@functools.lru_cache(maxsize=256)
+def is_partition(layout: Layout) -> bool:
+    """Whether the pieces of all ranks ascend and are the sequence."""
+    pieces = sorted(piece for rank in layout.by_rank for piece in rank if piece.length > 0)
+    starts, stops = [piece.start for piece in pieces], [piece.stop for piece in pieces]
+    ascend = all(list(rank) == sorted(rank) for rank in layout.by_rank)
+    return len(layout.by_rank) == layout.ranks and ascend and [*starts, layout.length] == [0, *stops]
+
+
+def layout_of_whole(layout: str | Layout, length: int, ranks: int) -> Layout:
+    """The layout of a sequence of `length` rows."""
+    accepted(layout)
+    if not isinstance(layout, Layout):
+        return Layout(layout, length, ranks)  # type: ignore[arg-type]
+    if (layout.length, layout.ranks) != (length, ranks):
+        given = f"one of {layout.length} rows over {layout.ranks} ranks"
+        raise ArgumentError("layout", given, f"a layout of {length} rows over {ranks} ranks", EXAMPLE)
+    return layout
+
+
+def layout_of(argument: str, layout: str | Layout, rows: int, ranks: int, length: int | None) -> Layout:
+    """The layout of a sequence of `length` rows; by default that of a `Layout`, or of a sequence which all ranks share
+    evenly.
+    """
     if length is not None and (not isinstance(length, int) or length < 0):
         raise ArgumentError("length", length, "the rows of the whole sequence, or None", EXAMPLE)
-    layout = Layout(kind, rows * ranks if length is None else length, ranks)
-    if length is None and not layout.even:
-        accepted = f"with layout={kind!r} an even number of rows, or the argument `length`"
-        raise ArgumentError(argument, f"{rows} rows", accepted, EXAMPLE)
-    return layout
+    if length is None:
+        length = layout.length if isinstance(layout, Layout) else rows * ranks
+        found = layout_of_whole(layout, length, ranks)
+        if not isinstance(layout, Layout) and not found.even:
+            even = f"with layout={layout!r} an even number of rows, or the argument `length`"
+            raise ArgumentError(argument, f"{rows} rows", even, EXAMPLE)
+        return found
+    return layout_of_whole(layout, length, ranks)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..call.call import Settings, Tensors
 from ..call.window import Window, key_range
 from .layout import Placement
-from .visible import Document
+from .visible import Document, overlapping
 
 CAUSAL = Window(right=0)
 
@@ -86,7 +86,8 @@ def find_parts(whole: Whole, rank: int, owner: int) -> Iterator[Part]:
     s = whole.settings
     for of_rows, first_row in whole.rows.local(rank):
         for of_keys, first_key in whole.keys.local(owner):
-            for n, document in enumerate(whole.documents):
+            for n in overlapping(whole.documents, of_rows, of_keys):
+                document = whole.documents[n]
                 seen = document.visible(s.window, of_rows, of_keys)
                 if seen is None:
                     continue

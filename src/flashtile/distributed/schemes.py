@@ -9,10 +9,11 @@ from ..call import sharding
 from ..call.call import Call
 from ..errors import ArgumentError
 from .group import EXAMPLE, Group, grid_of
-from .layout import Layout
+from .layout import Layout, Piece
 from .ring import pass_on
 from .simulate import RATES, Rates, Simulation, Workload, accepted_schemes, predict
 from .visible import Document
+from .work import Visible
 
 MEASURED: dict[str, Rates] = {}  # by type of device
 
@@ -40,14 +41,12 @@ def rates_of(device_type: str) -> Rates:
 
 
 def workload_of(call: Call, rows: Layout, keys: Layout, documents: tuple[Document, ...] | None) -> Workload:
-    """The shapes of a call. A packed one counts as a dense one of which a share of the pairs is visible."""
-    t, share = call.tensors, 1.0
-    if documents is not None:
-        pairs = sum(document.rows.length * document.keys.length for document in documents)
-        share = pairs / max(rows.length * keys.length, 1)
+    """The shapes of a call. The pairs that are visible by position count: a mask would have to be read back."""
+    t, everything = call.tensors, Document(Piece(0, rows.length), Piece(0, keys.length))
+    visible = Visible(call.settings.window, (everything,) if documents is None else documents)
     return Workload(
-        rows, keys, call.settings.window, t.q.shape[0], t.q.shape[1], t.k.shape[1], t.q.shape[3], t.v.shape[3],
-        t.q.element_size(), share,
+        rows, keys, visible, t.q.shape[0], t.q.shape[1], t.k.shape[1], t.q.shape[3], t.v.shape[3],
+        t.q.element_size(),
     )  # fmt: skip
 
 

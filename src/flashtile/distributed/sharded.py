@@ -13,8 +13,8 @@ from . import ulysses
 from .agreement import Description, agree
 from .function import Sharded
 from .group import EXAMPLE, Grid, grid_of
-from .inputs import documents_of, normalized, with_own_pairs
-from .layout import Layout, Piece, Placement, kind_of, layout_of
+from .inputs import VARLEN_EXAMPLE, documents_of, normalized, with_own_pairs, without_lists
+from .layout import Layout, Piece, Placement, accepted, layout_of
 from .parts import Whole, settings_of_heads
 from .schemes import scheme_of, workload_of
 from .simulate import Workload
@@ -31,7 +31,7 @@ class Placing(NamedTuple):
     """The arguments that say how a call is sharded, and the place of its sequences and heads in a larger call."""
 
     mesh: DeviceMesh | None
-    layout: str
+    layout: str | Layout
     scheme: str
     length: int | tuple[int, int] | None
     check: bool
@@ -53,7 +53,7 @@ def attention(
     v: Tensor,
     *,
     mesh: DeviceMesh | None = None,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     scheme: str = "auto",
     length: int | tuple[int, int] | None = None,
     check: bool = False,
@@ -92,8 +92,8 @@ def attention(
         v: this rank's rows of the values `[B, Hkv, Sk, Dv]`.
         mesh: a `DeviceMesh` with one dimension; or with two, of which heads are exchanged along the second. `None` for
             DTensors, which have one.
-        layout: that of `shard`, for queries and keys; "zigzag" balances causal attention. DTensors are cut as "chunks",
-            unless their rows are in another order.
+        layout: that of `shard`, for queries and keys; "zigzag" balances causal attention, a `Layout` of `balanced` any
+            mask of as many queries as keys. DTensors are cut as "chunks", unless their rows are in another order.
         scheme: "ring" (keys travel from rank to rank), "gather" (each rank gathers all keys, some heads at a time),
             "ulysses" (ranks exchange rows for heads; for as many ranks as divide Hq); for a mesh with two dimensions
             "ring+ulysses" or "gather+ulysses". "auto" takes what `simulate` takes to be the fastest.
@@ -139,7 +139,7 @@ def attention_varlen(
     cu_seqlens_k: Any = None,
     *,
     mesh: DeviceMesh,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     scheme: str = "auto",
     check: bool = False,
     causal: Causal = False,
@@ -184,15 +184,22 @@ def attention_varlen(
     """
     tensors, keywords = arguments_of(locals())
     documents = documents_of(cu_seqlens_q, cu_seqlens_k)
+    tensors, length = packed(tensors, documents)
+    out, lse = run(tensors, keywords, Placing(mesh, layout, scheme, length, check), documents)
+    out = out[0].transpose(0, 1)
+    return (out, lse[0]) if return_lse else out
+
+
+def packed(tensors: dict[str, Any], documents: tuple[Document, ...]) -> tuple[dict[str, Any], tuple[int, int]]:
+    """The tensors of a packed call as those of a batch of 1, and the numbers of all ranks' rows and keys."""
+    tensors = dict(tensors)
     for name in ("q", "k", "v"):
         x = tensors[name]
         if not isinstance(x, Tensor) or x.dim() != 3 or is_dtensor(x):
             raise ArgumentError(name, x, "packed tokens [T, H, D], no DTensor", EXAMPLE)
         tensors[name] = x.transpose(0, 1)[None]
-    length = tuple(max((d[n].stop for d in documents), default=0) for n in (0, 1))
-    out, lse = run(tensors, keywords, Placing(mesh, layout, scheme, length, check), documents)  # type: ignore[arg-type]
-    out = out[0].transpose(0, 1)
-    return (out, lse[0]) if return_lse else out
+    rows, keys = (max((d[n].stop for d in documents), default=0) for n in (0, 1))
+    return tensors, (rows, keys)
 
 
 def arguments_of(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -214,16 +221,17 @@ def prepared(
     tensors: dict[str, Any], keywords: dict[str, Any], placing: Placing, documents: tuple[Document, ...] | None
 ) -> Prepared:
     """Check a call, with the other ranks if that is asked for, and choose its scheme."""
-    mesh, call = placing.mesh, None
+    mesh, call, lists = placing.mesh, None, None
     described: Description | str = ""
     grid = grid_of(mesh)
     assert mesh is not None
     try:
-        kind = kind_of(placing.layout)
+        accepted(placing.layout)
+        tensors, lists = without_lists(tensors)
         call = placing.within(normalized(tensors, keywords))
         if placing.check:  # it waits for the device
             seed = keywords["dropout_seed"]
-            described = Description.of(call, kind, placing.scheme, placing.length, documents, seed)
+            described = Description.of(call, placing.layout, placing.scheme, placing.length, documents, seed)
     except AttentionError as error:
         if not placing.check:
             raise
@@ -235,6 +243,10 @@ def prepared(
         lengths = tuple(sum(n) if given is None else given for n, given in zip(numbers, lengths, strict=True))  # type: ignore[assignment]
     assert call is not None
     rows, keys = layouts_of(call, placing.layout, grid, lengths, numbers)
+    if lists is not None and documents is None:
+        lists.reject_lengths(EXAMPLE, rows.length, keys.length)
+    elif lists is not None:
+        lists.reject_packed(VARLEN_EXAMPLE)
     call = with_own_pairs(call, rows, keys.length, grid.rank, None if documents is None else len(documents))
     workload = workload_of(call, rows, keys, documents)
     return Prepared(call, rows, keys, workload, scheme_of(placing.scheme, mesh, workload))
@@ -249,14 +261,14 @@ def run(
 
 
 def layouts_of(
-    call: Call, layout: str, grid: Grid, lengths: tuple[int | None, ...], numbers: tuple[list[int], ...]
+    call: Call, layout: str | Layout, grid: Grid, lengths: tuple[int | None, ...], numbers: tuple[list[int], ...]
 ) -> tuple[Layout, Layout]:
     """The layouts of rows and keys, of which this rank has its own, and all ranks theirs if that was asked."""
     layouts = []
     for argument, x, length, checked in zip(
         ("q", "k"), call.tensors[:2], lengths, numbers or (None, None), strict=True
     ):
-        found = layout_of(argument, kind_of(layout), x.shape[2], grid.size, length)
+        found = layout_of(argument, layout, x.shape[2], grid.size, length)
         expected = [found.rows(rank) for rank in range(grid.size)]
         if checked is not None and checked != expected:
             raise ArgumentError(argument, f"{checked} rows on the ranks", f"{expected}, as `shard` gives them", EXAMPLE)

@@ -8,10 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentError
 from .group import Grid, grid_of
-from .layout import EXAMPLE, Layout, Placement, kind_of, layout_of
+from .layout import EXAMPLE, Layout, Placement, layout_of, layout_of_whole
 
 
-def shard(x: Tensor, mesh: DeviceMesh, dim: int, *, layout: str = "contiguous", length: int | None = None) -> Tensor:
+def shard(
+    x: Tensor, mesh: DeviceMesh, dim: int, *, layout: str | Layout = "contiguous", length: int | None = None
+) -> Tensor:
     """Take this rank's rows of a tensor that all ranks have.
 
     Differentiable: the gradient of `x` is put together from all ranks' gradients, and is the same on each rank. All
@@ -21,9 +23,10 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int, *, layout: str = "contiguous", 
         x: a tensor of any dtype, the same on each rank.
         mesh: a `DeviceMesh` with one or two dimensions.
         dim: the dimension of the sequence: 2 for `[B, H, S, D]`.
-        layout: "contiguous", "zigzag", which balances causal attention, or "chunks", that of DTensors.
-        length: rows of `x`. Required where the ranks' rows are not as many on each, for `attention` and `unshard` then
-            need it too.
+        layout: "contiguous", "zigzag", which balances causal attention, "chunks", that of DTensors, or a `Layout` that
+            `balanced` finds for a mask.
+        length: rows of `x`. Required with a name of a layout where the ranks' rows are not as many on each, for
+            `attention` and `unshard` then need it too.
 
     Returns:
         The rank's rows, in a tensor of their own.
@@ -32,8 +35,8 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int, *, layout: str = "contiguous", 
         ArgumentError: `mesh`, `dim`, `layout` or `length` is not one of those.
     """
     grid, dim = grid_of(mesh), dimension(x, dim)
-    whole = Layout(kind_of(layout), x.shape[dim], grid.size)
-    if length != x.shape[dim] and not (length is None and whole.even):
+    whole = layout_of_whole(layout, x.shape[dim], grid.size)
+    if length != x.shape[dim] and not (length is None and (whole.even or isinstance(layout, Layout))):
         multiple = grid.size * whole.pieces_per_rank
         accepted = f"the {x.shape[dim]} rows of x; None, if they are a multiple of {multiple}"
         raise ArgumentError("length", length, accepted, EXAMPLE)
@@ -45,7 +48,7 @@ def unshard(
     mesh: DeviceMesh,
     dim: int,
     *,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     length: int | None = None,
     check: bool = False,
 ) -> Tensor:
@@ -59,7 +62,7 @@ def unshard(
         mesh: a `DeviceMesh` with one or two dimensions.
         dim: the dimension of the sequence.
         layout: that of `shard`.
-        length: rows of the whole tensor. `None`: all ranks have as many.
+        length: rows of the whole tensor. `None`: all ranks have as many, or those of a `Layout`.
         check: compare all ranks' shapes and dtypes first. This waits for the device.
 
     Returns:
@@ -68,12 +71,12 @@ def unshard(
     Raises:
         ArgumentError: `mesh`, `dim`, `layout` or `length` is not one of those, or the rows are not those of the layout.
     """
-    grid, kind, dim = grid_of(mesh), kind_of(layout), dimension(x, dim)
+    grid, dim = grid_of(mesh), dimension(x, dim)
     ranks = [(x.shape[dim], (*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)]
     if check:
         ranks = grid.gather(ranks[0])
         length = sum(n for n, *_ in ranks) if length is None else length
-    whole = layout_of("x", kind, x.shape[dim], grid.size, length)
+    whole = layout_of("x", layout, x.shape[dim], grid.size, length)
     for rank, (n, *others) in zip(range(grid.size) if check else [grid.rank], ranks, strict=True):
         if n != whole.rows(rank) or others != list(ranks[0][1:]):
             accepted = f"on rank {rank}, {whole.rows(rank)} rows in dimension {dim}, and otherwise as rank 0"

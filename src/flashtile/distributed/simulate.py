@@ -1,22 +1,24 @@
 """A model of a sharded call's time: bytes over links, FLOPs over rates, and which of them overlap."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..api.normalize import window_of
-from ..call.window import Window
+from ..api.signatures import Causal, MaskArgument, WindowArgument
 from ..errors import ArgumentError
 from ..iomodel import backward_flops, forward_flops
+from .balance import visible_pairs
 from .gather import chunks_of
-from .layout import Layout, Piece, Placement, kind_of
+from .inputs import documents_of
+from .layout import Layout, Placement, layout_of_whole
 from .ulysses import times_repeated
-from .visible import Document, needed_keys
+from .visible import needed_keys
+from .work import Visible
 
 EXAMPLE = 'flashtile.distributed.simulate("ring", (8,), rates=rates, seqlen=65536)'
-SAMPLES = 64  # rows of a piece whose visible keys are counted
 
 
 class Rates(NamedTuple):
@@ -48,14 +50,13 @@ class Workload(NamedTuple):
 
     rows: Layout
     keys: Layout
-    window: Window
+    visible: Visible
     batch: int
     heads: int
     kv_heads: int
     head_dim: int
     head_dim_v: int
     itemsize: int
-    visible: float = 1.0  # share of the pairs in the window that masks and packed sequences leave
 
 
 class Simulation(NamedTuple):
@@ -98,9 +99,11 @@ def simulate(
     kv_heads: int = 8,
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
-    layout: str = "zigzag",
-    causal: bool | str = True,
-    window: tuple[int | None, int | None] | None = None,
+    layout: str | Layout = "zigzag",
+    causal: Causal = True,
+    window: WindowArgument = None,
+    mask: MaskArgument = None,
+    cu_seqlens: Any = None,
 ) -> Simulation:
     """Predict the work and time of a call over a mesh that need not exist.
 
@@ -118,7 +121,8 @@ def simulate(
         mesh: the sizes of a mesh with one or two dimensions.
         rates: those of a rank and of its links.
         seqlen: rows of the whole sequence, as many as keys.
-        batch, heads, kv_heads, head_dim, dtype, layout, causal, window: those of the call.
+        batch, heads, kv_heads, head_dim, dtype, layout, causal, window, mask: those of the call.
+        cu_seqlens: offsets of packed sequences, in a list or a tensor on the CPU; `seqlen` is that of all tokens.
 
     Returns:
         A `Simulation`.
@@ -129,9 +133,10 @@ def simulate(
     ranks = torch.Size(mesh).numel()
     if len(mesh) not in (1, 2) or scheme not in accepted_schemes(mesh, heads):
         raise ArgumentError("scheme", scheme, " or ".join(accepted_schemes(mesh, heads)) or "other heads", EXAMPLE)
-    whole = Layout(kind_of(layout), seqlen, ranks)
-    bounds = window_of("attention", causal, window)
-    work = Workload(whole, whole, bounds, batch, heads, kv_heads, head_dim, head_dim, dtype.itemsize)
+    whole = layout_of_whole(layout, seqlen, ranks)
+    documents = None if cu_seqlens is None else documents_of(cu_seqlens, None)
+    visible = visible_pairs(seqlen, seqlen, window_of("attention", causal, window), mask, documents, batch, heads)
+    work = Workload(whole, whole, visible, batch, heads, kv_heads, head_dim, head_dim, dtype.itemsize)
     return predict(scheme, mesh, work, rates)
 
 
@@ -146,11 +151,10 @@ def predict(scheme: str, mesh: tuple[int, ...], work: Workload, rates: Rates) ->
     """The prediction for a workload."""
     inner = mesh[-1] if "ulysses" in scheme else 1
     rows, keys = Placement.of(work.rows, inner), Placement.of(work.keys, inner)
-    everything = Document(Piece(0, rows.length), Piece(0, keys.length))
-    pairs = visible_pairs(work.window, rows, keys) * (work.visible * work.batch * work.heads / inner)
+    pairs = work.visible.of_ranks(rows, keys) * (work.batch * work.heads / inner)
     kv_heads = work.kv_heads * times_repeated(work.kv_heads, inner) // inner
     shard = work.batch * kv_heads * max(map(keys.rows, range(len(keys.by_rank)))) * (work.head_dim + work.head_dim_v)
-    needed, once = needed_keys(work.window, (everything,), rows, keys.length)
+    needed, once = needed_keys(*work.visible[:2], rows, keys.length)
     sent = sent_keys(keys, needed) * (work.batch * kv_heads * (work.head_dim + work.head_dim_v))
     passes = []
     for flops_of in (forward_flops, backward_flops):
@@ -233,38 +237,3 @@ def exchange(work: Workload, inner: int, rates: Rates, dim: int, with_lse: bool)
     of_lse = work.batch * work.heads * rows * max(work.itemsize, 4) * with_lse
     sent = (elements * work.itemsize + of_lse) * (inner - 1) / inner
     return Pass(sent, rates.seconds(sent, dim, messages=4 + with_lse))
-
-
-def visible_pairs(window: Window, rows: Placement, keys: Placement) -> Tensor:
-    """The visible pairs of each rank's rows and each owner's keys, `[ranks, owners]` in float64.
-
-    Pieces of more than `SAMPLES` rows are estimated from rows in equal distances.
-    """
-    diagonal = keys.length - rows.length
-    pieces = [(owner, p) for owner, of_owner in enumerate(keys.by_rank) for p in of_owner]
-    owners = torch.tensor([owner for owner, _ in pieces], dtype=torch.int64)
-    starts, stops = (torch.tensor([p[n] for _, p in pieces], dtype=torch.float64) for n in (0, 1))
-    pairs = torch.zeros(len(rows.by_rank), len(keys.by_rank), dtype=torch.float64)
-    for rank, of_rank in enumerate(rows.by_rank):
-        for piece in of_rank:
-            count = min(piece.length, SAMPLES)
-            at = piece.start + ((torch.arange(count, dtype=torch.float64) + 0.5) * piece.length / count).floor()
-            lo, hi = bounds(window, at[:, None], diagonal, keys.length)
-            seen = (torch.minimum(hi, stops) - torch.maximum(lo, starts)).clamp(min=0)
-            pairs[rank].index_add_(0, owners, seen.mean(dim=0) * piece.length)
-    return pairs
-
-
-def bounds(window: Window, rows: Tensor, diagonal: int, num_keys: int) -> tuple[Tensor, Tensor]:
-    """The keys `[lo, hi)` that rows see."""
-    lo, hi = torch.zeros_like(rows), torch.full_like(rows, num_keys)
-    if window.left is not None:
-        lo = rows + diagonal - window.left
-    if window.right is not None:
-        hi = hi.minimum(rows + diagonal + window.right + 1)
-    if window.top_left:
-        hi = hi.minimum(rows + 1)
-    if window.chunk is not None:
-        start = ((rows + diagonal) / window.chunk).floor() * window.chunk
-        lo, hi = lo.maximum(start), hi.minimum(start + window.chunk)
-    return lo, hi

@@ -1,6 +1,7 @@
 """Which rows and keys of a sharded call see each other by position, before masks are asked."""
 
 import functools
+from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,6 +39,15 @@ class Document(NamedTuple):
         return rows.since(-self.rows.start), keys.since(-self.keys.start)
 
 
+def overlapping(documents: tuple[Document, ...], rows: Piece, keys: Piece) -> range:
+    """The sequences, which follow each other, that have some of these rows and some of these keys."""
+    first, stop = 0, len(documents)
+    for of, piece in enumerate((rows, keys)):
+        first = max(first, bisect_right(documents, piece.start, key=lambda document, of=of: document[of].stop))
+        stop = min(stop, bisect_left(documents, piece.stop, key=lambda document, of=of: document[of].start))
+    return range(first, stop)
+
+
 def within(piece: Piece, first: float, last: float) -> Piece:
     """What a piece has of `first..last` (inclusive), from the start of a block on."""
     start, stop = max(piece.start, first), min(piece.stop, last + 1)
@@ -63,7 +73,11 @@ def needed_keys(window: Window, documents: tuple[Document, ...], rows: Placement
     """The keys that each rank's rows see by position."""
     everything, by_rank, once = Piece(0, num_keys), [], True
     for of_rank in rows.by_rank:
-        seen = [document.visible(window, piece, everything) for piece in of_rank for document in documents]
+        seen = [
+            documents[n].visible(window, piece, everything)
+            for piece in of_rank
+            for n in overlapping(documents, piece, everything)
+        ]
         pieces = sorted(pair[1] for pair in seen if pair is not None)
         once = once and all(a.stop <= b.start for a, b in pairwise(pieces))
         by_rank.append(joined(pieces))
