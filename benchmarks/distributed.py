@@ -104,6 +104,8 @@ def on_shards(mask: str, scheme: str, layout: Any, mesh: DeviceMesh, seqlen: int
 
 def layout_of(mask: str, mesh: DeviceMesh, seqlen: int) -> Any:
     """The layout that suits a mask."""
+    if mask == "packed":
+        return sharded.balanced(mesh, seqlen, **MASKS[mask], cu_seqlens=offsets(seqlen))
     return {"causal": "zigzag"}.get(mask, "contiguous")
 
 
@@ -215,7 +217,7 @@ class Run:
 
     def predicted(self, cell: Cell, call: str, rates: sharded.Rates) -> dict[str, Any]:
         """The scheme of a call, and its predicted time."""
-        if call in PEERS or cell.mask == "packed":
+        if call in PEERS:
             return {"scheme": "", "predicted_ms": ""}
         sizes = self.shapes._asdict() | {"layout": layout_of(cell.mask, self.mesh, cell.seqlen), "causal": False}
         sizes |= MASKS[cell.mask] | ({"cu_seqlens": offsets(cell.seqlen)} if cell.mask == "packed" else {})

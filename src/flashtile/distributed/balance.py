@@ -24,7 +24,7 @@ from .visible import BLOCK, Document
 from .work import Visible, imbalance
 
 CHUNKS = 1, 2, 4, 8, 16  # of a rank
-TOLERANCE = 0.03  # more chunks have to make the busiest rank's work less by this part of it
+TOLERANCE = 0.01  # more chunks have to make the busiest rank's work less by this part of it
 
 
 def balanced(

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..block_mask import BlockMask
-from ..call.call import Call, Tensors
+from ..call.call import Call, Settings, Tensors
 from ..call.sharding import is_dtensor
 from ..errors import ArgumentError, AttentionError
 from . import ulysses
@@ -16,7 +16,8 @@ from .function import Sharded
 from .group import EXAMPLE, Grid, grid_of
 from .inputs import VARLEN_EXAMPLE, normalized, with_own_pairs, without_lists
 from .layout import Layout, Piece, Placement, accepted, layout_of
-from .parts import Saved, Whole, settings_of_heads
+from .parts import Whole, settings_of_heads
+from .passes import Saved
 from .schemes import scheme_of, workload_of
 from .simulate import Workload
 from .visible import Document
@@ -161,8 +162,15 @@ def of_heads(ready: Prepared, grid: Grid) -> tuple[Tensors, Whole, Placement | N
         Placement.of(ready.keys, inner.size),
         (everything,) if ready.documents is None else ready.documents,
         ready.documents is not None,
+        depends_on_positions(tensors, settings),
     )
     return tensors, whole, of_group
+
+
+def depends_on_positions(t: Tensors, s: Settings) -> bool:
+    """Whether a score depends on the places of its row and key beyond the window."""
+    functions = s.dropout_p > 0 or s.score_mod is not None or s.mask_mod is not None
+    return functions or any(x is not None for x in (t.mask, t.bias, t.alibi_slopes))
 
 
 def as_batch(tensors: dict[str, Any]) -> dict[str, Any]:

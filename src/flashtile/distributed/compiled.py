@@ -27,7 +27,7 @@ from .calls import Placing, Prepared
 from .group import EXAMPLE
 from .inputs import accepted_here, accepted_shapes, documents_of, without_lists
 from .layout import Layout, Piece, accepted
-from .parts import Saved
+from .passes import Saved
 
 DENSE = OPERATORS["dense"]
 OFFSETS = "SymInt[] rows_of_sequences, SymInt[] keys_of_sequences, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"

@@ -11,7 +11,8 @@ from ..call.call import DIFFERENTIABLE, Tensors, differentiable_positions
 from ..call.problem import accumulation_dtype
 from . import gather, ring
 from .group import Group
-from .parts import Saved, Whole
+from .parts import Whole
+from .passes import Saved
 from .sums import weight
 
 SCHEMES = {"ring": ring, "gather": gather}

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..call.call import Call, Settings, Tensors, differentiable_positions
-from ..dispatch.operators import operators_of
+from ..call.call import Settings, Tensors
+from ..call.window import Window, key_range
 from .layout import Placement
-from .sums import RowResults, RowSum
 from .visible import Document, overlapping
+
+CAUSAL = Window(right=0)
 
 
 class Whole(NamedTuple):
@@ -25,6 +26,7 @@ class Whole(NamedTuple):
     keys: Placement
     documents: tuple[Document, ...]
     packed: bool = False
+    positions: bool = True  # whether a score depends on the places of its row and key beyond the window
 
 
 class Part(NamedTuple):
@@ -76,7 +78,8 @@ def settings_of_heads(settings: Settings, first: int, num_heads: int) -> Setting
 @functools.lru_cache(maxsize=4096)
 def parts(whole: Whole, rank: int, owner: int) -> tuple[Part, ...]:
     """The parts of `rank`'s rows and `owner`'s keys with anything visible by position, in a fixed order."""
-    return tuple(find_parts(whole, rank, owner))
+    found = list(find_parts(whole, rank, owner))
+    return tuple(found if whole.positions else joined_parts(whole, rank, owner, found))
 
 
 def find_parts(whole: Whole, rank: int, owner: int) -> Iterator[Part]:
@@ -104,65 +107,50 @@ def find_parts(whole: Whole, rank: int, owner: int) -> Iterator[Part]:
                 )
 
 
+def joined_parts(whole: Whole, rank: int, owner: int, found: list[Part]) -> list[Part]:
+    """Fewer parts with the same visible pairs, where only the window depends on positions.
+
+    In the zigzag layout, a rank's rows see its own keys as in a causal call of these alone. Over the keys of another
+    rank, two pieces see one, or one piece sees two.
+    """
+    own = rank == owner and whole.rows.by_rank[rank] == whole.keys.by_rank[owner]
+    if own and whole.settings.window == CAUSAL and not whole.packed and len(found) > 1:
+        rows = slice(0, whole.rows.rows(rank))
+        return [Part(rows, rows, slice(0, 0), None, whole.settings)]
+    joined: list[Part] = []
+    for part in map(without_window, found):
+        for n, other in enumerate(joined):
+            if (both := join(other, part)) is not None:
+                joined[n] = both
+                break
+        else:
+            joined.append(part)
+    return joined
+
+
+def without_window(part: Part) -> Part:
+    """The part without a window or a place, if each of its rows sees each of its keys."""
+    rows, keys, s = part.rows.stop - part.rows.start, part.keys.stop - part.keys.start, part.settings
+    seen = key_range(s.window, s.i0, s.i0 + rows - 1, keys, s.diagonal + keys - rows, s.j0)
+    if (seen.full_lo, seen.full_hi) != (0, keys):
+        return part
+    everywhere = {"window_left": None, "window_right": None, "top_left": False, "attention_chunk": None}
+    return part._replace(settings=s._replace(**everywhere, b0=0, i0=0, j0=0, diagonal=0))
+
+
+def join(a: Part, b: Part) -> Part | None:
+    """One part in place of two that see all of their keys, if they follow each other in rows or in keys."""
+    if a.settings != b.settings or a.settings.window != Window() or a.document != b.document:
+        return None
+    if a.rows == b.rows and a.keys.stop == b.keys.start:
+        return a._replace(keys=slice(a.keys.start, b.keys.stop))
+    if a.keys == b.keys and a.rows.stop == b.rows.start:
+        return a._replace(rows=slice(a.rows.start, b.rows.stop))
+    return None
+
+
 @functools.lru_cache(maxsize=1024)
 def steps_of(whole: Whole, ranks: int) -> int:
     """The number of ring steps after which no rank sees a key of the owners that would follow."""
     needed = [step for step in range(ranks) if any(parts(whole, rank, (rank - step) % ranks) for rank in range(ranks))]
     return 1 + max(needed, default=0)
-
-
-def forward(whole: Whole, tensors: Tensors, ranks: tuple[int, int], results: RowResults) -> None:
-    """Merge the attention of a rank's rows over an owner's keys, which `tensors` has, into `results`."""
-    for part in parts(whole, *ranks):
-        call = Call(part.of(tensors), part.settings)
-        operators = operators_of(call)
-        results.merge(part.rows, *operators.forward(*operators.arguments(call)))
-
-
-class Saved(NamedTuple):
-    """Inputs of backward for a rank's rows; out and lse are those over all keys, from which delta follows."""
-
-    out: Tensor
-    lse: Tensor
-    dout: Tensor | None
-    dlse: Tensor | None
-
-    def heads(self, heads: slice) -> "Saved":
-        return Saved._make(None if x is None else x[:, heads] for x in self)  # type: ignore[arg-type]
-
-    def rows(self, rows: slice) -> "Saved":
-        return Saved._make(None if x is None else x[:, :, rows] for x in self)  # type: ignore[arg-type]
-
-
-class Sums:
-    """The gradients of a rank's rows and an owner's keys, and of what all ranks have, as far as they are requested.
-
-    Attributes:
-        q, k, v: sums over parts.
-        others: of the other tensors, zeros in the accumulation dtype that parts are added to.
-    """
-
-    def __init__(self, q: RowSum | None, k: RowSum | None, v: RowSum | None, others: Tensors):
-        self.q, self.k, self.v, self.others = q, k, v, others
-
-
-def backward(whole: Whole, tensors: Tensors, ranks: tuple[int, int], saved: Saved, sums: Sums) -> None:
-    """Add the gradients of a rank's rows and an owner's keys to `sums`.
-
-    `p = exp(s - lse)` and `ds = p * (dp - delta)` hold for any part of the keys, if lse and delta are those over all of
-    them. So the backends' backward pass is right for a part as it stands.
-    """
-    for part in parts(whole, *ranks):
-        call, totals = Call(part.of(tensors), part.settings), part.without_rows(sums.others).flat()
-        others = [totals[n] for n in differentiable_positions(len(totals))[3:]]
-        needs = [total is not None for total in (sums.q, sums.k, sums.v, *others)]
-        gradients = operators_of(call).differentiate(needs, *saved.rows(part.rows), call)
-        of_rows = (sums.q, part.rows), (sums.k, part.keys), (sums.v, part.keys)
-        for (total, rows), gradient in zip(of_rows, gradients[:3], strict=True):
-            if total is not None:
-                assert gradient is not None
-                total.add(rows, gradient)
-        for other, gradient in zip(others, gradients[3:], strict=True):
-            if other is not None:
-                assert gradient is not None
-                other.add_(gradient)

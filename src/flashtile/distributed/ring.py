@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..call.call import Tensors
 from ..call.problem import accumulation_dtype
-from . import parts
+from . import parts, passes
 from .group import Group, Transfer
-from .parts import Saved, Sums, Whole
+from .parts import Whole
+from .passes import Saved, Sums
 from .sums import RowResults, RowSum
 
 
@@ -57,14 +58,14 @@ def forward(whole: Whole, tensors: Tensors, group: Group) -> tuple[Tensor, Tenso
     results = RowResults(tensors.q, v.shape[3], once=group.size == 1)
     travelers = Travelers(k, v, whole, group)
     if steps == 1:
-        parts.forward(whole, tensors, (group.rank, group.rank), results)
+        passes.forward(whole, tensors, (group.rank, group.rank), results)
         return results.result()
     here = flat(k, v)
     for step in range(steps):
         last = step == steps - 1
         transfer = None if last else pass_on(group, here, travelers.buffer(step + 1, k.dtype))
         kv = travelers.split(here, step)
-        parts.forward(whole, tensors._replace(**kv), (group.rank, travelers.owner(step)), results)
+        passes.forward(whole, tensors._replace(**kv), (group.rank, travelers.owner(step)), results)
         if transfer is not None:
             (here,) = transfer.wait()
     return results.result()
@@ -79,7 +80,7 @@ def backward(
     dq = RowSum(tensors.q.shape[2], partial(torch.empty_like, tensors.q, dtype=dtype)) if needs[0] else None
     if steps == 1:
         dk, dv = (RowSum(x.shape[2], partial(torch.empty_like, x, dtype=dtype)) for x in (k, v))
-        parts.backward(whole, tensors, (group.rank, group.rank), saved, Sums(dq, dk, dv, others))
+        passes.backward(whole, tensors, (group.rank, group.rank), saved, Sums(dq, dk, dv, others))
         return None if dq is None else dq.result(), dk.result(), dv.result()
     travelers, here, arriving = Travelers(k, v, whole, group), flat(k, v), None
     mine = here
@@ -90,7 +91,7 @@ def backward(
         kv, totals = travelers.split(here, step), travelers.split(mine, step)
         dk, dv = (RowSum(x.shape[2], partial(Tensor.detach, x)) for x in totals.values())
         ranks = group.rank, travelers.owner(step)
-        parts.backward(whole, tensors._replace(**kv), ranks, saved, Sums(dq, dk, dv, others))
+        passes.backward(whole, tensors._replace(**kv), ranks, saved, Sums(dq, dk, dv, others))
         dk.written()
         dv.written()
         if transfer is not None:

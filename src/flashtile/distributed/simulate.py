@@ -154,7 +154,7 @@ def predict(scheme: str, mesh: tuple[int, ...], work: Workload, rates: Rates) ->
     pairs = work.visible.of_ranks(rows, keys) * (work.batch * work.heads / inner)
     kv_heads = work.kv_heads * times_repeated(work.kv_heads, inner) // inner
     shard = work.batch * kv_heads * max(map(keys.rows, range(len(keys.by_rank)))) * (work.head_dim + work.head_dim_v)
-    needed = needed_keys(*work.visible[:2], rows, keys.length)
+    needed, once = needed_keys(*work.visible[:2], rows, keys.length)
     sent = sent_keys(keys, needed) * (work.batch * kv_heads * (work.head_dim + work.head_dim_v))
     passes = []
     for flops_of in (forward_flops, backward_flops):
@@ -163,6 +163,7 @@ def predict(scheme: str, mesh: tuple[int, ...], work: Workload, rates: Rates) ->
         itemsize = 0 if flops_of is forward_flops else max(work.itemsize, 4)  # of gradients that return
         if scheme.startswith("gather"):
             num_chunks = len(chunks_of(work.heads // inner, kv_heads, rows, keys, needed))
+            itemsize = work.itemsize if once and itemsize > 0 else itemsize
             over_keys = gather_pass(seconds, sent * work.itemsize, sent.T * itemsize, num_chunks, rates)
         else:
             over_keys = ring_pass(seconds, shard * work.itemsize, shard * itemsize, rates)

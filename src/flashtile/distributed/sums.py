@@ -4,6 +4,7 @@ The first part of a row is stored and later ones are added, so that nothing begi
 is the result itself.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -84,6 +85,29 @@ class RowSum:
         total = self.total()
         self.covered.fill(total, 0)
         return total
+
+
+def sum_of_terms(shape: torch.Size, terms: list[tuple[slice, Tensor]], like: Tensor) -> Tensor:
+    """The sum of terms for ranges of rows, all of which are there: added in their order, and rounded once.
+
+    Args:
+        shape: `[B, H, length, D]`.
+        terms: rows, and `[B, H, rows, D]`.
+        like: has the dtype and device of the sum. Additions are in the accumulation dtype.
+    """
+    length, dtype = shape[2], like.dtype
+    if len(terms) == 1 and terms[0][0] == slice(0, length):
+        return terms[0][1].to(dtype)
+    total = like.new_empty(shape)
+    edges = sorted({0, length, *(n for rows, _ in terms for n in (rows.start, rows.stop))})
+    for start, stop in pairwise(edges):
+        own = [x[:, :, start - rows.start : stop - rows.start] for rows, x in terms if rows.start <= start < rows.stop]
+        place = total[:, :, start:stop]
+        if len(own) < 2:
+            place.copy_(own[0]) if own else place.zero_()
+        else:
+            place.copy_(functools.reduce(torch.add, (x.to(accumulation_dtype(dtype)) for x in own)))
+    return total
 
 
 class RowResults:

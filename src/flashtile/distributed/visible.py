@@ -2,6 +2,7 @@
 
 import functools
 from bisect import bisect_left, bisect_right
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..call.window import Window, key_range, row_range
@@ -55,16 +56,29 @@ def within(piece: Piece, first: float, last: float) -> Piece:
     return Piece(int(start) - (int(start) - piece.start) % BLOCK, int(stop))
 
 
+class Needed(NamedTuple):
+    """The keys that each rank's rows see.
+
+    Attributes:
+        keys: of each rank.
+        once: whether no key is seen by two pieces of a rank's rows. Then a rank has one gradient of it.
+    """
+
+    keys: Placement
+    once: bool
+
+
 @functools.lru_cache(maxsize=1024)
-def needed_keys(window: Window, documents: tuple[Document, ...], rows: Placement, num_keys: int) -> Placement:
-    """The keys that each rank's rows see."""
-    everything = Piece(0, num_keys)
-    by_rank = []
+def needed_keys(window: Window, documents: tuple[Document, ...], rows: Placement, num_keys: int) -> Needed:
+    """The keys that each rank's rows see by position."""
+    everything, by_rank, once = Piece(0, num_keys), [], True
     for of_rank in rows.by_rank:
         seen = [
             documents[n].visible(window, piece, everything)
             for piece in of_rank
             for n in overlapping(documents, piece, everything)
         ]
-        by_rank.append(joined([pair[1] for pair in seen if pair is not None]))
-    return Placement(tuple(by_rank))
+        pieces = sorted(pair[1] for pair in seen if pair is not None)
+        once = once and all(a.stop <= b.start for a, b in pairwise(pieces))
+        by_rank.append(joined(pieces))
+    return Needed(Placement(tuple(by_rank)), once)
