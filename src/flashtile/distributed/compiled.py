@@ -1,8 +1,8 @@
 """Sharded calls under `torch.compile`: one opaque operator for each pass, in which all exchanges take place.
 
 The operators take the arguments of the dense ones, and before them a key of the mesh and of what else is a constant of
-the graph, and the offsets of packed sequences. Only inputs and results are saved for backward, which exchanges rows for
-heads again where a scheme has done that.
+the graph, and lengths: those of the whole sequence, or the offsets of packed sequences. Only inputs and results are
+saved for backward, which exchanges rows for heads again where a scheme has done that.
 """
 
 import operator
@@ -30,7 +30,7 @@ from .layout import Layout, Piece, accepted
 from .passes import Saved
 
 DENSE = OPERATORS["dense"]
-OFFSETS = "SymInt[] rows_of_sequences, SymInt[] keys_of_sequences, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+LENGTHS = "SymInt[] length, SymInt[] offsets_q, SymInt[] offsets_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 LIBRARY = torch.library.Library("flashtile", "FRAGMENT")
 
 
@@ -46,31 +46,33 @@ class Constants(NamedTuple):
 KNOWN: dict[str, Constants] = {}
 
 
-class Offsets(NamedTuple):
-    """The offsets of packed sequences as operators take them: lists, or tensors on the CPU."""
+class Lengths(NamedTuple):
+    """The lengths of the whole as operators take them. Offsets of packed sequences are lists, or tensors on the CPU."""
 
-    rows: Sequence[int] = ()
-    keys: Sequence[int] = ()
+    length: Sequence[int] = ()  # of rows and keys, one of both, or none
+    offsets_q: Sequence[int] = ()
+    offsets_k: Sequence[int] = ()
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
 
     @classmethod
-    def of(cls, cu_seqlens_q: Any, cu_seqlens_k: Any) -> "Offsets":
+    def of(cls, length: int | tuple[int, int] | None, cu_seqlens_q: Any, cu_seqlens_k: Any) -> "Lengths":
+        of_whole = [] if length is None else [*length] if isinstance(length, tuple) else [length]
         lists, tensors = [], []
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if not isinstance(x, Tensor | list | tuple | None):
                 raise ArgumentError(name, x, "offsets [B + 1] in a list or a tensor on the CPU", EXAMPLE)
             tensors.append(x if isinstance(x, Tensor) else None)
             lists.append([*x] if isinstance(x, list | tuple) else [])
-        return cls(*lists, *tensors)
+        return cls(of_whole, *lists, *tensors)
 
     def documents(self) -> Any:
-        of_rows = self.cu_seqlens_q if self.cu_seqlens_q is not None else [*self.rows]
-        of_keys = self.cu_seqlens_k if self.cu_seqlens_k is not None else [*self.keys] or None
+        of_rows = self.cu_seqlens_q if self.cu_seqlens_q is not None else [*self.offsets_q]
+        of_keys = self.cu_seqlens_k if self.cu_seqlens_k is not None else [*self.offsets_k] or None
         return documents_of(of_rows, of_keys)
 
-
-NOT_PACKED = Offsets()
+    def of_whole(self) -> int | tuple[int, int] | None:
+        return None if not self.length else self.length[0] if len(self.length) == 1 else tuple(self.length)  # type: ignore[return-value]
 
 
 def run(
@@ -92,12 +94,9 @@ def run(
     if isinstance(layout, Layout):
         pieces = tuple([tuple([fixed(piece) for piece in of_rank]) for of_rank in layout.by_rank])
         layout = layout.kind, operator.index(layout.length), operator.index(layout.ranks), pieces
-    length = placing.length
-    if length is not None:
-        length = fixed(length) if isinstance(length, tuple) else operator.index(length)
-    key = remembered(placing.mesh, layout, placing.scheme, length, placing.check, cu_seqlens is not None, *of_lists)
-    offsets = NOT_PACKED if cu_seqlens is None else Offsets.of(*cu_seqlens)
-    return torch.ops.flashtile.sharded_forward(key, *offsets, *DENSE.arguments(call))  # type: ignore[no-any-return]
+    key = remembered(placing.mesh, layout, placing.scheme, placing.check, cu_seqlens is not None, *of_lists)
+    lengths = Lengths.of(placing.length, *(cu_seqlens or (None, None)))
+    return torch.ops.flashtile.sharded_forward(key, *lengths, *DENSE.arguments(call))  # type: ignore[no-any-return]
 
 
 def fixed(numbers: Sequence[int]) -> tuple[int, ...]:
@@ -106,9 +105,7 @@ def fixed(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 @private_torch.constant_result
-def remembered(
-    mesh: Any, layout: Any, scheme: str, length: Any, check: bool, is_packed: bool, block_size: Any, seqlens: Any
-) -> str:
+def remembered(mesh: Any, layout: Any, scheme: str, check: bool, is_packed: bool, block_size: Any, seqlens: Any) -> str:
     """The key of constants, the same in each process that has the same ones: graphs are cached on disk."""
     mesh = private_torch.real_object(mesh)
     if isinstance(mesh, DeviceMesh):
@@ -116,22 +113,22 @@ def remembered(
         name = f"{mesh.device_type} {mesh.mesh.tolist()} {groups}"
     else:
         name = repr(mesh)
-    key = f"{zlib.crc32(repr((name, layout, scheme, length, check, is_packed, block_size, seqlens)).encode()):08x}"
+    key = f"{zlib.crc32(repr((name, layout, scheme, check, is_packed, block_size, seqlens)).encode()):08x}"
     if not isinstance(layout, str):
         kind, whole, ranks, pieces = layout
         layout = Layout(kind, whole, ranks, tuple(tuple(Piece(*piece) for piece in of_rank) for of_rank in pieces))
-    KNOWN[key] = Constants(Placing(mesh, layout, scheme, length, check), is_packed, block_size, seqlens)
+    KNOWN[key] = Constants(Placing(mesh, layout, scheme, None, check), is_packed, block_size, seqlens)
     return key
 
 
 @untraced
-def prepared(key: str, offsets: Offsets, call: Call, check: bool) -> tuple[Prepared, DeviceMesh]:
+def prepared(key: str, lengths: Lengths, call: Call, check: bool) -> tuple[Prepared, DeviceMesh]:
     """The call of an operator, and its mesh."""
     constants = KNOWN[key]
-    placing, lists, documents = constants.placing, None, None
+    placing, lists, documents = constants.placing._replace(length=lengths.of_whole()), None, None
     accepted_shapes(call.tensors)
     if constants.is_packed:
-        documents = offsets.documents()
+        documents = lengths.documents()
         placing = placing._replace(length=calls.lengths_of(documents))
     if constants.block_size is not None:
         assert call.settings.mask_mod is not None
@@ -146,9 +143,9 @@ def prepared(key: str, offsets: Offsets, call: Call, check: bool) -> tuple[Prepa
 
 @untraced
 def run_forward(key: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-    offsets, call = Offsets(*arguments[:4]), DENSE.call(arguments[4:])
+    lengths, call = Lengths(*arguments[:5]), DENSE.call(arguments[5:])
     with inside_operator(call):
-        out, lse = calls.run(*prepared(key, offsets, call, True))
+        out, lse = calls.run(*prepared(key, lengths, call, True))
         return tuple(as_planned(x, y) for x, y in zip((out, lse), fake_forward(key, *arguments), strict=True))  # type: ignore[return-value]
 
 
@@ -156,7 +153,7 @@ def run_forward(key: str, *arguments: Any) -> tuple[Tensor, Tensor]:
 def run_backward(
     needs: Sequence[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, key: str, *arguments: Any
 ) -> tuple[Any, ...]:
-    offsets, call = Offsets(*arguments[:4]), DENSE.call(arguments[4:])
+    lengths, call = Lengths(*arguments[:5]), DENSE.call(arguments[5:])
     flat = call.tensors.flat()
     positions = differentiable_positions(len(flat))
     with inside_operator(call), torch.enable_grad():
@@ -166,7 +163,7 @@ def run_backward(
             leaves[n] = x.detach().requires_grad_(needed) if x is not None else None
         inputs = [x for n in positions if (x := leaves[n]) is not None and x.requires_grad]
         differentiable = Call(Tensors.from_flat(leaves), call.settings)
-        ready, mesh = prepared(key, offsets, differentiable, False)
+        ready, mesh = prepared(key, lengths, differentiable, False)
         found = iter(calls.gradients(ready, mesh, inputs, Saved(out, lse, dout, dlse)))
     planned = fake_backward(needs, out, lse, dout, dlse, key, *arguments)
     gradients: list[Tensor | None] = []
@@ -187,27 +184,27 @@ def as_planned(x: Tensor, planned: Tensor) -> Tensor:
 
 
 def fake_forward(key: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return DENSE.fake_forward(*arguments[4:])
+    return DENSE.fake_forward(*arguments[5:])
 
 
 def fake_backward(
     needs: Sequence[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, key: str, *arguments: Any
 ) -> tuple[Any, ...]:
-    return DENSE.fake_backward(list(needs), out, lse, dout, dlse, *arguments[4:])
+    return DENSE.fake_backward(list(needs), out, lse, dout, dlse, *arguments[5:])
 
 
 def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    key, *offsets = inputs[:5]
-    call = DENSE.call(inputs[5:])
+    key, *lengths = inputs[:6]
+    call = DENSE.call(inputs[6:])
     ctx.set_materialize_grads(False)
-    ctx.key, ctx.lists, ctx.settings = key, offsets[:2], call.settings
-    ctx.save_for_backward(*output, *offsets[2:], *call.tensors.flat())
+    ctx.key, ctx.lists, ctx.settings = key, lengths[:3], call.settings
+    ctx.save_for_backward(*output, *lengths[3:], *call.tensors.flat())
 
 
 def derivative(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     out, lse, cu_seqlens_q, cu_seqlens_k, *flat = ctx.saved_tensors
     call = Call(Tensors.from_flat(flat), ctx.settings)
-    needed = DENSE.call(ctx.needs_input_grad[5:]).tensors.flat()
+    needed = DENSE.call(ctx.needs_input_grad[6:]).tensors.flat()
     positions = differentiable_positions(len(flat))
     *named, modified = torch.ops.flashtile.sharded_backward(
         [needed[n] for n in positions], out, lse, dout, dlse, ctx.key, *ctx.lists, cu_seqlens_q, cu_seqlens_k,
@@ -217,13 +214,13 @@ def derivative(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any,
     for n, gradient in zip(positions, (*named, *modified), strict=True):
         gradients[n] = gradient if needed[n] else None
     absent = Settings(*(None for _ in Settings._fields))  # type: ignore[arg-type]
-    of_lists = ([None] * len(numbers) for numbers in ctx.lists)
+    of_lists = (None if numbers else [] for numbers in ctx.lists)  # PyTorch takes an empty list for one of tensors
     return (None, *of_lists, None, None, *DENSE.arguments(Call(Tensors.from_flat(gradients), absent)))
 
 
 def define() -> None:
     """The operators, with their shapes and derivative."""
-    arguments = ", ".join(["str key", OFFSETS, *(field.schema("dense") for field in fields("dense"))])
+    arguments = ", ".join(["str key", LENGTHS, *(field.schema("dense") for field in fields("dense"))])
     gradients = ", ".join((*(f"Tensor d{name}" for name in DIFFERENTIABLE), "Tensor[] dmod"))
     LIBRARY.define(f"sharded_forward({arguments}) -> (Tensor out, Tensor lse)")
     LIBRARY.define(

@@ -95,12 +95,12 @@ def attention(
     """
     tensors, keywords = arguments_of(locals())
     placing = Placing(mesh, layout, scheme, length, check)
-    if any(map(is_dtensor, tensors.values())):
+    if torch.compiler.is_compiling():
+        out, lse = compiled.run(tensors, keywords, placing)
+    elif any(map(is_dtensor, tensors.values())):
         from .dtensor import run_dtensors
 
         out, lse = run_dtensors(tensors, keywords, placing)
-    elif torch.compiler.is_compiling():
-        out, lse = compiled.run(tensors, keywords, placing)
     else:
         out, lse = run(prepared(tensors, keywords, placing, None), mesh)
     return (out, lse) if return_lse else out
