@@ -34,10 +34,10 @@ def calls(room: int) -> list[dict[str, Any]]:
     ]
 
 
-def decode(mesh: DeviceMesh) -> None:
-    """Each call over caches of even, uneven and empty pieces."""
+def decode(mesh: DeviceMesh, every_room: bool) -> None:
+    """Each call over caches of uneven pieces, and of even and empty ones."""
     ranks = mesh.size()
-    for room in (ranks * SIZE, ranks * SIZE - 1, ranks - 1):
+    for room in (ranks * SIZE - 1, ranks * SIZE, ranks - 1)[: None if every_room else 1]:
         for number, arguments in enumerate(calls(room)):
             rows, new = arguments.pop("rows"), min(arguments.pop("new"), room)
             for lengths in lengths_of_caches(room - new):
