@@ -61,13 +61,14 @@ class Pass:
 class Entry:
     """Everything kept for the calls with one key."""
 
-    __slots__ = ("apart", "backward", "forward", "paged", "settings")
+    __slots__ = ("apart", "backward", "forward", "paged", "rooms", "settings")
 
     def __init__(self) -> None:
         self.settings: Settings | None = None  # normalized; present once the arguments have been checked
         self.forward = Pass()
         self.backward: dict[Hashable, Pass] = {}  # by needs and layouts
         self.paged: Settings | None = None  # of a KV-cache call whose cache has been checked
+        self.rooms: set[int] = set()  # positions in sharded caches for which the call was accepted
         self.apart: set[int] = set()  # distances in bytes between caches that do not overlap
 
 

@@ -13,7 +13,6 @@ from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors, held
 from ..call.call import Call, new_rows
 from ..call.problem import accumulation_dtype
-from ..call.window import Window
 from ..dispatch import fast_path
 from ..dispatch.cache_operator import run_with_cache
 from ..dispatch.planner import plan_call
@@ -112,12 +111,12 @@ def run(
     step = prepared(tensors, cache, keywords, grid, length, check)
     call = call_of_rank(step)
     call.entry = fast_path.find_call(call)
-    if call.entry is None or call.entry.forward.plan is None:
+    rooms = set() if call.entry is None else call.entry.rooms
+    if step.layout.length not in rooms:  # the first call of this layout
         plan_call(call)  # a backend that declines it does so before anything is written
+        rooms.add(step.layout.length)
     if step.cache.k is not None and step.cache.v is not None:
-        start = held(step.cache) - step.piece.start
-        append(step.cache.k_cache, step.cache.k, start)
-        append(step.cache.v_cache, step.cache.v, start)
+        append(step.cache, held(step.cache) - step.piece.start)
     out, lse = merged(*run_with_cache(call), grid.outer)
     return out.to(step.call.tensors.q.dtype), lse
 
@@ -131,16 +130,13 @@ def call_of_rank(step: Step) -> CacheCall:
     k, v = (x if size > 0 else x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (t.k, t.v))
     first = min(step.piece.start, last)
     total = held(cache) + (0 if cache.k is None else cache.k.shape[2])  # [B]
-    num_rows, device = t.q.shape[2], t.q.device
-    distances = total[:, None, None] - num_rows + torch.arange(num_rows, device=device)[:, None]
-    distances = (distances - torch.arange(first, first + k.shape[2], device=device))[:, None]  # [B, 1, Sq, S]
-    own_mask, own_bias = (own_keys(x, first, k.shape[2]) for x in (t.mask, t.bias))
     dtype = accumulation_dtype(t.q.dtype)
+    mask, bias = of_pairs(step, total, first, k.shape[2])
     tensors = t._replace(
         k=k,
         v=v,
-        mask=visible(distances, step.call.settings.window, num_rows, own_mask),
-        bias=with_alibi(distances, None if t.alibi_slopes is None else t.alibi_slopes.to(dtype), own_bias),
+        mask=mask,
+        bias=bias,
         alibi_slopes=None,
         sinks=t.sinks if step.rank == 0 else None,  # which has the first position of any cache
         # Parts are rounded once they are merged.
@@ -152,47 +148,58 @@ def call_of_rank(step: Step) -> CacheCall:
     return CacheCall(call, CacheTensors(k, v, lengths), DEFAULT_ROTARY)
 
 
-def append(cache: Tensor, new: Tensor, start: Tensor) -> None:
-    """Write those of `new [B, H, S_new, D]` into `cache [B_cache, H, S, D]` whose positions, from `start [B]` on, exist
-    in it. No two elements that are written have one place.
+def append(cache: CacheTensors, start: Tensor) -> None:
+    """Write those of the new keys and values `[B, H, S_new, D]` into the caches `[B_cache, H, S, D]` whose positions,
+    from `start [B]` on, exist in them. No two elements that are written have one place.
     """
-    count, size = new.shape[2], cache.shape[2]
+    assert cache.k is not None
+    count, size, device = cache.k.shape[2], cache.k_cache.shape[2], start.device
     width = min(count, size)
     if width == 0:
         return
-    cache, new = cache[: new.shape[0]].transpose(1, 2), new.transpose(1, 2)  # [B, S, H, D]
-    row = torch.arange(new.shape[0], device=cache.device)[:, None]
-    place = start.clamp(0, size - width)[:, None] + torch.arange(width, device=cache.device)  # [B, width]
+    row = torch.arange(start.shape[0], device=device)[:, None]
+    place = start.clamp(0, size - width)[:, None]  # [B, width]
+    if width > 1:
+        place = place + torch.arange(width, device=device)
     source = place - start[:, None]
-    given = ((source >= 0) & (source < count))[:, :, None, None]
-    # Not `scatter_`, which on a CPU takes time in proportion to the cache.
-    cache.index_put_((row, place), torch.where(given, new[row, source.clamp(0, count - 1)], cache[row, place]))
+    exists = (source == 0 if count == 1 else (source >= 0) & (source < count))[:, :, None, None]
+    source = source.clamp(0, count - 1)
+    for old, new in ((cache.k_cache, cache.k), (cache.v_cache, cache.v)):
+        assert new is not None
+        # [B, S, H, D]
+        old, new = old[: new.shape[0]].transpose(1, 2), new.transpose(1, 2)
+        chosen = new if count == 1 else new[row, source]
+        # Not `scatter_`, which on a CPU takes time in proportion to the cache.
+        old.index_put_((row, place), torch.where(exists, chosen, old[row, place]))
+
+
+def of_pairs(step: Step, total: Tensor, first: int, size: int) -> tuple[Tensor | None, Tensor | None]:
+    """The mask and the bias of a rank's `size` keys from `first` on, with the window and slopes of the whole sequence,
+    of which each row has `total [B]` keys.
+    """
+    t, sides, num_rows = step.call.tensors, step.call.settings.window, step.call.tensors.q.shape[2]
+    mask, bias = (own_keys(x, first, size) for x in (t.mask, t.bias))
+    # The last row sees all keys that exist, if no side is left of it.
+    right = sides.right if sides.right is not None and (num_rows > 1 or sides.right < 0) else None
+    if sides.left is None and right is None and t.alibi_slopes is None:
+        return mask, bias
+    last = total[:, None, None] - num_rows + torch.arange(num_rows, device=total.device)[:, None]
+    distances = (last - torch.arange(first, first + size, device=total.device))[:, None]  # [B, 1, Sq, S]
+    if sides.left is not None:
+        near = distances <= sides.left
+        mask = near if mask is None else mask & near
+    if right is not None:
+        reached = distances >= -right
+        mask = reached if mask is None else mask & reached
+    if t.alibi_slopes is not None:
+        alibi = -t.alibi_slopes.to(accumulation_dtype(t.q.dtype))[..., :, None, None] * distances.abs()
+        bias = alibi if bias is None else alibi + bias
+    return mask, bias
 
 
 def own_keys(x: Tensor | None, first: int, size: int) -> Tensor | None:
     """A rank's keys of a mask or bias."""
     return x if x is None or x.shape[3] == 1 else x.narrow(3, first, size)
-
-
-def visible(distances: Tensor, sides: Window, num_rows: int, mask: Tensor | None) -> Tensor | None:
-    """The mask of a rank's keys with the window's sides, which count from the end of the whole sequence. The last row
-    sees all keys that exist, if no side is left of it.
-    """
-    if sides.left is not None:
-        near = distances <= sides.left
-        mask = near if mask is None else mask & near
-    if sides.right is not None and (num_rows > 1 or sides.right < 0):
-        reached = distances >= -sides.right
-        mask = reached if mask is None else mask & reached
-    return mask
-
-
-def with_alibi(distances: Tensor, slopes: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """The bias of a rank's keys with that of their distances in the whole sequence."""
-    if slopes is None:
-        return bias
-    alibi = -slopes[..., :, None, None] * distances.abs()
-    return alibi if bias is None else alibi + bias
 
 
 def merged(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tensor]:
