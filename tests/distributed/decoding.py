@@ -40,7 +40,7 @@ def decode(mesh: DeviceMesh, every_room: bool) -> None:
     for room in (ranks * SIZE - 1, ranks * SIZE, ranks - 1)[: None if every_room else 1]:
         for number, arguments in enumerate(calls(room)):
             rows, new = arguments.pop("rows"), min(arguments.pop("new"), room)
-            for lengths in lengths_of_caches(room - new):
+            for lengths in lengths_of_caches(room - new)[: 2 if every_room else 1]:
                 step(mesh, room, (rows, new), lengths, number, arguments)
 
 

@@ -30,13 +30,13 @@ def whole_as(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DT
     return distribute_tensor(x, mesh, placements, src_data_rank=None)
 
 
-def calls_of_dtensors(meshes: Sequence[DeviceMesh]) -> None:
-    for mesh in meshes:
-        all_placements(mesh)
-    refused(meshes[0])
-    other_layout(meshes[0])
-    if meshes[-1].ndim == 2:
-        within_context(meshes[-1])
+def calls_of_dtensors(mesh: DeviceMesh) -> None:
+    all_placements(mesh)
+    if mesh.ndim == 1:
+        refused(mesh)
+        other_layout(mesh)
+    else:
+        within_context(mesh)
 
 
 def all_placements(mesh: DeviceMesh) -> None:
