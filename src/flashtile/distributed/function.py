@@ -28,7 +28,6 @@ class Sharded(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         tensors = Tensors.from_flat(flat)
-        group.connect(tensors.q.device)
         out, lse = SCHEMES[scheme].forward(whole, tensors, group)
         if tensors.sinks is not None:
             out, lse = with_sinks(out, lse, tensors.sinks)

@@ -10,7 +10,6 @@ from ..call.call import Call
 from ..errors import ArgumentError
 from .group import EXAMPLE, Group, grid_of
 from .layout import Layout, Piece
-from .ring import pass_on
 from .simulate import RATES, Rates, Simulation, Workload, accepted_schemes, predict
 from .visible import Document
 from .work import Visible
@@ -87,10 +86,9 @@ def seconds_of_transfer(group: Group, x: Tensor) -> float:
     """Seconds of passing a tensor on to the next rank while one arrives."""
     if group.size == 1:
         return 0.0
-    received = torch.empty_like(x)
 
     def transfer() -> None:
-        pass_on(group, x, received).wait()
+        group.pass_on(x, x.numel()).wait()
 
     transfer()
     return fastest(transfer, x.device, repeats=5)
