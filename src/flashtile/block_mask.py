@@ -102,6 +102,16 @@ class BlockMask(MaskMod):
         made.fn, made.key, made.tensors = self.fn, self.key, self.tensors
         return made
 
+    @classmethod
+    def of_function(
+        cls, key: str, tensors: tuple[Tensor, ...], block_size: tuple[int, int], seqlens: tuple[int, int] | None
+    ) -> Self:
+        """The inverse of `as_function`, by the key of the function."""
+        made = cls.__new__(cls)
+        made.fn, made.key, made.tensors = mask_mod_function(key), key, tensors
+        made.block_size, made.seqlens = block_size, seqlens
+        return made
+
     @property
     def call_key(self) -> Hashable:
         return self.key, self.block_size, self.seqlens

@@ -9,13 +9,14 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .errors import AttentionError
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -189,6 +190,19 @@ def skip_frames(code: Any) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def constant_result(function: Function) -> Function:
+    """Mark a function whose result is a constant of a compiled graph, as `torch.compiler.assume_constant_result` does,
+    which would import Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def real_object(x: Any) -> Any:
+    """The object that Dynamo passes to such a function in a wrapper (PyTorch 2.13)."""
+    return getattr(x, "real_obj", x)
 
 
 def stream_of_object(device: int) -> int:

@@ -95,6 +95,19 @@ def graph(mesh: DeviceMesh, rank: int) -> None:
         compare(scheme, replayed, expected)
 
 
+def compiled(mesh: DeviceMesh, rank: int) -> None:
+    """Calls in compiled programs, of which the mesh is a constant."""
+    layout = balanced(mesh, LENGTH, causal=True)
+    for scheme in ("ring", "gather", "ulysses"):
+        for place in ("zigzag", layout):
+            local = [shard(x, mesh, 2, layout=place) for x in whole()]
+
+            def call(q: Tensor, k: Tensor, v: Tensor, scheme: str = scheme, place: Any = place) -> Any:
+                return 2 * attention(q + 1, k, v, mesh=mesh, layout=place, scheme=scheme, causal=True)  # type: ignore[operator]
+
+            compare(("compiled", scheme), passes(torch.compile(call, fullgraph=True), *local), passes(call, *local))
+
+
 def raises_in_forward(mesh: DeviceMesh, rank: int) -> None:
     local = [shard(x, mesh, 2) for x in whole()]
     passes(lambda *x: attention(*x, mesh=mesh, scheme="ring"), *local)
@@ -137,7 +150,7 @@ def too_late(mesh: DeviceMesh, rank: int) -> None:
 
 SCENARIOS = {
     function.__name__: function
-    for function in (results, packed, graph, raises_in_forward, raises_in_backward, ends, too_late)
+    for function in (results, packed, graph, compiled, raises_in_forward, raises_in_backward, ends, too_late)
 }
 
 

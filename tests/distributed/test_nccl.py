@@ -52,7 +52,7 @@ def run(scenarios: list[str], folder: Path) -> dict[str, list[tuple[int | None, 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("scenario", ["results", "packed", "graph"])
+@pytest.mark.parametrize("scenario", ["results", "packed", "graph", "compiled"])
 def test_two_gpus(scenario: str, tmp_path: Path) -> None:
     for code, words in run([scenario], tmp_path)[scenario]:
         assert code == 0, words

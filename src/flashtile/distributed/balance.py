@@ -24,7 +24,9 @@ from .visible import BLOCK, Document
 from .work import Visible, imbalance
 
 CHUNKS = 1, 2, 4, 8, 16  # of a rank
-TOLERANCE = 0.01  # more chunks have to make the busiest rank's work less by this part of it
+# Of twice as many chunks: what they have to take off the busiest rank's work over the mean. Each is a part of its own,
+# and needs keys of its own in a window.
+PRICE = 0.01
 
 
 def balanced(
@@ -103,10 +105,10 @@ def visible_pairs(
 
 
 def divided(work: Tensor, ranks: int, chunk: int | None = None) -> Layout:
-    """The layout of rows with some work: the first one that no other one of more chunks makes much more even."""
+    """The layout of rows with some work: the most even one, after a price of each doubling of chunks."""
     length, found = len(work), []
     before = torch.cat([work.new_zeros(1), work.cumsum(0)]).tolist()
-    for each in CHUNKS:
+    for doublings, each in enumerate(CHUNKS):
         if chunk is not None:
             chunks = [Piece(n, min(n + chunk, length)) for n in range(0, length, chunk)]
         elif each > 2 and ranks * each * BLOCK > length:
@@ -114,11 +116,11 @@ def divided(work: Tensor, ranks: int, chunk: int | None = None) -> Layout:
         else:
             chunks = cut(length, ranks * each)
         layout = Layout("balanced", length, ranks, assigned(chunks, before, ranks))
-        found.append((imbalance(work, layout), layout))
-        if chunk is not None or found[-1][0] <= 1 + TOLERANCE:
+        share = imbalance(work, layout)
+        found.append((share + doublings * PRICE, layout))
+        if chunk is not None or share <= 1 + PRICE:
             break
-    least = min(of_layout for of_layout, _ in found)
-    return next(layout for of_layout, layout in found if of_layout <= least * (1 + TOLERANCE))
+    return min(found, key=lambda x: x[0])[1]
 
 
 def cut(length: int, parts: int) -> list[Piece]:

@@ -11,9 +11,9 @@ from ..call.call import FEATURES, Tensors
 from ..call.sharding import is_dtensor
 from ..dispatch.autograd import attend
 from ..errors import ArgumentError
+from .calls import Placing, prepared, run
 from .inputs import accepted_shapes, normalized, without_lists
 from .layout import Layout, Piece, chunk, layout_of_whole
-from .sharded import Placing, run
 
 EXAMPLE = "flashtile.distributed.attention(q, k, v) with q, k and v DTensors of placements [Shard(0), Shard(2)]"
 SIZES = "B", "H", "Sq"  # dimensions of q that may be sharded
@@ -66,7 +66,7 @@ def run_dtensors(tensors: dict[str, Any], keywords: dict[str, Any], placing: Pla
             lists.reject_lengths(EXAMPLE, parts.sizes["Sq"], parts.sizes["Sk"])
         out, lse = attend(placing.within(normalized(local, keywords)))
     else:
-        out, lse = run(local, keywords, placing)
+        out, lse = run(prepared(local, keywords, placing, None), placing.mesh)
     shape = torch.Size((*q.shape[:3], head_dim))
     return wrapped(out, parts, shape), wrapped(lse, parts, shape[:3])
 

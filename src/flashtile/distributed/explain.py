@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .balance import divided, visible_pairs
+from .calls import Placing, as_batch, lengths_of, prepared
 from .inputs import documents_of
 from .layout import Layout
 from .schemes import predictions, rates_of
-from .sharded import KEYWORDS, Placing, packed, prepared
+from .sharded import KEYWORDS
 from .simulate import Rates, Simulation
 from .work import imbalance
 
@@ -89,7 +90,7 @@ def explain(
     documents = None
     if cu_seqlens_q is not None:
         documents = documents_of(cu_seqlens_q, cu_seqlens_k)
-        tensors, length = packed(tensors, documents)
+        tensors, length = as_batch(tensors), lengths_of(documents)
     ready = prepared(tensors, KEYWORDS | keywords, Placing(mesh, layout, scheme, length, False), documents)
     rows, keys, window = ready.rows, ready.keys, ready.call.settings.window
     mask = tensors["mask"]

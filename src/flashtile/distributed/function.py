@@ -20,18 +20,23 @@ SINKS = DIFFERENTIABLE.index("sinks")
 
 
 class Sharded(torch.autograd.Function):
-    """Attention of this rank's rows over the keys of all ranks of a group; `flat` is `Tensors.flat()`."""
+    """Attention of this rank's rows over the keys of all ranks of a group; `flat` is `Tensors.flat()`. `known` are
+    results of an earlier call, of which the gradients are requested.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, scheme: str, whole: Whole, group: Group, *flat: Tensor | None
+        ctx: Any, scheme: str, whole: Whole, group: Group, known: tuple[Tensor, Tensor] | None, *flat: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         tensors = Tensors.from_flat(flat)
-        out, lse = SCHEMES[scheme].forward(whole, tensors, group)
-        if tensors.sinks is not None:
-            out, lse = with_sinks(out, lse, tensors.sinks)
-        out = out.to(tensors.q.dtype)
+        if known is not None:
+            out, lse = (x.detach() for x in known)
+        else:
+            out, lse = SCHEMES[scheme].forward(whole, tensors, group)
+            if tensors.sinks is not None:
+                out, lse = with_sinks(out, lse, tensors.sinks)
+            out = out.to(tensors.q.dtype)
         # One tensor more than a call of one device saves: PyTorch refuses a checkpoint whose forward pass was sharded
         # and whose recomputation is not, as backward began outside of the context.
         ctx.save_for_backward(out, lse, *flat, out.new_empty(0))
@@ -44,7 +49,7 @@ class Sharded(torch.autograd.Function):
         out, lse, *flat, _ = ctx.saved_tensors
         tensors, saved = Tensors.from_flat(flat), Saved(out, lse, dout, dlse)
         positions = differentiable_positions(len(flat))
-        needs = [ctx.needs_input_grad[3 + n] for n in positions]
+        needs = [ctx.needs_input_grad[4 + n] for n in positions]
         others = zeros_of_others(tensors, needs)
         dq, dk, dv = SCHEMES[ctx.scheme].backward(ctx.whole, tensors, ctx.group, saved, needs, others)
         dsinks = sink_gradient(tensors.sinks, saved) if needs[SINKS] and tensors.sinks is not None else None
@@ -53,7 +58,7 @@ class Sharded(torch.autograd.Function):
         for n, total, needed in zip(positions, [dq, *(sums[n] for n in positions[1:])], needs, strict=True):
             x = flat[n]
             gradients[n] = total.to(x.dtype) if needed and total is not None and x is not None else None
-        return None, None, None, *gradients
+        return None, None, None, None, *gradients
 
 
 def zeros_of_others(tensors: Tensors, needs: list[bool]) -> Tensors:

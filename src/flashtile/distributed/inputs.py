@@ -29,7 +29,8 @@ def normalized(tensors: dict[str, Any], keywords: dict[str, Any]) -> Call:
 def without_lists(tensors: dict[str, Any]) -> tuple[dict[str, Any], BlockMask | None]:
     """The tensors with a function of positions in place of lists of blocks, and these lists of the whole sequence."""
     mask: Any = tensors.get("mask")
-    lists = BlockMask.of_flex(mask) if is_flex(mask) else mask
+    # A graph takes lists of blocks that were made outside of it.
+    lists = BlockMask.of_flex(mask) if is_flex(mask) and not torch.compiler.is_compiling() else mask
     if not isinstance(lists, BlockMask):
         return tensors, None
     return tensors | {"mask": lists.as_function()}, lists
@@ -40,11 +41,8 @@ def accepted_here(keywords: dict[str, Any]) -> None:
     p, seed = keywords["dropout_p"], keywords["dropout_seed"]
     if p != 0 and type(seed) is not int:
         raise ArgumentError("dropout_seed", seed, "with dropout an int, the same on all ranks", EXAMPLE)
-    if torch.compiler.is_compiling() or in_forward_mode():
-        raise AttentionError(
-            "sharded attention has no forward mode, and cannot be compiled.\n"
-            "  accepted: the call outside torch.compile and torch.func.jvp"
-        )
+    if in_forward_mode():
+        raise AttentionError("sharded attention has no forward mode.\n  accepted: the call outside of torch.func.jvp")
 
 
 def accepted_shapes(t: Tensors) -> None:

@@ -1,50 +1,23 @@
 """The public functions: attention over a sequence whose rows and keys are sharded over a mesh."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..api.signatures import Causal, MaskArgument, ScoreModArgument, WindowArgument
-from ..call.call import Call, Settings, Tensors
 from ..call.sharding import is_dtensor
-from ..errors import ArgumentError, AttentionError
-from . import ulysses
-from .agreement import Description, agree
-from .function import Sharded
-from .group import EXAMPLE, Grid, grid_of
-from .inputs import VARLEN_EXAMPLE, documents_of, normalized, with_own_pairs, without_lists
-from .layout import Layout, Piece, Placement, accepted, layout_of
-from .parts import Whole, settings_of_heads
-from .schemes import scheme_of, workload_of
-from .simulate import Workload
-from .visible import Document
+from . import compiled
+from .calls import Placing, as_batch, lengths_of, prepared, run
+from .inputs import documents_of
+from .layout import Layout
 
 TENSORS = "q", "k", "v", "mask", "bias", "alibi_slopes", "sinks"
 KEYWORDS: dict[str, Any] = {
     "causal": False, "window": None, "attention_chunk": None, "scale": None, "softcap": None, "score_mod": None,
     "dropout_p": 0.0, "dropout_seed": None, "deterministic": None, "backend": "auto",
 }  # fmt: skip
-
-
-class Placing(NamedTuple):
-    """The arguments that say how a call is sharded, and the place of its sequences and heads in a larger call."""
-
-    mesh: DeviceMesh | None
-    layout: str | Layout
-    scheme: str
-    length: int | tuple[int, int] | None
-    check: bool
-    b0: int = 0
-    h0: int = 0
-    num_heads: int | None = None
-
-    def within(self, call: Call) -> Call:
-        """The call with its place in the larger one, if its results depend on that."""
-        s = call.settings
-        if self.num_heads is None or (s.dropout_p == 0 and s.score_mod is None and s.mask_mod is None):
-            return call
-        return call._replace(settings=call.settings._replace(b0=self.b0, h0=self.h0, num_heads=self.num_heads))
 
 
 def attention(
@@ -122,12 +95,14 @@ def attention(
     """
     tensors, keywords = arguments_of(locals())
     placing = Placing(mesh, layout, scheme, length, check)
-    if any(map(is_dtensor, tensors.values())):
+    if torch.compiler.is_compiling():
+        out, lse = compiled.run(tensors, keywords, placing)
+    elif any(map(is_dtensor, tensors.values())):
         from .dtensor import run_dtensors
 
         out, lse = run_dtensors(tensors, keywords, placing)
     else:
-        out, lse = run(tensors, keywords, placing)
+        out, lse = run(prepared(tensors, keywords, placing, None), mesh)
     return (out, lse) if return_lse else out
 
 
@@ -183,130 +158,18 @@ def attention_varlen(
         BackendError: as `attention`.
     """
     tensors, keywords = arguments_of(locals())
-    documents = documents_of(cu_seqlens_q, cu_seqlens_k)
-    tensors, length = packed(tensors, documents)
-    out, lse = run(tensors, keywords, Placing(mesh, layout, scheme, length, check), documents)
+    tensors = as_batch(tensors)
+    if torch.compiler.is_compiling():
+        placing = Placing(mesh, layout, scheme, None, check)
+        out, lse = compiled.run(tensors, keywords, placing, (cu_seqlens_q, cu_seqlens_k))
+    else:
+        documents = documents_of(cu_seqlens_q, cu_seqlens_k)
+        placing = Placing(mesh, layout, scheme, lengths_of(documents), check)
+        out, lse = run(prepared(tensors, keywords, placing, documents), mesh)
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
-
-
-def packed(tensors: dict[str, Any], documents: tuple[Document, ...]) -> tuple[dict[str, Any], tuple[int, int]]:
-    """The tensors of a packed call as those of a batch of 1, and the numbers of all ranks' rows and keys."""
-    tensors = dict(tensors)
-    for name in ("q", "k", "v"):
-        x = tensors[name]
-        if not isinstance(x, Tensor) or x.dim() != 3 or is_dtensor(x):
-            raise ArgumentError(name, x, "packed tokens [T, H, D], no DTensor", EXAMPLE)
-        tensors[name] = x.transpose(0, 1)[None]
-    rows, keys = (max((d[n].stop for d in documents), default=0) for n in (0, 1))
-    return tensors, (rows, keys)
 
 
 def arguments_of(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors and the other keywords of a public function's call, which are among its `locals()`."""
     return {name: given[name] for name in TENSORS if name in given}, {name: given[name] for name in KEYWORDS}
-
-
-class Prepared(NamedTuple):
-    """A rank's call with its place in the whole, and its scheme."""
-
-    call: Call
-    rows: Layout
-    keys: Layout
-    workload: Workload
-    scheme: str
-
-
-def prepared(
-    tensors: dict[str, Any], keywords: dict[str, Any], placing: Placing, documents: tuple[Document, ...] | None
-) -> Prepared:
-    """Check a call, with the other ranks if that is asked for, and choose its scheme."""
-    mesh, call, lists = placing.mesh, None, None
-    described: Description | str = ""
-    grid = grid_of(mesh)
-    assert mesh is not None
-    try:
-        accepted(placing.layout)
-        tensors, lists = without_lists(tensors)
-        call = placing.within(normalized(tensors, keywords))
-        if placing.check:  # it waits for the device
-            seed = keywords["dropout_seed"]
-            described = Description.of(call, placing.layout, placing.scheme, placing.length, documents, seed)
-    except AttentionError as error:
-        if not placing.check:
-            raise
-        described = str(error)
-    lengths = placing.length if isinstance(placing.length, tuple) else (placing.length, placing.length)
-    numbers: tuple[list[int], ...] = ()
-    if placing.check:
-        numbers = agree(grid, described)
-        lengths = tuple(sum(n) if given is None else given for n, given in zip(numbers, lengths, strict=True))  # type: ignore[assignment]
-    assert call is not None
-    rows, keys = layouts_of(call, placing.layout, grid, lengths, numbers)
-    if lists is not None and documents is None:
-        lists.reject_lengths(EXAMPLE, rows.length, keys.length)
-    elif lists is not None:
-        lists.reject_packed(VARLEN_EXAMPLE)
-    call = with_own_pairs(call, rows, keys.length, grid.rank, None if documents is None else len(documents))
-    workload = workload_of(call, rows, keys, documents)
-    return Prepared(call, rows, keys, workload, scheme_of(placing.scheme, mesh, workload))
-
-
-def run(
-    tensors: dict[str, Any], keywords: dict[str, Any], placing: Placing, documents: tuple[Document, ...] | None = None
-) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of this rank's rows."""
-    ready = prepared(tensors, keywords, placing, documents)
-    return run_scheme(ready, grid_of(placing.mesh, heads=ready.scheme == "ulysses"), documents)
-
-
-def layouts_of(
-    call: Call, layout: str | Layout, grid: Grid, lengths: tuple[int | None, ...], numbers: tuple[list[int], ...]
-) -> tuple[Layout, Layout]:
-    """The layouts of rows and keys, of which this rank has its own, and all ranks theirs if that was asked."""
-    layouts = []
-    for argument, x, length, checked in zip(
-        ("q", "k"), call.tensors[:2], lengths, numbers or (None, None), strict=True
-    ):
-        found = layout_of(argument, layout, x.shape[2], grid.size, length)
-        expected = [found.rows(rank) for rank in range(grid.size)]
-        if checked is not None and checked != expected:
-            raise ArgumentError(argument, f"{checked} rows on the ranks", f"{expected}, as `shard` gives them", EXAMPLE)
-        if x.shape[2] != expected[grid.rank]:
-            accepted = f"{expected[grid.rank]} rows on rank {grid.rank}, as `shard` gives them of {found.length}"
-            raise ArgumentError(argument, x, accepted, EXAMPLE)
-        layouts.append(found)
-    return layouts[0], layouts[1]
-
-
-def depends_on_positions(t: Tensors, s: Settings) -> bool:
-    """Whether a score depends on the places of its row and key beyond the window."""
-    functions = s.dropout_p > 0 or s.score_mod is not None or s.mask_mod is not None
-    return functions or any(x is not None for x in (t.mask, t.bias, t.alibi_slopes))
-
-
-def run_scheme(ready: Prepared, grid: Grid, documents: tuple[Document, ...] | None) -> tuple[Tensor, Tensor]:
-    """Exchange rows for heads within the inner group, attend over the keys of the outer group, and exchange back."""
-    call, rows, keys, _, scheme = ready
-    inner, tensors, settings = grid.inner, call.tensors._replace(out=None), call.settings
-    if inner.size > 1:
-        ranks = range(grid.outer.rank * inner.size, (grid.outer.rank + 1) * inner.size)
-        own_rows, own_keys = Placement.within(rows, ranks), Placement.within(keys, ranks)
-        num_heads = tensors.q.shape[1]
-        settings = settings_of_heads(settings, inner.rank * num_heads // inner.size, num_heads)
-        tensors = ulysses.to_heads(tensors, inner, own_rows, own_keys)
-    everything = Document(Piece(0, rows.length), Piece(0, keys.length))
-    whole = Whole(
-        settings,
-        Placement.of(rows, inner.size),
-        Placement.of(keys, inner.size),
-        (everything,) if documents is None else documents,
-        documents is not None,
-        depends_on_positions(tensors, settings),
-    )
-    outer = "gather" if scheme.startswith("gather") else "ring"
-    out, lse = Sharded.apply(outer, whole, grid.outer, *tensors.flat())
-    if inner.size > 1:
-        out = ulysses.to_rows(out, inner, own_rows)
-        lse = ulysses.to_rows(lse[..., None], inner, own_rows)[..., 0]
-    return out, lse

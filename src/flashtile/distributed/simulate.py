@@ -213,9 +213,9 @@ def ring_pass(call: Keys, seconds: Tensor, rates: Rates, *, backward: bool) -> P
     ranks, shard = len(seconds), call.num_own * call.itemsize
     returned = call.num_own * call.summed * backward
     of_rank = torch.arange(ranks)
-    steps = [float(seconds[of_rank, (of_rank - step) % ranks].max()) for step in range(ranks)]
-    while len(steps) > 1 and steps[-1] == 0:
-        steps.pop()
+    owners = [(of_rank - step) % ranks for step in range(ranks)]
+    needed = [step for step in range(ranks) if float(call.visible[of_rank, owners[step]].max()) > 0]
+    steps = [float(seconds[of_rank, owners[step]].max()) for step in range(1 + max(needed, default=0))]
     transfers = len(steps) - 1
     moved = rates.seconds(shard + returned, 0)
     total = sum(max(step, moved) for step in steps[:-1]) + steps[-1]
