@@ -210,7 +210,7 @@ class Run:
             row |= {"one_ms": round(1e3 * one, 3), "ms": round(1e3 * statistics.median(taken), 3)}
             row |= {"least_ms": round(1e3 * min(taken), 3), "most_ms": round(1e3 * max(taken), 3)}
             row["efficiency"] = round(one / statistics.median(taken) / ranks, 3)
-            row |= self.predicted(cell, call, rates)
+            row |= self.predicted(cell, call, rates) | rounded(rates)
             self.say(*row.values())
             rows.append(row)
         return rows
@@ -227,6 +227,17 @@ class Run:
         best = min(found, key=lambda x: x.seconds_forward + x.seconds_backward)
         milliseconds = 1e3 * (best.seconds_forward + best.seconds_backward)
         return {"scheme": best.scheme, "predicted_ms": round(milliseconds, 3)}
+
+
+def rounded(rates: sharded.Rates) -> dict[str, float]:
+    """Measured rates, from which a prediction can be repeated."""
+    return {
+        "forward_tflops": round(rates.flops_per_second / 1e12, 1),
+        "backward_tflops": round((rates.backward_flops_per_second or 0.0) / 1e12, 1),
+        "link_gbytes": round(rates.bytes_per_second[0] / 1e9, 1),
+        "copies_gbytes": round(rates.memory_bytes_per_second / 1e9, 1),
+        "latency_us": round(rates.seconds_per_message * 1e6, 1),
+    }
 
 
 def cells_of(sweep: dict[str, Any], lengths: list[int], chosen: list[str]) -> list[Cell]:
