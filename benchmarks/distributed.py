@@ -64,49 +64,42 @@ def offsets(seqlen: int) -> list[int]:
     return [0, *sorted(cuts), seqlen]
 
 
-def inputs(shapes: Shapes, seqlen: int, device: torch.device) -> list[Tensor]:
-    """q, k, v and dout of the whole sequence, the same on all ranks."""
-    generator = torch.Generator(device).manual_seed(seqlen)
+def inputs(shapes: Shapes, cell: Cell, device: torch.device) -> list[Tensor]:
+    """q, k, v and dout of the whole sequence, the same on all ranks: `[1, H, S, D]`, or packed ones `[S, H, D]`."""
+    generator = torch.Generator(device).manual_seed(cell.seqlen)
     heads = (shapes.heads, shapes.kv_heads, shapes.kv_heads, shapes.heads)
+    sizes = [(cell.seqlen, h) if cell.mask == "packed" else (1, h, cell.seqlen) for h in heads]
     return [
-        torch.randn(1, h, seqlen, shapes.head_dim, generator=generator, device=device).to(torch.bfloat16) for h in heads
+        torch.randn(*size, shapes.head_dim, generator=generator, device=device).to(torch.bfloat16) for size in sizes
     ]
 
 
-def on_one(mask: str) -> Callable[..., Tensor]:
+def on_one(cell: Cell, device: torch.device) -> Callable[..., Tensor]:
     """The whole call on one device."""
-    if mask != "packed":
-        return lambda q, k, v: flashtile.attention(q, k, v, **MASKS[mask])  # type: ignore[return-value]
-
-    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bounds = torch.tensor(offsets(q.shape[2]), dtype=torch.int32, device=q.device)
-        tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
-        out = flashtile.attention_varlen(*tokens, bounds, bounds, **MASKS[mask])
-        return out.transpose(0, 1)[None]  # type: ignore[union-attr]
-
-    return packed
+    if cell.mask != "packed":
+        return lambda q, k, v: flashtile.attention(q, k, v, **MASKS[cell.mask])  # type: ignore[return-value]
+    bounds = torch.tensor(offsets(cell.seqlen), dtype=torch.int32, device=device)
+    return lambda q, k, v: flashtile.attention_varlen(q, k, v, bounds, bounds, **MASKS[cell.mask])  # type: ignore[return-value]
 
 
-def on_shards(mask: str, scheme: str, layout: Any, mesh: DeviceMesh, seqlen: int) -> Callable[..., Tensor]:
+def on_shards(cell: Cell, scheme: str, layout: Any, mesh: DeviceMesh) -> Callable[..., Tensor]:
     """The call of a rank's rows."""
-    place = {"mesh": mesh, "layout": layout, "scheme": scheme}
-    if mask != "packed":
-        return lambda q, k, v: sharded.attention(q, k, v, **place, **MASKS[mask])  # type: ignore[return-value]
-    bounds = offsets(seqlen)
-
-    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
-        out = sharded.attention_varlen(*tokens, bounds, **place, **MASKS[mask])
-        return out.transpose(0, 1)[None]  # type: ignore[union-attr]
-
-    return packed
+    place = {"mesh": mesh, "layout": layout, "scheme": scheme} | MASKS[cell.mask]
+    if cell.mask != "packed":
+        return lambda q, k, v: sharded.attention(q, k, v, **place)  # type: ignore[return-value]
+    bounds = offsets(cell.seqlen)
+    return lambda q, k, v: sharded.attention_varlen(q, k, v, bounds, **place)  # type: ignore[return-value]
 
 
-def layout_of(mask: str, mesh: DeviceMesh, seqlen: int) -> Any:
+def layout_of(cell: Cell, mesh: DeviceMesh) -> Any:
     """The layout that suits a mask."""
-    if mask == "packed":
-        return sharded.balanced(mesh, seqlen, **MASKS[mask], cu_seqlens=offsets(seqlen))
-    return {"causal": "zigzag"}.get(mask, "contiguous")
+    if cell.mask == "packed":
+        return sharded.balanced(mesh, cell.seqlen, **MASKS[cell.mask], cu_seqlens=offsets(cell.seqlen))
+    return {"causal": "zigzag"}.get(cell.mask, "contiguous")
+
+
+def sequence_dim(cell: Cell) -> int:
+    return 0 if cell.mask == "packed" else 2
 
 
 def passes(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
@@ -118,10 +111,10 @@ def passes(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout:
 
 def sharded_passes(call: str, cell: Cell, mesh: DeviceMesh, whole: list[Tensor]) -> Callable[[], list[Tensor]]:
     """Both passes of this rank's rows, by a scheme or a peer."""
-    layout, causal = layout_of(cell.mask, mesh, cell.seqlen), cell.mask == "causal"
+    layout, causal, dim = layout_of(cell, mesh), cell.mask == "causal", sequence_dim(cell)
     if call == "torch":  # which has no grouped heads
         whole = [x.repeat_interleave(whole[0].shape[1] // x.shape[1], dim=1) for x in whole]
-    local = [sharded.shard(x, mesh, dim=2, layout=layout) for x in whole]
+    local = [sharded.shard(x, mesh, dim=dim, layout=layout) for x in whole]
     if call == "torch":
 
         def run() -> list[Tensor]:
@@ -129,10 +122,7 @@ def sharded_passes(call: str, cell: Cell, mesh: DeviceMesh, whole: list[Tensor])
                 return passes(attend, *local)
 
         return run
-    if call == "zigzag ring":
-        attend = sequence_peers.zigzag_ring(mesh)
-    else:
-        attend = on_shards(cell.mask, call, layout, mesh, cell.seqlen)
+    attend = sequence_peers.zigzag_ring(mesh) if call == "zigzag ring" else on_shards(cell, call, layout, mesh)
     return lambda: passes(attend, *local)
 
 
@@ -168,8 +158,8 @@ class Run:
     def check(self, mask: str, call: str) -> None:
         """Compare a call's results with those of one device."""
         cell = Cell(mask, CHECKED[self.device.type], (call,))
-        whole = inputs(self.shapes, cell.seqlen, self.device)
-        expected = passes(on_one(mask), *whole)
+        whole = inputs(self.shapes, cell, self.device)
+        expected = passes(on_one(cell, self.device), *whole)
         try:
             found = sharded_passes(call, cell, self.mesh, whole)()
         except (NotImplementedError, RuntimeError) as error:
@@ -178,10 +168,10 @@ class Run:
             self.say(f"{mask} {call}: absent, {type(error).__name__}: {str(error).splitlines()[0]}")
             self.absent.add((mask, call))
             return
-        layout = layout_of(mask, self.mesh, cell.seqlen)
+        layout, dim = layout_of(cell, self.mesh), sequence_dim(cell)
         errors = []
         for x, y in zip(found, expected, strict=True):
-            x = sharded.unshard(x, self.mesh, dim=2, layout=layout)
+            x = sharded.unshard(x, self.mesh, dim=dim, layout=layout)
             if x.shape[1] != y.shape[1]:  # gradients of repeated heads
                 x = x.float().unflatten(1, (y.shape[1], -1)).sum(dim=2)
             errors.append(float((x - y).abs().max() / y.abs().max()))
@@ -190,8 +180,9 @@ class Run:
 
     def time(self, cell: Cell, rounds: int, rates: sharded.Rates) -> list[dict[str, Any]]:
         """A row for each call of a cell."""
-        whole = inputs(self.shapes, cell.seqlen, self.device)
-        calls = {"one": lambda: passes(on_one(cell.mask), *whole)}
+        whole = inputs(self.shapes, cell, self.device)
+        one_device = on_one(cell, self.device)
+        calls = {"one": lambda: passes(one_device, *whole)}
         calls |= {
             call: sharded_passes(call, cell, self.mesh, whole)
             for call in cell.calls
@@ -210,7 +201,7 @@ class Run:
             row |= {"one_ms": round(1e3 * one, 3), "ms": round(1e3 * statistics.median(taken), 3)}
             row |= {"least_ms": round(1e3 * min(taken), 3), "most_ms": round(1e3 * max(taken), 3)}
             row["efficiency"] = round(one / statistics.median(taken) / ranks, 3)
-            row |= self.predicted(cell, call, rates)
+            row |= self.predicted(cell, call, rates) | rounded(rates)
             self.say(*row.values())
             rows.append(row)
         return rows
@@ -219,7 +210,7 @@ class Run:
         """The scheme of a call, and its predicted time."""
         if call in PEERS:
             return {"scheme": "", "predicted_ms": ""}
-        sizes = self.shapes._asdict() | {"layout": layout_of(cell.mask, self.mesh, cell.seqlen), "causal": False}
+        sizes = self.shapes._asdict() | {"layout": layout_of(cell, self.mesh), "causal": False}
         sizes |= MASKS[cell.mask] | ({"cu_seqlens": offsets(cell.seqlen)} if cell.mask == "packed" else {})
         names = ["ring", "gather", "ulysses"] if call == "auto" else [call]
         ranks = (dist.get_world_size(),)
@@ -227,6 +218,17 @@ class Run:
         best = min(found, key=lambda x: x.seconds_forward + x.seconds_backward)
         milliseconds = 1e3 * (best.seconds_forward + best.seconds_backward)
         return {"scheme": best.scheme, "predicted_ms": round(milliseconds, 3)}
+
+
+def rounded(rates: sharded.Rates) -> dict[str, float]:
+    """Measured rates, from which a prediction can be repeated."""
+    return {
+        "forward_tflops": round(rates.flops_per_second / 1e12, 1),
+        "backward_tflops": round((rates.backward_flops_per_second or 0.0) / 1e12, 1),
+        "link_gbytes": round(rates.bytes_per_second[0] / 1e9, 1),
+        "copies_gbytes": round(rates.memory_bytes_per_second / 1e9, 1),
+        "latency_us": round(rates.seconds_per_message * 1e6, 1),
+    }
 
 
 def cells_of(sweep: dict[str, Any], lengths: list[int], chosen: list[str]) -> list[Cell]:

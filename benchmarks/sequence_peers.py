@@ -92,8 +92,7 @@ def block_call(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Call:
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     call = block_call(q, k, v, causal=causal)
-    operators = operators_of(call)
-    return operators.forward(*operators.arguments(call))  # type: ignore[no-any-return]
+    return operators_of(call).attend(call)
 
 
 def block_backward(

@@ -6,18 +6,26 @@ PROVIDERS = ("flashtile", "triton", "efficient", "cudnn")
 
 
 def distributed() -> str:
-    """A row for each mask and length: one GPU's time, and each scheme's time and efficiency."""
+    """A row for each mask and length: one GPU's time, and each call's time and efficiency."""
     found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in rows("h200-distributed.csv"):
-        found.setdefault((row["mask"], row["seqlen"]), {})[row["scheme"]] = row
-    schemes = ("ring", "gather", "ulysses")
-    header = ("mask", "tokens", "one GPU", *schemes, "predicted for the ring")
+        found.setdefault((row["mask"], row["seqlen"]), {})[row["call"]] = row
+    calls = {"ring": "ring", "gather": "gather", "ulysses": "ulysses"}
+    calls |= {"zigzag ring": "ring-flash-attention's zigzag ring", "torch": "PyTorch's `context_parallel`"}
+    header = ("mask", "tokens", "one GPU", "`auto`", "predicted", *calls.values())
     body = []
     for (mask, seqlen), cells in found.items():
-        of_schemes = [f"{float(cells[x]['ms']):.1f} ({float(cells[x]['efficiency']):.2f})" for x in schemes]
-        one, predicted = (f"{float(cells['ring'][x]):.1f}" for x in ("one_ms", "predicted_ms"))
-        body.append([mask, f"{int(seqlen) // 1024}k", one, *of_schemes, predicted])
+        auto = cells["auto"]
+        others = [efficiency(cells[x]) if x in cells else "" for x in calls]
+        predicted = f"{float(auto['predicted_ms']):.1f}"
+        taken = f"{efficiency(auto)}, {auto['scheme']}"
+        body.append([mask, f"{int(seqlen) // 1024}k", f"{float(auto['one_ms']):.1f}", taken, predicted, *others])
     return markdown(header, body)
+
+
+def efficiency(row: dict[str, str]) -> str:
+    """Milliseconds and the efficiency of two GPUs."""
+    return f"{float(row['ms']):.1f} ({float(row['efficiency']):.2f})"
 
 
 def compilers() -> str:

@@ -56,7 +56,7 @@ def raised_in_backward(rank: int) -> None:
         with pytest.raises(ValueError, match="on purpose"):
             out.sum().backward()
         return  # and the process ends
-    with pytest.raises(ExchangeError, match=r"rank 0 of 2 .* waiting for keys, values or their gradients"):
+    with pytest.raises(ExchangeError, match=r"rank 0 of 2 .* waiting for keys, rows or their gradients"):
         out.sum().backward()
 
 
@@ -70,6 +70,6 @@ def too_late(rank: int) -> None:
         time.sleep(2 * SECONDS)
         return
     start = time.monotonic()
-    with pytest.raises(ExchangeError, match=r"rank 0 of 2 .* keys, values or their gradients"):
+    with pytest.raises(ExchangeError, match=r"rank 0 of 2 .* keys, rows or their gradients"):
         call("gather")
     assert time.monotonic() - start < 2 * SECONDS

@@ -174,8 +174,7 @@ def count_bytes(mesh: DeviceMesh, layout: str, arguments: dict[str, Any]) -> Non
     rows = 8
     q, k = (torch.randn(1, heads, rows, D, requires_grad=True) for heads in (2 * mesh.size(), 2))
     with pytest.MonkeyPatch.context() as patch:
-        transferred = count(Group.transfer, lambda group, sends, _: sum(x.nbytes for x, _ in sends))
-        patch.setattr(Group, "transfer", transferred)
+        patch.setattr(Group, "pass_on", count(Group.pass_on, lambda group, sent, *_: sent.nbytes))
         patch.setattr(Group, "exchange", count(Group.exchange, others))
         explanation = explain(q, k, k, mesh=mesh, layout=layout, **arguments)
         for prediction in explanation.simulations:

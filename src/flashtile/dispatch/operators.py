@@ -94,6 +94,12 @@ class Operators:
         tensors = {name: values.pop(name) for name in Tensors._fields if name in values}
         return Call(Tensors(**tensors), Settings(**values))
 
+    def attend(self, call: Call) -> tuple[Tensor, Tensor]:
+        """`out` and `lse`, without a derivative. Plain eager calls bypass the dispatcher."""
+        if not torch.compiler.is_compiling() and is_plain_eager(*call.tensors.flat()):
+            return run_forward(call)
+        return self.forward(*self.arguments(call))  # type: ignore[no-any-return]
+
     def differentiate(
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Call
     ) -> Sequence[Tensor | None]:

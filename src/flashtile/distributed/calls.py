@@ -116,7 +116,7 @@ def layouts_of(
     return layouts[0], layouts[1]
 
 
-def run(ready: Prepared, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+def run(ready: Prepared, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of this rank's rows: exchange rows for heads within the inner group, attend over the keys of the
     outer group, and exchange back.
     """

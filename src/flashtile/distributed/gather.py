@@ -15,7 +15,7 @@ from torch import Tensor
 from ..call.call import Tensors
 from ..call.problem import accumulation_dtype
 from . import parts, passes
-from .group import Group, Transfer
+from .group import Exchange, Group
 from .layout import Placement
 from .parts import Whole
 from .passes import Saved, Sums
@@ -39,100 +39,77 @@ def chunks_of(heads: int, kv_heads: int, rows: Placement, keys: Placement, neede
 class Gathered:
     """The keys and values that a rank's rows see, by chunks of key heads, and the way home of their gradients.
 
-    Keys travel as `[rows, B, heads, D + Dv]`, in which the rows of a rank are contiguous.
+    What a rank sends to another one is a block `[B, heads, rows, D + Dv]` of keys and values, or of their gradients.
     """
 
     def __init__(self, tensors: Tensors, whole: Whole, group: Group):
-        self.tensors, self.group, self.places = tensors, group, Places(whole)
-        self.needed = self.places.needed
+        self.k, self.v, self.group, self.keys = tensors.k, tensors.v, group, whole.keys
+        self.needed, self.once = needed_keys(whole.settings.window, whole.documents, whole.rows, whole.keys.length)
         self.chunks = chunks_of(tensors.q.shape[1], tensors.k.shape[1], whole.rows, whole.keys, self.needed)
-        self.head_dim, self.head_dim_v = tensors.k.shape[3], tensors.v.shape[3]
         # Of gradients. Where a rank has one of each key, it is not rounded again.
-        self.dtype = tensors.k.dtype if self.places.once else accumulation_dtype(tensors.k.dtype)
+        self.dtype = tensors.k.dtype if self.once else accumulation_dtype(tensors.k.dtype)
 
     def __iter__(self) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """Each chunk's key heads with its keys and values, `[B, heads, rows, D]` and `[B, heads, rows, Dv]`."""
         arriving = self.begin(self.chunks[0])
         for n, heads in enumerate(self.chunks):
-            transfer, gathered = arriving
+            present = arriving
             if n + 1 < len(self.chunks):
                 arriving = self.begin(self.chunks[n + 1])
-            transfer.wait()
-            yield heads, dict(zip(("k", "v"), self.split(gathered), strict=True))
+            yield heads, self.end(heads, present)
 
-    def split(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the keys and values in a buffer."""
-        k, v = buffer.permute(1, 2, 0, 3).split([self.head_dim, self.head_dim_v], dim=3)
-        return k, v
+    def places(self, owner: int, rank: int) -> list[tuple[slice, slice]]:
+        """The rows that an owner's tensors and the keys that a rank gathers share, by their places in both."""
+        return self.keys.shared(owner, self.needed, rank)
 
-    def packed(self, k: Tensor, v: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+    def block(self, k: Tensor, v: Tensor, rows: list[slice]) -> Tensor:
         """Some rows of keys and values, or of their gradients, as they travel."""
-        buffer = self.new(k, rows.stop - rows.start, dtype)
-        self.pack(buffer, k, v, rows)
-        return buffer
+        k, v = (join([x[:, :, r] for r in rows], 2) if rows else x[:, :, :0] for x in (k, v))
+        return torch.cat([k, v], dim=3)
 
-    def pack(self, buffer: Tensor, k: Tensor, v: Tensor, rows: slice) -> None:
-        for view, x in zip(self.split(buffer), (k, v), strict=True):
-            view.copy_(x[:, :, rows])
+    def shape(self, like: Tensor, rows: list[slice]) -> tuple[int, ...]:
+        return (*like.shape[:2], sum(r.stop - r.start for r in rows), self.k.shape[3] + self.v.shape[3])
 
-    def new(self, like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-        return like.new_empty(rows, *like.shape[:2], self.head_dim + self.head_dim_v, dtype=dtype)
+    def begin(self, heads: slice) -> Exchange:
+        """Begin to gather a chunk."""
+        k, v, rank, ranks = self.k[:, heads], self.v[:, heads], self.group.rank, range(self.group.size)
+        leaving = [[here for here, _ in self.places(rank, other)] if other != rank else [] for other in ranks]
+        arriving = [[here for here, _ in self.places(other, rank)] if other != rank else [] for other in ranks]
+        return self.group.exchange(
+            [self.block(k, v, rows) for rows in leaving], [self.shape(k, rows) for rows in arriving]
+        )
+
+    def end(self, heads: slice, exchange: Exchange) -> dict[str, Tensor]:
+        """All keys and values of a chunk, in their order."""
+        found: list[tuple[int, Tensor, Tensor]] = []
+        for owner, block in enumerate(exchange.wait()):
+            first = 0
+            for here, there in self.places(owner, self.group.rank):
+                if owner == self.group.rank:
+                    k, v = self.k[:, heads, here], self.v[:, heads, here]
+                else:
+                    rows = block[:, :, first : first + here.stop - here.start]
+                    k, v = rows.split([self.k.shape[3], self.v.shape[3]], dim=3)
+                    first += here.stop - here.start
+                found.append((there.start, k, v))
+        found.sort(key=lambda piece: piece[0])
+        if not found:
+            return {"k": self.k[:, heads, :0], "v": self.v[:, heads, :0]}
+        return {"k": join([k for _, k, _ in found], 2), "v": join([v for _, _, v in found], 2)}
 
     def sum_like(self, x: Tensor) -> RowSum:
         """A sum over parts of the gradients of gathered keys or values."""
         return RowSum(x.shape[2], partial(x.new_empty, x.shape, dtype=self.dtype))
 
-    def begin(self, heads: slice) -> tuple[Transfer, Tensor]:
-        """Begin to gather a chunk."""
-        k, v, rank = self.tensors.k[:, heads], self.tensors.v[:, heads], self.group.rank
-        gathered = self.new(k, self.needed.rows(rank), k.dtype)
-        leaving = [(other, rows) for other, rows, _ in self.places.of_others(self.group, owner=rank)]
-        first = min((rows.start for _, rows in leaving), default=0)
-        sent = self.packed(k, v, slice(first, max((rows.stop for _, rows in leaving), default=0)), k.dtype)
-        sends = [(sent[rows.start - first : rows.stop - first], other) for other, rows in leaving]
-        receives = [(gathered[rows], other) for other, _, rows in self.places.of_others(self.group, rank=rank)]
-        transfer = self.group.transfer(sends, receives)
-        for here, there in self.places.shared(rank, rank):  # while the others travel
-            self.pack(gathered[there], k, v, here)
-        return transfer, gathered
-
     def return_gradients(self, heads: slice, dk: Tensor, dv: Tensor) -> "Returned":
         """Begin to send the gradients of a chunk's keys to their owners; those of this rank's keys arrive."""
-        rank, receives = self.group.rank, []
-        terms: list[tuple[slice, tuple[Tensor, Tensor]]] = []
-        others = self.places.of_others(self.group, rank=rank)
-        sends = [(self.packed(dk, dv, rows, self.dtype), other) for other, _, rows in others]
-        for other in range(self.group.size):
-            for here, there in self.places.shared(rank, other):
-                if other == rank:
-                    terms.append((here, (dk[:, :, there], dv[:, :, there])))
-                else:
-                    buffer = self.new(dk, here.stop - here.start, self.dtype)
-                    receives.append((buffer, other))
-                    terms.append((here, self.split(buffer)))
-        transfer = self.group.transfer(sends, receives)
-        return Returned(transfer, self.tensors.k[:, heads], self.tensors.v[:, heads], terms)
-
-
-class Places:
-    """Which keys travel from an owner to a rank, by their places in the tensors of both."""
-
-    def __init__(self, whole: Whole):
-        self.keys = whole.keys
-        self.needed, self.once = needed_keys(whole.settings.window, whole.documents, whole.rows, whole.keys.length)
-
-    def shared(self, owner: int, rank: int) -> list[tuple[slice, slice]]:
-        """Rows in the owner's tensors, and among those that the rank gathers."""
-        return self.keys.shared(owner, self.needed, rank)
-
-    def of_others(
-        self, group: Group, *, owner: int | None = None, rank: int | None = None
-    ) -> Iterator[tuple[int, slice, slice]]:
-        """The other ranks in the place of the one that is not given, with `shared`."""
-        for other in range(group.size):
-            if other != group.rank:
-                for here, there in self.shared(other if owner is None else owner, other if rank is None else rank):
-                    yield other, here, there
+        rank, ranks, dtype = self.group.rank, range(self.group.size), self.dtype
+        leaving = [[there for _, there in self.places(other, rank)] if other != rank else [] for other in ranks]
+        arriving = [[here for here, _ in self.places(rank, other)] if other != rank else [] for other in ranks]
+        blocks = [self.block(dk, dv, rows).to(dtype) for rows in leaving]
+        exchange = self.group.exchange(blocks, [self.shape(dk, rows) for rows in arriving])
+        own = [(here, dk[:, :, there], dv[:, :, there]) for here, there in self.places(rank, rank)]
+        return Returned(exchange, self.k[:, heads], self.v[:, heads], arriving, rank, own)
 
 
 class Returned:
@@ -140,26 +117,43 @@ class Returned:
 
     Args:
         k, v: those keys and values.
-        terms: rows, and what a rank has for their keys and values.
+        arriving: the rows of each rank's block.
+        rank: this rank.
+        own: this rank's gradients, and their rows.
     """
 
-    def __init__(self, transfer: Transfer, k: Tensor, v: Tensor, terms: list[tuple[slice, tuple[Tensor, Tensor]]]):
-        self.transfer, self.k, self.v, self.terms = transfer, k, v, terms
+    def __init__(
+        self,
+        exchange: Exchange,
+        k: Tensor,
+        v: Tensor,
+        arriving: list[list[slice]],
+        rank: int,
+        own: list[tuple[slice, Tensor, Tensor]],
+    ):
+        self.exchange, self.k, self.v, self.arriving, self.rank, self.own = exchange, k, v, arriving, rank, own
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """The gradients of keys and of values, in their dtype."""
-        self.transfer.wait()
-        dk = sum_of_terms(self.k.shape, [(rows, of_k) for rows, (of_k, _) in self.terms], self.k)
-        dv = sum_of_terms(self.v.shape, [(rows, of_v) for rows, (_, of_v) in self.terms], self.v)
+        """The gradients of keys and of values, in their dtype: sums in the order of ranks."""
+        terms: list[tuple[slice, Tensor, Tensor]] = []
+        for other, (block, rows) in enumerate(zip(self.exchange.wait(), self.arriving, strict=True)):
+            terms += self.own if other == self.rank else []
+            k, v = block.split([self.k.shape[3], self.v.shape[3]], dim=3)
+            first = 0
+            for here in rows:
+                there = slice(first, first + here.stop - here.start)
+                terms.append((here, k[:, :, there], v[:, :, there]))
+                first = there.stop
+        dk = sum_of_terms(self.k.shape, [(rows, of_k) for rows, of_k, _ in terms], self.k)
+        dv = sum_of_terms(self.v.shape, [(rows, of_v) for rows, _, of_v in terms], self.v)
         return dk, dv
 
 
-def of_heads(whole: Whole, gathered: Gathered, kv_heads: slice) -> tuple[Whole, slice]:
+def of_heads(whole: Whole, tensors: Tensors, gathered: Gathered, kv_heads: slice) -> tuple[Whole, slice]:
     """The call of some key heads in which this rank is the owner of all gathered keys, and its query heads."""
-    t = gathered.tensors
-    group_size = t.q.shape[1] // t.k.shape[1]
+    group_size = tensors.q.shape[1] // tensors.k.shape[1]
     heads = slice(kv_heads.start * group_size, kv_heads.stop * group_size)
-    settings = parts.settings_of_heads(whole.settings, heads.start, t.q.shape[1])
+    settings = parts.settings_of_heads(whole.settings, heads.start, tensors.q.shape[1])
     return whole._replace(settings=settings, keys=gathered.needed), heads
 
 
@@ -168,12 +162,12 @@ def forward(whole: Whole, tensors: Tensors, group: Group) -> tuple[Tensor, Tenso
     found: list[tuple[Tensor, Tensor]] = []
     gathered = Gathered(tensors, whole, group)
     for kv_heads, kv in gathered:
-        chunk, heads = of_heads(whole, gathered, kv_heads)
+        chunk, heads = of_heads(whole, tensors, gathered, kv_heads)
         inputs = parts.heads_of(tensors, heads)._replace(**kv)
         results = RowResults(inputs.q, inputs.v.shape[3], once=True)
         passes.forward(chunk, inputs, (group.rank, group.rank), results)
         found.append(results.result())
-    return join_heads([out for out, _ in found]), join_heads([lse for _, lse in found])
+    return join([out for out, _ in found], 1), join([lse for _, lse in found], 1)
 
 
 def backward(
@@ -185,7 +179,7 @@ def backward(
     of_keys: list[tuple[Tensor, Tensor]] = []
     leaving: Returned | None = None
     for kv_heads, kv in gathered:
-        chunk, heads = of_heads(whole, gathered, kv_heads)
+        chunk, heads = of_heads(whole, tensors, gathered, kv_heads)
         inputs = parts.heads_of(tensors, heads)._replace(**kv)
         of_q = RowSum(inputs.q.shape[2], partial(torch.empty_like, inputs.q)) if needs[0] else None
         of_k, of_v = (
@@ -198,9 +192,9 @@ def backward(
         leaving = gathered.return_gradients(kv_heads, of_k.result(), of_v.result())
     assert leaving is not None
     of_keys.append(leaving.wait())
-    dq = join_heads(of_rows) if needs[0] else None
-    return dq, join_heads([x for x, _ in of_keys]), join_heads([x for _, x in of_keys])
+    dq = join(of_rows, 1) if needs[0] else None
+    return dq, join([x for x, _ in of_keys], 1), join([x for _, x in of_keys], 1)
 
 
-def join_heads(chunks: list[Tensor]) -> Tensor:
-    return torch.cat(chunks, dim=1) if len(chunks) > 1 else chunks[0]
+def join(pieces: list[Tensor], dim: int) -> Tensor:
+    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,7 @@ EXAMPLE = 'flashtile.distributed.attention(q, k, v, mesh=init_device_mesh("cuda"
 # The name until PyTorch 2.13, which warns of it.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-GATHERED, EXCHANGED = "tensors of all ranks", "an exchange of rows for heads"
-TRANSFERRED = "keys, values or their gradients"
-
-
-CONNECTED: "WeakSet[dist.ProcessGroup]" = WeakSet()
+GATHERED, EXCHANGED = "tensors of all ranks", "keys, rows or their gradients"
 
 
 class ExchangeError(RuntimeError):
@@ -37,13 +32,6 @@ class Group(NamedTuple):
     def global_rank(self, rank: int) -> int:
         assert self.handle is not None
         return dist.get_global_rank(self.handle, rank % self.size)
-
-    def connect(self, device: torch.device) -> None:
-        """Exchange something among all ranks. NCCL connects them then, and some may have nothing to transfer."""
-        if self.handle is not None and device.type == "cuda" and self.handle not in CONNECTED:
-            CONNECTED.add(self.handle)
-            with self.exchanging(GATHERED):
-                dist.all_reduce(torch.zeros(1, device=device), group=self.handle)
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
@@ -77,18 +65,6 @@ class Group(NamedTuple):
             work = all_gather(whole.flatten(), x.flatten(), group=self.handle, async_op=True)
         return Gathering(self, whole, work)
 
-    def transfer(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> "Transfer":
-        """Begin to send contiguous tensors to ranks, and to receive others into uninitialized ones, in this order."""
-        ops = [
-            dist.P2POp(op, x, self.global_rank(rank), self.handle)
-            for op, pairs in ((dist.isend, sends), (dist.irecv, receives))
-            for x, rank in pairs
-            if x.numel() > 0
-        ]
-        with self.exchanging(TRANSFERRED):
-            work = dist.batch_isend_irecv(ops) if ops else []
-        return Transfer(self, [x for x, _ in sends], [x for x, _ in receives], work)
-
     def exchange(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> "Exchange":
         """Begin an all-to-all: element r of `sent` goes to rank r, from which a tensor of shape r arrives."""
         sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -96,13 +72,23 @@ class Group(NamedTuple):
             return Exchange(self, sent[0].reshape(-1), None, shapes, None)
         if sent[0].dtype == torch.bool:  # which collectives need not know
             return self.exchange([x.view(torch.uint8) for x in sent], shapes)._replace(dtype=torch.bool)
-        flat = torch.cat([x.reshape(-1) for x in sent])
+        present = [x.reshape(-1) for x in sent if x.numel() > 0] or [sent[0].reshape(-1)]
+        flat = torch.cat(present) if len(present) > 1 else present[0]
         received = flat.new_empty(sum(sizes))
         with self.exchanging(EXCHANGED):
             work = dist.all_to_all_single(
                 received, flat, sizes, [x.numel() for x in sent], group=self.handle, async_op=True
             )
         return Exchange(self, received, flat, shapes, work)
+
+    def pass_on(self, sent: Tensor, size: int, distance: int = 1) -> "Passing":
+        """Begin to pass a flat tensor on to a rank ahead, while one of `size` elements arrives from as far behind."""
+        sizes = [0] * self.size, [0] * self.size
+        sizes[0][(self.rank - distance) % self.size], sizes[1][(self.rank + distance) % self.size] = size, sent.numel()
+        received = sent.new_empty(size)
+        with self.exchanging(EXCHANGED):
+            work = dist.all_to_all_single(received, sent, *sizes, group=self.handle, async_op=True)
+        return Passing(self, received, sent, work)
 
 
 class Gathering(NamedTuple):
@@ -119,18 +105,17 @@ class Gathering(NamedTuple):
         return self.whole
 
 
-class Transfer(NamedTuple):
-    """Transfers between single ranks under way."""
+class Passing(NamedTuple):
+    """A tensor on its way to another rank, and the one that arrives."""
 
     group: Group
-    sent: list[Tensor]  # alive until the transfers end
-    received: list[Tensor]
-    works: list[Any]
+    received: Tensor
+    sent: Tensor  # alive until the exchange ends
+    work: Any
 
-    def wait(self) -> list[Tensor]:
-        with self.group.exchanging(TRANSFERRED):
-            for work in self.works:
-                work.wait()
+    def wait(self) -> Tensor:
+        with self.group.exchanging(EXCHANGED):
+            self.work.wait()
         return self.received
 
 

@@ -17,18 +17,14 @@ def forward(whole: Whole, tensors: Tensors, ranks: tuple[int, int], results: Row
     """Merge the attention of a rank's rows over an owner's keys, which `tensors` has, into `results`."""
     packed = packed_parts(whole, *ranks)
     if packed is not None:
-        out, lse = run_forward(packed.call(tensors))
+        call = packed.call(tensors)
+        out, lse = operators_of(call).attend(call)
         for run in packed.rows:
             results.merge(run.here, dense(out, run), lse[None, :, run.there])
         return
     for part in parts(whole, *ranks):
-        results.merge(part.rows, *run_forward(Call(part.of(tensors), part.settings)))
-
-
-def run_forward(call: Call) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a call."""
-    operators = operators_of(call)
-    return operators.forward(*operators.arguments(call))  # type: ignore[no-any-return]
+        call = Call(part.of(tensors), part.settings)
+        results.merge(part.rows, *operators_of(call).attend(call))
 
 
 class Saved(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..call.call import Tensors
 from ..call.problem import accumulation_dtype
 from . import parts, passes
-from .group import Group, Transfer
+from .group import Group
 from .parts import Whole
 from .passes import Saved, Sums
 from .sums import RowResults, RowSum
@@ -29,9 +29,12 @@ class Travelers:
 
     def buffer(self, step: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized buffer for what is here at a step."""
-        rows = self.keys.rows(self.owner(step))
+        return self.k.new_empty(self.size(step), dtype=dtype)
+
+    def size(self, step: int) -> int:
+        """The elements of what is here at a step."""
         batch, heads = self.k.shape[:2]
-        return self.k.new_empty(batch * heads * rows * (self.k.shape[3] + self.v.shape[3]), dtype=dtype)
+        return batch * heads * self.keys.rows(self.owner(step)) * (self.k.shape[3] + self.v.shape[3])
 
     def split(self, buffer: Tensor, step: int) -> dict[str, Tensor]:
         """Keys and values in a buffer, as views."""
@@ -46,12 +49,6 @@ def flat(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
-def pass_on(group: Group, sent: Tensor, received: Tensor, distance: int = 1) -> Transfer:
-    """Begin to pass a buffer on to a rank ahead while another one arrives from as far behind."""
-    ahead, behind = ((group.rank + n) % group.size for n in (distance, -distance))
-    return group.transfer([(sent, ahead)], [(received, behind)])
-
-
 def forward(whole: Whole, tensors: Tensors, group: Group) -> tuple[Tensor, Tensor]:
     """`out` in the accumulation dtype, or in q's after one part, and `lse`: this rank's rows over all ranks' keys."""
     k, v, steps = tensors.k, tensors.v, parts.steps_of(whole, group.size)
@@ -63,11 +60,11 @@ def forward(whole: Whole, tensors: Tensors, group: Group) -> tuple[Tensor, Tenso
     here = flat(k, v)
     for step in range(steps):
         last = step == steps - 1
-        transfer = None if last else pass_on(group, here, travelers.buffer(step + 1, k.dtype))
+        transfer = None if last else group.pass_on(here, travelers.size(step + 1))
         kv = travelers.split(here, step)
         passes.forward(whole, tensors._replace(**kv), (group.rank, travelers.owner(step)), results)
         if transfer is not None:
-            (here,) = transfer.wait()
+            here = transfer.wait()
     return results.result()
 
 
@@ -86,7 +83,7 @@ def backward(
     mine = here
     for step in range(steps):
         last = step == steps - 1
-        transfer = None if last else pass_on(group, here, travelers.buffer(step + 1, k.dtype))
+        transfer = None if last else group.pass_on(here, travelers.size(step + 1))
         mine = travelers.buffer(step, dtype)
         kv, totals = travelers.split(here, step), travelers.split(mine, step)
         dk, dv = (RowSum(x.shape[2], partial(Tensor.detach, x)) for x in totals.values())
@@ -95,11 +92,11 @@ def backward(
         dk.written()
         dv.written()
         if transfer is not None:
-            (here,) = transfer.wait()
+            here = transfer.wait()
         if arriving is not None:  # the ranks before have added theirs
-            mine += arriving.wait()[0]
+            mine += arriving.wait()
         if not last:
-            arriving = pass_on(group, mine, travelers.buffer(step + 1, dtype))
-    (mine,) = pass_on(group, mine, travelers.buffer(0, dtype), 1 - steps).wait()  # home, to the owner of these keys
+            arriving = group.pass_on(mine, travelers.size(step + 1))
+    mine = group.pass_on(mine, travelers.size(0), 1 - steps).wait()  # home, to the owner of these keys
     dkv = travelers.split(mine, 0)
     return None if dq is None else dq.result(), dkv["k"], dkv["v"]

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..backend.rates import fastest
+from ..backend.rates import fastest, memory
 from ..call import sharding
 from ..call.call import Call
 from ..errors import ArgumentError
+from ..iomodel import backward_flops, forward_flops
 from .group import EXAMPLE, Group, grid_of
 from .layout import Layout, Piece
-from .ring import pass_on
 from .simulate import RATES, Rates, Simulation, Workload, accepted_schemes, predict
 from .visible import Document
 from .work import Visible
@@ -77,31 +77,45 @@ def measure_rates(mesh: DeviceMesh, *, num_bytes: int = 2**26, dtype: torch.dtyp
     buffer, least = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (num_bytes, 8))
     latency = max(seconds_of_transfer(group, least) for group in groups)
     links = [num_bytes / max(seconds_of_transfer(group, buffer) - latency, 1e-9) for group in groups]
-    found = torch.tensor([attention_flops(device, dtype), -latency, *links], dtype=torch.float64)
-    slowest = torch.stack(grid.gather(found)).amin(dim=0).tolist()
-    MEASURED[mesh.device_type] = rates = Rates(slowest[0], tuple(slowest[2:]), -slowest[1])
-    return rates
+    rates = torch.tensor([*attention_rates(device, dtype), memory(device), -latency, *links], dtype=torch.float64)
+    forward, backward, copies, latency, *links = torch.stack(grid.gather(rates)).amin(dim=0).tolist()
+    MEASURED[mesh.device_type] = found = Rates(forward, tuple(links), -latency, backward, copies)
+    return found
 
 
 def seconds_of_transfer(group: Group, x: Tensor) -> float:
     """Seconds of passing a tensor on to the next rank while one arrives."""
     if group.size == 1:
         return 0.0
-    received = torch.empty_like(x)
 
     def transfer() -> None:
-        pass_on(group, x, received).wait()
+        group.pass_on(x, x.numel()).wait()
 
     transfer()
     return fastest(transfer, x.device, repeats=5)
 
 
-def attention_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of forward attention."""
+def attention_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """FLOP/s of forward and backward of causal attention, in a row of calls that is long enough for a steady clock."""
     from ..api.attention import attention
 
-    seqlen, heads = (512, 2) if device.type == "cpu" else (4096, 16)
-    q = torch.zeros(1, heads, seqlen, 128, dtype=dtype, device=device)
+    seqlen, heads, calls = (512, 2, 2) if device.type == "cpu" else (16384, 16, 8)
+    leaves = [torch.randn(1, heads, seqlen, 128, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+    pairs = heads * seqlen * (seqlen + 1) / 2
+
+    def forward() -> Tensor:
+        return attention(*leaves, causal=True)  # type: ignore[return-value]
+
     with sharding.inside(None):
-        attention(q, q, q)
-        return 4 * heads * seqlen**2 * 128 / fastest(lambda: attention(q, q, q), device, repeats=5)
+        out = forward()
+        dout = torch.randn_like(out)
+
+        def backward() -> None:
+            torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+        found = []
+        for run, flops in ((forward, forward_flops(1, 128, 128)), (backward, backward_flops(1, 128, 128))):
+            run()
+            seconds = fastest(lambda run=run: [run() for _ in range(calls)], device, repeats=2) / calls
+            found.append(pairs * flops / seconds)
+    return found[0], found[1]

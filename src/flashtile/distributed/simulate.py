@@ -1,6 +1,7 @@
 """A model of a sharded call's time: bytes over links, FLOPs over rates, and which of them overlap."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from .gather import chunks_of
 from .inputs import documents_of
 from .layout import Layout, Placement, layout_of_whole
 from .ulysses import times_repeated
-from .visible import needed_keys
+from .visible import BLOCK, needed_keys
 from .work import Visible
 
 EXAMPLE = 'flashtile.distributed.simulate("ring", (8,), rates=rates, seqlen=65536)'
@@ -28,11 +29,15 @@ class Rates(NamedTuple):
         flops_per_second: of attention on one rank.
         bytes_per_second: that a rank sends while it receives as many, along each dimension of a mesh.
         seconds_per_message: until the first byte arrives.
+        backward_flops_per_second: `None`, if they are those of forward.
+        memory_bytes_per_second: that copies and sums between kernels read and write.
     """
 
     flops_per_second: float
     bytes_per_second: tuple[float, ...]
     seconds_per_message: float
+    backward_flops_per_second: float | None = None
+    memory_bytes_per_second: float = math.inf
 
     def seconds(self, num_bytes: float, dim: int, messages: int = 1) -> float:
         """The time of a transfer along a dimension of the mesh; a rate holds for all dimensions that follow, too."""
@@ -108,7 +113,8 @@ def simulate(
     """Predict the work and time of a call over a mesh that need not exist.
 
     Steps of the ring and chunks of gathered keys overlap their transfers with the computation of the one before, and
-    each waits for the slowest rank; exchanges of heads overlap with nothing. Kernels run at one rate.
+    each waits for the slowest rank; exchanges of heads overlap with nothing, and neither do copies and sums. Kernels
+    run at one rate, on whole tiles.
 
     Example:
         >>> rates = flashtile.distributed.Rates(5e14, (4.5e11,), 1e-5)
@@ -150,62 +156,85 @@ def accepted_schemes(mesh: tuple[int, ...], heads: int) -> list[str]:
 def predict(scheme: str, mesh: tuple[int, ...], work: Workload, rates: Rates) -> Simulation:
     """The prediction for a workload."""
     inner = mesh[-1] if "ulysses" in scheme else 1
-    rows, keys = Placement.of(work.rows, inner), Placement.of(work.keys, inner)
-    pairs = work.visible.of_ranks(rows, keys) * (work.batch * work.heads / inner)
-    kv_heads = work.kv_heads * times_repeated(work.kv_heads, inner) // inner
-    shard = work.batch * kv_heads * max(map(keys.rows, range(len(keys.by_rank)))) * (work.head_dim + work.head_dim_v)
-    needed, once = needed_keys(*work.visible[:2], rows, keys.length)
-    sent = sent_keys(keys, needed) * (work.batch * kv_heads * (work.head_dim + work.head_dim_v))
+    over_keys = Keys(work, inner)
+    forward = forward_flops(1, work.head_dim, work.head_dim_v), rates.flops_per_second
+    backward = backward_flops(1, work.head_dim, work.head_dim_v), rates.backward_flops_per_second or forward[1]
     passes = []
-    for flops_of in (forward_flops, backward_flops):
+    for is_backward, (flops, rate) in enumerate((forward, backward)):
         # FLOPs are proportional to pairs, so one pair tells those of the matrix.
-        seconds = pairs * (flops_of(1, work.head_dim, work.head_dim_v) / rates.flops_per_second)
-        itemsize = 0 if flops_of is forward_flops else max(work.itemsize, 4)  # of gradients that return
-        if scheme.startswith("gather"):
-            num_chunks = len(chunks_of(work.heads // inner, kv_heads, rows, keys, needed))
-            itemsize = work.itemsize if once and itemsize > 0 else itemsize
-            over_keys = gather_pass(seconds, sent * work.itemsize, sent.T * itemsize, num_chunks, rates)
-        else:
-            over_keys = ring_pass(seconds, shard * work.itemsize, shard * itemsize, rates)
-        over_heads = exchange(work, inner, rates, len(mesh) - 1, flops_of is forward_flops)
-        passes.append(Pass(*map(sum, zip(over_keys, over_heads, strict=True))))
-    flops = float(pairs.sum(dim=1).max()) * forward_flops(1, work.head_dim, work.head_dim_v)
-    each = forward_flops(1, work.head_dim, work.head_dim_v) + backward_flops(1, work.head_dim, work.head_dim_v)
-    alone = float(pairs.sum()) * inner * each / rates.flops_per_second
+        seconds = over_keys.visited * (flops / rate)
+        one = gather_pass if scheme.startswith("gather") else ring_pass
+        of_keys = one(over_keys, seconds, rates, backward=bool(is_backward))
+        of_heads = exchange(work, inner, rates, len(mesh) - 1, with_lse=not is_backward)
+        passes.append(Pass(*map(sum, zip(of_keys, of_heads, strict=True))))
+    pairs = over_keys.visible
+    alone = float(pairs.sum()) * inner * sum(flops / rate for flops, rate in (forward, backward))
     total = passes[0].seconds + passes[1].seconds
     of_passes = [x for pair in zip(*passes, strict=True) for x in pair]
+    flops = float(pairs.sum(dim=1).max()) * forward[0]
     return Simulation(scheme, flops, *of_passes, speedup=alone / total if total > 0 else 1.0)
 
 
-def ring_pass(seconds: Tensor, shard: float, returned: float, rates: Rates) -> Pass:
+class Keys:
+    """The parts of a call that keys travel for: pairs by ranks and owners, and elements of a rank's tensors.
+
+    Args:
+        work: the call.
+        inner: ranks among which its heads are divided.
+    """
+
+    def __init__(self, work: Workload, inner: int):
+        self.rows, self.keys = Placement.of(work.rows, inner), Placement.of(work.keys, inner)
+        heads, width = work.heads // inner, work.head_dim + work.head_dim_v
+        self.kv_heads = work.kv_heads * times_repeated(work.kv_heads, inner) // inner
+        of_head = work.batch * work.heads / inner
+        self.visible = work.visible.of_ranks(self.rows, self.keys) * of_head
+        self.visited = work.visible.of_ranks(self.rows, self.keys, BLOCK) * of_head  # with what tiles hide
+        self.needed, self.once = needed_keys(*work.visible[:2], self.rows, self.keys.length)
+        self.itemsize, self.summed = work.itemsize, max(work.itemsize, 4)  # bytes, of inputs and of sums
+        self.returned = self.itemsize if self.once else self.summed  # of gathered keys' gradients
+        each = work.batch * self.kv_heads * width
+        self.sent = sent_keys(self.keys, self.needed) * each  # [owners, ranks]
+        self.num_own, self.num_needed = (each * most(x) for x in (self.keys, self.needed))
+        self.num_q, self.num_out = (work.batch * heads * most(self.rows) * n for n in (work.head_dim, work.head_dim_v))
+        self.one_piece = all(len(pieces) < 2 for pieces in self.rows.by_rank)
+        self.chunks = len(chunks_of(heads, self.kv_heads, self.rows, self.keys, self.needed))
+
+
+def ring_pass(call: Keys, seconds: Tensor, rates: Rates, *, backward: bool) -> Pass:
     """Each step computes while the next keys arrive; the last one's gradients go home on their own.
 
     Args:
+        call: the parts.
         seconds: `[ranks, owners]` of computation.
-        shard: bytes of a rank's keys and values.
-        returned: bytes of their gradients.
+        rates: those of a rank and of its links.
+        backward: whether gradients travel.
     """
-    ranks = len(seconds)
+    ranks, shard = len(seconds), call.num_own * call.itemsize
+    returned = call.num_own * call.summed * backward
     of_rank = torch.arange(ranks)
-    steps = [float(seconds[of_rank, (of_rank - step) % ranks].max()) for step in range(ranks)]
-    while len(steps) > 1 and steps[-1] == 0:
-        steps.pop()
+    owners = [(of_rank - step) % ranks for step in range(ranks)]
+    needed = [step for step in range(ranks) if float(call.visible[of_rank, owners[step]].max()) > 0]
+    steps = [float(seconds[of_rank, owners[step]].max()) for step in range(1 + max(needed, default=0))]
+    transfers = len(steps) - 1
     moved = rates.seconds(shard + returned, 0)
     total = sum(max(step, moved) for step in steps[:-1]) + steps[-1]
-    transfers = len(steps) - 1
-    home = returned * (transfers > 0)
-    return Pass(transfers * (shard + returned) + home, total + rates.seconds(home, 0))
+    home, once, summed = returned * (transfers > 0), call.itemsize, call.summed
+    copied = 0.0
+    if transfers > 0 and backward:
+        copied = call.num_q * (2 * (once + summed) + transfers * (once + 2 * summed))
+        copied += call.num_own * (2 * once + len(steps) * (once + summed) + transfers * 3 * summed)
+    elif transfers > 0:  # later parts are merged in two operations
+        copied = call.num_out * (2 * (once + summed) + transfers * (once + 4 * summed)) + call.num_own * 2 * once
+    total += rates.seconds(home, 0) + copied / rates.memory_bytes_per_second
+    return Pass(transfers * (shard + returned) + home, total)
 
 
-def gather_pass(seconds: Tensor, arriving: Tensor, leaving: Tensor, chunks: int, rates: Rates) -> Pass:
-    """Each chunk of heads computes while the next one arrives and the gradients of the one before leave.
-
-    Args:
-        seconds: `[ranks, owners]` of computation.
-        arriving: `[owners, ranks]` bytes of keys and values.
-        leaving: `[ranks, owners]` bytes of their gradients.
-        chunks: of key heads.
+def gather_pass(call: Keys, seconds: Tensor, rates: Rates, *, backward: bool) -> Pass:
+    """Each chunk of heads computes while the next one arrives and the gradients of the one before leave; the arguments
+    are those of `ring_pass`.
     """
+    chunks, arriving, leaving = call.chunks, call.sent * call.itemsize, call.sent.T * call.returned * backward
 
     def transfer(sent: Tensor) -> float:
         """The time of the busiest rank, which sends and receives at once."""
@@ -214,7 +243,19 @@ def gather_pass(seconds: Tensor, arriving: Tensor, leaving: Tensor, chunks: int,
     computed = float(seconds.sum(dim=1).max()) / chunks
     first, last = transfer(arriving), transfer(leaving)
     overlapped = sum(max(computed, first * (n + 1 < chunks) + last * (n > 0)) for n in range(chunks))
-    return Pass(float((arriving + leaving).sum(dim=1).max()), first + overlapped + last)
+    busiest = float(call.sent.sum(dim=1).max())
+    copied = 2 * call.itemsize * (busiest + call.num_needed * (busiest > 0))
+    copied += 0 if call.one_piece else 2 * call.itemsize * (call.num_q if backward else call.num_out)
+    if backward and busiest > 0:
+        copied += 2 * call.returned * busiest + (2 * call.returned + call.itemsize) * call.num_own
+        copied += 0 if call.once else (call.itemsize + call.summed) * 2 * call.num_needed
+    total = first + overlapped + last + copied / rates.memory_bytes_per_second
+    return Pass(float((arriving + leaving).sum(dim=1).max()), total)
+
+
+def most(placement: Placement) -> int:
+    """The rows of the rank that has the most."""
+    return max(map(placement.rows, range(len(placement.by_rank))))
 
 
 def sent_keys(keys: Placement, needed: Placement) -> Tensor:
@@ -227,7 +268,7 @@ def sent_keys(keys: Placement, needed: Placement) -> Tensor:
     return torch.tensor(counts, dtype=torch.float64)
 
 
-def exchange(work: Workload, inner: int, rates: Rates, dim: int, with_lse: bool) -> Pass:
+def exchange(work: Workload, inner: int, rates: Rates, dim: int, *, with_lse: bool) -> Pass:
     """Rows for heads and back: q, k and v in, out and lse back; the same of gradients, short of that of lse."""
     if inner == 1:
         return Pass(0.0, 0.0)
@@ -235,5 +276,7 @@ def exchange(work: Workload, inner: int, rates: Rates, dim: int, with_lse: bool)
     rows, keys = work.rows.rows(0), work.keys.rows(0)
     elements = work.batch * width * (work.heads * rows + work.kv_heads * times * keys)
     of_lse = work.batch * work.heads * rows * max(work.itemsize, 4) * with_lse
-    sent = (elements * work.itemsize + of_lse) * (inner - 1) / inner
-    return Pass(sent, rates.seconds(sent, dim, messages=4 + with_lse))
+    exchanged = elements * work.itemsize + of_lse
+    sent = exchanged * (inner - 1) / inner
+    copied = 4 * exchanged  # blocks of ranks are put together, and taken apart
+    return Pass(sent, rates.seconds(sent, dim, messages=4 + with_lse) + copied / rates.memory_bytes_per_second)

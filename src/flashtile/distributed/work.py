@@ -66,10 +66,11 @@ class Visible(NamedTuple):
         lo, hi = self.keys_of(torch.arange(self.num_rows, dtype=torch.float64))
         return hi - lo
 
-    def of_ranks(self, rows: Placement, keys: Placement) -> Tensor:
+    def of_ranks(self, rows: Placement, keys: Placement, block: int = 1) -> Tensor:
         """The visible pairs of each rank's rows and each owner's keys, `[ranks, owners]` in float64.
 
-        Of long pieces, they are estimated from rows in equal distances.
+        Of long pieces, they are estimated from rows in equal distances. With `block`, a row's first and last key are
+        those of whole blocks of the sequence, as tiles have them; masks count by blocks anyway.
         """
         pairs = torch.zeros(len(rows.by_rank), len(keys.by_rank), dtype=torch.float64)
         for x in self.masks or ():
@@ -85,6 +86,8 @@ class Visible(NamedTuple):
                 count = min(piece.length, most)
                 at = piece.start + ((torch.arange(count, dtype=torch.float64) + 0.5) * piece.length / count).floor()
                 lo, hi = (x[:, None] for x in self.keys_of(at))
+                if block > 1:  # but of rows that see no key
+                    lo, hi = lo.div(block).floor() * block, hi.div(block).ceil().mul(block).where(hi > lo, lo)
                 seen = (torch.minimum(hi, stops) - torch.maximum(lo, starts)).clamp(min=0)
                 pairs[rank].index_add_(0, owners, seen.mean(dim=0) * piece.length)
         return pairs
