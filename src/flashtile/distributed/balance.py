@@ -8,7 +8,6 @@ import heapq
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,7 +20,7 @@ from .inputs import documents_of
 from .layout import Layout, Piece, joined
 from .mask_work import EXAMPLE, mask_blocks
 from .visible import BLOCK, Document
-from .work import Visible, imbalance
+from .work import Visible, imbalance, work_of
 
 CHUNKS = 1, 2, 4, 8, 16  # of a rank
 # Of twice as many chunks: what they have to take off the busiest rank's work over the mean. Each is a part of its own,
@@ -107,7 +106,6 @@ def visible_pairs(
 def divided(work: Tensor, ranks: int, chunk: int | None = None) -> Layout:
     """The layout of rows with some work: the most even one, after a price of each doubling of chunks."""
     length, found = len(work), []
-    before = torch.cat([work.new_zeros(1), work.cumsum(0)]).tolist()
     for doublings, each in enumerate(CHUNKS):
         if chunk is not None:
             chunks = [Piece(n, min(n + chunk, length)) for n in range(0, length, chunk)]
@@ -115,7 +113,7 @@ def divided(work: Tensor, ranks: int, chunk: int | None = None) -> Layout:
             break
         else:
             chunks = cut(length, ranks * each)
-        layout = Layout("balanced", length, ranks, assigned(chunks, before, ranks))
+        layout = Layout("balanced", length, ranks, assigned(chunks, work_of(work, chunks), ranks))
         share = imbalance(work, layout)
         found.append((share + doublings * PRICE, layout))
         if chunk is not None or share <= 1 + PRICE:
@@ -131,16 +129,15 @@ def cut(length: int, parts: int) -> list[Piece]:
     return [Piece(start, stop) for start, stop in pairwise(ends)]
 
 
-def assigned(chunks: list[Piece], before: list[float], ranks: int) -> tuple[tuple[Piece, ...], ...]:
+def assigned(chunks: list[Piece], work: list[float], ranks: int) -> tuple[tuple[Piece, ...], ...]:
     """The pieces of each rank: the chunk with the most work goes to the rank with the least that has room for it.
 
     Args:
         chunks: all pieces of the sequence, in their order.
-        before: the work of all rows before each.
+        work: that of each chunk.
         ranks: their numbers of chunks differ by one at most. Of several with as little work, the one takes a chunk that
             has the chunk before or after it, so that they join.
     """
-    work = [before[piece.stop] - before[piece.start] for piece in chunks]
     each, longer = divmod(len(chunks), ranks)  # so many ranks have one chunk more
     owned: list[set[int]] = [set() for _ in range(ranks)]
     heap = [(0.0, rank) for rank in range(ranks)]

@@ -1,5 +1,6 @@
 """The visible pairs of a call, by rows and by ranks: the work that a layout shares."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -118,11 +119,17 @@ def bounds(window: Window, rows: Tensor, diagonal: Tensor, num_keys: Tensor) -> 
     return lo, hi
 
 
+def work_of(work: Tensor, pieces: Sequence[Piece]) -> list[float]:
+    """The work of each piece, from that of each row."""
+    before = torch.cat([work.new_zeros(1), work.cumsum(0)])
+    starts, stops = torch.tensor([[p.start, max(p.start, p.stop)] for p in pieces], dtype=torch.int64).view(-1, 2).T
+    return (before[stops] - before[starts]).tolist()  # type: ignore[no-any-return]
+
+
 def imbalance(work: Tensor, layout: Layout) -> float:
     """The work of the busiest rank over the mean of all ranks. `work` is that of each row."""
-    before = [0.0, *work.cumsum(0).tolist()]
-    of_ranks = [
-        sum(before[p.stop] - before[p.start] for p in layout.pieces(rank) if p.length > 0)
-        for rank in range(layout.ranks)
-    ]
-    return max(of_ranks) * layout.ranks / before[-1] if before[-1] > 0 else 1.0
+    pieces = [(rank, piece) for rank in range(layout.ranks) for piece in layout.pieces(rank)]
+    of_ranks = [0.0] * layout.ranks
+    for (rank, _), n in zip(pieces, work_of(work, [piece for _, piece in pieces]), strict=True):
+        of_ranks[rank] += n
+    return max(of_ranks) * layout.ranks / sum(of_ranks) if sum(of_ranks) > 0 else 1.0
