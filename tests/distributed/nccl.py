@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import create_block_mask
 
 import flashtile
 from flashtile.distributed import attention, attention_varlen, balanced, shard, unshard
@@ -39,7 +40,7 @@ def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def results(mesh: DeviceMesh, rank: int) -> None:
     """Each scheme in each layout has the results of one GPU."""
-    flex = torch.nn.attention.flex_attention.create_block_mask(seen, 1, 1, LENGTH, LENGTH, device="cuda")
+    flex = create_block_mask(seen, 1, 1, LENGTH, LENGTH, device="cuda")
     calls: dict[str, dict[str, Any]] = {"causal": {"causal": True}, "prefix": {"mask": seen}, "lists": {"mask": flex}}
     tensors = whole()
     for name, arguments in calls.items():

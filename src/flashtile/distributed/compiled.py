@@ -5,8 +5,8 @@ the graph, and lengths: those of the whole sequence, or the offsets of packed se
 saved for backward, which exchanges rows for heads again where a scheme has done that.
 """
 
+import hashlib
 import operator
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,7 +113,8 @@ def remembered(mesh: Any, layout: Any, scheme: str, check: bool, is_packed: bool
         name = f"{mesh.device_type} {mesh.mesh.tolist()} {groups}"
     else:
         name = repr(mesh)
-    key = f"{zlib.crc32(repr((name, layout, scheme, check, is_packed, block_size, seqlens)).encode()):08x}"
+    constants = repr((name, layout, scheme, check, is_packed, block_size, seqlens))
+    key = hashlib.sha256(constants.encode()).hexdigest()[:16]
     if not isinstance(layout, str):
         kind, whole, ranks, pieces = layout
         layout = Layout(kind, whole, ranks, tuple(tuple(Piece(*piece) for piece in of_rank) for of_rank in pieces))

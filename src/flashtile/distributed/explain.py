@@ -11,9 +11,13 @@ from .calls import Placing, as_batch, lengths_of, prepared
 from .inputs import documents_of
 from .layout import Layout
 from .schemes import predictions, rates_of
-from .sharded import KEYWORDS
 from .simulate import Rates, Simulation
 from .work import imbalance
+
+KEYWORDS: dict[str, Any] = {
+    "causal": False, "window": None, "attention_chunk": None, "scale": None, "softcap": None, "score_mod": None,
+    "dropout_p": 0.0, "dropout_seed": None, "deterministic": None, "backend": "auto",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

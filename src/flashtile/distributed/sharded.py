@@ -13,12 +13,6 @@ from .calls import Placing, as_batch, lengths_of, prepared, run
 from .inputs import documents_of
 from .layout import Layout
 
-TENSORS = "q", "k", "v", "mask", "bias", "alibi_slopes", "sinks"
-KEYWORDS: dict[str, Any] = {
-    "causal": False, "window": None, "attention_chunk": None, "scale": None, "softcap": None, "score_mod": None,
-    "dropout_p": 0.0, "dropout_seed": None, "deterministic": None, "backend": "auto",
-}  # fmt: skip
-
 
 def attention(
     q: Tensor,
@@ -93,7 +87,12 @@ def attention(
         ExchangeError: in forward or backward, another rank has ended, raised, or not come within the timeout of the
             process group. NCCL ends the process instead.
     """
-    tensors, keywords = arguments_of(locals())
+    tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    keywords: dict[str, Any] = {  # `locals()` has no meaning in a trace of PyTorch 2.11
+        "causal": causal, "window": window, "attention_chunk": attention_chunk, "scale": scale, "softcap": softcap,
+        "score_mod": score_mod, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "deterministic": deterministic,
+        "backend": backend,
+    }  # fmt: skip
     placing = Placing(mesh, layout, scheme, length, check)
     if torch.compiler.is_compiling():
         out, lse = compiled.run(tensors, keywords, placing)
@@ -157,7 +156,12 @@ def attention_varlen(
         AttentionError: as `attention`.
         BackendError: as `attention`.
     """
-    tensors, keywords = arguments_of(locals())
+    tensors = {"q": q, "k": k, "v": v, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    keywords: dict[str, Any] = {
+        "causal": causal, "window": window, "attention_chunk": attention_chunk, "scale": scale, "softcap": softcap,
+        "score_mod": score_mod, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "deterministic": deterministic,
+        "backend": backend,
+    }  # fmt: skip
     tensors = as_batch(tensors)
     if torch.compiler.is_compiling():
         placing = Placing(mesh, layout, scheme, None, check)
@@ -166,6 +170,7 @@ def attention_varlen(
         documents = documents_of(cu_seqlens_q, cu_seqlens_k)
         placing = Placing(mesh, layout, scheme, lengths_of(documents), check)
         out, lse = run(prepared(tensors, keywords, placing, documents), mesh)
+<<<<<<< HEAD
     out = out.squeeze(0).transpose(0, 1)  # whose gradient is a view, unlike that of out[0]
     return (out, lse.squeeze(0)) if return_lse else out
 
@@ -173,3 +178,7 @@ def attention_varlen(
 def arguments_of(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors and the other keywords of a public function's call, which are among its `locals()`."""
     return {name: given[name] for name in TENSORS if name in given}, {name: given[name] for name in KEYWORDS}
+=======
+    out = out[0].transpose(0, 1)
+    return (out, lse[0]) if return_lse else out
+>>>>>>> d
