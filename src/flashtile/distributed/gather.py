@@ -39,7 +39,7 @@ def chunks_of(heads: int, kv_heads: int, rows: Placement, keys: Placement, neede
 class Gathered:
     """The keys and values that a rank's rows see, by chunks of key heads, and the way home of their gradients.
 
-    What a rank sends to another one is a block `[B, heads, rows, D + Dv]` of keys and values, or of their gradients.
+    What a rank sends to another one is a block of rows of keys and values, or of their gradients (`pack`).
     """
 
     def __init__(self, tensors: Tensors, whole: Whole, group: Group):
@@ -62,52 +62,41 @@ class Gathered:
         """The rows that an owner's tensors and the keys that a rank gathers share, by their places in both."""
         return self.keys.shared(owner, self.needed, rank)
 
-    def block(self, k: Tensor, v: Tensor, rows: list[slice]) -> Tensor:
-        """Some rows of keys and values, or of their gradients, as they travel."""
-        k, v = (join([x[:, :, r] for r in rows], 2) if rows else x[:, :, :0] for x in (k, v))
-        return torch.cat([k, v], dim=3)
-
-    def shape(self, like: Tensor, rows: list[slice]) -> tuple[int, ...]:
-        return (*like.shape[:2], sum(r.stop - r.start for r in rows), self.k.shape[3] + self.v.shape[3])
-
     def begin(self, heads: slice) -> Exchange:
         """Begin to gather a chunk."""
         k, v, rank, ranks = self.k[:, heads], self.v[:, heads], self.group.rank, range(self.group.size)
         leaving = [[here for here, _ in self.places(rank, other)] if other != rank else [] for other in ranks]
         arriving = [[here for here, _ in self.places(other, rank)] if other != rank else [] for other in ranks]
-        return self.group.exchange(
-            [self.block(k, v, rows) for rows in leaving], [self.shape(k, rows) for rows in arriving]
-        )
+        blocks = [pack(k, v, rows, k.dtype) for rows in leaving]
+        return self.group.exchange(blocks, [(size_of_block(k, v, rows),) for rows in arriving])
 
     def end(self, heads: slice, exchange: Exchange) -> dict[str, Tensor]:
         """All keys and values of a chunk, in their order."""
+        rank, k, v = self.group.rank, self.k[:, heads], self.v[:, heads]
         found: list[tuple[int, Tensor, Tensor]] = []
         for owner, block in enumerate(exchange.wait()):
-            first = 0
-            for here, there in self.places(owner, self.group.rank):
-                if owner == self.group.rank:
-                    k, v = self.k[:, heads, here], self.v[:, heads, here]
-                else:
-                    rows = block[:, :, first : first + here.stop - here.start]
-                    k, v = rows.split([self.k.shape[3], self.v.shape[3]], dim=3)
-                    first += here.stop - here.start
-                found.append((there.start, k, v))
+            places = self.places(owner, rank)
+            if owner == rank:
+                pieces = [(k[:, :, here], v[:, :, here]) for here, _ in places]
+            else:
+                pieces = unpack(block, k, v, [here for here, _ in places])
+            found += [(there.start, *piece) for (_, there), piece in zip(places, pieces, strict=True)]
         found.sort(key=lambda piece: piece[0])
         if not found:
-            return {"k": self.k[:, heads, :0], "v": self.v[:, heads, :0]}
-        return {"k": join([k for _, k, _ in found], 2), "v": join([v for _, _, v in found], 2)}
+            return {"k": k[:, :, :0], "v": v[:, :, :0]}
+        return {"k": join_rows([k for _, k, _ in found]), "v": join_rows([v for _, _, v in found])}
 
     def sum_like(self, x: Tensor) -> RowSum:
         """A sum over parts of the gradients of gathered keys or values."""
-        return RowSum(x.shape[2], partial(x.new_empty, x.shape, dtype=self.dtype))
+        return RowSum(x.shape[2], partial(torch.empty_like, x, dtype=self.dtype))
 
     def return_gradients(self, heads: slice, dk: Tensor, dv: Tensor) -> "Returned":
         """Begin to send the gradients of a chunk's keys to their owners; those of this rank's keys arrive."""
         rank, ranks, dtype = self.group.rank, range(self.group.size), self.dtype
         leaving = [[there for _, there in self.places(other, rank)] if other != rank else [] for other in ranks]
         arriving = [[here for here, _ in self.places(rank, other)] if other != rank else [] for other in ranks]
-        blocks = [self.block(dk, dv, rows).to(dtype) for rows in leaving]
-        exchange = self.group.exchange(blocks, [self.shape(dk, rows) for rows in arriving])
+        blocks = [pack(dk, dv, rows, dtype) for rows in leaving]
+        exchange = self.group.exchange(blocks, [(size_of_block(dk, dv, rows),) for rows in arriving])
         own = [(here, dk[:, :, there], dv[:, :, there]) for here, there in self.places(rank, rank)]
         return Returned(exchange, self.k[:, heads], self.v[:, heads], arriving, rank, own)
 
@@ -138,15 +127,36 @@ class Returned:
         terms: list[tuple[slice, Tensor, Tensor]] = []
         for other, (block, rows) in enumerate(zip(self.exchange.wait(), self.arriving, strict=True)):
             terms += self.own if other == self.rank else []
-            k, v = block.split([self.k.shape[3], self.v.shape[3]], dim=3)
-            first = 0
-            for here in rows:
-                there = slice(first, first + here.stop - here.start)
-                terms.append((here, k[:, :, there], v[:, :, there]))
-                first = there.stop
-        dk = sum_of_terms(self.k.shape, [(rows, of_k) for rows, of_k, _ in terms], self.k)
-        dv = sum_of_terms(self.v.shape, [(rows, of_v) for rows, _, of_v in terms], self.v)
+            pieces = unpack(block, self.k, self.v, rows)
+            terms += [(here, *piece) for here, piece in zip(rows, pieces, strict=True)]
+        dk = sum_of_terms([(rows, of_k) for rows, of_k, _ in terms], self.k)
+        dv = sum_of_terms([(rows, of_v) for rows, _, of_v in terms], self.v)
         return dk, dv
+
+
+def pack(k: Tensor, v: Tensor, rows: list[slice], dtype: torch.dtype) -> Tensor:
+    """Rows of keys and then of values, or of their gradients, each range as `[B, rows, heads, D]`, in a flat block."""
+    found = [x[:, :, r].transpose(1, 2).reshape(-1).to(dtype) for x in (k, v) for r in rows]
+    return torch.cat(found) if found else k.new_empty(0, dtype=dtype)
+
+
+def size_of_block(k: Tensor, v: Tensor, rows: list[slice]) -> int:
+    return sum(r.stop - r.start for r in rows) * k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
+
+
+def unpack(block: Tensor, k: Tensor, v: Tensor, rows: list[slice]) -> list[tuple[Tensor, Tensor]]:
+    """The ranges of a block, as views `[B, heads, rows, D]`; `k` and `v` have the other sizes."""
+    shapes = [(k.shape[0], r.stop - r.start, k.shape[1], x.shape[3]) for x in (k, v) for r in rows]
+    pieces = block.split([torch.Size(shape).numel() for shape in shapes]) if shapes else ()
+    views = [piece.view(shape).transpose(1, 2) for piece, shape in zip(pieces, shapes, strict=True)]
+    return list(zip(views[: len(rows)], views[len(rows) :], strict=True))
+
+
+def join_rows(pieces: list[Tensor]) -> Tensor:
+    """Pieces one after another along the rows, which are contiguous then, as they arrive."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([x.transpose(1, 2) for x in pieces], dim=1).transpose(1, 2)
 
 
 def of_heads(whole: Whole, tensors: Tensors, gathered: Gathered, kv_heads: slice) -> tuple[Whole, slice]:
@@ -167,7 +177,7 @@ def forward(whole: Whole, tensors: Tensors, group: Group) -> tuple[Tensor, Tenso
         results = RowResults(inputs.q, inputs.v.shape[3], once=True)
         passes.forward(chunk, inputs, (group.rank, group.rank), results)
         found.append(results.result())
-    return join([out for out, _ in found], 1), join([lse for _, lse in found], 1)
+    return join_heads([out for out, _ in found]), join_heads([lse for _, lse in found])
 
 
 def backward(
@@ -192,9 +202,9 @@ def backward(
         leaving = gathered.return_gradients(kv_heads, of_k.result(), of_v.result())
     assert leaving is not None
     of_keys.append(leaving.wait())
-    dq = join(of_rows, 1) if needs[0] else None
-    return dq, join([x for x, _ in of_keys], 1), join([x for _, x in of_keys], 1)
+    dq = join_heads(of_rows) if needs[0] else None
+    return dq, join_heads([x for x, _ in of_keys]), join_heads([x for _, x in of_keys])
 
 
-def join(pieces: list[Tensor], dim: int) -> Tensor:
-    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+def join_heads(chunks: list[Tensor]) -> Tensor:
+    return torch.cat(chunks, dim=1) if len(chunks) > 1 else chunks[0]

@@ -166,10 +166,11 @@ class Grid(NamedTuple):
 
 def grid_of(mesh: DeviceMesh | None, *, heads: bool = False) -> Grid:
     """The grid of a mesh with one dimension, over which keys travel or (`heads`) heads are exchanged, or with two."""
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2) or mesh.get_coordinate() is None:
+    here = mesh.get_coordinate() if isinstance(mesh, DeviceMesh) else None  # get_local_rank takes far longer
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2) or here is None:
         accepted = 'a DeviceMesh with one or two dimensions that this process is in; of a larger one, `mesh["name"]`'
         raise ArgumentError("mesh", mesh, accepted, EXAMPLE)
-    groups = [Group(mesh.get_group(n), mesh.size(n), mesh.get_local_rank(n)) for n in range(mesh.ndim)]
+    groups = [Group(mesh.get_group(n), mesh.size(n), here[n]) for n in range(mesh.ndim)]
     if len(groups) == 1:
         groups.insert(0 if heads else 1, ALONE)
     return Grid(*groups)

@@ -1,5 +1,7 @@
 """The scheme of a call: by its name, or the one that the model of time takes to be the fastest."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +17,7 @@ from .simulate import RATES, Rates, Simulation, Workload, accepted_schemes, pred
 from .visible import Document
 from .work import Visible
 
+LOAD_SECONDS = 0.5  # of each pass, on a GPU, whose clock falls under load
 MEASURED: dict[str, Rates] = {}  # by type of device
 
 
@@ -96,26 +99,34 @@ def seconds_of_transfer(group: Group, x: Tensor) -> float:
 
 
 def attention_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """FLOP/s of forward and backward of causal attention, in a row of calls that is long enough for a steady clock."""
+    """FLOP/s of forward and backward of causal attention, under a load that is long enough for its clock."""
     from ..api.attention import attention
 
-    seqlen, heads, calls = (512, 2, 2) if device.type == "cpu" else (16384, 16, 8)
+    seqlen, heads = (512, 2) if device.type == "cpu" else (16384, 16)
     leaves = [torch.randn(1, heads, seqlen, 128, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
     pairs = heads * seqlen * (seqlen + 1) / 2
-
-    def forward() -> Tensor:
-        return attention(*leaves, causal=True)  # type: ignore[return-value]
-
     with sharding.inside(None):
-        out = forward()
+        out = attention(*leaves, causal=True)
+        assert isinstance(out, Tensor)
         dout = torch.randn_like(out)
+
+        def forward() -> None:
+            attention(*leaves, causal=True)
 
         def backward() -> None:
             torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
-        found = []
-        for run, flops in ((forward, forward_flops(1, 128, 128)), (backward, backward_flops(1, 128, 128))):
-            run()
-            seconds = fastest(lambda run=run: [run() for _ in range(calls)], device, repeats=2) / calls
-            found.append(pairs * flops / seconds)
-    return found[0], found[1]
+        passes = (forward, forward_flops(1, 128, 128)), (backward, backward_flops(1, 128, 128))
+        seconds = [fastest(run, device, repeats=2) for run, _ in passes]
+        for run, taken in zip((backward, forward), seconds[::-1], strict=True):
+            repeat(run, device, taken)
+        rates = [
+            pairs * flops / repeat(run, device, taken) for (run, flops), taken in zip(passes, seconds, strict=True)
+        ]
+    return rates[0], rates[1]
+
+
+def repeat(run: Callable[[], None], device: torch.device, seconds: float) -> float:
+    """The mean time of a call in a row of calls, of `seconds` each or more, without a pause for the device."""
+    calls = max(1, round(LOAD_SECONDS / seconds)) if device.type != "cpu" else 2
+    return fastest(lambda: [run() for _ in range(calls)], device, repeats=1) / calls

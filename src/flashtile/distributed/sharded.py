@@ -170,5 +170,5 @@ def attention_varlen(
         documents = documents_of(cu_seqlens_q, cu_seqlens_k)
         placing = Placing(mesh, layout, scheme, lengths_of(documents), check)
         out, lse = run(prepared(tensors, keywords, placing, documents), mesh)
-    out = out[0].transpose(0, 1)
-    return (out, lse[0]) if return_lse else out
+    out = out.squeeze(0).transpose(0, 1)  # whose gradient is a view, unlike that of out[0]
+    return (out, lse.squeeze(0)) if return_lse else out

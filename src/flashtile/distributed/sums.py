@@ -87,18 +87,17 @@ class RowSum:
         return total
 
 
-def sum_of_terms(shape: torch.Size, terms: list[tuple[slice, Tensor]], like: Tensor) -> Tensor:
+def sum_of_terms(terms: list[tuple[slice, Tensor]], like: Tensor) -> Tensor:
     """The sum of terms for ranges of rows, all of which are there: added in their order, and rounded once.
 
     Args:
-        shape: `[B, H, length, D]`.
         terms: rows, and `[B, H, rows, D]`.
-        like: has the dtype and device of the sum. Additions are in the accumulation dtype.
+        like: has the shape, dtype and device of the sum. Additions are in the accumulation dtype.
     """
-    length, dtype = shape[2], like.dtype
+    length, dtype = like.shape[2], like.dtype
     if len(terms) == 1 and terms[0][0] == slice(0, length):
         return terms[0][1].to(dtype)
-    total = like.new_empty(shape)
+    total = torch.empty_like(like)
     edges = sorted({0, length, *(n for rows, _ in terms for n in (rows.start, rows.stop))})
     for start, stop in pairwise(edges):
         own = [x[:, :, start - rows.start : stop - rows.start] for rows, x in terms if rows.start <= start < rows.stop]
