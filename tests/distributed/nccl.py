@@ -45,11 +45,8 @@ def results(mesh: DeviceMesh, rank: int) -> None:
     tensors = whole()
     for name, arguments in calls.items():
         expected = passes(lambda *x, given=arguments: flashtile.attention(*x, **given), *tensors)
-        layouts = (
-            balanced(mesh, LENGTH, chunk=128, **arguments),
-            *(("contiguous", "zigzag") if name == "causal" else ()),
-        )
-        for layout in layouts:
+        named = ("contiguous", "zigzag") if name == "causal" else ()
+        for layout in (balanced(mesh, LENGTH, chunk=128, **arguments), *named):
             local = [shard(x, mesh, 2, layout=layout) for x in tensors]
             for scheme in ("ring", "gather", "ulysses"):
                 given = {"mesh": mesh, "layout": layout, "scheme": scheme, **arguments}
