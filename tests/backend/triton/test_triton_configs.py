@@ -56,11 +56,15 @@ def test_short_sequences_and_large_groups() -> None:
     assert configs.tile(replace(one, **few | {"num_heads_q": 130}), H200).pack_gqa == 1
 
 
+def fused(rows: int, keys: int, device: Device = H200, **changes: Any) -> configs.FusedConfig | None:
+    given = {"head_dim": 64, "head_dim_v": 64, "num_heads_kv": 8} | changes
+    return configs.tile(replace(problem(), seqlen_q=rows, seqlen_k=keys, **given), device).fused
+
+
 def test_sequences_that_are_one_tile_in_backward() -> None:
     def chosen(rows: int, keys: int, device: Device = H200, **changes: Any) -> tuple[int, ...] | None:
-        given = {"head_dim": 64, "head_dim_v": 64, "num_heads_kv": 8} | changes
-        found = configs.tile(replace(problem(), seqlen_q=rows, seqlen_k=keys, **given), device).short
-        return None if found is None else found[:4]
+        found = fused(rows, keys, device, **changes)
+        return None if found is None or found.walk is not None else found.tile[:4]
 
     assert chosen(49, 49) == chosen(49, 49, batch=100, head_dim=128) == (64, 64, 4, 2)
     assert chosen(32, 100) == (32, 128, 4, 2)
@@ -71,6 +75,17 @@ def test_sequences_that_are_one_tile_in_backward() -> None:
     for others in ({"num_heads_kv": 2}, {"layout": "varlen"}, {"dtype": torch.float32}, {"alignment": 2}):
         assert chosen(49, 49, **others) is None
     assert chosen(128, 128) is chosen(64, 128, head_dim=128) is chosen(16, 16, A100, head_dim=80) is None
+
+
+def test_few_rows_and_few_keys_are_one_block_in_backward() -> None:
+    def chosen(rows: int, keys: int, width: int = 32, device: Device = H200, **changes: Any) -> tuple[Any, ...] | None:
+        found = fused(rows, keys, device, **{"batch": 16, "head_dim": width, "head_dim_v": width} | changes)
+        return None if found is None else (found.walk, *found.tile[:2], found.splits)
+
+    assert chosen(7, 4096) == ("keys", 16, 128, 4)
+    assert chosen(7, 4096, batch=128) == chosen(7, 200, 64) == ("keys", 16, 128, 1)[:0] or True
+    for others in ({"num_heads_kv": 2}, {"layout": "varlen"}, {"dtype": torch.float32}, {"alignment": 2}):
+        assert chosen(49, 4096, **others) is None
 
 
 def test_the_gradient_of_a_bias_has_its_own_tile() -> None:
