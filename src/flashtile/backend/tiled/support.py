@@ -13,9 +13,9 @@ BLOCK_M, BLOCK_N = 256, 512
 # Scores of one tile over all its heads and sequences. A few tiles of this size are in memory at a time. Smaller tiles
 # would spend their time on the overhead of about thirty torch operations each.
 TILE_SCORES = 2**20
-# On a GPU an operation costs the host as much as a thousand times the work: 64 MiB of scores hide that (H200, float32 at
-# head dimension 512: forward of 4 x 4096 rows 56 ms with the tiles of a CPU, 4.4 with these).
-GPU_BLOCK, GPU_TILE_SCORES = 2048, 2**24
+# A GPU computes more scores in the time that the host takes for an operation (H200, float32 at head dimension 512:
+# forward of 4 x 4096 rows takes 56 ms with the tiles of a CPU and 4.1 with these).
+GPU_BLOCK_M, GPU_BLOCK_N, GPU_TILE_SCORES = 4096, 2048, 2**25
 
 
 def unusable() -> str | None:
@@ -32,7 +32,7 @@ def tile(problem: Problem, device: Device) -> "TileShape":
 
     most_m, most_n, scores = BLOCK_M, BLOCK_N, TILE_SCORES
     if device.type == "cuda":
-        most_m, most_n, scores = GPU_BLOCK, GPU_BLOCK, GPU_TILE_SCORES
+        most_m, most_n, scores = GPU_BLOCK_M, GPU_BLOCK_N, GPU_TILE_SCORES
     block_m, block_n = min(most_m, max(problem.seqlen_q, 1)), min(most_n, max(problem.seqlen_k, 1))
     group = problem.num_heads_q // max(problem.num_heads_kv, 1)
     pairs = scores // (block_m * block_n * max(group, 1))  # key/value heads times sequences
@@ -45,7 +45,7 @@ def row_block_scores(device_type: str) -> int:
     """Scores of one row block over all its keys, heads and sequences where `transforms` differentiates. A block takes
     the host milliseconds, in which a GPU computes more scores than a CPU.
     """
-    return TILE_SCORES if device_type == "cpu" else GPU_TILE_SCORES
+    return TILE_SCORES if device_type == "cpu" else TILE_SCORES * 16
 
 
 def num_splits(problem: Problem, device: Device) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...call.device import Device
-from ...call.problem import Problem, power_of_two
+from ...call.problem import LONGEST, Problem, power_of_two
 from ...expression.formula import Formula, loads_pairs
 from ..gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
 from . import tuned
@@ -54,6 +54,7 @@ class Walk(NamedTuple):
     num_stages: int
     programs: int  # of a core: as many run at once, and share walks where heads are few
     width: int
+    longest: int = LONGEST  # of the side that is walked over; longer ones were not measured
 
 
 class TileConfig(NamedTuple):
@@ -132,13 +133,15 @@ WALKS = (  # 16-bit inputs, measured on an H200; the first that fits
     Walk("keys", 16, 128, 4, 3, programs=4, width=32),
     Walk("keys", 16, 64, 4, 3, programs=4, width=64),
     Walk("keys", 32, 64, 4, 3, programs=2, width=64),
-    Walk("keys", 64, 32, 4, 3, programs=2, width=128),
-    Walk("keys", 128, 64, 4, 2, programs=2, width=32),
+    Walk("keys", 64, 64, 4, 3, programs=2, width=64),
+    Walk("keys", 64, 32, 4, 2, programs=2, width=128),
+    Walk("keys", 128, 64, 4, 3, programs=2, width=32),
     Walk("rows", 16, 128, 4, 2, programs=4, width=16),
-    Walk("rows", 256, 64, 8, 2, programs=1, width=32),
-    Walk("keys", 256, 64, 8, 2, programs=1, width=64),
+    Walk("rows", 256, 64, 8, 1, programs=1, width=32, longest=256),
+    Walk("keys", 256, 64, 8, 2, programs=1, width=64, longest=256),
 )
-MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair leaves larger ones too few registers
+MOST_SPLITS = 16  # of a walk: the last program to finish adds up the sums of all
+MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill (not measured)
 INTERPRETER_WALKS = tuple(Walk(over, 16, 16, 4, 1, programs=4, width=512) for over in ("keys", "rows"))
 MIN_COPY_BYTES = 4  # of an asynchronous copy
 KEYS_TIMES_WIDTH, FEW = 8192, 16  # of a tile that decodes; rows above which products take time too: half the keys
@@ -199,12 +202,13 @@ def one_block(problem: Problem, device: Device) -> FusedConfig | None:
     features = has_pairs(p) or p.dropout
     for walk in walks:
         block, length = (rows, keys) if walk.over == "keys" else (keys, rows)
-        if block != walk.block or length < block or width > walk.width or (features and block > MOST_WITH_FEATURES):
+        fits = block == walk.block <= length <= walk.longest and width <= walk.width
+        if not fits or (features and block > MOST_WITH_FEATURES):
             continue
         sides = (block, walk.step) if walk.over == "keys" else (walk.step, block)
         config = KernelConfig(*sides, walk.num_warps, 1 if features else walk.num_stages)
-        steps, heads = length // walk.step, max(p.batch * p.num_heads_q, 1)
-        return FusedConfig(config, walk.over, max(1, min(walk.programs * device.cores // heads, steps // 2)))
+        shared = walk.programs * device.cores // max(p.batch * p.num_heads_q, 1)
+        return FusedConfig(config, walk.over, max(1, min(shared, length // walk.step // 2, MOST_SPLITS)))
     return None
 
 
