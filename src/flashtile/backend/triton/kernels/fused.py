@@ -1,10 +1,10 @@
 """The backward pass in one kernel, where all rows or all keys of a head are one block.
 
 Each score is computed once: five products, and each input is read once, where the kernels of longer sequences take
-seven to nine products. A program walks over the blocks of the other side, with the sums of its block in registers: dq in a
-walk over keys, dk and dv in one over rows. Where both sides are one block there is no walk, and a program adds up the
-gradient of a bias over the sequences and heads that share it. Where heads are few, several programs share a walk, and
-the last one to finish adds up their sums in order.
+seven to nine products. A program walks over the blocks of the other side, with the sums of its block in registers: dq
+in a walk over keys, dk and dv in one over rows. Where both sides are one block there is no walk, and a program adds up
+the gradient of a bias over the sequences and heads that share it. Where heads are few, several programs share a walk,
+and the last one to finish adds up their sums in order.
 """
 
 from typing import NamedTuple
