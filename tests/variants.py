@@ -107,6 +107,7 @@ class Variant:
     heads: tuple[int, int] = (2, 2)
     layout: str = "dense"  # "packed", "used" (packed, and fewer keys than there is room for) or "paged"
     seqlen_q: int | None = None
+    seqlen_k: int | None = None  # of dense calls
     transposed: bool = False  # [B, S, H, D] in memory
     apart: bool = False  # packed rows an odd number of elements apart, with NaN between them
     unused: bool = False  # packed rows that are not in use, with NaN in them
@@ -124,7 +125,8 @@ class Variant:
 
     def dense(self, draw: Draw, seed: int, device: str) -> Case:
         heads_q, heads_k = self.heads
-        sizes = Sizes(draw.rng.choice((1, 2, 3)), heads_q, self.seqlen_q or draw.length(), draw.length(), self.dtype)
+        seqlen_q, seqlen_k = self.seqlen_q or draw.length(), self.seqlen_k or draw.length()
+        sizes = Sizes(draw.rng.choice((1, 2, 3)), heads_q, seqlen_q, seqlen_k, self.dtype)
         keys = (sizes.batch, heads_k, sizes.seqlen_k)
         given = self.tensors(draw, (sizes.batch, heads_q, sizes.seqlen_q), keys, keys)
         if self.transposed:
@@ -229,6 +231,8 @@ VARIANTS = {
     "short everything": Variant(
         all_of(NUMBERS, bias(True, True, True, True), mask, slopes, dropout), FP16, 64, longest=64
     ),
+    "few rows": Variant(all_of(NUMBERS, slopes, dropout), FP16, seqlen_q=30),
+    "few keys": Variant(all_of(NUMBERS, slopes, dropout), head_dim=40, seqlen_k=77),
     "packed": Variant(CAUSAL, layout="packed", heads=(4, 2)),
     "packed window": Variant(fixed(window=ExactSides((50, -3))), layout="packed", head_dim=128),
     "packed, hdim 48 apart": Variant(

@@ -11,9 +11,9 @@ from checking import dense_case
 
 import flashtile
 from flashtile import AttentionWarning, BackendError
-from flashtile.call.call import Features
+from flashtile.call.call import Call, Features
 from flashtile.call.problem import Problem
-from flashtile.dispatch.planner import _warn_once, plan, plan_call
+from flashtile.dispatch.planner import SUPPORT, _warn_once, forget_plans, plan, plan_call
 
 CPU = torch.device("cpu")
 Q, K, V = (dense_case().arguments[name] for name in ("q", "k", "v"))
@@ -118,17 +118,31 @@ def test_strides_enter_a_plan_as_alignment_alone() -> None:
     assert described(torch.randn(2, 4, 8, 16).half()[..., 1:]).alignment == 2
 
 
-def test_a_slow_choice_on_an_accelerator_is_told_once() -> None:
-    """There is no accelerator here: the choice is made for one, and nothing runs."""
+def call_elsewhere() -> Call:
+    """A call on no device of this machine: it can be planned."""
     call = dense_call()
     q, k, v = (x.to("meta") for x in call.tensors[:3])
-    call = call._replace(tensors=call.tensors._replace(q=q, k=k, v=v))
+    return call._replace(tensors=call.tensors._replace(q=q, k=k, v=v))
+
+
+def test_a_slow_choice_on_an_accelerator_is_told_once() -> None:
+    call = call_elsewhere()
     _warn_once.cache_clear()
     with pytest.warns(AttentionWarning, match="slow"):
         plan_call(call)
     plan_call(call)  # a second warning would be an error, by pytest's settings
     _warn_once.cache_clear()
     plan_call(call._replace(settings=call.settings._replace(backend="tiled")))  # asked for by name
+
+
+def test_a_call_that_a_faster_backend_leaves_is_no_slow_choice() -> None:
+    forget_plans()
+    _warn_once.cache_clear()
+    able = {"unusable": lambda: None, "declines": lambda problem, device: None}
+    with mock.patch.multiple(SUPPORT["triton"], **able, defers=lambda problem, device: "PyTorch's products are faster"):
+        chosen = plan_call(call_elsewhere())
+    assert (chosen.backend, dict(chosen.why)["triton"]) == ("tiled", "PyTorch's products are faster")
+    forget_plans()
 
 
 @pytest.mark.parametrize(

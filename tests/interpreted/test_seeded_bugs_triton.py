@@ -34,6 +34,8 @@ class Bug(NamedTuple):
     call: str  # the one of CALLS that detects it
 
 
+NEW_SUM = "dk_j = add_product(zeros(CONFIG.BLOCK_N, D, False),"
+
 BUGS = (
     Bug("window: left off by one", "masking.key_bounds", "window_left), lower", "window_left + 1), lower", "window"),
     Bug("window: right off by one", "masking.row_bounds", "window_right), lower", "window_right - 1), lower", "window"),
@@ -72,6 +74,24 @@ BUGS = (
     ),
     Bug("score_mod of the first head", "scores.modify", "info.head + part.h0", "part.h0", "score_mod"),
     Bug("exact sums without a sign", "exact_sum.add", "-wide_high, wide_high", "wide_high, wide_high", "score_mod"),
+    Bug("fused: splits forgotten", "fused.chunk_of_splits", "tl.range(0, splits)", "tl.range(0, 1)", "few rows"),
+    Bug(
+        "fused: keys between splits forgotten",
+        "fused.split_of",
+        "tl.cdiv(tl.cdiv(seqlen, BLOCK), splits)",
+        "tl.cdiv(seqlen, BLOCK) // splits",
+        "few rows",
+    ),
+    Bug(
+        "fused: dq of a head's first block",
+        "fused.store_row_gradient",
+        "start, dq.stride_m",
+        "0, dq.stride_m",
+        "few keys",
+    ),
+    Bug("fused: dk of the last block", "fused.add_to_keys", "dk_j = add_product(dk_j,", NEW_SUM, "few keys"),
+    Bug("fused: scale missing in dk", "fused.store_key_gradients", "scaled(dk_j, scale, D)", "dk_j", "few keys"),
+    Bug("fused: slopes of the last split", "fused.store_slopes", "+ first + rows", "+ rows", "few rows"),
     Bug("equal positions taken for one term", "dcaptured.inner_loop", "if first == last", "if True", "score_mod"),
 )
 
@@ -96,6 +116,12 @@ def with_cache(**options: Any) -> Case:
     return Case("attention_with_kvcache", arguments | options, q, forward_only=True)
 
 
+def few(rows: int, keys: int, **arguments: Any) -> Case:
+    """A call of one head, differentiated by one kernel whose walk several programs share."""
+    heads = {"batch": 1, "num_heads_q": 1, "num_heads_kv": 1}
+    return dense_case(**heads, seqlen_q=rows, seqlen_k=keys, dtype=torch.float16, **arguments)
+
+
 def long_sum() -> Case:
     """Sums of 129 blocks, each rounded down by half a unit in the last place."""
     case = dense_case(batch=1, num_heads_q=1, seqlen_q=1, seqlen_k=16 * 129, forward_only=True)
@@ -117,6 +143,8 @@ CALLS = {
     "sinks": lambda: dense_case(batch=1, sinks=torch.tensor([0.5, 1.0])),
     "dropout": lambda: dense_case(batch=1, num_heads_q=1, seqlen_k=9, dropout_p=0.4, dropout_seed=3),
     "score_mod": lambda: dense_case(batch=1, causal=True, score_mod=features()["score_mod"]["score_mod"]),
+    "few rows": lambda: few(5, 70, alibi_slopes=torch.tensor([0.5])),
+    "few keys": lambda: few(70, 5),
     "splits": lambda: with_cache(num_splits=3),
     "pages": lambda: with_cache(pages=True),
     "long": long_sum,

@@ -11,7 +11,7 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120
 FAMILIES = (
     "hdim 64 causal", "hdim 128", "hdim 256 transposed", "hdim 96", "hdim 192/128", "hdim 512", "hdim 33/5", "fp32",
     "fp32 hdim 128", "softcap", "bias", "bias of heads and keys", "mask", "slopes", "dropout", "everything", "short",
-    "short everything", "packed",
+    "short everything", "few rows", "few keys", "packed",
     "packed, hdim 48 apart", "packed everything", "paged", "one query",
     "hdim 40/1, twenty queries",
 )  # fmt: skip

@@ -99,10 +99,21 @@ def plan_call(call: Call, *, needs: Needs | None = None) -> Plan:
     device = call.tensors.q.device
     problem = Problem.describe(call.attention())
     chosen = plan(problem, device, call.settings.backend, needs=needs)
-    slow = device.type != "cpu" or problem.untraced is not None
-    if chosen.backend == "tiled" and call.settings.backend == "auto" and slow:
+    if chosen.backend == "tiled" and call.settings.backend == "auto" and is_slow(chosen, problem, device, needs):
         _warn_once(f"attention on {device} runs in the `tiled` backend, which is slow", chosen.why)
     return chosen
+
+
+def is_slow(chosen: Plan, problem: Problem, device: torch.device, needs: Needs | None) -> bool:
+    """Whether `tiled` takes a problem because no faster backend can, and not because one leaves it to it."""
+
+    def can(name: str) -> bool:
+        usable = SUPPORT[name].unusable() is None
+        return usable and declines_on_device(name, problem, describe_device(device), needs, auto=False) is None
+
+    if device.type == "cpu":
+        return problem.untraced is not None
+    return not any(can(name) for name, _ in chosen.why)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -56,11 +56,15 @@ def test_short_sequences_and_large_groups() -> None:
     assert configs.tile(replace(one, **few | {"num_heads_q": 130}), H200).pack_gqa == 1
 
 
+def fused(rows: int, keys: int, device: Device = H200, **changes: Any) -> configs.FusedConfig | None:
+    given = {"head_dim": 64, "head_dim_v": 64, "num_heads_kv": 8} | changes
+    return configs.tile(replace(problem(), seqlen_q=rows, seqlen_k=keys, **given), device).fused
+
+
 def test_sequences_that_are_one_tile_in_backward() -> None:
     def chosen(rows: int, keys: int, device: Device = H200, **changes: Any) -> tuple[int, ...] | None:
-        given = {"head_dim": 64, "head_dim_v": 64, "num_heads_kv": 8} | changes
-        found = configs.tile(replace(problem(), seqlen_q=rows, seqlen_k=keys, **given), device).short
-        return None if found is None else found[:4]
+        found = fused(rows, keys, device, **changes)
+        return None if found is None or found.walk is not None else found.tile[:4]
 
     assert chosen(49, 49) == chosen(49, 49, batch=100, head_dim=128) == (64, 64, 4, 2)
     assert chosen(32, 100) == (32, 128, 4, 2)
@@ -71,6 +75,28 @@ def test_sequences_that_are_one_tile_in_backward() -> None:
     for others in ({"num_heads_kv": 2}, {"layout": "varlen"}, {"dtype": torch.float32}, {"alignment": 2}):
         assert chosen(49, 49, **others) is None
     assert chosen(128, 128) is chosen(64, 128, head_dim=128) is chosen(16, 16, A100, head_dim=80) is None
+
+
+def test_few_rows_and_few_keys_are_one_block_in_backward() -> None:
+    def chosen(rows: int, keys: int, width: int = 32, device: Device = H200, **changes: Any) -> tuple[Any, ...] | None:
+        found = fused(rows, keys, device, **{"batch": 16, "head_dim": width, "head_dim_v": width} | changes)
+        return None if found is None else (found.walk, *found.tile[:2], found.splits)
+
+    assert chosen(7, 4096) == ("keys", 16, 128, 4)
+    assert chosen(7, 4096, 64) == ("keys", 16, 64, 4)
+    assert chosen(7, 4096, batch=1) == ("keys", 16, 128, 16)
+    assert chosen(32, 257, 64, batch=64) == ("keys", 32, 64, 1)
+    assert chosen(64, 512, 64, batch=64) == ("keys", 64, 64, 1)
+    assert chosen(64, 512, 128) == ("keys", 64, 32, 2)
+    assert chosen(100, 1024) == ("keys", 128, 64, 2)
+    assert chosen(200, 200) == ("rows", 64, 256, 1)
+    assert chosen(200, 200, 50) == ("keys", 256, 64, 1)
+    assert chosen(4096, 7, 16) == ("rows", 128, 16, 4)
+    assert chosen(100, 1024, 64) is chosen(200, 1024) is chosen(4096, 77) is chosen(7, 4096, device=A100) is None
+    assert fused(64, 512, dropout=True) == configs.FusedConfig(KernelConfig(64, 64, 4, 1), "keys", 4)
+    assert chosen(100, 1024, dropout=True) is None
+    for others in ({"num_heads_kv": 2}, {"layout": "varlen"}, {"dtype": torch.float32}, {"alignment": 2}):
+        assert chosen(49, 4096, **others) is None
 
 
 def test_the_gradient_of_a_bias_has_its_own_tile() -> None:
@@ -98,6 +124,31 @@ def test_decoding_has_one_tile_whatever_is_in_the_batch() -> None:
     one = problem(features=Features(bias=(True,) * 4))
     assert configs.tile(replace(one, seqlen_q=1), H200).forward == KernelConfig(16, 64, 4, 3)
     assert configs.tile(replace(problem(), seqlen_q=1), A100).forward == KernelConfig(16, 64, 4, 2)
+
+
+def test_decoding_of_many_rows_has_half_the_keys() -> None:
+    for rows, width, tile in ((16, 64, (16, 128, 4, 4)), (32, 64, (32, 64, 4, 3)), (64, 128, (64, 32, 4, 3))):
+        few = replace(problem(head_dim=width, head_dim_v=width), seqlen_q=rows, num_heads_kv=8)
+        assert configs.tile(few, H200).forward == KernelConfig(*tile)
+
+
+def test_wide_heads_of_float32_are_left_to_matrix_products() -> None:
+    def deferred(width: int = 512, seqlen: int = 2048, device: Device = H200, **changes: Any) -> bool:
+        given = {"dtype": torch.float32, "head_dim": width, "head_dim_v": width} | changes
+        call = replace(problem(), seqlen_q=seqlen, seqlen_k=seqlen, batch=1, num_heads_q=1, **given)
+        return support.defers(call, device) is not None
+
+    assert deferred()
+    assert deferred(160, 4096)
+    for others in (
+        {"width": 128},
+        {"dtype": torch.bfloat16},
+        {"seqlen": 512},
+        {"layout": "varlen"},
+        {"deterministic": True},
+    ):
+        assert not deferred(**others)
+    assert not deferred(device=Device("cpu", "CPU", "x86_64", 2))
 
 
 def test_misaligned_rows_have_no_warpgroup_products_where_they_decode() -> None:

@@ -13,6 +13,9 @@ BLOCK_M, BLOCK_N = 256, 512
 # Scores of one tile over all its heads and sequences. A few tiles of this size are in memory at a time. Smaller tiles
 # would spend their time on the overhead of about thirty torch operations each.
 TILE_SCORES = 2**20
+# A GPU computes more scores in the time that the host takes for an operation (H200, float32 at head dimension 512:
+# forward of 4 x 4096 rows takes 56 ms with the tiles of a CPU and 4.1 with these).
+GPU_BLOCK_M, GPU_BLOCK_N, GPU_TILE_SCORES = 4096, 2048, 2**25
 
 
 def unusable() -> str | None:
@@ -27,10 +30,12 @@ def declines(problem: Problem, device: Device) -> str | None:
 def tile(problem: Problem, device: Device) -> "TileShape":
     from ..blockwise.tiles import TileShape  # deferred: `import flashtile` must be fast
 
-    block_m = min(BLOCK_M, max(problem.seqlen_q, 1))
-    block_n = min(BLOCK_N, max(problem.seqlen_k, 1))
+    most_m, most_n, scores = BLOCK_M, BLOCK_N, TILE_SCORES
+    if device.type == "cuda":
+        most_m, most_n, scores = GPU_BLOCK_M, GPU_BLOCK_N, GPU_TILE_SCORES
+    block_m, block_n = min(most_m, max(problem.seqlen_q, 1)), min(most_n, max(problem.seqlen_k, 1))
     group = problem.num_heads_q // max(problem.num_heads_kv, 1)
-    pairs = TILE_SCORES // (block_m * block_n * max(group, 1))  # key/value heads times sequences
+    pairs = scores // (block_m * block_n * max(group, 1))  # key/value heads times sequences
     heads_kv = max(1, min(problem.num_heads_kv, pairs))
     batch = max(1, min(problem.batch, pairs // heads_kv))
     return TileShape(block_m, block_n, heads_kv, batch)

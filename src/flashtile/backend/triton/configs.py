@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...call.device import Device
-from ...call.problem import Problem, power_of_two
+from ...call.problem import LONGEST, Problem, power_of_two
 from ...expression.formula import Formula, loads_pairs
 from ..gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
 from . import tuned
@@ -30,9 +30,36 @@ class KernelConfig(NamedTuple):
         return f"{self.block_m} x {self.block_n} ({self.num_warps} warps, {self.num_stages} stages{tuned})"
 
 
+class FusedConfig(NamedTuple):
+    """One kernel for all gradients: all rows or all keys of a head are one block, or both are. `splits` programs share
+    the walk over the blocks of the other side.
+    """
+
+    tile: KernelConfig
+    walk: str | None = None  # over "keys" or "rows"
+    splits: int = 1
+
+    def __str__(self) -> str:
+        shared = f", {self.splits} splits" * (self.splits > 1)
+        return str(self.tile) + ("" if self.walk is None else f" over {self.walk}{shared}")
+
+
+class Walk(NamedTuple):
+    """A walk over "keys" or "rows", in steps, for blocks of the other side and heads up to `width`."""
+
+    over: str
+    block: int
+    step: int
+    num_warps: int
+    num_stages: int
+    programs: int  # of a core: as many run at once, and share walks where heads are few
+    width: int
+    longest: int = LONGEST  # of the side that is walked over; longer ones were not measured
+
+
 class TileConfig(NamedTuple):
     """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
-    `short` is one tile for all scores of a head, where they are few. `dbias` is that of dq unless it is given.
+    `fused` is one kernel for all gradients, where rows or keys are few. `dbias` is that of dq unless it is given.
     """
 
     forward: KernelConfig
@@ -40,7 +67,7 @@ class TileConfig(NamedTuple):
     dq: KernelConfig
     pack_gqa: int = 1
     dbias: KernelConfig | None = None
-    short: KernelConfig | None = None
+    fused: FusedConfig | None = None
 
 
 class WidthConfigs(NamedTuple):
@@ -102,8 +129,22 @@ SINGLE_TF32X3 = (  # measured on an H200; wider tiles of float32 have no registe
     ),
 )
 INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
+WALKS = (  # 16-bit inputs, measured on an H200; the first that fits
+    Walk("keys", 16, 128, 4, 3, programs=4, width=32),
+    Walk("keys", 16, 64, 4, 3, programs=4, width=64),
+    Walk("keys", 32, 64, 4, 3, programs=2, width=64),
+    Walk("keys", 64, 64, 4, 3, programs=2, width=64),
+    Walk("keys", 64, 32, 4, 2, programs=2, width=128),
+    Walk("keys", 128, 64, 4, 3, programs=2, width=32),
+    Walk("rows", 16, 128, 4, 2, programs=4, width=16),
+    Walk("rows", 256, 64, 8, 1, programs=1, width=32, longest=256),
+    Walk("keys", 256, 64, 8, 2, programs=1, width=64, longest=256),
+)
+MOST_SPLITS = 16  # of a walk: the last program to finish adds up the sums of all
+MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill (not measured)
+INTERPRETER_WALKS = tuple(Walk(over, 16, 16, 4, 1, programs=4, width=512) for over in ("keys", "rows"))
 MIN_COPY_BYTES = 4  # of an asynchronous copy
-KEYS_TIMES_WIDTH = 8192  # of a tile that decodes
+KEYS_TIMES_WIDTH, FEW = 8192, 16  # of a tile that decodes; rows above which products take time too: half the keys
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
 SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
 MIN_SPLIT_KEYS = 64  # of one split of a row
@@ -113,7 +154,7 @@ SHORT = 64  # rows and keys of a sequence that is one small tile
 
 def tile(problem: Problem, device: Device) -> TileConfig:
     tiles = pass_tiles(problem, device)
-    return tiles._replace(dbias=dbias_tile(tiles.dq, problem, device), short=short_tile(problem, device))
+    return tiles._replace(dbias=dbias_tile(tiles.dq, problem, device), fused=fused_tile(problem, device))
 
 
 def dbias_tile(dq: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
@@ -126,12 +167,20 @@ def dbias_tile(dq: KernelConfig, problem: Problem, device: Device) -> KernelConf
     return KernelConfig(64, 64, 4, 2) if width <= 64 else KernelConfig(64, 128, 8, 2)
 
 
-def short_tile(problem: Problem, device: Device) -> KernelConfig | None:
+def fused_tile(problem: Problem, device: Device) -> FusedConfig | None:
+    """The configuration of one kernel for all gradients; `None` where neither rows nor keys are few enough."""
+    p = problem
+    if p.layout != "dense" or p.num_heads_q != p.num_heads_kv or p.dtype is torch.float32 or misaligned(p, device):
+        return None
+    if (tile := one_tile(problem, device)) is not None:
+        return FusedConfig(tile)
+    return one_block(problem, device)
+
+
+def one_tile(problem: Problem, device: Device) -> KernelConfig | None:
     """One tile for all rows and keys of a sequence; `None` for more pairs than registers hold."""
     p = problem
     block_m, block_n = (max(16, power_of_two(n)) for n in (p.seqlen_q, p.seqlen_k))
-    if p.layout != "dense" or p.num_heads_q != p.num_heads_kv or p.dtype is torch.float32 or misaligned(p, device):
-        return None
     width = max(p.head_dim, p.head_dim_v)
     most_pairs = INTERPRETER_PAIRS if device.type == "cpu" else SHORT_PAIRS if width <= 64 else SHORT_PAIRS // 2
     if block_m * block_n > most_pairs or width > (128 if has_most(p.dtype, device) else 64):
@@ -142,6 +191,25 @@ def short_tile(problem: Problem, device: Device) -> KernelConfig | None:
     if width > 64 and idle:
         return KernelConfig(block_m, block_n, 8, 1)
     return KernelConfig(block_m, block_n, 4, 2 if has_most(p.dtype, device) else 1)
+
+
+def one_block(problem: Problem, device: Device) -> FusedConfig | None:
+    """One block for all rows or all keys of a sequence, and a walk over the blocks of the other side."""
+    p = problem
+    width = max(p.head_dim, p.head_dim_v)
+    rows, keys = (max(16, power_of_two(n)) for n in (p.seqlen_q, p.seqlen_k))
+    walks = INTERPRETER_WALKS if device.type == "cpu" else WALKS if has_most(p.dtype, device) else ()
+    features = has_pairs(p) or p.dropout
+    for walk in walks:
+        block, length = (rows, keys) if walk.over == "keys" else (keys, rows)
+        fits = block == walk.block <= length <= walk.longest and width <= walk.width
+        if not fits or (features and block > MOST_WITH_FEATURES):
+            continue
+        sides = (block, walk.step) if walk.over == "keys" else (walk.step, block)
+        config = KernelConfig(*sides, walk.num_warps, 1 if features else walk.num_stages)
+        shared = walk.programs * device.cores // max(p.batch * p.num_heads_q, 1)
+        return FusedConfig(config, walk.over, max(1, min(shared, length // walk.step // 2, MOST_SPLITS)))
+    return None
 
 
 def pass_tiles(problem: Problem, device: Device) -> TileConfig:
@@ -184,6 +252,8 @@ def decoding(row: WidthConfigs, problem: Problem, device: Device) -> KernelConfi
     widths = problem.head_dim, problem.head_dim_v
     asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)  # whatever the address
     if has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout):
+        if FEW < block_m <= MAX_ROWS:
+            return KernelConfig(block_m, max(16, block_n // 2), 4, 3)
         return KernelConfig(block_m, block_n, 4 if block_m <= MAX_ROWS else 8, 4)
     return KernelConfig(block_m, min(shipped_config.block_n, block_n), 4, shipped_config.num_stages)
 

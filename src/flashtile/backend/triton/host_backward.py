@@ -1,4 +1,4 @@
-"""The launches of a backward pass: row statistics first, then one kernel for each kind of gradient."""
+"""The launches of a backward pass: one for all gradients, or row statistics first and a kernel for each kind."""
 
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from .gradients import (
     no_gradient,
     slope_gradient,
 )
-from .host_short import is_one_tile, launch_short
+from .host_fused import launch_fused, takes
 from .launches import BackwardLaunches
 
 
@@ -46,8 +46,9 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(given)))
     t = call.tensors
     launches = BackwardLaunches(recorder, call, dout)
-    if plan.tile.short is not None and is_one_tile(launches, needs, out):
-        return launch_short(launches, plan.tile.short, needs, out, lse, dlse).flat()
+    fused = plan.tile.fused
+    if fused is not None and takes(fused, launches, needs, out):
+        return launch_fused(launches, fused, needs, out, lse, dlse).flat()
     launches.preprocess(out, lse, dlse)
     dk, dv = launches.dkdv(plan.tile.dkdv) if needs.k or needs.v else (None, None)
     slopes = needs.alibi_slopes

@@ -14,10 +14,10 @@ MAX_UNROLL = tl.constexpr(16)  # splits that are loaded at once
 
 
 @triton.jit
-def is_last_split(semaphore, SPLITS: tl.constexpr):
+def is_last_split(semaphore, splits):
     """Count this split as finished; whether all others are. The last one resets the semaphore for the next launch."""
     tl.debug_barrier()  # all threads have stored before one counts
-    last = tl.atomic_add(semaphore, 1, sem="acq_rel") == SPLITS - 1
+    last = tl.atomic_add(semaphore, 1, sem="acq_rel") == splits - 1
     if last:
         tl.store(semaphore, 0)
     return last

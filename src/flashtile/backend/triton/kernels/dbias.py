@@ -80,7 +80,7 @@ def dbias_kernel(
         k_j = load_k(kv, tile, tile.exists, CONFIG)  # [N, D]
         v_j = load_v(kv, tile, tile.exists, CONFIG)  # [N, Dv]
         bounds = key_bounds(params, row_tile.position, info.shift, kv.seqlen)
-        ds = score_gradient(row_tile, k_j, v_j, keys, first_key, tile.exists, params, info, bounds, True, CONFIG).t
+        ds = score_gradient(row_tile, k_j, v_j, keys, first_key, tile.exists, params, info, bounds, True, CONFIG).ds
         total = add(total, tl.where(exists[:, None], ds, 0.0), CONFIG.COMPENSATED)
 
     rows = own_m * BLOCK_M + tl.arange(0, BLOCK_M)

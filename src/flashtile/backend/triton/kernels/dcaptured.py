@@ -72,15 +72,15 @@ def inner_loop(
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         k_j = load_k(kv, tile, keys_exist, CONFIG)  # [N, D]
         v_j = load_v(kv, tile, keys_exist, CONFIG)  # [N, Dv]
-        ds = score_gradient(row_tile, k_j, v_j, keys, start_n, keys_exist, params, info, bounds, MASKED, CONFIG)
-        term = tl.where(exists[:, None], ds.t, 0.0)  # [M, N]
+        found = score_gradient(row_tile, k_j, v_j, keys, start_n, keys_exist, params, info, bounds, MASKED, CONFIG)
+        term = tl.where(exists[:, None], found.ds, 0.0)  # [M, N]
         if not BY_KEY:
             total = add(total, tl.sum(term, 1), True)
         elif not BY_ROW:
-            position = ds.modified[2]  # [1, N]
+            position = found.score.modified[2]  # [1, N]
             exact_sum.add(sums, position, tl.sum(term, 0)[None, :], position >= 0)
         else:
-            position = tl.broadcast_to(ds.modified[2], term.shape)
+            position = tl.broadcast_to(found.score.modified[2], term.shape)
             first, last = tl.min(tl.min(position, 1), 0), tl.max(tl.max(position, 1), 0)
             if first == last:
                 exact_sum.add(sums, first, tl.sum(tl.sum(term, 1), 0), first >= 0)

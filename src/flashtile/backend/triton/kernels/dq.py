@@ -71,9 +71,9 @@ def inner_loop(
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         k_j = load_k(kv, tile, exists, CONFIG)  # [N, D]
         v_j = load_v(kv, tile, exists, CONFIG)  # [N, Dv]
-        ds = score_gradient(row_tile, k_j, v_j, keys, start_n, exists, params, info, bounds, MASKED, CONFIG)
+        found = score_gradient(row_tile, k_j, v_j, keys, start_n, exists, params, info, bounds, MASKED, CONFIG)
         if SLOPES:
-            dslope = tl.sum(ds.t * scores.distance(info, row_tile.position, keys), 1)
+            dslope = tl.sum(found.ds * scores.distance(info, row_tile.position, keys), 1)
             dslope_i = add(dslope_i, -dslope, CONFIG.COMPENSATED)
-        dq_i = add_product(dq_i, None, scores.backward(ds.t, ds, params), k_j, D, CONFIG)
+        dq_i = add_product(dq_i, None, scores.backward(found.ds, found.score, params), k_j, D, CONFIG)
     return dq_i, dslope_i

@@ -35,8 +35,8 @@ class KeyValueTile(NamedTuple):
     bounds: Bounds  # rows that see each key
 
 
-class TransposedGradient(NamedTuple):
-    """Probabilities and gradients `[N, M]`."""
+class ScoreGradient(NamedTuple):
+    """Probabilities and gradients of a tile, 0 where a pair is hidden."""
 
     p: tl.tensor  # of the pairs that dropout keeps, not scaled
     ds: tl.tensor  # by the score before score_mod
@@ -62,9 +62,7 @@ def load_row_tile(q, dout, row_stats, b, head, offset, position, exists, CONFIG:
 def score_gradient(
     row_tile, k_j, v_j, keys, first_key, exists, params, info, bounds, MASKED: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """The gradient of the score before score_mod, `ds [M, N]`, as a score of which the rest is that of forward.
-    `exists [N]` is `None` where every key does.
-    """
+    """Probabilities and gradients `[M, N]`. `exists [N]` is `None` where every key does."""
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     rows, keys_exist = row_tile.position, None if exists is None else exists[None, :]
@@ -73,20 +71,23 @@ def score_gradient(
     s = scores.forward(qk, params, info, rows, keys, keys_exist, CONFIG.COMPENSATED)  # [M, N]
     p = tl.exp2(s.t * info.factor - lse_i)
     dp = inner_products(row_tile.dout, v_j, DV, CONFIG)  # [M, N]
+    p_kept = p
     if params.dropout.threshold is not None:
         keep = keep_mask(params.dropout, info.stream, rows, first_key, CONFIG.BLOCK_N)
+        p_kept = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * params.dropout.keep_scale, 0.0)
     ds = scores.unmodified(p * (dp - delta_i), s, params)
     # Also where a row's delta is NaN.
     ds = mask_fill(ds, 0.0, bounds, params, info, rows, keys, keys_exist, MASKED, CONFIG.PAGE_SIZE == 0)
-    return Score(ds, s.tanh, s.modified)
+    p_kept = mask_fill(p_kept, 0.0, bounds, params, info, rows, keys, keys_exist, MASKED, CONFIG.PAGE_SIZE == 0)
+    return ScoreGradient(p_kept, ds, s)
 
 
 @triton.jit
 def transposed_gradient(
     tile, q_i, dout_i, lse_i, delta_i, row, params, info, MASKED: tl.constexpr, CONFIG: tl.constexpr
 ):  # fmt: skip
-    """As `score_gradient`, for the keys and values of a `KeyValueTile` and rows at `row [M]`."""
+    """As `score_gradient`, `[N, M]`, for the keys and values of a `KeyValueTile` and rows at `row [M]`."""
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     kq = inner_products(tile.k, q_i, D, CONFIG)
@@ -113,4 +114,4 @@ def transposed_gradient(
     ds = scores.unmodified(p * (dp - delta_i[None, :]), s, params)
     if visible is not None:
         ds = tl.where(visible, ds, 0.0)  # not 0 * NaN, where a row's delta is NaN
-    return TransposedGradient(p_kept, ds, s)
+    return ScoreGradient(p_kept, ds, s)

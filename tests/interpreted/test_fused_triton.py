@@ -1,0 +1,135 @@
+"""The backward pass in one kernel, in Triton's interpreter, against the fp64 oracle."""
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from checking import dense_case, features
+
+from flashtile.backend.triton import configs, host_backward
+from flashtile.backend.triton.configs import FusedConfig, KernelConfig
+from flashtile.dispatch import fast_path, planner
+from flashtile.testing.case import Case
+from flashtile.testing.oracle import solve
+from flashtile.testing.poison import poisoned_allocation
+from flashtile.testing.tolerance import compare
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities that the contract allows
+]
+HALF = torch.float16
+TILES = {  # rows and keys of calls whose heads are one tile, one block of rows or one of keys
+    "one tile": (13, 11, FusedConfig(KernelConfig(16, 16, 4, 1))),
+    "over keys": (13, 37, FusedConfig(KernelConfig(16, 16, 4, 1), "keys")),
+    "over keys, splits": (13, 37, FusedConfig(KernelConfig(16, 16, 4, 1), "keys", 2)),
+    "over rows": (37, 11, FusedConfig(KernelConfig(16, 16, 4, 1), "rows")),
+    "over rows, splits": (37, 11, FusedConfig(KernelConfig(16, 16, 4, 1), "rows", 2)),
+}
+WALKS = [name for name in TILES if name != "one tile"]
+SHARED = [name for name in TILES if "splits" in name]
+
+
+def calls(rows: int, keys: int) -> dict[str, dict[str, Any]]:
+    """Features by name, of two sequences and two heads."""
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "plain": {},
+        "causal": {"causal": True},
+        "top-left, window": {"causal": "top_left", "window": (9, 2)},
+        "chunks, slopes": {"attention_chunk": 4, "alibi_slopes": torch.tensor([0.5, 0.1])},
+        "slopes of sequences, softcap": {"alibi_slopes": torch.rand(2, 2, generator=generator), "softcap": 2.0},
+        "dropout, causal": {"dropout_p": 0.4, "dropout_seed": 3, "causal": True},
+        "mask, dropout": {
+            "mask": torch.rand((2, 1, rows, keys), generator=generator) > 0.4,
+            "dropout_p": 0.2,
+            "dropout_seed": 4,
+        },
+        "rows without keys": {"mask": torch.arange(rows)[:, None].expand(1, 1, rows, keys) > 5},
+        "mask function, window": {**features()["mask function"], "window": (8, None)},
+        "score_mod": {"score_mod": lambda score, b, h, i, j: 0.5 * score + 0.1 * (i - j) * h},
+    }
+
+
+NAMES = tuple(calls(13, 11))
+
+
+def half_case(rows: int, keys: int, **options: Any) -> Case:
+    heads = {"num_heads_q": 2, "num_heads_kv": 2, "head_dim": 24}
+    return dense_case(**{**heads, "seqlen_q": rows, "seqlen_k": keys, "dtype": HALF, **options})
+
+
+def results(case: Case, config: FusedConfig, launches: int = 1) -> dict[str, Any]:
+    """The results of a call by one kernel of that configuration, or by others, in memory that is NaN."""
+    planner.forget_plans()
+    fast_path.forget()
+    with (
+        mock.patch.object(configs, "fused_tile", return_value=config),
+        mock.patch.object(host_backward, "launch_fused", wraps=host_backward.launch_fused) as launched,
+        poisoned_allocation(),
+    ):
+        found = case.run("triton")
+    planner.forget_plans()
+    fast_path.forget()
+    assert launched.call_count == launches
+    return found
+
+
+def wrong(case: Case, config: FusedConfig, launches: int = 1) -> list[str]:
+    """The results outside of their bounds."""
+    return [str(x) for x in compare(results(case, config, launches), case, solve(case)) if not x.ok]
+
+
+@pytest.mark.parametrize("tile", ["one tile", *SHARED])
+@pytest.mark.parametrize("name", NAMES)
+def test_all_gradients_of_one_launch(name: str, tile: str) -> None:
+    rows, keys, config = TILES[tile]
+    assert wrong(half_case(rows, keys, kind="outliers", **calls(rows, keys)[name]), config) == []
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 16), (16, 1), (16, 16)])
+def test_lengths(rows: int, keys: int) -> None:
+    config = TILES["one tile"][-1]
+    assert wrong(half_case(rows, keys, causal=True, head_dim=40, head_dim_v=16), config) == []
+
+
+@pytest.mark.parametrize(
+    ("tile", "rows", "keys"),
+    [("over keys", 1, 33), ("over keys, splits", 16, 16), ("over rows", 33, 16), ("over rows, splits", 16, 1)],
+)
+def test_lengths_of_walks(tile: str, rows: int, keys: int) -> None:
+    """Last blocks of one position, and splits without blocks."""
+    assert wrong(half_case(rows, keys, head_dim=40, head_dim_v=16), TILES[tile][-1]) == []
+
+
+@pytest.mark.parametrize("tile", SHARED)
+def test_shared_walks_give_the_same_bits(tile: str) -> None:
+    rows, keys, config = TILES[tile]
+    first, second = (results(half_case(rows, keys), config) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(("rows", "keys"), [(13, 16), (1, 16), (13, 1), (1, 1)])
+def test_a_bias_of_any_shape(batch: int, heads: int, rows: int, keys: int) -> None:
+    bias = torch.randn(batch, heads, rows, keys).to(HALF)
+    assert wrong(half_case(13, 16, batch=3, bias=bias, softcap=3.0), TILES["one tile"][-1]) == []
+
+
+@pytest.mark.parametrize("tile", WALKS)
+def test_the_gradient_of_a_bias_is_left_to_other_kernels_in_a_walk(tile: str) -> None:
+    rows, keys, config = TILES[tile]
+    assert wrong(half_case(rows, keys, bias=torch.randn(1, 2, rows, keys).to(HALF)), config, launches=0) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "walk"), [((13, 11), None), ((13, 40), "keys"), ((40, 13), "rows"), ((40, 40), "none")]
+)
+def test_the_rule_takes_few_rows_and_few_keys(sizes: tuple[int, int], walk: str | None) -> None:
+    planner.forget_plans()
+    with mock.patch.object(host_backward, "launch_fused", wraps=host_backward.launch_fused) as launched:
+        half_case(*sizes).run("triton")
+    assert [x.args[1].walk for x in launched.call_args_list] == ([] if walk == "none" else [walk])
