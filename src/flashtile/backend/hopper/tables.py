@@ -213,6 +213,14 @@ class VisibleBlocksConfig(Constexpr):
 
 
 @dataclass(frozen=True)
+class DistanceTableConfig(Constexpr):
+    """Kernel for the table of a score_mod's term: `block` distances a program, one for each thread."""
+
+    block: int
+    score_mod: Any = None
+
+
+@dataclass(frozen=True)
 class SplitBackwardConfig(Constexpr):
     """Two kernels: over 128 features, accumulating dq in memory costs more than computing scores twice."""
 
