@@ -18,7 +18,7 @@ def forward_tiles(call: Call, config: ForwardConfig) -> tuple[ForwardConfig, dic
     stages = FORWARD_BIAS_STAGES.get(config.head_dim.width)
     if stages is None or config.num_warpgroups != 2 or not fits(call):
         return config, {"bias_desc": None}
-    config = replace(config, bias_stages=stages.bias, stages=stages.keys)
+    config = replace(config, bias_stages=stages.bias, stages=stages.keys, q_stages=stages.queries)
     return config, {"bias_desc": Described(call.tensors.bias, dense_descriptor, (MMA_M, config.block_n))}
 
 

@@ -265,14 +265,15 @@ FUSED_BACKWARD = {
 
 
 class BiasStages(NamedTuple):
-    """Stages of the forward kernel for tiles of a bias, and what they leave for keys and values."""
+    """Stages of the forward kernel for tiles of a bias, and what they leave for keys and values and for queries."""
 
     bias: int
     keys: int
+    queries: int
 
 
 # By width, where shared memory has room for tiles of 16-bit biases.
-FORWARD_BIAS_STAGES = {64: BiasStages(bias=2, keys=3)}
+FORWARD_BIAS_STAGES = {64: BiasStages(2, 3, 2), 96: BiasStages(1, 2, 2), 128: BiasStages(1, 2, 1)}
 BACKWARD_BIAS_STAGES = {64: 1, 96: 1, 128: 1}
 SPLIT_BACKWARD = {
     (192, 128): SplitBackwardConfig(DqConfig(D192, D128, kv_stages=6), DkdvConfig(D192, D128, stages=3)),

@@ -5,10 +5,9 @@ block follows from intervals of positions (`backend.gpu.visibility`); a mask tha
 import triton.language as tl
 from triton import jit
 
-from ....expression import blocks
 from .shared.compat import triton_kernel
 
-HIDDEN, FULL = tl.constexpr(blocks.HIDDEN), tl.constexpr(blocks.FULL)
+HIDDEN, FULL = tl.constexpr(0), tl.constexpr(2)  # as in `expression.blocks`; PARTIAL is 1
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)  # of minimum and maximum
 
 
@@ -58,7 +57,7 @@ def visible_blocks_kernel(
         n = first + tl.arange(0, BLOCKS)
         full, seen = n >= 0, n < 0
         if states is None:
-            rows = inputs.i0 + tl.minimum(first_row + tl.arange(0, BLOCK_M), seqlen_q - 1)
+            rows = inputs.i0 + tl.minimum(first_row + tl.arange(0, BLOCK_M), last_row)
             keys = inputs.j0 + tl.minimum(n[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :], seqlen_k - 1)
             for head in range(group):
                 always, ever = CONFIG.score_mod.visibility(
