@@ -77,8 +77,8 @@ def constants(call: Call, config: KernelConfig, align: int, pack_gqa: int = 1, s
 
 
 def is_even(call: Call, config: KernelConfig) -> bool:
-    """Whether no block needs masks, of a dense call with a bias: its kernels then have no code for such blocks, which in
-    short sequences takes 2 to 14% of the time even where it does not run (H200, 256 and 384 keys).
+    """Whether no block needs masks, of a dense call with a bias: its kernels then have no code for such blocks, which
+    in short sequences takes 2 to 14% of the time even where it does not run (H200, 256 and 384 keys).
     """
     t, s = call.tensors, call.settings
     absent = (t.mask, t.seqused_q, t.seqused_k, t.leftpad_k, s.mask_mod, s.attention_chunk)
