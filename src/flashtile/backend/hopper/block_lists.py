@@ -23,7 +23,7 @@ from .formulas import VisibilityFunction, launch_with, visibility_function
 from .tables import VisibleBlocksConfig
 
 LEAST_PAIRS = 2**24  # of a call: computing fewer takes about as long as their lists
-LEAST_MASK_PAIRS = 2**28  # of a call with a mask that is a tensor, whose lists take some twenty launches
+LEAST_MASK_PAIRS = 2**28  # of a call with a mask that is a tensor; fewer were not measured since a kernel reads it
 MOST_PAIRS = 2**41  # offsets in lists have 32 bits
 POSITIONS = 8192  # of keys that a program looks at together
 NO_LISTS = dict.fromkeys(("stride_lists_b", "stride_lists_h", "stride_lists"))
