@@ -57,7 +57,7 @@ def test_short_sequences_and_large_groups() -> None:
 
 
 def test_biases_of_few_features_have_tiles_of_their_own() -> None:
-    """But for short sequences, few rows, other features, wide heads, and biases that are broadcast over rows or keys."""
+    """But for short sequences, few rows, other features, wide heads, and biases broadcast over rows or keys."""
     bias = Features(bias=(True, False, False, False))
     few = {"head_dim": 32, "head_dim_v": 32, "seqlen_q": 256, "seqlen_k": 256, "features": bias}
 
