@@ -46,6 +46,14 @@ def buckets(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, t
     return score + table[torch.where(distance < 8, distance, far.clamp(max=31)), h]
 
 
+def near_buckets(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, table: Tensor) -> Tensor:
+    """Logarithmic buckets that end at 22 positions: the kernels read a table of distances."""
+    distance = (q_idx - k_idx).abs()
+    far = 8 + (torch.log(distance.clamp(min=1) / 8) * 3).int()
+    bucket = torch.where(distance < 8, distance, far.clamp(max=11))
+    return score + table[torch.where(k_idx > q_idx, bucket + 12, bucket), h]
+
+
 def undefined_where_hidden(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, x: Tensor) -> Tensor:
     """NaN for pairs that causal from the top left hides, and so is the derivative."""
     return score * (1 + x[h] * torch.log(q_idx - k_idx + 1))
@@ -89,6 +97,7 @@ TENSORS: dict[ScoreMod, Callable[[int, int, torch.Generator], tuple[Tensor, ...]
     causal: lambda batch, heads, g: (),
     documents: lambda batch, heads, g: ((torch.arange(max(LONGER)) // DOCUMENT).int(),),
     buckets: lambda batch, heads, g: (torch.randn(32, heads, generator=g),),
+    near_buckets: lambda batch, heads, g: (torch.randn(24, heads, generator=g),),
     undefined_where_hidden: lambda batch, heads, g: (0.1 * torch.randn(heads, generator=g),),
     by_key: lambda batch, heads, g: (
         torch.randn(33, heads, generator=g).half().t(),
@@ -112,6 +121,7 @@ VARIANT_OF = {  # the other features of each function's problems
     causal: ("full 64", "full 128"),
     documents: ("causal 64", "full 128", "packed 192"),
     buckets: ("causal 128", "full 64"),
+    near_buckets: ("full 64", "packed everything 64", "causal 128", "grouped heads 128", "causal 192/128"),
     undefined_where_hidden: ("top left 64", "top left 128", "top left 256"),
     by_key: ("full 64", "sinks 128", "causal 96", "causal 256"),
     of_positions: ("causal 64",),
@@ -127,6 +137,7 @@ MASK_VARIANTS = {  # a mask function, a score_mod or none, and the other feature
     "heads, square 192/128": (5, square, "causal 192/128"),
     "causal by head, undefined 64": (0, undefined_where_hidden, "full 64"),
     "distances, decay 256": (3, decay, "full 256"),
+    "reach of a table, near buckets 64": (4, near_buckets, "full 64"),
 }
 PROBLEMS = {f"{fn.__name__}, {name}": (fn, name) for fn, names in VARIANT_OF.items() for name in names}
 

@@ -122,6 +122,8 @@ FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for se
 FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (96, 192, (192, 128), 256)]
 FAMILIES += [(name, 96, LONG) for name in FEATURES]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
+BIAS_TILES = "bias in tiles"
+FAMILIES += [(BIAS_TILES, dim, SHORT) for dim in (64, 96, 128)]
 
 
 def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> Call:
@@ -130,5 +132,6 @@ def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> C
         return call_of(VARIANTS[name])
     width, width_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     q, k, v = (torch.empty(1, 2, seqlen, d, dtype=torch.bfloat16) for d in (width, width, width_v))
-    keywords = FEATURES[name](Draw(0, (seqlen,)), Sizes(1, 2, seqlen, seqlen, q.dtype))
+    features = FEATURES[name] if name in FEATURES else bias(False, True, True, True, half=True)
+    keywords = features(Draw(0, (seqlen,)), Sizes(1, 2, seqlen, seqlen, q.dtype))
     return described_call(q, k, v, None, None, keywords)

@@ -71,9 +71,11 @@ def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
         machine().pause()
 
 
-def wait(barrier: Barrier, phase: Any) -> None:
+def wait(barrier: Barrier, phase: Any, pred: Any = True) -> None:
     if barrier.count == 0:
         raise EmulationError("wait for an uninitialized barrier")
+    if not pred:
+        return
     parity = int(phase)
     machine().wait(lambda: barrier.phase != parity, f"barrier {barrier.number} to leave phase {parity}")
 

@@ -7,6 +7,7 @@ same for all pairs of a head.
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from . import ranges
@@ -113,21 +114,7 @@ class SideBuilder(Builder):
 
     def note_integer(self, node: Node, x: Instruction) -> None:
         """The linear form of an integer, and its range if that follows from the distance."""
-        own = [self.linear.get(n) for n in x.operands]
-        value = None
-        match x.op, own:
-            case "constant", _:
-                value = Linear(0, 0, int(x.value))
-            case "input", _ if x.value in PAIR:
-                value = Linear(int(x.value == "q_idx"), int(x.value == "k_idx"), 0)
-            case "cast", [Linear() as a]:
-                value = a
-            case "neg", [Linear() as a]:
-                value = difference(Linear(0, 0, 0), a)
-            case "add", [Linear() as a, Linear() as b]:
-                value = difference(a, difference(Linear(0, 0, 0), b))
-            case "sub", [Linear() as a, Linear() as b]:
-                value = difference(a, b)
+        value = linear_form(x, self.linear)
         if value is not None:
             self.linear[node.n] = value
             by_distance = self.range_of_linear(value)
@@ -184,6 +171,25 @@ class SideBuilder(Builder):
         if forms[0] is not None and forms[1] is not None:
             rest = self.range_of_linear(difference(forms[0], forms[1])) or rest
         return sign_of_comparison(name, rest)
+
+
+def linear_form(x: Instruction, linear: Mapping[int, Linear]) -> Linear | None:
+    """The linear form of an integer, from those of its operands; `None` if it has none."""
+    own = [linear.get(n) for n in x.operands]
+    match x.op, own:
+        case "constant", _ if x.kind in INTEGERS:
+            return Linear(0, 0, int(x.value))
+        case "input", _ if x.value in PAIR:
+            return Linear(int(x.value == "q_idx"), int(x.value == "k_idx"), 0)
+        case "cast", [Linear() as a] if x.kind in INTEGERS:
+            return a
+        case "neg", [Linear() as a]:
+            return difference(Linear(0, 0, 0), a)
+        case "add", [Linear() as a, Linear() as b]:
+            return difference(a, difference(Linear(0, 0, 0), b))
+        case "sub", [Linear() as a, Linear() as b]:
+            return difference(a, b)
+    return None
 
 
 def difference(a: Linear, b: Linear) -> Linear:

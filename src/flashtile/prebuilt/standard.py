@@ -16,8 +16,7 @@ from ..backend.hopper.widths import WIDTHS
 DTYPES = (torch.bfloat16, torch.float16)
 LEFT_OUT = {  # kernels that are compiled at first use only
     "triton.kernels.dcaptured:dcaptured_kernel": "the gradient of a score_mod's tensors: one kernel for each function",
-    "hopper.kernels.visible_blocks:visible_blocks_kernel": "is made for each mask function",
-    "hopper.kernels.visible_blocks:key_lists_kernel": "runs with kernels that are made for a mask function",
+    "hopper.kernels.distance_table:distance_table_kernel": "is made for each score_mod",
 }
 TINY, SHORT, MIDDLE, LONG = 64, 512, 1024, 8192  # lengths with different tiles
 PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": (4095, 0)})

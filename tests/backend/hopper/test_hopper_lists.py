@@ -29,6 +29,7 @@ from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+LIST_KERNELS = {"mask_states_kernel", "visible_blocks_kernel", "key_lists_kernel"}
 IDS = torch.repeat_interleave(torch.tensor([3, 8, 9, 4]), torch.tensor([130, 71, 180, 219]))
 
 
@@ -69,8 +70,8 @@ def case_of(problem: Problem) -> Case:
     return replace(case, arguments=case.arguments | {"mask": problem.mask, "window": problem.window}, description="")
 
 
-def run(case: Case, problem: Problem, folder: Path = FOLDER, *, by_kernels: bool = True) -> dict[str, Tensor]:
-    """Results with lists of blocks, which kernels make unless the mask is a tensor."""
+def run(case: Case, problem: Problem, folder: Path = FOLDER, *, reads_mask: bool = True) -> dict[str, Tensor]:
+    """Results with lists of blocks; a mask that is a tensor is read for them."""
     package = str(emulated_kernels(folder).__package__)
     lists = importlib.import_module(f"{package}.block_lists")
     cores = 1 if problem.deterministic else 3  # one program waits forever for what it takes later
@@ -80,7 +81,9 @@ def run(case: Case, problem: Problem, folder: Path = FOLDER, *, by_kernels: bool
         poisoned_allocation(),
     ):
         results = case.run("hopper", deterministic=problem.deterministic)
-    assert ({"visible_blocks_kernel", "key_lists_kernel"} <= {*launched}) == by_kernels
+    kernels = [name for name in launched if name in LIST_KERNELS]
+    states = ["mask_states_kernel"] * (reads_mask and isinstance(case.arguments["mask"], Tensor))
+    assert kernels == [*states, "visible_blocks_kernel", *states, "visible_blocks_kernel", "key_lists_kernel"]
     return results
 
 
@@ -125,10 +128,7 @@ def test_a_mask_that_is_a_tensor(
     solution = solve(case)
     for x in "kv":
         case.arguments[x][:, :, UNSEEN:] = torch.nan
-    lists = importlib.import_module(f"{emulated_kernels().__package__}.block_lists")
-    with mock.patch.object(lists, "states_of_mask", wraps=lists.states_of_mask) as made:
-        results = run(case, problem, by_kernels=False)
-    assert made.call_count == 2
+    results = run(case, problem)
     assert [str(x) for x in compare(results, case, solution) if not x.ok] == []
 
 
@@ -140,14 +140,14 @@ def test_full_blocks_do_not_read_the_mask() -> None:
     case = replace(case, arguments=case.arguments | {"mask": mask})
     lists = importlib.import_module(f"{emulated_kernels().__package__}.block_lists")
     with mock.patch.object(lists, "states_of_mask", side_effect=all_full):
-        results = run(case, problem, by_kernels=False)
+        results = run(case, problem, reads_mask=False)
     del case.arguments["mask"]
     assert [str(x) for x in compare(results, case, solve(case)) if not x.ok] == []
 
 
-def all_full(pairs: Any, mask: Tensor) -> Tensor:
-    blocks = -(-pairs.rows.length // pairs.block_m), -(-pairs.keys.length // pairs.block_n)
-    return torch.full((1, 1, *blocks), FULL, dtype=torch.uint8)
+def all_full(recorder: Recorder, mask: Tensor, block_m: int, block_n: int) -> Tensor:
+    blocks = -(-mask.shape[2] // block_m), -(-mask.shape[3] // block_n)
+    return recorder.op(lambda: torch.full((1, 1, *blocks), FULL, dtype=torch.uint8))
 
 
 def test_keys_after_the_last_one_in_full_blocks() -> None:

@@ -32,7 +32,7 @@ pytestmark = [
 ]
 S = 700  # rows and keys at most
 UNSEEN = 512  # the first key of the blocks of any kernel that no row sees under `first_keys`
-LIST_KERNELS = ["visible_blocks_kernel", "key_lists_kernel"]
+LIST_KERNELS = ["mask_states_kernel", "visible_blocks_kernel", "key_lists_kernel"]
 
 
 @pytest.fixture
@@ -187,11 +187,10 @@ def results_of(case: Case, problem: Problem) -> dict[str, Tensor]:
 
 
 def require_lists(launched: dict[str, bool], problem: Problem) -> None:
-    """Fail unless forward and backward got lists, which kernels made if the formula allows it."""
+    """Fail unless forward and backward got lists, for which a mask that is a tensor was read."""
     assert launched["forward_kernel"]
     assert launched["backward_kernel"]
-    by_kernels = problem.mask not in ("arbitrary", "tensor", "padding")
-    assert [name in launched for name in LIST_KERNELS] == [by_kernels, by_kernels]
+    assert [name in launched for name in LIST_KERNELS] == [problem.mask in ("tensor", "padding"), True, True]
 
 
 def wrong(results: dict[str, Tensor], case: Case, expected: dict[str, Expected]) -> list[str]:

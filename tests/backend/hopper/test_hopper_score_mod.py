@@ -41,7 +41,7 @@ def test_random_problems_are_within_the_bound(problem: str) -> None:
 
 @pytest.mark.parametrize(
     "problem", ["decay, full 128", "distance_table, causal 64", "relative_position, packed everything 64",
-                "causal, full 64", "distances, decay 256"],
+                "causal, full 64", "distances, decay 256", "near_buckets, full 64"],
 )  # fmt: skip
 def test_blocks_far_from_the_diagonal(problem: str) -> None:
     """On both sides of it."""
@@ -61,6 +61,7 @@ class Bug(NamedTuple):
 
 STAGED, FORMULAS, FUNCTIONS = "gpu/staged.py", "hopper/formulas.py", "hopper/kernels/shared/functions.py"
 SHARED, MAINLOOP = "hopper/kernels/shared", "hopper/kernels/forward/mainloop.py"
+TABLE = "hopper/kernels/distance_table.py"
 KEY_ORDER = "hopper/kernels/forward/key_order.py"
 BUGS = (
     Bug("negative factors in the softmax", MAINLOOP, "factor > SMALLEST_FACTOR", "factor != 0", "signed, full 128"),
@@ -79,6 +80,9 @@ BUGS = (
         "score_mod.after, score_mod.before", "distance_table, causal 64", FAR),
     Bug("sign of a scaled distance", STAGED, "(real_distance, {sign}{", "(real_distance, {", "decay, full 128", FAR),
     Bug("last blocks not visited", KEY_ORDER, "block + (tile.hi - tile.lo)", "tile.lo", "decay, full 128", FAR),
+    Bug("table of other distances", TABLE, "gl.maximum(n - reach, 0)", "gl.maximum(n - reach - 1, 0)",
+        "near_buckets, full 64"),
+    Bug("table of the first head", TABLE, "term(0.0, 0, h,", "term(0.0, 0, h * 0,", "near_buckets, full 64"),
     Bug("run past the tensor's end", FUNCTIONS, "run.stop <= size", "run.stop > 0", "documents, full 128"),
 )  # fmt: skip
 

@@ -61,6 +61,24 @@ def fused(rows: int, keys: int, device: Device = H200, **changes: Any) -> config
     return configs.tile(replace(problem(), seqlen_q=rows, seqlen_k=keys, **given), device).fused
 
 
+def test_biases_of_few_features_have_tiles_of_their_own() -> None:
+    """But for short sequences, few rows, other features, wide heads, and biases broadcast over rows or keys."""
+    bias = Features(bias=(True, False, False, False))
+    few = {"head_dim": 32, "head_dim_v": 32, "seqlen_q": 256, "seqlen_k": 256, "features": bias}
+
+    def chosen(device: Device = H200, **changes: Any) -> configs.TileConfig:
+        return configs.tile(replace(problem(), **few | changes), device)
+
+    assert chosen()[:3] == configs.BIASED[1:]
+    for changes in (
+        {"head_dim": 48}, {"head_dim_v": 48}, {"seqlen_q": 4}, {"seqlen_k": 64}, {"dropout": True}, {"alignment": 2},
+        {"features": Features(bias=(True, False, True, False))}, {"features": bias._replace(mask=(True,) * 4)},
+        {"dtype": torch.float32},
+    ):  # fmt: skip
+        assert chosen(**changes)[:3] != configs.BIASED[1:]
+    assert chosen(A100)[:3] != configs.BIASED[1:]
+
+
 def test_sequences_that_are_one_tile_in_backward() -> None:
     def chosen(rows: int, keys: int, device: Device = H200, **changes: Any) -> tuple[int, ...] | None:
         found = fused(rows, keys, device, **changes)

@@ -26,6 +26,7 @@ from ..scalars import (
 )
 from . import formulas
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
+from .distance_table import with_distance_table
 from .semaphores import tile_count_semaphore
 from .tables import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
 
@@ -60,7 +61,7 @@ class BackwardLaunches:
         self, recorder: Recorder, config: FusedBackwardConfig | DkdvConfig, call: Call, t: Tensors, dout: Tensor
     ):
         self.recorder, self.config, self.tensors, self.dout = recorder, config, t, dout
-        self.call = with_contiguous_keys(recorder, call._replace(tensors=t))
+        self.call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
         self.q, self.k, self.v = (recorder.op(rows_last, x) for x in t[:3])
         self.head_terms = {symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()}
         self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = (

@@ -1,9 +1,8 @@
 """Lists of the blocks that a mask shows (`kernels.shared.block_lists`), made on the device, without reading a value on
-the host. Those of a mask function are made in one or two launches; torch operations make those of a mask that is a
-tensor, and of a function that reads an element for each pair.
+the host: in one or two launches. The states of blocks of a mask that is a tensor take one more, which reads it once;
+torch operations make those of a function that reads an element for each pair.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,21 +11,23 @@ from torch import Tensor
 
 from ...call.call import Call
 from ...call.formulas import mask_formula
-from ...expression import Formula
-from ...expression.blocks import FULL, HIDDEN, PARTIAL, depends_on
-from ..gpu.block_lists import Pairs, pairs_of, states_of_mask, visibility, window_states
+from ...expression.blocks import depends_on
+from ...expression.blocks.dense import ALL_VISIBLE, WORD
+from ..gpu.block_lists import pairs_of, visibility
 from ..gpu.captured import needs_wide_offsets
 from ..gpu.kernel import Kernel
+from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..scalars import window_numbers
 from .formulas import VisibilityFunction, launch_with, visibility_function
 from .tables import VisibleBlocksConfig
 
 LEAST_PAIRS = 2**24  # of a call: computing fewer takes about as long as their lists
-LEAST_MASK_PAIRS = 2**28  # of a call with a mask that is a tensor, whose lists take some twenty launches
+LEAST_MASK_PAIRS = 2**28  # of a call with a mask that is a tensor; fewer were not measured since a kernel reads it
 MOST_PAIRS = 2**41  # offsets in lists have 32 bits
 POSITIONS = 8192  # of keys that a program looks at together
 NO_LISTS = dict.fromkeys(("stride_lists_b", "stride_lists_h", "stride_lists"))
+MASK_STATES = Kernel(f"{__package__}.kernels.visible_blocks", "mask_states_kernel")
 VISIBLE_BLOCKS = Kernel(f"{__package__}.kernels.visible_blocks", "visible_blocks_kernel")
 KEY_LISTS = Kernel(f"{__package__}.kernels.visible_blocks", "key_lists_kernel")
 
@@ -47,14 +48,9 @@ def row_lists(recorder: Recorder, call: Call, block_m: int, block_n: int) -> tup
     """The pointer and the scalars of the lists of blocks of rows, whose entries are blocks of keys."""
     if not has_lists(call):
         return {"lists": None}, {**NO_LISTS}
-    formula = mask_formula(call)
-    function = function_of(call, formula)
-    if formula is None or function is None:
-        lists = of_states(recorder, call, block_m, block_n, listed_keys)
-    else:
-        grid = grid_of(call, formula, block_m, block_n, 1)
-        shape = (1, grid.batch, grid.heads, grid.rows, grid.keys + 2)
-        lists = visible_blocks(recorder, call, function, grid, shape)
+    source = source_of(recorder, call, block_m, block_n, 1)
+    grid = source.grid
+    lists = visible_blocks(recorder, call, source, (1, grid.batch, grid.heads, grid.rows, grid.keys + 2))
     return {"lists": lists}, strides_of(lists)
 
 
@@ -66,16 +62,10 @@ def key_lists(
     """
     if not has_lists(call):
         return {"lists": None}, {**NO_LISTS, "ranks": None}
-    group = call.tensors.q.shape[1] // call.tensors.k.shape[1]
-    formula = mask_formula(call)
-    function = function_of(call, formula)
-    if formula is None or function is None:
-        lists = of_states(recorder, call, block_m, block_n, partial(listed_rows, group, first_key_first))
-    else:
-        grid = grid_of(call, formula, block_m, block_n, group)
-        shape = (grid.batch, grid.heads, grid.rows, grid.keys + 1)
-        table = visible_blocks(recorder, call, function, grid, shape, table=True)
-        lists = of_table(recorder, table, grid, first_key_first)
+    source = source_of(recorder, call, block_m, block_n, call.tensors.q.shape[1] // call.tensors.k.shape[1])
+    grid = source.grid
+    table = visible_blocks(recorder, call, source, (grid.batch, grid.heads, grid.rows, grid.keys + 1), table=True)
+    lists = of_table(recorder, table, grid, first_key_first)
     return {"lists": lists}, {**strides_of(lists), "ranks": lists.numel() // 2}
 
 
@@ -93,15 +83,6 @@ def has_lists(call: Call) -> bool:
     return max(least, 1) <= batch * heads * seqlen_q * call.tensors.k.shape[2] <= MOST_PAIRS
 
 
-def grid_of(call: Call, formula: Formula, block_m: int, block_n: int, group: int) -> Grid:
-    """The blocks of a call. Without dependence on the head all heads share a list, else `group` do."""
-    batch, heads, seqlen_q, _ = call.tensors.q.shape
-    batch = batch if depends_on(formula, "b") else 1
-    heads, group = (heads // group, group) if depends_on(formula, "h") else (1, 1)
-    rows, keys = -(-seqlen_q // block_m), -(-call.tensors.k.shape[2] // block_n)
-    return Grid(block_m, block_n, batch, heads, group, rows, keys)
-
-
 def strides_of(lists: Tensor) -> dict[str, int]:
     """Scalars of lists `[1 | 2, B | 1, H | 1, tiles, entries]`."""
     _, batch, heads, _, _ = lists.shape
@@ -113,25 +94,77 @@ def strides_of(lists: Tensor) -> dict[str, int]:
     }
 
 
-# Kernels --------------------------------------------------------------------------------------------------------------
+# Sources of lists -----------------------------------------------------------------------------------------------------
 
 
-def function_of(call: Call, formula: Formula | None) -> VisibilityFunction | None:
-    """The device function of a mask function's blocks; `None` if it has none, or the mask is a tensor."""
+class Source(NamedTuple):
+    """Where the states of a mask's blocks come from: a device function, or a tensor `[B | 1, H | 1, blocks of rows | 1,
+    blocks of keys | 1]` of the recorder.
+    """
+
+    grid: Grid
+    function: VisibilityFunction | None
+    states: Tensor | None
+
+
+def source_of(recorder: Recorder, call: Call, block_m: int, block_n: int, group: int) -> Source:
+    """The source of a call's lists, of `group` heads each. Without dependence on the head, all heads share a list."""
+    t, formula = call.tensors, mask_formula(call)
+    batch, heads, seqlen_q, _ = t.q.shape
+    rows, keys = -(-seqlen_q // block_m), -(-t.k.shape[2] // block_n)
+    function = states = None
     if formula is None:
-        return None
-    return visibility_function(formula, any(needs_wide_offsets(x) for x in call.tensors.score_mod_tensors))
+        states = states_of_mask(recorder, t.mask, block_m, block_n)
+        of_sequences, of_heads = (n > 1 for n in states.shape[:2])
+    else:
+        function = visibility_function(formula, any(needs_wide_offsets(x) for x in t.score_mod_tensors))
+        of_sequences, of_heads = depends_on(formula, "b"), depends_on(formula, "h")
+        if function is None:
+            pairs = pairs_of(call, block_m, block_n)
+            states = recorder.op(partial(visibility, formula, pairs, t.q.device), *t.score_mod_tensors)
+    heads, group = (heads // group, group) if of_heads else (1, 1)
+    grid = Grid(block_m, block_n, batch if of_sequences else 1, heads, group, rows, keys)
+    return Source(grid, function, states)
+
+
+def states_of_mask(recorder: Recorder, mask: Tensor, block_m: int, block_n: int) -> Tensor:
+    """Launch the kernel that reads a mask `[B | 1, H | 1, Sq | 1, Sk | 1]`, whose keys are contiguous. Expanded
+    dimensions count as broadcast ones.
+    """
+    sizes = [1 if stride == 0 else n for n, stride in zip(mask.shape, mask.stride(), strict=True)]
+    strides = [0 if n == 1 else stride for n, stride in zip(sizes, mask.stride(), strict=True)][:3]
+    in_words = all(n % WORD == 0 for n in (sizes[3], mask.storage_offset(), *strides))
+    word = WORD if in_words else 1
+    batch, heads, rows, keys = sizes
+    blocks = -(-rows // block_m), -(-keys // block_n)
+    states = recorder.new(mask.new_empty((batch, heads, *blocks), dtype=torch.uint8))
+    scalars = {
+        **{f"stride_mask_{dim}": stride // word for dim, stride in zip("bhm", strides, strict=True)},
+        "num_heads": heads,
+        "num_rows": rows,
+        "num_words": keys // word,
+        "row_blocks": blocks[0],
+        "key_blocks": blocks[1],
+        "BLOCK_M": block_m if rows > 1 else 1,
+        "BLOCK_WORDS": max(1, block_n // word) if keys > 1 else 1,
+        "ALL_VISIBLE": ALL_VISIBLE if in_words else 1,
+        "num_warps": 4,
+    }
+    pointers = {"mask": Described(mask, Tensor.view, torch.int64 if in_words else torch.uint8), "states": states}
+    recorder.launch(MASK_STATES, pointers, states.numel(), scalars)
+    return states
 
 
 def visible_blocks(
-    recorder: Recorder, call: Call, function: VisibilityFunction, grid: Grid, shape: tuple[int, ...],
-    table: bool = False,
-) -> Tensor:  # fmt: skip
+    recorder: Recorder, call: Call, source: Source, shape: tuple[int, ...], table: bool = False
+) -> Tensor:
     """Launch the kernel for lists, or for the table from which lists of blocks of keys are made."""
-    t = call.tensors
+    t, (grid, function, states) = call.tensors, source
     lists = recorder.new(t.q.new_empty(shape, dtype=torch.int32))
     blocks = min(1 << (grid.keys - 1).bit_length(), POSITIONS // grid.block_n)
+    strides = [None] * 4 if states is None else broadcast_strides(states)
     scalars = {
+        **{f"stride_states_{dim}": stride for dim, stride in zip("bhmn", strides, strict=True)},
         "num_lists": grid.rows,
         "num_heads": grid.heads,
         "group": grid.group,
@@ -142,9 +175,16 @@ def visible_blocks(
         "CONFIG": VisibleBlocksConfig(grid.block_m, grid.block_n, blocks, table),
         "num_warps": 8,
     }
-    programs = grid.batch * grid.heads * grid.rows
-    launch_with(recorder, call, VISIBLE_BLOCKS, {"lists": lists}, programs, scalars, function)
+    programs, pointers = grid.batch * grid.heads * grid.rows, {"lists": lists, "states": states}
+    if function is None:
+        recorder.launch(VISIBLE_BLOCKS, pointers, programs, {**scalars, "inputs": None})
+    else:
+        launch_with(recorder, call, VISIBLE_BLOCKS, pointers, programs, scalars, function)
     return lists
+
+
+def broadcast_strides(x: Tensor) -> list[int]:
+    return [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
 
 
 def of_table(recorder: Recorder, table: Tensor, grid: Grid, first_key_first: bool) -> Tensor:
@@ -161,63 +201,3 @@ def of_table(recorder: Recorder, table: Tensor, grid: Grid, first_key_first: boo
     }
     recorder.launch(KEY_LISTS, {"table": table, "lists": lists}, grid.batch * grid.heads * grid.keys, scalars)
     return lists
-
-
-# Torch operations -----------------------------------------------------------------------------------------------------
-
-
-def of_states(recorder: Recorder, call: Call, block_m: int, block_n: int, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """Lists that a function makes of the states of blocks."""
-    t, formula, pairs = call.tensors, mask_formula(call), pairs_of(call, block_m, block_n)
-    if formula is None:
-        return recorder.op(partial(made_of_mask, make, pairs), t.mask)
-    return recorder.op(partial(made, make, formula, pairs, t.q.device), *t.score_mod_tensors)
-
-
-def made(
-    make: Callable[[Tensor], Tensor], formula: Formula, pairs: Pairs, device: torch.device, *tensors: Tensor
-) -> Tensor:
-    return make(in_window(visibility(formula, pairs, device, *tensors), pairs))
-
-
-def made_of_mask(make: Callable[[Tensor], Tensor], pairs: Pairs, mask: Tensor) -> Tensor:
-    return make(in_window(states_of_mask(pairs, mask), pairs))
-
-
-def in_window(states: Tensor, pairs: Pairs) -> Tensor:
-    """States of the mask's blocks, HIDDEN outside of the window."""
-    return torch.where(window_states(pairs, states.device) == HIDDEN, HIDDEN, states)
-
-
-def listed_keys(states: Tensor) -> Tensor:
-    """Lists `[1, B | 1, H | 1, blocks of rows, 2 + blocks of keys]` of visible blocks. A list without any has the block
-    after the last key, as a tile has at least one.
-    """
-    lists = listed(states, torch.arange(states.shape[-1], device=states.device))
-    empty = lists[..., 0] == 0
-    lists[..., 1] = torch.where(empty, 2 * states.shape[-1] + 1, lists[..., 1])
-    lists[..., 0] += empty
-    return lists[None]
-
-
-def listed_rows(group: int, first_key_first: bool, states: Tensor) -> Tensor:
-    """Lists and ranks `[2, B | 1, Hk | 1, blocks of keys, 2 + blocks of rows]`."""
-    if states.shape[1] > 1:  # one list for all query heads of a key head
-        of_groups = states.unflatten(1, (-1, group))
-        low, high = of_groups.amin(dim=2), of_groups.amax(dim=2)
-        states = torch.where(low == high, low, PARTIAL)
-    visible = (states != HIDDEN).to(torch.int32)
-    before = visible.cumsum(dim=-1) if first_key_first else visible.flip(-1).cumsum(dim=-1).flip(-1)
-    states = states.mT
-    lists = listed(states, torch.arange(states.shape[-1], device=states.device))
-    return torch.stack([lists, listed(states, (before - 1).mT, encode=False)])
-
-
-def listed(states: Tensor, x: Tensor, encode: bool = True) -> Tensor:
-    """The numbers of visible blocks, then `x` of those, then what is never read."""
-    visible = states != HIDDEN
-    order = visible.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
-    x = (2 * x + (states != FULL)) if encode else x
-    entries = x.expand(states.shape).gather(-1, order)
-    counts = visible.sum(dim=-1, keepdim=True)
-    return torch.cat([counts, entries, torch.zeros_like(counts)], dim=-1).to(torch.int32)

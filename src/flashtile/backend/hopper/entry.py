@@ -15,8 +15,10 @@ from ..gpu.pairs import with_contiguous_keys
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
+from .bias_tiles import forward_tiles
 from .block_lists import NO_LISTS, row_lists
 from .descriptors import dense_descriptor, ragged_descriptor
+from .distance_table import with_distance_table
 from .formulas import launch, units
 from .scheduler_args import scheduler_args
 from .semaphores import tile_count_semaphore
@@ -70,11 +72,12 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
         "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
         "seqused_k": recorder.contiguous(t.seqused_k),
     }
-    call = with_contiguous_keys(recorder, call._replace(tensors=t))
+    call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
     whole = config.splits == 1
     lists, scalars = row_lists(recorder, call, config.block_m, config.block_n) if whole else ({"lists": None}, NO_LISTS)
+    config, bias_pointers = forward_tiles(call, config)
     programs, others = launch_scalars(call, config)
-    launch(recorder, call, FORWARD, pointers | lists, programs, others | scalars)
+    launch(recorder, call, FORWARD, pointers | lists | bias_pointers, programs, others | scalars)
     if config.splits > 1:
         combine_splits(recorder, config, results, (out, lse))
     return out, lse

@@ -15,6 +15,7 @@ from ...expression import Formula
 from ...expression.program import REAL, Instruction, Program
 from ...expression.scaling import is_homogeneous
 from ..gpu.captured import captured_pointers, captured_scalars, needs_wide_offsets
+from ..gpu.formula import source as source_of
 from ..gpu.generated import defined
 from ..gpu.pairs import pair_pointers, pair_scalars, row_align
 from ..gpu.pointers import Pointers
@@ -27,6 +28,7 @@ CALLED = (
     "exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "scaled_distance",
     "KEEP_NAN",
 )  # fmt: skip
+CALLED_BY_TERM = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "load_pairs", "KEEP_NAN")
 CALLED_BY_VISIBILITY = ("floordiv", "mod", "inside", "least_real", "largest_real", "KEEP_NAN")
 THE_SCORE = Program((Instruction("input", REAL, value="score"),), (0,))
 
@@ -109,6 +111,31 @@ def visibility_function(mask: Formula, wide: bool) -> VisibilityFunction | None:
     names |= {"__name__": visible_blocks.__name__, "tl": visible_blocks.tl}
     function = defined(name, source.replace("visibility", name, 1), name, names)
     return VisibilityFunction(source, visible_blocks.jit(function))
+
+
+@dataclass(frozen=True)
+class TermFunction:
+    """The function of a score_mod's term under `gluon.jit`. Equal sources are equal."""
+
+    source: str = field(repr=False)
+    term: Any = field(compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        """Key of the source and of all that it calls, for Triton's disk cache."""
+        return hashlib.sha256(getattr(self.term, "cache_key", self.source).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=1024)
+def term_function(term: Formula, wide: bool) -> TermFunction:
+    """The function of a term's formula."""
+    from .kernels.shared import functions  # imports Triton
+
+    text = source_of("term", term, wide=wide, language="gl").text
+    name = f"term_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    names = {name: getattr(functions, name) for name in CALLED_BY_TERM}
+    names |= {"__name__": functions.__name__, "gl": functions.gl}
+    function = defined(name, text.replace("term", name, 1), name, names)
+    return TermFunction(text, functions.gluon.jit(function))
 
 
 def formulas_of(call: Call) -> tuple[Formula | None, Formula | None]:

@@ -11,6 +11,7 @@ from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import WARPS, BackwardLaunches
+from .bias_tiles import backward_tiles
 from .block_lists import key_lists
 from .descriptors import dq_accum_descriptor
 from .tables import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
@@ -50,15 +51,16 @@ class FusedBackward(BackwardLaunches):
         lists, list_scalars = key_lists(
             self.recorder, self.call, self.config.block_m, self.config.block_n, first_key_first=self.config.lpt
         )
+        config, bias_pointers = backward_tiles(self.call, self.config)
         bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + self.dq_accum.element_size())
         scalars = {
             **self.key_kernel_scalars(bytes_per_row),
             **list_scalars,
             "row_splits": self.config.row_splits if splits else None,
             "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 else None,
-            "CONFIG": self.config.compiled,
+            "CONFIG": config.compiled,
         }
-        self.launch(BACKWARD, pointers | lists, self.programs, scalars)
+        self.launch(BACKWARD, pointers | lists | bias_pointers, self.programs, scalars)
         if splits:
             dk, dv = (self.add_splits(x, dx) for x, dx in zip((dk, dv), self.new_dk_dv(), strict=True))
         return self.postprocess(), dk, dv

@@ -87,6 +87,7 @@ class ForwardConfig(Constexpr):
     splits: int = 1  # of the keys of a tile; more than one write fp32 results that `combine` merges
     score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
     pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
+    bias_stages: int = 0  # of tiles of a bias that TMA loads, set for a launch; 0 without them
 
     @property
     def block_m(self) -> int:
@@ -142,6 +143,7 @@ class FusedBackwardConfig(Constexpr):
     block_n: int = 2 * MMA_M
     score_mod: Any = None
     pair_align: int = 1
+    bias_stages: int = 0
     kind: Literal["fused"] = "fused"
 
     @property
@@ -213,6 +215,14 @@ class VisibleBlocksConfig(Constexpr):
 
 
 @dataclass(frozen=True)
+class DistanceTableConfig(Constexpr):
+    """Kernel for the table of a score_mod's term: `block` distances a program, one for each thread."""
+
+    block: int
+    score_mod: Any = None
+
+
+@dataclass(frozen=True)
 class SplitBackwardConfig(Constexpr):
     """Two kernels: over 128 features, accumulating dq in memory costs more than computing scores twice."""
 
@@ -252,6 +262,19 @@ FUSED_BACKWARD = {
     96: FusedBackwardConfig(D96, 64, 2, 240, 24, early_half_exps=False),
     128: FusedBackwardConfig(D128, 64, 2, 240, 24, early_half_exps=False),
 }
+
+
+class BiasStages(NamedTuple):
+    """Stages of the forward kernel for tiles of a bias, and what they leave for keys and values and for queries."""
+
+    bias: int
+    keys: int
+    queries: int
+
+
+# By width, where shared memory has room for tiles of 16-bit biases.
+FORWARD_BIAS_STAGES = {64: BiasStages(2, 3, 2), 96: BiasStages(1, 2, 2), 128: BiasStages(1, 2, 1)}
+BACKWARD_BIAS_STAGES = {64: 1, 96: 1, 128: 1}
 SPLIT_BACKWARD = {
     (192, 128): SplitBackwardConfig(DqConfig(D192, D128, kv_stages=6), DkdvConfig(D192, D128, stages=3)),
     (192, 192): SplitBackwardConfig(DqConfig(D192, D192, kv_stages=5), DkdvConfig(D192, D192, stages=2)),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...call.call import NO_FEATURES
 from ...call.device import Device
 from ...call.problem import LONGEST, Problem, power_of_two
 from ...expression.formula import Formula, loads_pairs
@@ -128,6 +129,9 @@ SINGLE_TF32X3 = (  # measured on an H200; wider tiles of float32 have no registe
         KernelConfig(32, 32, 4, 1, tf32x3=True),
     ),
 )
+BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair, measured on an H200
+    32, KernelConfig(64, 64, 4, 3), KernelConfig(32, 128, 4, 3), KernelConfig(128, 32, 4, 3)
+)
 INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
 WALKS = (  # 16-bit inputs, measured on an H200; the first that fits
     Walk("keys", 16, 128, 4, 3, programs=4, width=32),
@@ -164,6 +168,8 @@ def dbias_tile(dq: KernelConfig, problem: Problem, device: Device) -> KernelConf
     width = max(problem.head_dim, problem.head_dim_v)
     if not has_most(problem.dtype, device) or width > 128 or misaligned(problem, device):
         return dq._replace(num_stages=1)
+    if is_biased(problem, device):
+        return KernelConfig(64, 128, 4, 3)
     return KernelConfig(64, 64, 4, 2) if width <= 64 else KernelConfig(64, 128, 8, 2)
 
 
@@ -327,6 +333,8 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
     mask or score_mod with an element for every pair; in forward, whose tiles are the largest, any bias, dropout and
     ALiBi. Also for problems that are `misaligned`, or for which `wants_small` holds.
     """
+    if is_biased(problem, device):
+        return BIASED
     pair_tensors = [x for x in (problem.features.bias, problem.features.mask) if x is not None]
     of_pairs = reads_pairs(problem) or any(not (x[2] or x[3]) for x in pair_tensors)
     small = wants_small(problem, row, device)
@@ -341,6 +349,16 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
         dkdv = dkdv._replace(block_m=max(16, dkdv.block_m // 2))
         dq = dq._replace(block_n=max(16, dq.block_n // 2))
     return WidthConfigs(row.width, forward, dkdv, dq)
+
+
+def is_biased(problem: Problem, device: Device) -> bool:
+    """Whether a bias for each pair is all that a call of few features adds to a plain one of more than a tile."""
+    p, bias = problem, problem.features.bias
+    if min(p.seqlen_q, p.seqlen_k) <= SHORT or is_decoding(p, large_groups=True):
+        return False
+    others = p.features._replace(bias=None) != NO_FEATURES or p.dropout or reads_pairs(p) or misaligned(p, device)
+    narrow = max(p.head_dim, p.head_dim_v) <= BIASED.width and has_most(p.dtype, device)
+    return narrow and bias is not None and not (bias[2] or bias[3] or others)
 
 
 def wants_small(problem: Problem, row: WidthConfigs, device: Device) -> bool:

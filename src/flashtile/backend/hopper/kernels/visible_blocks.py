@@ -1,5 +1,5 @@
-"""Kernels that list the blocks which a mask function and the window show (`shared.block_lists`), by intervals of
-positions (`backend.gpu.visibility`).
+"""Kernels that list the blocks which a mask and the window show (`shared.block_lists`). Whether a mask function shows a
+block follows from intervals of positions (`backend.gpu.visibility`); a mask that is a tensor is read once.
 """
 
 import triton.language as tl
@@ -7,15 +7,38 @@ from triton import jit
 
 from .shared.compat import triton_kernel
 
+HIDDEN, FULL = tl.constexpr(0), tl.constexpr(2)  # as in `expression.blocks`; PARTIAL is 1
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)  # of minimum and maximum
 
 
 @triton_kernel
-def visible_blocks_kernel(
-    lists, num_lists, num_heads, group, seqlen_q, seqlen_k, num_blocks, window_left, window_right, top_left, diagonal,
-    CONFIG: tl.constexpr, inputs,
+def mask_states_kernel(
+    mask, states, stride_mask_b, stride_mask_h, stride_mask_m, num_heads, num_rows, num_words, row_blocks, key_blocks,
+    BLOCK_M: tl.constexpr, BLOCK_WORDS: tl.constexpr, ALL_VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of keys of one block of rows: its list, with one block after the last key if it sees none.
+    """Store the state of one block of a mask, in uint8 `[B, H, row_blocks, key_blocks]`. A word is ALL_VISIBLE if the
+    mask shows all of its pairs, and 0 if none.
+    """
+    block, head_block = tl.program_id(0) % (row_blocks * key_blocks), tl.program_id(0) // (row_blocks * key_blocks)
+    b, head = head_block // num_heads, head_block % num_heads
+    rows = block // key_blocks * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    words = block % key_blocks * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]
+    exists = (rows < num_rows) & (words < num_words)
+    data = mask + b.to(tl.int64) * stride_mask_b + head.to(tl.int64) * stride_mask_h
+    x = tl.load(data + rows.to(tl.int64) * stride_mask_m + words, mask=exists, other=0)
+    hides, shows = exists & (x != ALL_VISIBLE), x != 0
+    some_hidden = tl.max(tl.max(hides.to(tl.int32), axis=0), axis=0)
+    some_visible = tl.max(tl.max(shows.to(tl.int32), axis=0), axis=0)
+    tl.store(states + tl.program_id(0), some_visible * (FULL - some_hidden))
+
+
+@triton_kernel
+def visible_blocks_kernel(
+    lists, states, stride_states_b, stride_states_h, stride_states_m, stride_states_n, num_lists, num_heads, group,
+    seqlen_q, seqlen_k, num_blocks, window_left, window_right, top_left, diagonal, CONFIG: tl.constexpr, inputs,
+):  # fmt: skip
+    """The blocks of keys of one block of rows: its list, with one block after the last key if it sees none. The mask is
+    a function, or `states` has the states of its blocks.
 
     With CONFIG.table, instead for each block of keys `4 * count + 2 * partial + visible`, where count is that of
     visible blocks up to this one, and then the count of all. `num_heads` are those of lists, of `group` heads each: a
@@ -25,19 +48,28 @@ def visible_blocks_kernel(
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCKS: tl.constexpr = CONFIG.blocks
     number, list_head = tl.program_id(0) % num_lists, tl.program_id(0) // num_lists
-    b, first_head = list_head // num_heads + inputs.b0, list_head % num_heads * group + inputs.h0
-    rows = inputs.i0 + tl.minimum(number * BLOCK_M + tl.arange(0, BLOCK_M), seqlen_q - 1)
+    b, first_head = list_head // num_heads, list_head % num_heads * group
     first_row, last_row = number * BLOCK_M, tl.minimum((number + 1) * BLOCK_M, seqlen_q) - 1
     shift = seqlen_k - seqlen_q + diagonal
     out = lists + tl.program_id(0).to(tl.int64) * (num_blocks + 1 if CONFIG.table else num_blocks + 2)
     before = 0
     for first in range(0, num_blocks, BLOCKS):
         n = first + tl.arange(0, BLOCKS)
-        keys = inputs.j0 + tl.minimum(n[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :], seqlen_k - 1)
         full, seen = n >= 0, n < 0
-        for head in range(group):
-            always, ever = CONFIG.score_mod.visibility(b, first_head + head, rows, keys, inputs.captured)
-            full, seen = full & always, seen | ever
+        if states is None:
+            rows = inputs.i0 + tl.minimum(first_row + tl.arange(0, BLOCK_M), last_row)
+            keys = inputs.j0 + tl.minimum(n[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :], seqlen_k - 1)
+            for head in range(group):
+                always, ever = CONFIG.score_mod.visibility(
+                    b + inputs.b0, first_head + head + inputs.h0, rows, keys, inputs.captured
+                )
+                full, seen = full & always, seen | ever
+        else:
+            of_rows = states + (b * stride_states_b + number * stride_states_m)
+            for head in range(group):
+                at = of_rows + ((first_head + head) * stride_states_h + n * stride_states_n)
+                state = tl.load(at, mask=n < num_blocks, other=HIDDEN)
+                full, seen = full & (state == FULL), seen | (state != HIDDEN)
         visible = seen & (n < num_blocks)
         if window_left is not None:
             visible &= tl.minimum((n + 1) * BLOCK_N, seqlen_k) > first_row + shift - window_left

@@ -56,6 +56,7 @@ def dbias_kernel(
     """Store `dbias`. Each of `splits` programs adds every `splits`-th problem that shares the tile."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    MASKED: tl.constexpr = not CONFIG.EVEN
     lengths, program = params.lengths, tl.program_id(0)
     split, program = program % tiles.splits, program // tiles.splits
     own_n, program = program % tiles.tiles_n, program // tiles.tiles_n
@@ -77,11 +78,14 @@ def dbias_kernel(
         first_key = origin + tile_n * BLOCK_N
         tile = key_tile(kv, first_key, CONFIG)
         keys = first_key + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
-        k_j = load_k(kv, tile, tile.exists, CONFIG)  # [N, D]
-        v_j = load_v(kv, tile, tile.exists, CONFIG)  # [N, Dv]
+        keys_exist = tile.exists if MASKED else None
+        k_j = load_k(kv, tile, keys_exist, CONFIG)  # [N, D]
+        v_j = load_v(kv, tile, keys_exist, CONFIG)  # [N, Dv]
         bounds = key_bounds(params, row_tile.position, info.shift, kv.seqlen)
-        ds = score_gradient(row_tile, k_j, v_j, keys, first_key, tile.exists, params, info, bounds, True, CONFIG).ds
-        total = add(total, tl.where(exists[:, None], ds, 0.0), CONFIG.COMPENSATED)
+        ds = score_gradient(row_tile, k_j, v_j, keys, first_key, keys_exist, params, info, bounds, MASKED, CONFIG).ds
+        if MASKED:
+            ds = tl.where(exists[:, None], ds, 0.0)
+        total = add(total, ds, CONFIG.COMPENSATED)
 
     rows = own_m * BLOCK_M + tl.arange(0, BLOCK_M)
     store_bias_gradient(dbias, split, own_b, own_h, rows, origin + own_n * BLOCK_N + tl.arange(0, BLOCK_N), total.total)

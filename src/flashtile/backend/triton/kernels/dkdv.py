@@ -74,7 +74,8 @@ def dkdv_kernel(
             q_rows = HeadRows(head_pointer(q, b, head, ALIGN) + offset_q * stride_q, stride_q)
             dout_rows = HeadRows(head_pointer(dout, b, head, ALIGN) + offset_q * stride_dout, stride_dout)
             rows = QueryHead(q_rows, dout_rows, head_pointer(row_stats, b, head, 2) + offset_q, seqlen_q)
-            dk_j, dv_j = inner_loop(dk_j, dv_j, blocks, listed, key_block, rows, params, info, True, CONFIG)
+            if not CONFIG.EVEN:
+                dk_j, dv_j = inner_loop(dk_j, dv_j, blocks, listed, key_block, rows, params, info, True, CONFIG)
             dk_j, dv_j = inner_loop(dk_j, dv_j, blocks, listed, key_block, rows, params, info, False, CONFIG)
 
         # Positions of this sequence without a key get 0.

@@ -98,7 +98,8 @@ def forward_kernel(
             )
             BOUNDED: tl.constexpr = CONFIG.PAGE_SIZE == 0 and LOWER
             # The masked blocks first: then the compiler keeps the matrix products of the long loop asynchronous.
-            state = inner_loop(state, blocks, listed, q_i, rows, kv, params, info, bounds, True, BOUNDED, CONFIG)
+            if not CONFIG.EVEN:
+                state = inner_loop(state, blocks, listed, q_i, rows, kv, params, info, bounds, True, BOUNDED, CONFIG)
             state = inner_loop(state, blocks, listed, q_i, rows, kv, params, info, bounds, False, BOUNDED, CONFIG)
 
         weight, row_lse = softmax.finalize(state, info.factor, COMPENSATED)

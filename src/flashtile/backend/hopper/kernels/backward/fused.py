@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..shared import scores
+from ..shared.bias_tiles import make_bias_tiles
 from ..shared.block_lists import BlockLists, block_at, load_entry, partial_of
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel, reinterpret_smem, thread_barrier
@@ -50,7 +51,7 @@ from ..shared.swizzle import swizzled
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
-from .scores import begin_probabilities, block_coord, finish_probabilities, load_block
+from .scores import begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
 from .tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
 
 DS_STAGES = gl.constexpr(2)
@@ -91,11 +92,12 @@ def backward_kernel(
     seqlen_q, seqlen_k, row_splits, dq_parts, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
-    stride_mask_m, stride_mask_n, pair_rows, lists, stride_lists_b, stride_lists_h, stride_lists, ranks,
+    stride_mask_m, stride_mask_n, pair_rows, bias_desc, lists, stride_lists_b, stride_lists_h, stride_lists, ranks,
     CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and dout `[1, 1, BLOCK_M, columns]`, k, v, dk and dv `[1, 1, MMA_M, columns]`, dq_accum `[MMA_M,
-    columns]`, row statistics `[1, BLOCK_M]`. Packed sequences are described as in `forward_kernel`.
+    columns]`, row statistics `[1, BLOCK_M]`, tiles of a bias `[1, 1, BLOCK_M, MMA_M]`. Packed sequences are described
+    as in `forward_kernel`.
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -103,11 +105,12 @@ def backward_kernel(
     V_BARRIER: gl.constexpr = K_BARRIER + NUM_WARPGROUPS
     DQ_BARRIER: gl.constexpr = V_BARRIER + NUM_WARPGROUPS
     gl.static_assert(DQ_BARRIER + NUM_WARPGROUPS <= DS_BARRIER)
-    descs = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc)
+    descs = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, bias_desc)
     pipelines = BackwardPipelines(
         make_row_pipeline(descs, NamedBarriers(FIRST_BARRIER, PIPELINE_THREADS), CONFIG),
         make_pipeline(k_desc, NUM_WARPGROUPS, NamedBarriers(K_BARRIER, PIPELINE_THREADS), HEAD_DIM),
         make_pipeline(v_desc, NUM_WARPGROUPS, NamedBarriers(V_BARRIER, PIPELINE_THREADS), HEAD_DIM),
+        make_bias_tiles(bias_desc, NUM_WARPGROUPS, CONFIG),
     )
     smem = allocate_boxes(dq_accum_desc, NUM_WARPGROUPS, DQ_COLUMNS)
     dq_pipeline = DqPipeline(smem, NamedBarriers(DQ_BARRIER, 128 + 32), make_mbarriers(NUM_WARPGROUPS, 1))
@@ -140,7 +143,10 @@ def backward_kernel(
         [
             (consumer_warpgroup, (0, context, CONFIG, PACKED)),
             (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-            (backward_producer_warp, (descs, pipelines, queue, group, padded_rows, block_lists, CONFIG, PACKED)),
+            (
+                backward_producer_warp,
+                (descs, pipelines, queue, group, padded_rows, params, block_lists, CONFIG, PACKED),
+            ),
             (dq_writer_warp, (0, dq_writer, CONFIG)),
             (dq_writer_warp, (gl.constexpr(1), dq_writer, CONFIG)),
             (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
@@ -189,6 +195,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
         # Unused where there are no steps.
         loaded = load_block(block, params, CONFIG)
+        loaded = with_bias(loaded, pipelines.bias, count, steps > 0, warpgroup, NUM_WARPGROUPS, CONFIG)
         partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
         for steps_left in range(steps, 0, -1):
             q_i = stage_chunks(rows.q, count, STAGES)
@@ -245,6 +252,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             row_block = block_at(lists, m, entry)
             partial = partial_of(lists, entry)
             block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
+            loaded = with_bias(loaded, pipelines.bias, next_count, steps_left > 1, warpgroup, NUM_WARPGROUPS, CONFIG)
             partial_p = begin_probabilities(s, rows, next_count, block, loaded, params, CONFIG)
             dk, partial_p = gemm_wait_with(dk, partial_p)
             consumer_release(rows.empty, count, STAGES)

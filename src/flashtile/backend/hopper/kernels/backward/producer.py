@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..shared.bias_tiles import load_bias_tile
 from ..shared.block_lists import block_at, load_entry
 from ..shared.compat import tma_load
 from ..shared.coordinates import kv_coord, q_coord
@@ -44,6 +45,7 @@ class BackwardDescriptors(NamedTuple):
     dout: gl.tensor
     neg_lse_log2: gl.tensor
     neg_delta: gl.tensor
+    bias: gl.tensor | None
 
 
 class BackwardPipelines(NamedTuple):
@@ -52,6 +54,7 @@ class BackwardPipelines(NamedTuple):
     rows: RowPipeline
     k: Pipeline  # a stage for each 64 keys of a block
     v: Pipeline
+    bias: tuple  # its tiles, or nothing (`bias_tiles`)
 
 
 @gluon.jit
@@ -76,9 +79,9 @@ def make_row_pipeline(descs, empty, CONFIG: gl.constexpr):
 
 @gluon.jit
 def backward_producer_warp(
-    descs, pipelines, queue, group, padded_rows, lists, CONFIG: gl.constexpr, PACKED: gl.constexpr,
+    descs, pipelines, queue, group, padded_rows, params, lists, CONFIG: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """The partition that loads keys, values and blocks of rows."""
+    """The partition that loads keys, values and blocks of rows, and tiles of a bias."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     BLOCK_M: gl.constexpr = CONFIG.block_m
@@ -114,6 +117,7 @@ def backward_producer_warp(
             )
             if steps_left == steps:
                 load_keys(pipelines.v, descs.v, tile, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
+            load_bias(descs.bias, pipelines.bias, params, tile, group, group_head, block, count, CONFIG)
             count += 1
             steps_left -= 1
             m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
@@ -121,6 +125,19 @@ def backward_producer_warp(
                 entry = load_entry(lists, tile.token_q, m)
         tile_count += 1
         tile = pop_key_tile(queue, tile_count)
+
+
+@gluon.jit
+def load_bias(bias_desc, tiles, params, tile, group, group_head, block, count, CONFIG: gl.constexpr):
+    """Load the bias of a block of rows, MMA_M keys for each consumer warpgroup; nothing where there are no tiles."""
+    PARTS: gl.constexpr = CONFIG.block_n // MMA_M
+    if bias_desc is not None:
+        sequence, head = gl.minimum(tile.b, params.batch - 1), tile.head_k * group + group_head
+        for part in gl.static_range(PARTS):
+            load_bias_tile(
+                bias_desc, tiles[0], params.pairs.bias, sequence, head, block * CONFIG.block_m,
+                tile.first_key + part * MMA_M, count, part, PARTS, CONFIG,
+            )  # fmt: skip
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..shared import scores
+from ..shared.bias_tiles import read_bias_tile
 from ..shared.mma import MMA_M, join_columns, split_columns
 from ..shared.pairs import PairBlock
 from ..shared.pipeline import stage_of
@@ -113,5 +114,17 @@ def load_block(coord, params, CONFIG: gl.constexpr):
         load_rows(params, coord.b, coord.head, rows, SCORE_MOD),
         load_keys(params, coord.b, coord.head, keys, None, SCORE_MOD),
         coord.partial,
-        PairBlock(sequence, coord.head, rows, keys, coord.first_key + MMA_M, coord.seqlen_k),
+        PairBlock(sequence, coord.head, rows, keys, coord.first_key + MMA_M, coord.seqlen_k, ()),
     )
+
+
+@gluon.jit
+def with_bias(loaded, tiles, count, exists, warpgroup: gl.constexpr, WARPGROUPS: gl.constexpr, CONFIG: gl.constexpr):
+    """What scores need, with their bias, where that has tiles. Where the block does not exist, it is unused."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.block_m, 16])
+    if len(tiles) > 0:
+        bias = read_bias_tile(tiles[0], count, exists, warpgroup, True, layout, WARPGROUPS, CONFIG)
+        x = loaded.pairs
+        pairs = PairBlock(x.b, x.head, x.rows, x.keys, x.stop, x.seqlen_k, (bias,))
+        loaded = Loaded(loaded.head, loaded.rows, loaded.keys, loaded.partial, pairs)
+    return loaded

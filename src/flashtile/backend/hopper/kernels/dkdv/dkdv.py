@@ -79,11 +79,12 @@ def dkdv_kernel(
     K_BARRIER: gl.constexpr = FIRST_BARRIER + CONFIG.stages
     WEIGHTS_BARRIER: gl.constexpr = K_BARRIER + 2
     gl.static_assert(WEIGHTS_BARRIER + CONFIG.stages - 1 <= LAST_BARRIER)
-    descs = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc)
+    descs = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, None)
     pipelines = BackwardPipelines(
         make_row_pipeline(descs, NamedBarriers(FIRST_BARRIER, CONSUMER_THREADS + 32), CONFIG),
         make_pipeline(k_desc, 1, NamedBarriers(K_BARRIER, 128 + 32), HEAD_DIM),
         make_pipeline(v_desc, 1, NamedBarriers(K_BARRIER + 1, 128 + 32), HEAD_DIM_V),
+        (),
     )
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     weights = DsWeights(
@@ -113,7 +114,7 @@ def dkdv_kernel(
         [
             (dv_warpgroup, (context, dv_output, CONFIG)),
             (dk_warpgroup, (context, dk_output, scale, CONFIG)),
-            (backward_producer_warp, (descs, pipelines, queue, group, padded_rows, lists, CONFIG, PACKED)),
+            (backward_producer_warp, (descs, pipelines, queue, group, padded_rows, params, lists, CONFIG, PACKED)),
             (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
         ],
         [4, 1, 1],

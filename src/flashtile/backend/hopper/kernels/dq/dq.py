@@ -162,7 +162,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             dp = gemm_nt(stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS), v_j, zeros)
             key = gl.expand_dims(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout)), 0)
             of_keys = load_keys(params, tile.b, tile.head, key, None, SCORE_MOD)
-            pairs = PairBlock(sequence, tile.head, row, key, first_key + BLOCK_N, tile.seqlen_k)
+            pairs = PairBlock(sequence, tile.head, row, key, first_key + BLOCK_N, tile.seqlen_k, ())
             loaded = Loaded(of_head, of_rows, of_keys, (), pairs)
             s = warpgroup_mma_wait(DP_GEMMS, deps=(s,))
             distance = first_row - first_key

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..shared import softmax
+from ..shared.bias_tiles import make_bias_tiles
 from ..shared.block_lists import BlockLists, load_entry
 from ..shared.compat import kernel
 from ..shared.coordinates import q_coord
@@ -52,11 +53,12 @@ def forward_kernel(
     stride_slopes_b, stride_lse, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads, group, batch,
     seqlen_q, seqlen_k, num_splits, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
-    stride_mask_m, stride_mask_n, pair_rows,
+    stride_mask_m, stride_mask_n, pair_rows, bias_desc,
     lists, stride_lists_b, stride_lists_h, stride_lists,
     CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
-    """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed.
+    """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed. With
+    tiles of a bias, those are `[1, 1, MMA_M, BLOCK_N]`.
 
     If packed, `seqlen_q` and `seqlen_k` are numbers of tokens. With `num_splits`, out and lse are those of each split
     of the keys, `[num_splits * B, H, Sq, Dv]` in fp32 and `[num_splits * B, H, Sq]`. A score_mod, in CONFIG, takes
@@ -71,7 +73,8 @@ def forward_kernel(
     q = make_buffers(q_desc, Q_BUFFERS, HEAD_DIM)
     k = make_pipeline(k_desc, CONFIG.stages, NamedBarriers(FIRST_BARRIER, THREADS), HEAD_DIM)
     v = make_pipeline(v_desc, CONFIG.stages, NamedBarriers(FIRST_BARRIER + CONFIG.stages, THREADS), HEAD_DIM_V)
-    pipelines = ForwardPipelines(q, make_mbarriers(Q_BUFFERS, 1), k, v)
+    bias_tiles = make_bias_tiles(bias_desc, CONFIG.num_warpgroups, CONFIG)
+    pipelines = ForwardPipelines(q, make_mbarriers(Q_BUFFERS, 1), k, v, bias_tiles)
     queue = make_tile_queue(CONFIG.num_warpgroups + 1)
     smem = allocate_boxes(out_desc, CONFIG.num_warpgroups, CONFIG.epilogue_columns)
     fence_async_shared()
@@ -96,7 +99,10 @@ def forward_kernel(
             [
                 (consumer_warpgroup, (0, context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, inputs, block_lists, CONFIG, PACKED)),
+                (
+                    producer_warp,
+                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, CONFIG, PACKED),
+                ),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
             [4, 1, 1],
@@ -108,7 +114,10 @@ def forward_kernel(
                 (consumer_warpgroup, (0, context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(2), context, CONFIG, PACKED)),
-                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, inputs, block_lists, CONFIG, PACKED)),
+                (
+                    producer_warp,
+                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, CONFIG, PACKED),
+                ),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
             [4, 4, 1, 1],

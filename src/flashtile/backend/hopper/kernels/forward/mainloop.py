@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from ..shared import score_mod, scores, softmax
+from ..shared.bias_tiles import read_bias_tile
 from ..shared.block_lists import BlockLists, block_at, partial_of
 from ..shared.column_masks import where_bits
 from ..shared.distances import columns
@@ -149,8 +150,10 @@ def mainloop_step(
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
     of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(context.lists, entry)
-    loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pair_block(context.params, wg_tile, block, CONFIG))
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
+    bias = tile_bias(pipelines.bias, count, warpgroup, CONFIG)
+    pairs = pair_block(context.params, wg_tile, block, bias, CONFIG)
+    loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pairs)
     consumer_release(k.empty, count, STAGES)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, n == tile.lo, CONFIG)
     t = masked_scores(s, wg_tile, block, context, loaded, units, CONFIG)
@@ -215,7 +218,17 @@ def load_tile(params, wg_tile, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def pair_block(params, wg_tile, block, CONFIG: gl.constexpr):
+def tile_bias(tiles, count, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
+    """The bias of a step's scores, in a tuple; an empty one where it has no tiles."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.block_n, 16])
+    if len(tiles) > 0:
+        return (read_bias_tile(tiles[0], count, True, warpgroup, False, layout, CONFIG.num_warpgroups, CONFIG),)
+    else:
+        return ()
+
+
+@gluon.jit
+def pair_block(params, wg_tile, block, bias, CONFIG: gl.constexpr):
     """A warpgroup's block of scores, for bias and mask."""
     BLOCK_N: gl.constexpr = CONFIG.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -223,7 +236,8 @@ def pair_block(params, wg_tile, block, CONFIG: gl.constexpr):
     keys = columns((block * BLOCK_N).to(gl.int64), BLOCK_N, layout)
     tile = wg_tile.tile
     sequence = gl.minimum(tile.b, params.batch - 1)
-    return PairBlock(sequence, tile.head, score_rows(wg_tile, BLOCK_N), keys, (block + 1) * BLOCK_N, tile.seqlen_k)
+    rows, stop = score_rows(wg_tile, BLOCK_N), (block + 1) * BLOCK_N
+    return PairBlock(sequence, tile.head, rows, keys, stop, tile.seqlen_k, bias)
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..shared.bias_tiles import load_bias_tile
 from ..shared.block_lists import block_at, load_entry
 from ..shared.coordinates import kv_coord, q_coord
 from ..shared.mma import MMA_M
@@ -21,13 +22,14 @@ class ForwardPipelines(NamedTuple):
     q_empty: gl.shared_memory_descriptor  # [buffers, 1] mbarriers: there are too few named barriers
     k: Pipeline
     v: Pipeline
+    bias: tuple  # its tiles, or nothing (`bias_tiles`)
 
 
 @gluon.jit
 def producer_warp(
-    q_desc, k_desc, v_desc, pipelines, queue, inputs, lists, CONFIG: gl.constexpr, PACKED: gl.constexpr
+    q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, lists, CONFIG: gl.constexpr, PACKED: gl.constexpr
 ):  # fmt: skip
-    """The partition that loads q, k and v.
+    """The partition that loads q, k and v, and tiles of a bias.
 
     Step n of the main loop needs block n of keys and the values of block n - 1, across tile boundaries too. With a
     single stage for q, the previous tile holds it until its last scores are computed; the values do not wait for that.
@@ -37,7 +39,7 @@ def producer_warp(
     BLOCK_N: gl.constexpr = CONFIG.block_n
     STAGES: gl.constexpr = CONFIG.stages
     EARLY_Q: gl.constexpr = CONFIG.q_stages > 1
-    k, v = pipelines.k, pipelines.v
+    k, v, inputs = pipelines.k, pipelines.v, params.inputs
     tile_count = 0
     count = 0  # steps of the main loop
     mbarrier.arrive(v.full.index(0), count=1)  # the first step has no previous values: its stage stays unwritten
@@ -49,6 +51,7 @@ def producer_warp(
         if tile_count == 0:
             acquire_and_load(k, k_desc, kv_coord(tile, first_key, PACKED), 0, STAGES, HEAD_DIM)
             load_q(q_desc, pipelines, tile, 0, CONFIG, PACKED)
+            load_bias(bias_desc, pipelines, params, tile, first_key, 0, CONFIG)
         request_tile(queue, tile.hi - tile.lo <= REQUEST_DISTANCE)
         for step in range(1, tile.hi - tile.lo):
             count += 1
@@ -58,6 +61,7 @@ def producer_warp(
                 next_entry = load_entry(lists, tile.token_k, tile.hi - 2 - step)
             acquire_and_load(k, k_desc, kv_coord(tile, next_key, PACKED), count, STAGES, HEAD_DIM)
             acquire_and_load(v, v_desc, kv_coord(tile, first_key, PACKED), count, STAGES, HEAD_DIM_V)
+            load_bias(bias_desc, pipelines, params, tile, next_key, count, CONFIG)
             first_key = next_key
         previous = tile
         tile_count += 1
@@ -72,6 +76,10 @@ def producer_warp(
         if not EARLY_Q:  # noqa: SIM102 - a compile-time branch
             if tile.b >= 0:
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
+        if bias_desc is not None:  # noqa: SIM102 - a compile-time branch
+            if tile.b >= 0:
+                next_key = first_key_at(lists, tile, first_block(tile, inputs, CONFIG), BLOCK_N)
+                load_bias(bias_desc, pipelines, params, tile, next_key, count, CONFIG)
 
 
 @gluon.jit
@@ -92,6 +100,19 @@ def load_q(q_desc, pipelines, tile, tile_count, CONFIG: gl.constexpr, PACKED: gl
         expect_bytes(pipelines.q, q_desc, stage, HEAD_DIM)
         coord = q_coord(tile, tile.head, tile.first_row + warpgroup * MMA_M, PACKED)
         load_boxes(pipelines.q, q_desc, coord, stage, HEAD_DIM)
+
+
+@gluon.jit
+def load_bias(bias_desc, pipelines, params, tile, first_key, count, CONFIG: gl.constexpr):
+    """Load the bias of a step, one tile for each consumer warpgroup; nothing where there are no tiles."""
+    NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
+    if bias_desc is not None:
+        sequence = gl.minimum(tile.b, params.batch - 1)
+        for warpgroup in gl.static_range(NUM_WARPGROUPS):
+            load_bias_tile(
+                bias_desc, pipelines.bias[0], params.pairs.bias, sequence, tile.head,
+                tile.first_row + warpgroup * MMA_M, first_key, count, warpgroup, NUM_WARPGROUPS, CONFIG,
+            )  # fmt: skip
 
 
 @gluon.jit

@@ -41,12 +41,16 @@ class PairBlock(NamedTuple):
     keys: gl.tensor  # [1, N], or transposed
     stop: gl.tensor  # after the last key
     seqlen_k: gl.tensor
+    bias: tuple  # its bias, where it has been read from shared memory (`bias_tiles`)
 
 
 @gluon.jit
 def add_bias(t, pairs, block, ALIGN: gl.constexpr):
     """The scores with their bias."""
-    return with_values(t, pairs.bias, pairs.rows, block, False, ALIGN)
+    if len(block.bias) > 0:
+        return t + block.bias[0].to(gl.float32)
+    else:
+        return with_values(t, pairs.bias, pairs.rows, block, False, ALIGN)
 
 
 @gluon.jit

@@ -1,0 +1,43 @@
+"""The bias of a call in tiles that TMA loads (`kernels.shared.bias_tiles`)."""
+
+from dataclasses import replace
+from typing import Any
+
+from ...call.call import Call
+from ..gpu.pairs import ALIGN as PAIR_ALIGN
+from ..gpu.pairs import row_align
+from ..gpu.pointers import Described
+from .descriptors import dense_descriptor
+from .tables import BACKWARD_BIAS_STAGES, FORWARD_BIAS_STAGES, MMA_M, ForwardConfig, FusedBackwardConfig
+
+
+def forward_tiles(call: Call, config: ForwardConfig) -> tuple[ForwardConfig, dict[str, Any]]:
+    """The configuration and the pointer for a bias in tiles of a warpgroup's rows and a block of keys. Their memory is
+    that of stages of keys and values.
+    """
+    stages = FORWARD_BIAS_STAGES.get(config.head_dim.width)
+    if stages is None or config.num_warpgroups != 2 or not fits(call):
+        return config, {"bias_desc": None}
+    config = replace(config, bias_stages=stages.bias, stages=stages.keys, q_stages=stages.queries)
+    return config, {"bias_desc": Described(call.tensors.bias, dense_descriptor, (MMA_M, config.block_n))}
+
+
+def backward_tiles(call: Call, config: FusedBackwardConfig) -> tuple[FusedBackwardConfig, dict[str, Any]]:
+    """As `forward_tiles`, for a block of rows and a warpgroup's keys."""
+    stages = BACKWARD_BIAS_STAGES.get(config.head_dim.width, 0)
+    if stages == 0 or not fits(call):
+        return config, {"bias_desc": None}
+    box = config.block_m, MMA_M
+    return replace(config, bias_stages=stages), {"bias_desc": Described(call.tensors.bias, dense_descriptor, box)}
+
+
+def fits(call: Call) -> bool:
+    """Whether TMA can load the bias: numbers of 16 bits for each row and key, in aligned rows. With a softcap or a
+    score_mod, scores are computed where tiles are no longer there.
+    """
+    bias, settings = call.tensors.bias, call.settings
+    if bias is None or settings.softcap is not None or settings.score_mod is not None or settings.mask_mod is not None:
+        return False
+    expanded = any(n > 1 and stride == 0 for n, stride in zip(bias.shape, bias.stride(), strict=True))
+    for_pairs = bias.shape[2] > 1 and bias.shape[3] > 1 and not expanded
+    return for_pairs and bias.element_size() == 2 and row_align(call.tensors) == PAIR_ALIGN
