@@ -44,16 +44,19 @@ def launches(standard: StandardCall, device: Device) -> list[Launch]:
 
 
 def plan_of(problem: Problem, device: Device, needs: Needs | None) -> Plan:
-    """The plan that `auto` makes on a device, by the same questions as `dispatch.planner`."""
+    """The plan that `auto` makes on a device, by the same questions as `dispatch.planner`. Where `auto` leaves a call
+    to operations without kernels, that of a backend which is named.
+    """
     problem = problem.bucketed()
+    for auto in (True, False):
 
-    def declines(name: str, needs: Needs | None) -> str | None:
-        return declines_on_device(name, problem, device, needs, auto=True)
+        def declines(name: str, needs: Needs | None, auto: bool = auto) -> str | None:
+            return declines_on_device(name, problem, device, needs, auto=auto)
 
-    chosen, _ = first(BACKENDS, declines, problem, device, needs)
-    if chosen is None:
-        raise LookupError(f"no kernel takes {problem} on {device.arch}")
-    return chosen
+        chosen, _ = first(BACKENDS, declines, problem, device, needs)
+        if chosen is not None:
+            return chosen
+    raise LookupError(f"no kernel takes {problem} on {device.arch}")
 
 
 def call_of(standard: StandardCall) -> Call:
