@@ -1,16 +1,28 @@
 """The model of time: pairs, and what must hold of any machine."""
 
+import csv
+import random
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 import flashtile
 from flashtile.call.window import Window
-from flashtile.distributed import Layout, Rates, simulate
+from flashtile.distributed import Layout, Rates, balanced, simulate
 from flashtile.distributed.layout import Piece, Placement
 from flashtile.distributed.visible import Document
 from flashtile.distributed.work import Visible
 
 FAST = Rates(1e12, (1e30,), 0.0)
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-distributed.csv"
+CALLS: dict[str, dict[str, Any]] = {  # of benchmarks/distributed.py
+    "causal": {"layout": "zigzag"},
+    "full": {"layout": "contiguous", "causal": False},
+    "window": {"layout": "contiguous", "window": (4095, 0)},
+    "packed": {},
+}
 
 
 @pytest.mark.parametrize("window", [Window(), Window(None, 0), Window(9, -2), Window(chunk=7, right=0, top_left=True)])
@@ -47,6 +59,32 @@ def test_slow_links_take_the_time_of_their_bytes() -> None:
     for scheme in ("ring", "gather", "ulysses"):
         found = simulate(scheme, (4,), rates=slow, seqlen=2**14)
         assert found.seconds_forward == pytest.approx(found.bytes_forward / 1e9, rel=1e-6)
+
+
+def stored_calls() -> list[dict[str, str]]:
+    """Calls of two H200 from 64k tokens on that name a scheme without many parts."""
+    rows = csv.DictReader(RESULTS.read_text().splitlines())
+    return [row for row in rows if int(row["seqlen"]) >= 2**16 and row["call"] in ("gather", "ulysses")]
+
+
+@pytest.mark.parametrize("row", stored_calls(), ids=lambda row: f"{row['mask']}-{row['seqlen']}-{row['call']}")
+def test_predictions_are_near_the_times_of_two_gpus(row: dict[str, str]) -> None:
+    """From the stored rates: windows are up to a quarter too short, the others as docs/distributed.md says."""
+    tera, giga = 1e12, 1e9
+    rates = Rates(
+        float(row["forward_tflops"]) * tera, (float(row["link_gbytes"]) * giga,), float(row["latency_us"]) * 1e-6,
+        float(row["backward_tflops"]) * tera, float(row["copies_gbytes"]) * giga,
+    )  # fmt: skip
+    seqlen, arguments = int(row["seqlen"]), CALLS[row["mask"]]
+    if row["mask"] == "packed":
+        cuts = sorted(random.Random(seqlen).sample(range(1, seqlen), 15))
+        offsets = [0, *cuts, seqlen]
+        layout = balanced(2, seqlen, causal=True, cu_seqlens=offsets)
+        arguments = {"causal": True, "cu_seqlens": offsets, "layout": layout}
+    found = simulate(row["call"], (2,), rates=rates, seqlen=seqlen, **arguments)
+    ratio = 1e3 * (found.seconds_forward + found.seconds_backward) / float(row["ms"])
+    low, high = {"window": (0.76, 0.9), "packed": (0.85, 1.1)}.get(row["mask"], (0.95, 1.05))
+    assert low < ratio < high
 
 
 def test_a_thousand_ranks_in_two_dimensions() -> None:

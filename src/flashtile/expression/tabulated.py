@@ -106,4 +106,4 @@ def with_table(formula: Formula, term: int, reach: int) -> Formula:
             nodes.append(builder.load(len(formula.tensors), [builder.input("h"), index]))
         else:
             nodes.append(builder.add(x._replace(operands=tuple(nodes[m].n for m in x.operands))))
-    return Formula(builder.program(*(nodes[n] for n in formula.program.outputs)), builder.tensors)
+    return Formula(builder.program(*(nodes[n] for n in formula.program.outputs)), tuple(builder.tensors))

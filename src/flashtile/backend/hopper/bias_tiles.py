@@ -15,20 +15,20 @@ def forward_tiles(call: Call, config: ForwardConfig) -> tuple[ForwardConfig, dic
     """The configuration and the pointer for a bias in tiles of a warpgroup's rows and a block of keys. Their memory is
     that of stages of keys and values.
     """
-    stages = FORWARD_BIAS_STAGES.get(config.head_dim.width)
-    if stages is None or config.num_warpgroups != 2 or not fits(call):
+    stages, bias = FORWARD_BIAS_STAGES.get(config.head_dim.width), call.tensors.bias
+    if stages is None or config.num_warpgroups != 2 or bias is None or not fits(call):
         return config, {"bias_desc": None}
     config = replace(config, bias_stages=stages.bias, stages=stages.keys, q_stages=stages.queries)
-    return config, {"bias_desc": Described(call.tensors.bias, dense_descriptor, (MMA_M, config.block_n))}
+    return config, {"bias_desc": Described(bias, dense_descriptor, (MMA_M, config.block_n))}
 
 
 def backward_tiles(call: Call, config: FusedBackwardConfig) -> tuple[FusedBackwardConfig, dict[str, Any]]:
     """As `forward_tiles`, for a block of rows and a warpgroup's keys."""
-    stages = BACKWARD_BIAS_STAGES.get(config.head_dim.width, 0)
-    if stages == 0 or not fits(call):
+    stages, bias = BACKWARD_BIAS_STAGES.get(config.head_dim.width, 0), call.tensors.bias
+    if stages == 0 or bias is None or not fits(call):
         return config, {"bias_desc": None}
     box = config.block_m, MMA_M
-    return replace(config, bias_stages=stages), {"bias_desc": Described(call.tensors.bias, dense_descriptor, box)}
+    return replace(config, bias_stages=stages), {"bias_desc": Described(bias, dense_descriptor, box)}
 
 
 def fits(call: Call) -> bool:

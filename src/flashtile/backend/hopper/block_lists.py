@@ -114,6 +114,7 @@ def source_of(recorder: Recorder, call: Call, block_m: int, block_n: int, group:
     rows, keys = -(-seqlen_q // block_m), -(-t.k.shape[2] // block_n)
     function = states = None
     if formula is None:
+        assert t.mask is not None
         states = states_of_mask(recorder, t.mask, block_m, block_n)
         of_sequences, of_heads = (n > 1 for n in states.shape[:2])
     else:
