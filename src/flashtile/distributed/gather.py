@@ -25,13 +25,9 @@ from .visible import needed_keys
 
 def chunks_of(heads: int, kv_heads: int, rows: Placement, keys: Placement, needed: Placement) -> list[slice]:
     """Key heads that are gathered together: as few chunks as have no more elements than a rank's q, k, v and out."""
-
-    def most(x: Placement) -> int:
-        return max(map(x.rows, range(len(x.by_rank))))
-
-    held = heads * most(rows) + kv_heads * most(keys)
+    held = heads * rows.most + kv_heads * keys.most
     counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    count = next((n for n in counts if kv_heads // n * most(needed) <= held), kv_heads)
+    count = next((n for n in counts if kv_heads // n * needed.most <= held), kv_heads)
     each = kv_heads // count
     return [slice(n * each, (n + 1) * each) for n in range(count)]
 

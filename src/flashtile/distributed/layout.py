@@ -120,6 +120,11 @@ class Placement(NamedTuple):
     def rows(self, rank: int) -> int:
         return sum(piece.length for piece in self.by_rank[rank])
 
+    @property
+    def most(self) -> int:
+        """The rows of the rank that has the most."""
+        return max(map(self.rows, range(len(self.by_rank))))
+
     def local(self, rank: int) -> list[tuple[Piece, int]]:
         """A rank's pieces, each with its first row in the rank's tensor."""
         pieces = self.by_rank[rank]

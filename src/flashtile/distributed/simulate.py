@@ -195,8 +195,8 @@ class Keys:
         self.returned = self.itemsize if self.once else self.summed  # of gathered keys' gradients
         each = work.batch * self.kv_heads * width
         self.sent = sent_keys(self.keys, self.needed) * each  # [owners, ranks]
-        self.num_own, self.num_needed = (each * most(x) for x in (self.keys, self.needed))
-        self.num_q, self.num_out = (work.batch * heads * most(self.rows) * n for n in (work.head_dim, work.head_dim_v))
+        self.num_own, self.num_needed = (each * x.most for x in (self.keys, self.needed))
+        self.num_q, self.num_out = (work.batch * heads * self.rows.most * n for n in (work.head_dim, work.head_dim_v))
         self.one_piece = all(len(pieces) < 2 for pieces in self.rows.by_rank)
         self.chunks = len(chunks_of(heads, self.kv_heads, self.rows, self.keys, self.needed))
 
@@ -251,11 +251,6 @@ def gather_pass(call: Keys, seconds: Tensor, rates: Rates, *, backward: bool) ->
         copied += 0 if call.once else (call.itemsize + call.summed) * 2 * call.num_needed
     total = first + overlapped + last + copied / rates.memory_bytes_per_second
     return Pass(float((arriving + leaving).sum(dim=1).max()), total)
-
-
-def most(placement: Placement) -> int:
-    """The rows of the rank that has the most."""
-    return max(map(placement.rows, range(len(placement.by_rank))))
 
 
 def sent_keys(keys: Placement, needed: Placement) -> Tensor:
