@@ -24,7 +24,7 @@ HEAVY = {
     "rich",
     "numpy.testing",
 }
-LONGEST_IMPORT = 0.04  # seconds
+LONGEST_IMPORT = 0.06  # of the time of `import torch`
 
 # Each line may import from the lines above it and from itself: a folder with its files, or a module.
 LAYERS = (
@@ -82,16 +82,16 @@ def test_host_code_loads_no_kernels(backend: str) -> None:
 
 
 def test_import_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time that `import flashtile` adds to `import torch`, at best, with the bytecode that a first import leaves:
-    processor time, which a busy machine changes less.
+    """The processor time that `import flashtile` adds to that of `import torch`, at best, with the bytecode that a first
+    import leaves. Seconds would measure the machine: they differ by a factor of four between busy and idle ones.
     """
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    code = f"import sys, time, torch; sys.pycache_prefix = {str(tmp_path)!r}; start = time.process_time(); "
-    code += "import flashtile; print(time.process_time() - start)"
-    seconds = []
-    while len(seconds) < 5 and min(seconds, default=LONGEST_IMPORT) >= LONGEST_IMPORT:
-        seconds.append(float(python("-c", code).stdout))
-    assert min(seconds) < LONGEST_IMPORT
+    code = f"import sys, time; sys.pycache_prefix = {str(tmp_path)!r}; start = time.process_time(); import torch; "
+    code += "middle = time.process_time(); import flashtile; print((time.process_time() - middle) / (middle - start))"
+    shares = []
+    while len(shares) < 5 and min(shares, default=LONGEST_IMPORT) >= LONGEST_IMPORT:
+        shares.append(float(python("-c", code).stdout))
+    assert min(shares) < LONGEST_IMPORT
 
 
 # Directions ----------------------------------------------------------------------------------------------------------

@@ -195,19 +195,24 @@ SPLIT_DK, SPLIT_DQ = (f"            {x} = gemm_wait({x})\n" for x in ("dk", "dq"
 RELEASE_DQ_K = "            consumer_release(kv.empty, 2 * count + 1, KV_STAGES)\n"
 WAIT_DP = "            dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))\n"
 RELEASE_DQ_V = "            consumer_release(kv.empty, 2 * count, KV_STAGES)\n"
+READ_PAIRS = """\
+    bias = tile_bias(pipelines.bias, count, warpgroup, CONFIG)
+    pairs = pair_block(context.params, wg_tile, block, bias, CONFIG)
+    loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pairs)
+"""
 BUGS = (
     Bug(
         "keys released before their product is complete",
         MAINLOOP,
-        f"{WAIT_S}{RELEASE_K}",
-        f"{RELEASE_K}{WAIT_S}",
+        f"{WAIT_S}{READ_PAIRS}{RELEASE_K}",
+        f"{RELEASE_K}{WAIT_S}{READ_PAIRS}",
         lengths=(384, 385),
     ),
     Bug(
         "q released before its product is complete",
         MAINLOOP,
-        f"{WAIT_S}{RELEASE_K}{RELEASE_Q}",
-        f"{RELEASE_Q}{WAIT_S}{RELEASE_K}",
+        f"{WAIT_S}{READ_PAIRS}{RELEASE_K}{RELEASE_Q}",
+        f"{RELEASE_Q}{WAIT_S}{READ_PAIRS}{RELEASE_K}",
         "causal 256",
     ),
     Bug("first stage never full", PRODUCER, "mbarrier.arrive(v.full.index(0), count=1)", "pass"),
