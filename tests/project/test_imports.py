@@ -82,8 +82,8 @@ def test_host_code_loads_no_kernels(backend: str) -> None:
 
 
 def test_import_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processor time that `import flashtile` adds to that of `import torch`, at best, with the bytecode that a first
-    import leaves. Seconds would measure the machine: they differ by a factor of four between busy and idle ones.
+    """The processor time that `import flashtile` adds to that of `import torch`, at best, with the bytecode that a
+    first import leaves. Seconds would measure the machine: busy and idle ones differ by a factor of four.
     """
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     code = f"import sys, time; sys.pycache_prefix = {str(tmp_path)!r}; start = time.process_time(); import torch; "
