@@ -183,6 +183,11 @@ DQ, DKDV = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py"
 COORDINATES = "kernels/shared/coordinates.py"
 
 WAIT_S = "s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))\n    "
+READ_PAIRS = (
+    "bias = tile_bias(pipelines.bias, count, warpgroup, CONFIG)\n    "
+    "pairs = pair_block(context.params, wg_tile, block, bias, CONFIG)\n    "
+    "loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pairs)\n    "
+)
 RELEASE_K = "consumer_release(k.empty, count, STAGES)\n    "
 RELEASE_Q = "release_q_early(pipelines.q_empty, tile_count, warpgroup, n == tile.lo, CONFIG)\n    "
 STORE_SMEM = ".store(out.to(desc.dtype))"
@@ -195,11 +200,6 @@ SPLIT_DK, SPLIT_DQ = (f"            {x} = gemm_wait({x})\n" for x in ("dk", "dq"
 RELEASE_DQ_K = "            consumer_release(kv.empty, 2 * count + 1, KV_STAGES)\n"
 WAIT_DP = "            dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))\n"
 RELEASE_DQ_V = "            consumer_release(kv.empty, 2 * count, KV_STAGES)\n"
-READ_PAIRS = """\
-    bias = tile_bias(pipelines.bias, count, warpgroup, CONFIG)
-    pairs = pair_block(context.params, wg_tile, block, bias, CONFIG)
-    loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pairs)
-"""
 BUGS = (
     Bug(
         "keys released before their product is complete",
