@@ -60,7 +60,7 @@ class Shapes(NamedTuple):
 
 
 def offsets(seqlen: int) -> list[int]:
-    """Where the documents of a packed call begin, and its end."""
+    """Offsets of the documents of a packed call, `[DOCUMENTS + 1]`."""
     cuts = random.Random(seqlen).sample(range(1, seqlen), DOCUMENTS - 1)
     return [0, *sorted(cuts), seqlen]
 

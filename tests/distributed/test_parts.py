@@ -75,7 +75,7 @@ def pairs_of(part: Part) -> Tensor:
 
 
 def covered(whole: Whole, by_owner: dict[int, Placement], rank: int) -> Tensor:
-    """How many parts of a rank have each pair; the owners' tensors have the keys of `by_owner`."""
+    """Count the parts of a rank that have each pair; the owners' tensors have the keys of `by_owner`."""
     count = torch.zeros(whole.rows.length, whole.keys.length, dtype=torch.int64)
     rows = places(whole.rows.by_rank[rank])
     for owner, keys in by_owner.items():

@@ -315,7 +315,9 @@ def fork(store: str) -> dict[int, str]:
 
 
 def main(store: str) -> int:
-    """Wait for all ranks, and for faults beside them. The first failure ends the others, which would wait for it."""
+    """Wait for all ranks, and for the faults that run meanwhile. The first failure ends the
+    others, which would wait for it.
+    """
     torch.set_num_threads(1)
     children = faults.fork(store) | fork(store)
     while children:

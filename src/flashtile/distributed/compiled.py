@@ -35,7 +35,7 @@ LIBRARY = torch.library.Library("flashtile", "FRAGMENT")
 
 
 class Constants(NamedTuple):
-    """What a graph has as a constant: how its call is sharded, whether it is packed, and the sizes of its lists."""
+    """Constants of a graph: how its call is sharded, whether it is packed, and the sizes of its lists."""
 
     placing: Placing
     is_packed: bool

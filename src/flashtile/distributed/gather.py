@@ -39,11 +39,19 @@ class Gathered:
     """
 
     def __init__(self, tensors: Tensors, whole: Whole, group: Group):
-        self.k, self.v, self.group, self.keys = tensors.k, tensors.v, group, whole.keys
-        self.needed, self.once = needed_keys(whole.settings.window, whole.documents, whole.rows, whole.keys.length)
+        self.k, self.v, self.group = tensors.k, tensors.v, group
+        self.needed, once = needed_keys(whole.settings.window, whole.documents, whole.rows, whole.keys.length)
         self.chunks = chunks_of(tensors.q.shape[1], tensors.k.shape[1], whole.rows, whole.keys, self.needed)
         # Of gradients. Where a rank has one of each key, it is not rounded again.
-        self.dtype = tensors.k.dtype if self.once else accumulation_dtype(tensors.k.dtype)
+        self.dtype = tensors.k.dtype if once else accumulation_dtype(tensors.k.dtype)
+        rank, others = group.rank, [other for other in range(group.size) if other != group.rank]
+        self.own = whole.keys.shared(rank, self.needed, rank)  # rows of this rank's tensors, and gathered ones
+        # By ranks: the rows of this rank's tensors that they gather, and the gathered ones that are theirs.
+        self.lent: list[list[slice]] = [[] for _ in range(group.size)]
+        self.borrowed: list[list[slice]] = [[] for _ in range(group.size)]
+        for other in others:
+            self.lent[other] = [here for here, _ in whole.keys.shared(rank, self.needed, other)]
+            self.borrowed[other] = [there for _, there in whole.keys.shared(other, self.needed, rank)]
 
     def __iter__(self) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """Each chunk's key heads with its keys and values, `[B, heads, rows, D]` and `[B, heads, rows, Dv]`."""
@@ -54,29 +62,27 @@ class Gathered:
                 arriving = self.begin(self.chunks[n + 1])
             yield heads, self.end(heads, present)
 
-    def places(self, owner: int, rank: int) -> list[tuple[slice, slice]]:
-        """The rows that an owner's tensors and the keys that a rank gathers share, by their places in both."""
-        return self.keys.shared(owner, self.needed, rank)
-
     def begin(self, heads: slice) -> Exchange:
         """Begin to gather a chunk."""
-        k, v, rank, ranks = self.k[:, heads], self.v[:, heads], self.group.rank, range(self.group.size)
-        leaving = [[here for here, _ in self.places(rank, other)] if other != rank else [] for other in ranks]
-        arriving = [[here for here, _ in self.places(other, rank)] if other != rank else [] for other in ranks]
-        blocks = [pack(k, v, rows, k.dtype) for rows in leaving]
+        k, v = self.k[:, heads], self.v[:, heads]
+        return self.exchange(k, v, self.lent, self.borrowed, k.dtype)
+
+    def exchange(
+        self, k: Tensor, v: Tensor, leaving: list[list[slice]], arriving: list[list[slice]], dtype: torch.dtype
+    ) -> Exchange:
+        """Begin to exchange rows of keys and values, or of their gradients, by ranks; of those that arrive, only the
+        number counts.
+        """
+        blocks = [pack(k, v, rows, dtype) for rows in leaving]
         return self.group.exchange(blocks, [(size_of_block(k, v, rows),) for rows in arriving])
 
     def end(self, heads: slice, exchange: Exchange) -> dict[str, Tensor]:
         """All keys and values of a chunk, in their order."""
-        rank, k, v = self.group.rank, self.k[:, heads], self.v[:, heads]
-        found: list[tuple[int, Tensor, Tensor]] = []
-        for owner, block in enumerate(exchange.wait()):
-            places = self.places(owner, rank)
-            if owner == rank:
-                pieces = [(k[:, :, here], v[:, :, here]) for here, _ in places]
-            else:
-                pieces = unpack(block, k, v, [here for here, _ in places])
-            found += [(there.start, *piece) for (_, there), piece in zip(places, pieces, strict=True)]
+        k, v = self.k[:, heads], self.v[:, heads]
+        found = [(there.start, k[:, :, here], v[:, :, here]) for here, there in self.own]
+        for block, places in zip(exchange.wait(), self.borrowed, strict=True):
+            pieces = unpack(block, k, v, places)
+            found += [(there.start, *piece) for there, piece in zip(places, pieces, strict=True)]
         found.sort(key=lambda piece: piece[0])
         if not found:
             return {"k": k[:, :, :0], "v": v[:, :, :0]}
@@ -88,45 +94,33 @@ class Gathered:
 
     def return_gradients(self, heads: slice, dk: Tensor, dv: Tensor) -> "Returned":
         """Begin to send the gradients of a chunk's keys to their owners; those of this rank's keys arrive."""
-        rank, ranks, dtype = self.group.rank, range(self.group.size), self.dtype
-        leaving = [[there for _, there in self.places(other, rank)] if other != rank else [] for other in ranks]
-        arriving = [[here for here, _ in self.places(rank, other)] if other != rank else [] for other in ranks]
-        blocks = [pack(dk, dv, rows, dtype) for rows in leaving]
-        exchange = self.group.exchange(blocks, [(size_of_block(dk, dv, rows),) for rows in arriving])
-        own = [(here, dk[:, :, there], dv[:, :, there]) for here, there in self.places(rank, rank)]
-        return Returned(exchange, self.k[:, heads], self.v[:, heads], arriving, rank, own)
+        exchange = self.exchange(dk, dv, self.borrowed, self.lent, self.dtype)
+        own = [(here, dk[:, :, there], dv[:, :, there]) for here, there in self.own]
+        return Returned(self, heads, exchange, own)
 
 
 class Returned:
     """Gradients of a chunk of this rank's keys on their way home.
 
     Args:
-        k, v: those keys and values.
-        arriving: the rows of each rank's block.
-        rank: this rank.
+        gathered: the call's keys.
+        heads: those of the chunk.
+        exchange: what the other ranks have.
         own: this rank's gradients, and their rows.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        k: Tensor,
-        v: Tensor,
-        arriving: list[list[slice]],
-        rank: int,
-        own: list[tuple[slice, Tensor, Tensor]],
-    ):
-        self.exchange, self.k, self.v, self.arriving, self.rank, self.own = exchange, k, v, arriving, rank, own
+    def __init__(self, gathered: Gathered, heads: slice, exchange: Exchange, own: list[tuple[slice, Tensor, Tensor]]):
+        self.gathered, self.heads, self.exchange, self.own = gathered, heads, exchange, own
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """The gradients of keys and of values, in their dtype: sums in the order of ranks."""
+        k, v = self.gathered.k[:, self.heads], self.gathered.v[:, self.heads]
         terms: list[tuple[slice, Tensor, Tensor]] = []
-        for other, (block, rows) in enumerate(zip(self.exchange.wait(), self.arriving, strict=True)):
-            terms += self.own if other == self.rank else []
-            pieces = unpack(block, self.k, self.v, rows)
-            terms += [(here, *piece) for here, piece in zip(rows, pieces, strict=True)]
-        dk = sum_of_terms([(rows, of_k) for rows, of_k, _ in terms], self.k)
-        dv = sum_of_terms([(rows, of_v) for rows, _, of_v in terms], self.v)
+        for other, (block, rows) in enumerate(zip(self.exchange.wait(), self.gathered.lent, strict=True)):
+            terms += self.own if other == self.gathered.group.rank else []
+            terms += [(here, *piece) for here, piece in zip(rows, unpack(block, k, v, rows), strict=True)]
+        dk = sum_of_terms([(rows, of_k) for rows, of_k, _ in terms], k)
+        dv = sum_of_terms([(rows, of_v) for rows, _, of_v in terms], v)
         return dk, dv
 
 
@@ -188,9 +182,7 @@ def backward(
         chunk, heads = of_heads(whole, tensors, gathered, kv_heads)
         inputs = parts.heads_of(tensors, heads)._replace(**kv)
         of_q = RowSum(inputs.q.shape[2], partial(torch.empty_like, inputs.q)) if needs[0] else None
-        of_k, of_v = (
-            RowSum(x.shape[2], partial(x.new_empty, x.shape, dtype=gathered.dtype)) for x in (inputs.k, inputs.v)
-        )
+        of_k, of_v = gathered.sum_like(inputs.k), gathered.sum_like(inputs.v)
         sums = Sums(of_q, of_k, of_v, parts.heads_of(others, heads))
         passes.backward(chunk, inputs, (group.rank, group.rank), saved.heads(heads), sums)
         of_rows += [] if of_q is None else [of_q.result()]

@@ -29,10 +29,6 @@ class Group(NamedTuple):
     size: int
     rank: int
 
-    def global_rank(self, rank: int) -> int:
-        assert self.handle is not None
-        return dist.get_global_rank(self.handle, rank % self.size)
-
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
         """Say which rank waited for what if an exchange fails. NCCL ends the process itself, after its own message."""

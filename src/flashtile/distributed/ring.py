@@ -53,11 +53,10 @@ def forward(whole: Whole, tensors: Tensors, group: Group) -> tuple[Tensor, Tenso
     """`out` in the accumulation dtype, or in q's after one part, and `lse`: this rank's rows over all ranks' keys."""
     k, v, steps = tensors.k, tensors.v, parts.steps_of(whole, group.size)
     results = RowResults(tensors.q, v.shape[3], once=group.size == 1)
-    travelers = Travelers(k, v, whole, group)
     if steps == 1:
         passes.forward(whole, tensors, (group.rank, group.rank), results)
         return results.result()
-    here = flat(k, v)
+    travelers, here = Travelers(k, v, whole, group), flat(k, v)
     for step in range(steps):
         last = step == steps - 1
         transfer = None if last else group.pass_on(here, travelers.size(step + 1))

@@ -24,7 +24,7 @@ class Document(NamedTuple):
         return self.keys.length - self.rows.length
 
     def visible(self, window: Window, rows: Piece, keys: Piece) -> tuple[Piece, Piece] | None:
-        """Of some rows and keys of the call, those between the first and the last visible pair of this sequence."""
+        """Cut rows and keys of the call to the first and the last visible pair of this sequence, if it has one."""
         own_rows, own_keys = rows.cut(self.rows), keys.cut(self.keys)
         if own_rows.length == 0 or own_keys.length == 0:
             return None
@@ -49,7 +49,7 @@ def overlapping(documents: tuple[Document, ...], rows: Piece, keys: Piece) -> ra
 
 
 def within(piece: Piece, first: float, last: float) -> Piece:
-    """What a piece has of `first..last` (inclusive), from the start of a block on."""
+    """Cut a piece to `first..last` (inclusive), and back to the start of a block."""
     start, stop = max(piece.start, first), min(piece.stop, last + 1)
     if start >= stop:
         return Piece(piece.start, piece.start)

@@ -19,7 +19,7 @@ from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..scalars import window_numbers
-from .formulas import VisibilityFunction, launch_with, visibility_function
+from .formulas import DeviceFunction, launch_with, visibility_function
 from .tables import VisibleBlocksConfig
 
 LEAST_PAIRS = 2**24  # of a call: computing fewer takes about as long as their lists
@@ -98,12 +98,12 @@ def strides_of(lists: Tensor) -> dict[str, int]:
 
 
 class Source(NamedTuple):
-    """Where the states of a mask's blocks come from: a device function, or a tensor `[B | 1, H | 1, blocks of rows | 1,
+    """Source of the states of a mask's blocks: a device function, or a tensor `[B | 1, H | 1, blocks of rows | 1,
     blocks of keys | 1]` of the recorder.
     """
 
     grid: Grid
-    function: VisibilityFunction | None
+    function: DeviceFunction | None
     states: Tensor | None
 
 

@@ -87,20 +87,20 @@ def score_mod_functions(
 
 
 @dataclass(frozen=True)
-class VisibilityFunction:
-    """The function of `backend.gpu.visibility` under `triton.jit`. Equal sources are equal."""
+class DeviceFunction:
+    """A formula's function, jitted for the kernel that calls it. Equal sources are equal."""
 
     source: str = field(repr=False)
-    visibility: Any = field(compare=False, repr=False)
+    function: Any = field(compare=False, repr=False)
 
     def __repr__(self) -> str:
         """Key of the source and of all that it calls, for Triton's disk cache."""
-        return hashlib.sha256(getattr(self.visibility, "cache_key", self.source).encode()).hexdigest()
+        return hashlib.sha256(getattr(self.function, "cache_key", self.source).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=1024)
-def visibility_function(mask: Formula, wide: bool) -> VisibilityFunction | None:
-    """The function of a mask's formula; `None` if it has none."""
+def visibility_function(mask: Formula, wide: bool) -> DeviceFunction | None:
+    """The function of a mask's formula under `triton.jit`, by `backend.gpu.visibility`; `None` if it has none."""
     from .kernels import visible_blocks  # imports Triton
 
     source = visibility_source(mask, wide)
@@ -110,24 +110,12 @@ def visibility_function(mask: Formula, wide: bool) -> VisibilityFunction | None:
     names = {name: getattr(visible_blocks, name) for name in CALLED_BY_VISIBILITY}
     names |= {"__name__": visible_blocks.__name__, "tl": visible_blocks.tl}
     function = defined(name, source.replace("visibility", name, 1), name, names)
-    return VisibilityFunction(source, visible_blocks.jit(function))
-
-
-@dataclass(frozen=True)
-class TermFunction:
-    """The function of a score_mod's term under `gluon.jit`. Equal sources are equal."""
-
-    source: str = field(repr=False)
-    term: Any = field(compare=False, repr=False)
-
-    def __repr__(self) -> str:
-        """Key of the source and of all that it calls, for Triton's disk cache."""
-        return hashlib.sha256(getattr(self.term, "cache_key", self.source).encode()).hexdigest()
+    return DeviceFunction(source, visible_blocks.jit(function))
 
 
 @functools.lru_cache(maxsize=1024)
-def term_function(term: Formula, wide: bool) -> TermFunction:
-    """The function of a term's formula."""
+def term_function(term: Formula, wide: bool) -> DeviceFunction:
+    """The function of a term's formula under `gluon.jit`."""
     from .kernels.shared import functions  # imports Triton
 
     text = source_of("term", term, wide=wide, language="gl").text
@@ -135,7 +123,7 @@ def term_function(term: Formula, wide: bool) -> TermFunction:
     names = {name: getattr(functions, name) for name in CALLED_BY_TERM}
     names |= {"__name__": functions.__name__, "gl": functions.gl}
     function = defined(name, text.replace("term", name, 1), name, names)
-    return TermFunction(text, functions.gluon.jit(function))
+    return DeviceFunction(text, functions.gluon.jit(function))
 
 
 def formulas_of(call: Call) -> tuple[Formula | None, Formula | None]:

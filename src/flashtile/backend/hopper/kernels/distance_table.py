@@ -15,5 +15,5 @@ def distance_table_kernel(distance_table, num_blocks, reach, CONFIG: gl.constexp
     h, block = gl.program_id(0) // num_blocks, gl.program_id(0) % num_blocks
     n = block * BLOCK + gl.arange(0, BLOCK, layout)
     q_idx, k_idx = gl.maximum(n - reach, 0), gl.maximum(reach - n, 0)
-    term = CONFIG.score_mod.term(0.0, 0, h, q_idx, k_idx, inputs.captured)[0]
+    term = CONFIG.score_mod.function(0.0, 0, h, q_idx, k_idx, inputs.captured)[0]
     gl.store(distance_table + (h * (2 * reach + 1) + n), term, mask=n <= 2 * reach)

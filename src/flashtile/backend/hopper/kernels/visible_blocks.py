@@ -60,7 +60,7 @@ def visible_blocks_kernel(
             rows = inputs.i0 + tl.minimum(first_row + tl.arange(0, BLOCK_M), last_row)
             keys = inputs.j0 + tl.minimum(n[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :], seqlen_k - 1)
             for head in range(group):
-                always, ever = CONFIG.score_mod.visibility(
+                always, ever = CONFIG.score_mod.function(
                     b + inputs.b0, first_head + head + inputs.h0, rows, keys, inputs.captured
                 )
                 full, seen = full & always, seen | ever

@@ -120,7 +120,7 @@ def load_block(coord, params, CONFIG: gl.constexpr):
 
 @gluon.jit
 def with_bias(loaded, tiles, count, exists, warpgroup: gl.constexpr, WARPGROUPS: gl.constexpr, CONFIG: gl.constexpr):
-    """What scores need, with their bias, where that has tiles. Where the block does not exist, it is unused."""
+    """Inputs of the scores, with a tile of the bias if it has tiles; unused where the block does not exist."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.block_m, 16])
     if len(tiles) > 0:
         bias = read_bias_tile(tiles[0], count, exists, warpgroup, True, layout, WARPGROUPS, CONFIG)
