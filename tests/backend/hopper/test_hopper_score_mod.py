@@ -82,7 +82,7 @@ BUGS = (
     Bug("last blocks not visited", KEY_ORDER, "block + (tile.hi - tile.lo)", "tile.lo", "decay, full 128", FAR),
     Bug("table of other distances", TABLE, "gl.maximum(n - reach, 0)", "gl.maximum(n - reach - 1, 0)",
         "near_buckets, full 64"),
-    Bug("table of the first head", TABLE, "term(0.0, 0, h,", "term(0.0, 0, h * 0,", "near_buckets, full 64"),
+    Bug("table of the first head", TABLE, "function(0.0, 0, h,", "function(0.0, 0, h * 0,", "near_buckets, full 64"),
     Bug("run past the tensor's end", FUNCTIONS, "run.stop <= size", "run.stop > 0", "documents, full 128"),
 )  # fmt: skip
 
