@@ -22,12 +22,13 @@ import compatibility_tables
 import gpu_tables
 import ladder_tables
 import mask_tables
+import model_tables
 import score_mod_tables
 from cells import markdown, rows
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/compatibility.md")
-PAGES += ("docs/design/blocks.md",)
+PAGES += ("docs/models.md", "docs/design/blocks.md")
 PAGES += ("docs/ladder.md", "docs/ladder_measurements.md", "docs/score_mods.md", "docs/distributed.md")
 PAGES += ("docs/journal/2026-11-23-bias-and-masks.md", "docs/journal/2026-11-23-triton-versions.md")
 PAGES += ("docs/journal/2026-11-23-sides-of-the-diagonal.md",)
@@ -309,6 +310,7 @@ TABLES: dict[str, Callable[[], str]] = (
     | block_tables.TABLES
     | balance_tables.TABLES
     | mask_tables.TABLES
+    | model_tables.TABLES
 )
 
 if __name__ == "__main__":
