@@ -1,4 +1,4 @@
-"""Tables of calls of real models that docs/make_tables.py fills, from the stored results of `benchmarks/models.toml`."""
+"""Tables of the calls of real models for docs/make_tables.py, from the stored results of `benchmarks/models.toml`."""
 
 from collections.abc import Sequence
 
