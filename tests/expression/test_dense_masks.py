@@ -5,7 +5,7 @@ import torch
 from no_reads import NoReads
 from torch import Tensor
 
-from flashtile.expression.blocks import dense, mask_visibility
+from flashtile.expression.blocks import coarser, dense, mask_visibility
 
 SHAPES = [(1, 1, 64, 96), (2, 3, 61, 90), (2, 1, 61, 88), (1, 3, 1, 104), (2, 1, 70, 1), (1, 1, 1, 1), (1, 1, 5, 7)]
 
@@ -40,6 +40,8 @@ def test_states_of_blocks(shape: tuple[int, int, int, int]) -> None:
         for sizes in ((16, 24), (64, 128), (7, 5), (8, 8)):
             found = mask_visibility(mask, rows, keys, *sizes)
             assert torch.equal(found, by_elements(mask, rows, keys, *sizes))
+        found = coarser(mask_visibility(mask, rows, keys, 8, 8), 2, 3)
+        assert torch.equal(found, by_elements(mask, rows, keys, 16, 24))
 
 
 def test_expanded_dimensions_are_read_once() -> None:

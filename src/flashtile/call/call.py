@@ -105,13 +105,22 @@ class Settings(NamedTuple):
 class Call:
     """One call: its tensors and its settings."""
 
-    __slots__ = ("entry", "is_plain_eager", "settings", "tensors")
+    __slots__ = ("entry", "is_plain_eager", "kept", "settings", "tensors")
     kind = "forward"  # the function of a backend that runs it
 
     def __init__(self, tensors: Tensors, settings: Settings, entry: Any = None, *, is_plain_eager: bool = False):
         self.tensors, self.settings = tensors, settings
         self.entry = entry  # what the fast path knows of calls like this one
         self.is_plain_eager = is_plain_eager
+        self.kept: Tensor | None = None  # what a forward pass leaves for backward (`keep`)
+
+    def keep(self, results: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """`out` and `lse` of a forward pass. A third result is kept for the backward pass of an eager call: the states
+        of its mask's blocks (`expression.blocks.dense.SUMMARY_BLOCK`).
+        """
+        out, lse, *kept = results
+        self.kept = kept[0] if kept else None
+        return out, lse  # type: ignore[return-value]
 
     def _replace(self, *, tensors: Tensors | None = None, settings: Settings | None = None) -> "Call":
         return Call(tensors or self.tensors, settings or self.settings)

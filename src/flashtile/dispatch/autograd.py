@@ -113,7 +113,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         call, *flat = inputs
-        ctx.settings, ctx.entry = call.settings, call.entry
+        ctx.settings, ctx.entry, ctx.kept = call.settings, call.entry, call.kept
         ctx.save_for_backward(*output, *flat)
         if not call.is_plain_eager:  # else nothing calls `jvp`
             ctx.save_for_forward(*output, *flat)
@@ -137,6 +137,7 @@ class Attention(torch.autograd.Function):
             requested = applied(AttentionBackward, GradientCall(ctx.settings, needs), out, lse, dout, dlse, *flat)
         else:  # not differentiated again
             call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
+            call.kept = ctx.kept
             requested = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
         gradients: list[Tensor | None] = [None] * len(flat)
         for n, gradient in zip(positions, requested, strict=True):

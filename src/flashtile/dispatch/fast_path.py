@@ -144,7 +144,8 @@ def backward(
     layouts = layout_key((*results, *call.inputs))
     if layouts is None:
         return None
-    known, key = call.entry.backward, (*needs, state_of_process(call.tensors.q), layouts)
+    known = call.entry.backward
+    key = (*needs, state_of_process(call.tensors.q), layouts, call.kept is not None)
     recorded = known.get(key)
     if recorded is None:
         if len(known) >= MOST_BACKWARD:

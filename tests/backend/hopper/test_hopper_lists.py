@@ -22,7 +22,7 @@ from flashtile import MaskMod, mask_mods, score_mods
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu.replay import Recorder
 from flashtile.call.call import Tensors
-from flashtile.expression.blocks import FULL
+from flashtile.expression.blocks import FULL, SUMMARY_BLOCK
 from flashtile.testing.case import Case, MaskFunction
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -71,7 +71,7 @@ def case_of(problem: Problem) -> Case:
 
 
 def run(case: Case, problem: Problem, folder: Path = FOLDER, *, reads_mask: bool = True) -> dict[str, Tensor]:
-    """Results with lists of blocks; a mask that is a tensor is read for them."""
+    """Results with lists of blocks; a mask that is a tensor is read for them, once."""
     package = str(emulated_kernels(folder).__package__)
     lists = importlib.import_module(f"{package}.block_lists")
     cores = 1 if problem.deterministic else 3  # one program waits forever for what it takes later
@@ -83,7 +83,7 @@ def run(case: Case, problem: Problem, folder: Path = FOLDER, *, reads_mask: bool
         results = case.run("hopper", deterministic=problem.deterministic)
     kernels = [name for name in launched if name in LIST_KERNELS]
     states = ["mask_states_kernel"] * (reads_mask and isinstance(case.arguments["mask"], Tensor))
-    assert kernels == [*states, "visible_blocks_kernel", *states, "visible_blocks_kernel", "key_lists_kernel"]
+    assert kernels == [*states, "visible_blocks_kernel", "visible_blocks_kernel", "key_lists_kernel"]
     return results
 
 
@@ -145,8 +145,8 @@ def test_full_blocks_do_not_read_the_mask() -> None:
     assert [str(x) for x in compare(results, case, solve(case)) if not x.ok] == []
 
 
-def all_full(recorder: Recorder, mask: Tensor, block_m: int, block_n: int) -> Tensor:
-    blocks = -(-mask.shape[2] // block_m), -(-mask.shape[3] // block_n)
+def all_full(recorder: Recorder, mask: Tensor) -> Tensor:
+    blocks = -(-mask.shape[2] // SUMMARY_BLOCK), -(-mask.shape[3] // SUMMARY_BLOCK)
     return recorder.op(lambda: torch.full((1, 1, *blocks), FULL, dtype=torch.uint8))
 
 
@@ -214,8 +214,8 @@ def test_kernels_list_what_torch_operations_list(name: str) -> None:
     def found() -> list[Tensor]:
         recorder = Recorder(call.inputs)
         own = call._replace(tensors=Tensors.from_flat(recorder.inputs))
-        results = [lists.row_lists(recorder, own, 16, 32)]
-        results += [lists.key_lists(recorder, own, 16, 32, first_key_first=first) for first in (False, True)]
+        results = [lists.row_lists(recorder, own, 16, 32, None)]
+        results += [lists.key_lists(recorder, own, 16, 32, None, first_key_first=first) for first in (False, True)]
         return [pointers["lists"] for pointers, _ in results]
 
     with mock.patch.multiple(lists, LEAST_PAIRS=0, POSITIONS=64), emulated() as launched, poisoned_allocation():

@@ -12,7 +12,17 @@ from torch import Tensor
 from ...call.call import Call
 from ...call.formulas import mask_formula
 from ...expression import Formula
-from ...expression.blocks import FULL, HIDDEN, PARTIAL, Blocks, block_visibility, mask_visibility, positions
+from ...expression.blocks import (
+    FULL,
+    HIDDEN,
+    PARTIAL,
+    SUMMARY_BLOCK,
+    Blocks,
+    block_visibility,
+    coarser,
+    mask_visibility,
+    positions,
+)
 from ..scalars import window_numbers
 from .replay import Recorder
 
@@ -53,25 +63,44 @@ class Pairs(NamedTuple):
 
 
 def block_lists(
-    recorder: Recorder, call: Call, block_m: int, block_n: int, *, of_keys: bool = False
+    recorder: Recorder, call: Call, block_m: int, block_n: int, states: Tensor | None = None, *, of_keys: bool = False
 ) -> tuple[dict[str, Tensor | None], dict[str, int | None]]:
     """The pointer and the scalars of `parameters.BlockLists`; `of_keys` is for kernels that own blocks of keys. Packed
     calls, calls with chunks and small ones have no lists: their kernels visit all blocks that the window shows.
+    `states` are those of `summary`.
     """
-    t, s = call.tensors, call.settings
-    formula = mask_formula(call)
-    num_pairs = t.q.shape[0] * t.q.shape[1] * t.q.shape[2] * t.k.shape[-2] if call.layout == "dense" else 0
-    from_first_key = s.dropout_p == 0 or s.j0 % 8 == 0  # where blocks of keys begin
-    masked = formula is not None or t.mask is not None
-    if not masked or s.attention_chunk is not None or not from_first_key or num_pairs < max(LEAST_PAIRS, 1):
+    if not has_lists(call):
         return {"lists": None}, {f"stride_lists_{dim}": None for dim in "bhm"}
-    pairs = pairs_of(call, block_m, block_n)
-    if formula is None:
-        lists = recorder.op(partial(computed_of_mask, pairs, of_keys), t.mask)
-    else:
+    t, formula, pairs = call.tensors, mask_formula(call), pairs_of(call, block_m, block_n)
+    if formula is not None:
         lists = recorder.op(partial(computed, formula, pairs, t.q.device, of_keys), *t.score_mod_tensors)
+    elif states is not None:
+        lists = recorder.op(partial(computed_of_states, pairs, of_keys), states)
+    else:
+        lists = recorder.op(partial(computed_of_mask, pairs, of_keys), t.mask)
     b, h, m, _ = (0 if n == 1 else stride for n, stride in zip(lists.shape, lists.stride(), strict=True))
     return {"lists": lists}, {"stride_lists_b": b, "stride_lists_h": h, "stride_lists_m": m}
+
+
+def has_lists(call: Call) -> bool:
+    t, s = call.tensors, call.settings
+    num_pairs = t.q.shape[0] * t.q.shape[1] * t.q.shape[2] * t.k.shape[-2] if call.layout == "dense" else 0
+    from_first_key = s.dropout_p == 0 or s.j0 % 8 == 0  # where blocks of keys begin
+    masked = s.mask_mod is not None or t.mask is not None
+    return masked and s.attention_chunk is None and from_first_key and num_pairs >= max(LEAST_PAIRS, 1)
+
+
+def summary(recorder: Recorder, call: Call, block_m: int, block_n: int, known: Tensor | None = None) -> Tensor | None:
+    """The states of a mask tensor's blocks, of `SUMMARY_BLOCK` rows and keys each: one pass over its elements for all
+    kernels of forward and backward. `None` of calls without lists, or with a mask function, and for kernels with blocks
+    that are no multiples. `known` is that of an earlier kernel.
+    """
+    t, multiples = call.tensors, block_m % SUMMARY_BLOCK == block_n % SUMMARY_BLOCK == 0
+    if call.settings.mask_mod is not None or not multiples or not has_lists(call):
+        return None
+    if known is not None:
+        return known
+    return recorder.op(partial(states_of_mask, pairs_of(call, SUMMARY_BLOCK, SUMMARY_BLOCK)), t.mask)
 
 
 def pairs_of(call: Call, block_m: int, block_n: int) -> Pairs:
@@ -119,6 +148,13 @@ def computed(formula: Formula, pairs: Pairs, device: torch.device, of_keys: bool
 def computed_of_mask(pairs: Pairs, of_keys: bool, mask: Tensor) -> Tensor:
     """The lists of a mask `[B | 1, H | 1, Sq | 1, Sk | 1]`, as `listed`."""
     return listed(states_of_mask(pairs, mask), pairs, of_keys)
+
+
+def computed_of_states(pairs: Pairs, of_keys: bool, states: Tensor) -> Tensor:
+    """The lists of a mask whose `summary` is known, as `listed`."""
+    blocks = (-(-x.length // SUMMARY_BLOCK) for x in (pairs.rows, pairs.keys))
+    sizes = (pairs.block_m // SUMMARY_BLOCK, pairs.block_n // SUMMARY_BLOCK)
+    return listed(coarser(states.expand(-1, -1, *blocks), *sizes), pairs, of_keys)
 
 
 def states_of_mask(pairs: Pairs, mask: Tensor) -> Tensor:

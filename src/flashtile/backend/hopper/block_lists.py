@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...call.call import Call
 from ...call.formulas import mask_formula
-from ...expression.blocks import depends_on
+from ...expression.blocks import SUMMARY_BLOCK, depends_on
 from ...expression.blocks.dense import ALL_VISIBLE, WORD
 from ..gpu.block_lists import pairs_of, visibility
 from ..gpu.captured import needs_wide_offsets
@@ -26,6 +26,7 @@ LEAST_PAIRS = 2**24  # of a call: computing fewer takes about as long as their l
 LEAST_MASK_PAIRS = 2**28  # of a call with a mask that is a tensor; fewer were not measured since a kernel reads it
 MOST_PAIRS = 2**41  # offsets in lists have 32 bits
 POSITIONS = 8192  # of keys that a program looks at together
+BLOCKS_AT_ONCE = 8  # of keys, in a program that reads a mask
 NO_LISTS = dict.fromkeys(("stride_lists_b", "stride_lists_h", "stride_lists"))
 MASK_STATES = Kernel(f"{__package__}.kernels.visible_blocks", "mask_states_kernel")
 VISIBLE_BLOCKS = Kernel(f"{__package__}.kernels.visible_blocks", "visible_blocks_kernel")
@@ -44,25 +45,29 @@ class Grid(NamedTuple):
     keys: int
 
 
-def row_lists(recorder: Recorder, call: Call, block_m: int, block_n: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The pointer and the scalars of the lists of blocks of rows, whose entries are blocks of keys."""
+def row_lists(
+    recorder: Recorder, call: Call, block_m: int, block_n: int, states: Tensor | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The pointer and the scalars of the lists of blocks of rows, whose entries are blocks of keys. `states` are those
+    of `mask_states`.
+    """
     if not has_lists(call):
         return {"lists": None}, {**NO_LISTS}
-    source = source_of(recorder, call, block_m, block_n, 1)
+    source = source_of(recorder, call, block_m, block_n, states, 1)
     grid = source.grid
     lists = visible_blocks(recorder, call, source, (1, grid.batch, grid.heads, grid.rows, grid.keys + 2))
     return {"lists": lists}, strides_of(lists)
 
 
 def key_lists(
-    recorder: Recorder, call: Call, block_m: int, block_n: int, *, first_key_first: bool
+    recorder: Recorder, call: Call, block_m: int, block_n: int, states: Tensor | None, *, first_key_first: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The pointer and the scalars of the lists of blocks of keys, whose entries are blocks of rows, and of the ranks of
     the entries: how many blocks of keys add to this block of rows before, if blocks come in this order or its inverse.
     """
     if not has_lists(call):
         return {"lists": None}, {**NO_LISTS, "ranks": None}
-    source = source_of(recorder, call, block_m, block_n, call.tensors.q.shape[1] // call.tensors.k.shape[1])
+    source = source_of(recorder, call, block_m, block_n, states, call.tensors.q.shape[1] // call.tensors.k.shape[1])
     grid = source.grid
     table = visible_blocks(recorder, call, source, (grid.batch, grid.heads, grid.rows, grid.keys + 1), table=True)
     lists = of_table(recorder, table, grid, first_key_first)
@@ -98,25 +103,26 @@ def strides_of(lists: Tensor) -> dict[str, int]:
 
 
 class Source(NamedTuple):
-    """Source of the states of a mask's blocks: a device function, or a tensor `[B | 1, H | 1, blocks of rows | 1,
-    blocks of keys | 1]` of the recorder.
+    """Source of the states of a mask's blocks: a device function, or a tensor `[B | 1, H | 1, parts of rows | 1,
+    parts of keys | 1]` of the recorder, with these numbers of parts in a block.
     """
 
     grid: Grid
     function: DeviceFunction | None
     states: Tensor | None
+    parts: tuple[int, int]
 
 
-def source_of(recorder: Recorder, call: Call, block_m: int, block_n: int, group: int) -> Source:
+def source_of(recorder: Recorder, call: Call, block_m: int, block_n: int, states: Tensor | None, group: int) -> Source:
     """The source of a call's lists, of `group` heads each. Without dependence on the head, all heads share a list."""
     t, formula = call.tensors, mask_formula(call)
     batch, heads, seqlen_q, _ = t.q.shape
     rows, keys = -(-seqlen_q // block_m), -(-t.k.shape[2] // block_n)
-    function = states = None
+    function, parts = None, (1, 1)
     if formula is None:
-        assert t.mask is not None
-        states = states_of_mask(recorder, t.mask, block_m, block_n)
+        assert states is not None
         of_sequences, of_heads = (n > 1 for n in states.shape[:2])
+        parts = block_m // SUMMARY_BLOCK, block_n // SUMMARY_BLOCK
     else:
         function = visibility_function(formula, any(needs_wide_offsets(x) for x in t.score_mod_tensors))
         of_sequences, of_heads = depends_on(formula, "b"), depends_on(formula, "h")
@@ -125,10 +131,18 @@ def source_of(recorder: Recorder, call: Call, block_m: int, block_n: int, group:
             states = recorder.op(partial(visibility, formula, pairs, t.q.device), *t.score_mod_tensors)
     heads, group = (heads // group, group) if of_heads else (1, 1)
     grid = Grid(block_m, block_n, batch if of_sequences else 1, heads, group, rows, keys)
-    return Source(grid, function, states)
+    return Source(grid, function, states, parts)
 
 
-def states_of_mask(recorder: Recorder, mask: Tensor, block_m: int, block_n: int) -> Tensor:
+def mask_states(recorder: Recorder, call: Call) -> Tensor | None:
+    """The states of a mask tensor's blocks, as `gpu.block_lists.summary`; broadcast dimensions have one block."""
+    if call.settings.mask_mod is not None or not has_lists(call):
+        return None
+    assert call.tensors.mask is not None
+    return states_of_mask(recorder, call.tensors.mask)
+
+
+def states_of_mask(recorder: Recorder, mask: Tensor) -> Tensor:
     """Launch the kernel that reads a mask `[B | 1, H | 1, Sq | 1, Sk | 1]`, whose keys are contiguous. Expanded
     dimensions count as broadcast ones.
     """
@@ -137,7 +151,8 @@ def states_of_mask(recorder: Recorder, mask: Tensor, block_m: int, block_n: int)
     in_words = all(n % WORD == 0 for n in (sizes[3], mask.storage_offset(), *strides))
     word = WORD if in_words else 1
     batch, heads, rows, keys = sizes
-    blocks = -(-rows // block_m), -(-keys // block_n)
+    blocks = -(-rows // SUMMARY_BLOCK), -(-keys // SUMMARY_BLOCK)
+    at_once = min(BLOCKS_AT_ONCE, 1 << (blocks[1] - 1).bit_length())
     states = recorder.new(mask.new_empty((batch, heads, *blocks), dtype=torch.uint8))
     scalars = {
         **{f"stride_mask_{dim}": stride // word for dim, stride in zip("bhm", strides, strict=True)},
@@ -146,13 +161,15 @@ def states_of_mask(recorder: Recorder, mask: Tensor, block_m: int, block_n: int)
         "num_words": keys // word,
         "row_blocks": blocks[0],
         "key_blocks": blocks[1],
-        "BLOCK_M": block_m if rows > 1 else 1,
-        "BLOCK_WORDS": max(1, block_n // word) if keys > 1 else 1,
+        "BLOCK_M": SUMMARY_BLOCK if rows > 1 else 1,
+        "BLOCK_WORDS": SUMMARY_BLOCK // word if keys > 1 else 1,
+        "BLOCKS": at_once,
         "ALL_VISIBLE": ALL_VISIBLE if in_words else 1,
         "num_warps": 4,
     }
     pointers = {"mask": Described(mask, Tensor.view, torch.int64 if in_words else torch.uint8), "states": states}
-    recorder.launch(MASK_STATES, pointers, states.numel(), scalars)
+    programs = batch * heads * blocks[0] * -(-blocks[1] // at_once)
+    recorder.launch(MASK_STATES, pointers, programs, scalars)
     return states
 
 
@@ -160,7 +177,7 @@ def visible_blocks(
     recorder: Recorder, call: Call, source: Source, shape: tuple[int, ...], table: bool = False
 ) -> Tensor:
     """Launch the kernel for lists, or for the table from which lists of blocks of keys are made."""
-    t, (grid, function, states) = call.tensors, source
+    t, (grid, function, states, parts) = call.tensors, source
     lists = recorder.new(t.q.new_empty(shape, dtype=torch.int32))
     blocks = min(1 << (grid.keys - 1).bit_length(), POSITIONS // grid.block_n)
     strides = [None] * 4 if states is None else broadcast_strides(states)
@@ -173,7 +190,7 @@ def visible_blocks(
         "seqlen_k": t.k.shape[2],
         "num_blocks": grid.keys,
         **window_numbers(call),
-        "CONFIG": VisibleBlocksConfig(grid.block_m, grid.block_n, blocks, table),
+        "CONFIG": VisibleBlocksConfig(grid.block_m, grid.block_n, blocks, table, *parts),
         "num_warps": 8,
     }
     programs, pointers = grid.batch * grid.heads * grid.rows, {"lists": lists, "states": states}

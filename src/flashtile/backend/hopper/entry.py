@@ -16,7 +16,7 @@ from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
 from .bias_tiles import forward_tiles
-from .block_lists import NO_LISTS, row_lists
+from .block_lists import NO_LISTS, mask_states, row_lists
 from .descriptors import dense_descriptor, ragged_descriptor
 from .distance_table import with_distance_table
 from .formulas import launch, units
@@ -30,14 +30,13 @@ COMBINE = Kernel(f"{__package__}.kernels.combine", "combine_kernel")
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a call."""
-    out, lse = replay.run(call.inputs, launch_forward, forward_config(plan, call), call)
-    return out, lse  # type: ignore[return-value]
+    return call.keep(replay.run(call.inputs, launch_forward, forward_config(plan, call), call))
 
 
 def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
-    recording, (out, lse) = replay.record(call.inputs, launch_forward, forward_config(plan, call), call)
-    return lambda call: recording(call.inputs), (out, lse)  # type: ignore[return-value]
+    recording, results = replay.record(call.inputs, launch_forward, forward_config(plan, call), call)
+    return lambda call: call.keep(recording(call.inputs)), call.keep(results)
 
 
 def forward_config(plan: Plan, call: Call) -> ForwardConfig:
@@ -47,7 +46,9 @@ def forward_config(plan: Plan, call: Call) -> ForwardConfig:
 
 
 def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Results:
-    """Record the launches of a forward pass."""
+    """Record the launches of a forward pass; with lists of a mask tensor, there is a third result: the states of its
+    blocks.
+    """
     t = Tensors.from_flat(recorder.inputs)
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype)) if t.out is None else t.out
@@ -74,13 +75,15 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
     }
     call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
     whole = config.splits == 1
-    lists, scalars = row_lists(recorder, call, config.block_m, config.block_n) if whole else ({"lists": None}, NO_LISTS)
+    states = mask_states(recorder, call) if whole else None
+    sizes = config.block_m, config.block_n
+    lists, scalars = row_lists(recorder, call, *sizes, states) if whole else ({"lists": None}, NO_LISTS)
     config, bias_pointers = forward_tiles(call, config)
     programs, others = launch_scalars(call, config)
     launch(recorder, call, FORWARD, pointers | lists | bias_pointers, programs, others | scalars)
     if config.splits > 1:
         combine_splits(recorder, config, results, (out, lse))
-    return out, lse
+    return (out, lse) if states is None else (out, lse, states)
 
 
 def new_results(recorder: Recorder, q: Tensor, config: ForwardConfig) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import WARPS, BackwardLaunches
 from .bias_tiles import backward_tiles
-from .block_lists import key_lists
+from .block_lists import key_lists, mask_states
 from .descriptors import dq_accum_descriptor
 from .tables import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
 
@@ -26,8 +26,17 @@ class FusedBackward(BackwardLaunches):
 
     config: FusedBackwardConfig
 
-    def __init__(self, recorder: Recorder, config: FusedBackwardConfig, call: Call, t: Tensors, dout: Tensor):
+    def __init__(
+        self,
+        recorder: Recorder,
+        config: FusedBackwardConfig,
+        call: Call,
+        t: Tensors,
+        dout: Tensor,
+        states: Tensor | None,
+    ):
         super().__init__(recorder, config, call, t, dout)
+        self.mask_states = mask_states(recorder, self.call) if states is None else states
         parts, heads = config.dq_parts, self.blocks.heads
         self.dq_semaphore = self.empty(parts * heads * self.blocks.m_blocks, NUM_WARPGROUPS, dtype=torch.int32)
         self.dq_accum = self.empty(parts * heads * self.padded_rows, config.head_dim.width)
@@ -49,8 +58,9 @@ class FusedBackward(BackwardLaunches):
             "dq_semaphore": self.dq_semaphore,
         }
         lists, list_scalars = key_lists(
-            self.recorder, self.call, self.config.block_m, self.config.block_n, first_key_first=self.config.lpt
-        )
+            self.recorder, self.call, self.config.block_m, self.config.block_n, self.mask_states,
+            first_key_first=self.config.lpt,
+        )  # fmt: skip
         config, bias_pointers = backward_tiles(self.call, self.config)
         bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + self.dq_accum.element_size())
         scalars = {

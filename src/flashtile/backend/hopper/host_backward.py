@@ -18,7 +18,7 @@ from .tables import FusedBackwardConfig, SplitBackwardConfig
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
-    inputs = (*call.inputs, out, lse, dout, dlse)
+    inputs = (*call.inputs, out, lse, dout, dlse, call.kept)
     return Gradients.from_flat(replay.run(inputs, launch_backward, plan.tile.backward, call, needs))
 
 
@@ -26,16 +26,20 @@ def record_backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Any, Gradients]:
     """As `backward`, and the function that repeats it for calls of the same layout."""
-    inputs, config = (*call.inputs, out, lse, dout, dlse), plan.tile.backward
+    inputs, config = (*call.inputs, out, lse, dout, dlse, call.kept), plan.tile.backward
     recording, results = replay.record(inputs, launch_backward, config, call, needs)
-    return lambda call, *rows: Gradients.from_flat(recording((*call.inputs, *rows))), Gradients.from_flat(results)
+
+    def repeat(call: Call, *rows: Tensor | None) -> Gradients:
+        return Gradients.from_flat(recording((*call.inputs, *rows, call.kept)))
+
+    return repeat, Gradients.from_flat(results)
 
 
 def launch_backward(
     recorder: Recorder, config: FusedBackwardConfig | SplitBackwardConfig, call: Call, needs: Needs
 ) -> Results:
     """Record the launches of a backward pass."""
-    *inputs, out, lse, dout, dlse = recorder.inputs
+    *inputs, out, lse, dout, dlse, mask_states = recorder.inputs
     assert out is not None
     assert lse is not None
     out, lse = recorder.op(tma_aligned, out), recorder.op(Tensor.contiguous, lse)
@@ -44,7 +48,7 @@ def launch_backward(
     if config.kind == "split":
         launches = SplitBackward(recorder, config, call, tensors, dout)
     else:
-        launches = FusedBackward(recorder, config, call, tensors, dout)
+        launches = FusedBackward(recorder, config, call, tensors, dout, mask_states)
     dq, dk, dv = launches.run(out, lse, dlse, needs)
     dq, dk, dv = (dx if needed else None for dx, needed in zip((dq, dk, dv), needs, strict=False))
     captured = (None,) * len(tensors.score_mod_tensors)

@@ -211,6 +211,8 @@ class VisibleBlocksConfig(Constexpr):
     block_n: int
     blocks: int
     table: bool  # for lists of blocks of keys
+    row_parts: int = 1  # parts of a block that have states, of rows and of keys
+    key_parts: int = 1
     score_mod: Any = None
 
 

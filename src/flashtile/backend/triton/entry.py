@@ -12,7 +12,7 @@ from ...call.cache_tensors import CacheTensors
 from ...call.call import Call, Tensors, lse_shape, new_rows
 from ...call.plan import Plan
 from ..gpu import replay
-from ..gpu.block_lists import block_lists
+from ..gpu.block_lists import block_lists, summary
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_contiguous_keys
 from ..gpu.replay import Recorder, Results
@@ -27,14 +27,13 @@ FORWARD = Kernel(f"{__package__}.kernels.forward", "forward_kernel")
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
-    out, lse = replay.run(call.inputs, launch_forward, plan, call)
-    return out, lse  # type: ignore[return-value]
+    return call.keep(replay.run(call.inputs, launch_forward, plan, call))
 
 
 def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
-    recording, (out, lse) = replay.record(call.inputs, launch_forward, plan, call)
-    return lambda call: recording(call.inputs), (out, lse)  # type: ignore[return-value]
+    recording, results = replay.record(call.inputs, launch_forward, plan, call)
+    return lambda call: call.keep(recording(call.inputs)), call.keep(results)
 
 
 def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
@@ -42,7 +41,9 @@ def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
 
 
 def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
-    """Record the forward pass of a call whose tensors belong to the recorder; returns `out` and `lse`."""
+    """Record the forward pass of a call whose tensors belong to the recorder; returns `out`, `lse` and, with lists of a
+    mask tensor, the states of its blocks.
+    """
     call = with_contiguous_keys(recorder, call)
     t = call.tensors
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
@@ -62,7 +63,9 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
         partial_out = recorder.new(lse.new_empty((*partial_lse.shape, v.shape[-1])))
         semaphores = recorder.op(partial(new_semaphores, q.device, programs))
     whole = pack_gqa == 1 and splits == 1
-    lists, list_strides = block_lists(recorder, call, config.block_m, config.block_n) if whole else ({}, {})
+    sizes = config.block_m, config.block_n
+    states = summary(recorder, call, *sizes) if whole else None
+    lists, list_strides = block_lists(recorder, call, *sizes, states) if whole else ({}, {})
     partials = {"partial_out": partial_out, "partial_lse": partial_lse, "semaphores": semaphores}
     launch(
         recorder,
@@ -80,7 +83,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
             "num_tiles": tiles,
         },
     )
-    return out, lse
+    return (out, lse) if states is None else (out, lse, states)
 
 
 def __getattr__(name: str) -> Any:

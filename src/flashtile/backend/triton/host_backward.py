@@ -25,7 +25,7 @@ from .launches import BackwardLaunches
 def backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
-    inputs = (*call.inputs, out, lse, dout, dlse)
+    inputs = (*call.inputs, out, lse, dout, dlse, call.kept)
     return Gradients.from_flat(replay.run(inputs, launch_backward, plan, call, needs))
 
 
@@ -33,19 +33,24 @@ def record_backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Any, Gradients]:
     """As `backward`, and the function that repeats it for calls of the same layout."""
-    recording, results = replay.record((*call.inputs, out, lse, dout, dlse), launch_backward, plan, call, needs)
-    return lambda call, *rows: Gradients.from_flat(recording((*call.inputs, *rows))), Gradients.from_flat(results)
+    inputs = (*call.inputs, out, lse, dout, dlse, call.kept)
+    recording, results = replay.record(inputs, launch_backward, plan, call, needs)
+
+    def repeat(call: Call, *rows: Tensor | None) -> Gradients:
+        return Gradients.from_flat(recording((*call.inputs, *rows, call.kept)))
+
+    return repeat, Gradients.from_flat(results)
 
 
 def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) -> Results:
-    *given, out, lse, dout, dlse = recorder.inputs
+    *given, out, lse, dout, dlse, mask_states = recorder.inputs
     assert out is not None
     assert lse is not None
     out, lse = recorder.op(rows_last, out), recorder.op(Tensor.contiguous, lse)
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(given)))
     t = call.tensors
-    launches = BackwardLaunches(recorder, call, dout)
+    launches = BackwardLaunches(recorder, call, dout, mask_states)
     fused = plan.tile.fused
     if fused is not None and takes(fused, launches, needs, out):
         return launch_fused(launches, fused, needs, out, lse, dlse).flat()

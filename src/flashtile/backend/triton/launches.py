@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...call.call import Call, new_rows
 from ...call.formulas import score_formula
-from ..gpu.block_lists import block_lists
+from ..gpu.block_lists import block_lists, summary
 from ..gpu.formula import loads
 from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Pointers
@@ -30,8 +30,9 @@ PREPROCESS, DKDV, DQ, DBIAS, DCAPTURED = (
 class BackwardLaunches:
     """The launches of one backward pass and the arguments that they share."""
 
-    def __init__(self, recorder: Recorder, call: Call, dout: Tensor):
+    def __init__(self, recorder: Recorder, call: Call, dout: Tensor, mask_states: Tensor | None):
         self.recorder, self.call, self.dout = recorder, call, dout
+        self.mask_states = mask_states
         self.q, self.k, self.v = (recorder.op(rows_last, x) for x in call.tensors[:3])
         self.pointers: Pointers = args.pointers(recorder, call, self.q, self.k, self.v) | {"dout": dout}
         self.row_stats = dout  # set by preprocess
@@ -53,6 +54,13 @@ class BackwardLaunches:
         """Launch a kernel that recomputes scores; `load` as for `formulas.device_function`."""
         pointers = {**self.pointers, **results}
         formulas.launch(self.recorder, self.call, kernel, pointers, programs, scalars, partial=load is None, load=load)
+
+    def lists(self, config: KernelConfig, *, of_keys: bool = False) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
+        """The pointer and the scalars of a kernel's lists of blocks."""
+        sizes = config.block_m, config.block_n
+        states = summary(self.recorder, self.call, *sizes, self.mask_states)
+        self.mask_states = self.mask_states if states is None else states
+        return block_lists(self.recorder, self.call, *sizes, states, of_keys=of_keys)
 
     def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
         """Launch `preprocess_kernel`: two values a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T."""
@@ -86,7 +94,7 @@ class BackwardLaunches:
         given, align = self.inputs(dk, dv)
         tiles = args.num_key_tiles(self.call, config.block_n)
         programs = tiles * args.num_heads_k(self.call) * args.dense_batch(dk)
-        lists, list_strides = block_lists(self.recorder, self.call, config.block_m, config.block_n, of_keys=True)
+        lists, list_strides = self.lists(config, of_keys=True)
         scalars = {
             **given,
             **list_strides,
@@ -107,7 +115,7 @@ class BackwardLaunches:
         given, align = self.inputs(dq)
         tiles = args.num_tiles(self.call, config.block_m)
         programs = tiles * dq.shape[1] * args.dense_batch(dq)
-        lists, list_strides = block_lists(self.recorder, self.call, config.block_m, config.block_n)
+        lists, list_strides = self.lists(config)
         scalars = {
             **given,
             **list_strides,

@@ -4,15 +4,17 @@
 """
 
 from .analysis import depends_on
-from .dense import mask_visibility
+from .dense import SUMMARY_BLOCK, coarser, mask_visibility
 from .evaluation import FULL, HIDDEN, PARTIAL, Blocks, block_visibility, positions
 
 __all__ = [
     "FULL",
     "HIDDEN",
     "PARTIAL",
+    "SUMMARY_BLOCK",
     "Blocks",
     "block_visibility",
+    "coarser",
     "depends_on",
     "mask_visibility",
     "positions",

@@ -5,12 +5,15 @@ compute it: the host reads no value, and a CUDA graph can contain them.
 import torch
 from torch import Tensor
 
+from .evaluation import PARTIAL
+
+SUMMARY_BLOCK = 32  # rows and keys of the blocks whose states all kernels of a call share: most have multiples of it
 WORD = 8  # elements that are read as one number, where they lie together
 ALL_VISIBLE = 0x0101010101010101  # such a number of visible pairs
 
 
 def mask_visibility(mask: Tensor, num_rows: int, num_keys: int, block_m: int, block_n: int) -> Tensor:
-    """Whether each block is HIDDEN, PARTIAL or FULL , as uint8
+    """Whether each block is HIDDEN, PARTIAL or FULL, as uint8
     `[B | 1, H | 1, blocks of rows, blocks of keys]`, for a bool mask `[B | 1, H | 1, Sq | 1, Sk | 1]`. Expanded
     dimensions count as broadcast ones.
     """
@@ -20,6 +23,12 @@ def mask_visibility(mask: Tensor, num_rows: int, num_keys: int, block_m: int, bl
     low, high = bounds_of_blocks((low, high), 2, block_m)
     states = (low == (ALL_VISIBLE if in_words else 1)).to(torch.uint8) + (high != 0)
     return states.expand(-1, -1, -(-num_rows // block_m), -(-num_keys // block_n))
+
+
+def coarser(states: Tensor, rows: int, keys: int) -> Tensor:
+    """The states of blocks of `rows` by `keys` such blocks each, of which the last ones may have fewer."""
+    low, high = bounds_of_blocks(bounds_of_blocks((states,), 3, keys), 2, rows)
+    return torch.where(low == high, low, PARTIAL)
 
 
 def unexpanded(x: Tensor) -> Tensor:

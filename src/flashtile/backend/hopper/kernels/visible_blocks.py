@@ -14,22 +14,25 @@ KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)  # of minimum and maximum
 @triton_kernel
 def mask_states_kernel(
     mask, states, stride_mask_b, stride_mask_h, stride_mask_m, num_heads, num_rows, num_words, row_blocks, key_blocks,
-    BLOCK_M: tl.constexpr, BLOCK_WORDS: tl.constexpr, ALL_VISIBLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, ALL_VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """Store the state of one block of a mask, in uint8 `[B, H, row_blocks, key_blocks]`. A word is ALL_VISIBLE if the
-    mask shows all of its pairs, and 0 if none.
+    """Store the states of BLOCKS blocks of a mask, in uint8 `[B, H, row_blocks, key_blocks]`. A word is ALL_VISIBLE if
+    the mask shows all of its pairs, and 0 if none.
     """
-    block, head_block = tl.program_id(0) % (row_blocks * key_blocks), tl.program_id(0) // (row_blocks * key_blocks)
-    b, head = head_block // num_heads, head_block % num_heads
-    rows = block // key_blocks * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    words = block % key_blocks * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]
+    programs = tl.cdiv(key_blocks, BLOCKS)  # of a block of rows
+    row_block, first_block = tl.program_id(0) // programs, tl.program_id(0) % programs * BLOCKS
+    b, head = row_block // row_blocks // num_heads, row_block // row_blocks % num_heads
+    rows = row_block % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    words = first_block * BLOCK_WORDS + tl.arange(0, BLOCKS * BLOCK_WORDS)[None, :]
     exists = (rows < num_rows) & (words < num_words)
     data = mask + b.to(tl.int64) * stride_mask_b + head.to(tl.int64) * stride_mask_h
     x = tl.load(data + rows.to(tl.int64) * stride_mask_m + words, mask=exists, other=0)
     hides, shows = exists & (x != ALL_VISIBLE), x != 0
-    some_hidden = tl.max(tl.max(hides.to(tl.int32), axis=0), axis=0)
-    some_visible = tl.max(tl.max(shows.to(tl.int32), axis=0), axis=0)
-    tl.store(states + tl.program_id(0), some_visible * (FULL - some_hidden))
+    some_hidden = tl.max(tl.reshape(tl.max(hides.to(tl.int32), axis=0), [BLOCKS, BLOCK_WORDS]), axis=1)
+    some_visible = tl.max(tl.reshape(tl.max(shows.to(tl.int32), axis=0), [BLOCKS, BLOCK_WORDS]), axis=1)
+    block = first_block + tl.arange(0, BLOCKS)
+    at = states + row_block.to(tl.int64) * key_blocks + block
+    tl.store(at, some_visible * (FULL - some_hidden), mask=block < key_blocks)
 
 
 @triton_kernel
@@ -38,7 +41,7 @@ def visible_blocks_kernel(
     seqlen_q, seqlen_k, num_blocks, window_left, window_right, top_left, diagonal, CONFIG: tl.constexpr, inputs,
 ):  # fmt: skip
     """The blocks of keys of one block of rows: its list, with one block after the last key if it sees none. The mask is
-    a function, or `states` has the states of its blocks.
+    a function, or `states` has the states of parts of its blocks.
 
     With CONFIG.table, instead for each block of keys `4 * count + 2 * partial + visible`, where count is that of
     visible blocks up to this one, and then the count of all. `num_heads` are those of lists, of `group` heads each: a
@@ -47,6 +50,8 @@ def visible_blocks_kernel(
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCKS: tl.constexpr = CONFIG.blocks
+    ROW_PARTS: tl.constexpr = CONFIG.row_parts
+    KEY_PARTS: tl.constexpr = CONFIG.key_parts
     number, list_head = tl.program_id(0) % num_lists, tl.program_id(0) // num_lists
     b, first_head = list_head // num_heads, list_head % num_heads * group
     first_row, last_row = number * BLOCK_M, tl.minimum((number + 1) * BLOCK_M, seqlen_q) - 1
@@ -65,11 +70,16 @@ def visible_blocks_kernel(
                 )
                 full, seen = full & always, seen | ever
         else:
-            of_rows = states + (b * stride_states_b + number * stride_states_m)
             for head in range(group):
-                at = of_rows + ((first_head + head) * stride_states_h + n * stride_states_n)
-                state = tl.load(at, mask=n < num_blocks, other=HIDDEN)
-                full, seen = full & (state == FULL), seen | (state != HIDDEN)
+                of_head = states + (b * stride_states_b + (first_head + head) * stride_states_h)
+                for part_m in tl.static_range(ROW_PARTS):
+                    of_rows = of_head + (number * ROW_PARTS + part_m) * stride_states_m
+                    for part_n in tl.static_range(KEY_PARTS):
+                        exists = n * BLOCK_N + part_n * (BLOCK_N // KEY_PARTS) < seqlen_k
+                        exists &= first_row + part_m * (BLOCK_M // ROW_PARTS) < seqlen_q
+                        at = of_rows + (n * KEY_PARTS + part_n) * stride_states_n
+                        state = tl.load(at, mask=exists, other=HIDDEN)
+                        full, seen = full & ((state == FULL) | ~exists), seen | (state != HIDDEN)
         visible = seen & (n < num_blocks)
         if window_left is not None:
             visible &= tl.minimum((n + 1) * BLOCK_N, seqlen_k) > first_row + shift - window_left
