@@ -23,7 +23,7 @@ from .formulas import DeviceFunction, launch_with, visibility_function
 from .tables import VisibleBlocksConfig
 
 LEAST_PAIRS = 2**24  # of a call: computing fewer takes about as long as their lists
-LEAST_MASK_PAIRS = 2**28  # of a call with a mask that is a tensor; fewer were not measured since a kernel reads it
+LEAST_MASK_PAIRS = 2**26  # of a call with a mask that is a tensor, which takes one launch more
 MOST_PAIRS = 2**41  # offsets in lists have 32 bits
 POSITIONS = 8192  # of keys that a program looks at together
 BLOCKS_AT_ONCE = 8  # of keys, in a program that reads a mask
