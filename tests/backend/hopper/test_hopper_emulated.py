@@ -108,6 +108,15 @@ def test_split_rows(name: str, row_splits: int) -> None:
         assert wrong(case, seed=0) == []
 
 
+@pytest.mark.parametrize("row_chunks", [2, 7])
+@pytest.mark.parametrize("name", ["full 64", "grouped heads 128", "deterministic causal 96", "window 96"])
+def test_chunks_of_rows(name: str, row_chunks: int) -> None:
+    """Also more chunks than there are blocks of rows."""
+    case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
+    with mock.patch.object(splits, "row_chunks", return_value=row_chunks):
+        assert wrong(case, seed=0) == []
+
+
 @pytest.mark.parametrize("name", ["causal 64", "sinks 128", "packed sinks 64", "packed 128", "slopes 64"])
 def test_replay_on_other_tensors(name: str) -> None:
     """A replayed call with the same layouts and other values."""
