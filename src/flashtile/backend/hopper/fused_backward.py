@@ -69,7 +69,9 @@ class FusedBackward(BackwardLaunches):
         return self.postprocess(), dk, dv
 
     def new_splits(self, x: Tensor) -> Tensor:
-        """Buffer for dk or dv of each split of the rows, `[row_splits * B, Hk, Sk, D]` in fp32; zeros to add chunks to."""
+        """Buffer for dk or dv of each split of the rows, `[row_splits * B, Hk, Sk, D]` in fp32; zeros that chunks are
+        added to.
+        """
         batch, heads, seqlen_k, _ = x.shape
         shape = self.config.row_splits * batch, heads, seqlen_k, self.config.head_dim.width
         if self.config.row_chunks > 1:
