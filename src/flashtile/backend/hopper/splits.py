@@ -73,7 +73,7 @@ def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) ->
 def row_chunks(problem: Problem, config: FusedBackwardConfig) -> int:
     """The number of launches among which the rows of a long call are divided."""
     masked = not problem.window.unlimited or problem.mask_mod is not None or problem.features.mask is not None
-    if problem.layout != "dense" or masked or not config.in_order or config.row_splits > 1:
+    if problem.layout != "dense" or masked or not config.in_order:
         return 1
     return cdiv(problem.seqlen_q, MAX_CHUNK_ROWS)
 

@@ -101,11 +101,11 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
         if scheduler.lists.data is not None:
             lo = 0
             list_offset, hi = list_of(scheduler.lists, b, head, block)
-        if scheduler.row_splits is not None:
-            lo, hi = split_range(lo, hi, split, scheduler.row_splits)
         if scheduler.chunk.lo is not None:
             lo = gl.maximum(lo, scheduler.chunk.lo)
             hi = gl.maximum(lo, gl.minimum(hi, scheduler.chunk.hi))
+        if scheduler.row_splits is not None:
+            lo, hi = split_range(lo, hi, split, scheduler.row_splits)
         tile = KeyWorkTile(
             b, head, first_key, lo, hi, padded_row, shift, seqlens.seqlen_q, seqlens.seqlen_k, list_offset, split
         )  # fmt: skip
