@@ -164,7 +164,8 @@ class FusedBackwardConfig(Constexpr):
         return self.head_dim
 
     def __str__(self) -> str:
-        return f"{self.block_n} keys x {self.block_m} rows (2 warpgroups, {self.stages} stages)"
+        launches = f", {self.row_chunks} launches" if self.row_chunks > 1 else ""
+        return f"{self.block_n} keys x {self.block_m} rows (2 warpgroups, {self.stages} stages{launches})"
 
 
 @dataclass(frozen=True)
