@@ -15,7 +15,7 @@ from .agreement import Description, agree
 from .function import Sharded
 from .group import EXAMPLE, Grid, grid_of
 from .inputs import VARLEN_EXAMPLE, normalized, with_own_pairs, without_lists
-from .layout import Layout, Piece, Placement, accepted, layout_of
+from .layout import Layout, Piece, Placement, accepted, layout_of, rows_of_ranks
 from .parts import Whole, settings_of_heads
 from .passes import Saved
 from .schemes import scheme_of, workload_of
@@ -47,6 +47,7 @@ class Prepared(NamedTuple):
     """A rank's call with its place in the whole, and its scheme."""
 
     call: Call
+    grid: Grid  # along which keys and heads travel
     rows: Layout
     keys: Layout
     workload: Workload
@@ -72,15 +73,19 @@ def prepared(
         if placing.check:
             agree(grid, str(error))  # raises an error on all ranks
         raise
-    return placed(call, lists, placing, documents, keywords["dropout_seed"])
+    return placed(call, grid, lists, placing, documents, keywords["dropout_seed"])
 
 
 def placed(
-    call: Call, lists: BlockMask | None, placing: Placing, documents: tuple[Document, ...] | None, seed: int | None
+    call: Call,
+    grid: Grid,
+    lists: BlockMask | None,
+    placing: Placing,
+    documents: tuple[Document, ...] | None,
+    seed: int | None,
 ) -> Prepared:
     """The place of a call in the whole, and its scheme."""
-    mesh, grid = placing.mesh, grid_of(placing.mesh)
-    assert mesh is not None
+    assert placing.mesh is not None
     lengths = placing.length if isinstance(placing.length, tuple) else (placing.length, placing.length)
     numbers: tuple[list[int], ...] = ()
     if placing.check:  # it waits for the device
@@ -94,7 +99,9 @@ def placed(
         lists.reject_packed(VARLEN_EXAMPLE)
     call = with_own_pairs(call, rows, keys.length, grid.rank, None if documents is None else len(documents))
     workload = workload_of(call, rows, keys, documents)
-    return Prepared(call, rows, keys, workload, scheme_of(placing.scheme, mesh, workload), documents)
+    scheme = scheme_of(placing.scheme, placing.mesh, workload)
+    grid = grid.over_heads if scheme == "ulysses" else grid
+    return Prepared(call, grid, rows, keys, workload, scheme, documents)
 
 
 def layouts_of(
@@ -106,7 +113,7 @@ def layouts_of(
         ("q", "k"), call.tensors[:2], lengths, numbers or (None, None), strict=True
     ):
         found = layout_of(argument, layout, x.shape[2], grid.size, length)
-        expected = [found.rows(rank) for rank in range(grid.size)]
+        expected = rows_of_ranks(found)
         if checked is not None and checked != expected:
             raise ArgumentError(argument, f"{checked} rows on the ranks", f"{expected}, as `shard` gives them", EXAMPLE)
         if x.shape[2] != expected[grid.rank]:
@@ -116,12 +123,12 @@ def layouts_of(
     return layouts[0], layouts[1]
 
 
-def run(ready: Prepared, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
+def run(ready: Prepared) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of this rank's rows: exchange rows for heads within the inner group, attend over the keys of the
     outer group, and exchange back.
     """
-    grid = grid_of(mesh, heads=ready.scheme == "ulysses")
-    tensors, whole, of_group = of_heads(ready, grid)
+    grid = ready.grid
+    tensors, whole, of_group = of_heads(ready)
     out, lse = Sharded.apply(ready.outer, whole, grid.outer, None, *tensors.flat())
     if of_group is not None:
         out = ulysses.to_rows(out, grid.inner, of_group)
@@ -129,10 +136,10 @@ def run(ready: Prepared, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def gradients(ready: Prepared, mesh: DeviceMesh, inputs: list[Tensor], saved: Saved) -> tuple[Tensor | None, ...]:
+def gradients(ready: Prepared, inputs: list[Tensor], saved: Saved) -> tuple[Tensor | None, ...]:
     """The gradients of `inputs`, on which the call depends, from the results of its forward pass."""
-    grid = grid_of(mesh, heads=ready.scheme == "ulysses")
-    tensors, whole, of_group = of_heads(ready, grid)
+    grid = ready.grid
+    tensors, whole, of_group = of_heads(ready)
     if of_group is not None:
         rows = (saved.out, saved.lse[..., None], saved.dout, None if saved.dlse is None else saved.dlse[..., None])
         out, lse, dout, dlse = (None if x is None else ulysses.exchange(x, grid.inner, of_group) for x in rows)
@@ -144,13 +151,14 @@ def gradients(ready: Prepared, mesh: DeviceMesh, inputs: list[Tensor], saved: Sa
     return torch.autograd.grad([x for x, _ in given], inputs, [dx for _, dx in given], allow_unused=True)
 
 
-def of_heads(ready: Prepared, grid: Grid) -> tuple[Tensors, Whole, Placement | None]:
+def of_heads(ready: Prepared) -> tuple[Tensors, Whole, Placement | None]:
     """The call of this rank's heads, over the rows of its inner group, and where ranks exchange rows for heads, which
     rows those are.
     """
-    inner, tensors, settings, of_group = grid.inner, ready.call.tensors._replace(out=None), ready.call.settings, None
+    outer, inner = ready.grid
+    tensors, settings, of_group = ready.call.tensors._replace(out=None), ready.call.settings, None
     if inner.size > 1:
-        ranks = range(grid.outer.rank * inner.size, (grid.outer.rank + 1) * inner.size)
+        ranks = range(outer.rank * inner.size, (outer.rank + 1) * inner.size)
         of_group, own_keys = Placement.within(ready.rows, ranks), Placement.within(ready.keys, ranks)
         num_heads = tensors.q.shape[1]
         settings = settings_of_heads(settings, inner.rank * num_heads // inner.size, num_heads)

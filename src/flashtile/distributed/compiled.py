@@ -24,7 +24,7 @@ from ..dynamo import untraced
 from ..errors import ArgumentError
 from . import calls
 from .calls import Placing, Prepared
-from .group import EXAMPLE
+from .group import EXAMPLE, grid_of
 from .inputs import accepted_here, accepted_shapes, documents_of, without_lists
 from .layout import Layout, Piece, accepted
 from .passes import Saved
@@ -123,8 +123,8 @@ def remembered(mesh: Any, layout: Any, scheme: str, check: bool, is_packed: bool
 
 
 @untraced
-def prepared(key: str, lengths: Lengths, call: Call, check: bool) -> tuple[Prepared, DeviceMesh]:
-    """The call of an operator, and its mesh."""
+def prepared(key: str, lengths: Lengths, call: Call, check: bool) -> Prepared:
+    """The call of an operator."""
     constants = KNOWN[key]
     placing, lists, documents = constants.placing._replace(length=lengths.of_whole()), None, None
     accepted_shapes(call.tensors)
@@ -138,15 +138,15 @@ def prepared(key: str, lengths: Lengths, call: Call, check: bool) -> tuple[Prepa
     seed = None
     if placing.check and check and call.tensors.dropout_seed is not None:
         seed = int(call.tensors.dropout_seed)
-    assert placing.mesh is not None
-    return calls.placed(call, lists, placing._replace(check=placing.check and check), documents, seed), placing.mesh
+    placing = placing._replace(check=placing.check and check)
+    return calls.placed(call, grid_of(placing.mesh), lists, placing, documents, seed)
 
 
 @untraced
 def run_forward(key: str, *arguments: Any) -> tuple[Tensor, Tensor]:
     lengths, call = Lengths(*arguments[:5]), DENSE.call(arguments[5:])
     with inside_operator(call):
-        out, lse = calls.run(*prepared(key, lengths, call, True))
+        out, lse = calls.run(prepared(key, lengths, call, True))
         return tuple(as_planned(x, y) for x, y in zip((out, lse), fake_forward(key, *arguments), strict=True))  # type: ignore[return-value]
 
 
@@ -164,8 +164,8 @@ def run_backward(
             leaves[n] = x.detach().requires_grad_(needed) if x is not None else None
         inputs = [x for n in positions if (x := leaves[n]) is not None and x.requires_grad]
         differentiable = Call(Tensors.from_flat(leaves), call.settings)
-        ready, mesh = prepared(key, lengths, differentiable, False)
-        found = iter(calls.gradients(ready, mesh, inputs, Saved(out, lse, dout, dlse)))
+        ready = prepared(key, lengths, differentiable, False)
+        found = iter(calls.gradients(ready, inputs, Saved(out, lse, dout, dlse)))
     planned = fake_backward(needs, out, lse, dout, dlse, key, *arguments)
     gradients: list[Tensor | None] = []
     for n, empty in zip(positions, (*planned[:-1], *planned[-1]), strict=True):

@@ -66,7 +66,7 @@ def run_dtensors(tensors: dict[str, Any], keywords: dict[str, Any], placing: Pla
             lists.reject_lengths(EXAMPLE, parts.sizes["Sq"], parts.sizes["Sk"])
         out, lse = attend(placing.within(normalized(local, keywords)))
     else:
-        out, lse = run(prepared(local, keywords, placing, None), placing.mesh)
+        out, lse = run(prepared(local, keywords, placing, None))
     shape = torch.Size((*q.shape[:3], head_dim))
     return wrapped(out, parts, shape), wrapped(lse, parts, shape[:3])
 

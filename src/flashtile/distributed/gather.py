@@ -15,88 +15,73 @@ from torch import Tensor
 from ..call.call import Tensors
 from ..call.problem import accumulation_dtype
 from . import parts, passes
+from .gather_plan import Chunk, gather_plan
 from .group import Exchange, Group
-from .layout import Placement
 from .parts import Whole
 from .passes import Saved, Sums
 from .sums import RowResults, RowSum, sum_of_terms
-from .visible import needed_keys
 
-
-def chunks_of(heads: int, kv_heads: int, rows: Placement, keys: Placement, needed: Placement) -> list[slice]:
-    """Key heads that are gathered together: as few chunks as have no more elements than a rank's q, k, v and out."""
-    held = heads * rows.most + kv_heads * keys.most
-    counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    count = next((n for n in counts if kv_heads // n * needed.most <= held), kv_heads)
-    each = kv_heads // count
-    return [slice(n * each, (n + 1) * each) for n in range(count)]
+Ranges = tuple[tuple[slice, ...], ...]  # of rows, by ranks
 
 
 class Gathered:
     """The keys and values that a rank's rows see, by chunks of key heads, and the way home of their gradients.
 
-    What a rank sends to another one is a block of rows of keys and values, or of their gradients (`pack`).
+    Ranks exchange blocks of rows of keys and values, or of their gradients (`pack`).
     """
 
     def __init__(self, tensors: Tensors, whole: Whole, group: Group):
         self.k, self.v, self.group = tensors.k, tensors.v, group
-        self.needed, once = needed_keys(whole.settings.window, whole.documents, whole.rows, whole.keys.length)
-        self.chunks = chunks_of(tensors.q.shape[1], tensors.k.shape[1], whole.rows, whole.keys, self.needed)
+        self.plan = gather_plan(whole, group.rank, tensors.q.shape[1], tensors.k.shape[1])
         # Of gradients. Where a rank has one of each key, it is not rounded again.
-        self.dtype = tensors.k.dtype if once else accumulation_dtype(tensors.k.dtype)
-        rank, others = group.rank, [other for other in range(group.size) if other != group.rank]
-        self.own = whole.keys.shared(rank, self.needed, rank)  # rows of this rank's tensors, and gathered ones
-        # By ranks: the rows of this rank's tensors that they gather, and the gathered ones that are theirs.
-        self.lent: list[list[slice]] = [[] for _ in range(group.size)]
-        self.borrowed: list[list[slice]] = [[] for _ in range(group.size)]
-        for other in others:
-            self.lent[other] = [here for here, _ in whole.keys.shared(rank, self.needed, other)]
-            self.borrowed[other] = [there for _, there in whole.keys.shared(other, self.needed, rank)]
+        self.dtype = tensors.k.dtype if self.plan.once else accumulation_dtype(tensors.k.dtype)
 
-    def __iter__(self) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-        """Each chunk's key heads with its keys and values, `[B, heads, rows, D]` and `[B, heads, rows, Dv]`."""
-        arriving = self.begin(self.chunks[0])
-        for n, heads in enumerate(self.chunks):
+    def __iter__(self) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
+        """Each chunk with its keys and values in the order of its calls, `[B, heads, rows, D]` and
+        `[B, heads, rows, Dv]`.
+        """
+        chunks = self.plan.chunks
+        arriving = self.begin(chunks[0])
+        for n, chunk in enumerate(chunks):
             present = arriving
-            if n + 1 < len(self.chunks):
-                arriving = self.begin(self.chunks[n + 1])
-            yield heads, self.end(heads, present)
+            if n + 1 < len(chunks):
+                arriving = self.begin(chunks[n + 1])
+            yield chunk, self.end(chunk, present)
 
-    def begin(self, heads: slice) -> Exchange:
+    def begin(self, chunk: Chunk) -> Exchange:
         """Begin to gather a chunk."""
-        k, v = self.k[:, heads], self.v[:, heads]
-        return self.exchange(k, v, self.lent, self.borrowed, k.dtype)
+        k, v = self.k[:, chunk.kv_heads], self.v[:, chunk.kv_heads]
+        return self.exchange(k, v, self.plan.lent, self.plan.borrowed, k.dtype)
 
-    def exchange(
-        self, k: Tensor, v: Tensor, leaving: list[list[slice]], arriving: list[list[slice]], dtype: torch.dtype
-    ) -> Exchange:
+    def exchange(self, k: Tensor, v: Tensor, leaving: Ranges, arriving: Ranges, dtype: torch.dtype) -> Exchange:
         """Begin to exchange rows of keys and values, or of their gradients, by ranks; of those that arrive, only the
         number counts.
         """
         blocks = [pack(k, v, rows, dtype) for rows in leaving]
         return self.group.exchange(blocks, [(size_of_block(k, v, rows),) for rows in arriving])
 
-    def end(self, heads: slice, exchange: Exchange) -> dict[str, Tensor]:
-        """All keys and values of a chunk, in their order."""
-        k, v = self.k[:, heads], self.v[:, heads]
-        found = [(there.start, k[:, :, here], v[:, :, here]) for here, there in self.own]
-        for block, places in zip(exchange.wait(), self.borrowed, strict=True):
-            pieces = unpack(block, k, v, places)
-            found += [(there.start, *piece) for there, piece in zip(places, pieces, strict=True)]
-        found.sort(key=lambda piece: piece[0])
-        if not found:
+    def end(self, chunk: Chunk, exchange: Exchange) -> dict[str, Tensor]:
+        """All keys and values of a chunk."""
+        k, v = self.k[:, chunk.kv_heads], self.v[:, chunk.kv_heads]
+        tensors = {self.group.rank: (k.transpose(1, 2), v.transpose(1, 2))}
+        for owner, (block, rows) in enumerate(zip(exchange.wait(), self.plan.borrowed, strict=True)):
+            if rows:
+                tensors[owner] = unpack(block, k, v, rows)
+        if not self.plan.sources:
             return {"k": k[:, :, :0], "v": v[:, :, :0]}
-        return {"k": join_rows([k for _, k, _ in found]), "v": join_rows([v for _, _, v in found])}
+        found = [[tensors[rank][n][:, rows] for rank, rows in self.plan.sources] for n in range(2)]
+        return dict(zip("kv", map(join_rows, found), strict=True))
 
     def sum_like(self, x: Tensor) -> RowSum:
         """A sum over parts of the gradients of gathered keys or values."""
-        return RowSum(x.shape[2], partial(torch.empty_like, x, dtype=self.dtype))
+        shape = x.shape[0], self.plan.num_keys, x.shape[1], x.shape[3]
+        return RowSum(self.plan.num_keys, lambda: x.new_empty(shape, dtype=self.dtype).transpose(1, 2))
 
-    def return_gradients(self, heads: slice, dk: Tensor, dv: Tensor) -> "Returned":
+    def return_gradients(self, chunk: Chunk, dk: Tensor, dv: Tensor) -> "Returned":
         """Begin to send the gradients of a chunk's keys to their owners; those of this rank's keys arrive."""
-        exchange = self.exchange(dk, dv, self.borrowed, self.lent, self.dtype)
-        own = [(here, dk[:, :, there], dv[:, :, there]) for here, there in self.own]
-        return Returned(self, heads, exchange, own)
+        exchange = self.exchange(dk, dv, self.plan.borrowed, self.plan.lent, self.dtype)
+        own = [(here, dk[:, :, there], dv[:, :, there]) for here, there in self.plan.own]
+        return Returned(self, chunk.kv_heads, exchange, own)
 
 
 class Returned:
@@ -116,56 +101,50 @@ class Returned:
         """The gradients of keys and of values, in their dtype: sums in the order of ranks."""
         k, v = self.gathered.k[:, self.heads], self.gathered.v[:, self.heads]
         terms: list[tuple[slice, Tensor, Tensor]] = []
-        for other, (block, rows) in enumerate(zip(self.exchange.wait(), self.gathered.lent, strict=True)):
+        for other, (block, rows) in enumerate(zip(self.exchange.wait(), self.gathered.plan.lent, strict=True)):
             terms += self.own if other == self.gathered.group.rank else []
-            terms += [(here, *piece) for here, piece in zip(rows, unpack(block, k, v, rows), strict=True)]
+            pieces = [
+                x.transpose(1, 2).split([r.stop - r.start for r in rows], dim=2) for x in unpack(block, k, v, rows)
+            ]
+            terms += zip(rows, *pieces, strict=True)
         dk = sum_of_terms([(rows, of_k) for rows, of_k, _ in terms], k)
         dv = sum_of_terms([(rows, of_v) for rows, _, of_v in terms], v)
         return dk, dv
 
 
-def pack(k: Tensor, v: Tensor, rows: list[slice], dtype: torch.dtype) -> Tensor:
-    """Rows of keys and then of values, or of their gradients, each range as `[B, rows, heads, D]`, in a flat block."""
-    found = [x[:, :, r].transpose(1, 2).reshape(-1).to(dtype) for x in (k, v) for r in rows]
-    return torch.cat(found) if found else k.new_empty(0, dtype=dtype)
+def pack(k: Tensor, v: Tensor, rows: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+    """Rows of keys and then of values, or of their gradients, as `[B, rows, heads, D]` in a flat block."""
+    block = k.new_empty(size_of_block(k, v, rows), dtype=dtype)
+    if rows:
+        for x, place in zip((k.transpose(1, 2), v.transpose(1, 2)), unpack(block, k, v, rows), strict=True):
+            torch.cat([x[:, r] for r in rows], dim=1, out=place)
+    return block
 
 
-def size_of_block(k: Tensor, v: Tensor, rows: list[slice]) -> int:
+def size_of_block(k: Tensor, v: Tensor, rows: tuple[slice, ...]) -> int:
     return sum(r.stop - r.start for r in rows) * k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
 
 
-def unpack(block: Tensor, k: Tensor, v: Tensor, rows: list[slice]) -> list[tuple[Tensor, Tensor]]:
-    """The ranges of a block, as views `[B, heads, rows, D]`; `k` and `v` have the other sizes."""
-    shapes = [(k.shape[0], r.stop - r.start, k.shape[1], x.shape[3]) for x in (k, v) for r in rows]
-    pieces = block.split([torch.Size(shape).numel() for shape in shapes]) if shapes else ()
-    views = [piece.view(shape).transpose(1, 2) for piece, shape in zip(pieces, shapes, strict=True)]
-    return list(zip(views[: len(rows)], views[len(rows) :], strict=True))
+def unpack(block: Tensor, k: Tensor, v: Tensor, rows: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+    """The keys and the values of a block, as views `[B, rows, heads, D]`; `k` and `v` have the other sizes."""
+    num_rows = sum(r.stop - r.start for r in rows)
+    shapes = [torch.Size((k.shape[0], num_rows, k.shape[1], x.shape[3])) for x in (k, v)]
+    of_k, of_v = block.split([shape.numel() for shape in shapes])
+    return of_k.view(shapes[0]), of_v.view(shapes[1])
 
 
 def join_rows(pieces: list[Tensor]) -> Tensor:
-    """Pieces one after another along the rows, which are contiguous then, as they arrive."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return torch.cat([x.transpose(1, 2) for x in pieces], dim=1).transpose(1, 2)
-
-
-def of_heads(whole: Whole, tensors: Tensors, gathered: Gathered, kv_heads: slice) -> tuple[Whole, slice]:
-    """The call of some key heads in which this rank is the owner of all gathered keys, and its query heads."""
-    group_size = tensors.q.shape[1] // tensors.k.shape[1]
-    heads = slice(kv_heads.start * group_size, kv_heads.stop * group_size)
-    settings = parts.settings_of_heads(whole.settings, heads.start, tensors.q.shape[1])
-    return whole._replace(settings=settings, keys=gathered.needed), heads
+    """`[B, heads, rows, D]` of pieces `[B, rows, heads, D]`, in whose order it is in memory."""
+    return (torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]).transpose(1, 2)
 
 
 def forward(whole: Whole, tensors: Tensors, group: Group) -> tuple[Tensor, Tensor]:
     """`out` in q's dtype and `lse` of this rank's rows over all ranks' keys."""
     found: list[tuple[Tensor, Tensor]] = []
-    gathered = Gathered(tensors, whole, group)
-    for kv_heads, kv in gathered:
-        chunk, heads = of_heads(whole, tensors, gathered, kv_heads)
-        inputs = parts.heads_of(tensors, heads)._replace(**kv)
+    for chunk, kv in Gathered(tensors, whole, group):
+        inputs = parts.heads_of(tensors, chunk.heads)._replace(**kv)
         results = RowResults(inputs.q, inputs.v.shape[3], once=True)
-        passes.forward(chunk, inputs, (group.rank, group.rank), results)
+        passes.forward(chunk.calls, inputs, results)
         found.append(results.result())
     return join_heads([out for out, _ in found]), join_heads([lse for _, lse in found])
 
@@ -178,16 +157,15 @@ def backward(
     of_rows: list[Tensor] = []
     of_keys: list[tuple[Tensor, Tensor]] = []
     leaving: Returned | None = None
-    for kv_heads, kv in gathered:
-        chunk, heads = of_heads(whole, tensors, gathered, kv_heads)
-        inputs = parts.heads_of(tensors, heads)._replace(**kv)
+    for chunk, kv in gathered:
+        inputs = parts.heads_of(tensors, chunk.heads)._replace(**kv)
         of_q = RowSum(inputs.q.shape[2], partial(torch.empty_like, inputs.q)) if needs[0] else None
         of_k, of_v = gathered.sum_like(inputs.k), gathered.sum_like(inputs.v)
-        sums = Sums(of_q, of_k, of_v, parts.heads_of(others, heads))
-        passes.backward(chunk, inputs, (group.rank, group.rank), saved.heads(heads), sums)
+        sums = Sums(of_q, of_k, of_v, parts.heads_of(others, chunk.heads))
+        passes.backward(chunk.calls, inputs, saved.heads(chunk.heads), sums)
         of_rows += [] if of_q is None else [of_q.result()]
         of_keys += [] if leaving is None else [leaving.wait()]
-        leaving = gathered.return_gradients(kv_heads, of_k.result(), of_v.result())
+        leaving = gathered.return_gradients(chunk, of_k.result(), of_v.result())
     assert leaving is not None
     of_keys.append(leaving.wait())
     dq = join_heads(of_rows) if needs[0] else None

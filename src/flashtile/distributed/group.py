@@ -151,6 +151,11 @@ class Grid(NamedTuple):
     def rank(self) -> int:
         return self.outer.rank * self.inner.size + self.inner.rank
 
+    @property
+    def over_heads(self) -> "Grid":
+        """The same ranks, with heads in place of keys over a mesh with one dimension."""
+        return Grid(self.inner, self.outer)
+
     def gather(self, value: Any) -> list[Any]:
         """The (picklable) values of all ranks."""
         return [x for values in self.outer.gather(self.inner.gather(value)) for x in values]
@@ -160,13 +165,11 @@ class Grid(NamedTuple):
         return self.outer.gather_tensors(self.inner.gather_tensors(x).wait()).wait().flatten(0, 1)
 
 
-def grid_of(mesh: DeviceMesh | None, *, heads: bool = False) -> Grid:
-    """The grid of a mesh with one dimension, over which keys travel or (`heads`) heads are exchanged, or with two."""
+def grid_of(mesh: DeviceMesh | None) -> Grid:
+    """The grid of a mesh with two dimensions, or with one, over which keys travel."""
     here = mesh.get_coordinate() if isinstance(mesh, DeviceMesh) else None  # get_local_rank takes far longer
     if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2) or here is None:
         accepted = 'a DeviceMesh with one or two dimensions that this process is in; of a larger one, `mesh["name"]`'
         raise ArgumentError("mesh", mesh, accepted, EXAMPLE)
     groups = [Group(mesh.get_group(n), mesh.size(n), here[n]) for n in range(mesh.ndim)]
-    if len(groups) == 1:
-        groups.insert(0 if heads else 1, ALONE)
-    return Grid(*groups)
+    return Grid(groups[0], groups[1] if len(groups) == 2 else ALONE)

@@ -1,5 +1,6 @@
 """The inputs of a sharded call: which are accepted, and the call that a rank makes of its own rows."""
 
+import functools
 from itertools import pairwise
 from typing import Any
 
@@ -94,10 +95,15 @@ def documents_of(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Document, ...]:
     of_k = of_q if cu_seqlens_k is None else offsets("cu_seqlens_k", cu_seqlens_k)
     if len(of_q) != len(of_k):
         raise ArgumentError("cu_seqlens_k", cu_seqlens_k, f"{len(of_q)} offsets, as many as of queries", VARLEN_EXAMPLE)
+    return documents_between(of_q, of_k)
+
+
+@functools.lru_cache(maxsize=256)
+def documents_between(of_q: tuple[int, ...], of_k: tuple[int, ...]) -> tuple[Document, ...]:
     return tuple(Document(Piece(*q), Piece(*k)) for q, k in zip(pairwise(of_q), pairwise(of_k), strict=True))
 
 
-def offsets(argument: str, value: Any) -> list[int]:
+def offsets(argument: str, value: Any) -> tuple[int, ...]:
     """Nothing is read back from a device, for that would wait for it."""
     found = value
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 1:
@@ -111,4 +117,4 @@ def offsets(argument: str, value: Any) -> list[int]:
     ):
         accepted = "offsets [B + 1] from 0 on that do not decrease, in a list or a tensor on the CPU"
         raise ArgumentError(argument, value, accepted, VARLEN_EXAMPLE)
-    return [*found]
+    return tuple(found)

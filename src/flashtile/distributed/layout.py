@@ -87,6 +87,12 @@ class Layout(NamedTuple):
         return self.length % (self.ranks * self.pieces_per_rank) == 0
 
 
+@functools.lru_cache(maxsize=256)
+def rows_of_ranks(layout: Layout) -> list[int]:
+    """The number of rows of each rank."""
+    return [layout.rows(rank) for rank in range(layout.ranks)]
+
+
 def chunk(whole: Piece, n: int, parts: int) -> Piece:
     """Part n of some rows, cut as by `torch.chunk` and DTensor; empty if the others have all rows."""
     length = -(-whole.length // parts)
@@ -99,6 +105,7 @@ class Placement(NamedTuple):
     by_rank: tuple[tuple[Piece, ...], ...]
 
     @classmethod
+    @functools.lru_cache(maxsize=256)
     def of(cls, layout: Layout, ranks_each: int = 1) -> "Placement":
         """A layout's rows by groups of ranks that hold their rows together."""
         ranks = range(layout.ranks)
@@ -106,6 +113,7 @@ class Placement(NamedTuple):
         return cls(tuple(joined([p for rank in group for p in layout.pieces(rank)]) for group in groups))
 
     @classmethod
+    @functools.lru_cache(maxsize=256)
     def within(cls, layout: Layout, ranks: range) -> "Placement":
         """The rows of some ranks alone, by their places among the rows of these ranks."""
         pieces = sorted(p for rank in ranks for p in layout.pieces(rank) if p.length > 0)

@@ -8,21 +8,27 @@ from torch import Tensor
 
 from ..call.call import Call, Tensors, differentiable_positions
 from ..dispatch.operators import operators_of
-from .packed import Run, packed_parts
-from .parts import Whole, parts
+from .packed import PackedParts, Run, joined, packed_parts
+from .parts import Part, Whole, parts
 from .sums import RowResults, RowSum
 
+Calls = PackedParts | tuple[Part, ...]  # of a rank's rows over an owner's keys
 
-def forward(whole: Whole, tensors: Tensors, ranks: tuple[int, int], results: RowResults) -> None:
+
+def calls_of(whole: Whole, rank: int, owner: int) -> Calls:
+    """The calls of `rank`'s rows over `owner`'s keys."""
+    return packed_parts(whole, rank, owner) or parts(whole, rank, owner)
+
+
+def forward(calls: Calls, tensors: Tensors, results: RowResults) -> None:
     """Merge the attention of a rank's rows over an owner's keys, which `tensors` has, into `results`."""
-    packed = packed_parts(whole, *ranks)
-    if packed is not None:
-        call = packed.call(tensors)
+    if isinstance(calls, PackedParts):
+        call = calls.call(tensors)
         out, lse = operators_of(call).attend(call)
-        for run in packed.rows:
+        for run in calls.rows:
             results.merge(run.here, dense(out, run), lse[None, :, run.there])
         return
-    for part in parts(whole, *ranks):
+    for part in calls:
         call = Call(part.of(tensors), part.settings)
         results.merge(part.rows, *operators_of(call).attend(call))
 
@@ -70,26 +76,27 @@ def add_rows(total: RowSum | None, rows: slice, gradient: Tensor | None) -> None
         total.add(rows, gradient)
 
 
-def backward(whole: Whole, tensors: Tensors, ranks: tuple[int, int], saved: Saved, sums: Sums) -> None:
+def backward(calls: Calls, tensors: Tensors, saved: Saved, sums: Sums) -> None:
     """Add the gradients of a rank's rows and an owner's keys to `sums`.
 
     `p = exp(s - lse)` and `ds = p * (dp - delta)` hold for any part of the keys, if lse and delta are those over all of
     them. So the backends' backward pass is right for a part as it stands.
     """
-    packed = packed_parts(whole, *ranks)
-    if packed is not None:
-        call = packed.call(tensors)
+    if isinstance(calls, PackedParts):
+        call = calls.call(tensors)
         of_others = len(differentiable_positions(len(call.tensors.flat()))) - 3
         needs = [*sums.requested, *[False] * of_others]
-        out, lse, dout, dlse = (packed.rows_of(x) for x in saved)
+        out, lse, dout, dlse = (calls.rows_of(x) for x in saved)
         assert out is not None
         assert lse is not None
         gradients = operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
-        for add, runs, gradient in zip(sums.add, (packed.rows, packed.keys, packed.keys), gradients[:3], strict=True):
-            for run in runs:
-                add(run.here, None if gradient is None else dense(gradient, run))
+        of_keys = calls.all_keys, calls.other_keys
+        for total, runs, gradient in zip(sums.rows, (((), calls.rows), of_keys, of_keys), gradients[:3], strict=True):
+            if total is not None:
+                assert gradient is not None
+                add_packed(total, *runs, gradient)
         return
-    for part in parts(whole, *ranks):
+    for part in calls:
         call, totals = Call(part.of(tensors), part.settings), part.without_rows(sums.others).flat()
         others = [totals[n] for n in differentiable_positions(len(totals))[3:]]
         needs = [*sums.requested, *(total is not None for total in others)]
@@ -100,6 +107,14 @@ def backward(whole: Whole, tensors: Tensors, ranks: tuple[int, int], saved: Save
             if other is not None:
                 assert gradient is not None
                 other.add_(gradient)
+
+
+def add_packed(total: RowSum, everything: tuple[Run, ...], others: tuple[Run, ...], gradient: Tensor) -> None:
+    """Add the gradient `[T, H, D]` of a packed call: runs that have all rows, and others."""
+    if everything:
+        total.add(slice(0, total.covered.length), joined(gradient, everything, 0).transpose(0, 1)[None])
+    for run in others:
+        total.add(run.here, dense(gradient, run))
 
 
 def dense(x: Tensor, run: Run) -> Tensor:

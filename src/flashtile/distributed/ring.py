@@ -54,14 +54,15 @@ def forward(whole: Whole, tensors: Tensors, group: Group) -> tuple[Tensor, Tenso
     k, v, steps = tensors.k, tensors.v, parts.steps_of(whole, group.size)
     results = RowResults(tensors.q, v.shape[3], once=group.size == 1)
     if steps == 1:
-        passes.forward(whole, tensors, (group.rank, group.rank), results)
+        passes.forward(passes.calls_of(whole, group.rank, group.rank), tensors, results)
         return results.result()
     travelers, here = Travelers(k, v, whole, group), flat(k, v)
     for step in range(steps):
         last = step == steps - 1
         transfer = None if last else group.pass_on(here, travelers.size(step + 1))
         kv = travelers.split(here, step)
-        passes.forward(whole, tensors._replace(**kv), (group.rank, travelers.owner(step)), results)
+        calls = passes.calls_of(whole, group.rank, travelers.owner(step))
+        passes.forward(calls, tensors._replace(**kv), results)
         if transfer is not None:
             here = transfer.wait()
     return results.result()
@@ -76,7 +77,7 @@ def backward(
     dq = RowSum(tensors.q.shape[2], partial(torch.empty_like, tensors.q, dtype=dtype)) if needs[0] else None
     if steps == 1:
         dk, dv = (RowSum(x.shape[2], partial(torch.empty_like, x, dtype=dtype)) for x in (k, v))
-        passes.backward(whole, tensors, (group.rank, group.rank), saved, Sums(dq, dk, dv, others))
+        passes.backward(passes.calls_of(whole, group.rank, group.rank), tensors, saved, Sums(dq, dk, dv, others))
         return None if dq is None else dq.result(), dk.result(), dv.result()
     travelers, here, arriving = Travelers(k, v, whole, group), flat(k, v), None
     mine = here
@@ -86,8 +87,8 @@ def backward(
         mine = travelers.buffer(step, dtype)
         kv, totals = travelers.split(here, step), travelers.split(mine, step)
         dk, dv = (RowSum(x.shape[2], partial(Tensor.detach, x)) for x in totals.values())
-        ranks = group.rank, travelers.owner(step)
-        passes.backward(whole, tensors._replace(**kv), ranks, saved, Sums(dq, dk, dv, others))
+        calls = passes.calls_of(whole, group.rank, travelers.owner(step))
+        passes.backward(calls, tensors._replace(**kv), saved, Sums(dq, dk, dv, others))
         dk.written()
         dv.written()
         if transfer is not None:

@@ -1,5 +1,6 @@
 """The scheme of a call: by its name, or the one that the model of time takes to be the fastest."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -25,15 +26,22 @@ def scheme_of(scheme: str, mesh: DeviceMesh, work: Workload) -> str:
     """The scheme by its name, or the one that "auto" takes."""
     accepted = accepted_schemes(tuple(mesh.shape), work.heads)
     if scheme == "auto" and accepted:
-        return min(predictions(mesh, work), key=lambda found: found.seconds_forward + found.seconds_backward).scheme
+        return fastest_scheme(tuple(mesh.shape), work, rates_of(mesh.device_type))
     if scheme not in accepted:
         names = " or ".join(map(repr, ["auto", *accepted])) if accepted else f"heads that {mesh.shape[-1]} divides"
         raise ArgumentError("scheme", scheme, f"for {work.heads} query heads on this mesh, {names}", EXAMPLE)
     return scheme
 
 
+@functools.lru_cache(maxsize=1024)
+def fastest_scheme(mesh: tuple[int, ...], work: Workload, rates: Rates) -> str:
+    """The scheme with the least predicted time; the same on all ranks."""
+    found = [predict(name, mesh, work, rates) for name in accepted_schemes(mesh, work.heads)]
+    return min(found, key=lambda x: x.seconds_forward + x.seconds_backward).scheme
+
+
 def predictions(mesh: DeviceMesh, work: Workload) -> list[Simulation]:
-    """The predictions of all schemes that the mesh has; the same on all ranks."""
+    """The predictions of all schemes that the mesh has."""
     rates = rates_of(mesh.device_type)
     return [predict(name, tuple(mesh.shape), work, rates) for name in accepted_schemes(tuple(mesh.shape), work.heads)]
 

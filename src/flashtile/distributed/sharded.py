@@ -101,7 +101,7 @@ def attention(
 
         out, lse = run_dtensors(tensors, keywords, placing)
     else:
-        out, lse = run(prepared(tensors, keywords, placing, None), mesh)
+        out, lse = run(prepared(tensors, keywords, placing, None))
     return (out, lse) if return_lse else out
 
 
@@ -169,6 +169,6 @@ def attention_varlen(
     else:
         documents = documents_of(cu_seqlens_q, cu_seqlens_k)
         placing = Placing(mesh, layout, scheme, lengths_of(documents), check)
-        out, lse = run(prepared(tensors, keywords, placing, documents), mesh)
+        out, lse = run(prepared(tensors, keywords, placing, documents))
     out = out.squeeze(0).transpose(0, 1)  # whose gradient is a view, unlike that of out[0]
     return (out, lse.squeeze(0)) if return_lse else out

@@ -12,7 +12,7 @@ from ..api.signatures import Causal, MaskArgument, WindowArgument
 from ..errors import ArgumentError
 from ..iomodel import backward_flops, forward_flops
 from .balance import visible_pairs
-from .gather import chunks_of
+from .gather_plan import chunks_of
 from .inputs import documents_of
 from .layout import Layout, Placement, layout_of_whole
 from .ulysses import times_repeated

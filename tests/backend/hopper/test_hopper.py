@@ -203,6 +203,19 @@ def test_splits_fill_the_device() -> None:
     assert chosen(8192, 8192, True, (32, 8)) == chosen(16384, 16384, False, (32, 32)) == (1, 1)
 
 
+def test_long_rows_are_visited_in_chunks() -> None:
+    """Without a mask, where programs keep in step."""
+
+    def chosen(seqlen_q: int, seqlen_k: int = 8192, **settings: object) -> int:
+        changes = {"window": Window(), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k} | settings
+        config = support.tile(problem(**changes), H200).backward
+        return config.row_chunks  # type: ignore[union-attr]
+
+    assert [chosen(n) for n in (2**15, 2**16, 2**16 + 1, 2**17, 2**20)] == [1, 1, 2, 2, 16]
+    assert chosen(2**20, 512) == chosen(2**17, window=Window(right=0)) == chosen(2**17, mask_mod=SHOWN) == 1
+    assert chosen(2**17, window=Window(right=0), deterministic=True) == 1
+
+
 def launch_of(family: tuple, name: str) -> Launch:
     [launch] = [launch for launch in hopper_launches_of(call_of_family(*family)) if launch.name == name]
     return launch

@@ -108,6 +108,16 @@ def test_split_rows(name: str, row_splits: int) -> None:
         assert wrong(case, seed=0) == []
 
 
+@pytest.mark.parametrize(("row_chunks", "row_splits"), [(2, 1), (7, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["full 64", "grouped heads 128", "deterministic causal 96", "window 96"])
+def test_chunks_of_rows(name: str, row_chunks: int, row_splits: int) -> None:
+    """Also more chunks than there are blocks of rows, and chunks that several programs share."""
+    case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
+    chosen = {"row_chunks": mock.Mock(return_value=row_chunks), "row_splits": mock.Mock(return_value=row_splits)}
+    with mock.patch.multiple(splits, **chosen):
+        assert wrong(case, seed=0) == []
+
+
 @pytest.mark.parametrize("name", ["causal 64", "sinks 128", "packed sinks 64", "packed 128", "slopes 64"])
 def test_replay_on_other_tensors(name: str) -> None:
     """A replayed call with the same layouts and other values."""

@@ -44,9 +44,10 @@ class FusedBackward(BackwardLaunches):
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, _: Needs) -> Results:
         """Launch all kernels; returns dq, dk and dv."""
         self.preprocess(out, lse, dlse, self.dq_semaphore)
-        splits = self.config.row_splits > 1
-        dk, dv = (self.new_splits(x) for x in (self.k, self.v)) if splits else self.new_dk_dv()
-        box = (MMA_M, min(self.config.head_dim.box, DQ_COLUMNS) if splits else self.config.head_dim.box)
+        splits, chunks = self.config.row_splits > 1, self.config.row_chunks > 1
+        in_fp32 = splits or chunks
+        dk, dv = (self.new_splits(x) for x in (self.k, self.v)) if in_fp32 else self.new_dk_dv()
+        box = (MMA_M, min(self.config.head_dim.box, DQ_COLUMNS) if in_fp32 else self.config.head_dim.box)
         pointers = {
             **self.input_pointers(),
             **self.row_stats_pointers(),
@@ -70,15 +71,27 @@ class FusedBackward(BackwardLaunches):
             "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 else None,
             "CONFIG": config.compiled,
         }
-        self.launch(BACKWARD, pointers | lists | bias_pointers, self.programs, scalars)
-        if splits:
+        for chunk_lo, chunk_hi in self.chunks() if chunks else [(None, None)]:
+            chunk = {"chunk_lo": chunk_lo, "chunk_hi": chunk_hi}
+            self.launch(BACKWARD, pointers | lists | bias_pointers, self.programs, scalars | chunk)
+        if in_fp32:
             dk, dv = (self.add_splits(x, dx) for x, dx in zip((dk, dv), self.new_dk_dv(), strict=True))
         return self.postprocess(), dk, dv
 
     def new_splits(self, x: Tensor) -> Tensor:
-        """Buffer for dk or dv of each split of the rows, `[row_splits * B, Hk, Sk, D]` in fp32."""
+        """Buffer for dk or dv of each split of the rows, `[row_splits * B, Hk, Sk, D]` in fp32; zeros that chunks are
+        added to.
+        """
         batch, heads, seqlen_k, _ = x.shape
-        return self.empty(self.config.row_splits * batch, heads, seqlen_k, self.config.head_dim.width)
+        shape = self.config.row_splits * batch, heads, seqlen_k, self.config.head_dim.width
+        if self.config.row_chunks > 1:
+            return self.recorder.op(lambda k: k.new_zeros(shape, dtype=torch.float32), x)
+        return self.empty(*shape)
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """The blocks of rows of each chunk."""
+        count, blocks = self.config.row_chunks, self.blocks.m_blocks
+        return [(blocks * n // count, blocks * (n + 1) // count) for n in range(count)]
 
     def add_splits(self, splits: Tensor, dx: Tensor) -> Tensor:
         """Launch the sum over the splits; returns `dx`."""

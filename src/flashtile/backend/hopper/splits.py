@@ -12,6 +12,7 @@ TILE_BLOCKS = 2.0  # time of a tile's prologue and epilogue, in blocks of keys
 COMBINE_BLOCKS = 4.0  # time of the launch that merges the splits
 COMBINE_BYTES = 2**22  # of partial results that are merged in the time of a block of keys
 MAX_DQ_PARTS = 16
+MAX_CHUNK_ROWS = 2**16  # of a launch, in which programs stay close enough to each other to share the L2 cache
 UNEVEN = 0.9  # time of the longest tile of keys, in units of all tiles spread over all cores, from which it is split
 MIN_UNEVEN_BLOCKS, MAX_UNEVEN_SPLITS = 16, 16  # blocks of rows, and splits of them
 
@@ -67,6 +68,14 @@ def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) ->
     keys = problem.seqlen_k * problem.num_heads_kv * problem.batch
     bytes_per_split = keys * (problem.head_dim + problem.head_dim_v) * 8
     return fastest(tiles, blocks, bytes_per_split, device.cores)
+
+
+def row_chunks(problem: Problem, config: FusedBackwardConfig) -> int:
+    """The number of launches among which the rows of a long call are divided."""
+    masked = not problem.window.unlimited or problem.mask_mod is not None or problem.features.mask is not None
+    if problem.layout != "dense" or masked or not config.in_order:
+        return 1
+    return cdiv(problem.seqlen_q, MAX_CHUNK_ROWS)
 
 
 def rows_per_key(problem: Problem) -> int:

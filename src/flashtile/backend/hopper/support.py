@@ -158,6 +158,7 @@ def tile(problem: Problem, device: Device) -> "TileConfig":
     if config.backward.kind == "split":
         return config
     backward = replace(config.backward, row_splits=splits.row_splits(problem, device, config.backward))
+    backward = replace(backward, row_chunks=splits.row_chunks(problem, backward))
     return config._replace(backward=replace(backward, dq_parts=splits.dq_parts(problem, device, backward)))
 
 

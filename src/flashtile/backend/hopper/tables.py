@@ -140,6 +140,7 @@ class FusedBackwardConfig(Constexpr):
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
     dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
     row_splits: int = 1  # programs that share the rows of a block of keys; `add_splits` adds their dk and dv
+    row_chunks: int = 1  # launches that visit some of the rows each, and add to dk and dv in fp32
     block_n: int = 2 * MMA_M
     score_mod: Any = None
     pair_align: int = 1
@@ -148,8 +149,8 @@ class FusedBackwardConfig(Constexpr):
 
     @property
     def compiled(self) -> "FusedBackwardConfig":
-        """The part that a kernel is compiled for: numbers of parts and splits are arguments."""
-        return replace(self, dq_parts=1, row_splits=1)
+        """The part that a kernel is compiled for: numbers of parts, splits and chunks are arguments."""
+        return replace(self, dq_parts=1, row_splits=1, row_chunks=1)
 
     @property
     def dq_shares(self) -> tuple[DqShare, DqShare]:
@@ -163,7 +164,8 @@ class FusedBackwardConfig(Constexpr):
         return self.head_dim
 
     def __str__(self) -> str:
-        return f"{self.block_n} keys x {self.block_m} rows (2 warpgroups, {self.stages} stages)"
+        launches = f", {self.row_chunks} launches" if self.row_chunks > 1 else ""
+        return f"{self.block_n} keys x {self.block_m} rows (2 warpgroups, {self.stages} stages{launches})"
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from .scores import begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
-from .tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
+from .tile_scheduler import KeyTileScheduler, RowChunk, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
 
 DS_STAGES = gl.constexpr(2)
 CONSUMER_THREADS = gl.constexpr(256)
@@ -78,6 +78,7 @@ class BackwardContext(NamedTuple):
     queue: TileQueue
     group: gl.tensor
     row_splits: gl.tensor | None
+    chunk: RowChunk
     bounds: MaskBounds
     params: ScoreParams
     lists: BlockLists
@@ -89,7 +90,7 @@ def backward_kernel(
     tile_count_semaphore, dq_semaphore, slopes,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
-    seqlen_q, seqlen_k, row_splits, dq_parts, diagonal, window_left, window_right, top_left,
+    seqlen_q, seqlen_k, row_splits, chunk_lo, chunk_hi, dq_parts, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
     stride_mask_m, stride_mask_n, pair_rows, bias_desc, lists, stride_lists_b, stride_lists_h, stride_lists, ranks,
@@ -120,9 +121,10 @@ def backward_kernel(
     fence_async_shared()
 
     block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, ranks)
+    chunk = RowChunk(chunk_lo, chunk_hi)
     scheduler = KeyTileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
-        row_splits, block_lists,
+        row_splits, chunk, block_lists,
     )  # fmt: skip
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)
@@ -133,7 +135,7 @@ def backward_kernel(
     )
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
-    context = BackwardContext(pipelines, outputs, queue, group, row_splits, bounds, params, block_lists)
+    context = BackwardContext(pipelines, outputs, queue, group, row_splits, chunk, bounds, params, block_lists)
     # Dense calls alone have several parts or splits.
     part_rows = None if dq_parts is None else batch * num_heads_k * group * padded_rows
     dq_writer = DqWriter(
@@ -263,8 +265,9 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         # dv and dk reuse the memory of the last dq.
         mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
         coord = dkdv_coord(tile, first_key, params.batch, context.row_splits, PACKED)
-        store_dkdv(outputs.dv, coord, dv, None, dq_pipeline.smem.index(warpgroup), HEAD_DIM)
-        store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM)
+        ADD: gl.constexpr = context.chunk.lo is not None
+        store_dkdv(outputs.dv, coord, dv, None, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
+        store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
         tile_count += 1
         tile = pop_key_tile(queue, tile_count)
     tma.store_wait(0)
@@ -295,8 +298,8 @@ def start_dq(ds, k, stage, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def store_dkdv(desc, coord, x, scale, smem, HEAD_DIM: gl.constexpr):
-    """Store dk or dv of 64 keys; in fp32 as many columns at a time as the buffer holds."""
+def store_dkdv(desc, coord, x, scale, smem, HEAD_DIM: gl.constexpr, ADD: gl.constexpr):
+    """Store or add (ADD) dk or dv of 64 keys; in fp32 as many columns at a time as the buffer holds."""
     WIDTH: gl.constexpr = HEAD_DIM.padded_width
     COLUMNS: gl.constexpr = min(WIDTH, DQ_COLUMNS) if desc.dtype == gl.float32 else WIDTH
     # Triton 3.8 takes views of the whole buffer only.
@@ -310,4 +313,4 @@ def store_dkdv(desc, coord, x, scale, smem, HEAD_DIM: gl.constexpr):
         columns = x[c]
         if scale is not None:
             columns = columns * scale
-        tma_store_columns(desc, columns, coord, buffer, HEAD_DIM.offsets[c])
+        tma_store_columns(desc, columns, coord, buffer, HEAD_DIM.offsets[c], ADD)

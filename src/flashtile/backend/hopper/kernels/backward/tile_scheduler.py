@@ -33,6 +33,13 @@ from ..shared.tile_scheduler import (
 )
 
 
+class RowChunk(NamedTuple):
+    """Dense: blocks of rows `lo <= m < hi` that a launch visits; `None` for all."""
+
+    lo: gl.tensor | None
+    hi: gl.tensor | None
+
+
 class KeyTileScheduler(NamedTuple):
     """Parameters of the tile scheduler of one launch."""
 
@@ -46,6 +53,7 @@ class KeyTileScheduler(NamedTuple):
     padded_rows: gl.tensor  # of a query head, in dq_accum and the row statistics
     diagonal: gl.tensor  # added to seqlen_k - seqlen_q
     row_splits: gl.tensor | None  # dense: programs that share the rows of a block of keys
+    chunk: RowChunk
     lists: BlockLists  # dense: blocks of rows of each tile
 
 
@@ -93,6 +101,9 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
         if scheduler.lists.data is not None:
             lo = 0
             list_offset, hi = list_of(scheduler.lists, b, head, block)
+        if scheduler.chunk.lo is not None:
+            lo = gl.maximum(lo, scheduler.chunk.lo)
+            hi = gl.maximum(lo, gl.minimum(hi, scheduler.chunk.hi))
         if scheduler.row_splits is not None:
             lo, hi = split_range(lo, hi, split, scheduler.row_splits)
         tile = KeyWorkTile(

@@ -13,7 +13,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..backward.producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from ..backward.scores import block_coord, block_scores, load_block
-from ..backward.tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
+from ..backward.tile_scheduler import (
+    KeyTileScheduler,
+    RowChunk,
+    first_m_block,
+    key_scheduler_warp,
+    next_m_block,
+    pop_key_tile,
+)
 from ..shared import scores
 from ..shared.block_lists import BlockLists
 from ..shared.column_masks import where_bits
@@ -97,7 +104,7 @@ def dkdv_kernel(
     lists = BlockLists(None, None, None, None, None)
     scheduler = KeyTileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
-        None, lists,
+        None, RowChunk(None, None), lists,
     )  # fmt: skip
     seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
     bounds = MaskBounds(window_left, window_right, top_left)

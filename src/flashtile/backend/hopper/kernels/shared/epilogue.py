@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ... import tables
-from .compat import thread_barrier, tma_store
+from .compat import thread_barrier, tma_reduce_add, tma_store
 from .mma import split_columns
 from .pipeline import as_matrix, slice_columns
 
@@ -19,15 +19,15 @@ ALIGN = gl.constexpr(tables.ALIGN)
 
 
 @gluon.jit
-def tma_store_columns(desc, out, coord, smem, FIRST: gl.constexpr):
-    """Store columns from FIRST on by TMA, as many at a time as the staging buffer holds."""
+def tma_store_columns(desc, out, coord, smem, FIRST: gl.constexpr, ADD: gl.constexpr = False):
+    """Store or add (ADD) columns from FIRST on by TMA, as many at a time as the staging buffer holds."""
     WIDTH: gl.constexpr = out.shape[1]
     SMEM_COLUMNS: gl.constexpr = smem.shape[-1]
     BOX: gl.constexpr = desc.block_type.shape[-1]
     if WIDTH > SMEM_COLUMNS:
         left, right = split_columns(out)
-        tma_store_columns(desc, left, coord, smem, FIRST)
-        tma_store_columns(desc, right, coord, smem, FIRST + WIDTH // 2)
+        tma_store_columns(desc, left, coord, smem, FIRST, ADD)
+        tma_store_columns(desc, right, coord, smem, FIRST + WIDTH // 2, ADD)
     else:
         OFFSET: gl.constexpr = FIRST % SMEM_COLUMNS
         if OFFSET == 0:
@@ -36,7 +36,12 @@ def tma_store_columns(desc, out, coord, smem, FIRST: gl.constexpr):
         slice_columns(as_matrix(smem), OFFSET, WIDTH).store(out.to(desc.dtype))
         fence_async_shared()
         for n in gl.static_range(WIDTH // BOX):
-            tma_store(desc, coord[:-1] + (FIRST + n * BOX,), slice_columns(smem, OFFSET + n * BOX, BOX))
+            box_coord = coord[:-1] + (FIRST + n * BOX,)
+            box = slice_columns(smem, OFFSET + n * BOX, BOX)
+            if ADD:
+                tma_reduce_add(desc, box_coord, box)
+            else:
+                tma_store(desc, box_coord, box)
 
 
 class OutputTensor(NamedTuple):
