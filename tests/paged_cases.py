@@ -11,7 +11,7 @@ from flashtile.testing.case import Case
 
 @dataclass(frozen=True)
 class Paged:
-    """A call over pages. `keys` are the lengths of the sequences, `queries` those of packed ones or one of dense ones."""
+    """A call over pages. `keys` are the sequences' lengths; `queries` are those of packed queries, or one for all."""
 
     page_size: int
     head_dim: int = 64

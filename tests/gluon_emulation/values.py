@@ -226,8 +226,8 @@ class Shared:
 
 
 class Boxes:
-    """Shared memory `[stages, ..., R, W]` as boxes `[n, ..., r, w]`. A panel of columns is contiguous, below it the next
-    one; boxes are counted along the rows of a panel, then by panel.
+    """Shared memory `[stages, ..., R, W]` as boxes `[n, ..., r, w]`, which are counted along the rows of a panel of `w`
+    columns, then by panel, as they lie in memory.
     """
 
     def __init__(self, data: Tensor, rows: int, columns: int):

@@ -31,8 +31,8 @@ from ..shared.coordinates import dkdv_coord
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, zero_accumulators
-from ..shared.pairs import PairTensor, PairTensors
 from ..shared.pages import no_pages
+from ..shared.pairs import PairTensor, PairTensors
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,

@@ -25,8 +25,8 @@ from ..shared.compat import kernel
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
-from ..shared.pairs import PairBlock, PairTensor, PairTensors
 from ..shared.pages import no_pages
+from ..shared.pairs import PairBlock, PairTensor, PairTensors
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,

@@ -60,11 +60,12 @@ def forward_kernel(
     CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed. With
-    tiles of a bias, those are `[1, 1, MMA_M, BLOCK_N]`; with pages, those of k and v have CONFIG.page_rows rows (`pages`).
+    tiles of a bias, those are `[1, 1, MMA_M, BLOCK_N]`. With pages, boxes of k and v are `[1, 1, 1, CONFIG.page_rows,
+    columns]` (`pages`).
 
-    If packed, `seqlen_q` and `seqlen_k` are numbers of tokens; with pages, `seqlen_k` is the room for a sequence. With `num_splits`, out and lse are those of each split
-    of the keys, `[num_splits * B, H, Sq, Dv]` in fp32 and `[num_splits * B, H, Sq]`. A score_mod, in CONFIG, takes
-    `inputs`.
+    If packed, `seqlen_q` and `seqlen_k` are numbers of tokens; with pages, `seqlen_k` is a sequence's room for keys.
+    With `num_splits`, out and lse are those of each split of the keys, `[num_splits * B, H, Sq, Dv]` in fp32 and
+    `[num_splits * B, H, Sq]`. A score_mod, in CONFIG, takes `inputs`.
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim

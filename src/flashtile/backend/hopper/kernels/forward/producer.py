@@ -28,7 +28,8 @@ class ForwardPipelines(NamedTuple):
 
 @gluon.jit
 def producer_warp(
-    q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, lists, pages, CONFIG: gl.constexpr, PACKED: gl.constexpr
+    q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, lists, pages, CONFIG: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     """The partition that loads q, k and v, and tiles of a bias.
 
