@@ -28,14 +28,15 @@ from flashtile.dispatch.passes import entry_of
 
 from . import hopper, language
 from .machine import Machine
-from .values import Pointer, Shared, Value, as_tensor
+from .values import Boxes, Pointer, Shared, Value, as_tensor
 
 
 class Semantic:
     """The part of Triton's compiler that kernels call directly."""
 
-    def memdesc_reinterpret(self, memory: Shared, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        return memory.reinterpret(dtype, shape)
+    def memdesc_reinterpret(self, memory: Shared, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared | Boxes:
+        boxes = Boxes.of(memory, shape) if dtype == memory.dtype else None
+        return memory.reinterpret(dtype, shape) if boxes is None else boxes
 
 
 def builtin(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -239,6 +239,10 @@ def inline_asm_elementwise(
         task.unread_stores.clear()
     elif asm.startswith("ld.acquire.gpu.global.b32 $0, [$1];"):
         return load_acquire(args[0])
+    elif asm.startswith("mov.u32 $0, %laneid;"):
+        return arange(0, 32)  # a scalar that differs between the threads of a warp
+    elif asm.startswith("shfl.sync.idx.b32 $0, $1, $2, 31"):
+        return args[0][int(args[1])]
     elif "ld.global." in asm:
         return with_adjacent(asm, *args)
     elif asm.startswith("fence.proxy.async.global;"):

@@ -225,4 +225,36 @@ class Shared:
                 )
 
 
+class Boxes:
+    """Shared memory `[stages, ..., R, W]` as boxes `[n, ..., r, w]`, which are counted along the rows of a panel of `w`
+    columns, then by panel, as they lie in memory.
+    """
+
+    def __init__(self, data: Tensor, rows: int, columns: int):
+        self.data, self.rows, self.columns = data, rows, columns
+
+    @classmethod
+    def of(cls, memory: Shared, shape: Sequence[int]) -> "Boxes | None":
+        """`None` if the shape is not one of boxes."""
+        own, (rows, columns) = memory.shape, shape[-2:]
+        alike = len(own) == len(shape) and own[1:-2] == list(shape[1:-2])
+        if not alike or own[-2] % rows != 0 or own[-1] % columns != 0:
+            return None
+        boxes = cls(memory.data, rows, columns)
+        return boxes if boxes.count == shape[0] else None
+
+    @property
+    def count(self) -> int:
+        return self.data.numel() // (self.data[0, ..., : self.rows, : self.columns]).numel()
+
+    def index(self, n: Any) -> Shared:
+        parts, panels = self.data.shape[-2] // self.rows, self.data.shape[-1] // self.columns
+        stage, rest = divmod(int(n), parts * panels)
+        panel, part = divmod(rest, parts)
+        if not 0 <= int(n) < self.count:
+            raise EmulationError(f"box {int(n)} of {self.count}")
+        rows = self.data[stage].narrow(-2, part * self.rows, self.rows)
+        return Shared(rows.narrow(-1, panel * self.columns, self.columns))
+
+
 add_operators()

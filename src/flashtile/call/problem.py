@@ -1,7 +1,7 @@
 """The description of a call without its tensors: frozen, hashable, and all that a plan may depend on."""
 
 from dataclasses import dataclass, field, replace
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 
@@ -12,6 +12,27 @@ from .memory import address
 from .window import Window
 
 LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be
+
+
+class Pages(NamedTuple):
+    """Pages of keys and values."""
+
+    size: int  # keys
+    several: bool  # a sequence may have several; a dense cache has one page for each
+    in_rows: bool  # there are any, they begin whole numbers of rows apart, and have at most LONGEST rows in all
+
+    @classmethod
+    def describe(cls, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> "Pages":
+        """Pages `[P, size, H, D]` and a table `[B, columns]`."""
+        return cls(k.shape[1], table.shape[1] > 1, all(pages_in_rows(x) for x in (k, v)))
+
+
+def pages_in_rows(x: torch.Tensor) -> bool:
+    """`Pages.in_rows` of one tensor `[P, size, H, D]`."""
+    num_pages, (page, row) = x.shape[0], x.stride()[:2]
+    if num_pages <= 1 or x.shape[1] == 1:
+        return 0 < num_pages <= LONGEST
+    return row > 0 and page % row == 0 and num_pages * page // row <= LONGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +48,10 @@ class Problem:
     seqlen_k: int
     head_dim: int
     head_dim_v: int
-    page_size: int | None
+    pages: Pages | None
     window: Window
     seqused_q: bool  # some rows of the sequences are not in use
+    leftpad_k: bool  # positions at the front of a cache hold no key
     softcap: bool
     features: Features  # tensors that change scores or visibility
     score_mod: Formula | Untraced | None = field(repr=False)  # long; a backend that declines it says why
@@ -73,9 +95,10 @@ class Problem:
             seqlen_k=seqlen_k,
             head_dim=t.q.shape[-1],
             head_dim_v=t.v.shape[-1],
-            page_size=t.k.shape[1] if layout == "paged" else None,
+            pages=None if t.page_table is None else Pages.describe(t.k, t.v, t.page_table),
             window=s.window,
             seqused_q=t.seqused_q is not None,
+            leftpad_k=t.leftpad_k is not None,
             softcap=s.softcap is not None,
             features=Features.of(t),
             score_mod=score_mod,

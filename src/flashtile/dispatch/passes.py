@@ -13,6 +13,7 @@ from ..call.call import Call, Gradients, Needs
 from ..call.plan import Plan
 
 Rows = Tensor | None  # out, lse, dout and dlse
+APPENDING = {"hopper": "triton"}  # backends for whose KV-cache calls another backend's kernel appends
 
 
 @functools.cache
@@ -22,22 +23,42 @@ def entry_of(backend: str) -> ModuleType:
 
 def function_of(plan: Plan, kind: str) -> Callable[..., Any]:
     """The function for a kind of pass, which takes the plan first. KV-cache calls of a backend without a function for
-    them append in torch operations.
+    them append by another backend's kernel, or in torch operations.
     """
     if plan.rest is not None:
         return shared_backward
     entry = entry_of(plan.backend)
     if kind == CacheCall.kind and not hasattr(entry, kind):
-        return lambda plan, call: entry.forward(plan, append_and_rotate(call))
+        return lambda plan, call: entry.forward(plan, append_of(plan, call)(call))
     return getattr(entry, kind)
+
+
+def append_of(plan: Plan, call: CacheCall) -> Callable[[CacheCall], Call]:
+    """The function that appends and rotates for a backend, and returns the attention that remains."""
+    if plan.backend in APPENDING and call.tensors.q.is_cuda:
+        return entry_of(APPENDING[plan.backend]).append  # type: ignore[no-any-return]
+    return append_and_rotate
 
 
 def recorder_of(plan: Plan, kind: str) -> Callable[..., Any] | None:
     """As `function_of`, the function that also returns one which repeats the pass; `None` if there is none."""
     record = getattr(entry_of(plan.backend), f"record_{kind}", None)
+    if record is None and kind == CacheCall.kind and plan.backend in APPENDING:
+        record = record_with_cache
     if plan.rest is None or record is None:
         return record
     return None if recorder_of(plan.rest.plan, kind) is None else record_shared_backward
+
+
+def record_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, Any]:
+    """A KV-cache call of a backend for which another one's kernel appends, and the function that repeats it."""
+    append = append_of(plan, call)
+    if append is append_and_rotate:
+        attention = append(call)
+    else:
+        append, attention = entry_of(APPENDING[plan.backend]).record_append(call)
+    repeat, results = entry_of(plan.backend).record_forward(plan, attention)
+    return lambda call: repeat(append(call)), results
 
 
 def shared_backward(plan: Plan, call: Call, _: Needs, *rows: Rows) -> Gradients:

@@ -17,10 +17,10 @@ from ..gpu.replay import Recorder, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
 from .bias_tiles import forward_tiles
 from .block_lists import NO_LISTS, mask_states, row_lists
-from .descriptors import dense_descriptor, ragged_descriptor
+from .descriptors import dense_descriptor, page_stride, pages_descriptor, ragged_descriptor
 from .distance_table import with_distance_table
 from .formulas import launch, units
-from .scheduler_args import scheduler_args
+from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
 from .tables import ALIGN, COMBINE_ROWS, MMA_M, ForwardConfig
 
@@ -40,9 +40,9 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 
 
 def forward_config(plan: Plan, call: Call) -> ForwardConfig:
-    """The configuration with the number of splits, which the caller of a dense call may choose."""
-    splits = call.settings.num_splits if call.layout == "dense" else None
-    return plan.tile.forward.with_splits(splits or plan.num_splits)
+    """The configuration with the number of splits, which the caller may choose where queries are dense."""
+    dense = call.tensors.cu_seqlens_q is None
+    return plan.tile.forward.with_splits((call.settings.num_splits or plan.num_splits) if dense else 1)
 
 
 def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Results:
@@ -56,12 +56,13 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
     if q.numel() == 0:
         return out, lse
     results = (out, lse) if config.splits == 1 else new_results(recorder, q, config)
-    packed = call.layout == "varlen"
+    packed, paged = t.cu_seqlens_q is not None, t.page_table is not None
     make_descriptor = ragged_descriptor if packed else dense_descriptor
+    describe_keys = pages_descriptor if paged else make_descriptor
     pointers = {
         "q_desc": Described(q, make_descriptor, (MMA_M, config.head_dim.box)),
-        "k_desc": Described(k, make_descriptor, (config.block_n, config.head_dim.box)),
-        "v_desc": Described(v, make_descriptor, (config.block_n, config.head_dim_v.box)),
+        "k_desc": Described(k, describe_keys, config.box_of_keys(config.head_dim)),
+        "v_desc": Described(v, describe_keys, config.box_of_keys(config.head_dim_v)),
         "out_desc": Described(
             results[0], make_descriptor, (MMA_M, min(config.head_dim_v.box, config.epilogue_columns))
         ),
@@ -70,8 +71,9 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
         **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
         "sinks": recorder.contiguous(t.sinks),
         "cu_seqlens_q": recorder.contiguous(t.cu_seqlens_q),
-        "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
-        "seqused_k": recorder.contiguous(t.seqused_k),
+        "cu_seqlens_k": None if paged else recorder.contiguous(t.cu_seqlens_k),
+        "seqused_k": recorder.contiguous(paged_seqlens(recorder, t) if paged else t.seqused_k),
+        "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
     }
     call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
     whole = config.splits == 1
@@ -80,10 +82,32 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
     lists, scalars = row_lists(recorder, call, *sizes, states) if whole else ({"lists": None}, NO_LISTS)
     config, bias_pointers = forward_tiles(call, config)
     programs, others = launch_scalars(call, config)
+    others |= page_scalars(t)
     launch(recorder, call, FORWARD, pointers | lists | bias_pointers, programs, others | scalars)
     if config.splits > 1:
         combine_splits(recorder, config, results, (out, lse))
     return (out, lse) if states is None else (out, lse, states)
+
+
+def paged_seqlens(recorder: Recorder, t: Tensors) -> Tensor:
+    """The number of keys of each sequence in pages."""
+    if t.seqused_k is not None:
+        return t.seqused_k
+    assert t.cu_seqlens_k is not None
+    return recorder.op(Tensor.diff, t.cu_seqlens_k)
+
+
+def page_scalars(t: Tensors) -> dict[str, int | None]:
+    """The kernel's scalar arguments for pages `[P, page_size, H, D]`."""
+    if t.page_table is None:
+        return dict.fromkeys(("stride_page_table", "num_pages", "page_size", "stride_k_pages", "stride_v_pages"))
+    return {
+        "stride_page_table": t.page_table.stride(0),
+        "num_pages": t.k.shape[0],
+        "page_size": t.k.shape[1],
+        "stride_k_pages": page_stride(t.k),
+        "stride_v_pages": page_stride(t.v),
+    }
 
 
 def new_results(recorder: Recorder, q: Tensor, config: ForwardConfig) -> tuple[Tensor, Tensor]:
@@ -139,7 +163,7 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
         **window_numbers(call),
         **head_strides(t, absent=0),
         "num_heads": t.q.shape[1],
-        "group": t.q.shape[1] // t.k.shape[1],
+        "group": query_group(call),
         "num_splits": config.splits if config.splits > 1 else None,
         "CONFIG": config.compiled,
         "num_warps": 4,

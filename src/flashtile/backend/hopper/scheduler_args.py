@@ -22,7 +22,7 @@ def dense_scheduler_args(call: Call, block_m: int) -> dict[str, int]:
         "l2_swizzle": l2_swizzle(call),
         "batch": batch,
         "seqlen_q": seqlen_q,
-        "seqlen_k": call.tensors.k.shape[2],
+        "seqlen_k": room_for_keys(call),
     }
 
 
@@ -38,7 +38,7 @@ def packed_scheduler_args(call: Call, block_m: int) -> dict[str, int]:
         "l2_swizzle": 0,
         "batch": batch,
         "seqlen_q": tokens,
-        "seqlen_k": call.tensors.k.shape[0],
+        "seqlen_k": room_for_keys(call),
     }
 
 
@@ -48,9 +48,23 @@ def l2_swizzle(call: Call) -> int:
     With a window or a diagonal, as many as the L2 cache holds keys and values for, since their tiles see different
     keys.
     """
-    q, k, v = call.tensors.q, call.tensors.k, call.tensors.v
-    group = q.shape[1] // k.shape[1]
+    k, v = call.tensors.k, call.tensors.v
+    group = query_group(call)
     if call.settings.window.unlimited:
         return group
-    bytes_per_head = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+    bytes_per_head = room_for_keys(call) * (k.shape[-1] + v.shape[-1]) * k.element_size()
     return group * max(1, L2_BYTES // bytes_per_head)
+
+
+def query_group(call: Call) -> int:
+    """Query heads for each key head."""
+    k = call.tensors.k
+    return call.tensors.q.shape[1] // (k.shape[2] if call.layout == "paged" else k.shape[1])
+
+
+def room_for_keys(call: Call) -> int:
+    """Keys of each dense sequence, tokens of packed ones, or the keys that the pages of a sequence have room for."""
+    t = call.tensors
+    if t.page_table is not None:
+        return t.page_table.shape[1] * t.k.shape[1]
+    return t.k.shape[2 if t.cu_seqlens_q is None else 0]

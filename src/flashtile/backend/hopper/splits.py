@@ -18,8 +18,8 @@ MIN_UNEVEN_BLOCKS, MAX_UNEVEN_SPLITS = 16, 16  # blocks of rows, and splits of t
 
 
 def num_splits(problem: Problem, device: Device, config: ForwardConfig) -> int:
-    """The number of programs that share the keys of a tile of rows."""
-    if problem.layout != "dense":
+    """The number of programs that share the keys of a tile of rows, of dense queries."""
+    if problem.layout == "varlen":
         return 1
     tiles = cdiv(problem.seqlen_q, config.block_m) * problem.num_heads_q * problem.batch
     blocks = cdiv(keys_per_row(problem), config.block_n)

@@ -22,6 +22,7 @@ SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
+PAGE_STEP = 8  # keys: rows that shared memory swizzles together
 # Head dimension up to which Triton's kernels are faster, and up to which they are with few keys and no mask tensor,
 # which they read more slowly in backward (docs/journal/2026-11-24-masks.md).
 NARROWEST, NARROW = 16, 32
@@ -90,11 +91,9 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"its kernels are for Hopper GPUs ({ARCHITECTURE}), not for {device.arch}"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return "it supports bfloat16 and float16 inputs only"
-    if problem.layout == "paged":
-        return "it does not support paged KV caches"
     if widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
         return f"it supports head dimensions that are multiples of {HEAD_DIM_STEP} up to {WIDTHS[-1][0]}"
-    unsupported = [name for name in ("dropout", "seqused_q") if getattr(problem, name)]
+    unsupported = [name for name in ("dropout", "seqused_q", "leftpad_k") if getattr(problem, name)]
     unsupported += ["attention_chunk"] if problem.window.chunk is not None else []
     if unsupported:
         return f"it does not support {' or '.join(unsupported)}"
@@ -103,6 +102,8 @@ def declines(problem: Problem, device: Device) -> str | None:
     for formula in (problem.score_mod, problem.mask_mod):
         if isinstance(formula, Formula) and (reason := unsupported_tensor(formula)) is not None:
             return reason
+    if (reason := declines_pages(problem)) is not None:
+        return reason
     if problem.alignment < TMA_ALIGNMENT:
         return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
@@ -110,8 +111,25 @@ def declines(problem: Problem, device: Device) -> str | None:
     return too_long(problem)
 
 
+def declines_pages(problem: Problem) -> str | None:
+    """Why the kernels do not read the problem's pages; `None` if they do, or if there are none."""
+    pages = problem.pages
+    if pages is None:
+        return None
+    if pages.several and pages.size % PAGE_STEP != 0:
+        return f"it supports pages of multiples of {PAGE_STEP} keys"
+    if not pages.in_rows:
+        return "TMA needs pages that begin whole numbers of rows apart"
+    features = problem.features
+    if features.bias is not None or features.mask is not None or problem.score_mod or problem.mask_mod:
+        return "with pages, it does not support biases, masks and score_mods"
+    return None
+
+
 def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
     """Why the backward pass does not support a problem that the forward pass supports."""
+    if problem.pages is not None:
+        return "its backward pass does not support pages"
     if problem.softcap and widths(problem) == (64, 64):
         return "its backward pass is no faster with a softcap at head dimension 64"
     if needs.alibi_slopes:

@@ -3,6 +3,7 @@
 """
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -20,6 +21,8 @@ NUM_WARPGROUPS = 2  # consumers in backward, with 64 keys and one share of dq ea
 ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
 COMBINE_ROWS = 16  # of a program that adds up the results of splits
+PAGE_COLUMNS = 64  # most columns of a box in pages: those of a panel of shared memory
+PAGES_PRODUCER_REGISTERS = 32
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster
 NEWEST_3WG_96 = (3, 7)  # version of Triton; with later ones, three warpgroups are 4 to 7% slower at head dimension 96
 IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
@@ -88,10 +91,20 @@ class ForwardConfig(Constexpr):
     score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
     pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
     bias_stages: int = 0  # of tiles of a bias that TMA loads, set for a launch; 0 without them
+    page_rows: int = 0  # keys of a part of a block, which lies in one page; 0 where keys are not in pages
 
     @property
     def block_m(self) -> int:
         return MMA_M * self.num_warpgroups
+
+    def box_of_keys(self, head_dim: HeadDim) -> tuple[int, int]:
+        """Rows and columns of a box of k or v."""
+        return (self.page_rows, min(head_dim.box, PAGE_COLUMNS)) if self.page_rows else (self.block_n, head_dim.box)
+
+    @property
+    def page_parts(self) -> int:
+        """Parts of a block of keys."""
+        return self.block_n // (self.page_rows or self.block_n)
 
     @property
     def head_factor(self) -> bool:
@@ -298,8 +311,16 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     fits = width != (96, 96) or (compiler_version(device.arch) or NEWEST_3WG_96) <= NEWEST_3WG_96
     min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides
     three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits and not features
-    forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
+    forward = with_pages((THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width], problem)
     return TileConfig(forward, backward_config(problem, width))
+
+
+def with_pages(config: ForwardConfig, problem: Problem) -> ForwardConfig:
+    """The configuration for keys in pages, if they are: each part of a block lies in one page."""
+    if problem.pages is None:
+        return config
+    rows = gcd(problem.pages.size, config.block_n) if problem.pages.several else config.block_n
+    return replace(config, page_rows=rows, producer_registers=PAGES_PRODUCER_REGISTERS)
 
 
 def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardConfig | SplitBackwardConfig:

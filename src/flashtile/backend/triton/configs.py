@@ -304,7 +304,7 @@ def has_most(dtype: torch.dtype, device: Device) -> bool:
 
 def needs_room(problem: Problem, device: Device) -> bool:
     """Whether a tile may need more shared memory than in the plain problems on which tiles are tuned."""
-    return misaligned(problem, device) or problem.dropout or has_pairs(problem) or problem.page_size is not None
+    return misaligned(problem, device) or problem.dropout or has_pairs(problem) or problem.pages is not None
 
 
 def misaligned(problem: Problem, device: Device) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.cache import CacheCall, paged_call, rows_in_order, rows_of_table
+from ...call.cache import CacheCall, as_pages, paged_call, rows_in_order, rows_of_table
 from ...call.cache import append_and_rotate as in_operations
 from ...call.cache_tensors import CacheTensors
 from ...call.call import Call, Tensors, lse_shape, new_rows
@@ -122,7 +122,44 @@ def appendable(cache: CacheTensors, cu_seqlens_q: Tensor | None) -> bool:
     return contiguous and 0 not in sizes and alike and cache.cu_seqlens_k_new is None
 
 
+def append(call: CacheCall) -> Call:
+    """Append and rotate by a kernel; what remains is the attention over pages, of this backend or another one."""
+    if not appendable(call.cache, call.tensors.cu_seqlens_q):
+        return in_operations(call)
+    return attention_after(call, replay.run(call.inputs, launch_append, call))
+
+
+def record_append(call: CacheCall) -> tuple[Any, Call]:
+    """As `append`, and the function that repeats it for calls of the same layout."""
+    if not appendable(call.cache, call.tensors.cu_seqlens_q):
+        return in_operations, in_operations(call)
+    recording, results = replay.record(call.inputs, launch_append, call)
+    return lambda call: attention_after(call, recording(call.inputs)), attention_after(call, results)
+
+
+def launch_append(recorder: Recorder, given: CacheCall) -> Results:
+    """The queries, and the number of keys of each sequence after the call."""
+    t = launch_before_attention(recorder, given).tensors
+    return t.q, t.seqused_k
+
+
+def attention_after(call: CacheCall, results: Results) -> Call:
+    """The attention over pages that follows `launch_append`."""
+    q, lengths = results
+    assert q is not None
+    k, v, table = as_pages(call.cache, call.cache.cache_seqlens.shape[0])
+    tensors = call.tensors._replace(
+        q=q, k=k, v=v, seqused_k=lengths, page_table=table, leftpad_k=call.cache.leftpad_k
+    )  # fmt: skip
+    return Call(tensors, call.settings, is_plain_eager=call.is_plain_eager)
+
+
 def launch_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Results:
+    return launch_attention(recorder, plan, launch_before_attention(recorder, given))
+
+
+def launch_before_attention(recorder: Recorder, given: CacheCall) -> Call:
+    """Append and rotate; returns the attention that remains. Its tensors belong to the recorder."""
     here = len(Tensors._fields) - 1
     after = here + len(CacheTensors._fields)
     features = Tensors.from_flat((*recorder.inputs[:here], *recorder.inputs[after:]))
@@ -147,7 +184,7 @@ def launch_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Resul
     call = call._replace(tensors=t)
     if cache.k is not None or cache.rotary_cos is not None:
         call = append_and_rotate(recorder, call, cache, given.rotary)
-    return launch_attention(recorder, plan, call)
+    return call
 
 
 def total_of_packed(lengths: Tensor, cu_seqlens_q: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from ..shared.coordinates import q_coord
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds
 from ..shared.mma import MMA_M, gemm_rs, gemm_wait, scale_rows
+from ..shared.pages import PageTable
 from ..shared.pairs import PairTensor, PairTensors
 from ..shared.pipeline import (
     FIRST_BARRIER,
@@ -55,14 +56,16 @@ def forward_kernel(
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
     stride_mask_m, stride_mask_n, pair_rows, bias_desc,
     lists, stride_lists_b, stride_lists_h, stride_lists,
+    page_table, stride_page_table, num_pages, page_size, stride_k_pages, stride_v_pages,
     CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed. With
-    tiles of a bias, those are `[1, 1, MMA_M, BLOCK_N]`.
+    tiles of a bias, those are `[1, 1, MMA_M, BLOCK_N]`. With pages, boxes of k and v are `[1, 1, 1, CONFIG.page_rows,
+    columns]` (`pages`).
 
-    If packed, `seqlen_q` and `seqlen_k` are numbers of tokens. With `num_splits`, out and lse are those of each split
-    of the keys, `[num_splits * B, H, Sq, Dv]` in fp32 and `[num_splits * B, H, Sq]`. A score_mod, in CONFIG, takes
-    `inputs`.
+    If packed, `seqlen_q` and `seqlen_k` are numbers of tokens; with pages, `seqlen_k` is a sequence's room for keys.
+    With `num_splits`, out and lse are those of each split of the keys, `[num_splits * B, H, Sq, Dv]` in fp32 and
+    `[num_splits * B, H, Sq]`. A score_mod, in CONFIG, takes `inputs`.
     """
     PACKED: gl.constexpr = cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -71,20 +74,22 @@ def forward_kernel(
     THREADS: gl.constexpr = 128 * CONFIG.num_warpgroups + 32  # consumers and producer
     gl.static_assert(FIRST_BARRIER + 2 * CONFIG.stages - 1 <= LAST_BARRIER)
     q = make_buffers(q_desc, Q_BUFFERS, HEAD_DIM)
-    k = make_pipeline(k_desc, CONFIG.stages, NamedBarriers(FIRST_BARRIER, THREADS), HEAD_DIM)
-    v = make_pipeline(v_desc, CONFIG.stages, NamedBarriers(FIRST_BARRIER + CONFIG.stages, THREADS), HEAD_DIM_V)
+    PARTS: gl.constexpr = CONFIG.page_parts
+    k = make_pipeline(k_desc, CONFIG.stages, NamedBarriers(FIRST_BARRIER, THREADS), HEAD_DIM, PARTS)
+    v = make_pipeline(v_desc, CONFIG.stages, NamedBarriers(FIRST_BARRIER + CONFIG.stages, THREADS), HEAD_DIM_V, PARTS)
     bias_tiles = make_bias_tiles(bias_desc, CONFIG.num_warpgroups, CONFIG)
     pipelines = ForwardPipelines(q, make_mbarriers(Q_BUFFERS, 1), k, v, bias_tiles)
     queue = make_tile_queue(CONFIG.num_warpgroups + 1)
     smem = allocate_boxes(out_desc, CONFIG.num_warpgroups, CONFIG.epilogue_columns)
     fence_async_shared()
 
+    pages = PageTable(page_table, stride_page_table, num_pages, page_size, stride_k_pages, stride_v_pages)
     block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, None)
     scheduler = TileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, num_splits,
         block_lists,
     )  # fmt: skip
-    seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch)
+    seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, pages)
     bounds = MaskBounds(window_left, window_right, top_left)
     pairs = PairTensors(
         PairTensor(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
@@ -93,7 +98,7 @@ def forward_kernel(
     )
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch, inputs, pairs)
     outputs = ForwardOutputs(out_desc, smem, lse, stride_lse, None if num_splits is None else num_heads)
-    context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params, block_lists)
+    context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params, block_lists, pages)
     if CONFIG.num_warpgroups == 2:
         gl.warp_specialize(
             [
@@ -101,7 +106,7 @@ def forward_kernel(
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
                 (
                     producer_warp,
-                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, CONFIG, PACKED),
+                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, pages, CONFIG, PACKED),
                 ),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
@@ -116,7 +121,7 @@ def forward_kernel(
                 (consumer_warpgroup, (gl.constexpr(2), context, CONFIG, PACKED)),
                 (
                     producer_warp,
-                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, CONFIG, PACKED),
+                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, pages, CONFIG, PACKED),
                 ),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],

@@ -18,6 +18,7 @@ from ..shared.column_masks import where_bits
 from ..shared.distances import columns
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
+from ..shared.pages import PageTable, keys_in_pages
 from ..shared.pairs import PairBlock, hide
 from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
 from ..shared.ptx import opaque
@@ -52,6 +53,7 @@ class ForwardContext(NamedTuple):
     diagonal: gl.tensor
     params: ScoreParams
     lists: BlockLists
+    pages: PageTable
 
 
 class WarpgroupTile(NamedTuple):
@@ -89,8 +91,11 @@ def warpgroup_tile(tile, warpgroup: gl.constexpr, context, CONFIG: gl.constexpr)
     first_row = tile.first_row + warpgroup * MMA_M
     shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
     blocks = n_block_range(context.bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
+    full_hi = blocks.full_hi
+    if context.pages.data is not None:
+        full_hi = gl.where(tile.token_k == 0, full_hi, 0)  # where pages do not exist, all blocks need a mask
     first = first_block(tile, context.params.inputs, CONFIG)
-    return WarpgroupTile(tile, first_row, blocks.full_lo, blocks.full_hi, shift, first)
+    return WarpgroupTile(tile, first_row, blocks.full_lo, full_hi, shift, first)
 
 
 @gluon.jit
@@ -182,9 +187,11 @@ def masked_scores(s, wg_tile, block, context, loaded, units, CONFIG: gl.constexp
         distance = wg_tile.first_row - first_key
         t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, CONFIG).t
     if (block >= wg_tile.full_hi) | (block < wg_tile.full_lo):
-        t = where_bits(
-            visible_keys(t, context.bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k), t, -INFINITY
-        )
+        visible = visible_keys(t, context.bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k)
+        if context.pages.data is not None:  # noqa: SIM102 - a compile-time branch
+            if tile.token_k != 0:
+                visible = visible & keys_in_pages(context.pages, tile, first_key, CONFIG)
+        t = where_bits(visible, t, -INFINITY)
     return t
 
 

@@ -49,34 +49,34 @@ def make_mbarriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def make_buffers(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Buffers for STAGES blocks of rows."""
-    return SmemBuffers(allocate_chunks(desc, STAGES, HEAD_DIM), make_mbarriers(STAGES, 1))
+def make_buffers(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, BOXES: gl.constexpr = 1):
+    """Buffers for STAGES blocks of rows, each of BOXES boxes below each other."""
+    return SmemBuffers(allocate_chunks(desc, STAGES, HEAD_DIM, BOXES), make_mbarriers(STAGES, 1))
 
 
 @gluon.jit
-def make_pipeline(desc, STAGES: gl.constexpr, empty, HEAD_DIM: gl.constexpr):
-    """A pipeline of STAGES blocks of rows."""
-    buffers = make_buffers(desc, STAGES, HEAD_DIM)
+def make_pipeline(desc, STAGES: gl.constexpr, empty, HEAD_DIM: gl.constexpr, BOXES: gl.constexpr = 1):
+    """A pipeline of STAGES blocks of rows, each of BOXES boxes below each other."""
+    buffers = make_buffers(desc, STAGES, HEAD_DIM, BOXES)
     return Pipeline(buffers.data, buffers.full, empty)
 
 
 @gluon.jit
-def allocate_chunks(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
+def allocate_chunks(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, BOXES: gl.constexpr):
     """Shared memory for each chunk of a head dimension."""
     buffers = ()
     for c in gl.static_range(len(HEAD_DIM.chunks)):
-        buffers = buffers + (allocate_boxes(desc, STAGES, HEAD_DIM.chunks[c]),)
+        buffers = buffers + (allocate_boxes(desc, STAGES, HEAD_DIM.chunks[c], BOXES),)
     return buffers
 
 
 @gluon.jit
-def allocate_boxes(desc, STAGES: gl.constexpr, WIDTH: gl.constexpr):
-    """Shared memory for boxes side by side, WIDTH columns in all.
+def allocate_boxes(desc, STAGES: gl.constexpr, WIDTH: gl.constexpr, BOXES: gl.constexpr = 1):
+    """Shared memory for boxes side by side, WIDTH columns in all, and for BOXES below each other.
 
     Columns beyond the swizzle's width lie in further panels of that width, as the layout of a wide box has them.
     """
-    shape: gl.constexpr = [STAGES] + desc.block_type.shape[:-1] + [WIDTH]
+    shape: gl.constexpr = [STAGES] + desc.block_type.shape[:-2] + [BOXES * desc.block_type.shape[-2], WIDTH]
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 

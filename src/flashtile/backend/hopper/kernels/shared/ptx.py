@@ -59,6 +59,22 @@ def opaque_real(x, BRANCH: gl.constexpr):
 
 
 @gluon.jit
+def lane_id():
+    """A thread's place in its warp: a scalar that differs between threads."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %laneid; // $1", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def from_lane(x, lane):
+    """The scalar x of one thread of the warp."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [x, lane], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def load_acquire(semaphore):
     """Load a semaphore with acquire semantics."""
     return gl.inline_asm_elementwise(

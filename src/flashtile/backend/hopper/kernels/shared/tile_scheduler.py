@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .block_lists import BlockLists, list_of
 from .masking import n_block_range
+from .pages import PageTable, lacks_pages
 from .pipeline import make_mbarriers, stage_of, wraps_of
 
 QUEUE_STAGES = gl.constexpr(2)
@@ -48,6 +49,7 @@ class SeqlenInfo(NamedTuple):
     cu_seqlens_k: gl.tensor | None
     seqused_k: gl.tensor | None  # [batch]
     batch: gl.tensor
+    pages: PageTable  # in pages, seqlen_k is the room for a sequence's keys
 
 
 class WorkTile(NamedTuple):
@@ -63,7 +65,7 @@ class WorkTile(NamedTuple):
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     token_q: gl.tensor  # token of row 0; 0 if dense
-    token_k: gl.tensor  # with lists, the list's offset
+    token_k: gl.tensor  # with lists, the list's offset; with pages, whether some do not exist
 
 
 class TileQueue(NamedTuple):
@@ -103,18 +105,21 @@ def schedule_dense_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constexp
         flat_head, block = head_and_block(scheduler, whole_tile)
         b, head = flat_head // scheduler.num_heads, flat_head % scheduler.num_heads
         first_row = block * BLOCK_M
-        blocks = tile_n_blocks(first_row, seqlens.seqlen_q, seqlens.seqlen_k, scheduler, bounds, BLOCK_M, BLOCK_N)
-        lse_head, lo, hi, list_offset = flat_head, blocks.lo, blocks.hi, 0
+        token_k, seqlen_k = key_range(seqlens, b)
+        blocks = tile_n_blocks(first_row, seqlens.seqlen_q, seqlen_k, scheduler, bounds, BLOCK_M, BLOCK_N)
+        lse_head, lo, hi = flat_head, blocks.lo, blocks.hi
         if scheduler.lists.data is not None:
             lo = 0
-            list_offset, hi = list_of(scheduler.lists, b, head, block)
+            token_k, hi = list_of(scheduler.lists, b, head, block)
         elif scheduler.num_splits is not None:
             lse_head += split * scheduler.total_heads
-            end = gl.cdiv(seqlens.seqlen_k, BLOCK_N)
+            end = gl.cdiv(seqlen_k, BLOCK_N)
             lo, hi = split_of(blocks.lo, blocks.hi, split, end, scheduler.num_splits)
+        if seqlens.pages.data is not None:
+            token_k = lacks_pages(seqlens.pages, b, lo * BLOCK_N, gl.minimum(hi * BLOCK_N, seqlen_k))
         tile = WorkTile(
             b, head, head // scheduler.group, lse_head, first_row, lo, hi,
-            seqlens.seqlen_q, seqlens.seqlen_k, 0, list_offset,
+            seqlens.seqlen_q, seqlen_k, 0, token_k,
         )  # fmt: skip
         tile_index = publish_tile(queue, count, tile, scheduler, False)
         count += 1
@@ -141,6 +146,9 @@ def schedule_packed_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constex
                 seqlen_k = 0
             first_row = (previous_blocks + gl.cdiv(seqlen_q, BLOCK_M) - 1 - block) * BLOCK_M
             blocks = tile_n_blocks(first_row, seqlen_q, seqlen_k, scheduler, bounds, BLOCK_M, BLOCK_N)
+            if seqlens.pages.data is not None:
+                stop_key = gl.minimum(blocks.hi * BLOCK_N, seqlen_k)
+                token_k = lacks_pages(seqlens.pages, b, blocks.lo * BLOCK_N, stop_key)
             tile = WorkTile(
                 b, head, head // scheduler.group, head, first_row, blocks.lo, blocks.hi,
                 seqlen_q, seqlen_k, token_q, token_k,
@@ -199,11 +207,13 @@ def token_range(cu_seqlens, b, batch, num_tokens):
 
 @gluon.jit
 def key_range(seqlens, b):
-    """First token and number of used keys of a packed sequence."""
-    token, seqlen = token_range(seqlens.cu_seqlens_k, b, seqlens.batch, seqlens.seqlen_k)
+    """First token and number of used keys of a sequence; the token is 0 if keys are not packed."""
+    token, seqlen = 0, seqlens.seqlen_k
+    if seqlens.cu_seqlens_k is not None:
+        token, seqlen = token_range(seqlens.cu_seqlens_k, b, seqlens.batch, seqlens.seqlen_k)
     if seqlens.seqused_k is not None:
         used = gl.load(seqlens.seqused_k + gl.minimum(b, seqlens.batch - 1))
-        seqlen = gl.where(b < seqlens.batch, gl.minimum(seqlen, gl.maximum(used, 0)), seqlen)
+        seqlen = gl.where(b < seqlens.batch, gl.minimum(seqlen, gl.maximum(used, 0)), seqlen).to(gl.int32)
     return token, seqlen
 
 
