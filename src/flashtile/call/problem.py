@@ -11,6 +11,7 @@ from .call import Call, Features
 from .memory import address
 from .window import Window
 
+OCTET = 8  # keys of a row that share a counter of dropout's random numbers
 LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be
 
 
@@ -35,6 +36,7 @@ class Problem:
     score_mod: Formula | Untraced | None = field(repr=False)  # long; a backend that declines it says why
     mask_mod: Formula | Untraced | None = field(repr=False)
     dropout: bool
+    octet_start: int  # with dropout: the first key's place among the eight that share a counter
     deterministic: bool
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
 
@@ -81,6 +83,7 @@ class Problem:
             score_mod=score_mod,
             mask_mod=mask_mod,
             dropout=s.dropout_p > 0,
+            octet_start=s.j0 % OCTET if s.dropout_p > 0 else 0,
             deterministic=s.deterministic,
             alignment=alignment(t.q, t.k, t.v),
         )

@@ -8,7 +8,7 @@ import torch
 
 from ...call.call import Needs
 from ...call.device import Device
-from ...call.problem import Problem, too_long
+from ...call.problem import OCTET, Problem, too_long
 from ...expression import Formula
 from ..gpu.decoding import is_decoding
 from ..gpu.formula import unsupported as unsupported_tensor
@@ -94,10 +94,12 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it does not support paged KV caches"
     if widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
         return f"it supports head dimensions that are multiples of {HEAD_DIM_STEP} up to {WIDTHS[-1][0]}"
-    unsupported = [name for name in ("dropout", "seqused_q") if getattr(problem, name)]
-    unsupported += ["attention_chunk"] if problem.window.chunk is not None else []
-    if unsupported:
-        return f"it does not support {' or '.join(unsupported)}"
+    if problem.seqused_q:
+        return "it does not support seqused_q"
+    if problem.window.chunk is not None:
+        return "it does not support attention_chunk"
+    if problem.octet_start:
+        return f"with dropout, it supports parts of a call that begin at a multiple of {OCTET} keys"
     if (reason := problem.untraced) is not None:
         return reason
     for formula in (problem.score_mod, problem.mask_mod):

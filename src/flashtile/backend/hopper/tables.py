@@ -288,7 +288,7 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     score_mod = problem.score_mod
     costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
     masked = problem.features.mask is not None or problem.mask_mod is not None
-    features = problem.softcap or problem.features.score_terms or costly or masked
+    features = problem.softcap or problem.features.score_terms or costly or masked or problem.dropout
     width = widths(problem)
     assert width is not None  # `support` declines others
     fits = width != (96, 96) or (compiler_version(device.arch) or NEWEST_3WG_96) <= NEWEST_3WG_96
