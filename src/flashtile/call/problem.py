@@ -36,9 +36,9 @@ class Problem:
     score_mod: Formula | Untraced | None = field(repr=False)  # long; a backend that declines it says why
     mask_mod: Formula | Untraced | None = field(repr=False)
     dropout: bool
-    octet_start: int  # with dropout: the first key's place among the eight that share a counter
     deterministic: bool
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
+    octet_start: int = 0  # with dropout: the first key's place among the eight that share a counter
 
     @classmethod
     def describe(cls, call: Call) -> "Problem":
@@ -83,9 +83,9 @@ class Problem:
             score_mod=score_mod,
             mask_mod=mask_mod,
             dropout=s.dropout_p > 0,
-            octet_start=s.j0 % OCTET if s.dropout_p > 0 else 0,
             deterministic=s.deterministic,
             alignment=alignment(t.q, t.k, t.v),
+            octet_start=s.j0 % OCTET if s.dropout_p > 0 else 0,
         )
 
     @property

@@ -181,6 +181,7 @@ SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/co
 FUSED, DQ_WRITER = "kernels/backward/fused.py", "kernels/backward/dq_writer.py"
 DQ, DKDV = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py"
 COORDINATES = "kernels/shared/coordinates.py"
+DROPOUT, PHILOX = "kernels/shared/dropout.py", "kernels/shared/philox_ptx.py"
 
 WAIT_S = "s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))\n    "
 READ_PAIRS = (
@@ -188,6 +189,8 @@ READ_PAIRS = (
     "pairs = pair_block(context.params, wg_tile, block, bias, CONFIG)\n    "
     "loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pairs)\n    "
 )
+ROW_SUM = "l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741\n    "
+DROP_P = "p = where_kept(kept, p, False)\n    "
 RELEASE_K = "consumer_release(k.empty, count, STAGES)\n    "
 RELEASE_Q = "release_q_early(pipelines.q_empty, tile_count, warpgroup, n == tile.lo, CONFIG)\n    "
 STORE_SMEM = ".store(out.to(desc.dtype))"
@@ -281,6 +284,13 @@ BUGS = (
         "causal 256",
         (129, 130),
     ),
+    Bug("dropout before the row's sum", MAINLOOP, f"{ROW_SUM}{DROP_P}", f"{DROP_P}{ROW_SUM}", "dropout 64"),
+    Bug("bits of another thread", PHILOX, "bfly.b32 y, x, 1,", "bfly.b32 y, x, 2,", "dropout 64", (1, 30)),
+    Bug("bits of another thread in backward", PHILOX, "bfly.b32 y, x, 8,", "bfly.b32 y, x, 4,", "dropout 64", (1, 30)),
+    Bug("octets of the wider block", DROPOUT, "octet + t * CALLS", "octet + t * 4", "dropout 256", (1, 30)),
+    Bug("dropped pairs in dp", FUSED, "dp, p = both_where_kept(", "_, p = both_where_kept(", "dropout 128", (1, 30)),
+    Bug("bits of the block before", FUSED, "next_coord.first_row,", "block.first_row,", "dropout 64", (129, 130)),
+    Bug("dv without dropout's factor", DKDV, "else dropout.keep_scale", "else 1.0", "dropout 256", (1, 30)),
     Bug("rows of the next packed sequence", COORDINATES, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
 )
 
