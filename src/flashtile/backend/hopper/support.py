@@ -13,7 +13,7 @@ from ...expression import Formula
 from ..gpu.decoding import is_decoding
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
-from .widths import WIDTHS, widths
+from .widths import FUSED, WIDTHS, widths
 
 if TYPE_CHECKING:
     from .tables import TileConfig
@@ -116,8 +116,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
     """Why the backward pass does not support a problem that the forward pass supports."""
     if problem.softcap and widths(problem) == (64, 64):
         return "its backward pass is no faster with a softcap at head dimension 64"
-    if needs.alibi_slopes:
-        return "its backward pass has no gradient of ALiBi slopes"
+    if needs.alibi_slopes and (problem.softcap or widths(problem) not in FUSED):
+        return f"its backward pass has no gradient of ALiBi slopes over {FUSED[-1][0]} features or with a softcap"
     if needs.bias:
         return "its backward pass has no gradient of a bias"
     if any(needs.score_mod_tensors):

@@ -53,6 +53,7 @@ from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from .scores import begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
+from .slopes import SlopeGradient, add_slope_gradient
 from .tile_scheduler import KeyTileScheduler, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
 
 DS_STAGES = gl.constexpr(2)
@@ -83,12 +84,13 @@ class BackwardContext(NamedTuple):
     params: ScoreParams
     dropout: Dropout
     lists: BlockLists
+    slope_gradient: SlopeGradient
 
 
 @kernel
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, dq_accum_desc, dk_desc, dv_desc,
-    tile_count_semaphore, dq_semaphore, slopes,
+    tile_count_semaphore, dq_semaphore, slopes, dslopes,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
     seqlen_q, seqlen_k, row_splits, dq_parts, diagonal, window_left, window_right, top_left,
@@ -137,7 +139,10 @@ def backward_kernel(
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
     dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
-    context = BackwardContext(pipelines, outputs, queue, group, row_splits, bounds, params, dropout, block_lists)
+    slope_gradient = SlopeGradient(dslopes, num_heads_k * group, num_blocks)
+    context = BackwardContext(
+        pipelines, outputs, queue, group, row_splits, bounds, params, dropout, block_lists, slope_gradient
+    )
     # Dense calls alone have several parts or splits.
     part_rows = None if dq_parts is None else batch * num_heads_k * group * padded_rows
     dq_writer = DqWriter(
@@ -234,7 +239,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             if dropout.seed is None:
                 if masked:  # 0 * dp is NaN where dp is
                     dp = where_bits(visible, dp, 0.0)
-                ds = (ds_weight * dp).to(dtype)
+                ds = ds_weight * dp
             else:
                 dp, p = both_where_kept(kept, dp, p, True)
                 p = p.to(dtype)
@@ -242,7 +247,10 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
                 ds = ds_weight * dp
                 if masked:  # 0 * dp is NaN where dp is
                     ds = where_bits(visible, ds, 0.0)
-                ds = ds.to(dtype)
+            if context.slope_gradient.data is not None:
+                p = p.to(dtype)  # in half of the registers
+                add_slope_gradient(context.slope_gradient, ds, block, tile, params.batch, warpgroup, PACKED, CONFIG)
+            ds = ds.to(dtype)
             stage = stage_of(count, DS_STAGES) * NUM_WARPGROUPS
             outputs.ds.index(stage + warpgroup).store(ds)
             dv = gemm_rs(dv, p.to(dtype), dout_i)

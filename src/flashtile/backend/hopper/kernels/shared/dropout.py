@@ -5,7 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .column_masks import both_where_bits_at, from_thread_view, thread_view, where_bits_at
+from .column_masks import all_visible, both_where_bits_at, from_thread_view, thread_view, where_bits_at
 from .philox_ptx import keep_bits
 
 
@@ -27,7 +27,7 @@ class DropoutStream(NamedTuple):
     key_0: gl.tensor
     key_1: gl.tensor
     addend: gl.tensor
-    small: gl.tensor
+    majority: gl.tensor
 
 
 @gluon.jit
@@ -45,31 +45,29 @@ def load_stream(dropout):
 
 @gluon.jit
 def kept_pairs(dropout, stream, b, head, first_row, first_key, x, TRANSPOSED: gl.constexpr):
-    """`[M, 4]`: bits of the kept pairs of a block `x [M, N]` of rows and keys; TRANSPOSED, of keys and rows. In a tuple,
-    which is empty without dropout.
+    """`[M, 4]`: bits of the kept pairs of a block `x` of rows and keys; TRANSPOSED, of keys and rows. In a tuple, which is
+    empty without dropout.
     """
     if dropout.seed is None:
         return ()
     else:
         M: gl.constexpr = x.shape[0]
-        CALLS: gl.constexpr = x.shape[1] // 32  # for each of a thread's rows
-        layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, thread_view(x).type.layout))
+        CALLS: gl.constexpr = x.shape[1] // 32
+        layout: gl.constexpr = all_visible(x).type.layout
+        zeros = gl.zeros([M, 4], gl.int32, layout)
         i = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, layout)), 1)
         t = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, layout)), 0)
-        octet = first_key // 8 + dropout.octet0
-        row = first_row + dropout.i0
-        counter = dropout.first_head + b * dropout.num_heads + head
+        row, octet = first_row + dropout.i0, first_key // 8 + dropout.octet0
         if TRANSPOSED:
-            lane = i % 8 + t * 0
-            rows, octets = row + (i % 8 * (4 * CALLS) + 2 * t), octet + i // 8 + t * 0
+            thread = zeros + i % 8
+            rows, octets = row + 4 * CALLS * thread + 2 * t, zeros + octet + i // 8
         else:
-            lane = t + i * 0
-            rows, octets = row + i + t * 0, octet + t * CALLS + i * 0
-        bits = gl.full([M, 4], -1, gl.int32, layout)
+            thread = zeros + t
+            rows, octets = zeros + row + i, octet + CALLS * thread
+        bits = zeros - 1
         if dropout.threshold > 0:  # ptxas would move code without a branch in front of the products that it overlaps
-            bits = keep_bits(
-                rows, octets, lane, counter, stream.key_0, stream.key_1, stream.addend, stream.small, CALLS, TRANSPOSED
-            )  # fmt: skip
+            whole_head = dropout.first_head + b * dropout.num_heads + head
+            bits = keep_bits(rows, octets, thread, whole_head, stream, CALLS, TRANSPOSED)
         return (bits,)
 
 
