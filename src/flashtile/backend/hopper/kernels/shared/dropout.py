@@ -45,8 +45,8 @@ def load_stream(dropout):
 
 @gluon.jit
 def kept_pairs(dropout, stream, b, head, first_row, first_key, x, TRANSPOSED: gl.constexpr):
-    """`[M, 4]`: bits of the kept pairs of a block `x` of rows and keys; TRANSPOSED, of keys and rows. In a tuple, which is
-    empty without dropout.
+    """`[M, 4]`: bits of the kept pairs of a block `x` of rows and keys; TRANSPOSED, of keys and rows. In a tuple, which
+    is empty without dropout.
     """
     if dropout.seed is None:
         return ()
