@@ -13,6 +13,7 @@ from variants import (
     Variant,
     all_of,
     bias,
+    dropout,
     fixed,
     mask,
     sinks,
@@ -100,7 +101,28 @@ BIASED = {  # with a value for each pair
     "packed mask 40": Variant(all_of(mask, sinks), head_dim=40, layout="packed"),
     "mask and softcap 128": Variant(all_of(mask, FEATURES["softcap"], bias(True, True, True, True)), head_dim=128),
 }
-VARIANTS |= CHUNKED | NARROWER | BIASED
+DROPPED = {  # with dropout
+    "dropout 64": Variant(dropout, heads=(4, 2)),
+    "dropout 128": Variant(all_of(dropout, CAUSAL), FP16, head_dim=128, transposed=True),
+    "dropout and window 96": Variant(all_of(dropout, FEATURES["window"]), head_dim=96),
+    "dropout and sinks 40": Variant(all_of(dropout, FEATURES["sinks"]), head_dim=40, heads=(4, 1)),
+    "dropout 192/128": Variant(all_of(dropout, CAUSAL), head_dim=192, head_dim_v=128),
+    "dropout 256": Variant(dropout, head_dim=256, heads=(4, 2)),
+    "dropout and softcap 128": Variant(all_of(dropout, FEATURES["softcap"], slopes), head_dim=128),
+    "dropout and bias 64": Variant(all_of(dropout, bias(False, True, True, True, half=True), mask)),
+    "packed dropout 64": Variant(all_of(dropout, CAUSAL), layout="used", heads=(4, 2)),
+    "packed dropout 128": Variant(all_of(dropout, DETERMINISTIC), head_dim=128, layout="packed"),
+    "packed dropout 256": Variant(all_of(dropout, CAUSAL), head_dim=256, layout="packed"),
+    "half dropped 64": Variant(all_of(fixed(dropout_p=0.5, dropout_seed=2**62 + 3), CAUSAL)),
+    "most dropped 128": Variant(fixed(dropout_p=0.9, dropout_seed=-5), head_dim=128),
+    "nothing dropped 64": Variant(fixed(dropout_p=1e-6, dropout_seed=1)),
+}
+SLOPED = {  # with gradients of slopes
+    "packed slopes 64": Variant(all_of(CAUSAL, slopes), layout="used", heads=(4, 2)),
+    "packed slopes of sequences 128": Variant(all_of(dropout, slopes_of_sequences), head_dim=128, layout="packed"),
+    "slopes and window 96": Variant(all_of(slopes, FEATURES["window"]), head_dim=96, heads=(4, 1)),
+}
+VARIANTS |= CHUNKED | NARROWER | BIASED | DROPPED | SLOPED
 VARIANTS |= {
     f"deterministic {name}": replace(VARIANTS[name], features=all_of(VARIANTS[name].features, DETERMINISTIC))
     for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128", "causal 96")
@@ -110,11 +132,13 @@ FORWARD_ONLY = ("softcap 64", "everything 64", "everything 8")
 
 
 def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
-    """A random problem of a variant. The backward pass of FORWARD_ONLY, and the gradient of slopes, run in other
-    backends.
+    """A random problem of a variant. The backward pass of FORWARD_ONLY, the gradient of a bias, and that of slopes with
+    a softcap or wide heads, run in other backends.
     """
     case = VARIANTS[name].case(seed, device, lengths)
-    return replace(case, forward_only=name.endswith(FORWARD_ONLY), constant=("alibi_slopes", "bias"))
+    wide = max(case.arguments[x].shape[-1] for x in "qv") > 128
+    constant = ("alibi_slopes", "bias") if wide or case.arguments.get("softcap") else ("bias",)
+    return replace(case, forward_only=name.endswith(FORWARD_ONLY), constant=constant)
 
 
 SHORT, LONG = 512, 8192  # lengths with different configurations

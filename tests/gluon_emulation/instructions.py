@@ -9,6 +9,7 @@ import itertools
 import re
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ def run(asm: str, constraints: str, args: Sequence[Tensor], results: int, pack: 
     tied = {int(kind): operands[n] for n, kind in enumerate(kinds) if kind.isdigit()}
     state = execute(asm, {f"${n}": x for n, x in (operands | tied).items()})
     outputs = [torch.stack([state[f"${n * pack + i}"] for i in range(pack)], -1) for n in range(results)]
+    outputs = [x if x.is_floating_point() or x.dtype != torch.int64 else x.to(torch.int32) for x in outputs]
     return [from_registers(x, shape, pack) for x in outputs]
 
 
@@ -67,11 +69,15 @@ def execute(asm: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
             active = active & ~branches
             some, every = bool(active.any()), bool(active.all())
         elif some:
-            name, target, *operands = words
-            result = INSTRUCTIONS[name.split(".")[0]](name, *(operand(x, state, like) for x in operands))
-            if not every:
-                result = torch.where(active, result, state[target] if target in state else torch.zeros_like(result))
-            state[target] = result
+            name, *targets, operands = split_words(words)
+            function = INSTRUCTIONS.get(name) or INSTRUCTIONS[name.split(".")[0]]
+            results = function(name, *(operand(x, state, like) for x in operands))
+            for target, result in zip(targets, results if len(targets) > 1 else (results,), strict=True):
+                if not every:
+                    before = state[target] if target in state else torch.zeros_like(result)
+                    state[target] = torch.where(active, result, before)
+                else:
+                    state[target] = result
     return state
 
 
@@ -81,6 +87,14 @@ def lines_of(asm: str) -> list[list[str]]:
     text = re.sub(r"//[^\n]*", "", asm).strip(" {}\n").replace(":", ":;")
     lines = (re.split(r"[\s,]+", line.strip()) for line in text.split(";"))
     return [words for words in lines if words[0] not in ("", ".reg")]
+
+
+def split_words(words: list[str]) -> tuple[Any, ...]:
+    """Name, results and operands of an instruction; several results are in braces."""
+    name, first, *others = words
+    if not first.startswith("{"):
+        return name, first, others
+    return name, first[1:], others[0][:-1], others[1:]
 
 
 def predicate(word: str, state: dict[str, Tensor]) -> Tensor:
@@ -112,6 +126,26 @@ def compare(name: str, a: Tensor, b: Tensor, other: Tensor | None = None) -> Ten
     return result | other if other is not None else result
 
 
+def unsigned(x: Tensor) -> Tensor:
+    """The bits of a register as a number."""
+    return x.long() & 0xFFFFFFFF
+
+
+def logic(name: str, a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
+    """Any function of three bits."""
+    a, b, c = (unsigned(x) for x in (a, b, c))
+    entries = [n for n in range(8) if int(table.flatten()[0]) >> n & 1]
+    terms = [(a if n & 4 else ~a) & (b if n & 2 else ~b) & (c if n & 1 else ~c) for n in entries]
+    return functools.reduce(torch.bitwise_or, terms) & 0xFFFFFFFF
+
+
+def permute(name: str, a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
+    """Four of the eight bytes of two registers."""
+    both = torch.stack([unsigned(x) >> 8 * n & 0xFF for x in (a, b) for n in range(4)], -1)
+    chosen = [unsigned(selector) >> 4 * n & 7 for n in range(4)]
+    return sum(both.gather(-1, x.unsqueeze(-1)).squeeze(-1) << 8 * n for n, x in enumerate(chosen))
+
+
 def vote(name: str, x: Tensor, members: Tensor) -> Tensor:
     return x.any(1, keepdim=True).expand_as(x)
 
@@ -120,7 +154,7 @@ def shuffle(name: str, x: Tensor, distance: Tensor, clamp: Tensor, members: Tens
     return x[:, torch.arange(32) ^ int(distance.flatten()[0])]
 
 
-INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
+INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mov": without_name(lambda x: x),
     "neg": without_name(torch.neg),
     "sub": without_name(torch.sub),
@@ -132,6 +166,14 @@ INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "ex2": without_name(torch.exp2),
     "lg2": without_name(torch.log2),
     "and": without_name(torch.bitwise_and),
+    "xor": without_name(lambda a, b: unsigned(a) ^ unsigned(b)),
+    "add": without_name(lambda a, b: (unsigned(a) + unsigned(b)) & 0xFFFFFFFF),
+    "shl": without_name(lambda a, b: unsigned(a) << b & 0xFFFFFFFF),
+    "shr": without_name(lambda a, b: unsigned(a) >> b),
+    "mul.wide.u32": without_name(lambda a, b: unsigned(a) * unsigned(b)),  # modulo 2 ** 64
+    "mov.b64": without_name(lambda x: (unsigned(x), unsigned(x >> 32))),
+    "lop3": logic,
+    "prmt": permute,
     "setp": compare,
     "selp": without_name(lambda a, b, condition: torch.where(condition, a, b)),
     "vote": vote,

@@ -103,7 +103,9 @@ def planned(call: Call, backend: str, arch: str) -> tuple[Any, Plan, Needs | Non
     captured = tuple(x.is_floating_point() for x in t.score_mod_tensors)
     needs = Needs(*(getattr(t, name) is not None for name in DIFFERENTIABLE), score_mod_tensors=captured)
     if backend == "hopper":
-        needs = needs._replace(bias=False, alibi_slopes=False, score_mod_tensors=(False,) * len(captured))
+        needs = needs._replace(bias=False, score_mod_tensors=(False,) * len(captured))
+        if support.declines_backward(problem, device, needs) is not None:
+            needs = needs._replace(alibi_slopes=False)
         if support.declines_backward(problem, device, needs) is not None:
             return kernels, plan, None
     return kernels, plan, None if t.leftpad_k is not None else needs

@@ -11,6 +11,7 @@ from .call import Call, Features
 from .memory import address
 from .window import Window
 
+OCTET = 8  # keys of a row that share a counter of dropout's random numbers
 LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be
 
 
@@ -59,6 +60,7 @@ class Problem:
     dropout: bool
     deterministic: bool
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
+    octet_start: int = 0  # with dropout: the first key's place among the eight that share a counter
 
     @classmethod
     def describe(cls, call: Call) -> "Problem":
@@ -106,6 +108,7 @@ class Problem:
             dropout=s.dropout_p > 0,
             deterministic=s.deterministic,
             alignment=alignment(t.q, t.k, t.v),
+            octet_start=s.j0 % OCTET if s.dropout_p > 0 else 0,
         )
 
     @property

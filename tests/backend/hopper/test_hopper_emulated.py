@@ -41,7 +41,7 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
     assert wrong(case_of(name, hash_of(name), "cpu", AROUND_TILES), seed=0) == []
 
 
-@pytest.mark.parametrize(("variant", "name"), [("bias of heads 128", "bias"), ("slopes 64", "alibi_slopes")])
+@pytest.mark.parametrize(("variant", "name"), [("bias of heads 128", "bias"), ("everything 192/128", "alibi_slopes")])
 def test_gradients_of_two_backends(variant: str, name: str) -> None:
     """`tiled` has that of a tensor which changes scores, the emulated kernels the others."""
     case = replace(case_of(variant, 3, "cpu", (65, 130)), constant=())
@@ -49,7 +49,7 @@ def test_gradients_of_two_backends(variant: str, name: str) -> None:
     with emulated(CORES, 0) as launched:
         for _ in range(3):
             assert [str(x) for x in compare(case.run(), case, solve(case)) if not x.ok] == []
-    assert launched.count("backward_kernel") == 3
+    assert launched.count("backward_kernel" if name == "bias" else "dkdv_kernel") == 3
 
 
 def test_a_sink_of_infinity_takes_all_the_weight() -> None:
@@ -100,7 +100,9 @@ def test_several_accumulators_of_dq(name: str) -> None:
 
 
 @pytest.mark.parametrize("row_splits", [2, 7])
-@pytest.mark.parametrize("name", ["causal 40", "grouped heads 128", "window 96", "deterministic full 64"])
+@pytest.mark.parametrize(
+    "name", ["causal 40", "grouped heads 128", "slopes and window 96", "deterministic full 64", "dropout 128"]
+)
 def test_split_rows(name: str, row_splits: int) -> None:
     """Also more splits than a key has blocks of rows."""
     case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
@@ -191,6 +193,8 @@ SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/co
 FUSED, DQ_WRITER = "kernels/backward/fused.py", "kernels/backward/dq_writer.py"
 DQ, DKDV = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py"
 COORDINATES = "kernels/shared/coordinates.py"
+SLOPES, PACKED_SLOPES = "kernels/backward/slopes.py", "packed slopes of sequences 128"
+DROPOUT, PHILOX = "kernels/shared/dropout.py", "kernels/shared/philox_ptx.py"
 
 WAIT_S = "s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))\n    "
 READ_PAIRS = (
@@ -198,6 +202,8 @@ READ_PAIRS = (
     "pairs = pair_block(context.params, wg_tile, block, bias, CONFIG)\n    "
     "loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pairs)\n    "
 )
+ROW_SUM = "l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741\n    "
+DROP_P = "p = where_kept(kept, p, False)\n    "
 RELEASE_K = "consumer_release(k.empty, count, STAGES)\n    "
 RELEASE_Q = "release_q_early(pipelines.q_empty, tile_count, warpgroup, n == tile.lo, CONFIG)\n    "
 STORE_SMEM = ".store(out.to(desc.dtype))"
@@ -291,6 +297,16 @@ BUGS = (
         "causal 256",
         (129, 130),
     ),
+    Bug("dropout before the row's sum", MAINLOOP, f"{ROW_SUM}{DROP_P}", f"{DROP_P}{ROW_SUM}", "dropout 64"),
+    Bug("bits of another thread", PHILOX, "(2, 2), ((1, 1,", "(2, 2), ((1, 2,", "dropout 64", (1, 30)),
+    Bug("bits of another thread in backward", PHILOX, "(2, 8, 0x5410", "(2, 4, 0x5410", "dropout 64", (1, 30)),
+    Bug("octets of the wider block", DROPOUT, "octet + CALLS * thread", "octet + 4 * thread", "dropout 256", (1, 30)),
+    Bug("dropped pairs in dp", FUSED, "dp, p = both_where_kept(", "_, p = both_where_kept(", "dropout 128", (1, 30)),
+    Bug("bits of the block before", FUSED, "next_coord.first_row,", "block.first_row,", "dropout 64", (129, 130)),
+    Bug("dv without dropout's factor", DKDV, "else dropout.keep_scale", "else 1.0", "dropout 256", (1, 30)),
+    Bug("slopes of another head", SLOPES, "num_heads + block.head", "num_heads + tile.head_k", "slopes and window 96"),
+    Bug("distances off by one", SLOPES, "block.first_row + block.shift", "block.first_row", "slopes 64", (33, 70)),
+    Bug("blocks of the sequence before", SLOPES, "CONFIG.block_n + tile.b", "CONFIG.block_n", PACKED_SLOPES, (33, 70)),
     Bug("rows of the next packed sequence", COORDINATES, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
 )
 

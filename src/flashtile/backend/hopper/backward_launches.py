@@ -193,6 +193,10 @@ class BackwardLaunches:
         bytes_per_head = group * self.seqlen_q * bytes_per_row
         return max(1, min(resident_heads, L2_BYTES // bytes_per_head))
 
+    def gradients_of_terms(self, needs: Needs) -> dict[str, Tensor]:
+        """Requested gradients of score terms, by name."""
+        return {}
+
     def gradients_from_rows(self, needs: Needs, lse: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
         """Requested gradients that follow from row statistics, by name; call after `preprocess`."""
         stats = (self.tensors.sinks, self.neg_lse_log2, self.neg_delta, lse, dlse)

@@ -23,6 +23,7 @@ from ..gpu.replay import Recorder
 from ..gpu.staged import staged_source
 from ..gpu.visibility import visibility_source
 from ..scalars import score_units
+from .dropout import dropout_pointers, dropout_scalars
 
 CALLED = (
     "exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "scaled_distance",
@@ -155,7 +156,8 @@ def launch(
     pairs = {**pair_scalars(call.tensors, row_align(call.tensors))}
     if (align := pairs.pop("pair_align")) > 1:
         scalars = {**scalars, "CONFIG": replace(scalars["CONFIG"], pair_align=align)}
-    pointers, scalars = {**pointers, **pair_pointers(call.tensors)}, {**scalars, **pairs}
+    pointers = {**pointers, **pair_pointers(call.tensors), **dropout_pointers(call)}
+    scalars = {**scalars, **pairs, **dropout_scalars(call)}
     formula, mask = formulas_of(call)
     if formula is None:
         recorder.launch(kernel, pointers, programs, {**scalars, "inputs": None})

@@ -1,5 +1,6 @@
 """Launches of the fused backward pass: one kernel that accumulates dq in memory, and the conversion of dq."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .backward_launches import WARPS, BackwardLaunches
 from .bias_tiles import backward_tiles
 from .block_lists import key_lists, mask_states
 from .descriptors import dq_accum_descriptor
+from .slope_gradient import add_slope_parts, new_zeros, slope_parts_shape
 from .tables import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
 
 BACKWARD = Kernel(f"{__package__}.kernels.backward.fused", "backward_kernel")
@@ -40,10 +42,14 @@ class FusedBackward(BackwardLaunches):
         parts, heads = config.dq_parts, self.blocks.heads
         self.dq_semaphore = self.empty(parts * heads * self.blocks.m_blocks, NUM_WARPGROUPS, dtype=torch.int32)
         self.dq_accum = self.empty(parts * heads * self.padded_rows, config.head_dim.width)
+        self.slope_parts: Tensor | None = None
 
-    def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, _: Needs) -> Results:
+    def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
         """Launch all kernels; returns dq, dk and dv."""
         self.preprocess(out, lse, dlse, self.dq_semaphore)
+        if needs.alibi_slopes:
+            shape = slope_parts_shape(self.config.row_splits * self.blocks.heads, self.blocks.n_blocks)
+            self.slope_parts = self.recorder.op(partial(new_zeros, shape), self.q)
         splits, chunks = self.config.row_splits > 1, self.config.row_chunks > 1
         in_fp32 = splits or chunks
         dk, dv = (self.new_splits(x) for x in (self.k, self.v)) if in_fp32 else self.new_dk_dv()
@@ -57,6 +63,7 @@ class FusedBackward(BackwardLaunches):
             "dk_desc": Described(dk, self.make_descriptor, box),
             "dv_desc": Described(dv, self.make_descriptor, box),
             "dq_semaphore": self.dq_semaphore,
+            "dslopes": self.slope_parts,
         }
         lists, list_scalars = key_lists(
             self.recorder, self.call, self.config.block_m, self.config.block_n, self.mask_states,
@@ -77,6 +84,13 @@ class FusedBackward(BackwardLaunches):
         if in_fp32:
             dk, dv = (self.add_splits(x, dx) for x, dx in zip((dk, dv), self.new_dk_dv(), strict=True))
         return self.postprocess(), dk, dv
+
+    def gradients_of_terms(self, needs: Needs) -> dict[str, Tensor]:
+        """The requested gradient of ALiBi slopes."""
+        if not needs.alibi_slopes:
+            return {}
+        add = partial(add_slope_parts, self.batch, self.config.block_n)
+        return {"alibi_slopes": self.recorder.op(add, self.tensors.alibi_slopes, self.slope_parts, self.cu_seqlens_k)}
 
     def new_splits(self, x: Tensor) -> Tensor:
         """Buffer for dk or dv of each split of the rows, `[row_splits * B, Hk, Sk, D]` in fp32; zeros that chunks are

@@ -52,5 +52,5 @@ def launch_backward(
     dq, dk, dv = launches.run(out, lse, dlse, needs)
     dq, dk, dv = (dx if needed else None for dx, needed in zip((dq, dk, dv), needs, strict=False))
     captured = (None,) * len(tensors.score_mod_tensors)
-    from_rows = launches.gradients_from_rows(needs, lse, dlse)
-    return Gradients(q=dq, k=dk, v=dv, score_mod_tensors=captured, **from_rows).flat()
+    others = launches.gradients_from_rows(needs, lse, dlse) | launches.gradients_of_terms(needs)
+    return Gradients(q=dq, k=dk, v=dv, score_mod_tensors=captured, **others).flat()

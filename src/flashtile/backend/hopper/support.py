@@ -8,12 +8,12 @@ import torch
 
 from ...call.call import Needs
 from ...call.device import Device
-from ...call.problem import Problem, too_long
+from ...call.problem import OCTET, Problem, too_long
 from ...expression import Formula
 from ..gpu.decoding import is_decoding
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
-from .widths import WIDTHS, widths
+from .widths import FUSED, WIDTHS, widths
 
 if TYPE_CHECKING:
     from .tables import TileConfig
@@ -93,10 +93,12 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it supports bfloat16 and float16 inputs only"
     if widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
         return f"it supports head dimensions that are multiples of {HEAD_DIM_STEP} up to {WIDTHS[-1][0]}"
-    unsupported = [name for name in ("dropout", "seqused_q", "leftpad_k") if getattr(problem, name)]
+    unsupported = [name for name in ("seqused_q", "leftpad_k") if getattr(problem, name)]
     unsupported += ["attention_chunk"] if problem.window.chunk is not None else []
     if unsupported:
         return f"it does not support {' or '.join(unsupported)}"
+    if problem.octet_start:
+        return f"with dropout, it supports parts of a call that begin at a multiple of {OCTET} keys"
     if (reason := problem.untraced) is not None:
         return reason
     for formula in (problem.score_mod, problem.mask_mod):
@@ -121,8 +123,9 @@ def declines_pages(problem: Problem) -> str | None:
     if not pages.in_rows:
         return "TMA needs pages that begin whole numbers of rows apart"
     features = problem.features
-    if features.bias is not None or features.mask is not None or problem.score_mod or problem.mask_mod:
-        return "with pages, it does not support biases, masks and score_mods"
+    others = problem.dropout or problem.score_mod or problem.mask_mod
+    if others or features.bias is not None or features.mask is not None:
+        return "with pages, it does not support dropout, biases, masks and score_mods"
     return None
 
 
@@ -132,8 +135,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
         return "its backward pass does not support pages"
     if problem.softcap and widths(problem) == (64, 64):
         return "its backward pass is no faster with a softcap at head dimension 64"
-    if needs.alibi_slopes:
-        return "its backward pass has no gradient of ALiBi slopes"
+    if needs.alibi_slopes and (problem.softcap or widths(problem) not in FUSED):
+        return f"its backward pass has no gradient of ALiBi slopes over {FUSED[-1][0]} features or with a softcap"
     if needs.bias:
         return "its backward pass has no gradient of a bias"
     if any(needs.score_mod_tensors):

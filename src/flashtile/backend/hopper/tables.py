@@ -17,6 +17,7 @@ from .widths import widths
 
 MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
 DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
+SLOPE_PARTS = 4 * MMA_M  # of the gradient of slopes, two for each thread of a warpgroup
 NUM_WARPGROUPS = 2  # consumers in backward, with 64 keys and one share of dq each
 ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
@@ -305,7 +306,7 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     score_mod = problem.score_mod
     costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
     masked = problem.features.mask is not None or problem.mask_mod is not None
-    features = problem.softcap or problem.features.score_terms or costly or masked
+    features = problem.softcap or problem.features.score_terms or costly or masked or problem.dropout
     width = widths(problem)
     assert width is not None  # `support` declines others
     fits = width != (96, 96) or (compiler_version(device.arch) or NEWEST_3WG_96) <= NEWEST_3WG_96

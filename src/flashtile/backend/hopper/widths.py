@@ -4,6 +4,8 @@ from ...call.problem import Problem
 
 WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # of the kernels, for (q and k, v)
 
+FUSED = WIDTHS[:3]  # with one backward kernel
+
 
 def widths(problem: Problem) -> tuple[int, int] | None:
     """Widths of the narrowest kernels that hold the head dimensions.

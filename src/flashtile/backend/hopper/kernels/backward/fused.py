@@ -28,6 +28,7 @@ from ..shared.block_lists import BlockLists, block_at, load_entry, partial_of
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel, reinterpret_smem, thread_barrier
 from ..shared.coordinates import dkdv_coord
+from ..shared.dropout import Dropout, both_where_kept, kept_pairs, load_stream
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, zero_accumulators
@@ -53,6 +54,7 @@ from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from .scores import begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
+from .slopes import SlopeGradient, add_slope_gradient
 from .tile_scheduler import KeyTileScheduler, RowChunk, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
 
 DS_STAGES = gl.constexpr(2)
@@ -82,19 +84,22 @@ class BackwardContext(NamedTuple):
     chunk: RowChunk
     bounds: MaskBounds
     params: ScoreParams
+    dropout: Dropout
     lists: BlockLists
+    slope_gradient: SlopeGradient
 
 
 @kernel
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, dq_accum_desc, dk_desc, dv_desc,
-    tile_count_semaphore, dq_semaphore, slopes,
+    tile_count_semaphore, dq_semaphore, slopes, dslopes,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
     seqlen_q, seqlen_k, row_splits, chunk_lo, chunk_hi, dq_parts, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
     stride_mask_m, stride_mask_n, pair_rows, bias_desc, lists, stride_lists_b, stride_lists_h, stride_lists, ranks,
+    seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
     CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and dout `[1, 1, BLOCK_M, columns]`, k, v, dk and dv `[1, 1, MMA_M, columns]`, dq_accum `[MMA_M,
@@ -136,7 +141,11 @@ def backward_kernel(
     )
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
-    context = BackwardContext(pipelines, outputs, queue, group, row_splits, chunk, bounds, params, block_lists)
+    dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
+    slope_gradient = SlopeGradient(dslopes, num_heads_k * group, num_blocks)
+    context = BackwardContext(
+        pipelines, outputs, queue, group, row_splits, chunk, bounds, params, dropout, block_lists, slope_gradient
+    )
     # Dense calls alone have several parts or splits.
     part_rows = None if dq_parts is None else batch * num_heads_k * group * padded_rows
     dq_writer = DqWriter(
@@ -170,6 +179,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     pipelines, outputs, queue = context.pipelines, context.outputs, context.queue
     group, bounds, params, lists = context.group, context.bounds, context.params, context.lists
+    dropout, stream = context.dropout, load_stream(context.dropout)
     dtype: gl.constexpr = outputs.ds.dtype
     rows, k, v, dq_pipeline = pipelines.rows, pipelines.k, pipelines.v, outputs.dq_pipeline
     zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)
@@ -200,6 +210,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         loaded = load_block(block, params, CONFIG)
         loaded = with_bias(loaded, pipelines.bias, count, steps > 0, warpgroup, NUM_WARPGROUPS, CONFIG)
         partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
+        kept = kept_pairs(dropout, stream, block.b, block.head, block.first_row, block.first_key, zeros, True)
         for steps_left in range(steps, 0, -1):
             q_i = stage_chunks(rows.q, count, STAGES)
             dout_i = stage_chunks(rows.dout, count, STAGES)
@@ -211,8 +222,11 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
 
             # Write accumulators before any product is in flight: ptxas would insert a wait.
             consumer_wait(rows.dout, count, STAGES)
-            dp = rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout).broadcast_to([MMA_M, BLOCK_M])
-            dp = gemm_nt(stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS), dout_i, dp, ACCUMULATE=True)
+            dp = zeros
+            if dropout.seed is None:
+                dp = rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout).broadcast_to([MMA_M, BLOCK_M])
+            v_j = stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS)
+            dp = gemm_nt(v_j, dout_i, dp, ACCUMULATE=dropout.seed is None)
             p, score = finish_probabilities(partial_p, rows, count, block, loaded, params, CONFIG)
             visible = all_visible(p)
             if masked:
@@ -225,9 +239,21 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
                 if masked:  # 0 * the derivative is NaN where that is
                     ds_weight = where_bits(visible, ds_weight, 0.0)
             dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
-            if masked:  # 0 * dp is NaN where dp is
-                dp = where_bits(visible, dp, 0.0)
-            ds = (ds_weight * dp).to(dtype)
+            if dropout.seed is None:
+                if masked:  # 0 * dp is NaN where dp is
+                    dp = where_bits(visible, dp, 0.0)
+                ds = ds_weight * dp
+            else:
+                dp, p = both_where_kept(kept, dp, p, True)
+                p = p.to(dtype)
+                dp = dp * dropout.keep_scale + rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout)
+                ds = ds_weight * dp
+                if masked:  # 0 * dp is NaN where dp is
+                    ds = where_bits(visible, ds, 0.0)
+            if context.slope_gradient.data is not None:
+                p = p.to(dtype)  # in half of the registers
+                add_slope_gradient(context.slope_gradient, ds, block, tile, params.batch, warpgroup, PACKED, CONFIG)
+            ds = ds.to(dtype)
             stage = stage_of(count, DS_STAGES) * NUM_WARPGROUPS
             outputs.ds.index(stage + warpgroup).store(ds)
             dv = gemm_rs(dv, p.to(dtype), dout_i)
@@ -248,6 +274,9 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             partial = partial_of(lists, next_entry)
             next_coord = block_coord(tile, group, next_head, next_block, first_key, partial, CONFIG)
             loaded = load_block(next_coord, params, CONFIG)  # before the wait
+            kept = kept_pairs(
+                dropout, stream, next_coord.b, next_coord.head, next_coord.first_row, first_key, zeros, True
+            )  # fmt: skip
             s = warpgroup_mma_wait(CHUNKS, deps=(s,))
             m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
             if lists.data is not None:
@@ -267,7 +296,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
         coord = dkdv_coord(tile, first_key, params.batch, context.row_splits, PACKED)
         ADD: gl.constexpr = context.chunk.lo is not None
-        store_dkdv(outputs.dv, coord, dv, None, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
+        store_dkdv(outputs.dv, coord, dv, dropout.keep_scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
         store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
         tile_count += 1
         tile = pop_key_tile(queue, tile_count)

@@ -25,6 +25,7 @@ from ..shared import scores
 from ..shared.block_lists import BlockLists
 from ..shared.column_masks import where_bits
 from ..shared.compat import kernel
+from ..shared.dropout import Dropout, kept_pairs, load_stream, where_kept
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
@@ -66,6 +67,7 @@ class DkdvContext(NamedTuple):
     group: gl.tensor
     bounds: MaskBounds
     params: ScoreParams
+    dropout: Dropout
     queue: TileQueue
 
 
@@ -77,7 +79,9 @@ def dkdv_kernel(
     seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale, columns, columns_v,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
-    stride_mask_m, stride_mask_n, pair_rows, CONFIG: gl.constexpr, inputs,
+    stride_mask_m, stride_mask_n, pair_rows,
+    seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
+    CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes are `[1, 1, 64, columns]`, of row statistics `[1, 64]`. Packed sequences as in `forward_kernel`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -115,7 +119,8 @@ def dkdv_kernel(
         pair_rows,
     )
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
-    context = DkdvContext(pipelines, weights, group, bounds, params, queue)
+    dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
+    context = DkdvContext(pipelines, weights, group, bounds, params, dropout, queue)
     dk_output = OutputTensor(dk, stride_dk_b, stride_dk_h, stride_dk_m, columns)
     dv_output = OutputTensor(dv, stride_dv_b, stride_dv_h, stride_dv_m, columns_v)
     gl.warp_specialize(
@@ -139,8 +144,10 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     k, rows, weights, params = context.pipelines.k, context.pipelines.rows, context.weights, context.params
+    dropout, stream = context.dropout, load_stream(context.dropout)
     dtype: gl.constexpr = k.data[0].dtype
     zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)
+    dv_scale = 1.0 if dropout.seed is None else dropout.keep_scale
     count = 0
     tile_count = 0
     tile = pop_key_tile(context.queue, 0)
@@ -156,6 +163,7 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
             s = gemm_nt(stage_chunks(k, opaque(0), 1), stage_chunks(rows.q, count, STAGES), zeros)
             coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), CONFIG)
             loaded = load_block(coord, params, CONFIG)
+            kept = kept_pairs(dropout, stream, coord.b, coord.head, coord.first_row, coord.first_key, zeros, True)
             s = warpgroup_mma_wait(0, deps=(s,))
             score = block_scores(s, coord, loaded, params, CONFIG)
             p = gl.exp2(score.t * params.scale_log2 + rows.neg_lse_log2.index(stage).load(s_layout))
@@ -170,14 +178,14 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
             weights.data.index(stage).store(swizzled(ds_weight))
             barrier_arrive(weights.full.first + stage, weights.full.threads)
             consumer_wait(rows.dout, count, STAGES)
-            dv = gemm_rs(dv, p.to(dtype), stage_chunks(rows.dout, count, STAGES))
+            dv = gemm_rs(dv, where_kept(kept, p, True).to(dtype), stage_chunks(rows.dout, count, STAGES))
             dv = gemm_wait(dv)
             consumer_release(rows.empty, count, STAGES)
             count += 1
             m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)
         consumer_release(k.empty, tile_count, 1)
         store_accumulators(
-            output, dv, 1.0, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM_V
+            output, dv, dv_scale, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM_V
         )  # fmt: skip
         tile_count += 1
         tile = pop_key_tile(context.queue, tile_count)
@@ -191,6 +199,7 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
     STAGES: gl.constexpr = CONFIG.stages
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     v, rows, weights = context.pipelines.v, context.pipelines.rows, context.weights
+    dropout, stream = context.dropout, load_stream(context.dropout)
     dtype: gl.constexpr = v.data[0].dtype
     zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)
     smem_layout: gl.constexpr = swizzled(zeros).type.layout
@@ -207,7 +216,11 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
             masked = (m < full_lo) | (m >= full_hi)
             consumer_wait(rows.dout, count, STAGES)
             dp = gemm_nt(stage_chunks(v, opaque(0), 1), stage_chunks(rows.dout, count, STAGES), zeros)
+            coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), CONFIG)
+            kept = kept_pairs(dropout, stream, coord.b, coord.head, coord.first_row, coord.first_key, zeros, True)
             dp = warpgroup_mma_wait(0, deps=(dp,))
+            if dropout.seed is not None:
+                dp = where_kept(kept, dp, True) * dropout.keep_scale
             dp += rows.neg_delta.index(stage).load(s_layout)
             if masked:  # 0 * dp is NaN where dp is
                 dp = where_bits(visible_in(dp, context.bounds, tile, m * BLOCK_M), dp, 0.0)

@@ -22,6 +22,7 @@ from ..shared import scores
 from ..shared.block_lists import BlockLists
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel
+from ..shared.dropout import Dropout, kept_pairs, load_stream, where_kept
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
@@ -65,6 +66,7 @@ class DqContext(NamedTuple):
     bounds: MaskBounds
     diagonal: gl.tensor
     params: ScoreParams
+    dropout: Dropout
 
 
 @kernel
@@ -75,7 +77,9 @@ def dq_kernel(
     group, padded_rows, batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale, columns,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
-    stride_mask_m, stride_mask_n, pair_rows, CONFIG: gl.constexpr, inputs,
+    stride_mask_m, stride_mask_n, pair_rows,
+    seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
+    CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes are `[1, 1, 64, columns]`. Packed sequences are described as in `forward_kernel`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -106,7 +110,8 @@ def dq_kernel(
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
     row_stats = RowStats(neg_lse_log2, neg_delta, padded_rows)
     output = OutputTensor(dq, stride_dq_b, stride_dq_h, stride_dq_m, columns)
-    context = DqContext(pipelines, row_stats, output, scale, queue, bounds, diagonal, params)
+    dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
+    context = DqContext(pipelines, row_stats, output, scale, queue, bounds, diagonal, params, dropout)
     gl.warp_specialize(
         [
             (consumer_warpgroup, (0, context, CONFIG, PACKED)),
@@ -132,6 +137,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     pipelines, queue, bounds, params = context.pipelines, context.queue, context.bounds, context.params
     dtype: gl.constexpr = pipelines.q.data[0].dtype
+    dropout, stream = context.dropout, load_stream(context.dropout)
     kv = pipelines.kv
     zeros = gl.zeros([MMA_M, BLOCK_N], gl.float32, s_layout)
     count = 0
@@ -165,6 +171,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             of_keys = load_keys(params, tile.b, tile.head, key, None, SCORE_MOD)
             pairs = PairBlock(sequence, tile.head, row, key, first_key + BLOCK_N, tile.seqlen_k, ())
             loaded = Loaded(of_head, of_rows, of_keys, (), pairs)
+            kept = kept_pairs(dropout, stream, tile.b, tile.head, first_row, first_key, zeros, False)
             s = warpgroup_mma_wait(DP_GEMMS, deps=(s,))
             distance = first_row - first_key
             score = scores.forward(s, params, tile.b, tile.head, shift, row, key, distance, loaded, CONFIG)
@@ -177,6 +184,8 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
             consumer_release(kv.empty, 2 * count, KV_STAGES)
             mbarrier.arrive(pipelines.rows_empty.index(warpgroup), count=1, pred=n == tile.hi - 1)
+            if dropout.seed is not None:
+                dp = where_kept(kept, dp, False) * dropout.keep_scale
             dp += gl.expand_dims(neg_delta, 1)
             ds = ds_weight * dp
             if masked:  # NaN in a hidden pair: dp, or a derivative

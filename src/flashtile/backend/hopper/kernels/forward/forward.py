@@ -15,6 +15,7 @@ from ..shared.bias_tiles import make_bias_tiles
 from ..shared.block_lists import BlockLists, load_entry
 from ..shared.compat import kernel
 from ..shared.coordinates import q_coord
+from ..shared.dropout import Dropout, load_stream
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds
 from ..shared.mma import MMA_M, gemm_rs, gemm_wait, scale_rows
@@ -57,6 +58,7 @@ def forward_kernel(
     stride_mask_m, stride_mask_n, pair_rows, bias_desc,
     lists, stride_lists_b, stride_lists_h, stride_lists,
     page_table, stride_page_table, num_pages, page_size, stride_k_pages, stride_v_pages,
+    seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
     CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
     """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed. With
@@ -98,7 +100,8 @@ def forward_kernel(
     )
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch, inputs, pairs)
     outputs = ForwardOutputs(out_desc, smem, lse, stride_lse, None if num_splits is None else num_heads)
-    context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params, block_lists, pages)
+    dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
+    context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params, dropout, block_lists, pages)
     if CONFIG.num_warpgroups == 2:
         gl.warp_specialize(
             [
@@ -137,7 +140,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
     pipelines, outputs, queue, params = context.pipelines, context.outputs, context.queue, context.params
-    lists = context.lists
+    lists, stream = context.lists, load_stream(context.dropout)
     q, v = pipelines.q, pipelines.v
     count = 0  # steps of the main loop
     tile_count = 0
@@ -163,7 +166,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             while n >= stop:
                 next_entry = load_entry(lists, tile.token_k, n - 1)
                 state = mainloop_step(
-                    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, n, entry,
+                    state, accumulate, context, stream, q_i, loaded, units, count, tile_count, wg_tile, n, entry,
                     warpgroup, CONFIG,
                 )  # fmt: skip
                 accumulate = n != first
@@ -176,6 +179,8 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             stop = tile.lo
         out_coord = result_coord(tile, wg_tile.first_row, outputs, PACKED)
         inv_l = finalize(outputs, state, wg_tile)
+        if context.dropout.seed is not None:
+            inv_l = inv_l * context.dropout.keep_scale
         if Q_STAGES > 1:
             mbarrier.arrive(pipelines.q_empty.index(stage), count=1)
         tile_count += 1

@@ -16,6 +16,7 @@ from ..shared.bias_tiles import read_bias_tile
 from ..shared.block_lists import BlockLists, block_at, partial_of
 from ..shared.column_masks import where_bits
 from ..shared.distances import columns
+from ..shared.dropout import Dropout, kept_pairs, where_kept
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
 from ..shared.pages import PageTable, keys_in_pages
@@ -52,6 +53,7 @@ class ForwardContext(NamedTuple):
     bounds: MaskBounds
     diagonal: gl.tensor
     params: ScoreParams
+    dropout: Dropout
     lists: BlockLists
     pages: PageTable
 
@@ -134,7 +136,7 @@ def mma_operand(p, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    state, accumulate, context, q_i, loaded, units, count, tile_count, wg_tile, n, entry,
+    state, accumulate, context, stream, q_i, loaded, units, count, tile_count, wg_tile, n, entry,
     warpgroup: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Step number `count`: scores and p of one block of keys, and the product of the previous block's p and values.
@@ -155,6 +157,10 @@ def mainloop_step(
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
     of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(context.lists, entry)
+    kept = kept_pairs(
+        context.dropout, stream, tile.b, tile.head, wg_tile.first_row, block * CONFIG.block_n,
+        zero_scores(CONFIG.block_n), False,
+    )  # fmt: skip
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     bias = tile_bias(pipelines.bias, count, warpgroup, CONFIG)
     pairs = pair_block(context.params, wg_tile, block, bias, CONFIG)
@@ -164,6 +170,7 @@ def mainloop_step(
     t = masked_scores(s, wg_tile, block, context, loaded, units, CONFIG)
     row_max, alpha, changed, p = softmax.update(state.row_max, t, units.scale_log2, CONFIG.speculative_exps)
     l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
+    p = where_kept(kept, p, False)
     acc, p, l = gemm_wait_pair(acc, p, l)  # noqa: E741
     consumer_release(v.empty, count, STAGES)
     p = mma_operand(p, acc, v.data[0].dtype)

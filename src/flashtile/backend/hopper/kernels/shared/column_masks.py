@@ -63,13 +63,31 @@ def where_bits(visible, x, other):
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
     octet = gl.expand_dims(gl.expand_dims(gl.expand_dims(octet, 0), 2), 3)
     pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 1), 2)
-    bit = 1 << (octet * 2 + pair)
-    kept = gl.inline_asm_elementwise(
+    return from_thread_view(where_bits_at(visible, octet * 2 + pair, view, other), x)
+
+
+@gluon.jit
+def where_bits_at(bits, place, view, other):
+    """`view`, a `thread_view`, where the bit at a place of `bits [M, 4]` is set, else `other`."""
+    return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, $4, p; }",
         "=r,r,r,r,r",
-        [view, expand_per_thread(visible), bit, gl.full_like(view, other)],
+        [view, expand_per_thread(bits), 1 << place, gl.full_like(view, other)],
         dtype=gl.float32,
         is_pure=True,
         pack=1,
     )
-    return from_thread_view(kept, x)
+
+
+@gluon.jit
+def both_where_bits_at(bits, place, x, y):
+    """`where_bits_at` of two views, 0 where the bit is not set."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $4, 0f00000000, p;"
+        " selp.f32 $1, $5, 0f00000000, p; }",
+        "=&r,=&r,r,r,r,r",
+        [expand_per_thread(bits), 1 << place, x, y],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
