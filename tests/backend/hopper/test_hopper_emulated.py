@@ -191,6 +191,7 @@ FORWARD, PRODUCER = "kernels/forward/forward.py", "kernels/forward/producer.py"
 EPILOGUE, MASKING, SOFTMAX = (f"kernels/shared/{name}.py" for name in ("epilogue", "masking", "softmax_ptx"))
 SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/column_masks.py"
 FUSED, DQ_WRITER = "kernels/backward/fused.py", "kernels/backward/dq_writer.py"
+KEY_SCHEDULER = "kernels/backward/tile_scheduler.py"
 DQ, DKDV = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py"
 COORDINATES = "kernels/shared/coordinates.py"
 SLOPES, PACKED_SLOPES = "kernels/backward/slopes.py", "packed slopes of sequences 128"
@@ -307,14 +308,18 @@ BUGS = (
     Bug("slopes of another head", SLOPES, "num_heads + block.head", "num_heads + tile.head_k", "slopes and window 96"),
     Bug("distances off by one", SLOPES, "block.first_row + block.shift", "block.first_row", "slopes 64", (33, 70)),
     Bug("blocks of the sequence before", SLOPES, "CONFIG.block_n + tile.b", "CONFIG.block_n", PACKED_SLOPES, (33, 70)),
+    Bug("dk stored over that of earlier chunks", EPILOGUE, "if ADD:", "if False:", "full 64"),
+    Bug("rows of two chunks", KEY_SCHEDULER, "gl.minimum(hi, scheduler.chunk.hi)", "hi", "full 64"),
     Bug("rows of the next packed sequence", COORDINATES, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
 )
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
-def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
+def test_bug_is_caught(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / f"bug{BUGS.index(bug)}"
     copy_with_mistake(folder, bug.file, bug.name, bug.old, bug.new)
+    if "chunks" in bug.name:
+        monkeypatch.setattr(splits, "row_chunks", lambda *_: 2)
     for seed in range(8):
         try:
             if wrong(case_of(bug.variant, seed, "cpu", bug.lengths), seed, folder):
