@@ -131,23 +131,71 @@ def test_long_windows_keep_the_large_tile(window: Window) -> None:
     assert configs.tile(problem(window=window), H200) == configs.tile(problem(), H200)
 
 
-def test_decoding_has_one_tile_whatever_is_in_the_batch() -> None:
+def decoding(batch: int, heads: int, heads_kv: int, keys: int, width: int, **changes: Any) -> Problem:
+    given = {"seqlen_q": 1, "seqlen_k": keys, "head_dim": width, "head_dim_v": width} | changes
+    return replace(problem(), batch=batch, num_heads_q=heads, num_heads_kv=heads_kv, **given)
+
+
+def test_decoding_with_given_splits_has_one_tile_whatever_is_in_the_batch() -> None:
     """With `num_splits` given, bits depend neither on the batch nor on its lengths."""
-    found = [
-        configs.tile(replace(problem(), seqlen_q=1, batch=batch, seqlen_k=seqlen_k), H200)
-        for batch in (1, 64)
-        for seqlen_k in (1, 1024, 65536)
-    ]
-    assert {x.forward for x in found} == {KernelConfig(16, 64, 4, 4)}
+    for width, rows, expected in (
+        (128, 1, (16, 64, 4, 4)),
+        (64, 1, (16, 128, 4, 4)),
+        (80, 1, (16, 64, 4, 4)),
+        (128, 9, (64, 64, 4, 3)),
+    ):
+        found = [
+            configs.tile(decoding(batch, 8, 2, keys, width, seqlen_q=rows), H200)
+            for batch in (1, 20, 64)
+            for keys in (100, 1024, 65536)
+        ]
+        assert {x.given_splits or x.forward for x in found} == {KernelConfig(*expected)}
     one = problem(features=Features(bias=(True,) * 4))
     assert configs.tile(replace(one, seqlen_q=1), H200).forward == KernelConfig(16, 64, 4, 3)
     assert configs.tile(replace(problem(), seqlen_q=1), A100).forward == KernelConfig(16, 64, 4, 2)
 
 
-def test_decoding_of_many_rows_has_half_the_keys() -> None:
-    for rows, width, tile in ((16, 64, (16, 128, 4, 4)), (32, 64, (32, 64, 4, 3)), (64, 128, (64, 32, 4, 3))):
+@pytest.mark.parametrize(
+    ("call", "expected", "splits"),
+    [
+        ((1, 14, 2, 4096, 64), (16, 128, 4, 4), 16),  # a program alone on its core
+        ((16, 12, 12, 1024, 64), (16, 64, 2, 3), 2),  # several of a core
+        ((5, 20, 20, 2048, 64), (16, 64, 2, 3), 5),
+        ((64, 12, 12, 1024, 64), (16, 128, 4, 4), 1),
+        ((8, 32, 32, 2048, 80), (16, 32, 1, 4), 1),  # two chunks of features
+        ((1, 32, 32, 2048, 80), (16, 64, 4, 4), 4),
+        ((8, 8, 1, 131072, 128), (16, 128, 4, 3), 16),
+        ((64, 32, 8, 8192, 128), (16, 64, 4, 4), 1),
+        ((16, 8, 1, 8192, 256), (16, 32, 4, 4), 8),
+        ((32, 71, 1, 2048, 64), (64, 64, 4, 3), 4),  # two tiles of a group
+        ((1, 96, 1, 4096, 128), (128, 64, 8, 4), 16),
+    ],
+)
+def test_decoding_fills_the_chip(call: tuple[int, ...], expected: tuple[int, ...], splits: int) -> None:
+    described = decoding(*call)
+    assert configs.tile(described, H200).forward == KernelConfig(*expected)
+    assert configs.num_splits(described, H200) == splits
+
+
+def test_blocks_of_keys_are_no_longer_than_pages() -> None:
+    for page_size, block_n in ((16, 64), (64, 64), (128, 128), (256, 128)):
+        paged = decoding(1, 32, 8, 8192, 128, layout="paged", page_size=page_size)
+        assert configs.tile(paged, H200).forward.block_n == block_n
+
+
+def test_decoding_of_many_rows_leaves_room_for_two_programs() -> None:
+    for rows, width, tile in (
+        (16, 64, (16, 128, 4, 4)),
+        (32, 64, (32, 64, 4, 3)),
+        (64, 128, (64, 64, 4, 3)),
+        (32, 256, (32, 16, 4, 3)),
+    ):
         few = replace(problem(head_dim=width, head_dim_v=width), seqlen_q=rows, num_heads_kv=8)
-        assert configs.tile(few, H200).forward == KernelConfig(*tile)
+        found = configs.tile(few, H200)
+        assert (found.given_splits or found.forward) == KernelConfig(*tile)
+    speculative = decoding(8, 32, 8, 8192, 128, seqlen_q=5)
+    assert configs.num_splits(speculative, H200) == 4
+    assert configs.num_splits(replace(speculative, batch=1), H200) == 16
 
 
 def test_wide_heads_of_float32_are_left_to_matrix_products() -> None:

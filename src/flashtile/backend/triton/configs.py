@@ -61,6 +61,7 @@ class Walk(NamedTuple):
 class TileConfig(NamedTuple):
     """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
     `fused` is one kernel for all gradients, where rows or keys are few. `dbias` is that of dq unless it is given.
+    `given_splits` is that of forward in a call with `num_splits`, unless they are the same.
     """
 
     forward: KernelConfig
@@ -69,6 +70,7 @@ class TileConfig(NamedTuple):
     pack_gqa: int = 1
     dbias: KernelConfig | None = None
     fused: FusedConfig | None = None
+    given_splits: KernelConfig | None = None
 
 
 class WidthConfigs(NamedTuple):
@@ -148,7 +150,9 @@ MOST_SPLITS = 16  # of a walk: the last program to finish adds up the sums of al
 MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill (not measured)
 INTERPRETER_WALKS = tuple(Walk(over, 16, 16, 4, 1, programs=4, width=512) for over in ("keys", "rows"))
 MIN_COPY_BYTES = 4  # of an asynchronous copy
-KEYS_TIMES_WIDTH, FEW = 8192, 16  # of a tile that decodes; rows above which products take time too: half the keys
+KEYS_TIMES_WIDTH, FEW = 8192, 16  # of a tile that decodes; rows above which products take time too
+FEW_SPLITS = 8  # up to which several programs of a core share a row; merging more takes longer than it gains
+TWO_CHUNKS = range(65, 97)  # widths that are held as 64 and 16 or 32 features: more warps have no more to do
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
 SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
 MIN_SPLIT_KEYS = 64  # of one split of a row
@@ -231,7 +235,9 @@ def pass_tiles(problem: Problem, device: Device) -> TileConfig:
         warps = 4 if row.width <= 64 else 8
         short = KernelConfig(SHORT, SHORT, warps, 1)
         return TileConfig(forward._replace(block_n=SHORT, num_stages=1), short, short, pack_gqa=group)
-    return TileConfig(forward, row.dkdv, row.dq, pack_gqa=group)
+    chosen = for_programs(forward, problem, device)
+    given_splits = None if chosen == forward else forward
+    return TileConfig(chosen, row.dkdv, row.dq, pack_gqa=group, given_splits=given_splits)
 
 
 def is_short(problem: Problem) -> bool:
@@ -244,24 +250,51 @@ def is_short(problem: Problem) -> bool:
 
 
 def decoding(row: WidthConfigs, problem: Problem, device: Device) -> KernelConfig:
-    """The configuration for few rows. Loading keys is all the work; tiles are small enough for two programs on a core.
+    """The configuration for few rows, whatever the batch and the lengths: with a given number of splits, a sequence's
+    bits depend neither on the batch nor on the longest sequence in it.
 
-    With the most shared memory, and no feature that needs it, three blocks of keys and values are in flight while one
-    is used: within 1.5% of the best tile for any batch and length measured on an H200. Larger blocks gain 1.5% if rows
-    are split or long, and lose 5% otherwise. The choice must not depend on lengths: with a given number of splits, a
-    sequence's bits depend neither on the batch nor on the longest sequence in it.
+    Loading keys is all the work. With the most shared memory, and no feature that needs it, three blocks of keys and
+    values are in flight while one is used. With more rows, smaller tiles let two programs run on a core (H200:
+    docs/journal/2026-11-25-decoding.md).
     """
     shipped_config, block_n = row.forward, max(16, KEYS_TIMES_WIDTH // row.width)
     block_m = max(16, power_of_two(packed_rows(problem)))
     if misaligned(problem, device):
         block_m = min(block_m, shipped_config.block_m)
+    if not loads_ahead(problem, device):
+        return KernelConfig(block_m, min(shipped_config.block_n, block_n), 4, shipped_config.num_stages)
+    if block_m > MAX_ROWS and row.width <= 64:
+        block_m = MAX_ROWS
+    if FEW < block_m <= MAX_ROWS:
+        return KernelConfig(block_m, 64 if row.width <= 128 else max(16, block_n // 2), 4, 3)
+    return KernelConfig(block_m, block_n, 4 if block_m <= MAX_ROWS else 8, 4)
+
+
+def for_programs(chosen: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
+    """A better configuration for up to 16 rows where their number of tiles decides it: with more than half a tile for
+    each core, smaller ones, of which several run on a core; with fewer, larger blocks of keys, unless pages are smaller
+    (H200: docs/journal/2026-11-25-decoding.md).
+    """
+    p = problem
+    if chosen.block_m > FEW or not loads_ahead(p, device):
+        return chosen
+    narrowest, width = min(p.head_dim, p.head_dim_v), max(p.head_dim, p.head_dim_v)
+    programs = num_programs(chosen, group_of(p), p)
+    if 2 * programs <= device.cores:
+        larger = width <= 128 and narrowest > TWO_CHUNKS[-1] and (p.page_size is None or p.page_size >= 128)
+        return KernelConfig(FEW, 128, 4, 3) if larger else chosen
+    if width in TWO_CHUNKS:
+        return KernelConfig(FEW, 32, 1, 4)
+    return KernelConfig(FEW, 64, 2, 3) if width <= 64 and programs <= 2 * device.cores else chosen
+
+
+def loads_ahead(problem: Problem, device: Device) -> bool:
+    """Whether a tile of few rows has the shared memory for several blocks of keys, copied asynchronously whatever their
+    address.
+    """
     widths = problem.head_dim, problem.head_dim_v
-    asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)  # whatever the address
-    if has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout):
-        if FEW < block_m <= MAX_ROWS:
-            return KernelConfig(block_m, max(16, block_n // 2), 4, 3)
-        return KernelConfig(block_m, block_n, 4 if block_m <= MAX_ROWS else 8, 4)
-    return KernelConfig(block_m, min(shipped_config.block_n, block_n), 4, shipped_config.num_stages)
+    asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)
+    return has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout)
 
 
 def row_of(problem: Problem, device: Device) -> WidthConfigs:
@@ -372,11 +405,26 @@ def wants_small(problem: Problem, row: WidthConfigs, device: Device) -> bool:
     return measured and not has_pairs(problem) and (problem.softcap or problem.dropout or short)
 
 
+def num_programs(config: KernelConfig, pack_gqa: int, problem: Problem) -> int:
+    """The tiles of rows of a call."""
+    blocks = -(-max(problem.seqlen_q, 1) * pack_gqa // config.block_m)
+    return max(1, blocks * problem.num_heads_q // pack_gqa * problem.batch)
+
+
 def num_splits(problem: Problem, device: Device) -> int:
     """The number of programs that share the keys of a row, so that few rows still fill the chip."""
     chosen = tile(problem, device)
-    blocks = -(-max(problem.seqlen_q, 1) * chosen.pack_gqa // chosen.forward.block_m)
-    programs = max(1, blocks * problem.num_heads_q // chosen.pack_gqa * problem.batch)
-    wanted = device.cores // programs
+    programs = num_programs(chosen.forward, chosen.pack_gqa, problem)
+    several = programs_of_core(chosen.forward, problem, device) * device.cores // programs
+    wanted = max(device.cores // programs, min(several, FEW_SPLITS))
     most = math.isqrt(problem.seqlen_k) // 4  # merging takes time for each split: 16 are best for 4096 keys of one row
     return max(1, min(wanted, problem.seqlen_k // MIN_SPLIT_KEYS, most))
+
+
+def programs_of_core(config: KernelConfig, problem: Problem, device: Device) -> int:
+    """The programs of few rows that a core should run at once."""
+    if not is_decoding(problem) or not loads_ahead(problem, device):
+        return 1
+    if config.block_m > FEW:
+        return 2 if config.block_m <= MAX_ROWS else 1
+    return 4 if config.num_warps == 2 else 1

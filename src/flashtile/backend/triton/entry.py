@@ -51,8 +51,10 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
     out = t.out
     if out is None:
         out = args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0)
-    config: KernelConfig = plan.tile.forward
     pack_gqa, splits = plan.tile.pack_gqa, call.settings.num_splits or plan.num_splits
+    config: KernelConfig = plan.tile.forward
+    if call.settings.num_splits is not None:
+        config = plan.tile.given_splits or config
     align = args.alignment([q, k, v, out])
     tiles = args.num_tiles(call, config.block_m, pack_gqa)
     programs = tiles * (q.shape[1] // pack_gqa) * args.dense_batch(q)

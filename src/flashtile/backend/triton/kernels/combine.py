@@ -9,7 +9,7 @@ import triton.language as tl
 from .rows import elements
 from .softmax import LN2, LOG2E
 
-ELEMENTS = tl.constexpr(512)  # of the result that are computed at once
+REGISTERS = tl.constexpr(64)  # of a thread, for partial results that are loaded at once
 MAX_UNROLL = tl.constexpr(16)  # splits that are loaded at once
 
 
@@ -30,8 +30,9 @@ def combine_splits(partials, out, lse, b, work, CONFIG: tl.constexpr):
     SPLITS: tl.constexpr = CONFIG.SPLITS
     DV: tl.constexpr = CONFIG.HEAD_DIM_V.WIDTH
     WIDTH: tl.constexpr = triton.next_power_of_2(DV)
-    ROWS: tl.constexpr = min(CONFIG.BLOCK_M, max(1, ELEMENTS // WIDTH))
     UNROLL: tl.constexpr = min(SPLITS, MAX_UNROLL)
+    ELEMENTS: tl.constexpr = 32 * CONFIG.NUM_WARPS * max(4, REGISTERS // triton.next_power_of_2(UNROLL))
+    ROWS: tl.constexpr = min(CONFIG.BLOCK_M, max(1, ELEMENTS // WIDTH))
     out_b = out.data + b * elements(out.stride_b, CONFIG.ALIGN)
     lse_b = b * elements(lse.stride_b, 1) + work.offset
     stride_out_h, stride_out_m = elements(out.stride_h, CONFIG.ALIGN), elements(out.stride_m, CONFIG.ALIGN)

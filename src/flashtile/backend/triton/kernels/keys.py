@@ -49,20 +49,19 @@ def key_value_head(k, v, lengths, b, head, seqlen, CONFIG: tl.constexpr):
         page = b
         if lengths.page_table.data is not None:
             table = lengths.page_table.data + b * elements(lengths.page_table.stride_b, 1)
-            page, seqlen = only_page(table, lengths.num_pages, seqlen)
+            page, seqlen = only_page(table, lengths, seqlen, b)
         k_rows = HeadRows(k_head + page * stride_k_b + seqlen.offset * stride_k_n, stride_k_n)
         v_rows = HeadRows(v_head + page * stride_v_b + seqlen.offset * stride_v_n, stride_v_n)
         return KeyValueHead(k_rows, v_rows, seqlen, 0, 0, 0, 0)
 
 
 @triton.jit
-def only_page(table, num_pages, seqlen):
+def only_page(table, lengths, seqlen, b):
     """The page of a sequence whose page table has one column, as that of a dense cache, and the keys there: none if the
-    entry is outside the pages.
+    entry is outside the pages. The table is read without waiting for the lengths.
     """
-    used = (seqlen.seqlen > 0) & (seqlen.end > 0)  # without sequences, or without columns, there is no entry
-    page = tl.load(table, mask=used, other=-1)
-    exists = (page >= 0) & (page < num_pages)
+    page = tl.load(table, mask=(b < lengths.batch) & (lengths.total_k > 0), other=-1)
+    exists = (page >= 0) & (page < lengths.num_pages)
     end = tl.where(exists, seqlen.end, 0)
     return tl.where(exists, page, 0).to(tl.int64), SeqlenInfo(seqlen.offset, seqlen.seqlen, seqlen.begin, end)
 
