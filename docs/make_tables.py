@@ -234,7 +234,7 @@ def backends() -> str:
 
     from flashtile.call.call import DESCRIBED, DIFFERENTIABLE, FEATURES, Features, Needs
     from flashtile.call.device import Device
-    from flashtile.call.problem import Problem
+    from flashtile.call.problem import Pages, Problem
     from flashtile.call.window import Window
     from flashtile.dispatch.planner import SUPPORT
     from flashtile.expression.formula import Formula
@@ -244,8 +244,10 @@ def backends() -> str:
         return Formula(Program((Instruction(op, kind, (), value),), (0,)), ())
 
     pairs = (True, True, False, False)  # of a batch and its heads, the same
-    none: dict[str, Any] = dict.fromkeys(("page_size", "score_mod", "mask_mod"))
-    none |= dict.fromkeys(("softcap", "dropout", "deterministic", "seqused_q"), False) | {"features": Features()}
+    none: dict[str, Any] = dict.fromkeys(("pages", "score_mod", "mask_mod"))
+    none |= dict.fromkeys(("softcap", "dropout", "deterministic", "seqused_q", "leftpad_k"), False) | {
+        "features": Features()
+    }
     plain = Problem(
         "dense", torch.bfloat16, 2, 8, 8, 4096, 4096, 128, 128, window=Window(None, None), alignment=16, **none
     )
@@ -272,7 +274,7 @@ def backends() -> str:
         "`deterministic`": ({"deterministic": True}, None),
         "packed sequences": ({"layout": "varlen"}, None),
         "`seqused_q`": ({"layout": "varlen", "seqused_q": True}, None),
-        "pages": ({"layout": "paged", "page_size": 64}, None),
+        "pages": ({"layout": "paged", "pages": Pages(64, True, True)}, None),
     }
     devices = {"cpu": Device("cpu", "a CPU", "x86_64", 8)}
     h200 = Device("cuda", "NVIDIA H200", "sm_90", 132)

@@ -122,7 +122,15 @@ SLOPED = {  # with gradients of slopes
     "packed slopes of sequences 128": Variant(all_of(dropout, slopes_of_sequences), head_dim=128, layout="packed"),
     "slopes and window 96": Variant(all_of(slopes, FEATURES["window"]), head_dim=96, heads=(4, 1)),
 }
-VARIANTS |= CHUNKED | NARROWER | BIASED | DROPPED | SLOPED
+PAGED = {
+    "paged 64": Variant(CAUSAL, layout="paged", heads=(6, 2)),
+    "paged everything 128": Variant(EVERYTHING, layout="paged", head_dim=128, page_size=64),
+    "paged window 192/128": Variant(
+        fixed(window=(50, 10)), FP16, layout="paged", head_dim=192, head_dim_v=128, page_size=8
+    ),
+    "paged 256": Variant(layout="paged", head_dim=256, heads=(4, 2), page_size=192),
+}
+VARIANTS |= CHUNKED | NARROWER | BIASED | DROPPED | SLOPED | PAGED
 VARIANTS |= {
     f"deterministic {name}": replace(VARIANTS[name], features=all_of(VARIANTS[name].features, DETERMINISTIC))
     for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128", "causal 96")
@@ -132,13 +140,14 @@ FORWARD_ONLY = ("softcap 64", "everything 64", "everything 8")
 
 
 def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
-    """A random problem of a variant. The backward pass of FORWARD_ONLY, the gradient of a bias, and that of slopes with
-    a softcap or wide heads, run in other backends.
+    """A random problem of a variant. The backward pass of FORWARD_ONLY and of pages, the gradient of a bias, and that of
+    slopes with a softcap or wide heads, run in other backends.
     """
     case = VARIANTS[name].case(seed, device, lengths)
     wide = max(case.arguments[x].shape[-1] for x in "qv") > 128
     constant = ("alibi_slopes", "bias") if wide or case.arguments.get("softcap") else ("bias",)
-    return replace(case, forward_only=name.endswith(FORWARD_ONLY), constant=constant)
+    forward_only = name.endswith(FORWARD_ONLY) or name in PAGED
+    return replace(case, forward_only=forward_only, constant=constant)
 
 
 SHORT, LONG = 512, 8192  # lengths with different configurations
@@ -147,6 +156,7 @@ FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (96, 192, (192, 
 FAMILIES += [(name, 96, LONG) for name in FEATURES]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
 BIAS_TILES = "bias in tiles"
+FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in PAGED]
 FAMILIES += [(BIAS_TILES, dim, SHORT) for dim in (64, 96, 128)]
 
 

@@ -1,6 +1,6 @@
 """Problems with keys in pages, for the Hopper kernels: everything outside of the sequences' keys is NaN."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,3 +89,16 @@ CASES = {
     "dense cache": Paged(203, 128, dense_cache=True),
     "dense cache, packed": Paged(300, 64, dense_cache=True, queries=PACKED, keys=(300, 2, 150)),
 }
+
+
+def with_missing_pages(size: int, device: str, *, packed: bool) -> tuple[Case, Case]:
+    """A problem with entries that are no pages, and the same one with a mask that hides their keys."""
+    case = Paged(size, keys=(400, 200, 131), queries=(40, 3, 131) if packed else 40).case(5, device)
+    table = case.arguments["page_table"]
+    hidden = torch.ones(3, 1, 1, table.shape[1] * size, dtype=torch.bool, device=device)
+    last = 200 // size - (200 % size == 0)
+    for b, column, entry in ((0, 2, -1), (0, 350 // size, 10**6), (1, last, -(2**31)), (2, 0, 2**31 - 1)):
+        table[b, column] = entry
+        hidden[b, ..., column * size : column * size + size] = False
+    sound = table.clamp(0, case.arguments["k" if packed else "k_cache"].shape[0] - 1)
+    return case, replace(case, arguments=case.arguments | {"mask": hidden, "page_table": sound})

@@ -20,20 +20,25 @@ class Pages(NamedTuple):
 
     size: int  # keys
     several: bool  # a sequence may have several; a dense cache has one page for each
-    in_rows: bool  # there are any, they begin whole numbers of rows apart, and have at most LONGEST rows in all
+    in_rows: bool  # they begin whole numbers of rows apart, alike for k and v, and fewer than LONGEST in all
 
     @classmethod
     def describe(cls, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> "Pages":
         """Pages `[P, size, H, D]` and a table `[B, columns]`."""
-        return cls(k.shape[1], table.shape[1] > 1, all(pages_in_rows(x) for x in (k, v)))
+        rows = rows_of_page(k)
+        in_rows = rows is not None and rows == rows_of_page(v) and 0 < k.shape[0] * max(rows, 1) < LONGEST
+        return cls(k.shape[1], table.shape[1] > 1, in_rows)
 
 
-def pages_in_rows(x: torch.Tensor) -> bool:
-    """`Pages.in_rows` of one tensor `[P, size, H, D]`."""
-    num_pages, (page, row) = x.shape[0], x.stride()[:2]
-    if num_pages <= 1 or x.shape[1] == 1:
-        return 0 < num_pages <= LONGEST
-    return row > 0 and page % row == 0 and num_pages * page // row <= LONGEST
+def rows_of_page(x: torch.Tensor) -> int | None:
+    """Rows from page to page of `[P, size, H, D]`; `None` if that is no whole number. 0 for a single page."""
+    num_pages, size = x.shape[:2]
+    if num_pages <= 1:
+        return 0
+    if size == 1:
+        return 1
+    page, row = x.stride()[:2]
+    return page // row if row > 0 and page % row == 0 else None
 
 
 @dataclass(frozen=True, slots=True)

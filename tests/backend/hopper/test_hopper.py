@@ -23,7 +23,7 @@ from flashtile.backend.hopper import support, tables
 from flashtile.backend.hopper.tables import THREE_WARPGROUPS, TWO_WARPGROUPS
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
-from flashtile.call.problem import Problem
+from flashtile.call.problem import Pages, Problem
 from flashtile.call.window import Window
 from flashtile.dispatch import planner
 from flashtile.errors import BackendError
@@ -60,7 +60,13 @@ def problem(**changes: object) -> Problem:
     ("changes", "reason"),
     [
         ({"dtype": torch.float32}, "bfloat16 and float16"),
-        ({"layout": "paged"}, "paged"),
+        ({"layout": "paged", "pages": Pages(20, True, True)}, "multiples of 8"),
+        ({"layout": "paged", "pages": Pages(16, True, False)}, "rows apart"),
+        ({"layout": "paged", "pages": Pages(16, True, True), "leftpad_k": True}, "leftpad_k"),
+        (
+            {"layout": "paged", "pages": Pages(16, True, True), "features": Features(sinks=True, bias=(True,) * 4)},
+            "biases",
+        ),
         ({"head_dim": 264, "head_dim_v": 264}, "multiples of 8 up to 256"),
         ({"head_dim": 84}, "multiples of 8"),
         ({"seqused_q": True}, "seqused_q"),

@@ -44,17 +44,12 @@ def ragged_descriptor(x: Tensor, box: tuple[int, int]) -> TmaDescriptor:
 
 def pages_descriptor(x: Tensor, box: tuple[int, int]) -> TmaDescriptor:
     """Descriptor of pages `[P, rows, H, D]` whose first rows are whole numbers of rows apart. It cuts boxes at any row:
-    `ragged_descriptor` of the rows of all pages, where page `p` begins at row `p * page_stride(x)`.
+    `ragged_descriptor` of the rows of all pages, where page `p` begins at row `p * rows_of_page(x)`.
     """
     row, head = row_stride(x), x.stride(2) if x.shape[2] > 1 else TMA_ALIGNMENT
     strides = (2**34 - row, row, head, row, 1)
     shape = (2**31 - 1, 2**31 - 1, x.shape[2], RAGGED_EXTENT, x.shape[-1])
     return TmaDescriptor(x, shape, strides, (1, 1, 1, *box))
-
-
-def page_stride(x: Tensor) -> int:
-    """Rows from page to page of `[P, rows, H, D]`."""
-    return x.stride(0) // row_stride(x) if x.shape[0] > 1 else 0
 
 
 def row_stride(x: Tensor) -> int:

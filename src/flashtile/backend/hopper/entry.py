@@ -9,6 +9,7 @@ from torch import Tensor
 from ...call.call import Call, Tensors, lse_shape, new_rows
 from ...call.device import describe_device
 from ...call.plan import Plan
+from ...call.problem import rows_of_page
 from ..gpu import replay
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_contiguous_keys
@@ -17,7 +18,7 @@ from ..gpu.replay import Recorder, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
 from .bias_tiles import forward_tiles
 from .block_lists import NO_LISTS, mask_states, row_lists
-from .descriptors import dense_descriptor, page_stride, pages_descriptor, ragged_descriptor
+from .descriptors import dense_descriptor, pages_descriptor, ragged_descriptor
 from .distance_table import with_distance_table
 from .formulas import launch, units
 from .scheduler_args import query_group, scheduler_args
@@ -100,13 +101,12 @@ def paged_seqlens(recorder: Recorder, t: Tensors) -> Tensor:
 def page_scalars(t: Tensors) -> dict[str, int | None]:
     """The kernel's scalar arguments for pages `[P, page_size, H, D]`."""
     if t.page_table is None:
-        return dict.fromkeys(("stride_page_table", "num_pages", "page_size", "stride_k_pages", "stride_v_pages"))
+        return dict.fromkeys(("stride_page_table", "num_pages", "page_size", "stride_pages"))
     return {
         "stride_page_table": t.page_table.stride(0),
         "num_pages": t.k.shape[0],
         "page_size": t.k.shape[1],
-        "stride_k_pages": page_stride(t.k),
-        "stride_v_pages": page_stride(t.v),
+        "stride_pages": rows_of_page(t.k),
     }
 
 

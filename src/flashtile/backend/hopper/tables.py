@@ -23,7 +23,6 @@ ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
 COMBINE_ROWS = 16  # of a program that adds up the results of splits
 PAGE_COLUMNS = 64  # most columns of a box in pages: those of a panel of shared memory
-PAGES_PRODUCER_REGISTERS = 32
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster
 NEWEST_3WG_96 = (3, 7)  # version of Triton; with later ones, three warpgroups are 4 to 7% slower at head dimension 96
 IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
@@ -93,10 +92,16 @@ class ForwardConfig(Constexpr):
     pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
     bias_stages: int = 0  # of tiles of a bias that TMA loads, set for a launch; 0 without them
     page_rows: int = 0  # keys of a part of a block, which lies in one page; 0 where keys are not in pages
+    page_size: int | None = None  # where sequences have several pages
 
     @property
     def block_m(self) -> int:
         return MMA_M * self.num_warpgroups
+
+    @property
+    def num_producers(self) -> int:
+        """Warps that load q, k and v."""
+        return 2 if self.page_rows else 1
 
     def box_of_keys(self, head_dim: HeadDim) -> tuple[int, int]:
         """Rows and columns of a box of k or v."""
@@ -127,7 +132,8 @@ class ForwardConfig(Constexpr):
         return self if splits == 1 else replace(self, splits=splits, epilogue_columns=self.epilogue_columns // 2)
 
     def __str__(self) -> str:
-        return f"{self.block_m} x {self.block_n} ({self.num_warpgroups} warpgroups, {self.stages} stages)"
+        pages = f", pages in parts of {self.page_rows} keys" if self.page_rows else ""
+        return f"{self.block_m} x {self.block_n} ({self.num_warpgroups} warpgroups, {self.stages} stages{pages})"
 
 
 @dataclass(frozen=True)
@@ -320,8 +326,9 @@ def with_pages(config: ForwardConfig, problem: Problem) -> ForwardConfig:
     """The configuration for keys in pages, if they are: each part of a block lies in one page."""
     if problem.pages is None:
         return config
-    rows = gcd(problem.pages.size, config.block_n) if problem.pages.several else config.block_n
-    return replace(config, page_rows=rows, producer_registers=PAGES_PRODUCER_REGISTERS)
+    size = problem.pages.size if problem.pages.several else None
+    rows = config.block_n if size is None else gcd(size, config.block_n)
+    return replace(config, page_rows=rows, page_size=size)
 
 
 def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardConfig | SplitBackwardConfig:

@@ -46,6 +46,7 @@ from .mainloop import (
     tile_units,
     warpgroup_tile,
 )
+from .page_producers import keys_warp, values_warp
 from .producer import ForwardPipelines, producer_warp, q_stage
 
 
@@ -57,7 +58,7 @@ def forward_kernel(
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
     stride_mask_m, stride_mask_n, pair_rows, bias_desc,
     lists, stride_lists_b, stride_lists_h, stride_lists,
-    page_table, stride_page_table, num_pages, page_size, stride_k_pages, stride_v_pages,
+    page_table, stride_page_table, num_pages, page_size, stride_pages,
     seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
     CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
@@ -81,11 +82,11 @@ def forward_kernel(
     v = make_pipeline(v_desc, CONFIG.stages, NamedBarriers(FIRST_BARRIER + CONFIG.stages, THREADS), HEAD_DIM_V, PARTS)
     bias_tiles = make_bias_tiles(bias_desc, CONFIG.num_warpgroups, CONFIG)
     pipelines = ForwardPipelines(q, make_mbarriers(Q_BUFFERS, 1), k, v, bias_tiles)
-    queue = make_tile_queue(CONFIG.num_warpgroups + 1)
+    queue = make_tile_queue(CONFIG.num_warpgroups + CONFIG.num_producers)
     smem = allocate_boxes(out_desc, CONFIG.num_warpgroups, CONFIG.epilogue_columns)
     fence_async_shared()
 
-    pages = PageTable(page_table, stride_page_table, num_pages, page_size, stride_k_pages, stride_v_pages)
+    pages = PageTable(page_table, stride_page_table, num_pages, page_size, stride_pages)
     block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, None)
     scheduler = TileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, num_splits,
@@ -102,19 +103,44 @@ def forward_kernel(
     outputs = ForwardOutputs(out_desc, smem, lse, stride_lse, None if num_splits is None else num_heads)
     dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
     context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params, dropout, block_lists, pages)
-    if CONFIG.num_warpgroups == 2:
+    if CONFIG.page_rows > 0 and CONFIG.num_warpgroups == 2:
+        gl.warp_specialize(
+            [
+                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
+                (keys_warp, (q_desc, k_desc, pipelines, queue, pages, CONFIG, PACKED)),
+                (values_warp, (v_desc, pipelines, queue, pages, CONFIG)),
+                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+            ],
+            [4, 1, 1, 1],
+            [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 3,
+        )
+    elif CONFIG.page_rows > 0:
+        gl.warp_specialize(
+            [
+                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
+                (consumer_warpgroup, (gl.constexpr(2), context, CONFIG, PACKED)),
+                (keys_warp, (q_desc, k_desc, pipelines, queue, pages, CONFIG, PACKED)),
+                (values_warp, (v_desc, pipelines, queue, pages, CONFIG)),
+                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+            ],
+            [4, 4, 1, 1, 1],
+            [CONFIG.consumer_registers] * 2 + [CONFIG.producer_registers] * 3,
+        )
+    elif CONFIG.num_warpgroups == 2:
         gl.warp_specialize(
             [
                 (consumer_warpgroup, (0, context, CONFIG, PACKED)),
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
                 (
                     producer_warp,
-                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, pages, CONFIG, PACKED),
+                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, CONFIG, PACKED),
                 ),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
             [4, 1, 1],
-            [CONFIG.consumer_registers, CONFIG.producer_registers, CONFIG.producer_registers],
+            [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 2,
         )
     else:
         gl.warp_specialize(
@@ -124,7 +150,7 @@ def forward_kernel(
                 (consumer_warpgroup, (gl.constexpr(2), context, CONFIG, PACKED)),
                 (
                     producer_warp,
-                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, pages, CONFIG, PACKED),
+                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, CONFIG, PACKED),
                 ),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],

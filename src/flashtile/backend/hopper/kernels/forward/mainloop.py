@@ -197,7 +197,7 @@ def masked_scores(s, wg_tile, block, context, loaded, units, CONFIG: gl.constexp
         visible = visible_keys(t, context.bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k)
         if context.pages.data is not None:  # noqa: SIM102 - a compile-time branch
             if tile.token_k != 0:
-                visible = visible & keys_in_pages(context.pages, tile, first_key, CONFIG)
+                visible = visible & keys_in_pages(context.pages, tile, block, CONFIG)
         t = where_bits(visible, t, -INFINITY)
     return t
 

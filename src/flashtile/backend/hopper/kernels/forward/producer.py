@@ -10,7 +10,6 @@ from ..shared.bias_tiles import load_bias_tile
 from ..shared.block_lists import block_at, load_entry
 from ..shared.coordinates import kv_coord, q_coord
 from ..shared.mma import MMA_M
-from ..shared.pages import acquire_and_load_pages, load_pages
 from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load, expect_bytes, load_boxes, stage_of, wraps_of
 from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
 from .key_order import block_of_step, first_block
@@ -28,8 +27,7 @@ class ForwardPipelines(NamedTuple):
 
 @gluon.jit
 def producer_warp(
-    q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, lists, pages, CONFIG: gl.constexpr,
-    PACKED: gl.constexpr,
+    q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, lists, CONFIG: gl.constexpr, PACKED: gl.constexpr
 ):  # fmt: skip
     """The partition that loads q, k and v, and tiles of a bias.
 
@@ -39,6 +37,7 @@ def producer_warp(
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     BLOCK_N: gl.constexpr = CONFIG.block_n
+    STAGES: gl.constexpr = CONFIG.stages
     EARLY_Q: gl.constexpr = CONFIG.q_stages > 1
     k, v, inputs = pipelines.k, pipelines.v, params.inputs
     tile_count = 0
@@ -49,9 +48,8 @@ def producer_warp(
         first = first_block(tile, inputs, CONFIG)
         first_key = first_key_at(lists, tile, first, BLOCK_N)
         next_entry = load_entry(lists, tile.token_k, tile.hi - 2)
-        page = load_pages(pages, tile, first_key, CONFIG)
         if tile_count == 0:
-            load_keys(k, k_desc, pages.stride_k, pages, tile, page, first_key, 0, HEAD_DIM, CONFIG, PACKED)
+            acquire_and_load(k, k_desc, kv_coord(tile, first_key, PACKED), 0, STAGES, HEAD_DIM)
             load_q(q_desc, pipelines, tile, 0, CONFIG, PACKED)
             load_bias(bias_desc, pipelines, params, tile, first_key, 0, CONFIG)
         request_tile(queue, tile.hi - tile.lo <= REQUEST_DISTANCE)
@@ -61,24 +59,20 @@ def producer_warp(
             next_key = block_at(lists, block_of_step(tile.hi - 1 - step, first, tile, CONFIG), next_entry) * BLOCK_N
             if lists.data is not None:
                 next_entry = load_entry(lists, tile.token_k, tile.hi - 2 - step)
-            next_page = load_pages(pages, tile, next_key, CONFIG)
-            load_keys(k, k_desc, pages.stride_k, pages, tile, next_page, next_key, count, HEAD_DIM, CONFIG, PACKED)
-            load_keys(v, v_desc, pages.stride_v, pages, tile, page, first_key, count, HEAD_DIM_V, CONFIG, PACKED)
+            acquire_and_load(k, k_desc, kv_coord(tile, next_key, PACKED), count, STAGES, HEAD_DIM)
+            acquire_and_load(v, v_desc, kv_coord(tile, first_key, PACKED), count, STAGES, HEAD_DIM_V)
             load_bias(bias_desc, pipelines, params, tile, next_key, count, CONFIG)
             first_key = next_key
-            if pages.data is not None:
-                page = next_page
         previous = tile
         tile_count += 1
         count += 1
         tile = pop_tile(queue, tile_count)
         if tile.b >= 0:
             next_key = first_key_at(lists, tile, first_block(tile, inputs, CONFIG), BLOCK_N)
-            next_page = load_pages(pages, tile, next_key, CONFIG)
-            load_keys(k, k_desc, pages.stride_k, pages, tile, next_page, next_key, count, HEAD_DIM, CONFIG, PACKED)
+            acquire_and_load(k, k_desc, kv_coord(tile, next_key, PACKED), count, STAGES, HEAD_DIM)
             if EARLY_Q:
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
-        load_keys(v, v_desc, pages.stride_v, pages, previous, page, first_key, count, HEAD_DIM_V, CONFIG, PACKED)
+        acquire_and_load(v, v_desc, kv_coord(previous, first_key, PACKED), count, STAGES, HEAD_DIM_V)
         if not EARLY_Q:  # noqa: SIM102 - a compile-time branch
             if tile.b >= 0:
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
@@ -86,21 +80,6 @@ def producer_warp(
             if tile.b >= 0:
                 next_key = first_key_at(lists, tile, first_block(tile, inputs, CONFIG), BLOCK_N)
                 load_bias(bias_desc, pipelines, params, tile, next_key, count, CONFIG)
-
-
-@gluon.jit
-def load_keys(
-    pipeline, desc, stride, pages, tile, page, first_key, count, HEAD_DIM: gl.constexpr, CONFIG: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
-    """Wait until the stage of load number `count` is empty, and start the load of a block of k or v."""
-    if CONFIG.page_rows > 0:
-        acquire_and_load_pages(
-            pipeline, desc, stride, pages, tile, page, first_key, count, CONFIG.stages, HEAD_DIM, CONFIG.block_n,
-            CONFIG.page_rows,
-        )  # fmt: skip
-    else:
-        acquire_and_load(pipeline, desc, kv_coord(tile, first_key, PACKED), count, CONFIG.stages, HEAD_DIM)
 
 
 @gluon.jit

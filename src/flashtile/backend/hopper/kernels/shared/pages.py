@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .compat import reinterpret_smem, tma_load
-from .coordinates import ragged_coord
+from .coordinates import RAGGED_EXTENT, ragged_coord
 from .pipeline import producer_acquire, stage_of
 from .ptx import from_lane, lane_id
 
@@ -29,14 +29,20 @@ class PageTable(NamedTuple):
     stride: gl.tensor | None  # elements from sequence to sequence
     num_pages: gl.tensor | None
     page_size: gl.tensor | None
-    stride_k: gl.tensor | None  # rows from page to page
-    stride_v: gl.tensor | None
+    stride_rows: gl.tensor | None  # rows from page to page
+
+
+class BlockParts(NamedTuple):
+    """Coordinates of the parts of a block, one part in each lane; the others are the same for all."""
+
+    stop: gl.tensor
+    row: gl.tensor
 
 
 @gluon.jit
 def no_pages():
     """The table of keys that are not in pages."""
-    return PageTable(None, None, None, None, None, None)
+    return PageTable(None, None, None, None, None)
 
 
 @gluon.jit
@@ -47,45 +53,51 @@ def entries(pages, b, column, exists):
 
 
 @gluon.jit
-def part_of_lane(BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+def part_of_lane(CONFIG: gl.constexpr):
     """The part of a block that a lane has."""
-    if BLOCK_N == ROWS:
+    if CONFIG.page_parts == 1:
         return 0
     else:
         return lane_id()
 
 
 @gluon.jit
-def load_pages(pages, tile, first_key, CONFIG: gl.constexpr):
-    """The page of a lane's part of the block of keys that begins at `first_key`; -1 without keys. 0 without pages."""
-    if CONFIG.page_rows == 0:
-        return 0
-    else:
-        key = first_key + part_of_lane(CONFIG.block_n, CONFIG.page_rows) * CONFIG.page_rows
-        return entries(pages, tile.b, key // pages.page_size, key < tile.seqlen_k)
+def load_parts(pages, tile, block, CONFIG: gl.constexpr):
+    """Where the parts of a block of keys are: two coordinates of a lane's part. A block before the first one, after the
+    last step, has none.
+    """
+    key = block * CONFIG.block_n + part_of_lane(CONFIG) * CONFIG.page_rows
+    column, row = column_and_row(pages, key, CONFIG)
+    page = entries(pages, tile.b, column, (key >= 0) & (key < tile.seqlen_k))
+    length = gl.where(page < 0, 0, gl.minimum(tile.seqlen_k - (key - row), pages.page_size))
+    coord = ragged_coord(tile.head_k, row, gl.maximum(page, 0) * pages.stride_rows, length)
+    return BlockParts(coord[1], coord[3])
 
 
 @gluon.jit
-def acquire_and_load_pages(
-    pipeline, desc, stride, pages, tile, page, first_key, count, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """Wait until the stage of load number `count` is empty, and start the loads of a block, whose pages are given."""
-    PARTS: gl.constexpr = BLOCK_N // ROWS
-    key = first_key + part_of_lane(BLOCK_N, ROWS) * ROWS
-    row = key % pages.page_size
-    length = gl.where(page < 0, 0, gl.minimum(tile.seqlen_k - (key - row), pages.page_size))
-    coord = ragged_coord(tile.head_k, row, gl.maximum(page, 0) * stride, length)
+def column_and_row(pages, key, CONFIG: gl.constexpr):
+    """The column of the page table for a key, and its row in the page."""
+    PAGE_SIZE: gl.constexpr = CONFIG.page_size
+    if PAGE_SIZE is None:
+        return 0, key
+    else:
+        return key // PAGE_SIZE, key % PAGE_SIZE
+
+
+@gluon.jit
+def acquire_and_load_pages(pipeline, desc, head, parts, count, HEAD_DIM: gl.constexpr, CONFIG: gl.constexpr):
+    """Wait until the stage of load number `count` is empty, and start the loads of a block's parts."""
+    STAGES: gl.constexpr = CONFIG.stages
+    PARTS: gl.constexpr = CONFIG.page_parts
+    BOXES: gl.constexpr = PARTS * (HEAD_DIM.width // desc.block_type.shape[-1])
     stage = stage_of(count, STAGES)
     producer_acquire(pipeline.empty, count, STAGES)
-    BOXES: gl.constexpr = PARTS * (HEAD_DIM.width // desc.block_type.shape[-1])
     mbarrier.expect(pipeline.full.index(stage), BOXES * desc.block_type.nbytes)
     for part in range(PARTS):
-        if PARTS == 1:
-            load_part(pipeline, desc, coord, stage, part, STAGES, HEAD_DIM, PARTS)
-        else:
-            of_part = (coord[0], from_lane(coord[1], part), coord[2], from_lane(coord[3], part), 0)
-            load_part(pipeline, desc, of_part, stage, part, STAGES, HEAD_DIM, PARTS)
+        stop, row = parts.stop, parts.row
+        if PARTS > 1:
+            stop, row = from_lane(stop, part), from_lane(row, part)
+        load_part(pipeline, desc, (RAGGED_EXTENT, stop, head, row, 0), stage, part, STAGES, HEAD_DIM, PARTS)
 
 
 @gluon.jit
@@ -126,17 +138,15 @@ def lacks_pages(pages, b, first_key, stop_key):
 
 
 @gluon.jit
-def keys_in_pages(pages, tile, first_key, CONFIG: gl.constexpr):
+def keys_in_pages(pages, tile, block, CONFIG: gl.constexpr):
     """Mask bits (`column_masks`) of the keys of a block that are in pages, the same for all threads."""
-    ROWS: gl.constexpr = CONFIG.page_rows
-    PARTS: gl.constexpr = CONFIG.block_n // ROWS
-    if PARTS == 1:
-        page = entries(pages, tile.b, first_key // pages.page_size, first_key < tile.seqlen_k)
-        return gl.where(page < 0, 0, -1)
-    else:
-        bits = first_key * 0
-        for part in range(PARTS):
-            key = first_key + part * ROWS
-            page = entries(pages, tile.b, key // pages.page_size, key < tile.seqlen_k)
-            bits = bits | gl.where(page < 0, 0, ((1 << (ROWS // 4)) - 1) << (part * (ROWS // 4)))
-        return bits
+    PARTS: gl.constexpr = CONFIG.page_parts
+    BITS: gl.constexpr = CONFIG.page_rows // 4  # of a part
+    ALL: gl.constexpr = -1 if PARTS == 1 else (1 << BITS) - 1
+    bits = block * 0
+    for part in range(PARTS):
+        key = block * CONFIG.block_n + part * CONFIG.page_rows
+        column, _ = column_and_row(pages, key, CONFIG)
+        page = entries(pages, tile.b, column, key < tile.seqlen_k)
+        bits = bits | gl.where(page < 0, 0, ALL << (part * BITS))
+    return bits

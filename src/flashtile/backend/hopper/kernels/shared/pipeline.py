@@ -62,8 +62,8 @@ def make_pipeline(desc, STAGES: gl.constexpr, empty, HEAD_DIM: gl.constexpr, BOX
 
 
 @gluon.jit
-def allocate_chunks(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, BOXES: gl.constexpr):
-    """Shared memory for each chunk of a head dimension."""
+def allocate_chunks(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, BOXES: gl.constexpr = 1):
+    """Shared memory for each chunk of a head dimension, for BOXES boxes below each other."""
     buffers = ()
     for c in gl.static_range(len(HEAD_DIM.chunks)):
         buffers = buffers + (allocate_boxes(desc, STAGES, HEAD_DIM.chunks[c], BOXES),)
