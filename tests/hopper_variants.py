@@ -140,8 +140,8 @@ FORWARD_ONLY = ("softcap 64", "everything 64", "everything 8")
 
 
 def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
-    """A random problem of a variant. The backward pass of FORWARD_ONLY and of pages, the gradient of a bias, and that of
-    slopes with a softcap or wide heads, run in other backends.
+    """A random problem of a variant. The backward pass of FORWARD_ONLY and of pages, the gradient of a bias, and that
+    of slopes with a softcap or wide heads, run in other backends.
     """
     case = VARIANTS[name].case(seed, device, lengths)
     wide = max(case.arguments[x].shape[-1] for x in "qv") > 128
