@@ -179,6 +179,66 @@ def test_a_fixed_split_makes_rows_independent_of_their_batch() -> None:
             assert torch.equal(run(slice(n, n + 1))[0], together[n])
 
 
+DECODED = {  # batch, query and key heads, queries, keys, width: those that have tiles or splits of their own
+    "alone on a core": (1, 14, 2, 1, 1100, 64),
+    "several of a core": (16, 12, 12, 1, 300, 64),
+    "two chunks": (8, 10, 10, 1, 333, 80),
+    "larger blocks": (2, 32, 8, 1, 1500, 128),
+    "two tiles of a group": (3, 71, 1, 1, 700, 64),
+    "speculative": (8, 32, 8, 5, 900, 128),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("page_size", [None, 16, 64, 128])
+@pytest.mark.parametrize("name", DECODED)
+def test_decoding_is_right_and_repeats(name: str, page_size: int | None) -> None:
+    """Dense caches and pages of any order, all lengths, what is not in use poisoned."""
+    batch, heads, heads_kv, rows, keys, width = DECODED[name]
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(batch, h, n, width, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for h, n in ((heads, rows), (heads_kv, keys), (heads_kv, keys))
+    )
+    lengths = torch.tensor([keys - 97 * b % (keys - rows) for b in range(batch)], dtype=torch.int32, device="cuda")
+    unused = (torch.arange(keys, device="cuda") >= lengths[:, None])[:, None, :, None]
+    expected = fp64_decoding(q, k, v, lengths)
+    caches, table = [x.masked_fill(unused, torch.nan) for x in (k, v)], None
+    if page_size is not None:
+        pages = -(-keys // page_size)
+        table = torch.randperm(batch * pages, device="cuda", generator=generator).view(batch, pages)
+        caches = [in_pages(x, table, page_size) for x in caches]
+    step = partial(
+        flashtile.attention_with_kvcache, q, *caches, cache_seqlens=lengths, causal=True, return_lse=True,
+        page_table=None if table is None else table.int(), backend="triton",
+    )  # fmt: skip
+    for num_splits in (None, 1, 2, 7, 16, 33):
+        out, lse = step(num_splits=num_splits)
+        torch.testing.assert_close(out.double(), expected[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse.double(), expected[1], rtol=1e-4, atol=1e-4)
+        for _ in range(20):
+            again = step(num_splits=num_splits)
+            assert torch.equal(again[0], out)
+            assert torch.equal(again[1], lse)
+
+
+def fp64_decoding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> tuple[Any, Any]:
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    last = torch.arange(q.shape[2], device="cuda")[:, None] + (lengths.view(-1, 1, 1, 1) - q.shape[2])
+    s = q.double() @ k.mT * q.shape[-1] ** -0.5
+    s = s.masked_fill(torch.arange(k.shape[2], device="cuda") > last, -torch.inf)
+    return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+
+
+def in_pages(x: torch.Tensor, table: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Pages `[num_pages, page_size, H, D]` of `x [B, H, S, D]`, in the table's order, with NaN after the last key."""
+    rows = torch.nn.functional.pad(x, (0, 0, 0, table.shape[1] * page_size - x.shape[2]), value=torch.nan)
+    pages = rows.unflatten(2, (table.shape[1], page_size)).permute(0, 2, 3, 1, 4)
+    found = torch.empty_like(pages.flatten(0, 1), memory_format=torch.contiguous_format)
+    found[table.flatten()] = pages.flatten(0, 1)
+    return found
+
+
 @torch.no_grad()
 def test_split_steps_run_side_by_side() -> None:
     """Two graphs and two streams at once: none counts the splits of another."""

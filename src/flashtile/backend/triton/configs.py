@@ -151,7 +151,7 @@ MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes
 INTERPRETER_WALKS = tuple(Walk(over, 16, 16, 4, 1, programs=4, width=512) for over in ("keys", "rows"))
 MIN_COPY_BYTES = 4  # of an asynchronous copy
 KEYS_TIMES_WIDTH, FEW = 8192, 16  # of a tile that decodes; rows above which products take time too
-FEW_SPLITS = 8  # up to which several programs of a core share a row; merging more takes longer than it gains
+FEW_SPLITS = 4  # up to which several programs of a core share a row; merging more takes longer than it gains
 TWO_CHUNKS = range(65, 97)  # widths that are held as 64 and 16 or 32 features: more warps have no more to do
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
 SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
