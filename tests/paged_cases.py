@@ -51,10 +51,11 @@ class Paged:
                     x[page, :rows] = randn(rows, heads_k, x.shape[-1])
         arguments = dict(self.arguments)
         packed = isinstance(self.queries, tuple)
-        rows = (sum(self.queries) + 2, heads_q) if packed else (batch, heads_q, self.queries)
-        arguments["q"] = randn(*rows, self.head_dim)
-        if packed:
+        if isinstance(self.queries, tuple):
+            arguments["q"] = randn(sum(self.queries) + 2, heads_q, self.head_dim)
             arguments["cu_seqlens_q"] = torch.tensor([0, *self.queries]).cumsum(0).int()
+        else:
+            arguments["q"] = randn(batch, heads_q, self.queries, self.head_dim)
         lengths = torch.tensor(self.keys, dtype=torch.int32)
         if self.dense_cache:
             caches = {f"{name}_cache": x.transpose(1, 2) for name, x in pages.items()}
