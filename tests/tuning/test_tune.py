@@ -16,7 +16,7 @@ from flashtile.backend.triton import configs, support, tuned
 from flashtile.backend.triton.configs import KernelConfig
 from flashtile.call.call import Features
 from flashtile.call.device import Device
-from flashtile.call.problem import Problem
+from flashtile.call.problem import Pages, Problem
 from flashtile.cli import main
 from flashtile.errors import AttentionWarning
 from flashtile.tuning.search import LEAST_GAIN, TuningError, neighbors, search
@@ -216,8 +216,8 @@ def test_plain_problems_take_what_was_found() -> None:
     "changes",
     [
         {"features": Features(bias=(True,) * 4)}, {"features": Features(mask=(True, True, False, False))},
-        {"features": Features(alibi_slopes=True)}, {"dropout": True}, {"alignment": 2}, {"page_size": 16},
-        {"seqlen_q": 1},
+        {"features": Features(alibi_slopes=True)}, {"dropout": True}, {"alignment": 2},
+        {"pages": Pages(16, True, True)}, {"seqlen_q": 1},
     ],
 )  # fmt: skip
 def test_problems_that_need_room_keep_the_shipped_tiles(changes: dict[str, object]) -> None:

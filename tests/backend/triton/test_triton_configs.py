@@ -12,7 +12,7 @@ from flashtile.backend.triton import configs, support
 from flashtile.backend.triton.configs import HALF, SMALL, KernelConfig
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
-from flashtile.call.problem import Problem
+from flashtile.call.problem import Pages, Problem
 from flashtile.call.window import Window
 
 H200, A100 = Device("cuda", "H200", "sm_90", 132), Device("cuda", "A100", "sm_80", 108)
@@ -179,7 +179,7 @@ def test_decoding_fills_the_chip(call: tuple[int, ...], expected: tuple[int, ...
 
 def test_blocks_of_keys_are_no_longer_than_pages() -> None:
     for page_size, block_n in ((16, 64), (64, 64), (128, 128), (256, 128)):
-        paged = decoding(1, 32, 8, 8192, 128, layout="paged", page_size=page_size)
+        paged = decoding(1, 32, 8, 8192, 128, layout="paged", pages=Pages(page_size, True, True))
         assert configs.tile(paged, H200).forward.block_n == block_n
 
 

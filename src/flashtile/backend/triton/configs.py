@@ -281,7 +281,7 @@ def for_programs(chosen: KernelConfig, problem: Problem, device: Device) -> Kern
     narrowest, width = min(p.head_dim, p.head_dim_v), max(p.head_dim, p.head_dim_v)
     programs = num_programs(chosen, group_of(p), p)
     if 2 * programs <= device.cores:
-        larger = width <= 128 and narrowest > TWO_CHUNKS[-1] and (p.page_size is None or p.page_size >= 128)
+        larger = width <= 128 and narrowest > TWO_CHUNKS[-1] and (p.pages is None or p.pages.size >= 128)
         return KernelConfig(FEW, 128, 4, 3) if larger else chosen
     if width in TWO_CHUNKS:
         return KernelConfig(FEW, 32, 1, 4)
