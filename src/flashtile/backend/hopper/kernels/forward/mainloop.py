@@ -26,6 +26,7 @@ from ..shared.score_mod import KeyRun, Loaded
 from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import TileQueue, WorkTile
+from .dropout import read_kept_pairs
 from .key_order import block_of_step, first_block
 from .producer import ForwardPipelines, q_stage
 
@@ -152,10 +153,7 @@ def mainloop_step(
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
     of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(context.lists, entry)
-    kept = kept_pairs(
-        context.dropout, stream, tile.b, tile.head, wg_tile.first_row, block * CONFIG.block_n,
-        zero_scores(CONFIG.block_n), False,
-    )  # fmt: skip
+    kept = step_kept_pairs(context, stream, wg_tile, block, count, warpgroup, CONFIG)
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     bias = tile_bias(pipelines.bias, count, warpgroup, CONFIG)
     pairs = pair_block(context.params, wg_tile, block, bias, CONFIG)
@@ -171,6 +169,19 @@ def mainloop_step(
     p = mma_operand(p, acc, v.data[0].dtype)
     changed = gl.where(n == tile.hi - 1, 0, changed)  # in a first step, acc is the previous tile's
     return SoftmaxState(softmax.rescale(acc, alpha, changed), p, row_max, l)
+
+
+@gluon.jit
+def step_kept_pairs(context, stream, wg_tile, block, count, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
+    """The pairs that dropout keeps of a step, as `kept_pairs`."""
+    scores, bits, tile = zero_scores(CONFIG.block_n), context.pipelines.dropout, wg_tile.tile
+    if len(bits) > 0:
+        return read_kept_pairs(bits[0], count, warpgroup, scores, CONFIG)
+    else:
+        first_key = block * CONFIG.block_n
+        return kept_pairs(
+            context.dropout, stream, tile.b, tile.head, wg_tile.first_row, first_key, scores, False
+        )  # fmt: skip
 
 
 @gluon.jit
