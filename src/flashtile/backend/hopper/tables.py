@@ -147,6 +147,9 @@ class FusedBackwardConfig(Constexpr):
     score_mod: Any = None
     pair_align: int = 1
     bias_stages: int = 0
+    dropout_stages: int = 0
+    dropout_registers: int = 56
+    num_warpgroups: int = NUM_WARPGROUPS
     kind: Literal["fused"] = "fused"
 
     @property
@@ -263,6 +266,7 @@ THREE_WARPGROUPS = {
 # By width: stages for the bits that another warpgroup makes, where shared memory has room for them.
 DROPOUT_STAGES = {(64, 64): 2, (96, 96): 1, (128, 128): 1}
 DROPOUT_CONSUMER_REGISTERS = 216
+DROPOUT_BACKWARD = ((64, 64), (96, 96))  # at 128, consumers have no registers to spare
 FUSED_BACKWARD = {
     64: FusedBackwardConfig(D64, 128, 2, 240, 24, early_half_exps=True),
     96: FusedBackwardConfig(D96, 64, 2, 240, 24, early_half_exps=False),
@@ -303,7 +307,10 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
     if problem.dropout and not features and width in DROPOUT_STAGES:
         forward = replace(forward, dropout_stages=DROPOUT_STAGES[width], consumer_registers=DROPOUT_CONSUMER_REGISTERS)
-    return TileConfig(forward, backward_config(problem, width))
+    backward = backward_config(problem, width)
+    if problem.dropout and not features and backward.kind == "fused" and width in DROPOUT_BACKWARD:
+        backward = replace(backward, dropout_stages=2, consumer_registers=224, dropout_registers=40)
+    return TileConfig(forward, backward)
 
 
 def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardConfig | SplitBackwardConfig:

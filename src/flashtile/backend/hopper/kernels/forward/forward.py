@@ -16,6 +16,7 @@ from ..shared.block_lists import BlockLists, load_entry
 from ..shared.compat import kernel
 from ..shared.coordinates import q_coord
 from ..shared.dropout import Dropout, load_stream
+from ..shared.dropout_bits import make_dropout_bits
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds
 from ..shared.mma import MMA_M, gemm_rs, gemm_wait, scale_rows
@@ -35,7 +36,7 @@ from ..shared.pipeline import (
 from ..shared.ptx import opaque
 from ..shared.scores import ScoreParams
 from ..shared.tile_scheduler import SeqlenInfo, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
-from .dropout import dropout_warpgroup, make_dropout_bits
+from .dropout import dropout_warpgroup
 from .mainloop import (
     ForwardContext,
     ForwardOutputs,

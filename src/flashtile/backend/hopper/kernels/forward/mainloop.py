@@ -17,6 +17,7 @@ from ..shared.block_lists import BlockLists, block_at, partial_of
 from ..shared.column_masks import where_bits
 from ..shared.distances import columns
 from ..shared.dropout import Dropout, kept_pairs, where_kept
+from ..shared.dropout_bits import read_bits
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
 from ..shared.pairs import PairBlock, hide
@@ -26,7 +27,6 @@ from ..shared.score_mod import KeyRun, Loaded
 from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import TileQueue, WorkTile
-from .dropout import read_kept_pairs
 from .key_order import block_of_step, first_block
 from .producer import ForwardPipelines, q_stage
 
@@ -176,7 +176,7 @@ def step_kept_pairs(context, stream, wg_tile, block, count, warpgroup: gl.conste
     """The pairs that dropout keeps of a step, as `kept_pairs`."""
     scores, bits, tile = zero_scores(CONFIG.block_n), context.pipelines.dropout, wg_tile.tile
     if len(bits) > 0:
-        return read_kept_pairs(bits[0], count, warpgroup, scores, CONFIG)
+        return read_bits(bits[0], count, warpgroup, scores, CONFIG)
     else:
         first_key = block * CONFIG.block_n
         return kept_pairs(

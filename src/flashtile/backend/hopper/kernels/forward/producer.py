@@ -23,7 +23,7 @@ class ForwardPipelines(NamedTuple):
     k: Pipeline
     v: Pipeline
     bias: tuple  # its tiles, or nothing (`bias_tiles`)
-    dropout: tuple  # its bits, or nothing (`dropout.make_dropout_bits`)
+    dropout: tuple  # its bits, or nothing (`dropout_bits`)
 
 
 @gluon.jit
