@@ -89,8 +89,6 @@ class ForwardConfig(Constexpr):
     score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
     pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
     bias_stages: int = 0  # of tiles of a bias that TMA loads, set for a launch; 0 without them
-    dropout_stages: int = 0  # of dropout's bits from a warpgroup of its own; 0 where consumers make them
-    dropout_registers: int = 56
 
     @property
     def block_m(self) -> int:
@@ -147,9 +145,6 @@ class FusedBackwardConfig(Constexpr):
     score_mod: Any = None
     pair_align: int = 1
     bias_stages: int = 0
-    dropout_stages: int = 0
-    dropout_registers: int = 56
-    num_warpgroups: int = NUM_WARPGROUPS
     kind: Literal["fused"] = "fused"
 
     @property
@@ -263,10 +258,6 @@ THREE_WARPGROUPS = {
     (64, 64): ForwardConfig(D64, D64, 64, 128, 3, 4, 160, 32, speculative_exps=0),
     (96, 96): ForwardConfig(D96, D96, 64, 64, 3, 4, 160, 32, speculative_exps=0),
 }
-# By width: stages for the bits that another warpgroup makes, where shared memory has room for them.
-DROPOUT_STAGES = {(64, 64): 2, (96, 96): 1, (128, 128): 1}
-DROPOUT_CONSUMER_REGISTERS = 216
-DROPOUT_BACKWARD = ((64, 64), (96, 96))  # at 128, consumers have no registers to spare
 FUSED_BACKWARD = {
     64: FusedBackwardConfig(D64, 128, 2, 240, 24, early_half_exps=True),
     96: FusedBackwardConfig(D96, 64, 2, 240, 24, early_half_exps=False),
@@ -298,19 +289,14 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     score_mod = problem.score_mod
     costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
     masked = problem.features.mask is not None or problem.mask_mod is not None
-    features = problem.softcap or problem.features.score_terms or costly or masked
+    features = problem.softcap or problem.features.score_terms or costly or masked or problem.dropout
     width = widths(problem)
     assert width is not None  # `support` declines others
     fits = width != (96, 96) or (compiler_version(device.arch) or NEWEST_3WG_96) <= NEWEST_3WG_96
     min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides
-    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits and not features and not problem.dropout
+    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits and not features
     forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
-    if problem.dropout and not features and width in DROPOUT_STAGES:
-        forward = replace(forward, dropout_stages=DROPOUT_STAGES[width], consumer_registers=DROPOUT_CONSUMER_REGISTERS)
-    backward = backward_config(problem, width)
-    if problem.dropout and not features and backward.kind == "fused" and width in DROPOUT_BACKWARD:
-        backward = replace(backward, dropout_stages=2, consumer_registers=224, dropout_registers=40)
-    return TileConfig(forward, backward)
+    return TileConfig(forward, backward_config(problem, width))
 
 
 def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardConfig | SplitBackwardConfig:

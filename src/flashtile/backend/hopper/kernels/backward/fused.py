@@ -29,7 +29,6 @@ from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel, reinterpret_smem, thread_barrier
 from ..shared.coordinates import dkdv_coord
 from ..shared.dropout import Dropout, both_where_kept, kept_pairs, load_stream
-from ..shared.dropout_bits import make_dropout_bits, read_bits
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, zero_accumulators
@@ -51,7 +50,6 @@ from ..shared.ptx import barrier_arrive, barrier_sync, opaque
 from ..shared.scores import ScoreParams
 from ..shared.swizzle import swizzled
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
-from .dropout import dropout_warpgroup
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from .scores import begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
@@ -87,7 +85,6 @@ class BackwardContext(NamedTuple):
     dropout: Dropout
     lists: BlockLists
     slope_gradient: SlopeGradient
-    bits: tuple  # of dropout, or nothing (`dropout_bits`)
 
 
 @kernel
@@ -124,8 +121,7 @@ def backward_kernel(
     dq_pipeline = DqPipeline(smem, NamedBarriers(DQ_BARRIER, 128 + 32), make_mbarriers(NUM_WARPGROUPS, 1))
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([MMA_M, CONFIG.block_m], q_desc.dtype)
     ds = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES * NUM_WARPGROUPS, MMA_M, CONFIG.block_m], ds_layout)
-    DROPOUT_WARPGROUPS: gl.constexpr = 1 if CONFIG.dropout_stages > 0 else 0
-    queue = make_tile_queue(2 * NUM_WARPGROUPS + DROPOUT_WARPGROUPS + 1)
+    queue = make_tile_queue(2 * NUM_WARPGROUPS + 1)
     fence_async_shared()
 
     block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, ranks)
@@ -145,47 +141,28 @@ def backward_kernel(
     dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
     slope_gradient = SlopeGradient(dslopes, num_heads_k * group, num_blocks)
     context = BackwardContext(
-        pipelines, outputs, queue, group, row_splits, bounds, params, dropout, block_lists, slope_gradient,
-        make_dropout_bits(CONFIG),
-    )  # fmt: skip
+        pipelines, outputs, queue, group, row_splits, bounds, params, dropout, block_lists, slope_gradient
+    )
     # Dense calls alone have several parts or splits.
     part_rows = None if dq_parts is None else batch * num_heads_k * group * padded_rows
     dq_writer = DqWriter(
         dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, dq_parts, part_rows, block_lists
     )
-    if DROPOUT_WARPGROUPS == 0:
-        gl.warp_specialize(
-            [
-                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (
-                    backward_producer_warp,
-                    (descs, pipelines, queue, group, padded_rows, params, block_lists, CONFIG, PACKED),
-                ),
-                (dq_writer_warp, (0, dq_writer, CONFIG)),
-                (dq_writer_warp, (gl.constexpr(1), dq_writer, CONFIG)),
-                (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-            ],
-            [4, 1, 1, 1, 1],
-            [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 4,
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (dropout_warpgroup, (context, CONFIG)),
-                (
-                    backward_producer_warp,
-                    (descs, pipelines, queue, group, padded_rows, params, block_lists, CONFIG, PACKED),
-                ),
-                (dq_writer_warp, (0, dq_writer, CONFIG)),
-                (dq_writer_warp, (gl.constexpr(1), dq_writer, CONFIG)),
-                (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-            ],
-            [4, 4, 1, 1, 1, 1],
-            [CONFIG.consumer_registers, CONFIG.dropout_registers] + [CONFIG.producer_registers] * 4,
-        )
+    gl.warp_specialize(
+        [
+            (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+            (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
+            (
+                backward_producer_warp,
+                (descs, pipelines, queue, group, padded_rows, params, block_lists, CONFIG, PACKED),
+            ),
+            (dq_writer_warp, (0, dq_writer, CONFIG)),
+            (dq_writer_warp, (gl.constexpr(1), dq_writer, CONFIG)),
+            (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+        ],
+        [4, 1, 1, 1, 1],
+        [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 4,
+    )
 
 
 @gluon.jit
@@ -230,9 +207,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         loaded = load_block(block, params, CONFIG)
         loaded = with_bias(loaded, pipelines.bias, count, steps > 0, warpgroup, NUM_WARPGROUPS, CONFIG)
         partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
-        kept = ()
-        if len(context.bits) == 0:
-            kept = kept_pairs(dropout, stream, block.b, block.head, block.first_row, block.first_key, zeros, True)
+        kept = kept_pairs(dropout, stream, block.b, block.head, block.first_row, block.first_key, zeros, True)
         for steps_left in range(steps, 0, -1):
             q_i = stage_chunks(rows.q, count, STAGES)
             dout_i = stage_chunks(rows.dout, count, STAGES)
@@ -266,12 +241,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
                     dp = where_bits(visible, dp, 0.0)
                 ds = ds_weight * dp
             else:
-                if len(context.bits) == 0:
-                    dp, p = both_where_kept(kept, dp, p, True)
-                else:
-                    dp, p = both_where_kept(
-                        read_bits(context.bits[0], count, warpgroup, zeros, CONFIG), dp, p, True
-                    )  # fmt: skip
+                dp, p = both_where_kept(kept, dp, p, True)
                 p = p.to(dtype)
                 dp = dp * dropout.keep_scale + rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout)
                 ds = ds_weight * dp
@@ -301,10 +271,9 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             partial = partial_of(lists, next_entry)
             next_coord = block_coord(tile, group, next_head, next_block, first_key, partial, CONFIG)
             loaded = load_block(next_coord, params, CONFIG)  # before the wait
-            if len(context.bits) == 0:
-                kept = kept_pairs(
-                    dropout, stream, next_coord.b, next_coord.head, next_coord.first_row, first_key, zeros, True
-                )  # fmt: skip
+            kept = kept_pairs(
+                dropout, stream, next_coord.b, next_coord.head, next_coord.first_row, first_key, zeros, True
+            )  # fmt: skip
             s = warpgroup_mma_wait(CHUNKS, deps=(s,))
             m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
             if lists.data is not None:

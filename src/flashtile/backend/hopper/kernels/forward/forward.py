@@ -16,7 +16,6 @@ from ..shared.block_lists import BlockLists, load_entry
 from ..shared.compat import kernel
 from ..shared.coordinates import q_coord
 from ..shared.dropout import Dropout, load_stream
-from ..shared.dropout_bits import make_dropout_bits
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds
 from ..shared.mma import MMA_M, gemm_rs, gemm_wait, scale_rows
@@ -36,7 +35,6 @@ from ..shared.pipeline import (
 from ..shared.ptx import opaque
 from ..shared.scores import ScoreParams
 from ..shared.tile_scheduler import SeqlenInfo, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
-from .dropout import dropout_warpgroup
 from .mainloop import (
     ForwardContext,
     ForwardOutputs,
@@ -78,9 +76,8 @@ def forward_kernel(
     k = make_pipeline(k_desc, CONFIG.stages, NamedBarriers(FIRST_BARRIER, THREADS), HEAD_DIM)
     v = make_pipeline(v_desc, CONFIG.stages, NamedBarriers(FIRST_BARRIER + CONFIG.stages, THREADS), HEAD_DIM_V)
     bias_tiles = make_bias_tiles(bias_desc, CONFIG.num_warpgroups, CONFIG)
-    pipelines = ForwardPipelines(q, make_mbarriers(Q_BUFFERS, 1), k, v, bias_tiles, make_dropout_bits(CONFIG))
-    DROPOUT_WARPGROUPS: gl.constexpr = 1 if CONFIG.dropout_stages > 0 else 0
-    queue = make_tile_queue(CONFIG.num_warpgroups + DROPOUT_WARPGROUPS + 1)
+    pipelines = ForwardPipelines(q, make_mbarriers(Q_BUFFERS, 1), k, v, bias_tiles)
+    queue = make_tile_queue(CONFIG.num_warpgroups + 1)
     smem = allocate_boxes(out_desc, CONFIG.num_warpgroups, CONFIG.epilogue_columns)
     fence_async_shared()
 
@@ -100,22 +97,7 @@ def forward_kernel(
     outputs = ForwardOutputs(out_desc, smem, lse, stride_lse, None if num_splits is None else num_heads)
     dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
     context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params, dropout, block_lists)
-    if DROPOUT_WARPGROUPS == 1:
-        gl.warp_specialize(
-            [
-                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (dropout_warpgroup, (context, CONFIG)),
-                (
-                    producer_warp,
-                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, CONFIG, PACKED),
-                ),
-                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-            ],
-            [4, 4, 1, 1],
-            [CONFIG.consumer_registers, CONFIG.dropout_registers] + [CONFIG.producer_registers] * 2,
-        )
-    elif CONFIG.num_warpgroups == 2:
+    if CONFIG.num_warpgroups == 2:
         gl.warp_specialize(
             [
                 (consumer_warpgroup, (0, context, CONFIG, PACKED)),

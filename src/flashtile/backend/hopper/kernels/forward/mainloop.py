@@ -17,7 +17,6 @@ from ..shared.block_lists import BlockLists, block_at, partial_of
 from ..shared.column_masks import where_bits
 from ..shared.distances import columns
 from ..shared.dropout import Dropout, kept_pairs, where_kept
-from ..shared.dropout_bits import read_bits
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait_pair, zero_accumulators
 from ..shared.pairs import PairBlock, hide
@@ -153,7 +152,10 @@ def mainloop_step(
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
     of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(context.lists, entry)
-    kept = step_kept_pairs(context, stream, wg_tile, block, count, warpgroup, CONFIG)
+    kept = kept_pairs(
+        context.dropout, stream, tile.b, tile.head, wg_tile.first_row, block * CONFIG.block_n,
+        zero_scores(CONFIG.block_n), False,
+    )  # fmt: skip
     s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))
     bias = tile_bias(pipelines.bias, count, warpgroup, CONFIG)
     pairs = pair_block(context.params, wg_tile, block, bias, CONFIG)
@@ -169,19 +171,6 @@ def mainloop_step(
     p = mma_operand(p, acc, v.data[0].dtype)
     changed = gl.where(n == tile.hi - 1, 0, changed)  # in a first step, acc is the previous tile's
     return SoftmaxState(softmax.rescale(acc, alpha, changed), p, row_max, l)
-
-
-@gluon.jit
-def step_kept_pairs(context, stream, wg_tile, block, count, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
-    """The pairs that dropout keeps of a step, as `kept_pairs`."""
-    scores, bits, tile = zero_scores(CONFIG.block_n), context.pipelines.dropout, wg_tile.tile
-    if len(bits) > 0:
-        return read_bits(bits[0], count, warpgroup, scores, CONFIG)
-    else:
-        first_key = block * CONFIG.block_n
-        return kept_pairs(
-            context.dropout, stream, tile.b, tile.head, wg_tile.first_row, first_key, scores, False
-        )  # fmt: skip
 
 
 @gluon.jit

@@ -23,7 +23,6 @@ class ForwardPipelines(NamedTuple):
     k: Pipeline
     v: Pipeline
     bias: tuple  # its tiles, or nothing (`bias_tiles`)
-    dropout: tuple  # its bits, or nothing (`dropout_bits`)
 
 
 @gluon.jit
