@@ -57,14 +57,22 @@ def execute(asm: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     active = torch.tensor(True).expand_as(like)
     some = every = True  # threads are active
     inactive: dict[str, Tensor] = {}
-    for words in lines_of(asm):
+    lines, place = lines_of(asm), 0
+    while place < len(lines):
+        words = lines[place]
+        place += 1
         if words[0].endswith(":"):
-            active = active | inactive.pop(words[0][:-1])
+            active = active | inactive.pop(words[0][:-1], False)
             some, every = bool(active.any()), bool(active.all())
         elif words[1:2] == ["bra"]:
             branches = active & predicate(words[0][1:], state)
             if not (branches == branches[:, :1]).all():
                 raise EmulationError("the threads of a warp diverge")
+            if (start := [f"{words[2]}:"]) in lines[:place]:
+                if branches.any():  # back to a label, all warps alike
+                    assert branches.all()
+                    place = lines.index(start)
+                continue
             inactive[words[2]] = branches
             active = active & ~branches
             some, every = bool(active.any()), bool(active.all())
@@ -86,7 +94,7 @@ def lines_of(asm: str) -> list[list[str]]:
     """Words of each instruction and label."""
     text = re.sub(r"//[^\n]*", "", asm).strip(" {}\n").replace(":", ":;")
     lines = (re.split(r"[\s,]+", line.strip()) for line in text.split(";"))
-    return [words for words in lines if words[0] not in ("", ".reg")]
+    return [words for words in lines if words[0] not in ("", ".reg", ".pragma")]
 
 
 def split_words(words: list[str]) -> tuple[Any, ...]:
@@ -170,6 +178,7 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "add": without_name(lambda a, b: (unsigned(a) + unsigned(b)) & 0xFFFFFFFF),
     "shl": without_name(lambda a, b: unsigned(a) << b & 0xFFFFFFFF),
     "shr": without_name(lambda a, b: unsigned(a) >> b),
+    "mad.lo.u32": without_name(lambda a, b, c: (unsigned(a) * unsigned(b) + unsigned(c)) & 0xFFFFFFFF),
     "mul.wide.u32": without_name(lambda a, b: unsigned(a) * unsigned(b)),  # modulo 2 ** 64
     "mov.b64": without_name(lambda x: (unsigned(x), unsigned(x >> 32))),
     "lop3": logic,

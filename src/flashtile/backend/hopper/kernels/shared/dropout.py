@@ -64,11 +64,8 @@ def kept_pairs(dropout, stream, b, head, first_row, first_key, x, TRANSPOSED: gl
         else:
             thread = zeros + t
             rows, octets = zeros + row + i, octet + CALLS * thread
-        bits = zeros - 1
-        if dropout.threshold > 0:  # ptxas would move code without a branch in front of the products that it overlaps
-            whole_head = dropout.first_head + b * dropout.num_heads + head
-            bits = keep_bits(rows, octets, thread, whole_head, stream, CALLS, TRANSPOSED)
-        return (bits,)
+        whole_head = dropout.first_head + b * dropout.num_heads + head
+        return (keep_bits(rows, octets, thread, whole_head, stream, CALLS, TRANSPOSED),)
 
 
 @gluon.jit
@@ -104,7 +101,7 @@ def places(view, TRANSPOSED: gl.constexpr):
     if TRANSPOSED:
         G: gl.constexpr = OCTETS // 8
         maker = o // G
-        return maker // 2 * 8 + maker % 2 * 4 + o % G * 2 + pair
+        return maker // 2 * 8 + (8 - 4 * G) + (o % G * 2 + pair) * 2 + maker % 2
     else:
         G: gl.constexpr = OCTETS // 4
-        return o // G * 8 + pair * 4 + o % G
+        return o // G * 8 + (8 - 2 * G) + o % G * 2 + pair

@@ -19,23 +19,24 @@ REGISTERS = gl.constexpr("""{ // keep_bits
 .reg .b64 product; .reg .pred p;
 .reg .b32 x, y, z, mine, select, row, octet, bits0, bits1, head_high, head_low, a_high, a_low, b_high, b_low;
 .reg .b32 row0_high, row0_low, row1_high, row1_low, octet0_high, octet0_low, octet1_high, octet1_low;
-.reg .b32 first0, second0, first1, second1, c0, c1, c2, c3;
+.reg .b32 first0, second0, first1, second1, c0, c1, c2, c3, call;
 """)
 
 
 @constexpr_function
 def keep_bits_asm(calls, transposed):
     """`calls` calls for each of a thread's two rows, of consecutive octets; or for each of its two octets, of rows."""
-    text = REGISTERS + round_keys_asm() + multiply_asm("head", "$8", 1) + "mov.b32 bits0, 0x0; mov.b32 bits1, 0x0;\n"
+    text = REGISTERS + round_keys_asm() + multiply_asm("head", "$8", 1)
+    text += "mov.b32 bits0, 0x0; mov.b32 bits1, 0x0; mov.b32 call, 0;\n"
     text += octet_asm(0, "$4") + octet_asm(1, "$5") if transposed else row_asm(0, "$2") + row_asm(1, "$3")
-    for call in range(calls):
-        if transposed:  # two adjacent rows of every eight
-            text += f"add.u32 row, $2, {call // 2 * 8 + call % 2};\n" + row_asm(0, "row")
-        else:
-            text += f"add.u32 octet, $4, {call};\n" + octet_asm(0, "octet")
-        for n in range(2):
-            row, octet = (0, n) if transposed else (n, 0)
-            text += philox_asm(row, octet) + collect_asm(4 * n + call)
+    text += '.pragma "nounroll";\nNEXT:\n'  # straight code of all calls waits for instructions
+    if transposed:  # two adjacent rows of every eight
+        text += "and.b32 row, call, 2; mad.lo.u32 row, row, 3, call; add.u32 row, row, $2;\n" + row_asm(0, "row")
+    else:
+        text += "add.u32 octet, $4, call;\n" + octet_asm(0, "octet")
+    for n in range(2):
+        text += philox_asm(*((0, n) if transposed else (n, 0))) + collect_asm()
+    text += f"add.u32 call, call, 1; setp.ne.u32 p, call, {calls};\n@p bra NEXT;\n"
     return text + exchange_asm(transposed) + "}"
 
 
@@ -92,8 +93,8 @@ def philox_asm(row, octet):
 
 
 @constexpr_function
-def collect_asm(position):
-    """Whether each half of a call is kept, at this position of each byte of two registers.
+def collect_asm():
+    """Whether each half of a call is kept, as the top bit of each byte of two registers, after a shift.
 
     The lower 15 bits plus $14 carry into the top bit where they reach the threshold's. $16 has all bits set for a
     threshold without a top bit, and none for one with it: the majority with the half's own top bit is the comparison.
@@ -103,8 +104,8 @@ def collect_asm(position):
         for result, word in (("x", f"c{2 * n}"), ("y", f"c{2 * n + 1}")):
             text += f"and.b32 {result}, {word}, 0x7fff7fff; add.u32 {result}, {result}, $14;\n"
             text += f"lop3.b32 {result}, {result}, {word}, $16, 0xe8;\n"
-        text += f"prmt.b32 x, x, y, 0x7531; shr.u32 x, x, {7 - position};\n"
-        text += f"lop3.b32 bits{n}, x, {0x01010101 << position:#x}, bits{n}, 0xea;\n"
+        text += f"prmt.b32 x, x, y, 0x7531; shr.u32 bits{n}, bits{n}, 1;\n"
+        text += f"lop3.b32 bits{n}, x, bits{n}, 0x80808080, 0xe4;\n"
     return text
 
 
@@ -131,7 +132,7 @@ def exchange_asm(transposed):
         text += has_bit_asm(bit) + f"selp.b32 x, {distance * 0x1111:#x}, 0x0, p; xor.b32 select, select, x;\n"
     text += f"prmt.b32 x, mine, y, select; xor.b32 select, select, {other_half:#x}; prmt.b32 y, mine, y, select;\n"
     return text + (
-        "shl.b32 z, y, 4; lop3.b32 $0, x, z, 0x0f0f0f0f, 0xe4; shr.u32 x, x, 4; lop3.b32 $1, x, y, 0x0f0f0f0f, 0xe4;\n"
+        "shl.b32 z, y, 1; lop3.b32 $0, x, z, 0x55555555, 0xe4; shr.u32 x, x, 1; lop3.b32 $1, x, y, 0x55555555, 0xe4;\n"
     )
 
 
