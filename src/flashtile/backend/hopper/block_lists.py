@@ -152,7 +152,6 @@ def states_of_mask(recorder: Recorder, mask: Tensor) -> Tensor:
     word = WORD if in_words else 1
     batch, heads, rows, keys = sizes
     blocks = -(-rows // SUMMARY_BLOCK), -(-keys // SUMMARY_BLOCK)
-    at_once = min(BLOCKS_AT_ONCE, 1 << (blocks[1] - 1).bit_length())
     states = recorder.new(mask.new_empty((batch, heads, *blocks), dtype=torch.uint8))
     scalars = {
         **{f"stride_mask_{dim}": stride // word for dim, stride in zip("bhm", strides, strict=True)},
@@ -163,12 +162,12 @@ def states_of_mask(recorder: Recorder, mask: Tensor) -> Tensor:
         "key_blocks": blocks[1],
         "BLOCK_M": SUMMARY_BLOCK if rows > 1 else 1,
         "BLOCK_WORDS": SUMMARY_BLOCK // word if keys > 1 else 1,
-        "BLOCKS": at_once,
+        "BLOCKS": BLOCKS_AT_ONCE,
         "ALL_VISIBLE": ALL_VISIBLE if in_words else 1,
         "num_warps": 4,
     }
     pointers = {"mask": Described(mask, Tensor.view, torch.int64 if in_words else torch.uint8), "states": states}
-    programs = batch * heads * blocks[0] * -(-blocks[1] // at_once)
+    programs = batch * heads * blocks[0] * -(-blocks[1] // BLOCKS_AT_ONCE)
     recorder.launch(MASK_STATES, pointers, programs, scalars)
     return states
 
@@ -179,7 +178,9 @@ def visible_blocks(
     """Launch the kernel for lists, or for the table from which lists of blocks of keys are made."""
     t, (grid, function, states, parts) = call.tensors, source
     lists = recorder.new(t.q.new_empty(shape, dtype=torch.int32))
-    blocks = min(1 << (grid.keys - 1).bit_length(), POSITIONS // grid.block_n)
+    blocks = POSITIONS // grid.block_n
+    if function is not None:  # which takes time at each position
+        blocks = min(1 << (grid.keys - 1).bit_length(), blocks)
     strides = [None] * 4 if states is None else broadcast_strides(states)
     scalars = {
         **{f"stride_states_{dim}": stride for dim, stride in zip("bhmn", strides, strict=True)},
