@@ -63,11 +63,17 @@ VARIANTS |= {
     "packed softcap 128": Variant(fixed(causal="top_left", softcap=3.0), layout="used", head_dim=128),
 }
 CHUNKED = {  # head dimensions that are split into chunks
+    "causal 80": Variant(CAUSAL, head_dim=80, heads=(4, 2)),
+    "packed 80": Variant(CAUSAL, layout="packed", head_dim=80, heads=(4, 2)),
+    "packed everything 80": Variant(EVERYTHING, FP16, head_dim=80, layout="used"),
     "causal 96": Variant(CAUSAL, head_dim=96),
     "window 96": Variant(FEATURES["window"], head_dim=96),
     "grouped heads 96": Variant(CAUSAL, FP16, head_dim=96, heads=(6, 2), transposed=True),
     "packed 96": Variant(layout="packed", head_dim=96),
     "packed everything 96": Variant(EVERYTHING, head_dim=96, layout="used"),
+    "window 160": Variant(FEATURES["window"], head_dim=160),
+    "grouped heads 160": Variant(CAUSAL, FP16, head_dim=160, heads=(4, 1), transposed=True),
+    "packed 160": Variant(CAUSAL, layout="packed", head_dim=160, heads=(4, 2)),
     "causal 192/128": Variant(CAUSAL, head_dim=192, head_dim_v=128),
     "everything 192/128": Variant(all_of(NUMBERS, slopes, sinks), head_dim=192, head_dim_v=128),
     "packed window 192/128": Variant(fixed(window=(50, 10)), layout="packed", head_dim=192, head_dim_v=128),
@@ -82,9 +88,12 @@ NARROWER = {  # than the kernels
     "causal 40": Variant(CAUSAL, head_dim=40, heads=(4, 2), transposed=True),
     "packed everything 8": Variant(EVERYTHING, FP16, head_dim=8, layout="used"),
     "window 72": Variant(FEATURES["window"], head_dim=72),
-    "packed 80": Variant(CAUSAL, layout="packed", head_dim=80, heads=(4, 2)),
+    "grouped heads 72": Variant(CAUSAL, head_dim=72, heads=(6, 2), transposed=True),
+    "packed everything 72": Variant(EVERYTHING, head_dim=72, layout="used"),
+    "packed 88": Variant(CAUSAL, layout="packed", head_dim=88, heads=(4, 2)),
     "sinks 104/72": Variant(FEATURES["sinks"], head_dim=104, head_dim_v=72),
-    "grouped heads 160": Variant(CAUSAL, FP16, head_dim=160, heads=(4, 1), transposed=True),
+    "causal 152": Variant(CAUSAL, FP16, head_dim=152, heads=(4, 1), transposed=True),
+    "packed 176": Variant(CAUSAL, layout="packed", head_dim=176),
     "packed everything 136/56": Variant(EVERYTHING, head_dim=136, head_dim_v=56, layout="packed"),
     "window 248/200": Variant(FEATURES["window"], head_dim=248, head_dim_v=200),
 }
@@ -152,12 +161,12 @@ def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER
 
 SHORT, LONG = 512, 8192  # lengths with different configurations
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
-FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (96, 192, (192, 128), 256)]
-FAMILIES += [(name, 96, LONG) for name in FEATURES]
+FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (80, 96, 160, 192, (192, 128), 256)]
+FAMILIES += [(name, dim, LONG) for name in FEATURES for dim in (80, 96)]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
 BIAS_TILES = "bias in tiles"
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in PAGED]
-FAMILIES += [(BIAS_TILES, dim, SHORT) for dim in (64, 96, 128)]
+FAMILIES += [(BIAS_TILES, dim, SHORT) for dim in (64, 80, 96, 128)]
 
 
 def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> Call:

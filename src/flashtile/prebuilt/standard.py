@@ -22,7 +22,9 @@ TINY, SHORT, MIDDLE, LONG, VERY_LONG = 64, 512, 1024, 8192, 2**17  # lengths wit
 PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": (4095, 0)})
 FILLING = (64, 64)  # query and key heads: enough tiles for a GPU, so that no keys and no rows are split
 FEW_HEADS = ((2, 2), (8, 8), (8, 1))
-NARROWER = ((40, 40), (72, 72), (104, 104), (160, 160), (224, 224))  # head dimensions that do not fill a kernel's width
+NARROWER = ((40, 40), (88, 88), (104, 104), (176, 176), (224, 224))  # head dimensions that do not fill a kernel's width
+RARER = ((72, 72), (80, 80), (160, 160))  # of vision and diffusion models: dense calls, full and causal
+COMMON = tuple(dims for dims in WIDTHS if dims not in RARER)
 SMALL_DIMS = (16, 32, 48, 64, 96, 128)  # of short sequences, for which Triton's kernels are faster
 FLOAT32_DIMS = (32, 64, 128)
 DECODE_HEADS = ((8, 8), (32, 8), (64, 8), (16, 2), (71, 1))  # query and key heads: groups of 1, 4, 8 and more
@@ -53,13 +55,16 @@ def standard_calls() -> Iterator[StandardCall]:
 
 
 def plain(dtype: torch.dtype) -> Iterator[StandardCall]:
-    """Dense and packed calls without features, at every width of the Hopper kernels."""
-    for dims, features, seqlen in itertools.product(WIDTHS + NARROWER, PLAIN, (SHORT, MIDDLE, LONG)):
+    """Dense calls without features at every width of the Hopper kernels, and packed ones at common widths."""
+    for dims, features, seqlen in itertools.product(RARER, PLAIN[:2], (SHORT, MIDDLE, LONG)):
+        q, k, v = dense(FILLING, seqlen, seqlen, dims, dtype)
+        yield StandardCall("attention", {"q": q, "k": k, "v": v, **features}, backward=True)
+    for dims, features, seqlen in itertools.product(COMMON + NARROWER, PLAIN, (SHORT, MIDDLE, LONG)):
         q, k, v = dense(FILLING, seqlen, seqlen, dims, dtype)
         for deterministic in (None, True):
             scalars = {**features, "deterministic": deterministic}
             yield StandardCall("attention", {"q": q, "k": k, "v": v, **scalars}, backward=True)
-            if dims in WIDTHS:
+            if dims in COMMON:
                 yield StandardCall("attention_varlen", {**packed(q, k, v), **scalars}, backward=True)
 
 
@@ -81,7 +86,7 @@ def short(dtype: torch.dtype) -> Iterator[StandardCall]:
 def few(dtype: torch.dtype) -> Iterator[StandardCall]:
     """Few heads, rows or keys, so that several programs share the keys of a row or the rows of a key."""
     lengths = ((SHORT, SHORT), (MIDDLE, MIDDLE), (4 * MIDDLE, 4 * MIDDLE), (SHORT, 8 * LONG), (LONG, TINY))
-    for dims, features, (rows, keys), heads in itertools.product(WIDTHS, PLAIN, lengths, FEW_HEADS):
+    for dims, features, (rows, keys), heads in itertools.product(COMMON, PLAIN, lengths, FEW_HEADS):
         q, k, v = dense(heads, rows, keys, dims, dtype)
         for deterministic in (None, True):
             yield StandardCall("attention", {"q": q, "k": k, "v": v, **features, "deterministic": deterministic}, True)

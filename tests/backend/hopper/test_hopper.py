@@ -35,9 +35,10 @@ SHARED_MEMORY = 227 * 1024
 CHOSEN = (
     ("full", 64, LONG), ("causal", 64, LONG), ("sinks", 128, SHORT), ("packed everything 64", 64, SHORT),
     ("causal", 96, SHORT), ("causal", 96, LONG), ("packed 256", 256, SHORT),
+    ("causal", 80, SHORT), ("full", 80, LONG), ("causal", 160, SHORT),
 )  # fmt: skip
-BACKWARD = (("causal", 64, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
-SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("packed 256", 256, SHORT))
+BACKWARD = (("causal", 64, SHORT), ("causal", 80, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
+SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("causal", 160, SHORT), ("packed 256", 256, SHORT))
 BACKWARD_SPILL, FORWARD_SPILL = 150, 4  # most bytes of a thread
 MORE_FORWARD_SPILL = {("packed everything 64", 64, SHORT): 8, ("causal", 96, LONG): 16}
 NEWER_TRITON_SPILL = 32  # most bytes of a thread in forward
@@ -164,14 +165,16 @@ def test_accepts_hopper_only() -> None:
 
 
 def test_configurations_depend_on_the_keys_per_row() -> None:
-    def chosen(name: str, head_dim: int, seqlen: int, version: tuple[int, int] = tables.NEWEST_3WG_96) -> object:
+    def chosen(name: str, head_dim: int, seqlen: int, version: tuple[int, int] = tables.NEWEST_3WG) -> object:
         with mock.patch.object(tables, "compiler_version", return_value=version):
             return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
     assert chosen("full", 96, LONG, (3, 8)) is TWO_WARPGROUPS[96, 96]
     assert chosen("full", 64, LONG, (3, 8)) is THREE_WARPGROUPS[64, 64]
     assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
-    assert chosen("full", 96, LONG) is THREE_WARPGROUPS[96, 96]
+    for dim in (80, 96):
+        assert chosen("full", dim, 1024) is chosen("causal", dim, 2 * LONG) is THREE_WARPGROUPS[dim, dim]
+        assert chosen("causal", dim, 2048) is chosen("full", dim, SHORT) is TWO_WARPGROUPS[dim, dim]
     assert (
         chosen("causal", 64, SHORT)
         == chosen("window", 64, LONG)

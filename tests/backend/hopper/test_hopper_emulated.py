@@ -66,7 +66,8 @@ def hash_of(name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", ["causal 64", "window 64", "grouped heads 64", "packed sinks 64", "grouped heads 96", "packed 96"]
+    "name",
+    ["causal 64", "window 64", "grouped heads 64", "packed sinks 64", "causal 80", "grouped heads 96", "packed 96"],
 )
 def test_three_warpgroups(name: str) -> None:
     """A configuration otherwise chosen for long sequences only."""
@@ -76,7 +77,9 @@ def test_three_warpgroups(name: str) -> None:
 
 
 @pytest.mark.parametrize("num_splits", [2, 5])
-@pytest.mark.parametrize("name", ["causal 64", "sinks 128", "window 96", "top left 64", "sinks 104/72", "full 256"])
+@pytest.mark.parametrize(
+    "name", ["causal 64", "sinks 128", "window 72", "top left 64", "sinks 104/72", "window 160", "full 256"]
+)
 def test_split_keys(name: str, num_splits: int) -> None:
     """Also more splits than a row has blocks of keys."""
     case = replace(case_of(name, hash_of(name), "cpu", AROUND_TILES), forward_only=True)
@@ -101,7 +104,8 @@ def test_several_accumulators_of_dq(name: str) -> None:
 
 @pytest.mark.parametrize("row_splits", [2, 7])
 @pytest.mark.parametrize(
-    "name", ["causal 40", "grouped heads 128", "slopes and window 96", "deterministic full 64", "dropout 128"]
+    "name",
+    ["causal 40", "grouped heads 128", "window 72", "slopes and window 96", "deterministic full 64", "dropout 128"],
 )
 def test_split_rows(name: str, row_splits: int) -> None:
     """Also more splits than a key has blocks of rows."""
@@ -193,7 +197,7 @@ SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/co
 FUSED, DQ_WRITER = "kernels/backward/fused.py", "kernels/backward/dq_writer.py"
 KEY_SCHEDULER = "kernels/backward/tile_scheduler.py"
 DQ, DKDV = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py"
-COORDINATES = "kernels/shared/coordinates.py"
+COORDINATES, SWIZZLE = "kernels/shared/coordinates.py", "kernels/shared/swizzle.py"
 SLOPES, PACKED_SLOPES = "kernels/backward/slopes.py", "packed slopes of sequences 128"
 DROPOUT, PHILOX = "kernels/shared/dropout.py", "kernels/shared/philox_ptx.py"
 
@@ -266,6 +270,7 @@ BUGS = (
     Bug("no fence before dq is written", DQ_WRITER, "fence_async_shared()  # for", "# for"),
     Bug("rows released before dk is complete", FUSED, f"{WAIT_DK}{RELEASE_ROWS}", f"{RELEASE_ROWS}{WAIT_DK}"),
     Bug("one chunk's product read in flight", FUSED, "(2 * CHUNKS, deps=(dq,", "(3 * CHUNKS, deps=(dq,", "causal 96"),
+    Bug("dq in another order", SWIZZLE, "[0, 2, 1, 3, 4, 6, 5, 7]", "[0, 2, 4, 1, 3, 6, 5, 7]", "causal 80"),
     Bug("staged dq overwritten before it is read", DQ_WRITER, f"{WAIT_READ}{RELEASE_DQ}", f"{RELEASE_DQ}{WAIT_READ}"),
     Bug("one half of the output over the other", EPILOGUE, "if OFFSET == 0:", "if FIRST == 0:", "causal 192/128"),
     Bug(

@@ -57,9 +57,7 @@ class FusedBackward(BackwardLaunches):
         pointers = {
             **self.input_pointers(),
             **self.row_stats_pointers(),
-            "dq_accum_desc": Described(
-                self.dq_accum, dq_accum_descriptor, (MMA_M, min(share.width for share in self.config.dq_shares))
-            ),
+            "dq_accum_desc": Described(self.dq_accum, dq_accum_descriptor, (MMA_M, self.config.dq_box)),
             "dk_desc": Described(dk, self.make_descriptor, box),
             "dv_desc": Described(dv, self.make_descriptor, box),
             "dq_semaphore": self.dq_semaphore,
@@ -138,6 +136,7 @@ class FusedBackward(BackwardLaunches):
             "HEAD_DIM": self.config.head_dim,
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,
+            "DQ_BOX": self.config.dq_box,
             "num_warps": WARPS,
         }
         pointers = {

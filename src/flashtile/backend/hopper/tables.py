@@ -24,7 +24,7 @@ RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
 COMBINE_ROWS = 16  # of a program that adds up the results of splits
 PAGE_COLUMNS = 64  # most columns of a box in pages: those of a panel of shared memory
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster
-NEWEST_3WG_96 = (3, 7)  # version of Triton; with later ones, three warpgroups are 4 to 7% slower at head dimension 96
+NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups are 4 to 7% slower at head dimension 96
 IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
 
 
@@ -41,10 +41,12 @@ class Constexpr:
 class HeadDim(Constexpr):
     """A head dimension, split into `chunks` that are powers of two, as tensors require.
 
-    TMA boxes are as wide as the narrowest chunk, so that one kind of box fills all chunks.
+    One kind of TMA box fills all chunks. A chunk narrower than a box has a box in shared memory, and products take the
+    first columns of it.
     """
 
     chunks: tuple[int, ...]
+    box: int  # columns
 
     @property
     def width(self) -> int:
@@ -56,12 +58,18 @@ class HeadDim(Constexpr):
         return 1 << (self.width - 1).bit_length()
 
     @property
-    def box(self) -> int:
-        return min(self.chunks)
+    def smem_chunks(self) -> tuple[int, ...]:
+        """Columns of the chunks in shared memory."""
+        return tuple(max(chunk, self.box) for chunk in self.chunks)
+
+    @property
+    def smem_width(self) -> int:
+        """Columns of all chunks in shared memory."""
+        return sum(self.smem_chunks)
 
     @property
     def num_boxes(self) -> int:
-        return self.width // self.box
+        return self.smem_width // self.box
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -69,8 +77,8 @@ class HeadDim(Constexpr):
         return tuple(sum(self.chunks[:c]) for c in range(len(self.chunks)))
 
     def columns_of(self, x: Tensor) -> int | None:
-        """The columns of `x [..., D]`, where they do not fill the kernel's; `None` where they do."""
-        return None if x.shape[-1] == self.width else x.shape[-1]
+        """The columns of `x [..., D]` in units of ALIGN, where they do not fill the kernel's; `None` where they do."""
+        return None if x.shape[-1] == self.width else x.shape[-1] // ALIGN
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,11 @@ class FusedBackwardConfig(Constexpr):
         return DqShare(0, 0, DQ_COLUMNS, 0), DqShare(0, DQ_COLUMNS, width - DQ_COLUMNS, len(chunks) - 1)
 
     @property
+    def dq_box(self) -> int:
+        """Columns of one TMA transfer of dq."""
+        return min(share.width for share in self.dq_shares)
+
+    @property
     def head_dim_v(self) -> HeadDim:
         return self.head_dim
 
@@ -266,23 +279,30 @@ class TileConfig(NamedTuple):
     backward: FusedBackwardConfig | SplitBackwardConfig
 
 
-D64, D96, D128, D192, D256 = (HeadDim(x) for x in ((64,), (64, 32), (128,), (128, 64), (256,)))
+# Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
+D64, D80, D96 = HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
+D128, D192, D256 = HeadDim((128,), 128), HeadDim((128, 64), 64), HeadDim((256,), 256)
+D80_NARROW, D96_NARROW, D160_NARROW = (HeadDim(x, 32) for x in ((64, 16), (64, 32), (128, 32)))
 # Keys: widths for q and v. Fields: these, epilogue_columns, block_n, num_warpgroups, stages.
 TWO_WARPGROUPS = {
     (64, 64): ForwardConfig(D64, D64, 64, 128, 2, 4),
-    (96, 96): ForwardConfig(D96, D96, 128, 128, 2, 3),
+    (80, 80): ForwardConfig(D80, D80, 128, 128, 2, 2),
+    (96, 96): ForwardConfig(D96, D96, 128, 128, 2, 2),
     (128, 128): ForwardConfig(D128, D128, 128, 128, 2, 2),
     (192, 128): ForwardConfig(D192, D128, 64, 128, 2, 2, q_stages=1),
+    (160, 160): ForwardConfig(D160_NARROW, D160_NARROW, 64, 128, 2, 2, q_stages=1, speculative_exps=8),
     (192, 192): ForwardConfig(D192, D192, 128, 64, 2, 3, q_stages=1, speculative_exps=12),
     (256, 256): ForwardConfig(D256, D256, 128, 64, 2, 2, q_stages=1, speculative_exps=12),
 }
 # Three warpgroups read keys less often, waste more rows at the end, and have no registers for speculative values.
 THREE_WARPGROUPS = {
     (64, 64): ForwardConfig(D64, D64, 64, 128, 3, 4, 160, 32, speculative_exps=0),
-    (96, 96): ForwardConfig(D96, D96, 64, 64, 3, 4, 160, 32, speculative_exps=0),
+    (80, 80): ForwardConfig(D80_NARROW, D80_NARROW, 64, 64, 3, 4, 160, 32, speculative_exps=0),
+    (96, 96): ForwardConfig(D96_NARROW, D96_NARROW, 64, 64, 3, 4, 160, 32, speculative_exps=0),
 }
 FUSED_BACKWARD = {
     64: FusedBackwardConfig(D64, 128, 2, 240, 24, early_half_exps=True),
+    80: FusedBackwardConfig(D80, 64, 2, 240, 24, early_half_exps=False),
     96: FusedBackwardConfig(D96, 64, 2, 240, 24, early_half_exps=False),
     128: FusedBackwardConfig(D128, 64, 2, 240, 24, early_half_exps=False),
 }
@@ -297,10 +317,18 @@ class BiasStages(NamedTuple):
 
 
 # By width, where shared memory has room for tiles of 16-bit biases.
-FORWARD_BIAS_STAGES = {64: BiasStages(2, 3, 2), 96: BiasStages(1, 2, 2), 128: BiasStages(1, 2, 1)}
-BACKWARD_BIAS_STAGES = {64: 1, 96: 1, 128: 1}
+FORWARD_BIAS_STAGES = {
+    64: BiasStages(2, 3, 2),
+    80: BiasStages(1, 2, 1),
+    96: BiasStages(1, 2, 1),
+    128: BiasStages(1, 2, 1),
+}
+BACKWARD_BIAS_STAGES = {64: 1, 80: 1, 96: 1, 128: 1}
 SPLIT_BACKWARD = {
     (192, 128): SplitBackwardConfig(DqConfig(D192, D128, kv_stages=6), DkdvConfig(D192, D128, stages=3)),
+    (160, 160): SplitBackwardConfig(
+        DqConfig(D160_NARROW, D160_NARROW, kv_stages=7), DkdvConfig(D160_NARROW, D160_NARROW, stages=3)
+    ),
     (192, 192): SplitBackwardConfig(DqConfig(D192, D192, kv_stages=5), DkdvConfig(D192, D192, stages=2)),
     (256, 256): SplitBackwardConfig(DqConfig(D256, D256, kv_stages=3), DkdvConfig(D256, D256, stages=2)),
 }
@@ -315,9 +343,8 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     features = problem.softcap or problem.features.score_terms or costly or masked or problem.dropout
     width = widths(problem)
     assert width is not None  # `support` declines others
-    fits = width != (96, 96) or (compiler_version(device.arch) or NEWEST_3WG_96) <= NEWEST_3WG_96
-    min_keys = MIN_KEYS_3WG if problem.window.left is None else 2 * MIN_KEYS_3WG  # a window masks both sides
-    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys and fits and not features
+    fits = width == (64, 64) or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
+    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem) and fits and not features
     forward = with_pages((THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width], problem)
     return TileConfig(forward, backward_config(problem, width))
 
@@ -329,6 +356,15 @@ def with_pages(config: ForwardConfig, problem: Problem) -> ForwardConfig:
     size = problem.pages.size if problem.pages.several else None
     rows = config.block_n if size is None else gcd(size, config.block_n)
     return replace(config, page_rows=rows, page_size=size)
+
+
+def min_keys_3wg(problem: Problem) -> int:
+    """Keys per row from which three warpgroups are faster: twice as many with masks on both sides, and at widths of two
+    chunks with any mask.
+    """
+    one_chunk = widths(problem) == (64, 64)
+    masked = problem.window.left is not None if one_chunk else not problem.window.unlimited
+    return 2 * MIN_KEYS_3WG if masked else MIN_KEYS_3WG
 
 
 def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardConfig | SplitBackwardConfig:

@@ -2,7 +2,9 @@
 
 from ...call.problem import Problem
 
-WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # of the kernels, for (q and k, v)
+WIDTHS = (  # of the kernels, for (q and k, v)
+    (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (160, 160), (192, 192), (256, 256),
+)  # fmt: skip
 
 FUSED = WIDTHS[:3]  # with one backward kernel
 

@@ -27,7 +27,7 @@ def add_splits_kernel(
     for c in tl.static_range(len(HEAD_DIM.chunks)):
         feature = HEAD_DIM.offsets[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
         x = added(first + feature, total_heads * seqlen * HEAD_DIM.width, exists, row_splits)
-        tl.store(rows + feature, x.to(dx.dtype.element_ty), mask=feature_mask(exists, feature, columns))
+        tl.store(rows + feature, x.to(dx.dtype.element_ty), mask=feature_mask(exists, feature, columns, ALIGN))
 
 
 @triton.jit

@@ -41,7 +41,7 @@ def combine_kernel(
         acc = merged(x, partial_lse, first, stride_split, row_max, exists, num_splits, HEAD_DIM_V.width)
         acc = (acc / total[:, None]).to(out.dtype.element_ty)
         out_rows = out_head + row[:, None] * stride64(stride_out_m, ALIGN)
-        tl.store(out_rows + feature, acc, mask=feature_mask(exists, feature, columns))
+        tl.store(out_rows + feature, acc, mask=feature_mask(exists, feature, columns, ALIGN))
 
 
 @triton.jit

@@ -30,7 +30,7 @@ def preprocess_kernel(
     neg_delta_i = tl.zeros([BLOCK_M], tl.float32)
     for c in tl.static_range(len(HEAD_DIM.chunks)):
         feature = HEAD_DIM.offsets[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
-        mask = feature_mask(exists, feature, columns)
+        mask = feature_mask(exists, feature, columns, ALIGN)
         out_i = tl.load(x + row[:, None] * stride64(stride_out_m, ALIGN) + feature, mask=mask, other=0.0)
         dout_i = tl.load(dx + row[:, None] * stride64(stride_dout_m, ALIGN) + feature, mask=mask, other=0.0)
         neg_delta_i -= tl.sum(out_i.to(tl.float32) * dout_i.to(tl.float32), 1)

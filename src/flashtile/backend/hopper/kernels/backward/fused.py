@@ -212,8 +212,8 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
         kept = kept_pairs(dropout, stream, block.b, block.head, block.first_row, block.first_key, zeros, True)
         for steps_left in range(steps, 0, -1):
-            q_i = stage_chunks(rows.q, count, STAGES)
-            dout_i = stage_chunks(rows.dout, count, STAGES)
+            q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
+            dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM)
             row_block = block_at(lists, m, entry)
             masked = (row_block < full_lo) | (row_block >= blocks.full_hi)
             next_entry = 0
@@ -225,7 +225,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             dp = zeros
             if dropout.seed is None:
                 dp = rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout).broadcast_to([MMA_M, BLOCK_M])
-            v_j = stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS)
+            v_j = stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM)
             dp = gemm_nt(v_j, dout_i, dp, ACCUMULATE=dropout.seed is None)
             p, score = finish_probabilities(partial_p, rows, count, block, loaded, params, CONFIG)
             visible = all_visible(p)
@@ -267,7 +267,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             dk = gemm_rs(dk, ds, q_i)
             dq = warpgroup_mma_wait(2 * CHUNKS, deps=(dq,))
             mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
-            slice_columns(dq_pipeline.smem.index(warpgroup), 0, dq.shape[1]).store(swizzled(dq))
+            slice_columns(dq_pipeline.smem.index(warpgroup), 0, dq.shape[1]).store(swizzled(dq, CONFIG.dq_box))
             barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
             next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
             next_block = block_at(lists, next_m, next_entry)
@@ -306,14 +306,16 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
 @gluon.jit
 def start_qk(rows, k, count, zeros, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
     """Issue `k @ q^T [MMA_M, BLOCK_M]` with block of rows number `count`."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
     consumer_wait(rows.q, count, CONFIG.stages)
-    q_i = stage_chunks(rows.q, count, CONFIG.stages)
-    return gemm_nt(stage_chunks(k, opaque(warpgroup), NUM_WARPGROUPS), q_i, zeros)
+    q_i = stage_chunks(rows.q, count, CONFIG.stages, HEAD_DIM)
+    return gemm_nt(stage_chunks(k, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM), q_i, zeros)
 
 
 @gluon.jit
 def start_dq(ds, k, stage, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
     """Issue the warpgroup's share of `ds @ k [BLOCK_M, D]`."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
     SHARE: gl.constexpr = CONFIG.dq_shares[warpgroup]
     WIDTH: gl.constexpr = SHARE.width
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -321,8 +323,8 @@ def start_dq(ds, k, stage, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
     zero = opaque(0)
     for h in gl.static_range(NUM_WARPGROUPS):
         ds_j = slice_columns(ds.index(stage + h), SHARE.row, MMA_M)
-        k_j = stage_chunks(k, zero + h, NUM_WARPGROUPS)[SHARE.chunk]
-        k_j = slice_columns(k_j, SHARE.column - CONFIG.head_dim.offsets[SHARE.chunk], WIDTH)
+        k_j = stage_chunks(k, zero + h, NUM_WARPGROUPS, HEAD_DIM)[SHARE.chunk]
+        k_j = slice_columns(k_j, SHARE.column - HEAD_DIM.offsets[SHARE.chunk], WIDTH)
         dq = warpgroup_mma(ds_j.permute((1, 0)), k_j, dq, use_acc=h > 0, is_async=True)
     return dq
 

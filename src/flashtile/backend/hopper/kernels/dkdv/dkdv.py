@@ -138,6 +138,7 @@ def dkdv_kernel(
 @gluon.jit
 def dv_warpgroup(context, output, CONFIG: gl.constexpr):
     """The partition that computes p and dv."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
@@ -160,7 +161,8 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
             stage = stage_of(count, STAGES)
             masked = (m < full_lo) | (m >= full_hi)
             consumer_wait(rows.q, count, STAGES)
-            s = gemm_nt(stage_chunks(k, opaque(0), 1), stage_chunks(rows.q, count, STAGES), zeros)
+            k_j = stage_chunks(k, opaque(0), 1, HEAD_DIM)
+            s = gemm_nt(k_j, stage_chunks(rows.q, count, STAGES, HEAD_DIM), zeros)
             coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), CONFIG)
             loaded = load_block(coord, params, CONFIG)
             kept = kept_pairs(dropout, stream, coord.b, coord.head, coord.first_row, coord.first_key, zeros, True)
@@ -175,10 +177,11 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
                 if masked:  # 0 * the derivative is NaN where that is
                     visible = visible_in(p, context.bounds, tile, m * BLOCK_M)
                     ds_weight = where_bits(visible, ds_weight, 0.0)
-            weights.data.index(stage).store(swizzled(ds_weight))
+            weights.data.index(stage).store(swizzled(ds_weight, 32))
             barrier_arrive(weights.full.first + stage, weights.full.threads)
             consumer_wait(rows.dout, count, STAGES)
-            dv = gemm_rs(dv, where_kept(kept, p, True).to(dtype), stage_chunks(rows.dout, count, STAGES))
+            dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM_V)
+            dv = gemm_rs(dv, where_kept(kept, p, True).to(dtype), dout_i)
             dv = gemm_wait(dv)
             consumer_release(rows.empty, count, STAGES)
             count += 1
@@ -195,6 +198,7 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
 def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
     """The partition that computes dp, ds and dk."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -202,7 +206,7 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
     dropout, stream = context.dropout, load_stream(context.dropout)
     dtype: gl.constexpr = v.data[0].dtype
     zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)
-    smem_layout: gl.constexpr = swizzled(zeros).type.layout
+    smem_layout: gl.constexpr = swizzled(zeros, 32).type.layout
     count = 0
     tile_count = 0
     tile = pop_key_tile(context.queue, 0)
@@ -215,7 +219,8 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
             stage = stage_of(count, STAGES)
             masked = (m < full_lo) | (m >= full_hi)
             consumer_wait(rows.dout, count, STAGES)
-            dp = gemm_nt(stage_chunks(v, opaque(0), 1), stage_chunks(rows.dout, count, STAGES), zeros)
+            v_j = stage_chunks(v, opaque(0), 1, HEAD_DIM_V)
+            dp = gemm_nt(v_j, stage_chunks(rows.dout, count, STAGES, HEAD_DIM_V), zeros)
             coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), CONFIG)
             kept = kept_pairs(dropout, stream, coord.b, coord.head, coord.first_row, coord.first_key, zeros, True)
             dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -228,7 +233,7 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
             ds_weight = unswizzled(weights.data.index(stage).load(smem_layout), s_layout)
             ds = (ds_weight * dp).to(dtype)
             consumer_wait(rows.q, count, STAGES)
-            dk = gemm_rs(dk, ds, stage_chunks(rows.q, count, STAGES))
+            dk = gemm_rs(dk, ds, stage_chunks(rows.q, count, STAGES, HEAD_DIM))
             dk = gemm_wait(dk)
             consumer_release(rows.empty, count, STAGES)
             count += 1

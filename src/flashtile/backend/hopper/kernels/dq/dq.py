@@ -161,12 +161,11 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             masked = (block >= blocks.full_hi) | (block < blocks.full_lo)
             buffer = opaque(warpgroup)  # wide heads leave no registers for precomputed addresses
             consumer_wait(kv, 2 * count + 1, KV_STAGES)
-            s = gemm_nt(
-                stage_chunks(pipelines.q, buffer, NUM_WARPGROUPS), stage_chunks(kv, 2 * count + 1, KV_STAGES), zeros
-            )
+            q_i = stage_chunks(pipelines.q, buffer, NUM_WARPGROUPS, HEAD_DIM)
+            s = gemm_nt(q_i, stage_chunks(kv, 2 * count + 1, KV_STAGES, HEAD_DIM), zeros)
             consumer_wait(kv, 2 * count, KV_STAGES)
-            v_j = stage_chunks(kv, 2 * count, KV_STAGES)[:DP_GEMMS]
-            dp = gemm_nt(stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS), v_j, zeros)
+            v_j = stage_chunks(kv, 2 * count, KV_STAGES, HEAD_DIM_V)
+            dp = gemm_nt(stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS, HEAD_DIM_V), v_j, zeros)
             key = gl.expand_dims(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout)), 0)
             of_keys = load_keys(params, tile.b, tile.head, key, None, SCORE_MOD)
             pairs = PairBlock(sequence, tile.head, row, key, first_key + BLOCK_N, tile.seqlen_k, ())
@@ -191,7 +190,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             if masked:  # NaN in a hidden pair: dp, or a derivative
                 ds = where_bits(visible, ds, 0.0)
             ds = ds.to(dtype)
-            dq = gemm_rs(dq, ds, stage_chunks(kv, 2 * opaque(count) + 1, KV_STAGES))
+            dq = gemm_rs(dq, ds, stage_chunks(kv, 2 * opaque(count) + 1, KV_STAGES, HEAD_DIM))
             dq = gemm_wait(dq)
             consumer_release(kv.empty, 2 * count + 1, KV_STAGES)
             count += 1

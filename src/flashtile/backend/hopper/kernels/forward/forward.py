@@ -162,6 +162,8 @@ def forward_kernel(
 @gluon.jit
 def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
     """The partition that computes 64 rows of each tile."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     STAGES: gl.constexpr = CONFIG.stages
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
@@ -180,7 +182,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     while tile.b >= 0:
         stage = q_stage(tile_count, warpgroup, CONFIG)
         mbarrier.wait(q.full.index(stage), wraps_of(tile_count, Q_STAGES) & 1)
-        q_i = stage_chunks(q, stage, Q_BUFFERS)
+        q_i = stage_chunks(q, stage, Q_BUFFERS, HEAD_DIM)
         loaded = load_tile(params, wg_tile, CONFIG)
         units = tile_units(params, wg_tile, loaded, CONFIG)
         state = next_tile_state(state.acc, state.p, wg_tile, params, outputs, CONFIG)
@@ -213,7 +215,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         tile = pop_tile(queue, tile_count)
         wg_tile = warpgroup_tile(tile, warpgroup, context, CONFIG)
     consumer_wait(v, count, STAGES)
-    acc = gemm_wait(gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate))
+    acc = gemm_wait(gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES, HEAD_DIM_V), accumulate))
     store_out(outputs, acc, inv_l, out_coord, warpgroup, CONFIG)
     tma.store_wait(0)
 

@@ -144,8 +144,10 @@ def mainloop_step(
 
     Without `accumulate`, acc starts anew with this product. `loaded` is what the scores take of the tile.
     """
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     STAGES: gl.constexpr = CONFIG.stages
-    PV_GEMMS: gl.constexpr = len(CONFIG.head_dim_v.chunks)
+    PV_GEMMS: gl.constexpr = len(HEAD_DIM_V.chunks)
     pipelines, tile = context.pipelines, wg_tile.tile
     k, v = pipelines.k, pipelines.v
     block = block_at(context.lists, block_of_step(n, wg_tile.first_block, tile, CONFIG), entry)
@@ -153,9 +155,9 @@ def mainloop_step(
     consumer_wait(v, count, STAGES)
     if CONFIG.q_stages == 1:
         # Wide heads leave no registers for precomputed addresses.
-        q_i = stage_chunks(pipelines.q, opaque(warpgroup), CONFIG.num_warpgroups)
-    s = gemm_nt(q_i, stage_chunks(k, count, STAGES), zero_scores(CONFIG.block_n))
-    acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES), accumulate)
+        q_i = stage_chunks(pipelines.q, opaque(warpgroup), CONFIG.num_warpgroups, HEAD_DIM)
+    s = gemm_nt(q_i, stage_chunks(k, count, STAGES, HEAD_DIM), zero_scores(CONFIG.block_n))
+    acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES, HEAD_DIM_V), accumulate)
     of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(context.lists, entry)
     kept = kept_pairs(
         context.dropout, stream, tile.b, tile.head, wg_tile.first_row, block * CONFIG.block_n,

@@ -35,7 +35,7 @@ def tma_store_columns(desc, out, coord, smem, FIRST: gl.constexpr, ADD: gl.const
             thread_barrier()
         slice_columns(as_matrix(smem), OFFSET, WIDTH).store(out.to(desc.dtype))
         fence_async_shared()
-        for n in gl.static_range(WIDTH // BOX):
+        for n in gl.static_range(max(WIDTH // BOX, 1)):  # TMA does not store columns past the head dimension
             box_coord = coord[:-1] + (FIRST + n * BOX,)
             box = slice_columns(smem, OFFSET + n * BOX, BOX)
             if ADD:
@@ -51,7 +51,7 @@ class OutputTensor(NamedTuple):
     stride_b: gl.tensor  # 0 if packed
     stride_h: gl.tensor
     stride_m: gl.tensor
-    columns: gl.tensor | None  # the head dimension, where it is narrower than the kernel
+    columns: gl.tensor | None  # the head dimension in units of ALIGN, where it is narrower than the kernel
 
 
 @gluon.jit
@@ -71,5 +71,5 @@ def store_chunk(output, base, x, token, first_row, seqlen, FIRST: gl.constexpr):
     rows = base + gl.expand_dims((token + row).to(gl.int64) * output.stride_m * ALIGN, 1)
     exists = gl.expand_dims(row < seqlen, 1)
     if output.columns is not None:
-        exists = exists & gl.expand_dims(feature < output.columns, 0)
+        exists = exists & gl.expand_dims(feature < output.columns * ALIGN, 0)
     gl.store(rows + gl.expand_dims(feature, 0), x.to(output.data.dtype.element_ty), mask=exists)

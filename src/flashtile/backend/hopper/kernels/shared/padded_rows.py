@@ -15,11 +15,13 @@ def stride64(stride, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def feature_mask(exists, feature, columns):
-    """Mask of existing rows and, where the head dimension is narrower than the kernel, of its `columns`."""
+def feature_mask(exists, feature, columns, ALIGN: tl.constexpr):
+    """Mask of existing rows and, where the head dimension is narrower than the kernel, of its columns, in units of
+    ALIGN: visibly multiples, or the compiler would access each element for itself.
+    """
     mask = exists[:, None]
     if columns is not None:
-        mask = mask & (feature < columns)
+        mask = mask & (feature < columns * ALIGN)
     return mask
 
 

@@ -89,7 +89,7 @@ def acquire_and_load_pages(pipeline, desc, head, parts, count, HEAD_DIM: gl.cons
     """Wait until the stage of load number `count` is empty, and start the loads of a block's parts."""
     STAGES: gl.constexpr = CONFIG.stages
     PARTS: gl.constexpr = CONFIG.page_parts
-    BOXES: gl.constexpr = PARTS * (HEAD_DIM.width // desc.block_type.shape[-1])
+    BOXES: gl.constexpr = PARTS * (HEAD_DIM.smem_width // desc.block_type.shape[-1])
     stage = stage_of(count, STAGES)
     producer_acquire(pipeline.empty, count, STAGES)
     mbarrier.expect(pipeline.full.index(stage), BOXES * desc.block_type.nbytes)

@@ -66,7 +66,7 @@ def allocate_chunks(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, BOXES: g
     """Shared memory for each chunk of a head dimension, for BOXES boxes below each other."""
     buffers = ()
     for c in gl.static_range(len(HEAD_DIM.chunks)):
-        buffers = buffers + (allocate_boxes(desc, STAGES, HEAD_DIM.chunks[c], BOXES),)
+        buffers = buffers + (allocate_boxes(desc, STAGES, HEAD_DIM.smem_chunks[c], BOXES),)
     return buffers
 
 
@@ -100,7 +100,7 @@ def load_boxes(pipeline, desc, coord, stage, HEAD_DIM: gl.constexpr):
     """Start the TMA loads of an empty stage whose bytes were announced; `coord` is that of the first box."""
     BOX: gl.constexpr = HEAD_DIM.box
     for c in gl.static_range(len(HEAD_DIM.chunks)):
-        for n in gl.static_range(HEAD_DIM.chunks[c] // BOX):
+        for n in gl.static_range(HEAD_DIM.smem_chunks[c] // BOX):
             box_coord = coord[:-1] + (HEAD_DIM.offsets[c] + n * BOX,)
             tma_load(
                 desc, box_coord, pipeline.full.index(stage), slice_columns(pipeline.data[c].index(stage), n * BOX, BOX)
@@ -154,11 +154,12 @@ def consumer_release(empty, count, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def stage_chunks(pipeline, count, STAGES: gl.constexpr):
+def stage_chunks(pipeline, count, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
     """The stage's chunks as matrices `[rows, chunk]`."""
     chunks = ()
-    for c in gl.static_range(len(pipeline.data)):
-        chunks = chunks + (as_matrix(pipeline.data[c].index(stage_of(count, STAGES))),)
+    for c in gl.static_range(len(HEAD_DIM.chunks)):
+        smem = as_matrix(pipeline.data[c].index(stage_of(count, STAGES)))
+        chunks = chunks + (slice_columns(smem, 0, HEAD_DIM.chunks[c]),)
     return chunks
 
 

@@ -5,15 +5,19 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def swizzled(dq):
-    """Reorder `[MMA_M, 64 or 32]` for a store to shared memory; `postprocess.unswizzled` undoes it in global memory.
+def swizzled(dq, BOX: gl.constexpr):
+    """Reorder `[MMA_M, columns]` for a store to shared memory; `postprocess.unswizzled` undoes it in global memory.
 
     A thread of an accumulator holds pairs `e` of columns, 8 apart. In the new order it holds four adjacent elements,
     and eight threads cover the 128 bytes that shared memory serves at once, so that no two of them hit the same bank.
-    These bytes are a row of 32 columns, or half a row of 64 columns, whose halves `h` lie in two panels.
+    These bytes are a row of 32 columns, or half a row of 64 columns, whose halves `h` lie in two panels. In boxes of 16
+    columns they are two rows of a box, and each `j2` has a box of its own.
     """
     w_h_g2_g0_j2_j1_t_e = gl.reshape(dq, [4, 2, 4, 2, dq.shape[1] // 16, 2, 4, 2])
-    return gl.reshape(gl.permute(w_h_g2_g0_j2_j1_t_e, [0, 2, 4, 1, 3, 6, 5, 7]), dq.shape)
+    if BOX == 16:
+        return gl.reshape(gl.permute(w_h_g2_g0_j2_j1_t_e, [0, 2, 1, 3, 4, 6, 5, 7]), dq.shape)
+    else:
+        return gl.reshape(gl.permute(w_h_g2_g0_j2_j1_t_e, [0, 2, 4, 1, 3, 6, 5, 7]), dq.shape)
 
 
 @gluon.jit
