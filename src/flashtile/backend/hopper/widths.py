@@ -6,7 +6,7 @@ WIDTHS = (  # of the kernels, for (q and k, v)
     (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (160, 160), (192, 192), (256, 256),
 )  # fmt: skip
 
-FUSED = WIDTHS[:3]  # with one backward kernel
+FUSED = WIDTHS[:4]  # with one backward kernel
 
 
 def widths(problem: Problem) -> tuple[int, int] | None:
