@@ -134,8 +134,9 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 @click.command(help=__doc__)
 @click.option("--store", type=click.Path(dir_okay=False, path_type=Path), help="A CSV file for all rows.")
 @click.option("--fa3-library", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--shapes", type=click.Choice(["all", "few"]), default="all", show_default=True, help="Few: of few rows.")
 @click.option("--rounds", default=7, show_default=True)
-def main(store: Path | None, fa3_library: Path | None, rounds: int) -> None:
+def main(store: Path | None, fa3_library: Path | None, shapes: str, rounds: int) -> None:
     fa3 = None
     if fa3_library is not None:
         library = FlashAttention3(fa3_library)
@@ -145,6 +146,8 @@ def main(store: Path | None, fa3_library: Path | None, rounds: int) -> None:
         fa3 = library.operators().fwd
     rows: list[dict[str, Any]] = []
     for shape in SHAPES:
+        if shapes == "few" and shape.seqlen_q > FEW_ROWS:
+            continue
         for row in measured(shape, fa3, rounds):
             rows.append(row)
             click.echo(", ".join(str(x) for x in row.values()))
