@@ -134,9 +134,11 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 @click.command(help=__doc__)
 @click.option("--store", type=click.Path(dir_okay=False, path_type=Path), help="A CSV file for all rows.")
 @click.option("--fa3-library", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--shapes", type=click.Choice(["all", "few"]), default="all", show_default=True, help="Few: of few rows.")
+@click.option(
+    "--shape", "chosen", multiple=True, help="Batch x rows x keys x head dimension; may be repeated.  [default: all]"
+)
 @click.option("--rounds", default=7, show_default=True)
-def main(store: Path | None, fa3_library: Path | None, shapes: str, rounds: int) -> None:
+def main(store: Path | None, fa3_library: Path | None, chosen: tuple[str, ...], rounds: int) -> None:
     fa3 = None
     if fa3_library is not None:
         library = FlashAttention3(fa3_library)
@@ -146,7 +148,7 @@ def main(store: Path | None, fa3_library: Path | None, shapes: str, rounds: int)
         fa3 = library.operators().fwd
     rows: list[dict[str, Any]] = []
     for shape in SHAPES:
-        if shapes == "few" and shape.seqlen_q > FEW_ROWS:
+        if chosen and " x ".join(map(str, shape[:4])) not in chosen:
             continue
         for row in measured(shape, fa3, rounds):
             rows.append(row)
