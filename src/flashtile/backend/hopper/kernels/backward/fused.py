@@ -32,7 +32,7 @@ from ..shared.dropout import Dropout, both_where_kept, kept_pairs, load_stream
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, zero_accumulators
-from ..shared.pages import no_pages
+from ..shared.pages import PageTable
 from ..shared.pairs import PairTensor, PairTensors
 from ..shared.pipeline import (
     FIRST_BARRIER,
@@ -132,7 +132,9 @@ def backward_kernel(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
         row_splits, chunk, block_lists,
     )  # fmt: skip
-    seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, no_pages())
+    seqlens = SeqlenInfo(
+        seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, PageTable(None, None, None, None, None)
+    )
     bounds = MaskBounds(window_left, window_right, top_left)
     pairs = PairTensors(
         PairTensor(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),

@@ -29,7 +29,7 @@ from ..shared.dropout import Dropout, kept_pairs, load_stream, where_kept
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
-from ..shared.pages import no_pages
+from ..shared.pages import PageTable
 from ..shared.pairs import PairTensor, PairTensors
 from ..shared.pipeline import (
     FIRST_BARRIER,
@@ -111,7 +111,9 @@ def dkdv_kernel(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
         None, RowChunk(None, None), lists,
     )  # fmt: skip
-    seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, no_pages())
+    seqlens = SeqlenInfo(
+        seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, PageTable(None, None, None, None, None)
+    )
     bounds = MaskBounds(window_left, window_right, top_left)
     pairs = PairTensors(
         PairTensor(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),

@@ -40,12 +40,6 @@ class BlockParts(NamedTuple):
 
 
 @gluon.jit
-def no_pages():
-    """The table of keys that are not in pages."""
-    return PageTable(None, None, None, None, None)
-
-
-@gluon.jit
 def entries(pages, b, column, exists):
     """Entries of a sequence's page table; -1 for pages that do not exist."""
     entry = gl.load(pages.data + pages.stride.to(gl.int64) * b + column, mask=exists, other=-1)
