@@ -117,12 +117,13 @@ def test_auto_defers_to_other_backends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "features"),
-    [("alibi_slopes", Features(alibi_slopes=True)), ("bias", Features(bias=(True, False, False, False)))],
+    ("name", "features", "head_dim"),
+    [("alibi_slopes", Features(alibi_slopes=True), 192), ("bias", Features(bias=(True, False, False, False)), 64)],
 )
-def test_another_backend_has_the_gradients_of_score_tensors(name: str, features: Features) -> None:
+def test_another_backend_has_the_gradients_of_score_tensors(name: str, features: Features, head_dim: int) -> None:
     """A backend that is named computes all gradients or none."""
-    changed, needs = problem(features=features), Needs(True, True, True, **{name: True})
+    changed = problem(features=features, head_dim=head_dim, head_dim_v=head_dim)
+    needs = Needs(True, True, True, **{name: True})
     with (
         mock.patch.multiple(support, unusable=lambda: None, triton_version=lambda: (3, 6)),
         mock.patch("flashtile.backend.triton.support.unusable", return_value=None),
