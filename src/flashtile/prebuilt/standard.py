@@ -114,8 +114,12 @@ def with_features(dtype: torch.dtype) -> Iterator[StandardCall]:
         for features in PLAIN[1:]:
             yield StandardCall(function, {**tensors, **features, "softcap": 30.0}, backward=True)
             yield StandardCall(function, {**tensors, **features, "sinks": empty(heads, dtype=dtype)}, True, ("sinks",))
-        yield StandardCall(function, {**tensors, "causal": True, "alibi_slopes": empty(heads)}, backward=True)
-        yield StandardCall(function, {**tensors, "causal": True, "dropout_p": 0.1, "dropout_seed": 1}, backward=True)
+        slopes = {"alibi_slopes": empty(heads)}
+        yield StandardCall(function, {**tensors, "causal": True, **slopes}, backward=True)
+        yield StandardCall(function, {**tensors, "causal": True, **slopes}, True, ("alibi_slopes",))
+        for causal in (False, True):
+            dropout = {"causal": causal, "dropout_p": 0.1, "dropout_seed": 1}
+            yield StandardCall(function, {**tensors, **dropout}, backward=True)
         if layout is packed:
             continue
         for causal, rows in itertools.product((False, True), (1, LONG)):
