@@ -40,6 +40,7 @@ PROBLEMS = {
     "one bias 64": Problem(64, (130, 264)),
     "of sequences 64": Problem(64, (257, 136), (True, True), (4, 2)),
     "of nothing 48": Problem(48, (65, 400), (False, False)),
+    "one bias 80": Problem(80, (130, 200)),
     "one bias 96": Problem(96, (130, 200)),
     "one bias 128": Problem(128, (150, 264), (True, False), (4, 1), deterministic=True),
     "causal 64": Problem(64, (300, 264), more=(("causal", True),)),
