@@ -71,7 +71,7 @@ def constants(call: Call, config: KernelConfig, align: int, pack_gqa: int = 1, s
         BLOCK_N=config.block_n,
         PACK_GQA=pack_gqa,
         SPLITS=splits,
-        NUM_WARPS=config.num_warps if splits > 1 else 4,
+        NUM_WARPS=config.num_warps,
         EVEN=is_even(call, config),
     )
     return {"CONFIG": compiled, "num_warps": config.num_warps, "num_stages": config.num_stages}

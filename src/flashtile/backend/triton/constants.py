@@ -27,7 +27,7 @@ class Constants:
     BLOCK_N: int
     PACK_GQA: int = 1  # query heads that share a tile
     SPLITS: int = 1  # programs that share the keys of a row
-    NUM_WARPS: int = 4
+    NUM_WARPS: int = 4  # of a program; they decide how many rows of the splits are merged at once
     EVEN: bool = False  # no block needs masks; that of dq is slower without their code
 
 
