@@ -11,7 +11,7 @@ import triton.language as tl
 
 from . import combine, scores, softmax
 from .kernel import Pointer, Scalar, kernel
-from .keys import key_tile, load_k, load_v
+from .keys import load_k, load_pages, load_v, tile_in_pages
 from .masking import (
     BlockInfo,
     all_masked,
@@ -139,9 +139,15 @@ def inner_loop(
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     first = first_visit(listed, params, MASKED)
+    # Pages are looked up a block ahead: loads of keys that depend on a load in the same step would have fewer stages.
+    pages = 0
+    if CONFIG.PAGE_SIZE > 0:
+        pages = load_pages(kv, nth_visit(blocks, first, 0, params, MASKED, BLOCK_N), CONFIG)
     for n in range(num_visits(blocks, listed, params, MASKED, BLOCK_N)):
         start_n = nth_visit(blocks, first, n, params, MASKED, BLOCK_N)
-        tile = key_tile(kv, start_n, CONFIG)
+        tile = tile_in_pages(kv, start_n, pages, CONFIG)
+        if CONFIG.PAGE_SIZE > 0:
+            pages = load_pages(kv, nth_visit(blocks, first, n + 1, params, MASKED, BLOCK_N), CONFIG)
         exists = tile.exists if MASKED or CONFIG.PAGE_SIZE > 0 else None
         k_j = load_k(kv, tile, exists, CONFIG)  # [N, D]
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]

@@ -68,23 +68,41 @@ def only_page(table, lengths, seqlen, b):
 
 @triton.jit
 def key_tile(kv, start, CONFIG: tl.constexpr):
-    """The block of keys from position `start` on. Page table entries outside the pages hold no keys."""
-    N: tl.constexpr = CONFIG.BLOCK_N
+    """The block of keys from position `start` on."""
+    return tile_in_pages(kv, start, load_pages(kv, start, CONFIG), CONFIG)
+
+
+@triton.jit
+def load_pages(kv, start, CONFIG: tl.constexpr):
+    """Entries of the page table for the block of keys from position `start` on: `[N]`, or one where the block lies in
+    one page. Entries outside the pages become -1.
+    """
     PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
-    position = start + tl.arange(0, N)
+    if PAGE_SIZE == 0:
+        return 0
+    elif PAGE_SIZE % CONFIG.BLOCK_N == 0:
+        nearest = tl.maximum(tl.minimum(start, kv.seqlen.end - 1), 0)
+        page = tl.load(kv.table + nearest // PAGE_SIZE)
+    else:
+        position = start + tl.arange(0, CONFIG.BLOCK_N)
+        exists = (position >= kv.seqlen.begin) & (position < kv.seqlen.end)
+        page = tl.load(kv.table + position // PAGE_SIZE, mask=exists, other=-1)
+    return tl.where((page >= 0) & (page < kv.num_pages), page, -1).to(tl.int32)
+
+
+@triton.jit
+def tile_in_pages(kv, start, page, CONFIG: tl.constexpr):
+    """The block of keys from position `start` on, whose pages are given. Pages that do not exist hold no keys."""
+    PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
+    position = start + tl.arange(0, CONFIG.BLOCK_N)
     exists = (position >= kv.seqlen.begin) & (position < kv.seqlen.end)
     if PAGE_SIZE == 0:
         return KeyTile(start, 0, 0, exists)
-    elif PAGE_SIZE % N == 0:
-        nearest = tl.maximum(tl.minimum(start, kv.seqlen.end - 1), 0)
-        page = tl.load(kv.table + nearest // PAGE_SIZE)
-        end = tl.where((page >= 0) & (page < kv.num_pages), kv.seqlen.end, 0)
-        page = tl.where(end > 0, page, 0)
-        return KeyTile(start, page.to(tl.int64), start % PAGE_SIZE, exists & (position < end))
+    elif PAGE_SIZE % CONFIG.BLOCK_N == 0:
+        end = tl.where(page < 0, 0, kv.seqlen.end)
+        return KeyTile(start, tl.maximum(page, 0).to(tl.int64), start % PAGE_SIZE, exists & (position < end))
     else:
-        page = tl.load(kv.table + position // PAGE_SIZE, mask=exists, other=-1)
-        in_pages = (page >= 0) & (page < kv.num_pages)
-        return KeyTile(start, tl.where(in_pages, page, 0).to(tl.int64), position % PAGE_SIZE, exists & in_pages)
+        return KeyTile(start, tl.maximum(page, 0).to(tl.int64), position % PAGE_SIZE, exists & (page >= 0))
 
 
 @triton.jit
