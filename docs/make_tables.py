@@ -23,6 +23,7 @@ import gpu_tables
 import ladder_tables
 import mask_tables
 import model_tables
+import page_tables
 import score_mod_tables
 from cells import markdown, rows
 
@@ -313,6 +314,7 @@ TABLES: dict[str, Callable[[], str]] = (
     | balance_tables.TABLES
     | mask_tables.TABLES
     | model_tables.TABLES
+    | page_tables.TABLES
 )
 
 if __name__ == "__main__":
