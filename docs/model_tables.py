@@ -2,25 +2,25 @@
 
 from collections.abc import Sequence
 
-from cells import markdown
+from cells import RESULTS, markdown
 
 from flashtile.bench.cell import Cell
 from flashtile.bench.store import Store
-from flashtile.report.models import STORED, compared, geometric_mean
+from flashtile.report.models import compared, geometric_mean
 from flashtile.report.verdict import Comparison, Verdict, by_group, count, figures, losses_first, worse
 
 COLUMNS = ("call", "shape", "flashtile", "best other", "its time / ours")
 
 
-def stored(device: str) -> list[tuple[Cell, Comparison]]:
+def stored(name: str) -> list[tuple[Cell, Comparison]]:
     """The comparisons of each stored cell: of the device's time, and of a short call's eager time."""
-    return [(cell, x) for cell, rows in Store(STORED[device]).read().items() for x in compared({cell: rows})]
+    return [(cell, x) for cell, rows in Store(RESULTS / f"{name}.jsonl").read().items() for x in compared({cell: rows})]
 
 
 def model_means() -> str:
     """Counts and geometric means of each group of calls."""
     body = []
-    for group, some in by_group(x for _, x in stored("cuda")).items():
+    for group, some in by_group(x for _, x in stored("h200-models")).items():
         ratios = [x.ratio for x in some]
         counts = [f"{count(some, verdict)}" for verdict in Verdict]
         body.append(
@@ -31,14 +31,14 @@ def model_means() -> str:
 
 def model_losses() -> str:
     """The calls in which another library is faster."""
-    calls = stored("cuda")
+    calls = stored("h200-models")
     lost = worse(x for _, x in calls)
     return table([next((cell, x) for cell, x in calls if x is loss) for loss in lost])
 
 
 def model_calls() -> str:
     """All calls by the device's time, losses first."""
-    calls = [(cell, x) for cell, x in stored("cuda") if not x.group.endswith("eager")]
+    calls = [(cell, x) for cell, x in stored("h200-models") if not x.group.endswith("eager")]
     ranked = losses_first(x for _, x in calls)
     return table([next((cell, x) for cell, x in calls if x is one) for one in ranked])
 

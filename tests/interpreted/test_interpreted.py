@@ -286,7 +286,7 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
     neg_lse_log2, neg_delta = (torch.full((heads, tiles * block), torch.nan) for _ in range(2))
     dq_semaphore = torch.full((heads * tiles, NUM_WARPGROUPS), 7, dtype=torch.int32)
     lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": rows, "batch": batch}
-    lengths |= {"HEAD_DIM": HeadDim(chunks), "ALIGN": 1, "BLOCK_M": block}
+    lengths |= {"HEAD_DIM": HeadDim(chunks, min(chunks)), "ALIGN": 1, "BLOCK_M": block}
     strides = {
         f"stride_{name}_{dim}": n for name in ("out", "dout") for dim, n in zip("bhm", out.stride(), strict=False)
     }
@@ -344,7 +344,7 @@ def test_hopper_postprocess_of_packed_rows(chunks: tuple[int, ...]) -> None:
     batch = len(cu_seqlens_q) - 1
     tiles = tokens // block + batch + 1
     lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": tokens, "batch": batch}
-    lengths |= {"HEAD_DIM": HeadDim(chunks), "ALIGN": 1, "BLOCK_M": block}
+    lengths |= {"HEAD_DIM": HeadDim(chunks, min(chunks)), "ALIGN": 1, "BLOCK_M": block}
     dq_accum = torch.randn(heads, tiles * block, width)
     dq_semaphore = torch.ones(heads * tiles, NUM_WARPGROUPS, dtype=torch.int32)
     dq = torch.full((tokens, heads, width), torch.nan)

@@ -69,7 +69,10 @@ def only_page(table, lengths, seqlen, b):
 @triton.jit
 def key_tile(kv, start, CONFIG: tl.constexpr):
     """The block of keys from position `start` on."""
-    return tile_in_pages(kv, start, load_pages(kv, start, CONFIG), CONFIG)
+    pages = 0
+    if CONFIG.PAGE_SIZE > 0:
+        pages = load_pages(kv, start, CONFIG)
+    return tile_in_pages(kv, start, pages, CONFIG)
 
 
 @triton.jit
@@ -78,9 +81,7 @@ def load_pages(kv, start, CONFIG: tl.constexpr):
     one page. Entries outside the pages become -1.
     """
     PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
-    if PAGE_SIZE == 0:
-        return 0
-    elif PAGE_SIZE % CONFIG.BLOCK_N == 0:
+    if PAGE_SIZE % CONFIG.BLOCK_N == 0:
         nearest = tl.maximum(tl.minimum(start, kv.seqlen.end - 1), 0)
         page = tl.load(kv.table + nearest // PAGE_SIZE)
     else:
