@@ -309,8 +309,9 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
     dq = torch.full_like(out, torch.nan)
     strides = {f"stride_dq_{dim}": n for dim, n in zip("bhm", dq.stride(), strict=False)}
     postprocess_kernel[(heads * tiles,)](
-        swizzled(dq_accum, chunks), dq_semaphore, dq, None, **strides, **lengths, scale=0.5, columns=None, dq_parts=1
-    )
+        swizzled(dq_accum, chunks), dq_semaphore, dq, None, **strides, **lengths, scale=0.5, columns=None, dq_parts=1,
+        DQ_BOX=min(chunks),
+    )  # fmt: skip
     expected = torch.zeros_like(dq)
     expected[0, 0, block:] = dq_accum[block:rows] * 0.5
     torch.testing.assert_close(dq, expected)
@@ -360,6 +361,7 @@ def test_hopper_postprocess_of_packed_rows(chunks: tuple[int, ...]) -> None:
         scale=0.5,
         columns=None,
         dq_parts=1,
+        DQ_BOX=min(chunks),
     )
     for b, (first, stop) in enumerate(itertools.pairwise([*cu_seqlens_q, tokens])):
         row = (first // block + b) * block
