@@ -111,7 +111,7 @@ def test_replay(name: str) -> None:
 
 @pytest.mark.parametrize("seed", TAKEN)
 def test_random_calls(seed: int) -> None:
-    """Of the contract's random calls some that the kernels take: appended to, rotated, split, of other layouts."""
+    """Random calls of the contract that the kernels take: appended to, rotated, split, of other layouts."""
     case = replace(random_case(seed, function=FUNCTIONS[seed % 2]), forward_only=True)
     assert wrong(case, seed) == []
 

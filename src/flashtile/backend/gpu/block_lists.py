@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...call.call import Call
 from ...call.formulas import mask_formula
+from ...call.problem import OCTET
 from ...expression import Formula
 from ...expression.blocks import (
     FULL,
@@ -83,9 +84,10 @@ def block_lists(
 
 
 def has_lists(call: Call) -> bool:
+    """Whether a call's kernels visit the blocks in a list: long dense calls with a mask."""
     t, s = call.tensors, call.settings
     num_pairs = t.q.shape[0] * t.q.shape[1] * t.q.shape[2] * t.k.shape[-2] if call.layout == "dense" else 0
-    from_first_key = s.dropout_p == 0 or s.j0 % 8 == 0  # where blocks of keys begin
+    from_first_key = s.dropout_p == 0 or s.j0 % OCTET == 0  # where blocks of keys begin
     masked = s.mask_mod is not None or t.mask is not None
     return masked and s.attention_chunk is None and from_first_key and num_pairs >= max(LEAST_PAIRS, 1)
 

@@ -97,7 +97,7 @@ class FusedBackward(BackwardLaunches):
         batch, heads, seqlen_k, _ = x.shape
         shape = self.config.row_splits * batch, heads, seqlen_k, self.config.head_dim.width
         if self.config.row_chunks > 1:
-            return self.recorder.op(lambda k: k.new_zeros(shape, dtype=torch.float32), x)
+            return self.recorder.op(partial(new_zeros, shape), x)
         return self.empty(*shape)
 
     def chunks(self) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ PARTS = gl.constexpr(tables.SLOPE_PARTS)
 
 
 class SlopeGradient(NamedTuple):
-    """Where the parts are added up."""
+    """Memory in which the parts are added up."""
 
     data: gl.tensor | None  # pointer, [splits * B * H, num_blocks, warpgroups, PARTS], or if packed [H, ...]; or `None`
     num_heads: gl.tensor

@@ -57,8 +57,8 @@ def part_of_lane(CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_parts(pages, tile, block, CONFIG: gl.constexpr):
-    """Where the parts of a block of keys are: two coordinates of a lane's part. A block before the first one, after the
-    last step, has none.
+    """Coordinates of the parts of a block of keys: two of a lane's part. A block before the first one, after the last
+    step, has none.
     """
     key = block * CONFIG.block_n + part_of_lane(CONFIG) * CONFIG.page_rows
     column, row = column_and_row(pages, key, CONFIG)
