@@ -115,7 +115,8 @@ def test_split_rows(name: str, row_splits: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "head_splits", "row_splits"), [
-    ("grouped heads 64", 3, 1), ("deterministic grouped heads 128", 2, 3), ("slopes and window 96", 4, 1),
+    ("grouped heads 64", 3, 1), ("deterministic grouped heads 128", 2, 3),
+        ("deterministic grouped heads 128", 4, 1), ("slopes and window 96", 4, 1),
 ])  # fmt: skip
 def test_split_heads(name: str, head_splits: int, row_splits: int) -> None:
     """Of a group, alone and with split rows."""

@@ -74,7 +74,7 @@ class FusedBackward(BackwardLaunches):
             **list_scalars,
             "group": self.q.shape[1] // self.k.shape[1] // self.config.head_splits,
             "head_splits": self.config.head_splits if splits else None,
-            "row_splits": self.config.row_splits if splits else None,
+            "row_splits": self.config.row_splits if splits and not self.config.adds_dkdv else None,
             "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 else None,
             "CONFIG": config.compiled,
         }
@@ -93,10 +93,10 @@ class FusedBackward(BackwardLaunches):
         return {"alibi_slopes": self.recorder.op(add, self.tensors.alibi_slopes, self.slope_parts, self.cu_seqlens_k)}
 
     def new_splits(self, x: Tensor) -> Tensor:
-        """Buffer for dk or dv of each split, `[splits * B, Hk, Sk, D]` in fp32; zeros that chunks are added to."""
+        """Buffer for parts of dk or dv, `[parts * B, Hk, Sk, D]` in fp32; zeros if programs or launches add to it."""
         batch, heads, seqlen_k, _ = x.shape
-        shape = self.config.splits * batch, heads, seqlen_k, self.config.head_dim.width
-        if self.config.row_chunks > 1:
+        shape = self.config.dkdv_parts * batch, heads, seqlen_k, self.config.head_dim.width
+        if self.config.row_chunks > 1 or self.config.adds_dkdv:
             return self.recorder.op(partial(new_zeros, shape), x)
         return self.empty(*shape)
 
@@ -115,7 +115,7 @@ class FusedBackward(BackwardLaunches):
             "num_heads": heads,
             "seqlen": seqlen_k,
             "columns": self.config.head_dim.columns_of(dx),
-            "num_splits": self.config.splits,
+            "num_splits": self.config.dkdv_parts,
             "HEAD_DIM": self.config.head_dim,
             "ALIGN": ALIGN,
             "BLOCK_N": COMBINE_ROWS,

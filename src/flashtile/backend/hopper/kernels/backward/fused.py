@@ -310,7 +310,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
         splits = context.splits
         coord = dkdv_coord(tile, key_head(tile, splits), first_key, params.batch, splits, PACKED)
-        ADD: gl.constexpr = context.chunk.lo is not None
+        ADD: gl.constexpr = context.chunk.lo is not None or (splits.heads is not None and splits.rows is None)
         store_dkdv(outputs.dv, coord, dv, dropout.keep_scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
         store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
         tile_count += 1

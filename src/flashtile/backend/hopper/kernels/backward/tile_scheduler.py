@@ -41,10 +41,12 @@ class RowChunk(NamedTuple):
 
 
 class TileSplits(NamedTuple):
-    """Dense: programs that share a block of keys; `None` without any."""
+    """Dense: programs that share a block of keys. Those of parts of the rows have dk and dv of their own, which others
+    add to the same.
+    """
 
-    heads: gl.tensor | None  # parts of the group of query heads
-    rows: gl.tensor | None  # parts of the rows
+    heads: gl.tensor | None  # parts of the group of query heads; `None` if no programs share a block
+    rows: gl.tensor | None  # parts of the rows, for each of them
 
 
 class KeyTileScheduler(NamedTuple):
@@ -110,10 +112,13 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
         if scheduler.chunk.lo is not None:
             lo = gl.maximum(lo, scheduler.chunk.lo)
             hi = gl.maximum(lo, gl.minimum(hi, scheduler.chunk.hi))
+        part = split
         if scheduler.splits.rows is not None:
             lo, hi = split_range(lo, hi, split % scheduler.splits.rows, scheduler.splits.rows)
-            head = head * scheduler.splits.heads + split // scheduler.splits.rows
-            flat_head = flat_head * scheduler.splits.heads + split // scheduler.splits.rows
+            part = split // scheduler.splits.rows
+        if scheduler.splits.heads is not None:
+            head = head * scheduler.splits.heads + part
+            flat_head = flat_head * scheduler.splits.heads + part
         padded_row = flat_head * scheduler.group * scheduler.padded_rows
         tile = KeyWorkTile(
             b, head, first_key, lo, hi, padded_row, shift, seqlens.seqlen_q, seqlens.seqlen_k, list_offset, split
@@ -167,7 +172,7 @@ def schedule_packed_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.cons
 def key_split_and_tile(tile_index, splits):
     """The split and the tile that an index stands for."""
     if splits.rows is None:
-        return split_and_tile(tile_index, None)
+        return split_and_tile(tile_index, splits.heads)
     else:
         return split_and_tile(tile_index, splits.heads * splits.rows)
 
