@@ -14,8 +14,8 @@ Each of the first three returns the elements that depend on no other index of th
 the same number as their sum.
 `before` and `after` are functions of pairs from the distance `reach` on, if simpler ones hold there
 (`expression.sides`). With a mask there are `unmasked`, which is `pairs` where all pairs are visible, and `visible`,
-whether they are. Only a formula that is the score times a number of the head has `factor`, that number. Of hidden pairs,
-the new score is -inf.
+whether they are. Only a formula that is the score times a number of the head has `factor`, that number. Of hidden
+pairs, the new score is -inf.
 """
 
 import functools

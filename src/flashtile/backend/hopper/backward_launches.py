@@ -190,12 +190,12 @@ class BackwardLaunches:
         """
         group = self.q.shape[1] // self.k.shape[1]
         resident_heads = max(1, self.programs // self.blocks.n_blocks)
-        in_cache = L2_BYTES // (group * self.seqlen_q * bytes_per_row)
+        bytes_per_head = group * self.seqlen_q * bytes_per_row
         if has_lists(self.call) and isinstance(self.config, FusedBackwardConfig) and not self.config.in_order:
-            return max(1, in_cache)
+            return max(1, L2_BYTES // bytes_per_head)
         if self.call.settings.window.unlimited:
             return max(resident_heads, self.programs // (group * self.blocks.m_blocks))
-        return max(1, min(resident_heads, in_cache))
+        return max(1, min(resident_heads, L2_BYTES // bytes_per_head))
 
     def gradients_of_terms(self, needs: Needs) -> dict[str, Tensor]:
         """Requested gradients of score terms, by name."""

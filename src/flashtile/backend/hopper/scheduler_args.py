@@ -46,8 +46,8 @@ def packed_scheduler_args(call: Call, block_m: int) -> dict[str, int]:
 def l2_swizzle(call: Call) -> int:
     """Query heads that are scheduled together.
 
-    With a window, a diagonal or lists of blocks, as many as the L2 cache holds keys and values for, since their tiles see
-    different keys, and numbers of them: tiles of a few heads alone would leave programs idle at the end.
+    With a window, a diagonal or lists of blocks, as many as the L2 cache holds keys and values for, since their tiles
+    see different keys, and numbers of them: tiles of a few heads alone would leave programs idle at the end.
     """
     k, v = call.tensors.k, call.tensors.v
     group = query_group(call)

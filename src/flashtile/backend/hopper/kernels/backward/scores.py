@@ -16,7 +16,7 @@ from ..shared.mma import MMA_M, join_columns, split_columns
 from ..shared.pairs import PairBlock
 from ..shared.pipeline import stage_of
 from ..shared.score_mod import Loaded, load_head, load_keys, load_rows
-from ..shared.shown_pairs import shown_pairs
+from ..shared.shown_pairs import shown_rows
 
 
 class BlockCoord(NamedTuple):
@@ -120,11 +120,11 @@ def load_block(coord, params, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def block_shown_pairs(zeros, coord, params, CONFIG: gl.constexpr):
-    """`shown_pairs` of a block."""
+def shown_rows_of_block(zeros, coord, params, CONFIG: gl.constexpr):
+    """`shown_rows` of a block."""
     rows, keys = block_rows(coord, CONFIG), block_keys(coord, CONFIG)
     distance = coord.first_row - coord.first_key
-    return shown_pairs(zeros, coord.partial, params, coord.b, coord.head, rows, keys, distance, None, CONFIG)
+    return shown_rows(zeros, coord.partial, params, coord.b, coord.head, rows, keys, distance, CONFIG)
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
 from ..shared.ptx import opaque
 from ..shared.score_mod import KeyRun, Loaded
 from ..shared.scores import ScoreParams
-from ..shared.shown_pairs import is_cut, shown_pairs, with_shown
+from ..shared.shown_pairs import is_cut, shown_keys, with_shown
 from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import TileQueue, WorkTile
 from .key_order import block_of_step, first_block
@@ -160,7 +160,10 @@ def mainloop_step(
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES, HEAD_DIM), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES, HEAD_DIM_V), accumulate)
     of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(context.lists, entry)
-    shown = tile_shown_pairs(context, wg_tile, block, partial, CONFIG)
+    shown = shown_keys(
+        zero_scores(CONFIG.block_n), partial, context.params, tile.b, tile.head, wg_tile.first_row,
+        block * CONFIG.block_n, CONFIG,
+    )  # fmt: skip
     kept = kept_pairs(
         context.dropout, stream, tile.b, tile.head, wg_tile.first_row, block * CONFIG.block_n,
         zero_scores(CONFIG.block_n), False,
@@ -184,7 +187,7 @@ def mainloop_step(
 
 @gluon.jit
 def masked_scores(s, wg_tile, block, context, loaded, shown, units, CONFIG: gl.constexpr):
-    """Final scores `[MMA_M, BLOCK_N]` of a block of keys, in the tile's units. `shown` is that of `shown_pairs`."""
+    """Final scores `[MMA_M, BLOCK_N]` of a block of keys, in the tile's units. `shown` is that of `shown_keys`."""
     BLOCK_N: gl.constexpr = s.shape[1]
     tile = wg_tile.tile
     first_key = block * BLOCK_N
@@ -262,36 +265,17 @@ def pair_block(params, wg_tile, block, bias, CONFIG: gl.constexpr):
 @gluon.jit
 def block_keys(context, tile, block, CONFIG: gl.constexpr):
     """Elements of a block's keys for a score_mod."""
+    BLOCK_N: gl.constexpr = CONFIG.block_n
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    params = context.params
+    keys = score_keys(block, BLOCK_N)
     if SCORE_MOD is None:
         return ()
     else:
-        keys, run = score_keys(block, CONFIG.block_n), key_run(context.params, block, CONFIG)
-        return score_mod.load_keys(context.params, tile.b, tile.head, keys, run, SCORE_MOD)
-
-
-@gluon.jit
-def key_run(params, block, CONFIG: gl.constexpr):
-    """The keys of a block."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.block_n, 16])
-    first = block * CONFIG.block_n + params.inputs.j0
-    return KeyRun(columns(first.to(gl.int64), CONFIG.block_n, layout), first + CONFIG.block_n)
-
-
-@gluon.jit
-def tile_shown_pairs(context, wg_tile, block, partial, CONFIG: gl.constexpr):
-    """`shown_pairs` of a block of keys."""
-    BLOCK_N: gl.constexpr = CONFIG.block_n
-    if CONFIG.score_mod is None:
-        return ()
-    else:
-        tile = wg_tile.tile
-        rows, keys = score_rows(wg_tile, BLOCK_N), score_keys(block, BLOCK_N)
-        distance = wg_tile.first_row - block * BLOCK_N
-        return shown_pairs(
-            zero_scores(BLOCK_N), partial, context.params, tile.b, tile.head, rows, keys, distance,
-            key_run(context.params, block, CONFIG), CONFIG,
-        )  # fmt: skip
+        first = block * BLOCK_N + params.inputs.j0
+        run = KeyRun(columns(first.to(gl.int64), BLOCK_N, layout), first + BLOCK_N)
+        return score_mod.load_keys(params, tile.b, tile.head, keys, run, SCORE_MOD)
 
 
 @gluon.jit

@@ -86,7 +86,7 @@ def modify(t, scale, params, b, head, rows, keys, first_distance, loaded, SCORE_
     TRANSPOSED: gl.constexpr = rows.shape[0] == 1
     first = first_distance + (params.inputs.i0 - params.inputs.j0)
     if len(loaded.partial) > 0:
-        if SCORE_MOD.mask_only:  # the caller hides pairs (`shown_pairs`)
+        if SCORE_MOD.mask_only:  # the caller hides pairs (`shown_pairs.py`)
             results = of_pairs(3, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
         elif loaded.partial[0]:
             results = of_pairs(0, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
