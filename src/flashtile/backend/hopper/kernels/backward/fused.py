@@ -57,9 +57,9 @@ from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_
 from .scores import (
     begin_probabilities,
     block_coord,
+    block_shown_pairs,
     finish_probabilities,
     load_block,
-    shown_rows_of_block,
     with_bias,
 )
 from .slopes import SlopeGradient, add_slope_gradient
@@ -220,7 +220,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         loaded = load_block(block, params, CONFIG)
         loaded = with_bias(loaded, pipelines.bias, count, steps > 0, warpgroup, NUM_WARPGROUPS, CONFIG)
         partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
-        shown = shown_rows_of_block(zeros, block, params, CONFIG)
+        shown = block_shown_pairs(zeros, block, params, CONFIG)
         kept = kept_pairs(dropout, stream, block.b, block.head, block.first_row, block.first_key, zeros, True)
         for steps_left in range(steps, 0, -1):
             q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
@@ -286,7 +286,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             partial = partial_of(lists, next_entry)
             next_coord = block_coord(tile, group, next_head, next_block, first_key, partial, CONFIG)
             loaded = load_block(next_coord, params, CONFIG)  # before the wait
-            shown = shown_rows_of_block(zeros, next_coord, params, CONFIG)
+            shown = block_shown_pairs(zeros, next_coord, params, CONFIG)
             kept = kept_pairs(
                 dropout, stream, next_coord.b, next_coord.head, next_coord.first_row, first_key, zeros, True
             )  # fmt: skip

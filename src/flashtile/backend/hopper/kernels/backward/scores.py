@@ -16,7 +16,9 @@ from ..shared.mma import MMA_M, join_columns, split_columns
 from ..shared.pairs import PairBlock
 from ..shared.pipeline import stage_of
 from ..shared.score_mod import Loaded, load_head, load_keys, load_rows
-from ..shared.shown_pairs import shown_rows
+from ..shared.shown_pairs import shown_pairs
+
+MASK_COLUMNS = gl.constexpr(32)  # for which a mask function is computed at once
 
 
 class BlockCoord(NamedTuple):
@@ -120,11 +122,11 @@ def load_block(coord, params, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def shown_rows_of_block(zeros, coord, params, CONFIG: gl.constexpr):
-    """`shown_rows` of a block."""
-    rows, keys = block_rows(coord, CONFIG), block_keys(coord, CONFIG)
-    distance = coord.first_row - coord.first_key
-    return shown_rows(zeros, coord.partial, params, coord.b, coord.head, rows, keys, distance, CONFIG)
+def block_shown_pairs(zeros, coord, params, CONFIG: gl.constexpr):
+    """`shown_pairs` of a block."""
+    return shown_pairs(
+        zeros, coord.partial, params, coord.b, coord.head, coord.first_row, coord.first_key, True, MASK_COLUMNS, CONFIG
+    )
 
 
 @gluon.jit

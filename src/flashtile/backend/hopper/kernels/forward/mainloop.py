@@ -25,7 +25,7 @@ from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
 from ..shared.ptx import opaque
 from ..shared.score_mod import KeyRun, Loaded
 from ..shared.scores import ScoreParams
-from ..shared.shown_pairs import is_cut, shown_keys, with_shown
+from ..shared.shown_pairs import is_cut, shown_pairs, with_shown
 from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import TileQueue, WorkTile
 from .key_order import block_of_step, first_block
@@ -160,9 +160,9 @@ def mainloop_step(
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES, HEAD_DIM), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES, HEAD_DIM_V), accumulate)
     of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(context.lists, entry)
-    shown = shown_keys(
+    shown = shown_pairs(
         zero_scores(CONFIG.block_n), partial, context.params, tile.b, tile.head, wg_tile.first_row,
-        block * CONFIG.block_n, CONFIG,
+        block * CONFIG.block_n, False, CONFIG.mask_columns, CONFIG,
     )  # fmt: skip
     kept = kept_pairs(
         context.dropout, stream, tile.b, tile.head, wg_tile.first_row, block * CONFIG.block_n,
@@ -187,7 +187,7 @@ def mainloop_step(
 
 @gluon.jit
 def masked_scores(s, wg_tile, block, context, loaded, shown, units, CONFIG: gl.constexpr):
-    """Final scores `[MMA_M, BLOCK_N]` of a block of keys, in the tile's units. `shown` is that of `shown_keys`."""
+    """Final scores `[MMA_M, BLOCK_N]` of a block of keys, in the tile's units. `shown` is that of `shown_pairs`."""
     BLOCK_N: gl.constexpr = s.shape[1]
     tile = wg_tile.tile
     first_key = block * BLOCK_N

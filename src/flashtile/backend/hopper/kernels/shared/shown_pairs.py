@@ -22,71 +22,51 @@ def has_bits(lists, CONFIG):
 
 
 @gluon.jit
-def shown_keys(x, partial, params, b, head, first_row, first_key, CONFIG: gl.constexpr):
-    """Bits `[M, 4]` of the pairs of a block `x` of rows and keys, in a tuple, which is empty where a mask function has
-    none. `partial` is that of `block_lists`.
+def shown_pairs(
+    x, partial, params, b, head, first_row, first_key, TRANSPOSED: gl.constexpr, COLUMNS: gl.constexpr,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Bits `[M, 4]` of the pairs of a block `x` of rows and keys, or TRANSPOSED of keys and rows, in a tuple, which is
+    empty where a mask function has none. `partial` is that of `block_lists`. Bits are computed for COLUMNS at once,
+    whose elements are in registers together.
     """
     if not has_bits(len(partial), CONFIG):
         return ()
     else:
         bits = all_visible(x)
         if partial[0]:
-            bits = bits_of_keys(x, params, b, head, first_row, first_key, CONFIG)
+            PARTS: gl.constexpr = x.shape[1] // COLUMNS
+            layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+            part = gl.zeros([x.shape[0], COLUMNS], gl.float32, layout)
+            bits = bits ^ bits
+            for n in range(opaque(PARTS)):  # not unrolled
+                row, key = first_row, first_key
+                if TRANSPOSED:
+                    row += n * COLUMNS
+                else:
+                    key += n * COLUMNS
+                of_part = bits_of_part(part, params, b, head, row, key, TRANSPOSED, CONFIG)
+                bits |= gl.convert_layout(of_part, bits.type.layout, assert_trivial=True) << (n * (COLUMNS // 4))
         return (bits,)
 
 
 @gluon.jit
-def shown_rows(x, partial, params, b, head, rows, keys, first_distance, CONFIG: gl.constexpr):
-    """The same for a block of keys and rows, `x [N, M]`."""
-    if not has_bits(len(partial), CONFIG):
-        return ()
-    else:
-        SCORE_MOD: gl.constexpr = CONFIG.score_mod
-        bits = all_visible(x)
-        if partial[0]:
-            bits = function_bits(x, params, b, head, rows, keys, first_distance, None, SCORE_MOD)
-        return (bits,)
-
-
-@gluon.jit
-def bits_of_keys(x, params, b, head, first_row, first_key, CONFIG: gl.constexpr):
-    """The bits of a block, by parts of CONFIG.mask_columns keys, whose elements are in registers together."""
-    N: gl.constexpr = x.shape[1]
-    PART: gl.constexpr = min(CONFIG.mask_columns, N)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    part = gl.zeros([x.shape[0], PART], gl.float32, layout)
-    rows = gl.expand_dims(first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout)), 1)
-    if PART == N:
-        return bits_from(part, params, b, head, rows, first_row, first_key, CONFIG)
-    else:
-        bits = all_visible(x) ^ all_visible(x)
-        for n in range(opaque(N // PART)):  # not unrolled
-            of_part = bits_from(part, params, b, head, rows, first_row, first_key + n * PART, CONFIG)
-            bits |= gl.convert_layout(of_part, bits.type.layout, assert_trivial=True) << (n * (PART // 4))
-        return bits
-
-
-@gluon.jit
-def bits_from(x, params, b, head, rows, first_row, first_key, CONFIG: gl.constexpr):
-    """The bits of a part of a block."""
-    PART: gl.constexpr = x.shape[1]
+def bits_of_part(x, params, b, head, first_row, first_key, TRANSPOSED: gl.constexpr, CONFIG: gl.constexpr):
+    """The bits of a block by the mask's function."""
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     layout: gl.constexpr = x.type.layout
-    first = first_key + params.inputs.j0
-    run = KeyRun(columns(first.to(gl.int64), PART, layout), first + PART)
-    keys = columns(first_key, PART, layout)
-    return function_bits(x, params, b, head, rows, keys, first_row - first_key, run, SCORE_MOD)
-
-
-@gluon.jit
-def function_bits(x, params, b, head, rows, keys, first_distance, run, SCORE_MOD: gl.constexpr):
-    """The bits of a block by the mask's function. `run` are the keys as a `KeyRun` or `None`."""
-    TRANSPOSED: gl.constexpr = rows.shape[0] == 1
     inputs = params.inputs
-    first = first_distance + (inputs.i0 - inputs.j0)
+    first_side = gl.expand_dims(gl.arange(0, x.shape[0], gl.SliceLayout(1, layout)), 1)
+    if TRANSPOSED:
+        rows, keys, run = columns(first_row, x.shape[1], layout), first_key + first_side, None
+    else:
+        rows, keys = first_row + first_side, columns(first_key, x.shape[1], layout)
+        first = first_key + inputs.j0
+        run = KeyRun(columns(first.to(gl.int64), x.shape[1], layout), first + x.shape[1])
+    distance = first_row - first_key + (inputs.i0 - inputs.j0)
     visible = SCORE_MOD.visible(
         sequence_index(params, b), head + inputs.h0, rows + inputs.i0, keys + inputs.j0,
-        distances(x, first, TRANSPOSED), real_distances(x, first, TRANSPOSED), inputs.captured,
+        distances(x, distance, TRANSPOSED), real_distances(x, distance, TRANSPOSED), inputs.captured,
         load_head(params, b, head, SCORE_MOD), load_rows(params, b, head, rows, SCORE_MOD),
         load_keys(params, b, head, keys, run, SCORE_MOD),
     )[0]  # fmt: skip
