@@ -245,15 +245,11 @@ class Bug(NamedTuple):
 
 
 KERNELS, SHARED, WRITER = "kernels/visible_blocks.py", "kernels/shared/block_lists.py", "kernels/backward/dq_writer.py"
-PRODUCER, FUSED = "kernels/forward/producer.py", "kernels/backward/fused.py"
-BITS = "kernels/shared/shown_pairs.py"
+PRODUCER = "kernels/forward/producer.py"
 BUGS = (
     Bug("last entry forgotten", SHARED, "return offset, gl.load(lists.data + offset)",
         "return offset, gl.maximum(gl.load(lists.data + offset) - 1, 1)", "earlier 96"),
     Bug("partial blocks taken for full ones", SHARED, "((entry & 1) != 0,)", "((entry & 1) > 1,)", "documents 64"),
-    Bug("parts of a block in one", BITS, "<< (n * (COLUMNS // 4))", "<< (0 * (COLUMNS // 4))", "documents 64"),
-    Bug("bits of the block before", FUSED, "block_shown_pairs(zeros, next_coord,", "block_shown_pairs(zeros, block,",
-        "documents 64"),
     Bug("producer one entry behind", PRODUCER, "tile.hi - 2 - step)", "tile.hi - 1 - step)", "documents 64"),
     Bug("an empty list without a block", KERNELS, "tl.maximum(before, 1)", "before", "heads of groups 64"),
     Bug("heads of a group hide", KERNELS, "seen | ever", "ever", "heads of groups 64"),

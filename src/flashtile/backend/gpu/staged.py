@@ -5,7 +5,6 @@
     def keys(b, h, k_idx, captured, run): ... return (LOADED, ..., h)
     def pairs(score, b, h, q_idx, k_idx, distance, real_distance, captured, head, rows, keys): ... return (OUTPUT, ...)
     def before, after, unmasked: as pairs
-    def visible: as pairs, without a score
     def factor(b, h, captured, head): ... return (FACTOR,)
 
 Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
@@ -13,9 +12,8 @@ Each of the first three returns the elements that depend on no other index of th
 `distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs, and the two parts of `real_distance` have
 the same number as their sum.
 `before` and `after` are functions of pairs from the distance `reach` on, if simpler ones hold there
-(`expression.sides`). With a mask there are `unmasked`, which is `pairs` where all pairs are visible, and `visible`,
-whether they are. Only a formula that is the score times a number of the head has `factor`, that number. Of hidden
-pairs, the new score is -inf.
+(`expression.sides`). With a mask there is `unmasked`, which is `pairs` where all pairs are visible. Only a formula that
+is the score times a number of the head has `factor`, that number. Of hidden pairs, the new score is -inf.
 """
 
 import functools
@@ -74,7 +72,6 @@ def staged_source(
             results[name] = writer.results(side, visible, partial)
     if mask is not None:
         results["unmasked"] = writer.results(formula, None, partial)
-        results["visible"] = emit(mask.program, writer)
     factor = emit(formula.partials().program, writer)[0] if mask is None and is_head_factor(formula) else None
     lines = {value.name: Line(text, value) for text, value in writer.values.items()}
     stages = {name: stage_of(lines[name].value) for name in writer.loaded}
@@ -89,7 +86,7 @@ def staged_source(
     parameters = ("score", "b", "h", "q_idx", "k_idx", "distance", "real_distance", "captured", *STAGES)
     for name, values in results.items():
         outputs = tuple(x.name for x in values)
-        texts[name] = function(name, parameters[name == "visible" :], needed(lines, outputs), outputs)
+        texts[name] = function(name, parameters, needed(lines, outputs), outputs)
     if factor is not None:
         parameters = ("b", "h", "captured", "head")
         texts["factor"] = function("factor", parameters, needed(lines, [factor.name]), (factor.name,))

@@ -51,14 +51,12 @@ class ScoreModFunctions:
     factor: Any = field(default=None, compare=False, repr=False)  # of a formula that is the score times a number
     before: Any = field(default=None, compare=False, repr=False)
     after: Any = field(default=None, compare=False, repr=False)
-    unmasked: Any = field(default=None, compare=False, repr=False)  # of a mask: `pairs` where all are visible,
-    visible: Any = field(default=None, compare=False, repr=False)  # and whether they are
+    unmasked: Any = field(default=None, compare=False, repr=False)  # of a mask: `pairs` where all are visible
 
     def __repr__(self) -> str:
         """Key of the sources and of all that they call, for Triton's disk cache."""
         functions = (
-            self.head, self.rows, self.keys, self.pairs, self.before, self.after, self.unmasked, self.visible,
-            self.factor,
+            self.head, self.rows, self.keys, self.pairs, self.before, self.after, self.unmasked, self.factor
         )  # fmt: skip
         keys = (getattr(x, "cache_key", self.source) for x in functions)
         return hashlib.sha256(" ".join((*keys, str(self.reach))).encode()).hexdigest()

@@ -96,7 +96,6 @@ class ForwardConfig(Constexpr):
     q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
     speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
     splits: int = 1  # of the keys of a tile; more than one write fp32 results that `combine` merges
-    mask_columns: int = 32  # of a block, for which a mask function is computed at once
     score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
     pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
     bias_stages: int = 0  # of tiles of a bias that TMA loads, set for a launch; 0 without them

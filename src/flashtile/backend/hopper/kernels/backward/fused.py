@@ -49,19 +49,11 @@ from ..shared.pipeline import (
 )
 from ..shared.ptx import barrier_arrive, barrier_sync, opaque
 from ..shared.scores import ScoreParams
-from ..shared.shown_pairs import is_cut, with_shown
 from ..shared.swizzle import swizzled
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
-from .scores import (
-    begin_probabilities,
-    block_coord,
-    block_shown_pairs,
-    finish_probabilities,
-    load_block,
-    with_bias,
-)
+from .scores import begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
 from .slopes import SlopeGradient, add_slope_gradient
 from .tile_scheduler import KeyTileScheduler, RowChunk, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
 
@@ -220,13 +212,12 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         loaded = load_block(block, params, CONFIG)
         loaded = with_bias(loaded, pipelines.bias, count, steps > 0, warpgroup, NUM_WARPGROUPS, CONFIG)
         partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
-        shown = block_shown_pairs(zeros, block, params, CONFIG)
         kept = kept_pairs(dropout, stream, block.b, block.head, block.first_row, block.first_key, zeros, True)
         for steps_left in range(steps, 0, -1):
             q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
             dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM)
             row_block = block_at(lists, m, entry)
-            masked = is_cut((row_block < full_lo) | (row_block >= blocks.full_hi), partial_of(lists, entry), shown)
+            masked = (row_block < full_lo) | (row_block >= blocks.full_hi)
             next_entry = 0
             if lists.data is not None:
                 next_entry = load_entry(lists, tile.token_q, next_m_block(m, group_head, tile, group, CONFIG.lpt)[0])
@@ -244,7 +235,6 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
                 visible = visible_rows(
                     p, bounds, opaque(first_key), row_block * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k
                 )
-                visible = with_shown(visible, shown)
                 p = where_bits(visible, p, 0.0)
             ds_weight = scores.derivative(p, score, params, SCORE_MOD)
             if SCORE_MOD is not None and not SCORE_MOD.same:  # noqa: SIM102 - a compile-time branch
@@ -286,7 +276,6 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             partial = partial_of(lists, next_entry)
             next_coord = block_coord(tile, group, next_head, next_block, first_key, partial, CONFIG)
             loaded = load_block(next_coord, params, CONFIG)  # before the wait
-            shown = block_shown_pairs(zeros, next_coord, params, CONFIG)
             kept = kept_pairs(
                 dropout, stream, next_coord.b, next_coord.head, next_coord.first_row, first_key, zeros, True
             )  # fmt: skip

@@ -16,9 +16,6 @@ from ..shared.mma import MMA_M, join_columns, split_columns
 from ..shared.pairs import PairBlock
 from ..shared.pipeline import stage_of
 from ..shared.score_mod import Loaded, load_head, load_keys, load_rows
-from ..shared.shown_pairs import shown_pairs
-
-MASK_COLUMNS = gl.constexpr(32)  # for which a mask function is computed at once
 
 
 class BlockCoord(NamedTuple):
@@ -118,14 +115,6 @@ def load_block(coord, params, CONFIG: gl.constexpr):
         load_keys(params, coord.b, coord.head, keys, None, SCORE_MOD),
         coord.partial,
         PairBlock(sequence, coord.head, rows, keys, coord.first_key + MMA_M, coord.seqlen_k, ()),
-    )
-
-
-@gluon.jit
-def block_shown_pairs(zeros, coord, params, CONFIG: gl.constexpr):
-    """`shown_pairs` of a block."""
-    return shown_pairs(
-        zeros, coord.partial, params, coord.b, coord.head, coord.first_row, coord.first_key, True, MASK_COLUMNS, CONFIG
     )
 
 

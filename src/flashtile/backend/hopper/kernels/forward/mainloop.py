@@ -25,7 +25,6 @@ from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks
 from ..shared.ptx import opaque
 from ..shared.score_mod import KeyRun, Loaded
 from ..shared.scores import ScoreParams
-from ..shared.shown_pairs import is_cut, shown_pairs, with_shown
 from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import TileQueue, WorkTile
 from .key_order import block_of_step, first_block
@@ -160,10 +159,6 @@ def mainloop_step(
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES, HEAD_DIM), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES, HEAD_DIM_V), accumulate)
     of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(context.lists, entry)
-    shown = shown_pairs(
-        zero_scores(CONFIG.block_n), partial, context.params, tile.b, tile.head, wg_tile.first_row,
-        block * CONFIG.block_n, False, CONFIG.mask_columns, CONFIG,
-    )  # fmt: skip
     kept = kept_pairs(
         context.dropout, stream, tile.b, tile.head, wg_tile.first_row, block * CONFIG.block_n,
         zero_scores(CONFIG.block_n), False,
@@ -174,7 +169,7 @@ def mainloop_step(
     loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pairs)
     consumer_release(k.empty, count, STAGES)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, n == tile.lo, CONFIG)
-    t = masked_scores(s, wg_tile, block, context, loaded, shown, units, CONFIG)
+    t = masked_scores(s, wg_tile, block, context, loaded, units, CONFIG)
     row_max, alpha, changed, p = softmax.update(state.row_max, t, units.scale_log2, CONFIG.speculative_exps)
     l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
     p = where_kept(kept, p, False)
@@ -186,8 +181,8 @@ def mainloop_step(
 
 
 @gluon.jit
-def masked_scores(s, wg_tile, block, context, loaded, shown, units, CONFIG: gl.constexpr):
-    """Final scores `[MMA_M, BLOCK_N]` of a block of keys, in the tile's units. `shown` is that of `shown_pairs`."""
+def masked_scores(s, wg_tile, block, context, loaded, units, CONFIG: gl.constexpr):
+    """Final scores `[MMA_M, BLOCK_N]` of a block of keys, in the tile's units."""
     BLOCK_N: gl.constexpr = s.shape[1]
     tile = wg_tile.tile
     first_key = block * BLOCK_N
@@ -200,9 +195,8 @@ def masked_scores(s, wg_tile, block, context, loaded, shown, units, CONFIG: gl.c
     else:
         distance = wg_tile.first_row - first_key
         t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, CONFIG).t
-    if is_cut((block >= wg_tile.full_hi) | (block < wg_tile.full_lo), loaded.partial, shown):
+    if (block >= wg_tile.full_hi) | (block < wg_tile.full_lo):
         visible = visible_keys(t, context.bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k)
-        visible = with_shown(visible, shown)
         if context.pages.data is not None:  # noqa: SIM102 - a compile-time branch
             if tile.token_k != 0:
                 visible = visible & keys_in_pages(context.pages, tile, block, CONFIG)
@@ -264,7 +258,9 @@ def pair_block(params, wg_tile, block, bias, CONFIG: gl.constexpr):
 
 @gluon.jit
 def block_keys(context, tile, block, CONFIG: gl.constexpr):
-    """Elements of a block's keys for a score_mod."""
+    """Elements of a block's keys for a score_mod; with lists and a mask function alone the keys themselves, whose
+    elements are loaded in partly visible blocks.
+    """
     BLOCK_N: gl.constexpr = CONFIG.block_n
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -275,7 +271,10 @@ def block_keys(context, tile, block, CONFIG: gl.constexpr):
     else:
         first = block * BLOCK_N + params.inputs.j0
         run = KeyRun(columns(first.to(gl.int64), BLOCK_N, layout), first + BLOCK_N)
-        return score_mod.load_keys(params, tile.b, tile.head, keys, run, SCORE_MOD)
+        if context.lists.data is not None and SCORE_MOD.mask_only:
+            return run
+        else:
+            return score_mod.load_keys(params, tile.b, tile.head, keys, run, SCORE_MOD)
 
 
 @gluon.jit

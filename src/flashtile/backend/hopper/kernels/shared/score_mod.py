@@ -37,7 +37,7 @@ class Loaded(NamedTuple):
 
     head: tuple
     rows: tuple
-    keys: tuple
+    keys: tuple  # or their KeyRun, of which they are loaded when the mask's code runs
     partial: tuple  # with lists of blocks, whether the mask's code has to run (`block_lists.partial_of`)
     pairs: PairBlock
 
@@ -86,28 +86,41 @@ def modify(t, scale, params, b, head, rows, keys, first_distance, loaded, SCORE_
     TRANSPOSED: gl.constexpr = rows.shape[0] == 1
     first = first_distance + (params.inputs.i0 - params.inputs.j0)
     if len(loaded.partial) > 0:
-        if SCORE_MOD.mask_only:  # the caller hides pairs (`shown_pairs.py`)
-            results = of_pairs(3, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
-        elif loaded.partial[0]:
-            results = of_pairs(0, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+        if loaded.partial[0]:
+            keys_of = loaded_keys(params, b, head, keys, loaded, TRANSPOSED, SCORE_MOD)
+            results = of_pairs(0, t, scale, params, b, head, rows, keys, first, loaded, keys_of, SCORE_MOD)
         else:
-            results = of_pairs(3, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+            results = of_pairs(3, t, scale, params, b, head, rows, keys, first, loaded, loaded.keys, SCORE_MOD)
     elif SCORE_MOD.reach is None:
-        results = of_pairs(0, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+        results = of_pairs(0, t, scale, params, b, head, rows, keys, first, loaded, loaded.keys, SCORE_MOD)
     else:
         least = first - (t.shape[0 if TRANSPOSED else 1] - 1)
         most = first + (t.shape[1 if TRANSPOSED else 0] - 1)
         if least >= SCORE_MOD.reach:
-            results = of_pairs(1, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+            results = of_pairs(1, t, scale, params, b, head, rows, keys, first, loaded, loaded.keys, SCORE_MOD)
         elif most <= -SCORE_MOD.reach:
-            results = of_pairs(2, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+            results = of_pairs(2, t, scale, params, b, head, rows, keys, first, loaded, loaded.keys, SCORE_MOD)
         else:
-            results = of_pairs(0, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD)
+            results = of_pairs(0, t, scale, params, b, head, rows, keys, first, loaded, loaded.keys, SCORE_MOD)
     return results[0], results
 
 
 @gluon.jit
-def of_pairs(SIDE: gl.constexpr, t, scale, params, b, head, rows, keys, first, loaded, SCORE_MOD: gl.constexpr):
+def loaded_keys(params, b, head, keys, loaded, TRANSPOSED: gl.constexpr, SCORE_MOD: gl.constexpr):
+    """Elements of keys; those of a KeyRun are loaded now."""
+    if SCORE_MOD.mask_only and not TRANSPOSED:
+        inputs = params.inputs
+        return SCORE_MOD.keys(
+            sequence_index(params, b), head + inputs.h0, keys + inputs.j0, inputs.captured, loaded.keys
+        )  # fmt: skip
+    else:
+        return loaded.keys
+
+
+@gluon.jit
+def of_pairs(
+    SIDE: gl.constexpr, t, scale, params, b, head, rows, keys, first, loaded, keys_of, SCORE_MOD: gl.constexpr
+):
     """The results of one of four functions of pairs; `first` is the distance of the first pair."""
     function: gl.constexpr = function_of(SCORE_MOD, SIDE)
     inputs = params.inputs
@@ -118,7 +131,7 @@ def of_pairs(SIDE: gl.constexpr, t, scale, params, b, head, rows, keys, first, l
     results = function(
         t, sequence_index(params, b), head + inputs.h0, rows + inputs.i0, keys + inputs.j0,
         distances(t, first, TRANSPOSED), real_distances(t, first, TRANSPOSED),
-        inputs.captured, loaded.head, loaded.rows, loaded.keys,
+        inputs.captured, loaded.head, loaded.rows, keys_of,
     )  # fmt: skip
     zero = gl.full_like(t, 0.0)
     score = results[0] - zero  # one for every pair
