@@ -6,7 +6,8 @@ The cells are those of `masks.toml`. Before it is timed, each library's results 
 two pieces of the call, within the contract's bound. Forward, backward and FlexAttention's block mask are timed on the
 device, in alternation, in milliseconds: medians, and quantiles of 20% and 80%. A cell that is in the file is left out,
 so that a run goes on where one was ended; no cell begins after `--seconds`. `--warm 12` compiles all kernels
-beforehand, in twelve processes. `--table` prints a table of the file.
+beforehand, in twelve processes. `--table` prints a table of the file. A row in the file has the seconds of each first
+call and of the oracle, too.
 """
 
 import json
@@ -36,8 +37,10 @@ from flashtile.bench.sweep import Timing
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
 from flashtile.testing.tolerance import worst
+from flashtile.verification.examine import one_thread
 
 CREATIONS = 5  # of a block mask that are timed
+COMPILED = PROVIDERS[:4]  # those whose kernels are compiled at their first call
 Attend = Callable[..., Tensor]
 
 
@@ -50,7 +53,8 @@ def checked(case: Case, inputs: Inputs, attend: Attend, expected: dict[str, Any]
     found = []
     for part in parts(case):
         if str(part) not in expected:
-            expected[str(part)] = solve(cut(case, part))
+            with one_thread():  # a thread for each core that the machine has can be more than a container may use
+                expected[str(part)] = solve(cut(case, part))
         results = {"out": pick(case, part, "out", out)}
         gradients = torch.autograd.grad(out, inputs.leaves, cotangent(case, part), retain_graph=True)
         for name, x in zip(names, gradients, strict=True):
@@ -72,6 +76,7 @@ class Measurement:
         self.flex = Flex(cell, self.inputs)
         self.failures: dict[str, str] = {}
         self.ratios: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # of each first call, and of the checks
 
     def failed(self, name: str, error: Exception) -> str:
         self.failures[name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -83,6 +88,7 @@ class Measurement:
         for name, attend in calls_of(self.cell, self.inputs, self.flex):
             if name not in providers and name.split()[0] not in providers:
                 continue
+            begin = time.monotonic()
             try:
                 with functorch.patch(donated_buffer=False):  # backward runs more than once
                     out = attend(*self.inputs.leaves)
@@ -91,6 +97,7 @@ class Measurement:
                 self.failed(name, error)
             else:
                 found[name] = attend, out
+            self.seconds[name] = round(time.monotonic() - begin, 1)
         return found
 
     def check(self, calls: dict[str, tuple[Attend, Tensor]]) -> None:
@@ -103,11 +110,13 @@ class Measurement:
             arguments["mask"] = self.inputs.visible
         case = Case("attention", arguments, self.inputs.dout, description=str(self.cell))
         expected: dict[str, Any] = {}
+        begin = time.monotonic()
         for name, (attend, _) in [*calls.items()]:
             self.ratios[name], words = checked(case, self.inputs, attend, expected)
             if self.ratios[name] > 1 and name.split()[0] in ("flashtile", "packed"):
                 self.failures[name] = f"outside of its bound: {words}"
                 del calls[name]
+        self.seconds["checks"] = round(time.monotonic() - begin, 1)
 
     def times(self, calls: dict[str, tuple[Attend, Tensor]]) -> list[dict[str, Any]]:
         """A row for each call and pass."""
@@ -133,9 +142,10 @@ class Measurement:
 
     def line(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ratios = {name: float(f"{x:.3g}") if math.isfinite(x) else str(x) for name, x in self.ratios.items()}
-        about = {"device": device_name(self.device), "torch": torch.__version__, "commit": commit()}
+        about: dict[str, Any] = {"device": device_name(self.device), "torch": torch.__version__, "commit": commit()}
+        about |= {"seconds": self.seconds, "date": time.strftime("%Y-%m-%d")}
         values = {"cell": str(self.cell), "settings": asdict(self.cell), "rows": rows, "errors": ratios}
-        return {**values, "failures": self.failures, **about, "date": time.strftime("%Y-%m-%d")}
+        return {**values, "failures": self.failures, **about}
 
 
 def stored(path: Path) -> list[dict[str, Any]]:
@@ -161,8 +171,9 @@ def warm(cells: Sequence[Cell], processes: int, seconds: float, options: Sequenc
     shares = [share for n in range(processes) if (share := cells[n::processes])]
     running, environment = [], {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # or each starts processes too
     for share in shares:
-        chosen = [word for cell in share for word in ("--cell", str(cell))]
-        command = [sys.executable, __file__, "--rounds", "0", *options, *chosen]
+        words = [word for cell in share for word in ("--cell", str(cell))]
+        words += [word for provider in COMPILED for word in ("--provider", provider)]
+        command = [sys.executable, __file__, "--rounds", "0", *options, *words]
         running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment))
     end = time.monotonic() + seconds
     for process in running:
@@ -240,12 +251,15 @@ def main(
         values = measurement.line(rows)
         if store:
             append(store, values)
-        click.echo(f"{time.monotonic() - begin:.0f} s: {cell}")
+        told = ", ".join(f"{name} {x}" for name, x in measurement.seconds.items())
+        click.echo(f"{time.monotonic() - begin:.0f} s: {cell}; seconds of first calls: {told}")
         for row in rows:
             click.echo(f"  {row['provider']}, {row['pass']}: {row['ms']} ms")
         for name, reason in values["failures"].items():
             click.echo(f"  {name} failed: {reason}")
         del measurement, calls
+        if device != "cpu":
+            torch.cuda.empty_cache()  # processes that compile share the device's memory
 
 
 if __name__ == "__main__":

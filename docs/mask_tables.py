@@ -1,20 +1,35 @@
-"""Tables of calls with masks and biases that docs/make_tables.py fills, from `benchmarks/results/h200-masks.jsonl`."""
+"""Tables of calls with masks and biases that docs/make_tables.py fills, from the file `STORED`."""
 
 import json
 import math
 from typing import Any
 
-from cells import RESULTS, figure, markdown
+from cells import RESULTS, figure, listed, markdown, paragraph
 
+STORED = "h200-masks.jsonl"
 PASSES = "forward", "backward"
 Times = dict[tuple[str, str], float]
 
 
+def stored() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / STORED).read_text().splitlines()]
+
+
+def mask_origin() -> str:
+    """Where the stored calls were measured, and which of them another library has no result for."""
+    values = stored()
+    device, version = (listed(sorted({x[name] for x in values})) for name in ("device", "torch"))
+    dates = listed(sorted({x["date"] for x in values}))
+    words = [f"`{STORED}`: {len(values)} calls on an {device}, PyTorch {version}, bf16, of {dates}."]
+    if without := [x["cell"] for x in values if "flex" in x["failures"]]:
+        words.append(f"FlexAttention raises an error for {listed(without)}.")
+    return paragraph(*words)
+
+
 def calls() -> dict[str, tuple[Times, dict[str, Any]]]:
     """Milliseconds by provider and pass, and the settings, of each call."""
-    values = [json.loads(line) for line in (RESULTS / "h200-masks.jsonl").read_text().splitlines()]
     return {
-        x["cell"]: ({(row["provider"], row["pass"]): row["ms"] for row in x["rows"]}, x["settings"]) for x in values
+        x["cell"]: ({(row["provider"], row["pass"]): row["ms"] for row in x["rows"]}, x["settings"]) for x in stored()
     }
 
 
@@ -68,4 +83,4 @@ def mask_means() -> str:
     return markdown(("FlexAttention's time / ours", *PASSES), body)
 
 
-TABLES = {"mask_calls": mask_calls, "mask_means": mask_means}
+TABLES = {"mask_origin": mask_origin, "mask_calls": mask_calls, "mask_means": mask_means}

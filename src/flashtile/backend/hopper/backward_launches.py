@@ -25,6 +25,7 @@ from ..scalars import (
     window_numbers,
 )
 from . import formulas
+from .block_lists import has_lists
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table
 from .semaphores import tile_count_semaphore
@@ -184,13 +185,16 @@ class BackwardLaunches:
 
         One group just fills the device, so that programs that wait for each other start together; few rows, for whose
         dq they wait, are those of several heads. With a window or a diagonal, the group also has to fit the L2 cache,
-        as its blocks of keys visit different rows.
+        as its blocks of keys visit different rows. With lists, whose blocks of keys differ in length, it is all that
+        fit there, unless programs wait.
         """
         group = self.q.shape[1] // self.k.shape[1]
         resident_heads = max(1, self.programs // self.blocks.n_blocks)
+        bytes_per_head = group * self.seqlen_q * bytes_per_row
+        if has_lists(self.call) and isinstance(self.config, FusedBackwardConfig) and not self.config.in_order:
+            return max(1, L2_BYTES // bytes_per_head)
         if self.call.settings.window.unlimited:
             return max(resident_heads, self.programs // (group * self.blocks.m_blocks))
-        bytes_per_head = group * self.seqlen_q * bytes_per_row
         return max(1, min(resident_heads, L2_BYTES // bytes_per_head))
 
     def gradients_of_terms(self, needs: Needs) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ LEAST_PAIRS = 2**24  # of a call: computing fewer takes about as long as their l
 LEAST_MASK_PAIRS = 2**26  # of a call with a mask that is a tensor, which takes one launch more
 MOST_PAIRS = 2**41  # offsets in lists have 32 bits
 POSITIONS = 8192  # of keys that a program looks at together
+POSITIONS_OF_THREAD = 8  # with a mask function: straight code of more waits for its instructions
 BLOCKS_AT_ONCE = 8  # of keys, in a program that reads a mask
 NO_LISTS = dict.fromkeys(("stride_lists_b", "stride_lists_h", "stride_lists"))
 MASK_STATES = Kernel(f"{__package__}.kernels.visible_blocks", "mask_states_kernel")
@@ -178,9 +179,10 @@ def visible_blocks(
     """Launch the kernel for lists, or for the table from which lists of blocks of keys are made."""
     t, (grid, function, states, parts) = call.tensors, source
     lists = recorder.new(t.q.new_empty(shape, dtype=torch.int32))
-    blocks = POSITIONS // grid.block_n
+    blocks, warps = POSITIONS // grid.block_n, 8
     if function is not None:  # which takes time at each position
         blocks = min(1 << (grid.keys - 1).bit_length(), blocks)
+        warps = max(warps, blocks * grid.block_n // (32 * POSITIONS_OF_THREAD))
     strides = [None] * 4 if states is None else broadcast_strides(states)
     scalars = {
         **{f"stride_states_{dim}": stride for dim, stride in zip("bhmn", strides, strict=True)},
@@ -192,7 +194,7 @@ def visible_blocks(
         "num_blocks": grid.keys,
         **window_numbers(call),
         "CONFIG": VisibleBlocksConfig(grid.block_m, grid.block_n, blocks, table, *parts),
-        "num_warps": 8,
+        "num_warps": warps,
     }
     programs, pointers = grid.batch * grid.heads * grid.rows, {"lists": lists, "states": states}
     if function is None:

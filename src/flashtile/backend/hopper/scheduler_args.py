@@ -1,6 +1,7 @@
 """Arguments of the tile scheduler for tiles of rows (`kernels.shared.tile_scheduler`)."""
 
 from ...call.call import Call
+from .block_lists import has_lists
 from .tables import max_blocks
 
 L2_BYTES = 16 * 2**20  # of keys and values that stay in the L2 cache
@@ -45,12 +46,12 @@ def packed_scheduler_args(call: Call, block_m: int) -> dict[str, int]:
 def l2_swizzle(call: Call) -> int:
     """Query heads that are scheduled together.
 
-    With a window or a diagonal, as many as the L2 cache holds keys and values for, since their tiles see different
-    keys.
+    With a window, a diagonal or lists of blocks, as many as the L2 cache holds keys and values for, since their tiles
+    see different keys, and numbers of them: tiles of a few heads alone would leave programs idle at the end.
     """
     k, v = call.tensors.k, call.tensors.v
     group = query_group(call)
-    if call.settings.window.unlimited:
+    if call.settings.window.unlimited and not has_lists(call):
         return group
     bytes_per_head = room_for_keys(call) * (k.shape[-1] + v.shape[-1]) * k.element_size()
     return group * max(1, L2_BYTES // bytes_per_head)
