@@ -24,7 +24,7 @@ class KernelConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tuned: bool = False  # found by `flashtile tune` on this machine
-    tf32x3: bool = False  # float32: products on the matrix units, each as three of TF32
+    precision: str = "ieee"  # of float32 products (`Constants.PRECISION`)
 
     def __str__(self) -> str:
         tuned = ", tuned on this machine" * self.tuned
@@ -120,15 +120,15 @@ SINGLE = {  # float32; exact products have no matrix units, so registers bound t
 SINGLE_TF32X3 = (  # measured on an H200; wider tiles of float32 have no registers for compensated sums
     WidthConfigs(
         64,
-        KernelConfig(128, 64, 8, 1, tf32x3=True),
-        KernelConfig(32, 32, 4, 1, tf32x3=True),
-        KernelConfig(128, 64, 8, 1, tf32x3=True),
+        KernelConfig(128, 64, 8, 1, precision="tf32x3"),
+        KernelConfig(32, 32, 4, 1, precision="tf32x3"),
+        KernelConfig(128, 64, 8, 1, precision="tf32x3"),
     ),
     WidthConfigs(
         128,
-        KernelConfig(32, 32, 4, 1, tf32x3=True),
-        KernelConfig(32, 32, 8, 1, tf32x3=True),
-        KernelConfig(32, 32, 4, 1, tf32x3=True),
+        KernelConfig(32, 32, 4, 1, precision="tf32x3"),
+        KernelConfig(32, 32, 8, 1, precision="tf32x3"),
+        KernelConfig(32, 32, 4, 1, precision="tf32x3"),
     ),
 )
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair, measured on an H200
@@ -351,7 +351,7 @@ def tuned_row(row: WidthConfigs, dtype: torch.dtype, device: Device) -> WidthCon
     """The row, with the configurations that `flashtile tune` saved on this machine."""
     launches = tuned.launches(device, family(dtype), row.width) if device.type == "cuda" else {}
     found = {
-        kernel: KernelConfig(*numbers, tuned=True, tf32x3=getattr(row, kernel).tf32x3)
+        kernel: KernelConfig(*numbers, tuned=True, precision=getattr(row, kernel).precision)
         for kernel, numbers in launches.items()
     }
     return row._replace(**found)
@@ -375,7 +375,7 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
     if misaligned(problem, device):
         forward, dq = (x._replace(block_m=32, num_warps=4) for x in (forward, dq))
         dkdv = dkdv._replace(block_n=32, num_warps=4)
-    room_for_pairs = problem.dtype is torch.float32 and row.width <= 128 and not forward.tf32x3  # in registers
+    room_for_pairs = problem.dtype is torch.float32 and row.width <= 128 and forward.precision == "ieee"  # in registers
     if (has_pairs(problem) or problem.dropout) and not small and not room_for_pairs:
         forward = forward._replace(block_n=max(16, forward.block_n // 2))
     if of_pairs:
