@@ -165,7 +165,9 @@ class BackwardLaunches:
         sums = [self.recorder.op(new_sums, x) if wanted else None for x, wanted in zip(tensors, needed, strict=True)]
         given, align = self.inputs()
         # Exact sums take sixty registers for each sixteen pairs of a thread.
-        config = unsplit(config)._replace(block_m=min(config.block_m, 64), block_n=min(config.block_n, 32), num_stages=1)
+        config = unsplit(config)._replace(
+            block_m=min(config.block_m, 64), block_n=min(config.block_n, 32), num_stages=1
+        )
         tiles = args.num_tiles(self.call, config.block_m)
         programs = tiles * self.q.shape[1] * args.dense_batch(self.q)
         constants = args.constants(self.call, config, align)
