@@ -278,9 +278,10 @@ def precision(dtype: torch.dtype, config: KernelConfig) -> str:
     `fp32_precision` reflects settings through any of PyTorch's APIs. `torch.get_float32_matmul_precision` and
     `allow_tf32` raise once `fp32_precision` has been set (torch 2.11 to 2.15).
     """
-    if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return config.precision if dtype is torch.float32 else "ieee"
+    if dtype is not torch.float32:
+        return "ieee"
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32" and config.precision != "bf16x6"  # has other tiles
+    return "tf32" if allowed else config.precision
 
 
 def takes_split(dtype: torch.dtype, config: KernelConfig) -> bool:

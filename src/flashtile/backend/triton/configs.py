@@ -14,7 +14,7 @@ from ...call.problem import LONGEST, Problem, power_of_two
 from ...expression.formula import Formula, loads_pairs
 from ..gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
 from . import tuned
-from .support import takes_products
+from .wide_float32 import takes_products
 
 
 class KernelConfig(NamedTuple):
