@@ -20,7 +20,8 @@ def quick_interpreter() -> Iterator[None]:
     from triton.runtime import interpreter
 
     with ExitStack() as patches:
-        for patch in (*patches_of_the_language(interpreter), overflow_check(interpreter), numpy_dtypes(interpreter)):
+        patches_of_numpy = overflow_check(interpreter), numpy_dtypes(interpreter), products(interpreter)
+        for patch in (*patches_of_the_language(interpreter), *patches_of_numpy):
             patches.enter_context(patch)
         yield
 
@@ -72,3 +73,21 @@ def numpy_dtypes(interpreter: ModuleType) -> Any:
         return cached[dtype.name]
 
     return mock.patch.object(interpreter, "_get_np_dtype", once)
+
+
+def products(interpreter: ModuleType) -> Any:
+    """Multiply bfloat16 numbers. The interpreter (Triton 3.6 to 3.9) multiplies their bits, as integers."""
+    import numpy as np
+    from triton import language as tl
+
+    def values(x: Any) -> Any:
+        if x.dtype != tl.bfloat16:
+            return x.data
+        return (x.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        a, b = (interpreter.TensorHandle(values(x), tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b))
+        return multiply(builder, a, b, d, *options)
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+    return mock.patch.object(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -94,4 +94,4 @@ def neighbors(launch: KernelConfig) -> Iterator[KernelConfig]:
     ]  # fmt: skip
     for block_m, block_n, w, s in shapes:
         if block_m in BLOCKS and block_n in BLOCKS and w in WARPS and s in STAGES:
-            yield KernelConfig(block_m, block_n, w, s, tf32x3=launch.tf32x3)
+            yield KernelConfig(block_m, block_n, w, s, precision=launch.precision)

@@ -39,6 +39,32 @@ def test_rows_of_nan_and_infinities(seqlen_k: int, num_splits: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(
+    ("heads", "rows", "keys", "head_dim"),
+    [((160, 80), 450, 517, 64), ((192, 192), 389, 256, 48), ((2, 2), 1500, 1030, 512), ((8, 8), 700, 1700, 160)],
+)
+@pytest.mark.parametrize("values", ["normal", "equal", "infinite"])
+def test_float32_products_of_parts(heads: tuple[int, int], rows: int, keys: int, head_dim: int, values: str) -> None:
+    """On Hopper by kernels of backward, above 128 features by PyTorch. Checked on the first sequence's first heads:
+    the others are there to fill the device.
+    """
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, heads[n > 0], (rows, keys)[n > 0], head_dim) for n in range(3)]
+    q, k, v = (torch.randn(shape, device="cuda", generator=generator) for shape in shapes)
+    dout = torch.randn(q.shape, device="cuda", generator=generator)
+    if values == "equal":  # all errors have one sign
+        q, k, v, dout = (torch.full_like(x, 1 / 3) for x in (q, k, v, dout))
+    elif values == "infinite":
+        v[0, 0, 3, 5], v[0, 0, 7, 1], dout[0, 0, 5, 5] = torch.inf, torch.nan, -torch.inf
+    case = Case("attention", {"q": q, "k": k, "v": v}, dout)
+    with poisoned_allocation():
+        results = {name: x.cpu() for name, x in case.run("triton").items()}
+    group = heads[0] // heads[1]
+    part = Case("attention", {"q": q[:, :group], "k": k[:, :1], "v": v[:, :1]}, dout[:, :group])
+    first = {name: x[:, : 1 if name in ("dk", "dv") else group] for name, x in results.items()}
+    assert [str(x) for x in compare(first, part) if not x.ok] == []
+
+
 def test_there_are_few_variants() -> None:
     assert len(VARIANTS) <= 45  # each is compiled for each architecture: a new one should replace another
 

@@ -90,6 +90,19 @@ class Recorder:
             self.steps.append(step)
         return self._added(result)
 
+    def effect(self, function: Callable[..., Any], *tensors: Tensor | None) -> None:
+        """Compute `function(*tensors)`, which writes into some of them; under the conditions of `op`."""
+        if _collected.get() is not None:
+            return
+        function(*tensors)
+        indices = [self.index(x) for x in tensors]
+
+        def step(known: list[Tensor | None]) -> None:
+            function(*[None if n is None else known[n] for n in indices])
+
+        if self.keep:
+            self.steps.append(step)
+
     def contiguous(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else self.op(Tensor.contiguous, x)
 

@@ -58,10 +58,11 @@ def shared_scalars(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> d
 def constants(call: Call, config: KernelConfig, align: int, pack_gqa: int = 1, splits: int = 1) -> dict[str, Any]:
     """The compile-time constants of forward and backward kernels, and Triton's options."""
     t = call.tensors
+    split = takes_split(t.q.dtype, config)
     several_pages = t.page_table is not None and t.page_table.shape[1] > 1
     compiled = Constants(
-        HEAD_DIM=head_dim(t.q.shape[-1]),
-        HEAD_DIM_V=head_dim(t.v.shape[-1]),
+        HEAD_DIM=head_dim(t.q.shape[-1], split),
+        HEAD_DIM_V=head_dim(t.v.shape[-1], split),
         COMPENSATED=t.q.dtype is torch.float32,
         PRECISION=precision(t.q.dtype, config),
         ALIGN=align,
@@ -146,13 +147,13 @@ def dbias_strides(x: Tensor | None) -> dict[str, Any]:
     return found
 
 
-def head_dim(width: int) -> HeadDim:
+def head_dim(width: int, split: bool = False) -> HeadDim:
     """A width as one or two powers of two, 16 or more: 96 is 64 + 32; 120 is better taken as 128."""
     first = max(16, 1 << (width.bit_length() - 1))
     rest = 0 if width <= first else max(16, power_of_two(width - first))
     if rest == first:
         first, rest = 2 * first, 0
-    return HeadDim(width, first, rest)
+    return HeadDim(width, first, rest, split)
 
 
 def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor | Described | None]:
@@ -272,11 +273,17 @@ def bias_shape(call: Call) -> tuple[int, int, int, int]:
 
 def precision(dtype: torch.dtype, config: KernelConfig) -> str:
     """Precision of float32 products: one TF32 product where PyTorch's setting for matrix products on a GPU allows it,
-    else that of float32, from three TF32 products where the configuration says so (docs/design/exactness.md).
+    else that of the configuration (docs/design/exactness.md).
 
     `fp32_precision` reflects settings through any of PyTorch's APIs. `torch.get_float32_matmul_precision` and
     `allow_tf32` raise once `fp32_precision` has been set (torch 2.11 to 2.15).
     """
-    if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return "tf32x3" if dtype is torch.float32 and config.tf32x3 else "ieee"
+    if dtype is not torch.float32:
+        return "ieee"
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32" and config.precision != "bf16x6"  # has other tiles
+    return "tf32" if allowed else config.precision
+
+
+def takes_split(dtype: torch.dtype, config: KernelConfig) -> bool:
+    """Whether a kernel of backward reads float32 rows in three parts (`split_rows`)."""
+    return precision(dtype, config) == "bf16x6"

@@ -14,6 +14,7 @@ from ...call.problem import LONGEST, Problem, power_of_two
 from ...expression.formula import Formula, loads_pairs
 from ..gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
 from . import tuned
+from .wide_float32 import takes_products
 
 
 class KernelConfig(NamedTuple):
@@ -24,7 +25,7 @@ class KernelConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tuned: bool = False  # found by `flashtile tune` on this machine
-    tf32x3: bool = False  # float32: products on the matrix units, each as three of TF32
+    precision: str = "ieee"  # of float32 products (`Constants.PRECISION`)
 
     def __str__(self) -> str:
         tuned = ", tuned on this machine" * self.tuned
@@ -61,7 +62,8 @@ class Walk(NamedTuple):
 class TileConfig(NamedTuple):
     """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
     `fused` is one kernel for all gradients, where rows or keys are few. `dbias` is that of dq unless it is given.
-    `given_splits` is that of forward in a call with `num_splits`, unless they are the same.
+    `given_splits` is that of forward in a call with `num_splits`, unless they are the same. `products` says who
+    multiplies, if it is not these kernels (`host_products`).
     """
 
     forward: KernelConfig
@@ -71,6 +73,7 @@ class TileConfig(NamedTuple):
     dbias: KernelConfig | None = None
     fused: FusedConfig | None = None
     given_splits: KernelConfig | None = None
+    products: str | None = None
 
 
 class WidthConfigs(NamedTuple):
@@ -120,20 +123,25 @@ SINGLE = {  # float32; exact products have no matrix units, so registers bound t
 SINGLE_TF32X3 = (  # measured on an H200; wider tiles of float32 have no registers for compensated sums
     WidthConfigs(
         64,
-        KernelConfig(128, 64, 8, 1, tf32x3=True),
-        KernelConfig(32, 32, 4, 1, tf32x3=True),
-        KernelConfig(128, 64, 8, 1, tf32x3=True),
+        KernelConfig(128, 64, 8, 1, precision="tf32x3"),
+        KernelConfig(32, 32, 4, 1, precision="tf32x3"),
+        KernelConfig(128, 64, 8, 1, precision="tf32x3"),
     ),
     WidthConfigs(
         128,
-        KernelConfig(32, 32, 4, 1, tf32x3=True),
-        KernelConfig(32, 32, 8, 1, tf32x3=True),
-        KernelConfig(32, 32, 4, 1, tf32x3=True),
+        KernelConfig(32, 32, 4, 1, precision="tf32x3"),
+        KernelConfig(32, 32, 8, 1, precision="tf32x3"),
+        KernelConfig(32, 32, 4, 1, precision="tf32x3"),
     ),
 )
+SPLIT_DKDV = KernelConfig(64, 64, 4, 1, precision="bf16x6")  # measured on an H100
+SPLIT_DQ = KernelConfig(128, 64, 8, 2, precision="bf16x6")
+SPLIT_WIDTH, SPLIT_LENGTH, SPLIT_PAIRS = 64, 256, 2**24
+ALIGNED = 16  # bytes of one asynchronous copy
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair, measured on an H200
     32, KernelConfig(64, 64, 4, 3), KernelConfig(32, 128, 4, 3), KernelConfig(128, 32, 4, 3)
 )
+BY_PYTORCH = "PyTorch's, of bfloat16 parts"
 INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
 WALKS = (  # 16-bit inputs, measured on an H200; the first that fits
     Walk("keys", 16, 128, 4, 3, programs=4, width=32),
@@ -162,6 +170,8 @@ SHORT = 64  # rows and keys of a sequence that is one small tile
 
 def tile(problem: Problem, device: Device) -> TileConfig:
     tiles = pass_tiles(problem, device)
+    if takes_products(problem, device):
+        return tiles._replace(products=BY_PYTORCH)
     return tiles._replace(dbias=dbias_tile(tiles.dq, problem, device), fused=fused_tile(problem, device))
 
 
@@ -300,7 +310,19 @@ def loads_ahead(problem: Problem, device: Device) -> bool:
 def row_of(problem: Problem, device: Device) -> WidthConfigs:
     if device.type == "cpu":
         return INTERPRETER
-    return fitted(shipped(problem.dtype, max(problem.head_dim, problem.head_dim_v), device), problem, device)
+    row = fitted(shipped(problem.dtype, max(problem.head_dim, problem.head_dim_v), device), problem, device)
+    return row._replace(dkdv=SPLIT_DKDV, dq=SPLIT_DQ) if splits_rows(problem, row, device) else row
+
+
+def splits_rows(problem: Problem, row: WidthConfigs, device: Device) -> bool:
+    """Whether backward splits float32 rows ahead of its kernels, which takes four more launches: where each row is read
+    several times, and without a tile of a feature, for which the kernels have no registers.
+    """
+    p = problem
+    pairs = p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k
+    fits = p.layout != "paged" and p.alignment == ALIGNED and not (has_pairs(p) or p.dropout)
+    measured = p.dtype is torch.float32 and device.arch == "sm_90" and row.width <= SPLIT_WIDTH
+    return measured and fits and min(p.seqlen_q, p.seqlen_k) >= SPLIT_LENGTH and pairs >= SPLIT_PAIRS
 
 
 def shipped(dtype: torch.dtype, width: int, device: Device) -> WidthConfigs:
@@ -351,7 +373,7 @@ def tuned_row(row: WidthConfigs, dtype: torch.dtype, device: Device) -> WidthCon
     """The row, with the configurations that `flashtile tune` saved on this machine."""
     launches = tuned.launches(device, family(dtype), row.width) if device.type == "cuda" else {}
     found = {
-        kernel: KernelConfig(*numbers, tuned=True, tf32x3=getattr(row, kernel).tf32x3)
+        kernel: KernelConfig(*numbers, tuned=True, precision=getattr(row, kernel).precision)
         for kernel, numbers in launches.items()
     }
     return row._replace(**found)
@@ -375,7 +397,7 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
     if misaligned(problem, device):
         forward, dq = (x._replace(block_m=32, num_warps=4) for x in (forward, dq))
         dkdv = dkdv._replace(block_n=32, num_warps=4)
-    room_for_pairs = problem.dtype is torch.float32 and row.width <= 128 and not forward.tf32x3  # in registers
+    room_for_pairs = problem.dtype is torch.float32 and row.width <= 128 and forward.precision == "ieee"  # in registers
     if (has_pairs(problem) or problem.dropout) and not small and not room_for_pairs:
         forward = forward._replace(block_n=max(16, forward.block_n // 2))
     if of_pairs:

@@ -10,6 +10,7 @@ class HeadDim:
     WIDTH: int
     CHUNK_0: int
     CHUNK_1: int  # 0 without a second chunk
+    SPLIT: bool = False  # rows in memory are float32 numbers in three parts
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Constants:
     HEAD_DIM: HeadDim
     HEAD_DIM_V: HeadDim
     COMPENSATED: bool  # float32 inputs: sums carry their rounding errors
-    PRECISION: str  # of float32 products: "ieee", "tf32x3" or "tf32"
+    PRECISION: str  # of float32 products: "ieee", "tf32x3", "bf16x6" or "tf32"
     ALIGN: int  # elements, the unit of strides
     PAGE_SIZE: int  # 0 without pages, and for a page table of one column
     BLOCK_B: int  # a power of two above the number of packed sequences

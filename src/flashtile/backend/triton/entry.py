@@ -18,6 +18,7 @@ from ..gpu.pairs import with_contiguous_keys
 from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
+from . import host_products
 from .configs import KernelConfig
 from .formulas import launch
 from .host_append import append_and_rotate
@@ -37,7 +38,10 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 
 
 def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
-    return launch_attention(recorder, plan, call._replace(tensors=Tensors.from_flat(recorder.inputs)))
+    call = call._replace(tensors=Tensors.from_flat(recorder.inputs))
+    if plan.tile.products is not None:
+        return host_products.launch_forward(recorder, call)
+    return launch_attention(recorder, plan, call)
 
 
 def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:

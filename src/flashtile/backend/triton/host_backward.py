@@ -12,6 +12,7 @@ from ..gpu import replay
 from ..gpu.pairs import with_contiguous_keys
 from ..gpu.replay import Recorder, Results
 from ..scalars import rows_last
+from . import host_products
 from .gradients import (
     from_row_stats,
     in_pages,
@@ -51,6 +52,8 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(given)))
     t = call.tensors
     launches = BackwardLaunches(recorder, call, dout, mask_states)
+    if plan.tile.products is not None:
+        return host_products.launch_backward(launches, needs, out, lse, dlse).flat()
     fused = plan.tile.fused
     if fused is not None and takes(fused, launches, needs, out):
         return launch_fused(launches, fused, needs, out, lse, dlse).flat()

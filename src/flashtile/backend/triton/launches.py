@@ -19,6 +19,7 @@ from . import arguments as args
 from . import formulas
 from .configs import KernelConfig
 from .gradients import new_bias_gradients, new_key_rows, new_sums, rounded_sums, sum_of_splits
+from .split_rows import split_rows
 
 ROWS_AT_ONCE = 64
 PREPROCESS, DKDV, DQ, DBIAS, DCAPTURED = (
@@ -36,23 +37,36 @@ class BackwardLaunches:
         self.q, self.k, self.v = (recorder.op(rows_last, x) for x in call.tensors[:3])
         self.pointers: Pointers = args.pointers(recorder, call, self.q, self.k, self.v) | {"dout": dout}
         self.row_stats = dout  # set by preprocess
+        self.parts: tuple[Tensor, ...] | None = None
 
-    def inputs(self, *results: Tensor) -> tuple[dict[str, Any], int]:
+    def inputs(self, *results: Tensor, config: KernelConfig | None = None) -> tuple[dict[str, Any], int]:
         """Scalars that every kernel takes, and the alignment: the unit of strides."""
-        given, align = self.row_inputs(*results)
+        given, align = self.row_inputs(*results, config=config)
         return given | args.row_stats_strides(self.row_stats), align
 
-    def row_inputs(self, *results: Tensor) -> tuple[dict[str, Any], int]:
+    def row_inputs(self, *results: Tensor, config: KernelConfig | None = None) -> tuple[dict[str, Any], int]:
         """As `inputs`, without those of the statistics of rows."""
-        align = args.alignment([self.q, self.k, self.v, self.dout, *results])
-        given = args.shared_scalars(self.call, self.q, self.k, self.v, align)
-        return given | strides("dout", self.dout, align), align
+        q, k, v, dout = self.rows(config)
+        align = args.alignment([q, k, v, dout, *results])
+        given = args.shared_scalars(self.call, q, k, v, align)
+        return given | strides("dout", dout, align), align
+
+    def rows(self, config: KernelConfig | None) -> tuple[Tensor, ...]:
+        """`q`, `k`, `v` and `dout` as the kernel of a configuration reads them; float32 for `None`."""
+        given = (self.q, self.k, self.v, self.dout)
+        if config is None or not args.takes_split(self.q.dtype, config):
+            return given
+        if self.parts is None:
+            self.parts = tuple(split_rows(self.recorder, x) for x in given)
+        return self.parts
 
     def launch(
-        self, kernel: Any, results: Pointers, programs: int, scalars: dict[str, Any], load: int | None = None
-    ) -> None:
+        self, kernel: Any, results: Pointers, programs: int, scalars: dict[str, Any], load: int | None = None,
+        config: KernelConfig | None = None,
+    ) -> None:  # fmt: skip
         """Launch a kernel that recomputes scores; `load` as for `formulas.device_function`."""
-        pointers = {**self.pointers, **results}
+        rows = dict(zip(("q", "k", "v", "dout"), self.rows(config), strict=True))
+        pointers = {**self.pointers, **rows, **results}
         formulas.launch(self.recorder, self.call, kernel, pointers, programs, scalars, partial=load is None, load=load)
 
     def lists(self, config: KernelConfig, *, of_keys: bool = False) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
@@ -91,7 +105,7 @@ class BackwardLaunches:
     def dkdv(self, config: KernelConfig) -> tuple[Tensor, Tensor]:
         """dk and dv, by position where keys are paged."""
         dk, dv = (self.recorder.new(new_key_rows(self.call, x)) for x in self.call.tensors[1:3])
-        given, align = self.inputs(dk, dv)
+        given, align = self.inputs(dk, dv, config=config)
         tiles = args.num_key_tiles(self.call, config.block_n)
         programs = tiles * args.num_heads_k(self.call) * args.dense_batch(dk)
         lists, list_strides = self.lists(config, of_keys=True)
@@ -104,7 +118,7 @@ class BackwardLaunches:
             "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
-        self.launch(DKDV, {"dk": dk, "dv": dv, **lists}, programs, scalars)
+        self.launch(DKDV, {"dk": dk, "dv": dv, **lists}, programs, scalars, config=config)
         return dk, dv
 
     def dq(self, config: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:
@@ -112,7 +126,7 @@ class BackwardLaunches:
         q = self.call.tensors.q
         dq = args.new_result(self.recorder, self.call, new_rows(q, q.shape[1], q.shape[-1], q.dtype), 0)
         dslopes = args.new_result(self.recorder, self.call, torch.empty_like(lse), 0) if slopes else None
-        given, align = self.inputs(dq)
+        given, align = self.inputs(dq, config=config)
         tiles = args.num_tiles(self.call, config.block_m)
         programs = tiles * dq.shape[1] * args.dense_batch(dq)
         lists, list_strides = self.lists(config)
@@ -125,13 +139,14 @@ class BackwardLaunches:
             "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
-        self.launch(DQ, {"dq": dq, "dslopes": dslopes, **lists}, programs, scalars)
+        self.launch(DQ, {"dq": dq, "dslopes": dslopes, **lists}, programs, scalars, config=config)
         return dq, dslopes
 
     def dbias(self, config: KernelConfig) -> Tensor:
         """dbias, shaped as the bias: in its dtype where one program adds all of an element, else fp32."""
         bias = self.call.tensors.bias
         assert bias is not None
+        config = unsplit(config)
         tiles = args.dbias_scalars(self.call, bias, config)
         programs, splits = tiles.pop("programs"), tiles["splits"]
         dbias = self.recorder.op(partial(new_bias_gradients, splits, programs > 0), bias)
@@ -150,7 +165,9 @@ class BackwardLaunches:
         sums = [self.recorder.op(new_sums, x) if wanted else None for x, wanted in zip(tensors, needed, strict=True)]
         given, align = self.inputs()
         # Exact sums take sixty registers for each sixteen pairs of a thread.
-        config = config._replace(block_m=min(config.block_m, 64), block_n=min(config.block_n, 32), num_stages=1)
+        config = unsplit(config)._replace(
+            block_m=min(config.block_m, 64), block_n=min(config.block_n, 32), num_stages=1
+        )
         tiles = args.num_tiles(self.call, config.block_m)
         programs = tiles * self.q.shape[1] * args.dense_batch(self.q)
         constants = args.constants(self.call, config, align)
@@ -161,3 +178,8 @@ class BackwardLaunches:
                 scalars = {**given, **constants, **by, "num_tiles": tiles}
                 self.launch(DCAPTURED, {"sums": sums[load.tensor]}, programs, scalars, load=n)
         return [None if x is None else self.recorder.op(rounded_sums, tensors[n], x) for n, x in enumerate(sums)]
+
+
+def unsplit(config: KernelConfig) -> KernelConfig:
+    """The configuration of a kernel that reads float32 rows as they are."""
+    return config._replace(precision="tf32x3") if config.precision == "bf16x6" else config

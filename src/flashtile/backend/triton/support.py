@@ -13,6 +13,7 @@ from ...call.problem import Problem, too_long
 from ...expression import Formula
 from ..gpu.formula import unsupported
 from ..gpu.installed import triton_version
+from .wide_float32 import WIDE_FLOAT32, prefers_products, takes_products
 
 if TYPE_CHECKING:
     from .configs import TileConfig
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature"
 MAX_HEAD_DIM = 512
 MAX_SEQUENCES = 2**16  # packed; each program searches all of them
-# Head dimension of float32 above which tiles are too small to be fast, and the pairs times features of a call from
-# which PyTorch's matrix products need less time, launches included (H200: docs/journal/2026-11-25-few-rows.md).
-WIDE_FLOAT32, MANY_PRODUCTS = 128, 2**30
 
 
 def interpreted() -> bool:
@@ -72,12 +70,7 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
 
 def defers(problem: Problem, device: Device) -> str | None:
     """Why `auto` leaves a supported problem to the next backend."""
-    p = problem
-    width = max(p.head_dim, p.head_dim_v)
-    wide = p.dtype is torch.float32 and width > WIDE_FLOAT32
-    many = p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k * width >= MANY_PRODUCTS
-    # PyTorch's products on a GPU are not deterministic without settings in the environment.
-    if device.type == "cuda" and p.layout == "dense" and wide and many and not p.deterministic:
+    if device.type == "cuda" and prefers_products(problem) and not takes_products(problem, device):
         return f"float32 above head dimension {WIDE_FLOAT32} is faster by PyTorch's matrix products"
     return None
 

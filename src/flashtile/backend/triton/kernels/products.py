@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .rows import Chunks
+from .split import split, split_product, transposed
 
 MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 
@@ -20,7 +21,7 @@ class Sum(NamedTuple):
     """A running sum."""
 
     total: tl.tensor
-    compensation: tl.tensor  # what rounding has added to `total`; the number 0 in a plain sum
+    compensation: tl.tensor  # what rounding has taken from `total`; the number 0 in a plain sum
 
 
 class Sums(NamedTuple):
@@ -48,12 +49,17 @@ def add(x, part, COMPENSATED: tl.constexpr):
 def add_scaled(x, alpha, part, COMPENSATED: tl.constexpr):
     """Multiply by `alpha`, then add `part`. An infinite sum stays infinite: its compensation would be NaN."""
     if COMPENSATED:
-        y = tl.fma(x.compensation, -alpha, part)
-        total = tl.fma(x.total, alpha, y)
-        compensation = tl.fma(x.total, -alpha, total) - y
-        return Sum(total, tl.minimum(compensation, MAX_FLOAT))
+        return add_compensated(x.total, alpha, tl.fma(x.compensation, alpha, part))
     else:
         return Sum(x.total * alpha + part, x.compensation)
+
+
+@triton.jit
+def add_compensated(total, alpha, part):
+    """`total * alpha + part`, where `part` includes the compensation."""
+    new = tl.fma(total, alpha, part)
+    compensation = part - tl.fma(total, -alpha, new)
+    return Sum(new, tl.maximum(compensation, -MAX_FLOAT))
 
 
 @triton.jit
@@ -80,27 +86,37 @@ def scaled(x, factor, D: tl.constexpr):
 @triton.jit
 def inner_products(x, y, D: tl.constexpr, CONFIG: tl.constexpr):
     """`x [M, D] @ y [N, D]^T`, fp32 `[M, N]`."""
-    s = tl.dot(x.a, y.a.T, input_precision=CONFIG.PRECISION)
-    if D.CHUNK_1 > 0:
-        s = tl.dot(x.b, y.b.T, s, input_precision=CONFIG.PRECISION)
+    if D.SPLIT:
+        s = split_product(x.a, transposed(y.a), None)
+        if D.CHUNK_1 > 0:
+            s += split_product(x.b, transposed(y.b), None)
+    else:
+        s = tl.dot(x.a, y.a.T, input_precision=CONFIG.PRECISION)
+        if D.CHUNK_1 > 0:
+            s = tl.dot(x.b, y.b.T, s, input_precision=CONFIG.PRECISION)
     return s
 
 
 @triton.jit
 def add_product(acc, alpha, p, y, D: tl.constexpr, CONFIG: tl.constexpr):
     """`acc [M, D] * alpha + p [M, N] @ y [N, D]`; `alpha` is `[M, 1]`, or `None` for 1."""
-    a, compensation_a = add_chunk(acc.a, acc.compensation_a, alpha, p, y.a, CONFIG)
+    if D.SPLIT:
+        p = split(p)
+    a, compensation_a = add_chunk(acc.a, acc.compensation_a, alpha, p, y.a, D, CONFIG)
     if D.CHUNK_1 == 0:
         return Sums(a, acc.b, compensation_a, acc.compensation_b)
     else:
-        b, compensation_b = add_chunk(acc.b, acc.compensation_b, alpha, p, y.b, CONFIG)
+        b, compensation_b = add_chunk(acc.b, acc.compensation_b, alpha, p, y.b, D, CONFIG)
         return Sums(a, b, compensation_a, compensation_b)
 
 
 @triton.jit
-def add_chunk(acc, compensation, alpha, p, y, CONFIG: tl.constexpr):
+def add_chunk(acc, compensation, alpha, p, y, D: tl.constexpr, CONFIG: tl.constexpr):
     """One chunk of `add_product`, and its compensation."""
-    if y.dtype == tl.float32:
+    if D.SPLIT:  # without a factor `alpha`: the compensation needs no registers of its own during the product
+        x = add_compensated(acc, 1.0, split_product(p, y, compensation))
+        return x.total, x.compensation
+    elif y.dtype == tl.float32:
         part = tl.dot(p, y, input_precision=CONFIG.PRECISION)
         x = add_scaled(Sum(acc, compensation), 1.0 if alpha is None else alpha, part, True)
         return x.total, x.compensation

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .split import Split
+
 
 class Chunks(NamedTuple):
     """Rows of one tile: `[N, D]` as `a` and `b`; `b` is the number 0 without a second chunk."""
@@ -60,13 +62,32 @@ def load_chunk(pointers, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl
 @triton.jit
 def load_rows(pointers, exists, D: tl.constexpr):
     """Load rows `[N, D]`; `exists [N]` is `None` where every row does."""
-    if D.CHUNK_1 == 0:
+    if D.SPLIT:
+        if D.CHUNK_1 == 0:
+            return Chunks(load_split(pointers, exists, 0, D.CHUNK_0, D), 0.0)
+        else:
+            return Chunks(
+                load_split(pointers, exists, 0, D.CHUNK_0, D),
+                load_split(pointers, exists, D.CHUNK_0, D.CHUNK_1, D),
+            )
+    elif D.CHUNK_1 == 0:
         return Chunks(load_chunk(pointers, exists, 0, D.CHUNK_0, D.WIDTH), 0.0)
     else:
         return Chunks(
             load_chunk(pointers, exists, 0, D.CHUNK_0, D.WIDTH),
             load_chunk(pointers, exists, D.CHUNK_0, D.CHUNK_1, D.WIDTH),
         )
+
+
+@triton.jit
+def load_split(pointers, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    """Load a chunk of rows that `split_kernel` has stored: no row has features past its last chunk."""
+    W: tl.constexpr = D.CHUNK_0 + D.CHUNK_1
+    return Split(
+        load_chunk(pointers, exists, FIRST, WIDTH, W),
+        load_chunk(pointers + W, exists, FIRST, WIDTH, W),
+        load_chunk(pointers + 2 * W, exists, FIRST, WIDTH, W),
+    )
 
 
 @triton.jit

@@ -1,0 +1,36 @@
+"""Which calls of float32 leave their matrix products to PyTorch."""
+
+import torch
+
+from ...call.call import NO_FEATURES
+from ...call.device import Device
+from ...call.problem import Problem
+
+# Head dimension of float32 above which tiles are too small to be fast, and the pairs times features of a call from
+# which PyTorch's matrix products need less time, launches included (H200: docs/journal/2026-11-25-few-rows.md).
+WIDE_FLOAT32, MANY_PRODUCTS = 128, 2**30
+MOST_KEYS = 8192  # of a row that one program holds in registers
+
+
+def prefers_products(problem: Problem) -> bool:
+    """Whether PyTorch's matrix products are faster than kernels of one program for each tile."""
+    p = problem
+    width = max(p.head_dim, p.head_dim_v)
+    wide = p.dtype is torch.float32 and width > WIDE_FLOAT32
+    many = p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k * width >= MANY_PRODUCTS
+    # PyTorch's products on a GPU are not deterministic without settings in the environment.
+    return p.layout == "dense" and wide and many and not p.deterministic
+
+
+def takes_products(problem: Problem, device: Device) -> bool:
+    """Whether PyTorch multiplies, and this backend's kernels do the rest (`host_products`): without features, and where
+    six products of bfloat16 numbers take less time than one of float32.
+    """
+    p = problem
+    plain = (
+        p.features == NO_FEATURES and p.window.unlimited and not (p.softcap or p.dropout or p.seqused_q or p.leftpad_k)
+    )
+    functions = p.score_mod is not None or p.mask_mod is not None
+    whole_vectors = p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0
+    heads = p.num_heads_q == p.num_heads_kv and p.seqlen_k <= MOST_KEYS
+    return device.arch == "sm_90" and prefers_products(p) and plain and not functions and whole_vectors and heads

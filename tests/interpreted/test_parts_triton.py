@@ -1,0 +1,104 @@
+"""Float32 products of bfloat16 parts, in Triton's interpreter: by kernels of backward and by PyTorch."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtile.backend.triton import configs, host_products, launches
+from flashtile.backend.triton.configs import KernelConfig, WidthConfigs
+from flashtile.backend.triton.split_rows import split_rows
+from flashtile.backend.triton.support import interpreted
+from flashtile.dispatch.planner import forget_plans
+from flashtile.testing.case import Case
+from flashtile.testing.tolerance import compare
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+
+
+@pytest.fixture(autouse=True)
+def other_plans() -> Iterator[None]:
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def case_of(sizes: tuple[int, ...], *, transposed: bool = False, values: str = "", **arguments: Any) -> Case:
+    """A dense call; `sizes` are B, Hq, Hkv, Sq, Sk, D, Dv."""
+    batch, heads_q, heads_kv, rows, keys, width, width_v = sizes
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(heads: int, seqlen: int, width: int) -> Tensor:
+        shape = (batch, seqlen, heads, width) if transposed else (batch, heads, seqlen, width)
+        x = torch.randn(shape, generator=generator)
+        return x.transpose(1, 2) if transposed else x
+
+    q, k, v = randn(heads_q, rows, width), randn(heads_kv, keys, width), randn(heads_kv, keys, width_v)
+    dout = randn(heads_q, rows, width_v)
+    if values == "infinite":
+        v[0, 0, 3, 5], v[0, -1, 7, 1], dout[-1, -1, 5, 5] = torch.inf, torch.nan, -torch.inf
+    elif values == "far apart":
+        q, v, dout = q * 1e-3, v * 1e30, dout * 1e-20
+    elif values == "equal":  # all errors have one sign
+        q, k, v, dout = (torch.full_like(x, 1 / 3) for x in (q, k, v, dout))
+    dlse = torch.randn(q.shape[:3], generator=generator)
+    return Case("attention", {"q": q, "k": k, "v": v, **arguments}, dout, dlse)
+
+
+def failures(case: Case) -> list[str]:
+    return [str(x) for x in compare(case.run("triton"), case) if not x.ok]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case_of((1, 4, 2, 37, 50, 24, 40), causal=True),
+        case_of((2, 2, 2, 33, 20, 16, 16), transposed=True, values="infinite"),
+        case_of((1, 1, 1, 20, 33, 48, 16), softcap=5.0, values="far apart"),
+        case_of((1, 1, 1, 16, 600, 16, 16), values="equal"),
+    ],
+    ids=lambda case: case.description,
+)
+def test_rows_are_split_ahead_of_backward(case: Case) -> None:
+    forward = KernelConfig(16, 16, 4, 1)
+    split = forward._replace(precision="bf16x6")
+    with (
+        mock.patch.object(configs, "INTERPRETER", WidthConfigs(512, forward, split, split)),
+        mock.patch.object(launches, "split_rows", side_effect=split_rows) as splits,
+    ):
+        assert failures(case) == []
+    assert splits.call_count == 4  # q, k, v and dout, once for both kernels
+
+
+@pytest.mark.parametrize("scores", [2**25, 2 * 64 * 128])  # one block, and blocks of two heads and 64 rows
+@pytest.mark.parametrize(
+    "case",
+    [
+        case_of((2, 2, 2, 150, 100, 24, 40), transposed=True, values="infinite"),
+        case_of((1, 3, 3, 70, 16, 40, 24), scale=-0.2),
+        case_of((1, 1, 1, 130, 130, 24, 24), values="far apart"),
+        case_of((1, 1, 1, 16, 600, 16, 16), values="equal"),
+    ],
+    ids=lambda case: case.description,
+)
+def test_pytorch_multiplies_parts(case: Case, scores: int) -> None:
+    with (
+        mock.patch.object(host_products, "CHUNK", 64),
+        mock.patch.object(host_products, "SCORES", scores),
+        mock.patch.object(configs, "takes_products", return_value=True),
+        mock.patch.object(torch, "bmm", bmm(torch.bmm)),
+        mock.patch.object(torch, "baddbmm", baddbmm(torch.baddbmm)),
+    ):
+        assert failures(case) == []
+
+
+def bmm(multiply: Any) -> Any:
+    """Matrix products of bfloat16 numbers with float32 results, which PyTorch has on GPUs only."""
+    return lambda x, y, dtype, *, out: multiply(x.to(dtype), y.to(dtype), out=out)
+
+
+def baddbmm(multiply: Any) -> Any:
+    return lambda sums, x, y, dtype, *, out, **factors: multiply(sums, x.to(dtype), y.to(dtype), out=out, **factors)
