@@ -1,6 +1,8 @@
 """Named problems for the Hopper kernels, and the calls whose kernels are compiled without a GPU."""
 
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import torch
 from offline.families import call_of
@@ -22,6 +24,7 @@ from variants import (
 )
 
 from flashtile.api.explain import described_call
+from flashtile.backend.hopper import tables
 from flashtile.call.call import Call
 from flashtile.testing.case import Case, ExactSides
 
@@ -159,11 +162,12 @@ def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER
     return replace(case, forward_only=forward_only, constant=constant)
 
 
-SHORT, LONG = 512, 8192  # lengths with different configurations
+FEW, SHORT, LONG = 320, 512, 8192  # lengths with different configurations, FEW where enough heads fill the device
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (80, 96, 160, 192, (192, 128), 256)]
 FAMILIES += [(name, dim, LONG) for name in FEATURES for dim in (80, 96)]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
+FAMILIES += [("full", dim, FEW) for dim in (64, 128)]
 BIAS_TILES = "bias in tiles"
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in PAGED]
 FAMILIES += [(BIAS_TILES, dim, SHORT) for dim in (64, 80, 96, 128)]
@@ -174,7 +178,16 @@ def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> C
     if name in VARIANTS:
         return call_of(VARIANTS[name])
     width, width_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
-    q, k, v = (torch.empty(1, 2, seqlen, d, dtype=torch.bfloat16) for d in (width, width, width_v))
+    heads = 64 if seqlen == FEW else 2
+    q, k, v = (torch.empty(1, heads, seqlen, d, dtype=torch.bfloat16) for d in (width, width, width_v))
     features = FEATURES[name] if name in FEATURES else bias(False, True, True, True, half=True)
-    keywords = features(Draw(0, (seqlen,)), Sizes(1, 2, seqlen, seqlen, q.dtype))
+    keywords = features(Draw(0, (seqlen,)), Sizes(1, heads, seqlen, seqlen, q.dtype))
     return described_call(q, k, v, None, None, keywords)
+
+
+def with_tiles(configs: dict[tuple[int, int], tables.ForwardConfig]) -> Any:
+    """A patch by which forward takes these tiles for their widths, whatever the call."""
+    return mock.patch.multiple(tables, TWO_WARPGROUPS=tables.TWO_WARPGROUPS | configs, UNMASKED={})
+
+
+SHORT_TILES = {width: tables.UNMASKED[width][-1].config for width in ((64, 64), (128, 128))}  # of short calls only

@@ -23,7 +23,7 @@ ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
 COMBINE_ROWS = 16  # of a program that adds up the results of splits
 PAGE_COLUMNS = 64  # most columns of a box in pages: those of a panel of shared memory
-MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster
+MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster with masks, and in packed calls
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups are 4 to 7% slower at head dimension 96
 IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
 
@@ -300,6 +300,30 @@ THREE_WARPGROUPS = {
     (80, 80): ForwardConfig(D80_NARROW, D80_NARROW, 64, 64, 3, 4, 160, 32, speculative_exps=0),
     (96, 96): ForwardConfig(D96_NARROW, D96_NARROW, 64, 64, 3, 4, 160, 32, speculative_exps=0),
 }
+
+
+class TimedConfig(NamedTuple):
+    """A configuration and its time, in units of that of two warpgroups for a pair of a row and a key."""
+
+    config: ForwardConfig
+    pair: float = 1.0
+    ends: float = 256  # of each row: what a tile takes besides its pairs
+
+
+# Tiles of dense calls without masks, measured on an H100 (docs/journal/2026-11-25-short-rows.md).
+UNMASKED = {
+    (64, 64): (
+        TimedConfig(TWO_WARPGROUPS[64, 64]),
+        TimedConfig(THREE_WARPGROUPS[64, 64], 0.8),
+        TimedConfig(replace(THREE_WARPGROUPS[64, 64], block_n=64), 0.99, 192),
+    ),
+    (80, 80): (TimedConfig(TWO_WARPGROUPS[80, 80]), TimedConfig(THREE_WARPGROUPS[80, 80], 0.91)),
+    (96, 96): (TimedConfig(TWO_WARPGROUPS[96, 96]), TimedConfig(THREE_WARPGROUPS[96, 96], 0.91)),
+    (128, 128): (
+        TimedConfig(TWO_WARPGROUPS[128, 128]),
+        TimedConfig(ForwardConfig(D128, D128, 64, 64, 3, 4, 160, 32, q_stages=1, speculative_exps=0)),
+    ),
+}
 FUSED_BACKWARD = {
     64: FusedBackwardConfig(D64, 128, 2, 240, 24, early_half_exps=True),
     80: FusedBackwardConfig(D80, 64, 2, 240, 24, early_half_exps=False),
@@ -344,9 +368,34 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     width = widths(problem)
     assert width is not None  # `support` declines others
     fits = width == (64, 64) or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
-    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem) and fits and not features
-    forward = with_pages((THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width], problem)
-    return TileConfig(forward, backward_config(problem, width))
+    forward = TWO_WARPGROUPS[width]
+    if fits and not features and width in UNMASKED:
+        unmasked = problem.layout == "dense" and problem.window.unlimited
+        forward = fastest(problem, width, device) if unmasked else masked_tile(problem, width)
+    return TileConfig(with_pages(forward, problem), backward_config(problem, width))
+
+
+def fastest(problem: Problem, width: tuple[int, int], device: Device) -> ForwardConfig:
+    """The tiles with the least time for a dense call without masks: whole waves of them, past the last rows and keys
+    too. Splits of many keys fill the device.
+    """
+    rows, keys = problem.fine_lengths or (problem.seqlen_q, problem.seqlen_k)
+
+    def time(timed: TimedConfig) -> float:
+        config = timed.config
+        tiles = -(-rows // config.block_m) * problem.num_heads_q * problem.batch
+        split = tiles < device.cores and keys >= MIN_KEYS_3WG
+        waves = tiles / device.cores if split else -(-tiles // device.cores)
+        padded_keys = -(-keys // config.block_n) * config.block_n
+        return waves * config.block_m * (padded_keys * timed.pair + timed.ends)
+
+    return min(UNMASKED[width], key=time).config
+
+
+def masked_tile(problem: Problem, width: tuple[int, int]) -> ForwardConfig:
+    """The tiles of a call with a window or of packed sequences."""
+    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem)
+    return (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
 
 
 def with_pages(config: ForwardConfig, problem: Problem) -> ForwardConfig:
