@@ -90,6 +90,9 @@ CHUNKED = {  # head dimensions that are split into chunks
 NARROWER = {  # than the kernels
     "causal 40": Variant(CAUSAL, head_dim=40, heads=(4, 2), transposed=True),
     "packed everything 8": Variant(EVERYTHING, FP16, head_dim=8, layout="used"),
+    "full 32": Variant(head_dim=32, heads=(4, 2)),
+    "causal 24": Variant(all_of(CAUSAL, DETERMINISTIC), head_dim=24, transposed=True),
+    "packed 32": Variant(FEATURES["window"], head_dim=32, layout="packed"),
     "window 72": Variant(FEATURES["window"], head_dim=72),
     "grouped heads 72": Variant(CAUSAL, head_dim=72, heads=(6, 2), transposed=True),
     "packed everything 72": Variant(EVERYTHING, head_dim=72, layout="used"),
@@ -102,12 +105,14 @@ NARROWER = {  # than the kernels
 }
 BIASED = {  # with a value for each pair
     "bias 64": Variant(bias(True, True, True, True, half=True)),
+    "bias of heads 32": Variant(bias(False, True, True, True, half=True), head_dim=32),
     "bias of heads 128": Variant(all_of(CAUSAL, bias(False, True, True, True)), head_dim=128, heads=(4, 2)),
     "bias of keys 96": Variant(bias(True, False, False, True, half=True), head_dim=96),
     "bias of rows 256": Variant(bias(False, True, True, False), head_dim=256),
     "bias 192/128": Variant(bias(True, True, True, True), head_dim=192, head_dim_v=128),
     "packed bias 128": Variant(all_of(CAUSAL, bias(True, True, True, True)), FP16, head_dim=128, layout="used"),
     "mask 64": Variant(mask),
+    "mask 32": Variant(all_of(mask, CAUSAL), head_dim=32),
     "mask and window 128": Variant(all_of(mask, fixed(window=(90, 20))), head_dim=128, heads=(4, 2)),
     "mask and bias 192": Variant(all_of(mask, bias(False, False, True, True), slopes), head_dim=192),
     "packed mask 40": Variant(all_of(mask, sinks), head_dim=40, layout="packed"),
@@ -166,11 +171,12 @@ FEW, SHORT, LONG = 320, 512, 8192  # lengths with different configurations, FEW 
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (80, 96, 160, 192, (192, 128), 256)]
 FAMILIES += [(name, dim, LONG) for name in FEATURES for dim in (80, 96)]
+FAMILIES += [(name, 32, seqlen) for name in ("full", "causal", "everything") for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
 FAMILIES += [("full", dim, FEW) for dim in (64, 128)]
 BIAS_TILES = "bias in tiles"
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in PAGED]
-FAMILIES += [(BIAS_TILES, dim, SHORT) for dim in (64, 80, 96, 128)]
+FAMILIES += [(BIAS_TILES, dim, SHORT) for dim in (32, 64, 80, 96, 128)]
 
 
 def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> Call:

@@ -94,6 +94,12 @@ def test_auto_defers_to_other_backends() -> None:
         narrow = {"head_dim": 32, "head_dim_v": 32, "seqlen_k": 2048}
         assert "32 and 2048 keys" in str(support.defers(problem(**narrow), H200))
         assert support.defers(problem(**narrow | {"seqlen_k": 2049}), H200) is None
+        filling = narrow | {"batch": 128, "num_heads_q": 8, "seqlen_q": 256, "seqlen_k": 256}
+        biased = Features(bias=(False, True, True, True))
+        assert support.defers(problem(**filling | {"seqlen_q": 512, "seqlen_k": 512}), H200) is None
+        assert support.defers(problem(**filling, features=biased), H200) is None
+        for changes_of_filling in ({}, {"features": biased, "seqlen_q": 128}, {"features": biased, "batch": 16}):
+            assert "smaller tiles" in str(support.defers(problem(**filling | changes_of_filling), H200))
         masked = Features(mask=(True, True, False, True))
         assert support.defers(problem(**narrow, features=masked), H200) is None
         assert support.defers(problem(**narrow | {"head_dim": 40}), H200) is None

@@ -67,7 +67,7 @@ def hash_of(name: str) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    ["causal 64", "window 64", "grouped heads 64", "packed sinks 64", "causal 80", "grouped heads 96", "packed 96"],
+    ["full 32", "causal 64", "window 64", "packed sinks 64", "causal 80", "grouped heads 96", "packed 96"],
 )
 def test_three_warpgroups(name: str) -> None:
     """A configuration otherwise chosen for long sequences only."""

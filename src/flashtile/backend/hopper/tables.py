@@ -13,7 +13,7 @@ from ...call.problem import Problem
 from ...expression import Formula
 from ...expression.scaling import is_head_factor
 from ..gpu.archive import compiler_version
-from .widths import widths
+from .widths import ONE_BOX, widths
 
 MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
 DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
@@ -280,11 +280,12 @@ class TileConfig(NamedTuple):
 
 
 # Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
-D64, D80, D96 = HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
+D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
 D128, D192, D256 = HeadDim((128,), 128), HeadDim((128, 64), 64), HeadDim((256,), 256)
 D80_NARROW, D96_NARROW, D160_NARROW = (HeadDim(x, 32) for x in ((64, 16), (64, 32), (128, 32)))
 # Keys: widths for q and v. Fields: these, epilogue_columns, block_n, num_warpgroups, stages.
 TWO_WARPGROUPS = {
+    (32, 32): ForwardConfig(D32, D32, 32, 128, 2, 4),
     (64, 64): ForwardConfig(D64, D64, 64, 128, 2, 4),
     (80, 80): ForwardConfig(D80, D80, 128, 128, 2, 2),
     (96, 96): ForwardConfig(D96, D96, 128, 128, 2, 2),
@@ -296,6 +297,7 @@ TWO_WARPGROUPS = {
 }
 # Three warpgroups read keys less often, waste more rows at the end, and have no registers for speculative values.
 THREE_WARPGROUPS = {
+    (32, 32): ForwardConfig(D32, D32, 32, 128, 3, 4, 160, 32, speculative_exps=0),
     (64, 64): ForwardConfig(D64, D64, 64, 128, 3, 4, 160, 32, speculative_exps=0),
     (80, 80): ForwardConfig(D80_NARROW, D80_NARROW, 64, 64, 3, 4, 160, 32, speculative_exps=0),
     (96, 96): ForwardConfig(D96_NARROW, D96_NARROW, 64, 64, 3, 4, 160, 32, speculative_exps=0),
@@ -312,6 +314,7 @@ class TimedConfig(NamedTuple):
 
 # Tiles of dense calls without masks, measured on an H100 (docs/journal/2026-11-25-short-rows.md).
 UNMASKED = {
+    (32, 32): (TimedConfig(TWO_WARPGROUPS[32, 32]), TimedConfig(THREE_WARPGROUPS[32, 32], 0.82)),
     (64, 64): (
         TimedConfig(TWO_WARPGROUPS[64, 64]),
         TimedConfig(THREE_WARPGROUPS[64, 64], 0.8),
@@ -325,6 +328,7 @@ UNMASKED = {
     ),
 }
 FUSED_BACKWARD = {
+    32: FusedBackwardConfig(D32, 128, 2, 240, 24, early_half_exps=True),
     64: FusedBackwardConfig(D64, 128, 2, 240, 24, early_half_exps=True),
     80: FusedBackwardConfig(D80, 64, 2, 240, 24, early_half_exps=False),
     96: FusedBackwardConfig(D96, 64, 2, 240, 24, early_half_exps=False),
@@ -342,12 +346,13 @@ class BiasStages(NamedTuple):
 
 # By width, where shared memory has room for tiles of 16-bit biases.
 FORWARD_BIAS_STAGES = {
+    32: BiasStages(2, 4, 2),
     64: BiasStages(2, 3, 2),
     80: BiasStages(1, 2, 1),
     96: BiasStages(1, 2, 1),
     128: BiasStages(1, 2, 1),
 }
-BACKWARD_BIAS_STAGES = {64: 1, 80: 1, 96: 1, 128: 1}
+BACKWARD_BIAS_STAGES = {32: 1, 64: 1, 80: 1, 96: 1, 128: 1}
 SPLIT_BACKWARD = {
     (192, 128): SplitBackwardConfig(DqConfig(D192, D128, kv_stages=6), DkdvConfig(D192, D128, stages=3)),
     (160, 160): SplitBackwardConfig(
@@ -367,7 +372,7 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     features = problem.softcap or problem.features.score_terms or costly or masked or problem.dropout
     width = widths(problem)
     assert width is not None  # `support` declines others
-    fits = width == (64, 64) or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
+    fits = width in ONE_BOX or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
     forward = TWO_WARPGROUPS[width]
     if fits and not features and width in UNMASKED:
         unmasked = problem.layout == "dense" and problem.window.unlimited
@@ -411,8 +416,7 @@ def min_keys_3wg(problem: Problem) -> int:
     """Keys per row from which three warpgroups are faster: twice as many with masks on both sides, and at widths of two
     chunks with any mask.
     """
-    one_chunk = widths(problem) == (64, 64)
-    masked = problem.window.left is not None if one_chunk else not problem.window.unlimited
+    masked = problem.window.left is not None if widths(problem) in ONE_BOX else not problem.window.unlimited
     return 2 * MIN_KEYS_3WG if masked else MIN_KEYS_3WG
 
 
