@@ -1,6 +1,8 @@
 """Named problems for the Hopper kernels, and the calls whose kernels are compiled without a GPU."""
 
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import torch
 from offline.families import call_of
@@ -22,6 +24,7 @@ from variants import (
 )
 
 from flashtile.api.explain import described_call
+from flashtile.backend.hopper import tables
 from flashtile.call.call import Call
 from flashtile.testing.case import Case, ExactSides
 
@@ -87,6 +90,9 @@ CHUNKED = {  # head dimensions that are split into chunks
 NARROWER = {  # than the kernels
     "causal 40": Variant(CAUSAL, head_dim=40, heads=(4, 2), transposed=True),
     "packed everything 8": Variant(EVERYTHING, FP16, head_dim=8, layout="used"),
+    "full 32": Variant(head_dim=32, heads=(4, 2)),
+    "causal 24": Variant(all_of(CAUSAL, DETERMINISTIC), head_dim=24, transposed=True),
+    "packed 32": Variant(FEATURES["window"], head_dim=32, layout="packed"),
     "window 72": Variant(FEATURES["window"], head_dim=72),
     "grouped heads 72": Variant(CAUSAL, head_dim=72, heads=(6, 2), transposed=True),
     "packed everything 72": Variant(EVERYTHING, head_dim=72, layout="used"),
@@ -99,12 +105,14 @@ NARROWER = {  # than the kernels
 }
 BIASED = {  # with a value for each pair
     "bias 64": Variant(bias(True, True, True, True, half=True)),
+    "bias of heads 32": Variant(bias(False, True, True, True, half=True), head_dim=32),
     "bias of heads 128": Variant(all_of(CAUSAL, bias(False, True, True, True)), head_dim=128, heads=(4, 2)),
     "bias of keys 96": Variant(bias(True, False, False, True, half=True), head_dim=96),
     "bias of rows 256": Variant(bias(False, True, True, False), head_dim=256),
     "bias 192/128": Variant(bias(True, True, True, True), head_dim=192, head_dim_v=128),
     "packed bias 128": Variant(all_of(CAUSAL, bias(True, True, True, True)), FP16, head_dim=128, layout="used"),
     "mask 64": Variant(mask),
+    "mask 32": Variant(all_of(mask, CAUSAL), head_dim=32),
     "mask and window 128": Variant(all_of(mask, fixed(window=(90, 20))), head_dim=128, heads=(4, 2)),
     "mask and bias 192": Variant(all_of(mask, bias(False, False, True, True), slopes), head_dim=192),
     "packed mask 40": Variant(all_of(mask, sinks), head_dim=40, layout="packed"),
@@ -159,14 +167,16 @@ def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER
     return replace(case, forward_only=forward_only, constant=constant)
 
 
-SHORT, LONG = 512, 8192  # lengths with different configurations
+FEW, SHORT, LONG = 320, 512, 8192  # lengths with different configurations, FEW where enough heads fill the device
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (80, 96, 160, 192, (192, 128), 256)]
 FAMILIES += [(name, dim, LONG) for name in FEATURES for dim in (80, 96)]
+FAMILIES += [(name, 32, seqlen) for name in ("full", "causal", "everything") for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
+FAMILIES += [("full", dim, FEW) for dim in (64, 128)]
 BIAS_TILES = "bias in tiles"
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in PAGED]
-FAMILIES += [(BIAS_TILES, dim, SHORT) for dim in (64, 80, 96, 128)]
+FAMILIES += [(BIAS_TILES, dim, SHORT) for dim in (32, 64, 80, 96, 128)]
 
 
 def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> Call:
@@ -174,7 +184,16 @@ def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> C
     if name in VARIANTS:
         return call_of(VARIANTS[name])
     width, width_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
-    q, k, v = (torch.empty(1, 2, seqlen, d, dtype=torch.bfloat16) for d in (width, width, width_v))
+    heads = 64 if seqlen == FEW else 2
+    q, k, v = (torch.empty(1, heads, seqlen, d, dtype=torch.bfloat16) for d in (width, width, width_v))
     features = FEATURES[name] if name in FEATURES else bias(False, True, True, True, half=True)
-    keywords = features(Draw(0, (seqlen,)), Sizes(1, 2, seqlen, seqlen, q.dtype))
+    keywords = features(Draw(0, (seqlen,)), Sizes(1, heads, seqlen, seqlen, q.dtype))
     return described_call(q, k, v, None, None, keywords)
+
+
+def with_tiles(configs: dict[tuple[int, int], tables.ForwardConfig]) -> Any:
+    """A patch by which forward takes these tiles for their widths, whatever the call."""
+    return mock.patch.multiple(tables, TWO_WARPGROUPS=tables.TWO_WARPGROUPS | configs, UNMASKED={})
+
+
+SHORT_TILES = {width: tables.UNMASKED[width][-1].config for width in ((64, 64), (128, 128))}  # of short calls only

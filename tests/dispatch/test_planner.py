@@ -95,10 +95,18 @@ def test_an_environment_that_asks_for_no_backend(asked: str, monkeypatch: pytest
 
 
 def test_the_plan_depends_on_the_bucket_alone() -> None:
-    """Lengths, batch and window up to the next power of two; everything else makes another plan."""
+    """Lengths, batch and window up to the next power of two, or in dense calls of a few tiles up to a multiple of 64;
+    everything else makes another plan.
+    """
     problem = replace(Problem.describe(dense_call()), seqlen_k=100)
     same = [replace(problem, seqlen_k=n) for n in (65, 101, 128)]
     assert len({id(plan(p, CPU)) for p in (problem, *same)}) == 1
+    few = replace(problem, seqlen_q=257, seqlen_k=1025)
+    assert plan(few, CPU) is plan(replace(few, seqlen_q=320, seqlen_k=2048), CPU)
+    for changes in ({"seqlen_q": 321}, {"seqlen_k": 1024}):
+        assert plan(replace(few, **changes), CPU) is not plan(few, CPU)
+    packed = replace(few, layout="varlen")
+    assert plan(packed, CPU) is plan(replace(packed, seqlen_q=512), CPU)
     others = [{"seqlen_k": 129}, {"head_dim": 16}, {"dtype": torch.bfloat16}, {"dropout": True}]
     others += [{"features": Features(bias=(True,) * 4)}, {"features": Features(sinks=True)}]
     others += [{"window": flashtile.call.window.Window(1)}, {"score_mod": "f#1"}, {"alignment": 1}, {"num_heads_kv": 1}]

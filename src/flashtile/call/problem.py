@@ -12,6 +12,8 @@ from .memory import address
 from .window import Window
 
 OCTET = 8  # keys of a row that share a counter of dropout's random numbers
+SHORT_ROWS = range(129, 1025)  # of calls whose time depends on how their lengths divide into tiles
+FINE = 64  # rows and keys of these calls that one plan serves: a warpgroup's rows on Hopper
 LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be
 
 
@@ -66,6 +68,7 @@ class Problem:
     deterministic: bool
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
     octet_start: int = 0  # with dropout: the first key's place among the eight that share a counter
+    fine_lengths: tuple[int, int] | None = None  # of a bucket: rows and keys, rounded less than the others
 
     @classmethod
     def describe(cls, call: Call) -> "Problem":
@@ -126,10 +129,12 @@ class Problem:
 
     def bucketed(self) -> "Problem":
         """The problem with lengths and batch rounded up to a power of two: a plan serves the whole bucket, so that a
-        growing sequence neither replans nor recompiles.
+        growing sequence neither replans nor recompiles. In dense calls of a few tiles, `fine_lengths` tell more.
         """
+        fine = self.layout == "dense" and self.seqlen_q in SHORT_ROWS
         return replace(
             self,
+            fine_lengths=(fine_length(self.seqlen_q), fine_length(self.seqlen_k)) if fine else None,
             batch=power_of_two(self.batch),
             seqlen_q=power_of_two(self.seqlen_q),
             seqlen_k=power_of_two(self.seqlen_k),
@@ -159,6 +164,11 @@ def power_of_two(n: int | None) -> int | None:
     if n is not None and n < -1:
         return -power_of_two(-n)
     return n if n is None or n <= 1 else 1 << (n - 1).bit_length()
+
+
+def fine_length(n: int) -> int:
+    """`n` rounded up to a multiple of FINE, or where that is a small part of it, to a power of two."""
+    return -(-n // FINE) * FINE if n in SHORT_ROWS else power_of_two(n)
 
 
 def alignment(*tensors: torch.Tensor) -> int:

@@ -18,12 +18,12 @@ LEFT_OUT = {  # kernels that are compiled at first use only
     "triton.kernels.dcaptured:dcaptured_kernel": "the gradient of a score_mod's tensors: one kernel for each function",
     "hopper.kernels.distance_table:distance_table_kernel": "is made for each score_mod",
 }
-TINY, SHORT, MIDDLE, LONG, VERY_LONG = 64, 512, 1024, 8192, 2**17  # lengths with different tiles
+TINY, FEW, SHORT, MIDDLE, LONG, VERY_LONG = 64, 320, 512, 1024, 8192, 2**17  # lengths with different tiles
 PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": (4095, 0)})
 FILLING = (64, 64)  # query and key heads: enough tiles for a GPU, so that no keys and no rows are split
 FEW_HEADS = ((2, 2), (8, 8), (8, 1))
 NARROWER = ((40, 40), (88, 88), (104, 104), (176, 176), (224, 224))  # head dimensions that do not fill a kernel's width
-RARER = ((72, 72), (80, 80), (160, 160))  # of vision and diffusion models: dense calls, full and causal
+RARER = ((32, 32), (72, 72), (80, 80), (160, 160))  # of vision and diffusion models: dense calls, full and causal
 COMMON = tuple(dims for dims in WIDTHS if dims not in RARER)
 SMALL_DIMS = (16, 32, 48, 64, 96, 128)  # of short sequences, for which Triton's kernels are faster
 FLOAT32_DIMS = (32, 64, 128)
@@ -66,6 +66,9 @@ def plain(dtype: torch.dtype) -> Iterator[StandardCall]:
             yield StandardCall("attention", {"q": q, "k": k, "v": v, **scalars}, backward=True)
             if dims in COMMON:
                 yield StandardCall("attention_varlen", {**packed(q, k, v), **scalars}, backward=True)
+    for dim in (64, 128):
+        q, k, v = dense(FILLING, FEW, FEW, (dim, dim), dtype)
+        yield StandardCall("attention", {"q": q, "k": k, "v": v})
 
 
 def long(dtype: torch.dtype) -> Iterator[StandardCall]:

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from hopper_variants import LONG, SHORT, call_of_family
+from hopper_variants import FEW, LONG, SHORT, call_of_family
 from offline.compiled import Compiled, compile_launch
 from offline.launches import Launch, hopper_launches_of
 
@@ -35,7 +35,7 @@ SHARED_MEMORY = 227 * 1024
 CHOSEN = (
     ("full", 64, LONG), ("causal", 64, LONG), ("sinks", 128, SHORT), ("packed everything 64", 64, SHORT),
     ("causal", 96, SHORT), ("causal", 96, LONG), ("packed 256", 256, SHORT),
-    ("causal", 80, SHORT), ("full", 80, LONG), ("causal", 160, SHORT),
+    ("causal", 80, SHORT), ("full", 80, LONG), ("causal", 160, SHORT), ("full", 64, FEW), ("full", 128, FEW),
 )  # fmt: skip
 BACKWARD = (("causal", 64, SHORT), ("causal", 80, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
 SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("causal", 160, SHORT), ("packed 256", 256, SHORT))
@@ -94,6 +94,12 @@ def test_auto_defers_to_other_backends() -> None:
         narrow = {"head_dim": 32, "head_dim_v": 32, "seqlen_k": 2048}
         assert "32 and 2048 keys" in str(support.defers(problem(**narrow), H200))
         assert support.defers(problem(**narrow | {"seqlen_k": 2049}), H200) is None
+        filling = narrow | {"batch": 128, "num_heads_q": 8, "seqlen_q": 256, "seqlen_k": 256}
+        biased = Features(bias=(False, True, True, True))
+        assert support.defers(problem(**filling | {"seqlen_q": 512, "seqlen_k": 512}), H200) is None
+        assert support.defers(problem(**filling, features=biased), H200) is None
+        for changes_of_filling in ({}, {"features": biased, "seqlen_q": 128}, {"features": biased, "batch": 16}):
+            assert "smaller tiles" in str(support.defers(problem(**filling | changes_of_filling), H200))
         masked = Features(mask=(True, True, False, True))
         assert support.defers(problem(**narrow, features=masked), H200) is None
         assert support.defers(problem(**narrow | {"head_dim": 40}), H200) is None
@@ -175,7 +181,7 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
     assert chosen("full", 64, LONG, (3, 8)) is THREE_WARPGROUPS[64, 64]
     assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
     for dim in (80, 96):
-        assert chosen("full", dim, 1024) is chosen("causal", dim, 2 * LONG) is THREE_WARPGROUPS[dim, dim]
+        assert chosen("full", dim, LONG) is chosen("causal", dim, 2 * LONG) is THREE_WARPGROUPS[dim, dim]
         assert chosen("causal", dim, 2048) is chosen("full", dim, SHORT) is TWO_WARPGROUPS[dim, dim]
     assert (
         chosen("causal", 64, SHORT)
@@ -184,6 +190,34 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
         == TWO_WARPGROUPS[64, 64]
     )
     assert chosen("full", 128, LONG) is TWO_WARPGROUPS[128, 128]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "shape", "tile"),
+    [
+        (64, (64, 16, 257, 257), (192, 64)),
+        (64, (64, 16, 384, 384), (192, 128)),
+        (64, (64, 12, 197, 197), (128, 128)),
+        (64, (64, 16, 64, 257), (128, 128)),
+        (72, (32, 16, 256, 256), (128, 128)),
+        (72, (32, 16, 729, 729), (192, 64)),
+        (80, (64, 16, 257, 257), (192, 64)),
+        (80, (32, 16, 512, 512), (128, 128)),
+        (80, (32, 16, 577, 577), (128, 128)),
+        (80, (2, 16, 4096, 4096), (128, 128)),  # fewer whole waves
+        (128, (32, 16, 576, 576), (192, 64)),
+        (128, (32, 16, 577, 577), (128, 128)),
+    ],
+)
+def test_unmasked_calls_take_the_tiles_that_waste_least(
+    head_dim: int, shape: tuple[int, int, int, int], tile: tuple[int, int]
+) -> None:
+    """On an H100 these were the fastest (docs/journal/2026-11-25-short-rows.md)."""
+    batch, heads, rows, keys = shape
+    q, k = (torch.empty(batch, heads, n, head_dim, dtype=torch.bfloat16, device="meta") for n in (rows, keys))
+    with mock.patch.object(tables, "compiler_version", return_value=tables.NEWEST_3WG):
+        forward = support.tile(Problem.describe(described_call(q, k, k, None, None, {})).bucketed(), H200).forward
+    assert (forward.block_m, forward.block_n) == tile
 
 
 def test_factors_of_heads_take_three_warpgroups() -> None:

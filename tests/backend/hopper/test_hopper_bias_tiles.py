@@ -39,6 +39,7 @@ KEYS = torch.arange(264) % 200 < 150
 PROBLEMS = {
     "one bias 64": Problem(64, (130, 264)),
     "of sequences 64": Problem(64, (257, 136), (True, True), (4, 2)),
+    "one bias 32": Problem(32, (130, 264), heads=(4, 2)),
     "of nothing 48": Problem(48, (65, 400), (False, False)),
     "one bias 80": Problem(80, (130, 200)),
     "one bias 96": Problem(96, (130, 200)),

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
 from gluon_emulation.machine import EmulationError
-from hopper_variants import VARIANTS, case_of
+from hopper_variants import SHORT_TILES, VARIANTS, case_of, with_tiles
 
 import flashtile
 from flashtile.backend.gpu import replay
@@ -67,12 +67,19 @@ def hash_of(name: str) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    ["causal 64", "window 64", "grouped heads 64", "packed sinks 64", "causal 80", "grouped heads 96", "packed 96"],
+    ["full 32", "causal 64", "window 64", "packed sinks 64", "causal 80", "grouped heads 96", "packed 96"],
 )
 def test_three_warpgroups(name: str) -> None:
     """A configuration otherwise chosen for long sequences only."""
     case = replace(case_of(name, hash_of(name), "cpu"), forward_only=True)
-    with mock.patch.object(tables, "MIN_KEYS_3WG", 0):
+    with with_tiles(tables.THREE_WARPGROUPS):
+        assert wrong(case, seed=0) == []
+
+
+@pytest.mark.parametrize("name", ["full 64", "causal 128"])
+def test_tiles_of_short_calls(name: str) -> None:
+    case = replace(case_of(name, hash_of(name), "cpu"), forward_only=True)
+    with with_tiles(SHORT_TILES):
         assert wrong(case, seed=0) == []
 
 

@@ -4,11 +4,10 @@ A barrier that is never signaled hangs: a test that takes too long ends the proc
 """
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
-from hopper_variants import LONGER, VARIANTS, case_of
+from hopper_variants import LONGER, SHORT_TILES, VARIANTS, case_of, with_tiles
 
 import flashtile
 from flashtile.backend.hopper import support, tables
@@ -31,13 +30,22 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["full 64", "causal 64", "window 64", "packed sinks 64", "causal 80", "causal 96", "window 96", "packed 96"]
+    "name", ["full 32", "full 64", "causal 64", "window 64", "packed sinks 64", "causal 80", "causal 96", "packed 96"]
 )
 def test_three_warpgroups(name: str) -> None:
     """A configuration otherwise chosen for long sequences only."""
+    check_with_tiles(name, tables.THREE_WARPGROUPS)
+
+
+@pytest.mark.parametrize("name", ["full 64", "packed 64", "full 128", "causal 128"])
+def test_tiles_of_short_calls(name: str) -> None:
+    check_with_tiles(name, SHORT_TILES)
+
+
+def check_with_tiles(name: str, tiles: dict[tuple[int, int], tables.ForwardConfig]) -> None:
     fast_path.forget()
     try:
-        with mock.patch.object(tables, "MIN_KEYS_3WG", 0):
+        with with_tiles(tiles):
             check_random_problems(name)
     finally:
         fast_path.forget()

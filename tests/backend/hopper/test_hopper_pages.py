@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
 from gluon_emulation.machine import EmulationError
+from hopper_variants import with_tiles
 from paged_cases import CASES, Paged, with_missing_pages
 
 from flashtile.backend.gpu import replay
@@ -49,7 +50,7 @@ def test_pages(name: str) -> None:
 @pytest.mark.parametrize("name", ["16", "64, window"])
 def test_three_warpgroups(name: str) -> None:
     case = replace(CASES[name], head_dim=64, head_dim_v=None).case(1, "cpu")
-    with mock.patch.object(tables, "MIN_KEYS_3WG", 0):
+    with with_tiles(tables.THREE_WARPGROUPS):
         assert wrong(case) == []
 
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...call.call import Needs
+from ...call.call import NO_FEATURES, Needs
 from ...call.device import Device
 from ...call.problem import OCTET, Problem, too_long
 from ...expression import Formula
 from ..gpu.decoding import is_decoding
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
-from .widths import FUSED, WIDTHS, widths
+from .widths import FUSED, ONE_BOX, WIDTHS, widths
 
 if TYPE_CHECKING:
     from .tables import TileConfig
@@ -23,10 +23,12 @@ ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
 PAGE_STEP = 8  # keys: rows that shared memory swizzles together
-# Head dimension up to which Triton's kernels are faster, and up to which they are with few keys and no mask tensor,
-# which they read more slowly in backward (docs/journal/2026-11-24-masks.md).
+# Head dimension up to which Triton's kernels are faster, and up to which they are in small calls without a mask tensor,
+# which they read more slowly in backward (docs/journal/2026-11-24-masks.md, 2026-11-25-short-rows.md).
 NARROWEST, NARROW = 16, 32
-FEW_KEYS = 2048
+SHORT, SHORT_BIASED = 256, 128  # rows or keys; with a bias, which TMA loads here
+TILE_ROWS = 128
+FEW_KEYS, FEW_TILES = 2048, 4  # tiles of rows for each core
 LISTED = 128  # head dimension up to which backward visits lists of blocks
 # Pairs of a head from which Triton's kernels, with lists of a mask's blocks, need less time for documents than all
 # pairs here, where the kernels have no lists: in backward over 128 features. At 4096 x 4096 they need two to four times
@@ -133,8 +135,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
     """Why the backward pass does not support a problem that the forward pass supports."""
     if problem.pages is not None:
         return "its backward pass does not support pages"
-    if problem.softcap and widths(problem) == (64, 64):
-        return "its backward pass is no faster with a softcap at head dimension 64"
+    if problem.softcap and widths(problem) in ONE_BOX:
+        return "its backward pass is no faster with a softcap up to head dimension 64"
     if needs.alibi_slopes and (problem.softcap or widths(problem) not in FUSED):
         return f"its backward pass has no gradient of ALiBi slopes over {FUSED[-1][0]} features or with a softcap"
     if needs.bias:
@@ -147,18 +149,29 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
 def defers(problem: Problem, device: Device) -> str | None:
     """Why `auto` leaves a supported problem to the next backend."""
     caps = problem.softcap or (isinstance(problem.score_mod, Formula) and problem.score_mod.operations & CAPS)
-    if caps and widths(problem) == (64, 64):
-        return "with a softcap at head dimension 64, exponentials take longer than these kernels can overlap"
+    if caps and widths(problem) in ONE_BOX:
+        return "with a softcap up to head dimension 64, exponentials take longer than these kernels can overlap"
     if problem.mask_mod is not None and is_faster_with_lists(problem):
         return "long masks are faster where hidden blocks are skipped"
     head_dim = max(problem.head_dim, problem.head_dim_v)
     if head_dim <= NARROWEST:
         return f"up to head dimension {NARROWEST}, narrower kernels are faster"
-    if head_dim <= NARROW and problem.seqlen_k <= FEW_KEYS and problem.features.mask is None:
-        return f"up to head dimension {NARROW} and {FEW_KEYS} keys, narrower kernels are faster"
+    if head_dim <= NARROW and problem.features.mask is None and wants_smaller_tiles(problem, device):
+        return f"up to head dimension {NARROW} and {FEW_KEYS} keys, smaller tiles are faster"
     if is_decoding(problem):
         return "decoding a few rows is faster with keys split among programs"
     return None
+
+
+def wants_smaller_tiles(problem: Problem, device: Device) -> bool:
+    """Whether a problem of few features is short, too small to fill the device, or has features that were not measured
+    with larger tiles.
+    """
+    p = problem
+    others = p.features._replace(bias=None) != NO_FEATURES or p.dropout or p.score_mod or p.mask_mod
+    short = min(p.seqlen_q, p.seqlen_k) <= (SHORT if p.features.bias is None else SHORT_BIASED)
+    few = p.batch * p.num_heads_q * -(-p.seqlen_q // TILE_ROWS) < FEW_TILES * device.cores
+    return p.seqlen_k <= FEW_KEYS and bool(short or few or others or p.layout != "dense")
 
 
 def is_faster_with_lists(problem: Problem) -> bool:

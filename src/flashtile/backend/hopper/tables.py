@@ -13,7 +13,7 @@ from ...call.problem import Problem
 from ...expression import Formula
 from ...expression.scaling import is_head_factor
 from ..gpu.archive import compiler_version
-from .widths import widths
+from .widths import ONE_BOX, widths
 
 MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
 DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
@@ -23,7 +23,7 @@ ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
 COMBINE_ROWS = 16  # of a program that adds up the results of splits
 PAGE_COLUMNS = 64  # most columns of a box in pages: those of a panel of shared memory
-MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster
+MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster with masks, and in packed calls
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups are 4 to 7% slower at head dimension 96
 IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
 
@@ -296,11 +296,12 @@ class TileConfig(NamedTuple):
 
 
 # Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
-D64, D80, D96 = HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
+D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
 D128, D192, D256 = HeadDim((128,), 128), HeadDim((128, 64), 64), HeadDim((256,), 256)
 D80_NARROW, D96_NARROW, D160_NARROW = (HeadDim(x, 32) for x in ((64, 16), (64, 32), (128, 32)))
 # Keys: widths for q and v. Fields: these, epilogue_columns, block_n, num_warpgroups, stages.
 TWO_WARPGROUPS = {
+    (32, 32): ForwardConfig(D32, D32, 32, 128, 2, 4),
     (64, 64): ForwardConfig(D64, D64, 64, 128, 2, 4),
     (80, 80): ForwardConfig(D80, D80, 128, 128, 2, 2),
     (96, 96): ForwardConfig(D96, D96, 128, 128, 2, 2),
@@ -312,11 +313,38 @@ TWO_WARPGROUPS = {
 }
 # Three warpgroups read keys less often, waste more rows at the end, and have no registers for speculative values.
 THREE_WARPGROUPS = {
+    (32, 32): ForwardConfig(D32, D32, 32, 128, 3, 4, 160, 32, speculative_exps=0),
     (64, 64): ForwardConfig(D64, D64, 64, 128, 3, 4, 160, 32, speculative_exps=0),
     (80, 80): ForwardConfig(D80_NARROW, D80_NARROW, 64, 64, 3, 4, 160, 32, speculative_exps=0),
     (96, 96): ForwardConfig(D96_NARROW, D96_NARROW, 64, 64, 3, 4, 160, 32, speculative_exps=0),
 }
+
+
+class TimedConfig(NamedTuple):
+    """A configuration and its time, in units of that of two warpgroups for a pair of a row and a key."""
+
+    config: ForwardConfig
+    pair: float = 1.0
+    ends: float = 256  # of each row: what a tile takes besides its pairs
+
+
+# Tiles of dense calls without masks, measured on an H100 (docs/journal/2026-11-25-short-rows.md).
+UNMASKED = {
+    (32, 32): (TimedConfig(TWO_WARPGROUPS[32, 32]), TimedConfig(THREE_WARPGROUPS[32, 32], 0.82)),
+    (64, 64): (
+        TimedConfig(TWO_WARPGROUPS[64, 64]),
+        TimedConfig(THREE_WARPGROUPS[64, 64], 0.8),
+        TimedConfig(replace(THREE_WARPGROUPS[64, 64], block_n=64), 0.99, 192),
+    ),
+    (80, 80): (TimedConfig(TWO_WARPGROUPS[80, 80]), TimedConfig(THREE_WARPGROUPS[80, 80], 0.91)),
+    (96, 96): (TimedConfig(TWO_WARPGROUPS[96, 96]), TimedConfig(THREE_WARPGROUPS[96, 96], 0.91)),
+    (128, 128): (
+        TimedConfig(TWO_WARPGROUPS[128, 128]),
+        TimedConfig(ForwardConfig(D128, D128, 64, 64, 3, 4, 160, 32, q_stages=1, speculative_exps=0)),
+    ),
+}
 FUSED_BACKWARD = {
+    32: FusedBackwardConfig(D32, 128, 2, 240, 24, early_half_exps=True),
     64: FusedBackwardConfig(D64, 128, 2, 240, 24, early_half_exps=True),
     80: FusedBackwardConfig(D80, 64, 2, 240, 24, early_half_exps=False),
     96: FusedBackwardConfig(D96, 64, 2, 240, 24, early_half_exps=False),
@@ -334,12 +362,13 @@ class BiasStages(NamedTuple):
 
 # By width, where shared memory has room for tiles of 16-bit biases.
 FORWARD_BIAS_STAGES = {
+    32: BiasStages(2, 4, 2),
     64: BiasStages(2, 3, 2),
     80: BiasStages(1, 2, 1),
     96: BiasStages(1, 2, 1),
     128: BiasStages(1, 2, 1),
 }
-BACKWARD_BIAS_STAGES = {64: 1, 80: 1, 96: 1, 128: 1}
+BACKWARD_BIAS_STAGES = {32: 1, 64: 1, 80: 1, 96: 1, 128: 1}
 SPLIT_BACKWARD = {
     (192, 128): SplitBackwardConfig(DqConfig(D192, D128, kv_stages=6), DkdvConfig(D192, D128, stages=3)),
     (160, 160): SplitBackwardConfig(
@@ -359,10 +388,35 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     features = problem.softcap or problem.features.score_terms or costly or masked or problem.dropout
     width = widths(problem)
     assert width is not None  # `support` declines others
-    fits = width == (64, 64) or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
-    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem) and fits and not features
-    forward = with_pages((THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width], problem)
-    return TileConfig(forward, backward_config(problem, width))
+    fits = width in ONE_BOX or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
+    forward = TWO_WARPGROUPS[width]
+    if fits and not features and width in UNMASKED:
+        unmasked = problem.layout == "dense" and problem.window.unlimited
+        forward = fastest(problem, width, device) if unmasked else masked_tile(problem, width)
+    return TileConfig(with_pages(forward, problem), backward_config(problem, width))
+
+
+def fastest(problem: Problem, width: tuple[int, int], device: Device) -> ForwardConfig:
+    """The tiles with the least time for a dense call without masks: whole waves of them, past the last rows and keys
+    too. Splits of many keys fill the device.
+    """
+    rows, keys = problem.fine_lengths or (problem.seqlen_q, problem.seqlen_k)
+
+    def time(timed: TimedConfig) -> float:
+        config = timed.config
+        tiles = -(-rows // config.block_m) * problem.num_heads_q * problem.batch
+        split = tiles < device.cores and keys >= MIN_KEYS_3WG
+        waves = tiles / device.cores if split else -(-tiles // device.cores)
+        padded_keys = -(-keys // config.block_n) * config.block_n
+        return waves * config.block_m * (padded_keys * timed.pair + timed.ends)
+
+    return min(UNMASKED[width], key=time).config
+
+
+def masked_tile(problem: Problem, width: tuple[int, int]) -> ForwardConfig:
+    """The tiles of a call with a window or of packed sequences."""
+    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem)
+    return (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
 
 
 def with_pages(config: ForwardConfig, problem: Problem) -> ForwardConfig:
@@ -378,8 +432,7 @@ def min_keys_3wg(problem: Problem) -> int:
     """Keys per row from which three warpgroups are faster: twice as many with masks on both sides, and at widths of two
     chunks with any mask.
     """
-    one_chunk = widths(problem) == (64, 64)
-    masked = problem.window.left is not None if one_chunk else not problem.window.unlimited
+    masked = problem.window.left is not None if widths(problem) in ONE_BOX else not problem.window.unlimited
     return 2 * MIN_KEYS_3WG if masked else MIN_KEYS_3WG
 
 

@@ -3,10 +3,11 @@
 from ...call.problem import Problem
 
 WIDTHS = (  # of the kernels, for (q and k, v)
-    (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (160, 160), (192, 192), (256, 256),
+    (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (160, 160), (192, 192), (256, 256),
 )  # fmt: skip
 
-FUSED = WIDTHS[:4]  # with one backward kernel
+FUSED = WIDTHS[:5]  # with one backward kernel
+ONE_BOX = WIDTHS[:2]  # where exponentials take longer than products, and three warpgroups are fast with every Triton
 
 
 def widths(problem: Problem) -> tuple[int, int] | None:
