@@ -106,10 +106,16 @@ class Operators:
         """The gradients that `needs` asks for, and anything in place of the others. Plain eager calls bypass the
         dispatcher.
         """
-        if not torch.compiler.is_compiling() and is_plain_eager(out, lse, dout, dlse, *call.tensors.flat()):
-            call.entry = call.entry or fast_path.find_call(call)
+        if not torch.compiler.is_compiling() and is_plain_eager():
+            results = (out, lse, dout, dlse)
             if call.entry is not None:
-                return run_backward(needs, out, lse, dout, dlse, call)
+                gradients = fast_path.replayed_backward(call, inside_operator, needs, results)
+                if gradients is not None:
+                    return in_dtypes(gradients, call)
+            if is_plain_eager(*results, *call.tensors.flat()):
+                call.entry = call.entry or fast_path.find_call(call)
+                if call.entry is not None:
+                    return run_backward(needs, out, lse, dout, dlse, call)
         *gradients, modified = self.backward(needs, out, lse, dout, dlse, *self.arguments(call))
         return *gradients, *modified
 
@@ -192,15 +198,20 @@ def run_backward(
         chosen = plan_call(call, needs=requested)
         with inside_operator(call):
             gradients = function_of(chosen, "backward")(chosen, call, requested, *results)
+    return in_dtypes(gradients, call)
+
+
+def in_dtypes(gradients: Gradients, call: Call) -> list[Tensor | None]:
+    """Gradients in their inputs' dtypes, without those of inputs that are absent."""
     inputs = call.tensors.flat()
     return [
-        None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)
-        for gradient, n in zip(gradients.flat(), differentiable_positions(len(inputs)), strict=True)
+        dx if dx is None or ((x := inputs[n]) is not None and dx.dtype is x.dtype) else in_dtype(dx, x)
+        for dx, n in zip(gradients.flat(), differentiable_positions(len(inputs)), strict=True)
     ]
 
 
-def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype is dtype else x.to(dtype)
+def in_dtype(dx: Tensor, x: Tensor | None) -> Tensor | None:
+    return None if x is None else dx.to(x.dtype)
 
 
 def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
