@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ... import private_torch
 from .launch import launch, replayable
-from .pointers import Described, Pointers, Slot, Slots, resolved
+from .pointers import Described, Part, Pointers, Slot, Slots, resolved
 from .step import Step
 
 Results = Sequence[Tensor | None]
+ALIGNMENT = 16  # bytes, of the tensors in a workspace
 
 
 class Launch(NamedTuple):
@@ -62,6 +63,7 @@ class Recorder:
         self.tensors = [*self.inputs]
         self.indices = {id(x): n for n, x in enumerate(self.tensors) if x is not None}
         self.views: dict[int, Tensor] = {}
+        self.parts: dict[int, tuple[Tensor, Part]] = {}  # of workspaces
         self.steps: list[Step] = []
 
     def index(self, x: Tensor | None) -> int | None:
@@ -81,10 +83,10 @@ class Recorder:
         if id(result) in self.indices:
             return result
         assert not any(id(x) in self.views for x in tensors)
-        indices = [self.index(x) for x in tensors]
+        slots = [self._slot(x) for x in tensors]
 
         def step(known: list[Tensor | None]) -> None:
-            known.append(function(*[None if n is None else known[n] for n in indices]))
+            known.append(function(*[None if slot is None else slot.resolve(known) for slot in slots]))
 
         if self.keep:
             self.steps.append(step)
@@ -99,6 +101,18 @@ class Recorder:
             self.indices[id(view)] = self.indices[id(base)]
             self.views[id(view)] = view
         return view
+
+    def workspace(self, like: Tensor, *layouts: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
+        """Uninitialized tensors on the device of `like` that no result is made of. They are one allocation."""
+        parts: list[Part] = []
+        for shape, dtype in layouts:
+            end = parts[-1].end if parts else 0
+            parts.append(Part(-(-end // ALIGNMENT) * ALIGNMENT, shape, dtype))
+        base = self.new(like.new_empty(parts[-1].end, dtype=torch.uint8))
+        tensors = [part.of(base) for part in parts]
+        for x, part in zip(tensors, parts, strict=True):
+            self.indices[id(x)], self.parts[id(x)] = self.indices[id(base)], (x, part)
+        return tensors
 
     def launch(self, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any]) -> None:
         """Launch `kernel`; `scalars` are its arguments that are no pointers."""
@@ -117,8 +131,11 @@ class Recorder:
 
     def _slot(self, x: Tensor | Described | None) -> Slot | None:
         if isinstance(x, Described):
-            return Slot(self.indices[id(x.base)], x.describe, x.given)
-        return None if x is None else Slot(self.indices[id(x)])
+            return Slot(self.indices[id(x.base)], x.describe, x.given, self._part(x.base))
+        return None if x is None else Slot(self.indices[id(x)], part=self._part(x))
+
+    def _part(self, x: Tensor) -> Part | None:
+        return self.parts[id(x)][1] if id(x) in self.parts else None
 
     def _added(self, x: Tensor) -> Tensor:
         self.indices[id(x)] = len(self.tensors)

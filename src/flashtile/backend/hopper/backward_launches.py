@@ -27,8 +27,7 @@ from ..scalars import (
 from . import formulas
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table
-from .semaphores import tile_count_semaphore
-from .tables import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
+from .tables import ALIGN, COUNTER, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
 
 L2_BYTES = 24 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
 WARPS = 4
@@ -75,10 +74,15 @@ class BackwardLaunches:
         self.cores = describe_device(self.q.device).cores
         self.programs = min(self.cores, self.blocks.num_tiles)
         self.padded_rows = self.blocks.m_blocks * config.block_m
-        self.neg_lse_log2, self.neg_delta = (self.empty(self.blocks.heads, self.padded_rows) for _ in range(2))
+        row_stats, counter = ((self.blocks.heads, self.padded_rows), torch.float32), ((COUNTER,), torch.int32)
+        self.neg_lse_log2, self.neg_delta, *more, self.dkdv_counter, self.dq_counter = recorder.workspace(
+            self.q, row_stats, row_stats, *self.workspace(), counter, counter
+        )
+        self.dq_accum, self.dq_semaphore = more or (None, None)
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.recorder.new(self.q.new_empty(shape, dtype=dtype))
+    def workspace(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Layouts of the accumulators of dq and their semaphores, if there are such."""
+        return []
 
     def launch(self, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any]) -> None:
         """Launch a kernel that recomputes scores."""
@@ -93,8 +97,8 @@ class BackwardLaunches:
             "batch": self.batch,
         }
 
-    def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None, dq_semaphore: Tensor | None) -> None:
-        """Launch the kernel for the row statistics, which also resets the dq semaphores."""
+    def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+        """Launch the kernel for the row statistics, which also resets all semaphores."""
         scalars = {
             **self.row_kernel_scalars(),
             **strides("out", out, ALIGN),
@@ -111,19 +115,20 @@ class BackwardLaunches:
         pointers = {
             "out": out, "dout": self.dout, "lse": lse, "dlse": dlse,
             "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta,
-            "dq_semaphore": dq_semaphore, "cu_seqlens_q": self.cu_seqlens_q,
+            "dq_semaphore": self.dq_semaphore, "tile_count_semaphore": self.dkdv_counter,
+            "cu_seqlens_q": self.cu_seqlens_q,
         }  # fmt: skip
         self.recorder.launch(PREPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
 
-    def input_pointers(self) -> Pointers:
-        """Descriptors and pointers of the inputs."""
+    def input_pointers(self, tile_count_semaphore: Tensor) -> Pointers:
+        """Descriptors and pointers of the inputs, and the semaphore."""
         block_m, (box, box_v) = self.config.block_m, (x.box for x in (self.config.head_dim, self.config.head_dim_v))
         return {
             "q_desc": Described(self.q, self.make_descriptor, (block_m, box)),
             "k_desc": Described(self.k, self.make_descriptor, (MMA_M, box)),
             "v_desc": Described(self.v, self.make_descriptor, (MMA_M, box_v)),
             "dout_desc": Described(self.dout, self.make_descriptor, (block_m, box_v)),
-            "tile_count_semaphore": self.recorder.op(partial(tile_count_semaphore, self.q.device, self.packed)),
+            "tile_count_semaphore": tile_count_semaphore,
             **self.head_terms,
             "cu_seqlens_q": self.cu_seqlens_q,
             "cu_seqlens_k": self.cu_seqlens_k,

@@ -39,14 +39,16 @@ class FusedBackward(BackwardLaunches):
     ):
         super().__init__(recorder, config, call, t, dout)
         self.mask_states = mask_states(recorder, self.call) if states is None else states
-        parts, heads = config.dq_parts, self.blocks.heads
-        self.dq_semaphore = self.empty(parts * heads * self.blocks.m_blocks, NUM_WARPGROUPS, dtype=torch.int32)
-        self.dq_accum = self.empty(parts * heads * self.padded_rows, config.head_dim.width)
         self.slope_parts: Tensor | None = None
+
+    def workspace(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        heads, width = self.config.dq_parts * self.blocks.heads, self.config.head_dim.width
+        semaphores = (heads * self.blocks.m_blocks, NUM_WARPGROUPS)
+        return [((heads * self.padded_rows, width), torch.float32), (semaphores, torch.int32)]
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
         """Launch all kernels; returns dq, dk and dv."""
-        self.preprocess(out, lse, dlse, self.dq_semaphore)
+        self.preprocess(out, lse, dlse)
         if needs.alibi_slopes:
             shape = slope_parts_shape(self.config.row_splits * self.blocks.heads, self.blocks.n_blocks)
             self.slope_parts = self.recorder.op(partial(new_zeros, shape), self.q)
@@ -55,7 +57,7 @@ class FusedBackward(BackwardLaunches):
         dk, dv = (self.new_splits(x) for x in (self.k, self.v)) if in_fp32 else self.new_dk_dv()
         box = (MMA_M, min(self.config.head_dim.box, DQ_COLUMNS) if in_fp32 else self.config.head_dim.box)
         pointers = {
-            **self.input_pointers(),
+            **self.input_pointers(self.dkdv_counter),
             **self.row_stats_pointers(),
             "dq_accum_desc": Described(self.dq_accum, dq_accum_descriptor, (MMA_M, self.config.dq_box)),
             "dk_desc": Described(dk, self.make_descriptor, box),
@@ -98,7 +100,7 @@ class FusedBackward(BackwardLaunches):
         shape = self.config.row_splits * batch, heads, seqlen_k, self.config.head_dim.width
         if self.config.row_chunks > 1:
             return self.recorder.op(partial(new_zeros, shape), x)
-        return self.empty(*shape)
+        return self.recorder.new(self.q.new_empty(shape, dtype=torch.float32))
 
     def chunks(self) -> list[tuple[int, int]]:
         """The blocks of rows of each chunk."""

@@ -23,7 +23,7 @@ class SplitBackward(BackwardLaunches):
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
         """Launch the kernels whose gradients are needed; returns dq, dk and dv."""
-        self.preprocess(out, lse, dlse, None)
+        self.preprocess(out, lse, dlse)
         dk, dv = self.launch_dkdv() if needs.k or needs.v else (None, None)
         return self.launch_dq() if needs.q else None, dk, dv
 
@@ -38,7 +38,8 @@ class SplitBackward(BackwardLaunches):
             "columns": self.config.head_dim.columns_of(self.q),
             "CONFIG": self.dq_config,
         }
-        pointers = {**self.input_pointers(), "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta, "dq": dq}
+        row_stats = {"neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta}
+        pointers = {**self.input_pointers(self.dq_counter), **row_stats, "dq": dq}
         self.launch(DQ, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
         return dq
 
@@ -53,6 +54,6 @@ class SplitBackward(BackwardLaunches):
             "columns_v": self.config.head_dim_v.columns_of(self.v),
             "CONFIG": self.config,
         }
-        pointers = {**self.input_pointers(), **self.row_stats_pointers(), "dk": dk, "dv": dv}
+        pointers = {**self.input_pointers(self.dkdv_counter), **self.row_stats_pointers(), "dk": dk, "dv": dv}
         self.launch(DKDV, pointers, self.programs, scalars)
         return dk, dv
