@@ -219,8 +219,8 @@ def allocator(device_type: str) -> Any:
 
 
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """The function of compiled programs that tells whether other tensors have the types, shapes, strides, dtypes, devices
-    and dispatch keys of these; `None` without one.
+    """The function of compiled programs that tells whether other tensors have the types, shapes, strides, dtypes,
+    devices and dispatch keys of these; `None` without one.
     """
     try:
         return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]

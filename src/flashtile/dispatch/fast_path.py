@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..backend.cpu.support import VECTORS_VARIABLE
 from ..call import device
-from ..call.call import Call, Gradients, Needs, Settings
+from ..call.call import Call, Needs, Settings
 from ..call.memory import Layouts, layout_key
 from ..call.plan import Plan
 from ..expression import is_local
@@ -138,9 +138,9 @@ def forward(call: Call, inside: Callable[[Call], Any]) -> tuple[Tensor, Tensor]:
 
 def backward(
     call: Call, inside: Callable[[Call], Any], needs: Sequence[bool], results: tuple[Tensor | None, ...]
-) -> Gradients | None:
-    """Gradients of a call that has an entry, or `None` where a tensor has no memory. `results` are out, lse, dout and
-    dlse.
+) -> Sequence[Tensor | None] | None:
+    """Gradients of a call that has an entry, flat, or `None` where a tensor has no memory. `results` are out, lse, dout
+    and dlse.
     """
     known, key, tensors = call.entry.backward, backward_key(call, needs, results), present(call, results)
     recorded = next((one for one in known.get(key, ()) if one.layouts.match(tensors)), None)
@@ -152,16 +152,16 @@ def backward(
             known.clear()
         recorded = Pass(layouts)
         known.setdefault(key, []).append(recorded)
-    requested = Needs.from_flat(needs)
     if recorded.replay is None:
-        return recorded.run(call, "backward", inside, requested, requested, *results)
+        requested = Needs.from_flat(needs)
+        return recorded.run(call, "backward", inside, requested, requested, *results).flat()  # type: ignore[no-any-return]
     with inside(call):
         return recorded.replay(call, *results)
 
 
 def replayed_backward(
     call: Call, inside: Callable[[Call], Any], needs: Sequence[bool], results: tuple[Tensor | None, ...]
-) -> Gradients | None:
+) -> Sequence[Tensor | None] | None:
     """As `backward` for a call without modes around it: `None` if it was not recorded, or a tensor is more than its
     memory.
     """

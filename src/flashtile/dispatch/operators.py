@@ -197,16 +197,16 @@ def run_backward(
         requested, call = Needs.from_flat(needs), call.with_own_indices()
         chosen = plan_call(call, needs=requested)
         with inside_operator(call):
-            gradients = function_of(chosen, "backward")(chosen, call, requested, *results)
+            gradients = function_of(chosen, "backward")(chosen, call, requested, *results).flat()
     return in_dtypes(gradients, call)
 
 
-def in_dtypes(gradients: Gradients, call: Call) -> list[Tensor | None]:
+def in_dtypes(gradients: Sequence[Tensor | None], call: Call) -> list[Tensor | None]:
     """Gradients in their inputs' dtypes, without those of inputs that are absent."""
     inputs = call.tensors.flat()
     return [
         dx if dx is None or ((x := inputs[n]) is not None and dx.dtype is x.dtype) else in_dtype(dx, x)
-        for dx, n in zip(gradients.flat(), differentiable_positions(len(inputs)), strict=True)
+        for dx, n in zip(gradients, differentiable_positions(len(inputs)), strict=True)
     ]
 
 

@@ -30,6 +30,9 @@ class TmaDescriptor(NamedTuple):
 Pointers = Mapping[str, Tensor | Described | None]
 
 
+Layout = tuple[tuple[int, ...], torch.dtype]  # of a contiguous tensor
+
+
 class Part(NamedTuple):
     """A tensor in a workspace: contiguous, from a byte on."""
 

@@ -6,7 +6,7 @@ steps for other tensors with the same layouts, without the work that led to them
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ... import private_torch
 from .launch import launch, replayable
-from .pointers import Described, Part, Pointers, Slot, Slots, resolved
+from .pointers import Described, Layout, Part, Pointers, Slot, Slots, resolved
 from .step import Step
 
 Results = Sequence[Tensor | None]
-ALIGNMENT = 16  # bytes, of the tensors in a workspace
+ALIGNMENT = 128  # bytes of a cache line, at which the tensors of a workspace begin
 
 
 class Launch(NamedTuple):
@@ -102,16 +102,16 @@ class Recorder:
             self.views[id(view)] = view
         return view
 
-    def workspace(self, like: Tensor, *layouts: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
-        """Uninitialized tensors on the device of `like` that no result is made of. They are one allocation."""
-        parts: list[Part] = []
-        for shape, dtype in layouts:
-            end = parts[-1].end if parts else 0
-            parts.append(Part(-(-end // ALIGNMENT) * ALIGNMENT, shape, dtype))
-        base = self.new(like.new_empty(parts[-1].end, dtype=torch.uint8))
-        tensors = [part.of(base) for part in parts]
-        for x, part in zip(tensors, parts, strict=True):
-            self.indices[id(x)], self.parts[id(x)] = self.indices[id(base)], (x, part)
+    def workspace(self, like: Tensor, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
+        """Uninitialized tensors on the device of `like`, for nothing but this call. They are one allocation."""
+        parts, end = {}, 0
+        for name, (shape, dtype) in layouts.items():
+            parts[name] = Part(-(-end // ALIGNMENT) * ALIGNMENT, shape, dtype)
+            end = parts[name].end
+        base = self.new(like.new_empty(end, dtype=torch.uint8))
+        tensors = {name: part.of(base) for name, part in parts.items()}
+        for name, x in tensors.items():
+            self.indices[id(x)], self.parts[id(x)] = self.indices[id(base)], (x, parts[name])
         return tensors
 
     def launch(self, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any]) -> None:

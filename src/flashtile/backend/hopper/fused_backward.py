@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...call.call import Call, Needs, Tensors
 from ..gpu.kernel import Kernel
-from ..gpu.pointers import Described
+from ..gpu.pointers import Described, Layout
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import WARPS, BackwardLaunches
@@ -41,10 +41,12 @@ class FusedBackward(BackwardLaunches):
         self.mask_states = mask_states(recorder, self.call) if states is None else states
         self.slope_parts: Tensor | None = None
 
-    def workspace(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def more_workspace(self) -> dict[str, Layout]:
         heads, width = self.config.dq_parts * self.blocks.heads, self.config.head_dim.width
-        semaphores = (heads * self.blocks.m_blocks, NUM_WARPGROUPS)
-        return [((heads * self.padded_rows, width), torch.float32), (semaphores, torch.int32)]
+        return {
+            "dq_semaphore": ((heads * self.blocks.m_blocks, NUM_WARPGROUPS), torch.int32),
+            "dq_accum": ((heads * self.padded_rows, width), torch.float32),
+        }
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
         """Launch all kernels; returns dq, dk and dv."""
@@ -57,12 +59,12 @@ class FusedBackward(BackwardLaunches):
         dk, dv = (self.new_splits(x) for x in (self.k, self.v)) if in_fp32 else self.new_dk_dv()
         box = (MMA_M, min(self.config.head_dim.box, DQ_COLUMNS) if in_fp32 else self.config.head_dim.box)
         pointers = {
-            **self.input_pointers(self.dkdv_counter),
+            **self.input_pointers(),
             **self.row_stats_pointers(),
-            "dq_accum_desc": Described(self.dq_accum, dq_accum_descriptor, (MMA_M, self.config.dq_box)),
+            "dq_accum_desc": Described(self.workspace["dq_accum"], dq_accum_descriptor, (MMA_M, self.config.dq_box)),
             "dk_desc": Described(dk, self.make_descriptor, box),
             "dv_desc": Described(dv, self.make_descriptor, box),
-            "dq_semaphore": self.dq_semaphore,
+            "dq_semaphore": self.workspace["dq_semaphore"],
             "dslopes": self.slope_parts,
         }
         lists, list_scalars = key_lists(
@@ -70,7 +72,7 @@ class FusedBackward(BackwardLaunches):
             first_key_first=self.config.lpt,
         )  # fmt: skip
         config, bias_pointers = backward_tiles(self.call, self.config)
-        bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + self.dq_accum.element_size())
+        bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + torch.float32.itemsize)
         scalars = {
             **self.key_kernel_scalars(bytes_per_row),
             **list_scalars,
@@ -142,8 +144,8 @@ class FusedBackward(BackwardLaunches):
             "num_warps": WARPS,
         }
         pointers = {
-            "dq_accum": self.dq_accum,
-            "dq_semaphore": self.dq_semaphore,
+            "dq_accum": self.workspace["dq_accum"],
+            "dq_semaphore": self.workspace["dq_semaphore"],
             "dq": dq,
             "cu_seqlens_q": self.cu_seqlens_q,
         }

@@ -1,9 +1,11 @@
 """Launches of the split backward pass for head dimensions over 128: one kernel for dq, one for dk and dv."""
 
+import torch
 from torch import Tensor
 
 from ...call.call import Call, Needs, Tensors
 from ..gpu.kernel import Kernel
+from ..gpu.pointers import Layout
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import BackwardLaunches
@@ -20,6 +22,9 @@ class SplitBackward(BackwardLaunches):
     def __init__(self, recorder: Recorder, config: SplitBackwardConfig, call: Call, t: Tensors, dout: Tensor):
         super().__init__(recorder, config.dkdv, call, t, dout)
         self.dq_config = config.dq
+
+    def more_workspace(self) -> dict[str, Layout]:
+        return {"tile_count_semaphore_dq": ((1,), torch.int32)}
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
         """Launch the kernels whose gradients are needed; returns dq, dk and dv."""
@@ -38,8 +43,9 @@ class SplitBackward(BackwardLaunches):
             "columns": self.config.head_dim.columns_of(self.q),
             "CONFIG": self.dq_config,
         }
-        row_stats = {"neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta}
-        pointers = {**self.input_pointers(self.dq_counter), **row_stats, "dq": dq}
+        row_stats = {name: self.workspace[name] for name in ("neg_lse_log2", "neg_delta")}
+        semaphore = {"tile_count_semaphore": self.workspace["tile_count_semaphore_dq"]}
+        pointers = {**self.input_pointers(), **row_stats, **semaphore, "dq": dq}
         self.launch(DQ, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
         return dq
 
@@ -54,6 +60,6 @@ class SplitBackward(BackwardLaunches):
             "columns_v": self.config.head_dim_v.columns_of(self.v),
             "CONFIG": self.config,
         }
-        pointers = {**self.input_pointers(self.dkdv_counter), **self.row_stats_pointers(), "dk": dk, "dv": dv}
+        pointers = {**self.input_pointers(), **self.row_stats_pointers(), "dk": dk, "dv": dv}
         self.launch(DKDV, pointers, self.programs, scalars)
         return dk, dv

@@ -19,7 +19,6 @@ MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
 DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
 SLOPE_PARTS = 4 * MMA_M  # of the gradient of slopes, two for each thread of a warpgroup
 NUM_WARPGROUPS = 2  # consumers in backward, with 64 keys and one share of dq each
-COUNTER = 4  # int32 of a tile scheduler's semaphore: with those that keep it aligned
 ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
 COMBINE_ROWS = 16  # of a program that adds up the results of splits
