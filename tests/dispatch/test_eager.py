@@ -52,6 +52,8 @@ def operator_calls() -> Iterator[mock.Mock]:
 def test_a_plain_call_needs_no_operator() -> None:
     with operator_calls() as operator:
         flashtile.attention(Q, torch.nn.Parameter(K), V)
+        with torch.autocast("cpu", torch.bfloat16):
+            flashtile.attention(Q, torch.nn.Parameter(K), V.bfloat16())
     assert operator.call_count == 0
     assert is_plain_eager(Q, None, torch.nn.Parameter(K))
 

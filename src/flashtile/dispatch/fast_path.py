@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import private_torch
 from ..backend.cpu.support import VECTORS_VARIABLE
 from ..call import device
 from ..call.call import Call, Needs, Settings
@@ -130,7 +131,7 @@ def forward(call: Call, inside: Callable[[Call], Any]) -> tuple[Tensor, Tensor]:
     known = call.entry.forward
     if known.replay is None:
         return known.run(call, call.kind, inside, None)
-    if call.is_plain_eager:
+    if call.is_plain_eager and not private_torch.is_any_autocast_enabled():
         return known.replay(call)
     with inside(call):
         return known.replay(call)
