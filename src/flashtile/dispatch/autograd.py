@@ -34,7 +34,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalised call, differentiable where a tensor requires it."""
     if call.is_plain_eager:
         if torch.is_grad_enabled() and requires_grad(flat := call.tensors.flat()):
-            return private_torch.apply_at_one_level(EagerAttention, call, *flat)  # type: ignore[no-any-return]
+            return attend_with_gradients(call, flat)
         return operators.run_forward(call)
     if in_forward_mode():
         refuse_lost_tangents()
@@ -48,6 +48,12 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         if private_torch.maybe_current_level() is not None or requires_grad(flat):
             return applied(Attention, call, *flat)
     return operator.forward(*operator.arguments(call))
+
+
+@untraced
+def attend_with_gradients(call: Call, flat: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """After a graph break, Dynamo would compile this frame, and fail on a private name (torch 2.13)."""
+    return private_torch.apply_at_one_level(EagerAttention, call, *flat)  # type: ignore[no-any-return]
 
 
 def requires_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -132,10 +138,13 @@ class Attention(torch.autograd.Function):
         else:  # not differentiated again
             call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
             call.kept = ctx.kept
-            requested = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
+            requested = operators.replayed_backward(needs, (out, lse, dout, dlse), call)
+            if requested is None:
+                requested = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
         gradients: list[Tensor | None] = [None] * len(flat)
         for n, gradient in zip(positions, requested, strict=True):
-            gradients[n] = gradient if needed[n] else None
+            if gradient is not None and needed[n] and (x := flat[n]) is not None:
+                gradients[n] = operators.in_dtype(gradient, x.dtype)
         return None, *gradients
 
 

@@ -37,6 +37,7 @@ from . import fast_path, forking
 from .passes import function_of
 from .planner import plan_call
 
+Results = tuple[Tensor | None, ...]  # out, lse, dout and dlse
 LIBRARY = torch.library.Library("flashtile", "DEF")
 
 
@@ -106,16 +107,10 @@ class Operators:
         """The gradients that `needs` asks for, and anything in place of the others. Plain eager calls bypass the
         dispatcher.
         """
-        if not torch.compiler.is_compiling() and is_plain_eager():
-            results = (out, lse, dout, dlse)
+        if not torch.compiler.is_compiling() and is_plain_eager(out, lse, dout, dlse, *call.tensors.flat()):
+            call.entry = call.entry or fast_path.find_call(call)
             if call.entry is not None:
-                gradients = fast_path.replayed_backward(call, inside_operator, needs, results)
-                if gradients is not None:
-                    return in_dtypes(gradients, call)
-            if is_plain_eager(*results, *call.tensors.flat()):
-                call.entry = call.entry or fast_path.find_call(call)
-                if call.entry is not None:
-                    return run_backward(needs, out, lse, dout, dlse, call)
+                return run_backward(needs, out, lse, dout, dlse, call)
         *gradients, modified = self.backward(needs, out, lse, dout, dlse, *self.arguments(call))
         return *gradients, *modified
 
@@ -198,20 +193,22 @@ def run_backward(
         chosen = plan_call(call, needs=requested)
         with inside_operator(call):
             gradients = function_of(chosen, "backward")(chosen, call, requested, *results).flat()
-    return in_dtypes(gradients, call)
-
-
-def in_dtypes(gradients: Sequence[Tensor | None], call: Call) -> list[Tensor | None]:
-    """Gradients in their inputs' dtypes, without those of inputs that are absent."""
     inputs = call.tensors.flat()
     return [
-        dx if dx is None or ((x := inputs[n]) is not None and dx.dtype is x.dtype) else in_dtype(dx, x)
-        for dx, n in zip(gradients, differentiable_positions(len(inputs)), strict=True)
+        None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)
+        for gradient, n in zip(gradients, differentiable_positions(len(inputs)), strict=True)
     ]
 
 
-def in_dtype(dx: Tensor, x: Tensor | None) -> Tensor | None:
-    return None if x is None else dx.to(x.dtype)
+def replayed_backward(needs: Sequence[bool], results: Results, call: Call) -> Sequence[Tensor | None] | None:
+    """Gradients of a recorded call that nothing but autograd is around, not all in their inputs' dtypes; else `None`."""
+    if call.entry is None or not is_plain_eager():
+        return None
+    return fast_path.replayed_backward(call, inside_operator, needs, results)
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
