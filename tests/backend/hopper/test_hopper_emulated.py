@@ -114,6 +114,18 @@ def test_split_rows(name: str, row_splits: int) -> None:
         assert wrong(case, seed=0) == []
 
 
+@pytest.mark.parametrize(("name", "head_splits", "row_splits"), [
+    ("grouped heads 64", 3, 1), ("deterministic grouped heads 128", 2, 3),
+        ("deterministic grouped heads 128", 4, 1), ("slopes and window 96", 4, 1),
+])  # fmt: skip
+def test_split_heads(name: str, head_splits: int, row_splits: int) -> None:
+    """Of a group, alone and with split rows."""
+    case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
+    chosen = {"head_splits": mock.Mock(return_value=head_splits), "row_splits": mock.Mock(return_value=row_splits)}
+    with mock.patch.multiple(splits, **chosen):
+        assert wrong(case, seed=0) == []
+
+
 @pytest.mark.parametrize(("row_chunks", "row_splits"), [(2, 1), (7, 1), (2, 2)])
 @pytest.mark.parametrize("name", ["full 64", "grouped heads 128", "deterministic causal 96", "window 96"])
 def test_chunks_of_rows(name: str, row_chunks: int, row_splits: int) -> None:

@@ -46,7 +46,7 @@ class BlockCounts(NamedTuple):
     def of(cls, config: FusedBackwardConfig | DkdvConfig, q: Tensor, k: Tensor, batch: int) -> "BlockCounts":
         if q.dim() == 4:
             m_blocks, n_blocks = -(-q.shape[2] // config.block_m), -(-k.shape[2] // config.block_n)
-            return cls(batch * q.shape[1], m_blocks, n_blocks, batch * k.shape[1] * n_blocks * config.row_splits)
+            return cls(batch * q.shape[1], m_blocks, n_blocks, batch * k.shape[1] * n_blocks * config.splits)
         m_blocks, n_blocks = (
             max_blocks(len(x), block, batch) for x, block in ((q, config.block_m), (k, config.block_n))
         )

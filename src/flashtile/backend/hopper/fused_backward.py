@@ -52,9 +52,9 @@ class FusedBackward(BackwardLaunches):
         """Launch all kernels; returns dq, dk and dv."""
         self.preprocess(out, lse, dlse)
         if needs.alibi_slopes:
-            shape = slope_parts_shape(self.config.row_splits * self.blocks.heads, self.blocks.n_blocks)
+            shape = slope_parts_shape(self.config.splits * self.blocks.heads, self.blocks.n_blocks)
             self.slope_parts = self.recorder.op(partial(new_zeros, shape), self.q)
-        splits, chunks = self.config.row_splits > 1, self.config.row_chunks > 1
+        splits, chunks = self.config.splits > 1, self.config.row_chunks > 1
         in_fp32 = splits or chunks
         dk, dv = (self.new_splits(x) for x in (self.k, self.v)) if in_fp32 else self.new_dk_dv()
         box = (MMA_M, min(self.config.head_dim.box, DQ_COLUMNS) if in_fp32 else self.config.head_dim.box)
@@ -76,7 +76,9 @@ class FusedBackward(BackwardLaunches):
         scalars = {
             **self.key_kernel_scalars(bytes_per_row),
             **list_scalars,
-            "row_splits": self.config.row_splits if splits else None,
+            "group": self.q.shape[1] // self.k.shape[1] // self.config.head_splits,
+            "head_splits": self.config.head_splits if splits else None,
+            "row_splits": self.config.row_splits if splits and not self.config.adds_dkdv else None,
             "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 else None,
             "CONFIG": config.compiled,
         }
@@ -95,12 +97,10 @@ class FusedBackward(BackwardLaunches):
         return {"alibi_slopes": self.recorder.op(add, self.tensors.alibi_slopes, self.slope_parts, self.cu_seqlens_k)}
 
     def new_splits(self, x: Tensor) -> Tensor:
-        """Buffer for dk or dv of each split of the rows, `[row_splits * B, Hk, Sk, D]` in fp32; zeros that chunks are
-        added to.
-        """
+        """Buffer for parts of dk or dv, `[parts * B, Hk, Sk, D]` in fp32; zeros if programs or launches add to it."""
         batch, heads, seqlen_k, _ = x.shape
-        shape = self.config.row_splits * batch, heads, seqlen_k, self.config.head_dim.width
-        if self.config.row_chunks > 1:
+        shape = self.config.dkdv_parts * batch, heads, seqlen_k, self.config.head_dim.width
+        if self.config.row_chunks > 1 or self.config.adds_dkdv:
             return self.recorder.op(partial(new_zeros, shape), x)
         return self.recorder.new(self.q.new_empty(shape, dtype=torch.float32))
 
@@ -119,7 +119,7 @@ class FusedBackward(BackwardLaunches):
             "num_heads": heads,
             "seqlen": seqlen_k,
             "columns": self.config.head_dim.columns_of(dx),
-            "row_splits": self.config.row_splits,
+            "num_splits": self.config.dkdv_parts,
             "HEAD_DIM": self.config.head_dim,
             "ALIGN": ALIGN,
             "BLOCK_N": COMBINE_ROWS,

@@ -47,27 +47,46 @@ def dq_parts(problem: Problem, device: Device, config: FusedBackwardConfig) -> i
     if problem.layout != "dense" or not config.in_order:
         return 1
     row_blocks = cdiv(problem.seqlen_q, config.block_m) * problem.num_heads_q * problem.batch
-    tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch * config.row_splits
+    tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch * config.splits
     programs = min(device.cores, tiles)
     return max(1, min(MAX_DQ_PARTS, cdiv(programs, row_blocks)))
+
+
+def head_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
+    """The number of programs that share the query heads of a block of keys: the fewest with which no tile is too long.
+
+    Each has rows of dq of its own, so that programs keep the order in which they add to them.
+    """
+    if problem.layout != "dense" or problem.window.unlimited:
+        return 1
+    group = problem.num_heads_q // problem.num_heads_kv
+    even = (n for n in range(1, group + 1) if group % n == 0 and not uneven(problem, device, config, n))
+    return next(even, 1)
 
 
 def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
     """The number of programs that share the rows of a block of keys."""
     if problem.layout != "dense":
         return 1
-    tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch
-    group, m_blocks = problem.num_heads_q // problem.num_heads_kv, cdiv(problem.seqlen_q, config.block_m)
+    m_blocks = cdiv(problem.seqlen_q, config.block_m)
     if not problem.window.unlimited:
-        # Tiles differ. Few splits break the order in which they add dq, and are slower than none (docs/journal).
-        longest = min(m_blocks, cdiv(rows_per_key(problem) * 2, config.block_m)) * group
-        mean = rows_per_key(problem) / config.block_m * group
-        uneven = longest * device.cores > tiles * mean * UNEVEN
-        return min(MAX_UNEVEN_SPLITS, m_blocks // 2) if uneven and m_blocks >= MIN_UNEVEN_BLOCKS else 1
-    blocks = m_blocks * group
+        # Few splits break the order in which they add dq, and are slower than none (docs/journal).
+        too_long = m_blocks >= MIN_UNEVEN_BLOCKS and uneven(problem, device, config, config.head_splits)
+        return min(MAX_UNEVEN_SPLITS, m_blocks // 2) if too_long else 1
+    tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch
+    blocks = m_blocks * (problem.num_heads_q // problem.num_heads_kv)
     keys = problem.seqlen_k * problem.num_heads_kv * problem.batch
     bytes_per_split = keys * (problem.head_dim + problem.head_dim_v) * 8
     return fastest(tiles, blocks, bytes_per_split, device.cores)
+
+
+def uneven(problem: Problem, device: Device, config: FusedBackwardConfig, head_splits: int) -> bool:
+    """Whether the longest tile of a diagonal or window takes longer than all tiles spread over all cores."""
+    m_blocks = cdiv(problem.seqlen_q, config.block_m)
+    longest = min(m_blocks, cdiv(rows_per_key(problem) * 2, config.block_m))
+    mean = rows_per_key(problem) / config.block_m
+    tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch * head_splits
+    return longest * device.cores > tiles * mean * UNEVEN
 
 
 def row_chunks(problem: Problem, config: FusedBackwardConfig) -> int:

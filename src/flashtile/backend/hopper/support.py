@@ -178,7 +178,8 @@ def tile(problem: Problem, device: Device) -> "TileConfig":
     config = tables.tile_config(problem, device)
     if config.backward.kind == "split":
         return config
-    backward = replace(config.backward, row_splits=splits.row_splits(problem, device, config.backward))
+    backward = replace(config.backward, head_splits=splits.head_splits(problem, device, config.backward))
+    backward = replace(backward, row_splits=splits.row_splits(problem, device, backward))
     backward = replace(backward, row_chunks=splits.row_chunks(problem, backward))
     return config._replace(backward=replace(backward, dq_parts=splits.dq_parts(problem, device, backward)))
 

@@ -167,7 +167,8 @@ class FusedBackwardConfig(Constexpr):
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
     dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
-    row_splits: int = 1  # programs that share the rows of a block of keys; `add_splits` adds their dk and dv
+    head_splits: int = 1  # programs that share the query heads of a block of keys
+    row_splits: int = 1  # programs that share its rows; `add_splits` adds their dk and dv
     row_chunks: int = 1  # launches that visit some of the rows each, and add to dk and dv in fp32
     block_n: int = 2 * MMA_M
     score_mod: Any = None
@@ -178,7 +179,22 @@ class FusedBackwardConfig(Constexpr):
     @property
     def compiled(self) -> "FusedBackwardConfig":
         """The part that a kernel is compiled for: numbers of parts, splits and chunks are arguments."""
-        return replace(self, dq_parts=1, row_splits=1, row_chunks=1)
+        return replace(self, dq_parts=1, head_splits=1, row_splits=1, row_chunks=1)
+
+    @property
+    def splits(self) -> int:
+        """Programs that share a block of keys."""
+        return self.head_splits * self.row_splits
+
+    @property
+    def adds_dkdv(self) -> bool:
+        """Whether these programs add to the same dk and dv, in any order."""
+        return self.head_splits > 1 and self.row_splits == 1 and not self.in_order
+
+    @property
+    def dkdv_parts(self) -> int:
+        """Buffers of dk and dv, if these are in fp32."""
+        return 1 if self.adds_dkdv else self.splits
 
     @property
     def dq_shares(self) -> tuple[DqShare, DqShare]:
@@ -231,7 +247,7 @@ class DkdvConfig(Constexpr):
     block_n: int = MMA_M
     lpt: bool = True  # programs never wait for each other
     dq_parts: int = 1
-    row_splits: int = 1
+    splits: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
     score_mod: Any = None

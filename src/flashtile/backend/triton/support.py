@@ -47,7 +47,7 @@ def declines(problem: Problem, device: Device) -> str | None:
     if device.arch.startswith("sm_") and int(device.arch[3:]) < 80:
         return f"it needs an NVIDIA GPU of compute capability 8.0 or newer; this one is {device.arch}"
     if problem.dtype is torch.float64:
-        return "it computes in float32; float64 is for the config_scalars backend"
+        return "it computes in float32; reference and tiled compute in float64"
     if (reason := problem.untraced) is not None:
         return reason
     for formula in (problem.score_mod, problem.mask_mod):
@@ -57,8 +57,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
     if (reason := too_long(problem)) is not None:
         return reason
-    if problem.layout != "dense" and problem.batch > MAX_SEQUENCES:
-        return f"a packed batch has at most {MAX_SEQUENCES} sequences"
+    if problem.layout != "dense" and not 0 < problem.batch <= MAX_SEQUENCES:
+        return f"a packed batch has 1 to {MAX_SEQUENCES} sequences"
     return None
 
 

@@ -38,6 +38,8 @@ def forward(x: Sequence) -> Forward:
 
     s = x.scale * inner_products(x.q, k)  # [Hq, Sq, Sk]
     magnitude = abs(x.scale) * (x.q.abs() @ k.abs().mT)  # sum of the absolute values of a score's terms
+    # Alike terms, whose sum is as large, have roundings of one sign: a quarter of a unit for each of them.
+    magnitude = torch.maximum(magnitude, s.abs() * (x.q.shape[-1] / 4 / score_error(x.q.shape[-1])))
     tanh = None
     if x.softcap:
         tanh = torch.tanh(s / x.softcap)
@@ -93,6 +95,11 @@ def sink_column(x: Sequence) -> Tensor:
     num_heads_q, seqlen_q, _ = x.q.shape
     sinks = x.q.new_full((num_heads_q,), -INF) if x.sinks is None else x.sinks
     return sinks[:, None, None].expand(num_heads_q, seqlen_q, 1)
+
+
+def score_error(head_dim: int) -> float:
+    """The error of a sum of as many terms, in roundings that are independent of each other."""
+    return max(4.0, head_dim**0.5)
 
 
 def inner_products(q: Tensor, k: Tensor) -> Tensor:

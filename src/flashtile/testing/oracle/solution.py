@@ -14,7 +14,7 @@ from torch import Tensor
 from ..case import Case
 from .backward import backward
 from .cache import Cache
-from .forward import INF, forward
+from .forward import INF, forward, score_error
 from .philox import keep_factors
 from .sequence import Sequence
 from .sums import Sums
@@ -107,7 +107,7 @@ class _Solution:
         dtypes = {"out": self.case.dtype}
         dtypes |= {f"d{name}": tensor.dtype for name, tensor in self.case.differentiable().items()}
         results = {}
-        error = max(4.0, self.q.shape[-1] ** 0.5)
+        error = score_error(self.q.shape[-1])
         for name, sums in self.sums.items():
             if name in ("out", "dq", "dk", "dv"):
                 sums = sums.map(lambda part, name=name: self._unpacked(part, name))

@@ -1,4 +1,4 @@
-"""Sum of dk or dv over the splits of the rows, after the fused backward kernel."""
+"""Sum of dk or dv over the programs that share a block of keys, after the fused backward kernel."""
 
 import triton
 import triton.language as tl
@@ -9,10 +9,10 @@ from .shared.padded_rows import feature_mask, stride64
 
 @triton_kernel
 def add_splits_kernel(
-    splits, dx, stride_dx_b, stride_dx_h, stride_dx_m, num_tiles, num_heads, seqlen, columns, row_splits,
+    splits, dx, stride_dx_b, stride_dx_h, stride_dx_m, num_tiles, num_heads, seqlen, columns, num_splits,
     HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`dx [B, H, S, D]` from `splits [row_splits * B, H, S, D]`, added in their order."""
+    """`dx [B, H, S, D]` from `splits [num_splits * B, H, S, D]`, added in their order."""
     block, flat_head = tl.program_id(0) % num_tiles, (tl.program_id(0) // num_tiles).to(tl.int64)
     total_heads = (tl.num_programs(0) // num_tiles).to(tl.int64)
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -26,14 +26,14 @@ def add_splits_kernel(
     rows += row[:, None] * stride64(stride_dx_m, ALIGN)
     for c in tl.static_range(len(HEAD_DIM.chunks)):
         feature = HEAD_DIM.offsets[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
-        x = added(first + feature, total_heads * seqlen * HEAD_DIM.width, exists, row_splits)
+        x = added(first + feature, total_heads * seqlen * HEAD_DIM.width, exists, num_splits)
         tl.store(rows + feature, x.to(dx.dtype.element_ty), mask=feature_mask(exists, feature, columns, ALIGN))
 
 
 @triton.jit
-def added(first, stride_split, exists, row_splits):
+def added(first, stride_split, exists, num_splits):
     """Sum of the splits at `first [N, D]`."""
     x = tl.load(first, mask=exists[:, None], other=0.0)
-    for split in range(1, row_splits):
+    for split in range(1, num_splits):
         x += tl.load(first + split * stride_split, mask=exists[:, None], other=0.0)
     return x

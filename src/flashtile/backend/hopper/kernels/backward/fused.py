@@ -55,7 +55,16 @@ from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writ
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from .scores import begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
 from .slopes import SlopeGradient, add_slope_gradient
-from .tile_scheduler import KeyTileScheduler, RowChunk, first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
+from .tile_scheduler import (
+    KeyTileScheduler,
+    RowChunk,
+    TileSplits,
+    first_m_block,
+    key_head,
+    key_scheduler_warp,
+    next_m_block,
+    pop_key_tile,
+)
 
 DS_STAGES = gl.constexpr(2)
 CONSUMER_THREADS = gl.constexpr(256)
@@ -80,7 +89,7 @@ class BackwardContext(NamedTuple):
     outputs: BackwardOutputs
     queue: TileQueue
     group: gl.tensor
-    row_splits: gl.tensor | None
+    splits: TileSplits
     chunk: RowChunk
     bounds: MaskBounds
     params: ScoreParams
@@ -95,8 +104,8 @@ def backward_kernel(
     tile_count_semaphore, dq_semaphore, slopes, dslopes,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
-    seqlen_q, seqlen_k, row_splits, chunk_lo, chunk_hi, dq_parts, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale,
+    seqlen_q, seqlen_k, head_splits, row_splits, chunk_lo, chunk_hi, dq_parts, diagonal, window_left, window_right,
+    top_left, factor, multiplier, softcap, scale,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
     stride_mask_m, stride_mask_n, pair_rows, bias_desc, lists, stride_lists_b, stride_lists_h, stride_lists, ranks,
     seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
@@ -127,10 +136,10 @@ def backward_kernel(
     fence_async_shared()
 
     block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, ranks)
-    chunk = RowChunk(chunk_lo, chunk_hi)
+    splits, chunk = TileSplits(head_splits, row_splits), RowChunk(chunk_lo, chunk_hi)
     scheduler = KeyTileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
-        row_splits, chunk, block_lists,
+        splits, chunk, block_lists,
     )  # fmt: skip
     seqlens = SeqlenInfo(
         seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, PageTable(None, None, None, None, None)
@@ -144,12 +153,15 @@ def backward_kernel(
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
     dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
-    slope_gradient = SlopeGradient(dslopes, num_heads_k * group, num_blocks)
+    num_heads = num_heads_k * group
+    if head_splits is not None:
+        num_heads *= head_splits
+    slope_gradient = SlopeGradient(dslopes, num_heads, num_blocks)
     context = BackwardContext(
-        pipelines, outputs, queue, group, row_splits, chunk, bounds, params, dropout, block_lists, slope_gradient
+        pipelines, outputs, queue, group, splits, chunk, bounds, params, dropout, block_lists, slope_gradient
     )
     # Dense calls alone have several parts or splits.
-    part_rows = None if dq_parts is None else batch * num_heads_k * group * padded_rows
+    part_rows = None if dq_parts is None else batch * num_heads * padded_rows
     dq_writer = DqWriter(
         dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, dq_parts, part_rows, block_lists
     )
@@ -159,7 +171,7 @@ def backward_kernel(
             (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
             (
                 backward_producer_warp,
-                (descs, pipelines, queue, group, padded_rows, params, block_lists, CONFIG, PACKED),
+                (descs, pipelines, queue, group, padded_rows, splits, params, block_lists, CONFIG, PACKED),
             ),
             (dq_writer_warp, (0, dq_writer, CONFIG)),
             (dq_writer_warp, (gl.constexpr(1), dq_writer, CONFIG)),
@@ -296,8 +308,9 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             consumer_release(v.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
         # dv and dk reuse the memory of the last dq.
         mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
-        coord = dkdv_coord(tile, first_key, params.batch, context.row_splits, PACKED)
-        ADD: gl.constexpr = context.chunk.lo is not None
+        splits = context.splits
+        coord = dkdv_coord(tile, key_head(tile, splits), first_key, params.batch, splits, PACKED)
+        ADD: gl.constexpr = context.chunk.lo is not None or (splits.heads is not None and splits.rows is None)
         store_dkdv(outputs.dv, coord, dv, dropout.keep_scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
         store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
         tile_count += 1

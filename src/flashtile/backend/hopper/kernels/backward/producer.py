@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..shared.bias_tiles import load_bias_tile
 from ..shared.block_lists import block_at, load_entry
 from ..shared.compat import tma_load
-from ..shared.coordinates import kv_coord, q_coord
+from ..shared.coordinates import key_coord, q_coord
 from ..shared.mma import MMA_M
 from ..shared.pipeline import (
     NamedBarriers,
@@ -23,7 +23,7 @@ from ..shared.pipeline import (
     stage_of,
 )
 from ..shared.tile_scheduler import REQUEST_DISTANCE, request_tile
-from .tile_scheduler import first_m_block, next_m_block, pop_key_tile
+from .tile_scheduler import first_m_block, key_head, next_m_block, pop_key_tile
 
 
 class RowPipeline(NamedTuple):
@@ -79,7 +79,7 @@ def make_row_pipeline(descs, empty, CONFIG: gl.constexpr):
 
 @gluon.jit
 def backward_producer_warp(
-    descs, pipelines, queue, group, padded_rows, params, lists, CONFIG: gl.constexpr, PACKED: gl.constexpr,
+    descs, pipelines, queue, group, padded_rows, splits, params, lists, CONFIG: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The partition that loads keys, values and blocks of rows, and tiles of a bias."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -95,8 +95,8 @@ def backward_producer_warp(
         steps = group * (tile.hi - tile.lo)
         request_tile(queue, steps < REQUEST_DISTANCE)
         if steps == 0:
-            load_keys(pipelines.k, descs.k, tile, tile_count, BLOCK_N, HEAD_DIM, PACKED)
-            load_keys(pipelines.v, descs.v, tile, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
+            load_keys(pipelines.k, descs.k, tile, splits, tile_count, BLOCK_N, HEAD_DIM, PACKED)
+            load_keys(pipelines.v, descs.v, tile, splits, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
         m, group_head = first_m_block(tile, CONFIG.lpt), 0
         entry = load_entry(lists, tile.token_q, m)
         steps_left = steps
@@ -111,12 +111,12 @@ def backward_producer_warp(
                 rows.q, rows.neg_lse_log2, descs.q, descs.neg_lse_log2, coord, stat_coord, stage, HEAD_DIM
             )
             if steps_left == steps:
-                load_keys(pipelines.k, descs.k, tile, tile_count, BLOCK_N, HEAD_DIM, PACKED)
+                load_keys(pipelines.k, descs.k, tile, splits, tile_count, BLOCK_N, HEAD_DIM, PACKED)
             load_rows_and_stat(
                 rows.dout, rows.neg_delta, descs.dout, descs.neg_delta, coord, stat_coord, stage, HEAD_DIM_V
             )
             if steps_left == steps:
-                load_keys(pipelines.v, descs.v, tile, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
+                load_keys(pipelines.v, descs.v, tile, splits, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
             load_bias(descs.bias, pipelines.bias, params, tile, group, group_head, block, count, CONFIG)
             count += 1
             steps_left -= 1
@@ -151,10 +151,10 @@ def load_rows_and_stat(buffers, row_stat, desc, row_stat_desc, coord, stat_coord
 
 @gluon.jit
 def load_keys(
-    pipeline, desc, tile, tile_count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr,
+    pipeline, desc, tile, splits, tile_count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Load k or v of a block of keys, MMA_M keys for each stage."""
     PARTS: gl.constexpr = BLOCK_N // MMA_M
     for part in gl.static_range(PARTS):
-        coord = kv_coord(tile, tile.first_key + part * MMA_M, PACKED)
+        coord = key_coord(tile, key_head(tile, splits), tile.first_key + part * MMA_M, PACKED)
         acquire_and_load(pipeline, desc, coord, tile_count * PARTS + part, PARTS, HEAD_DIM)

@@ -40,6 +40,15 @@ class RowChunk(NamedTuple):
     hi: gl.tensor | None
 
 
+class TileSplits(NamedTuple):
+    """Dense: programs that share a block of keys. Those of parts of the rows have dk and dv of their own, which others
+    add to the same.
+    """
+
+    heads: gl.tensor | None  # parts of the group of query heads; `None` if no programs share a block
+    rows: gl.tensor | None  # parts of the rows, for each of them
+
+
 class KeyTileScheduler(NamedTuple):
     """Parameters of the tile scheduler of one launch."""
 
@@ -49,10 +58,10 @@ class KeyTileScheduler(NamedTuple):
     l2_swizzle: gl.tensor  # dense: key heads that share the L2 cache
     semaphore: gl.tensor  # pointer to a zero; a dense launch resets it
     num_heads_k: gl.tensor
-    group: gl.tensor  # query heads for each key head
+    group: gl.tensor  # query heads for each key head, or of a part of them
     padded_rows: gl.tensor  # of a query head, in dq_accum and the row statistics
     diagonal: gl.tensor  # added to seqlen_k - seqlen_q
-    row_splits: gl.tensor | None  # dense: programs that share the rows of a block of keys
+    splits: TileSplits
     chunk: RowChunk
     lists: BlockLists  # dense: blocks of rows of each tile
 
@@ -61,16 +70,16 @@ class KeyWorkTile(NamedTuple):
     """A block of keys of one head, and the blocks of rows `lo <= m < hi` that see it; with lists, their positions."""
 
     b: gl.tensor  # -1: end of the queue
-    head_k: gl.tensor
+    head_k: gl.tensor  # with splits, the part of its group (`key_head`)
     first_key: gl.tensor
     lo: gl.tensor
     hi: gl.tensor
-    padded_row: gl.tensor  # padded row of row 0 of the group's first head
+    padded_row: gl.tensor  # padded row of row 0 of the first query head
     shift: gl.tensor  # the diagonal is `key = row + shift`
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     token_q: gl.tensor  # token of row 0; 0 if dense; with lists, the list's offset
-    token_k: gl.tensor  # dense: the split of the rows
+    token_k: gl.tensor  # dense: the split
 
 
 @gluon.jit
@@ -90,13 +99,12 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
     count = 0
     shift = seqlens.seqlen_k - seqlens.seqlen_q + scheduler.diagonal
     while tile_index < scheduler.num_tiles:
-        split, whole_tile = split_and_tile(tile_index, scheduler.row_splits)
+        split, whole_tile = key_split_and_tile(tile_index, scheduler.splits)
         flat_head, block = key_head_and_block(scheduler, whole_tile, CONFIG.lpt)
         b, head = flat_head // scheduler.num_heads_k, flat_head % scheduler.num_heads_k
         first_key = block * BLOCK_N
         last_key = gl.minimum(first_key + BLOCK_N, seqlens.seqlen_k) - 1
         m_blocks = m_block_range(bounds, first_key, last_key, shift, seqlens.seqlen_q, BLOCK_M)
-        padded_row = flat_head * scheduler.group * scheduler.padded_rows
         lo, hi, list_offset = m_blocks.lo, m_blocks.hi, 0
         if scheduler.lists.data is not None:
             lo = 0
@@ -104,8 +112,14 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
         if scheduler.chunk.lo is not None:
             lo = gl.maximum(lo, scheduler.chunk.lo)
             hi = gl.maximum(lo, gl.minimum(hi, scheduler.chunk.hi))
-        if scheduler.row_splits is not None:
-            lo, hi = split_range(lo, hi, split, scheduler.row_splits)
+        part = split
+        if scheduler.splits.rows is not None:
+            lo, hi = split_range(lo, hi, split % scheduler.splits.rows, scheduler.splits.rows)
+            part = split // scheduler.splits.rows
+        if scheduler.splits.heads is not None:
+            head = head * scheduler.splits.heads + part
+            flat_head = flat_head * scheduler.splits.heads + part
+        padded_row = flat_head * scheduler.group * scheduler.padded_rows
         tile = KeyWorkTile(
             b, head, first_key, lo, hi, padded_row, shift, seqlens.seqlen_q, seqlens.seqlen_k, list_offset, split
         )  # fmt: skip
@@ -152,6 +166,24 @@ def schedule_packed_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.cons
         else:
             tile_index = scheduler.num_tiles
     push_tile(queue, count, empty_tile(-1))
+
+
+@gluon.jit
+def key_split_and_tile(tile_index, splits):
+    """The split and the tile that an index stands for."""
+    if splits.rows is None:
+        return split_and_tile(tile_index, splits.heads)
+    else:
+        return split_and_tile(tile_index, splits.heads * splits.rows)
+
+
+@gluon.jit
+def key_head(tile, splits):
+    """The key head of a tile."""
+    if splits.heads is None:
+        return tile.head_k
+    else:
+        return tile.head_k // splits.heads
 
 
 @gluon.jit

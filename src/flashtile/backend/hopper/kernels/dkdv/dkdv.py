@@ -16,6 +16,7 @@ from ..backward.scores import block_coord, block_scores, load_block
 from ..backward.tile_scheduler import (
     KeyTileScheduler,
     RowChunk,
+    TileSplits,
     first_m_block,
     key_scheduler_warp,
     next_m_block,
@@ -107,9 +108,10 @@ def dkdv_kernel(
     fence_async_shared()
 
     lists = BlockLists(None, None, None, None, None)
+    splits = TileSplits(None, None)
     scheduler = KeyTileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
-        None, RowChunk(None, None), lists,
+        splits, RowChunk(None, None), lists,
     )  # fmt: skip
     seqlens = SeqlenInfo(
         seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, PageTable(None, None, None, None, None)
@@ -129,7 +131,10 @@ def dkdv_kernel(
         [
             (dv_warpgroup, (context, dv_output, CONFIG)),
             (dk_warpgroup, (context, dk_output, scale, CONFIG)),
-            (backward_producer_warp, (descs, pipelines, queue, group, padded_rows, params, lists, CONFIG, PACKED)),
+            (
+                backward_producer_warp,
+                (descs, pipelines, queue, group, padded_rows, splits, params, lists, CONFIG, PACKED),
+            ),
             (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
         ],
         [4, 1, 1],

@@ -23,20 +23,26 @@ def q_coord(tile, head, row, PACKED: gl.constexpr):
 
 @gluon.jit
 def kv_coord(tile, first_key, PACKED: gl.constexpr):
-    """Coordinates of a box of k, v, dk or dv."""
-    if PACKED:
-        return ragged_coord(tile.head_k, first_key, tile.token_k, tile.seqlen_k)
-    else:
-        return (tile.b, tile.head_k, first_key, 0)
+    """Coordinates of a box of k or v."""
+    return key_coord(tile, tile.head_k, first_key, PACKED)
 
 
 @gluon.jit
-def dkdv_coord(tile, first_key, batch, row_splits, PACKED: gl.constexpr):
-    """Coordinates of a box of dk or dv; of dense ones, each split of the rows has its own."""
-    if row_splits is not None:
-        return (tile.token_k * batch + tile.b, tile.head_k, first_key, 0)
+def key_coord(tile, head, first_key, PACKED: gl.constexpr):
+    """Coordinates of a box of k, v, dk or dv of a key head."""
+    if PACKED:
+        return ragged_coord(head, first_key, tile.token_k, tile.seqlen_k)
     else:
-        return kv_coord(tile, first_key, PACKED)
+        return (tile.b, head, first_key, 0)
+
+
+@gluon.jit
+def dkdv_coord(tile, head, first_key, batch, splits, PACKED: gl.constexpr):
+    """Coordinates of a box of dk or dv; of dense ones, each split has its own."""
+    if splits.rows is not None:
+        return (tile.token_k * batch + tile.b, head, first_key, 0)
+    else:
+        return key_coord(tile, head, first_key, PACKED)
 
 
 @gluon.jit
