@@ -7,7 +7,7 @@ replace them.
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -178,7 +178,7 @@ def stashed_in_thread(key: str) -> Any:
 # Compilation and memory -----------------------------------------------------------------------------------------------
 
 _eval_frame: Any = find("torch._C._dynamo", "eval_frame", None)
-allocators: Any = find("torch._C._dynamo", "guards", None)  # those of compiled programs, twice as fast
+guards: Any = find("torch._C._dynamo", "guards", None)  # allocators and guards of compiled programs
 clear_cublas_workspaces = find("torch._C", "_cuda_clearCublasWorkspaces", nothing)
 
 
@@ -215,7 +215,17 @@ current_raw_stream: Callable[[int], int] = find("torch._C", "_cuda_getCurrentRaw
 
 def allocator(device_type: str) -> Any:
     """The function `(shape, strides, dtype) -> Tensor` of compiled programs on a device; `None` without one."""
-    return getattr(allocators, f"_empty_strided_{device_type}", None) if device_type in ("cpu", "cuda") else None
+    return getattr(guards, f"_empty_strided_{device_type}", None) if device_type in ("cpu", "cuda") else None
+
+
+def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """The function of compiled programs that tells whether other tensors have the types, shapes, strides, dtypes,
+    devices and dispatch keys of these; `None` without one.
+    """
+    try:
+        return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
+    except (AttributeError, TypeError):
+        return None
 
 
 # Implementations of scaled_dot_product_attention ----------------------------------------------------------------------

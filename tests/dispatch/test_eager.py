@@ -13,8 +13,9 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
+from flashtile import private_torch
 from flashtile.call.eager import is_plain_eager
-from flashtile.call.memory import layout_key
+from flashtile.call.memory import Layouts, layout_key
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.errors import ArgumentError
 
@@ -52,6 +53,8 @@ def operator_calls() -> Iterator[mock.Mock]:
 def test_a_plain_call_needs_no_operator() -> None:
     with operator_calls() as operator:
         flashtile.attention(Q, torch.nn.Parameter(K), V)
+        with torch.autocast("cpu", torch.bfloat16):
+            flashtile.attention(Q, torch.nn.Parameter(K), V.bfloat16())
     assert operator.call_count == 0
     assert is_plain_eager(Q, None, torch.nn.Parameter(K))
 
@@ -110,6 +113,42 @@ def test_tensors_without_memory_of_their_own(x: Tensor) -> None:
 
 def test_tensors_without_memory() -> None:
     assert flashtile.attention(*(x.to("meta") for x in (Q, K, V))).is_meta
+
+
+MISALIGNED = torch.empty(257)[1:].view(1, 2, 8, 16)
+OTHER_LAYOUTS = {
+    "shape": torch.randn(1, 2, 8, 15),
+    "strides": torch.randn(1, 2, 8, 20)[..., :16],
+    "order": torch.randn(1, 8, 2, 16).transpose(1, 2),
+    "dtype": Q.bfloat16(),
+    "device": Q.to("meta"),
+    "alignment": MISALIGNED,
+    "a view of negated memory": torch._neg_view(Q),
+    "subclass": Q.as_subclass(Subclass),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_LAYOUTS)
+@pytest.mark.parametrize("guarded", [True, False])
+def test_layouts_match_those_of_their_kind(what: str, guarded: bool) -> None:
+    guard = private_torch.tensor_guard if guarded else lambda _: None
+    with mock.patch.object(private_torch, "tensor_guard", guard):
+        layouts = Layouts([Q, K])
+    assert layouts.match([Q.clone(), V])
+    assert layouts.match_plain([Q.clone(), V]) is guarded
+    other = OTHER_LAYOUTS[what]
+    assert not layouts.match_plain([Q, other])
+    if what not in ("a view of negated memory", "subclass"):  # which are laid out alike
+        assert not layouts.match([Q, other])
+        assert Layouts([Q, other]).match([Q.clone(), other])
+
+
+def test_layouts_of_freed_memory_match_nothing() -> None:
+    x = Q.clone()
+    layouts = Layouts([x])
+    x.untyped_storage().resize_(0)
+    assert not layouts.match([x])
+    assert Layouts([x]).key is None
 
 
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and reads shapes

@@ -148,7 +148,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     with (
         mock.patch.multiple(replay, launch=launch, replayable=replayable),
         mock.patch.multiple(kernels, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
-        mock.patch.multiple(backward_launches, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
+        mock.patch.object(backward_launches, "describe_device", return_value=device),
         mock.patch.object(planner, "describe_device", return_value=device),
         mock.patch.object(passes, "entry_of", lambda name: kernels if name == "hopper" else entry_of(name)),
         mock.patch.multiple(support, unusable=lambda: None, unknown_kernels=lambda *_: None),  # no compiler is there

@@ -89,7 +89,7 @@ def replay_of(call: Call, backend: str, arch: str) -> Callable[[], list[Tensor |
     forward, (out, lse) = kernels.record_forward(plan, call)
     rows = (out, lse, torch.empty_like(out), None)
     backward, _ = kernels.record_backward(plan, call, needs, *rows)
-    return lambda: [*forward(call), *backward(call, *rows).flat()]
+    return lambda: [*forward(call), *backward(call, *rows)]
 
 
 def planned(call: Call, backend: str, arch: str) -> tuple[Any, Plan, Needs | None]:

@@ -27,6 +27,7 @@ from ..expression import MaskMod, ScoreMod
 from ..expression.modifier import Modifier
 
 REQUIRED = ("q", "k", "v", "cu_seqlens_q")
+OF_SCORES = tuple(name for name, feature in FEATURES.items() if feature.dtype == SCORES)
 DEFAULT_ROTARY = RotarySettings()
 LARGEST_FLOAT = torch.finfo(torch.float32).max
 
@@ -69,13 +70,16 @@ def normalize(
     q, entry = tensors["q"], None
     if (
         not torch.compiler.is_compiling()
-        and not private_torch.is_any_autocast_enabled()  # which makes another call of the same arguments
         and (functions := traced_functions(score_mod, mask_mod)) is not None
         and is_plain_eager(*tensors.values(), *of_cache, *functions.tensors)
         and q is not None
         and q.dim() > 0
         and not q.is_nested
+        and (cache is None or not private_torch.is_any_autocast_enabled())
     ):
+        if private_torch.is_any_autocast_enabled():
+            tensors = in_autocast_dtype(tensors, REQUIRED[:3])
+            q = tensors["q"]
         settings = settings_of(function, q.shape[-1], *scalars)
         if settings.dropout_p > 0:
             tensors["dropout_seed"] = dropout_seed = seed_of(function, dropout_seed, q.device)
@@ -185,17 +189,16 @@ def in_autocast_dtype(tensors: dict[str, Any], cast: tuple[str, ...]) -> dict[st
     device_type = tensors["q"].device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast to ask about
         return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    tensors = dict(tensors)
+    dtype, changed = torch.get_autocast_dtype(device_type), {}
     for argument in cast:
         x = tensors[argument]
-        if x.dtype in (torch.float16, torch.bfloat16, torch.float32):
-            tensors[argument] = x.to(dtype)
-    for argument, feature in FEATURES.items():
-        x = tensors.get(argument) if feature.dtype == SCORES else None
+        if x is not None and x.dtype != dtype and x.dtype in (torch.float16, torch.bfloat16, torch.float32):
+            changed[argument] = x.to(dtype)
+    for argument in OF_SCORES:
+        x = tensors.get(argument)
         if x is not None and x.dtype in (torch.float16, torch.bfloat16) and x.dtype != dtype:
-            tensors[argument] = x.float()
-    return tensors
+            changed[argument] = x.float()
+    return tensors | changed if changed else tensors
 
 
 def in_score_dtype(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -203,9 +206,9 @@ def in_score_dtype(tensors: dict[str, Any]) -> dict[str, Any]:
     come back in their own.
     """
     cast = {}
-    for argument, feature in FEATURES.items():
-        x = tensors.get(argument) if feature.dtype == SCORES else None
-        if x is not None and x.is_floating_point() and x.dtype not in feature.dtypes(tensors["q"].dtype):
+    for argument in OF_SCORES:
+        x = tensors.get(argument)
+        if x is not None and x.is_floating_point() and x.dtype not in FEATURES[argument].dtypes(tensors["q"].dtype):
             cast[argument] = x.float()
     return tensors | cast if cast else tensors
 

@@ -4,6 +4,9 @@ from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
+from .. import private_torch
+from .eager import PLAIN
+
 # A freed tensor has its offset for an address. Allocators keep far above this; where they do not, storage is looked at.
 LOWEST_ADDRESS = 2**32
 
@@ -52,6 +55,35 @@ def layout_key(tensors: Sequence[Tensor | None]) -> Hashable:
         )
     except RuntimeError:  # a transform's wrapper, a freed tensor
         return None
+
+
+class Layouts:
+    """The layouts of tensors. `match` compares others with them in less time than a key of theirs takes."""
+
+    __slots__ = ("key", "same")
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.key = layout_key(tensors)
+        quick = self.key is not None and all(type(x) in PLAIN and is_aligned(x) for x in tensors)
+        self.same = private_torch.tensor_guard(tensors) if quick else None
+
+    def match(self, tensors: Sequence[Tensor]) -> bool:
+        return self.match_plain(tensors) or (self.same is None and layout_key(tensors) == self.key)
+
+    def match_plain(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the layouts are the same and no tensor is more than its memory (`call.eager`); `False` in doubt."""
+        if self.same is None or not self.same(*tensors):
+            return False
+        for x in tensors:  # noqa: SIM110 - a generator takes longer
+            if not is_aligned(x):
+                return False
+        return True
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes, and surely has memory."""
+    place = x.data_ptr()
+    return place % 16 == 0 and place >= LOWEST_ADDRESS
 
 
 def low(x: Tensor, place: int) -> int | None:

@@ -34,7 +34,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalised call, differentiable where a tensor requires it."""
     if call.is_plain_eager:
         if torch.is_grad_enabled() and requires_grad(flat := call.tensors.flat()):
-            return applied(Attention, call, *flat, is_plain_eager=True)
+            return attend_with_gradients(call, flat)
         return operators.run_forward(call)
     if in_forward_mode():
         refuse_lost_tangents()
@@ -48,6 +48,12 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         if private_torch.maybe_current_level() is not None or requires_grad(flat):
             return applied(Attention, call, *flat)
     return operator.forward(*operator.arguments(call))
+
+
+@untraced
+def attend_with_gradients(call: Call, flat: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """After a graph break, Dynamo would compile this frame, and fail on a private name (torch 2.13)."""
+    return private_torch.apply_at_one_level(EagerAttention, call, *flat)  # type: ignore[no-any-return]
 
 
 def requires_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -81,15 +87,14 @@ def in_graph() -> bool:
     return private_torch.maybe_current_level() is not None or torch.compiler.is_compiling()
 
 
-def applied(function: type[torch.autograd.Function], *arguments: Any, is_plain_eager: bool = False) -> Any:
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`function.apply`, which binds its arguments to the names of `forward` each time. That takes longer than all else
-    that a call does before its kernels; without a transform of torch.func it need not. Unobserved arguments are no
-    wrappers that one has left.
+    that a call does before its kernels; without a transform of torch.func it need not.
     """
     if in_graph():
         return function.apply(*arguments)
     unwrap_if_dead = private_torch.unwrap_if_dead
-    if not is_plain_eager and unwrap_if_dead is not None:
+    if unwrap_if_dead is not None:
         arguments = tuple([unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments])
     return private_torch.apply_at_one_level(function, *arguments)
 
@@ -101,8 +106,6 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
-        if call.is_plain_eager:
-            return operators.run_forward(call)
         operator, outer = operators.operators_of(call), operators.tangents.elsewhere
         operators.tangents.elsewhere = True  # in `jvp`
         try:
@@ -113,11 +116,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         call, *flat = inputs
-        ctx.settings, ctx.entry, ctx.kept = call.settings, call.entry, call.kept
-        ctx.save_for_backward(*output, *flat)
-        if not call.is_plain_eager:  # else nothing calls `jvp`
-            ctx.save_for_forward(*output, *flat)
-        ctx.set_materialize_grads(False)
+        save_for_backward(ctx, call, output, flat)
+        ctx.save_for_forward(*output, *flat)
 
     @staticmethod
     @untraced
@@ -138,11 +138,34 @@ class Attention(torch.autograd.Function):
         else:  # not differentiated again
             call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
             call.kept = ctx.kept
-            requested = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
+            requested = operators.replayed_backward(needs, (out, lse, dout, dlse), call)
+            if requested is None:
+                requested = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
         gradients: list[Tensor | None] = [None] * len(flat)
         for n, gradient in zip(positions, requested, strict=True):
-            gradients[n] = gradient if needed[n] else None
+            if gradient is not None and needed[n] and (x := flat[n]) is not None:
+                gradients[n] = operators.in_dtype(gradient, x.dtype)
         return None, *gradients
+
+
+class EagerAttention(torch.autograd.Function):
+    """`Attention` of a plain eager call, which no transform differentiates: there is no `jvp`, and one function in the
+    place of two, which takes less time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
+        results = operators.run_forward(call)
+        save_for_backward(ctx, call, results, flat)
+        return results
+
+    backward = Attention.backward
+
+
+def save_for_backward(ctx: Any, call: Call, results: tuple[Tensor, ...], flat: Sequence[Tensor | None]) -> None:
+    ctx.settings, ctx.entry, ctx.kept = call.settings, call.entry, call.kept
+    ctx.save_for_backward(*results, *flat)
+    ctx.set_materialize_grads(False)
 
 
 class AttentionBackward(torch.autograd.Function):

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import private_torch
 from ..backend.cpu.support import VECTORS_VARIABLE
 from ..call import device
-from ..call.call import Call, Gradients, Needs, Settings
-from ..call.memory import layout_key
+from ..call.call import Call, Needs, Settings
+from ..call.memory import Layouts, layout_key
 from ..call.plan import Plan
 from ..expression import is_local
 from . import forking, planner
@@ -37,9 +38,10 @@ _BACKEND, _VECTORS = (
 class Pass:
     """A forward or backward pass of one layout: not yet seen, planned, or recorded."""
 
-    __slots__ = ("plan", "replay")
+    __slots__ = ("layouts", "plan", "replay")
 
-    def __init__(self) -> None:
+    def __init__(self, layouts: Layouts | None = None) -> None:
+        self.layouts = layouts  # of a backward pass; an entry has one forward pass
         self.plan: Plan | None = None
         self.replay: Callable[..., Any] | None = None
 
@@ -66,7 +68,7 @@ class Entry:
     def __init__(self) -> None:
         self.settings: Settings | None = None  # normalized; present once the arguments have been checked
         self.forward = Pass()
-        self.backward: dict[Hashable, Pass] = {}  # by needs and layouts
+        self.backward: dict[Hashable, list[Pass]] = {}  # by needs and absent tensors; each for other layouts
         self.paged: Settings | None = None  # of a KV-cache call whose cache has been checked
         self.rooms: set[int] = set()  # positions in sharded caches for which the call was accepted
         self.apart: set[int] = set()  # distances in bytes between caches that do not overlap
@@ -129,7 +131,7 @@ def forward(call: Call, inside: Callable[[Call], Any]) -> tuple[Tensor, Tensor]:
     known = call.entry.forward
     if known.replay is None:
         return known.run(call, call.kind, inside, None)
-    if call.is_plain_eager:
+    if call.is_plain_eager and not private_torch.is_any_autocast_enabled():
         return known.replay(call)
     with inside(call):
         return known.replay(call)
@@ -137,22 +139,48 @@ def forward(call: Call, inside: Callable[[Call], Any]) -> tuple[Tensor, Tensor]:
 
 def backward(
     call: Call, inside: Callable[[Call], Any], needs: Sequence[bool], results: tuple[Tensor | None, ...]
-) -> Gradients | None:
-    """Gradients of a call that has an entry, or `None` where a tensor has no memory. `results` are out, lse, dout and
-    dlse.
+) -> Sequence[Tensor | None] | None:
+    """Gradients of a call that has an entry, flat, or `None` where a tensor has no memory. `results` are out, lse, dout
+    and dlse.
     """
-    layouts = layout_key((*results, *call.inputs))
-    if layouts is None:
-        return None
-    known = call.entry.backward
-    key = (*needs, state_of_process(call.tensors.q), layouts, call.kept is not None)
-    recorded = known.get(key)
+    known, key, tensors = call.entry.backward, backward_key(call, needs, results), present(call, results)
+    recorded = next((one for one in known.get(key, ()) if one.layouts.match(tensors)), None)
     if recorded is None:
-        if len(known) >= MOST_BACKWARD:
+        layouts = Layouts(tensors)
+        if layouts.key is None:
+            return None
+        if sum(map(len, known.values())) >= MOST_BACKWARD:
             known.clear()
-        recorded = known[key] = Pass()
-    requested = Needs.from_flat(needs)
+        recorded = Pass(layouts)
+        known.setdefault(key, []).append(recorded)
     if recorded.replay is None:
-        return recorded.run(call, "backward", inside, requested, requested, *results)
+        requested = Needs.from_flat(needs)
+        return recorded.run(call, "backward", inside, requested, requested, *results).flat()  # type: ignore[no-any-return]
     with inside(call):
         return recorded.replay(call, *results)
+
+
+def replayed_backward(
+    call: Call, inside: Callable[[Call], Any], needs: Sequence[bool], results: tuple[Tensor | None, ...]
+) -> Sequence[Tensor | None] | None:
+    """As `backward` for a call without modes around it: `None` if it was not recorded, or a tensor is more than its
+    memory.
+    """
+    passes = call.entry.backward.get(backward_key(call, needs, results))
+    if passes is not None:
+        tensors = present(call, results)
+        for one in passes:
+            if one.replay is not None and one.layouts.match_plain(tensors):
+                with inside(call):
+                    return one.replay(call, *results)
+    return None
+
+
+def backward_key(call: Call, needs: Sequence[bool], results: tuple[Tensor | None, ...]) -> Hashable:
+    """Everything but layouts that the launches of a backward pass depend on."""
+    _, _, dout, dlse = results
+    return *needs, state_of_process(call.tensors.q), dout is None, dlse is None, call.kept is None
+
+
+def present(call: Call, results: tuple[Tensor | None, ...]) -> list[Tensor]:
+    return [x for x in (*results, *call.inputs) if x is not None]

@@ -37,6 +37,7 @@ from . import fast_path, forking
 from .passes import function_of
 from .planner import plan_call
 
+Results = tuple[Tensor | None, ...]  # out, lse, dout and dlse
 LIBRARY = torch.library.Library("flashtile", "DEF")
 
 
@@ -191,12 +192,19 @@ def run_backward(
         requested, call = Needs.from_flat(needs), call.with_own_indices()
         chosen = plan_call(call, needs=requested)
         with inside_operator(call):
-            gradients = function_of(chosen, "backward")(chosen, call, requested, *results)
+            gradients = function_of(chosen, "backward")(chosen, call, requested, *results).flat()
     inputs = call.tensors.flat()
     return [
         None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)
-        for gradient, n in zip(gradients.flat(), differentiable_positions(len(inputs)), strict=True)
+        for gradient, n in zip(gradients, differentiable_positions(len(inputs)), strict=True)
     ]
+
+
+def replayed_backward(needs: Sequence[bool], results: Results, call: Call) -> Sequence[Tensor | None] | None:
+    """Gradients of a recorded call that nothing but autograd is around, not all in their inputs' dtypes; else `None`."""
+    if call.entry is None or not is_plain_eager():
+        return None
+    return fast_path.replayed_backward(call, inside_operator, needs, results)
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -245,9 +253,9 @@ def inside_operator(call: Call) -> AbstractContextManager[None]:
     graph of the caller's. But torch.autograd, which a backend uses on a tile, also where the operator is called from
     below it (compiled graphs).
 
-    An is_plain_eager call has no autocast around it; and nothing of it asks for a graph, or `autograd` has made a node.
+    Nothing of a plain eager call asks for a graph, or `autograd` has made a node.
     """
-    around = not call.is_plain_eager and (private_torch.is_any_autocast_enabled() or torch.is_grad_enabled())
+    around = private_torch.is_any_autocast_enabled() or (not call.is_plain_eager and torch.is_grad_enabled())
     inside = Inside(call.tensors.q.device.type) if around or private_torch.below_autograd() else ALREADY_INSIDE
     return forking.OneThread(inside) if forking.forked else inside
 
@@ -264,13 +272,12 @@ class Inside(AbstractContextManager[None]):
             self.guard.__enter__()
         self.grad = torch.is_grad_enabled()
         private_torch.set_grad_enabled(False)
-        if self.autocast:
-            self.no_autocast = torch.autocast(self.device_type, enabled=False)
-            self.no_autocast.__enter__()
+        if self.autocast:  # a torch.autocast takes longer than the rest
+            torch.set_autocast_enabled(self.device_type, False)
 
     def __exit__(self, *error: Any) -> None:
         if self.autocast:
-            self.no_autocast.__exit__(*error)
+            torch.set_autocast_enabled(self.device_type, True)
         private_torch.set_grad_enabled(self.grad)
         if self.guard is not None:
             self.guard.__exit__(*error)

@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -66,7 +66,8 @@ def shared_backward(plan: Plan, call: Call, _: Needs, *rows: Rows) -> Gradients:
     rest = plan.rest
     assert rest is not None
     first = entry_of(plan.backend).backward(plan, call, rest.own, *rows)
-    return merged(first, entry_of(rest.plan.backend).backward(rest.plan, call, rest.needs, *rows))
+    second = entry_of(rest.plan.backend).backward(rest.plan, call, rest.needs, *rows)
+    return Gradients.from_flat(merged(first.flat(), second.flat()))
 
 
 def record_shared_backward(plan: Plan, call: Call, _: Needs, *rows: Rows) -> tuple[Any, Gradients]:
@@ -75,9 +76,13 @@ def record_shared_backward(plan: Plan, call: Call, _: Needs, *rows: Rows) -> tup
     assert rest is not None
     replay, first = entry_of(plan.backend).record_backward(plan, call, rest.own, *rows)
     replay_rest, second = entry_of(rest.plan.backend).record_backward(rest.plan, call, rest.needs, *rows)
-    return lambda call, *rows: merged(replay(call, *rows), replay_rest(call, *rows)), merged(first, second)
+
+    def repeat(call: Call, *rows: Rows) -> list[Rows]:
+        return merged(replay(call, *rows), replay_rest(call, *rows))
+
+    return repeat, Gradients.from_flat(merged(first.flat(), second.flat()))
 
 
-def merged(first: Gradients, second: Gradients) -> Gradients:
+def merged(first: Sequence[Rows], second: Sequence[Rows]) -> list[Rows]:
     """Each gradient from the backend that has computed it."""
-    return Gradients.from_flat([y if x is None else x for x, y in zip(first.flat(), second.flat(), strict=True)])
+    return [y if x is None else x for x, y in zip(first, second, strict=True)]

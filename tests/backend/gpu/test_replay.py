@@ -135,6 +135,34 @@ def test_a_tensor_from_elsewhere_is_refused() -> None:
             execute(given(), function)
 
 
+def test_a_workspace_is_one_allocation() -> None:
+    """Kernels and operations take its tensors, each time another's memory."""
+    kernel, calls = Kernel(), 0
+
+    def function(recorder: Recorder) -> Results:
+        nonlocal calls
+        calls += 1
+        x, y, _ = recorder.inputs
+        assert x is not None
+        layouts = {"flags": ((3,), torch.int32), "written": ((8, 4), torch.float32)}
+        parts = recorder.workspace(x, layouts)
+        assert len({part.untyped_storage().data_ptr() for part in parts.values()}) == 1
+        assert [part.data_ptr() % replay.ALIGNMENT for part in parts.values()] == [
+            parts["flags"].data_ptr() % replay.ALIGNMENT
+        ] * 2
+        recorder.launch(kernel, {"x": x, "y": y, "written": parts["written"]}, 1, {"n": 3})
+        return (recorder.op(torch.clone, parts["written"]),)
+
+    first = given()
+    recording, results = replay.record(first, function)
+    for tensors, (found, *_) in ((first, results), *((x, recording(x)) for x in (given(), given()))):
+        x, y, _ = tensors
+        assert found is not None
+        assert torch.equal(found[:-1], (x + 3 * y)[:-1])
+    assert calls == 1
+    assert len(recording.steps) == 3  # an allocation, a launch, a copy
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.bool])
 def test_an_allocation_is_like_its_first(dtype: torch.dtype) -> None:
     first = torch.empty_strided((2, 3, 4), (12, 1, 3), dtype=dtype)

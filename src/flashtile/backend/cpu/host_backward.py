@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +99,9 @@ def backward(
 def record_backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Any, Gradients]:
-    """As `backward`, with the function that repeats it for calls of the same layout, or `None`, as `record_forward`."""
+    """As `backward`, with the function that repeats it for calls of the same layout, or `None`, as `record_forward`;
+    its gradients are flat.
+    """
     if call.layout == "paged":
         packed, token = gather_pages(call)
         grads = backward(plan, packed, needs, out, lse, dout, dlse)
@@ -116,10 +119,10 @@ def record_backward(
 
 def replay_backward(
     step: BackwardStep, call: Call, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
-) -> Gradients:
+) -> Sequence[Tensor | None]:
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     rows = row_tensors(out, lse, dout, dlse)
-    return run_backward(step, call, (q, k, v), rows, step.new_buffers())
+    return run_backward(step, call, (q, k, v), rows, step.new_buffers()).flat()
 
 
 def row_tensors(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> RowTensors:

@@ -87,7 +87,7 @@ class BinaryLaunch:
         self.device, self.stream = binary.driver.device(), binary.driver.stream
         self.function = binary.function()
         self.launch = binary.driver.launch_kernel
-        self.pointers: list[tuple[int, int]] = []  # place in the frame, index of the tensor
+        self.pointers: list[tuple[int, int, int]] = []  # place in the frame, index of the tensor, bytes from there
         self.maps: list[tuple[int, Slot, MapLayout, dict[int, TensorMap]]] = []
         self.frames: list[Frame] = []
         self.values = self.packed({**scalars, **resolved(slots, tensors)}, slots)
@@ -104,7 +104,7 @@ class BinaryLaunch:
             values.append(0)
             assert slot is not None
             if kind == POINTER:
-                self.pointers.append((place, slot.index))
+                self.pointers.append((place, slot.index, slot.offset))
                 continue
             assert isinstance(x, TmaDescriptor)
             self.maps.append((place, slot, next(layouts), {}))
@@ -118,10 +118,10 @@ class BinaryLaunch:
         except IndexError:
             frame = Frame(self.values, self.binary.config(self.programs), len(self.maps))
         slots, params = frame.slots, frame.params
-        for n, index in self.pointers:
-            slots[n] = tensors[index].data_ptr()  # type: ignore[union-attr]
+        for n, index, offset in self.pointers:
+            slots[n] = tensors[index].data_ptr() + offset  # type: ignore[union-attr]
         for number, (n, slot, layout, by_address) in enumerate(self.maps):
-            address = tensors[slot.index].data_ptr()  # type: ignore[union-attr]
+            address = tensors[slot.index].data_ptr() + slot.offset  # type: ignore[union-attr]
             tensor_map = by_address.get(address)
             if tensor_map is None:
                 x = slot.resolve(tensors)

@@ -56,8 +56,8 @@ class Launcher:
             None, None,  # no scratch memory
             compiled.packed_metadata, None, None, None,  # no hooks
         ]  # fmt: skip
-        self.pointers: list[tuple[int, int]] = []
-        self.tensor_maps: list[tuple[int, Slot, Any, dict[int, Any]]] = []
+        self.pointers: list[tuple[int, int, int]] = []  # index of the argument, of the tensor, and bytes from there
+        self.tensor_maps: list[tuple[int, Slot, int, int, Any, dict[int, Any]]] = []
         layouts = iter(compiled.metadata.tensordesc_meta or ())
         for name, x in arguments.items():
             here = len(self.arguments)
@@ -65,10 +65,10 @@ class Launcher:
             if slot is None:
                 self.arguments.append(x)
             elif isinstance(x, Tensor):
-                self.pointers.append((here, slot.index))
+                self.pointers.append((here, slot.index, slot.offset))
                 self.arguments.append(None)
             else:
-                self.tensor_maps.append((here, slot, next(layouts), {}))
+                self.tensor_maps.append((here, slot, slot.index, slot.offset, next(layouts), {}))
                 self.arguments += [None, *x.shape, *x.strides]
 
     def __call__(self, tensors: list[Tensor | None]) -> None:
@@ -78,10 +78,10 @@ class Launcher:
             return
         arguments = self.arguments.copy()
         arguments[STREAM] = self.driver.get_current_stream(self.device)
-        for n, index in self.pointers:
-            arguments[n] = tensors[index].data_ptr()  # type: ignore[union-attr]
-        for n, slot, layout, by_address in self.tensor_maps:
-            address = tensors[slot.index].data_ptr()  # type: ignore[union-attr]
+        for n, index, offset in self.pointers:
+            arguments[n] = tensors[index].data_ptr() + offset  # type: ignore[union-attr]
+        for n, slot, index, offset, layout, by_address in self.tensor_maps:
+            address = tensors[index].data_ptr() + offset  # type: ignore[union-attr]
             tensor_map = by_address.get(address)
             if tensor_map is None:
                 tensor_map = make_tensordesc_arg(slot.resolve(tensors), layout)[0]

@@ -1,8 +1,10 @@
 """Tensor arguments of kernels, by name."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -28,16 +30,42 @@ class TmaDescriptor(NamedTuple):
 Pointers = Mapping[str, Tensor | Described | None]
 
 
+Layout = tuple[tuple[int, ...], torch.dtype]  # of a contiguous tensor
+
+
+class Part(NamedTuple):
+    """A tensor in a workspace: contiguous, from a byte on."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, workspace: Tensor) -> Tensor:
+        return workspace[self.offset : self.end].view(self.dtype).view(self.shape)
+
+
 class Slot(NamedTuple):
     """The index of a tensor in a recording, and how a kernel takes it."""
 
     index: int
     describe: Callable[[Tensor, Any], Any] | None = None
     given: Any = None
+    part: Part | None = None  # of the tensor, which is a workspace
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the tensor's address to the kernel's."""
+        return 0 if self.part is None else self.part.offset
 
     def resolve(self, tensors: Sequence[Tensor | None]) -> Any:
         """The kernel's argument: a tensor or a `TmaDescriptor`."""
         x: Any = tensors[self.index]
+        if self.part is not None:
+            x = self.part.of(x)
         return x if self.describe is None else self.describe(x, self.given)
 
 

@@ -6,7 +6,7 @@ steps for other tensors with the same layouts, without the work that led to them
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ... import private_torch
 from .launch import launch, replayable
-from .pointers import Described, Pointers, Slot, Slots, resolved
+from .pointers import Described, Layout, Part, Pointers, Slot, Slots, resolved
 from .step import Step
 
 Results = Sequence[Tensor | None]
+ALIGNMENT = 128  # bytes of a cache line, at which the tensors of a workspace begin
 
 
 class Launch(NamedTuple):
@@ -62,6 +63,7 @@ class Recorder:
         self.tensors = [*self.inputs]
         self.indices = {id(x): n for n, x in enumerate(self.tensors) if x is not None}
         self.views: dict[int, Tensor] = {}
+        self.parts: dict[int, tuple[Tensor, Part]] = {}  # of workspaces
         self.steps: list[Step] = []
 
     def index(self, x: Tensor | None) -> int | None:
@@ -81,10 +83,10 @@ class Recorder:
         if id(result) in self.indices:
             return result
         assert not any(id(x) in self.views for x in tensors)
-        indices = [self.index(x) for x in tensors]
+        slots = [self._slot(x) for x in tensors]
 
         def step(known: list[Tensor | None]) -> None:
-            known.append(function(*[None if n is None else known[n] for n in indices]))
+            known.append(function(*[None if slot is None else slot.resolve(known) for slot in slots]))
 
         if self.keep:
             self.steps.append(step)
@@ -113,6 +115,18 @@ class Recorder:
             self.views[id(view)] = view
         return view
 
+    def workspace(self, like: Tensor, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
+        """Uninitialized tensors on the device of `like`, for nothing but this call. They are one allocation."""
+        parts, end = {}, 0
+        for name, (shape, dtype) in layouts.items():
+            parts[name] = Part(-(-end // ALIGNMENT) * ALIGNMENT, shape, dtype)
+            end = parts[name].end
+        base = self.new(like.new_empty(end, dtype=torch.uint8))
+        tensors = {name: part.of(base) for name, part in parts.items()}
+        for name, x in tensors.items():
+            self.indices[id(x)], self.parts[id(x)] = self.indices[id(base)], (x, parts[name])
+        return tensors
+
     def launch(self, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any]) -> None:
         """Launch `kernel`; `scalars` are its arguments that are no pointers."""
         if programs == 0:
@@ -130,8 +144,11 @@ class Recorder:
 
     def _slot(self, x: Tensor | Described | None) -> Slot | None:
         if isinstance(x, Described):
-            return Slot(self.indices[id(x.base)], x.describe, x.given)
-        return None if x is None else Slot(self.indices[id(x)])
+            return Slot(self.indices[id(x.base)], x.describe, x.given, self._part(x.base))
+        return None if x is None else Slot(self.indices[id(x)], part=self._part(x))
+
+    def _part(self, x: Tensor) -> Part | None:
+        return self.parts[id(x)][1] if id(x) in self.parts else None
 
     def _added(self, x: Tensor) -> Tensor:
         self.indices[id(x)] = len(self.tensors)
@@ -182,12 +199,12 @@ def current_device_of(x: Tensor | None) -> Any:
 def allocation(x: Tensor) -> Step:
     """Build the step that allocates a tensor with the layout of `x` on the current device."""
     shape, strides, dtype, device = tuple(x.shape), x.stride(), x.dtype, x.device
-    allocate = private_torch.allocator(device.type)
+    allocators, name = private_torch.guards, f"_empty_strided_{device.type}"
 
     def quick(known: list[Tensor | None]) -> None:
-        known.append(private_torch.allocator(device.type)(shape, strides, dtype))
+        known.append(getattr(allocators, name)(shape, strides, dtype))
 
     def usual(known: list[Tensor | None]) -> None:
         known.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
-    return usual if allocate is None else quick
+    return usual if private_torch.allocator(device.type) is None else quick

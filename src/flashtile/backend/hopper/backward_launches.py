@@ -12,7 +12,7 @@ from ...call.device import describe_device
 from ..epilogue import RowStats, requested_from_rows
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_contiguous_keys
-from ..gpu.pointers import Described, Pointers
+from ..gpu.pointers import Described, Layout, Pointers
 from ..gpu.replay import Recorder
 from ..scalars import (
     LOG2E,
@@ -28,7 +28,6 @@ from . import formulas
 from .block_lists import has_lists
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table
-from .semaphores import tile_count_semaphore
 from .tables import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
 
 L2_BYTES = 24 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
@@ -76,10 +75,16 @@ class BackwardLaunches:
         self.cores = describe_device(self.q.device).cores
         self.programs = min(self.cores, self.blocks.num_tiles)
         self.padded_rows = self.blocks.m_blocks * config.block_m
-        self.neg_lse_log2, self.neg_delta = (self.empty(self.blocks.heads, self.padded_rows) for _ in range(2))
+        row_stats = (self.blocks.heads, self.padded_rows), torch.float32
+        self.workspace = recorder.workspace(
+            self.q,
+            {"neg_lse_log2": row_stats, "neg_delta": row_stats, "tile_count_semaphore": ((1,), torch.int32)}
+            | self.more_workspace(),
+        )
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.recorder.new(self.q.new_empty(shape, dtype=dtype))
+    def more_workspace(self) -> dict[str, Layout]:
+        """Names and layouts of tensors in the workspace that not both passes have."""
+        raise NotImplementedError
 
     def launch(self, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any]) -> None:
         """Launch a kernel that recomputes scores."""
@@ -94,8 +99,8 @@ class BackwardLaunches:
             "batch": self.batch,
         }
 
-    def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None, dq_semaphore: Tensor | None) -> None:
-        """Launch the kernel for the row statistics, which also resets the dq semaphores."""
+    def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+        """Launch the kernel for the row statistics, which also resets all semaphores."""
         scalars = {
             **self.row_kernel_scalars(),
             **strides("out", out, ALIGN),
@@ -111,20 +116,20 @@ class BackwardLaunches:
         }
         pointers = {
             "out": out, "dout": self.dout, "lse": lse, "dlse": dlse,
-            "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta,
-            "dq_semaphore": dq_semaphore, "cu_seqlens_q": self.cu_seqlens_q,
+            "cu_seqlens_q": self.cu_seqlens_q, "dq_semaphore": None, "tile_count_semaphore_dq": None,
+            **{name: x for name, x in self.workspace.items() if name != "dq_accum"},
         }  # fmt: skip
         self.recorder.launch(PREPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
 
     def input_pointers(self) -> Pointers:
-        """Descriptors and pointers of the inputs."""
+        """Descriptors and pointers of the inputs, and the tile scheduler's semaphore."""
         block_m, (box, box_v) = self.config.block_m, (x.box for x in (self.config.head_dim, self.config.head_dim_v))
         return {
             "q_desc": Described(self.q, self.make_descriptor, (block_m, box)),
             "k_desc": Described(self.k, self.make_descriptor, (MMA_M, box)),
             "v_desc": Described(self.v, self.make_descriptor, (MMA_M, box_v)),
             "dout_desc": Described(self.dout, self.make_descriptor, (block_m, box_v)),
-            "tile_count_semaphore": self.recorder.op(partial(tile_count_semaphore, self.q.device, self.packed)),
+            "tile_count_semaphore": self.workspace["tile_count_semaphore"],
             **self.head_terms,
             "cu_seqlens_q": self.cu_seqlens_q,
             "cu_seqlens_k": self.cu_seqlens_k,
@@ -134,8 +139,8 @@ class BackwardLaunches:
     def row_stats_pointers(self) -> Pointers:
         """TMA descriptors of the row statistics."""
         return {
-            "neg_lse_log2_desc": Described(self.neg_lse_log2, row_stats_descriptor, self.config.block_m),
-            "neg_delta_desc": Described(self.neg_delta, row_stats_descriptor, self.config.block_m),
+            f"{name}_desc": Described(self.workspace[name], row_stats_descriptor, self.config.block_m)
+            for name in ("neg_lse_log2", "neg_delta")
         }
 
     def new_dk_dv(self) -> tuple[Tensor, Tensor]:
@@ -203,7 +208,7 @@ class BackwardLaunches:
 
     def gradients_from_rows(self, needs: Needs, lse: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
         """Requested gradients that follow from row statistics, by name; call after `preprocess`."""
-        stats = (self.tensors.sinks, self.neg_lse_log2, self.neg_delta, lse, dlse)
+        stats = (self.tensors.sinks, self.workspace["neg_lse_log2"], self.workspace["neg_delta"], lse, dlse)
         return {
             name: self.recorder.op(partial(from_row_stats, gradient, self.q.shape[1]), *stats)
             for name, gradient in requested_from_rows(needs, self.tensors)

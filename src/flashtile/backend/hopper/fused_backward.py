@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...call.call import Call, Needs, Tensors
 from ..gpu.kernel import Kernel
-from ..gpu.pointers import Described
+from ..gpu.pointers import Described, Layout
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import WARPS, BackwardLaunches
@@ -39,14 +39,18 @@ class FusedBackward(BackwardLaunches):
     ):
         super().__init__(recorder, config, call, t, dout)
         self.mask_states = mask_states(recorder, self.call) if states is None else states
-        parts, heads = config.dq_parts, self.blocks.heads
-        self.dq_semaphore = self.empty(parts * heads * self.blocks.m_blocks, NUM_WARPGROUPS, dtype=torch.int32)
-        self.dq_accum = self.empty(parts * heads * self.padded_rows, config.head_dim.width)
         self.slope_parts: Tensor | None = None
+
+    def more_workspace(self) -> dict[str, Layout]:
+        heads, width = self.config.dq_parts * self.blocks.heads, self.config.head_dim.width
+        return {
+            "dq_semaphore": ((heads * self.blocks.m_blocks, NUM_WARPGROUPS), torch.int32),
+            "dq_accum": ((heads * self.padded_rows, width), torch.float32),
+        }
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
         """Launch all kernels; returns dq, dk and dv."""
-        self.preprocess(out, lse, dlse, self.dq_semaphore)
+        self.preprocess(out, lse, dlse)
         if needs.alibi_slopes:
             shape = slope_parts_shape(self.config.splits * self.blocks.heads, self.blocks.n_blocks)
             self.slope_parts = self.recorder.op(partial(new_zeros, shape), self.q)
@@ -57,10 +61,10 @@ class FusedBackward(BackwardLaunches):
         pointers = {
             **self.input_pointers(),
             **self.row_stats_pointers(),
-            "dq_accum_desc": Described(self.dq_accum, dq_accum_descriptor, (MMA_M, self.config.dq_box)),
+            "dq_accum_desc": Described(self.workspace["dq_accum"], dq_accum_descriptor, (MMA_M, self.config.dq_box)),
             "dk_desc": Described(dk, self.make_descriptor, box),
             "dv_desc": Described(dv, self.make_descriptor, box),
-            "dq_semaphore": self.dq_semaphore,
+            "dq_semaphore": self.workspace["dq_semaphore"],
             "dslopes": self.slope_parts,
         }
         lists, list_scalars = key_lists(
@@ -68,7 +72,7 @@ class FusedBackward(BackwardLaunches):
             first_key_first=self.config.lpt,
         )  # fmt: skip
         config, bias_pointers = backward_tiles(self.call, self.config)
-        bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + self.dq_accum.element_size())
+        bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + torch.float32.itemsize)
         scalars = {
             **self.key_kernel_scalars(bytes_per_row),
             **list_scalars,
@@ -98,7 +102,7 @@ class FusedBackward(BackwardLaunches):
         shape = self.config.dkdv_parts * batch, heads, seqlen_k, self.config.head_dim.width
         if self.config.row_chunks > 1 or self.config.adds_dkdv:
             return self.recorder.op(partial(new_zeros, shape), x)
-        return self.empty(*shape)
+        return self.recorder.new(self.q.new_empty(shape, dtype=torch.float32))
 
     def chunks(self) -> list[tuple[int, int]]:
         """The blocks of rows of each chunk."""
@@ -140,8 +144,8 @@ class FusedBackward(BackwardLaunches):
             "num_warps": WARPS,
         }
         pointers = {
-            "dq_accum": self.dq_accum,
-            "dq_semaphore": self.dq_semaphore,
+            "dq_accum": self.workspace["dq_accum"],
+            "dq_semaphore": self.workspace["dq_semaphore"],
             "dq": dq,
             "cu_seqlens_q": self.cu_seqlens_q,
         }

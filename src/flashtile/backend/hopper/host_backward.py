@@ -25,12 +25,12 @@ def backward(
 def record_backward(
     plan: Plan, call: Call, needs: Needs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Any, Gradients]:
-    """As `backward`, and the function that repeats it for calls of the same layout."""
+    """As `backward`, and the function that repeats it for calls of the same layout; its gradients are flat."""
     inputs, config = (*call.inputs, out, lse, dout, dlse, call.kept), plan.tile.backward
     recording, results = replay.record(inputs, launch_backward, config, call, needs)
 
-    def repeat(call: Call, *rows: Tensor | None) -> Gradients:
-        return Gradients.from_flat(recording((*call.inputs, *rows, call.kept)))
+    def repeat(call: Call, *rows: Tensor | None) -> Results:
+        return recording((*call.inputs, *rows, call.kept))
 
     return repeat, Gradients.from_flat(results)
 

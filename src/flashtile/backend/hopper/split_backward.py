@@ -1,9 +1,11 @@
 """Launches of the split backward pass for head dimensions over 128: one kernel for dq, one for dk and dv."""
 
+import torch
 from torch import Tensor
 
 from ...call.call import Call, Needs, Tensors
 from ..gpu.kernel import Kernel
+from ..gpu.pointers import Layout
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import BackwardLaunches
@@ -21,9 +23,12 @@ class SplitBackward(BackwardLaunches):
         super().__init__(recorder, config.dkdv, call, t, dout)
         self.dq_config = config.dq
 
+    def more_workspace(self) -> dict[str, Layout]:
+        return {"tile_count_semaphore_dq": ((1,), torch.int32)}
+
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
         """Launch the kernels whose gradients are needed; returns dq, dk and dv."""
-        self.preprocess(out, lse, dlse, None)
+        self.preprocess(out, lse, dlse)
         dk, dv = self.launch_dkdv() if needs.k or needs.v else (None, None)
         return self.launch_dq() if needs.q else None, dk, dv
 
@@ -38,7 +43,9 @@ class SplitBackward(BackwardLaunches):
             "columns": self.config.head_dim.columns_of(self.q),
             "CONFIG": self.dq_config,
         }
-        pointers = {**self.input_pointers(), "neg_lse_log2": self.neg_lse_log2, "neg_delta": self.neg_delta, "dq": dq}
+        row_stats = {name: self.workspace[name] for name in ("neg_lse_log2", "neg_delta")}
+        semaphore = {"tile_count_semaphore": self.workspace["tile_count_semaphore_dq"]}
+        pointers = {**self.input_pointers(), **row_stats, **semaphore, "dq": dq}
         self.launch(DQ, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
         return dq
 

@@ -12,13 +12,14 @@ NUM_WARPGROUPS = tl.constexpr(tables.NUM_WARPGROUPS)  # of a block of rows, each
 
 @triton_kernel
 def preprocess_kernel(
-    out, dout, lse, dlse, neg_lse_log2, neg_delta, dq_semaphore, cu_seqlens_q,
+    out, dout, lse, dlse, neg_lse_log2, neg_delta, dq_semaphore, tile_count_semaphore,
+    tile_count_semaphore_dq, cu_seqlens_q,
     stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
     stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m,
     num_tiles, num_heads, seqlen_q, batch, columns, dq_parts,
     HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """`neg_lse_log2 = -lse * log2(e)` and `neg_delta = dlse - sum(dout * out)`; resets the dq semaphores.
+    """`neg_lse_log2 = -lse * log2(e)` and `neg_delta = dlse - sum(dout * out)`; resets the semaphores.
 
     Padding and rows without visible keys get -inf, which makes their probabilities 0, and a delta of 0.
     """
@@ -43,6 +44,10 @@ def preprocess_kernel(
     offset = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(neg_lse_log2 + offset, tl.where(no_keys, -INFINITY, -LOG2E * lse_i))
     tl.store(neg_delta + offset, tl.where(no_keys, 0.0, neg_delta_i))
+    if tl.program_id(0) == 0:
+        tl.store(tile_count_semaphore, 0)
+        if tile_count_semaphore_dq is not None:
+            tl.store(tile_count_semaphore_dq, 0)
     if dq_semaphore is not None:
         for part in range(dq_parts):
             semaphore = dq_semaphore + (part * tl.num_programs(0) + tl.program_id(0)) * NUM_WARPGROUPS

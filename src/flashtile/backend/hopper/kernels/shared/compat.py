@@ -14,9 +14,10 @@ from .....call.call import HEAD_TERMS
 
 # Pointer arguments of all kernels; descriptors are named `*_desc`. `None` arguments are compiled away.
 POINTERS = {
-    "lse", "sinks", "tile_count_semaphore", "dq_semaphore", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
-    "partial_out", "partial_lse", "out", "dout", "dlse", "neg_lse_log2", "neg_delta", "dq_accum", "dq", "dk", "dv",
-    "splits", "dx", "lists", "table", "states", "bias", "mask", "distance_table", "page_table", "seed", "dslopes",
+    "lse", "sinks", "tile_count_semaphore", "tile_count_semaphore_dq", "dq_semaphore", "cu_seqlens_q", "cu_seqlens_k",
+    "seqused_k", "partial_out", "partial_lse", "out", "dout", "dlse", "neg_lse_log2", "neg_delta", "dq_accum", "dq",
+    "dk", "dv", "splits", "dx", "lists", "table", "states", "bias", "mask", "distance_table", "page_table", "seed",
+    "dslopes",
     *HEAD_TERMS,
 }  # fmt: skip
 
