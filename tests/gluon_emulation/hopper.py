@@ -114,7 +114,7 @@ class TensorDescriptor:
             return self.base.new_empty(sizes), tuple(place)
         begin = signed(address) // size
         check_range(self.base, begin, begin + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)))
-        return self.base.as_strided(sizes, strides, self.base.storage_offset() + begin), tuple(place)
+        return self.base.detach().as_strided(sizes, strides, self.base.storage_offset() + begin), tuple(place)
 
 
 def signed(n: int) -> int:

@@ -25,7 +25,7 @@ def run(asm: str, constraints: str, args: Sequence[Tensor], results: int, pack: 
     """Results of `asm` on tensors, of which each thread holds `pack` elements at a time."""
     args = torch.broadcast_tensors(*args)
     shape = args[0].shape
-    inputs = [register for x in args for register in registers(bits(x.numpy()), pack)]
+    inputs = [register for x in args for register in registers(bits(x.detach().numpy()), pack)]
     kinds = [kind for kind in constraints.split(",") if not kind.startswith("~")]
     assert len(kinds) == pack * (results + len(args)), constraints
     operands = dict(enumerate(inputs, pack * results))

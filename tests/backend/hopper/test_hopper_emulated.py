@@ -25,7 +25,7 @@ from flashtile.testing.tolerance import compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CORES = 3
-AROUND_TILES = (33, 64, 65, 127, 128, 129, 192, 193, 255, 257, 300)  # longer ones run on a GPU
+AROUND_TILES = (33, 64, 65, 127, 128, 129, 193, 257)  # longer ones run on a GPU
 
 
 def wrong(case: Case, seed: int, folder: Path = FOLDER) -> list[str]:
@@ -46,9 +46,10 @@ def test_gradients_of_two_backends(variant: str, name: str) -> None:
     """`tiled` has that of a tensor which changes scores, the emulated kernels the others."""
     case = replace(case_of(variant, 3, "cpu", (65, 130)), constant=())
     assert name in case.differentiable()
+    expected = solve(case)
     with emulated(CORES, 0) as launched:
-        for _ in range(3):
-            assert [str(x) for x in compare(case.run(), case, solve(case)) if not x.ok] == []
+        for _ in range(3):  # planned, recorded, replayed
+            assert [str(x) for x in compare(case.run(), case, expected) if not x.ok] == []
     assert launched.count("backward_kernel" if name == "bias" else "dkdv_kernel") == 3
 
 
