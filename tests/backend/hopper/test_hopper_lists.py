@@ -64,8 +64,8 @@ PROBLEMS = {
 def case_of(problem: Problem) -> Case:
     heads_q, heads_k = problem.heads
     case = dense_case(
-        batch=problem.batch, num_heads_q=heads_q, num_heads_kv=heads_k, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
-        head_dim=problem.head_dim, dtype=torch.bfloat16,
+        batch=problem.batch, num_heads_q=heads_q, num_heads_kv=heads_k, seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k, head_dim=problem.head_dim, dtype=torch.bfloat16,
     )  # fmt: skip
     if problem.score_mod is not None:
         case = with_score_mod(problem.score_mod, case, 0, "cpu")
