@@ -76,7 +76,7 @@ def right_or_declined(case: Case) -> None:
 # The contract ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=8)  # as each compiles kernels; `flashtile report`, a part of the checks, takes fifty more
+@settings(max_examples=8)  # as each compiles kernels; `flashtile report`, a part of the checks, takes twenty more
 @given(seed=st.integers(0, 2**32 - 1), function=st.sampled_from(["attention", "attention_varlen"]))
 def test_random_calls(seed: int, function: str) -> None:
     right_or_declined(random_case(seed, function=function))

@@ -56,7 +56,7 @@ def test_the_long_loop_stays_asynchronous_on_hopper() -> None:
     assert found.spilled == 0
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+@pytest.mark.parametrize("kernel", ["forward", "dkdv"])  # dq reads a table as forward does
 def test_a_table_of_a_score_mod_stays_out_of_shared_memory(kernel: str) -> None:
     """Copies of its elements ahead of time would take a tile of memory, and spill."""
     q = torch.empty(1, 2, 512, 64, dtype=torch.bfloat16)
