@@ -10,8 +10,8 @@ from checking import dense_case
 
 from flashtile.backend.triton import arguments as arguments_of_kernels
 from flashtile.backend.triton.arguments import is_even
-from flashtile.backend.triton.configs import KernelConfig
 from flashtile.backend.triton.support import interpreted
+from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.call.call import Call
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve

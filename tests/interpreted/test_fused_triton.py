@@ -9,7 +9,7 @@ import torch
 from checking import dense_case, features
 
 from flashtile.backend.triton import configs, host_backward
-from flashtile.backend.triton.configs import FusedConfig, KernelConfig
+from flashtile.backend.triton.tile_config import FusedConfig, KernelConfig
 from flashtile.dispatch import fast_path, planner
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve

@@ -18,7 +18,7 @@ import flashtile
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu.installed import triton_version
 from flashtile.backend.gpu.pairs import has_pairs
-from flashtile.backend.triton.configs import KIB, SHARED_MEMORY
+from flashtile.backend.triton.families import KIB, SHARED_MEMORY
 from flashtile.backend.triton.support import MAX_HEAD_DIM
 from flashtile.call.call import DIFFERENTIABLE, Call
 from flashtile.dispatch.operators import OPERATORS

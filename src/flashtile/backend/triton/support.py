@@ -15,7 +15,7 @@ from ..gpu.formula import unsupported
 from ..gpu.installed import triton_version
 
 if TYPE_CHECKING:
-    from .configs import TileConfig
+    from .tile_config import TileConfig
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature"
 MAX_HEAD_DIM = 512
@@ -89,6 +89,6 @@ def tile(problem: Problem, device: Device) -> "TileConfig":
 
 
 def num_splits(problem: Problem, device: Device) -> int:
-    from . import configs
+    from . import decoding
 
-    return configs.num_splits(problem, device)
+    return decoding.num_splits(tile(problem, device), problem, device)
