@@ -1,5 +1,6 @@
 """Shared parts of the tests: small calls with any set of features, tiles of any size, and the check of a result."""
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -105,6 +106,27 @@ def features() -> dict[str, dict[str, Any]]:
         "multi-head": {"num_heads_kv": 2},
         "mask function": {"mask": MaskFunction(allowed_distances, (torch.rand((2, 17), generator=generator) < 0.7,))},
     }
+
+
+def groups_of_features(given: dict[str, dict[str, Any]], size: int = 4) -> list[tuple[str, ...]]:
+    """Groups of features in which each pair that a call can have together is at least once."""
+
+    def agree(a: str, b: str) -> bool:
+        return a != b and not given[a].keys() & given[b].keys()
+
+    left = [{a, b} for a, b in itertools.combinations(given, 2) if agree(a, b)]
+    groups = []
+    while left:
+        group = sorted(left[0])
+        while len(group) < size:
+            possible = [x for x in given if all(agree(x, y) for y in group)]
+            added = {x: sum({x, y} in left for y in group) for x in possible}
+            if not any(added.values()):
+                break
+            group.append(max(possible, key=added.__getitem__))
+        left = [pair for pair in left if not pair <= {*group}]
+        groups.append(tuple(group))
+    return groups
 
 
 @contextmanager

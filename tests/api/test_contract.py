@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from checking import BACKENDS, assert_right, dense_case, features, tile_size
+from checking import BACKENDS, assert_right, dense_case, features, groups_of_features, tile_size
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,12 +29,11 @@ def test_random_calls_in_small_tiles(seed: int, block_m: int, block_n: int, scor
         assert_right(random_case(seed), "tiled")
 
 
-@pytest.mark.parametrize("name", FEATURES)
-def test_feature_alone_and_with_every_other(name: str) -> None:
+@pytest.mark.parametrize("names", [*((name,) for name in FEATURES), *groups_of_features(FEATURES)], ids=", ".join)
+def test_feature_alone_and_with_every_other(names: tuple[str, ...]) -> None:
     """Small tiles, so that each feature meets block boundaries; a pair shows features that forget one another."""
     with tile_size(4, 4, scores=16):
-        for other in FEATURES:
-            assert_right(dense_case(**FEATURES[name] | FEATURES[other]))
+        assert_right(dense_case(**{key: x for name in names for key, x in FEATURES[name].items()}))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

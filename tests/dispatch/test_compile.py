@@ -104,8 +104,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]]]] = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [*((name, False) for name in FUNCTIONS), *((name, True) for name in ("features", "mask function", "varlen"))],
+)
 def test_one_graph_same_numbers(name: str, dynamic: bool) -> None:
     function, leaves = FUNCTIONS[name]
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -114,14 +116,13 @@ def test_one_graph_same_numbers(name: str, dynamic: bool) -> None:
 
 
 def test_inductor() -> None:
-    """The default compiler once, on a block with operations around the call."""
+    """The default compiler once, on a block with operations around the call, each of which g++ compiles for seconds."""
 
-    def block(x: Tensor, w: Tensor) -> Tensor:
-        q, k, v = (x @ w).unflatten(-1, (3, HQ, D)).permute(2, 0, 3, 1, 4)
-        out = flashtile.attention(q, k, v, causal=True)
-        return torch.nn.functional.gelu(out.transpose(1, 2).flatten(2))
+    def block(x: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (3, HQ, D)).permute(2, 0, 3, 1, 4)
+        return torch.sin(flashtile.attention(q, k, v, causal=True).transpose(1, 2).flatten(2))
 
-    leaves = [leaf(B, SQ, 16), (leaf(16, 3 * HQ * D) / 4).detach().requires_grad_()]
+    leaves = [leaf(B, SQ, 3 * HQ * D)]
     expected, found = results(block, *leaves), results(torch.compile(block, fullgraph=True), *leaves)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .machine import EmulationError, machine
-from .values import Shared, Value, check_extent, memory_of, unwrap
+from .values import Shared, Value, check_range, unwrap
 
 
 class Barrier:
@@ -97,19 +97,29 @@ class TensorDescriptor:
         nbytes = int(np.prod(self.block_shape)) * self.base.element_size()
         return SimpleNamespace(shape=list(self.block_shape), nbytes=nbytes)
 
-    def box(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Offsets of a box's elements, and whether they are in bounds. Addresses are computed modulo 2**64."""
-        size = self.base.element_size()
-        address, inside = np.zeros((), dtype=np.uint64), np.ones((), dtype=bool)  # both gain a dimension at a time
-        for dim, (first, length, stride) in enumerate(zip(coordinates, self.shape, self.strides, strict=True)):
-            along = [-1 if n == dim else 1 for n in range(len(self.shape))]
-            index = (int(first) + np.arange(self.block_shape[dim], dtype=np.int64)).reshape(along)
-            inside = inside & (index >= 0) & (index < length)
-            address = address + index.astype(np.uint64) * np.uint64(stride * size % 2**64)
-        offset = torch.from_numpy(address.view(np.int64) >> (size.bit_length() - 1))
-        inside_box = torch.from_numpy(inside)
-        check_extent(self.base, offset[inside_box])
-        return offset, inside_box
+    def box(self, coordinates: Sequence[Any]) -> tuple[Tensor, tuple[slice, ...]]:
+        """The part of a box that is in bounds, in memory, and its place in the box. Addresses are computed modulo
+        2**64.
+        """
+        address, size, sizes, strides, place = 0, self.base.element_size(), [], [], []
+        for start, length, stride, count in zip(coordinates, self.shape, self.strides, self.block_shape, strict=True):
+            first = int(start)
+            low = min(max(-first, 0), count)
+            high = max(min(length - first, count), low)
+            address += (first + low) * stride * size
+            place.append(slice(low, high))
+            sizes.append(high - low)
+            strides.append(signed(stride * size) // size if high - low > 1 else 0)
+        if 0 in sizes:
+            return self.base.new_empty(sizes), tuple(place)
+        begin = signed(address) // size
+        check_range(self.base, begin, begin + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)))
+        return self.base.detach().as_strided(sizes, strides, self.base.storage_offset() + begin), tuple(place)
+
+
+def signed(n: int) -> int:
+    """An integer of 64 bits, modulo 2**64."""
+    return (n + 2**63) % 2**64 - 2**63
 
 
 class Store:
@@ -120,7 +130,7 @@ class Store:
         if source.shape != list(desc.block_shape) or source.dtype != desc.dtype:
             raise EmulationError(f"store of {source.shape} {source.dtype} to a box of {desc.block_shape} {desc.dtype}")
         self.desc, self.source, self.add = desc, source, add
-        self.offset, self.inside = desc.box(coordinates)
+        self.memory, self.place = desc.box(coordinates)
         self.snapshot = source.data.clone()
         self.read = self.written = False
         machine().current_task().stores.append(self)
@@ -139,24 +149,26 @@ class Store:
         except EmulationError as error:
             machine().fail(error)
             return
-        memory, at, values = memory_of(self.desc.base), self.offset[self.inside], self.snapshot[self.inside]
-        memory[at] = memory[at] + values if self.add else values
+        values = self.snapshot[self.place]
+        self.memory.copy_(self.memory + values if self.add else values)
         self.written = True
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    """Equal bits."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.view(bits), b.view(bits))
 
 
 def async_load(desc: TensorDescriptor, coordinates: Sequence[Any], barrier: Barrier, result: Shared) -> None:
     if result.shape != list(desc.block_shape) or result.dtype != desc.dtype:
         raise EmulationError(f"load of a box of {desc.block_shape} {desc.dtype} to {result.shape} {result.dtype}")
-    offset, inside = desc.box(coordinates)
+    memory, place = desc.box(coordinates)
     result.data.fill_(torch.nan)
 
     def load() -> None:
-        values = memory_of(desc.base)[torch.where(inside, offset, 0)] if bool(inside.any()) else torch.zeros(())
-        result.data.copy_(torch.where(inside, values, 0))
+        result.data.zero_()
+        result.data[place] = memory
         barrier.receive(result.nbytes)
 
     machine().tma_operations.append(load)
@@ -193,7 +205,7 @@ class Product(Value):
     def __init__(self, a: Value | Shared, b: Shared, acc: Value | None, shape: list[int]):
         super().__init__(torch.empty(shape))
         self.a, self.b, self.acc = a, b, acc
-        self.snapshot = [operand(x).clone() for x in (a, b)]
+        self.snapshot = [x.data.clone() if isinstance(x, Shared) else x.tensor for x in (a, b)]
         self.finished = False
 
     @property
@@ -203,7 +215,8 @@ class Product(Value):
         return self._tensor
 
     def finish(self) -> None:
-        if not all(same(x, operand(y)) for x, y in zip(self.snapshot, (self.a, self.b), strict=True)):
+        operands = zip(self.snapshot, (self.a, self.b), strict=True)
+        if not all(same(x, y.data) for x, y in operands if isinstance(y, Shared)):
             raise EmulationError(
                 f"{machine().current_task().name}: an operand was written while its product was in flight"
             )
@@ -212,10 +225,6 @@ class Product(Value):
         if self.acc is not None:
             self._tensor = self._tensor + self.acc.tensor
         self.finished = True
-
-
-def operand(x: Value | Shared) -> Tensor:
-    return x.data if isinstance(x, Shared) else x.tensor
 
 
 def warpgroup_mma(a: Value | Shared, b: Shared, acc: Value, use_acc: Any = True, is_async: bool = False) -> Value:

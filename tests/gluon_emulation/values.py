@@ -148,12 +148,15 @@ def memory_of(x: Tensor) -> Tensor:
 
 
 def check_extent(x: Tensor, offset: Tensor) -> None:
+    if offset.numel() > 0:
+        check_range(x, int(offset.min()), int(offset.max()))
+
+
+def check_range(x: Tensor, first: int, last: int) -> None:
     extent = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() > 0 else 0
-    if offset.numel() > 0 and not (offset.min() >= 0 and offset.max() < extent):
-        outside = f"{int(offset.min())} to {int(offset.max())}"
-        raise EmulationError(
-            f"{machine().current_task().name} reaches elements {outside} of {list(x.shape)}, {x.stride()}"
-        )
+    if not 0 <= first <= last < extent:
+        name = machine().current_task().name
+        raise EmulationError(f"{name} reaches elements {first} to {last} of {list(x.shape)}, {x.stride()}")
 
 
 class Shared:

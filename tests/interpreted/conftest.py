@@ -20,8 +20,13 @@ def quick_interpreter() -> Iterator[None]:
     from triton.runtime import interpreter
 
     with ExitStack() as patches:
-        patches_of_numpy = overflow_check(interpreter), numpy_dtypes(interpreter), products(interpreter)
-        for patch in (*patches_of_the_language(interpreter), *patches_of_numpy):
+        for patch in (
+            *patches_of_the_language(interpreter),
+            *shapes_of_values(),
+            overflow_check(interpreter),
+            numpy_dtypes(interpreter),
+            products(interpreter),
+        ):
             patches.enter_context(patch)
         yield
 
@@ -51,6 +56,32 @@ def patches_of_the_language(interpreter: ModuleType) -> tuple[Any, Any]:
     return (
         mock.patch.object(interpreter, "_patch_lang", patch_once),
         mock.patch.object(interpreter.GridExecutor, "__call__", launch_unpatched),
+    )
+
+
+def shapes_of_values() -> tuple[Any, Any]:
+    """Cache what a type or a value has by its shape. Triton checks and wraps the shape again for each value."""
+    from triton.language import core
+
+    checked_type, wrapped_value = core.block_type.__init__, core.tensor.__init__
+    of_types: dict[Any, dict[str, Any]] = {}
+    of_values: dict[str, dict[str, Any]] = {}
+
+    def new_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(x.value if isinstance(x, core.constexpr) else x for x in shape))
+        if key not in of_types:
+            checked_type(self, element_ty, shape)
+            of_types[key] = vars(self).copy()
+        vars(self).update(of_types[key], element_ty=element_ty)
+
+    def new_value(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
+        if type.name not in of_values:
+            wrapped_value(self, handle, type)
+            of_values[type.name] = vars(self).copy()
+        vars(self).update(of_values[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    return mock.patch.object(core.block_type, "__init__", new_type), mock.patch.object(
+        core.tensor, "__init__", new_value
     )
 
 

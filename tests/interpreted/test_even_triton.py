@@ -10,8 +10,8 @@ from checking import dense_case
 
 from flashtile.backend.triton import arguments as arguments_of_kernels
 from flashtile.backend.triton.arguments import is_even
-from flashtile.backend.triton.configs import KernelConfig
 from flashtile.backend.triton.support import interpreted
+from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.call.call import Call
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRE
 
 
 def case_of(rows: int, keys: int, **arguments: Any) -> Case:
-    case = dense_case(num_heads_q=2, num_heads_kv=1, seqlen_q=rows, seqlen_k=keys, head_dim=16, dtype=torch.float32)
+    heads = {"batch": 1, "num_heads_q": 2, "num_heads_kv": 1}
+    case = dense_case(**heads, seqlen_q=rows, seqlen_k=keys, head_dim=16, dtype=torch.float32)
     bias = torch.randn(1, 2, rows, keys, generator=torch.Generator().manual_seed(0))
     return replace(case, arguments=case.arguments | {"bias": bias} | arguments, description="")
 

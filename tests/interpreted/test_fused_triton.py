@@ -9,7 +9,7 @@ import torch
 from checking import dense_case, features
 
 from flashtile.backend.triton import configs, host_backward
-from flashtile.backend.triton.configs import FusedConfig, KernelConfig
+from flashtile.backend.triton.tile_config import FusedConfig, KernelConfig
 from flashtile.dispatch import fast_path, planner
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
@@ -111,11 +111,14 @@ def test_shared_walks_give_the_same_bits(tile: str) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize(("rows", "keys"), [(13, 16), (1, 16), (13, 1), (1, 1)])
-def test_a_bias_of_any_shape(batch: int, heads: int, rows: int, keys: int) -> None:
-    bias = torch.randn(batch, heads, rows, keys).to(HALF)
+@pytest.mark.parametrize(
+    "shape",
+    [(3, 2, 13, 16), (1, 2, 1, 16), (3, 1, 13, 1), (1, 1, 13, 16), (3, 2, 1, 1), (1, 1, 1, 1)],
+    ids=str,
+)
+def test_a_bias_of_any_shape(shape: tuple[int, ...]) -> None:
+    """Each pair of dimensions kept or broadcast in every way."""
+    bias = torch.randn(shape).to(HALF)
     assert wrong(half_case(13, 16, batch=3, bias=bias, softcap=3.0), TILES["one tile"][-1]) == []
 
 

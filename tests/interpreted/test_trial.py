@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flashtile.backend.triton.configs import KernelConfig
+from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.tuning import trial
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")

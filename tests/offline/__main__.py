@@ -12,7 +12,7 @@ import triton
 from rich.console import Console
 from rich.progress import track
 
-from flashtile.backend.triton.configs import KIB, SHARED_MEMORY
+from flashtile.backend.triton.families import KIB, SHARED_MEMORY
 
 from .compiled import compile_launch
 from .families import ARCHITECTURES, FAMILIES, call_of_family, most_registers

@@ -25,6 +25,7 @@ from flashtile.bench.cell import INPUTS, Cell
 from flashtile.bench.results import Row
 from flashtile.cli import main
 from flashtile.report import errors, memory, models, speed, training
+from flashtile.report import gate as gate_module
 from flashtile.report import gather as gather_module
 from flashtile.report.cells import Kind, in_words, kinds
 from flashtile.report.gate import gate
@@ -261,14 +262,17 @@ def test_a_section_that_fails_and_an_interruption_lose_no_other(
     assert (tmp_path / "memory.csv").read_text().split() == ["n", "1"]
 
 
-def test_a_slow_gate_examines_less_and_says_so() -> None:
+def test_a_slow_gate_examines_less_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "FEWEST", 3)
+    monkeypatch.setattr(captured, "trained", [])
+    captured.trained_model(1)  # of one step
     settings = replace(
         settings_for(torch.device("cpu"), True), cases=30, captured_cases=30, long_cases=1, gate_seconds=0.0
     )
     found = gate(settings, lambda: None)
     assert found.ok
-    assert "10 of 30 random problems over every feature (then the time was up)" in found.summary
-    assert "10 of 30 with captured values (then the time was up)" in found.summary
+    assert "3 of 30 random problems over every feature (then the time was up)" in found.summary
+    assert "3 of 30 with captured values (then the time was up)" in found.summary
 
 
 def test_what_the_report_needs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from calls import dense_call
 from click.testing import CliRunner
 
 from flashtile.backend.triton import configs, support, tuned
-from flashtile.backend.triton.configs import KernelConfig
+from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.call.call import Features
 from flashtile.call.device import Device
 from flashtile.call.problem import Pages, Problem

@@ -13,7 +13,6 @@ from ..call.call import Call, Gradients, Needs
 from ..call.plan import Plan
 
 Rows = Tensor | None  # out, lse, dout and dlse
-APPENDING = {"hopper": "triton"}  # backends for whose KV-cache calls another backend's kernel appends
 
 
 @functools.cache
@@ -33,17 +32,24 @@ def function_of(plan: Plan, kind: str) -> Callable[..., Any]:
     return getattr(entry, kind)
 
 
+def appending_entry(plan: Plan) -> ModuleType | None:
+    """The backend whose kernel appends for a plan's KV-cache calls, if its entry names one."""
+    backend = getattr(entry_of(plan.backend), "APPENDING_BACKEND", None)
+    return None if backend is None else entry_of(backend)
+
+
 def append_of(plan: Plan, call: CacheCall) -> Callable[[CacheCall], Call]:
     """The function that appends and rotates for a backend, and returns the attention that remains."""
-    if plan.backend in APPENDING and call.tensors.q.is_cuda:
-        return entry_of(APPENDING[plan.backend]).append  # type: ignore[no-any-return]
+    entry = appending_entry(plan)
+    if entry is not None and call.tensors.q.is_cuda:
+        return entry.append  # type: ignore[no-any-return]
     return append_and_rotate
 
 
 def recorder_of(plan: Plan, kind: str) -> Callable[..., Any] | None:
     """As `function_of`, the function that also returns one which repeats the pass; `None` if there is none."""
     record = getattr(entry_of(plan.backend), f"record_{kind}", None)
-    if record is None and kind == CacheCall.kind and plan.backend in APPENDING:
+    if record is None and kind == CacheCall.kind and appending_entry(plan) is not None:
         record = record_with_cache
     if plan.rest is None or record is None:
         return record
@@ -52,11 +58,11 @@ def recorder_of(plan: Plan, kind: str) -> Callable[..., Any] | None:
 
 def record_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, Any]:
     """A KV-cache call of a backend for which another one's kernel appends, and the function that repeats it."""
-    append = append_of(plan, call)
-    if append is append_and_rotate:
+    append, entry = append_of(plan, call), appending_entry(plan)
+    if entry is None or append is append_and_rotate:
         attention = append(call)
     else:
-        append, attention = entry_of(APPENDING[plan.backend]).record_append(call)
+        append, attention = entry.record_append(call)
     repeat, results = entry_of(plan.backend).record_forward(plan, attention)
     return lambda call: repeat(append(call)), results
 

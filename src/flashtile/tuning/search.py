@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..backend.triton.configs import KernelConfig
+from ..backend.triton.tile_config import KernelConfig
 from ..backend.triton.tuned import BLOCKS, STAGES, WARPS
 
 LEAST_GAIN = 0.01  # part of the time: with less, two tiles count as equally fast

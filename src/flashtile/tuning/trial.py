@@ -11,7 +11,7 @@ from torch import Tensor
 from ..api.explain import described_call
 from ..backend.rates import synchronize
 from ..backend.triton import configs
-from ..backend.triton.configs import KernelConfig, TileConfig
+from ..backend.triton.tile_config import KernelConfig, TileConfig, WidthConfigs
 from ..bench.check import spoil_memory
 from ..bench.clocks import clock_of
 from ..bench.rounds import Entrant, interleave
@@ -41,7 +41,7 @@ class Subject:
     seqlen: int
     device: torch.device
 
-    def shipped(self) -> configs.WidthConfigs:
+    def shipped(self) -> WidthConfigs:
         return configs.shipped(self.dtype, self.head_dim, describe_device(self.device))
 
 

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from blind import BLIND
-from checking import assert_right, dense_case, features, offsets
+from checking import assert_right, dense_case, features, groups_of_features, offsets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,7 +76,7 @@ def right_or_declined(case: Case) -> None:
 # The contract ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)  # as each compiles kernels; `flashtile report`, a part of the checks, takes twenty more
 @given(seed=st.integers(0, 2**32 - 1), function=st.sampled_from(["attention", "attention_varlen"]))
 def test_random_calls(seed: int, function: str) -> None:
     right_or_declined(random_case(seed, function=function))
@@ -88,11 +88,14 @@ def test_random_calls_with_a_cache(seed: int) -> None:
     right_or_declined(random_case(seed, function="attention_with_kvcache"))
 
 
-@pytest.mark.parametrize("name", FEATURES)
-def test_feature_alone_and_with_every_other(name: str) -> None:
-    for other in FEATURES:
-        if other >= name and (other == name or "mask function" not in (name, other)):  # a formula compiles slowly
-            right(dense_case(seqlen_q=7, seqlen_k=9, **FEATURES[name] | FEATURES[other]))
+# In pairs without mask functions, as a formula compiles slowly.
+GROUPS = groups_of_features({name: x for name, x in FEATURES.items() if name != "mask function"})
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in FEATURES), *GROUPS], ids=", ".join)
+def test_feature_alone_and_with_every_other(names: tuple[str, ...]) -> None:
+    """Each pair of features is in one of the groups, whose kernels take a third of the time of those of all pairs."""
+    right(dense_case(**{key: x for name in names for key, x in FEATURES[name].items()}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -102,8 +105,9 @@ def test_dtypes_and_inputs_on_every_width(dtype: torch.dtype, width: str) -> Non
 
 
 def test_every_feature_on_every_width(width: str) -> None:
-    """All features in one call, with full, partly visible and hidden blocks, in float32 and both half precisions."""
-    for dtype, vectors in ((torch.float32, 150), (torch.bfloat16, 150), (torch.float16, 1)):
+    """All features in one call, with full, partly visible and hidden blocks, in float32 and a half precision."""
+    half = (torch.float16, 1) if width == "avx2" else (torch.bfloat16, 150)
+    for dtype, vectors in ((torch.float32, 150), half):
         given = {
             "window": (40, 30),
             "mask": torch.rand(2, 1, vectors, 230) < 0.7,
@@ -288,9 +292,9 @@ def test_nothing_is_touched_outside_of_tensors(width: str) -> None:
     residue of rows, keys and head dimensions, forward and backward, whose inputs lie among NaN.
     """
     first = 1000 * WIDTHS.index(width)
-    process = run_guarded(str(first), str(first + 5), *GUARDED[width])
+    process = run_guarded(str(first), str(first + 2), *GUARDED[width])
     assert process.returncode == 0, process.stdout.splitlines()[-1:] + process.stderr.splitlines()[-3:]
-    assert len(process.stdout.splitlines()) >= 5 + 2 * (96 + 2 * 32)
+    assert len(process.stdout.splitlines()) >= 2 + 2 * (96 + 2 * 32)
 
 
 def test_the_guard_would_notice() -> None:

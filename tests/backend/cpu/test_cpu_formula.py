@@ -1,11 +1,12 @@
 """Formulas in LLVM IR: each instruction of random programs, on odd values, against torch operations in float64."""
 
 import ctypes
+import functools
 import importlib
 import math
 import os
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -70,13 +71,18 @@ def source(program: Program, types: tuple[TensorType, ...], dtype: torch.dtype, 
     return str(code.module)
 
 
+@functools.lru_cache(maxsize=1)
+def engine_of(source: str, target: Any) -> Any:
+    machine = jit.target_machine(target)
+    engine = jit.llvm.create_mcjit_compiler(jit.llvm.parse_assembly(""), machine)
+    engine.add_object_file(jit.llvm.ObjectFileRef.from_data(jit.compile_object(source, machine)))
+    engine.finalize_object()
+    return engine
+
+
 def evaluated(program: Program, inputs: Inputs, dtype: torch.dtype, wide: bool = False) -> list[Tensor]:
     """Each result of a program in generated code, `[keys, rows]`: float64, int64 or bool."""
-    machine = jit.target_machine(targets.host())
-    binary = jit.compile_object(source(program, inputs.types(), dtype, wide), machine)
-    engine = jit.llvm.create_mcjit_compiler(jit.llvm.parse_assembly(""), machine)
-    engine.add_object_file(jit.llvm.ObjectFileRef.from_data(binary))
-    engine.finalize_object()
+    engine = engine_of(source(program, inputs.types(), dtype, wide), targets.host())
     results = torch.zeros((KEYS, len(program.outputs), ROWS), dtype=torch.int64)
     table = torch.tensor([n for x in inputs.tensors for n in (x.data_ptr(), *x.shape, *x.stride())] + [0])
     memory = [results, inputs.score, inputs.h, inputs.q_idx, table]

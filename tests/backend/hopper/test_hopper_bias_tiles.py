@@ -54,8 +54,8 @@ PROBLEMS = {
 def case_of(problem: Problem) -> Case:
     (heads_q, heads_k), (rows, keys) = problem.heads, problem.lengths
     case = dense_case(
-        num_heads_q=heads_q, num_heads_kv=heads_k, seqlen_q=rows, seqlen_k=keys, head_dim=problem.head_dim,
-        dtype=torch.bfloat16,
+        batch=1 + problem.kept[0], num_heads_q=heads_q, num_heads_kv=heads_k, seqlen_q=rows, seqlen_k=keys,
+        head_dim=problem.head_dim, dtype=torch.bfloat16,
     )  # fmt: skip
     shape = [n if kept else 1 for n, kept in zip((2, heads_q), problem.kept, strict=True)]
     values = torch.randn(*shape, rows, keys, generator=torch.Generator().manual_seed(1)).bfloat16()

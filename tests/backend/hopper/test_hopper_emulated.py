@@ -25,7 +25,7 @@ from flashtile.testing.tolerance import compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CORES = 3
-AROUND_TILES = (33, 64, 65, 127, 128, 129, 192, 193, 255, 257, 300)  # longer ones run on a GPU
+AROUND_TILES = (33, 64, 65, 127, 128, 129, 193, 257)  # longer ones run on a GPU
 
 
 def wrong(case: Case, seed: int, folder: Path = FOLDER) -> list[str]:
@@ -46,9 +46,10 @@ def test_gradients_of_two_backends(variant: str, name: str) -> None:
     """`tiled` has that of a tensor which changes scores, the emulated kernels the others."""
     case = replace(case_of(variant, 3, "cpu", (65, 130)), constant=())
     assert name in case.differentiable()
+    expected = solve(case)
     with emulated(CORES, 0) as launched:
-        for _ in range(3):
-            assert [str(x) for x in compare(case.run(), case, solve(case)) if not x.ok] == []
+        for _ in range(3):  # planned, recorded, replayed
+            assert [str(x) for x in compare(case.run(), case, expected) if not x.ok] == []
     assert launched.count("backward_kernel" if name == "bias" else "dkdv_kernel") == 3
 
 
@@ -207,6 +208,7 @@ class Bug(NamedTuple):
     new: str
     variant: str = "causal 128"
     lengths: tuple[int, int] = (192, 257)
+    seed: int = 1  # the first order of events that is tried
 
 
 MAINLOOP, PIPELINE = "kernels/forward/mainloop.py", "kernels/shared/pipeline.py"
@@ -247,6 +249,7 @@ BUGS = (
         f"{WAIT_S}{READ_PAIRS}{RELEASE_K}",
         f"{RELEASE_K}{WAIT_S}{READ_PAIRS}",
         lengths=(384, 385),
+        seed=2,
     ),
     Bug(
         "q released before its product is complete",
@@ -254,6 +257,7 @@ BUGS = (
         f"{WAIT_S}{READ_PAIRS}{RELEASE_K}{RELEASE_Q}",
         f"{RELEASE_Q}{WAIT_S}{READ_PAIRS}{RELEASE_K}",
         "causal 256",
+        seed=0,
     ),
     Bug("first stage never full", PRODUCER, "mbarrier.arrive(v.full.index(0), count=1)", "pass"),
     Bug("no wait for values", MAINLOOP, "consumer_wait(v, count, STAGES)", "pass"),
@@ -267,7 +271,7 @@ BUGS = (
     Bug("staged output overwritten before it is read", EPILOGUE, "tma.store_wait(0)  # TMA", "# TMA"),
     Bug("no fence before the output is stored", EPILOGUE, f"{STORE_SMEM}\n        fence_async_shared()", STORE_SMEM),
     Bug("product read in flight", FORWARD, "gemm_wait(gemm_rs(", "(gemm_rs("),
-    Bug("acc not rescaled", MAINLOOP, "softmax.rescale(acc, alpha, changed)", "acc"),
+    Bug("acc not rescaled", MAINLOOP, "softmax.rescale(acc, alpha, changed)", "acc", seed=0),
     Bug("acc rescaled by the next tile", MAINLOOP, "gl.where(n == tile.hi - 1, 0, changed)", "changed"),
     Bug("acc never reset", FORWARD, "accumulate = n != first", "pass"),
     Bug("row maximum of two threads", SOFTMAX, "bfly.b32 other, top, 2,", "bfly.b32 other, top, 1,"),
@@ -287,10 +291,16 @@ BUGS = (
     Bug("half of ds", FUSED, DS_BARRIER, ""),
     Bug("no fence before dq's product", FUSED, "fence_async_shared()  # for both", "# for both"),
     Bug("no fence before dq is written", DQ_WRITER, "fence_async_shared()  # for", "# for"),
-    Bug("rows released before dk is complete", FUSED, f"{WAIT_DK}{RELEASE_ROWS}", f"{RELEASE_ROWS}{WAIT_DK}"),
+    Bug("rows released before dk is complete", FUSED, f"{WAIT_DK}{RELEASE_ROWS}", f"{RELEASE_ROWS}{WAIT_DK}", seed=4),
     Bug("one chunk's product read in flight", FUSED, "(2 * CHUNKS, deps=(dq,", "(3 * CHUNKS, deps=(dq,", "causal 96"),
     Bug("dq in another order", SWIZZLE, "[0, 2, 1, 3, 4, 6, 5, 7]", "[0, 2, 4, 1, 3, 6, 5, 7]", "causal 80"),
-    Bug("staged dq overwritten before it is read", DQ_WRITER, f"{WAIT_READ}{RELEASE_DQ}", f"{RELEASE_DQ}{WAIT_READ}"),
+    Bug(
+        "staged dq overwritten before it is read",
+        DQ_WRITER,
+        f"{WAIT_READ}{RELEASE_DQ}",
+        f"{RELEASE_DQ}{WAIT_READ}",
+        seed=3,
+    ),
     Bug("one half of the output over the other", EPILOGUE, "if OFFSET == 0:", "if FIRST == 0:", "causal 192/128"),
     Bug(
         "no wait for probabilities",
@@ -306,6 +316,7 @@ BUGS = (
         f"{RELEASE_ROWS}{SPLIT_DK}",
         "causal 192/128",
         (384, 385),
+        seed=0,
     ),
     Bug(
         "keys released before dq is complete",
@@ -313,6 +324,7 @@ BUGS = (
         f"{SPLIT_DQ}{RELEASE_DQ_K}",
         f"{RELEASE_DQ_K}{SPLIT_DQ}",
         "causal 256",
+        seed=4,
     ),
     Bug(
         "values released before dp is complete",
@@ -321,6 +333,7 @@ BUGS = (
         f"{RELEASE_DQ_V}{WAIT_DP}",
         "causal 256",
         (129, 130),
+        seed=2,
     ),
     Bug("dropout before the row's sum", MAINLOOP, f"{ROW_SUM}{DROP_P}", f"{DROP_P}{ROW_SUM}", "dropout 64"),
     Bug("bits of another thread", PHILOX, "(2, 2), ((1, 1,", "(2, 2), ((1, 2,", "dropout 64", (1, 30)),
@@ -351,7 +364,7 @@ def test_bug_is_caught(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     copy_with_mistake(folder, bug.file, bug.name, bug.old, bug.new)
     if "chunks" in bug.name:
         monkeypatch.setattr(splits, "row_chunks", lambda *_: 2)
-    for seed in range(8):
+    for seed in range(bug.seed, bug.seed + 8):
         try:
             if wrong(case_of(bug.variant, seed, "cpu", bug.lengths), seed, folder):
                 return

@@ -9,7 +9,8 @@ import torch
 from calls import dense_call
 
 from flashtile.backend.triton import configs, support
-from flashtile.backend.triton.configs import HALF, SMALL, KernelConfig
+from flashtile.backend.triton.configs import HALF, SMALL
+from flashtile.backend.triton.tile_config import FusedConfig, KernelConfig, TileConfig
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Pages, Problem
@@ -40,7 +41,7 @@ def test_work_between_products_takes_small_tiles_of_forward(changes: dict[str, A
 def test_short_sequences_and_large_groups() -> None:
     """One stage where nothing is loaded ahead; groups over 64 heads in one tile where it fits."""
 
-    def chosen(seqlen: int, heads_kv: int = 8, device: Device = H200, **changes: Any) -> configs.TileConfig:
+    def chosen(seqlen: int, heads_kv: int = 8, device: Device = H200, **changes: Any) -> TileConfig:
         return configs.tile(
             replace(problem(), seqlen_q=seqlen, seqlen_k=seqlen, num_heads_kv=heads_kv, **changes), device
         )
@@ -56,7 +57,7 @@ def test_short_sequences_and_large_groups() -> None:
     assert configs.tile(replace(one, **few | {"num_heads_q": 130}), H200).pack_gqa == 1
 
 
-def fused(rows: int, keys: int, device: Device = H200, **changes: Any) -> configs.FusedConfig | None:
+def fused(rows: int, keys: int, device: Device = H200, **changes: Any) -> FusedConfig | None:
     given = {"head_dim": 64, "head_dim_v": 64, "num_heads_kv": 8} | changes
     return configs.tile(replace(problem(), seqlen_q=rows, seqlen_k=keys, **given), device).fused
 
@@ -66,7 +67,7 @@ def test_biases_of_few_features_have_tiles_of_their_own() -> None:
     bias = Features(bias=(True, False, False, False))
     few = {"head_dim": 32, "head_dim_v": 32, "seqlen_q": 256, "seqlen_k": 256, "features": bias}
 
-    def chosen(device: Device = H200, **changes: Any) -> configs.TileConfig:
+    def chosen(device: Device = H200, **changes: Any) -> TileConfig:
         return configs.tile(replace(problem(), **few | changes), device)
 
     assert chosen()[:3] == configs.BIASED[1:]
@@ -111,7 +112,7 @@ def test_few_rows_and_few_keys_are_one_block_in_backward() -> None:
     assert chosen(200, 200, 50) == ("keys", 256, 64, 1)
     assert chosen(4096, 7, 16) == ("rows", 128, 16, 4)
     assert chosen(100, 1024, 64) is chosen(200, 1024) is chosen(4096, 77) is chosen(7, 4096, device=A100) is None
-    assert fused(64, 512, dropout=True) == configs.FusedConfig(KernelConfig(64, 64, 4, 1), "keys", 4)
+    assert fused(64, 512, dropout=True) == FusedConfig(KernelConfig(64, 64, 4, 1), "keys", 4)
     assert chosen(100, 1024, dropout=True) is None
     for others in ({"num_heads_kv": 2}, {"layout": "varlen"}, {"dtype": torch.float32}, {"alignment": 2}):
         assert chosen(49, 4096, **others) is None
@@ -174,7 +175,7 @@ def test_decoding_with_given_splits_has_one_tile_whatever_is_in_the_batch() -> N
 def test_decoding_fills_the_chip(call: tuple[int, ...], expected: tuple[int, ...], splits: int) -> None:
     described = decoding(*call)
     assert configs.tile(described, H200).forward == KernelConfig(*expected)
-    assert configs.num_splits(described, H200) == splits
+    assert support.num_splits(described, H200) == splits
 
 
 def test_blocks_of_keys_are_no_longer_than_pages() -> None:
@@ -194,8 +195,8 @@ def test_decoding_of_many_rows_leaves_room_for_two_programs() -> None:
         found = configs.tile(few, H200)
         assert (found.given_splits or found.forward) == KernelConfig(*tile)
     speculative = decoding(8, 32, 8, 8192, 128, seqlen_q=5)
-    assert configs.num_splits(speculative, H200) == 4
-    assert configs.num_splits(replace(speculative, batch=1), H200) == 16
+    assert support.num_splits(speculative, H200) == 4
+    assert support.num_splits(replace(speculative, batch=1), H200) == 16
 
 
 def test_wide_heads_of_float32_are_left_to_matrix_products() -> None:

@@ -25,6 +25,7 @@ from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
 from .tables import ALIGN, COMBINE_ROWS, MMA_M, ForwardConfig
 
+APPENDING_BACKEND = "triton"  # whose kernel appends to the caches of KV-cache calls
 FORWARD = Kernel(f"{__package__}.kernels.forward.forward", "forward_kernel")
 COMBINE = Kernel(f"{__package__}.kernels.combine", "combine_kernel")
 

@@ -24,8 +24,8 @@ from ..scalars import (
     threshold,
     window_numbers,
 )
-from .configs import KernelConfig
 from .constants import Constants, HeadDim
+from .tile_config import KernelConfig
 
 MAX_BIAS_SPLITS = 16  # partial gradients of a bias, summed at the end
 MAX_BIAS_PROGRAMS = 1024

@@ -3,7 +3,6 @@
 A chip's family follows from its shared memory for one program, and from how its matrix units are fed.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -11,39 +10,12 @@ import torch
 from ...call.call import NO_FEATURES
 from ...call.device import Device
 from ...call.problem import LONGEST, Problem, power_of_two
-from ...expression.formula import Formula, loads_pairs
-from ..gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
-from . import tuned
+from ..gpu.decoding import is_decoding
+from . import decoding, tuned
+from .decoding import SHORT
+from .families import MOST_SHARED_MEMORY, has_most, has_pairs, memory_of, misaligned, needs_room, reads_pairs
+from .tile_config import FusedConfig, KernelConfig, TileConfig, WidthConfigs
 from .wide_float32 import takes_products
-
-
-class KernelConfig(NamedTuple):
-    """A kernel's tile of query rows and keys, its warps and its pipeline stages."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    tuned: bool = False  # found by `flashtile tune` on this machine
-    precision: str = "ieee"  # of float32 products (`Constants.PRECISION`)
-
-    def __str__(self) -> str:
-        tuned = ", tuned on this machine" * self.tuned
-        return f"{self.block_m} x {self.block_n} ({self.num_warps} warps, {self.num_stages} stages{tuned})"
-
-
-class FusedConfig(NamedTuple):
-    """One kernel for all gradients: all rows or all keys of a head are one block, or both are. `splits` programs share
-    the walk over the blocks of the other side.
-    """
-
-    tile: KernelConfig
-    walk: str | None = None  # over "keys" or "rows"
-    splits: int = 1
-
-    def __str__(self) -> str:
-        shared = f", {self.splits} splits" * (self.splits > 1)
-        return str(self.tile) + ("" if self.walk is None else f" over {self.walk}{shared}")
 
 
 class Walk(NamedTuple):
@@ -59,41 +31,8 @@ class Walk(NamedTuple):
     longest: int = LONGEST  # of the side that is walked over; longer ones were not measured
 
 
-class TileConfig(NamedTuple):
-    """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
-    `fused` is one kernel for all gradients, where rows or keys are few. `dbias` is that of dq unless it is given.
-    `given_splits` is that of forward in a call with `num_splits`, unless they are the same. `products` says who
-    multiplies, if it is not these kernels (`host_products`).
-    """
-
-    forward: KernelConfig
-    dkdv: KernelConfig
-    dq: KernelConfig
-    pack_gqa: int = 1
-    dbias: KernelConfig | None = None
-    fused: FusedConfig | None = None
-    given_splits: KernelConfig | None = None
-    products: str | None = None
-
-
-class WidthConfigs(NamedTuple):
-    """The configurations for head dimensions up to `width`."""
-
-    width: int
-    forward: KernelConfig
-    dkdv: KernelConfig
-    dq: KernelConfig
-
-
-KIB = 1024
-SHARED_MEMORY = {  # KiB that one program may take
-    "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99,
-    "sm_121": 99, "gfx942": 64, "gfx950": 160,
-}  # fmt: skip
-MIN_SHARED_MEMORY = 64
-
 HALF = {  # float16 and bfloat16, by shared memory
-    227: (
+    MOST_SHARED_MEMORY: (
         WidthConfigs(64, KernelConfig(64, 64, 4, 3), KernelConfig(64, 64, 4, 3), KernelConfig(128, 64, 4, 3)),
         WidthConfigs(128, KernelConfig(128, 128, 8, 3), KernelConfig(32, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
         WidthConfigs(256, KernelConfig(128, 64, 8, 2), KernelConfig(64, 64, 8, 1), KernelConfig(128, 32, 8, 2)),
@@ -157,15 +96,9 @@ WALKS = (  # 16-bit inputs, measured on an H200; the first that fits
 MOST_SPLITS = 16  # of a walk: the last program to finish adds up the sums of all
 MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill (not measured)
 INTERPRETER_WALKS = tuple(Walk(over, 16, 16, 4, 1, programs=4, width=512) for over in ("keys", "rows"))
-MIN_COPY_BYTES = 4  # of an asynchronous copy
-KEYS_TIMES_WIDTH, FEW = 8192, 16  # of a tile that decodes; rows above which products take time too
-FEW_SPLITS = 4  # up to which several programs of a core share a row; merging more takes longer than it gains
-TWO_CHUNKS = range(65, 97)  # widths that are held as 64 and 16 or 32 features: more warps have no more to do
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
 SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
-MIN_SPLIT_KEYS = 64  # of one split of a row
 SHORT_PAIRS, INTERPRETER_PAIRS = 64 * 128, 16 * 16  # of a tile that is a whole sequence in backward
-SHORT = 64  # rows and keys of a sequence that is one small tile
 
 
 def tile(problem: Problem, device: Device) -> TileConfig:
@@ -235,76 +168,12 @@ def one_block(problem: Problem, device: Device) -> FusedConfig | None:
 def pass_tiles(problem: Problem, device: Device) -> TileConfig:
     """The configurations of sequences of any length."""
     row = row_of(problem, device)
-    if not is_decoding(problem, large_groups=has_most(problem.dtype, device)):
-        if not needs_room(problem, device):
-            tuned_configs = tuned_row(row, problem.dtype, device)
-            row = tuned_configs._replace(forward=row.forward) if wants_small(problem, row, device) else tuned_configs
-        return TileConfig(row.forward, row.dkdv, row.dq)
-    forward, group = decoding(row, problem, device), group_of(problem)
-    if is_short(problem) and has_most(problem.dtype, device) and not needs_room(problem, device):
-        warps = 4 if row.width <= 64 else 8
-        short = KernelConfig(SHORT, SHORT, warps, 1)
-        return TileConfig(forward._replace(block_n=SHORT, num_stages=1), short, short, pack_gqa=group)
-    chosen = for_programs(forward, problem, device)
-    given_splits = None if chosen == forward else forward
-    return TileConfig(chosen, row.dkdv, row.dq, pack_gqa=group, given_splits=given_splits)
-
-
-def is_short(problem: Problem) -> bool:
-    """Whether a sequence is one small tile: nothing is loaded ahead, and what several stages would take of the shared
-    memory lets more programs run on a core.
-    """
-    p = problem
-    narrow = max(p.head_dim, p.head_dim_v) <= 128
-    return p.layout == "dense" and p.seqlen_q > 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT and narrow
-
-
-def decoding(row: WidthConfigs, problem: Problem, device: Device) -> KernelConfig:
-    """The configuration for few rows, whatever the batch and the lengths: with a given number of splits, a sequence's
-    bits depend neither on the batch nor on the longest sequence in it.
-
-    Loading keys is all the work. With the most shared memory, and no feature that needs it, three blocks of keys and
-    values are in flight while one is used. With more rows, smaller tiles let two programs run on a core (H200:
-    docs/journal/2026-11-25-decoding.md).
-    """
-    shipped_config, block_n = row.forward, max(16, KEYS_TIMES_WIDTH // row.width)
-    block_m = max(16, power_of_two(packed_rows(problem)))
-    if misaligned(problem, device):
-        block_m = min(block_m, shipped_config.block_m)
-    if not loads_ahead(problem, device):
-        return KernelConfig(block_m, min(shipped_config.block_n, block_n), 4, shipped_config.num_stages)
-    if block_m > MAX_ROWS and row.width <= 64:
-        block_m = MAX_ROWS
-    if FEW < block_m <= MAX_ROWS:
-        return KernelConfig(block_m, 64 if row.width <= 128 else max(16, block_n // 2), 4, 3)
-    return KernelConfig(block_m, block_n, 4 if block_m <= MAX_ROWS else 8, 4)
-
-
-def for_programs(chosen: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
-    """A better configuration for up to 16 rows where their number of tiles decides it: with more than half a tile for
-    each core, smaller ones, of which several run on a core; with fewer, larger blocks of keys, unless pages are smaller
-    (H200: docs/journal/2026-11-25-decoding.md).
-    """
-    p = problem
-    if chosen.block_m > FEW or not loads_ahead(p, device):
-        return chosen
-    narrowest, width = min(p.head_dim, p.head_dim_v), max(p.head_dim, p.head_dim_v)
-    programs = num_programs(chosen, group_of(p), p)
-    if 2 * programs <= device.cores:
-        larger = width <= 128 and narrowest > TWO_CHUNKS[-1] and (p.pages is None or p.pages.size >= 128)
-        return KernelConfig(FEW, 128, 4, 3) if larger else chosen
-    if width in TWO_CHUNKS:
-        return KernelConfig(FEW, 32, 1, 4)
-    return KernelConfig(FEW, 64, 2, 3) if width <= 64 and programs <= 2 * device.cores else chosen
-
-
-def loads_ahead(problem: Problem, device: Device) -> bool:
-    """Whether a tile of few rows has the shared memory for several blocks of keys, copied asynchronously whatever their
-    address.
-    """
-    widths = problem.head_dim, problem.head_dim_v
-    asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)
-    return has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout)
+    if is_decoding(problem, large_groups=has_most(problem.dtype, device)):
+        return decoding.tiles(row, problem, device)
+    if not needs_room(problem, device):
+        tuned_configs = tuned_row(row, problem.dtype, device)
+        row = tuned_configs._replace(forward=row.forward) if wants_small(problem, row, device) else tuned_configs
+    return TileConfig(row.forward, row.dkdv, row.dq)
 
 
 def row_of(problem: Problem, device: Device) -> WidthConfigs:
@@ -332,41 +201,6 @@ def shipped(dtype: torch.dtype, width: int, device: Device) -> WidthConfigs:
     if dtype is torch.float32 and device.arch == "sm_90":
         rows = (*SINGLE_TF32X3, *rows)
     return next(row for row in rows if width <= row.width)
-
-
-def memory_of(device: Device) -> int:
-    return SHARED_MEMORY.get(device.arch, MIN_SHARED_MEMORY)
-
-
-def has_pairs(problem: Problem) -> bool:
-    """Whether a feature adds a value to the score of each pair, which a kernel holds."""
-    p = problem
-    return p.features.mask is not None or p.features.score_terms or reads_pairs(p)
-
-
-def reads_pairs(problem: Problem) -> bool:
-    """Whether a score_mod or mask function reads an element for each pair. Others, which only calculate, get tiles as
-    large as those without one (H200, backward of ALiBi as a score_mod: 11% faster at width 64, 35% at 128; of a causal
-    condition 15% slower at 64).
-    """
-    return any(isinstance(x, Formula) and loads_pairs(x) for x in (problem.score_mod, problem.mask_mod))
-
-
-def has_most(dtype: torch.dtype, device: Device) -> bool:
-    """Whether the configurations are those of chips with the most shared memory, one of which we measured."""
-    return dtype is not torch.float32 and memory_of(device) >= max(HALF)
-
-
-def needs_room(problem: Problem, device: Device) -> bool:
-    """Whether a tile may need more shared memory than in the plain problems on which tiles are tuned."""
-    return misaligned(problem, device) or problem.dropout or has_pairs(problem) or problem.pages is not None
-
-
-def misaligned(problem: Problem, device: Device) -> bool:
-    """Whether rows cannot be copied asynchronously on Hopper. There, ptxas 12.8 miscompiles some warpgroup products of
-    such tiles (`tests/offline` detects it); tiles of 32 rows have none.
-    """
-    return problem.alignment < MIN_COPY_BYTES and device.arch == "sm_90"
 
 
 def tuned_row(row: WidthConfigs, dtype: torch.dtype, device: Device) -> WidthConfigs:
@@ -425,28 +259,3 @@ def wants_small(problem: Problem, row: WidthConfigs, device: Device) -> bool:
     short = left is not None and right is not None and left + right <= SHORT_WINDOW
     measured = has_most(problem.dtype, device) and 64 < row.width <= 128
     return measured and not has_pairs(problem) and (problem.softcap or problem.dropout or short)
-
-
-def num_programs(config: KernelConfig, pack_gqa: int, problem: Problem) -> int:
-    """The tiles of rows of a call."""
-    blocks = -(-max(problem.seqlen_q, 1) * pack_gqa // config.block_m)
-    return max(1, blocks * problem.num_heads_q // pack_gqa * problem.batch)
-
-
-def num_splits(problem: Problem, device: Device) -> int:
-    """The number of programs that share the keys of a row, so that few rows still fill the chip."""
-    chosen = tile(problem, device)
-    programs = num_programs(chosen.forward, chosen.pack_gqa, problem)
-    several = programs_of_core(chosen.forward, problem, device) * device.cores // programs
-    wanted = max(device.cores // programs, min(several, FEW_SPLITS))
-    most = math.isqrt(problem.seqlen_k) // 4  # merging takes time for each split: 16 are best for 4096 keys of one row
-    return max(1, min(wanted, problem.seqlen_k // MIN_SPLIT_KEYS, most))
-
-
-def programs_of_core(config: KernelConfig, problem: Problem, device: Device) -> int:
-    """The programs of few rows that a core should run at once."""
-    if not is_decoding(problem) or not loads_ahead(problem, device):
-        return 1
-    if config.block_m > FEW:
-        return 2 if config.block_m <= MAX_ROWS else 1
-    return 4 if config.num_warps == 2 else 1

@@ -19,10 +19,10 @@ from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
 from . import host_products
-from .configs import KernelConfig
 from .formulas import launch
 from .host_append import append_and_rotate
 from .semaphores import new_semaphores
+from .tile_config import KernelConfig
 
 FORWARD = Kernel(f"{__package__}.kernels.forward", "forward_kernel")
 

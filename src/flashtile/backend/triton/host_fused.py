@@ -11,10 +11,10 @@ from ..epilogue import requested_from_rows
 from ..gpu.kernel import Kernel
 from ..scalars import dlse_strides, lse_strides, strides
 from . import arguments as args
-from .configs import FusedConfig
 from .gradients import new_bias_gradients, new_key_rows, slope_gradient, sum_of_splits
 from .launches import BackwardLaunches
 from .semaphores import new_semaphores
+from .tile_config import FusedConfig
 
 FUSED = Kernel(f"{__package__}.kernels.fused", "fused_kernel")
 MOST_STRIDE = 2**20  # elements from row to row

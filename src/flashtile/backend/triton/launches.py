@@ -17,9 +17,9 @@ from ..gpu.replay import Recorder
 from ..scalars import dlse_strides, lse_strides, rows_last, strides
 from . import arguments as args
 from . import formulas
-from .configs import KernelConfig
 from .gradients import new_bias_gradients, new_key_rows, new_sums, rounded_sums, sum_of_splits
 from .split_rows import split_rows
+from .tile_config import KernelConfig
 
 ROWS_AT_ONCE = 64
 PREPROCESS, DKDV, DQ, DBIAS, DCAPTURED = (

@@ -16,7 +16,7 @@ from ..gpu.installed import triton_version
 from .wide_float32 import WIDE_FLOAT32, prefers_products, takes_products
 
 if TYPE_CHECKING:
-    from .configs import TileConfig
+    from .tile_config import TileConfig
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature"
 MAX_HEAD_DIM = 512
@@ -82,6 +82,6 @@ def tile(problem: Problem, device: Device) -> "TileConfig":
 
 
 def num_splits(problem: Problem, device: Device) -> int:
-    from . import configs
+    from . import decoding
 
-    return configs.num_splits(problem, device)
+    return decoding.num_splits(tile(problem, device), problem, device)

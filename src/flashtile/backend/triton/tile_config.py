@@ -1,0 +1,58 @@
+"""Configurations of kernels as values: tiles, warps, stages, walks."""
+
+from typing import NamedTuple
+
+
+class KernelConfig(NamedTuple):
+    """A kernel's tile of query rows and keys, its warps and its pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tuned: bool = False  # found by `flashtile tune` on this machine
+    precision: str = "ieee"  # of float32 products (`Constants.PRECISION`)
+
+    def __str__(self) -> str:
+        tuned = ", tuned on this machine" * self.tuned
+        return f"{self.block_m} x {self.block_n} ({self.num_warps} warps, {self.num_stages} stages{tuned})"
+
+
+class FusedConfig(NamedTuple):
+    """One kernel for all gradients: all rows or all keys of a head are one block, or both are. `splits` programs share
+    the walk over the blocks of the other side.
+    """
+
+    tile: KernelConfig
+    walk: str | None = None  # over "keys" or "rows"
+    splits: int = 1
+
+    def __str__(self) -> str:
+        shared = f", {self.splits} splits" * (self.splits > 1)
+        return str(self.tile) + ("" if self.walk is None else f" over {self.walk}{shared}")
+
+
+class TileConfig(NamedTuple):
+    """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
+    `fused` is one kernel for all gradients, where rows or keys are few. `dbias` is that of dq unless it is given.
+    `given_splits` is that of forward in a call with `num_splits`, unless they are the same. `products` says who
+    multiplies, if it is not these kernels (`host_products`).
+    """
+
+    forward: KernelConfig
+    dkdv: KernelConfig
+    dq: KernelConfig
+    pack_gqa: int = 1
+    dbias: KernelConfig | None = None
+    fused: FusedConfig | None = None
+    given_splits: KernelConfig | None = None
+    products: str | None = None
+
+
+class WidthConfigs(NamedTuple):
+    """The configurations for head dimensions up to `width`."""
+
+    width: int
+    forward: KernelConfig
+    dkdv: KernelConfig
+    dq: KernelConfig
