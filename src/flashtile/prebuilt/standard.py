@@ -27,6 +27,7 @@ RARER = ((32, 32), (72, 72), (80, 80), (160, 160))  # of vision and diffusion mo
 COMMON = tuple(dims for dims in WIDTHS if dims not in RARER)
 SMALL_DIMS = (16, 32, 48, 64, 96, 128)  # of short sequences, for which Triton's kernels are faster
 FLOAT32_DIMS = (32, 64, 128)
+WIDE_FLOAT32_DIMS = (160, 256, 512)  # of calls without features, whose products PyTorch computes
 DECODE_HEADS = ((8, 8), (32, 8), (64, 8), (16, 2), (71, 1))  # query and key heads: groups of 1, 4, 8 and more
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # with different splits of the keys
 PAGE_SIZES = (16, 256)
@@ -105,6 +106,9 @@ def float32() -> Iterator[StandardCall]:
     for dim, seqlen, causal in itertools.product(FLOAT32_DIMS, (TINY, SHORT, LONG), (False, True)):
         q, k, v = dense(FILLING, seqlen, seqlen, (dim, dim), torch.float32)
         yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, backward=True)
+    for dim, seqlen in itertools.product(WIDE_FLOAT32_DIMS, (MIDDLE, 4 * MIDDLE, LONG)):
+        q, k, v = dense(FILLING, seqlen, seqlen, (dim, dim), torch.float32)
+        yield StandardCall("attention", {"q": q, "k": k, "v": v}, backward=True)
 
 
 def with_features(dtype: torch.dtype) -> Iterator[StandardCall]:
