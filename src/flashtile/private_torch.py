@@ -224,7 +224,7 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """
     try:
         return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, ValueError, RuntimeError):
         return None
 
 

@@ -159,7 +159,7 @@ class EagerAttention(torch.autograd.Function):
         save_for_backward(ctx, call, results, flat)
         return results
 
-    backward = Attention.backward
+    backward = Attention.backward  # pyright: ignore[reportAssignmentType]
 
 
 def save_for_backward(ctx: Any, call: Call, results: tuple[Tensor, ...], flat: Sequence[Tensor | None]) -> None:

@@ -201,7 +201,7 @@ def run_backward(
 
 
 def replayed_backward(needs: Sequence[bool], results: Results, call: Call) -> Sequence[Tensor | None] | None:
-    """Gradients of a recorded call that only autograd is around, not all in their inputs' dtypes; else `None`."""
+    """Gradients of a recorded call with nothing but autograd around it, not all in their own dtypes; else `None`."""
     if call.entry is None or not is_plain_eager():
         return None
     return fast_path.replayed_backward(call, inside_operator, needs, results)

@@ -21,7 +21,7 @@ from flashtile.backend.gpu.driver import (
     LaunchConfig,
     TensorMap,
 )
-from flashtile.backend.gpu.pointers import Slot, TmaDescriptor
+from flashtile.backend.gpu.pointers import Part, Slot, TmaDescriptor
 from flashtile.backend.gpu.signature import CONSTANT, PLAIN, SPECIALIZED
 
 PARAMETERS = [
@@ -39,13 +39,14 @@ FACTS: dict[str, Any] = {
     "cooperative": False,
     "scratch": [0, 0],
 }
+OFFSET = 128  # of the last argument in its workspace
 SCALARS = {"n": -5, "far": 2**40, "factor": 0.1, "huge": 1e300, "flag": True, "TILE": "a tile", "num_warps": 4}
 SLOTS = {"q_desc": Slot(0, lambda x, rows: TmaDescriptor(x, tuple(x.shape), x.stride(), (rows, 64)), 1), "lse": Slot(1)}
-SLOTS |= {"absent": None, "last": Slot(2)}  # type: ignore[dict-item]
+SLOTS |= {"absent": None, "last": Slot(2, part=Part(OFFSET, (4,), torch.float32))}  # type: ignore[dict-item]
 
 
 def tensors() -> list[Tensor | None]:
-    return [torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(4), torch.randn(4)]
+    return [torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(4), torch.zeros(OFFSET + 16, dtype=torch.uint8)]
 
 
 def binary(driver: FakeDriver, **changes: Any) -> Binary:
@@ -61,7 +62,7 @@ def expected(given: list[Tensor | None]) -> list[int]:
     q, lse, last = (x.data_ptr() for x in given if x is not None)
     scalars = [("i", -5), ("q", 2**40), ("f", 0.1), ("f", float("inf")), ("B", 1)]
     of_map = [slot_of("i", 3), slot_of("i", 64), slot_of("q", 64), slot_of("q", 1)]
-    return [q, *of_map, lse, *(slot_of(code, x) for code, x in scalars), last, 0, 0]
+    return [q, *of_map, lse, *(slot_of(code, x) for code, x in scalars), last + OFFSET, 0, 0]
 
 
 def test_structures_are_those_of_the_driver() -> None:

@@ -16,7 +16,7 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 
 from flashtile.backend.gpu import launcher
-from flashtile.backend.gpu.pointers import Slot, resolved
+from flashtile.backend.gpu.pointers import Part, Slot, resolved
 from flashtile.backend.gpu.triton_launch import TritonLaunch
 
 BASE = ("function", False, False, None, None, (4, 1, 0), None, None, None)
@@ -63,12 +63,14 @@ def test_arguments(with_descriptors: bool) -> None:
         names = {"k_desc": "tensordesc<bf16[1, 4]>", **names, "v_desc": "tensordesc<bf16[1, 4]>"}
     compiled = Compiled(dict(enumerate(names.values())), layouts)
 
-    slots = {"q": Slot(0), "lse": Slot(1), "absent": None}
+    parts = [Part(offset, (4, 8), torch.float32) for offset in (128, 256)]
+    slots = {"q": Slot(0), "lse": Slot(1, part=parts[0]), "absent": None}
     if with_descriptors:
-        slots |= {"k_desc": Slot(2, descriptor, 2), "v_desc": Slot(3, descriptor, 4)}
+        slots |= {"k_desc": Slot(2, descriptor, 2), "v_desc": Slot(1, descriptor, 4, parts[1])}
 
     def tensors() -> list[torch.Tensor | None]:
-        return [torch.randn(4, 8) for _ in range(4)]
+        workspace = torch.zeros(parts[-1].end, dtype=torch.uint8)
+        return [torch.randn(4, 8), workspace, torch.randn(4, 8)]
 
     first = tensors()
     pointers = resolved(slots, first)

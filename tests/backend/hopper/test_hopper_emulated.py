@@ -218,6 +218,7 @@ SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/co
 FUSED, DQ_WRITER = "kernels/backward/fused.py", "kernels/backward/dq_writer.py"
 KEY_SCHEDULER = "kernels/backward/tile_scheduler.py"
 DQ, DKDV = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py"
+PREPROCESS = "kernels/preprocess.py"
 COORDINATES, SWIZZLE = "kernels/shared/coordinates.py", "kernels/shared/swizzle.py"
 SLOPES, PACKED_SLOPES = "kernels/backward/slopes.py", "packed slopes of sequences 128"
 DROPOUT, PHILOX = "kernels/shared/dropout.py", "kernels/shared/philox_ptx.py"
@@ -354,6 +355,7 @@ BUGS = (
     Bug("blocks of the sequence before", SLOPES, "CONFIG.block_n + tile.b", "CONFIG.block_n", PACKED_SLOPES, (33, 70)),
     Bug("dk stored over that of earlier chunks", EPILOGUE, "if ADD:", "if False:", "full 64"),
     Bug("rows of two chunks", KEY_SCHEDULER, "gl.minimum(hi, scheduler.chunk.hi)", "hi", "full 64"),
+    Bug("tiles counted from anything", PREPROCESS, "tl.store(tile_count_semaphore, 0)", "pass", "packed 128"),
     Bug("rows of the next packed sequence", COORDINATES, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
 )
 

@@ -14,6 +14,9 @@ COMBINE_BYTES = 2**22  # of partial results that are merged in the time of a blo
 MAX_DQ_PARTS = 16
 MAX_CHUNK_ROWS = 2**16  # of a launch, in which programs stay close enough to each other to share the L2 cache
 UNEVEN = 0.9  # time of the longest tile of keys, in units of all tiles spread over all cores, from which it is split
+NEARLY_EVEN = 1.1  # the same, with which splits of heads alone will do
+MAX_HEAD_SPLITS = 16
+WIDE, LONG = 128, 4096  # head dimension and rows from which heads of a group are faster apart
 MIN_UNEVEN_BLOCKS, MAX_UNEVEN_SPLITS = 16, 16  # blocks of rows, and splits of them
 
 
@@ -53,15 +56,18 @@ def dq_parts(problem: Problem, device: Device, config: FusedBackwardConfig) -> i
 
 
 def head_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
-    """The number of programs that share the query heads of a block of keys: the fewest with which no tile is too long.
+    """The number of programs that share the query heads of a block of keys.
 
     Each has rows of dq of its own, so that programs keep the order in which they add to them.
     """
     if problem.layout != "dense" or problem.window.unlimited:
         return 1
     group = problem.num_heads_q // problem.num_heads_kv
-    even = (n for n in range(1, group + 1) if group % n == 0 and not uneven(problem, device, config, n))
-    return next(even, 1)
+    choices = [n for n in range(1, min(group, MAX_HEAD_SPLITS) + 1) if group % n == 0]
+    if config.head_dim.width == WIDE and problem.seqlen_q >= LONG:
+        return choices[-1]
+    even = (n for n in choices if not uneven(problem, device, config, n, UNEVEN))
+    return next(even, choices[-1] if not uneven(problem, device, config, choices[-1], NEARLY_EVEN) else 1)
 
 
 def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
@@ -71,7 +77,7 @@ def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) ->
     m_blocks = cdiv(problem.seqlen_q, config.block_m)
     if not problem.window.unlimited:
         # Few splits break the order in which they add dq, and are slower than none (docs/journal).
-        too_long = m_blocks >= MIN_UNEVEN_BLOCKS and uneven(problem, device, config, config.head_splits)
+        too_long = m_blocks >= MIN_UNEVEN_BLOCKS and uneven(problem, device, config, config.head_splits, NEARLY_EVEN)
         return min(MAX_UNEVEN_SPLITS, m_blocks // 2) if too_long else 1
     tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch
     blocks = m_blocks * (problem.num_heads_q // problem.num_heads_kv)
@@ -80,13 +86,13 @@ def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) ->
     return fastest(tiles, blocks, bytes_per_split, device.cores)
 
 
-def uneven(problem: Problem, device: Device, config: FusedBackwardConfig, head_splits: int) -> bool:
-    """Whether the longest tile of a diagonal or window takes longer than all tiles spread over all cores."""
+def uneven(problem: Problem, device: Device, config: FusedBackwardConfig, head_splits: int, limit: float) -> bool:
+    """Whether the longest tile of a diagonal or window takes longer than `limit` times all of them on all cores."""
     m_blocks = cdiv(problem.seqlen_q, config.block_m)
     longest = min(m_blocks, cdiv(rows_per_key(problem) * 2, config.block_m))
     mean = rows_per_key(problem) / config.block_m
     tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch * head_splits
-    return longest * device.cores > tiles * mean * UNEVEN
+    return longest * device.cores > tiles * mean * limit
 
 
 def row_chunks(problem: Problem, config: FusedBackwardConfig) -> int:
