@@ -241,7 +241,7 @@ def test_splits_fill_the_device() -> None:
         ]
         call = described_call(tensors[0], tensors[1], tensors[1], None, None, {"causal": causal})
         config = support.tile(Problem.describe(call), H200)
-        return support.num_splits(Problem.describe(call), H200), config.backward.row_splits
+        return support.num_splits(Problem.describe(call), H200), config.backward.splits
 
     assert chosen(512, 50_000)[0] >= 4
     assert chosen(4096, 77)[1] >= 4
