@@ -1,9 +1,12 @@
 """A mask of documents beside the same call packed, on a CPU: `python benchmarks/documents_cpu.py`.
 
-Random documents of 512 tokens on the mean, 4 heads. Calls take turns; each figure is the least of the rounds, in
-milliseconds, as other programs may run on the machine.
+Random documents of 512 tokens on the mean, 4 heads, which are inside positions as in the packed call, or contiguous.
+Calls take turns; times are of the processor in milliseconds, as other programs may run on the machine: the least of the
+rounds, and the median of the rounds' ratios.
 """
 
+import functools
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,16 +28,18 @@ CALLS = (
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     run()
-    return (time.perf_counter() - start) * 1e3
+    return (time.process_time() - start) * 1e3
 
 
-def least(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    found = {name: float("inf") for name in runs}
+def measured(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    for run in runs.values():
+        run()
+    found: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            found[name] = min(found[name], milliseconds(run))
+            found[name].append(milliseconds(run))
     return found
 
 
@@ -45,35 +50,25 @@ def compare(tokens: int, head_dim: int, dtype: torch.dtype, causal: bool, rounds
     longest = int(offsets.diff().max())
     mask = mask_mods.document(torch.bucketize(torch.arange(tokens), cuts, right=True))
     packed = [torch.randn(tokens, HEADS, head_dim, dtype=dtype) for _ in range(4)]
-    dense = [x.transpose(0, 1)[None] for x in packed]
-    (q, k, v), (packed_q, packed_k, packed_v) = (
-        [x.detach().requires_grad_() for x in some[:3]] for some in (dense, packed)
-    )
-
-    def attend() -> torch.Tensor:
-        return flashtile.attention(q, k, v, mask=mask, causal=causal)  # type: ignore[return-value]
-
-    def attend_packed() -> torch.Tensor:
-        return flashtile.attention_varlen(  # type: ignore[return-value]
-            packed_q, packed_k, packed_v, cu_seqlens_q=offsets, cu_seqlens_k=offsets,
-            max_seqlen_q=longest, max_seqlen_k=longest, causal=causal,
-        )  # fmt: skip
-
-    out, out_packed = attend(), attend_packed()
-    passes = {
-        "forward": {"mask": attend, "packed": attend_packed},
-        "backward": {
-            "mask": lambda: torch.autograd.grad(out, (q, k, v), dense[3], retain_graph=True),
-            "packed": lambda: torch.autograd.grad(
-                out_packed, (packed_q, packed_k, packed_v), packed[3], retain_graph=True
-            ),
-        },
-    }
+    inside = [x.transpose(0, 1)[None] for x in packed]
+    lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    forward, backward = {}, {}
+    for name, tensors in {"packed": packed, "inside": inside, "contiguous": [x.contiguous() for x in inside]}.items():
+        *inputs, dout = tensors
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        function, given = (
+            (flashtile.attention_varlen, lengths) if name == "packed" else (flashtile.attention, {"mask": mask})
+        )
+        forward[name] = attend = functools.partial(function, *leaves, causal=causal, **given)
+        backward[name] = functools.partial(torch.autograd.grad, attend(), leaves, dout, retain_graph=True)
     call = f"{tokens} tokens, head dimension {head_dim}, {dtype}{', causal' if causal else ''}"
-    for name, runs in passes.items():
-        found = least(runs, rounds)
-        ratio = found["mask"] / found["packed"]
-        print(f"{call}, {name}: mask {found['mask']:.1f}, packed {found['packed']:.1f}, ratio {ratio:.2f}")
+    for kind, runs in (("forward", forward), ("backward", backward)):
+        found = measured(runs, rounds)
+        words = [f"packed {min(found['packed']):.1f}"]
+        for name in ("inside", "contiguous"):
+            ratio = statistics.median(x / y for x, y in zip(found[name], found["packed"], strict=True))
+            words.append(f"heads {name} {min(found[name]):.1f}, ratio {ratio:.2f}")
+        print(f"{call}, {kind}: {'; '.join(words)}", flush=True)
 
 
 @click.command(help=__doc__)

@@ -30,7 +30,8 @@ from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descript
 from .distance_table import with_distance_table
 from .tables import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
 
-L2_BYTES = 24 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
+L2_BYTES = 40 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
+LISTED_BYTES = 24 * 2**20  # the same, of calls with lists of blocks
 WARPS = 4
 PREPROCESS = Kernel(f"{__package__}.kernels.preprocess", "preprocess_kernel")
 
@@ -197,7 +198,7 @@ class BackwardLaunches:
         resident_heads = max(1, self.programs // self.blocks.n_blocks)
         bytes_per_head = group * self.seqlen_q * bytes_per_row
         if has_lists(self.call) and isinstance(self.config, FusedBackwardConfig) and not self.config.in_order:
-            return max(1, L2_BYTES // bytes_per_head)
+            return max(1, LISTED_BYTES // bytes_per_head)
         if self.call.settings.window.unlimited:
             return max(resident_heads, self.programs // (group * self.blocks.m_blocks))
         return max(1, min(resident_heads, L2_BYTES // bytes_per_head))

@@ -15,8 +15,8 @@ MAX_DQ_PARTS = 16
 MAX_CHUNK_ROWS = 2**16  # of a launch, in which programs stay close enough to each other to share the L2 cache
 UNEVEN = 0.9  # time of the longest tile of keys, in units of all tiles spread over all cores, from which it is split
 NEARLY_EVEN = 1.1  # the same, with which splits of heads alone will do
-MAX_HEAD_SPLITS = 16
-WIDE, LONG = 128, 4096  # head dimension and rows from which heads of a group are faster apart
+FINE = 0.5  # the same, from which each head of a group is taken alone
+WIDE, MANY_ROWS = 128, 2048  # head dimension, and rows above which heads of a group are faster apart or in pairs
 MIN_UNEVEN_BLOCKS, MAX_UNEVEN_SPLITS = 16, 16  # blocks of rows, and splits of them
 
 
@@ -63,11 +63,12 @@ def head_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -
     if problem.layout != "dense" or problem.window.unlimited:
         return 1
     group = problem.num_heads_q // problem.num_heads_kv
-    choices = [n for n in range(1, min(group, MAX_HEAD_SPLITS) + 1) if group % n == 0]
-    if config.head_dim.width == WIDE and problem.seqlen_q >= LONG:
-        return choices[-1]
+    if config.head_dim.width == WIDE and problem.seqlen_q > MANY_ROWS:
+        pairs = group // 2 if group % 2 == 0 and problem.window.left is None else group
+        return group if uneven(problem, device, config, pairs, FINE) else pairs
+    choices = [n for n in range(1, group + 1) if group % n == 0]
     even = (n for n in choices if not uneven(problem, device, config, n, UNEVEN))
-    return next(even, choices[-1] if not uneven(problem, device, config, choices[-1], NEARLY_EVEN) else 1)
+    return next(even, 1 if uneven(problem, device, config, group, NEARLY_EVEN) else group)
 
 
 def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
