@@ -286,7 +286,7 @@ BUGS = (
         "gl.cdiv(gl.maximum(hi, 0), BLOCK_N), first",
         "gl.maximum(hi, 0) // BLOCK_N, first",
     ),
-    Bug("tile semaphore not reset", SCHEDULER, "gl.store(scheduler.semaphore, 0)", "pass"),
+    Bug("tile semaphore not reset between chunks", SCHEDULER, "gl.store(scheduler.semaphore, 0)", "pass", "full 64"),
     Bug("no wait for the dq semaphore", DQ_WRITER, "position if CONFIG.in_order else gl.minimum(position, 1)", "0"),
     Bug("dq semaphore released before the store", DQ_WRITER, "                wait_stores_complete()\n", ""),
     Bug("half of ds", FUSED, DS_BARRIER, ""),
