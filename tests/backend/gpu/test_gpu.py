@@ -77,8 +77,10 @@ def test_nothing_waits_for_the_gpu() -> None:
             run()
 
 
-def test_offsets_outside_the_tokens_are_keys_that_do_not_exist() -> None:
-    call = varlen_call()
+@pytest.mark.parametrize("causal", [False, True])
+def test_offsets_outside_the_tokens_are_keys_that_do_not_exist(causal: bool) -> None:
+    call = varlen_call() | {"causal": causal}
+    flashtile.attention_varlen(**call)  # the first call loads kernels, which may wait
     bad = torch.tensor([0, 0, 40, 41, 1000], dtype=torch.int32, device="cuda")
     good = torch.tensor([0, 0, 40, 41, 90], dtype=torch.int32, device="cuda")
     with no_synchronisation():

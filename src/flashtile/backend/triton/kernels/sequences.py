@@ -79,7 +79,7 @@ def offset_and_seqlen(sequence, cu_seqlens, batch, total):
         start = tl.load(cu_seqlens + sequence, mask=exists, other=0).to(tl.int32)
         stop = tl.load(cu_seqlens + sequence + 1, mask=exists, other=0).to(tl.int32)
         start = tl.minimum(tl.maximum(start, 0), total)
-        return start, tl.where(exists, tl.maximum(stop - start, 0), 0)
+        return start, tl.where(exists, tl.maximum(tl.minimum(stop, total) - start, 0), 0)
 
 
 @triton.jit
