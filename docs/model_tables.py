@@ -9,18 +9,21 @@ from flashtile.bench.store import Store
 from flashtile.report.models import compared, geometric_mean
 from flashtile.report.verdict import Comparison, Verdict, by_group, count, figures, losses_first, worse
 
-COLUMNS = ("call", "shape", "flashtile", "best other", "its time / ours")
+COLUMNS = ("call", "shape", "GPU", "flashtile", "best other", "its time / ours")
 
 
-def stored(name: str) -> list[tuple[Cell, Comparison]]:
+STORE = Store(RESULTS / "gpu-models.jsonl")
+
+
+def stored() -> list[tuple[Cell, Comparison]]:
     """The comparisons of each stored cell: of the device's time, and of a short call's eager time."""
-    return [(cell, x) for cell, rows in Store(RESULTS / f"{name}.jsonl").read().items() for x in compared({cell: rows})]
+    return [(cell, x) for cell, rows in STORE.read().items() for x in compared({cell: rows})]
 
 
 def model_means() -> str:
     """Counts and geometric means of each group of calls."""
     body = []
-    for group, some in by_group(x for _, x in stored("h200-models")).items():
+    for group, some in by_group(x for _, x in stored()).items():
         ratios = [x.ratio for x in some]
         counts = [f"{count(some, verdict)}" for verdict in Verdict]
         body.append(
@@ -31,26 +34,26 @@ def model_means() -> str:
 
 def model_losses() -> str:
     """The calls in which another library is faster."""
-    calls = stored("h200-models")
+    calls = stored()
     lost = worse(x for _, x in calls)
     return table([next((cell, x) for cell, x in calls if x is loss) for loss in lost])
 
 
 def model_calls() -> str:
     """All calls by the device's time, losses first."""
-    calls = [(cell, x) for cell, x in stored("h200-models") if not x.group.endswith("eager")]
+    calls = [(cell, x) for cell, x in stored() if not x.group.endswith("eager")]
     ranked = losses_first(x for _, x in calls)
     return table([next((cell, x) for cell, x in calls if x is one) for one in ranked])
 
 
 def table(calls: Sequence[tuple[Cell, Comparison]]) -> str:
-    return markdown(
-        COLUMNS,
-        [
-            [x.case, shape(cell), microseconds(x.own), f"{x.peer} {microseconds(x.other)}", figures(x.ratio)]
-            for cell, x in calls
-        ],
-    )
+    devices = STORE.devices()
+    body = []
+    for cell, x in calls:
+        card = devices[cell].split()[1]  # "NVIDIA H100 80GB HBM3"
+        other = f"{x.peer} {microseconds(x.other)}"
+        body.append([x.case, shape(cell), card, microseconds(x.own), other, figures(x.ratio)])
+    return markdown(COLUMNS, body)
 
 
 def shape(cell: Cell) -> str:

@@ -247,7 +247,9 @@ def test_a_store_gives_rows_as_they_were(tmp_path: Path) -> None:
     with store.path.open("a") as file:
         file.write('{"cell": {"model": "cut')
     assert store.read() == {cell: rows}
-    store.append([replace(row, cell=SMALL) for row in rows], {})
+    store.append([replace(row, cell=SMALL) for row in rows], {"commit": "b", "date": "e", "device": "y"})
+    assert store.about() == {"commit": "a to b", "date": "d to e", "device": "x and y"}
+    assert [*store.devices().values()] == ["x", "y"]
     assert list(store.read()) == [cell, SMALL]
     assert store.missing([cell, SMALL], ["flashtile"]) == []
     assert store.missing([cell], ["flashtile", "fa3"]) == [cell]

@@ -22,15 +22,19 @@ class Store:
 
     def read(self) -> dict[Cell, list[Row]]:
         """The rows of each cell, in the order in which cells were first measured."""
-        found: dict[Cell, list[Row]] = {}
+        return {cell: [Row(cell, **row) for row in values["rows"]] for cell, values in self.lines().items()}
+
+    def lines(self) -> dict[Cell, dict[str, Any]]:
+        """The last line of each cell that has rows."""
+        found: dict[Cell, dict[str, Any]] = {}
         for line in self.path.read_text().splitlines() if self.path.exists() else []:
             try:
                 values = json.loads(line)
             except ValueError:
                 continue
             cell = Cell.from_dict(values["cell"])
-            found[cell] = [Row(cell, **row) for row in values["rows"]]
-            if not found[cell]:
+            found[cell] = values
+            if not values["rows"]:
                 del found[cell]
         return found
 
@@ -43,12 +47,17 @@ class Store:
         for cell in cells:
             self.write({"cell": compact(cell), "rows": []})
 
-    def about(self) -> dict[str, Any]:
-        """Commit, date and device of the last cell."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        values = [json.loads(line) for line in lines if line.endswith("}")]
-        last = next((x for x in reversed(values) if x["rows"]), {})
-        return {name: last.get(name) for name in ("commit", "date", "device")}
+    def devices(self) -> dict[Cell, str]:
+        """The device on which each cell was measured."""
+        return {cell: values.get("device", "") for cell, values in self.lines().items()}
+
+    def about(self) -> dict[str, str]:
+        """Commits, days and devices of the cells: the first and the last day, and all devices."""
+        lines = sorted(self.lines().values(), key=lambda x: x.get("date", ""))
+        found = {name: [*dict.fromkeys(x[name] for x in lines if x.get(name))] for name in ("commit", "date", "device")}
+        between = {"commit": " to ", "date": " to ", "device": " and "}
+        some = {name: x if name == "device" else [x[0], x[-1]] if len(x) > 1 else x for name, x in found.items()}
+        return {name: between[name].join(x) for name, x in some.items()}
 
     def write(self, values: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from .verdict import Comparison, Verdict, count, losses_first, tally
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 SWEEP = FOLDER / "models.toml"
-STORED = {"cuda": FOLDER / "results" / "h200-models.jsonl", "cpu": FOLDER / "results" / "cpu-models.jsonl"}
+STORED = {"cuda": FOLDER / "results" / "gpu-models.jsonl", "cpu": FOLDER / "results" / "cpu-models.jsonl"}
 SLOW_TO_START = ("flex", "fa3")  # compiled, or not at hand: not in a quick report
 EAGER = ", eager"
 GROUPS = {

@@ -234,12 +234,15 @@ def test_factors_of_heads_take_three_warpgroups() -> None:
 def test_splits_fill_the_device() -> None:
     """Few rows or keys, and grouped heads whose diagonal makes tiles uneven; not what fills the device anyway."""
 
-    def chosen(seqlen_q: int, seqlen_k: int, causal: bool = False, heads: tuple[int, int] = (8, 8)) -> tuple[int, int]:
+    def chosen(
+        seqlen_q: int, seqlen_k: int, causal: bool = False, heads: tuple[int, int] = (8, 8), width: int = 64,
+        **settings: object,
+    ) -> tuple[int, int]:  # fmt: skip
         tensors = [
-            torch.empty(1, h, n, 64, dtype=torch.bfloat16, device="meta")
+            torch.empty(1, h, n, width, dtype=torch.bfloat16, device="meta")
             for h, n in zip(heads, (seqlen_q, seqlen_k), strict=True)
         ]
-        call = described_call(tensors[0], tensors[1], tensors[1], None, None, {"causal": causal})
+        call = described_call(tensors[0], tensors[1], tensors[1], None, None, {"causal": causal} | settings)
         config = support.tile(Problem.describe(call), H200)
         return support.num_splits(Problem.describe(call), H200), config.backward.splits
 
@@ -247,6 +250,10 @@ def test_splits_fill_the_device() -> None:
     assert chosen(4096, 77)[1] >= 4
     assert chosen(4096, 4096, True, (64, 1))[1] >= 4
     assert chosen(8192, 8192, True, (32, 8)) == chosen(16384, 16384, False, (32, 32)) == (1, 1)
+    long = (8192, 8192, True)
+    assert [chosen(*long, (32, 8), 128)[1], chosen(*long, (8, 1), 128)[1], chosen(*long, (28, 4), 128)[1]] == [2, 8, 7]
+    assert chosen(*long, (32, 8), 128, window=(4095, 0))[1] == 4
+    assert chosen(*long, (32, 32), 128)[1] == 1
 
 
 def test_long_rows_are_visited_in_chunks() -> None:

@@ -175,14 +175,20 @@ def precision_restored() -> Iterator[None]:
     ],
 )
 def test_precision_of_fp32_products(settings: list[tuple[Any, str, Any]], expected: str) -> None:
-    """Set through either of PyTorch's APIs, or both. Hopper's float32 products are three of TF32."""
+    """Set through either of PyTorch's APIs, or both. On Hopper, float32 products are three of TF32, or in backward of
+    more pairs six of bfloat16.
+    """
     for owner, name, value in settings:
         setattr(owner, name, value)
-    q = torch.empty(1, 2, 128, 16)
-    for arch, exact in ("sm_80", "ieee"), ("sm_90", "tf32x3"):
+    for arch, length, exact in (
+        ("sm_80", 128, {"ieee"}),
+        ("sm_90", 128, {"tf32x3"}),
+        ("sm_90", 4096, {"tf32x3", "bf16x6"}),
+    ):
+        q = torch.empty(1, 2, length, 16)
         launches = launches_of(described_call(q, q, q, None, None, {}), arch)
         found = {x.arguments["CONFIG"].PRECISION for x in launches if "CONFIG" in x.arguments}
-        assert found == {exact if expected == "ieee" else expected}
+        assert found == (exact if expected == "ieee" else {expected})
 
 
 def test_a_register_that_nothing_has_written_is_found() -> None:

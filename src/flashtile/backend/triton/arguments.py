@@ -272,16 +272,21 @@ def bias_shape(call: Call) -> tuple[int, int, int, int]:
 
 
 def precision(dtype: torch.dtype, config: KernelConfig) -> str:
-    """Precision of float32 products: one TF32 product where PyTorch's setting for matrix products on a GPU allows it,
-    else that of the configuration (docs/design/exactness.md).
+    """Precision of float32 products: one TF32 product where PyTorch's setting allows it, else that of the configuration
+    (docs/design/exactness.md).
+    """
+    if dtype is not torch.float32:
+        return "ieee"
+    return "tf32" if allows_tf32() else config.precision
+
+
+def allows_tf32() -> bool:
+    """Whether PyTorch's setting for matrix products on a GPU allows TF32.
 
     `fp32_precision` reflects settings through any of PyTorch's APIs. `torch.get_float32_matmul_precision` and
     `allow_tf32` raise once `fp32_precision` has been set (torch 2.11 to 2.15).
     """
-    if dtype is not torch.float32:
-        return "ieee"
-    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32" and config.precision != "bf16x6"  # has other tiles
-    return "tf32" if allowed else config.precision
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def takes_split(dtype: torch.dtype, config: KernelConfig) -> bool:

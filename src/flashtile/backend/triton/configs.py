@@ -183,6 +183,14 @@ def row_of(problem: Problem, device: Device) -> WidthConfigs:
     return row._replace(dkdv=SPLIT_DKDV, dq=SPLIT_DQ) if splits_rows(problem, row, device) else row
 
 
+def by_tf32(tile: TileConfig) -> TileConfig:
+    """The tiles for one TF32 product in place of six of bfloat16 parts."""
+    if tile.dkdv.precision != "bf16x6":
+        return tile
+    row = SINGLE_TF32X3[0]
+    return tile._replace(dkdv=row.dkdv, dq=row.dq)
+
+
 def splits_rows(problem: Problem, row: WidthConfigs, device: Device) -> bool:
     """Whether backward splits float32 rows ahead of its kernels, which takes four more launches: where each row is read
     several times, and without a tile of a feature, for which the kernels have no registers.

@@ -12,7 +12,9 @@ from ..gpu import replay
 from ..gpu.pairs import with_contiguous_keys
 from ..gpu.replay import Recorder, Results
 from ..scalars import rows_last
+from . import arguments as args
 from . import host_products
+from .configs import by_tf32
 from .gradients import (
     from_row_stats,
     in_pages,
@@ -51,24 +53,25 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(given)))
     t = call.tensors
+    tile = by_tf32(plan.tile) if args.allows_tf32() else plan.tile
     launches = BackwardLaunches(recorder, call, dout, mask_states)
-    if plan.tile.products is not None:
+    if tile.products is not None:
         return host_products.launch_backward(launches, needs, out, lse, dlse).flat()
-    fused = plan.tile.fused
+    fused = tile.fused
     if fused is not None and takes(fused, launches, needs, out):
         return launch_fused(launches, fused, needs, out, lse, dlse).flat()
     launches.preprocess(out, lse, dlse)
-    dk, dv = launches.dkdv(plan.tile.dkdv) if needs.k or needs.v else (None, None)
+    dk, dv = launches.dkdv(tile.dkdv) if needs.k or needs.v else (None, None)
     slopes = needs.alibi_slopes
-    dq, dslopes = launches.dq(plan.tile.dq, lse, slopes) if needs.q or slopes else (None, None)
-    dbias = launches.dbias(plan.tile.dbias or plan.tile.dq) if needs.bias else None
+    dq, dslopes = launches.dq(tile.dq, lse, slopes) if needs.q or slopes else (None, None)
+    dbias = launches.dbias(tile.dbias or tile.dq) if needs.bias else None
     if slopes:
         dslopes = recorder.op(slope_gradient, t.alibi_slopes, t.cu_seqlens_q, dslopes)
     if call.layout == "paged":  # dk and dv are by position
         dk, dv = (
             None if dx is None else recorder.op(in_pages, x, t.page_table, dx) for x, dx in ((t.k, dk), (t.v, dv))
         )
-    dcaptured = launches.dcaptured(plan.tile.dq, needs.score_mod_tensors)
+    dcaptured = launches.dcaptured(tile.dq, needs.score_mod_tensors)
     from_rows = {
         name: recorder.op(partial(from_row_stats, gradient), t.sinks, lse, launches.row_stats, dlse)
         for name, gradient in requested_from_rows(needs, t)
