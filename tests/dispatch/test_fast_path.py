@@ -120,6 +120,29 @@ def test_backward_layouts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(map(len, entry.backward.values())) <= 4
 
 
+@pytest.mark.parametrize("names", ["xyy", "xxx"])
+def test_one_tensor_in_several_places(names: str) -> None:
+    """Its backward pass is recorded once, and the recording serves different tensors as well."""
+    leaves = dict(zip("xyz", (x.requires_grad_() for x in inputs()), strict=True))
+
+    def gradients(names: str) -> tuple[Tensor, ...]:
+        given = [leaves[name] for name in names]
+        loss = flashtile.attention(*given).square().sum()
+        return torch.autograd.grad(loss, [leaves[name] for name in sorted(set(names))])
+
+    first = gradients(names)
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(names), first))
+    (entry,) = fast_path._recent.values()
+    assert [one.replay is not None for passes in entry.backward.values() for one in passes] == [True]
+    assert all(map(torch.equal, gradients("xyz"), gradients("xyz")))
+    reference = torch.autograd.grad(
+        flashtile.attention(*leaves.values(), backend="reference").square().sum(), [*leaves.values()]
+    )
+    for x, y in zip(gradients("xyz"), reference, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
 def test_saved_tensors_may_get_another_layout() -> None:
     """Between forward and backward: by hooks of saved tensors, or by assignment to `data`."""
 

@@ -63,7 +63,7 @@ BUGS = (
     Bug("dropout not in dp", "score_gradient.score_gradient", "tl.where(keep, dp *", "tl.where(True, dp *", "dropout"),
     Bug("l not rescaled", "softmax.add_row_sums", "state.l, alpha,", "state.l, 1.0,", "causal"),
     Bug("sink not in l", "softmax.init", "l, tl.exp2(sink - m))", "l, 0.0)", "sinks"),
-    Bug("compensation dropped", "products.add_scaled", "tl.fma(x.compensation, -alpha, part)", "part", "long"),
+    Bug("compensation dropped", "products.add_scaled", "tl.fma(x.compensation, alpha, part)", "part", "long"),
     Bug("scale missing in dq", "dq.dq_kernel", "scaled(dq_i, scale, D)", "scaled(dq_i, 1.0, D)", "causal"),
     Bug("delta added", "score_gradient.score_gradient", "(dp - delta_i)", "(dp + delta_i)", "causal"),
     Bug("delta without dlse", "preprocess.row_statistics", "dlse.data is not None", "False", "causal"),

@@ -64,11 +64,13 @@ class Layouts:
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.key = layout_key(tensors)
-        quick = self.key is not None and all(type(x) in PLAIN and is_aligned(x) for x in tensors)
+        quick = self.key is not None and not repeats(tensors)
+        quick = quick and all(type(x) in PLAIN and is_aligned(x) for x in tensors)
         self.same = private_torch.tensor_guard(tensors) if quick else None
 
     def match(self, tensors: Sequence[Tensor]) -> bool:
-        return self.match_plain(tensors) or (self.same is None and layout_key(tensors) == self.key)
+        slowly = self.same is None or repeats(tensors)  # PyTorch's guard takes no tensor twice
+        return self.match_plain(tensors) or (slowly and layout_key(tensors) == self.key)
 
     def match_plain(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the layouts are the same and no tensor is more than its memory (`call.eager`); `False` in doubt."""
@@ -78,6 +80,11 @@ class Layouts:
             if not is_aligned(x):
                 return False
         return True
+
+
+def repeats(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of the tensors is there twice."""
+    return len({*map(id, tensors)}) < len(tensors)
 
 
 def is_aligned(x: Tensor) -> bool:

@@ -253,7 +253,7 @@ def test_splits_fill_the_device() -> None:
     long = (8192, 8192, True)
     assert [chosen(*long, (32, 8), 128)[1], chosen(*long, (8, 1), 128)[1], chosen(*long, (28, 4), 128)[1]] == [2, 8, 7]
     assert chosen(*long, (32, 8), 128, window=(4095, 0))[1] == 4
-    assert chosen(*long, (32, 32), 128)[1] == 1
+    assert chosen(*long, (32, 32), 128)[1] == chosen(*long, (32, 8), 128, deterministic=True)[1] == 1
 
 
 def test_long_rows_are_visited_in_chunks() -> None:

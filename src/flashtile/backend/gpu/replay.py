@@ -97,10 +97,10 @@ class Recorder:
         if _collected.get() is not None:
             return
         function(*tensors)
-        indices = [self.index(x) for x in tensors]
+        slots = [self._slot(x) for x in tensors]
 
         def step(known: list[Tensor | None]) -> None:
-            function(*[None if n is None else known[n] for n in indices])
+            function(*[None if slot is None else slot.resolve(known) for slot in slots])
 
         if self.keep:
             self.steps.append(step)

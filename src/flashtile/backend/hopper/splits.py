@@ -63,7 +63,8 @@ def head_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -
     if problem.layout != "dense" or problem.window.unlimited:
         return 1
     group = problem.num_heads_q // problem.num_heads_kv
-    if config.head_dim.width == WIDE and problem.seqlen_q > MANY_ROWS:
+    # In order, each has dk and dv of its own.
+    if config.head_dim.width == WIDE and problem.seqlen_q > MANY_ROWS and not config.in_order:
         pairs = group // 2 if group % 2 == 0 and problem.window.left is None else group
         return group if uneven(problem, device, config, pairs, FINE) else pairs
     choices = [n for n in range(1, group + 1) if group % n == 0]

@@ -212,11 +212,12 @@ def shipped(dtype: torch.dtype, width: int, device: Device) -> WidthConfigs:
 
 
 def tuned_row(row: WidthConfigs, dtype: torch.dtype, device: Device) -> WidthConfigs:
-    """The row, with the configurations that `flashtile tune` saved on this machine."""
+    """The row, with the configurations that `flashtile tune` saved on this machine. It tries no products of parts."""
     launches = tuned.launches(device, family(dtype), row.width) if device.type == "cuda" else {}
     found = {
         kernel: KernelConfig(*numbers, tuned=True, precision=getattr(row, kernel).precision)
         for kernel, numbers in launches.items()
+        if getattr(row, kernel).precision != "bf16x6"
     }
     return row._replace(**found)
 

@@ -55,8 +55,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
     if (reason := too_long(problem)) is not None:
         return reason
-    if problem.layout != "dense" and not 0 < problem.batch <= MAX_SEQUENCES:
-        return f"a packed batch has 1 to {MAX_SEQUENCES} sequences"
+    if problem.layout != "dense" and problem.batch > MAX_SEQUENCES:
+        return f"a packed batch has at most {MAX_SEQUENCES} sequences"
     return None
 
 

@@ -43,7 +43,7 @@ def head_info(params, b, head, shift):
     """Load the features of a sequence and head."""
     slope, stream = 0.0, Stream(0, 0, 0)
     if params.scores.slopes.data is not None:
-        slope = load_slope(params.scores.slopes, b, head)
+        slope = load_slope(params.scores.slopes, b, head, params.lengths.batch)
     if params.dropout.threshold is not None:
         stream = load_stream(params.dropout, b, head)
     return HeadInfo(b, head, shift, softmax_factor(params.scores), slope, stream)
