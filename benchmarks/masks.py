@@ -36,8 +36,8 @@ from flashtile.bench.rounds import Entrant, band, interleave
 from flashtile.bench.sweep import Timing
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
+from flashtile.testing.threads import one_thread
 from flashtile.testing.tolerance import worst
-from flashtile.verification.examine import one_thread
 
 CREATIONS = 5  # of a block mask that are timed
 COMPILED = PROVIDERS[:4]  # those whose kernels are compiled at their first call
@@ -53,7 +53,7 @@ def checked(case: Case, inputs: Inputs, attend: Attend, expected: dict[str, Any]
     found = []
     for part in parts(case):
         if str(part) not in expected:
-            with one_thread():  # a thread for each core that the machine has can be more than a container may use
+            with one_thread():
                 expected[str(part)] = solve(cut(case, part))
         results = {"out": pick(case, part, "out", out)}
         gradients = torch.autograd.grad(out, inputs.leaves, cotangent(case, part), retain_graph=True)

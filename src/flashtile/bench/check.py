@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..testing.case import Case
 from ..testing.oracle import Expected, solve
+from ..testing.threads import one_thread
 from ..testing.tolerance import Deviation, worst
 from .parts import SOLVED_PAIRS, cotangent, cut, pairs, parts, pick
 from .providers import Prepared, Provider
@@ -74,7 +75,8 @@ class Checker:
     def worst_of(self, key: str, case: Case, results: dict[str, Tensor]) -> list[Deviation]:
         """The worst element of each result; `key` names the problem among those already solved."""
         if key not in self.solved:
-            self.solved[key] = case, solve(case)
+            with one_thread():
+                self.solved[key] = case, solve(case)
         expected = self.solved[key][1]
         return [worst(x, expected[name], case.dtype, name) for name, x in results.items()]
 

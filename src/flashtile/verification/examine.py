@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from ..testing.case import Case
 from ..testing.generate import random_case
 from ..testing.long import LONGEST, long_case
 from ..testing.oracle import solve
+from ..testing.threads import one_thread
 from ..testing.tolerance import Deviation, compare
 
 # Problems that pay for a process, and problems in one chunk. Starting a process takes as long as some dozens of cases;
@@ -289,14 +289,3 @@ def in_words(error: Exception) -> str:
 
 def default_jobs() -> int:
     return min(os.cpu_count() or 1, 8)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread: for such small tensors, handing work to other threads takes longer than doing it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -122,7 +122,7 @@ def refuse_plot_without(names: tuple[str, ...], plot: Path) -> None:
 def measured(names: tuple[str, ...], device: torch.device, everything: bool) -> "Iterator[tuple[Table, float]]":
     """Each table and its seconds, when it is done. One that fails says so, and the others follow."""
     from ...ladder.triton_or_not import on
-    from ...verification.examine import one_thread
+    from ...testing.threads import one_thread
     from .measure import Table
 
     kept = stored.load(stored.path_for(device))

@@ -9,7 +9,7 @@ from ...ladder.triton_or_not import on
 from ...report.section import Plot, Section, Series
 from ...report.section import Table as Shown
 from ...report.settings import Settings
-from ...verification.examine import one_thread
+from ...testing.threads import one_thread
 from .long import long
 from .measure import Measurement, Table
 from .show import in_figures, pivoted
