@@ -112,7 +112,7 @@ def runs_of(
 
 
 def steps() -> Iterator[str]:
-    """What the recordings of all calls so far repeat."""
+    """The steps of all recordings so far."""
     for entry in fast_path._recent.values():
         for one in (entry.forward, *(x for passes in entry.backward.values() for x in passes)):
             for cell in getattr(one.replay, "__closure__", None) or ():

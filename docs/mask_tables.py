@@ -16,7 +16,7 @@ def stored() -> list[dict[str, Any]]:
 
 
 def mask_origin() -> str:
-    """Where the stored calls were measured, and which of them another library has no result for."""
+    """The origin of the stored calls, and those for which FlexAttention has no result."""
     values = stored()
     device, version = (listed(sorted({x[name] for x in values})) for name in ("device", "torch"))
     dates = listed(sorted({x["date"] for x in values}))

@@ -10,8 +10,6 @@ from flashtile.report.models import compared, geometric_mean
 from flashtile.report.verdict import Comparison, Verdict, by_group, count, figures, losses_first, worse
 
 COLUMNS = ("call", "shape", "GPU", "flashtile", "best other", "its time / ours")
-
-
 STORE = Store(RESULTS / "gpu-models.jsonl")
 
 

@@ -52,12 +52,12 @@ class Store:
         return {cell: values.get("device", "") for cell, values in self.lines().items()}
 
     def about(self) -> dict[str, str]:
-        """Commits, days and devices of the cells: the first and the last day, and all devices."""
+        """The first and the last commit and date, and all devices, of the cells."""
         lines = sorted(self.lines().values(), key=lambda x: x.get("date", ""))
-        found = {name: [*dict.fromkeys(x[name] for x in lines if x.get(name))] for name in ("commit", "date", "device")}
-        between = {"commit": " to ", "date": " to ", "device": " and "}
-        some = {name: x if name == "device" else [x[0], x[-1]] if len(x) > 1 else x for name, x in found.items()}
-        return {name: between[name].join(x) for name, x in some.items()}
+        commits, dates, devices = (
+            [*dict.fromkeys(x[name] for x in lines if x.get(name))] for name in ("commit", "date", "device")
+        )
+        return {"commit": span(commits), "date": span(dates), "device": " and ".join(devices)}
 
     def write(self, values: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +69,11 @@ class Store:
         """The cells without a row for each of the providers."""
         known = {cell: {row.provider for row in rows} for cell, rows in self.read().items()}
         return [cell for cell in cells if not known.get(cell, set()).issuperset(providers)]
+
+
+def span(values: Sequence[str]) -> str:
+    """The first and the last of the values, in words."""
+    return " to ".join(dict.fromkeys([*values[:1], *values[-1:]]))
 
 
 def compact(cell: Cell) -> dict[str, Any]:

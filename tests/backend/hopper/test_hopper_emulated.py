@@ -127,7 +127,7 @@ def test_split_rows(name: str, row_splits: int) -> None:
         ("deterministic grouped heads 128", 4, 1), ("slopes and window 96", 4, 1),
 ])  # fmt: skip
 def test_split_heads(name: str, head_splits: int, row_splits: int) -> None:
-    """Of a group, alone and with split rows."""
+    """Heads of a group, alone and with split rows."""
     case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
     chosen = {"head_splits": mock.Mock(return_value=head_splits), "row_splits": mock.Mock(return_value=row_splits)}
     with mock.patch.multiple(splits, **chosen):

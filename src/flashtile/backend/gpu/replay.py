@@ -83,10 +83,10 @@ class Recorder:
         if id(result) in self.indices:
             return result
         assert not any(id(x) in self.views for x in tensors)
-        slots = [self._slot(x) for x in tensors]
+        again = self._repeated(function, tensors)
 
         def step(known: list[Tensor | None]) -> None:
-            known.append(function(*[None if slot is None else slot.resolve(known) for slot in slots]))
+            known.append(again(known))
 
         if self.keep:
             self.steps.append(step)
@@ -97,13 +97,8 @@ class Recorder:
         if _collected.get() is not None:
             return
         function(*tensors)
-        slots = [self._slot(x) for x in tensors]
-
-        def step(known: list[Tensor | None]) -> None:
-            function(*[None if slot is None else slot.resolve(known) for slot in slots])
-
         if self.keep:
-            self.steps.append(step)
+            self.steps.append(self._repeated(function, tensors))
 
     def contiguous(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else self.op(Tensor.contiguous, x)
@@ -141,6 +136,11 @@ class Recorder:
 
     def recording(self, results: Results) -> "Recording":
         return Recording(self.steps, [self.index(x) for x in results])
+
+    def _repeated(self, function: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
+        """`function(*tensors)` in a replay."""
+        slots = [self._slot(x) for x in tensors]
+        return lambda known: function(*[None if slot is None else slot.resolve(known) for slot in slots])
 
     def _slot(self, x: Tensor | Described | None) -> Slot | None:
         if isinstance(x, Described):

@@ -392,11 +392,11 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     forward = TWO_WARPGROUPS[width]
     if fits and not features and width in UNMASKED:
         unmasked = problem.layout == "dense" and problem.window.unlimited
-        forward = fastest(problem, width, device) if unmasked else masked_tile(problem, width)
+        forward = fastest_tile(problem, width, device) if unmasked else masked_tile(problem, width)
     return TileConfig(with_pages(forward, problem), backward_config(problem, width))
 
 
-def fastest(problem: Problem, width: tuple[int, int], device: Device) -> ForwardConfig:
+def fastest_tile(problem: Problem, width: tuple[int, int], device: Device) -> ForwardConfig:
     """The tiles with the least time for a dense call without masks: whole waves of them, past the last rows and keys
     too. Splits of many keys fill the device.
     """

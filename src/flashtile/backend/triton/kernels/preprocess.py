@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .kernel import Scalar, kernel
 from .parameters import QueryTensor, RowTensor
-from .rows import elements, head_pointer, load_rows
+from .rows import elements, head_pointer, load_rows, row_tile
 from .softmax import INFINITY, LOG2E
 
 
@@ -15,11 +15,7 @@ def preprocess_kernel(
     num_heads_q: Scalar, total_q: Scalar, DV: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Store `row_stats [B, H, Sq, 2]`."""
-    program = tl.program_id(0)
-    tile, head = program % num_tiles, program // num_tiles % num_heads_q
-    b = (program // num_tiles // num_heads_q).to(tl.int64)
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    exists = row < total_q
+    b, head, row, exists = row_tile(num_tiles, num_heads_q, total_q, BLOCK_M)
     out_head, dout_head = head_pointer(out, b, head, ALIGN), head_pointer(dout, b, head, ALIGN)
     out_i = load_rows(out_head + row[:, None] * elements(out.stride_m, ALIGN), exists, DV)
     dout_i = load_rows(dout_head + row[:, None] * elements(dout.stride_m, ALIGN), exists, DV)

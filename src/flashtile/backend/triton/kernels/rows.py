@@ -26,6 +26,25 @@ class HeadRows(NamedTuple):
     stride: tl.tensor  # elements from row to row, int64
 
 
+class RowTile(NamedTuple):
+    """A tile of rows of one head that a program owns, where sequences are not told apart."""
+
+    b: tl.tensor  # int64; 0 for packed tokens
+    head: tl.tensor
+    row: tl.tensor  # [M]
+    exists: tl.tensor
+
+
+@triton.jit
+def row_tile(num_tiles, num_heads, rows, BLOCK_M: tl.constexpr):
+    """The tile of a program, of `num_tiles` for each head."""
+    program = tl.program_id(0)
+    tile, head = program % num_tiles, program // num_tiles % num_heads
+    b = (program // num_tiles // num_heads).to(tl.int64)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    return RowTile(b, head, row, row < rows)
+
+
 @triton.jit
 def elements(stride, ALIGN: tl.constexpr):
     """A stride in elements, from units of ALIGN elements: offsets are 64-bit, and the compiler sees their alignment."""

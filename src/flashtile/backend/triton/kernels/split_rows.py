@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .kernel import Scalar, kernel
 from .parameters import QueryTensor
-from .rows import elements, head_pointer, load_rows
+from .rows import elements, head_pointer, load_rows, row_tile
 from .split import split
 
 
@@ -15,11 +15,7 @@ def split_rows_kernel(
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Store the parts of rows, each of `D.CHUNK_0 + D.CHUNK_1` features with zeros past `D.WIDTH`."""
-    program = tl.program_id(0)
-    tile, head = program % num_tiles, program // num_tiles % num_heads
-    b = (program // num_tiles // num_heads).to(tl.int64)
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    exists = row < rows
+    b, head, row, exists = row_tile(num_tiles, num_heads, rows, BLOCK_M)
     x_i = load_rows(head_pointer(x, b, head, ALIGN) + row[:, None] * elements(x.stride_m, ALIGN), exists, D)
     to = head_pointer(parts, b, head, ALIGN) + row[:, None] * elements(parts.stride_m, ALIGN)
     store_parts(to, x_i.a, exists, 0, D.CHUNK_0, D)

@@ -41,8 +41,8 @@ class RowChunk(NamedTuple):
 
 
 class TileSplits(NamedTuple):
-    """Dense: programs that share a block of keys. Those of parts of the rows have dk and dv of their own, which others
-    add to the same.
+    """Dense: programs that share a block of keys. With parts of the rows, each has dk and dv of its own; with parts of
+    the heads alone, all add to the same.
     """
 
     heads: gl.tensor | None  # parts of the group of query heads; `None` if no programs share a block
