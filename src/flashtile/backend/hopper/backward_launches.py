@@ -28,6 +28,7 @@ from . import formulas
 from .block_lists import has_lists
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table
+from .scheduler_args import balanced
 from .tables import max_blocks
 from .tile_config import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig
 
@@ -74,6 +75,7 @@ class BackwardLaunches:
         self.batch = len(self.q) if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
         self.seqlen_q, self.seqlen_k = (len(x) if self.packed else x.shape[2] for x in (self.q, self.k))
         self.blocks = BlockCounts.of(config, self.q, self.k, self.batch)
+        self.group = self.q.shape[1] // self.k.shape[1] // config.head_splits  # query heads that a program visits
         self.cores = describe_device(self.q.device).cores
         self.programs = min(self.cores, self.blocks.num_tiles)
         self.padded_rows = self.blocks.m_blocks * config.block_m
@@ -180,29 +182,30 @@ class BackwardLaunches:
         heads_k = self.k.shape[1]
         return {
             **self.common_scalars(),
+            "group": self.group,
             "num_tiles": self.blocks.num_tiles,
             "num_blocks": self.blocks.n_blocks,
-            "total_heads": self.batch * heads_k,
+            "total_heads": self.blocks.heads // self.group,
             "l2_swizzle": 0 if self.packed else self.l2_swizzle(bytes_per_row),
             "num_heads_k": heads_k,
         }
 
     def l2_swizzle(self, bytes_per_row: int) -> int:
-        """Key heads that are scheduled together.
+        """Key heads that are scheduled together, or parts of their groups.
 
         One group just fills the device, so that programs that wait for each other start together; few rows, for whose
-        dq they wait, are those of several heads. With a window or a diagonal, the group also has to fit the L2 cache,
-        as its blocks of keys visit different rows. With lists, whose blocks of keys differ in length, it is all that
-        fit there, unless programs wait.
+        dq they wait, are those of several heads. With a window or a diagonal, whose blocks of keys differ in length, it
+        fills the device twice where programs need not wait, and has to fit the L2 cache, as these blocks visit
+        different rows. With lists it is all that fit there, unless programs wait.
         """
-        group = self.q.shape[1] // self.k.shape[1]
         resident_heads = max(1, self.programs // self.blocks.n_blocks)
-        bytes_per_head = group * self.seqlen_q * bytes_per_row
+        bytes_per_head = self.group * self.seqlen_q * bytes_per_row
         if has_lists(self.call) and isinstance(self.config, FusedBackwardConfig) and not self.config.in_order:
             return max(1, LISTED_BYTES // bytes_per_head)
         if self.call.settings.window.unlimited:
-            return max(resident_heads, self.programs // (group * self.blocks.m_blocks))
-        return max(1, min(resident_heads, L2_BYTES // bytes_per_head))
+            return max(resident_heads, self.programs // (self.group * self.blocks.m_blocks))
+        at_once = resident_heads if self.config.in_order else 2 * self.programs // self.blocks.n_blocks
+        return balanced(self.blocks.heads // self.group, max(1, min(at_once, L2_BYTES // bytes_per_head)))
 
     def gradients_of_terms(self, needs: Needs) -> dict[str, Tensor]:
         """Requested gradients of score terms, by name."""

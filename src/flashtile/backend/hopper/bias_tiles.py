@@ -17,7 +17,7 @@ def forward_tiles(call: Call, config: ForwardConfig) -> tuple[ForwardConfig, dic
     that of stages of keys and values.
     """
     stages, bias = FORWARD_BIAS_STAGES.get(config.head_dim.width), call.tensors.bias
-    if stages is None or config.num_warpgroups != 2 or bias is None or not fits(call):
+    if stages is None or config.num_warpgroups > 2 or bias is None or not fits(call):
         return config, {"bias_desc": None}
     config = replace(config, bias_stages=stages.bias, stages=stages.keys, q_stages=stages.queries)
     return config, {"bias_desc": Described(bias, dense_descriptor, (MMA_M, config.block_n))}

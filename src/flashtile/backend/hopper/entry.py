@@ -25,6 +25,7 @@ from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
 from .tile_config import ALIGN, COMBINE_ROWS, MMA_M, ForwardConfig
 
+REGISTERS = 2**16  # of a core
 APPENDING_BACKEND = "triton"  # whose kernel appends to the caches of KV-cache calls
 FORWARD = Kernel(f"{__package__}.kernels.forward.forward", "forward_kernel")
 COMBINE = Kernel(f"{__package__}.kernels.combine", "combine_kernel")
@@ -157,7 +158,8 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
     t = call.tensors
     scheduling = scheduler_args(call, config.block_m)
     scheduling["num_tiles"] *= config.splits
-    return min(describe_device(t.q.device).cores, scheduling["num_tiles"]), {
+    programs = describe_device(t.q.device).cores * config.programs_per_core
+    return min(programs, scheduling["num_tiles"]), {
         **scheduling,
         "stride_lse": scheduling["seqlen_q"],
         **units(call),
@@ -167,5 +169,12 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
         "group": query_group(call),
         "num_splits": config.splits if config.splits > 1 else None,
         "CONFIG": config.compiled,
-        "num_warps": 4,
+        **launch_options(config),
     }
+
+
+def launch_options(config: ForwardConfig) -> dict[str, int]:
+    """Warps, and registers of a thread where cores have several programs."""
+    per_core = config.programs_per_core
+    limit = {} if per_core == 1 else {"maxnreg": REGISTERS // (per_core * config.threads) // 8 * 8}
+    return {"num_warps": 4} | limit

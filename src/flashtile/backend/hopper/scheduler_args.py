@@ -49,12 +49,17 @@ def l2_swizzle(call: Call) -> int:
     With a window, a diagonal or lists of blocks, as many as the L2 cache holds keys and values for, since their tiles
     see different keys, and numbers of them: tiles of a few heads alone would leave programs idle at the end.
     """
-    k, v = call.tensors.k, call.tensors.v
+    q, k, v = call.tensors.q, call.tensors.k, call.tensors.v
     group = query_group(call)
     if call.settings.window.unlimited and not has_lists(call):
         return group
     bytes_per_head = room_for_keys(call) * (k.shape[-1] + v.shape[-1]) * k.element_size()
-    return group * max(1, L2_BYTES // bytes_per_head)
+    return group * balanced(q.shape[0] * q.shape[1] // group, max(1, L2_BYTES // bytes_per_head))
+
+
+def balanced(heads: int, most: int) -> int:
+    """At most `most` heads at once, so that the last ones are not a few whose tiles leave programs idle."""
+    return -(-heads // -(-heads // most))
 
 
 def query_group(call: Call) -> int:

@@ -83,6 +83,7 @@ class ForwardConfig(Constexpr):
     q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
     speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
     splits: int = 1  # of the keys of a tile; more than one write fp32 results that `combine` merges
+    programs_per_core: int = 1
     score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
     pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
     bias_stages: int = 0  # of tiles of a bias that TMA loads, set for a launch; 0 without them
@@ -92,6 +93,11 @@ class ForwardConfig(Constexpr):
     @property
     def block_m(self) -> int:
         return MMA_M * self.num_warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program; the warps that do not multiply take as many registers as a warpgroup."""
+        return 128 * (self.num_warpgroups + 1)
 
     @property
     def num_producers(self) -> int:
@@ -154,7 +160,7 @@ class FusedBackwardConfig(Constexpr):
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
     dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
-    head_splits: int = 1  # programs that share the query heads of a block of keys
+    head_splits: int = 1  # programs that share the query heads of a block of keys, scheduled as heads of their own
     row_splits: int = 1  # programs that share its rows; `add_splits` adds their dk and dv
     row_chunks: int = 1  # launches that visit some of the rows each, and add to dk and dv in fp32
     block_n: int = 2 * MMA_M
@@ -233,7 +239,9 @@ class DkdvConfig(Constexpr):
     block_m: int = MMA_M
     block_n: int = MMA_M
     lpt: bool = True  # programs never wait for each other
+    in_order: bool = False
     dq_parts: int = 1
+    head_splits: int = 1
     splits: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
