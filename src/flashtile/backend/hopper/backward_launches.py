@@ -28,11 +28,12 @@ from . import formulas
 from .block_lists import has_lists
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table
-from .scheduler_args import balanced
+from .scheduler_args import equal_groups
 from .tables import max_blocks
 from .tile_config import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig
 
-L2_BYTES = 40 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
+L2_BYTES = 48 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
+FEW_PARTS = 8  # of a group of heads, which run at once although their rows do not fit there
 LISTED_BYTES = 24 * 2**20  # the same, of calls with lists of blocks
 WARPS = 4
 PREPROCESS = Kernel(f"{__package__}.kernels.preprocess", "preprocess_kernel")
@@ -196,7 +197,8 @@ class BackwardLaunches:
         One group just fills the device, so that programs that wait for each other start together; few rows, for whose
         dq they wait, are those of several heads. With a window or a diagonal, whose blocks of keys differ in length, it
         fills the device twice where programs need not wait, and has to fit the L2 cache, as these blocks visit
-        different rows. With lists it is all that fit there, unless programs wait.
+        different rows, unless it is a few parts of one group, which share their keys. With lists it is all that fit
+        there, unless programs wait.
         """
         resident_heads = max(1, self.programs // self.blocks.n_blocks)
         bytes_per_head = self.group * self.seqlen_q * bytes_per_row
@@ -205,7 +207,9 @@ class BackwardLaunches:
         if self.call.settings.window.unlimited:
             return max(resident_heads, self.programs // (self.group * self.blocks.m_blocks))
         at_once = resident_heads if self.config.in_order else 2 * self.programs // self.blocks.n_blocks
-        return balanced(self.blocks.heads // self.group, max(1, min(at_once, L2_BYTES // bytes_per_head)))
+        parts = self.config.head_splits if self.config.head_splits <= FEW_PARTS else 1
+        at_once = max(parts, min(at_once, L2_BYTES // bytes_per_head))
+        return equal_groups(self.blocks.heads // self.group, at_once)
 
     def gradients_of_terms(self, needs: Needs) -> dict[str, Tensor]:
         """Requested gradients of score terms, by name."""
