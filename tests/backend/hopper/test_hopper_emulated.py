@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
 from gluon_emulation.machine import EmulationError
-from hopper_variants import SHORT_TILES, VARIANTS, case_of, with_tiles
+from hopper_variants import VARIANTS, case_of, with_tiles
 
 import flashtile
 from flashtile.backend.gpu import replay
@@ -80,7 +80,7 @@ def test_three_warpgroups(name: str) -> None:
 @pytest.mark.parametrize("name", ["full 64", "causal 128"])
 def test_tiles_of_short_calls(name: str) -> None:
     case = replace(case_of(name, hash_of(name), "cpu"), forward_only=True)
-    with with_tiles(SHORT_TILES):
+    with with_tiles(tables.SHORT_3WG):
         assert wrong(case, seed=0) == []
 
 

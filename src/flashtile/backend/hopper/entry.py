@@ -25,7 +25,6 @@ from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
 from .tile_config import ALIGN, COMBINE_ROWS, MMA_M, ForwardConfig
 
-REGISTERS = 2**16  # of a core
 APPENDING_BACKEND = "triton"  # whose kernel appends to the caches of KV-cache calls
 FORWARD = Kernel(f"{__package__}.kernels.forward.forward", "forward_kernel")
 COMBINE = Kernel(f"{__package__}.kernels.combine", "combine_kernel")
@@ -58,6 +57,8 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     if q.numel() == 0:
         return out, lse
+    call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
+    config, bias_pointers = forward_tiles(call, config)
     results = (out, lse) if config.splits == 1 else new_results(recorder, q, config)
     packed, paged = t.cu_seqlens_q is not None, t.page_table is not None
     make_descriptor = ragged_descriptor if packed else dense_descriptor
@@ -78,12 +79,10 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
         "seqused_k": recorder.contiguous(paged_seqlens(recorder, t) if paged else t.seqused_k),
         "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
     }
-    call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
     whole = config.splits == 1
     states = mask_states(recorder, call) if whole else None
     sizes = config.block_m, config.block_n
     lists, scalars = row_lists(recorder, call, *sizes, states) if whole else ({"lists": None}, NO_LISTS)
-    config, bias_pointers = forward_tiles(call, config)
     programs, others = launch_scalars(call, config)
     others |= page_scalars(t)
     launch(recorder, call, FORWARD, pointers | lists | bias_pointers, programs, others | scalars)
@@ -169,12 +168,6 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
         "group": query_group(call),
         "num_splits": config.splits if config.splits > 1 else None,
         "CONFIG": config.compiled,
-        **launch_options(config),
+        "num_warps": 4,
+        **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
     }
-
-
-def launch_options(config: ForwardConfig) -> dict[str, int]:
-    """Warps, and registers of a thread where cores have several programs."""
-    per_core = config.programs_per_core
-    limit = {} if per_core == 1 else {"maxnreg": REGISTERS // (per_core * config.threads) // 8 * 8}
-    return {"num_warps": 4} | limit

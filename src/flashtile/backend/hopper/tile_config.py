@@ -12,6 +12,7 @@ NUM_WARPGROUPS = 2  # consumers in backward, with 64 keys and one share of dq ea
 ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
 COMBINE_ROWS = 16  # of a program that adds up the results of splits
+REGISTERS = 2**16  # of a core
 PAGE_COLUMNS = 64  # most columns of a box in pages: those of a panel of shared memory
 
 
@@ -78,7 +79,7 @@ class ForwardConfig(Constexpr):
     block_n: int
     num_warpgroups: int
     stages: int
-    consumer_registers: int = 240
+    consumer_registers: int = 240  # of all warpgroups but the first, which takes what is left
     producer_registers: int = 24
     q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
     speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
@@ -95,9 +96,13 @@ class ForwardConfig(Constexpr):
         return MMA_M * self.num_warpgroups
 
     @property
-    def threads(self) -> int:
-        """Threads of a program; the warps that do not multiply take as many registers as a warpgroup."""
-        return 128 * (self.num_warpgroups + 1)
+    def max_registers(self) -> int | None:
+        """Registers of a thread with which the programs of a core fit it; `None` for one program. The warps that do not
+        multiply count as a warpgroup, which leaves most of its registers to the others.
+        """
+        if self.programs_per_core == 1:
+            return None
+        return REGISTERS // (self.programs_per_core * 128 * (self.num_warpgroups + 1)) // 8 * 8
 
     @property
     def num_producers(self) -> int:
@@ -134,7 +139,9 @@ class ForwardConfig(Constexpr):
 
     def __str__(self) -> str:
         pages = f", pages in parts of {self.page_rows} keys" if self.page_rows else ""
-        return f"{self.block_m} x {self.block_n} ({self.num_warpgroups} warpgroups, {self.stages} stages{pages})"
+        programs = "" if self.programs_per_core == 1 else f", {self.programs_per_core} programs a core"
+        warpgroups = "1 warpgroup" if self.num_warpgroups == 1 else f"{self.num_warpgroups} warpgroups"
+        return f"{self.block_m} x {self.block_n} ({warpgroups}, {self.stages} stages{programs}{pages})"
 
 
 @dataclass(frozen=True)
