@@ -39,6 +39,7 @@ from ..shared.pipeline import (
     LAST_BARRIER,
     NamedBarriers,
     allocate_boxes,
+    as_matrix,
     consumer_release,
     consumer_wait,
     make_mbarriers,
@@ -100,7 +101,8 @@ class BackwardContext(NamedTuple):
 
 @kernel
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, dq_accum_desc, dk_desc, dv_desc,
+    q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, dq_desc, dq_accum_desc,
+    dk_desc, dv_desc,
     tile_count_semaphore, dq_semaphore, slopes, dslopes,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
@@ -128,8 +130,13 @@ def backward_kernel(
         make_pipeline(v_desc, NUM_WARPGROUPS, NamedBarriers(V_BARRIER, PIPELINE_THREADS), HEAD_DIM),
         make_bias_tiles(bias_desc, NUM_WARPGROUPS, CONFIG),
     )
-    smem = allocate_boxes(dq_accum_desc, NUM_WARPGROUPS, DQ_COLUMNS)
-    dq_pipeline = DqPipeline(smem, NamedBarriers(DQ_BARRIER, 128 + 32), make_mbarriers(NUM_WARPGROUPS, 1))
+    if dq_accum_desc is None:
+        dq_smem = allocate_boxes(
+            dq_desc, NUM_WARPGROUPS, 2 * DQ_COLUMNS
+        )  # 16-bit numbers, with as much room for dk and dv
+    else:
+        dq_smem = allocate_boxes(dq_accum_desc, NUM_WARPGROUPS, DQ_COLUMNS)
+    dq_pipeline = DqPipeline(dq_smem, NamedBarriers(DQ_BARRIER, 128 + 32), make_mbarriers(NUM_WARPGROUPS, 1))
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([MMA_M, CONFIG.block_m], q_desc.dtype)
     ds = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES * NUM_WARPGROUPS, MMA_M, CONFIG.block_m], ds_layout)
     queue = make_tile_queue(2 * NUM_WARPGROUPS + 1)
@@ -163,7 +170,17 @@ def backward_kernel(
     # Dense calls alone have several parts or splits.
     part_rows = None if dq_parts is None else batch * num_heads * padded_rows
     dq_writer = DqWriter(
-        dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, dq_parts, part_rows, block_lists
+        dq_desc,
+        dq_accum_desc,
+        dq_pipeline,
+        queue,
+        dq_semaphore,
+        bounds,
+        group,
+        padded_rows,
+        dq_parts,
+        part_rows,
+        block_lists,
     )
     gl.warp_specialize(
         [
@@ -281,7 +298,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             dk = gemm_rs(dk, ds, q_i)
             dq = warpgroup_mma_wait(2 * CHUNKS, deps=(dq,))
             mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
-            slice_columns(dq_pipeline.smem.index(warpgroup), 0, dq.shape[1]).store(swizzled(dq, CONFIG.dq_box))
+            store_dq(dq_pipeline.smem.index(warpgroup), dq, outputs.scale, CONFIG)
             barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
             next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
             next_block = block_at(lists, next_m, next_entry)
@@ -342,6 +359,15 @@ def start_dq(ds, k, stage, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
         k_j = slice_columns(k_j, SHARE.column - HEAD_DIM.offsets[SHARE.chunk], WIDTH)
         dq = warpgroup_mma(ds_j.permute((1, 0)), k_j, dq, use_acc=h > 0, is_async=True)
     return dq
+
+
+@gluon.jit
+def store_dq(smem, dq, scale, CONFIG: gl.constexpr):
+    """Store a share of dq to its staging buffer: in fp32 for its accumulators, or the final numbers."""
+    if smem.dtype == gl.float32:
+        slice_columns(smem, 0, dq.shape[1]).store(swizzled(dq, CONFIG.dq_box))
+    else:
+        slice_columns(as_matrix(smem), 0, dq.shape[1]).store((dq * scale).to(smem.dtype))
 
 
 @gluon.jit
