@@ -202,137 +202,185 @@ def backward_kernel(
 @gluon.jit
 def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
     """The partition that computes dk and dv of 64 keys, and its share of the dq of 128 keys."""
+    queue = context.queue
+    count = 0
+    tile_count = 0
+    tile = pop_key_tile(queue, 0)
+    while tile.b >= 0:
+        if warpgroup == 0 or len(context.pipelines.bias) > 0 or not CONFIG.skips:
+            count = compute_tile(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
+        elif tile.first_key + warpgroup * MMA_M < tile.seqlen_k:
+            count = compute_tile(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
+        else:
+            count = compute_dq_alone(warpgroup, context, tile, tile_count, count, CONFIG)
+        tile_count += 1
+        tile = pop_key_tile(queue, tile_count)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def compute_tile(
+    warpgroup: gl.constexpr, context, tile, tile_count, count, CONFIG: gl.constexpr, PACKED: gl.constexpr
+):  # fmt: skip
+    """Compute dk and dv of a tile's keys, and shares of dq. Returns the number of blocks of rows so far."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     CHUNKS: gl.constexpr = len(HEAD_DIM.chunks)  # wgmmas of a product over the head dimension
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    pipelines, outputs, queue = context.pipelines, context.outputs, context.queue
+    pipelines, outputs = context.pipelines, context.outputs
     group, bounds, params, lists = context.group, context.bounds, context.params, context.lists
     dropout, stream = context.dropout, load_stream(context.dropout)
     dtype: gl.constexpr = outputs.ds.dtype
     rows, k, v, dq_pipeline = pipelines.rows, pipelines.k, pipelines.v, outputs.dq_pipeline
     zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)
-    count = 0
-    tile_count = 0
-    tile = pop_key_tile(queue, 0)
-    while tile.b >= 0:
-        first_key = tile.first_key + warpgroup * MMA_M
-        blocks = m_block_range(bounds, first_key, first_key + (MMA_M - 1), tile.shift, tile.seqlen_q, BLOCK_M)
-        full_lo = gl.where(first_key + MMA_M > tile.seqlen_k, blocks.hi, blocks.full_lo)
-        dk = zero_accumulators(HEAD_DIM)
-        dv = zero_accumulators(HEAD_DIM)
-        for h in gl.static_range(NUM_WARPGROUPS):
-            consumer_wait(k, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
-            consumer_wait(v, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
-        tma.store_wait(0)  # TMA has read the previous tile's dk
-        thread_barrier()
-        m, group_head = first_m_block(tile, CONFIG.lpt), 0
-        steps = group * (tile.hi - tile.lo)
-        s = zeros
-        if steps > 0:
-            s = warpgroup_mma_wait(0, deps=(start_qk(rows, k, count, zeros, warpgroup, CONFIG),))
-        entry = load_entry(lists, tile.token_q, m)
+    first_key = tile.first_key + warpgroup * MMA_M
+    blocks = m_block_range(bounds, first_key, first_key + (MMA_M - 1), tile.shift, tile.seqlen_q, BLOCK_M)
+    full_lo = gl.where(first_key + MMA_M > tile.seqlen_k, blocks.hi, blocks.full_lo)
+    dk = zero_accumulators(HEAD_DIM)
+    dv = zero_accumulators(HEAD_DIM)
+    for h in gl.static_range(NUM_WARPGROUPS):
+        consumer_wait(k, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+        consumer_wait(v, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+    tma.store_wait(0)  # TMA has read the previous tile's dk
+    thread_barrier()
+    m, group_head = first_m_block(tile, CONFIG.lpt), 0
+    steps = group * (tile.hi - tile.lo)
+    s = zeros
+    if steps > 0:
+        s = warpgroup_mma_wait(0, deps=(start_qk(rows, k, count, zeros, warpgroup, CONFIG),))
+    entry = load_entry(lists, tile.token_q, m)
+    row_block = block_at(lists, m, entry)
+    partial = partial_of(lists, entry)
+    block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
+    # Unused where there are no steps.
+    loaded = load_block(block, params, CONFIG)
+    loaded = with_bias(loaded, pipelines.bias, count, steps > 0, warpgroup, NUM_WARPGROUPS, CONFIG)
+    partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
+    kept = kept_pairs(dropout, stream, block.b, block.head, block.first_row, block.first_key, zeros, True)
+    for steps_left in range(steps, 0, -1):
+        q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
+        dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM)
+        row_block = block_at(lists, m, entry)
+        masked = (row_block < full_lo) | (row_block >= blocks.full_hi)
+        next_entry = 0
+        if lists.data is not None:
+            next_entry = load_entry(lists, tile.token_q, next_m_block(m, group_head, tile, group, CONFIG.lpt)[0])
+
+        # Write accumulators before any product is in flight: ptxas would insert a wait.
+        consumer_wait(rows.dout, count, STAGES)
+        dp = zeros
+        if dropout.seed is None:
+            dp = rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout).broadcast_to([MMA_M, BLOCK_M])
+        v_j = stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM)
+        dp = gemm_nt(v_j, dout_i, dp, ACCUMULATE=dropout.seed is None)
+        p, score = finish_probabilities(partial_p, rows, count, block, loaded, params, CONFIG)
+        visible = all_visible(p)
+        if masked:
+            visible = visible_rows(
+                p, bounds, opaque(first_key), row_block * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k
+            )
+            p = where_bits(visible, p, 0.0)
+        ds_weight = scores.derivative(p, score, params, SCORE_MOD)
+        if SCORE_MOD is not None and not SCORE_MOD.same:  # noqa: SIM102 - a compile-time branch
+            if masked:  # 0 * the derivative is NaN where that is
+                ds_weight = where_bits(visible, ds_weight, 0.0)
+        dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
+        if dropout.seed is None:
+            if masked:  # 0 * dp is NaN where dp is
+                dp = where_bits(visible, dp, 0.0)
+            ds = ds_weight * dp
+        else:
+            dp, p = both_where_kept(kept, dp, p, True)
+            p = p.to(dtype)
+            dp = dp * dropout.keep_scale + rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout)
+            ds = ds_weight * dp
+            if masked:  # 0 * dp is NaN where dp is
+                ds = where_bits(visible, ds, 0.0)
+        if context.slope_gradient.data is not None:
+            p = p.to(dtype)  # in half of the registers
+            add_slope_gradient(context.slope_gradient, ds, block, tile, params.batch, warpgroup, PACKED, CONFIG)
+        ds = ds.to(dtype)
+        stage = stage_of(count, DS_STAGES) * NUM_WARPGROUPS
+        outputs.ds.index(stage + warpgroup).store(ds)
+        dv = gemm_rs(dv, p.to(dtype), dout_i)
+        barrier_sync(DS_BARRIER, CONSUMER_THREADS)
+        fence_async_shared()  # for both warpgroups' stores, complete since the barrier
+        dq = start_dq(outputs.ds, k, stage, warpgroup, CONFIG)
+        dv = gemm_wait(dv, NUM_WARPGROUPS)  # frees the registers of p
+        # The next block's scores; after the last block its own again, unused.
+        next_count = gl.where(steps_left > 1, count + 1, count)
+        s = start_qk(rows, k, next_count, zeros, warpgroup, CONFIG)
+        dk = gemm_rs(dk, ds, q_i)
+        dq = warpgroup_mma_wait(2 * CHUNKS, deps=(dq,))
+        mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
+        store_dq(dq_pipeline.smem.index(warpgroup), dq, outputs.scale, CONFIG)
+        barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
+        next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
+        next_block = block_at(lists, next_m, next_entry)
+        partial = partial_of(lists, next_entry)
+        next_coord = block_coord(tile, group, next_head, next_block, first_key, partial, CONFIG)
+        loaded = load_block(next_coord, params, CONFIG)  # before the wait
+        kept = kept_pairs(
+            dropout, stream, next_coord.b, next_coord.head, next_coord.first_row, first_key, zeros, True
+        )  # fmt: skip
+        s = warpgroup_mma_wait(CHUNKS, deps=(s,))
+        m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
+        if lists.data is not None:
+            entry = next_entry
         row_block = block_at(lists, m, entry)
         partial = partial_of(lists, entry)
         block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
-        # Unused where there are no steps.
-        loaded = load_block(block, params, CONFIG)
-        loaded = with_bias(loaded, pipelines.bias, count, steps > 0, warpgroup, NUM_WARPGROUPS, CONFIG)
-        partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
-        kept = kept_pairs(dropout, stream, block.b, block.head, block.first_row, block.first_key, zeros, True)
-        for steps_left in range(steps, 0, -1):
-            q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
-            dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM)
-            row_block = block_at(lists, m, entry)
-            masked = (row_block < full_lo) | (row_block >= blocks.full_hi)
-            next_entry = 0
-            if lists.data is not None:
-                next_entry = load_entry(lists, tile.token_q, next_m_block(m, group_head, tile, group, CONFIG.lpt)[0])
+        loaded = with_bias(loaded, pipelines.bias, next_count, steps_left > 1, warpgroup, NUM_WARPGROUPS, CONFIG)
+        partial_p = begin_probabilities(s, rows, next_count, block, loaded, params, CONFIG)
+        dk, partial_p = gemm_wait_with(dk, partial_p)
+        consumer_release(rows.empty, count, STAGES)
+        count += 1
+    for h in gl.static_range(NUM_WARPGROUPS):
+        consumer_release(k.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+        consumer_release(v.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+    # dv and dk reuse the memory of the last dq.
+    mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
+    splits = context.splits
+    coord = dkdv_coord(tile, key_head(tile, splits), first_key, params.batch, splits, PACKED)
+    ADD: gl.constexpr = context.chunk.lo is not None or (splits.heads is not None and splits.rows is None)
+    store_dkdv(outputs.dv, coord, dv, dropout.keep_scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
+    store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
+    return count
 
-            # Write accumulators before any product is in flight: ptxas would insert a wait.
-            consumer_wait(rows.dout, count, STAGES)
-            dp = zeros
-            if dropout.seed is None:
-                dp = rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout).broadcast_to([MMA_M, BLOCK_M])
-            v_j = stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM)
-            dp = gemm_nt(v_j, dout_i, dp, ACCUMULATE=dropout.seed is None)
-            p, score = finish_probabilities(partial_p, rows, count, block, loaded, params, CONFIG)
-            visible = all_visible(p)
-            if masked:
-                visible = visible_rows(
-                    p, bounds, opaque(first_key), row_block * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k
-                )
-                p = where_bits(visible, p, 0.0)
-            ds_weight = scores.derivative(p, score, params, SCORE_MOD)
-            if SCORE_MOD is not None and not SCORE_MOD.same:  # noqa: SIM102 - a compile-time branch
-                if masked:  # 0 * the derivative is NaN where that is
-                    ds_weight = where_bits(visible, ds_weight, 0.0)
-            dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
-            if dropout.seed is None:
-                if masked:  # 0 * dp is NaN where dp is
-                    dp = where_bits(visible, dp, 0.0)
-                ds = ds_weight * dp
-            else:
-                dp, p = both_where_kept(kept, dp, p, True)
-                p = p.to(dtype)
-                dp = dp * dropout.keep_scale + rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout)
-                ds = ds_weight * dp
-                if masked:  # 0 * dp is NaN where dp is
-                    ds = where_bits(visible, ds, 0.0)
-            if context.slope_gradient.data is not None:
-                p = p.to(dtype)  # in half of the registers
-                add_slope_gradient(context.slope_gradient, ds, block, tile, params.batch, warpgroup, PACKED, CONFIG)
-            ds = ds.to(dtype)
-            stage = stage_of(count, DS_STAGES) * NUM_WARPGROUPS
+
+@gluon.jit
+def compute_dq_alone(warpgroup: gl.constexpr, context, tile, tile_count, count, CONFIG: gl.constexpr):
+    """As `compute_tile`, for a warpgroup whose keys are past the last one: shares of dq from the other one's keys."""
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    pipelines, outputs = context.pipelines, context.outputs
+    k, v, dq_pipeline = pipelines.k, pipelines.v, outputs.dq_pipeline
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    for h in gl.static_range(NUM_WARPGROUPS):
+        consumer_wait(k, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+        consumer_wait(v, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+    tma.store_wait(0)  # TMA has read the previous tile's dk
+    thread_barrier()
+    steps = context.group * (tile.hi - tile.lo)
+    for step in range(steps):
+        stage = stage_of(count, DS_STAGES) * NUM_WARPGROUPS
+        if step < DS_STAGES:
+            ds = gl.zeros([MMA_M, BLOCK_M], outputs.ds.dtype, s_layout)
             outputs.ds.index(stage + warpgroup).store(ds)
-            dv = gemm_rs(dv, p.to(dtype), dout_i)
-            barrier_sync(DS_BARRIER, CONSUMER_THREADS)
-            fence_async_shared()  # for both warpgroups' stores, complete since the barrier
-            dq = start_dq(outputs.ds, k, stage, warpgroup, CONFIG)
-            dv = gemm_wait(dv, NUM_WARPGROUPS)  # frees the registers of p
-            # The next block's scores; after the last block its own again, unused.
-            next_count = gl.where(steps_left > 1, count + 1, count)
-            s = start_qk(rows, k, next_count, zeros, warpgroup, CONFIG)
-            dk = gemm_rs(dk, ds, q_i)
-            dq = warpgroup_mma_wait(2 * CHUNKS, deps=(dq,))
-            mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
-            store_dq(dq_pipeline.smem.index(warpgroup), dq, outputs.scale, CONFIG)
-            barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
-            next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
-            next_block = block_at(lists, next_m, next_entry)
-            partial = partial_of(lists, next_entry)
-            next_coord = block_coord(tile, group, next_head, next_block, first_key, partial, CONFIG)
-            loaded = load_block(next_coord, params, CONFIG)  # before the wait
-            kept = kept_pairs(
-                dropout, stream, next_coord.b, next_coord.head, next_coord.first_row, first_key, zeros, True
-            )  # fmt: skip
-            s = warpgroup_mma_wait(CHUNKS, deps=(s,))
-            m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
-            if lists.data is not None:
-                entry = next_entry
-            row_block = block_at(lists, m, entry)
-            partial = partial_of(lists, entry)
-            block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
-            loaded = with_bias(loaded, pipelines.bias, next_count, steps_left > 1, warpgroup, NUM_WARPGROUPS, CONFIG)
-            partial_p = begin_probabilities(s, rows, next_count, block, loaded, params, CONFIG)
-            dk, partial_p = gemm_wait_with(dk, partial_p)
-            consumer_release(rows.empty, count, STAGES)
-            count += 1
-        for h in gl.static_range(NUM_WARPGROUPS):
-            consumer_release(k.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
-            consumer_release(v.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
-        # dv and dk reuse the memory of the last dq.
+        barrier_sync(DS_BARRIER, CONSUMER_THREADS)
+        fence_async_shared()  # for both warpgroups' stores, complete since the barrier
+        dq = start_dq(outputs.ds, k, stage, warpgroup, CONFIG)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
         mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
-        splits = context.splits
-        coord = dkdv_coord(tile, key_head(tile, splits), first_key, params.batch, splits, PACKED)
-        ADD: gl.constexpr = context.chunk.lo is not None or (splits.heads is not None and splits.rows is None)
-        store_dkdv(outputs.dv, coord, dv, dropout.keep_scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
-        store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
-        tile_count += 1
-        tile = pop_key_tile(queue, tile_count)
-    tma.store_wait(0)
+        store_dq(dq_pipeline.smem.index(warpgroup), dq, outputs.scale, CONFIG)
+        barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
+        consumer_release(pipelines.rows.empty, count, CONFIG.stages)
+        count += 1
+    for h in gl.static_range(NUM_WARPGROUPS):
+        consumer_release(k.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+        consumer_release(v.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+    return count
 
 
 @gluon.jit
