@@ -234,11 +234,11 @@ DROP_P = "p = where_kept(kept, p, False)\n    "
 RELEASE_K = "consumer_release(k.empty, count, STAGES)\n    "
 RELEASE_Q = "release_q_early(pipelines.q_empty, tile_count, warpgroup, n == tile.lo, CONFIG)\n    "
 STORE_SMEM = ".store(out.to(desc.dtype))"
-DS_BARRIER = "            barrier_sync(DS_BARRIER, CONSUMER_THREADS)\n"
-WAIT_DK = "            dk, partial_p = gemm_wait_with(dk, partial_p)\n"
-RELEASE_ROWS = "            consumer_release(rows.empty, count, STAGES)\n"
-WAIT_READ = "tma.store_wait(0)  # TMA has read the staging buffer\n            "
-RELEASE_DQ = "mbarrier.arrive(dq_pipeline.empty.index(warpgroup), count=1)\n            "
+DS_BARRIER = "    barrier_sync(DS_BARRIER, CONSUMER_THREADS)\n"
+WAIT_DK = "        dk, partial_p = gemm_wait_with(dk, partial_p)\n"
+RELEASE_ROWS = "        consumer_release(rows.empty, count, STAGES)\n"
+WAIT_READ = "    tma.store_wait(0)\n"
+RELEASE_DQ = "    mbarrier.arrive(dq_pipeline.empty.index(warpgroup), count=1)\n"
 SPLIT_DK, SPLIT_DQ = (f"            {x} = gemm_wait({x})\n" for x in ("dk", "dq"))
 RELEASE_DQ_K = "            consumer_release(kv.empty, 2 * count + 1, KV_STAGES)\n"
 WAIT_DP = "            dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))\n"
@@ -288,8 +288,9 @@ BUGS = (
     ),
     Bug("tile semaphore not reset between chunks", SCHEDULER, "gl.store(scheduler.semaphore, 0)", "pass", "full 64"),
     Bug("no wait for the dq semaphore", DQ_WRITER, "position if CONFIG.in_order else gl.minimum(position, 1)", "0"),
-    Bug("dq semaphore released before the store", DQ_WRITER, "                wait_stores_complete()\n", ""),
+    Bug("dq semaphore released before the store", DQ_WRITER, "                    wait_stores_complete()\n", ""),
     Bug("half of ds", FUSED, DS_BARRIER, ""),
+    Bug("ds of missing keys left from before", FUSED, "if step < DS_STAGES:", "if step < 1:", "full 64", (300, 190)),
     Bug("no fence before dq's product", FUSED, "fence_async_shared()  # for both", "# for both"),
     Bug("no fence before dq is written", DQ_WRITER, "fence_async_shared()  # for", "# for"),
     Bug("rows released before dk is complete", FUSED, f"{WAIT_DK}{RELEASE_ROWS}", f"{RELEASE_ROWS}{WAIT_DK}", seed=4),
@@ -313,8 +314,8 @@ BUGS = (
     Bug(
         "rows released before split dk is complete",
         DKDV,
-        f"{SPLIT_DK}{RELEASE_ROWS}",
-        f"{RELEASE_ROWS}{SPLIT_DK}",
+        f"{SPLIT_DK}    {RELEASE_ROWS}",
+        f"    {RELEASE_ROWS}{SPLIT_DK}",
         "causal 192/128",
         (384, 385),
         seed=0,

@@ -207,9 +207,10 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     tile_count = 0
     tile = pop_key_tile(queue, 0)
     while tile.b >= 0:
-        if warpgroup == 0 or len(context.pipelines.bias) > 0 or not CONFIG.skips:
-            count = compute_tile(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
-        elif tile.first_key + warpgroup * MMA_M < tile.seqlen_k:
+        has_keys = True
+        if warpgroup > 0 and len(context.pipelines.bias) == 0 and CONFIG.skips:
+            has_keys = tile.first_key + warpgroup * MMA_M < tile.seqlen_k
+        if has_keys:
             count = compute_tile(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
         else:
             count = compute_dq_alone(warpgroup, context, tile, tile_count, count, CONFIG)
@@ -305,8 +306,6 @@ def compute_tile(
         stage = stage_of(count, DS_STAGES) * NUM_WARPGROUPS
         outputs.ds.index(stage + warpgroup).store(ds)
         dv = gemm_rs(dv, p.to(dtype), dout_i)
-        barrier_sync(DS_BARRIER, CONSUMER_THREADS)
-        fence_async_shared()  # for both warpgroups' stores, complete since the barrier
         dq = start_dq(outputs.ds, k, stage, warpgroup, CONFIG)
         dv = gemm_wait(dv, NUM_WARPGROUPS)  # frees the registers of p
         # The next block's scores; after the last block its own again, unused.
@@ -368,8 +367,6 @@ def compute_dq_alone(warpgroup: gl.constexpr, context, tile, tile_count, count, 
         if step < DS_STAGES:
             ds = gl.zeros([MMA_M, BLOCK_M], outputs.ds.dtype, s_layout)
             outputs.ds.index(stage + warpgroup).store(ds)
-        barrier_sync(DS_BARRIER, CONSUMER_THREADS)
-        fence_async_shared()  # for both warpgroups' stores, complete since the barrier
         dq = start_dq(outputs.ds, k, stage, warpgroup, CONFIG)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
@@ -394,13 +391,15 @@ def start_qk(rows, k, count, zeros, warpgroup: gl.constexpr, CONFIG: gl.constexp
 
 @gluon.jit
 def start_dq(ds, k, stage, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue the warpgroup's share of `ds @ k [BLOCK_M, D]`."""
+    """Issue the warpgroup's share of `ds @ k [BLOCK_M, D]` once both warpgroups have stored their ds."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     SHARE: gl.constexpr = CONFIG.dq_shares[warpgroup]
     WIDTH: gl.constexpr = SHARE.width
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     dq = gl.zeros([MMA_M, WIDTH], gl.float32, layout)
     zero = opaque(0)
+    barrier_sync(DS_BARRIER, CONSUMER_THREADS)
+    fence_async_shared()  # for both warpgroups' stores, complete since the barrier
     for h in gl.static_range(NUM_WARPGROUPS):
         ds_j = slice_columns(ds.index(stage + h), SHARE.row, MMA_M)
         k_j = stage_chunks(k, zero + h, NUM_WARPGROUPS, HEAD_DIM)[SHARE.chunk]
