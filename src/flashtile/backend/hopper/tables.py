@@ -171,7 +171,6 @@ class FusedBackwardConfig(Constexpr):
     row_splits: int = 1  # programs that share its rows; `add_splits` adds their dk and dv
     row_chunks: int = 1  # launches that visit some of the rows each, and add to dk and dv in fp32
     block_n: int = 2 * MMA_M
-    skips: bool = True
     score_mod: Any = None
     pair_align: int = 1
     bias_stages: int = 0

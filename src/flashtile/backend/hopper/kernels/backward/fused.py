@@ -207,13 +207,10 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     tile_count = 0
     tile = pop_key_tile(queue, 0)
     while tile.b >= 0:
-        has_keys = True
-        if warpgroup > 0 and len(context.pipelines.bias) == 0 and CONFIG.skips:
-            has_keys = tile.first_key + warpgroup * MMA_M < tile.seqlen_k
-        if has_keys:
+        if warpgroup == 0 or len(context.pipelines.bias) > 0:
             count = compute_tile(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
         else:
-            count = compute_dq_alone(warpgroup, context, tile, tile_count, count, CONFIG)
+            count = compute_tile_or_dq(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
         tile_count += 1
         tile = pop_key_tile(queue, tile_count)
     tma.store_wait(0)
@@ -346,6 +343,18 @@ def compute_tile(
     ADD: gl.constexpr = context.chunk.lo is not None or (splits.heads is not None and splits.rows is None)
     store_dkdv(outputs.dv, coord, dv, dropout.keep_scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
     store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
+    return count
+
+
+@gluon.jit
+def compute_tile_or_dq(
+    warpgroup: gl.constexpr, context, tile, tile_count, count, CONFIG: gl.constexpr, PACKED: gl.constexpr
+):  # fmt: skip
+    """As `compute_tile`, where this warpgroup's keys may be past the last one."""
+    if tile.first_key + warpgroup * MMA_M < tile.seqlen_k:
+        count = compute_tile(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
+    else:
+        count = compute_dq_alone(warpgroup, context, tile, tile_count, count, CONFIG)
     return count
 
 
