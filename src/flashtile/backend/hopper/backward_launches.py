@@ -28,11 +28,13 @@ from . import formulas
 from .block_lists import has_lists
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table
+from .key_queue import KeyQueue, steps_of_blocks
 from .tables import max_blocks
 from .tile_config import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig
 
 L2_BYTES = 40 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
-LISTED_BYTES = 24 * 2**20  # the same, of calls with lists of blocks
+LISTED_BYTES = 24 * 2**20  # the same, where more heads than fill the device stay there
+NARROW, LONG, LONG_HEADS = 64, 8192, 4  # up to this width, programs share so many rows and keys of so many heads
 WARPS = 4
 PREPROCESS = Kernel(f"{__package__}.kernels.preprocess", "preprocess_kernel")
 
@@ -191,18 +193,31 @@ class BackwardLaunches:
         """Key heads that are scheduled together.
 
         One group just fills the device, so that programs that wait for each other start together; few rows, for whose
-        dq they wait, are those of several heads. With a window or a diagonal, the group also has to fit the L2 cache,
-        as its blocks of keys visit different rows. With lists, whose blocks of keys differ in length, it is all that
+        dq they wait, are those of several heads; so are long ones, unless the order of sums keeps programs in step.
+        With a window or a diagonal, the group also has to fit the L2 cache, as its blocks of keys visit different rows;
+        larger ones may finish earlier (`key_queue`). With lists, whose blocks of keys differ in length, it is all that
         fit there, unless programs wait.
         """
         group = self.q.shape[1] // self.k.shape[1]
         resident_heads = max(1, self.programs // self.blocks.n_blocks)
         bytes_per_head = group * self.seqlen_q * bytes_per_row
-        if has_lists(self.call) and isinstance(self.config, FusedBackwardConfig) and not self.config.in_order:
+        any_order = isinstance(self.config, FusedBackwardConfig) and not self.config.in_order
+        if has_lists(self.call) and any_order:
             return max(1, LISTED_BYTES // bytes_per_head)
         if self.call.settings.window.unlimited:
-            return max(resident_heads, self.programs // (group * self.blocks.m_blocks))
-        return max(1, min(resident_heads, L2_BYTES // bytes_per_head))
+            narrow = self.config.head_dim.width <= NARROW
+            long = narrow and any_order and min(self.seqlen_q, self.seqlen_k) >= LONG
+            several = min(LONG_HEADS, L2_BYTES // bytes_per_head) if long else 1
+            return max(several, resident_heads, self.programs // (group * self.blocks.m_blocks))
+        few = max(1, min(resident_heads, L2_BYTES // bytes_per_head))
+        whole = self.blocks.num_tiles == self.batch * self.k.shape[1] * self.blocks.n_blocks
+        return self.key_queue().heads_at_once(few, LISTED_BYTES // bytes_per_head) if any_order and whole else few
+
+    def key_queue(self) -> KeyQueue:
+        """The queue of a dense call's blocks of keys, if programs share none."""
+        window, sizes = self.call.settings.window, (self.config.block_m, self.config.block_n)
+        steps = steps_of_blocks(window, self.seqlen_q, self.seqlen_k, *sizes)
+        return KeyQueue(self.batch * self.k.shape[1], tuple(steps), self.programs)
 
     def gradients_of_terms(self, needs: Needs) -> dict[str, Tensor]:
         """Requested gradients of score terms, by name."""
