@@ -215,9 +215,12 @@ class BackwardLaunches:
 
     def key_queue(self) -> KeyQueue:
         """The queue of a dense call's blocks of keys, if programs share none."""
-        window, sizes = self.call.settings.window, (self.config.block_m, self.config.block_n)
-        steps = steps_of_blocks(window, self.seqlen_q, self.seqlen_k, *sizes)
-        return KeyQueue(self.batch * self.k.shape[1], tuple(steps), self.programs)
+        return KeyQueue(self.batch * self.k.shape[1], tuple(self.steps_of_blocks()), self.programs)
+
+    def steps_of_blocks(self) -> list[int]:
+        """Blocks of rows that each block of keys of a head of a dense call visits."""
+        sizes = self.config.block_m, self.config.block_n
+        return steps_of_blocks(self.call.settings, self.seqlen_q, self.seqlen_k, *sizes)
 
     def gradients_of_terms(self, needs: Needs) -> dict[str, Tensor]:
         """Requested gradients of score terms, by name."""

@@ -13,7 +13,7 @@ from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import WARPS, BackwardLaunches
 from .bias_tiles import backward_tiles
-from .block_lists import key_lists, mask_states
+from .block_lists import has_lists, key_lists, mask_states
 from .descriptors import dq_accum_descriptor
 from .slope_gradient import add_slope_parts, new_zeros, slope_parts_shape
 from .tile_config import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
@@ -41,8 +41,15 @@ class FusedBackward(BackwardLaunches):
         self.mask_states = mask_states(recorder, self.call) if states is None else states
         self.slope_parts: Tensor | None = None
 
+    @property
+    def stores_dq(self) -> bool:
+        """Whether a single block of keys visits all rows, so that dq needs no accumulator."""
+        if self.packed or self.blocks.n_blocks != 1 or has_lists(self.call):
+            return False
+        return self.steps_of_blocks() == [self.blocks.m_blocks]
+
     def more_workspace(self) -> dict[str, Layout]:
-        if self.config.dq_parts == 0:
+        if self.stores_dq:
             return {}
         heads, width = self.config.dq_parts * self.blocks.heads, self.config.head_dim.width
         return {
@@ -81,7 +88,7 @@ class FusedBackward(BackwardLaunches):
             "group": self.q.shape[1] // self.k.shape[1] // self.config.head_splits,
             "head_splits": self.config.head_splits if splits else None,
             "row_splits": self.config.row_splits if splits and not self.config.adds_dkdv else None,
-            "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 else None,
+            "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 and not self.stores_dq else None,
             "CONFIG": config.compiled,
         }
         for chunk_lo, chunk_hi in self.chunks() if chunks else [(None, None)]:
@@ -89,14 +96,14 @@ class FusedBackward(BackwardLaunches):
             self.launch(BACKWARD, pointers | lists | bias_pointers, self.programs, scalars | chunk)
         if in_fp32:
             dk, dv = (self.add_splits(x, dx) for x, dx in zip((dk, dv), self.new_dk_dv(), strict=True))
-        if self.config.dq_parts > 0:
+        if not self.stores_dq:
             self.postprocess(dq)
         return dq, dk, dv
 
     def dq_pointers(self, dq: Tensor) -> Pointers:
         """dq itself, if the kernel stores it; else its accumulators."""
         box = MMA_M, self.config.dq_box
-        if self.config.dq_parts == 0:
+        if self.stores_dq:
             dq_desc = Described(dq, self.make_descriptor, box)
             return {"dq_desc": dq_desc, "dq_accum_desc": None, "dq_semaphore": None}
         dq_accum_desc = Described(self.workspace["dq_accum"], dq_accum_descriptor, box)

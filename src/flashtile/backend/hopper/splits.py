@@ -47,30 +47,13 @@ def fastest(tiles: int, blocks: int, bytes_per_split: int, cores: int) -> int:
 
 
 def dq_parts(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
-    """Accumulators of dq, enough that programs that add in order seldom wait for the same rows; none for a single block
-    of keys.
-    """
-    if one_block_of_keys(problem, config):
-        return 0
+    """Accumulators of dq, enough that programs that add in order seldom wait for the same rows."""
     if problem.layout != "dense" or not config.in_order:
         return 1
     row_blocks = cdiv(problem.seqlen_q, config.block_m) * problem.num_heads_q * problem.batch
     tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch * config.splits
     programs = min(device.cores, tiles)
     return max(1, min(MAX_DQ_PARTS, cdiv(programs, row_blocks)))
-
-
-def one_block_of_keys(problem: Problem, config: FusedBackwardConfig) -> bool:
-    """Whether each row sees keys, all in the same block."""
-    window = problem.window
-    if problem.layout != "dense" or not 0 < problem.seqlen_k <= config.block_n:
-        return False
-    if problem.mask_mod is not None or problem.features.mask is not None or window.negative:
-        return False
-    diagonal = (
-        window.left is None and window.chunk is None and (window.top_left or problem.seqlen_q <= problem.seqlen_k)
-    )
-    return window.unlimited or diagonal
 
 
 def head_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:

@@ -24,9 +24,8 @@ from .widths import ONE_BOX, widths
 
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster with masks, and in packed calls
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups are 4 to 7% slower at head dimension 96
-# Rows and keys from which accumulating dq in order is faster than in any order. Up to head dimension 64, any order lets
-# several heads share the device (docs/journal/2026-11-25-queues.md).
-IN_ORDER_MIN_KEYS, IN_ORDER_MIN_KEYS_64 = 8192, 2**15
+IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
+IN_ORDER_MIN_ROWS_64 = 2**15  # the same up to head dimension 64: of fewer rows, several heads share the L2 cache
 
 # Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
 D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
@@ -177,8 +176,8 @@ def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardCo
     limited = not problem.window.unlimited
     # A mask function shows each block of keys other rows, as a diagonal does.
     # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache.
-    min_keys = IN_ORDER_MIN_KEYS_64 if width in ONE_BOX else IN_ORDER_MIN_KEYS
-    long = min(problem.seqlen_q, problem.seqlen_k) >= min_keys
+    min_rows = IN_ORDER_MIN_ROWS_64 if width in ONE_BOX else IN_ORDER_MIN_KEYS
+    long = problem.seqlen_q >= min_rows and problem.seqlen_k >= IN_ORDER_MIN_KEYS
     in_order = problem.deterministic or (long and not limited and problem.mask_mod is None)
     lpt = limited and (not in_order or config.block_m < config.block_n)
     return replace(config, lpt=lpt, in_order=in_order)

@@ -153,7 +153,7 @@ class FusedBackwardConfig(Constexpr):
     early_half_exps: bool  # compute half of a block's exponentials one product earlier
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
-    dq_parts: int = 1  # accumulators of dq that blocks of keys share, which `postprocess` adds; 0: the kernel stores dq
+    dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
     head_splits: int = 1  # programs that share the query heads of a block of keys
     row_splits: int = 1  # programs that share its rows; `add_splits` adds their dk and dv
     row_chunks: int = 1  # launches that visit some of the rows each, and add to dk and dv in fp32
