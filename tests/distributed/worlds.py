@@ -8,7 +8,6 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,16 +154,11 @@ def layout_of_seed(seed: int, size: int, s: Shapes) -> str | Layout:
 def count_bytes(mesh: DeviceMesh, layout: str, arguments: dict[str, Any]) -> None:
     """The model of time knows the bytes that a rank sends, and "auto" takes the scheme that it predicts to be best."""
     sent = [0]
+    original = Group.all_to_all
 
-    def count(original: Callable[..., Any], bytes_of: Callable[..., int]) -> Callable[..., Any]:
-        def counted(*args: Any, **keywords: Any) -> Any:
-            sent[0] += bytes_of(*args)
-            return original(*args, **keywords)
-
-        return counted
-
-    def others(group: Group, x: list[Tensor], *_: Any) -> int:
-        return sum(y.nbytes for n, y in enumerate(x) if n != group.rank)
+    def counted(group: Group, x: Tensor, leaving: list[int], arriving: list[int]) -> Any:
+        sent[0] += x.element_size() * sum(n for rank, n in enumerate(leaving) if rank != group.rank)
+        return original(group, x, leaving, arriving)
 
     def most(value: int) -> int:
         busiest = torch.tensor(value)
@@ -176,8 +170,7 @@ def count_bytes(mesh: DeviceMesh, layout: str, arguments: dict[str, Any]) -> Non
     rows = 8
     q, k = (torch.randn(1, heads, rows, D, requires_grad=True) for heads in (2 * mesh.size(), 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "pass_on", count(Group.pass_on, lambda group, sent, *_: sent.nbytes))
-        patch.setattr(Group, "exchange", count(Group.exchange, others))
+        patch.setattr(Group, "all_to_all", counted)
         explanation = explain(q, k, k, mesh=mesh, layout=layout, **arguments)
         for prediction in explanation.simulations:
             sent[0] = 0
