@@ -21,6 +21,7 @@ import rounding
 import torch
 import torch.distributed as dist
 import with_dtensors
+import with_weights
 from features import DV, B, D, Shapes, arguments, draw, offsets
 from gathered import without_objects
 from torch import Tensor
@@ -30,6 +31,8 @@ import flashtile
 from flashtile.bench.byte_gpt import flashtile_attention, new_model, train
 from flashtile.distributed import Layout, attention, attention_varlen, balanced, explain, measure_rates, shard, unshard
 from flashtile.distributed.group import Group
+from flashtile.distributed.schemes import rates_of
+from flashtile.distributed.simulate import RATES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_long.py"
 WORLD = 8
@@ -254,7 +257,10 @@ def run(rank: int, store: str) -> None:
     first_seed = 0
     for size, shapes in MESHES.items():
         start = time.monotonic()
-        meshes = [DeviceMesh("cpu", torch.arange(size).view(shape)) for shape in shapes]
+        meshes = [
+            DeviceMesh("cpu", torch.arange(size).view(shape), mesh_dim_names=("other", "sequence")[-len(shape) :])
+            for shape in shapes
+        ]
         seeds = range(first_seed, first_seed := first_seed + SEEDS[size])
         if rank < size:
             for layout in ("contiguous", "zigzag", balanced(size, 11, chunk=2)):
@@ -262,7 +268,8 @@ def run(rank: int, store: str) -> None:
             for mesh in meshes[:2]:
                 count_bytes(mesh, "zigzag", {"causal": True})
                 count_bytes(mesh, "contiguous", {"window": (3, 0)})
-            measure_rates(meshes[-1], num_bytes=2**12)  # all ranks, or else they might choose different schemes
+            assert rates_of(meshes[0]) == RATES["cpu"]  # some of these ranks have measured alone
+            assert measure_rates(meshes[-1], num_bytes=2**12) == rates_of(meshes[0])
             refused(meshes[0], rank)
             refused_alone(meshes[0])
             decoding.decode(meshes[0], every_room=size < 4)
@@ -279,6 +286,8 @@ def run(rank: int, store: str) -> None:
                 balancing.calls(meshes[0])
             if size in (2, 4):
                 with_dtensors.calls_of_dtensors(meshes[size // 4])
+            if size == 4:
+                with_weights.gradients(meshes[1])
             if size == 2:
                 compiling.calls(meshes)
                 in_contexts.programs(meshes[0])

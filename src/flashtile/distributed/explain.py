@@ -106,6 +106,6 @@ def explain(
     layouts = {name: Layout(name, rows.length, rows.ranks) for name in ("contiguous", "zigzag")}  # type: ignore[arg-type]
     layouts["balanced"] = rows if kind == "balanced" else divided(work, rows.ranks)
     return ShardedExplanation(
-        ready.scheme, kind, tuple(mesh.shape), rates_of(mesh.device_type),
+        ready.scheme, kind, tuple(mesh.shape), rates_of(mesh),
         tuple(predictions(mesh, ready.workload)), {name: imbalance(work, x) for name, x in layouts.items()},
     )  # fmt: skip
