@@ -12,9 +12,11 @@ from gathered import HEADS, KV_HEADS, D
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
+import flashtile.compat.torch
 import flashtile.nn
 from flashtile.distributed import attention, attention_varlen, balanced, context_parallel, shard
 
@@ -26,6 +28,7 @@ def calls(meshes: Sequence[DeviceMesh]) -> None:
     places(meshes)
     packed(meshes[0])
     in_context(meshes[0])
+    pytorchs_function(meshes[0])
     refused(meshes[0])
 
 
@@ -142,6 +145,20 @@ def in_context(mesh: DeviceMesh) -> None:
         graph(*local)
         with ThreadPoolExecutor(1) as pool, pytest.raises(flashtile.AttentionError, match="outside of it"):
             pool.submit(graph, *local).result()
+
+
+def pytorchs_function(mesh: DeviceMesh) -> None:
+    """`scaled_dot_product_attention` in a context, whose graph is refused outside of it."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q * 2, k, v, is_causal=True).sin()
+
+    graph, local = compiled(call), [shard(random(1, HEADS, ROWS, D), mesh, 2, layout="zigzag") for _ in range(3)]
+    with flashtile.compat.torch.activate():
+        with context_parallel(mesh, layout="zigzag"):
+            same(call, graph, *local)
+        with pytest.raises(flashtile.AttentionError, match="outside of it"):
+            graph(*[x.requires_grad_() for x in local])
 
 
 def refused(mesh: DeviceMesh) -> None:

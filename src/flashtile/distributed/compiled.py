@@ -5,6 +5,7 @@ the graph, and lengths: those of the whole sequence, or the offsets of packed se
 saved for backward, which exchanges rows for heads again where a scheme has done that.
 """
 
+import functools
 import hashlib
 import operator
 from collections.abc import Sequence
@@ -108,6 +109,12 @@ def fixed(numbers: Sequence[int]) -> tuple[int, ...]:
     return tuple([operator.index(n) for n in numbers])
 
 
+@functools.lru_cache(maxsize=64)
+def name_of(mesh: DeviceMesh) -> str:
+    groups = [mesh.get_group(n).group_name for n in range(mesh.ndim)]
+    return f"{mesh.device_type} {mesh.mesh.tolist()} {groups}"
+
+
 @private_torch.constant_result
 def remembered(mesh: Any, layout: Any, scheme: str, check: bool, is_packed: bool, block_size: Any, seqlens: Any) -> str:
     """The key of constants, the same in each process that has the same ones: graphs are cached on disk."""
@@ -117,11 +124,7 @@ def remembered(mesh: Any, layout: Any, scheme: str, check: bool, is_packed: bool
     elif not isinstance(layout, str):
         kind, whole, ranks, pieces = layout
         layout = Layout(kind, whole, ranks, tuple(tuple(Piece(*piece) for piece in of_rank) for of_rank in pieces))
-    if isinstance(mesh, DeviceMesh):
-        groups = [mesh.get_group(n).group_name for n in range(mesh.ndim)]
-        name = f"{mesh.device_type} {mesh.mesh.tolist()} {groups}"
-    else:
-        name = repr(mesh)
+    name = name_of(mesh) if isinstance(mesh, DeviceMesh) else repr(mesh)
     of_context = context is not None, length
     constants = repr((name, layout, scheme, check, of_context, is_packed, block_size, seqlens))
     key = hashlib.sha256(constants.encode()).hexdigest()[:16]
@@ -157,7 +160,7 @@ def run_forward(key: str, *arguments: Any) -> tuple[Tensor, Tensor]:
     if (context := KNOWN[key].context) is not None and context != sharding.current():
         raise AttentionError(
             "a call that was compiled in context_parallel runs outside of it.\n"
-            "  accepted: compiled functions in the context, in its thread; backward passes that recompute attention"
+            "  accepted: the compiled function, and backward passes that recompute attention, in that context"
         )
     with inside_operator(call):
         out, lse = calls.run(prepared(key, lengths, call, True))

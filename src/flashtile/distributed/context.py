@@ -11,8 +11,7 @@ from .. import private_torch
 from ..call import sharding
 from ..call.advice import PUBLIC, refuse
 from ..errors import ArgumentError, AttentionError
-from . import sharded
-from .compiled import IN_CONTEXT
+from . import compiled, sharded
 from .group import grid_of
 from .layout import Layout, accepted
 from .sdpa import sharded_sdpa
@@ -84,6 +83,7 @@ def context_parallel(
         return
     grid_of(mesh)
     accepted(layout)
+    compiled.name_of(mesh)  # which a trace looks up
     with sharding.inside(Context(mesh, layout, scheme, length, check)), sharded_sdpa():
         yield
 
@@ -131,7 +131,7 @@ def run_traced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given[argument] = value
         elif argument not in BOUNDS and (value is not None or argument not in OTHERS):
             return NotImplemented
-    return FUNCTIONS[name](**given, mesh=IN_CONTEXT)
+    return FUNCTIONS[name](**given, mesh=compiled.IN_CONTEXT)
 
 
 sharding.traced = run_traced
