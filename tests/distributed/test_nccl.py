@@ -11,7 +11,7 @@ import pytest
 import torch
 
 WORKER = Path(__file__).with_name("nccl.py")
-LIMIT = 115  # seconds for all scenarios of a test, which run at once
+LIMIT = 240  # seconds for all scenarios of a test, which run at once
 FAULTS = {  # what the rank at fault says
     "raises_in_forward": "accepted: False, True",
     "raises_in_backward": "on purpose",
