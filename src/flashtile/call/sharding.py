@@ -26,19 +26,18 @@ def inside(context: Any) -> Iterator[None]:
     private_torch.stash_in_thread(KEY, context)
     with _lock:
         _names.append(name)
-        look_again()
+        update_guards()
     try:
         yield
     finally:
         private_torch.stash_in_thread(KEY, outer)
         with _lock:
-            _names.reverse()
-            _names.remove(name)
-            _names.reverse()
-            look_again()
+            del _names[len(_names) - 1 - _names[::-1].index(name)]
+            update_guards()
 
 
-def look_again() -> None:
+def update_guards() -> None:
+    """Set what compiled programs look at."""
     global contexts_open, innermost
     contexts_open, innermost = bool(_names), _names[-1] if _names else ""
 
