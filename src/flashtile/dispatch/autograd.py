@@ -130,22 +130,29 @@ class Attention(torch.autograd.Function):
         out, lse, *flat = ctx.saved_tensors
         if dout is None and dlse is None:  # a second derivative passes here without a gradient of the results
             return None, *(None for _ in flat)
-        needed = ctx.needs_input_grad[1:]
-        positions = differentiable_positions(len(flat))
-        needs = [needed[n] for n in positions]
-        if torch.is_grad_enabled() or in_graph() or in_forward_mode():
-            requested = applied(AttentionBackward, GradientCall(ctx.settings, needs), out, lse, dout, dlse, *flat)
-        else:  # not differentiated again
-            call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
-            call.kept = ctx.kept
-            requested = operators.replayed_backward(needs, (out, lse, dout, dlse), call)
-            if requested is None:
-                requested = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
-        gradients: list[Tensor | None] = [None] * len(flat)
-        for n, gradient in zip(positions, requested, strict=True):
-            if gradient is not None and needed[n] and (x := flat[n]) is not None:
-                gradients[n] = operators.in_dtype(gradient, x.dtype)
-        return None, *gradients
+        call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
+        call.kept = ctx.kept
+        return None, *input_gradients(call, (out, lse, dout, dlse), ctx.needs_input_grad[1:])
+
+
+def input_gradients(
+    call: Call, results: operators.Results, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of `call.tensors.flat()` that are needed; `results` are out, lse, dout and dlse."""
+    flat = call.tensors.flat()
+    positions = differentiable_positions(len(flat))
+    needs = [needed[n] for n in positions]
+    if torch.is_grad_enabled() or in_graph() or in_forward_mode():
+        requested = applied(AttentionBackward, GradientCall(call.settings, needs), *results, *flat)
+    else:  # not differentiated again
+        requested = operators.replayed_backward(needs, results, call)
+        if requested is None:
+            requested = operators.operators_of(call).differentiate(needs, *results, call)
+    gradients: list[Tensor | None] = [None] * len(flat)
+    for n, gradient in zip(positions, requested, strict=True):
+        if gradient is not None and needed[n] and (x := flat[n]) is not None:
+            gradients[n] = operators.in_dtype(gradient, x.dtype)
+    return gradients
 
 
 class EagerAttention(torch.autograd.Function):
