@@ -53,7 +53,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 @untraced
 def attend_with_gradients(call: Call, flat: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """After a graph break, Dynamo would compile this frame, and fail on a private name (torch 2.13)."""
-    return private_torch.apply_at_one_level(EagerAttention, call, *flat)  # type: ignore[no-any-return]
+    return private_torch.apply_at_one_level(EagerAttention)(call, *flat)  # type: ignore[no-any-return]
 
 
 def requires_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -96,7 +96,7 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     unwrap_if_dead = private_torch.unwrap_if_dead
     if unwrap_if_dead is not None:
         arguments = tuple([unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments])
-    return private_torch.apply_at_one_level(function, *arguments)
+    return private_torch.apply_at_one_level(function)(*arguments)
 
 
 class Attention(torch.autograd.Function):

@@ -8,12 +8,13 @@ calls all of whose tensors are arguments are repeated: none with a seed that is 
 
 from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import private_torch
+from ..backend.gpu.replay import BackwardReplay, ForwardReplay
 from ..call import sharding
 from ..call.call import Call, Tensors, differentiable_positions
 from ..call.eager import is_plain_eager
@@ -29,15 +30,24 @@ SCALARS = (type(None), bool, int, float, str)
 NAMED = Tensors._fields.index("score_mod_tensors")  # fields of one tensor
 POSITIONS = differentiable_positions(NAMED)
 
-Replays = tuple[list[fast_path.Pass], Callable[..., Sequence[Tensor | None]]]
+Results = tuple[Tensor | None, ...]  # out, lse, dout and dlse
+
+
+class Gradients(NamedTuple):
+    """The recorded backward passes of a call for some of its gradients, and what takes those of its tensors out of all
+    gradients, to which `None` is appended.
+    """
+
+    passes: list[fast_path.Pass]
+    requested: Callable[..., Sequence[Tensor | None]]
 
 
 class Repeated:
     """A recorded call as it was written. Its tensors are in the order of `Tensors`."""
 
     __slots__ = (
-        "backward", "entry", "flat", "layouts", "places", "requires_grad", "return_lse", "scalars", "settings", "state",
-        "tensors",
+        "backward", "entry", "flat", "layouts", "places", "recording", "requires_grad", "return_lse", "scalars",
+        "settings", "state", "tensors",
     )  # fmt: skip
 
     def __init__(self, call: Call, values: Sequence[Any], indices: dict[int, int], *, return_lse: bool):
@@ -47,12 +57,14 @@ class Repeated:
         self.tensors = itemgetter(*indices.values())
         self.places = tuple(indices)
         orders = {place: n for n, place in enumerate(indices)}
-        absent, captured = len(indices), len(indices) + 1  # of (*tensors, None, ())
-        self.flat = itemgetter(*(orders.get(n, absent) for n in range(NAMED)), captured)
+        self.flat = itemgetter(*(orders.get(n, len(indices)) for n in range(NAMED)))  # of (*tensors, None)
         tensors = self.tensors(values)
         self.layouts, self.state = Layouts(tensors), state_of(tensors[0])
         self.requires_grad = torch.is_grad_enabled() and autograd.requires_grad(tensors)
-        self.backward: dict[Hashable, Replays] = {}
+        replay = call.entry.forward.replay
+        direct = isinstance(replay, ForwardReplay) and not private_torch.is_any_autocast_enabled()
+        self.recording = replay.recording if direct else None
+        self.backward: dict[Hashable, Gradients] = {}
 
     def match(self, values: Sequence[Any]) -> tuple[Tensor, ...] | None:
         """The tensors of arguments that are those of this call but for their tensors' values."""
@@ -62,14 +74,55 @@ class Repeated:
         tensors: tuple[Tensor, ...] = self.tensors(values)
         return tensors if self.layouts.match_plain(tensors) and state_of(tensors[0]) == self.state else None
 
-    def call(self, tensors: tuple[Tensor, ...]) -> Call:
-        return Call(Tensors._make(self.flat((*tensors, None, ()))), self.settings, self.entry, is_plain_eager=True)
+    def call(self, tensors: Sequence[Tensor], kept: Tensor | None = None) -> Call:
+        call = Call(Tensors(*self.flat((*tensors, None))), self.settings, self.entry, is_plain_eager=True)
+        call.kept = kept
+        return call
 
-    def replays(self, needed: Sequence[bool], results: tuple[Tensor | None, ...]) -> Replays:
-        """The recordings of backward passes for these results, and the function that takes the inputs' gradients from
-        theirs.
-        """
-        _, _, dout, dlse = results
+    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """`out` and `lse`, and perhaps what is kept for backward."""
+        if self.recording is not None:
+            return self.recording(self.flat((*tensors, None)))
+        call = self.call(tensors)
+        results = fast_path.forward(call, operators.inside_operator)
+        return results if call.kept is None else (*results, call.kept)
+
+    def replayed_backward(
+        self, key: Hashable, results: Results, tensors: Sequence[Tensor], kept: Tensor | None
+    ) -> Sequence[Tensor | None] | None:
+        """The gradients of the tensors, if they have been recorded."""
+        known = self.backward.get(key)
+        if known is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain_eager():
+            return None
+        present = [x for x in results if x is not None]
+        present += tensors
+        for one in known.passes:
+            if one.replay is not None and one.layouts.match_plain(present):
+                if isinstance(one.replay, BackwardReplay) and not private_torch.is_any_autocast_enabled():
+                    found = one.replay.recording((*self.flat((*tensors, None)), *results, kept))
+                else:
+                    call = self.call(tensors, kept)
+                    with operators.inside_operator(call):
+                        found = one.replay(call, *results)
+                return [
+                    gradient if gradient is None or gradient.dtype is x.dtype else gradient.to(x.dtype)
+                    for gradient, x in zip(known.requested((*found, None)), tensors, strict=True)
+                ]
+        return None
+
+    def new_backward(
+        self, key: Hashable, results: Results, tensors: Sequence[Tensor], kept: Tensor | None, needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients of the tensors, planned or recorded."""
+        call = self.call(tensors, kept)
+        by_place = dict(zip(self.places, needed, strict=True))
+        gradients = autograd.input_gradients(call, results, [by_place.get(n, False) for n in range(NAMED)])
+        needs = [by_place.get(n, False) for n in POSITIONS]
+        passes = self.entry.backward.get(fast_path.backward_key(call, needs, results))
+        if passes is not None:
+            requested = (POSITIONS.index(n) if by_place[n] else -1 for n in self.places)
+            self.backward[key] = Gradients(passes, itemgetter(*requested))
+        return [gradients[n] for n in self.places]
 
 
 def equal(x: Any, y: Any) -> bool:
@@ -84,10 +137,18 @@ def is_scalar(x: Any) -> bool:
 
 
 def state_of(q: Tensor) -> Hashable:
-    """All outside of the arguments that the call depends on, but for dispatch keys."""
+    """All outside of the arguments that a call depends on, but for what dispatch keys tell."""
     dtype = torch.get_autocast_dtype(q.device.type) if private_torch.is_any_autocast_enabled() else None
     deterministic = torch.are_deterministic_algorithms_enabled()
     return fast_path.state_of_process(q), deterministic, torch.is_grad_enabled(), dtype
+
+
+def key_of(function: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
+    """What few calls share, and takes little time; `None` if the first two arguments are not tensors."""
+    try:
+        return function, values[0].shape, values[1].shape, *kwargs
+    except (AttributeError, IndexError):
+        return None
 
 
 @untraced
@@ -100,18 +161,10 @@ def attend(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensors = known.match(values)
         if tensors is not None:
             if known.requires_grad:
-                return private_torch.apply_at_one_level(RepeatedAttention, known, *tensors)
-            out, lse = fast_path.forward(known.call(tensors), operators.inside_operator)
+                return apply(known, *tensors)
+            out, lse, *_ = known.forward(tensors)
             return (out, lse) if known.return_lse else out
     return NotImplemented
-
-
-def key_of(function: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-    """What few calls share, in little time; `None` if the first two arguments are not tensors."""
-    try:
-        return function, values[0].shape, values[1].shape, *kwargs
-    except (AttributeError, IndexError):
-        return None
 
 
 @untraced
@@ -129,21 +182,19 @@ def remember_call(function: str, args: Sequence[Any], kwargs: dict[str, Any], ca
     scalars = [x for n, x in enumerate(values) if n not in indices.values()]
     if -1 in indices.values() or call.tensors.score_mod_tensors or not all(map(is_scalar, scalars)):
         return
-    key = key_of(function, values, kwargs)
-    known = Repeated(call, values, indices, return_lse=return_lse)
+    key, known = key_of(function, values, kwargs), Repeated(call, values, indices, return_lse=return_lse)
     if key is not None and known.layouts.same is not None:
         others = fast_path.repeated.get(key, [])
         remember(fast_path.repeated, key, [known, *others[: MOST_OF_A_KEY - 1]], MOST_KEYS)
 
 
 class RepeatedAttention(torch.autograd.Function):
-    """`autograd.EagerAttention` of the tensors that are there; lse is a result only where it is asked for."""
+    """`autograd.EagerAttention` of the tensors that are there. lse is a result only where it is asked for."""
 
     @staticmethod
     def forward(ctx: Any, known: Repeated, *tensors: Tensor) -> Any:
-        call = known.call(tensors)
-        out, lse = fast_path.forward(call, operators.inside_operator)
-        ctx.known, ctx.kept = known, call.kept
+        out, lse, *kept = known.forward(tensors)
+        ctx.known, ctx.kept = known, kept[0] if kept else None
         ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
         return (out, lse) if known.return_lse else out
@@ -151,34 +202,15 @@ class RepeatedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        known, needed, results = ctx.known, ctx.needs_input_grad, (out, lse, dout, dlse)
-        call = known.call(tensors)
-        call.kept = ctx.kept
-        key = needed, dout is None, dlse is None, fast_path.state_of_process(tensors[0])
-        found = known.backward.get(key)
-        if found is not None and not torch.is_grad_enabled() and is_plain_eager() and not torch.compiler.is_compiling():
-            passes, gradients_of = found
-            present = [x for x in results if x is not None]
-            present += tensors
-            for one in passes:
-                if one.replay is not None and one.layouts.match_plain(present):
-                    with operators.inside_operator(call):
-                        gradients = gradients_of((*one.replay(call, *results), None))
-                    return None, *map(in_dtype_of, gradients, tensors)
-        places = known.places
-        flat_needed = [False] * NAMED
-        for place, need in zip(places, needed[1:], strict=True):
-            flat_needed[place] = need
-        gradients = autograd.input_gradients(call, results, flat_needed)
-        if found is None:
-            needs = [flat_needed[n] for n in POSITIONS]
-            passes = known.entry.backward.get(fast_path.backward_key(call, needs, results))
-            if passes is not None:
-                n_of = {p: n for n, p in enumerate(POSITIONS)}
-                getter = itemgetter(*(n_of[p] if need else -1 for p, need in zip(places, needed[1:], strict=True)))
-                known.backward[key] = passes, getter
-        return None, *[gradients[n] for n in places]
+        known, (_, *needed), kept = ctx.known, ctx.needs_input_grad, ctx.kept
+        if dout is None and dlse is None:  # a second derivative passes here without a gradient of the results
+            return None, *[None for _ in tensors]
+        results = out, lse, dout, dlse
+        key = ctx.needs_input_grad, dout is None, dlse is None, fast_path.state_of_process(tensors[0])
+        gradients = known.replayed_backward(key, results, tensors, kept)
+        if gradients is None:
+            gradients = known.new_backward(key, results, tensors, kept, needed)
+        return None, *gradients
 
 
-def in_dtype_of(gradient: Tensor | None, x: Tensor) -> Tensor | None:
-    return gradient if gradient is None or gradient.dtype is x.dtype else gradient.to(x.dtype)
+apply = private_torch.apply_at_one_level(RepeatedAttention)

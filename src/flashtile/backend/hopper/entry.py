@@ -38,7 +38,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
     recording, results = replay.record(call.inputs, launch_forward, forward_config(plan, call), call)
-    return lambda call: call.keep(recording(call.inputs)), call.keep(results)
+    return replay.ForwardReplay(recording), call.keep(results)
 
 
 def forward_config(plan: Plan, call: Call) -> ForwardConfig:

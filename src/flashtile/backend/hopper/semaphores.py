@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...private_torch import current_raw_stream
+from ...private_torch import current_device, current_raw_stream
 from ...remember import remember
 from ..gpu.persistent import persistent_zeros
 
@@ -20,7 +20,7 @@ def tile_count_semaphore(device: torch.device, packed: bool) -> Tensor:
     """
     if packed or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, current_raw_stream(torch.cuda.current_device()))
+    key = (device, current_raw_stream(current_device()))
     if (cached := semaphores.get(key)) is not None:
         return cached
     return remember(semaphores, key, persistent_zeros(device, 1), MAX_SEMAPHORES)

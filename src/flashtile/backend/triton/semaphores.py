@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...call.problem import power_of_two
-from ...private_torch import current_raw_stream
+from ...private_torch import current_device, current_raw_stream
 from ...remember import remember
 from ..gpu.persistent import persistent_zeros
 
@@ -26,7 +26,7 @@ def new_semaphores(device: torch.device, count: int) -> Tensor:
         return zeros(device, count)
     if torch.cuda.is_current_stream_capturing():
         return of_a_graph(device, count)
-    key = (device, current_raw_stream(torch.cuda.current_device()))
+    key = (device, current_raw_stream(current_device()))
     known = _of_streams.get(key)
     if known is None or len(known) < count:
         reserve(device)
