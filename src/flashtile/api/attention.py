@@ -10,7 +10,6 @@ from torch import Tensor
 from ..call.advice import public, refuse
 from ..call.cache_tensors import CacheTensors
 from ..call.window import ExactWindow as ExactWindow  # part of the interface, as the functions are
-from ..dispatch.autograd import attend
 from ..dispatch.cache_operator import attend_with_cache
 from .normalize import lengths_of, normalize, rotary_of
 from .out import direct_out
@@ -151,7 +150,7 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    return Request(call, attend, return_lse, out, direct)
+    return Request(call, return_lse, out, direct)
 
 
 @overload
@@ -285,7 +284,7 @@ def attention_varlen(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    return Request(call, attend, return_lse, out, direct)
+    return Request(call, return_lse, out, direct)
 
 
 @overload
@@ -432,4 +431,4 @@ def attention_with_kvcache(
         cache=cache,
         rotary=rotary,
     )
-    return Request(call, partial(attend_with_cache, cache=cache, rotary=rotary), return_lse, out, direct)
+    return Request(call, return_lse, out, direct, partial(attend_with_cache, cache=cache, rotary=rotary))

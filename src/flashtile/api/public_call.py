@@ -12,6 +12,7 @@ from ..call import sharding
 from ..call.call import Call
 from ..call.eager import PLAIN, only_default_devices
 from ..dispatch import repeated
+from ..dispatch.autograd import attend
 from .out import filled
 
 
@@ -19,10 +20,10 @@ class Request(NamedTuple):
     """The call that a public function's arguments are, and how its results are returned."""
 
     call: Call
-    attend: Callable[[Call], tuple[Tensor, Tensor]]
     return_lse: bool
-    out: Tensor | None = None  # the caller's
-    direct: Tensor | None = None  # the same, if kernels may write into it
+    out: Tensor | None  # the caller's
+    direct: Tensor | None  # the same, if kernels may write into it
+    attend: Callable[[Call], tuple[Tensor, Tensor]] = attend
 
 
 def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
@@ -33,11 +34,11 @@ def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
     name = function.__name__
 
     def result_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call, attend, return_lse, out, direct = function(*args, **kwargs)
-        result, lse = attend(call)
+        call, return_lse, out, direct, run = function(*args, **kwargs)
+        result, lse = run(call)
         if out is not None:
             result = filled(out, direct, result)
-        elif not torch.compiler.is_compiling():
+        elif run is attend and not torch.compiler.is_compiling():
             repeated.remember_call(name, args, kwargs, call, return_lse=return_lse)
         return (result, lse) if return_lse else result
 

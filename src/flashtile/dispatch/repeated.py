@@ -74,8 +74,12 @@ class Repeated:
         tensors: tuple[Tensor, ...] = self.tensors(values)
         return tensors if self.layouts.match_plain(tensors) and state_of(tensors[0]) == self.state else None
 
-    def call(self, tensors: Sequence[Tensor], kept: Tensor | None = None) -> Call:
-        call = Call(Tensors(*self.flat((*tensors, None))), self.settings, self.entry, is_plain_eager=True)
+    def call(self, tensors: Sequence[Tensor], *, is_plain_eager: bool) -> Call:
+        return Call(Tensors(*self.flat((*tensors, None))), self.settings, self.entry, is_plain_eager=is_plain_eager)
+
+    def backward_call(self, tensors: Sequence[Tensor], kept: Tensor | None) -> Call:
+        """The call of saved tensors, which may have been replaced, or freed."""
+        call = self.call(tensors, is_plain_eager=False)
         call.kept = kept
         return call
 
@@ -83,7 +87,7 @@ class Repeated:
         """`out` and `lse`, and perhaps what is kept for backward."""
         if self.recording is not None:
             return self.recording(self.flat((*tensors, None)))
-        call = self.call(tensors)
+        call = self.call(tensors, is_plain_eager=True)
         results = fast_path.forward(call, operators.inside_operator)
         return results if call.kept is None else (*results, call.kept)
 
@@ -101,7 +105,7 @@ class Repeated:
                 if isinstance(one.replay, BackwardReplay) and not private_torch.is_any_autocast_enabled():
                     found = one.replay.recording((*self.flat((*tensors, None)), *results, kept))
                 else:
-                    call = self.call(tensors, kept)
+                    call = self.backward_call(tensors, kept)
                     with operators.inside_operator(call):
                         found = one.replay(call, *results)
                 return [
@@ -114,7 +118,7 @@ class Repeated:
         self, key: Hashable, results: Results, tensors: Sequence[Tensor], kept: Tensor | None, needed: Sequence[bool]
     ) -> list[Tensor | None]:
         """The gradients of the tensors, planned or recorded."""
-        call = self.call(tensors, kept)
+        call = self.backward_call(tensors, kept)
         by_place = dict(zip(self.places, needed, strict=True))
         gradients = autograd.input_gradients(call, results, [by_place.get(n, False) for n in range(NAMED)])
         needs = [by_place.get(n, False) for n in POSITIONS]
@@ -147,7 +151,7 @@ def key_of(function: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Hash
     """What few calls share, and takes little time; `None` if the first two arguments are not tensors."""
     try:
         return function, values[0].shape, values[1].shape, *kwargs
-    except (AttributeError, IndexError):
+    except (AttributeError, IndexError, RuntimeError):  # the last one of nested tensors
         return None
 
 
@@ -171,9 +175,7 @@ def attend(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def remember_call(function: str, args: Sequence[Any], kwargs: dict[str, Any], call: Call, *, return_lse: bool) -> None:
     """Keep a recorded call as it was written, if it can be repeated."""
     entry = call.entry
-    if not call.is_plain_eager or type(call) is not Call or entry.forward.replay is None:
-        return
-    if entry.written >= MOST_OF_A_KEY:
+    if not call.is_plain_eager or entry is None or entry.forward.replay is None or entry.written >= MOST_OF_A_KEY:
         return
     entry.written += 1
     values = (*args, *kwargs.values())

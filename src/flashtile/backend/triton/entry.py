@@ -18,7 +18,7 @@ from ..gpu.pairs import with_contiguous_keys
 from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
-from . import host_products
+from . import host_products, host_tf32
 from .formulas import launch
 from .host_append import append_and_rotate
 from .semaphores import new_semaphores
@@ -40,7 +40,8 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
     call = call._replace(tensors=Tensors.from_flat(recorder.inputs))
     if plan.tile.products is not None:
-        return host_products.launch_forward(recorder, call)
+        by = host_tf32 if args.allows_tf32() else host_products
+        return by.launch_forward(recorder, call)
     return launch_attention(recorder, plan, call)
 
 
