@@ -1,4 +1,4 @@
-"""What surrounds the public functions: calls that ranks share, calls that are repeated, modes that only set a device."""
+"""The public functions around their arguments: calls that ranks share, repeated calls, modes that only set a device."""
 
 import functools
 from collections.abc import Callable

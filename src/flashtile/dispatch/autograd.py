@@ -29,6 +29,8 @@ from .derivatives import (
     tangents_of_results,
 )
 
+Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # out, lse, dout and dlse
+
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalised call, differentiable where a tensor requires it."""
@@ -135,10 +137,8 @@ class Attention(torch.autograd.Function):
         return None, *input_gradients(call, (out, lse, dout, dlse), ctx.needs_input_grad[1:])
 
 
-def input_gradients(
-    call: Call, results: operators.Results, needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """The gradients of `call.tensors.flat()` that are needed; `results` are out, lse, dout and dlse."""
+def input_gradients(call: Call, results: Results, needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of `call.tensors.flat()` that are needed."""
     flat = call.tensors.flat()
     positions = differentiable_positions(len(flat))
     needs = [needed[n] for n in positions]

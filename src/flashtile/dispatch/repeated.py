@@ -2,8 +2,8 @@
 
 `fast_path` finds a call by its normalized arguments. Here it is found by its arguments as they are written, and none of
 them is looked at again. Scalars are compared as objects, and tensors by one guard of compiled programs, in C: types,
-shapes, strides, dtypes, devices, `requires_grad` and dispatch keys, which also tell modes, autocast and transforms. Only
-calls all of whose tensors are arguments are repeated: none with a seed that is drawn, an int for lengths, or a cast.
+shapes, strides, dtypes, devices, `requires_grad` and dispatch keys, which also tell modes, autocast and transforms.
+Only calls all of whose tensors are arguments are repeated: none with a seed that is drawn, or a tensor that is cast.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -29,8 +29,6 @@ MOST_OF_A_KEY = 16
 SCALARS = (type(None), bool, int, float, str)
 NAMED = Tensors._fields.index("score_mod_tensors")  # fields of one tensor
 POSITIONS = differentiable_positions(NAMED)
-
-Results = tuple[Tensor | None, ...]  # out, lse, dout and dlse
 
 
 class Gradients(NamedTuple):
@@ -83,7 +81,7 @@ class Repeated:
         call.kept = kept
         return call
 
-    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """`out` and `lse`, and perhaps what is kept for backward."""
         if self.recording is not None:
             return self.recording(self.flat((*tensors, None)))
@@ -92,7 +90,7 @@ class Repeated:
         return results if call.kept is None else (*results, call.kept)
 
     def replayed_backward(
-        self, key: Hashable, results: Results, tensors: Sequence[Tensor], kept: Tensor | None
+        self, key: Hashable, results: autograd.Results, tensors: Sequence[Tensor], kept: Tensor | None
     ) -> Sequence[Tensor | None] | None:
         """The gradients of the tensors, if they have been recorded."""
         known = self.backward.get(key)
@@ -101,7 +99,7 @@ class Repeated:
         present = [x for x in results if x is not None]
         present += tensors
         for one in known.passes:
-            if one.replay is not None and one.layouts.match_plain(present):
+            if one.replay is not None and one.layouts is not None and one.layouts.match_plain(present):
                 if isinstance(one.replay, BackwardReplay) and not private_torch.is_any_autocast_enabled():
                     found = one.replay.recording((*self.flat((*tensors, None)), *results, kept))
                 else:
@@ -115,7 +113,12 @@ class Repeated:
         return None
 
     def new_backward(
-        self, key: Hashable, results: Results, tensors: Sequence[Tensor], kept: Tensor | None, needed: Sequence[bool]
+        self,
+        key: Hashable,
+        results: autograd.Results,
+        tensors: Sequence[Tensor],
+        kept: Tensor | None,
+        needed: Sequence[bool],
     ) -> list[Tensor | None]:
         """The gradients of the tensors, planned or recorded."""
         call = self.backward_call(tensors, kept)

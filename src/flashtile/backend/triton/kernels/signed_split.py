@@ -105,8 +105,8 @@ def gradient_kernel(
 ):  # fmt: skip
     """Store probabilities and gradients of scores `[heads, rows, keys]`: for sums over rows `p_t` and `ds_t`,
     `[heads, chunks, 3, ROW_CHUNK, keys]` with zeros past the last row, and `ds`, as `softmax_kernel` stores
-    probabilities. Those that are `None` are left out. A program has a row. Without `PARTS` there are `p_t` and `ds`, both
-    laid out as the scores, whose memory they may have.
+    probabilities. Those that are `None` are left out. A program has a row. Without `PARTS` there are `p_t` and `ds`,
+    both laid out as the scores, whose memory they may have.
     """
     head, row = (tl.program_id(0) // padded_rows).to(tl.int64), tl.program_id(0) % padded_rows
     key = tl.arange(0, WIDTH)
