@@ -97,6 +97,15 @@ def in_jvp() -> bool:
     return maybe_current_level() is not None if nesting is None else nesting > 0
 
 
+# Tensors that `torch.autograd.grad(..., is_grads_batched=True)` batches.
+BATCH_LEVELS = range(1, 65)
+add_batch_dim = find("torch", "_add_batch_dim", None)
+remove_batch_dim = find("torch", "_remove_batch_dim", None)
+is_legacy_batchedtensor = find("torch._C._functorch", "is_legacy_batchedtensor", nothing)
+if add_batch_dim is None or remove_batch_dim is None:
+    is_legacy_batchedtensor = nothing  # autograd raises an error
+
+
 # Autograd and the dispatcher ------------------------------------------------------------------------------------------
 
 unwrap_if_dead = find("torch._C._functorch", "unwrap_if_dead", None)

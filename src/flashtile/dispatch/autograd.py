@@ -19,7 +19,7 @@ from ..call.call import Call, Tensors, differentiable_positions
 from ..call.eager import in_forward_mode
 from ..dynamo import untraced
 from ..errors import AttentionError
-from . import operators
+from . import batched, operators
 from .derivatives import (
     GradientCall,
     attention_function,
@@ -139,6 +139,9 @@ class Attention(torch.autograd.Function):
 
 def input_gradients(call: Call, results: Results, needed: Sequence[bool]) -> list[Tensor | None]:
     """The gradients of `call.tensors.flat()` that are needed."""
+    out, lse, dout, dlse = results
+    if batched.is_batched(dout) or batched.is_batched(dlse):
+        return batched.one_by_one(lambda *x: input_gradients(call, (out, lse, *x), needed), dout, dlse)
     flat = call.tensors.flat()
     positions = differentiable_positions(len(flat))
     needs = [needed[n] for n in positions]
