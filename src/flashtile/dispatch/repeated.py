@@ -161,10 +161,14 @@ def key_of(function: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Hash
 @untraced
 def attend(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result of a repeated call, `NotImplemented` of another one."""
-    if sharding.contexts_open or forking.forked or not is_plain_eager():
-        return NotImplemented
     values = (*args, *kwargs.values())
-    for known in fast_path.repeated.get(key_of(function, values, kwargs), ()):
+    try:
+        calls = fast_path.repeated.get(key_of(function, values, kwargs))
+    except TypeError:  # sizes that are symbols
+        return NotImplemented
+    if calls is None or sharding.contexts_open or forking.forked or not is_plain_eager():
+        return NotImplemented
+    for known in calls:
         tensors = known.match(values)
         if tensors is not None:
             if known.requires_grad:
@@ -178,7 +182,7 @@ def attend(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def remember_call(function: str, args: Sequence[Any], kwargs: dict[str, Any], call: Call, *, return_lse: bool) -> None:
     """Keep a recorded call as it was written, if it can be repeated."""
     entry = call.entry
-    if not call.is_plain_eager or entry is None or entry.forward.replay is None or entry.written >= MOST_OF_A_KEY:
+    if not call.is_plain_eager or entry.written >= MOST_OF_A_KEY or entry.forward.replay is None:
         return
     entry.written += 1
     values = (*args, *kwargs.values())
