@@ -116,10 +116,8 @@ def steps() -> Iterator[str]:
     """The steps of all recordings so far."""
     for entry in fast_path._recent.values():
         for one in (entry.forward, *(x for passes in entry.backward.values() for x in passes)):
-            for cell in getattr(one.replay, "__closure__", None) or ():
-                if isinstance(cell.cell_contents, replay.Recording):
-                    names = (step.__qualname__.split(".")[0] for step in cell.cell_contents.steps)
-                    yield ", ".join(names)
+            if isinstance(one.replay, replay.ForwardReplay | replay.BackwardReplay):
+                yield ", ".join(step.__qualname__.split(".")[0] for step in one.replay.recording.steps)
 
 
 def main() -> None:

@@ -216,6 +216,9 @@ def stream_of_object(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+is_capturing: Callable[[], bool] = find(
+    "torch._C", "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 current_device: Callable[[], int] = find("torch._C", "_cuda_getDevice", torch.cuda.current_device)
 # The current stream of a device, as an integer, without the object that takes longer to make than a launch.
 current_raw_stream: Callable[[int], int] = find("torch._C", "_cuda_getCurrentRawStream", stream_of_object)

@@ -1,7 +1,8 @@
 """Cotangents that autograd batches (`torch.autograd.grad(..., is_grads_batched=True)`, vectorized jacobians): one
 backward pass for each of them.
 
-They are batched by an older mechanism than torch.func's, for which neither operators nor an autograd.Function have rules.
+They are batched by an older mechanism than torch.func's, for which neither operators nor an autograd.Function have
+rules.
 """
 
 from collections.abc import Callable, Sequence

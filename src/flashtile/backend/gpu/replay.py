@@ -141,6 +141,8 @@ class Recorder:
 
     def _repeated(self, function: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
         """`function(*tensors)` in a replay."""
+        if not tensors:
+            return lambda _: function()
         slots = [self._slot(x) for x in tensors]
         return lambda known: function(*[None if slot is None else slot.resolve(known) for slot in slots])
 
