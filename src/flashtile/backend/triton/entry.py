@@ -66,8 +66,9 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
     partial_lse, partial_out, semaphores = None, None, None
     if splits > 1:
         # Partial results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
-        partial_lse = recorder.new(lse.new_empty((splits, *lse.shape)))
-        partial_out = recorder.new(lse.new_empty((*partial_lse.shape, v.shape[-1])))
+        rows = splits, *lse.shape
+        layouts = {"partial_out": ((*rows, v.shape[-1]), torch.float32), "partial_lse": (rows, torch.float32)}
+        partial_out, partial_lse = recorder.workspace(lse, layouts).values()
         semaphores = recorder.op(partial(new_semaphores, q.device, programs))
     whole = pack_gqa == 1 and splits == 1
     sizes = config.block_m, config.block_n
