@@ -16,7 +16,7 @@ Gradients = Sequence[Tensor | None]
 
 
 def is_batched(x: Tensor | None) -> bool:
-    return x is not None and private_torch.is_legacy_batchedtensor(x)
+    return x is not None and bool(private_torch.is_legacy_batchedtensor(x))
 
 
 def one_by_one(
