@@ -62,7 +62,7 @@ def visible_blocks_kernel(
         n = first + tl.arange(0, BLOCKS)
         full, seen = n >= 0, n < 0
         if states is None:
-            rows = inputs.i0 + tl.minimum(first_row + tl.arange(0, BLOCK_M), last_row)
+            rows = inputs.i0 + tl.minimum(first_row + tl.arange(0, CONFIG.row_positions), last_row)
             keys = inputs.j0 + tl.minimum(n[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :], seqlen_k - 1)
             for head in range(group):
                 always, ever = CONFIG.score_mod.function(
