@@ -30,7 +30,7 @@ from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-LIST_KERNELS = {"mask_states_kernel", "visible_blocks_kernel", "key_lists_kernel"}
+LIST_KERNELS = {"mask_states_kernel", "visible_blocks_kernel", "key_lists_kernel", "pair_bits_kernel"}
 IDS = torch.repeat_interleave(torch.tensor([3, 8, 9, 4]), torch.tensor([130, 71, 180, 219]))
 
 
@@ -85,8 +85,15 @@ def run(case: Case, problem: Problem, folder: Path = FOLDER, *, reads_mask: bool
         results = case.run("hopper", deterministic=problem.deterministic)
     kernels = [name for name in launched if name in LIST_KERNELS]
     states = ["mask_states_kernel"] * (reads_mask and isinstance(case.arguments["mask"], Tensor))
-    assert kernels == [*states, "visible_blocks_kernel", "visible_blocks_kernel", "key_lists_kernel"]
+    bits = ["pair_bits_kernel"] * has_bits(problem, case)
+    assert kernels == [*states, "visible_blocks_kernel", *bits, "visible_blocks_kernel", "key_lists_kernel", *bits]
     return results
+
+
+def has_bits(problem: Problem, case: Case) -> bool:
+    """Whether pairs of partly visible blocks are bits: of functions that hide pairs alike in all heads."""
+    by_pair = isinstance(case.arguments["mask"], Tensor) or problem.mask.fn is far_by_head
+    return not by_pair and problem.score_mod is None
 
 
 def wrong(name: str, folder: Path = FOLDER) -> list[str]:

@@ -273,6 +273,18 @@ class VisibleBlocksConfig(Constexpr):
 
 
 @dataclass(frozen=True)
+class PairBitsConfig(Constexpr):
+    """Kernel for the bits of pairs in partly visible blocks: tiles of `lines` rows, and blocks of `columns` keys; or of
+    keys and rows.
+    """
+
+    lines: int
+    columns: int
+    of_keys: bool
+    score_mod: Any = None
+
+
+@dataclass(frozen=True)
 class DistanceTableConfig(Constexpr):
     """Kernel for the table of a score_mod's term: `block` distances a program, one for each thread."""
 

@@ -57,7 +57,7 @@ def forward_kernel(
     seqlen_q, seqlen_k, num_splits, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
     stride_mask_m, stride_mask_n, pair_rows, bias_desc,
-    lists, stride_lists_b, stride_lists_h, stride_lists,
+    lists, mask_bits, stride_lists_b, stride_lists_h, stride_lists,
     page_table, stride_page_table, num_pages, page_size, stride_pages,
     seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
     CONFIG: gl.constexpr, inputs,
@@ -87,7 +87,7 @@ def forward_kernel(
     fence_async_shared()
 
     pages = PageTable(page_table, stride_page_table, num_pages, page_size, stride_pages)
-    block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, None)
+    block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, None, mask_bits)
     scheduler = TileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, num_splits,
         block_lists,
