@@ -324,15 +324,18 @@ class Flex:
         self.block_mask: Any = None
 
     def create_block_mask(self) -> Any:
+        from torch._inductor import config
         from torch.nn.attention.flex_attention import create_block_mask
 
         mask, cell = self.inputs.mask, self.cell
         assert mask is not None
         sequences = cell.batch if mask.of_sequences else None
         device = self.inputs.dout.device
-        return create_block_mask(
-            mask.function, sequences, None, cell.seqlen, cell.seqlen, device=device, _compile=self.on_gpu
-        )
+        # Persistent reductions hold the pairs of whole blocks: LLVM takes minutes for that kernel at 16384 positions.
+        with config.patch({"triton.persistent_reductions": False}):
+            return create_block_mask(
+                mask.function, sequences, None, cell.seqlen, cell.seqlen, device=device, _compile=self.on_gpu
+            )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
         if self.block_mask is None and self.inputs.mask is not None:

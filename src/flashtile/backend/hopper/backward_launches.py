@@ -25,9 +25,9 @@ from ..scalars import (
     window_numbers,
 )
 from . import formulas
-from .block_lists import has_lists
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table
+from .listed import has_lists
 from .tables import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
 
 L2_BYTES = 40 * 2**20  # of rows and their dq accumulators that stay in the L2 cache

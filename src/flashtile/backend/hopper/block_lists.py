@@ -20,12 +20,10 @@ from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..scalars import window_numbers
 from .formulas import DeviceFunction, launch_with, visibility_function
-from .pair_bits import has_pair_bits, pair_bits
+from .listed import has_lists, has_pair_bits
+from .pair_bits import pair_bits
 from .tables import PairBitsConfig, VisibleBlocksConfig
 
-LEAST_PAIRS = 2**24  # of a call: computing fewer takes about as long as their lists
-LEAST_MASK_PAIRS = 2**26  # of a call with a mask that is a tensor, which takes one launch more
-MOST_PAIRS = 2**41  # offsets in lists have 32 bits
 POSITIONS = 8192  # of keys that a program looks at together
 POSITIONS_OF_THREAD = 8  # with a mask function: straight code of more waits for its instructions
 BLOCKS_AT_ONCE = 8  # of keys, in a program that reads a mask
@@ -76,20 +74,6 @@ def key_lists(
     lists = of_table(recorder, table, grid, first_key_first)
     pointers = pointers_of(recorder, call, lists, PairBitsConfig(block_n, block_m, True))
     return pointers, {**strides_of(lists), "ranks": lists.numel() // 2}
-
-
-def has_lists(call: Call) -> bool:
-    """Whether a call has lists, of the blocks that mask and window show; the kernels test the window's sides in blocks
-    that they cut. Others compute all pairs that the window shows. With lists, kernels run one function of
-    a score_mod in partly visible blocks and one in full ones, which are made with a mask function only.
-    """
-    function = call.settings.mask_mod is not None
-    mask = call.tensors.mask is not None and call.settings.score_mod is None
-    if not (function or mask) or call.layout != "dense":
-        return False
-    batch, heads, seqlen_q, _ = call.tensors.q.shape
-    least = LEAST_PAIRS if function else LEAST_MASK_PAIRS
-    return max(least, 1) <= batch * heads * seqlen_q * call.tensors.k.shape[2] <= MOST_PAIRS
 
 
 def pointers_of(recorder: Recorder, call: Call, lists: Tensor, config: PairBitsConfig) -> dict[str, Any]:

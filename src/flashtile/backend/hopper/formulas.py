@@ -150,9 +150,11 @@ def launch(
     partial: bool = False,
 ) -> None:  # fmt: skip
     """Launch a kernel for a call, with the device functions of its score_mod and mask; `partial`: also of a derivative.
-    `call.tensors` belong to the recorder; keys of its bias and mask are contiguous (`gpu.pairs`). A kernel with bits of
-    a mask function does not call it.
+    `call.tensors` belong to the recorder; keys of its bias and mask are contiguous (`gpu.pairs`). A kernel with bits of a
+    mask takes nothing else of it.
     """
+    if pointers.get("mask_bits") is not None:
+        call = call._replace(tensors=call.tensors._replace(mask=None))
     tensors = call.tensors.score_mod_tensors
     pairs = {**pair_scalars(call.tensors, row_align(call.tensors))}
     if (align := pairs.pop("pair_align")) > 1:

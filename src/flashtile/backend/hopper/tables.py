@@ -13,6 +13,7 @@ from ...call.problem import Problem
 from ...expression import Formula
 from ...expression.scaling import is_head_factor
 from ..gpu.archive import compiler_version
+from .listed import expects_pair_bits
 from .widths import ONE_BOX, widths
 
 MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
@@ -402,13 +403,14 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     score_mod = problem.score_mod
     costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
     masked = problem.features.mask is not None or problem.mask_mod is not None
-    features = problem.softcap or problem.features.score_terms or costly or masked or problem.dropout
+    mask_code = masked and not expects_pair_bits(problem)
+    features = problem.softcap or problem.features.score_terms or costly or mask_code or problem.dropout
     width = widths(problem)
     assert width is not None  # `support` declines others
     fits = width in ONE_BOX or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
     forward = TWO_WARPGROUPS[width]
     if fits and not features and width in UNMASKED:
-        unmasked = problem.layout == "dense" and problem.window.unlimited
+        unmasked = problem.layout == "dense" and problem.window.unlimited and not masked
         forward = fastest_tile(problem, width, device) if unmasked else masked_tile(problem, width)
     return TileConfig(with_pages(forward, problem), backward_config(problem, width))
 
@@ -431,7 +433,7 @@ def fastest_tile(problem: Problem, width: tuple[int, int], device: Device) -> Fo
 
 
 def masked_tile(problem: Problem, width: tuple[int, int]) -> ForwardConfig:
-    """The tiles of a call with a window or of packed sequences."""
+    """The tiles of a call with a window or mask, or of packed sequences."""
     three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem)
     return (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
 
@@ -449,7 +451,8 @@ def min_keys_3wg(problem: Problem) -> int:
     """Keys per row from which three warpgroups are faster: twice as many with masks on both sides, and at widths of two
     chunks with any mask.
     """
-    masked = problem.window.left is not None if widths(problem) in ONE_BOX else not problem.window.unlimited
+    shown = problem.mask_mod is not None or problem.features.mask is not None  # which may be a window
+    masked = shown or (problem.window.left is not None if widths(problem) in ONE_BOX else not problem.window.unlimited)
     return 2 * MIN_KEYS_3WG if masked else MIN_KEYS_3WG
 
 
