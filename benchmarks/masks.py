@@ -7,8 +7,8 @@ two pieces of the call, within the contract's bound. Forward, backward and FlexA
 device, in alternation, in milliseconds: medians, and quantiles of 20% and 80%. A cell that is in the file is left out,
 so that a run goes on where one was ended; no cell begins after `--seconds`. `--warm 12` compiles all kernels
 beforehand, in twelve processes. `--table` prints a table of the file. A row in the file has the seconds of each first
-call and of the oracle, too. A library whose first call takes longer than `--patience` is left out of the cell, so that one
-that compiles for minutes does not end the run.
+call and of the oracle, too. A library whose first call takes longer than `--patience` is left out of the cell, so that
+one that compiles for minutes does not end the run.
 """
 
 import json

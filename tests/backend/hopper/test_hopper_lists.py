@@ -246,7 +246,9 @@ def test_kernels_list_what_torch_operations_list(name: str) -> None:
     """With a window too, for some masks."""
     q, k = torch.empty(2, 4, 203, 64, dtype=torch.bfloat16), torch.empty(2, 2, 211, 64, dtype=torch.bfloat16)
     call = described_call(q, k, k, None, None, {"mask": MASKS[name], **WINDOWS.get(name, {})})
-    lists, listed = (importlib.import_module(f"{emulated_kernels().__package__}.{x}") for x in ("block_lists", "listed"))
+    lists, listed = (
+        importlib.import_module(f"{emulated_kernels().__package__}.{x}") for x in ("block_lists", "listed")
+    )
 
     def found() -> list[Tensor]:
         recorder = Recorder(call.inputs)
@@ -295,9 +297,9 @@ BUGS = (
         "heads of groups 64"),
     Bug("bits of the first rows for all", BITS, "position, part * MMA_M", "position, 0 * part", "earlier 96"),
     Bug("rows and keys swapped", BITS, "row, key = column, line", "row, key = line, column", "earlier 96"),
-    Bug("bits of the entry before", SHARED, "words = bit_words(offset, position", "words = bit_words(offset, position - 1",
+    Bug("bits of the entry before", SHARED, "= bit_words(offset, position", "= bit_words(offset, position - 1",
         "documents 64"),
-    Bug("bits tested in cut blocks alone", SHARED, "cut = cut | ((entry & 1) != 0)", "cut = cut", "documents 64"),
+    Bug("bits tested in cut blocks alone", SHARED, "cut | ((entry & 1) != 0)", "cut", "documents 64"),
     Bug("producer one entry behind", PRODUCER, "tile.hi - 2 - step)", "tile.hi - 1 - step)", "documents 64"),
     Bug("an empty list without a block", KERNELS, "tl.maximum(before, 1)", "before", "heads of groups 64"),
     Bug("heads of a group hide", KERNELS, "seen | ever", "ever", "heads of groups 64"),

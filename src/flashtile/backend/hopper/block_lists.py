@@ -63,8 +63,9 @@ def row_lists(
 def key_lists(
     recorder: Recorder, call: Call, block_m: int, block_n: int, states: Tensor | None, *, first_key_first: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The pointers and the scalars of the lists of blocks of keys, whose entries are blocks of rows, and of the ranks of
-    the entries: how many blocks of keys add to this block of rows before, if blocks come in this order or its inverse.
+    """The pointers and the scalars of the lists of blocks of keys, whose entries are blocks of rows, and of the ranks
+    of the entries: how many blocks of keys add to this block of rows before, if blocks come in this order or its
+    inverse.
     """
     if not has_lists(call):
         return {**NO_POINTERS}, {**NO_LISTS, "ranks": None}

@@ -150,8 +150,8 @@ def launch(
     partial: bool = False,
 ) -> None:  # fmt: skip
     """Launch a kernel for a call, with the device functions of its score_mod and mask; `partial`: also of a derivative.
-    `call.tensors` belong to the recorder; keys of its bias and mask are contiguous (`gpu.pairs`). A kernel with bits of a
-    mask takes nothing else of it.
+    `call.tensors` belong to the recorder; keys of its bias and mask are contiguous (`gpu.pairs`). A kernel with bits
+    of a mask takes nothing else of it.
     """
     if pointers.get("mask_bits") is not None:
         call = call._replace(tensors=call.tensors._replace(mask=None))

@@ -1,5 +1,5 @@
-"""Calls whose kernels visit the blocks in a list (`block_lists`), and those for which the mask's pairs in partly visible
-blocks are bits (`pair_bits`).
+"""Calls whose kernels visit the blocks in a list (`block_lists`), and those for which the mask's pairs in partly
+visible blocks are bits (`pair_bits`).
 """
 
 from ...call.call import Call
@@ -44,16 +44,22 @@ def has_pair_bits(call: Call) -> bool:
     return not of_heads and batch * t.q.shape[2] * t.k.shape[2] <= MOST_BITS
 
 
+def expects_lists(problem: Problem) -> bool:
+    """As `has_lists`, for the plan of several lengths."""
+    p, function = problem, problem.mask_mod is not None
+    if not (function or (p.features.mask is not None and p.score_mod is None)) or p.layout != "dense":
+        return False
+    least = LEAST_PAIRS if function else LEAST_MASK_PAIRS
+    return least <= p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k <= MOST_PAIRS
+
+
 def expects_pair_bits(problem: Problem) -> bool:
     """As `has_pair_bits`, for the plan of several lengths."""
-    p, formula, broadcast = problem, problem.mask_mod, problem.features.mask
-    if p.score_mod is not None or p.layout != "dense":
+    p, formula = problem, problem.mask_mod
+    if p.score_mod is not None or not expects_lists(p):
         return False
     if isinstance(formula, Formula):
-        least, of_sequences, of_heads = LEAST_PAIRS, depends_on(formula, "b"), depends_on(formula, "h")
-    elif broadcast is not None:
-        least, of_sequences, of_heads = LEAST_MASK_PAIRS, not broadcast[0], not broadcast[1]
+        of_sequences, of_heads = depends_on(formula, "b"), depends_on(formula, "h")
     else:
-        return False
-    pairs = p.seqlen_q * p.seqlen_k
-    return not of_heads and p.batch * p.num_heads_q * pairs >= least and (p.batch if of_sequences else 1) * pairs <= MOST_BITS
+        of_sequences, of_heads, *_ = (not broadcast for broadcast in p.features.mask)
+    return not of_heads and (p.batch if of_sequences else 1) * p.seqlen_q * p.seqlen_k <= MOST_BITS

@@ -7,7 +7,7 @@ from ...call.call import Call
 from ...call.formulas import mask_formula
 from ..gpu.captured import needs_wide_offsets
 from ..gpu.kernel import Kernel
-from ..gpu.pointers import Described
+from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder
 from .formulas import launch_with, pair_function
 from .tables import MMA_M, PairBitsConfig
@@ -34,15 +34,15 @@ def pair_bits(recorder: Recorder, call: Call, lists: Tensor, config: PairBitsCon
         "CONFIG": config,
         "num_warps": 4,
     }
-    pointers = {"lists": lists, "mask_bits": bits}
+    pointers: Pointers = {"lists": lists, "mask_bits": bits}
     if formula is None:
         assert t.mask is not None
         mask = Described(t.mask, Tensor.view, torch.uint8)
-        recorder.launch(PAIR_BITS, {**pointers, "mask": mask}, grid, {**scalars, **strides_of(t.mask), "inputs": None})
+        scalars |= strides_of(t.mask)
+        recorder.launch(PAIR_BITS, pointers | {"mask": mask}, grid, scalars | {"inputs": None})
     else:
         function = pair_function(formula, any(needs_wide_offsets(x) for x in t.score_mod_tensors))
-        pointers["mask"] = None
-        launch_with(recorder, call, PAIR_BITS, pointers, grid, {**scalars, **NO_STRIDES}, function)
+        launch_with(recorder, call, PAIR_BITS, pointers | {"mask": None}, grid, scalars | NO_STRIDES, function)
     return bits
 
 

@@ -407,7 +407,8 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     features = problem.softcap or problem.features.score_terms or costly or mask_code or problem.dropout
     width = widths(problem)
     assert width is not None  # `support` declines others
-    fits = width in ONE_BOX or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
+    # With lists, wider ones spill registers.
+    fits = width in ONE_BOX or (not masked and (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG)
     forward = TWO_WARPGROUPS[width]
     if fits and not features and width in UNMASKED:
         unmasked = problem.layout == "dense" and problem.window.unlimited and not masked
