@@ -1,4 +1,5 @@
-"""Time calls with masks and biases beside FlexAttention, SDPA's kernels and packed sequences:
+"""Time calls with masks and biases beside FlexAttention, FlashAttention-3 where it can, SDPA's kernels and packed
+sequences:
 
     python benchmarks/masks.py --store FILE.jsonl --seconds 280 --warm 12
 
@@ -35,6 +36,7 @@ from torch._functorch import config as functorch
 from flashtile.bench.clocks import clock_of
 from flashtile.bench.origin import commit, device_name
 from flashtile.bench.parts import cotangent, cut, pairwise, parts, pick
+from flashtile.bench.providers.flash_attn_3 import FlashAttention3
 from flashtile.bench.rounds import Entrant, band, interleave
 from flashtile.bench.sweep import Timing
 from flashtile.testing.case import Case
@@ -43,7 +45,7 @@ from flashtile.testing.threads import one_thread
 from flashtile.testing.tolerance import worst
 
 CREATIONS = 5  # of a block mask that are timed
-COMPILED = PROVIDERS[:4]  # those whose kernels are compiled at their first call
+COMPILED = ("flashtile", "flashtile dense", "packed", "flex")  # those whose kernels are compiled at their first call
 Attend = Callable[..., Tensor]
 
 
@@ -236,6 +238,9 @@ def table(values: Sequence[dict[str, Any]]) -> str:
 @click.option("--warm", "processes", default=0, help="Processes that compile beforehand.")
 @click.option("--cell", "chosen", multiple=True, help="Its name; may be repeated.  [default: all]")
 @click.option("--provider", "providers", multiple=True, default=PROVIDERS, help="May be repeated.")
+@click.option(
+    "--fa3-library", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Of FlashAttention-3."
+)
 @click.option("--patience", default=120.0, show_default=True, help="Seconds for the first call of a library.")
 @click.option("--rounds", default=5, show_default=True, help="0 compiles only.")
 @click.option("--sample-seconds", default=0.01, show_default=True, help="Least time of a sample.")
@@ -244,10 +249,12 @@ def table(values: Sequence[dict[str, Any]]) -> str:
 @click.option("--table", "only_table", is_flag=True, help="Print a table of the file, and measure nothing.")
 def main(
     store: Path | None, seconds: float, processes: int, chosen: tuple[str, ...], providers: tuple[str, ...],
-    patience: float, rounds: int, sample_seconds: float, device: str, tiny: bool, only_table: bool,
+    fa3_library: Path | None, patience: float, rounds: int, sample_seconds: float, device: str, tiny: bool, only_table: bool,
 ) -> None:  # fmt: skip
     """Measure the cells that are missing in the file."""
     begin = time.monotonic()
+    if fa3_library is not None:
+        FlashAttention3(fa3_library).operators()
     if only_table:
         click.echo(table(stored(store) if store else []))
         return
