@@ -249,7 +249,8 @@ def table(values: Sequence[dict[str, Any]]) -> str:
 @click.option("--table", "only_table", is_flag=True, help="Print a table of the file, and measure nothing.")
 def main(
     store: Path | None, seconds: float, processes: int, chosen: tuple[str, ...], providers: tuple[str, ...],
-    fa3_library: Path | None, patience: float, rounds: int, sample_seconds: float, device: str, tiny: bool, only_table: bool,
+    fa3_library: Path | None, patience: float, rounds: int, sample_seconds: float, device: str, tiny: bool,
+    only_table: bool,
 ) -> None:  # fmt: skip
     """Measure the cells that are missing in the file."""
     begin = time.monotonic()
