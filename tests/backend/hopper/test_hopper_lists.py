@@ -275,6 +275,56 @@ def test_kernels_list_what_torch_operations_list(name: str) -> None:
         assert torch.equal(torch.where(exists, x[..., 1:], 0), torch.where(exists, y[..., 1:], 0))
 
 
+# Bits of pairs --------------------------------------------------------------------------------------------------------
+
+PARENTS = torch.tensor([-1, *((n - 1) // 3 for n in range(1, 260))])
+ENDS = (torch.arange(211) // 40 * 40 + 60).clamp(max=203).int()
+WITH_BITS = {name: mod for name, mod in MASKS.items() if name != "by head"} | {
+    "tree": mask_mods.tree(PARENTS),
+    "flashmask": mask_mods.flashmask(ENDS[None, None, :, None], causal=True),
+}
+
+
+@pytest.mark.parametrize("name", WITH_BITS)
+def test_lists_and_bits_are_the_mask(name: str) -> None:
+    """Blocks that are not listed are hidden, and bits are those of the pairs; of rows, and of keys."""
+    mod = WITH_BITS[name]
+    q, k = torch.empty(2, 1, 203, 64, dtype=torch.bfloat16), torch.empty(2, 1, 211, 64, dtype=torch.bfloat16)
+    call = described_call(q, k, k, None, None, {"mask": mod})
+    b, i, j = torch.arange(2)[:, None, None], torch.arange(203)[:, None], torch.arange(211)
+    visible = torch.broadcast_to(mod.fn(b, torch.tensor(0), i, j, *mod.tensors), (2, 203, 211))
+    lists, listed = (
+        importlib.import_module(f"{emulated_kernels().__package__}.{x}") for x in ("block_lists", "listed")
+    )
+    with mock.patch.object(listed, "LEAST_PAIRS", 0), emulated(), poisoned_allocation():
+        recorder = Recorder(call.inputs)
+        own = call._replace(tensors=Tensors.from_flat(recorder.inputs))
+        of_rows, _ = lists.row_lists(recorder, own, 128, 32, None)
+        of_keys, _ = lists.key_lists(recorder, own, 64, 128, None, first_key_first=True)
+    assert torch.equal(mask_of_lists(of_rows, 32, 203, 211), visible)
+    assert torch.equal(mask_of_lists(of_keys, 64, 211, 203), visible.mT)
+
+
+def mask_of_lists(pointers: dict[str, Tensor], width: int, lines: int, columns: int) -> Tensor:
+    """The pairs that lists and bits show, of lines and columns `[2, lines, columns]`."""
+    lists, bits = pointers["lists"][0, :, 0], pointers["mask_bits"]
+    shown = torch.zeros(len(lists), lines + bits.shape[3], columns + 2 * width, dtype=torch.bool)
+    for n, tiles in enumerate(lists.tolist()):
+        for tile, (length, *entries) in enumerate(tiles):
+            for position, entry in enumerate(entries[:length]):
+                x = unpacked(bits[n, tile, 1 + position], width) if entry % 2 else torch.tensor(True)
+                first_line, first_column = tile * bits.shape[3], entry // 2 * width
+                shown[n, first_line : first_line + bits.shape[3], first_column : first_column + width] = x
+    return shown[:, :lines, :columns].expand(2, -1, -1)
+
+
+def unpacked(words: Tensor, width: int) -> Tensor:
+    """Conditions `[lines, width]` of words `[lines, 4]`: a thread has two columns of every eight."""
+    places = torch.arange(width // 4)
+    x = (words[:, :, None] >> places) & 1  # [lines, threads, octets and pairs]
+    return x.unflatten(2, (-1, 2)).transpose(1, 2).flatten(1).bool()
+
+
 # Bugs -----------------------------------------------------------------------------------------------------------------
 
 
