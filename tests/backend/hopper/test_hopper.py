@@ -50,7 +50,8 @@ ONE_OF_EACH = (  # problem, kernel, most spilled bytes of a thread
 )  # fmt: skip
 SCALED = formula_of(lambda score, b, h, q_idx, k_idx: score * 0.5)[0]
 SHOWN = formula_of(lambda b, h, q_idx, k_idx: q_idx % 8 >= k_idx % 8, role=MASK_MOD)[0]
-OF_HEADS = formula_of(lambda b, h, q_idx, k_idx: q_idx >= k_idx + h, role=MASK_MOD)[0]
+PADDED = formula_of(lambda b, h, q_idx, k_idx: k_idx < 70 * (b + 1), role=MASK_MOD)[0]
+OF_HEADS = formula_of(lambda b, h, q_idx, k_idx: k_idx < 70 * (h + 1), role=MASK_MOD)[0]
 ADDED = formula_of(lambda score, b, h, q_idx, k_idx: score + h)[0]
 CAPPED = formula_of(lambda score, b, h, q_idx, k_idx: 20 * torch.tanh(score / 20))[0]
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
@@ -222,15 +223,15 @@ def test_unmasked_calls_take_the_tiles_that_waste_least(
     assert (forward.block_m, forward.block_n) == tile
 
 
-def test_factors_and_masks_of_all_heads_take_three_warpgroups() -> None:
-    """Other functions need more registers; a mask of few keys has no bits of pairs."""
+def test_factors_and_padding_take_three_warpgroups() -> None:
+    """Other functions need more registers or waste more rows; few pairs have no bits."""
 
     def chosen(**functions: object) -> object:
         return tables.tile_config(problem(**{"seqlen_q": LONG, "seqlen_k": LONG} | functions), H200).forward
 
-    assert chosen() is chosen(score_mod=SCALED) is chosen(mask_mod=SHOWN) is THREE_WARPGROUPS[64, 64]
-    both = {"score_mod": SCALED, "mask_mod": SHOWN}
-    for functions in ({"score_mod": ADDED}, {"mask_mod": OF_HEADS}, both, {"mask_mod": SHOWN, "seqlen_k": SHORT}):
+    assert chosen() is chosen(score_mod=SCALED) is chosen(mask_mod=PADDED) is THREE_WARPGROUPS[64, 64]
+    others = ({"score_mod": ADDED}, {"mask_mod": SHOWN}, {"mask_mod": OF_HEADS})
+    for functions in (*others, {"score_mod": SCALED, "mask_mod": PADDED}, {"mask_mod": PADDED, "seqlen_q": 1}):
         assert chosen(**functions) is TWO_WARPGROUPS[64, 64]
 
 

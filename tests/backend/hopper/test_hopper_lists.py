@@ -345,7 +345,7 @@ BUGS = (
         "return offset, gl.maximum(gl.load(lists.data + offset) - 1, 1)", "earlier 96"),
     Bug("partial blocks taken for full ones", SHARED, "((entry & 1) != 0,)", "((entry & 1) > 1,)",
         "heads of groups 64"),
-    Bug("bits of the first rows for all", BITS, "position, part * MMA_M", "position, 0 * part", "earlier 96"),
+    Bug("bits of the first rows for all", BITS, "num_programs, part * MMA_M", "num_programs, 0 * part", "earlier 96"),
     Bug("rows and keys swapped", BITS, "row, key = column, line", "row, key = line, column", "earlier 96"),
     Bug("bits of the entry before", SHARED, "= bit_words(offset, position", "= bit_words(offset, position - 1",
         "documents 64"),

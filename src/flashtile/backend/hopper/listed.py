@@ -53,6 +53,13 @@ def expects_lists(problem: Problem) -> bool:
     return least <= p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k <= MOST_PAIRS
 
 
+def hides_keys(problem: Problem) -> bool:
+    """Whether a mask hides the same keys from all rows, as padding."""
+    if isinstance(problem.mask_mod, Formula):
+        return not depends_on(problem.mask_mod, "q_idx")
+    return problem.features.mask is not None and problem.features.mask[2]
+
+
 def expects_pair_bits(problem: Problem) -> bool:
     """As `has_pair_bits`, for the plan of several lengths."""
     p, formula = problem, problem.mask_mod

@@ -13,7 +13,7 @@ from .formulas import launch_with, pair_function
 from .tables import MMA_M, PairBitsConfig
 
 WORDS = 4  # of a line and a block
-MOST_PROGRAMS = 8  # of a list
+MOST_PROGRAMS = 4  # of a list: all of a call's are resident together
 PAIR_BITS = Kernel(f"{__package__}.kernels.pair_bits", "pair_bits_kernel")
 NO_STRIDES = dict.fromkeys(("stride_mask_b", "stride_mask_m", "stride_mask_n"))
 
@@ -32,7 +32,7 @@ def pair_bits(recorder: Recorder, call: Call, lists: Tensor, config: PairBitsCon
         "seqlen_q": t.q.shape[2],
         "seqlen_k": t.k.shape[2],
         "CONFIG": config,
-        "num_warps": 4,
+        "num_warps": 8,
     }
     pointers: Pointers = {"lists": lists, "mask_bits": bits}
     if formula is None:

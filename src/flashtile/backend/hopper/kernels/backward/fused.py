@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..shared import scores
 from ..shared.bias_tiles import make_bias_tiles
-from ..shared.block_lists import BlockLists, block_at, is_cut, load_bits, load_entry, partial_of, with_bits
+from ..shared.block_lists import BlockLists, block_at, first_entry, is_cut, load_bits, load_entry, partial_of, with_bits
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel, reinterpret_smem, thread_barrier
 from ..shared.coordinates import dkdv_coord
@@ -217,7 +217,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         s = zeros
         if steps > 0:
             s = warpgroup_mma_wait(0, deps=(start_qk(rows, k, count, zeros, warpgroup, CONFIG),))
-        entry = load_entry(lists, tile.token_q, m)
+        entry = first_entry(lists, tile)
         row_block = block_at(lists, m, entry)
         partial = partial_of(lists, entry)
         block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..shared import softmax
 from ..shared.bias_tiles import make_bias_tiles
-from ..shared.block_lists import BlockLists, load_entry
+from ..shared.block_lists import BlockLists, first_entry, load_entry
 from ..shared.compat import kernel
 from ..shared.coordinates import q_coord
 from ..shared.dropout import Dropout, load_stream
@@ -188,7 +188,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         state = next_tile_state(state.acc, state.p, wg_tile, params, outputs, CONFIG)
         first = tile.hi - 1
         n, stop = first, first
-        entry = load_entry(lists, tile.token_k, first)
+        entry = first_entry(lists, tile)
         # The first step completes the previous tile. Two loops, as a branch in each step would cost 1 to 4%.
         while n >= tile.lo:
             while n >= stop:

@@ -37,6 +37,15 @@ def list_of(lists, b, head, tile):
 
 
 @gluon.jit
+def first_entry(lists, tile):
+    """The entry of a tile's first step; without lists, 0."""
+    if lists.data is None:
+        return 0
+    else:
+        return tile.entry
+
+
+@gluon.jit
 def load_entry(lists, offset, position):
     """An entry of a list; without lists, 0. A position before the first one, after the last step, reads the first."""
     if lists.data is None:
