@@ -30,7 +30,7 @@ CALLED = (
     "KEEP_NAN",
 )  # fmt: skip
 CALLED_BY_FORMULA = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "load_pairs", "KEEP_NAN")
-CALLED_BY_VISIBILITY = ("floordiv", "mod", "inside", "least_real", "largest_real", "KEEP_NAN")
+CALLED_BY_VISIBILITY = ("floordiv", "mod", "inside", "least", "largest", "least_real", "largest_real", "KEEP_NAN")
 THE_SCORE = Program((Instruction("input", REAL, value="score"),), (0,))
 
 
