@@ -2,9 +2,9 @@
 
     def visibility(b, h, q_idx, k_idx, captured): ... return (ALWAYS, EVER)
 
-for the positions of one block of rows `[M]` and of several blocks of keys `[LANES, BLOCKS, N / LANES]`. The evaluation is
-that of `expression.blocks`, on names of values in the text in place of tensors: so the rules of intervals are written
-once.
+for the positions of one block of rows `[M]` and of several blocks of keys `[LANES, BLOCKS, N / LANES]`. The evaluation
+is that of `expression.blocks`, on names of values in the text in place of tensors: so the rules of intervals are
+written once.
 """
 
 from collections.abc import Callable
