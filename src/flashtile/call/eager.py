@@ -52,7 +52,11 @@ def public_call(function: Function) -> Function:
         if sharding.contexts_open or (
             (not args or type(args[0]) not in PLAIN) and not torch.compiler.is_compiling()  # a DTensor, perhaps
         ):
-            results = sharding.run_sharded(function, args, kwargs)
+            results = NotImplemented
+            if torch.compiler.is_compiling():
+                results = sharding.run_traced(function.__name__, args, kwargs)
+            if results is NotImplemented:
+                results = sharding.run_sharded(function, args, kwargs)
             if results is not NotImplemented:
                 return results
         if torch.compiler.is_compiling() or private_torch.len_torch_function_stack() == 0 or not only_default_devices():

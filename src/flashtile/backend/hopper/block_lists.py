@@ -22,7 +22,7 @@ from ..scalars import window_numbers
 from .formulas import DeviceFunction, launch_with, visibility_function
 from .listed import has_lists, has_pair_bits
 from .pair_bits import pair_bits
-from .tables import PairBitsConfig, VisibleBlocksConfig
+from .tile_config import PairBitsConfig, VisibleBlocksConfig
 
 POSITIONS = 8192  # of keys that a program looks at together
 POSITIONS_OF_THREAD = 8  # with a mask function: straight code of more waits for its instructions

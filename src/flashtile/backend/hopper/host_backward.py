@@ -12,7 +12,7 @@ from ..gpu.replay import Recorder, Results
 from .descriptors import tma_aligned
 from .fused_backward import FusedBackward
 from .split_backward import SplitBackward
-from .tables import FusedBackwardConfig, SplitBackwardConfig
+from .tile_config import FusedBackwardConfig, SplitBackwardConfig
 
 
 def backward(

@@ -10,7 +10,7 @@ from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder
 from .formulas import launch_with, pair_function
-from .tables import MMA_M, PairBitsConfig
+from .tile_config import MMA_M, PairBitsConfig
 
 WORDS = 4  # of a line and a block
 MOST_PROGRAMS = 4  # of a list: all of a call's are resident together
