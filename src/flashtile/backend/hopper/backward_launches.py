@@ -25,10 +25,10 @@ from ..scalars import (
     window_numbers,
 )
 from . import formulas
-from .block_lists import has_lists
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table
 from .key_queue import KeyQueue, steps_of_blocks
+from .listed import has_lists
 from .tables import max_blocks
 from .tile_config import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig
 

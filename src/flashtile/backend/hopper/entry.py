@@ -17,7 +17,7 @@ from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
 from .bias_tiles import forward_tiles
-from .block_lists import NO_LISTS, mask_states, row_lists
+from .block_lists import NO_LISTS, NO_POINTERS, mask_states, row_lists
 from .descriptors import dense_descriptor, pages_descriptor, ragged_descriptor
 from .distance_table import with_distance_table
 from .formulas import launch, units
@@ -81,7 +81,7 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
     whole = config.splits == 1
     states = mask_states(recorder, call) if whole else None
     sizes = config.block_m, config.block_n
-    lists, scalars = row_lists(recorder, call, *sizes, states) if whole else ({"lists": None}, NO_LISTS)
+    lists, scalars = row_lists(recorder, call, *sizes, states) if whole else (NO_POINTERS, NO_LISTS)
     config, bias_pointers = forward_tiles(call, config)
     programs, others = launch_scalars(call, config)
     others |= page_scalars(t)

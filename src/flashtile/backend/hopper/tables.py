@@ -11,6 +11,7 @@ from ...call.problem import Problem
 from ...expression import Formula
 from ...expression.scaling import is_head_factor
 from ..gpu.archive import compiler_version
+from .listed import expects_pair_bits, hides_keys
 from .tile_config import (
     DkdvConfig,
     DqConfig,
@@ -116,14 +117,17 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     # These need more registers than three warpgroups have.
     score_mod = problem.score_mod
     costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
+    # Three warpgroups take 0.92 of the time with padding, 0.97 to 1.05 with documents, 1.23 with a narrow window.
     masked = problem.features.mask is not None or problem.mask_mod is not None
-    features = problem.softcap or problem.features.score_terms or costly or masked or problem.dropout
+    other_mask = masked and not (hides_keys(problem) and expects_pair_bits(problem))
+    features = problem.softcap or problem.features.score_terms or costly or other_mask or problem.dropout
     width = widths(problem)
     assert width is not None  # `support` declines others
-    fits = width in ONE_BOX or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
+    # With lists, wider ones spill registers.
+    fits = width in ONE_BOX or (not masked and (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG)
     forward = TWO_WARPGROUPS[width]
     if fits and not features and width in UNMASKED:
-        unmasked = problem.layout == "dense" and problem.window.unlimited
+        unmasked = problem.layout == "dense" and problem.window.unlimited and not masked
         forward = fastest_tile(problem, width, device) if unmasked else masked_tile(problem, width)
     return TileConfig(with_pages(forward, problem), backward_config(problem, width))
 
@@ -146,7 +150,7 @@ def fastest_tile(problem: Problem, width: tuple[int, int], device: Device) -> Fo
 
 
 def masked_tile(problem: Problem, width: tuple[int, int]) -> ForwardConfig:
-    """The tiles of a call with a window or of packed sequences."""
+    """The tiles of a call with a window or mask, or of packed sequences."""
     three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem)
     return (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
 

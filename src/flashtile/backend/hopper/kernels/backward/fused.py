@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..shared import scores
 from ..shared.bias_tiles import make_bias_tiles
-from ..shared.block_lists import BlockLists, block_at, load_entry, partial_of
+from ..shared.block_lists import BlockLists, block_at, first_entry, is_cut, load_bits, load_entry, partial_of, with_bits
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel, reinterpret_smem, thread_barrier
 from ..shared.coordinates import dkdv_coord
@@ -102,7 +102,8 @@ def backward_kernel(
     seqlen_q, seqlen_k, head_splits, row_splits, chunk_lo, chunk_hi, dq_parts, diagonal, window_left, window_right,
     top_left, factor, multiplier, softcap, scale,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
-    stride_mask_m, stride_mask_n, pair_rows, bias_desc, lists, stride_lists_b, stride_lists_h, stride_lists, ranks,
+    stride_mask_m, stride_mask_n, pair_rows, bias_desc, lists, mask_bits, stride_lists_b, stride_lists_h, stride_lists,
+    ranks,
     seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
     CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
@@ -135,7 +136,7 @@ def backward_kernel(
     queue = make_tile_queue(2 * NUM_WARPGROUPS + 1)
     fence_async_shared()
 
-    block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, ranks)
+    block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, ranks, mask_bits)
     splits, chunk = TileSplits(head_splits, row_splits), RowChunk(chunk_lo, chunk_hi)
     scheduler = KeyTileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
@@ -241,7 +242,7 @@ def compute_tile(
     s = zeros
     if steps > 0:
         s = warpgroup_mma_wait(0, deps=(start_qk(rows, k, count, zeros, warpgroup, CONFIG),))
-    entry = load_entry(lists, tile.token_q, m)
+    entry = first_entry(lists, tile)
     row_block = block_at(lists, m, entry)
     partial = partial_of(lists, entry)
     block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
@@ -249,12 +250,13 @@ def compute_tile(
     loaded = load_block(block, params, CONFIG)
     loaded = with_bias(loaded, pipelines.bias, count, steps > 0, warpgroup, NUM_WARPGROUPS, CONFIG)
     partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
+    bits = load_bits(lists, entry, tile.token_q, m, warpgroup * MMA_M, zeros, CONFIG.block_n)
     kept = kept_pairs(dropout, stream, block.b, block.head, block.first_row, block.first_key, zeros, True)
     for steps_left in range(steps, 0, -1):
         q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
         dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM)
         row_block = block_at(lists, m, entry)
-        masked = (row_block < full_lo) | (row_block >= blocks.full_hi)
+        masked = is_cut((row_block < full_lo) | (row_block >= blocks.full_hi), lists, entry)
         next_entry = 0
         if lists.data is not None:
             next_entry = load_entry(lists, tile.token_q, next_m_block(m, group_head, tile, group, CONFIG.lpt)[0])
@@ -272,6 +274,7 @@ def compute_tile(
             visible = visible_rows(
                 p, bounds, opaque(first_key), row_block * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k
             )
+            visible = with_bits(visible, bits)
             p = where_bits(visible, p, 0.0)
         ds_weight = scores.derivative(p, score, params, SCORE_MOD)
         if SCORE_MOD is not None and not SCORE_MOD.same:  # noqa: SIM102 - a compile-time branch
@@ -311,6 +314,7 @@ def compute_tile(
         partial = partial_of(lists, next_entry)
         next_coord = block_coord(tile, group, next_head, next_block, first_key, partial, CONFIG)
         loaded = load_block(next_coord, params, CONFIG)  # before the wait
+        bits = load_bits(lists, next_entry, tile.token_q, next_m, warpgroup * MMA_M, zeros, CONFIG.block_n)
         kept = kept_pairs(
             dropout, stream, next_coord.b, next_coord.head, next_coord.first_row, first_key, zeros, True
         )  # fmt: skip
