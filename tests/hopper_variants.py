@@ -168,13 +168,14 @@ def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER
     return replace(case, forward_only=forward_only, constant=constant)
 
 
-FEW, SHORT, LONG = 320, 512, 8192  # lengths with different configurations, FEW where enough heads fill the device
+# Lengths with different configurations: one block of keys, enough heads that fill the device, and others.
+ONE, FEW, SHORT, LONG = 100, 320, 512, 8192
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (80, 96, 160, 192, (192, 128), 256)]
 FAMILIES += [(name, dim, LONG) for name in FEATURES for dim in (80, 96)]
 FAMILIES += [(name, 32, seqlen) for name in ("full", "causal", "everything") for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
-FAMILIES += [("full", dim, FEW) for dim in (64, 128)]
+FAMILIES += [("full", dim, seqlen) for dim in (64, 128) for seqlen in (ONE, FEW)]
 BIAS_TILES = "bias in tiles"
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in PAGED]
 FAMILIES += [(BIAS_TILES, dim, SHORT) for dim in (32, 64, 80, 96, 128)]

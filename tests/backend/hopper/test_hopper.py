@@ -18,6 +18,7 @@ from hopper_variants import BIAS_TILES, FEW, LONG, SHORT, call_of_family
 from offline.compiled import Compiled, compile_launch
 from offline.launches import Launch, hopper_launches_of
 
+from flashtile import MaskMod
 from flashtile.api.explain import described_call
 from flashtile.backend.hopper import support, tables
 from flashtile.backend.hopper.tables import ONE_WARPGROUP, THREE_WARPGROUPS, TWO_WARPGROUPS
@@ -50,6 +51,8 @@ ONE_OF_EACH = (  # problem, kernel, most spilled bytes of a thread
 )  # fmt: skip
 SCALED = formula_of(lambda score, b, h, q_idx, k_idx: score * 0.5)[0]
 SHOWN = formula_of(lambda b, h, q_idx, k_idx: q_idx % 8 >= k_idx % 8, role=MASK_MOD)[0]
+PADDED = formula_of(lambda b, h, q_idx, k_idx: k_idx < 70 * (b + 1), role=MASK_MOD)[0]
+OF_HEADS = formula_of(lambda b, h, q_idx, k_idx: k_idx < 70 * (h + 1), role=MASK_MOD)[0]
 ADDED = formula_of(lambda score, b, h, q_idx, k_idx: score + h)[0]
 CAPPED = formula_of(lambda score, b, h, q_idx, k_idx: 20 * torch.tanh(score / 20))[0]
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
@@ -229,15 +232,17 @@ def test_dense_calls_take_the_fastest_tiles(
     assert (forward.block_m, forward.block_n) == tile
 
 
-def test_factors_of_heads_take_three_warpgroups() -> None:
-    """Other functions need more registers."""
+def test_factors_and_padding_take_three_warpgroups() -> None:
+    """Other functions need more registers or waste more rows; few pairs have no bits."""
 
     def chosen(**functions: object) -> object:
-        return tables.tile_config(problem(seqlen_q=LONG, seqlen_k=LONG, **functions), H200).forward
+        return tables.tile_config(problem(**{"seqlen_q": LONG, "seqlen_k": LONG} | functions), H200).forward
 
     filling = {"window": Window(), "num_heads_q": 64}
     assert chosen(**filling) is chosen(score_mod=SCALED, **filling) is THREE_WARPGROUPS[64, 64]
-    for functions in ({"score_mod": ADDED}, {"mask_mod": SHOWN}, {"score_mod": SCALED, "mask_mod": SHOWN}):
+    assert chosen(mask_mod=PADDED) is THREE_WARPGROUPS[64, 64]
+    others = ({"score_mod": ADDED}, {"mask_mod": SHOWN}, {"mask_mod": OF_HEADS})
+    for functions in (*others, {"score_mod": SCALED, "mask_mod": PADDED}, {"mask_mod": PADDED, "seqlen_q": 1}):
         assert chosen(**functions) is TWO_WARPGROUPS[64, 64]
 
 
@@ -258,6 +263,9 @@ def test_splits_fill_the_device() -> None:
 
     assert chosen(512, 50_000)[0] >= 4
     assert chosen(4096, 77)[1] >= 4
+    unevenly = (8192, 8192, False, (7, 7))
+    assert chosen(*unevenly)[0] > 1
+    assert chosen(*unevenly, mask=MaskMod(lambda b, h, q_idx, k_idx: q_idx >= k_idx))[0] == 1  # splits have no lists
     assert chosen(4096, 4096, True, (64, 1))[1] >= 4
     assert chosen(8192, 8192, True, (32, 8)) == chosen(16384, 16384, False, (32, 32)) == (1, 1)
     long = (8192, 8192, True)

@@ -8,6 +8,7 @@ from ..gpu.pairs import ALIGN as PAIR_ALIGN
 from ..gpu.pairs import row_align
 from ..gpu.pointers import Described
 from .descriptors import dense_descriptor
+from .listed import has_pair_bits
 from .tables import BACKWARD_BIAS_STAGES, FORWARD_BIAS_STAGES, TWO_WARPGROUPS
 from .tile_config import MMA_M, ForwardConfig, FusedBackwardConfig
 
@@ -36,11 +37,12 @@ def backward_tiles(call: Call, config: FusedBackwardConfig) -> tuple[FusedBackwa
 
 
 def fits(call: Call) -> bool:
-    """Whether TMA can load the bias: numbers of 16 bits for each row and key, in aligned rows. With a softcap or a
-    score_mod, scores are computed where tiles are no longer there.
+    """Whether TMA can load the bias: numbers of 16 bits for each row and key, in aligned rows. With a softcap, a
+    score_mod or the code of a mask function, scores are computed where tiles are no longer there.
     """
     bias, settings = call.tensors.bias, call.settings
-    if bias is None or settings.softcap is not None or settings.score_mod is not None or settings.mask_mod is not None:
+    mask_code = settings.mask_mod is not None and not has_pair_bits(call)
+    if bias is None or settings.softcap is not None or settings.score_mod is not None or mask_code:
         return False
     expanded = any(n > 1 and stride == 0 for n, stride in zip(bias.shape, bias.stride(), strict=True))
     for_pairs = bias.shape[2] > 1 and bias.shape[3] > 1 and not expanded

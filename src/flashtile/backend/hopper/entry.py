@@ -17,7 +17,7 @@ from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
 from .bias_tiles import forward_tiles
-from .block_lists import NO_LISTS, mask_states, row_lists
+from .block_lists import NO_LISTS, NO_POINTERS, mask_states, row_lists
 from .descriptors import dense_descriptor, pages_descriptor, ragged_descriptor
 from .distance_table import with_distance_table
 from .formulas import launch, units
@@ -38,7 +38,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
     recording, results = replay.record(call.inputs, launch_forward, forward_config(plan, call), call)
-    return lambda call: call.keep(recording(call.inputs)), call.keep(results)
+    return replay.ForwardReplay(recording), call.keep(results)
 
 
 def forward_config(plan: Plan, call: Call) -> ForwardConfig:
@@ -82,7 +82,7 @@ def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Res
     whole = config.splits == 1
     states = mask_states(recorder, call) if whole else None
     sizes = config.block_m, config.block_n
-    lists, scalars = row_lists(recorder, call, *sizes, states) if whole else ({"lists": None}, NO_LISTS)
+    lists, scalars = row_lists(recorder, call, *sizes, states) if whole else (NO_POINTERS, NO_LISTS)
     programs, others = launch_scalars(call, config)
     others |= page_scalars(t)
     launch(recorder, call, FORWARD, pointers | lists | bias_pointers, programs, others | scalars)
@@ -114,8 +114,10 @@ def page_scalars(t: Tensors) -> dict[str, int | None]:
 def new_results(recorder: Recorder, q: Tensor, config: ForwardConfig) -> tuple[Tensor, Tensor]:
     """Results of the splits of a dense call, which `combine_splits` merges: out `[splits * B, H, Sq, Dv]` and lse."""
     batch, heads, seqlen_q, _ = q.shape
-    partial_out = q.new_empty(config.splits * batch, heads, seqlen_q, config.head_dim_v.width, dtype=torch.float32)
-    return recorder.new(partial_out), recorder.new(partial_out.new_empty(partial_out.shape[:-1]))
+    rows = config.splits * batch, heads, seqlen_q
+    layouts = {"out": ((*rows, config.head_dim_v.width), torch.float32), "lse": (rows, torch.float32)}
+    out, lse = recorder.workspace(q, layouts).values()
+    return out, lse
 
 
 def combine_splits(

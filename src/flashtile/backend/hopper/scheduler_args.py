@@ -1,7 +1,7 @@
 """Arguments of the tile scheduler for tiles of rows (`kernels.shared.tile_scheduler`)."""
 
 from ...call.call import Call
-from .block_lists import has_lists
+from .listed import has_lists
 from .tables import max_blocks
 
 L2_BYTES = 16 * 2**20  # of keys and values that stay in the L2 cache

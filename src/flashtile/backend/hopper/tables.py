@@ -6,12 +6,12 @@ from dataclasses import replace
 from math import gcd
 from typing import NamedTuple
 
-from ...call.call import NO_FEATURES
 from ...call.device import Device
 from ...call.problem import Problem
 from ...expression import Formula
 from ...expression.scaling import is_head_factor
 from ..gpu.archive import compiler_version
+from .listed import expects_pair_bits, hides_keys
 from .tile_config import (
     DkdvConfig,
     DqConfig,
@@ -25,8 +25,10 @@ from .tile_times import TimedConfig, fastest
 from .widths import ONE_BOX, WIDTHS, widths
 
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster with masks, and in packed calls
+KEYS_1WG = 2048  # keys per row from which programs of one warpgroup, which read keys most often, were not measured
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups are 4 to 7% slower at head dimension 96
 IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
+IN_ORDER_MIN_ROWS_64 = 2**15  # the same up to head dimension 64: of fewer rows, several heads share the L2 cache
 
 # Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
 D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
@@ -122,7 +124,8 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     width = widths(problem)
     assert width is not None  # `support` declines others
     warpgroups = warpgroups_with_room(problem, device, width)
-    if problem.layout == "dense" and width in TIMED and (problem.window.unlimited or width in ONE_BOX):
+    counted = problem.window.unlimited or width in ONE_BOX
+    if problem.layout == "dense" and width in TIMED and counted and not is_masked(problem):
         forward = fastest(problem, device, [x for x in TIMED[width] if x.config.num_warpgroups in warpgroups])
     else:
         three = 3 in warpgroups and width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem)
@@ -136,17 +139,27 @@ def forward_config(width: tuple[int, int], num_warpgroups: int) -> ForwardConfig
     return next(timed, TWO_WARPGROUPS[width])
 
 
+def is_masked(problem: Problem) -> bool:
+    """Whether a mask hides pairs, besides the window."""
+    return problem.features.mask is not None or problem.mask_mod is not None
+
+
 def warpgroups_with_room(problem: Problem, device: Device, width: tuple[int, int]) -> tuple[int, ...]:
     """Numbers of a program's warpgroups that have registers for what the problem does with scores."""
-    score_mod = problem.score_mod
+    score_mod, masked = problem.score_mod, is_masked(problem)
     costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
-    features = problem.features._replace(bias=None, sinks=None) != NO_FEATURES or problem.mask_mod is not None
-    if problem.softcap or features or costly or problem.dropout:
+    # Three warpgroups take 0.92 of the time with padding, 0.97 to 1.05 with documents, 1.23 with a narrow window.
+    other_mask = masked and not (hides_keys(problem) and expects_pair_bits(problem))
+    other_terms = problem.features._replace(bias=None).score_terms
+    if problem.softcap or other_terms or costly or other_mask or problem.dropout:
         return (2,)
+    one = (1,) if not masked and keys_per_row(problem) < KEYS_1WG else ()
     if problem.features.bias is not None:
-        return (1, 2) if width == WIDTHS[0] else (2,)
+        return (*one, 2) if width == WIDTHS[0] else (2,)
+    if masked:  # with lists, wider ones spill registers
+        return (2, 3) if width in ONE_BOX else (2,)
     fits = width in ONE_BOX or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
-    return (1, 2, 3) if fits else (1, 2)
+    return (*one, 2, 3) if fits else (*one, 2)
 
 
 def with_pages(config: ForwardConfig, problem: Problem) -> ForwardConfig:
@@ -174,7 +187,8 @@ def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardCo
     limited = not problem.window.unlimited
     # A mask function shows each block of keys other rows, as a diagonal does.
     # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache.
-    long = min(problem.seqlen_q, problem.seqlen_k) >= IN_ORDER_MIN_KEYS
+    min_rows = IN_ORDER_MIN_ROWS_64 if width in ONE_BOX else IN_ORDER_MIN_KEYS
+    long = problem.seqlen_q >= min_rows and problem.seqlen_k >= IN_ORDER_MIN_KEYS
     in_order = problem.deterministic or (long and not limited and problem.mask_mod is None)
     lpt = limited and (not in_order or config.block_m < config.block_n)
     return replace(config, lpt=lpt, in_order=in_order)

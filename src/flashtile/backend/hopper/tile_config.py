@@ -268,6 +268,23 @@ class VisibleBlocksConfig(Constexpr):
     key_parts: int = 1
     score_mod: Any = None
 
+    @property
+    def row_positions(self) -> int:
+        """Positions that stand for a tile's rows, a power of two: the last row again past them."""
+        return 1 << (self.block_m - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class PairBitsConfig(Constexpr):
+    """Kernel for the bits of pairs in partly visible blocks: tiles of `lines` rows, and blocks of `columns` keys; or of
+    keys and rows.
+    """
+
+    lines: int
+    columns: int
+    of_keys: bool
+    score_mod: Any = None
+
 
 @dataclass(frozen=True)
 class DistanceTableConfig(Constexpr):

@@ -8,7 +8,7 @@ from ...call.device import Device
 from ...call.problem import Problem
 from .tile_config import ForwardConfig
 
-MIN_SPLIT_KEYS = 1024  # from which programs share the keys of few rows
+MIN_SPLIT_KEYS = 2048  # from which programs share the keys of few rows
 COUNTED = 64  # tiles of a head; of more, every second, third, ...
 MASKED = 0.55  # of a pair in a block at an edge of the window, besides its time
 BYTES = 0.89  # of a byte of q, k, v and the results on each core
@@ -46,7 +46,7 @@ def time(problem: Problem, device: Device, timed: TimedConfig) -> float:
         times.append(config.block_m * (pairs + timed.ends))
     mean = sum(times) / len(times)
     if problem.window.unlimited:  # all tiles are alike, and the last ones leave cores idle
-        busiest = mean / int(1 / tiles) if tiles < 1 and keys >= MIN_SPLIT_KEYS else mean * ceil(tiles)
+        busiest = mean * (tiles if tiles < 1 and keys >= MIN_SPLIT_KEYS else ceil(tiles))
     else:
         busiest = max(mean * tiles, max(times) * max(1, min(config.programs_per_core, tiles)))
     return max(busiest, BYTES * bytes_per_core(problem, device, rows, keys))

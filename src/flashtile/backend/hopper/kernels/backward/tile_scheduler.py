@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..shared.block_lists import BlockLists, list_of
+from ..shared.block_lists import BlockLists, list_of, load_entry
 from ..shared.masking import m_block_range
 from ..shared.pipeline import stage_of
 from ..shared.tile_scheduler import (
@@ -80,6 +80,7 @@ class KeyWorkTile(NamedTuple):
     seqlen_k: gl.tensor
     token_q: gl.tensor  # token of row 0; 0 if dense; with lists, the list's offset
     token_k: gl.tensor  # dense: the split
+    entry: gl.tensor  # with lists, that of the first step
 
 
 @gluon.jit
@@ -121,8 +122,9 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
             lo, hi = split_range(lo, hi, row_split, scheduler.splits.rows)
             split = split * scheduler.splits.rows + row_split
         padded_row = flat_head * scheduler.group * scheduler.padded_rows
+        entry = load_entry(scheduler.lists, list_offset, hi - 1 if CONFIG.lpt else lo)
         tile = KeyWorkTile(
-            b, head, first_key, lo, hi, padded_row, shift, seqlens.seqlen_q, seqlens.seqlen_k, list_offset, split
+            b, head, first_key, lo, hi, padded_row, shift, seqlens.seqlen_q, seqlens.seqlen_k, list_offset, split, entry
         )  # fmt: skip
         tile_index = publish_tile(queue, count, tile, scheduler, False)
         count += 1
@@ -160,7 +162,8 @@ def schedule_packed_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.cons
             # Each sequence begins with a block of its own (`padded_rows`).
             padded_row = head * scheduler.group * scheduler.padded_rows + (token_q // BLOCK_M + b) * BLOCK_M
             tile = KeyWorkTile(
-                b, head, first_key, m_blocks.lo, m_blocks.hi, padded_row, shift, seqlen_q, seqlen_k, token_q, token_k
+                b, head, first_key, m_blocks.lo, m_blocks.hi, padded_row, shift, seqlen_q, seqlen_k, token_q, token_k,
+                0,
             )  # fmt: skip
             tile_index = publish_tile(queue, count, tile, scheduler, True)
             count += 1
@@ -217,7 +220,7 @@ def pop_key_tile(queue, count):
     fields = pop_fields(queue, count)
     tile = KeyWorkTile(
         fields[0], fields[1], fields[2], fields[3], fields[4], fields[5],
-        fields[6], fields[7], fields[8], fields[9], fields[10],
+        fields[6], fields[7], fields[8], fields[9], fields[10], fields[11],
     )  # fmt: skip
     mbarrier.arrive(queue.empty.index(stage_of(count, QUEUE_STAGES)), count=1)
     return tile
