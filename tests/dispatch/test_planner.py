@@ -147,7 +147,7 @@ def test_a_call_that_a_faster_backend_leaves_is_no_slow_choice() -> None:
     forget_plans()
     _warn_once.cache_clear()
     able = {"unusable": lambda: None, "declines": lambda problem, device: None}
-    with mock.patch.multiple(SUPPORT["triton"], **able, defers=lambda problem, device: "PyTorch's products are faster"):
+    with mock.patch.multiple(SUPPORT["triton"], **able, defers=lambda *_: "PyTorch's products are faster"):
         chosen = plan_call(call_elsewhere())
     assert (chosen.backend, dict(chosen.why)["triton"]) == ("tiled", "PyTorch's products are faster")
     forget_plans()
