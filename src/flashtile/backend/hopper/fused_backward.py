@@ -59,7 +59,7 @@ class FusedBackward(BackwardLaunches):
         dk, dv = (self.new_splits(x) for x in (self.k, self.v)) if in_fp32 else self.new_dk_dv()
         box = (MMA_M, min(self.config.head_dim.box, DQ_COLUMNS) if in_fp32 else self.config.head_dim.box)
         pointers = {
-            **self.input_pointers(),
+            **self.input_pointers(self.config.block_m),
             **self.row_stats_pointers(),
             "dq_accum_desc": Described(self.workspace["dq_accum"], dq_accum_descriptor, (MMA_M, self.config.dq_box)),
             "dk_desc": Described(dk, self.make_descriptor, box),

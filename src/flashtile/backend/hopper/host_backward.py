@@ -11,6 +11,7 @@ from ..gpu import replay
 from ..gpu.replay import Recorder, Results
 from .descriptors import tma_aligned
 from .fused_backward import FusedBackward
+from .float32_backward import Float32Backward
 from .split_backward import SplitBackward
 from .tables import FusedBackwardConfig, SplitBackwardConfig
 
@@ -46,7 +47,8 @@ def launch_backward(
     dout = recorder.op(torch.zeros_like, out) if dout is None else recorder.op(tma_aligned, dout)
     tensors = Tensors.from_flat(inputs)
     if config.kind == "split":
-        launches = SplitBackward(recorder, config, call, tensors, dout)
+        kind = Float32Backward if out.dtype is torch.float32 else SplitBackward
+        launches = kind(recorder, config, call, tensors, dout)
     else:
         launches = FusedBackward(recorder, config, call, tensors, dout, mask_states)
     dq, dk, dv = launches.run(out, lse, dlse, needs)

@@ -47,6 +47,7 @@ class HeadDim(Constexpr):
 
     chunks: tuple[int, ...]
     box: int  # columns
+    parts: int = 1  # of a number, side by side in memory: three of a float32 number (`kernels.shared.parts`)
 
     @property
     def width(self) -> int:
@@ -59,8 +60,8 @@ class HeadDim(Constexpr):
 
     @property
     def smem_chunks(self) -> tuple[int, ...]:
-        """Columns of the chunks in shared memory."""
-        return tuple(max(chunk, self.box) for chunk in self.chunks)
+        """Columns of the chunks in shared memory, of all parts."""
+        return tuple(max(chunk, self.box) for chunk in self.chunks) * self.parts
 
     @property
     def smem_width(self) -> int:
@@ -73,8 +74,9 @@ class HeadDim(Constexpr):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The first column of each chunk."""
-        return tuple(sum(self.chunks[:c]) for c in range(len(self.chunks)))
+        """The first column of each chunk in memory."""
+        chunks = self.chunks * self.parts
+        return tuple(sum(chunks[:c]) for c in range(len(chunks)))
 
     def columns_of(self, x: Tensor) -> int | None:
         """The columns of `x [..., D]` in units of ALIGN, where they do not fill the kernel's; `None` where they do."""
@@ -101,6 +103,7 @@ class ForwardConfig(Constexpr):
     bias_stages: int = 0  # of tiles of a bias that TMA loads, set for a launch; 0 without them
     page_rows: int = 0  # keys of a part of a block, which lies in one page; 0 where keys are not in pages
     page_size: int | None = None  # where sequences have several pages
+    kind: Literal["half"] = "half"
 
     @property
     def block_m(self) -> int:
@@ -226,6 +229,7 @@ class DqConfig(Constexpr):
     kv_stages: int
     block_n: int = MMA_M
     num_warpgroups: int = 2
+    padding: int = MMA_M  # rows of a block of the row statistics: those of the kernel for dk and dv
     consumer_registers: int = 240
     producer_registers: int = 24
     score_mod: Any = None

@@ -1,0 +1,129 @@
+"""Float32: rows are split into bfloat16 parts, which the kernels multiply (`kernels.shared.parts`); and its forward pass."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...call.call import Call, Tensors, lse_shape, new_rows
+from ...call.device import describe_device
+from ...call.problem import Problem, power_of_two
+from ..gpu.kernel import Kernel
+from ..gpu.pointers import Described
+from ..gpu.replay import Recorder, Results
+from ..scalars import rows_last, score_units, strides, window_numbers
+from .descriptors import dense_descriptor, ragged_descriptor, tma_aligned
+from .scheduler_args import query_group, scheduler_args
+from .semaphores import tile_count_semaphore
+from .tables import ALIGN, MMA_M, NUM_WARPGROUPS, Constexpr, DkdvConfig, DqConfig, HeadDim, SplitBackwardConfig, TileConfig
+from .widths import widths
+
+FORWARD = Kernel(f"{__package__}.kernels.float32.forward", "float32_forward_kernel")
+SPLIT = Kernel(f"{__package__}.kernels.float32.split_rows", "split_rows_kernel")
+PARTS = 3
+ROWS_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Float32Forward(Constexpr):
+    """Forward kernel: tiles of 128 rows; keys and values alternate in `kv_stages` of `block_n` keys."""
+
+    head_dim: HeadDim
+    block_n: int
+    kv_stages: int
+    block_m: int = NUM_WARPGROUPS * MMA_M
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    kind: Literal["float32"] = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.block_m} x {self.block_n} ({NUM_WARPGROUPS} warpgroups, {self.kv_stages} stages, bfloat16 parts)"
+
+
+D80, D96, D128 = HeadDim((64, 16), 16, PARTS), HeadDim((64, 32), 32, PARTS), HeadDim((128,), 128, PARTS)
+CONFIGS = {  # by width of the kernels
+    80: TileConfig(
+        Float32Forward(D80, 32, 6), SplitBackwardConfig(DqConfig(D80, D80, 6, 32, 2, 32), DkdvConfig(D80, D80, 3, 32))
+    ),
+    96: TileConfig(
+        Float32Forward(D96, 32, 4), SplitBackwardConfig(DqConfig(D96, D96, 4, 32, 2, 32), DkdvConfig(D96, D96, 2, 32))
+    ),
+    128: TileConfig(
+        Float32Forward(D128, 32, 4),
+        SplitBackwardConfig(DqConfig(D128, D128, 4, 32, 1, 32), DkdvConfig(D128, D128, 2, 32)),
+    ),
+}
+
+
+def tile_config(problem: Problem) -> TileConfig:
+    """The configurations of the narrowest kernels that hold the head dimensions."""
+    width = widths(problem)
+    assert width is not None  # `support` declines others
+    return CONFIGS[width[0]]
+
+
+def launch_forward(recorder: Recorder, config: Float32Forward, call: Call) -> Results:
+    """Record the launches of a forward pass."""
+    t = Tensors.from_flat(recorder.inputs)
+    q, k, v = (recorder.op(tma_aligned, x) for x in t[:3])
+    out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype)) if t.out is None else t.out
+    lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
+    packed = t.cu_seqlens_q is not None
+    describe = ragged_descriptor if packed else dense_descriptor
+    width, box = config.head_dim.width, config.head_dim.box
+    q_parts, k_parts, v_parts = (split_rows(recorder, x, width) for x in (q, k, v))
+    pointers = {
+        "q_desc": Described(q_parts, describe, (MMA_M, box)),
+        "k_desc": Described(k_parts, describe, (config.block_n, box)),
+        "v_desc": Described(v_parts, describe, (config.block_n, box)),
+        "out": out,
+        "lse": lse,
+        "tile_count_semaphore": recorder.op(partial(tile_count_semaphore, q.device, packed)),
+        "cu_seqlens_q": recorder.contiguous(t.cu_seqlens_q),
+        "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
+        "seqused_k": recorder.contiguous(t.seqused_k),
+    }
+    scheduling = scheduler_args(call._replace(tensors=t), config.block_m)
+    units = score_units(call)
+    scalars = {
+        **strides("out", out, ALIGN),
+        **scheduling,
+        "stride_lse": scheduling["seqlen_q"],
+        **window_numbers(call),
+        "factor": units["factor"],
+        "multiplier": units["multiplier"],
+        "columns": config.head_dim.columns_of(v),
+        "num_heads": q.shape[1],
+        "group": query_group(call._replace(tensors=t)),
+        "CONFIG": config,
+        "num_warps": 4,
+    }
+    programs = min(describe_device(q.device).cores, scheduling["num_tiles"])
+    recorder.launch(FORWARD, pointers, programs, scalars)
+    return out, lse
+
+
+def split_rows(recorder: Recorder, x: Tensor, width: int) -> Tensor:
+    """The parts of the rows of `x`, `[B, H, S, D]` or `[T, H, D]`, side by side, each padded with zeros to `width`."""
+    packed = x.dim() == 3
+    batch, heads, rows = (1, x.shape[1], x.shape[0]) if packed else x.shape[:3]
+    parts = x.new_empty((batch, heads, rows, PARTS * width), dtype=torch.bfloat16)
+    parts = recorder.new(parts[0].transpose(0, 1) if packed else parts)
+    tiles = -(-rows // ROWS_AT_ONCE)
+    scalars = {
+        **strides("x", x, ALIGN),
+        "num_tiles": tiles,
+        "num_heads": heads,
+        "rows": rows,
+        "columns": x.shape[-1] // ALIGN,
+        "WIDTH": width,
+        "PARTS": PARTS,
+        "ALIGN": ALIGN,
+        "BLOCK_M": ROWS_AT_ONCE,
+        "BLOCK_D": power_of_two(width),
+        "num_warps": 4,
+    }
+    recorder.launch(SPLIT, {"x": x, "parts": parts}, tiles * heads * batch, scalars)
+    return parts
