@@ -1,6 +1,6 @@
 """Float32: rows are split into bfloat16 parts, which the kernels multiply (`kernels.shared.parts`); and its forward pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -12,6 +12,7 @@ from ...call.device import describe_device
 from ...call.problem import Problem, power_of_two
 from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described
+from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder, Results
 from ..scalars import rows_last, score_units, strides, window_numbers
 from .descriptors import dense_descriptor, ragged_descriptor, tma_aligned
@@ -22,7 +23,7 @@ from .widths import widths
 
 FORWARD = Kernel(f"{__package__}.kernels.float32.forward", "float32_forward_kernel")
 SPLIT = Kernel(f"{__package__}.kernels.float32.split_rows", "split_rows_kernel")
-PARTS = 3
+PARTS, PARTS_IF_TF32 = 3, 2  # of a number; fewer where PyTorch allows TF32, which has 11 bits: two have 16
 ROWS_AT_ONCE = 32
 
 
@@ -36,7 +37,11 @@ class Float32Forward(Constexpr):
     block_m: int = NUM_WARPGROUPS * MMA_M
     consumer_registers: int = 240
     producer_registers: int = 24
+    num_warpgroups: int = NUM_WARPGROUPS
     kind: Literal["float32"] = "float32"
+
+    def with_parts(self, parts: int) -> "Float32Forward":
+        return replace(self, head_dim=replace(self.head_dim, parts=parts))
 
     def __str__(self) -> str:
         return f"{self.block_m} x {self.block_n} ({NUM_WARPGROUPS} warpgroups, {self.kv_stages} stages, bfloat16 parts)"
@@ -72,8 +77,8 @@ def launch_forward(recorder: Recorder, config: Float32Forward, call: Call) -> Re
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     packed = t.cu_seqlens_q is not None
     describe = ragged_descriptor if packed else dense_descriptor
-    width, box = config.head_dim.width, config.head_dim.box
-    q_parts, k_parts, v_parts = (split_rows(recorder, x, width) for x in (q, k, v))
+    config, box = config.with_parts(num_parts()), config.head_dim.box
+    q_parts, k_parts, v_parts = (split_rows(recorder, x, config.head_dim) for x in (q, k, v))
     pointers = {
         "q_desc": Described(q_parts, describe, (MMA_M, box)),
         "k_desc": Described(k_parts, describe, (config.block_n, box)),
@@ -105,11 +110,16 @@ def launch_forward(recorder: Recorder, config: Float32Forward, call: Call) -> Re
     return out, lse
 
 
-def split_rows(recorder: Recorder, x: Tensor, width: int) -> Tensor:
-    """The parts of the rows of `x`, `[B, H, S, D]` or `[T, H, D]`, side by side, each padded with zeros to `width`."""
+def num_parts() -> int:
+    return PARTS_IF_TF32 if allows_tf32() else PARTS
+
+
+def split_rows(recorder: Recorder, x: Tensor, head_dim: HeadDim) -> Tensor:
+    """The parts of the rows of `x`, `[B, H, S, D]` or `[T, H, D]`, side by side, each padded with zeros to the width."""
+    width = head_dim.width
     packed = x.dim() == 3
     batch, heads, rows = (1, x.shape[1], x.shape[0]) if packed else x.shape[:3]
-    parts = x.new_empty((batch, heads, rows, PARTS * width), dtype=torch.bfloat16)
+    parts = x.new_empty((batch, heads, rows, head_dim.parts * width), dtype=torch.bfloat16)
     parts = recorder.new(parts[0].transpose(0, 1) if packed else parts)
     tiles = -(-rows // ROWS_AT_ONCE)
     scalars = {
@@ -119,7 +129,7 @@ def split_rows(recorder: Recorder, x: Tensor, width: int) -> Tensor:
         "rows": rows,
         "columns": x.shape[-1] // ALIGN,
         "WIDTH": width,
-        "PARTS": PARTS,
+        "PARTS": head_dim.parts,
         "ALIGN": ALIGN,
         "BLOCK_M": ROWS_AT_ONCE,
         "BLOCK_D": power_of_two(width),

@@ -59,10 +59,11 @@ class KernelClass(NamedTuple):
     head_dim_v: int
     packed: bool
     num_warpgroups: int  # of the forward kernel's consumers
+    float32: bool = False
 
     def __str__(self) -> str:
         direction, layout = "backward" if self.backward else "forward", "packed" if self.packed else "dense"
-        widths = f"head dimensions {self.head_dim} and {self.head_dim_v}"
+        widths = f"head dimensions {self.head_dim} and {self.head_dim_v}" + ", float32" * self.float32
         return f"{direction}, {layout}, {widths}" + (", three warpgroups" if self.num_warpgroups == 3 else "")
 
 
@@ -73,7 +74,8 @@ def unknown_kernels(problem: Problem, device: Device, needs: Needs | None) -> Ke
         return None
     backward, packed = needs is not None, problem.layout == "varlen"
     num_warpgroups = 2 if backward else tile(problem, device).forward.num_warpgroups
-    return KernelClass(backward, problem.head_dim, problem.head_dim_v, packed, num_warpgroups)
+    float32 = problem.dtype is torch.float32
+    return KernelClass(backward, problem.head_dim, problem.head_dim_v, packed, num_warpgroups, float32)
 
 
 @functools.cache

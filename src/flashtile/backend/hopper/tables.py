@@ -287,6 +287,12 @@ class SplitBackwardConfig(Constexpr):
     dkdv: DkdvConfig
     kind: Literal["split"] = "split"
 
+    def with_parts(self, parts: int) -> "SplitBackwardConfig":
+        """The same kernels for numbers in another number of parts."""
+        head_dim = replace(self.dq.head_dim, parts=parts)
+        dq, dkdv = (replace(x, head_dim=head_dim, head_dim_v=head_dim) for x in (self.dq, self.dkdv))
+        return SplitBackwardConfig(dq, dkdv)
+
     def __str__(self) -> str:
         dq, dkdv = self.dq, self.dkdv
         return f"dq {dq.block_m} rows x {dq.block_n} keys, dk and dv {dkdv.block_n} keys x {dkdv.block_m} rows"

@@ -10,6 +10,7 @@ from ...call.plan import Plan
 from ..epilogue import requested_from_rows
 from ..gpu import replay
 from ..gpu.pairs import with_contiguous_keys
+from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder, Results
 from ..scalars import rows_last
 from . import arguments as args
@@ -53,7 +54,7 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(given)))
     t = call.tensors
-    tile = by_tf32(plan.tile) if args.allows_tf32() else plan.tile
+    tile = by_tf32(plan.tile) if allows_tf32() else plan.tile
     launches = BackwardLaunches(recorder, call, dout, mask_states)
     if tile.products is not None:
         return host_products.launch_backward(launches, needs, out, lse, dlse).flat()
