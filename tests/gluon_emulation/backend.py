@@ -123,7 +123,9 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     The seed decides the order of events. Yields the names of the kernels launched.
     """
     kernels = emulated_kernels(folder)
-    backward_launches, float32 = (sys.modules[f"{kernels.__package__}.{name}"] for name in ("backward_launches", "float32"))
+    backward_launches, float32 = (
+        sys.modules[f"{kernels.__package__}.{name}"] for name in ("backward_launches", "float32")
+    )
     device = Device("cuda", "emulated", support.ARCHITECTURE, cores)
     launched: list[str] = []
     semaphore = torch.zeros(1, dtype=torch.int32)  # shared by dense launches, as on a GPU

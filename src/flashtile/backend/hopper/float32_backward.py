@@ -4,7 +4,6 @@ from torch import Tensor
 
 from ...call.call import Call, Tensors
 from ..gpu.replay import Recorder
-from .descriptors import tma_aligned
 from .float32 import num_parts, split_rows
 from .split_backward import SplitBackward
 from .tables import SplitBackwardConfig
@@ -15,8 +14,7 @@ class Float32Backward(SplitBackward):
 
     def __init__(self, recorder: Recorder, config: SplitBackwardConfig, call: Call, t: Tensors, dout: Tensor):
         super().__init__(recorder, config.with_parts(num_parts()), call, t, dout)
-        rows = (recorder.op(tma_aligned, x) for x in (self.q, self.k, self.v, dout))
-        self.parts = tuple(split_rows(recorder, x, self.config.head_dim) for x in rows)
+        self.parts = split_rows(recorder, (self.q, self.k, self.v, dout), self.config.head_dim)
 
     def inputs(self) -> tuple[Tensor, ...]:
         return self.parts

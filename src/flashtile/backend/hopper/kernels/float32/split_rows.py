@@ -11,19 +11,56 @@ UPPER, HALF = tl.constexpr(-65536), tl.constexpr(0x8000)  # bits of a bfloat16 n
 
 @triton_kernel
 def split_rows_kernel(
-    x, parts, stride_x_b, stride_x_h, stride_x_m, num_tiles, num_heads, rows, columns,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, k, v, dout, q_parts, k_parts, v_parts, dout_parts,
+    stride_q_b, stride_q_h, stride_q_m, stride_k_b, stride_k_h, stride_k_m, stride_v_b, stride_v_h, stride_v_m,
+    stride_dout_b, stride_dout_h, stride_dout_m,
+    batch, num_heads_q, num_heads_k, seqlen_q, seqlen_k, columns, columns_v, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Store the parts of rows `x [B, H, rows, D]` as `[B, H, rows, PARTS, WIDTH]`, with zeros past the last feature.
-
-    `hi` is truncated, because rounding could make an infinity of a finite number; the others are rounded.
+    """Store the parts of rows `[B, H, S, D]` as `[B, H, S, PARTS, WIDTH]`, with zeros past the last feature; `dout` may be
+    absent. Programs of q come first, then those of k, v and dout.
     """
-    tile, flat_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
+    tiles_q, tiles_k = tl.cdiv(seqlen_q, CONFIG.block_m), tl.cdiv(seqlen_k, CONFIG.block_m)
+    programs_q, programs_k = batch * num_heads_q * tiles_q, batch * num_heads_k * tiles_k
+    program = tl.program_id(0)
+    if program < programs_q:
+        split_tile(
+            q, q_parts, stride_q_b, stride_q_h, stride_q_m, program, num_heads_q, tiles_q, seqlen_q, columns, CONFIG
+        )  # fmt: skip
+    elif program < programs_q + programs_k:
+        split_tile(
+            k, k_parts, stride_k_b, stride_k_h, stride_k_m, program - programs_q, num_heads_k, tiles_k, seqlen_k,
+            columns, CONFIG,
+        )  # fmt: skip
+    elif program < programs_q + 2 * programs_k:
+        split_tile(
+            v, v_parts, stride_v_b, stride_v_h, stride_v_m, program - programs_q - programs_k, num_heads_k, tiles_k,
+            seqlen_k, columns_v, CONFIG,
+        )  # fmt: skip
+    elif dout is not None:
+        split_tile(
+            dout, dout_parts, stride_dout_b, stride_dout_h, stride_dout_m, program - programs_q - 2 * programs_k,
+            num_heads_q, tiles_q, seqlen_q, columns_v, CONFIG,
+        )  # fmt: skip
+
+
+@triton.jit
+def split_tile(
+    x, parts, stride_b, stride_h, stride_m, program, num_heads, tiles, rows, columns, CONFIG: tl.constexpr
+):  # fmt: skip
+    """Split some rows of a head. `hi` is truncated, because rounding could make an infinity of a finite number; the
+    others are rounded.
+    """
+    WIDTH: tl.constexpr = CONFIG.head_dim.width
+    PARTS: tl.constexpr = CONFIG.head_dim.parts
+    ALIGN: tl.constexpr = CONFIG.align
+    tile, flat_head = program % tiles, program // tiles
     b, head = (flat_head // num_heads).to(tl.int64), flat_head % num_heads
-    row, d = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]
+    row, d = tile * CONFIG.block_m + tl.arange(0, CONFIG.block_m), tl.arange(0, CONFIG.head_dim.padded_width)[None, :]
     exists = (row < rows)[:, None]
-    base = x + b * stride64(stride_x_b, ALIGN) + head * stride64(stride_x_h, ALIGN)
-    x_i = tl.load(base + row[:, None] * stride64(stride_x_m, ALIGN) + d, mask=exists & (d < columns * ALIGN), other=0.0)
+    x_rows = (
+        x + b * stride64(stride_b, ALIGN) + head * stride64(stride_h, ALIGN) + row[:, None] * stride64(stride_m, ALIGN)
+    )
+    x_i = tl.load(x_rows + d, mask=exists & (d < columns * ALIGN), other=0.0)
     x_i = tl.where(x_i == x_i, x_i, float("nan"))  # truncation may make an infinity of another NaN
     to = parts + (flat_head.to(tl.int64) * rows + row)[:, None] * (PARTS * WIDTH) + d
     stored = exists & (d < WIDTH)
