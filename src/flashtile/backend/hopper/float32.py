@@ -65,18 +65,27 @@ class Float32Forward(Constexpr):
         return f"{self.block_m} x {self.block_n} ({NUM_WARPGROUPS} warpgroups, {self.kv_stages} stages, bfloat16 parts)"
 
 
-D80, D96, D128 = HeadDim((64, 16), 16, PARTS), HeadDim((64, 32), 32, PARTS), HeadDim((128,), 128, PARTS)
+D32, D64, D128 = (HeadDim((width,), width, PARTS) for width in (32, 64, 128))
+D80, D96 = HeadDim((64, 16), 16, PARTS), HeadDim((64, 32), 32, PARTS)
+
+
+def configs(head_dim: HeadDim, forward: tuple[int, int], dq: tuple[int, int, int], dkdv: tuple[int, int]) -> TileConfig:
+    """Keys and stages of forward; keys, stages and warpgroups of dq; rows and stages of the kernel for dk and dv."""
+    keys, stages, warpgroups = dq
+    rows, row_stages = dkdv
+    backward = SplitBackwardConfig(
+        DqConfig(head_dim, head_dim, stages, keys, warpgroups, padding=rows),
+        DkdvConfig(head_dim, head_dim, row_stages, rows),
+    )
+    return TileConfig(Float32Forward(head_dim, *forward), backward)
+
+
 CONFIGS = {  # by width of the kernels
-    80: TileConfig(
-        Float32Forward(D80, 32, 6), SplitBackwardConfig(DqConfig(D80, D80, 6, 32, 2, 32), DkdvConfig(D80, D80, 3, 32))
-    ),
-    96: TileConfig(
-        Float32Forward(D96, 32, 4), SplitBackwardConfig(DqConfig(D96, D96, 4, 32, 2, 32), DkdvConfig(D96, D96, 2, 32))
-    ),
-    128: TileConfig(
-        Float32Forward(D128, 32, 4),
-        SplitBackwardConfig(DqConfig(D128, D128, 4, 32, 1, 32), DkdvConfig(D128, D128, 2, 32)),
-    ),
+    32: configs(D32, (64, 6), (64, 6, 2), (64, 3)),
+    64: configs(D64, (64, 4), (64, 4, 2), (64, 2)),
+    80: configs(D80, (64, 4), (64, 3, 2), (64, 2)),
+    96: configs(D96, (64, 4), (64, 2, 2), (64, 1)),
+    128: configs(D128, (64, 2), (64, 2, 1), (64, 1)),
 }
 
 

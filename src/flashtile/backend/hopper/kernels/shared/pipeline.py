@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .compat import tma_load
-from .ptx import barrier_arrive, barrier_sync
+from .ptx import barrier_arrive, barrier_sync, opaque
 
 FIRST_BARRIER, LAST_BARRIER = gl.constexpr(7), gl.constexpr(15)  # Triton's own named barriers count from 0
 
@@ -157,8 +157,11 @@ def consumer_release(empty, count, STAGES: gl.constexpr):
 def stage_chunks(pipeline, count, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
     """The stage's chunks as matrices `[rows, chunk]`."""
     chunks = ()
+    stage = stage_of(count, STAGES)
+    if HEAD_DIM.parts > 1:  # no registers for precomputed addresses of all chunks
+        stage = opaque(stage)
     for c in gl.static_range(len(HEAD_DIM.smem_chunks)):
-        smem = as_matrix(pipeline.data[c].index(stage_of(count, STAGES)))
+        smem = as_matrix(pipeline.data[c].index(stage))
         chunks = chunks + (slice_columns(smem, 0, HEAD_DIM.chunks[c % len(HEAD_DIM.chunks)]),)
     return chunks
 
