@@ -22,7 +22,6 @@ from . import host_products
 from .formulas import launch
 from .host_append import append_and_rotate
 from .semaphores import new_semaphores
-from .split_rows import split_rows
 from .tile_config import KernelConfig
 
 FORWARD = Kernel(f"{__package__}.kernels.forward", "forward_kernel")
@@ -60,8 +59,6 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
     config: KernelConfig = plan.tile.forward
     if call.settings.num_splits is not None:
         config = plan.tile.given_splits or config
-    if args.takes_split(q.dtype, config):
-        q, k, v = (split_rows(recorder, x) for x in (q, k, v))
     align = args.alignment([q, k, v, out])
     tiles = args.num_tiles(call, config.block_m, pack_gqa)
     programs = tiles * (q.shape[1] // pack_gqa) * args.dense_batch(q)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .rows import Chunks
-from .split import large_product, small_products, split, split_product, transposed
+from .split import split, split_product, transposed
 
 MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 
@@ -87,13 +87,9 @@ def scaled(x, factor, D: tl.constexpr):
 def inner_products(x, y, D: tl.constexpr, CONFIG: tl.constexpr):
     """`x [M, D] @ y [N, D]^T`, fp32 `[M, N]`."""
     if D.SPLIT:
-        s = small_products(x.a, transposed(y.a), None)
-        if D.CHUNK_1 == 0:
-            s = large_product(x.a, transposed(y.a), s)
-        else:
-            s = small_products(x.b, transposed(y.b), s)
-            s = large_product(x.a, transposed(y.a), s)
-            s = tl.dot(x.b.hi, y.b.hi.T, s)
+        s = split_product(x.a, transposed(y.a), None)
+        if D.CHUNK_1 > 0:
+            s += split_product(x.b, transposed(y.b), None)
     else:
         s = tl.dot(x.a, y.a.T, input_precision=CONFIG.PRECISION)
         if D.CHUNK_1 > 0:
@@ -117,9 +113,8 @@ def add_product(acc, alpha, p, y, D: tl.constexpr, CONFIG: tl.constexpr):
 @triton.jit
 def add_chunk(acc, compensation, alpha, p, y, D: tl.constexpr, CONFIG: tl.constexpr):
     """One chunk of `add_product`, and its compensation."""
-    if D.SPLIT:  # the product starts where the compensation is, which needs no registers of its own
-        rescaled = compensation if alpha is None else compensation * alpha
-        x = add_compensated(acc, 1.0 if alpha is None else alpha, split_product(p, y, rescaled))
+    if D.SPLIT:  # without a factor `alpha`: the compensation needs no registers of its own during the product
+        x = add_compensated(acc, 1.0, split_product(p, y, compensation))
         return x.total, x.compensation
     elif y.dtype == tl.float32:
         part = tl.dot(p, y, input_precision=CONFIG.PRECISION)

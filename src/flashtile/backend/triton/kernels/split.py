@@ -44,24 +44,14 @@ def transposed(x):
 
 
 @triton.jit
-def small_products(x, y, acc):
-    """`acc`, which is small or `None`, and all products of parts of `x [M, K] @ y [K, N]` but the largest."""
+def split_product(x, y, acc):
+    """`x [M, K] @ y [K, N] + acc`, fp32; `acc` is small, or `None`.
+
+    The small products come first. They are NaN where a factor is not finite, and then the large one is the result.
+    """
     s = tl.dot(x.low, y.hi, acc)
     s = tl.dot(x.hi, y.low, s)
     s = tl.dot(x.mid, y.mid, s)
     s = tl.dot(x.mid, y.hi, s)
-    return tl.dot(x.hi, y.mid, s)
-
-
-@triton.jit
-def large_product(x, y, small):
-    """The largest product of parts, and the small ones, which come first. They are NaN where a factor is not finite, and
-    then the large one is the result.
-    """
-    return tl.dot(x.hi, y.hi, tl.where(small == small, small, 0.0))
-
-
-@triton.jit
-def split_product(x, y, acc):
-    """`x [M, K] @ y [K, N] + acc`, fp32; `acc` is small, or `None`."""
-    return large_product(x, y, small_products(x, y, acc))
+    s = tl.dot(x.hi, y.mid, s)
+    return tl.dot(x.hi, y.hi, tl.where(s == s, s, 0.0))
