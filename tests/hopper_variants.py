@@ -26,6 +26,7 @@ from variants import (
 
 from flashtile.api.explain import described_call
 from flashtile.backend.hopper import tables
+from flashtile.backend.hopper.tile_config import ForwardConfig
 from flashtile.call.call import Call
 from flashtile.testing.case import Case, ExactSides
 
@@ -199,7 +200,7 @@ def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> C
     return described_call(q, k, v, None, None, keywords)
 
 
-def with_tiles(configs: dict[tuple[int, int], tables.ForwardConfig]) -> Any:
+def with_tiles(configs: dict[tuple[int, int], ForwardConfig]) -> Any:
     """A patch by which forward takes these tiles for their widths, whatever the call."""
     return mock.patch.multiple(tables, TWO_WARPGROUPS=tables.TWO_WARPGROUPS | configs, UNMASKED={})
 

@@ -278,7 +278,7 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
     """Preprocess and postprocess. All semaphores are reset, whatever was in memory."""
     from flashtile.backend.hopper.kernels.postprocess import postprocess_kernel
     from flashtile.backend.hopper.kernels.preprocess import preprocess_kernel
-    from flashtile.backend.hopper.tables import NUM_WARPGROUPS, HeadDim
+    from flashtile.backend.hopper.tile_config import NUM_WARPGROUPS, HeadDim
 
     batch, heads, rows, width, block = 1, 2, 80, sum(chunks), 64
     out, dout = (torch.randn(batch, heads, rows, width) for _ in range(2))
@@ -343,7 +343,7 @@ def test_hopper_postprocess_of_packed_rows(chunks: tuple[int, ...]) -> None:
     sequence.
     """
     from flashtile.backend.hopper.kernels.postprocess import postprocess_kernel
-    from flashtile.backend.hopper.tables import NUM_WARPGROUPS, HeadDim
+    from flashtile.backend.hopper.tile_config import NUM_WARPGROUPS, HeadDim
 
     cu_seqlens_q, tokens, heads, width, block = [0, 5, 5, 138, 142], 147, 2, sum(chunks), 64
     batch = len(cu_seqlens_q) - 1

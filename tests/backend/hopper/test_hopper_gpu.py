@@ -11,6 +11,7 @@ from hopper_variants import LONGER, SHORT_TILES, VARIANTS, case_of, with_tiles
 
 import flashtile
 from flashtile.backend.hopper import support, tables
+from flashtile.backend.hopper.tile_config import ForwardConfig
 from flashtile.dispatch import fast_path
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -42,7 +43,7 @@ def test_tiles_of_short_calls(name: str) -> None:
     check_with_tiles(name, SHORT_TILES)
 
 
-def check_with_tiles(name: str, tiles: dict[tuple[int, int], tables.ForwardConfig]) -> None:
+def check_with_tiles(name: str, tiles: dict[tuple[int, int], ForwardConfig]) -> None:
     fast_path.forget()
     try:
         with with_tiles(tiles):

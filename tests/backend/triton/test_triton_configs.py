@@ -104,6 +104,7 @@ def test_few_rows_and_few_keys_are_one_block_in_backward() -> None:
     assert chosen(7, 4096) == ("keys", 16, 128, 4)
     assert chosen(7, 4096, 64) == ("keys", 16, 64, 4)
     assert chosen(7, 4096, batch=1) == ("keys", 16, 128, 16)
+    assert chosen(15, 257, 64, batch=64) == ("keys", 16, 64, 1)  # and not one tile of 16 x 512
     assert chosen(32, 257, 64, batch=64) == ("keys", 32, 64, 1)
     assert chosen(64, 512, 64, batch=64) == ("keys", 64, 64, 1)
     assert chosen(64, 512, 128) == ("keys", 64, 32, 2)

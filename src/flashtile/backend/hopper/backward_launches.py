@@ -28,7 +28,8 @@ from . import formulas
 from .block_lists import has_lists
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table
-from .tables import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig, max_blocks
+from .tables import max_blocks
+from .tile_config import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig
 
 L2_BYTES = 40 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
 LISTED_BYTES = 24 * 2**20  # the same, of calls with lists of blocks

@@ -8,7 +8,8 @@ from ..gpu.pairs import ALIGN as PAIR_ALIGN
 from ..gpu.pairs import row_align
 from ..gpu.pointers import Described
 from .descriptors import dense_descriptor
-from .tables import BACKWARD_BIAS_STAGES, FORWARD_BIAS_STAGES, MMA_M, ForwardConfig, FusedBackwardConfig
+from .tables import BACKWARD_BIAS_STAGES, FORWARD_BIAS_STAGES
+from .tile_config import MMA_M, ForwardConfig, FusedBackwardConfig
 
 
 def forward_tiles(call: Call, config: ForwardConfig) -> tuple[ForwardConfig, dict[str, Any]]:

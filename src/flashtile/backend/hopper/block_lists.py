@@ -20,7 +20,7 @@ from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..scalars import window_numbers
 from .formulas import DeviceFunction, launch_with, visibility_function
-from .tables import VisibleBlocksConfig
+from .tile_config import VisibleBlocksConfig
 
 LEAST_PAIRS = 2**24  # of a call: computing fewer takes about as long as their lists
 LEAST_MASK_PAIRS = 2**26  # of a call with a mask that is a tensor, which takes one launch more

@@ -7,7 +7,7 @@ from ...call.problem import alignment
 from ..gpu.pointers import TmaDescriptor
 from ..scalars import rows_last
 from .support import TMA_ALIGNMENT
-from .tables import ALIGN, RAGGED_EXTENT
+from .tile_config import ALIGN, RAGGED_EXTENT
 
 
 def dense_descriptor(x: Tensor, box: tuple[int, int]) -> TmaDescriptor:

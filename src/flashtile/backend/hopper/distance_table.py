@@ -11,7 +11,7 @@ from ..gpu.captured import needs_wide_offsets
 from ..gpu.kernel import Kernel
 from ..gpu.replay import Recorder
 from .formulas import launch_with, term_function
-from .tables import DistanceTableConfig
+from .tile_config import DistanceTableConfig
 
 DISTANCE_TABLE = Kernel(f"{__package__}.kernels.distance_table", "distance_table_kernel")
 CONFIG = DistanceTableConfig(block=128)

@@ -25,7 +25,7 @@ from .float32 import Float32Forward
 from .formulas import launch, units
 from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
-from .tables import ALIGN, COMBINE_ROWS, MMA_M, ForwardConfig
+from .tile_config import ALIGN, COMBINE_ROWS, MMA_M, ForwardConfig
 
 APPENDING_BACKEND = "triton"  # whose kernel appends to the caches of KV-cache calls
 FORWARD = Kernel(f"{__package__}.kernels.forward.forward", "forward_kernel")

@@ -18,7 +18,7 @@ from ..scalars import score_units, strides, window_numbers
 from .descriptors import dense_descriptor, is_tma_aligned, ragged_descriptor, tma_aligned
 from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
-from .tables import (
+from .tile_config import (
     ALIGN,
     MMA_M,
     NUM_WARPGROUPS,

@@ -6,7 +6,7 @@ from ...call.call import Call, Tensors
 from ..gpu.replay import Recorder
 from .float32 import num_parts, split_rows
 from .split_backward import SplitBackward
-from .tables import SplitBackwardConfig
+from .tile_config import SplitBackwardConfig
 
 
 class Float32Backward(SplitBackward):

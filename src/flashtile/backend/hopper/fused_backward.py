@@ -16,7 +16,7 @@ from .bias_tiles import backward_tiles
 from .block_lists import key_lists, mask_states
 from .descriptors import dq_accum_descriptor
 from .slope_gradient import add_slope_parts, new_zeros, slope_parts_shape
-from .tables import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
+from .tile_config import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
 
 BACKWARD = Kernel(f"{__package__}.kernels.backward.fused", "backward_kernel")
 ADD_SPLITS = Kernel(f"{__package__}.kernels.add_splits", "add_splits_kernel")

@@ -13,7 +13,7 @@ from .descriptors import tma_aligned
 from .fused_backward import FusedBackward
 from .float32_backward import Float32Backward
 from .split_backward import SplitBackward
-from .tables import FusedBackwardConfig, SplitBackwardConfig
+from .tile_config import FusedBackwardConfig, SplitBackwardConfig
 
 
 def backward(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .tables import NUM_WARPGROUPS, SLOPE_PARTS
+from .tile_config import NUM_WARPGROUPS, SLOPE_PARTS
 
 
 def slope_parts_shape(heads: int, n_blocks: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import BackwardLaunches
 from .scheduler_args import scheduler_args
-from .tables import ALIGN, MMA_M, SplitBackwardConfig
+from .tile_config import ALIGN, MMA_M, SplitBackwardConfig
 
 DKDV = Kernel(f"{__package__}.kernels.dkdv.dkdv", "dkdv_kernel")
 DQ = Kernel(f"{__package__}.kernels.dq.dq", "dq_kernel")

@@ -5,7 +5,8 @@ With few rows or keys, tiles alone leave cores idle, and programs of the backwar
 
 from ...call.device import Device
 from ...call.problem import Problem
-from .tables import ForwardConfig, FusedBackwardConfig, keys_per_row
+from .tables import keys_per_row
+from .tile_config import ForwardConfig, FusedBackwardConfig
 
 MAX_SPLITS = 32
 TILE_BLOCKS = 2.0  # time of a tile's prologue and epilogue, in blocks of keys

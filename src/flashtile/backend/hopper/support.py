@@ -16,7 +16,7 @@ from ..gpu.installed import triton_version
 from .widths import FUSED, ONE_BOX, WIDTHS, widths
 
 if TYPE_CHECKING:
-    from .tables import TileConfig
+    from .tile_config import TileConfig
 
 SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"

@@ -99,6 +99,7 @@ INTERPRETER_WALKS = tuple(Walk(over, 16, 16, 4, 1, programs=4, width=512) for ov
 SHORT_WINDOW = 2048  # keys of a row, of which a large tile would mask much
 SMALL = KernelConfig(64, 64, 4, 3)  # two programs on a Hopper core, up to width 128
 SHORT_PAIRS, INTERPRETER_PAIRS = 64 * 128, 16 * 16  # of a tile that is a whole sequence in backward
+SHORT_LENGTH = 128  # of its rows and of its keys: longer and narrower ones spill 1 to 4 KB a thread
 
 
 def tile(problem: Problem, device: Device) -> TileConfig:
@@ -136,7 +137,9 @@ def one_tile(problem: Problem, device: Device) -> KernelConfig | None:
     block_m, block_n = (max(16, power_of_two(n)) for n in (p.seqlen_q, p.seqlen_k))
     width = max(p.head_dim, p.head_dim_v)
     most_pairs = INTERPRETER_PAIRS if device.type == "cpu" else SHORT_PAIRS if width <= 64 else SHORT_PAIRS // 2
-    if block_m * block_n > most_pairs or width > (128 if has_most(p.dtype, device) else 64):
+    if block_m * block_n > most_pairs or max(block_m, block_n) > SHORT_LENGTH:
+        return None
+    if width > (128 if has_most(p.dtype, device) else 64):
         return None
     if block_m * block_n <= 32 * 32:
         return KernelConfig(block_m, block_n, 4, 1)

@@ -13,7 +13,6 @@ from ..gpu.pairs import with_contiguous_keys
 from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder, Results
 from ..scalars import rows_last
-from . import arguments as args
 from . import host_products
 from .configs import by_tf32
 from .gradients import (

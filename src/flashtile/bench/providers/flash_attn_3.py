@@ -3,6 +3,8 @@
 import ctypes
 import importlib
 import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...testing.case import Case
-from .provider import Prepared, Provider, effective_window, require, softmax_scale
+from .provider import Prepared, Provider, effective_window, from_autograd, require, softmax_scale
 
 TAKES = {"causal", "window", "softcap", "grouped heads", "packed sequences", "Dv other than D"}
 RUNTIME = "libcudart.so.12"  # next to the library, if the process has another version
@@ -60,18 +62,33 @@ class FlashAttention3(Provider):
         def rows(x: Tensor) -> Tensor:  # [B, H, S, D] <-> [B, S, H, D]
             return x if packed else x.transpose(1, 2)
 
-        q, k, v = (rows(arguments[name]) for name in ("q", "k", "v"))
-        splits = 0 if decode else 1  # 0: its own choice
-        saved: list[Tensor] = []
+        attend = attention_of(operators, keywords | {"num_splits": 0 if decode else 1})  # 0: its own choice
+        in_rows = replace(case, arguments=arguments | {name: rows(arguments[name]) for name in ("q", "k", "v")})
+        prepared = from_autograd(attend, in_rows)
+        backward = prepared.backward
+        if backward is None:
+            return Prepared(lambda: rows(prepared.forward()))
+        return Prepared(lambda: rows(prepared.forward()), lambda dout: tuple(map(rows, backward(rows(dout)))))
 
-        def forward() -> Tensor:
-            return rows(operators.fwd(q, k, v, num_splits=splits, **keywords)[0])
 
-        def backward(dout: Tensor) -> tuple[Tensor, ...]:
-            if not saved:
-                saved.extend(operators.fwd(q, k, v, num_splits=splits, **keywords)[:2])
-            gradients = [torch.empty_like(x) for x in (q, k, v)]
-            operators.bwd(rows(dout), q, k, v, *saved, *gradients, **keywords)
-            return tuple(rows(x) for x in gradients)
+def attention_of(operators: Any, keywords: dict[str, Any]) -> Callable[..., Tensor]:
+    """`attend(q, k, v) -> out` over the compiled operators, by a function of PyTorch's autograd, as the package's own
+    interface has it.
+    """
+    of_backward = {name: x for name, x in keywords.items() if name != "num_splits"}
 
-        return Prepared(forward, backward if case.differentiates else None)
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = operators.fwd(q, k, v, **keywords)[:2]
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+            q, k, v, out, lse = ctx.saved_tensors
+            gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+            operators.bwd(dout, q, k, v, out, lse, *gradients, **of_backward)
+            return gradients
+
+    return Attention.apply

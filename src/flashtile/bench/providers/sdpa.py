@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.backends import cuda
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...testing.case import Case
@@ -23,11 +23,11 @@ from .provider import (
     visible_pairs,
 )
 
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
+BACKENDS = {  # and what lets PyTorch choose them; `sdpa_kernel` does as much, but takes as long on the host as a call
+    "flash": cuda.enable_flash_sdp,
+    "efficient": cuda.enable_mem_efficient_sdp,
+    "cudnn": cuda.enable_cudnn_sdp,
+    "math": cuda.enable_math_sdp,
 }
 TAKES = {"causal", "window", "bias", "mask", "alibi_slopes", "score_mod", "dropout", "grouped heads", "Dv other than D"}
 
@@ -35,10 +35,10 @@ TAKES = {"causal", "window", "bias", "mask", "alibi_slopes", "score_mod", "dropo
 class Sdpa(Provider):
     def __init__(self, backend: str) -> None:
         """`backend` is a key of BACKENDS; if it is empty, PyTorch chooses."""
-        self.name, self.backend = f"sdpa:{backend}" if backend else "sdpa", BACKENDS.get(backend)
+        self.name, self.backend = f"sdpa:{backend}" if backend else "sdpa", backend
 
     def unusable(self, device: torch.device) -> str | None:
-        if device.type == "cpu" and self.backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        if device.type == "cpu" and self.backend in ("efficient", "cudnn"):
             return "PyTorch has no such kernels for a CPU"
         return None
 
@@ -50,7 +50,7 @@ class Sdpa(Provider):
         mask = dense_mask(case, with_window=not is_causal)
         if mask is not None and is_causal:  # the call takes one or the other
             is_causal, mask = False, dense_mask(case, with_window=True)
-        if self.backend is SDPBackend.MATH:
+        if self.backend == "math":
             require_free_memory(case, 5 if case.differentiates else 3, "score matrices")
         keywords: dict[str, Any] = {"dropout_p": arguments.get("dropout_p", 0.0), "is_causal": is_causal}
         keywords["enable_gqa"] = group_of(case) > 1
@@ -59,8 +59,13 @@ class Sdpa(Provider):
             return scaled_dot_product_attention(q, k, v, mask, **keywords)
 
         def named(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel([self.backend] if self.backend else []):
+            try:
+                for name, enable in BACKENDS.items():
+                    enable(name == self.backend)
                 return chosen(q, k, v)
+            finally:
+                for enable in BACKENDS.values():
+                    enable(True)
 
         prepared = from_autograd(named if self.backend else chosen, case)
         first_call(prepared.forward)

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from .. import tables
+from .. import tile_config
 from .shared.compat import triton_kernel
 from .shared.padded_rows import block_rows, feature_mask, stride64
 
-NUM_WARPGROUPS = tl.constexpr(tables.NUM_WARPGROUPS)  # of a block of rows, each with a dq semaphore
+NUM_WARPGROUPS = tl.constexpr(tile_config.NUM_WARPGROUPS)  # of a block of rows, each with a dq semaphore
 
 
 @triton_kernel

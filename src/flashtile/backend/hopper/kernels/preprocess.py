@@ -2,12 +2,12 @@
 
 import triton.language as tl
 
-from .. import tables
+from .. import tile_config
 from .shared.compat import triton_kernel
 from .shared.padded_rows import block_rows, feature_mask, stride64
 from .shared.softmax import INFINITY, LOG2E
 
-NUM_WARPGROUPS = tl.constexpr(tables.NUM_WARPGROUPS)  # of a block of rows, each with a dq semaphore
+NUM_WARPGROUPS = tl.constexpr(tile_config.NUM_WARPGROUPS)  # of a block of rows, each with a dq semaphore
 
 
 @triton_kernel

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ... import tables
+from ... import tile_config
 from ..shared.block_lists import BlockLists, block_at, load_entry, load_rank
 from ..shared.compat import thread_barrier, tma_reduce_add, tma_store
 from ..shared.masking import MaskBounds, contributing_n_blocks
@@ -22,8 +22,8 @@ from ..shared.ptx import barrier_sync, load_acquire, wait_stores_complete
 from ..shared.tile_scheduler import TileQueue
 from .tile_scheduler import first_m_block, next_m_block, pop_key_tile
 
-DQ_COLUMNS = gl.constexpr(tables.DQ_COLUMNS)
-NUM_WARPGROUPS = gl.constexpr(tables.NUM_WARPGROUPS)
+DQ_COLUMNS = gl.constexpr(tile_config.DQ_COLUMNS)
+NUM_WARPGROUPS = gl.constexpr(tile_config.NUM_WARPGROUPS)
 
 
 class DqPipeline(NamedTuple):

@@ -8,12 +8,12 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ... import tables
+from ... import tile_config
 from ..shared.column_masks import all_visible, thread_view
 from ..shared.distances import real_distances
 from ..shared.mma import MMA_M
 
-PARTS = gl.constexpr(tables.SLOPE_PARTS)
+PARTS = gl.constexpr(tile_config.SLOPE_PARTS)
 
 
 class SlopeGradient(NamedTuple):

@@ -7,9 +7,9 @@ ends (`descriptors.ragged_descriptor`).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ... import tables
+from ... import tile_config
 
-RAGGED_EXTENT = gl.constexpr(tables.RAGGED_EXTENT)
+RAGGED_EXTENT = gl.constexpr(tile_config.RAGGED_EXTENT)
 
 
 @gluon.jit

@@ -10,12 +10,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ... import tables
+from ... import tile_config
 from .compat import thread_barrier, tma_reduce_add, tma_store
 from .mma import split_columns
 from .pipeline import as_matrix, slice_columns
 
-ALIGN = gl.constexpr(tables.ALIGN)
+ALIGN = gl.constexpr(tile_config.ALIGN)
 
 
 @gluon.jit

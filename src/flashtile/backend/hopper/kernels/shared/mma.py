@@ -10,9 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ... import tables
+from ... import tile_config
 
-MMA_M = gl.constexpr(tables.MMA_M)  # rows of one warpgroup's product
+MMA_M = gl.constexpr(tile_config.MMA_M)  # rows of one warpgroup's product
 
 
 @gluon.jit

@@ -1,0 +1,292 @@
+"""Configurations of kernels as values: head dimensions, tiles, stages, registers; and constants of all kernels."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
+DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
+SLOPE_PARTS = 4 * MMA_M  # of the gradient of slopes, two for each thread of a warpgroup
+NUM_WARPGROUPS = 2  # consumers in backward, with 64 keys and one share of dq each
+ALIGN = 8  # elements; divides the strides of rows
+RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
+COMBINE_ROWS = 16  # of a program that adds up the results of splits
+PAGE_COLUMNS = 64  # most columns of a box in pages: those of a panel of shared memory
+
+
+class Constexpr:
+    """Base of objects that kernels take as constexpr arguments."""
+
+    @property
+    def cache_key(self) -> str:
+        """Identity in Triton's disk cache, which would use `str`; that is for people."""
+        return repr(self)
+
+
+@dataclass(frozen=True)
+class HeadDim(Constexpr):
+    """A head dimension, split into `chunks` that are powers of two, as tensors require.
+
+    One kind of TMA box fills all chunks. A chunk narrower than a box has a box in shared memory, and products take the
+    first columns of it.
+    """
+
+    chunks: tuple[int, ...]
+    box: int  # columns
+    parts: int = 1  # of a number, side by side in memory: three of a float32 number (`kernels.shared.parts`)
+
+    @property
+    def width(self) -> int:
+        return sum(self.chunks)
+
+    @property
+    def padded_width(self) -> int:
+        """Columns of shared memory that holds all chunks side by side, a power of two."""
+        return 1 << (self.width - 1).bit_length()
+
+    @property
+    def smem_chunks(self) -> tuple[int, ...]:
+        """Columns of the chunks in shared memory, of all parts."""
+        return tuple(max(chunk, self.box) for chunk in self.chunks) * self.parts
+
+    @property
+    def smem_width(self) -> int:
+        """Columns of all chunks in shared memory."""
+        return sum(self.smem_chunks)
+
+    @property
+    def num_boxes(self) -> int:
+        return self.smem_width // self.box
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The first column of each chunk in memory."""
+        chunks = self.chunks * self.parts
+        return tuple(sum(chunks[:c]) for c in range(len(chunks)))
+
+    def columns_of(self, x: Tensor) -> int | None:
+        """The columns of `x [..., D]` in units of ALIGN, where they do not fill the kernel's; `None` where they do."""
+        return None if x.shape[-1] == self.width else x.shape[-1] // ALIGN
+
+
+@dataclass(frozen=True)
+class ForwardConfig(Constexpr):
+    """Forward kernel: tiles of `64 * num_warpgroups` rows, blocks of `block_n` keys in `stages`."""
+
+    head_dim: HeadDim  # of q and k
+    head_dim_v: HeadDim  # of v and the results
+    epilogue_columns: int  # of the output in one TMA store, a power of two
+    block_n: int
+    num_warpgroups: int
+    stages: int
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
+    speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
+    splits: int = 1  # of the keys of a tile; more than one write fp32 results that `combine` merges
+    score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
+    pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
+    bias_stages: int = 0  # of tiles of a bias that TMA loads, set for a launch; 0 without them
+    page_rows: int = 0  # keys of a part of a block, which lies in one page; 0 where keys are not in pages
+    page_size: int | None = None  # where sequences have several pages
+    kind: Literal["half"] = "half"
+
+    @property
+    def block_m(self) -> int:
+        return MMA_M * self.num_warpgroups
+
+    @property
+    def num_producers(self) -> int:
+        """Warps that load q, k and v."""
+        return 2 if self.page_rows else 1
+
+    def box_of_keys(self, head_dim: HeadDim) -> tuple[int, int]:
+        """Rows and columns of a box of k or v."""
+        return (self.page_rows, min(head_dim.box, PAGE_COLUMNS)) if self.page_rows else (self.block_n, head_dim.box)
+
+    @property
+    def page_parts(self) -> int:
+        """Parts of a block of keys."""
+        return self.block_n // (self.page_rows or self.block_n)
+
+    @property
+    def head_factor(self) -> bool:
+        """Whether the score_mod is the score times a number of the head."""
+        return self.score_mod is not None and self.score_mod.factor is not None
+
+    @property
+    def by_distance(self) -> bool:
+        """Whether the score_mod reads distances."""
+        return self.score_mod is not None and self.score_mod.by_distance
+
+    @property
+    def compiled(self) -> "ForwardConfig":
+        """The part that a kernel is compiled for: a number of splits is an argument."""
+        return replace(self, splits=1)
+
+    def with_splits(self, splits: int) -> "ForwardConfig":
+        """The same kernel with split keys. Columns of fp32 take twice the staging memory."""
+        return self if splits == 1 else replace(self, splits=splits, epilogue_columns=self.epilogue_columns // 2)
+
+    def __str__(self) -> str:
+        pages = f", pages in parts of {self.page_rows} keys" if self.page_rows else ""
+        return f"{self.block_m} x {self.block_n} ({self.num_warpgroups} warpgroups, {self.stages} stages{pages})"
+
+
+@dataclass(frozen=True)
+class DqShare(Constexpr):
+    """One warpgroup's share of a block's dq: 64 rows of some columns."""
+
+    row: int  # first row in the block
+    column: int  # first column
+    width: int
+    chunk: int  # of these columns
+
+
+@dataclass(frozen=True)
+class FusedBackwardConfig(Constexpr):
+    """Fused backward kernel: tiles of 128 keys, blocks of `block_m` rows in `stages`."""
+
+    head_dim: HeadDim  # of q, k and v
+    block_m: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    early_half_exps: bool  # compute half of a block's exponentials one product earlier
+    lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
+    in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
+    dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
+    head_splits: int = 1  # programs that share the query heads of a block of keys
+    row_splits: int = 1  # programs that share its rows; `add_splits` adds their dk and dv
+    row_chunks: int = 1  # launches that visit some of the rows each, and add to dk and dv in fp32
+    block_n: int = 2 * MMA_M
+    score_mod: Any = None
+    pair_align: int = 1
+    bias_stages: int = 0
+    kind: Literal["fused"] = "fused"
+
+    @property
+    def compiled(self) -> "FusedBackwardConfig":
+        """The part that a kernel is compiled for: numbers of parts, splits and chunks are arguments."""
+        return replace(self, dq_parts=1, head_splits=1, row_splits=1, row_chunks=1)
+
+    @property
+    def splits(self) -> int:
+        """Programs that share a block of keys."""
+        return self.head_splits * self.row_splits
+
+    @property
+    def adds_dkdv(self) -> bool:
+        """Whether these programs add to the same dk and dv, in any order."""
+        return self.head_splits > 1 and self.row_splits == 1 and not self.in_order
+
+    @property
+    def dkdv_parts(self) -> int:
+        """Buffers of dk and dv, if these are in fp32."""
+        return 1 if self.adds_dkdv else self.splits
+
+    @property
+    def dq_shares(self) -> tuple[DqShare, DqShare]:
+        width, chunks = self.head_dim.width, self.head_dim.chunks
+        if self.block_m > MMA_M:
+            return DqShare(0, 0, width, 0), DqShare(MMA_M, 0, width, 0)
+        return DqShare(0, 0, DQ_COLUMNS, 0), DqShare(0, DQ_COLUMNS, width - DQ_COLUMNS, len(chunks) - 1)
+
+    @property
+    def dq_box(self) -> int:
+        """Columns of one TMA transfer of dq."""
+        return min(share.width for share in self.dq_shares)
+
+    @property
+    def head_dim_v(self) -> HeadDim:
+        return self.head_dim
+
+    def __str__(self) -> str:
+        launches = f", {self.row_chunks} launches" if self.row_chunks > 1 else ""
+        return f"{self.block_n} keys x {self.block_m} rows (2 warpgroups, {self.stages} stages{launches})"
+
+
+@dataclass(frozen=True)
+class DqConfig(Constexpr):
+    """dq kernel: tiles of `64 * num_warpgroups` rows; keys and values alternate in `kv_stages`."""
+
+    head_dim: HeadDim
+    head_dim_v: HeadDim
+    kv_stages: int
+    block_n: int = MMA_M
+    num_warpgroups: int = 2
+    padding: int = MMA_M  # rows of a block of the row statistics: those of the kernel for dk and dv
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    score_mod: Any = None
+    pair_align: int = 1
+
+    @property
+    def block_m(self) -> int:
+        return MMA_M * self.num_warpgroups
+
+
+@dataclass(frozen=True)
+class DkdvConfig(Constexpr):
+    """dk and dv kernel: tiles of 64 keys, blocks of 64 rows in `stages`."""
+
+    head_dim: HeadDim
+    head_dim_v: HeadDim
+    stages: int
+    block_m: int = MMA_M
+    block_n: int = MMA_M
+    lpt: bool = True  # programs never wait for each other
+    dq_parts: int = 1
+    splits: int = 1
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    score_mod: Any = None
+    pair_align: int = 1
+
+
+@dataclass(frozen=True)
+class VisibleBlocksConfig(Constexpr):
+    """Kernel that lists visible blocks: tiles of `block_m` rows, and `blocks` blocks of `block_n` keys at once."""
+
+    block_m: int
+    block_n: int
+    blocks: int
+    table: bool  # for lists of blocks of keys
+    row_parts: int = 1  # parts of a block that have states, of rows and of keys
+    key_parts: int = 1
+    score_mod: Any = None
+
+
+@dataclass(frozen=True)
+class DistanceTableConfig(Constexpr):
+    """Kernel for the table of a score_mod's term: `block` distances a program, one for each thread."""
+
+    block: int
+    score_mod: Any = None
+
+
+@dataclass(frozen=True)
+class SplitBackwardConfig(Constexpr):
+    """Two kernels: over 128 features, accumulating dq in memory costs more than computing scores twice."""
+
+    dq: DqConfig
+    dkdv: DkdvConfig
+    kind: Literal["split"] = "split"
+
+    def with_parts(self, parts: int) -> "SplitBackwardConfig":
+        """The same kernels for numbers in another number of parts."""
+        head_dim = replace(self.dq.head_dim, parts=parts)
+        dq, dkdv = (replace(x, head_dim=head_dim, head_dim_v=head_dim) for x in (self.dq, self.dkdv))
+        return SplitBackwardConfig(dq, dkdv)
+
+    def __str__(self) -> str:
+        dq, dkdv = self.dq, self.dkdv
+        return f"dq {dq.block_m} rows x {dq.block_n} keys, dk and dv {dkdv.block_n} keys x {dkdv.block_m} rows"
+
+
+class TileConfig(NamedTuple):
+    """Configurations of a problem's kernels."""
+
+    forward: ForwardConfig
+    backward: FusedBackwardConfig | SplitBackwardConfig
