@@ -65,11 +65,12 @@ def row_stats_descriptor(x: Tensor, rows: int) -> TmaDescriptor:
 
 
 def tma_aligned(x: Tensor) -> Tensor:
-    """The tensor itself, or a copy if features are not contiguous, or rows not aligned to 16 bytes and ALIGN elements."""
+    """The tensor itself, or a copy with contiguous features and aligned rows."""
     x = rows_last(x)
     return x if is_tma_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def is_tma_aligned(x: Tensor) -> bool:
+    """Whether rows are aligned to 16 bytes and to ALIGN elements."""
     whole = all(stride % ALIGN == 0 for stride, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
     return whole and alignment(x) >= TMA_ALIGNMENT

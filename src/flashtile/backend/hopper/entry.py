@@ -21,11 +21,10 @@ from .bias_tiles import forward_tiles
 from .block_lists import NO_LISTS, mask_states, row_lists
 from .descriptors import dense_descriptor, pages_descriptor, ragged_descriptor
 from .distance_table import with_distance_table
-from .float32 import Float32Forward
 from .formulas import launch, units
 from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
-from .tile_config import ALIGN, COMBINE_ROWS, MMA_M, ForwardConfig
+from .tile_config import ALIGN, COMBINE_ROWS, MMA_M, Float32Forward, ForwardConfig
 
 APPENDING_BACKEND = "triton"  # whose kernel appends to the caches of KV-cache calls
 FORWARD = Kernel(f"{__package__}.kernels.forward.forward", "forward_kernel")

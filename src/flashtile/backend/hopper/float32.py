@@ -1,107 +1,35 @@
-"""Float32: rows are split into bfloat16 parts, which the kernels multiply (`kernels.shared.parts`); and its forward pass."""
+"""The forward pass of float32, and rows in bfloat16 parts for the kernels of both passes."""
 
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...call.call import Call, Tensors, lse_shape, new_rows
 from ...call.device import describe_device
-from ...call.problem import Problem
 from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Pointers
 from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder, Results
 from ..scalars import score_units, strides, window_numbers
 from .descriptors import dense_descriptor, is_tma_aligned, ragged_descriptor, tma_aligned
+from .float32_tables import PARTS, PARTS_IF_TF32, SplitRows
 from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
-from .tile_config import (
-    ALIGN,
-    MMA_M,
-    NUM_WARPGROUPS,
-    Constexpr,
-    DkdvConfig,
-    DqConfig,
-    HeadDim,
-    SplitBackwardConfig,
-    TileConfig,
-)
-from .widths import widths
+from .tile_config import ALIGN, MMA_M, Float32Forward, HeadDim
 
 FORWARD = Kernel(f"{__package__}.kernels.float32.forward", "float32_forward_kernel")
 SPLIT = Kernel(f"{__package__}.kernels.float32.split_rows", "split_rows_kernel")
-PARTS, PARTS_IF_TF32 = 3, 2  # of a number; fewer where PyTorch allows TF32, which has 11 bits: two have 16
-
-
-@dataclass(frozen=True)
-class SplitRows(Constexpr):
-    """Kernel that splits `block_m` rows a program."""
-
-    head_dim: HeadDim
-    block_m: int = 32
-    align: int = ALIGN
-
-
-@dataclass(frozen=True)
-class Float32Forward(Constexpr):
-    """Forward kernel: tiles of 128 rows; keys and values alternate in `kv_stages` of `block_n` keys."""
-
-    head_dim: HeadDim
-    block_n: int
-    kv_stages: int
-    block_m: int = NUM_WARPGROUPS * MMA_M
-    consumer_registers: int = 240
-    producer_registers: int = 24
-    num_warpgroups: int = NUM_WARPGROUPS
-    kind: Literal["float32"] = "float32"
-
-    def with_parts(self, parts: int) -> "Float32Forward":
-        return replace(self, head_dim=replace(self.head_dim, parts=parts))
-
-    def __str__(self) -> str:
-        return f"{self.block_m} x {self.block_n} ({NUM_WARPGROUPS} warpgroups, {self.kv_stages} stages, bfloat16 parts)"
-
-
-D32, D64, D128 = (HeadDim((width,), width, PARTS) for width in (32, 64, 128))
-D80, D96 = HeadDim((64, 16), 16, PARTS), HeadDim((64, 32), 32, PARTS)
-
-
-def configs(head_dim: HeadDim, forward: tuple[int, int], dq: tuple[int, int, int], dkdv: tuple[int, int]) -> TileConfig:
-    """Keys and stages of forward; keys, stages and warpgroups of dq; rows and stages of the kernel for dk and dv."""
-    keys, stages, warpgroups = dq
-    rows, row_stages = dkdv
-    backward = SplitBackwardConfig(
-        DqConfig(head_dim, head_dim, stages, keys, warpgroups, padding=rows),
-        DkdvConfig(head_dim, head_dim, row_stages, rows),
-    )
-    return TileConfig(Float32Forward(head_dim, *forward), backward)
-
-
-CONFIGS = {  # by width of the kernels
-    32: configs(D32, (64, 6), (64, 6, 2), (64, 3)),
-    64: configs(D64, (64, 4), (64, 4, 2), (64, 2)),
-    80: configs(D80, (64, 4), (64, 3, 2), (64, 2)),
-    96: configs(D96, (64, 4), (64, 2, 2), (64, 1)),
-    128: configs(D128, (64, 2), (64, 2, 1), (64, 1)),
-}
-
-
-def tile_config(problem: Problem) -> TileConfig:
-    """The configurations of the narrowest kernels that hold the head dimensions."""
-    width = widths(problem)
-    assert width is not None  # `support` declines others
-    return CONFIGS[width[0]]
 
 
 def launch_forward(recorder: Recorder, config: Float32Forward, call: Call) -> Results:
     """Record the launches of a forward pass."""
     t = Tensors.from_flat(recorder.inputs)
     q, k, v = t[:3]
-    given = t.out is not None and is_tma_aligned(t.out)
-    out = t.out if given else recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
+    out = t.out
+    if out is None or not is_tma_aligned(out):
+        out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype))
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     packed = t.cu_seqlens_q is not None
     describe = ragged_descriptor if packed else dense_descriptor
@@ -135,9 +63,10 @@ def launch_forward(recorder: Recorder, config: Float32Forward, call: Call) -> Re
     }
     programs = min(describe_device(q.device).cores, scheduling["num_tiles"])
     recorder.launch(FORWARD, pointers, programs, scalars)
-    if t.out is not None and not given:
-        recorder.effect(Tensor.copy_, t.out, out)
-    return (out if t.out is None else t.out), lse
+    if t.out is None or t.out is out:
+        return out, lse
+    recorder.effect(Tensor.copy_, t.out, out)
+    return t.out, lse
 
 
 def num_parts() -> int:

@@ -10,8 +10,8 @@ from ...call.plan import Plan
 from ..gpu import replay
 from ..gpu.replay import Recorder, Results
 from .descriptors import tma_aligned
-from .fused_backward import FusedBackward
 from .float32_backward import Float32Backward
+from .fused_backward import FusedBackward
 from .split_backward import SplitBackward
 from .tile_config import FusedBackwardConfig, SplitBackwardConfig
 

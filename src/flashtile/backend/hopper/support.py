@@ -202,10 +202,10 @@ def is_faster_with_lists(problem: Problem) -> bool:
 
 def tile(problem: Problem, device: Device) -> "TileConfig":
     """Kernel configurations for the problem."""
-    from . import float32, splits, tables  # not needed by `import flashtile`
+    from . import float32_tables, splits, tables  # not needed by `import flashtile`
 
     if problem.dtype is torch.float32:
-        return float32.tile_config(problem)
+        return float32_tables.tile_config(problem)
     config = tables.tile_config(problem, device)
     if config.backward.kind == "split":
         return config
@@ -219,6 +219,5 @@ def num_splits(problem: Problem, device: Device) -> int:
     """Splits of the keys of few rows."""
     from . import splits
 
-    if problem.dtype is torch.float32:
-        return 1
-    return splits.num_splits(problem, device, tile(problem, device).forward)
+    forward = tile(problem, device).forward
+    return 1 if forward.kind == "float32" else splits.num_splits(problem, device, forward)

@@ -135,6 +135,26 @@ class ForwardConfig(Constexpr):
 
 
 @dataclass(frozen=True)
+class Float32Forward(Constexpr):
+    """Forward kernel: tiles of 128 rows; keys and values alternate in `kv_stages` of `block_n` keys."""
+
+    head_dim: HeadDim
+    block_n: int
+    kv_stages: int
+    block_m: int = NUM_WARPGROUPS * MMA_M
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    num_warpgroups: int = NUM_WARPGROUPS
+    kind: Literal["float32"] = "float32"
+
+    def with_parts(self, parts: int) -> "Float32Forward":
+        return replace(self, head_dim=replace(self.head_dim, parts=parts))
+
+    def __str__(self) -> str:
+        return f"{self.block_m} x {self.block_n} ({NUM_WARPGROUPS} warpgroups, {self.kv_stages} stages, bfloat16 parts)"
+
+
+@dataclass(frozen=True)
 class DqShare(Constexpr):
     """One warpgroup's share of a block's dq: 64 rows of some columns."""
 
@@ -277,8 +297,8 @@ class SplitBackwardConfig(Constexpr):
     def with_parts(self, parts: int) -> "SplitBackwardConfig":
         """The same kernels for numbers in another number of parts."""
         head_dim = replace(self.dq.head_dim, parts=parts)
-        dq, dkdv = (replace(x, head_dim=head_dim, head_dim_v=head_dim) for x in (self.dq, self.dkdv))
-        return SplitBackwardConfig(dq, dkdv)
+        widths = {"head_dim": head_dim, "head_dim_v": head_dim}
+        return SplitBackwardConfig(replace(self.dq, **widths), replace(self.dkdv, **widths))
 
     def __str__(self) -> str:
         dq, dkdv = self.dq, self.dkdv
@@ -288,5 +308,5 @@ class SplitBackwardConfig(Constexpr):
 class TileConfig(NamedTuple):
     """Configurations of a problem's kernels."""
 
-    forward: ForwardConfig
+    forward: ForwardConfig | Float32Forward
     backward: FusedBackwardConfig | SplitBackwardConfig

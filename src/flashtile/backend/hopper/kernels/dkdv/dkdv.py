@@ -32,7 +32,7 @@ from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M
 from ..shared.pages import PageTable
 from ..shared.pairs import PairTensor, PairTensors
-from ..shared.parts import add_product, large_product, small_products, totals, zero_sums
+from ..shared.parts import add_product, large_product, small_products, zero_sums
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -196,7 +196,7 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
             m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)
         consumer_release(k.empty, tile_count, 1)
         store_accumulators(
-            output, totals(dv, HEAD_DIM_V), dv_scale, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM_V
+            output, dv, dv_scale, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM_V
         )  # fmt: skip
         tile_count += 1
         tile = pop_key_tile(context.queue, tile_count)
@@ -248,7 +248,7 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
             m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)
         consumer_release(v.empty, tile_count, 1)
         store_accumulators(
-            output, totals(dk, HEAD_DIM), scale, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM
+            output, dk, scale, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM
         )  # fmt: skip
         tile_count += 1
         tile = pop_key_tile(context.queue, tile_count)

@@ -28,7 +28,7 @@ from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M
 from ..shared.pages import PageTable
 from ..shared.pairs import PairBlock, PairTensor, PairTensors
-from ..shared.parts import LEFT, add_product, issue_large_product, large_product, small_products, totals, zero_sums
+from ..shared.parts import LEFT, add_product, issue_large_product, large_product, small_products, zero_sums
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -213,7 +213,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             consumer_release(kv.empty, 2 * count + 1, KV_STAGES)
             count += 1
         store_accumulators(
-            context.output, totals(dq, HEAD_DIM), context.scale, tile.b, tile.head, tile.token_q, first_row, tile.seqlen_q, HEAD_DIM
+            context.output, dq, context.scale, tile.b, tile.head, tile.token_q, first_row, tile.seqlen_q, HEAD_DIM
         )  # fmt: skip
         tile_count += 1
         tile = pop_tile(queue, tile_count)

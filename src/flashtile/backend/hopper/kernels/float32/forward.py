@@ -18,7 +18,7 @@ from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, scale_rows
 from ..shared.pages import PageTable
-from ..shared.parts import add_product, large_product, small_products, totals, zero_sums
+from ..shared.parts import add_product, large_product, small_products, zero_sums
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -80,7 +80,7 @@ def float32_forward_kernel(
     group, batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left, factor, multiplier, columns,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """`out` and `lse`. Boxes are `[1, 1, MMA_M, columns]` of q and `[1, 1, BLOCK_N, columns]` of k and v, all in parts."""
+    """Store `out` and `lse`. Boxes are `[1, 1, MMA_M, columns]` of q, and `[1, 1, BLOCK_N, columns]` of k and v."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     PACKED: gl.constexpr = cu_seqlens_q is not None
     gl.static_assert(FIRST_BARRIER + CONFIG.kv_stages - 1 <= LAST_BARRIER)
@@ -195,7 +195,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             acc = add_product(acc, p, v_j, dtype, HEAD_DIM, alpha)
             consumer_release(kv.empty, 2 * count + 1, STAGES)
             count += 1
-        store_rows(context, tile, first_row, row_max, l, totals(acc, HEAD_DIM), HEAD_DIM)
+        store_rows(context, tile, first_row, row_max, l, acc, HEAD_DIM)
         tile_count += 1
         tile = pop_tile(queue, tile_count)
 
@@ -208,6 +208,6 @@ def store_rows(context, tile, first_row, row_max, l, acc, HEAD_DIM: gl.constexpr
     lse_rows = context.lse + tile.lse_head.to(gl.int64) * context.stride_lse + tile.token_q + row
     gl.store(lse_rows, (row_max + log2(gl.where(l == 0, 1.0, l))) * LN2, mask=row < tile.seqlen_q)
     out = ()
-    for c in gl.static_range(len(acc)):
+    for c in gl.static_range(len(HEAD_DIM.chunks)):
         out = out + (scale_rows(acc[c], weight),)
     store_accumulators(context.output, out, 1.0, tile.b, tile.head, tile.token_q, first_row, tile.seqlen_q, HEAD_DIM)

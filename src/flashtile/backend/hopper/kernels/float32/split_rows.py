@@ -16,8 +16,8 @@ def split_rows_kernel(
     stride_dout_b, stride_dout_h, stride_dout_m,
     batch, num_heads_q, num_heads_k, seqlen_q, seqlen_k, columns, columns_v, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Store the parts of rows `[B, H, S, D]` as `[B, H, S, PARTS, WIDTH]`, with zeros past the last feature; `dout` may be
-    absent. Programs of q come first, then those of k, v and dout.
+    """Store the parts of rows `[B, H, S, D]` as `[B, H, S, PARTS, WIDTH]`, with zeros past the last feature. The first
+    programs are those of q, then those of k, v and dout, which may be absent.
     """
     tiles_q, tiles_k = tl.cdiv(seqlen_q, CONFIG.block_m), tl.cdiv(seqlen_k, CONFIG.block_m)
     programs_q, programs_k = batch * num_heads_q * tiles_q, batch * num_heads_k * tiles_k

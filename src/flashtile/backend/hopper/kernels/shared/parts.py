@@ -1,8 +1,8 @@
 """Products of float32 numbers: six of their bfloat16 parts, and sums that keep their rounding errors.
 
-`x = hi + mid + low` as in `backend.triton.kernels.split`. Rows lie in memory as parts, side by side, and in shared memory
-as the chunks of `hi`, then of `mid`, then of `low`. With one part, numbers have 16 bits: a product is one product, and a
-sum is its accumulator.
+`x = hi + mid + low` as in `backend.triton.kernels.split`. Parts of rows lie side by side in memory; in shared memory,
+the chunks of `hi` come first, then those of `mid` and of `low`. With one part, numbers have 16 bits: a product is one
+product, and a sum is its accumulator.
 """
 
 from triton.experimental import gluon
@@ -19,8 +19,8 @@ LEFT, RIGHT = gl.constexpr(((), (), (1, 0), (2, 0, 1, 1, 0))), gl.constexpr(((),
 
 @gluon.jit
 def small_products(a, b, s, PARTS: gl.constexpr):
-    """Issue all products of parts of `a @ b^T` but the largest, summed over chunks; the contents of `s` are ignored. With
-    one part, issue the whole product.
+    """Issue all products of parts of `a @ b^T` but the largest, summed over chunks; with one part, the whole product.
+    The contents of `s` are ignored.
     """
     if PARTS == 1:
         return gemm_nt(a, b, s)
@@ -58,14 +58,9 @@ def zero_sums(HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def totals(sums, HEAD_DIM: gl.constexpr):
-    return sums[: len(HEAD_DIM.chunks)]
-
-
-@gluon.jit
 def add_product(sums, p, b, dtype: gl.constexpr, HEAD_DIM: gl.constexpr, alpha=None):
-    """Add `p @ b`, and wait for it; `p` is in registers. Sums of products of parts are first scaled by `alpha [M]`, powers
-    of two.
+    """Add `p @ b`, and wait for it; `p` is in registers. `alpha [M]`, powers of two, first scales sums of products of
+    parts.
     """
     if HEAD_DIM.parts == 1:
         return gemm_wait(gemm_rs(sums, p.to(dtype), b))
