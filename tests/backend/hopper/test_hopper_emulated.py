@@ -231,6 +231,7 @@ SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/co
 FUSED, DQ_SHARE, DQ_WRITER = (f"kernels/backward/{name}.py" for name in ("fused", "dq_share", "dq_writer"))
 KEY_SCHEDULER = "kernels/backward/tile_scheduler.py"
 DQ, DKDV = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py"
+FLOAT32, PARTS = "kernels/float32/forward.py", "kernels/shared/parts.py"
 PREPROCESS = "kernels/preprocess.py"
 COORDINATES, SWIZZLE = "kernels/shared/coordinates.py", "kernels/shared/swizzle.py"
 SLOPES, PACKED_SLOPES = "kernels/backward/slopes.py", "packed slopes of sequences 128"
@@ -252,9 +253,14 @@ WAIT_DK = "        dk, partial_p = gemm_wait_with(dk, partial_p)\n"
 RELEASE_ROWS = "        consumer_release(rows.empty, count, STAGES)\n"
 WAIT_READ = "    tma.store_wait(0)\n"
 RELEASE_DQ = "    mbarrier.arrive(dq_pipeline.empty.index(warpgroup), count=1)\n"
-SPLIT_DK, SPLIT_DQ = (f"            {x} = gemm_wait({x})\n" for x in ("dk", "dq"))
+SPLIT_DK = "            dk = add_product(dk, ds, stage_chunks(rows.q, count, STAGES, HEAD_DIM), dtype, HEAD_DIM)\n"
+SPLIT_DQ = "            dq = add_product(dq, ds, stage_chunks(kv, 2 * opaque(count) + 1, KV_STAGES, HEAD_DIM), dtype, "
+SPLIT_DQ += "HEAD_DIM)\n"
 RELEASE_DQ_K = "            consumer_release(kv.empty, 2 * count + 1, KV_STAGES)\n"
 WAIT_DP = "            dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))\n"
+WAIT_DP += "            dp = large_product(dout_i, v_j, dp, PARTS)\n"
+FLOAT32_SCORES = "            t = large_product(q_i, k_j, warpgroup_mma_wait(0, deps=(s,)), HEAD_DIM.parts)\n"
+RELEASE_FLOAT32_K = "            consumer_release(kv.empty, 2 * count, STAGES)\n"
 RELEASE_DQ_V = "            consumer_release(kv.empty, 2 * count, KV_STAGES)\n"
 BUGS = (
     Bug(
@@ -350,6 +356,16 @@ BUGS = (
         (129, 130),
         seed=2,
     ),
+    Bug(
+        "keys released before float32 scores are complete",
+        FLOAT32,
+        f"{FLOAT32_SCORES}{RELEASE_FLOAT32_K}",
+        f"{RELEASE_FLOAT32_K}{FLOAT32_SCORES}",
+        "float32 causal 128",
+        (129, 300),
+    ),
+    Bug("float32 sums not rescaled", FLOAT32, "HEAD_DIM, alpha)", "HEAD_DIM)", "float32 causal 128", (129, 300)),
+    Bug("lowest parts left out", PARTS, "(0, 2, 1, 0, 1)", "(0, 1, 1, 0, 1)", "float32 causal 128", (1, 30)),
     Bug("dropout before the row's sum", MAINLOOP, f"{ROW_SUM}{DROP_P}", f"{DROP_P}{ROW_SUM}", "dropout 64"),
     Bug("bits of another thread", PHILOX, "(2, 2), ((1, 1,", "(2, 2), ((1, 2,", "dropout 64", (1, 30)),
     Bug("bits of another thread in backward", PHILOX, "(2, 8, 0x5410", "(2, 4, 0x5410", "dropout 64", (1, 30)),
