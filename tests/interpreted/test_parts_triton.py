@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.backend.triton import arguments, configs, host_products, launches
+from flashtile.backend.triton import configs, entry, host_backward, host_products, launches
 from flashtile.backend.triton.configs import KernelConfig, WidthConfigs
 from flashtile.backend.triton.split_rows import split_rows
 from flashtile.backend.triton.support import interpreted
@@ -106,7 +106,8 @@ def test_pytorch_multiplies_whole_numbers(case: Case) -> None:
         mock.patch.object(host_products, "CHUNK", 64),
         mock.patch.object(host_products, "SCORES", 2 * 64 * 128),
         mock.patch.object(configs, "takes_products", return_value=True),
-        mock.patch.object(arguments, "allows_tf32", return_value=True),
+        mock.patch.object(entry, "allows_tf32", return_value=True),
+        mock.patch.object(host_backward, "allows_tf32", return_value=True),
     ):
         assert failures(case) == []
 
