@@ -20,7 +20,7 @@ from offline.launches import Launch, hopper_launches_of
 
 from flashtile import MaskMod
 from flashtile.api.explain import described_call
-from flashtile.backend.hopper import support, tables
+from flashtile.backend.hopper import float32, support, tables
 from flashtile.backend.hopper.tables import THREE_WARPGROUPS, TWO_WARPGROUPS
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
@@ -278,6 +278,15 @@ def test_long_rows_are_visited_in_chunks() -> None:
     assert [chosen(n) for n in (2**15, 2**16, 2**16 + 1, 2**17, 2**20)] == [1, 1, 2, 2, 16]
     assert chosen(2**20, 512) == chosen(2**17, window=Window(right=0)) == chosen(2**17, mask_mod=SHOWN) == 1
     assert chosen(2**17, window=Window(right=0), deterministic=True) == 1
+
+
+@pytest.mark.parametrize(("allowed", "parts"), [(False, 3), (True, 2)])
+def test_parts_of_float32(allowed: bool, parts: int) -> None:
+    with mock.patch.object(float32, "allows_tf32", return_value=allowed):
+        launches = hopper_launches_of(call_of_family("float32 causal 128", 128, SHORT))
+    configs = [x.arguments["CONFIG"] for x in launches if "CONFIG" in x.arguments]
+    assert [x.head_dim.parts for x in configs] == [parts] * 5  # two launches split rows
+    assert {x.arguments["q_desc"].block_shape[-1] for x in launches if "q_desc" in x.arguments} == {128}
 
 
 def launch_of(family: tuple, name: str) -> Launch:

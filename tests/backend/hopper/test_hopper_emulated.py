@@ -11,7 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
+from float32_cases import case_of as float32_case
+from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated, emulated_kernels
 from gluon_emulation.machine import EmulationError
 from hopper_variants import SHORT_TILES, VARIANTS, case_of, with_tiles
 
@@ -51,6 +52,31 @@ def test_gradients_of_two_backends(variant: str, name: str) -> None:
         for _ in range(3):  # planned, recorded, replayed
             assert [str(x) for x in compare(case.run(), case, expected) if not x.ok] == []
     assert launched.count("backward_kernel" if name == "bias" else "dkdv_kernel") == 3
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        float32_case((1, 4, 2, 100, 150, 96, 72), values="infinite", causal=True),
+        float32_case((1, 1, 1, 70, 40, 128, 128), values="far apart"),
+        float32_case((1, 1, 1, 64, 700, 80, 80), values="equal"),
+        float32_case((1, 1, 1, 700, 64, 80, 80), values="equal"),
+        float32_case((1, 2, 2, 100, 70, 112, 104), values="outliers", scale=-0.2),
+        float32_case((1, 2, 2, 70, 80, 72, 72), values="ends"),
+    ],
+    ids=lambda case: case.description,
+)
+def test_values_of_float32(case: Case) -> None:
+    assert wrong(case, seed=0) == []
+
+
+def test_two_parts_of_float32() -> None:
+    """Where TF32 is allowed, whose 11 bits would give a hundred times the error."""
+    case = case_of("float32 causal 128", 0, "cpu", AROUND_TILES)
+    name = f"{emulated_kernels().__package__}.float32.allows_tf32"
+    with emulated(CORES, 0), mock.patch(name, return_value=True):
+        ratios = [x.ratio for x in compare(case.run("hopper"), case, solve(case))]
+    assert 0.3 < max(ratios) < 16
 
 
 def test_a_sink_of_infinity_takes_all_the_weight() -> None:
