@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from float32_cases import case_of as float32_case
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated, emulated_kernels
 from gluon_emulation.machine import EmulationError
-from hopper_variants import SHORT_TILES, VARIANTS, case_of, with_tiles
+from hopper_variants import VARIANTS, case_of, with_tiles
 
 import flashtile
 from flashtile.backend.gpu import replay
@@ -106,7 +106,7 @@ def test_three_warpgroups(name: str) -> None:
 @pytest.mark.parametrize("name", ["full 64", "causal 128"])
 def test_tiles_of_short_calls(name: str) -> None:
     case = replace(case_of(name, hash_of(name), "cpu"), forward_only=True)
-    with with_tiles(SHORT_TILES):
+    with with_tiles(tables.SHORT_3WG):
         assert wrong(case, seed=0) == []
 
 
@@ -215,7 +215,7 @@ def test_gradients_repeat_bitwise_in_any_order_of_events() -> None:
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def gradients(seed: int, deterministic: bool) -> tuple[Tensor, ...]:
-        with emulated(cores=4, seed=seed):
+        with emulated(cores=6, seed=seed):
             out = flashtile.attention(*leaves, causal=True, deterministic=deterministic, backend="hopper")
             return out, *torch.autograd.grad(out, leaves, dout)
 

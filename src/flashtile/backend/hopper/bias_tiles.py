@@ -9,7 +9,7 @@ from ..gpu.pairs import row_align
 from ..gpu.pointers import Described
 from .descriptors import dense_descriptor
 from .listed import has_pair_bits
-from .tables import BACKWARD_BIAS_STAGES, FORWARD_BIAS_STAGES
+from .tables import BACKWARD_BIAS_STAGES, FORWARD_BIAS_STAGES, TWO_WARPGROUPS
 from .tile_config import MMA_M, ForwardConfig, FusedBackwardConfig
 
 
@@ -17,8 +17,11 @@ def forward_tiles(call: Call, config: ForwardConfig) -> tuple[ForwardConfig, dic
     """The configuration and the pointer for a bias in tiles of a warpgroup's rows and a block of keys. Their memory is
     that of stages of keys and values.
     """
-    stages, bias = FORWARD_BIAS_STAGES.get(config.head_dim.width), call.tensors.bias
-    if stages is None or config.num_warpgroups != 2 or bias is None or not fits(call):
+    stages, bias = FORWARD_BIAS_STAGES.get((config.num_warpgroups, config.head_dim.width)), call.tensors.bias
+    if bias is not None and config.num_warpgroups == 1 and not fits(call):
+        # A warpgroup that reads the bias itself needs more registers.
+        config = TWO_WARPGROUPS[config.head_dim.width, config.head_dim_v.width].with_splits(config.splits)
+    if stages is None or bias is None or not fits(call):
         return config, {"bias_desc": None}
     config = replace(config, bias_stages=stages.bias, stages=stages.keys, q_stages=stages.queries)
     return config, {"bias_desc": Described(bias, dense_descriptor, (MMA_M, config.block_n))}

@@ -62,6 +62,8 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     if q.numel() == 0:
         return out, lse
+    call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
+    config, bias_pointers = forward_tiles(call, config)
     results = (out, lse) if config.splits == 1 else new_results(recorder, q, config)
     packed, paged = t.cu_seqlens_q is not None, t.page_table is not None
     make_descriptor = ragged_descriptor if packed else dense_descriptor
@@ -82,12 +84,10 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
         "seqused_k": recorder.contiguous(paged_seqlens(recorder, t) if paged else t.seqused_k),
         "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
     }
-    call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
     whole = config.splits == 1
     states = mask_states(recorder, call) if whole else None
     sizes = config.block_m, config.block_n
     lists, scalars = row_lists(recorder, call, *sizes, states) if whole else (NO_POINTERS, NO_LISTS)
-    config, bias_pointers = forward_tiles(call, config)
     programs, others = launch_scalars(call, config)
     others |= page_scalars(t)
     launch(recorder, call, FORWARD, pointers | lists | bias_pointers, programs, others | scalars)
@@ -164,7 +164,8 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
     t = call.tensors
     scheduling = scheduler_args(call, config.block_m)
     scheduling["num_tiles"] *= config.splits
-    return min(describe_device(t.q.device).cores, scheduling["num_tiles"]), {
+    programs = describe_device(t.q.device).cores * config.programs_per_core
+    return min(programs, scheduling["num_tiles"]), {
         **scheduling,
         "stride_lse": scheduling["seqlen_q"],
         **units(call),
@@ -175,4 +176,5 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
         "num_splits": config.splits if config.splits > 1 else None,
         "CONFIG": config.compiled,
         "num_warps": 4,
+        **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
     }

@@ -85,7 +85,6 @@ class FusedBackward(BackwardLaunches):
         scalars = {
             **self.key_kernel_scalars(bytes_per_row),
             **list_scalars,
-            "group": self.q.shape[1] // self.k.shape[1] // self.config.head_splits,
             "head_splits": self.config.head_splits if splits else None,
             "row_splits": self.config.row_splits if splits and not self.config.adds_dkdv else None,
             "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 and not self.stores_dq else None,

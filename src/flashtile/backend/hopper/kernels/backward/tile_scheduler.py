@@ -54,8 +54,8 @@ class KeyTileScheduler(NamedTuple):
 
     num_tiles: gl.tensor  # upper bound if packed
     num_blocks: gl.tensor  # dense: blocks of keys of a head
-    total_heads: gl.tensor  # dense: key heads of all sequences
-    l2_swizzle: gl.tensor  # dense: key heads that share the L2 cache
+    total_heads: gl.tensor  # dense: key heads of all sequences, or the parts of their groups
+    l2_swizzle: gl.tensor  # dense: those that share the L2 cache
     semaphore: gl.tensor  # pointer to a zero; a dense launch resets it
     num_heads_k: gl.tensor
     group: gl.tensor  # query heads for each key head, or of a part of them
@@ -100,26 +100,27 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
     count = 0
     shift = seqlens.seqlen_k - seqlens.seqlen_q + scheduler.diagonal
     while tile_index < scheduler.num_tiles:
-        split, whole_tile = key_split_and_tile(tile_index, scheduler.splits)
+        row_split, whole_tile = split_and_tile(tile_index, scheduler.splits.rows)
         flat_head, block = key_head_and_block(scheduler, whole_tile, CONFIG.lpt)
-        b, head = flat_head // scheduler.num_heads_k, flat_head % scheduler.num_heads_k
+        head_splits = 1
+        if scheduler.splits.heads is not None:
+            head_splits = scheduler.splits.heads
+        heads = scheduler.num_heads_k * head_splits
+        b, head = flat_head // heads, flat_head % heads
         first_key = block * BLOCK_N
         last_key = gl.minimum(first_key + BLOCK_N, seqlens.seqlen_k) - 1
         m_blocks = m_block_range(bounds, first_key, last_key, shift, seqlens.seqlen_q, BLOCK_M)
         lo, hi, list_offset = m_blocks.lo, m_blocks.hi, 0
         if scheduler.lists.data is not None:
             lo = 0
-            list_offset, hi = list_of(scheduler.lists, b, head, block)
+            list_offset, hi = list_of(scheduler.lists, b, head // head_splits, block)
         if scheduler.chunk.lo is not None:
             lo = gl.maximum(lo, scheduler.chunk.lo)
             hi = gl.maximum(lo, gl.minimum(hi, scheduler.chunk.hi))
-        part = split
+        split = head % head_splits
         if scheduler.splits.rows is not None:
-            lo, hi = split_range(lo, hi, split % scheduler.splits.rows, scheduler.splits.rows)
-            part = split // scheduler.splits.rows
-        if scheduler.splits.heads is not None:
-            head = head * scheduler.splits.heads + part
-            flat_head = flat_head * scheduler.splits.heads + part
+            lo, hi = split_range(lo, hi, row_split, scheduler.splits.rows)
+            split = split * scheduler.splits.rows + row_split
         padded_row = flat_head * scheduler.group * scheduler.padded_rows
         entry = load_entry(scheduler.lists, list_offset, hi - 1 if CONFIG.lpt else lo)
         tile = KeyWorkTile(
@@ -169,15 +170,6 @@ def schedule_packed_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.cons
         else:
             tile_index = scheduler.num_tiles
     push_tile(queue, count, empty_tile(-1))
-
-
-@gluon.jit
-def key_split_and_tile(tile_index, splits):
-    """The split and the tile that an index stands for."""
-    if splits.rows is None:
-        return split_and_tile(tile_index, splits.heads)
-    else:
-        return split_and_tile(tile_index, splits.heads * splits.rows)
 
 
 @gluon.jit

@@ -128,6 +128,19 @@ def forward_kernel(
             [4, 4, 1, 1, 1],
             [CONFIG.consumer_registers] * 2 + [CONFIG.producer_registers] * 3,
         )
+    elif CONFIG.num_warpgroups == 1:
+        gl.warp_specialize(
+            [
+                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+                (
+                    producer_warp,
+                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, CONFIG, PACKED),
+                ),
+                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+            ],
+            [1, 1],
+            [CONFIG.producer_registers] * 2,
+        )
     elif CONFIG.num_warpgroups == 2:
         gl.warp_specialize(
             [
