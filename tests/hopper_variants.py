@@ -9,6 +9,7 @@ from offline.families import call_of
 from variants import (
     CAUSAL,
     FP16,
+    FP32,
     LENGTHS,
     Draw,
     Sizes,
@@ -148,7 +149,13 @@ PAGED = {
     ),
     "paged 256": Variant(layout="paged", head_dim=256, heads=(4, 2), page_size=192),
 }
-VARIANTS |= CHUNKED | NARROWER | BIASED | DROPPED | SLOPED | PAGED
+FLOAT32 = {
+    "float32 causal 128": Variant(CAUSAL, FP32, head_dim=128, heads=(4, 2), transposed=True),
+    "float32 window 96": Variant(FEATURES["window"], FP32, head_dim=96),
+    "float32 top left 72": Variant(all_of(FEATURES["top left"], fixed(scale=-0.1)), FP32, head_dim=72, heads=(4, 1)),
+    "packed float32 104/80": Variant(CAUSAL, FP32, layout="used", head_dim=104, head_dim_v=80, heads=(4, 2)),
+}
+VARIANTS |= CHUNKED | NARROWER | BIASED | DROPPED | SLOPED | PAGED | FLOAT32
 VARIANTS |= {
     f"deterministic {name}": replace(VARIANTS[name], features=all_of(VARIANTS[name].features, DETERMINISTIC))
     for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128", "causal 96")
@@ -178,6 +185,7 @@ FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "pac
 FAMILIES += [("full", dim, seqlen) for dim in (64, 128) for seqlen in (ONE, FEW)]
 BIAS_TILES = "bias in tiles"
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in PAGED]
+FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in FLOAT32 if "packed" not in name]
 FAMILIES += [(BIAS_TILES, dim, SHORT) for dim in (32, 64, 80, 96, 128)]
 
 

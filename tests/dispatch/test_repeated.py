@@ -125,7 +125,9 @@ def test_determinism_is_asked_for() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"alibi_slopes": SLOPES}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"return_lse": True}, {"alibi_slopes": SLOPES}], ids=lambda x: " ".join(x) or "plain"
+)
 @pytest.mark.parametrize("requested", ["q", "kv", "qkv"])
 def test_gradients(requested: str, options: dict[str, Any]) -> None:
     """Of some inputs, through both results or one, and with the graph of a second derivative."""

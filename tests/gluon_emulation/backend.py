@@ -123,7 +123,9 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     The seed decides the order of events. Yields the names of the kernels launched.
     """
     kernels = emulated_kernels(folder)
-    backward_launches = sys.modules[f"{kernels.__package__}.backward_launches"]
+    backward_launches, float32 = (
+        sys.modules[f"{kernels.__package__}.{name}"] for name in ("backward_launches", "float32")
+    )
     device = Device("cuda", "emulated", support.ARCHITECTURE, cores)
     launched: list[str] = []
     semaphore = torch.zeros(1, dtype=torch.int32)  # shared by dense launches, as on a GPU
@@ -149,6 +151,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     with (
         mock.patch.multiple(replay, launch=launch, replayable=replayable),
         mock.patch.multiple(kernels, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
+        mock.patch.multiple(float32, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
         mock.patch.object(backward_launches, "describe_device", return_value=device),
         mock.patch.object(planner, "describe_device", return_value=device),
         mock.patch.object(passes, "entry_of", lambda name: kernels if name == "hopper" else entry_of(name)),

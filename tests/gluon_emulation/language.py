@@ -11,7 +11,7 @@ from .machine import EmulationError, machine, merge_clock
 from .values import UNSIGNED, Pointer, Shared, Value, as_tensor, unwrap
 
 float64, float32, float16, bfloat16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-int1, int32, int64 = torch.bool, torch.int32, torch.int64
+int1, int16, int32, int64 = torch.bool, torch.int16, torch.int32, torch.int64
 uint32, uint64 = UNSIGNED
 tensor, shared_memory_descriptor = Value, Shared
 static_range = range
@@ -191,6 +191,10 @@ def erf(x: Value) -> Value:
 
 def floor(x: Value) -> Value:
     return Value(torch.floor(x.tensor))
+
+
+def ceil(x: Value) -> Value:
+    return Value(torch.ceil(x.tensor))
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Value:

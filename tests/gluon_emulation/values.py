@@ -69,7 +69,9 @@ class Value:
     def __getitem__(self, index: Any) -> "Value":
         return Value(self.tensor[index])
 
-    def to(self, dtype: Any) -> "Value":
+    def to(self, dtype: Any, bitcast: bool = False) -> "Value":
+        if bitcast:
+            return Value(self.tensor.contiguous().view(dtype))
         if dtype in UNSIGNED:
             x = self.tensor.long()
             return Value(x & 0xFFFFFFFF if dtype == "uint32" else torch.where(x < 0, 2**63 - 1, x))

@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from float32_cases import case_of
 
-from flashtile.backend.triton import arguments, configs, host_products, launches
+from flashtile.backend.triton import configs, entry, host_backward, host_products, launches
 from flashtile.backend.triton.configs import KernelConfig, WidthConfigs
 from flashtile.backend.triton.split_rows import split_rows
 from flashtile.backend.triton.support import interpreted
@@ -24,28 +24,6 @@ def other_plans() -> Iterator[None]:
     fast_path.forget()
     yield
     fast_path.forget()
-
-
-def case_of(sizes: tuple[int, ...], *, transposed: bool = False, values: str = "", **arguments: Any) -> Case:
-    """A dense call; `sizes` are B, Hq, Hkv, Sq, Sk, D, Dv."""
-    batch, heads_q, heads_kv, rows, keys, width, width_v = sizes
-    generator = torch.Generator().manual_seed(0)
-
-    def randn(heads: int, seqlen: int, width: int) -> Tensor:
-        shape = (batch, seqlen, heads, width) if transposed else (batch, heads, seqlen, width)
-        x = torch.randn(shape, generator=generator)
-        return x.transpose(1, 2) if transposed else x
-
-    q, k, v = randn(heads_q, rows, width), randn(heads_kv, keys, width), randn(heads_kv, keys, width_v)
-    dout = randn(heads_q, rows, width_v)
-    if values == "infinite":
-        v[0, 0, 3, 5], v[0, -1, 7, 1], dout[-1, -1, 5, 5] = torch.inf, torch.nan, -torch.inf
-    elif values == "far apart":
-        q, v, dout = q * 1e-3, v * 1e30, dout * 1e-20
-    elif values == "equal":  # all errors have one sign
-        q, k, v, dout = (torch.full_like(x, 1 / 3) for x in (q, k, v, dout))
-    dlse = torch.randn(q.shape[:3], generator=generator)
-    return Case("attention", {"q": q, "k": k, "v": v, **arguments}, dout, dlse)
 
 
 def failures(case: Case) -> list[str]:
@@ -106,7 +84,8 @@ def test_pytorch_multiplies_whole_numbers(case: Case) -> None:
         mock.patch.object(host_products, "CHUNK", 64),
         mock.patch.object(host_products, "SCORES", 2 * 64 * 128),
         mock.patch.object(configs, "takes_products", return_value=True),
-        mock.patch.object(arguments, "allows_tf32", return_value=True),
+        mock.patch.object(entry, "allows_tf32", return_value=True),
+        mock.patch.object(host_backward, "allows_tf32", return_value=True),
     ):
         assert failures(case) == []
 

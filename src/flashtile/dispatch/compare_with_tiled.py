@@ -56,7 +56,8 @@ def small_call(kernels: KernelClass, device: torch.device) -> Call:
     heads_q, heads_kv = 4, 2
     shapes = [(heads_q, seqlen_q, kernels.head_dim), (heads_kv, seqlen_k, kernels.head_dim)]
     shapes.append((heads_kv, seqlen_k, kernels.head_dim_v))
-    q, k, v = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)
+    dtype = torch.float32 if kernels.float32 else torch.bfloat16
+    q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     settings = Settings(kernels.head_dim**-0.5, window_right=0)
     if not kernels.packed:
         return Call(Tensors(q[None], k[None], v[None]), settings)

@@ -14,13 +14,13 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from hopper_variants import BIAS_TILES, FEW, LONG, SHORT, call_of_family
+from hopper_variants import BIAS_TILES, FEW, FLOAT32, LONG, SHORT, VARIANTS, call_of_family
 from offline.compiled import Compiled, compile_launch
 from offline.launches import Launch, hopper_launches_of
 
 from flashtile import MaskMod
 from flashtile.api.explain import described_call
-from flashtile.backend.hopper import support, tables
+from flashtile.backend.hopper import float32, support, tables
 from flashtile.backend.hopper.tables import ONE_WARPGROUP, THREE_WARPGROUPS, TWO_WARPGROUPS
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
@@ -44,10 +44,12 @@ SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("causal", 160, SHORT), ("packe
 BACKWARD_SPILL, FORWARD_SPILL = 150, 4  # most bytes of a thread
 MORE_FORWARD_SPILL = {("packed everything 64", 64, SHORT): 8, ("causal", 96, LONG): 16, ("causal", 160, SHORT): 16}
 SPLIT_BACKWARD_SPILL = {("causal", 160, SHORT): 4}  # others: 0
+FLOAT32_SPILL = 32
 NEWER_TRITON_SPILL = 32  # most bytes of a thread in forward
 ONE_OF_EACH = (  # problem, kernel, most spilled bytes of a thread
     (("full", 64, SHORT), "forward", NEWER_TRITON_SPILL), (("full", 64, SHORT), "backward", BACKWARD_SPILL),
     (("full", (192, 128), SHORT), "dq", 0), (("full", (192, 128), SHORT), "dkdv", 0),
+    (("float32 causal 128", 128, SHORT), "float32_forward", FLOAT32_SPILL),
 )  # fmt: skip
 SCALED = formula_of(lambda score, b, h, q_idx, k_idx: score * 0.5)[0]
 SHOWN = formula_of(lambda b, h, q_idx, k_idx: q_idx % 8 >= k_idx % 8, role=MASK_MOD)[0]
@@ -65,7 +67,9 @@ def problem(**changes: object) -> Problem:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": torch.float32}, "bfloat16 and float16"),
+        ({"dtype": torch.float64}, "bfloat16, float16 and float32"),
+        ({"dtype": torch.float32}, "above 64"),
+        ({"dtype": torch.float32, "head_dim": 128, "softcap": True}, "features but windows"),
         ({"layout": "paged", "pages": Pages(20, True, True)}, "multiples of 8"),
         ({"layout": "paged", "pages": Pages(16, True, False)}, "rows apart"),
         ({"layout": "paged", "pages": Pages(16, True, True), "leftpad_k": True}, "leftpad_k"),
@@ -287,6 +291,15 @@ def test_long_rows_are_visited_in_chunks() -> None:
     assert chosen(2**17, window=Window(right=0), deterministic=True) == 1
 
 
+@pytest.mark.parametrize(("allowed", "parts"), [(False, 3), (True, 2)])
+def test_parts_of_float32(allowed: bool, parts: int) -> None:
+    with mock.patch.object(float32, "allows_tf32", return_value=allowed):
+        launches = hopper_launches_of(call_of_family("float32 causal 128", 128, SHORT))
+    configs = [x.arguments["CONFIG"] for x in launches if "CONFIG" in x.arguments]
+    assert [x.head_dim.parts for x in configs] == [parts] * 5  # two launches split rows
+    assert {x.arguments["q_desc"].block_shape[-1] for x in launches if "q_desc" in x.arguments} == {128}
+
+
 def launch_of(family: tuple, name: str) -> Launch:
     [launch] = [launch for launch in hopper_launches_of(call_of_family(*family)) if launch.name == name]
     return launch
@@ -358,6 +371,17 @@ def test_split_backward_compiles_for_hopper(family: tuple) -> None:
             assert [int(order[n][-1]) for n in at] == waits
             exponentials = [n for n, word in enumerate(order) if word == "MUFU.EX2"]
             assert at[0] < exponentials[0] < exponentials[-1] < at[1]
+
+
+@pytest.mark.sass
+@pytest.mark.parametrize("name", ["float32_forward", "dq", "dkdv"])
+@pytest.mark.parametrize("family", [(name, VARIANTS[name].head_dim, SHORT) for name in FLOAT32])
+def test_float32_compiles_for_hopper(family: tuple, name: str) -> None:
+    kernel = compiled(family, name)
+    assert kernel.shared <= SHARED_MEMORY
+    assert kernel.spilled <= FLOAT32_SPILL
+    assert not kernel.serialized
+    assert not kernel.unset
 
 
 @pytest.mark.sass

@@ -11,7 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
+from float32_cases import case_of as float32_case
+from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated, emulated_kernels
 from gluon_emulation.machine import EmulationError
 from hopper_variants import VARIANTS, case_of, with_tiles
 
@@ -51,6 +52,31 @@ def test_gradients_of_two_backends(variant: str, name: str) -> None:
         for _ in range(3):  # planned, recorded, replayed
             assert [str(x) for x in compare(case.run(), case, expected) if not x.ok] == []
     assert launched.count("backward_kernel" if name == "bias" else "dkdv_kernel") == 3
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        float32_case((1, 4, 2, 100, 150, 96, 72), values="infinite", causal=True),
+        float32_case((1, 1, 1, 70, 40, 128, 128), values="far apart"),
+        float32_case((1, 1, 1, 64, 700, 80, 80), values="equal"),
+        float32_case((1, 1, 1, 700, 64, 80, 80), values="equal"),
+        float32_case((1, 2, 2, 100, 70, 112, 104), values="outliers", scale=-0.2),
+        float32_case((1, 2, 2, 70, 80, 72, 72), values="ends"),
+    ],
+    ids=lambda case: case.description,
+)
+def test_values_of_float32(case: Case) -> None:
+    assert wrong(case, seed=0) == []
+
+
+def test_two_parts_of_float32() -> None:
+    """Where TF32 is allowed, whose 11 bits would give a hundred times the error."""
+    case = case_of("float32 causal 128", 0, "cpu", AROUND_TILES)
+    name = f"{emulated_kernels().__package__}.float32.allows_tf32"
+    with emulated(CORES, 0), mock.patch(name, return_value=True):
+        ratios = [x.ratio for x in compare(case.run("hopper"), case, solve(case))]
+    assert 0.3 < max(ratios) < 16
 
 
 def test_a_sink_of_infinity_takes_all_the_weight() -> None:
@@ -231,6 +257,7 @@ SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/co
 FUSED, DQ_SHARE, DQ_WRITER = (f"kernels/backward/{name}.py" for name in ("fused", "dq_share", "dq_writer"))
 KEY_SCHEDULER = "kernels/backward/tile_scheduler.py"
 DQ, DKDV = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py"
+FLOAT32, PARTS = "kernels/float32/forward.py", "kernels/shared/parts.py"
 PREPROCESS = "kernels/preprocess.py"
 COORDINATES, SWIZZLE = "kernels/shared/coordinates.py", "kernels/shared/swizzle.py"
 SLOPES, PACKED_SLOPES = "kernels/backward/slopes.py", "packed slopes of sequences 128"
@@ -252,9 +279,14 @@ WAIT_DK = "        dk, partial_p = gemm_wait_with(dk, partial_p)\n"
 RELEASE_ROWS = "        consumer_release(rows.empty, count, STAGES)\n"
 WAIT_READ = "    tma.store_wait(0)\n"
 RELEASE_DQ = "    mbarrier.arrive(dq_pipeline.empty.index(warpgroup), count=1)\n"
-SPLIT_DK, SPLIT_DQ = (f"            {x} = gemm_wait({x})\n" for x in ("dk", "dq"))
+SPLIT_DK = "            dk = add_product(dk, ds, stage_chunks(rows.q, count, STAGES, HEAD_DIM), dtype, HEAD_DIM)\n"
+SPLIT_DQ = "            dq = add_product(dq, ds, stage_chunks(kv, 2 * opaque(count) + 1, KV_STAGES, HEAD_DIM), dtype, "
+SPLIT_DQ += "HEAD_DIM)\n"
 RELEASE_DQ_K = "            consumer_release(kv.empty, 2 * count + 1, KV_STAGES)\n"
 WAIT_DP = "            dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))\n"
+WAIT_DP += "            dp = large_product(dout_i, v_j, dp, PARTS)\n"
+FLOAT32_SCORES = "            t = large_product(q_i, k_j, warpgroup_mma_wait(0, deps=(s,)), HEAD_DIM.parts)\n"
+RELEASE_FLOAT32_K = "            consumer_release(kv.empty, 2 * count, STAGES)\n"
 RELEASE_DQ_V = "            consumer_release(kv.empty, 2 * count, KV_STAGES)\n"
 BUGS = (
     Bug(
@@ -350,6 +382,16 @@ BUGS = (
         (129, 130),
         seed=2,
     ),
+    Bug(
+        "keys released before float32 scores are complete",
+        FLOAT32,
+        f"{FLOAT32_SCORES}{RELEASE_FLOAT32_K}",
+        f"{RELEASE_FLOAT32_K}{FLOAT32_SCORES}",
+        "float32 causal 128",
+        (129, 300),
+    ),
+    Bug("float32 sums not rescaled", FLOAT32, "HEAD_DIM, alpha)", "HEAD_DIM)", "float32 causal 128", (129, 300)),
+    Bug("lowest parts left out", PARTS, "(0, 2, 1, 0, 1)", "(0, 1, 1, 0, 1)", "float32 causal 128", (1, 30)),
     Bug("dropout before the row's sum", MAINLOOP, f"{ROW_SUM}{DROP_P}", f"{DROP_P}{ROW_SUM}", "dropout 64"),
     Bug("bits of another thread", PHILOX, "(2, 2), ((1, 1,", "(2, 2), ((1, 2,", "dropout 64", (1, 30)),
     Bug("bits of another thread in backward", PHILOX, "(2, 8, 0x5410", "(2, 4, 0x5410", "dropout 64", (1, 30)),

@@ -128,14 +128,19 @@ class BackwardLaunches:
         }  # fmt: skip
         self.recorder.launch(PREPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
 
-    def input_pointers(self) -> Pointers:
-        """Descriptors and pointers of the inputs, and the tile scheduler's semaphore."""
-        block_m, (box, box_v) = self.config.block_m, (x.box for x in (self.config.head_dim, self.config.head_dim_v))
+    def inputs(self) -> tuple[Tensor, ...]:
+        """q, k, v and dout as the kernels read them."""
+        return self.q, self.k, self.v, self.dout
+
+    def input_pointers(self, rows: int, keys: int = MMA_M) -> Pointers:
+        """Descriptors of the inputs in boxes of rows and keys, pointers, and the tile scheduler's semaphore."""
+        q, k, v, dout = self.inputs()
+        box, box_v = (x.box for x in (self.config.head_dim, self.config.head_dim_v))
         return {
-            "q_desc": Described(self.q, self.make_descriptor, (block_m, box)),
-            "k_desc": Described(self.k, self.make_descriptor, (MMA_M, box)),
-            "v_desc": Described(self.v, self.make_descriptor, (MMA_M, box_v)),
-            "dout_desc": Described(self.dout, self.make_descriptor, (block_m, box_v)),
+            "q_desc": Described(q, self.make_descriptor, (rows, box)),
+            "k_desc": Described(k, self.make_descriptor, (keys, box)),
+            "v_desc": Described(v, self.make_descriptor, (keys, box_v)),
+            "dout_desc": Described(dout, self.make_descriptor, (rows, box_v)),
             "tile_count_semaphore": self.workspace["tile_count_semaphore"],
             **self.head_terms,
             "cu_seqlens_q": self.cu_seqlens_q,

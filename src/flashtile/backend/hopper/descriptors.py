@@ -7,7 +7,7 @@ from ...call.problem import alignment
 from ..gpu.pointers import TmaDescriptor
 from ..scalars import rows_last
 from .support import TMA_ALIGNMENT
-from .tile_config import RAGGED_EXTENT
+from .tile_config import ALIGN, RAGGED_EXTENT
 
 
 def dense_descriptor(x: Tensor, box: tuple[int, int]) -> TmaDescriptor:
@@ -65,6 +65,12 @@ def row_stats_descriptor(x: Tensor, rows: int) -> TmaDescriptor:
 
 
 def tma_aligned(x: Tensor) -> Tensor:
-    """The tensor itself, or a copy if features are not contiguous or rows not aligned to 16 bytes."""
+    """The tensor itself, or a copy with contiguous features and aligned rows."""
     x = rows_last(x)
-    return x if alignment(x) >= TMA_ALIGNMENT else x.clone(memory_format=torch.contiguous_format)
+    return x if is_tma_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_tma_aligned(x: Tensor) -> bool:
+    """Whether rows are aligned to 16 bytes and to ALIGN elements."""
+    whole = all(stride % ALIGN == 0 for stride, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
+    return whole and alignment(x) >= TMA_ALIGNMENT

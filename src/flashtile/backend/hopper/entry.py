@@ -16,6 +16,7 @@ from ..gpu.pairs import with_contiguous_keys
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
+from . import float32
 from .bias_tiles import forward_tiles
 from .block_lists import NO_LISTS, NO_POINTERS, mask_states, row_lists
 from .descriptors import dense_descriptor, pages_descriptor, ragged_descriptor
@@ -23,7 +24,7 @@ from .distance_table import with_distance_table
 from .formulas import launch, units
 from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
-from .tile_config import ALIGN, COMBINE_ROWS, MMA_M, ForwardConfig
+from .tile_config import ALIGN, COMBINE_ROWS, MMA_M, Float32Forward, ForwardConfig
 
 APPENDING_BACKEND = "triton"  # whose kernel appends to the caches of KV-cache calls
 FORWARD = Kernel(f"{__package__}.kernels.forward.forward", "forward_kernel")
@@ -41,16 +42,20 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     return replay.ForwardReplay(recording), call.keep(results)
 
 
-def forward_config(plan: Plan, call: Call) -> ForwardConfig:
+def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
     """The configuration with the number of splits, which the caller may choose where queries are dense."""
+    if plan.tile.forward.kind == "float32":
+        return plan.tile.forward
     dense = call.tensors.cu_seqlens_q is None
     return plan.tile.forward.with_splits((call.settings.num_splits or plan.num_splits) if dense else 1)
 
 
-def launch_forward(recorder: Recorder, config: ForwardConfig, call: Call) -> Results:
+def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, call: Call) -> Results:
     """Record the launches of a forward pass; with lists of a mask tensor, there is a third result: the states of its
     blocks.
     """
+    if config.kind == "float32":
+        return float32.launch_forward(recorder, config, call)
     t = Tensors.from_flat(recorder.inputs)
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype)) if t.out is None else t.out

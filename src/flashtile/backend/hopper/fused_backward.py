@@ -69,7 +69,7 @@ class FusedBackward(BackwardLaunches):
         box = (MMA_M, min(self.config.head_dim.box, DQ_COLUMNS) if in_fp32 else self.config.head_dim.box)
         dq = self.new_dq()
         pointers = {
-            **self.input_pointers(),
+            **self.input_pointers(self.config.block_m),
             **self.row_stats_pointers(),
             **self.dq_pointers(dq),
             "dk_desc": Described(dk, self.make_descriptor, box),

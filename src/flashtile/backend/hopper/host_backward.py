@@ -10,6 +10,7 @@ from ...call.plan import Plan
 from ..gpu import replay
 from ..gpu.replay import Recorder, Results
 from .descriptors import tma_aligned
+from .float32_backward import Float32Backward
 from .fused_backward import FusedBackward
 from .split_backward import SplitBackward
 from .tile_config import FusedBackwardConfig, SplitBackwardConfig
@@ -42,7 +43,8 @@ def launch_backward(
     dout = recorder.op(torch.zeros_like, out) if dout is None else recorder.op(tma_aligned, dout)
     tensors = Tensors.from_flat(inputs)
     if config.kind == "split":
-        launches = SplitBackward(recorder, config, call, tensors, dout)
+        kind = Float32Backward if out.dtype is torch.float32 else SplitBackward
+        launches = kind(recorder, config, call, tensors, dout)
     else:
         launches = FusedBackward(recorder, config, call, tensors, dout, mask_states)
     dq, dk, dv = launches.run(out, lse, dlse, needs)

@@ -10,7 +10,7 @@ from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import BackwardLaunches
 from .scheduler_args import scheduler_args
-from .tile_config import ALIGN, SplitBackwardConfig
+from .tile_config import ALIGN, MMA_M, SplitBackwardConfig
 
 DKDV = Kernel(f"{__package__}.kernels.dkdv.dkdv", "dkdv_kernel")
 DQ = Kernel(f"{__package__}.kernels.dq.dq", "dq_kernel")
@@ -45,7 +45,7 @@ class SplitBackward(BackwardLaunches):
         }
         row_stats = {name: self.workspace[name] for name in ("neg_lse_log2", "neg_delta")}
         semaphore = {"tile_count_semaphore": self.workspace["tile_count_semaphore_dq"]}
-        pointers = {**self.input_pointers(), **row_stats, **semaphore, "dq": dq}
+        pointers = {**self.input_pointers(MMA_M, self.dq_config.block_n), **row_stats, **semaphore, "dq": dq}
         self.launch(DQ, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
         return dq
 
@@ -60,6 +60,6 @@ class SplitBackward(BackwardLaunches):
             "columns_v": self.config.head_dim_v.columns_of(self.v),
             "CONFIG": self.config,
         }
-        pointers = {**self.input_pointers(), **self.row_stats_pointers(), "dk": dk, "dv": dv}
+        pointers = {**self.input_pointers(self.config.block_m), **self.row_stats_pointers(), "dk": dk, "dv": dv}
         self.launch(DKDV, pointers, self.programs, scalars)
         return dk, dv

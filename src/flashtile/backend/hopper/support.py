@@ -26,6 +26,7 @@ PAGE_STEP = 8  # keys: rows that shared memory swizzles together
 # Head dimension up to which Triton's kernels are faster, and up to which they are in small calls without a mask tensor,
 # which they read more slowly in backward (docs/journal/2026-11-24-masks.md, 2026-11-25-short-rows.md).
 NARROWEST, NARROW = 16, 32
+NARROWEST_FLOAT32 = 64  # up to here, Triton's kernels
 SHORT, SHORT_BIASED = 256, 128  # rows or keys; with a bias, which TMA loads here
 TILE_ROWS = 128
 FEW_KEYS, FEW_TILES = 2048, 4  # tiles of rows for each core
@@ -58,13 +59,13 @@ class KernelClass(NamedTuple):
     head_dim_v: int
     packed: bool
     num_warpgroups: int  # of the forward kernel's consumers
+    float32: bool = False
 
     def __str__(self) -> str:
         direction, layout = "backward" if self.backward else "forward", "packed" if self.packed else "dense"
-        widths = f"head dimensions {self.head_dim} and {self.head_dim_v}"
-        return f"{direction}, {layout}, {widths}" + {1: ", one warpgroup", 3: ", three warpgroups"}.get(
-            self.num_warpgroups, ""
-        )
+        widths = f"head dimensions {self.head_dim} and {self.head_dim_v}" + ", float32" * self.float32
+        warpgroups = {1: ", one warpgroup", 3: ", three warpgroups"}.get(self.num_warpgroups, "")
+        return f"{direction}, {layout}, {widths}{warpgroups}"
 
 
 def unknown_kernels(problem: Problem, device: Device, needs: Needs | None) -> KernelClass | None:
@@ -74,7 +75,8 @@ def unknown_kernels(problem: Problem, device: Device, needs: Needs | None) -> Ke
         return None
     backward, packed = needs is not None, problem.layout == "varlen"
     num_warpgroups = 2 if backward else tile(problem, device).forward.num_warpgroups
-    return KernelClass(backward, problem.head_dim, problem.head_dim_v, packed, num_warpgroups)
+    float32 = problem.dtype is torch.float32
+    return KernelClass(backward, problem.head_dim, problem.head_dim_v, packed, num_warpgroups, float32)
 
 
 @functools.cache
@@ -93,8 +95,10 @@ def declines(problem: Problem, device: Device) -> str | None:
     """Why the backend does not support the problem; `None` if it does."""
     if device.arch != ARCHITECTURE:
         return f"its kernels are for Hopper GPUs ({ARCHITECTURE}), not for {device.arch}"
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return "it supports bfloat16 and float16 inputs only"
+    if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return "it supports bfloat16, float16 and float32 inputs only"
+    if problem.dtype is torch.float32 and (reason := declines_float32(problem)) is not None:
+        return reason
     if widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
         return f"it supports head dimensions that are multiples of {HEAD_DIM_STEP} up to {WIDTHS[-1][0]}"
     unsupported = [name for name in ("seqused_q", "leftpad_k") if getattr(problem, name)]
@@ -115,6 +119,17 @@ def declines(problem: Problem, device: Device) -> str | None:
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
         return "the call is empty"
     return too_long(problem)
+
+
+def declines_float32(problem: Problem) -> str | None:
+    """Why the kernels do not take a problem in float32; `None` if they do."""
+    functions = problem.score_mod is not None or problem.mask_mod is not None
+    features = problem.features != NO_FEATURES or problem.softcap or problem.dropout or functions
+    if features or problem.pages is not None:
+        return "in float32, it supports neither pages nor features but windows"
+    if max(problem.head_dim, problem.head_dim_v) <= NARROWEST_FLOAT32:
+        return f"in float32, it supports head dimensions above {NARROWEST_FLOAT32}"
+    return None
 
 
 def declines_pages(problem: Problem) -> str | None:
@@ -189,8 +204,10 @@ def is_faster_with_lists(problem: Problem) -> bool:
 
 def tile(problem: Problem, device: Device) -> "TileConfig":
     """Kernel configurations for the problem."""
-    from . import splits, tables  # not needed by `import flashtile`
+    from . import float32_tables, splits, tables  # not needed by `import flashtile`
 
+    if problem.dtype is torch.float32:
+        return float32_tables.tile_config(problem)
     config = tables.tile_config(problem, device)
     if config.backward.kind == "split":
         return config
@@ -213,4 +230,5 @@ def num_splits(problem: Problem, device: Device) -> int:
     """Splits of the keys of few rows."""
     from . import splits
 
-    return splits.num_splits(problem, device, tile(problem, device).forward)
+    forward = tile(problem, device).forward
+    return 1 if forward.kind == "float32" else splits.num_splits(problem, device, forward)

@@ -35,6 +35,7 @@ class HeadDim(Constexpr):
 
     chunks: tuple[int, ...]
     box: int  # columns
+    parts: int = 1  # of a number, side by side in memory: three of a float32 number (`kernels.shared.parts`)
 
     @property
     def width(self) -> int:
@@ -47,8 +48,8 @@ class HeadDim(Constexpr):
 
     @property
     def smem_chunks(self) -> tuple[int, ...]:
-        """Columns of the chunks in shared memory."""
-        return tuple(max(chunk, self.box) for chunk in self.chunks)
+        """Columns of the chunks in shared memory, of all parts."""
+        return tuple(max(chunk, self.box) for chunk in self.chunks) * self.parts
 
     @property
     def smem_width(self) -> int:
@@ -61,8 +62,9 @@ class HeadDim(Constexpr):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The first column of each chunk."""
-        return tuple(sum(self.chunks[:c]) for c in range(len(self.chunks)))
+        """The first column of each chunk in memory."""
+        chunks = self.chunks * self.parts
+        return tuple(sum(chunks[:c]) for c in range(len(chunks)))
 
     def columns_of(self, x: Tensor) -> int | None:
         """The columns of `x [..., D]` in units of ALIGN, where they do not fill the kernel's; `None` where they do."""
@@ -90,6 +92,7 @@ class ForwardConfig(Constexpr):
     bias_stages: int = 0  # of tiles of a bias that TMA loads, set for a launch; 0 without them
     page_rows: int = 0  # keys of a part of a block, which lies in one page; 0 where keys are not in pages
     page_size: int | None = None  # where sequences have several pages
+    kind: Literal["half"] = "half"
 
     @property
     def block_m(self) -> int:
@@ -142,6 +145,26 @@ class ForwardConfig(Constexpr):
         programs = "" if self.programs_per_core == 1 else f", {self.programs_per_core} programs a core"
         warpgroups = "1 warpgroup" if self.num_warpgroups == 1 else f"{self.num_warpgroups} warpgroups"
         return f"{self.block_m} x {self.block_n} ({warpgroups}, {self.stages} stages{programs}{pages})"
+
+
+@dataclass(frozen=True)
+class Float32Forward(Constexpr):
+    """Forward kernel: tiles of 128 rows; keys and values alternate in `kv_stages` of `block_n` keys."""
+
+    head_dim: HeadDim
+    block_n: int
+    kv_stages: int
+    block_m: int = NUM_WARPGROUPS * MMA_M
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    num_warpgroups: int = NUM_WARPGROUPS
+    kind: Literal["float32"] = "float32"
+
+    def with_parts(self, parts: int) -> "Float32Forward":
+        return replace(self, head_dim=replace(self.head_dim, parts=parts))
+
+    def __str__(self) -> str:
+        return f"{self.block_m} x {self.block_n} ({NUM_WARPGROUPS} warpgroups, {self.kv_stages} stages, bfloat16 parts)"
 
 
 @dataclass(frozen=True)
@@ -226,6 +249,7 @@ class DqConfig(Constexpr):
     kv_stages: int
     block_n: int = MMA_M
     num_warpgroups: int = 2
+    padding: int = MMA_M  # rows of a block of the row statistics: those of the kernel for dk and dv
     consumer_registers: int = 240
     producer_registers: int = 24
     score_mod: Any = None
@@ -302,6 +326,12 @@ class SplitBackwardConfig(Constexpr):
     dkdv: DkdvConfig
     kind: Literal["split"] = "split"
 
+    def with_parts(self, parts: int) -> "SplitBackwardConfig":
+        """The same kernels for numbers in another number of parts."""
+        head_dim = replace(self.dq.head_dim, parts=parts)
+        widths = {"head_dim": head_dim, "head_dim_v": head_dim}
+        return SplitBackwardConfig(replace(self.dq, **widths), replace(self.dkdv, **widths))
+
     def __str__(self) -> str:
         dq, dkdv = self.dq, self.dkdv
         return f"dq {dq.block_m} rows x {dq.block_n} keys, dk and dv {dkdv.block_n} keys x {dkdv.block_m} rows"
@@ -310,5 +340,5 @@ class SplitBackwardConfig(Constexpr):
 class TileConfig(NamedTuple):
     """Configurations of a problem's kernels."""
 
-    forward: ForwardConfig
+    forward: ForwardConfig | Float32Forward
     backward: FusedBackwardConfig | SplitBackwardConfig

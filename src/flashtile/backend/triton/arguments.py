@@ -12,6 +12,7 @@ from ...call.problem import LONGEST, power_of_two
 from ..gpu.captured import captured_pointers, captured_scalars
 from ..gpu.pairs import ALIGN, pair_align, pair_pointers, pair_scalars
 from ..gpu.pointers import Described
+from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder
 from ..scalars import (
     head_strides,
@@ -278,15 +279,6 @@ def precision(dtype: torch.dtype, config: KernelConfig) -> str:
     if dtype is not torch.float32:
         return "ieee"
     return "tf32" if allows_tf32() else config.precision
-
-
-def allows_tf32() -> bool:
-    """Whether PyTorch's setting for matrix products on a GPU allows TF32.
-
-    `fp32_precision` reflects settings through any of PyTorch's APIs. `torch.get_float32_matmul_precision` and
-    `allow_tf32` raise once `fp32_precision` has been set (torch 2.11 to 2.15).
-    """
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def takes_split(dtype: torch.dtype, config: KernelConfig) -> bool:

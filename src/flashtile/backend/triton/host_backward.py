@@ -10,9 +10,9 @@ from ...call.plan import Plan
 from ..epilogue import requested_from_rows
 from ..gpu import replay
 from ..gpu.pairs import with_contiguous_keys
+from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder, Results
 from ..scalars import rows_last
-from . import arguments as args
 from . import host_products, host_tf32
 from .configs import by_tf32
 from .gradients import (
@@ -49,10 +49,10 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(given)))
     t = call.tensors
-    tile = by_tf32(plan.tile) if args.allows_tf32() else plan.tile
+    tile = by_tf32(plan.tile) if allows_tf32() else plan.tile
     launches = BackwardLaunches(recorder, call, dout, mask_states)
     if tile.products is not None:
-        by = host_tf32 if args.allows_tf32() else host_products
+        by = host_tf32 if allows_tf32() else host_products
         return by.launch_backward(launches, needs, out, lse, dlse).flat()
     fused = tile.fused
     if fused is not None and takes(fused, launches, needs, out):

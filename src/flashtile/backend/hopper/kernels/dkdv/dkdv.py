@@ -29,9 +29,10 @@ from ..shared.compat import kernel
 from ..shared.dropout import Dropout, kept_pairs, load_stream, where_kept
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
-from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
+from ..shared.mma import MMA_M
 from ..shared.pages import PageTable
 from ..shared.pairs import PairTensor, PairTensors
+from ..shared.parts import add_product, large_product, small_products, zero_sums
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -161,7 +162,7 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
     tile = pop_key_tile(context.queue, 0)
     while tile.b >= 0:
         full_lo, full_hi = full_blocks(context.bounds, tile, BLOCK_M)
-        dv = zero_accumulators(HEAD_DIM_V)
+        dv = zero_sums(HEAD_DIM_V)
         consumer_wait(k, tile_count, 1)
         m, group_head = first_m_block(tile, CONFIG.lpt), 0
         for _ in range(context.group * (tile.hi - tile.lo)):
@@ -169,11 +170,12 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
             masked = (m < full_lo) | (m >= full_hi)
             consumer_wait(rows.q, count, STAGES)
             k_j = stage_chunks(k, opaque(0), 1, HEAD_DIM)
-            s = gemm_nt(k_j, stage_chunks(rows.q, count, STAGES, HEAD_DIM), zeros)
+            q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
+            s = small_products(k_j, q_i, zeros, HEAD_DIM.parts)
             coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), CONFIG)
             loaded = load_block(coord, params, CONFIG)
             kept = kept_pairs(dropout, stream, coord.b, coord.head, coord.first_row, coord.first_key, zeros, True)
-            s = warpgroup_mma_wait(0, deps=(s,))
+            s = large_product(k_j, q_i, warpgroup_mma_wait(0, deps=(s,)), HEAD_DIM.parts)
             score = block_scores(s, coord, loaded, params, CONFIG)
             p = gl.exp2(score.t * params.scale_log2 + rows.neg_lse_log2.index(stage).load(s_layout))
             if masked:
@@ -188,8 +190,7 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
             barrier_arrive(weights.full.first + stage, weights.full.threads)
             consumer_wait(rows.dout, count, STAGES)
             dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM_V)
-            dv = gemm_rs(dv, where_kept(kept, p, True).to(dtype), dout_i)
-            dv = gemm_wait(dv)
+            dv = add_product(dv, where_kept(kept, p, True), dout_i, dtype, HEAD_DIM_V)
             consumer_release(rows.empty, count, STAGES)
             count += 1
             m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)
@@ -219,7 +220,7 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
     tile = pop_key_tile(context.queue, 0)
     while tile.b >= 0:
         full_lo, full_hi = full_blocks(context.bounds, tile, BLOCK_M)
-        dk = zero_accumulators(HEAD_DIM)
+        dk = zero_sums(HEAD_DIM)
         consumer_wait(v, tile_count, 1)
         m, group_head = first_m_block(tile, CONFIG.lpt), 0
         for _ in range(context.group * (tile.hi - tile.lo)):
@@ -227,10 +228,11 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
             masked = (m < full_lo) | (m >= full_hi)
             consumer_wait(rows.dout, count, STAGES)
             v_j = stage_chunks(v, opaque(0), 1, HEAD_DIM_V)
-            dp = gemm_nt(v_j, stage_chunks(rows.dout, count, STAGES, HEAD_DIM_V), zeros)
+            dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM_V)
+            dp = small_products(v_j, dout_i, zeros, HEAD_DIM_V.parts)
             coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), CONFIG)
             kept = kept_pairs(dropout, stream, coord.b, coord.head, coord.first_row, coord.first_key, zeros, True)
-            dp = warpgroup_mma_wait(0, deps=(dp,))
+            dp = large_product(v_j, dout_i, warpgroup_mma_wait(0, deps=(dp,)), HEAD_DIM_V.parts)
             if dropout.seed is not None:
                 dp = where_kept(kept, dp, True) * dropout.keep_scale
             dp += rows.neg_delta.index(stage).load(s_layout)
@@ -238,10 +240,9 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
                 dp = where_bits(visible_in(dp, context.bounds, tile, m * BLOCK_M), dp, 0.0)
             barrier_sync(weights.full.first + stage, weights.full.threads)
             ds_weight = unswizzled(weights.data.index(stage).load(smem_layout), s_layout)
-            ds = (ds_weight * dp).to(dtype)
+            ds = ds_weight * dp
             consumer_wait(rows.q, count, STAGES)
-            dk = gemm_rs(dk, ds, stage_chunks(rows.q, count, STAGES, HEAD_DIM))
-            dk = gemm_wait(dk)
+            dk = add_product(dk, ds, stage_chunks(rows.q, count, STAGES, HEAD_DIM), dtype, HEAD_DIM)
             consumer_release(rows.empty, count, STAGES)
             count += 1
             m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)

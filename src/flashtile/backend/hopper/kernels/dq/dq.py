@@ -25,9 +25,10 @@ from ..shared.compat import kernel
 from ..shared.dropout import Dropout, kept_pairs, load_stream, where_kept
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
-from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, zero_accumulators
+from ..shared.mma import MMA_M
 from ..shared.pages import PageTable
 from ..shared.pairs import PairBlock, PairTensor, PairTensors
+from ..shared.parts import LEFT, add_product, issue_large_product, large_product, small_products, zero_sums
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -114,16 +115,27 @@ def dq_kernel(
     output = OutputTensor(dq, stride_dq_b, stride_dq_h, stride_dq_m, columns)
     dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
     context = DqContext(pipelines, row_stats, output, scale, queue, bounds, diagonal, params, dropout)
-    gl.warp_specialize(
-        [
-            (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-            (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-            (dq_producer_warp, (q_desc, k_desc, v_desc, dout_desc, pipelines, queue, CONFIG, PACKED)),
-            (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-        ],
-        [4, 1, 1],
-        [CONFIG.consumer_registers, CONFIG.producer_registers, CONFIG.producer_registers],
-    )
+    if NUM_WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+                (dq_producer_warp, (q_desc, k_desc, v_desc, dout_desc, pipelines, queue, CONFIG, PACKED)),
+                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+            ],
+            [1, 1],
+            [CONFIG.producer_registers, CONFIG.producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
+                (dq_producer_warp, (q_desc, k_desc, v_desc, dout_desc, pipelines, queue, CONFIG, PACKED)),
+                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+            ],
+            [4, 1, 1],
+            [CONFIG.consumer_registers, CONFIG.producer_registers, CONFIG.producer_registers],
+        )
 
 
 @gluon.jit
@@ -134,7 +146,8 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     BLOCK_N: gl.constexpr = CONFIG.block_n
     KV_STAGES: gl.constexpr = CONFIG.kv_stages
     NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
-    DP_GEMMS: gl.constexpr = len(HEAD_DIM_V.chunks)
+    PARTS: gl.constexpr = HEAD_DIM.parts
+    DP_GEMMS: gl.constexpr = len(HEAD_DIM_V.chunks) * max(1, len(LEFT[PARTS]))
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     pipelines, queue, bounds, params = context.pipelines, context.queue, context.bounds, context.params
@@ -149,12 +162,12 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         first_row = tile.first_row + warpgroup * MMA_M
         shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
         blocks = n_block_range(bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
-        neg_lse_log2, neg_delta = load_row_stats(context.row_stats, tile, first_row, s_layout, PACKED)
+        neg_lse_log2, neg_delta = load_row_stats(context.row_stats, tile, first_row, s_layout, CONFIG.padding, PACKED)
         row = gl.expand_dims(first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, s_layout)), 1)
         sequence = gl.minimum(tile.b, params.batch - 1)
         of_head = load_head(params, tile.b, tile.head, SCORE_MOD)
         of_rows = load_rows(params, tile.b, tile.head, row, SCORE_MOD)
-        dq = zero_accumulators(HEAD_DIM)
+        dq = zero_sums(HEAD_DIM)
         mbarrier.wait(pipelines.q.full.index(warpgroup), tile_count & 1)
         mbarrier.wait(pipelines.dout.full.index(warpgroup), tile_count & 1)
         for n in range(tile.lo, tile.hi):
@@ -164,10 +177,14 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             buffer = opaque(warpgroup)  # wide heads leave no registers for precomputed addresses
             consumer_wait(kv, 2 * count + 1, KV_STAGES)
             q_i = stage_chunks(pipelines.q, buffer, NUM_WARPGROUPS, HEAD_DIM)
-            s = gemm_nt(q_i, stage_chunks(kv, 2 * count + 1, KV_STAGES, HEAD_DIM), zeros)
+            k_j = stage_chunks(kv, 2 * count + 1, KV_STAGES, HEAD_DIM)
+            s = small_products(q_i, k_j, zeros, PARTS)
+            if PARTS > 1:
+                s = issue_large_product(q_i, k_j, warpgroup_mma_wait(0, deps=(s,)), PARTS)
             consumer_wait(kv, 2 * count, KV_STAGES)
             v_j = stage_chunks(kv, 2 * count, KV_STAGES, HEAD_DIM_V)
-            dp = gemm_nt(stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS, HEAD_DIM_V), v_j, zeros)
+            dout_i = stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS, HEAD_DIM_V)
+            dp = small_products(dout_i, v_j, zeros, PARTS)
             key = gl.expand_dims(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout)), 0)
             of_keys = load_keys(params, tile.b, tile.head, key, None, SCORE_MOD)
             pairs = PairBlock(sequence, tile.head, row, key, first_key + BLOCK_N, tile.seqlen_k, ())
@@ -183,6 +200,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
                 p = where_bits(visible, p, 0.0)
             ds_weight = scores.derivative(p, score, params, SCORE_MOD)
             dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
+            dp = large_product(dout_i, v_j, dp, PARTS)
             consumer_release(kv.empty, 2 * count, KV_STAGES)
             mbarrier.arrive(pipelines.rows_empty.index(warpgroup), count=1, pred=n == tile.hi - 1)
             if dropout.seed is not None:
@@ -191,9 +209,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             ds = ds_weight * dp
             if masked:  # NaN in a hidden pair: dp, or a derivative
                 ds = where_bits(visible, ds, 0.0)
-            ds = ds.to(dtype)
-            dq = gemm_rs(dq, ds, stage_chunks(kv, 2 * opaque(count) + 1, KV_STAGES, HEAD_DIM))
-            dq = gemm_wait(dq)
+            dq = add_product(dq, ds, stage_chunks(kv, 2 * opaque(count) + 1, KV_STAGES, HEAD_DIM), dtype, HEAD_DIM)
             consumer_release(kv.empty, 2 * count + 1, KV_STAGES)
             count += 1
         store_accumulators(
@@ -204,12 +220,12 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
 
 
 @gluon.jit
-def load_row_stats(row_stats, tile, first_row, s_layout: gl.constexpr, PACKED: gl.constexpr):
+def load_row_stats(row_stats, tile, first_row, s_layout: gl.constexpr, PADDING: gl.constexpr, PACKED: gl.constexpr):
     """Load neg_lse_log2 and neg_delta `[MMA_M]`; rows past the sequence's end get -inf and 0, so that p is 0."""
     row = first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, s_layout))
     base = tile.lse_head.to(gl.int64) * row_stats.padded_rows
     if PACKED:  # each sequence begins with a block of its own
-        base += (tile.token_q // MMA_M + tile.b) * MMA_M
+        base += (tile.token_q // PADDING + tile.b) * PADDING
     exists = row < tile.seqlen_q
     neg_lse_log2 = gl.load(row_stats.neg_lse_log2 + base + row, mask=exists, other=-INFINITY)
     return neg_lse_log2, gl.load(row_stats.neg_delta + base + row, mask=exists, other=0.0)

@@ -58,7 +58,7 @@ class OutputTensor(NamedTuple):
 def store_accumulators(output, acc, scale, b, head, token, first_row, seqlen, HEAD_DIM: gl.constexpr):
     """Store `acc * scale`, one accumulator for each chunk, to rows `first_row <= row < seqlen` of a sequence."""
     base = output.data + b.to(gl.int64) * output.stride_b * ALIGN + head.to(gl.int64) * output.stride_h * ALIGN
-    for c in gl.static_range(len(acc)):
+    for c in gl.static_range(len(HEAD_DIM.chunks)):
         store_chunk(output, base, acc[c] * scale, token, first_row, seqlen, HEAD_DIM.offsets[c])
 
 

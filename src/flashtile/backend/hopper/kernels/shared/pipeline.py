@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .compat import tma_load
-from .ptx import barrier_arrive, barrier_sync
+from .ptx import barrier_arrive, barrier_sync, opaque
 
 FIRST_BARRIER, LAST_BARRIER = gl.constexpr(7), gl.constexpr(15)  # Triton's own named barriers count from 0
 
@@ -65,7 +65,7 @@ def make_pipeline(desc, STAGES: gl.constexpr, empty, HEAD_DIM: gl.constexpr, BOX
 def allocate_chunks(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, BOXES: gl.constexpr = 1):
     """Shared memory for each chunk of a head dimension, for BOXES boxes below each other."""
     buffers = ()
-    for c in gl.static_range(len(HEAD_DIM.chunks)):
+    for c in gl.static_range(len(HEAD_DIM.smem_chunks)):
         buffers = buffers + (allocate_boxes(desc, STAGES, HEAD_DIM.smem_chunks[c], BOXES),)
     return buffers
 
@@ -99,7 +99,7 @@ def expect_bytes(pipeline, desc, stage, HEAD_DIM: gl.constexpr):
 def load_boxes(pipeline, desc, coord, stage, HEAD_DIM: gl.constexpr):
     """Start the TMA loads of an empty stage whose bytes were announced; `coord` is that of the first box."""
     BOX: gl.constexpr = HEAD_DIM.box
-    for c in gl.static_range(len(HEAD_DIM.chunks)):
+    for c in gl.static_range(len(HEAD_DIM.smem_chunks)):
         for n in gl.static_range(HEAD_DIM.smem_chunks[c] // BOX):
             box_coord = coord[:-1] + (HEAD_DIM.offsets[c] + n * BOX,)
             tma_load(
@@ -157,9 +157,12 @@ def consumer_release(empty, count, STAGES: gl.constexpr):
 def stage_chunks(pipeline, count, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
     """The stage's chunks as matrices `[rows, chunk]`."""
     chunks = ()
-    for c in gl.static_range(len(HEAD_DIM.chunks)):
-        smem = as_matrix(pipeline.data[c].index(stage_of(count, STAGES)))
-        chunks = chunks + (slice_columns(smem, 0, HEAD_DIM.chunks[c]),)
+    stage = stage_of(count, STAGES)
+    if HEAD_DIM.parts > 1:  # no registers for precomputed addresses of all chunks
+        stage = opaque(stage)
+    for c in gl.static_range(len(HEAD_DIM.smem_chunks)):
+        smem = as_matrix(pipeline.data[c].index(stage))
+        chunks = chunks + (slice_columns(smem, 0, HEAD_DIM.chunks[c % len(HEAD_DIM.chunks)]),)
     return chunks
 
 
