@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 benchmarks/distributed.py --store FILE.csv [--seconds 240] [--cells causal,65536]
 
-Forward and backward of the calls of distributed.toml: the whole sequence on one GPU and its shards on all, in
-alternation; medians over rounds, of the slowest rank. `efficiency` is the time of one GPU over that of all, divided by
-their number. Rows of the file that are of as many ranks are kept, and their cells are not run again without --again.
-First each call's results and gradients are compared with those of one GPU, at 4096 tokens. With `--device cpu`, over
-gloo, the program runs at small sizes (`--lengths 256`).
+Forward and backward of the calls of distributed.toml: the whole sequence on one GPU and its shards on all, in another
+order in each round; medians over rounds, of the slowest rank. Short calls are measured several in a row, as the layers
+of a model follow each other, until one GPU takes 0.1 s. `efficiency` is the time of one GPU over that of all, divided
+by their number. Cells that the file has of this device and as many ranks are not run again without --again. First each
+call's results and gradients are compared with those of one GPU, at 4096 tokens. With `--device cpu`, over gloo, the
+program runs at small sizes (`--lengths 256`).
 """
 
 import csv
@@ -41,7 +42,9 @@ MASKS: dict[str, dict[str, Any]] = {
 DOCUMENTS = 16  # of a packed call, of random lengths
 PEERS = {"zigzag ring": ("causal",), "torch": ("causal", "full")}  # and the masks that they have
 CHECKED = {"cuda": 4096, "cpu": 256}  # tokens
-WARMED = 65536  # tokens, up to which a round warms up; longer calls take seconds, and kernels are compiled by then
+ROW = 0.1  # seconds of one GPU, which short calls are repeated for
+MOST = 16  # calls in a row
+WARM = 0.5  # seconds of one GPU; longer calls have no round to warm up, as kernels are compiled by then
 BOUND = 0.02  # of bfloat16, relative to the largest element
 
 
@@ -96,6 +99,8 @@ def layout_of(cell: Cell, mesh: DeviceMesh) -> Any:
     """The layout that suits a mask."""
     if cell.mask == "packed":
         return sharded.balanced(mesh, cell.seqlen, **MASKS[cell.mask], cu_seqlens=offsets(cell.seqlen))
+    if cell.mask == "window":
+        return sharded.balanced(mesh, cell.seqlen, **MASKS[cell.mask], contiguous=True)
     return {"causal": "zigzag"}.get(cell.mask, "contiguous")
 
 
@@ -127,21 +132,26 @@ def sharded_passes(call: str, cell: Cell, mesh: DeviceMesh, whole: list[Tensor])
     return lambda: passes(attend, *local)
 
 
-def seconds(function: Callable[[], Any], device: torch.device) -> float:
-    """The time of a call; of all ranks that take part, the slowest one's."""
+def seconds(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """The time of a call of several in a row; of all ranks that take part, the slowest one's."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    function()
+    for _ in range(repeats):
+        function()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return slowest(time.perf_counter() - start, device)
+    return slowest((time.perf_counter() - start) / repeats, device)
 
 
 def slowest(value: float, device: torch.device) -> float:
     x = torch.tensor([value], device=device)
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return float(x)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 class Run:
@@ -189,34 +199,49 @@ class Run:
             for call in cell.calls
             if (cell.mask, call) not in self.absent
         }
+        alone = self.predicted_alone(cell, rates)
+        repeats = min(max(round(ROW / alone), 1), MOST)
         times: dict[str, list[float]] = {call: [] for call in calls}
-        warm = cell.seqlen <= WARMED
-        for n in range(rounds + warm):
-            for call, function in calls.items():
+        for n in range(-(alone < WARM), rounds):
+            order = sorted(calls)
+            random.Random(n).shuffle(order)
+            for call in order:
                 dist.barrier()
-                taken = seconds(function, self.device)
-                times[call] += [taken] if n >= warm else []
+                taken = seconds(calls[call], self.device, repeats if n >= 0 else 1)
+                times[call] += [taken] if n >= 0 else []
         rows = []
-        one, ranks = statistics.median(times.pop("one")), dist.get_world_size()
-        for call, taken in times.items():
-            row = {"ranks": ranks, "mask": cell.mask, "seqlen": cell.seqlen, "call": call}
-            row |= {"one_ms": round(1e3 * one, 3), "ms": round(1e3 * statistics.median(taken), 3)}
-            row |= {"least_ms": round(1e3 * min(taken), 3), "most_ms": round(1e3 * max(taken), 3)}
-            row["efficiency"] = round(one / statistics.median(taken) / ranks, 3)
+        of_one, ranks = times.pop("one"), dist.get_world_size()
+        one = statistics.median(of_one)
+        for call, found in times.items():
+            row = {"device": device_name(self.device), "ranks": ranks, "mask": cell.mask, "seqlen": cell.seqlen}
+            row |= {"call": call, "in_a_row": repeats, "one_ms": round(1e3 * one, 3)}
+            row |= {"one_least_ms": round(1e3 * min(of_one), 3), "one_most_ms": round(1e3 * max(of_one), 3)}
+            row |= {"ms": round(1e3 * statistics.median(found), 3)}
+            row |= {"least_ms": round(1e3 * min(found), 3), "most_ms": round(1e3 * max(found), 3)}
+            row["efficiency"] = round(one / statistics.median(found) / ranks, 3)
             row |= self.predicted(cell, call, rates) | rounded(rates)
             self.say(*row.values())
             rows.append(row)
         return rows
 
+    def arguments(self, cell: Cell) -> dict[str, Any]:
+        """Those of `simulate` for a cell."""
+        packed = {"cu_seqlens": offsets(cell.seqlen)} if cell.mask == "packed" else {}
+        return self.shapes._asdict() | {"seqlen": cell.seqlen, "causal": False} | MASKS[cell.mask] | packed
+
+    def predicted_alone(self, cell: Cell, rates: sharded.Rates) -> float:
+        """The seconds of one device."""
+        found = sharded.simulate("ring", (1,), rates=rates, layout="contiguous", **self.arguments(cell))
+        return found.seconds_forward + found.seconds_backward
+
     def predicted(self, cell: Cell, call: str, rates: sharded.Rates) -> dict[str, Any]:
         """The scheme of a call, and its predicted time."""
         if call in PEERS:
             return {"scheme": "", "predicted_ms": ""}
-        sizes = self.shapes._asdict() | {"layout": layout_of(cell, self.mesh), "causal": False}
-        sizes |= MASKS[cell.mask] | ({"cu_seqlens": offsets(cell.seqlen)} if cell.mask == "packed" else {})
+        sizes = self.arguments(cell) | {"layout": layout_of(cell, self.mesh)}
         names = ["ring", "gather", "ulysses"] if call == "auto" else [call]
         ranks = (dist.get_world_size(),)
-        found = [sharded.simulate(name, ranks, rates=rates, seqlen=cell.seqlen, **sizes) for name in names]
+        found = [sharded.simulate(name, ranks, rates=rates, **sizes) for name in names]
         best = min(found, key=lambda x: x.seconds_forward + x.seconds_backward)
         milliseconds = 1e3 * (best.seconds_forward + best.seconds_backward)
         return {"scheme": best.scheme, "predicted_ms": round(milliseconds, 3)}
@@ -268,10 +293,11 @@ def main(
     sweep = tomllib.loads(SWEEP.read_text())
     run = Run(mesh, here, Shapes(*(sweep[name] for name in Shapes._fields)))
     rates = sharded.measure_rates(mesh, num_bytes=2**28 if device == "cuda" else 2**20)
-    run.say(f"{ranks} ranks of {torch.cuda.get_device_name() if device == 'cuda' else 'the CPU'}: {rates}")
+    run.say(f"{ranks} ranks of {device_name(here)}: {rates}")
     stored = list(csv.DictReader(store.read_text().splitlines())) if store is not None and store.exists() else []
     cells = cells_of(sweep, [int(n) for n in lengths.split(",") if n], list(chosen))
-    done = {(row["mask"], int(row["seqlen"])) for row in stored if int(row["ranks"]) == ranks and not again}
+    this = {"device": device_name(here), "ranks": str(ranks)}
+    done = {(row["mask"], int(row["seqlen"])) for row in stored if same(row, this) and not again}
     cells = [cell for cell in cells if (cell.mask, cell.seqlen) not in done]
     for mask, call in sorted({(cell.mask, call) for cell in cells for call in cell.calls if call != "auto"}):
         run.check(mask, call)
@@ -280,7 +306,8 @@ def main(
             run.say("no time for", cell)
             continue
         rows = run.time(cell, rounds, rates)
-        stored = [row for row in stored if not same(row, rows[0])] + rows
+        cell_of_row = {name: str(rows[0][name]) for name in ("mask", "seqlen")} | this
+        stored = [row for row in stored if not same(row, cell_of_row)] + rows
         if rank == 0 and store is not None:
             with store.open("w", newline="") as file:
                 writer = csv.DictWriter(file, list(rows[0]))
@@ -293,9 +320,9 @@ def main(
     sys.exit(run.wrong)
 
 
-def same(row: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two rows are of one cell."""
-    return all(str(row[name]) == str(other[name]) for name in ("ranks", "mask", "seqlen"))
+def same(row: dict[str, Any], other: dict[str, str]) -> bool:
+    """Whether a stored row has these values."""
+    return all(str(row[name]) == value for name, value in other.items())
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ CELLS = Path(__file__).with_name("masks.toml")
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Attend = Callable[..., Tensor]  # of q, k, v and, where it has a gradient, the bias
 SDPA = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-PROVIDERS = ("flashtile", "flashtile dense", "packed", "flex", *SDPA)
+PROVIDERS = ("flashtile", "flashtile dense", "packed", "flex", "fa3", *SDPA)
 MOST_DENSE = 16384  # positions from which a bool tensor of all pairs is no way to call
+UNLIMITED = -1  # a side of FlashAttention-3's windows
 ROWS = 1024  # of a mask's tensor that are computed at once
 PAIRS = ("", "bias", "bias with gradient", "padding")
 
@@ -85,14 +86,15 @@ class Mask(NamedTuple):
     of_sequences: bool = False  # whether it depends on the sequence
     cu_seqlens: Tensor | None = None  # of documents, of all sequences
     packed: dict[str, Any] | None = None  # other arguments of the call with packed documents
+    sides: tuple[int, int] | None = None  # of a window, as FlashAttention-3 takes them; those of documents too
 
 
 def causal(cell: Cell, device: torch.device) -> Mask:
-    return Mask(mask_mods.causal(), lambda b, h, i, j: j <= i)
+    return Mask(mask_mods.causal(), lambda b, h, i, j: j <= i, sides=(UNLIMITED, 0))
 
 
 def window(cell: Cell, device: torch.device, width: int) -> Mask:
-    return Mask(mask_mods.window(width, 0), lambda b, h, i, j: (j <= i) & (i - j <= width))
+    return Mask(mask_mods.window(width, 0), lambda b, h, i, j: (j <= i) & (i - j <= width), sides=(width, 0))
 
 
 def prefix(cell: Cell, device: torch.device) -> Mask:
@@ -131,7 +133,8 @@ def documents(cell: Cell, device: torch.device, width: int | None = None, *, cau
         shown = shown & (j <= i) if causal else shown
         return shown if width is None else shown & (i - j <= width)
 
-    return Mask(own, function, True, cu_seqlens, packed)
+    left, right = UNLIMITED if width is None else width, 0 if causal else UNLIMITED
+    return Mask(own, function, True, cu_seqlens, packed, (left, right))
 
 
 def causal_documents(cell: Cell, device: torch.device, width: int | None = None) -> Mask:
@@ -284,6 +287,8 @@ def calls_of(cell: Cell, inputs: Inputs, flex: Any) -> Iterator[tuple[str, Atten
     if mask is not None and mask.packed is not None:
         yield "packed", packed_call(cell, mask)
     yield "flex", flex
+    if mask is not None and mask.sides is not None and hasattr(torch.ops.flash_attn_3, "fwd"):  # its library is loaded
+        yield "fa3", fa3_call(mask)
     if cell.seqlen <= MOST_DENSE:
         for name, backend in SDPA.items():
             yield name, sdpa_call(backend, visible if bias is None else bias)
@@ -300,6 +305,45 @@ def packed_call(cell: Cell, mask: Mask) -> Attend:
         sizes: dict[str, Any] = {"max_seqlen_q": longest, "max_seqlen_k": longest}
         out = flashtile.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, **sizes, **arguments)
         return out.view(shape).transpose(1, 2)
+
+    return attend
+
+
+class FlashAttention3(torch.autograd.Function):
+    """FlashAttention-3's operators, of `[B, S, H, D]` or `[T, H, D]`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Tensor:
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **keywords)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.keywords = keywords
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [torch.empty_like(x) for x in ctx.saved_tensors[:3]]
+        torch.ops.flash_attn_3.bwd(*grads, *ctx.saved_tensors, *gradients, **ctx.keywords)
+        return *gradients, None
+
+
+def fa3_call(mask: Mask) -> Attend:
+    """FlashAttention-3's call: causal, with a window, or of packed documents."""
+    assert mask.sides is not None
+    keywords: dict[str, Any] = {"softcap": 0.0}
+    if mask.sides == (UNLIMITED, 0):
+        keywords["is_causal"] = True
+    else:
+        keywords |= {"window_size_left": mask.sides[0], "window_size_right": mask.sides[1]}
+    if mask.cu_seqlens is not None:
+        longest = int(mask.cu_seqlens.diff().max())
+        keywords |= {"cu_seqlens_q": mask.cu_seqlens, "cu_seqlens_k": mask.cu_seqlens}
+        keywords |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = [x.transpose(1, 2) for x in (q, k, v)]
+        packed = [x.flatten(0, 1) for x in rows] if mask.cu_seqlens is not None else rows
+        out = FlashAttention3.apply(*packed, {"softmax_scale": q.shape[-1] ** -0.5, **keywords})
+        return out.view(rows[0].shape).transpose(1, 2)  # pyright: ignore[reportAttributeAccessIssue]
 
     return attend
 
@@ -324,15 +368,18 @@ class Flex:
         self.block_mask: Any = None
 
     def create_block_mask(self) -> Any:
+        from torch._inductor import config
         from torch.nn.attention.flex_attention import create_block_mask
 
         mask, cell = self.inputs.mask, self.cell
         assert mask is not None
         sequences = cell.batch if mask.of_sequences else None
         device = self.inputs.dout.device
-        return create_block_mask(
-            mask.function, sequences, None, cell.seqlen, cell.seqlen, device=device, _compile=self.on_gpu
-        )
+        # Persistent reductions hold the pairs of whole blocks: LLVM takes minutes for that kernel at 16384 positions.
+        with config.patch({"triton.persistent_reductions": False}):
+            return create_block_mask(
+                mask.function, sequences, None, cell.seqlen, cell.seqlen, device=device, _compile=self.on_gpu
+            )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
         if self.block_mask is None and self.inputs.mask is not None:

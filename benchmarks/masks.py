@@ -1,4 +1,5 @@
-"""Time calls with masks and biases beside FlexAttention, SDPA's kernels and packed sequences:
+"""Time calls with masks and biases beside FlexAttention, FlashAttention-3 where it can, SDPA's kernels and packed
+sequences:
 
     python benchmarks/masks.py --store FILE.jsonl --seconds 280 --warm 12
 
@@ -7,17 +8,20 @@ two pieces of the call, within the contract's bound. Forward, backward and FlexA
 device, in alternation, in milliseconds: medians, and quantiles of 20% and 80%. A cell that is in the file is left out,
 so that a run goes on where one was ended; no cell begins after `--seconds`. `--warm 12` compiles all kernels
 beforehand, in twelve processes. `--table` prints a table of the file. A row in the file has the seconds of each first
-call and of the oracle, too.
+call and of the oracle, too. A library whose first call takes longer than `--patience` is left out of the cell, so that
+one that compiles for minutes does not end the run.
 """
 
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,6 +36,7 @@ from torch._functorch import config as functorch
 from flashtile.bench.clocks import clock_of
 from flashtile.bench.origin import commit, device_name
 from flashtile.bench.parts import cotangent, cut, pairwise, parts, pick
+from flashtile.bench.providers.flash_attn_3 import FlashAttention3
 from flashtile.bench.rounds import Entrant, band, interleave
 from flashtile.bench.sweep import Timing
 from flashtile.testing.case import Case
@@ -40,7 +45,7 @@ from flashtile.testing.threads import one_thread
 from flashtile.testing.tolerance import worst
 
 CREATIONS = 5  # of a block mask that are timed
-COMPILED = PROVIDERS[:4]  # those whose kernels are compiled at their first call
+COMPILED = ("flashtile", "flashtile dense", "packed", "flex")  # those whose kernels are compiled at their first call
 Attend = Callable[..., Tensor]
 
 
@@ -65,11 +70,28 @@ def checked(case: Case, inputs: Inputs, attend: Attend, expected: dict[str, Any]
     return largest.ratio, str(largest)
 
 
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` after these seconds, as soon as Python code runs: not in the middle of LLVM."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"not prepared within {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class Measurement:
     """One cell: its calls, their checks and their times."""
 
-    def __init__(self, cell: Cell, device: torch.device, timing: Timing):
+    def __init__(self, cell: Cell, device: torch.device, timing: Timing, patience: float):
         self.cell, self.device, self.timing, self.clock = cell, device, timing, clock_of(device)
+        self.patience = patience  # seconds for the first call of a library
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.inputs = inputs_of(cell, device, dtype)
         torch._dynamo.reset()  # or it stops compiling after eight calls
@@ -90,7 +112,8 @@ class Measurement:
                 continue
             begin = time.monotonic()
             try:
-                with functorch.patch(donated_buffer=False):  # backward runs more than once
+                # Backward runs more than once.
+                with functorch.patch(donated_buffer=False), limited(self.patience):
                     out = attend(*self.inputs.leaves)
                     torch.autograd.grad(out, self.inputs.leaves, self.inputs.dout, retain_graph=True)
             except Exception as error:
@@ -215,6 +238,10 @@ def table(values: Sequence[dict[str, Any]]) -> str:
 @click.option("--warm", "processes", default=0, help="Processes that compile beforehand.")
 @click.option("--cell", "chosen", multiple=True, help="Its name; may be repeated.  [default: all]")
 @click.option("--provider", "providers", multiple=True, default=PROVIDERS, help="May be repeated.")
+@click.option(
+    "--fa3-library", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Of FlashAttention-3."
+)
+@click.option("--patience", default=120.0, show_default=True, help="Seconds for the first call of a library.")
 @click.option("--rounds", default=5, show_default=True, help="0 compiles only.")
 @click.option("--sample-seconds", default=0.01, show_default=True, help="Least time of a sample.")
 @click.option("--device", default="cuda", show_default=True)
@@ -222,10 +249,13 @@ def table(values: Sequence[dict[str, Any]]) -> str:
 @click.option("--table", "only_table", is_flag=True, help="Print a table of the file, and measure nothing.")
 def main(
     store: Path | None, seconds: float, processes: int, chosen: tuple[str, ...], providers: tuple[str, ...],
-    rounds: int, sample_seconds: float, device: str, tiny: bool, only_table: bool,
+    fa3_library: Path | None, patience: float, rounds: int, sample_seconds: float, device: str, tiny: bool,
+    only_table: bool,
 ) -> None:  # fmt: skip
     """Measure the cells that are missing in the file."""
     begin = time.monotonic()
+    if fa3_library is not None:
+        FlashAttention3(fa3_library).operators()
     if only_table:
         click.echo(table(stored(store) if store else []))
         return
@@ -242,7 +272,7 @@ def main(
         if time.monotonic() - begin > seconds:
             click.echo(f"stopped before {len(cells) - n} cells")
             return
-        measurement = Measurement(cell, torch.device(device), timing)
+        measurement = Measurement(cell, torch.device(device), timing, patience)
         calls = measurement.prepared(providers)
         rows = []
         if rounds > 0:

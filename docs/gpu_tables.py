@@ -8,7 +8,7 @@ PROVIDERS = ("flashtile", "triton", "efficient", "cudnn")
 def distributed() -> str:
     """A row for each mask and length: one GPU's time, and each call's time and efficiency."""
     found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
-    for row in rows("h200-distributed.csv"):
+    for row in rows("distributed.csv"):
         found.setdefault((row["mask"], row["seqlen"]), {})[row["call"]] = row
     calls = {"ring": "ring", "gather": "gather", "ulysses": "ulysses"}
     calls |= {"zigzag ring": "ring-flash-attention's zigzag ring", "torch": "PyTorch's `context_parallel`"}

@@ -175,13 +175,14 @@ def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER
     return replace(case, forward_only=forward_only, constant=constant)
 
 
-FEW, SHORT, LONG = 320, 512, 8192  # lengths with different configurations, FEW where enough heads fill the device
+# Lengths with different configurations: one block of keys, enough heads that fill the device, and others.
+ONE, FEW, SHORT, LONG = 100, 320, 512, 8192
 FAMILIES = [(name, dim, seqlen) for name in FEATURES for dim in (64, 128) for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, dim, SHORT) for name in FEATURES for dim in (80, 96, 160, 192, (192, 128), 256)]
 FAMILIES += [(name, dim, LONG) for name in FEATURES for dim in (80, 96)]
 FAMILIES += [(name, 32, seqlen) for name in ("full", "causal", "everything") for seqlen in (SHORT, LONG)]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
-FAMILIES += [("full", dim, FEW) for dim in (64, 128)]
+FAMILIES += [("full", dim, seqlen) for dim in (64, 128) for seqlen in (ONE, FEW)]
 BIAS_TILES = "bias in tiles"
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in PAGED]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in FLOAT32 if "packed" not in name]
@@ -202,7 +203,4 @@ def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> C
 
 def with_tiles(configs: dict[tuple[int, int], ForwardConfig]) -> Any:
     """A patch by which forward takes these tiles for their widths, whatever the call."""
-    return mock.patch.multiple(tables, TWO_WARPGROUPS=tables.TWO_WARPGROUPS | configs, UNMASKED={})
-
-
-SHORT_TILES = {width: tables.UNMASKED[width][-1].config for width in ((64, 64), (128, 128))}  # of short calls only
+    return mock.patch.multiple(tables, TWO_WARPGROUPS=tables.TWO_WARPGROUPS | configs, TIMED={})

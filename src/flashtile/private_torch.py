@@ -97,6 +97,15 @@ def in_jvp() -> bool:
     return maybe_current_level() is not None if nesting is None else nesting > 0
 
 
+# Tensors that `torch.autograd.grad(..., is_grads_batched=True)` batches.
+BATCH_LEVELS = range(1, 65)
+add_batch_dim = find("torch", "_add_batch_dim", None)
+remove_batch_dim = find("torch", "_remove_batch_dim", None)
+is_legacy_batchedtensor = find("torch._C._functorch", "is_legacy_batchedtensor", nothing)
+if add_batch_dim is None or remove_batch_dim is None:
+    is_legacy_batchedtensor = nothing  # autograd raises an error
+
+
 # Autograd and the dispatcher ------------------------------------------------------------------------------------------
 
 unwrap_if_dead = find("torch._C._functorch", "unwrap_if_dead", None)
@@ -112,11 +121,9 @@ _DISPATCH = None if any(x is None for x in _DISPATCH) else _DISPATCH
 _ONE_LEVEL = hasattr(torch.autograd.Function.__base__, "apply") and unwrap_if_dead is not None
 
 
-def apply_at_one_level(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def apply_at_one_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without its binding of arguments and its search for transforms, if there is such a thing."""
-    if _ONE_LEVEL:
-        return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
-    return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply if _ONE_LEVEL else function.apply  # type: ignore[misc]
 
 
 def below_autograd() -> bool:
@@ -209,6 +216,10 @@ def stream_of_object(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+is_capturing: Callable[[], bool] = find(
+    "torch._C", "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+current_device: Callable[[], int] = find("torch._C", "_cuda_getDevice", torch.cuda.current_device)
 # The current stream of a device, as an integer, without the object that takes longer to make than a launch.
 current_raw_stream: Callable[[int], int] = find("torch._C", "_cuda_getCurrentRawStream", stream_of_object)
 

@@ -97,7 +97,7 @@ def test_wrong_results_are_not_timed(name: str, masks: ModuleType, calls: Module
             return attention(q, k, v, bias=bias * 1.01)
         return attention(q, k, v, mask=mask, window=(200, None))
 
-    measurement = masks.Measurement(cell, CPU, masks.Timing())
+    measurement = masks.Measurement(cell, CPU, masks.Timing(), 60.0)
     with mock.patch.object(flashtile, "attention", wrong):
         prepared = measurement.prepared(["flashtile"])
         measurement.check(prepared)

@@ -27,7 +27,7 @@ from flashtile.call.problem import Problem
 from flashtile.dispatch import compare_with_tiled, passes, planner, self_check
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
-FORWARD, BACKWARD = KernelClass(False, 64, 64, False, 2), KernelClass(True, 64, 64, False, 2)
+FORWARD, BACKWARD = KernelClass(False, 64, 64, False, 1), KernelClass(True, 64, 64, False, 2)
 RIGHT, WRONG, UNKNOWN = (True, None), (True, "out is wrong in 3 of 4 elements"), (False, "it did not end")
 
 
@@ -126,13 +126,13 @@ def test_right_kernels_pass(kernels: KernelClass) -> None:
         assert compare_with_tiled.examine("hopper", kernels, torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("warpgroups", [1, 2, 3])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_problem_needs_the_kernels_in_question(warpgroups: int, packed: bool) -> None:
+def test_the_plan_has_the_kernels_in_question(warpgroups: int, packed: bool) -> None:
     kernels = KernelClass(False, 64, 64, packed, warpgroups)
-    problem = Problem.describe(compare_with_tiled.small_call(kernels, torch.device("cpu")))
-    with mock.patch.object(support, "triton_version", return_value=(4, 0)):
-        assert support.unknown_kernels(problem, H200, None) == kernels
+    call = compare_with_tiled.small_call(kernels, torch.device("cpu"))
+    with mock.patch.object(planner, "describe_device", return_value=H200):
+        assert compare_with_tiled.plan_of("hopper", call, kernels).tile.forward.num_warpgroups == warpgroups
 
 
 def without_the_last_keys(results: Any, call: Call) -> Any:

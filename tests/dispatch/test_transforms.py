@@ -263,15 +263,22 @@ def test_lengths_for_each_example() -> None:
             assert_close([x[n] for x in found], call(lambda *x: jvp(example.formula, x, example.tangents())[1], cu))
 
 
-def test_batched_cotangents_of_autograd_raise() -> None:
-    """is_grads_batched and vectorized jacobians need a batching rule that autograd.Function does not have."""
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_batched_cotangents_of_autograd(with_lse: bool) -> None:
+    """is_grads_batched and vectorized jacobians; the last calls are repeated ones."""
+    leaves = [leaf(x) for x in dense().tensors]
+    for _ in range(4):
+        out, lse = flashtile.attention(*leaves, return_lse=True)
+        dout = torch.randn(3, *out.shape)
+        outputs, cotangents = [out, lse][: 1 + with_lse], [dout, torch.randn(3, *lse.shape)][: 1 + with_lse]
+        found = torch.autograd.grad(outputs, leaves, cotangents, is_grads_batched=True, retain_graph=True)
+        for n in range(3):
+            each = torch.autograd.grad(outputs, leaves, [x[n] for x in cotangents], retain_graph=True)
+            assert_close([x[n] for x in found], each)
     q, k, v = dense().tensors
-    q = q.requires_grad_()
-    out = flashtile.attention(q, k, v)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(out, q, torch.stack([torch.ones_like(out)] * 2), is_grads_batched=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.functional.jacobian(lambda q: flashtile.attention(q, k, v), q.detach(), vectorize=True)
+    jacobian = torch.autograd.functional.jacobian
+    found, right = (jacobian(lambda q: flashtile.attention(q, k, v), q, vectorize=x) for x in (True, False))
+    torch.testing.assert_close(found, right)
 
 
 def test_hooks_of_saved_tensors() -> None:

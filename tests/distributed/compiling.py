@@ -1,6 +1,8 @@
 """Sharded calls under torch.compile: one graph, with the results of eager calls to the bit."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,10 +12,13 @@ from gathered import HEADS, KV_HEADS, D
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
-from flashtile.distributed import attention, attention_varlen, balanced, shard
+import flashtile.compat.torch
+import flashtile.nn
+from flashtile.distributed import attention, attention_varlen, balanced, context_parallel, shard
 
 ROWS = 24
 
@@ -22,6 +27,8 @@ def calls(meshes: Sequence[DeviceMesh]) -> None:
     features(meshes[0])
     places(meshes)
     packed(meshes[0])
+    in_context(meshes[0])
+    pytorchs_function(meshes[0])
     refused(meshes[0])
 
 
@@ -109,6 +116,49 @@ def packed(mesh: DeviceMesh) -> None:
             for x, y in zip(call(offsets, *local), graph(offsets, *local), strict=True):
                 assert torch.equal(x, y)
     assert len(graphs) <= 3  # one for numbers that become symbols, one for tensors
+
+
+def in_context(mesh: DeviceMesh) -> None:
+    """The public functions in one graph, for each context that it is called in."""
+    layer = flashtile.nn.Attention(HEADS * D, HEADS, num_kv_heads=KV_HEADS, causal=True, rotary_dim=D).double()
+    x, rows = random(2, ROWS, HEADS * D), torch.arange(ROWS)
+    offsets, graphs = torch.tensor([0, 5, ROWS], dtype=torch.int32), []
+
+    def call(x: Tensor, positions: Tensor) -> Tensor:
+        x = layer(x, positions=positions).unflatten(2, (HEADS, D))
+        y = flashtile.attention_varlen(x[0], x[1], x[1], offsets, offsets, max_seqlen_q=19, causal=True)
+        z = flashtile.attention(*[x.transpose(1, 2)] * 3, num_splits=None, window=(7, 2))
+        return y.transpose(0, 1) + z[1]
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    graph = compiled(call, count)
+    for layout in ("zigzag", balanced(mesh, ROWS, causal=True, chunk=5), "zigzag", None):
+        local = [y if layout is None else shard(y, mesh, dim, layout=layout) for y, dim in ((x, 1), (rows, 0))]
+        with nullcontext() if layout is None else context_parallel(mesh, layout=layout):
+            same(lambda x, local=local: call(x, local[1]), lambda x, local=local: graph(x, local[1]), local[0])
+    assert len(graphs) == 3  # of two layouts, and outside
+    with context_parallel(mesh, layout="zigzag"):
+        local = [shard(x, mesh, 1, layout="zigzag"), shard(rows, mesh, 0, layout="zigzag")]
+        graph(*local)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(flashtile.AttentionError, match="outside of it"):
+            pool.submit(graph, *local).result()
+
+
+def pytorchs_function(mesh: DeviceMesh) -> None:
+    """`scaled_dot_product_attention` in a context, whose graph is refused outside of it."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q * 2, k, v, is_causal=True).sin()
+
+    graph, local = compiled(call), [shard(random(1, HEADS, ROWS, D), mesh, 2, layout="zigzag") for _ in range(3)]
+    with flashtile.compat.torch.activate():
+        with context_parallel(mesh, layout="zigzag"):
+            same(call, graph, *local)
+        with pytest.raises(flashtile.AttentionError, match="outside of it"):
+            graph(*[x.requires_grad_() for x in local])
 
 
 def refused(mesh: DeviceMesh) -> None:

@@ -1,5 +1,6 @@
 """One of two ranks over NCCL: `nccl.py SCENARIO RANK STORE`. What ends by a fault says nothing at its end."""
 
+import copy
 import datetime
 import os
 import sys
@@ -10,12 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flashtile
-from flashtile.distributed import attention, attention_varlen, balanced, shard, unshard
+import flashtile.nn
+from flashtile.distributed import (
+    attention,
+    attention_varlen,
+    attention_with_kvcache,
+    balanced,
+    context_parallel,
+    shard,
+    unshard,
+)
 
-RANKS, SECONDS = 2, 5.0  # of the process group's timeout
+RANKS, SECONDS = 2, 10.0  # of the process group's timeout
 LENGTH, HEADS, KV_HEADS, D = 2048, 8, 2, 64
 OFFSETS = [0, 300, 1500, LENGTH]
 BOUND = 0.02  # of bfloat16, relative to the largest element
@@ -109,6 +120,57 @@ def compiled(mesh: DeviceMesh, rank: int) -> None:
         compare(("compiled", scheme), passes(torch.compile(call, fullgraph=True), *local), passes(call, *local))
 
 
+def decoding(mesh: DeviceMesh, rank: int) -> None:
+    """A step over a sharded cache, and a captured one, replayed with other queries and a longer cache."""
+    _, k, v, _ = whole()
+    lengths = torch.tensor([LENGTH - 2], dtype=torch.int32, device="cuda")
+    q, new = (torch.randn(1, heads, 1, D, device="cuda", dtype=k.dtype) for heads in (HEADS, KV_HEADS))
+    dist.broadcast(q, 0)
+    dist.broadcast(new, 0)
+    caches = [shard(x, mesh, 2) for x in (k, v)]
+
+    def step() -> Tensor:
+        return attention_with_kvcache(q, *caches, mesh=mesh, cache_seqlens=lengths, k=new, v=new, causal=True)  # type: ignore[return-value]
+
+    def one_device() -> Tensor:
+        return flashtile.attention_with_kvcache(q, k, v, cache_seqlens=lengths, k=new, v=new, causal=True)
+
+    expected = one_device()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            compare("step", [step()], [expected])
+    torch.cuda.current_stream().wait_stream(stream)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        found = step()
+    lengths += 1
+    q.copy_(q.flip(1))
+    captured.replay()
+    compare("captured step", [found], [one_device()])
+    for cache, x in zip(caches, (k, v), strict=True):
+        assert torch.equal(cache, shard(x, mesh, 2))
+
+
+def sharded_weights(mesh: DeviceMesh, rank: int) -> None:
+    """FSDP2 over the ranks of the sequence, in a context."""
+    torch.manual_seed(0)
+    layers = [flashtile.nn.Attention(128, 2, causal=True, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    model = torch.nn.Sequential(*layers)
+    one, x = copy.deepcopy(model), torch.randn(1, 512, 128, device="cuda", dtype=torch.bfloat16)
+    dist.broadcast(x, 0)
+    one(x).float().square().sum().backward()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with context_parallel(mesh, layout="zigzag"):
+        model(shard(x, mesh, 1, layout="zigzag")).float().square().sum().backward()
+    sharded: list[Any] = [p.grad for p in model.parameters()]
+    expected: list[Any] = [p.grad for p in one.parameters()]
+    compare("gradients of weights", [RANKS * x.full_tensor() for x in sharded], expected)  # sums, not means of ranks
+
+
 def raises_in_forward(mesh: DeviceMesh, rank: int) -> None:
     local = [shard(x, mesh, 2) for x in whole()]
     passes(lambda *x: attention(*x, mesh=mesh, scheme="ring"), *local)
@@ -149,15 +211,15 @@ def too_late(mesh: DeviceMesh, rank: int) -> None:
     torch.cuda.synchronize()
 
 
+FAULTS = raises_in_forward, raises_in_backward, ends, too_late
 SCENARIOS = {
-    function.__name__: function
-    for function in (results, packed, graph, compiled, raises_in_forward, raises_in_backward, ends, too_late)
+    function.__name__: function for function in (results, packed, graph, compiled, decoding, sharded_weights, *FAULTS)
 }
 
 
 def main(scenario: str, rank: int, store: str) -> None:
     torch.cuda.set_device(rank)
-    faulty = scenario in ("raises_in_forward", "raises_in_backward", "ends", "too_late")
+    faulty = SCENARIOS[scenario] in FAULTS
     seconds = SECONDS if faulty else 60.0
     dist.init_process_group(
         "nccl", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=seconds)

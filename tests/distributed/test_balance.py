@@ -69,6 +69,22 @@ def test_even_work_stays_in_one_piece() -> None:
         )
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_one_piece_a_rank_has_as_many_pairs(name: str, ranks: int) -> None:
+    """Short of those of a row, or of a block of a mask."""
+    layout, work = balanced(ranks, LENGTH, **CALLS[name], contiguous=True), work_of(CALLS[name])
+    pieces = [piece for (piece,) in layout.by_rank]
+    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
+    assert pieces[-1].stop == LENGTH
+    assert imbalance(work, layout) <= (1.05 if name == "prefix" else 1.003)
+
+
+def test_long_pieces_begin_with_a_block() -> None:
+    layout = balanced(2, 2**15, window=(4095, 0), contiguous=True)
+    assert layout.by_rank == ((Piece(0, 17408),), (Piece(17408, 2**15),))
+
+
 def test_causal_work_is_that_of_zigzag() -> None:
     layout, zigzag = balanced(4, LENGTH, causal=True), Layout("zigzag", LENGTH, 4)
     assert Placement.of(layout) == Placement.of(zigzag)

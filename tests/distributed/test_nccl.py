@@ -11,7 +11,7 @@ import pytest
 import torch
 
 WORKER = Path(__file__).with_name("nccl.py")
-LIMIT = 120  # seconds for all scenarios of a test, which run at once
+LIMIT = 240  # seconds for all scenarios of a test, which run at once
 FAULTS = {  # what the rank at fault says
     "raises_in_forward": "accepted: False, True",
     "raises_in_backward": "on purpose",
@@ -52,7 +52,7 @@ def run(scenarios: list[str], folder: Path) -> dict[str, list[tuple[int | None, 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("scenario", ["results", "packed", "graph", "compiled"])
+@pytest.mark.parametrize("scenario", ["results", "packed", "graph", "compiled", "decoding", "sharded_weights"])
 def test_two_gpus(scenario: str, tmp_path: Path) -> None:
     for code, words in run([scenario], tmp_path)[scenario]:
         assert code == 0, words

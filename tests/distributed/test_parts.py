@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.call.call import Settings
 from flashtile.call.window import Window
-from flashtile.distributed import packed, parts, visible
+from flashtile.distributed import parts, visible
 from flashtile.distributed.layout import Layout, Piece, Placement
 from flashtile.distributed.packed import packed_parts
 from flashtile.distributed.parts import Part, Whole
@@ -125,26 +125,6 @@ def test_one_packed_call_has_the_pairs_of_its_parts(window: str, kind: str) -> N
         assert torch.equal(count[own], expected(whole)[own])
         ones += 1
     assert ones > 0
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_runs_that_have_all_keys_and_the_others_are_all_runs(seed: int) -> None:
-    """In packed calls whose sequences see some keys several times, or not at all."""
-    draw = random.Random(seed)
-    ranges = [slice(start, draw.randint(start + 1, 30)) for start in draw.choices(range(20), k=draw.randint(1, 6))]
-    ranges += [slice(0, 12), slice(12, 30)] * (seed % 2)
-    starts = tuple(accumulate((r.stop - r.start for r in ranges), initial=0))
-    given = packed.runs(ranges, starts)
-    first, others = packed.all_and_others(given, 30)
-    of_first = [(row, place) for run in first for row, place in zip(*map(numbers, run), strict=True)]
-    of_all = [(row, place) for run in given for row, place in zip(*map(numbers, run), strict=True)]
-    assert [row for row, _ in of_first] == ([*range(30)] if {row for row, _ in of_all} == {*range(30)} else [])
-    found = of_first + [pair for run in others for pair in zip(*map(numbers, run), strict=True)]
-    assert sorted(found) == sorted(of_all)
-
-
-def numbers(x: slice) -> range:
-    return range(x.start, x.stop)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

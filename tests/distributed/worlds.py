@@ -8,7 +8,6 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import rounding
 import torch
 import torch.distributed as dist
 import with_dtensors
+import with_weights
 from features import DV, B, D, Shapes, arguments, draw, offsets
 from gathered import without_objects
 from torch import Tensor
@@ -31,6 +31,8 @@ import flashtile
 from flashtile.bench.byte_gpt import flashtile_attention, new_model, train
 from flashtile.distributed import Layout, attention, attention_varlen, balanced, explain, measure_rates, shard, unshard
 from flashtile.distributed.group import Group
+from flashtile.distributed.schemes import rates_of
+from flashtile.distributed.simulate import RATES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_long.py"
 WORLD = 8
@@ -155,16 +157,11 @@ def layout_of_seed(seed: int, size: int, s: Shapes) -> str | Layout:
 def count_bytes(mesh: DeviceMesh, layout: str, arguments: dict[str, Any]) -> None:
     """The model of time knows the bytes that a rank sends, and "auto" takes the scheme that it predicts to be best."""
     sent = [0]
+    original = Group.all_to_all
 
-    def count(original: Callable[..., Any], bytes_of: Callable[..., int]) -> Callable[..., Any]:
-        def counted(*args: Any, **keywords: Any) -> Any:
-            sent[0] += bytes_of(*args)
-            return original(*args, **keywords)
-
-        return counted
-
-    def others(group: Group, x: list[Tensor], *_: Any) -> int:
-        return sum(y.nbytes for n, y in enumerate(x) if n != group.rank)
+    def counted(group: Group, x: Tensor, leaving: list[int], arriving: list[int]) -> Any:
+        sent[0] += x.element_size() * sum(n for rank, n in enumerate(leaving) if rank != group.rank)
+        return original(group, x, leaving, arriving)
 
     def most(value: int) -> int:
         busiest = torch.tensor(value)
@@ -176,8 +173,7 @@ def count_bytes(mesh: DeviceMesh, layout: str, arguments: dict[str, Any]) -> Non
     rows = 8
     q, k = (torch.randn(1, heads, rows, D, requires_grad=True) for heads in (2 * mesh.size(), 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "pass_on", count(Group.pass_on, lambda group, sent, *_: sent.nbytes))
-        patch.setattr(Group, "exchange", count(Group.exchange, others))
+        patch.setattr(Group, "all_to_all", counted)
         explanation = explain(q, k, k, mesh=mesh, layout=layout, **arguments)
         for prediction in explanation.simulations:
             sent[0] = 0
@@ -261,7 +257,10 @@ def run(rank: int, store: str) -> None:
     first_seed = 0
     for size, shapes in MESHES.items():
         start = time.monotonic()
-        meshes = [DeviceMesh("cpu", torch.arange(size).view(shape)) for shape in shapes]
+        meshes = [
+            DeviceMesh("cpu", torch.arange(size).view(shape), mesh_dim_names=("other", "sequence")[-len(shape) :])
+            for shape in shapes
+        ]
         seeds = range(first_seed, first_seed := first_seed + SEEDS[size])
         if rank < size:
             for layout in ("contiguous", "zigzag", balanced(size, 11, chunk=2)):
@@ -269,7 +268,8 @@ def run(rank: int, store: str) -> None:
             for mesh in meshes[:2]:
                 count_bytes(mesh, "zigzag", {"causal": True})
                 count_bytes(mesh, "contiguous", {"window": (3, 0)})
-            measure_rates(meshes[-1], num_bytes=2**12)  # all ranks, or else they might choose different schemes
+            assert rates_of(meshes[0]) == RATES["cpu"]  # some of these ranks have measured alone
+            assert measure_rates(meshes[-1], num_bytes=2**12) == rates_of(meshes[0])
             refused(meshes[0], rank)
             refused_alone(meshes[0])
             decoding.decode(meshes[0], every_room=size < 4)
@@ -286,6 +286,8 @@ def run(rank: int, store: str) -> None:
                 balancing.calls(meshes[0])
             if size in (2, 4):
                 with_dtensors.calls_of_dtensors(meshes[size // 4])
+            if size == 4:
+                with_weights.gradients(meshes[1])
             if size == 2:
                 compiling.calls(meshes)
                 in_contexts.programs(meshes[0])

@@ -85,6 +85,15 @@ def test_buckets_of_t5() -> None:
     check(formula, tensors, reach)
 
 
+def test_elements_of_pairs_on_both_sides() -> None:
+    """A table whose length is not known is read for each pair, however far from the diagonal."""
+    table = torch.randn(HEADS, 257)
+    score_mod = score_mods.relative_table(table)
+    assert reach_of(traced(score_mod.fn, *score_mod.tensors)[0]) is None
+    clipped, _ = traced(lambda s, b, h, i, j, x: s + x[h, (i - j + 128).clamp(0, 256)], table)
+    assert reach_of(clipped) == 128
+
+
 def test_masks() -> None:
     found = formula_of(lambda b, h, i, j: (i >= j) & (i - j < 64), role=MASK_MOD)
     assert not isinstance(found, Untraced)

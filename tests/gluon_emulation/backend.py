@@ -140,6 +140,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         values = scalars | resolved(slots, tensors)
         arguments = {name: x if name in constants else kernel_argument(x) for name, x in values.items()}
         del arguments["num_warps"]
+        arguments.pop("maxnreg", None)
         launched.append(kernel.__name__)
         Machine(seed + len(launched)).run(kernel, programs, arguments)
 

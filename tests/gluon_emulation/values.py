@@ -240,9 +240,9 @@ class Boxes:
 
     @classmethod
     def of(cls, memory: Shared, shape: Sequence[int]) -> "Boxes | None":
-        """`None` if the shape is not one of boxes."""
+        """`None` if the shape is the memory's own, or not one of boxes."""
         own, (rows, columns) = memory.shape, shape[-2:]
-        alike = len(own) == len(shape) and own[1:-2] == list(shape[1:-2])
+        alike = len(own) == len(shape) and own[1:-2] == list(shape[1:-2]) and own != list(shape)
         if not alike or own[-2] % rows != 0 or own[-1] % columns != 0:
             return None
         boxes = cls(memory.data, rows, columns)

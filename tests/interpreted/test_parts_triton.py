@@ -8,11 +8,11 @@ import pytest
 import torch
 from float32_cases import case_of
 
-from flashtile.backend.triton import configs, host_products, launches
+from flashtile.backend.triton import configs, entry, host_backward, host_products, launches
 from flashtile.backend.triton.configs import KernelConfig, WidthConfigs
 from flashtile.backend.triton.split_rows import split_rows
 from flashtile.backend.triton.support import interpreted
-from flashtile.dispatch.planner import forget_plans
+from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
 
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRE
 
 @pytest.fixture(autouse=True)
 def other_plans() -> Iterator[None]:
-    forget_plans()
+    fast_path.forget()
     yield
-    forget_plans()
+    fast_path.forget()
 
 
 def failures(case: Case) -> list[str]:
@@ -69,6 +69,23 @@ def test_pytorch_multiplies_parts(case: Case, scores: int) -> None:
         mock.patch.object(configs, "takes_products", return_value=True),
         mock.patch.object(torch, "bmm", bmm(torch.bmm)),
         mock.patch.object(torch, "baddbmm", baddbmm(torch.baddbmm)),
+    ):
+        assert failures(case) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case_of((2, 2, 2, 150, 100, 24, 40), transposed=True, values="infinite"), case_of((1, 3, 3, 70, 16, 40, 24))],
+    ids=lambda case: case.description,
+)
+def test_pytorch_multiplies_whole_numbers(case: Case) -> None:
+    """Where one TF32 product is allowed, which on a CPU is exact; in blocks of two heads and 64 rows."""
+    with (
+        mock.patch.object(host_products, "CHUNK", 64),
+        mock.patch.object(host_products, "SCORES", 2 * 64 * 128),
+        mock.patch.object(configs, "takes_products", return_value=True),
+        mock.patch.object(entry, "allows_tf32", return_value=True),
+        mock.patch.object(host_backward, "allows_tf32", return_value=True),
     ):
         assert failures(case) == []
 

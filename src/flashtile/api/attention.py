@@ -2,18 +2,18 @@
 
 from __future__ import annotations  # not evaluated at `import flashtile`
 
+from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
 from ..call.advice import public, refuse
 from ..call.cache_tensors import CacheTensors
-from ..call.eager import public_call
 from ..call.window import ExactWindow as ExactWindow  # part of the interface, as the functions are
-from ..dispatch.autograd import attend
 from ..dispatch.cache_operator import attend_with_cache
 from .normalize import lengths_of, normalize, rotary_of
-from .out import direct_out, filled
+from .out import direct_out
+from .public_call import Request, public_call
 from .signatures import (
     CacheKeywords,
     Causal,
@@ -63,7 +63,7 @@ def attention(
     out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Request:
     """Exact attention, `softmax(scale * q k^T) v`, in O(S) memory, differentiable in every floating-point tensor.
 
     The features act on the scores in this order: softcap, bias, ALiBi, score_mod, visibility. A row that sees no key
@@ -150,10 +150,7 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    result, lse = attend(call)
-    if out is not None:
-        result = filled(out, direct, result)
-    return (result, lse) if return_lse else result
+    return Request(call, return_lse, out, direct)
 
 
 @overload
@@ -221,7 +218,7 @@ def attention_varlen(
     out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Request:
     """Attention over sequences of different lengths, packed one after another; each sees only itself.
 
     Positions (of causal, window, bias, mask, ALiBi, score_mod and dropout) count from the start of each sequence.
@@ -287,10 +284,7 @@ def attention_varlen(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    result, lse = attend(call)
-    if out is not None:
-        result = filled(out, direct, result)
-    return (result, lse) if return_lse else result
+    return Request(call, return_lse, out, direct)
 
 
 @overload
@@ -348,7 +342,7 @@ def attention_with_kvcache(
     out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Request:
     """Append new keys and values to a cache, in place, and attend over all that it then holds; for inference.
 
     Sequence b has `Sk[b] = cache_seqlens[b] + appended keys`; its queries are its last tokens, at the positions
@@ -437,7 +431,4 @@ def attention_with_kvcache(
         cache=cache,
         rotary=rotary,
     )
-    result, lse = attend_with_cache(call, cache, rotary)
-    if out is not None:
-        result = filled(out, direct, result)
-    return (result, lse) if return_lse else result
+    return Request(call, return_lse, out, direct, partial(attend_with_cache, cache=cache, rotary=rotary))

@@ -13,31 +13,57 @@ from ..dynamo import untraced
 KEY = "flashtile.context_parallel"  # of a thread's context
 
 contexts_open = False  # in any thread of the process
-_count = 0
+innermost = ""  # the name of the context that was opened last in the process, by which compiled calls are guarded
+traced: Callable[..., Any] | None = None  # sharded calls in graphs; `flashtile.distributed` sets it
+_names: list[str] = []
 _lock = threading.Lock()
 
 
 @contextmanager
 def inside(context: Any) -> Iterator[None]:
     """Make `context` that of this thread, and of the backward passes that it starts. `None` is no context."""
-    global contexts_open, _count
-    outer = current()
+    outer, name = current(), name_of(context)
     private_torch.stash_in_thread(KEY, context)
     with _lock:
-        _count += 1
-        contexts_open = True
+        _names.append(name)
+        update_guards()
     try:
         yield
     finally:
         private_torch.stash_in_thread(KEY, outer)
         with _lock:
-            _count -= 1
-            contexts_open = _count > 0
+            del _names[len(_names) - 1 - _names[::-1].index(name)]
+            update_guards()
+
+
+def update_guards() -> None:
+    """Set what compiled programs look at."""
+    global contexts_open, innermost
+    contexts_open, innermost = bool(_names), _names[-1] if _names else ""
+
+
+def name_of(context: Any) -> str:
+    """A name that equal contexts have."""
+    return f"{hash(context):x}" if context is not None else "none"
 
 
 def current() -> Any:
     """This thread's context, or `None`."""
     return private_torch.stashed_in_thread(KEY) if contexts_open else None
+
+
+def run_traced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results of a public function in a graph; `NotImplemented` if the call has to break the graph."""
+    if innermost == "" or traced is None or not is_innermost():  # the first one is a guard
+        return NotImplemented
+    return traced(name, args, kwargs)
+
+
+@private_torch.constant_result
+def is_innermost() -> bool:
+    """Whether this thread's context is the one that was opened last in the process."""
+    context = current()
+    return context is not None and name_of(context) == innermost
 
 
 @untraced

@@ -19,7 +19,7 @@ from ..call.call import Call, Tensors, differentiable_positions
 from ..call.eager import in_forward_mode
 from ..dynamo import untraced
 from ..errors import AttentionError
-from . import operators
+from . import batched, operators
 from .derivatives import (
     GradientCall,
     attention_function,
@@ -28,6 +28,8 @@ from .derivatives import (
     recomputed,
     tangents_of_results,
 )
+
+Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # out, lse, dout and dlse
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
@@ -53,7 +55,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 @untraced
 def attend_with_gradients(call: Call, flat: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """After a graph break, Dynamo would compile this frame, and fail on a private name (torch 2.13)."""
-    return private_torch.apply_at_one_level(EagerAttention, call, *flat)  # type: ignore[no-any-return]
+    return private_torch.apply_at_one_level(EagerAttention)(call, *flat)  # type: ignore[no-any-return]
 
 
 def requires_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -96,7 +98,7 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     unwrap_if_dead = private_torch.unwrap_if_dead
     if unwrap_if_dead is not None:
         arguments = tuple([unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments])
-    return private_torch.apply_at_one_level(function, *arguments)
+    return private_torch.apply_at_one_level(function)(*arguments)
 
 
 class Attention(torch.autograd.Function):
@@ -130,22 +132,30 @@ class Attention(torch.autograd.Function):
         out, lse, *flat = ctx.saved_tensors
         if dout is None and dlse is None:  # a second derivative passes here without a gradient of the results
             return None, *(None for _ in flat)
-        needed = ctx.needs_input_grad[1:]
-        positions = differentiable_positions(len(flat))
-        needs = [needed[n] for n in positions]
-        if torch.is_grad_enabled() or in_graph() or in_forward_mode():
-            requested = applied(AttentionBackward, GradientCall(ctx.settings, needs), out, lse, dout, dlse, *flat)
-        else:  # not differentiated again
-            call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
-            call.kept = ctx.kept
-            requested = operators.replayed_backward(needs, (out, lse, dout, dlse), call)
-            if requested is None:
-                requested = operators.operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
-        gradients: list[Tensor | None] = [None] * len(flat)
-        for n, gradient in zip(positions, requested, strict=True):
-            if gradient is not None and needed[n] and (x := flat[n]) is not None:
-                gradients[n] = operators.in_dtype(gradient, x.dtype)
-        return None, *gradients
+        call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
+        call.kept = ctx.kept
+        return None, *input_gradients(call, (out, lse, dout, dlse), ctx.needs_input_grad[1:])
+
+
+def input_gradients(call: Call, results: Results, needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of `call.tensors.flat()` that are needed."""
+    out, lse, dout, dlse = results
+    if batched.is_batched(dout) or batched.is_batched(dlse):
+        return batched.one_by_one(lambda *x: input_gradients(call, (out, lse, *x), needed), dout, dlse)
+    flat = call.tensors.flat()
+    positions = differentiable_positions(len(flat))
+    needs = [needed[n] for n in positions]
+    if torch.is_grad_enabled() or in_graph() or in_forward_mode():
+        requested = applied(AttentionBackward, GradientCall(call.settings, needs), *results, *flat)
+    else:  # not differentiated again
+        requested = operators.replayed_backward(needs, results, call)
+        if requested is None:
+            requested = operators.operators_of(call).differentiate(needs, *results, call)
+    gradients: list[Tensor | None] = [None] * len(flat)
+    for n, gradient in zip(positions, requested, strict=True):
+        if gradient is not None and needed[n] and (x := flat[n]) is not None:
+            gradients[n] = operators.in_dtype(gradient, x.dtype)
+    return gradients
 
 
 class EagerAttention(torch.autograd.Function):

@@ -16,7 +16,7 @@ from ..call.plan import Plan
 from ..call.problem import Problem
 from . import passes, planner
 
-LENGTHS = {2: (200, 333), 3: (1100, 1100)}  # queries and keys for which so many warpgroups are chosen
+LENGTHS = 200, 333  # queries and keys
 TOLERANCE = 2.0**-6  # of a row's largest element, or FLOOR times the largest of all
 FLOOR = 2.0**-4
 LSE_TOLERANCE = 2.0**-9
@@ -39,7 +39,7 @@ def main(backend: str, kernels: str) -> None:
 def examine(backend: str, kernels: KernelClass, device: torch.device) -> str | None:
     """The results of a pass that are wrong, in words; `None` if all are right."""
     call = small_call(kernels, device)
-    out, lse = run(backend, call)
+    out, lse = passes.entry_of(backend).forward(plan_of(backend, call, kernels), call)
     expected, expected_lse = run("tiled", call)
     if not kernels.backward:
         return worst({"out": (out, expected)}, (lse, expected_lse))
@@ -50,15 +50,15 @@ def examine(backend: str, kernels: KernelClass, device: torch.device) -> str | N
 
 
 def small_call(kernels: KernelClass, device: torch.device) -> Call:
-    """A call of these kernels: grouped heads, lengths that end inside tiles, a diagonal unless that would be long."""
+    """A call of these kernels: grouped heads, lengths that end inside tiles, a diagonal."""
     generator = torch.Generator().manual_seed(0)
-    seqlen_q, seqlen_k = LENGTHS[kernels.num_warpgroups]
+    seqlen_q, seqlen_k = LENGTHS
     heads_q, heads_kv = 4, 2
     shapes = [(heads_q, seqlen_q, kernels.head_dim), (heads_kv, seqlen_k, kernels.head_dim)]
     shapes.append((heads_kv, seqlen_k, kernels.head_dim_v))
     dtype = torch.float32 if kernels.float32 else torch.bfloat16
     q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    settings = Settings(kernels.head_dim**-0.5, window_right=0 if kernels.num_warpgroups == 2 else None)
+    settings = Settings(kernels.head_dim**-0.5, window_right=0)
     if not kernels.packed:
         return Call(Tensors(q[None], k[None], v[None]), settings)
     tokens = [x.transpose(0, 1).contiguous() for x in (q, k, v)]
@@ -77,11 +77,12 @@ def gradients(backend: str, call: Call, rows: tuple[Tensor, Tensor, Tensor, None
     return passes.entry_of(backend).backward(plan_of(backend, call), call, needs, *rows)[:3]
 
 
-def plan_of(backend: str, call: Call) -> Plan:
+def plan_of(backend: str, call: Call, kernels: KernelClass | None = None) -> Plan:
     """A plan without the questions that the planner asks: one of them would start this check again."""
     problem, device = Problem.describe(call), planner.describe_device(call.tensors.q.device)
     support = planner.SUPPORT[backend]
-    return Plan(backend, support.tile(problem, device), support.num_splits(problem, device), ())
+    tile = support.tile(problem, device) if kernels is None else support.tile_of(kernels, problem, device)
+    return Plan(backend, tile, support.num_splits(problem, device), ())
 
 
 def worst(pairs: dict[str, tuple[Any, Any]], lse: tuple[Tensor, Tensor] | None = None) -> str | None:

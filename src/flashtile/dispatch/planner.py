@@ -169,7 +169,7 @@ def declines_on_device(name: str, problem: Problem, device: Device, needs: Needs
     if reason is None and needs is not None:
         reason = optional(support, "declines_backward", problem, device, needs)
     if reason is None and auto:
-        reason = optional(support, "defers", problem, device)
+        reason = optional(support, "defers", problem, device, needs)
     return reason
 
 

@@ -8,6 +8,7 @@ import heapq
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,6 +41,7 @@ def balanced(
     batch: int = 1,
     heads: int = 1,
     chunk: int | None = None,
+    contiguous: bool = False,
 ) -> Layout:
     """Find a layout in which all ranks have about as many visible pairs, and as many rows.
 
@@ -63,6 +65,8 @@ def balanced(
         heads: query heads for which a mask function that depends on them is counted.
         chunk: rows of a chunk. By default they are as few as balance well, at most 16 for each rank: each is a part of
             its own.
+        contiguous: give each rank one piece, of as many visible pairs but not of as many rows. So a window, whose first
+            rows see fewer keys, is even between neighbors.
 
     Returns:
         A `Layout`.
@@ -76,10 +80,13 @@ def balanced(
             raise ArgumentError(argument, n, "an int from 1" + " or None" * (argument == "chunk"), EXAMPLE)
     if type(length) is not int or length < 0:
         raise ArgumentError("length", length, "the rows of the whole sequence", EXAMPLE)
+    if contiguous and chunk is not None:
+        raise ArgumentError("chunk", chunk, "None with `contiguous`", EXAMPLE)
     documents = None if cu_seqlens is None else documents_of(cu_seqlens, None)
     window_of_call = window_of("attention", causal, window)._replace(chunk=chunk_of("attention", attention_chunk))
     visible = visible_pairs(length, length, window_of_call, mask, documents, batch, heads)
-    return divided(visible.of_rows(), ranks, chunk)
+    work = visible.of_rows()
+    return in_one_piece(work, ranks) if contiguous else divided(work, ranks, chunk)
 
 
 def visible_pairs(
@@ -101,6 +108,16 @@ def visible_pairs(
         raise ArgumentError("cu_seqlens", f"offsets up to {lengths[0]}", accepted, EXAMPLE)
     blocks = None if mask is None else mask_blocks(mask, window, documents, not everything, batch, heads)
     return Visible(window, documents, blocks)
+
+
+def in_one_piece(work: Tensor, ranks: int) -> Layout:
+    """The layout of one piece a rank, of as much work. Long ones begin at multiples of `BLOCK`."""
+    length, done = len(work), work.cumsum(0)
+    block = BLOCK if length >= 32 * ranks * BLOCK else 1
+    goals = done[-1:].sum() * torch.arange(1, ranks) / ranks
+    ends = [min(round(n / block) * block, length) for n in torch.searchsorted(done, goals).tolist()]
+    pieces = tuple((Piece(start, stop),) for start, stop in pairwise([0, *ends, length]))
+    return Layout("balanced", length, ranks, pieces)
 
 
 def divided(work: Tensor, ranks: int, chunk: int | None = None) -> Layout:

@@ -5,6 +5,7 @@ the graph, and lengths: those of the whole sequence, or the offsets of packed se
 saved for backward, which exchanges rows for heads again where a scheme has done that.
 """
 
+import functools
 import hashlib
 import operator
 from collections.abc import Sequence
@@ -17,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import private_torch
 from ..api.normalize import normalize
 from ..block_mask import BlockMask
+from ..call import sharding
 from ..call.call import DIFFERENTIABLE, Call, Settings, Tensors, differentiable_positions
-from ..call.sharding import is_dtensor
 from ..dispatch.operators import OPERATORS, fields, in_schema, inside_operator, refuse_second_derivative
 from ..dynamo import untraced
-from ..errors import ArgumentError
+from ..errors import ArgumentError, AttentionError
 from . import calls
 from .calls import Placing, Prepared
 from .group import EXAMPLE, grid_of
@@ -34,10 +35,14 @@ LENGTHS = "SymInt[] length, SymInt[] offsets_q, SymInt[] offsets_k, Tensor? cu_s
 LIBRARY = torch.library.Library("flashtile", "FRAGMENT")
 
 
+IN_CONTEXT: Any = "context"  # in place of a mesh: the placing is that of the thread's context
+
+
 class Constants(NamedTuple):
     """Constants of a graph: how its call is sharded, whether it is packed, and the sizes of its lists."""
 
     placing: Placing
+    context: Any  # that the call was traced in
     is_packed: bool
     block_size: tuple[int, int] | None
     seqlens: tuple[int, int] | None
@@ -80,7 +85,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` in a graph. Dynamo traces this: it looks at Python values and types only."""
     for name in ("q", "k", "v"):
-        if is_dtensor(tensors[name]):
+        if sharding.is_dtensor(tensors[name]):
             raise ArgumentError(name, "a DTensor", "under torch.compile a tensor of this rank", EXAMPLE)
     if not isinstance(placing.layout, Layout):
         accepted(placing.layout)
@@ -104,21 +109,26 @@ def fixed(numbers: Sequence[int]) -> tuple[int, ...]:
     return tuple([operator.index(n) for n in numbers])
 
 
+@functools.lru_cache(maxsize=64)
+def name_of(mesh: DeviceMesh) -> str:
+    groups = [mesh.get_group(n).group_name for n in range(mesh.ndim)]
+    return f"{mesh.device_type} {mesh.mesh.tolist()} {groups}"
+
+
 @private_torch.constant_result
 def remembered(mesh: Any, layout: Any, scheme: str, check: bool, is_packed: bool, block_size: Any, seqlens: Any) -> str:
     """The key of constants, the same in each process that has the same ones: graphs are cached on disk."""
-    mesh = private_torch.real_object(mesh)
-    if isinstance(mesh, DeviceMesh):
-        groups = [mesh.get_group(n).group_name for n in range(mesh.ndim)]
-        name = f"{mesh.device_type} {mesh.mesh.tolist()} {groups}"
-    else:
-        name = repr(mesh)
-    constants = repr((name, layout, scheme, check, is_packed, block_size, seqlens))
-    key = hashlib.sha256(constants.encode()).hexdigest()[:16]
-    if not isinstance(layout, str):
+    mesh, length, context = private_torch.real_object(mesh), None, None
+    if mesh == IN_CONTEXT:
+        mesh, layout, scheme, length, check = context = sharding.current()
+    elif not isinstance(layout, str):
         kind, whole, ranks, pieces = layout
         layout = Layout(kind, whole, ranks, tuple(tuple(Piece(*piece) for piece in of_rank) for of_rank in pieces))
-    KNOWN[key] = Constants(Placing(mesh, layout, scheme, None, check), is_packed, block_size, seqlens)
+    name = name_of(mesh) if isinstance(mesh, DeviceMesh) else repr(mesh)
+    of_context = context is not None, length
+    constants = repr((name, layout, scheme, check, of_context, is_packed, block_size, seqlens))
+    key = hashlib.sha256(constants.encode()).hexdigest()[:16]
+    KNOWN[key] = Constants(Placing(mesh, layout, scheme, length, check), context, is_packed, block_size, seqlens)
     return key
 
 
@@ -126,7 +136,9 @@ def remembered(mesh: Any, layout: Any, scheme: str, check: bool, is_packed: bool
 def prepared(key: str, lengths: Lengths, call: Call, check: bool) -> Prepared:
     """The call of an operator."""
     constants = KNOWN[key]
-    placing, lists, documents = constants.placing._replace(length=lengths.of_whole()), None, None
+    placing, lists, documents = constants.placing, None, None
+    if lengths.length:
+        placing = placing._replace(length=lengths.of_whole())
     accepted_shapes(call.tensors)
     if constants.is_packed:
         documents = lengths.documents()
@@ -145,6 +157,11 @@ def prepared(key: str, lengths: Lengths, call: Call, check: bool) -> Prepared:
 @untraced
 def run_forward(key: str, *arguments: Any) -> tuple[Tensor, Tensor]:
     lengths, call = Lengths(*arguments[:5]), DENSE.call(arguments[5:])
+    if (context := KNOWN[key].context) is not None and context != sharding.current():
+        raise AttentionError(
+            "a call that was compiled in context_parallel runs outside of it.\n"
+            "  accepted: the compiled function, and backward passes that recompute attention, in that context"
+        )
     with inside_operator(call):
         out, lse = calls.run(prepared(key, lengths, call, True))
         return tuple(as_planned(x, y) for x, y in zip((out, lse), fake_forward(key, *arguments), strict=True))  # type: ignore[return-value]

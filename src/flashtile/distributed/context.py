@@ -11,7 +11,7 @@ from .. import private_torch
 from ..call import sharding
 from ..call.advice import PUBLIC, refuse
 from ..errors import ArgumentError, AttentionError
-from . import sharded
+from . import compiled, sharded
 from .group import grid_of
 from .layout import Layout, accepted
 from .sdpa import sharded_sdpa
@@ -19,6 +19,15 @@ from .sdpa import sharded_sdpa
 EXAMPLE = 'with flashtile.distributed.context_parallel(mesh, layout="zigzag"): model(shard(tokens, mesh, 1))'
 FUNCTIONS = {"attention": sharded.attention, "attention_varlen": sharded.attention_varlen}
 BOUNDS = "max_seqlen_q", "max_seqlen_k"  # which change no result
+POSITIONAL = {
+    name: tuple(p.name for p in PUBLIC[name].parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)
+    for name in FUNCTIONS
+}
+OTHERS = frozenset().union(*(PUBLIC[name].parameters for name in FUNCTIONS))
+KEYWORDS = {
+    name: frozenset(PUBLIC[name].parameters).intersection(function.__kwdefaults__ or {})
+    for name, function in FUNCTIONS.items()
+}
 
 
 class Context(NamedTuple):
@@ -74,6 +83,7 @@ def context_parallel(
         return
     grid_of(mesh)
     accepted(layout)
+    compiled.name_of(mesh)  # which a trace looks up
     with sharding.inside(Context(mesh, layout, scheme, length, check)), sharded_sdpa():
         yield
 
@@ -91,7 +101,7 @@ def run_public(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], context
             "  accepted: flashtile.compat.torch.activate() before the context, and its scaled_dot_product_attention, "
             "varlen_attn and flex_attention"
         )
-    positional = [p.name for p in PUBLIC[name].parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    positional = POSITIONAL[name]
     if len(args) > len(positional):
         refuse(name, args[len(positional) :], {})
     given = dict(zip(positional, args, strict=False)) | kwargs
@@ -99,7 +109,7 @@ def run_public(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], context
     for argument, value in list(given.items()):
         if argument not in PUBLIC[name].parameters:
             refuse(name, (), {argument: value})
-        if argument not in (*positional, *(function.__kwdefaults__ or {})):
+        if argument not in positional and argument not in KEYWORDS[name]:
             del given[argument]
             if value is not None and argument not in BOUNDS:
                 raise ArgumentError(argument, value, "None in sharded calls, which do not have it", EXAMPLE)
@@ -107,3 +117,21 @@ def run_public(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], context
     if name == "attention_varlen":
         del placing["length"]  # its offsets have it
     return function(**given, **placing)
+
+
+def run_traced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `run_public` in a graph; `NotImplemented` for calls that it refuses, and those of DTensors."""
+    if name not in FUNCTIONS or len(args) > len(POSITIONAL[name]):
+        return NotImplemented
+    given = {}
+    for argument, value in (*zip(POSITIONAL[name], args, strict=False), *kwargs.items()):
+        if sharding.is_dtensor(value) or argument in given:
+            return NotImplemented
+        if argument in POSITIONAL[name] or argument in KEYWORDS[name]:
+            given[argument] = value
+        elif argument not in BOUNDS and (value is not None or argument not in OTHERS):
+            return NotImplemented
+    return FUNCTIONS[name](**given, mesh=compiled.IN_CONTEXT)
+
+
+sharding.traced = run_traced

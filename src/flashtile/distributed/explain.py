@@ -8,16 +8,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .balance import divided, visible_pairs
 from .calls import Placing, as_batch, lengths_of, prepared
-from .inputs import documents_of
+from .inputs import DEFAULTS, documents_of
 from .layout import Layout
 from .schemes import predictions, rates_of
 from .simulate import Rates, Simulation
 from .work import imbalance
-
-KEYWORDS: dict[str, Any] = {
-    "causal": False, "window": None, "attention_chunk": None, "scale": None, "softcap": None, "score_mod": None,
-    "dropout_p": 0.0, "dropout_seed": None, "deterministic": None, "backend": "auto",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ def explain(
     if cu_seqlens_q is not None:
         documents = documents_of(cu_seqlens_q, cu_seqlens_k)
         tensors, length = as_batch(tensors), lengths_of(documents)
-    ready = prepared(tensors, KEYWORDS | keywords, Placing(mesh, layout, scheme, length, False), documents)
+    ready = prepared(tensors, DEFAULTS | keywords, Placing(mesh, layout, scheme, length, False), documents)
     rows, keys, window = ready.rows, ready.keys, ready.call.settings.window
     mask = tensors["mask"]
     if isinstance(mask, Tensor) and mask.shape[2] not in (1, rows.length):
@@ -106,6 +101,6 @@ def explain(
     layouts = {name: Layout(name, rows.length, rows.ranks) for name in ("contiguous", "zigzag")}  # type: ignore[arg-type]
     layouts["balanced"] = rows if kind == "balanced" else divided(work, rows.ranks)
     return ShardedExplanation(
-        ready.scheme, kind, tuple(mesh.shape), rates_of(mesh.device_type),
+        ready.scheme, kind, tuple(mesh.shape), rates_of(mesh),
         tuple(predictions(mesh, ready.workload)), {name: imbalance(work, x) for name, x in layouts.items()},
     )  # fmt: skip

@@ -15,127 +15,147 @@ from torch import Tensor
 from ..call.call import Tensors
 from ..call.problem import accumulation_dtype
 from . import parts, passes
-from .gather_plan import Chunk, gather_plan
-from .group import Exchange, Group
+from .copies import copy_rows, join_rows
+from .gather_plan import Chunk, GatherPlan, gather_plan
+from .group import Group, Transfer
+from .packed import Run
 from .parts import Whole
 from .passes import Saved, Sums
-from .sums import RowResults, RowSum, sum_of_terms
-
-Ranges = tuple[tuple[slice, ...], ...]  # of rows, by ranks
+from .sums import RowResults, RowSum, Term, sum_of_terms, write_sums
 
 
 class Gathered:
-    """The keys and values that a rank's rows see, by chunks of key heads, and the way home of their gradients.
+    """The keys and values that a rank's rows see, by chunks of key heads.
 
-    Ranks exchange blocks of rows of keys and values, or of their gradients (`pack`).
+    On their way, tensors of rows are `[B, rows, heads, D]`: rows of all heads follow each other in memory.
     """
 
     def __init__(self, tensors: Tensors, whole: Whole, group: Group):
-        self.k, self.v, self.group = tensors.k, tensors.v, group
+        self.kv, self.group = (tensors.k, tensors.v), group
         self.plan = gather_plan(whole, group.rank, tensors.q.shape[1], tensors.k.shape[1])
-        # Of gradients. Where a rank has one of each key, it is not rounded again.
-        self.dtype = tensors.k.dtype if self.plan.once else accumulation_dtype(tensors.k.dtype)
 
     def __iter__(self) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
-        """Each chunk with its keys and values in the order of its calls, `[B, heads, rows, D]` and
-        `[B, heads, rows, Dv]`.
-        """
+        """Each chunk with its keys and values in the order of its calls, `[B, heads, rows, D]`."""
         chunks = self.plan.chunks
-        arriving = self.begin(chunks[0])
+        arriving = Arriving(self.own(chunks[0]), self.plan, self.group)
         for n, chunk in enumerate(chunks):
             present = arriving
             if n + 1 < len(chunks):
-                arriving = self.begin(chunks[n + 1])
-            yield chunk, self.end(chunk, present)
+                arriving = Arriving(self.own(chunks[n + 1]), self.plan, self.group)
+            yield chunk, dict(zip("kv", (x.transpose(1, 2) for x in present.wait()), strict=True))
 
-    def begin(self, chunk: Chunk) -> Exchange:
-        """Begin to gather a chunk."""
-        k, v = self.k[:, chunk.kv_heads], self.v[:, chunk.kv_heads]
-        return self.exchange(k, v, self.plan.lent, self.plan.borrowed, k.dtype)
-
-    def exchange(self, k: Tensor, v: Tensor, leaving: Ranges, arriving: Ranges, dtype: torch.dtype) -> Exchange:
-        """Begin to exchange rows of keys and values, or of their gradients, by ranks; of those that arrive, only the
-        number counts.
-        """
-        blocks = [pack(k, v, rows, dtype) for rows in leaving]
-        return self.group.exchange(blocks, [(size_of_block(k, v, rows),) for rows in arriving])
-
-    def end(self, chunk: Chunk, exchange: Exchange) -> dict[str, Tensor]:
-        """All keys and values of a chunk."""
-        k, v = self.k[:, chunk.kv_heads], self.v[:, chunk.kv_heads]
-        tensors = {self.group.rank: (k.transpose(1, 2), v.transpose(1, 2))}
-        for owner, (block, rows) in enumerate(zip(exchange.wait(), self.plan.borrowed, strict=True)):
-            if rows:
-                tensors[owner] = unpack(block, k, v, rows)
-        if not self.plan.sources:
-            return {"k": k[:, :, :0], "v": v[:, :, :0]}
-        found = [[tensors[rank][n][:, rows] for rank, rows in self.plan.sources] for n in range(2)]
-        return dict(zip("kv", map(join_rows, found), strict=True))
+    def own(self, chunk: Chunk) -> list[Tensor]:
+        """This rank's keys and values of a chunk."""
+        return [x[:, chunk.kv_heads].transpose(1, 2) for x in self.kv]
 
     def sum_like(self, x: Tensor) -> RowSum:
-        """A sum over parts of the gradients of gathered keys or values."""
-        shape = x.shape[0], self.plan.num_keys, x.shape[1], x.shape[3]
-        return RowSum(self.plan.num_keys, lambda: x.new_empty(shape, dtype=self.dtype).transpose(1, 2))
+        """A sum over parts of the gradients of gathered keys or values. Where they have one of each key, it is not
+        rounded again.
+        """
+        shape, dtype = (x.shape[0], self.plan.num_keys, x.shape[1], x.shape[3]), x.dtype
+        dtype = dtype if self.plan.once else accumulation_dtype(dtype)
+        return RowSum(self.plan.num_keys, lambda: x.new_empty(shape, dtype=dtype).transpose(1, 2))
 
-    def return_gradients(self, chunk: Chunk, dk: Tensor, dv: Tensor) -> "Returned":
-        """Begin to send the gradients of a chunk's keys to their owners; those of this rank's keys arrive."""
-        exchange = self.exchange(dk, dv, self.plan.borrowed, self.plan.lent, self.dtype)
-        own = [(here, dk[:, :, there], dv[:, :, there]) for here, there in self.plan.own]
-        return Returned(self, chunk.kv_heads, exchange, own)
+
+class Blocks:
+    """Rows of keys and values for each rank, in a flat tensor.
+
+    Args:
+        like: keys and values, with the other sizes and the dtype.
+        num_rows: by ranks.
+        flat: uninitialized by default.
+    """
+
+    def __init__(self, like: list[Tensor], num_rows: list[int], flat: Tensor | None = None):
+        self.like, self.num_rows = like, num_rows
+        self.flat = like[0].new_empty(sum(self.sizes(num_rows))) if flat is None else flat
+
+    def sizes(self, num_rows: list[int]) -> list[int]:
+        """Elements of rows of both tensors."""
+        each = sum(x.shape[0] * x.shape[2] * x.shape[3] for x in self.like)
+        return [n * each for n in num_rows]
+
+    def of_ranks(self) -> list[list[Tensor]]:
+        """Keys and values of each rank; nothing of a rank without rows."""
+        return [
+            self.views(block, n) if n > 0 else []
+            for block, n in zip(self.flat.split(self.sizes(self.num_rows)), self.num_rows, strict=True)
+        ]
+
+    def views(self, block: Tensor, num_rows: int) -> list[Tensor]:
+        shapes = [(x.shape[0], num_rows, x.shape[2], x.shape[3]) for x in self.like]
+        parts = block.split([torch.Size(shape).numel() for shape in shapes])
+        return [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
+
+    def exchange(self, group: Group, num_rows: list[int]) -> Transfer:
+        """Begin to exchange the blocks for others."""
+        return group.all_to_all(self.flat, self.sizes(self.num_rows), self.sizes(num_rows))
+
+
+class Arriving:
+    """A chunk of keys on its way."""
+
+    def __init__(self, own: list[Tensor], plan: GatherPlan, group: Group):
+        self.own, self.plan, self.rank = own, plan, group.rank
+        blocks = Blocks(own, plan.lent_rows)
+        for of_rank, runs in zip(blocks.of_ranks(), plan.lent, strict=True):
+            for place, x in zip(of_rank, own, strict=False):
+                join_rows([x[:, run.here] for run in runs], 1, out=place)
+        self.transfer = blocks.exchange(group, plan.borrowed_rows)
+        self.all: list[Tensor] = []
+        if len(plan.sources) > 1 and len(plan.borrowed[self.rank]) == 1:  # copied while the others travel
+            self.all = [x.new_empty(x.shape[0], plan.num_keys, *x.shape[2:]) for x in own]
+            self.place(self.rank, own)
+
+    def place(self, rank: int, tensors: list[Tensor]) -> None:
+        """Copy a rank's rows to their places."""
+        for run in self.plan.borrowed[rank]:
+            for place, x in zip(self.all, tensors, strict=True):
+                copy_rows(place[:, run.there], x[:, run.here])
+
+    def wait(self) -> list[Tensor]:
+        """All keys and values of the chunk. Those of a single run are not copied."""
+        by_rank = Blocks(self.own, self.plan.borrowed_rows, self.transfer.wait()).of_ranks()
+        by_rank[self.rank] = self.own
+        if not self.all:
+            pieces = [[by_rank[rank][n][:, rows] for rank, rows in self.plan.sources] for n in range(2)]
+            return [join_rows(of, 1) if of else x[:, :0] for of, x in zip(pieces, self.own, strict=True)]
+        for rank, tensors in enumerate(by_rank):
+            if rank != self.rank:
+                self.place(rank, tensors)
+        return self.all
 
 
 class Returned:
-    """Gradients of a chunk of this rank's keys on their way home.
+    """Gradients of a chunk of gathered keys on their way to the keys' owners; those of this rank's keys arrive."""
 
-    Args:
-        gathered: the call's keys.
-        heads: those of the chunk.
-        exchange: what the other ranks have.
-        own: this rank's gradients, and their rows.
-    """
+    def __init__(self, own: list[Tensor], gradients: tuple[Tensor, Tensor], plan: GatherPlan, group: Group):
+        self.own, self.plan, self.rank = own, plan, group.rank
+        self.terms = [[terms_of(runs, x) for x in gradients] for runs in plan.borrowed]
+        blocks = Blocks(own, plan.borrowed_rows)
+        for of_rank, terms in zip(blocks.of_ranks(), self.terms, strict=True):
+            for place, of_tensor in zip(of_rank, terms, strict=False):  # none of this rank
+                write_sums(of_tensor, place.transpose(1, 2))
+        self.transfer = blocks.exchange(group, plan.lent_rows)
 
-    def __init__(self, gathered: Gathered, heads: slice, exchange: Exchange, own: list[tuple[slice, Tensor, Tensor]]):
-        self.gathered, self.heads, self.exchange, self.own = gathered, heads, exchange, own
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """The gradients of keys and of values, in their dtype: sums in the order of ranks."""
-        k, v = self.gathered.k[:, self.heads], self.gathered.v[:, self.heads]
-        terms: list[tuple[slice, Tensor, Tensor]] = []
-        for other, (block, rows) in enumerate(zip(self.exchange.wait(), self.gathered.plan.lent, strict=True)):
-            terms += self.own if other == self.gathered.group.rank else []
-            pieces = [
-                x.transpose(1, 2).split([r.stop - r.start for r in rows], dim=2) for x in unpack(block, k, v, rows)
-            ]
-            terms += zip(rows, *pieces, strict=True)
-        dk = sum_of_terms([(rows, of_k) for rows, of_k, _ in terms], k)
-        dv = sum_of_terms([(rows, of_v) for rows, _, of_v in terms], v)
-        return dk, dv
-
-
-def pack(k: Tensor, v: Tensor, rows: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-    """Rows of keys and then of values, or of their gradients, as `[B, rows, heads, D]` in a flat block."""
-    block = k.new_empty(size_of_block(k, v, rows), dtype=dtype)
-    if rows:
-        for x, place in zip((k.transpose(1, 2), v.transpose(1, 2)), unpack(block, k, v, rows), strict=True):
-            torch.cat([x[:, r] for r in rows], dim=1, out=place)
-    return block
+    def wait(self) -> list[Tensor]:
+        """The gradients of this rank's keys and values, in their dtype: sums in the order of ranks."""
+        arrived = Blocks(self.own, self.plan.lent_rows, self.transfer.wait()).of_ranks()
+        sums = []
+        for n, own in enumerate(self.own):
+            terms: list[Term] = []
+            for rank, runs in enumerate(self.plan.lent):
+                if rank == self.rank:
+                    terms += self.terms[rank][n]
+                else:
+                    terms += [(run.here, arrived[rank][n][:, run.there].transpose(1, 2)) for run in runs]
+            sums.append(sum_of_terms(terms, own.transpose(1, 2)))
+        return sums
 
 
-def size_of_block(k: Tensor, v: Tensor, rows: tuple[slice, ...]) -> int:
-    return sum(r.stop - r.start for r in rows) * k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
-
-
-def unpack(block: Tensor, k: Tensor, v: Tensor, rows: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
-    """The keys and the values of a block, as views `[B, rows, heads, D]`; `k` and `v` have the other sizes."""
-    num_rows = sum(r.stop - r.start for r in rows)
-    shapes = [torch.Size((k.shape[0], num_rows, k.shape[1], x.shape[3])) for x in (k, v)]
-    of_k, of_v = block.split([shape.numel() for shape in shapes])
-    return of_k.view(shapes[0]), of_v.view(shapes[1])
-
-
-def join_rows(pieces: list[Tensor]) -> Tensor:
-    """`[B, heads, rows, D]` of pieces `[B, rows, heads, D]`, in whose order it is in memory."""
-    return (torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]).transpose(1, 2)
+def terms_of(runs: tuple[Run, ...], gradient: Tensor) -> list[Term]:
+    """The gradient `[B, heads, rows, D]` of gathered keys as terms of their owner's."""
+    return [(run.here, gradient[:, :, run.there]) for run in runs]
 
 
 def forward(whole: Whole, tensors: Tensors, group: Group) -> tuple[Tensor, Tensor]:
@@ -155,7 +175,7 @@ def backward(
     """The gradients of this rank's rows, keys and values; all others are added to `others`."""
     gathered = Gathered(tensors, whole, group)
     of_rows: list[Tensor] = []
-    of_keys: list[tuple[Tensor, Tensor]] = []
+    of_keys: list[list[Tensor]] = []
     leaving: Returned | None = None
     for chunk, kv in gathered:
         inputs = parts.heads_of(tensors, chunk.heads)._replace(**kv)
@@ -165,11 +185,11 @@ def backward(
         passes.backward(chunk.calls, inputs, saved.heads(chunk.heads), sums)
         of_rows += [] if of_q is None else [of_q.result()]
         of_keys += [] if leaving is None else [leaving.wait()]
-        leaving = gathered.return_gradients(chunk, of_k.result(), of_v.result())
+        leaving = Returned(gathered.own(chunk), (of_k.result(), of_v.result()), gathered.plan, group)
     assert leaving is not None
     of_keys.append(leaving.wait())
     dq = join_heads(of_rows) if needs[0] else None
-    return dq, join_heads([x for x, _ in of_keys]), join_heads([x for _, x in of_keys])
+    return dq, join_heads([dk for dk, _ in of_keys]), join_heads([dv for _, dv in of_keys])
 
 
 def join_heads(chunks: list[Tensor]) -> Tensor:

@@ -1,21 +1,15 @@
 """Which keys a rank gathers for its rows, from whom, and in which chunks of heads: what follows from the layouts."""
 
 import functools
+from itertools import accumulate
 from typing import NamedTuple
 
 from . import parts
 from .layout import Placement
-from .packed import PackedParts
+from .packed import PackedParts, Run, length
 from .parts import Whole
 from .passes import Calls, calls_of
 from .visible import needed_keys
-
-
-class Source(NamedTuple):
-    """Rows that follow each other in the tensor of a rank: its own one, or the block that arrives from another one."""
-
-    rank: int
-    rows: slice
 
 
 class Chunk(NamedTuple):
@@ -27,25 +21,29 @@ class Chunk(NamedTuple):
 
 
 class GatherPlan(NamedTuple):
-    """The exchanges and calls of a rank. Rows of blocks are in ascending order.
+    """The exchanges and calls of a rank.
 
     Attributes:
         chunks: of key heads.
-        num_keys: that this rank's rows see.
+        num_keys: of the calls. Packed ones may have a key several times.
         once: whether no key is seen by two pieces of a rank's rows, on any rank.
-        lent: by ranks, the rows of this rank's tensors that they gather.
-        borrowed: by ranks, the gathered rows that are theirs.
-        own: the rows of this rank's tensors that it sees, and the gathered ones that they are.
-        sources: where the keys of the calls come from, in their order.
+        lent: by ranks, the rows of this rank's tensors that they gather, and their places in a block.
+        borrowed: by ranks, the rows of their blocks, and their places among the keys of the calls; of this rank, the
+            rows of its tensors.
+        lent_rows: by ranks, the number of rows of a block that leaves.
+        borrowed_rows: by ranks, the number of rows of a block that arrives.
+        sources: in the order of the keys of the calls, the rank whose block has them, and their rows in it; of this
+            rank, the rows of its tensors.
     """
 
     chunks: tuple[Chunk, ...]
     num_keys: int
     once: bool
-    lent: tuple[tuple[slice, ...], ...]
-    borrowed: tuple[tuple[slice, ...], ...]
-    own: tuple[tuple[slice, slice], ...]
-    sources: tuple[Source, ...]
+    lent: tuple[tuple[Run, ...], ...]
+    borrowed: tuple[tuple[Run, ...], ...]
+    lent_rows: list[int]
+    borrowed_rows: list[int]
+    sources: list[tuple[int, slice]]
 
 
 @functools.lru_cache(maxsize=256)
@@ -57,14 +55,40 @@ def gather_plan(whole: Whole, rank: int, heads: int, kv_heads: int) -> GatherPla
         for each in chunks_of(heads, kv_heads, whole.rows, whole.keys, needed)
     ]
     ranks = range(len(whole.keys.by_rank))
+    lent = [in_block([here for here, _ in whole.keys.shared(rank, needed, r)] if r != rank else []) for r in ranks]
     shared = [whole.keys.shared(owner, needed, rank) for owner in ranks]
-    lent = [[here for here, _ in whole.keys.shared(rank, needed, other)] for other in ranks]
-    borrowed = [[there for _, there in pairs] for pairs in shared]
-    own, lent[rank], borrowed[rank] = shared[rank], [], []
+    blocks = [in_block([here for here, _ in pairs]) for pairs in shared]
+    lent_rows, borrowed_rows = ([r[-1].there.stop if r else 0 for r in runs] for runs in (lent, blocks))
+    borrowed_rows[rank] = 0
+    borrowed = [
+        [Run(here if r == rank else run.there, there) for run, (here, there) in zip(blocks[r], shared[r], strict=True)]
+        for r in ranks
+    ]
+    if isinstance(calls := chunks[0].calls, PackedParts):
+        borrowed = [[run for of_call in calls.keys for run in within(of_call, runs)] for runs in borrowed]
+    ordered = sorted(((r, run) for r in ranks for run in borrowed[r]), key=lambda source: source[1].there.start)
+    num_keys = ordered[-1][1].there.stop if ordered else 0
     return GatherPlan(
-        tuple(chunks), needed.rows(rank), once, tuple(map(tuple, lent)), tuple(map(tuple, borrowed)), tuple(own),
-        tuple(sources_of(rank, shared, chunks[0].calls)),
+        tuple(chunks), num_keys, once, tuple(map(tuple, lent)), tuple(map(tuple, borrowed)), lent_rows, borrowed_rows,
+        [(r, run.here) for r, run in ordered],
     )  # fmt: skip
+
+
+def in_block(rows: list[slice]) -> list[Run]:
+    """Rows with their places in a block, in which they follow each other."""
+    stops = [*accumulate(map(length, rows))]
+    return [Run(here, slice(stop - length(here), stop)) for here, stop in zip(rows, stops, strict=True)]
+
+
+def within(of_call: Run, runs: list[Run]) -> list[Run]:
+    """What a run of a packed call has of gathered keys, with places in the call."""
+    found = []
+    for here, there in runs:
+        start, stop = max(of_call.here.start, there.start), min(of_call.here.stop, there.stop)
+        if start < stop:
+            moved, placed = here.start - there.start, of_call.there.start - of_call.here.start
+            found.append(Run(slice(start + moved, stop + moved), slice(start + placed, stop + placed)))
+    return found
 
 
 def chunks_of(heads: int, kv_heads: int, rows: Placement, keys: Placement, needed: Placement) -> list[slice]:
@@ -83,23 +107,3 @@ def chunk_of(whole: Whole, needed: Placement, rank: int, heads: int, kv_heads: i
     settings = parts.settings_of_heads(whole.settings, of_q.start, heads)
     calls = calls_of(whole._replace(settings=settings, keys=needed), rank, rank)
     return Chunk(each, of_q, calls._replace(keys_in_order=True) if isinstance(calls, PackedParts) else calls)
-
-
-def sources_of(rank: int, shared: list[list[tuple[slice, slice]]], calls: Calls) -> list[Source]:
-    """The sources of the keys of calls, which packed ones may have several times."""
-    found: list[tuple[slice, Source]] = []  # by gathered rows
-    for owner, pairs in enumerate(shared):
-        before = 0  # rows of the owner's block
-        for here, there in pairs:
-            length = here.stop - here.start
-            found.append((there, Source(owner, here if owner == rank else slice(before, before + length))))
-            before += length
-    found.sort(key=lambda pair: pair[0].start)
-    if not isinstance(calls, PackedParts):
-        return [source for _, source in found]
-    return [
-        Source(owner, slice(start - there.start + rows.start, stop - there.start + rows.start))
-        for run in calls.keys
-        for there, (owner, rows) in found
-        if (start := max(run.here.start, there.start)) < (stop := min(run.here.stop, there.stop))
-    ]

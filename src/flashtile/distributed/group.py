@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentError
+from .copies import flat_copy
 
 EXAMPLE = 'flashtile.distributed.attention(q, k, v, mesh=init_device_mesh("cuda", (2,)))'
 # The name until PyTorch 2.13, which warns of it.
@@ -63,28 +64,25 @@ class Group(NamedTuple):
 
     def exchange(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> "Exchange":
         """Begin an all-to-all: element r of `sent` goes to rank r, from which a tensor of shape r arrives."""
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        if self.handle is None:
-            return Exchange(self, sent[0].reshape(-1), None, shapes, None)
         if sent[0].dtype == torch.bool:  # which collectives need not know
             return self.exchange([x.view(torch.uint8) for x in sent], shapes)._replace(dtype=torch.bool)
-        present = [x.reshape(-1) for x in sent if x.numel() > 0] or [sent[0].reshape(-1)]
-        flat = torch.cat(present) if len(present) > 1 else present[0]
-        received = flat.new_empty(sum(sizes))
-        with self.exchanging(EXCHANGED):
-            work = dist.all_to_all_single(
-                received, flat, sizes, [x.numel() for x in sent], group=self.handle, async_op=True
-            )
-        return Exchange(self, received, flat, shapes, work)
+        arriving = [torch.Size(shape).numel() for shape in shapes]
+        return Exchange(self.all_to_all(flat_copy(sent), [x.numel() for x in sent], arriving), shapes)
 
-    def pass_on(self, sent: Tensor, size: int, distance: int = 1) -> "Passing":
+    def pass_on(self, sent: Tensor, size: int, distance: int = 1) -> "Transfer":
         """Begin to pass a flat tensor on to a rank ahead, while one of `size` elements arrives from as far behind."""
-        sizes = [0] * self.size, [0] * self.size
-        sizes[0][(self.rank - distance) % self.size], sizes[1][(self.rank + distance) % self.size] = size, sent.numel()
-        received = sent.new_empty(size)
+        leaving, arriving = [0] * self.size, [0] * self.size
+        leaving[(self.rank + distance) % self.size], arriving[(self.rank - distance) % self.size] = sent.numel(), size
+        return self.all_to_all(sent, leaving, arriving)
+
+    def all_to_all(self, sent: Tensor, leaving: list[int], arriving: list[int]) -> "Transfer":
+        """Begin to send each rank its elements of a flat tensor, one rank after another, and to receive theirs."""
+        if self.handle is None:
+            return Transfer(self, sent, sent, None)
+        received = sent.new_empty(sum(arriving))
         with self.exchanging(EXCHANGED):
-            work = dist.all_to_all_single(received, sent, *sizes, group=self.handle, async_op=True)
-        return Passing(self, received, sent, work)
+            work = dist.all_to_all_single(received, sent, arriving, leaving, group=self.handle, async_op=True)
+        return Transfer(self, received, sent, work)
 
 
 class Gathering(NamedTuple):
@@ -101,8 +99,8 @@ class Gathering(NamedTuple):
         return self.whole
 
 
-class Passing(NamedTuple):
-    """A tensor on its way to another rank, and the one that arrives."""
+class Transfer(NamedTuple):
+    """Elements on their way to other ranks, and those that arrive."""
 
     group: Group
     received: Tensor
@@ -110,26 +108,22 @@ class Passing(NamedTuple):
     work: Any
 
     def wait(self) -> Tensor:
-        with self.group.exchanging(EXCHANGED):
-            self.work.wait()
+        if self.work is not None:
+            with self.group.exchanging(EXCHANGED):
+                self.work.wait()
         return self.received
 
 
 class Exchange(NamedTuple):
     """An all-to-all under way."""
 
-    group: Group
-    received: Tensor
-    sent: Tensor | None  # alive until the exchange ends
+    transfer: Transfer
     shapes: list[tuple[int, ...]]
-    work: Any
     dtype: torch.dtype | None = None  # of the results, if it is another one of one byte
 
     def wait(self) -> list[Tensor]:
-        if self.work is not None:
-            with self.group.exchanging(EXCHANGED):
-                self.work.wait()
-        received = self.received if self.dtype is None else self.received.view(self.dtype)
+        received = self.transfer.wait()
+        received = received if self.dtype is None else received.view(self.dtype)
         parts = received.split([torch.Size(shape).numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 

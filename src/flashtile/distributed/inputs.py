@@ -18,6 +18,11 @@ from .visible import Document
 
 VARLEN_EXAMPLE = "flashtile.distributed.attention_varlen(q, k, v, [0, 700, 1024], mesh=mesh)"
 
+DEFAULTS: dict[str, Any] = {
+    "causal": False, "window": None, "attention_chunk": None, "scale": None, "softcap": None, "score_mod": None,
+    "dropout_p": 0.0, "dropout_seed": None, "deterministic": None, "backend": "auto",
+}  # fmt: skip
+
 
 def normalized(tensors: dict[str, Any], keywords: dict[str, Any]) -> Call:
     """A rank's call of its own rows, before it is known which of all rows those are."""

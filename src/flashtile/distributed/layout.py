@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from .copies import join_rows
 
 Kind = Literal["contiguous", "zigzag", "chunks", "balanced"]
 NAMES = "contiguous", "zigzag", "chunks"  # of layouts that follow from lengths
@@ -162,7 +163,7 @@ class Placement(NamedTuple):
             for p, first in self.local(rank)
         ]
         pieces.sort(key=lambda pair: pair[0])
-        return torch.cat([x for _, x in pieces] or [shards[0].narrow(dim, 0, 0)], dim)
+        return join_rows([x for _, x in pieces] or [shards[0].narrow(dim, 0, 0)], dim)
 
 
 def joined(pieces: list[Piece]) -> tuple[Piece, ...]:

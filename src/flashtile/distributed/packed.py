@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..call.call import Call, Settings, Tensors
 from ..call.window import Window
+from .copies import join_rows
 from .parts import Whole, find_parts
 
 MAX_COPIES = 2  # of keys that several parts see
@@ -29,8 +30,6 @@ class PackedParts(NamedTuple):
         cu_seqlens_k: those of keys.
         rows: runs of its rows, in the order of the call.
         keys: runs of its keys, of which several may have the same ones.
-        all_keys: runs that have each of the owner's keys once, in ascending order; none if a key is in no run.
-        other_keys: the other runs of keys.
         settings: those of the call.
         keys_in_order: whether tensors have the keys of the call, not those of an owner.
     """
@@ -39,8 +38,6 @@ class PackedParts(NamedTuple):
     cu_seqlens_k: tuple[int, ...]
     rows: tuple[Run, ...]
     keys: tuple[Run, ...]
-    all_keys: tuple[Run, ...]
-    other_keys: tuple[Run, ...]
     settings: Settings
     keys_in_order: bool = False
 
@@ -48,10 +45,16 @@ class PackedParts(NamedTuple):
         """The call, of a rank's rows and an owner's keys `[1, H, S, D]`."""
         device = t.q.device
         q = tokens(t.q, self.rows)
-        k, v = (x[0].transpose(0, 1) if self.keys_in_order else tokens(x, self.keys) for x in (t.k, t.v))
+        k, v = (tokens(x, self.gathered_keys) for x in (t.k, t.v))
         of_q, of_k = offsets(self.cu_seqlens_q, device), offsets(self.cu_seqlens_k, device)
         packed = t._replace(q=q, k=k, v=v, cu_seqlens_q=of_q, cu_seqlens_k=of_k, sinks=None)
         return Call(packed, self.settings)
+
+    @property
+    def gathered_keys(self) -> tuple[Run, ...]:
+        """The runs of the keys that tensors have."""
+        everything = slice(0, self.cu_seqlens_k[-1])
+        return (Run(everything, everything),) if self.keys_in_order else self.keys
 
     def rows_of(self, x: Tensor | None) -> Tensor | None:
         """The rows of out or its gradient `[1, H, S, D]`, or of lse `[1, H, S]`, in the packed call."""
@@ -77,10 +80,7 @@ def packed_parts(whole: Whole, rank: int, owner: int) -> PackedParts | None:
     rows, keys = [p.rows for p in found], [p.keys for p in found]
     settings = whole.settings._replace(max_seqlen_q=max(map(length, rows)), max_seqlen_k=max(map(length, keys)))
     of_q, of_k = (tuple(accumulate(map(length, x), initial=0)) for x in (rows, keys))
-    of_keys = runs(keys, of_k)
-    return PackedParts(
-        of_q, of_k, runs(rows, of_q), of_keys, *all_and_others(of_keys, whole.keys.rows(owner)), settings
-    )
+    return PackedParts(of_q, of_k, runs(rows, of_q), runs(keys, of_k), settings)
 
 
 def length(x: slice) -> int:
@@ -98,32 +98,13 @@ def runs(ranges: list[slice], starts: tuple[int, ...]) -> tuple[Run, ...]:
     return tuple(found)
 
 
-def all_and_others(of: tuple[Run, ...], num_rows: int) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """Cut runs into those that have each of all rows once, in ascending order, and the others. If a row is in no run,
-    all runs are others.
-    """
-    edges = sorted({n for run in of for n in (run.here.start, run.here.stop)} | {0, num_rows})
-    first: dict[tuple[int, int], Run] = {}
-    later: list[Run] = []
-    for run in of:
-        moved = run.there.start - run.here.start
-        for start, stop in pairwise(n for n in edges if run.here.start <= n <= run.here.stop):
-            cut = Run(slice(start, stop), slice(start + moved, stop + moved))
-            if first.setdefault((start, stop), cut) is not cut:
-                later.append(cut)
-    if len(first) < len(edges) - 1:
-        return (), of
-    return tuple(first[pair] for pair in pairwise(edges)), tuple(later)
-
-
 def tokens(x: Tensor, of: tuple[Run, ...]) -> Tensor:
     """`[T, H, D]` from `[1, H, S, D]`."""
     return joined(x[0].transpose(0, 1), of, 0)
 
 
 def joined(x: Tensor, of: tuple[Run, ...], dim: int) -> Tensor:
-    found = [x.narrow(dim, run.here.start, length(run.here)) for run in of]
-    return torch.cat(found, dim) if len(found) > 1 else found[0]
+    return join_rows([x.narrow(dim, run.here.start, length(run.here)) for run in of], dim)
 
 
 @functools.lru_cache(maxsize=256)

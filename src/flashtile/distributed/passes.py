@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..call.call import Call, Tensors, differentiable_positions
 from ..dispatch.operators import operators_of
-from .packed import PackedParts, Run, joined, packed_parts
+from .packed import PackedParts, Run, packed_parts
 from .parts import Part, Whole, parts
 from .sums import RowResults, RowSum
 
@@ -90,11 +90,10 @@ def backward(calls: Calls, tensors: Tensors, saved: Saved, sums: Sums) -> None:
         assert out is not None
         assert lse is not None
         gradients = operators_of(call).differentiate(needs, out, lse, dout, dlse, call)
-        of_keys = calls.all_keys, calls.other_keys
-        for total, runs, gradient in zip(sums.rows, (((), calls.rows), of_keys, of_keys), gradients[:3], strict=True):
-            if total is not None:
-                assert gradient is not None
-                add_packed(total, *runs, gradient)
+        of_keys = calls.gathered_keys
+        for total, runs, gradient in zip(sums.rows, (calls.rows, of_keys, of_keys), gradients[:3], strict=True):
+            for run in runs if total is not None else ():
+                add_rows(total, run.here, None if gradient is None else dense(gradient, run))
         return
     for part in calls:
         call, totals = Call(part.of(tensors), part.settings), part.without_rows(sums.others).flat()
@@ -107,14 +106,6 @@ def backward(calls: Calls, tensors: Tensors, saved: Saved, sums: Sums) -> None:
             if other is not None:
                 assert gradient is not None
                 other.add_(gradient)
-
-
-def add_packed(total: RowSum, everything: tuple[Run, ...], others: tuple[Run, ...], gradient: Tensor) -> None:
-    """Add the gradient `[T, H, D]` of a packed call: runs that have all rows, and others."""
-    if everything:
-        total.add(slice(0, total.covered.length), joined(gradient, everything, 0).transpose(0, 1)[None])
-    for run in others:
-        total.add(run.here, dense(gradient, run))
 
 
 def dense(x: Tensor, run: Run) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..call.call import Tensors
 from ..call.problem import accumulation_dtype
 from . import parts, passes
+from .copies import flat_copy
 from .group import Group
 from .parts import Whole
 from .passes import Saved, Sums
@@ -45,10 +46,6 @@ class Travelers:
         return {"k": k.view(shapes[0]), "v": v.view(shapes[1])}
 
 
-def flat(k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([k.reshape(-1), v.reshape(-1)])
-
-
 def forward(whole: Whole, tensors: Tensors, group: Group) -> tuple[Tensor, Tensor]:
     """`out` in the accumulation dtype, or in q's after one part, and `lse`: this rank's rows over all ranks' keys."""
     k, v, steps = tensors.k, tensors.v, parts.steps_of(whole, group.size)
@@ -56,7 +53,7 @@ def forward(whole: Whole, tensors: Tensors, group: Group) -> tuple[Tensor, Tenso
     if steps == 1:
         passes.forward(passes.calls_of(whole, group.rank, group.rank), tensors, results)
         return results.result()
-    travelers, here = Travelers(k, v, whole, group), flat(k, v)
+    travelers, here = Travelers(k, v, whole, group), flat_copy([k, v])
     for step in range(steps):
         last = step == steps - 1
         transfer = None if last else group.pass_on(here, travelers.size(step + 1))
@@ -79,7 +76,7 @@ def backward(
         dk, dv = (RowSum(x.shape[2], partial(torch.empty_like, x, dtype=dtype)) for x in (k, v))
         passes.backward(passes.calls_of(whole, group.rank, group.rank), tensors, saved, Sums(dq, dk, dv, others))
         return None if dq is None else dq.result(), dk.result(), dv.result()
-    travelers, here, arriving = Travelers(k, v, whole, group), flat(k, v), None
+    travelers, here, arriving = Travelers(k, v, whole, group), flat_copy([k, v]), None
     mine = here
     for step in range(steps):
         last = step == steps - 1

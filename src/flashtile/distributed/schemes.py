@@ -19,14 +19,14 @@ from .visible import Document
 from .work import Visible
 
 LOAD_SECONDS = 0.5  # of each pass, on a GPU, whose clock falls under load
-MEASURED: dict[str, Rates] = {}  # by type of device
+MEASURED: list[tuple[str, frozenset[int], Rates]] = []  # types of device and the ranks that measured, the latest first
 
 
 def scheme_of(scheme: str, mesh: DeviceMesh, work: Workload) -> str:
     """The scheme by its name, or the one that "auto" takes."""
     accepted = accepted_schemes(tuple(mesh.shape), work.heads)
     if scheme == "auto" and accepted:
-        return fastest_scheme(tuple(mesh.shape), work, rates_of(mesh.device_type))
+        return fastest_scheme(tuple(mesh.shape), work, rates_of(mesh))
     if scheme not in accepted:
         names = " or ".join(map(repr, ["auto", *accepted])) if accepted else f"heads that {mesh.shape[-1]} divides"
         raise ArgumentError("scheme", scheme, f"for {work.heads} query heads on this mesh, {names}", EXAMPLE)
@@ -42,13 +42,25 @@ def fastest_scheme(mesh: tuple[int, ...], work: Workload, rates: Rates) -> str:
 
 def predictions(mesh: DeviceMesh, work: Workload) -> list[Simulation]:
     """The predictions of all schemes that the mesh has."""
-    rates = rates_of(mesh.device_type)
+    rates = rates_of(mesh)
     return [predict(name, tuple(mesh.shape), work, rates) for name in accepted_schemes(tuple(mesh.shape), work.heads)]
 
 
-def rates_of(device_type: str) -> Rates:
-    """The measured rates of a type of device, or those of a table."""
-    return MEASURED.get(device_type) or RATES.get(device_type) or RATES["cuda"]
+def rates_of(mesh: DeviceMesh) -> Rates:
+    """The rates that all ranks of a mesh have measured together last, on this mesh or a larger one; else those of a
+    table. So all of them have the same, and choose the same scheme.
+    """
+    if MEASURED:
+        ranks = ranks_of(mesh)
+        for device_type, measured, rates in MEASURED:
+            if device_type == mesh.device_type and measured >= ranks:
+                return rates
+    return RATES.get(mesh.device_type) or RATES["cuda"]
+
+
+@functools.lru_cache(maxsize=64)
+def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
 
 
 def workload_of(call: Call, rows: Layout, keys: Layout, documents: tuple[Document, ...] | None) -> Workload:
@@ -62,7 +74,8 @@ def workload_of(call: Call, rows: Layout, keys: Layout, documents: tuple[Documen
 
 
 def measure_rates(mesh: DeviceMesh, *, num_bytes: int = 2**26, dtype: torch.dtype = torch.bfloat16) -> Rates:
-    """Measure the rates of a mesh's links and of attention on its ranks, which "auto" and `explain` take from then on.
+    """Measure the rates of a mesh's links and of attention on its ranks, which "auto" and `explain` take from then on,
+    for this mesh and for those of some of its ranks.
 
     All ranks must take part, and have the same rates afterwards: those of the slowest. It waits for the devices.
 
@@ -90,8 +103,16 @@ def measure_rates(mesh: DeviceMesh, *, num_bytes: int = 2**26, dtype: torch.dtyp
     links = [num_bytes / max(seconds_of_transfer(group, buffer) - latency, 1e-9) for group in groups]
     rates = torch.tensor([*attention_rates(device, dtype), memory(device), -latency, *links], dtype=torch.float64)
     forward, backward, copies, latency, *links = torch.stack(grid.gather(rates)).amin(dim=0).tolist()
-    MEASURED[mesh.device_type] = found = Rates(forward, tuple(links), -latency, backward, copies)
+    found = Rates(forward, tuple(links), -latency, backward, copies)
+    remember(mesh, found)
     return found
+
+
+def remember(mesh: DeviceMesh, rates: Rates) -> None:
+    """Put the rates of a mesh first, in place of those of as many or fewer of its ranks."""
+    ranks = ranks_of(mesh)
+    MEASURED[:] = [x for x in MEASURED if x[0] != mesh.device_type or not x[1] <= ranks]
+    MEASURED.insert(0, (mesh.device_type, ranks, rates))
 
 
 def seconds_of_transfer(group: Group, x: Tensor) -> float:

@@ -18,7 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import private_torch
 from ..api.attention import attention
 from ..call import sharding
+from ..call.eager import PLAIN
 from ..errors import AttentionError
+from . import compiled
+from .calls import Placing
+from .inputs import DEFAULTS
 
 _lock = threading.Lock()
 _count = 0
@@ -96,10 +100,12 @@ def run(
     scale: float | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    return attention(
-        query, key, value,
-        causal="top_left" if is_causal else False, scale=scale, bias=bias, dropout_p=dropout_p, return_lse=True,
-    )  # fmt: skip
+    given: dict[str, Any] = {"causal": "top_left" if is_causal else False, "scale": scale, "dropout_p": dropout_p}
+    if type(query) in PLAIN:
+        return attention(query, key, value, bias=bias, return_lse=True, **given)
+    # A trace below Dynamo, which has no guard for the context: its graph looks at it.
+    tensors = {"q": query, "k": key, "v": value, "mask": None, "bias": bias, "alibi_slopes": None, "sinks": None}
+    return compiled.run(tensors, DEFAULTS | given, Placing(compiled.IN_CONTEXT, "contiguous", "auto", None, False))
 
 
 def backward_of(operator: str) -> Callable[..., Any]:

@@ -192,11 +192,11 @@ class Keys:
         self.visited = work.visible.of_ranks(self.rows, self.keys, BLOCK) * of_head  # with what tiles hide
         self.needed, self.once = needed_keys(*work.visible[:2], self.rows, self.keys.length)
         self.itemsize, self.summed = work.itemsize, max(work.itemsize, 4)  # bytes, of inputs and of sums
-        self.returned = self.itemsize if self.once else self.summed  # of gathered keys' gradients
         each = work.batch * self.kv_heads * width
         self.sent = sent_keys(self.keys, self.needed) * each  # [owners, ranks]
         self.num_own, self.num_needed = (each * x.most for x in (self.keys, self.needed))
         self.num_q, self.num_out = (work.batch * heads * self.rows.most * n for n in (work.head_dim, work.head_dim_v))
+        self.packed = len(work.visible.documents) > 1
         self.one_piece = all(len(pieces) < 2 for pieces in self.rows.by_rank)
         self.chunks = len(chunks_of(heads, self.kv_heads, self.rows, self.keys, self.needed))
 
@@ -234,7 +234,7 @@ def gather_pass(call: Keys, seconds: Tensor, rates: Rates, *, backward: bool) ->
     """Each chunk of heads computes while the next one arrives and the gradients of the one before leave; the arguments
     are those of `ring_pass`.
     """
-    chunks, arriving, leaving = call.chunks, call.sent * call.itemsize, call.sent.T * call.returned * backward
+    chunks, arriving, leaving = call.chunks, call.sent * call.itemsize, call.sent.T * call.itemsize * backward
 
     def transfer(sent: Tensor) -> float:
         """The time of the busiest rank, which sends and receives at once."""
@@ -243,12 +243,16 @@ def gather_pass(call: Keys, seconds: Tensor, rates: Rates, *, backward: bool) ->
     computed = float(seconds.sum(dim=1).max()) / chunks
     first, last = transfer(arriving), transfer(leaving)
     overlapped = sum(max(computed, first * (n + 1 < chunks) + last * (n > 0)) for n in range(chunks))
-    busiest = float(call.sent.sum(dim=1).max())
-    copied = 2 * call.itemsize * (busiest + call.num_needed * (busiest > 0))
-    copied += 0 if call.one_piece else 2 * call.itemsize * (call.num_q if backward else call.num_out)
-    if backward and busiest > 0:
-        copied += 2 * call.returned * busiest + (2 * call.returned + call.itemsize) * call.num_own
-        copied += 0 if call.once else (call.itemsize + call.summed) * 2 * call.num_needed
+    busiest = float(torch.maximum(call.sent.sum(dim=0), call.sent.sum(dim=1)).max())
+    copied = 2 * call.itemsize * busiest  # into blocks
+    if busiest > 0 and call.one_piece:  # own keys while the first others travel
+        copied += 2 * call.itemsize * busiest
+        first = max(first, 2 * call.itemsize * call.num_own / chunks / rates.memory_bytes_per_second)
+    elif busiest > 0:
+        copied += 2 * call.itemsize * (call.num_needed + (call.num_q if backward else call.num_out) * (not call.packed))
+    if backward:
+        copied += 2 * call.itemsize * (busiest if call.one_piece else call.num_own + busiest)
+        copied += 0 if call.once or call.packed else (call.itemsize + call.summed) * 2 * call.num_needed
     total = first + overlapped + last + copied / rates.memory_bytes_per_second
     return Pass(float((arriving + leaving).sum(dim=1).max()), total)
 

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from ..call.problem import accumulation_dtype
+from .copies import copy_rows
+
+Term = tuple[slice, Tensor]
 
 
 class Covered:
@@ -65,7 +68,10 @@ class RowSum:
         total = self.total()
         for part, written in self.covered.add(rows):
             own = term[:, :, part.start - rows.start : part.stop - rows.start]
-            (total[:, :, part].add_ if written else total[:, :, part].copy_)(own)
+            if written:
+                total[:, :, part].add_(own)
+            else:
+                copy_rows(total[:, :, part], own)
 
     def total(self) -> Tensor:
         """The sum so far; rows without a term are uninitialized."""
@@ -87,25 +93,34 @@ class RowSum:
         return total
 
 
-def sum_of_terms(terms: list[tuple[slice, Tensor]], like: Tensor) -> Tensor:
-    """The sum of terms for ranges of rows, all of which are there: added in their order, and rounded once.
+def sum_of_terms(terms: list[Term], like: Tensor) -> Tensor:
+    """The sum of terms for ranges of rows; it is written into a term that has all rows, if there is one of its dtype.
 
     Args:
         terms: rows, and `[B, H, rows, D]`.
-        like: has the shape, dtype and device of the sum. Additions are in the accumulation dtype.
+        like: has the shape, dtype and device of the sum.
     """
-    length, dtype = like.shape[2], like.dtype
-    if len(terms) == 1 and terms[0][0] == slice(0, length):
-        return terms[0][1].to(dtype)
-    total = torch.empty_like(like)
-    edges = sorted({0, length, *(n for rows, _ in terms for n in (rows.start, rows.stop))})
+    everything = slice(0, like.shape[2])
+    total = next((x for rows, x in terms if rows == everything and x.dtype == like.dtype), None)
+    return write_sums(terms, torch.empty_like(like) if total is None else total)
+
+
+def write_sums(terms: list[Term], total: Tensor) -> Tensor:
+    """Write the sum of terms into `total`, which may be one of them: added in their order in the accumulation dtype,
+    and rounded once. Rows without a term are zeros.
+    """
+    edges = sorted({0, total.shape[2], *(n for rows, _ in terms for n in (rows.start, rows.stop))})
     for start, stop in pairwise(edges):
         own = [x[:, :, start - rows.start : stop - rows.start] for rows, x in terms if rows.start <= start < rows.stop]
         place = total[:, :, start:stop]
-        if len(own) < 2:
-            place.copy_(own[0]) if own else place.zero_()
-        else:
-            place.copy_(functools.reduce(torch.add, (x.to(accumulation_dtype(dtype)) for x in own)))
+        if not own:
+            place.zero_()
+        elif len(own) == 2 and own[0].dtype == own[1].dtype == total.dtype:
+            torch.add(*own, out=place)  # which is rounded once
+        elif len(own) > 1:
+            place.copy_(functools.reduce(torch.add, (x.to(accumulation_dtype(total.dtype)) for x in own)))
+        elif own[0].data_ptr() != place.data_ptr():
+            copy_rows(place, own[0])
     return total
 
 
@@ -138,7 +153,7 @@ class RowResults:
             if written:
                 merge_into(*place, out[:, :, own], lse[:, :, own])
             else:
-                place[0].copy_(out[:, :, own])
+                copy_rows(place[0], out[:, :, own])
                 place[1].copy_(lse[:, :, own])
 
     def total(self) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..call.call import Tensors
+from .copies import join_rows
 from .group import Group
 from .layout import Placement
 from .parts import heads_of
@@ -81,7 +82,7 @@ class HeadsToRows(torch.autograd.Function):
         batch, heads, _, width = x.shape
         sent = [rows.select(x, rank, 2) for rank in range(group.size)]
         shape = (batch, heads, rows.rows(group.rank), width)
-        return torch.cat(group.exchange(sent, [shape] * group.size).wait(), dim=1)
+        return join_rows(group.exchange(sent, [shape] * group.size).wait(), 1)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -30,12 +30,15 @@ class Sides(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def reach_of(formula: Formula) -> int | None:
-    """The shortest reach with the simplest formulas of both sides; `None` if they are not simpler than the formula."""
+    """The shortest reach with the simplest formulas of both sides; `None` if they are not simpler than the formula, or
+    each still loads an element for each pair: branches to them cost more than the operations that they lack.
+    """
     found, fewest = None, 2 * operations_of_pairs(formula)
     reach = 1
     while reach <= LONGEST_REACH:
-        count = sum(operations_of_pairs(x) for x in sides(formula, reach))
-        if count < fewest:
+        both = sides(formula, reach)
+        count = sum(operations_of_pairs(x) for x in both)
+        if count < fewest and not all(loads_of_pairs(x) for x in both):
             found, fewest = reach, count
         reach *= 2
     return found
@@ -51,11 +54,21 @@ def sides(formula: Formula, reach: int) -> Sides:
 
 def operations_of_pairs(formula: Formula) -> int:
     """Number of operations that depend on the query's and the key's position."""
+    return len(instructions_of_pairs(formula))
+
+
+def loads_of_pairs(formula: Formula) -> int:
+    """Number of loads among these operations."""
+    return sum(x.op == "load" for x in instructions_of_pairs(formula))
+
+
+def instructions_of_pairs(formula: Formula) -> list[Instruction]:
+    """The instructions whose results depend on the query's and the key's position."""
     inputs: list[frozenset[str]] = []
     for x in formula.program.instructions:
         own = frozenset([x.value]) if x.op == "input" else frozenset[str]()
         inputs.append(own.union(*(inputs[n] for n in x.operands)))
-    return sum(x >= PAIR for x in inputs)
+    return [x for x, of in zip(formula.program.instructions, inputs, strict=True) if of >= PAIR]
 
 
 def on_side(formula: Formula, distance: Range) -> Formula:

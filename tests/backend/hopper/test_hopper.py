@@ -14,13 +14,14 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from hopper_variants import FEW, FLOAT32, LONG, SHORT, VARIANTS, call_of_family
+from hopper_variants import BIAS_TILES, FEW, FLOAT32, LONG, SHORT, VARIANTS, call_of_family
 from offline.compiled import Compiled, compile_launch
 from offline.launches import Launch, hopper_launches_of
 
+from flashtile import MaskMod
 from flashtile.api.explain import described_call
 from flashtile.backend.hopper import float32, support, tables
-from flashtile.backend.hopper.tables import THREE_WARPGROUPS, TWO_WARPGROUPS
+from flashtile.backend.hopper.tables import ONE_WARPGROUP, THREE_WARPGROUPS, TWO_WARPGROUPS
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Pages, Problem
@@ -36,6 +37,7 @@ CHOSEN = (
     ("full", 64, LONG), ("causal", 64, LONG), ("sinks", 128, SHORT), ("packed everything 64", 64, SHORT),
     ("causal", 96, SHORT), ("causal", 96, LONG), ("packed 256", 256, SHORT),
     ("causal", 80, SHORT), ("full", 80, LONG), ("causal", 160, SHORT), ("full", 64, FEW), ("full", 128, FEW),
+    (BIAS_TILES, 32, SHORT), ("packed 64", 64, SHORT),
 )  # fmt: skip
 BACKWARD = (("causal", 64, SHORT), ("causal", 80, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
 SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("causal", 160, SHORT), ("packed 256", 256, SHORT))
@@ -51,6 +53,8 @@ ONE_OF_EACH = (  # problem, kernel, most spilled bytes of a thread
 )  # fmt: skip
 SCALED = formula_of(lambda score, b, h, q_idx, k_idx: score * 0.5)[0]
 SHOWN = formula_of(lambda b, h, q_idx, k_idx: q_idx % 8 >= k_idx % 8, role=MASK_MOD)[0]
+PADDED = formula_of(lambda b, h, q_idx, k_idx: k_idx < 70 * (b + 1), role=MASK_MOD)[0]
+OF_HEADS = formula_of(lambda b, h, q_idx, k_idx: k_idx < 70 * (h + 1), role=MASK_MOD)[0]
 ADDED = formula_of(lambda score, b, h, q_idx, k_idx: score + h)[0]
 CAPPED = formula_of(lambda score, b, h, q_idx, k_idx: 20 * torch.tanh(score / 20))[0]
 pytestmark = pytest.mark.skipif(support.unsupported() is not None, reason=f"{support.unsupported()}")
@@ -102,8 +106,10 @@ def test_auto_defers_to_other_backends() -> None:
         biased = Features(bias=(False, True, True, True))
         assert support.defers(problem(**filling | {"seqlen_q": 512, "seqlen_k": 512}), H200) is None
         assert support.defers(problem(**filling, features=biased), H200) is None
-        for changes_of_filling in ({}, {"features": biased, "seqlen_q": 128}, {"features": biased, "batch": 16}):
+        for changes_of_filling in ({"features": biased, "seqlen_q": 128}, {"features": biased, "batch": 16}):
             assert "smaller tiles" in str(support.defers(problem(**filling | changes_of_filling), H200))
+        assert support.defers(problem(**filling), H200) is None
+        assert "smaller tiles" in str(support.defers(problem(**filling), H200, Needs(True, True, True)))
         masked = Features(mask=(True, True, False, True))
         assert support.defers(problem(**narrow, features=masked), H200) is None
         assert support.defers(problem(**narrow | {"head_dim": 40}), H200) is None
@@ -182,56 +188,65 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
             return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
 
     assert chosen("full", 96, LONG, (3, 8)) is TWO_WARPGROUPS[96, 96]
-    assert chosen("full", 64, LONG, (3, 8)) is THREE_WARPGROUPS[64, 64]
-    assert chosen("full", 64, LONG) is chosen("causal", 64, LONG) is THREE_WARPGROUPS[64, 64]
     for dim in (80, 96):
         assert chosen("full", dim, LONG) is chosen("causal", dim, 2 * LONG) is THREE_WARPGROUPS[dim, dim]
         assert chosen("causal", dim, 2048) is chosen("full", dim, SHORT) is TWO_WARPGROUPS[dim, dim]
-    assert (
-        chosen("causal", 64, SHORT)
-        == chosen("window", 64, LONG)
-        == chosen("softcap", 64, LONG)
-        == TWO_WARPGROUPS[64, 64]
-    )
+    assert chosen("causal", 64, SHORT) is chosen("window", 64, LONG) is ONE_WARPGROUP[64, 64]
+    assert chosen("softcap", 64, LONG) is TWO_WARPGROUPS[64, 64]
+    assert chosen(BIAS_TILES, 32, SHORT) is ONE_WARPGROUP[32, 32]
+    assert chosen(BIAS_TILES, 64, SHORT) is TWO_WARPGROUPS[64, 64]
     assert chosen("full", 128, LONG) is TWO_WARPGROUPS[128, 128]
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "shape", "tile"),
+    ("head_dim", "shape", "causal", "tile"),
     [
-        (64, (64, 16, 257, 257), (192, 64)),
-        (64, (64, 16, 384, 384), (192, 128)),
-        (64, (64, 12, 197, 197), (128, 128)),
-        (64, (64, 16, 64, 257), (128, 128)),
-        (72, (32, 16, 256, 256), (128, 128)),
-        (72, (32, 16, 729, 729), (192, 64)),
-        (80, (64, 16, 257, 257), (192, 64)),
-        (80, (32, 16, 512, 512), (128, 128)),
-        (80, (32, 16, 577, 577), (128, 128)),
-        (80, (2, 16, 4096, 4096), (128, 128)),  # fewer whole waves
-        (128, (32, 16, 576, 576), (192, 64)),
-        (128, (32, 16, 577, 577), (128, 128)),
+        (32, (256, 8, 512, 512), False, (64, 64)),
+        (64, (390, 8, 64, 64), False, (64, 64)),
+        (64, (256, 12, 128, 128), False, (128, 128)),  # as long as the memory takes
+        (64, (256, 12, 128, 128), True, (128, 128)),
+        (64, (64, 6, 256, 256), True, (64, 64)),
+        (64, (32, 12, 384, 384), False, (192, 128)),
+        (64, (128, 12, 197, 197), False, (64, 64)),
+        (64, (64, 12, 32, 257), False, (64, 64)),
+        (64, (8, 10, 4096, 77), False, (192, 64)),
+        (64, (16, 12, 1024, 1024), True, (64, 64)),
+        (64, (1, 12, 2048, 2048), True, (128, 128)),  # fewer tiles than programs
+        (64, (2, 16, 4096, 4096), True, (192, 128)),
+        (64, (2, 16, 4096, 4096), False, (192, 128)),
+        (72, (32, 16, 256, 256), False, (128, 128)),
+        (72, (32, 16, 729, 729), False, (192, 64)),
+        (80, (64, 16, 257, 257), False, (192, 64)),
+        (80, (32, 16, 512, 512), False, (128, 128)),
+        (80, (32, 16, 577, 577), False, (128, 128)),
+        (80, (2, 16, 4096, 4096), False, (128, 128)),  # fewer whole waves
+        (128, (32, 16, 576, 576), False, (192, 64)),
+        (128, (32, 16, 577, 577), False, (128, 128)),
     ],
 )
-def test_unmasked_calls_take_the_tiles_that_waste_least(
-    head_dim: int, shape: tuple[int, int, int, int], tile: tuple[int, int]
+def test_dense_calls_take_the_fastest_tiles(
+    head_dim: int, shape: tuple[int, int, int, int], causal: bool, tile: tuple[int, int]
 ) -> None:
-    """On an H100 these were the fastest (docs/journal/2026-11-25-short-rows.md)."""
+    """Measured on an H100 (docs/journal/2026-11-25-short-rows.md, 2026-11-25-programs.md)."""
     batch, heads, rows, keys = shape
     q, k = (torch.empty(batch, heads, n, head_dim, dtype=torch.bfloat16, device="meta") for n in (rows, keys))
+    call = described_call(q, k, k, None, None, {"causal": causal})
     with mock.patch.object(tables, "compiler_version", return_value=tables.NEWEST_3WG):
-        forward = support.tile(Problem.describe(described_call(q, k, k, None, None, {})).bucketed(), H200).forward
+        forward = support.tile(Problem.describe(call).bucketed(), H200).forward
     assert (forward.block_m, forward.block_n) == tile
 
 
-def test_factors_of_heads_take_three_warpgroups() -> None:
-    """Other functions need more registers."""
+def test_factors_and_padding_take_three_warpgroups() -> None:
+    """Other functions need more registers or waste more rows; few pairs have no bits."""
 
     def chosen(**functions: object) -> object:
-        return tables.tile_config(problem(seqlen_q=LONG, seqlen_k=LONG, **functions), H200).forward
+        return tables.tile_config(problem(**{"seqlen_q": LONG, "seqlen_k": LONG} | functions), H200).forward
 
-    assert chosen() is chosen(score_mod=SCALED) is THREE_WARPGROUPS[64, 64]
-    for functions in ({"score_mod": ADDED}, {"mask_mod": SHOWN}, {"score_mod": SCALED, "mask_mod": SHOWN}):
+    filling = {"window": Window(), "num_heads_q": 64}
+    assert chosen(**filling) is chosen(score_mod=SCALED, **filling) is THREE_WARPGROUPS[64, 64]
+    assert chosen(mask_mod=PADDED) is THREE_WARPGROUPS[64, 64]
+    others = ({"score_mod": ADDED}, {"mask_mod": SHOWN}, {"mask_mod": OF_HEADS})
+    for functions in (*others, {"score_mod": SCALED, "mask_mod": PADDED}, {"mask_mod": PADDED, "seqlen_q": 1}):
         assert chosen(**functions) is TWO_WARPGROUPS[64, 64]
 
 
@@ -252,6 +267,9 @@ def test_splits_fill_the_device() -> None:
 
     assert chosen(512, 50_000)[0] >= 4
     assert chosen(4096, 77)[1] >= 4
+    unevenly = (8192, 8192, False, (7, 7))
+    assert chosen(*unevenly)[0] > 1
+    assert chosen(*unevenly, mask=MaskMod(lambda b, h, q_idx, k_idx: q_idx >= k_idx))[0] == 1  # splits have no lists
     assert chosen(4096, 4096, True, (64, 1))[1] >= 4
     assert chosen(8192, 8192, True, (32, 8)) == chosen(16384, 16384, False, (32, 32)) == (1, 1)
     long = (8192, 8192, True)

@@ -16,7 +16,7 @@ from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated, emulate
 from gluon_emulation.machine import EmulationError
 from variants import Variant, bias
 
-from flashtile.testing.case import Case
+from flashtile.testing.case import Case, MaskFunction
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
@@ -36,6 +36,7 @@ class Problem(NamedTuple):
 
 
 KEYS = torch.arange(264) % 200 < 150
+LATER = MaskFunction(lambda b, h, i, j, first: j >= first[i], (torch.arange(200) // 3,))
 PROBLEMS = {
     "one bias 64": Problem(64, (130, 264)),
     "of sequences 64": Problem(64, (257, 136), (True, True), (4, 2)),
@@ -47,6 +48,7 @@ PROBLEMS = {
     "causal 64": Problem(64, (300, 264), more=(("causal", True),)),
     "window 128": Problem(128, (200, 400), more=(("window", (90, 20)),)),
     "mask 64": Problem(64, (200, 264), more=(("mask", KEYS[None, None, None]),)),
+    "mask function 64": Problem(64, (200, 264), more=(("mask", LATER),)),
     "slopes 64": Problem(64, (140, 136), more=(("alibi_slopes", torch.tensor([0.1, 0.02])),)),
 }
 
@@ -66,10 +68,10 @@ def case_of(problem: Problem) -> Case:
 def results_of(case: Case, folder: Path = FOLDER, *, deterministic: bool = False) -> dict[str, torch.Tensor]:
     """Results of kernels that read tiles."""
     package = emulated_kernels(folder).__package__
-    tiles, lists = (importlib.import_module(f"{package}.{name}") for name in ("bias_tiles", "block_lists"))
+    tiles, lists = (importlib.import_module(f"{package}.{name}") for name in ("bias_tiles", "listed"))
     with (
         mock.patch.object(tiles, "dense_descriptor", wraps=tiles.dense_descriptor) as made,
-        mock.patch.object(lists, "LEAST_MASK_PAIRS", 0),
+        mock.patch.multiple(lists, LEAST_PAIRS=0, LEAST_MASK_PAIRS=0),
         emulated(1 if deterministic else 3, 0, folder),
         poisoned_allocation(),
     ):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_variants import LONGER, SHORT_TILES, VARIANTS, case_of, with_tiles
+from hopper_variants import LONGER, VARIANTS, case_of, with_tiles
 
 import flashtile
 from flashtile.backend.hopper import support, tables
@@ -40,7 +40,7 @@ def test_three_warpgroups(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["full 64", "packed 64", "full 128", "causal 128"])
 def test_tiles_of_short_calls(name: str) -> None:
-    check_with_tiles(name, SHORT_TILES)
+    check_with_tiles(name, tables.SHORT_3WG)
 
 
 def check_with_tiles(name: str, tiles: dict[tuple[int, int], ForwardConfig]) -> None:

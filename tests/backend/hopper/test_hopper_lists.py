@@ -17,11 +17,13 @@ from checking import dense_case
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated, emulated_kernels
 from gluon_emulation.machine import EmulationError
 from hopper_score_mods import decay, with_score_mod
+from hopper_variants import with_tiles
 from listed_masks import UNSEEN, dilated, documents, earlier, far_by_head
 
 from flashtile import MaskMod, mask_mods, score_mods
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu.replay import Recorder
+from flashtile.backend.hopper.tables import THREE_WARPGROUPS
 from flashtile.call.call import Tensors
 from flashtile.expression.blocks import FULL, SUMMARY_BLOCK
 from flashtile.testing.case import Case, MaskFunction
@@ -30,7 +32,7 @@ from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-LIST_KERNELS = {"mask_states_kernel", "visible_blocks_kernel", "key_lists_kernel"}
+LIST_KERNELS = {"mask_states_kernel", "visible_blocks_kernel", "key_lists_kernel", "pair_bits_kernel"}
 IDS = torch.repeat_interleave(torch.tensor([3, 8, 9, 4]), torch.tensor([130, 71, 180, 219]))
 
 
@@ -72,10 +74,14 @@ def case_of(problem: Problem) -> Case:
     return replace(case, arguments=case.arguments | {"mask": problem.mask, "window": problem.window}, description="")
 
 
-def run(case: Case, problem: Problem, folder: Path = FOLDER, *, reads_mask: bool = True) -> dict[str, Tensor]:
-    """Results with lists of blocks; a mask that is a tensor is read for them, once."""
+def run(
+    case: Case, problem: Problem, folder: Path = FOLDER, *, reads_mask: bool = True, bits: bool = True
+) -> dict[str, Tensor]:
+    """Results with lists of blocks; a mask that is a tensor is read for them, once. With `bits`, those of pairs if the
+    mask is the same for all heads.
+    """
     package = str(emulated_kernels(folder).__package__)
-    lists = importlib.import_module(f"{package}.block_lists")
+    lists = importlib.import_module(f"{package}.listed")
     cores = 1 if problem.deterministic else 3  # one program waits forever for what it takes later
     with (
         mock.patch.multiple(lists, LEAST_PAIRS=0, LEAST_MASK_PAIRS=0),
@@ -85,8 +91,17 @@ def run(case: Case, problem: Problem, folder: Path = FOLDER, *, reads_mask: bool
         results = case.run("hopper", deterministic=problem.deterministic)
     kernels = [name for name in launched if name in LIST_KERNELS]
     states = ["mask_states_kernel"] * (reads_mask and isinstance(case.arguments["mask"], Tensor))
-    assert kernels == [*states, "visible_blocks_kernel", "visible_blocks_kernel", "key_lists_kernel"]
+    of_pairs = ["pair_bits_kernel"] * (bits and has_bits(problem, case))
+    of_rows, of_keys = ["visible_blocks_kernel", *of_pairs], ["visible_blocks_kernel", "key_lists_kernel", *of_pairs]
+    assert kernels == [*states, *of_rows, *of_keys]
     return results
+
+
+def has_bits(problem: Problem, case: Case) -> bool:
+    """Whether pairs of partly visible blocks are bits: of masks that are the same for all heads."""
+    mask = case.arguments["mask"]
+    of_heads = mask.shape[1] > 1 if isinstance(mask, Tensor) else mask.fn is far_by_head
+    return not of_heads and problem.score_mod is None
 
 
 def wrong(name: str, folder: Path = FOLDER) -> list[str]:
@@ -109,6 +124,21 @@ def solution_of(problem: Problem) -> dict[str, Expected]:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_within_the_bound(name: str) -> None:
     assert wrong(name) == []
+
+
+def test_tiles_of_three_warpgroups() -> None:
+    """Lists of 192 rows."""
+    with with_tiles(THREE_WARPGROUPS):
+        assert wrong("documents, causal 64") == []
+
+
+def test_long_calls_have_no_bits() -> None:
+    """Kernels call the mask's function where bits would take more memory."""
+    problem = PROBLEMS["documents 64"]
+    case = case_of(problem)
+    with mock.patch.object(importlib.import_module(f"{emulated_kernels().__package__}.listed"), "MOST_BITS", 0):
+        results = run(case, problem, bits=False)
+    assert [str(x) for x in compare(results, case, solution_of(problem)) if not x.ok] == []
 
 
 @pytest.mark.parametrize(
@@ -171,7 +201,7 @@ def test_a_score_mod_with_a_mask_that_is_a_tensor_has_no_lists() -> None:
     """Kernels with lists take the blocks of a score_mod in the order of lists, not by distance."""
     mask = torch.ones(1, 1, 300, 300, dtype=torch.bool)
     q = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
-    lists = importlib.import_module(f"{emulated_kernels().__package__}.block_lists")
+    lists = importlib.import_module(f"{emulated_kernels().__package__}.listed")
     with mock.patch.object(lists, "LEAST_MASK_PAIRS", 0):
         for arguments, found in (({}, True), ({"score_mod": score_mods.alibi(torch.rand(2))}, False)):
             call = described_call(q, q, q, None, None, {"mask": mask, **arguments})
@@ -202,6 +232,7 @@ MASKS = {
 }
 
 
+BLOCK_M = 24  # no power of two
 WINDOWS: dict[str, dict[str, Any]] = {
     "documents": {"causal": True},
     "by head": {"window": (50, 20)},
@@ -215,16 +246,23 @@ def test_kernels_list_what_torch_operations_list(name: str) -> None:
     """With a window too, for some masks."""
     q, k = torch.empty(2, 4, 203, 64, dtype=torch.bfloat16), torch.empty(2, 2, 211, 64, dtype=torch.bfloat16)
     call = described_call(q, k, k, None, None, {"mask": MASKS[name], **WINDOWS.get(name, {})})
-    lists = importlib.import_module(f"{emulated_kernels().__package__}.block_lists")
+    lists, listed = (
+        importlib.import_module(f"{emulated_kernels().__package__}.{x}") for x in ("block_lists", "listed")
+    )
 
     def found() -> list[Tensor]:
         recorder = Recorder(call.inputs)
         own = call._replace(tensors=Tensors.from_flat(recorder.inputs))
-        results = [lists.row_lists(recorder, own, 16, 32, None)]
-        results += [lists.key_lists(recorder, own, 16, 32, None, first_key_first=first) for first in (False, True)]
+        results = [lists.row_lists(recorder, own, BLOCK_M, 32, None)]
+        results += [lists.key_lists(recorder, own, BLOCK_M, 32, None, first_key_first=first) for first in (False, True)]
         return [pointers["lists"] for pointers, _ in results]
 
-    with mock.patch.multiple(lists, LEAST_PAIRS=0, POSITIONS=64), emulated() as launched, poisoned_allocation():
+    with (
+        mock.patch.object(listed, "LEAST_PAIRS", 0),
+        mock.patch.multiple(lists, POSITIONS=64, has_pair_bits=lambda _: False),
+        emulated() as launched,
+        poisoned_allocation(),
+    ):
         by_kernels = found()
         assert launched == ["visible_blocks_kernel", *["visible_blocks_kernel", "key_lists_kernel"] * 2]
         with mock.patch.object(lists, "visibility_function", return_value=None):
@@ -235,6 +273,56 @@ def test_kernels_list_what_torch_operations_list(name: str) -> None:
         assert x.shape == y.shape
         assert torch.equal(x[:1, ..., :1], y[:1, ..., :1])
         assert torch.equal(torch.where(exists, x[..., 1:], 0), torch.where(exists, y[..., 1:], 0))
+
+
+# Bits of pairs --------------------------------------------------------------------------------------------------------
+
+PARENTS = torch.tensor([-1, *((n - 1) // 3 for n in range(1, 260))])
+ENDS = (torch.arange(211) // 40 * 40 + 60).clamp(max=203).int()
+WITH_BITS = {name: mod for name, mod in MASKS.items() if name != "by head"} | {
+    "tree": mask_mods.tree(PARENTS),
+    "flashmask": mask_mods.flashmask(ENDS[None, None, :, None], causal=True),
+}
+
+
+@pytest.mark.parametrize("name", WITH_BITS)
+def test_lists_and_bits_are_the_mask(name: str) -> None:
+    """Blocks that are not listed are hidden, and bits are those of the pairs; of rows, and of keys."""
+    mod = WITH_BITS[name]
+    q, k = torch.empty(2, 1, 203, 64, dtype=torch.bfloat16), torch.empty(2, 1, 211, 64, dtype=torch.bfloat16)
+    call = described_call(q, k, k, None, None, {"mask": mod})
+    b, i, j = torch.arange(2)[:, None, None], torch.arange(203)[:, None], torch.arange(211)
+    visible = torch.broadcast_to(mod.fn(b, torch.tensor(0), i, j, *mod.tensors), (2, 203, 211))
+    lists, listed = (
+        importlib.import_module(f"{emulated_kernels().__package__}.{x}") for x in ("block_lists", "listed")
+    )
+    with mock.patch.object(listed, "LEAST_PAIRS", 0), emulated(), poisoned_allocation():
+        recorder = Recorder(call.inputs)
+        own = call._replace(tensors=Tensors.from_flat(recorder.inputs))
+        of_rows, _ = lists.row_lists(recorder, own, 128, 32, None)
+        of_keys, _ = lists.key_lists(recorder, own, 64, 128, None, first_key_first=True)
+    assert torch.equal(mask_of_lists(of_rows, 32, 203, 211), visible)
+    assert torch.equal(mask_of_lists(of_keys, 64, 211, 203), visible.mT)
+
+
+def mask_of_lists(pointers: dict[str, Tensor], width: int, lines: int, columns: int) -> Tensor:
+    """The pairs that lists and bits show, of lines and columns `[2, lines, columns]`."""
+    lists, bits = pointers["lists"][0, :, 0], pointers["mask_bits"]
+    shown = torch.zeros(len(lists), lines + bits.shape[3], columns + 2 * width, dtype=torch.bool)
+    for n, tiles in enumerate(lists.tolist()):
+        for tile, (length, *entries) in enumerate(tiles):
+            for position, entry in enumerate(entries[:length]):
+                x = unpacked(bits[n, tile, 1 + position], width) if entry % 2 else torch.tensor(True)
+                first_line, first_column = tile * bits.shape[3], entry // 2 * width
+                shown[n, first_line : first_line + bits.shape[3], first_column : first_column + width] = x
+    return shown[:, :lines, :columns].expand(2, -1, -1)
+
+
+def unpacked(words: Tensor, width: int) -> Tensor:
+    """Conditions `[lines, width]` of words `[lines, 4]`: a thread has two columns of every eight."""
+    places = torch.arange(width // 4)
+    x = (words[:, :, None] >> places) & 1  # [lines, threads, octets and pairs]
+    return x.unflatten(2, (-1, 2)).transpose(1, 2).flatten(1).bool()
 
 
 # Bugs -----------------------------------------------------------------------------------------------------------------
@@ -251,11 +339,17 @@ class Bug(NamedTuple):
 
 
 KERNELS, SHARED, WRITER = "kernels/visible_blocks.py", "kernels/shared/block_lists.py", "kernels/backward/dq_writer.py"
-PRODUCER = "kernels/forward/producer.py"
+PRODUCER, BITS = "kernels/forward/producer.py", "kernels/pair_bits.py"
 BUGS = (
     Bug("last entry forgotten", SHARED, "return offset, gl.load(lists.data + offset)",
         "return offset, gl.maximum(gl.load(lists.data + offset) - 1, 1)", "earlier 96"),
-    Bug("partial blocks taken for full ones", SHARED, "((entry & 1) != 0,)", "((entry & 1) > 1,)", "documents 64"),
+    Bug("partial blocks taken for full ones", SHARED, "((entry & 1) != 0,)", "((entry & 1) > 1,)",
+        "heads of groups 64"),
+    Bug("bits of the first rows for all", BITS, "num_programs, part * MMA_M", "num_programs, 0 * part", "earlier 96"),
+    Bug("rows and keys swapped", BITS, "row, key = column, line", "row, key = line, column", "earlier 96"),
+    Bug("bits of the entry before", SHARED, "= bit_words(offset, position", "= bit_words(offset, position - 1",
+        "documents 64"),
+    Bug("bits tested in cut blocks alone", SHARED, "cut | ((entry & 1) != 0)", "cut", "documents 64"),
     Bug("producer one entry behind", PRODUCER, "tile.hi - 2 - step)", "tile.hi - 1 - step)", "documents 64"),
     Bug("an empty list without a block", KERNELS, "tl.maximum(before, 1)", "before", "heads of groups 64"),
     Bug("heads of a group hide", KERNELS, "seen | ever", "ever", "heads of groups 64"),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flashtile.backend.gpu.kernel import function_under_jit
 from flashtile.backend.gpu.replay import Recorder
-from flashtile.backend.hopper import block_lists, support
+from flashtile.backend.hopper import listed, support
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case, MaskFunction
 from flashtile.testing.oracle import Expected, solve
@@ -38,7 +38,7 @@ LIST_KERNELS = ["mask_states_kernel", "visible_blocks_kernel", "key_lists_kernel
 @pytest.fixture
 def lists_for_all_calls() -> Iterator[None]:
     fast_path.forget()
-    with mock.patch.multiple(block_lists, LEAST_PAIRS=0, LEAST_MASK_PAIRS=0):
+    with mock.patch.multiple(listed, LEAST_PAIRS=0, LEAST_MASK_PAIRS=0):
         yield
     fast_path.forget()
 

@@ -72,8 +72,7 @@ class Launcher:
                 self.arguments += [None, *x.shape, *x.strides]
 
     def __call__(self, tensors: list[Tensor | None]) -> None:
-        hooks = knobs.runtime
-        if is_set(hooks.launch_enter_hook) or is_set(hooks.launch_exit_hook):
+        if hooked():
             self.by_triton(tensors)
             return
         arguments = self.arguments.copy()
@@ -90,6 +89,10 @@ class Launcher:
         self.launch(*arguments)
 
 
-def is_set(hook: Any) -> bool:
+def hooked() -> bool:
     """Whether a hook is a function, or a chain that is not empty."""
-    return hook is not None and bool(getattr(hook, "calls", True))
+    hooks = knobs.runtime
+    try:
+        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    except AttributeError:  # no chain
+        return True

@@ -8,12 +8,14 @@ steps for other tensors with the same layouts, without the work that led to them
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import private_torch
+from ...call.call import Call
 from .launch import launch, replayable
 from .pointers import Described, Layout, Part, Pointers, Slot, Slots, resolved
 from .step import Step
@@ -139,6 +141,8 @@ class Recorder:
 
     def _repeated(self, function: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
         """`function(*tensors)` in a replay."""
+        if not tensors:
+            return lambda _: function()
         slots = [self._slot(x) for x in tensors]
         return lambda known: function(*[None if slot is None else slot.resolve(known) for slot in slots])
 
@@ -160,17 +164,38 @@ class Recording:
     """Recorded steps, and where their results are."""
 
     def __init__(self, steps: list[Step], results: list[int | None]):
-        self.steps, self.results = steps, results
+        self.steps = steps
+        # -1 is the `None` behind all tensors; the last one makes a tuple of a single result, too.
+        self.results = itemgetter(*[-1 if n is None else n for n in results], -1)
 
     def __call__(self, inputs: Sequence[Tensor | None]) -> Results:
         q = inputs[0]
-        if q is not None and q.is_cuda and torch.cuda.current_device() != q.get_device():
+        if q is not None and q.is_cuda and private_torch.current_device() != q.get_device():
             with torch.cuda.device(q.device):  # Triton launches on the current device
                 return self(inputs)
         tensors = [*inputs]  # keeps them alive until the last launch: kernels know addresses only
         for step in self.steps:
             step(tensors)
-        return tuple([None if n is None else tensors[n] for n in self.results])
+        tensors.append(None)
+        return self.results(tensors)[:-1]
+
+
+class ForwardReplay(NamedTuple):
+    """A recorded forward pass of a call."""
+
+    recording: Recording
+
+    def __call__(self, call: Call) -> tuple[Tensor, Tensor]:
+        return call.keep(self.recording(call.inputs))
+
+
+class BackwardReplay(NamedTuple):
+    """A recorded backward pass of a call, from out, lse, dout and dlse. Its gradients are flat."""
+
+    recording: Recording
+
+    def __call__(self, call: Call, *rows: Tensor | None) -> Results:
+        return self.recording((*call.inputs, *rows, call.kept))
 
 
 def run(inputs: Sequence[Tensor | None], function: Callable[..., Results], *arguments: Any) -> Results:
@@ -199,12 +224,12 @@ def current_device_of(x: Tensor | None) -> Any:
 def allocation(x: Tensor) -> Step:
     """Build the step that allocates a tensor with the layout of `x` on the current device."""
     shape, strides, dtype, device = tuple(x.shape), x.stride(), x.dtype, x.device
-    allocators, name = private_torch.guards, f"_empty_strided_{device.type}"
+    allocate = private_torch.allocator(device.type)
 
     def quick(known: list[Tensor | None]) -> None:
-        known.append(getattr(allocators, name)(shape, strides, dtype))
+        known.append(allocate(shape, strides, dtype))
 
     def usual(known: list[Tensor | None]) -> None:
         known.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
-    return usual if private_torch.allocator(device.type) is None else quick
+    return usual if allocate is None else quick

@@ -2,8 +2,9 @@
 
     def visibility(b, h, q_idx, k_idx, captured): ... return (ALWAYS, EVER)
 
-for the positions of one block of rows `[M]` and of several blocks of keys `[BLOCKS, N]`. The evaluation is that of
-`expression.blocks`, on names of values in the text in place of tensors: so the rules of intervals are written once.
+for the positions of one block of rows `[M]` and of several blocks of keys `[LANES, BLOCKS, N / LANES]`. The evaluation
+is that of `expression.blocks`, on names of values in the text in place of tensors: so the rules of intervals are
+written once.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from ...expression.blocks import intervals
-from ...expression.blocks.analysis import KEY, UNIFORM, analysis
+from ...expression.blocks.analysis import UNIFORM, analysis
 from ...expression.blocks.evaluation import Environment, Evaluation
 from ...expression.blocks.intervals import Interval
 from ...expression.formula import Formula
@@ -121,19 +122,18 @@ class SymbolicEvaluation(Evaluation):
 
     def summary(self, n: int) -> Interval:
         kind, name, stage = self.instructions[n].kind, self.values[n].name, self.of.stages[n]  # type: ignore[attr-defined]
-        axis = 1 if stage == KEY else 0
         if kind == BOOL:
             if stage == UNIFORM:
                 return intervals.point(self.symbol(name, torch.bool))  # type: ignore[arg-type]
-            texts = (f"tl.{f}({name}.to(tl.int32), axis={axis}) != 0" for f in ("min", "max"))
+            texts = (f"{f}({name}.to(tl.int32)) != 0" for f in ("least", "largest"))
             return Interval(*(self.symbol(x, torch.bool) for x in texts))  # type: ignore[arg-type]
         dtype, suffix = (torch.float32, "") if kind == REAL else (torch.int64, ".to(tl.int64)")
         if stage == UNIFORM:
             return intervals.point(self.symbol(f"{name}{suffix}", dtype))  # type: ignore[arg-type]
         if kind == REAL:
-            texts = (f"{f}_real({name}, {axis})" for f in ("least", "largest"))
+            texts = (f"{f}_real({name})" for f in ("least", "largest"))
         else:
-            texts = (f"tl.{f}({name}, axis={axis}){suffix}" for f in ("min", "max"))
+            texts = (f"{f}({name}){suffix}" for f in ("least", "largest"))
         return Interval(*(self.symbol(x, dtype) for x in texts))  # type: ignore[arg-type]
 
     def cast(self, x: Interval, source: str, kind: str) -> Interval | None:

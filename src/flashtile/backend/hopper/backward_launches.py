@@ -25,14 +25,18 @@ from ..scalars import (
     window_numbers,
 )
 from . import formulas
-from .block_lists import has_lists
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table
+from .key_queue import KeyQueue, steps_of_blocks
+from .listed import has_lists
+from .scheduler_args import equal_groups
 from .tables import max_blocks
 from .tile_config import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig
 
-L2_BYTES = 40 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
-LISTED_BYTES = 24 * 2**20  # the same, of calls with lists of blocks
+L2_BYTES = 48 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
+LISTED_BYTES = 24 * 2**20  # the same, where more heads than fill the device stay there
+FEW_PARTS = 8  # of a group of heads, which run at once although their rows do not fit there
+NARROW, LONG, LONG_HEADS = 64, 8192, 4  # up to this width, programs share so many rows and keys of so many heads
 WARPS = 4
 PREPROCESS = Kernel(f"{__package__}.kernels.preprocess", "preprocess_kernel")
 
@@ -74,6 +78,7 @@ class BackwardLaunches:
         self.batch = len(self.q) if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
         self.seqlen_q, self.seqlen_k = (len(x) if self.packed else x.shape[2] for x in (self.q, self.k))
         self.blocks = BlockCounts.of(config, self.q, self.k, self.batch)
+        self.group = self.q.shape[1] // self.k.shape[1] // config.head_splits  # query heads that a program visits
         self.cores = describe_device(self.q.device).cores
         self.programs = min(self.cores, self.blocks.num_tiles)
         self.padded_rows = self.blocks.m_blocks * config.block_m
@@ -185,29 +190,53 @@ class BackwardLaunches:
         heads_k = self.k.shape[1]
         return {
             **self.common_scalars(),
+            "group": self.group,
             "num_tiles": self.blocks.num_tiles,
             "num_blocks": self.blocks.n_blocks,
-            "total_heads": self.batch * heads_k,
+            "total_heads": self.heads,
             "l2_swizzle": 0 if self.packed else self.l2_swizzle(bytes_per_row),
             "num_heads_k": heads_k,
         }
 
     def l2_swizzle(self, bytes_per_row: int) -> int:
-        """Key heads that are scheduled together.
+        """Key heads that are scheduled together, or parts of their groups.
 
         One group just fills the device, so that programs that wait for each other start together; few rows, for whose
-        dq they wait, are those of several heads. With a window or a diagonal, the group also has to fit the L2 cache,
-        as its blocks of keys visit different rows. With lists, whose blocks of keys differ in length, it is all that
-        fit there, unless programs wait.
+        dq they wait, are those of several heads; so are long ones, unless the order of sums keeps programs in step.
+        With a window or a diagonal, whose blocks of keys differ in length, it fills the device twice where programs
+        need not wait, and has to fit the L2 cache, as these blocks visit different rows, unless it is a few parts of
+        one group, which share their keys; larger ones may finish earlier (`key_queue`). With lists it is all that fit
+        there, unless programs wait.
         """
-        group = self.q.shape[1] // self.k.shape[1]
         resident_heads = max(1, self.programs // self.blocks.n_blocks)
-        bytes_per_head = group * self.seqlen_q * bytes_per_row
-        if has_lists(self.call) and isinstance(self.config, FusedBackwardConfig) and not self.config.in_order:
+        bytes_per_head = self.group * self.seqlen_q * bytes_per_row
+        any_order = isinstance(self.config, FusedBackwardConfig) and not self.config.in_order
+        if has_lists(self.call) and any_order:
             return max(1, LISTED_BYTES // bytes_per_head)
         if self.call.settings.window.unlimited:
-            return max(resident_heads, self.programs // (group * self.blocks.m_blocks))
-        return max(1, min(resident_heads, L2_BYTES // bytes_per_head))
+            narrow = self.config.head_dim.width <= NARROW
+            long = narrow and any_order and min(self.seqlen_q, self.seqlen_k) >= LONG
+            several = min(LONG_HEADS, L2_BYTES // bytes_per_head) if long else 1
+            return max(several, resident_heads, self.programs // (self.group * self.blocks.m_blocks))
+        at_once = resident_heads if self.config.in_order else 2 * self.programs // self.blocks.n_blocks
+        parts = self.config.head_splits if self.config.head_splits <= FEW_PARTS else 1
+        few = equal_groups(self.heads, max(parts, min(at_once, L2_BYTES // bytes_per_head)))
+        whole = isinstance(self.config, FusedBackwardConfig) and self.config.row_splits == 1
+        return self.key_queue().heads_at_once(few, LISTED_BYTES // bytes_per_head) if any_order and whole else few
+
+    @property
+    def heads(self) -> int:
+        """Key heads of all sequences of a dense call, or parts of their groups."""
+        return self.blocks.heads // self.group
+
+    def key_queue(self) -> KeyQueue:
+        """The queue of a dense call's blocks of keys, if programs share none of their rows."""
+        return KeyQueue(self.heads, tuple(self.group * n for n in self.steps_of_blocks()), self.programs)
+
+    def steps_of_blocks(self) -> list[int]:
+        """Blocks of rows that each block of keys of a head of a dense call visits."""
+        sizes = self.config.block_m, self.config.block_n
+        return steps_of_blocks(self.call.settings, self.seqlen_q, self.seqlen_k, *sizes)
 
     def gradients_of_terms(self, needs: Needs) -> dict[str, Tensor]:
         """Requested gradients of score terms, by name."""

@@ -8,7 +8,8 @@ from ..gpu.pairs import ALIGN as PAIR_ALIGN
 from ..gpu.pairs import row_align
 from ..gpu.pointers import Described
 from .descriptors import dense_descriptor
-from .tables import BACKWARD_BIAS_STAGES, FORWARD_BIAS_STAGES
+from .listed import has_pair_bits
+from .tables import BACKWARD_BIAS_STAGES, FORWARD_BIAS_STAGES, TWO_WARPGROUPS
 from .tile_config import MMA_M, ForwardConfig, FusedBackwardConfig
 
 
@@ -16,8 +17,11 @@ def forward_tiles(call: Call, config: ForwardConfig) -> tuple[ForwardConfig, dic
     """The configuration and the pointer for a bias in tiles of a warpgroup's rows and a block of keys. Their memory is
     that of stages of keys and values.
     """
-    stages, bias = FORWARD_BIAS_STAGES.get(config.head_dim.width), call.tensors.bias
-    if stages is None or config.num_warpgroups != 2 or bias is None or not fits(call):
+    stages, bias = FORWARD_BIAS_STAGES.get((config.num_warpgroups, config.head_dim.width)), call.tensors.bias
+    if bias is not None and config.num_warpgroups == 1 and not fits(call):
+        # A warpgroup that reads the bias itself needs more registers.
+        config = TWO_WARPGROUPS[config.head_dim.width, config.head_dim_v.width].with_splits(config.splits)
+    if stages is None or bias is None or not fits(call):
         return config, {"bias_desc": None}
     config = replace(config, bias_stages=stages.bias, stages=stages.keys, q_stages=stages.queries)
     return config, {"bias_desc": Described(bias, dense_descriptor, (MMA_M, config.block_n))}
@@ -33,11 +37,12 @@ def backward_tiles(call: Call, config: FusedBackwardConfig) -> tuple[FusedBackwa
 
 
 def fits(call: Call) -> bool:
-    """Whether TMA can load the bias: numbers of 16 bits for each row and key, in aligned rows. With a softcap or a
-    score_mod, scores are computed where tiles are no longer there.
+    """Whether TMA can load the bias: numbers of 16 bits for each row and key, in aligned rows. With a softcap, a
+    score_mod or the code of a mask function, scores are computed where tiles are no longer there.
     """
     bias, settings = call.tensors.bias, call.settings
-    if bias is None or settings.softcap is not None or settings.score_mod is not None or settings.mask_mod is not None:
+    mask_code = settings.mask_mod is not None and not has_pair_bits(call)
+    if bias is None or settings.softcap is not None or settings.score_mod is not None or mask_code:
         return False
     expanded = any(n > 1 and stride == 0 for n, stride in zip(bias.shape, bias.stride(), strict=True))
     for_pairs = bias.shape[2] > 1 and bias.shape[3] > 1 and not expanded

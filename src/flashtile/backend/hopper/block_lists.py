@@ -20,14 +20,14 @@ from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..scalars import window_numbers
 from .formulas import DeviceFunction, launch_with, visibility_function
-from .tile_config import VisibleBlocksConfig
+from .listed import has_lists, has_pair_bits
+from .pair_bits import pair_bits
+from .tile_config import PairBitsConfig, VisibleBlocksConfig
 
-LEAST_PAIRS = 2**24  # of a call: computing fewer takes about as long as their lists
-LEAST_MASK_PAIRS = 2**26  # of a call with a mask that is a tensor, which takes one launch more
-MOST_PAIRS = 2**41  # offsets in lists have 32 bits
 POSITIONS = 8192  # of keys that a program looks at together
 POSITIONS_OF_THREAD = 8  # with a mask function: straight code of more waits for its instructions
 BLOCKS_AT_ONCE = 8  # of keys, in a program that reads a mask
+NO_POINTERS = {"lists": None, "mask_bits": None}
 NO_LISTS = dict.fromkeys(("stride_lists_b", "stride_lists_h", "stride_lists"))
 MASK_STATES = Kernel(f"{__package__}.kernels.visible_blocks", "mask_states_kernel")
 VISIBLE_BLOCKS = Kernel(f"{__package__}.kernels.visible_blocks", "visible_blocks_kernel")
@@ -49,44 +49,38 @@ class Grid(NamedTuple):
 def row_lists(
     recorder: Recorder, call: Call, block_m: int, block_n: int, states: Tensor | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The pointer and the scalars of the lists of blocks of rows, whose entries are blocks of keys. `states` are those
+    """The pointers and the scalars of the lists of blocks of rows, whose entries are blocks of keys. `states` are those
     of `mask_states`.
     """
     if not has_lists(call):
-        return {"lists": None}, {**NO_LISTS}
+        return {**NO_POINTERS}, {**NO_LISTS}
     source = source_of(recorder, call, block_m, block_n, states, 1)
     grid = source.grid
     lists = visible_blocks(recorder, call, source, (1, grid.batch, grid.heads, grid.rows, grid.keys + 2))
-    return {"lists": lists}, strides_of(lists)
+    return pointers_of(recorder, call, lists, PairBitsConfig(block_m, block_n, False)), strides_of(lists)
 
 
 def key_lists(
     recorder: Recorder, call: Call, block_m: int, block_n: int, states: Tensor | None, *, first_key_first: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The pointer and the scalars of the lists of blocks of keys, whose entries are blocks of rows, and of the ranks of
-    the entries: how many blocks of keys add to this block of rows before, if blocks come in this order or its inverse.
+    """The pointers and the scalars of the lists of blocks of keys, whose entries are blocks of rows, and of the ranks
+    of the entries: how many blocks of keys add to this block of rows before, if blocks come in this order or its
+    inverse.
     """
     if not has_lists(call):
-        return {"lists": None}, {**NO_LISTS, "ranks": None}
+        return {**NO_POINTERS}, {**NO_LISTS, "ranks": None}
     source = source_of(recorder, call, block_m, block_n, states, call.tensors.q.shape[1] // call.tensors.k.shape[1])
     grid = source.grid
     table = visible_blocks(recorder, call, source, (grid.batch, grid.heads, grid.rows, grid.keys + 1), table=True)
     lists = of_table(recorder, table, grid, first_key_first)
-    return {"lists": lists}, {**strides_of(lists), "ranks": lists.numel() // 2}
+    pointers = pointers_of(recorder, call, lists, PairBitsConfig(block_n, block_m, True))
+    return pointers, {**strides_of(lists), "ranks": lists.numel() // 2}
 
 
-def has_lists(call: Call) -> bool:
-    """Whether a call has lists, of the blocks that mask and window show; the kernels test the window's sides in blocks
-    that they cut. Others compute all pairs that the window shows. With lists, kernels run one function of
-    a score_mod in partly visible blocks and one in full ones, which are made with a mask function only.
-    """
-    function = call.settings.mask_mod is not None
-    mask = call.tensors.mask is not None and call.settings.score_mod is None
-    if not (function or mask) or call.layout != "dense":
-        return False
-    batch, heads, seqlen_q, _ = call.tensors.q.shape
-    least = LEAST_PAIRS if function else LEAST_MASK_PAIRS
-    return max(least, 1) <= batch * heads * seqlen_q * call.tensors.k.shape[2] <= MOST_PAIRS
+def pointers_of(recorder: Recorder, call: Call, lists: Tensor, config: PairBitsConfig) -> dict[str, Any]:
+    """The pointers of lists, and of the bits of pairs if the call has them."""
+    bits = pair_bits(recorder, call, lists, config) if has_pair_bits(call) else None
+    return {"lists": lists, "mask_bits": bits}
 
 
 def strides_of(lists: Tensor) -> dict[str, int]:

@@ -10,7 +10,7 @@ from ...expression.tabulated import tabulated
 from ..gpu.captured import needs_wide_offsets
 from ..gpu.kernel import Kernel
 from ..gpu.replay import Recorder
-from .formulas import launch_with, term_function
+from .formulas import launch_with, pair_function
 from .tile_config import DistanceTableConfig
 
 DISTANCE_TABLE = Kernel(f"{__package__}.kernels.distance_table", "distance_table_kernel")
@@ -29,7 +29,7 @@ def with_distance_table(recorder: Recorder, call: Call) -> Call:
     t, own = call.tensors, call.num_score_tensors
     heads, width = call.settings.h0 + t.q.shape[1], 2 * found.reach + 1
     table: Tensor = recorder.new(t.q.new_empty((heads, width), dtype=torch.float32))
-    function = term_function(found.term, any(needs_wide_offsets(x) for x in t.score_mod_tensors[:own]))
+    function = pair_function(found.term, any(needs_wide_offsets(x) for x in t.score_mod_tensors[:own]))
     blocks = -(-width // CONFIG.block)
     scalars = {"num_blocks": blocks, "reach": found.reach, "CONFIG": CONFIG, "num_warps": CONFIG.block // 32}
     launch_with(recorder, call, DISTANCE_TABLE, {"distance_table": table}, heads * blocks, scalars, function)

@@ -18,7 +18,7 @@ from ..gpu.replay import Recorder, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
 from . import float32
 from .bias_tiles import forward_tiles
-from .block_lists import NO_LISTS, mask_states, row_lists
+from .block_lists import NO_LISTS, NO_POINTERS, mask_states, row_lists
 from .descriptors import dense_descriptor, pages_descriptor, ragged_descriptor
 from .distance_table import with_distance_table
 from .formulas import launch, units
@@ -39,7 +39,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
     recording, results = replay.record(call.inputs, launch_forward, forward_config(plan, call), call)
-    return lambda call: call.keep(recording(call.inputs)), call.keep(results)
+    return replay.ForwardReplay(recording), call.keep(results)
 
 
 def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
@@ -62,6 +62,8 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
     lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
     if q.numel() == 0:
         return out, lse
+    call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
+    config, bias_pointers = forward_tiles(call, config)
     results = (out, lse) if config.splits == 1 else new_results(recorder, q, config)
     packed, paged = t.cu_seqlens_q is not None, t.page_table is not None
     make_descriptor = ragged_descriptor if packed else dense_descriptor
@@ -82,12 +84,10 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
         "seqused_k": recorder.contiguous(paged_seqlens(recorder, t) if paged else t.seqused_k),
         "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
     }
-    call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
     whole = config.splits == 1
     states = mask_states(recorder, call) if whole else None
     sizes = config.block_m, config.block_n
-    lists, scalars = row_lists(recorder, call, *sizes, states) if whole else ({"lists": None}, NO_LISTS)
-    config, bias_pointers = forward_tiles(call, config)
+    lists, scalars = row_lists(recorder, call, *sizes, states) if whole else (NO_POINTERS, NO_LISTS)
     programs, others = launch_scalars(call, config)
     others |= page_scalars(t)
     launch(recorder, call, FORWARD, pointers | lists | bias_pointers, programs, others | scalars)
@@ -119,8 +119,10 @@ def page_scalars(t: Tensors) -> dict[str, int | None]:
 def new_results(recorder: Recorder, q: Tensor, config: ForwardConfig) -> tuple[Tensor, Tensor]:
     """Results of the splits of a dense call, which `combine_splits` merges: out `[splits * B, H, Sq, Dv]` and lse."""
     batch, heads, seqlen_q, _ = q.shape
-    partial_out = q.new_empty(config.splits * batch, heads, seqlen_q, config.head_dim_v.width, dtype=torch.float32)
-    return recorder.new(partial_out), recorder.new(partial_out.new_empty(partial_out.shape[:-1]))
+    rows = config.splits * batch, heads, seqlen_q
+    layouts = {"out": ((*rows, config.head_dim_v.width), torch.float32), "lse": (rows, torch.float32)}
+    out, lse = recorder.workspace(q, layouts).values()
+    return out, lse
 
 
 def combine_splits(
@@ -162,7 +164,8 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
     t = call.tensors
     scheduling = scheduler_args(call, config.block_m)
     scheduling["num_tiles"] *= config.splits
-    return min(describe_device(t.q.device).cores, scheduling["num_tiles"]), {
+    programs = describe_device(t.q.device).cores * config.programs_per_core
+    return min(programs, scheduling["num_tiles"]), {
         **scheduling,
         "stride_lse": scheduling["seqlen_q"],
         **units(call),
@@ -173,4 +176,5 @@ def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, An
         "num_splits": config.splits if config.splits > 1 else None,
         "CONFIG": config.compiled,
         "num_warps": 4,
+        **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
     }

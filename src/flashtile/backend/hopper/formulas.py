@@ -29,8 +29,8 @@ CALLED = (
     "exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "in_run", "load_pairs", "load_run", "scaled_distance",
     "KEEP_NAN",
 )  # fmt: skip
-CALLED_BY_TERM = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "load_pairs", "KEEP_NAN")
-CALLED_BY_VISIBILITY = ("floordiv", "mod", "inside", "least_real", "largest_real", "KEEP_NAN")
+CALLED_BY_FORMULA = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "load_pairs", "KEEP_NAN")
+CALLED_BY_VISIBILITY = ("floordiv", "mod", "inside", "least", "largest", "least_real", "largest_real", "KEEP_NAN")
 THE_SCORE = Program((Instruction("input", REAL, value="score"),), (0,))
 
 
@@ -115,15 +115,15 @@ def visibility_function(mask: Formula, wide: bool) -> DeviceFunction | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def term_function(term: Formula, wide: bool) -> DeviceFunction:
-    """The function of a term's formula under `gluon.jit`."""
+def pair_function(formula: Formula, wide: bool) -> DeviceFunction:
+    """The function of a formula under `gluon.jit`."""
     from .kernels.shared import functions  # imports Triton
 
-    text = source_of("term", term, wide=wide, language="gl").text
-    name = f"term_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    names = {name: getattr(functions, name) for name in CALLED_BY_TERM}
+    text = source_of("formula", formula, wide=wide, language="gl").text
+    name = f"formula_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    names = {name: getattr(functions, name) for name in CALLED_BY_FORMULA}
     names |= {"__name__": functions.__name__, "gl": functions.gl}
-    function = defined(name, text.replace("term", name, 1), name, names)
+    function = defined(name, text.replace("formula", name, 1), name, names)
     return DeviceFunction(text, functions.gluon.jit(function))
 
 
@@ -150,8 +150,11 @@ def launch(
     partial: bool = False,
 ) -> None:  # fmt: skip
     """Launch a kernel for a call, with the device functions of its score_mod and mask; `partial`: also of a derivative.
-    `call.tensors` belong to the recorder; keys of its bias and mask are contiguous (`gpu.pairs`).
+    `call.tensors` belong to the recorder; keys of its bias and mask are contiguous (`gpu.pairs`). A kernel with bits
+    of a mask takes nothing else of it.
     """
+    if pointers.get("mask_bits") is not None:
+        call = call._replace(tensors=call.tensors._replace(mask=None))
     tensors = call.tensors.score_mod_tensors
     pairs = {**pair_scalars(call.tensors, row_align(call.tensors))}
     if (align := pairs.pop("pair_align")) > 1:
@@ -159,7 +162,7 @@ def launch(
     pointers = {**pointers, **pair_pointers(call.tensors), **dropout_pointers(call)}
     scalars = {**scalars, **pairs, **dropout_scalars(call)}
     formula, mask = formulas_of(call)
-    if formula is None:
+    if formula is None or pointers.get("mask_bits") is not None:
         recorder.launch(kernel, pointers, programs, {**scalars, "inputs": None})
         return
     wide = any(needs_wide_offsets(x) for x in tensors)

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ...call.call import Call, Needs, Tensors
 from ..gpu.kernel import Kernel
-from ..gpu.pointers import Described, Layout
+from ..gpu.pointers import Described, Layout, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import WARPS, BackwardLaunches
 from .bias_tiles import backward_tiles
-from .block_lists import key_lists, mask_states
+from .block_lists import has_lists, key_lists, mask_states
 from .descriptors import dq_accum_descriptor
 from .slope_gradient import add_slope_parts, new_zeros, slope_parts_shape
 from .tile_config import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
@@ -41,7 +41,16 @@ class FusedBackward(BackwardLaunches):
         self.mask_states = mask_states(recorder, self.call) if states is None else states
         self.slope_parts: Tensor | None = None
 
+    @property
+    def stores_dq(self) -> bool:
+        """Whether a single block of keys visits all rows, so that dq needs no accumulator."""
+        if self.packed or self.blocks.n_blocks != 1 or has_lists(self.call):
+            return False
+        return self.steps_of_blocks() == [self.blocks.m_blocks]
+
     def more_workspace(self) -> dict[str, Layout]:
+        if self.stores_dq:
+            return {}
         heads, width = self.config.dq_parts * self.blocks.heads, self.config.head_dim.width
         return {
             "dq_semaphore": ((heads * self.blocks.m_blocks, NUM_WARPGROUPS), torch.int32),
@@ -58,13 +67,13 @@ class FusedBackward(BackwardLaunches):
         in_fp32 = splits or chunks
         dk, dv = (self.new_splits(x) for x in (self.k, self.v)) if in_fp32 else self.new_dk_dv()
         box = (MMA_M, min(self.config.head_dim.box, DQ_COLUMNS) if in_fp32 else self.config.head_dim.box)
+        dq = self.new_dq()
         pointers = {
             **self.input_pointers(self.config.block_m),
             **self.row_stats_pointers(),
-            "dq_accum_desc": Described(self.workspace["dq_accum"], dq_accum_descriptor, (MMA_M, self.config.dq_box)),
+            **self.dq_pointers(dq),
             "dk_desc": Described(dk, self.make_descriptor, box),
             "dv_desc": Described(dv, self.make_descriptor, box),
-            "dq_semaphore": self.workspace["dq_semaphore"],
             "dslopes": self.slope_parts,
         }
         lists, list_scalars = key_lists(
@@ -76,10 +85,9 @@ class FusedBackward(BackwardLaunches):
         scalars = {
             **self.key_kernel_scalars(bytes_per_row),
             **list_scalars,
-            "group": self.q.shape[1] // self.k.shape[1] // self.config.head_splits,
             "head_splits": self.config.head_splits if splits else None,
             "row_splits": self.config.row_splits if splits and not self.config.adds_dkdv else None,
-            "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 else None,
+            "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 and not self.stores_dq else None,
             "CONFIG": config.compiled,
         }
         for chunk_lo, chunk_hi in self.chunks() if chunks else [(None, None)]:
@@ -87,7 +95,18 @@ class FusedBackward(BackwardLaunches):
             self.launch(BACKWARD, pointers | lists | bias_pointers, self.programs, scalars | chunk)
         if in_fp32:
             dk, dv = (self.add_splits(x, dx) for x, dx in zip((dk, dv), self.new_dk_dv(), strict=True))
-        return self.postprocess(), dk, dv
+        if not self.stores_dq:
+            self.postprocess(dq)
+        return dq, dk, dv
+
+    def dq_pointers(self, dq: Tensor) -> Pointers:
+        """dq itself, if the kernel stores it; else its accumulators."""
+        box = MMA_M, self.config.dq_box
+        if self.stores_dq:
+            dq_desc = Described(dq, self.make_descriptor, box)
+            return {"dq_desc": dq_desc, "dq_accum_desc": None, "dq_semaphore": None}
+        dq_accum_desc = Described(self.workspace["dq_accum"], dq_accum_descriptor, box)
+        return {"dq_desc": None, "dq_accum_desc": dq_accum_desc, "dq_semaphore": self.workspace["dq_semaphore"]}
 
     def gradients_of_terms(self, needs: Needs) -> dict[str, Tensor]:
         """The requested gradient of ALiBi slopes."""
@@ -128,9 +147,8 @@ class FusedBackward(BackwardLaunches):
         self.recorder.launch(ADD_SPLITS, {"splits": splits, "dx": dx}, num_tiles * batch * heads, scalars)
         return dx
 
-    def postprocess(self) -> Tensor:
+    def postprocess(self, dq: Tensor) -> None:
         """Launch the conversion of dq."""
-        dq = self.new_dq()
         scalars: dict[str, Any] = {
             **self.row_kernel_scalars(),
             **strides("dq", dq, ALIGN),
@@ -150,4 +168,3 @@ class FusedBackward(BackwardLaunches):
             "cu_seqlens_q": self.cu_seqlens_q,
         }
         self.recorder.launch(POSTPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
-        return dq

@@ -29,11 +29,7 @@ def record_backward(
     """As `backward`, and the function that repeats it for calls of the same layout; its gradients are flat."""
     inputs, config = (*call.inputs, out, lse, dout, dlse, call.kept), plan.tile.backward
     recording, results = replay.record(inputs, launch_backward, config, call, needs)
-
-    def repeat(call: Call, *rows: Tensor | None) -> Results:
-        return recording((*call.inputs, *rows, call.kept))
-
-    return repeat, Gradients.from_flat(results)
+    return replay.BackwardReplay(recording), Gradients.from_flat(results)
 
 
 def launch_backward(

@@ -1,10 +1,11 @@
 """Arguments of the tile scheduler for tiles of rows (`kernels.shared.tile_scheduler`)."""
 
 from ...call.call import Call
-from .block_lists import has_lists
+from .listed import has_lists
 from .tables import max_blocks
 
 L2_BYTES = 16 * 2**20  # of keys and values that stay in the L2 cache
+SIZES = 64  # of groups of heads that are compared
 
 
 def scheduler_args(call: Call, block_m: int) -> dict[str, int]:
@@ -49,12 +50,20 @@ def l2_swizzle(call: Call) -> int:
     With a window, a diagonal or lists of blocks, as many as the L2 cache holds keys and values for, since their tiles
     see different keys, and numbers of them: tiles of a few heads alone would leave programs idle at the end.
     """
-    k, v = call.tensors.k, call.tensors.v
+    q, k, v = call.tensors.q, call.tensors.k, call.tensors.v
     group = query_group(call)
     if call.settings.window.unlimited and not has_lists(call):
         return group
     bytes_per_head = room_for_keys(call) * (k.shape[-1] + v.shape[-1]) * k.element_size()
-    return group * max(1, L2_BYTES // bytes_per_head)
+    return group * equal_groups(q.shape[0] * q.shape[1] // group, max(1, L2_BYTES // bytes_per_head))
+
+
+def equal_groups(heads: int, most: int) -> int:
+    """Heads of each group, at most `most` and over half of them, so that the last group lacks the fewest: a few heads
+    whose tiles begin when all others end would leave programs idle.
+    """
+    most = min(most, heads)
+    return min(range(most, max(most // 2, most - SIZES), -1), key=lambda n: -(-heads // n) * n)
 
 
 def query_group(call: Call) -> int:

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from ...private_torch import current_raw_stream
+from ...private_torch import current_device, current_raw_stream, is_capturing
 from ...remember import remember
 from ..gpu.persistent import persistent_zeros
 
 MAX_SEMAPHORES = 256
 
-semaphores: dict[tuple[torch.device, int], Tensor] = {}
+semaphores: dict[tuple[int, int], Tensor] = {}  # by device and stream
 
 
 def tile_count_semaphore(device: torch.device, packed: bool) -> Tensor:
@@ -18,9 +18,10 @@ def tile_count_semaphore(device: torch.device, packed: bool) -> Tensor:
     Dense launches reset it on exit and share one for each stream. Packed launches, which do not reset it, and captured
     graphs, which may run at the same time as other launches, get their own.
     """
-    if packed or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if packed or device.type != "cuda" or is_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, current_raw_stream(torch.cuda.current_device()))
+    index = current_device()
+    key = (index, current_raw_stream(index))
     if (cached := semaphores.get(key)) is not None:
         return cached
     return remember(semaphores, key, persistent_zeros(device, 1), MAX_SEMAPHORES)

@@ -5,6 +5,7 @@ With few rows or keys, tiles alone leave cores idle, and programs of the backwar
 
 from ...call.device import Device
 from ...call.problem import Problem
+from .listed import expects_lists
 from .tables import keys_per_row
 from .tile_config import ForwardConfig, FusedBackwardConfig
 
@@ -22,10 +23,14 @@ MIN_UNEVEN_BLOCKS, MAX_UNEVEN_SPLITS = 16, 16  # blocks of rows, and splits of t
 
 
 def num_splits(problem: Problem, device: Device, config: ForwardConfig) -> int:
-    """The number of programs that share the keys of a tile of rows, of dense queries."""
+    """The number of programs that share the keys of a tile of rows, of dense queries. Where tiles fill the device and
+    have lists of blocks, which parts of tiles have not, it is one.
+    """
     if problem.layout == "varlen":
         return 1
     tiles = cdiv(problem.seqlen_q, config.block_m) * problem.num_heads_q * problem.batch
+    if tiles >= device.cores and expects_lists(problem):
+        return 1
     blocks = cdiv(keys_per_row(problem), config.block_n)
     rows = problem.seqlen_q * problem.num_heads_q * problem.batch
     bytes_per_split = rows * problem.head_dim_v * 8  # written and read, in fp32

@@ -64,7 +64,8 @@ class KernelClass(NamedTuple):
     def __str__(self) -> str:
         direction, layout = "backward" if self.backward else "forward", "packed" if self.packed else "dense"
         widths = f"head dimensions {self.head_dim} and {self.head_dim_v}" + ", float32" * self.float32
-        return f"{direction}, {layout}, {widths}" + (", three warpgroups" if self.num_warpgroups == 3 else "")
+        warpgroups = {1: ", one warpgroup", 3: ", three warpgroups"}.get(self.num_warpgroups, "")
+        return f"{direction}, {layout}, {widths}{warpgroups}"
 
 
 def unknown_kernels(problem: Problem, device: Device, needs: Needs | None) -> KernelClass | None:
@@ -162,8 +163,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
     return None
 
 
-def defers(problem: Problem, device: Device) -> str | None:
-    """Why `auto` leaves a supported problem to the next backend."""
+def defers(problem: Problem, device: Device, needs: Needs | None = None) -> str | None:
+    """Why `auto` leaves a supported problem to the next backend; with `needs`, its backward pass."""
     caps = problem.softcap or (isinstance(problem.score_mod, Formula) and problem.score_mod.operations & CAPS)
     if caps and widths(problem) in ONE_BOX:
         return "with a softcap up to head dimension 64, exponentials take longer than these kernels can overlap"
@@ -172,20 +173,21 @@ def defers(problem: Problem, device: Device) -> str | None:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     if head_dim <= NARROWEST:
         return f"up to head dimension {NARROWEST}, narrower kernels are faster"
-    if head_dim <= NARROW and problem.features.mask is None and wants_smaller_tiles(problem, device):
+    if head_dim <= NARROW and problem.features.mask is None and wants_smaller_tiles(problem, device, needs):
         return f"up to head dimension {NARROW} and {FEW_KEYS} keys, smaller tiles are faster"
     if is_decoding(problem):
         return "decoding a few rows is faster with keys split among programs"
     return None
 
 
-def wants_smaller_tiles(problem: Problem, device: Device) -> bool:
-    """Whether a problem of few features is short, too small to fill the device, or has features that were not measured
-    with larger tiles.
+def wants_smaller_tiles(problem: Problem, device: Device, needs: Needs | None) -> bool:
+    """Whether a problem of few features is short in backward or with a bias, too small to fill the device, or has
+    features that were not measured here.
     """
     p = problem
     others = p.features._replace(bias=None) != NO_FEATURES or p.dropout or p.score_mod or p.mask_mod
-    short = min(p.seqlen_q, p.seqlen_k) <= (SHORT if p.features.bias is None else SHORT_BIASED)
+    shortest = min(p.seqlen_q, p.seqlen_k)
+    short = needs is not None and shortest <= SHORT if p.features.bias is None else shortest <= SHORT_BIASED
     few = p.batch * p.num_heads_q * -(-p.seqlen_q // TILE_ROWS) < FEW_TILES * device.cores
     return p.seqlen_k <= FEW_KEYS and bool(short or few or others or p.layout != "dense")
 
@@ -213,6 +215,15 @@ def tile(problem: Problem, device: Device) -> "TileConfig":
     backward = replace(backward, row_splits=splits.row_splits(problem, device, backward))
     backward = replace(backward, row_chunks=splits.row_chunks(problem, backward))
     return config._replace(backward=replace(backward, dq_parts=splits.dq_parts(problem, device, backward)))
+
+
+def tile_of(kernels: KernelClass, problem: Problem, device: Device) -> "TileConfig":
+    """The problem's configurations, with the class's number of warpgroups."""
+    from . import tables
+
+    width = widths(problem)
+    assert width is not None
+    return tile(problem, device)._replace(forward=tables.forward_config(width, kernels.num_warpgroups))
 
 
 def num_splits(problem: Problem, device: Device) -> int:

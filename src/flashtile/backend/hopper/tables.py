@@ -11,6 +11,7 @@ from ...call.problem import Problem
 from ...expression import Formula
 from ...expression.scaling import is_head_factor
 from ..gpu.archive import compiler_version
+from .listed import expects_pair_bits, hides_keys
 from .tile_config import (
     DkdvConfig,
     DqConfig,
@@ -20,11 +21,14 @@ from .tile_config import (
     SplitBackwardConfig,
     TileConfig,
 )
-from .widths import ONE_BOX, widths
+from .tile_times import TimedConfig, fastest
+from .widths import ONE_BOX, WIDTHS, widths
 
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster with masks, and in packed calls
+KEYS_1WG = 2048  # keys per row from which programs of one warpgroup, which read keys most often, were not measured
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups are 4 to 7% slower at head dimension 96
 IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
+IN_ORDER_MIN_ROWS_64 = 2**15  # the same up to head dimension 64: of fewer rows, several heads share the L2 cache
 
 # Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
 D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
@@ -51,28 +55,32 @@ THREE_WARPGROUPS = {
 }
 
 
-class TimedConfig(NamedTuple):
-    """A configuration and its time, in units of that of two warpgroups for a pair of a row and a key."""
-
-    config: ForwardConfig
-    pair: float = 1.0
-    ends: float = 256  # of each row: what a tile takes besides its pairs
-
-
-# Tiles of dense calls without masks, measured on an H100 (docs/journal/2026-11-25-short-rows.md).
-UNMASKED = {
-    (32, 32): (TimedConfig(TWO_WARPGROUPS[32, 32]), TimedConfig(THREE_WARPGROUPS[32, 32], 0.82)),
+# Programs of one warpgroup share a core and fill each other's gaps. Each reads keys of its own, in short blocks.
+ONE_WARPGROUP = {
+    (32, 32): ForwardConfig(D32, D32, 32, 64, 1, 3, speculative_exps=0, programs_per_core=4),
+    (64, 64): ForwardConfig(D64, D64, 64, 64, 1, 3, speculative_exps=0, programs_per_core=3),
+}
+# Three warpgroups with 64 keys, of which short calls waste fewer.
+SHORT_3WG = {
+    (64, 64): replace(THREE_WARPGROUPS[64, 64], block_n=64),
+    (128, 128): ForwardConfig(D128, D128, 64, 64, 3, 4, 160, 32, q_stages=1, speculative_exps=0),
+}
+# Tiles of dense calls, measured on an H100 (docs/journal/2026-11-25-short-rows.md, 2026-11-25-programs.md).
+TIMED = {
+    (32, 32): (
+        TimedConfig(TWO_WARPGROUPS[32, 32]),
+        TimedConfig(THREE_WARPGROUPS[32, 32], 0.82),
+        TimedConfig(ONE_WARPGROUP[32, 32], 0.84, 240),
+    ),
     (64, 64): (
         TimedConfig(TWO_WARPGROUPS[64, 64]),
         TimedConfig(THREE_WARPGROUPS[64, 64], 0.8),
-        TimedConfig(replace(THREE_WARPGROUPS[64, 64], block_n=64), 0.99, 192),
+        TimedConfig(SHORT_3WG[64, 64], 0.99, 192),
+        TimedConfig(ONE_WARPGROUP[64, 64], 0.97, 225),
     ),
     (80, 80): (TimedConfig(TWO_WARPGROUPS[80, 80]), TimedConfig(THREE_WARPGROUPS[80, 80], 0.91)),
     (96, 96): (TimedConfig(TWO_WARPGROUPS[96, 96]), TimedConfig(THREE_WARPGROUPS[96, 96], 0.91)),
-    (128, 128): (
-        TimedConfig(TWO_WARPGROUPS[128, 128]),
-        TimedConfig(ForwardConfig(D128, D128, 64, 64, 3, 4, 160, 32, q_stages=1, speculative_exps=0)),
-    ),
+    (128, 128): (TimedConfig(TWO_WARPGROUPS[128, 128]), TimedConfig(SHORT_3WG[128, 128])),
 }
 FUSED_BACKWARD = {
     32: FusedBackwardConfig(D32, 128, 2, 240, 24, early_half_exps=True),
@@ -91,13 +99,14 @@ class BiasStages(NamedTuple):
     queries: int
 
 
-# By width, where shared memory has room for tiles of 16-bit biases.
+# By warpgroups and width, where shared memory has room for tiles of 16-bit biases.
 FORWARD_BIAS_STAGES = {
-    32: BiasStages(2, 4, 2),
-    64: BiasStages(2, 3, 2),
-    80: BiasStages(1, 2, 1),
-    96: BiasStages(1, 2, 1),
-    128: BiasStages(1, 2, 1),
+    (1, 32): BiasStages(2, 3, 2),
+    (2, 32): BiasStages(2, 4, 2),
+    (2, 64): BiasStages(2, 3, 2),
+    (2, 80): BiasStages(1, 2, 1),
+    (2, 96): BiasStages(1, 2, 1),
+    (2, 128): BiasStages(1, 2, 1),
 }
 BACKWARD_BIAS_STAGES = {32: 1, 64: 1, 80: 1, 96: 1, 128: 1}
 SPLIT_BACKWARD = {
@@ -112,42 +121,45 @@ SPLIT_BACKWARD = {
 
 def tile_config(problem: Problem, device: Device) -> TileConfig:
     """Configurations for a problem."""
-    # These need more registers than three warpgroups have.
-    score_mod = problem.score_mod
-    costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
-    masked = problem.features.mask is not None or problem.mask_mod is not None
-    features = problem.softcap or problem.features.score_terms or costly or masked or problem.dropout
     width = widths(problem)
     assert width is not None  # `support` declines others
-    fits = width in ONE_BOX or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
-    forward = TWO_WARPGROUPS[width]
-    if fits and not features and width in UNMASKED:
-        unmasked = problem.layout == "dense" and problem.window.unlimited
-        forward = fastest_tile(problem, width, device) if unmasked else masked_tile(problem, width)
+    warpgroups = warpgroups_with_room(problem, device, width)
+    counted = problem.window.unlimited or width in ONE_BOX
+    if problem.layout == "dense" and width in TIMED and counted and not is_masked(problem):
+        forward = fastest(problem, device, [x for x in TIMED[width] if x.config.num_warpgroups in warpgroups])
+    else:
+        three = 3 in warpgroups and width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem)
+        forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
     return TileConfig(with_pages(forward, problem), backward_config(problem, width))
 
 
-def fastest_tile(problem: Problem, width: tuple[int, int], device: Device) -> ForwardConfig:
-    """The tiles with the least time for a dense call without masks: whole waves of them, past the last rows and keys
-    too. Splits of many keys fill the device.
-    """
-    rows, keys = problem.fine_lengths or (problem.seqlen_q, problem.seqlen_k)
-
-    def time(timed: TimedConfig) -> float:
-        config = timed.config
-        tiles = -(-rows // config.block_m) * problem.num_heads_q * problem.batch
-        split = tiles < device.cores and keys >= MIN_KEYS_3WG
-        waves = tiles / device.cores if split else -(-tiles // device.cores)
-        padded_keys = -(-keys // config.block_n) * config.block_n
-        return waves * config.block_m * (padded_keys * timed.pair + timed.ends)
-
-    return min(UNMASKED[width], key=time).config
+def forward_config(width: tuple[int, int], num_warpgroups: int) -> ForwardConfig:
+    """The configuration of a width with a number of warpgroups."""
+    timed = (x.config for x in TIMED.get(width, ()) if x.config.num_warpgroups == num_warpgroups)
+    return next(timed, TWO_WARPGROUPS[width])
 
 
-def masked_tile(problem: Problem, width: tuple[int, int]) -> ForwardConfig:
-    """The tiles of a call with a window or of packed sequences."""
-    three = width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem)
-    return (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
+def is_masked(problem: Problem) -> bool:
+    """Whether a mask hides pairs, besides the window."""
+    return problem.features.mask is not None or problem.mask_mod is not None
+
+
+def warpgroups_with_room(problem: Problem, device: Device, width: tuple[int, int]) -> tuple[int, ...]:
+    """Numbers of a program's warpgroups that have registers for what the problem does with scores."""
+    score_mod, masked = problem.score_mod, is_masked(problem)
+    costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
+    # Three warpgroups take 0.92 of the time with padding, 0.97 to 1.05 with documents, 1.23 with a narrow window.
+    other_mask = masked and not (hides_keys(problem) and expects_pair_bits(problem))
+    other_terms = problem.features._replace(bias=None).score_terms
+    if problem.softcap or other_terms or costly or other_mask or problem.dropout:
+        return (2,)
+    one = (1,) if not masked and keys_per_row(problem) < KEYS_1WG else ()
+    if problem.features.bias is not None:
+        return (*one, 2) if width == WIDTHS[0] else (2,)
+    if masked:  # with lists, wider ones spill registers
+        return (2, 3) if width in ONE_BOX else (2,)
+    fits = width in ONE_BOX or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
+    return (*one, 2, 3) if fits else (*one, 2)
 
 
 def with_pages(config: ForwardConfig, problem: Problem) -> ForwardConfig:
@@ -175,7 +187,8 @@ def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardCo
     limited = not problem.window.unlimited
     # A mask function shows each block of keys other rows, as a diagonal does.
     # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache.
-    long = min(problem.seqlen_q, problem.seqlen_k) >= IN_ORDER_MIN_KEYS
+    min_rows = IN_ORDER_MIN_ROWS_64 if width in ONE_BOX else IN_ORDER_MIN_KEYS
+    long = problem.seqlen_q >= min_rows and problem.seqlen_k >= IN_ORDER_MIN_KEYS
     in_order = problem.deterministic or (long and not limited and problem.mask_mod is None)
     lpt = limited and (not in_order or config.block_m < config.block_n)
     return replace(config, lpt=lpt, in_order=in_order)

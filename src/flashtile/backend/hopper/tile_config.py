@@ -12,6 +12,7 @@ NUM_WARPGROUPS = 2  # consumers in backward, with 64 keys and one share of dq ea
 ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
 COMBINE_ROWS = 16  # of a program that adds up the results of splits
+REGISTERS = 2**16  # of a core
 PAGE_COLUMNS = 64  # most columns of a box in pages: those of a panel of shared memory
 
 
@@ -80,11 +81,12 @@ class ForwardConfig(Constexpr):
     block_n: int
     num_warpgroups: int
     stages: int
-    consumer_registers: int = 240
+    consumer_registers: int = 240  # of all warpgroups but the first, which takes what is left
     producer_registers: int = 24
     q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
     speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
     splits: int = 1  # of the keys of a tile; more than one write fp32 results that `combine` merges
+    programs_per_core: int = 1
     score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
     pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
     bias_stages: int = 0  # of tiles of a bias that TMA loads, set for a launch; 0 without them
@@ -95,6 +97,15 @@ class ForwardConfig(Constexpr):
     @property
     def block_m(self) -> int:
         return MMA_M * self.num_warpgroups
+
+    @property
+    def max_registers(self) -> int | None:
+        """Registers of a thread with which the programs of a core fit it; `None` for one program. The warps that do not
+        multiply count as a warpgroup, which leaves most of its registers to the others.
+        """
+        if self.programs_per_core == 1:
+            return None
+        return REGISTERS // (self.programs_per_core * 128 * (self.num_warpgroups + 1)) // 8 * 8
 
     @property
     def num_producers(self) -> int:
@@ -131,7 +142,9 @@ class ForwardConfig(Constexpr):
 
     def __str__(self) -> str:
         pages = f", pages in parts of {self.page_rows} keys" if self.page_rows else ""
-        return f"{self.block_m} x {self.block_n} ({self.num_warpgroups} warpgroups, {self.stages} stages{pages})"
+        programs = "" if self.programs_per_core == 1 else f", {self.programs_per_core} programs a core"
+        warpgroups = "1 warpgroup" if self.num_warpgroups == 1 else f"{self.num_warpgroups} warpgroups"
+        return f"{self.block_m} x {self.block_n} ({warpgroups}, {self.stages} stages{programs}{pages})"
 
 
 @dataclass(frozen=True)
@@ -177,7 +190,7 @@ class FusedBackwardConfig(Constexpr):
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
     dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
-    head_splits: int = 1  # programs that share the query heads of a block of keys
+    head_splits: int = 1  # programs that share the query heads of a block of keys, scheduled as heads of their own
     row_splits: int = 1  # programs that share its rows; `add_splits` adds their dk and dv
     row_chunks: int = 1  # launches that visit some of the rows each, and add to dk and dv in fp32
     block_n: int = 2 * MMA_M
@@ -257,7 +270,9 @@ class DkdvConfig(Constexpr):
     block_m: int = MMA_M
     block_n: int = MMA_M
     lpt: bool = True  # programs never wait for each other
+    in_order: bool = False
     dq_parts: int = 1
+    head_splits: int = 1
     splits: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
@@ -275,6 +290,23 @@ class VisibleBlocksConfig(Constexpr):
     table: bool  # for lists of blocks of keys
     row_parts: int = 1  # parts of a block that have states, of rows and of keys
     key_parts: int = 1
+    score_mod: Any = None
+
+    @property
+    def row_positions(self) -> int:
+        """Positions that stand for a tile's rows, a power of two: the last row again past them."""
+        return 1 << (self.block_m - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class PairBitsConfig(Constexpr):
+    """Kernel for the bits of pairs in partly visible blocks: tiles of `lines` rows, and blocks of `columns` keys; or of
+    keys and rows.
+    """
+
+    lines: int
+    columns: int
+    of_keys: bool
     score_mod: Any = None
 
 

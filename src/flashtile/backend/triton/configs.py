@@ -75,6 +75,7 @@ SINGLE_TF32X3 = (  # measured on an H200; wider tiles of float32 have no registe
 )
 SPLIT_DKDV = KernelConfig(64, 64, 4, 1, precision="bf16x6")  # measured on an H100
 SPLIT_DQ = KernelConfig(128, 64, 8, 2, precision="bf16x6")
+TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # of one product, measured on an H100
 SPLIT_WIDTH, SPLIT_LENGTH, SPLIT_PAIRS = 64, 256, 2**24
 ALIGNED = 16  # bytes of one asynchronous copy
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair, measured on an H200
@@ -188,10 +189,7 @@ def row_of(problem: Problem, device: Device) -> WidthConfigs:
 
 def by_tf32(tile: TileConfig) -> TileConfig:
     """The tiles for one TF32 product in place of six of bfloat16 parts."""
-    if tile.dkdv.precision != "bf16x6":
-        return tile
-    row = SINGLE_TF32X3[0]
-    return tile._replace(dkdv=row.dkdv, dq=row.dq)
+    return tile._replace(dkdv=TF32_DKDV, dq=SINGLE_TF32X3[0].dq) if tile.dkdv.precision == "bf16x6" else tile
 
 
 def splits_rows(problem: Problem, row: WidthConfigs, device: Device) -> bool:

@@ -15,10 +15,11 @@ from ..gpu import replay
 from ..gpu.block_lists import block_lists, summary
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_contiguous_keys
+from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
-from . import host_products
+from . import host_products, host_tf32
 from .formulas import launch
 from .host_append import append_and_rotate
 from .semaphores import new_semaphores
@@ -34,13 +35,14 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
     recording, results = replay.record(call.inputs, launch_forward, plan, call)
-    return lambda call: call.keep(recording(call.inputs)), call.keep(results)
+    return replay.ForwardReplay(recording), call.keep(results)
 
 
 def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
     call = call._replace(tensors=Tensors.from_flat(recorder.inputs))
     if plan.tile.products is not None:
-        return host_products.launch_forward(recorder, call)
+        by = host_tf32 if allows_tf32() else host_products
+        return by.launch_forward(recorder, call)
     return launch_attention(recorder, plan, call)
 
 
@@ -65,8 +67,9 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
     partial_lse, partial_out, semaphores = None, None, None
     if splits > 1:
         # Partial results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
-        partial_lse = recorder.new(lse.new_empty((splits, *lse.shape)))
-        partial_out = recorder.new(lse.new_empty((*partial_lse.shape, v.shape[-1])))
+        rows = splits, *lse.shape
+        layouts = {"partial_out": ((*rows, v.shape[-1]), torch.float32), "partial_lse": (rows, torch.float32)}
+        partial_out, partial_lse = recorder.workspace(lse, layouts).values()
         semaphores = recorder.op(partial(new_semaphores, q.device, programs))
     whole = pack_gqa == 1 and splits == 1
     sizes = config.block_m, config.block_n

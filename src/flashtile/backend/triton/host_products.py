@@ -253,7 +253,7 @@ def add_product(sums: Tensor, x: Tensor, y: Tensor, chunk: int, alpha: float, *,
         torch.baddbmm(sums, x_n, y_n, torch.float32, beta=beta, alpha=alpha, out=sums)
 
 
-def block_scalars(call: Call, sizes: Sizes, block: Block) -> dict[str, Any]:
+def block_scalars(call: Call, sizes: Sizes, block: Block, *, parts: bool = True) -> dict[str, Any]:
     """Scalars of both kernels between products."""
     return {
         "factor": call.settings.scale * LOG2E,
@@ -262,6 +262,7 @@ def block_scalars(call: Call, sizes: Sizes, block: Block) -> dict[str, Any]:
         "stride_s": sizes.pitch // UNIT,
         "padded_keys": sizes.padded_keys // UNIT,
         "CHUNK": chunk_of(sizes.keys),
-        "WIDTH": power_of_two(sizes.padded_keys),
+        "WIDTH": power_of_two(sizes.padded_keys if parts else sizes.pitch),
+        "PARTS": parts,
         "num_warps": NUM_WARPS,
     }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...call.problem import power_of_two
-from ...private_torch import current_raw_stream
+from ...private_torch import current_device, current_raw_stream, is_capturing
 from ...remember import remember
 from ..gpu.persistent import persistent_zeros
 
@@ -16,7 +16,7 @@ MAX_STREAMS = 256
 ALIGNMENT = 4  # semaphores in 16 bytes, the alignment that a kernel may be compiled for
 RESERVED = 2**16  # for graphs; a layer's step takes at most as many as half the chip's cores
 
-_of_streams: dict[tuple[torch.device, int], Tensor] = {}
+_of_streams: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _for_graphs: dict[torch.device, list[Tensor]] = {}  # reserved memory; the last entry is the free rest
 
 
@@ -24,9 +24,10 @@ def new_semaphores(device: torch.device, count: int) -> Tensor:
     """At least `count` semaphores, int32."""
     if device.type != "cuda":
         return zeros(device, count)
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return of_a_graph(device, count)
-    key = (device, current_raw_stream(torch.cuda.current_device()))
+    index = current_device()
+    key = (index, current_raw_stream(index))
     known = _of_streams.get(key)
     if known is None or len(known) < count:
         reserve(device)

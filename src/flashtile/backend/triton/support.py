@@ -68,8 +68,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
     return None
 
 
-def defers(problem: Problem, device: Device) -> str | None:
-    """Why `auto` leaves a supported problem to the next backend."""
+def defers(problem: Problem, device: Device, needs: Needs | None = None) -> str | None:
+    """Why `auto` leaves a supported problem to the next backend; with `needs`, its backward pass."""
     if device.type == "cuda" and prefers_products(problem) and not takes_products(problem, device):
         return f"float32 above head dimension {WIDE_FLOAT32} is faster by PyTorch's matrix products"
     return None

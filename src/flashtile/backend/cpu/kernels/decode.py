@@ -21,6 +21,8 @@ from .sums import carry
 from .tiles import KeyBlock, copy_rows, load_keys, num_valid_rows
 
 ROW_GROUPS = (4, 2, 1)  # query rows that share each vector of K or V
+# K is read a vector of several keys at a time, an order in which processors do not foresee the next pages.
+KEYS_AHEAD = 32
 
 
 def row_group_sizes(code: Code) -> tuple[int, ...]:
@@ -52,6 +54,7 @@ def emit_scores(code: Code, panel: Panel, dtype: str) -> None:
                 with code.loop(0, depth, code.lanes) as d:
                     q_d = [(q + depth * r).vector(d) for r in range(rows)]
                     for n, key in enumerate(keys):
+                        code.prefetch(key + stride * KEYS_AHEAD + d)
                         k_d = load_vector(code, key, d, dtype)
                         for r in range(rows):
                             x = total[n * rows + r]

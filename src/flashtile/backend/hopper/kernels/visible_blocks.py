@@ -7,6 +7,7 @@ from triton import jit
 
 from .shared.compat import triton_kernel
 
+LANES = tl.constexpr(32)  # threads of a warp
 HIDDEN, FULL = tl.constexpr(0), tl.constexpr(2)  # as in `expression.blocks`; PARTIAL is 1
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)  # of minimum and maximum
 
@@ -62,8 +63,12 @@ def visible_blocks_kernel(
         n = first + tl.arange(0, BLOCKS)
         full, seen = n >= 0, n < 0
         if states is None:
-            rows = inputs.i0 + tl.minimum(first_row + tl.arange(0, BLOCK_M), last_row)
-            keys = inputs.j0 + tl.minimum(n[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :], seqlen_k - 1)
+            rows = inputs.i0 + tl.minimum(first_row + tl.arange(0, CONFIG.row_positions), last_row)
+            # With strides that it does not know, Triton spreads a warp over the first axis, and warps over the second:
+            # a warp loads adjacent elements, and has all of a block's.
+            lane, rest = tl.arange(0, LANES)[:, None, None], tl.arange(0, BLOCK_N // LANES)[None, None, :]
+            keys = n[None, :, None] * BLOCK_N + (rest * LANES + lane)
+            keys = inputs.j0 + tl.minimum(keys, seqlen_k - 1)
             for head in range(group):
                 always, ever = CONFIG.score_mod.function(
                     b + inputs.b0, first_head + head + inputs.h0, rows, keys, inputs.captured
@@ -147,12 +152,28 @@ def mod(x, y, NONNEGATIVE: tl.constexpr):
 
 
 @jit
-def least_real(x, AXIS: tl.constexpr):
-    """The minimum, NaN if any is."""
-    return tl.where(tl.max((x != x).to(tl.int32), axis=AXIS) != 0, float("nan"), tl.min(x, axis=AXIS))
+def least(x):
+    """The minimum of rows `[M]`, or of each block of keys `[LANES, BLOCKS, N / LANES]`."""
+    if len(x.shape) == 3:
+        x = tl.min(x, axis=2)
+    return tl.min(x, axis=0)
 
 
 @jit
-def largest_real(x, AXIS: tl.constexpr):
-    """The maximum, NaN if any is."""
-    return tl.where(tl.max((x != x).to(tl.int32), axis=AXIS) != 0, float("nan"), tl.max(x, axis=AXIS))
+def largest(x):
+    """As `least`, the maximum."""
+    if len(x.shape) == 3:
+        x = tl.max(x, axis=2)
+    return tl.max(x, axis=0)
+
+
+@jit
+def least_real(x):
+    """As `least`, NaN if any element is."""
+    return tl.where(largest((x != x).to(tl.int32)) != 0, float("nan"), least(x))
+
+
+@jit
+def largest_real(x):
+    """As `largest`, NaN if any element is."""
+    return tl.where(largest((x != x).to(tl.int32)) != 0, float("nan"), largest(x))

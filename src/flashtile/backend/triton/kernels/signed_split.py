@@ -73,9 +73,11 @@ def operand_kernel(
 def softmax_kernel(
     s: Pointer, p: Pointer, lse: Pointer, factor: Scalar, rows: Scalar, keys: Scalar, stride_s: Scalar,
     padded_keys: Scalar, first: Scalar, stride_lse: Scalar, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Store the probabilities `[heads, rows, chunks, 3, CHUNK]` of scores `[heads, rows, keys]`, and `lse`. A program
-    has a row. `factor` makes base-2 logarithms of scores.
+    has a row. `factor` makes base-2 logarithms of scores. Without `PARTS` probabilities are laid out as the scores,
+    whose memory they may have.
     """
     at = tl.program_id(0).to(tl.int64)
     key = tl.arange(0, WIDTH)
@@ -88,19 +90,23 @@ def softmax_kernel(
     weight = tl.where(l == INFINITY, float("nan"), 1.0 / tl.where(l == 0, 1.0, l))
     lse_i = (m + tl.log2(tl.where(l == 0, 1.0, l))) * LN2
     tl.store(lse + first + at // rows * stride_lse + at % rows, lse_i)
-    p_rows = p + at * (3 * elements(padded_keys, UNIT)) + key // CHUNK * (3 * CHUNK) + key % CHUNK
-    store_parts(p_rows, CHUNK, p_i * weight, key < padded_keys * UNIT)
+    if PARTS:
+        p_rows = p + at * (3 * elements(padded_keys, UNIT)) + key // CHUNK * (3 * CHUNK) + key % CHUNK
+        store_parts(p_rows, CHUNK, p_i * weight, key < padded_keys * UNIT)
+    else:
+        tl.store(p + at * elements(stride_s, UNIT) + key, p_i * weight, mask=key < stride_s * UNIT)
 
 
 @kernel
 def gradient_kernel(
     s: Pointer, dp: Pointer, row_stats: Pointer, p_t: Pointer, ds_t: Pointer, ds: Pointer, factor: Scalar,
     rows: Scalar, padded_rows: Scalar, keys: Scalar, stride_s: Scalar, padded_keys: Scalar, first: Scalar,
-    stride_row_stats: Scalar, ROW_CHUNK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    stride_row_stats: Scalar, ROW_CHUNK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Store probabilities and gradients of scores `[heads, rows, keys]`: for sums over rows `p_t` and `ds_t`,
     `[heads, chunks, 3, ROW_CHUNK, keys]` with zeros past the last row, and `ds`, as `softmax_kernel` stores
-    probabilities. Those that are `None` are left out. A program has a row.
+    probabilities. Those that are `None` are left out. A program has a row. Without `PARTS` there are `p_t` and `ds`,
+    both laid out as the scores, whose memory they may have.
     """
     head, row = (tl.program_id(0) // padded_rows).to(tl.int64), tl.program_id(0) % padded_rows
     key = tl.arange(0, WIDTH)
@@ -111,13 +117,17 @@ def gradient_kernel(
     p_i = tl.exp2(tl.load(s + at, mask=within, other=0.0) * factor - lse_i)
     ds_i = p_i * (tl.load(dp + at, mask=within, other=0.0) - delta_i)
     p_i, ds_i = tl.where(exists, p_i, 0.0), tl.where(exists, ds_i, 0.0)
-    chunk = head * padded_rows + row // ROW_CHUNK * ROW_CHUNK
-    to = (chunk * 3 + row % ROW_CHUNK) * elements(stride_s, UNIT) + key
-    step = ROW_CHUNK * elements(stride_s, UNIT)
-    if p_t is not None:
-        store_parts(p_t + to, step, p_i, key < stride_s * UNIT)
-    if ds_t is not None:
-        store_parts(ds_t + to, step, ds_i, key < stride_s * UNIT)
-    if ds is not None:
-        to = (head * rows + row) * (3 * elements(padded_keys, UNIT)) + key // CHUNK * (3 * CHUNK) + key % CHUNK
-        store_parts(ds + to, CHUNK, ds_i, key < tl.where(row < rows, padded_keys * UNIT, 0))
+    if not PARTS:
+        tl.store(p_t + at, p_i, mask=within)
+        tl.store(ds + at, ds_i, mask=within)
+    else:
+        chunk = head * padded_rows + row // ROW_CHUNK * ROW_CHUNK
+        to = (chunk * 3 + row % ROW_CHUNK) * elements(stride_s, UNIT) + key
+        step = ROW_CHUNK * elements(stride_s, UNIT)
+        if p_t is not None:
+            store_parts(p_t + to, step, p_i, key < stride_s * UNIT)
+        if ds_t is not None:
+            store_parts(ds_t + to, step, ds_i, key < stride_s * UNIT)
+        if ds is not None:
+            to = (head * rows + row) * (3 * elements(padded_keys, UNIT)) + key // CHUNK * (3 * CHUNK) + key % CHUNK
+            store_parts(ds + to, CHUNK, ds_i, key < tl.where(row < rows, padded_keys * UNIT, 0))

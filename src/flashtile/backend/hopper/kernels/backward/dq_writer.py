@@ -37,7 +37,8 @@ class DqPipeline(NamedTuple):
 class DqWriter(NamedTuple):
     """Arguments of the warps that write dq."""
 
-    desc: gl.tensor  # descriptor of dq_accum
+    dq: gl.tensor | None  # descriptor of dq, if a single block of keys contributes to it
+    accum: gl.tensor | None  # descriptor of dq_accum, else
     pipeline: DqPipeline
     queue: TileQueue
     semaphore: gl.tensor  # pointer, [blocks of rows, NUM_WARPGROUPS]
@@ -65,45 +66,57 @@ def dq_writer_warp(warpgroup: gl.constexpr, writer, CONFIG: gl.constexpr):
             if lists.data is not None:
                 listed_rank = load_rank(lists, tile.token_q, m)
             barrier_sync(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
-            row = tile.padded_row + group_head * writer.padded_rows + block * BLOCK_M
-            n_blocks = contributing_n_blocks(
-                writer.bounds, block * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, CONFIG.block_n
-            )
-            position = n - n_blocks.lo if CONFIG.lpt else n_blocks.hi - 1 - n
-            if lists.data is not None:
-                position = listed_rank
-            if writer.parts is not None:
-                row += position % writer.parts * writer.part_rows
-                position = position // writer.parts
-            semaphore = writer.semaphore + row // BLOCK_M * NUM_WARPGROUPS + warpgroup
-            wait_for_dq_semaphore(semaphore, position if CONFIG.in_order else gl.minimum(position, 1))
-            fence_async_shared()  # for the warpgroup's stores, complete since the barrier
-            if position == 0:
-                write_share(warpgroup, writer, row, True, CONFIG)
+            if writer.accum is None:
+                coord = (tile.b, tile.head_k * group + group_head, block * BLOCK_M)
+                write_share(warpgroup, writer, writer.dq, coord, True, CONFIG)
+                release_staging(dq_pipeline, warpgroup)
             else:
-                write_share(warpgroup, writer, row, False, CONFIG)
-            tma.store_wait(0)  # TMA has read the staging buffer
-            mbarrier.arrive(dq_pipeline.empty.index(warpgroup), count=1)
-            if CONFIG.in_order | (position == 0):
-                wait_stores_complete()
-                thread_barrier()
-                gl.atomic_add(semaphore, 1, sem="release", scope="gpu")
+                row = tile.padded_row + group_head * writer.padded_rows + block * BLOCK_M
+                n_blocks = contributing_n_blocks(
+                    writer.bounds, block * BLOCK_M, tile.shift, tile.seqlen_k, BLOCK_M, CONFIG.block_n
+                )
+                position = n - n_blocks.lo if CONFIG.lpt else n_blocks.hi - 1 - n
+                if lists.data is not None:
+                    position = listed_rank
+                if writer.parts is not None:
+                    row += position % writer.parts * writer.part_rows
+                    position = position // writer.parts
+                semaphore = writer.semaphore + row // BLOCK_M * NUM_WARPGROUPS + warpgroup
+                wait_for_dq_semaphore(semaphore, position if CONFIG.in_order else gl.minimum(position, 1))
+                if position == 0:
+                    write_share(warpgroup, writer, writer.accum, (row,), True, CONFIG)
+                else:
+                    write_share(warpgroup, writer, writer.accum, (row,), False, CONFIG)
+                release_staging(dq_pipeline, warpgroup)
+                if CONFIG.in_order | (position == 0):
+                    wait_stores_complete()
+                    thread_barrier()
+                    gl.atomic_add(semaphore, 1, sem="release", scope="gpu")
             m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
         tile_count += 1
         tile = pop_key_tile(queue, tile_count)
 
 
 @gluon.jit
-def write_share(warpgroup: gl.constexpr, writer, row, FIRST: gl.constexpr, CONFIG: gl.constexpr):
-    """Store (FIRST) or add a share of dq."""
-    BOX: gl.constexpr = writer.desc.block_type.shape[-1]
-    for n in gl.static_range(CONFIG.dq_shares[warpgroup].width // BOX):
-        coord = (row + CONFIG.dq_shares[warpgroup].row, CONFIG.dq_shares[warpgroup].column + n * BOX)
+def write_share(warpgroup: gl.constexpr, writer, desc, coord, FIRST: gl.constexpr, CONFIG: gl.constexpr):
+    """Store (FIRST) or add a share of dq; `coord` is that of the block's first row."""
+    SHARE: gl.constexpr = CONFIG.dq_shares[warpgroup]
+    BOX: gl.constexpr = desc.block_type.shape[-1]
+    fence_async_shared()  # for the warpgroup's stores, complete since the barrier
+    for n in gl.static_range(SHARE.width // BOX):
+        box_coord = coord[:-1] + (coord[-1] + SHARE.row, SHARE.column + n * BOX)
         box = slice_columns(writer.pipeline.smem.index(warpgroup), n * BOX, BOX)
         if FIRST:
-            tma_store(writer.desc, coord, box)
+            tma_store(desc, box_coord, box)
         else:
-            tma_reduce_add(writer.desc, coord, box)
+            tma_reduce_add(desc, box_coord, box)
+
+
+@gluon.jit
+def release_staging(dq_pipeline, warpgroup: gl.constexpr):
+    """Let go a staging buffer that TMA has read."""
+    tma.store_wait(0)
+    mbarrier.arrive(dq_pipeline.empty.index(warpgroup), count=1)
 
 
 @gluon.jit

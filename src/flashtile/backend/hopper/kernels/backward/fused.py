@@ -18,13 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ..shared import scores
 from ..shared.bias_tiles import make_bias_tiles
-from ..shared.block_lists import BlockLists, block_at, load_entry, partial_of
+from ..shared.block_lists import BlockLists, block_at, first_entry, is_cut, load_bits, load_entry, partial_of, with_bits
 from ..shared.column_masks import all_visible, where_bits
 from ..shared.compat import kernel, reinterpret_smem, thread_barrier
 from ..shared.coordinates import dkdv_coord
@@ -36,21 +35,19 @@ from ..shared.pages import PageTable
 from ..shared.pairs import PairTensor, PairTensors
 from ..shared.pipeline import (
     FIRST_BARRIER,
-    LAST_BARRIER,
     NamedBarriers,
     allocate_boxes,
     consumer_release,
     consumer_wait,
     make_mbarriers,
     make_pipeline,
-    slice_columns,
     stage_chunks,
     stage_of,
 )
-from ..shared.ptx import barrier_arrive, barrier_sync, opaque
+from ..shared.ptx import barrier_arrive, opaque
 from ..shared.scores import ScoreParams
-from ..shared.swizzle import swizzled
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
+from .dq_share import DS_BARRIER, DS_STAGES, compute_dq_alone, start_dq, store_dq
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from .scores import begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
@@ -66,10 +63,7 @@ from .tile_scheduler import (
     pop_key_tile,
 )
 
-DS_STAGES = gl.constexpr(2)
-CONSUMER_THREADS = gl.constexpr(256)
 PIPELINE_THREADS = gl.constexpr(256 + 32)  # with the producer warp
-DS_BARRIER = LAST_BARRIER  # both warpgroups have stored their ds
 
 
 class BackwardOutputs(NamedTuple):
@@ -100,14 +94,16 @@ class BackwardContext(NamedTuple):
 
 @kernel
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, dq_accum_desc, dk_desc, dv_desc,
+    q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, dq_desc, dq_accum_desc,
+    dk_desc, dv_desc,
     tile_count_semaphore, dq_semaphore, slopes, dslopes,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
     seqlen_q, seqlen_k, head_splits, row_splits, chunk_lo, chunk_hi, dq_parts, diagonal, window_left, window_right,
     top_left, factor, multiplier, softcap, scale,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
-    stride_mask_m, stride_mask_n, pair_rows, bias_desc, lists, stride_lists_b, stride_lists_h, stride_lists, ranks,
+    stride_mask_m, stride_mask_n, pair_rows, bias_desc, lists, mask_bits, stride_lists_b, stride_lists_h, stride_lists,
+    ranks,
     seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
     CONFIG: gl.constexpr, inputs,
 ):  # fmt: skip
@@ -128,14 +124,19 @@ def backward_kernel(
         make_pipeline(v_desc, NUM_WARPGROUPS, NamedBarriers(V_BARRIER, PIPELINE_THREADS), HEAD_DIM),
         make_bias_tiles(bias_desc, NUM_WARPGROUPS, CONFIG),
     )
-    smem = allocate_boxes(dq_accum_desc, NUM_WARPGROUPS, DQ_COLUMNS)
-    dq_pipeline = DqPipeline(smem, NamedBarriers(DQ_BARRIER, 128 + 32), make_mbarriers(NUM_WARPGROUPS, 1))
+    if dq_accum_desc is None:
+        dq_smem = allocate_boxes(
+            dq_desc, NUM_WARPGROUPS, 2 * DQ_COLUMNS
+        )  # 16-bit numbers, with as much room for dk and dv
+    else:
+        dq_smem = allocate_boxes(dq_accum_desc, NUM_WARPGROUPS, DQ_COLUMNS)
+    dq_pipeline = DqPipeline(dq_smem, NamedBarriers(DQ_BARRIER, 128 + 32), make_mbarriers(NUM_WARPGROUPS, 1))
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([MMA_M, CONFIG.block_m], q_desc.dtype)
     ds = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES * NUM_WARPGROUPS, MMA_M, CONFIG.block_m], ds_layout)
     queue = make_tile_queue(2 * NUM_WARPGROUPS + 1)
     fence_async_shared()
 
-    block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, ranks)
+    block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, ranks, mask_bits)
     splits, chunk = TileSplits(head_splits, row_splits), RowChunk(chunk_lo, chunk_hi)
     scheduler = KeyTileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
@@ -163,7 +164,17 @@ def backward_kernel(
     # Dense calls alone have several parts or splits.
     part_rows = None if dq_parts is None else batch * num_heads * padded_rows
     dq_writer = DqWriter(
-        dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, dq_parts, part_rows, block_lists
+        dq_desc,
+        dq_accum_desc,
+        dq_pipeline,
+        queue,
+        dq_semaphore,
+        bounds,
+        group,
+        padded_rows,
+        dq_parts,
+        part_rows,
+        block_lists,
     )
     gl.warp_specialize(
         [
@@ -185,137 +196,163 @@ def backward_kernel(
 @gluon.jit
 def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
     """The partition that computes dk and dv of 64 keys, and its share of the dq of 128 keys."""
+    queue = context.queue
+    count = 0
+    tile_count = 0
+    tile = pop_key_tile(queue, 0)
+    while tile.b >= 0:
+        if warpgroup == 0 or len(context.pipelines.bias) > 0:
+            count = compute_tile(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
+        else:
+            count = compute_tile_or_dq(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
+        tile_count += 1
+        tile = pop_key_tile(queue, tile_count)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def compute_tile(
+    warpgroup: gl.constexpr, context, tile, tile_count, count, CONFIG: gl.constexpr, PACKED: gl.constexpr
+):  # fmt: skip
+    """Compute dk and dv of a tile's keys, and shares of dq. Returns the number of blocks of rows so far."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     CHUNKS: gl.constexpr = len(HEAD_DIM.chunks)  # wgmmas of a product over the head dimension
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    pipelines, outputs, queue = context.pipelines, context.outputs, context.queue
+    pipelines, outputs = context.pipelines, context.outputs
     group, bounds, params, lists = context.group, context.bounds, context.params, context.lists
     dropout, stream = context.dropout, load_stream(context.dropout)
     dtype: gl.constexpr = outputs.ds.dtype
     rows, k, v, dq_pipeline = pipelines.rows, pipelines.k, pipelines.v, outputs.dq_pipeline
     zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)
-    count = 0
-    tile_count = 0
-    tile = pop_key_tile(queue, 0)
-    while tile.b >= 0:
-        first_key = tile.first_key + warpgroup * MMA_M
-        blocks = m_block_range(bounds, first_key, first_key + (MMA_M - 1), tile.shift, tile.seqlen_q, BLOCK_M)
-        full_lo = gl.where(first_key + MMA_M > tile.seqlen_k, blocks.hi, blocks.full_lo)
-        dk = zero_accumulators(HEAD_DIM)
-        dv = zero_accumulators(HEAD_DIM)
-        for h in gl.static_range(NUM_WARPGROUPS):
-            consumer_wait(k, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
-            consumer_wait(v, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
-        tma.store_wait(0)  # TMA has read the previous tile's dk
-        thread_barrier()
-        m, group_head = first_m_block(tile, CONFIG.lpt), 0
-        steps = group * (tile.hi - tile.lo)
-        s = zeros
-        if steps > 0:
-            s = warpgroup_mma_wait(0, deps=(start_qk(rows, k, count, zeros, warpgroup, CONFIG),))
-        entry = load_entry(lists, tile.token_q, m)
+    first_key = tile.first_key + warpgroup * MMA_M
+    blocks = m_block_range(bounds, first_key, first_key + (MMA_M - 1), tile.shift, tile.seqlen_q, BLOCK_M)
+    full_lo = gl.where(first_key + MMA_M > tile.seqlen_k, blocks.hi, blocks.full_lo)
+    dk = zero_accumulators(HEAD_DIM)
+    dv = zero_accumulators(HEAD_DIM)
+    for h in gl.static_range(NUM_WARPGROUPS):
+        consumer_wait(k, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+        consumer_wait(v, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+    tma.store_wait(0)  # TMA has read the previous tile's dk
+    thread_barrier()
+    m, group_head = first_m_block(tile, CONFIG.lpt), 0
+    steps = group * (tile.hi - tile.lo)
+    s = zeros
+    if steps > 0:
+        s = warpgroup_mma_wait(0, deps=(start_qk(rows, k, count, zeros, warpgroup, CONFIG),))
+    entry = first_entry(lists, tile)
+    row_block = block_at(lists, m, entry)
+    partial = partial_of(lists, entry)
+    block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
+    # Unused where there are no steps.
+    loaded = load_block(block, params, CONFIG)
+    loaded = with_bias(loaded, pipelines.bias, count, steps > 0, warpgroup, NUM_WARPGROUPS, CONFIG)
+    partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
+    bits = load_bits(lists, entry, tile.token_q, m, warpgroup * MMA_M, zeros, CONFIG.block_n)
+    kept = kept_pairs(dropout, stream, block.b, block.head, block.first_row, block.first_key, zeros, True)
+    for steps_left in range(steps, 0, -1):
+        q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
+        dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM)
+        row_block = block_at(lists, m, entry)
+        masked = is_cut((row_block < full_lo) | (row_block >= blocks.full_hi), lists, entry)
+        next_entry = 0
+        if lists.data is not None:
+            next_entry = load_entry(lists, tile.token_q, next_m_block(m, group_head, tile, group, CONFIG.lpt)[0])
+
+        # Write accumulators before any product is in flight: ptxas would insert a wait.
+        consumer_wait(rows.dout, count, STAGES)
+        dp = zeros
+        if dropout.seed is None:
+            dp = rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout).broadcast_to([MMA_M, BLOCK_M])
+        v_j = stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM)
+        dp = gemm_nt(v_j, dout_i, dp, ACCUMULATE=dropout.seed is None)
+        p, score = finish_probabilities(partial_p, rows, count, block, loaded, params, CONFIG)
+        visible = all_visible(p)
+        if masked:
+            visible = visible_rows(
+                p, bounds, opaque(first_key), row_block * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k
+            )
+            visible = with_bits(visible, bits)
+            p = where_bits(visible, p, 0.0)
+        ds_weight = scores.derivative(p, score, params, SCORE_MOD)
+        if SCORE_MOD is not None and not SCORE_MOD.same:  # noqa: SIM102 - a compile-time branch
+            if masked:  # 0 * the derivative is NaN where that is
+                ds_weight = where_bits(visible, ds_weight, 0.0)
+        dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
+        if dropout.seed is None:
+            if masked:  # 0 * dp is NaN where dp is
+                dp = where_bits(visible, dp, 0.0)
+            ds = ds_weight * dp
+        else:
+            dp, p = both_where_kept(kept, dp, p, True)
+            p = p.to(dtype)
+            dp = dp * dropout.keep_scale + rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout)
+            ds = ds_weight * dp
+            if masked:  # 0 * dp is NaN where dp is
+                ds = where_bits(visible, ds, 0.0)
+        if context.slope_gradient.data is not None:
+            p = p.to(dtype)  # in half of the registers
+            add_slope_gradient(context.slope_gradient, ds, block, tile, params.batch, warpgroup, PACKED, CONFIG)
+        ds = ds.to(dtype)
+        stage = stage_of(count, DS_STAGES) * NUM_WARPGROUPS
+        outputs.ds.index(stage + warpgroup).store(ds)
+        dv = gemm_rs(dv, p.to(dtype), dout_i)
+        dq = start_dq(outputs.ds, k, stage, warpgroup, CONFIG)
+        dv = gemm_wait(dv, NUM_WARPGROUPS)  # frees the registers of p
+        # The next block's scores; after the last block its own again, unused.
+        next_count = gl.where(steps_left > 1, count + 1, count)
+        s = start_qk(rows, k, next_count, zeros, warpgroup, CONFIG)
+        dk = gemm_rs(dk, ds, q_i)
+        dq = warpgroup_mma_wait(2 * CHUNKS, deps=(dq,))
+        mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
+        store_dq(dq_pipeline.smem.index(warpgroup), dq, outputs.scale, CONFIG)
+        barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
+        next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
+        next_block = block_at(lists, next_m, next_entry)
+        partial = partial_of(lists, next_entry)
+        next_coord = block_coord(tile, group, next_head, next_block, first_key, partial, CONFIG)
+        loaded = load_block(next_coord, params, CONFIG)  # before the wait
+        bits = load_bits(lists, next_entry, tile.token_q, next_m, warpgroup * MMA_M, zeros, CONFIG.block_n)
+        kept = kept_pairs(
+            dropout, stream, next_coord.b, next_coord.head, next_coord.first_row, first_key, zeros, True
+        )  # fmt: skip
+        s = warpgroup_mma_wait(CHUNKS, deps=(s,))
+        m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
+        if lists.data is not None:
+            entry = next_entry
         row_block = block_at(lists, m, entry)
         partial = partial_of(lists, entry)
         block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
-        # Unused where there are no steps.
-        loaded = load_block(block, params, CONFIG)
-        loaded = with_bias(loaded, pipelines.bias, count, steps > 0, warpgroup, NUM_WARPGROUPS, CONFIG)
-        partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
-        kept = kept_pairs(dropout, stream, block.b, block.head, block.first_row, block.first_key, zeros, True)
-        for steps_left in range(steps, 0, -1):
-            q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
-            dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM)
-            row_block = block_at(lists, m, entry)
-            masked = (row_block < full_lo) | (row_block >= blocks.full_hi)
-            next_entry = 0
-            if lists.data is not None:
-                next_entry = load_entry(lists, tile.token_q, next_m_block(m, group_head, tile, group, CONFIG.lpt)[0])
+        loaded = with_bias(loaded, pipelines.bias, next_count, steps_left > 1, warpgroup, NUM_WARPGROUPS, CONFIG)
+        partial_p = begin_probabilities(s, rows, next_count, block, loaded, params, CONFIG)
+        dk, partial_p = gemm_wait_with(dk, partial_p)
+        consumer_release(rows.empty, count, STAGES)
+        count += 1
+    for h in gl.static_range(NUM_WARPGROUPS):
+        consumer_release(k.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+        consumer_release(v.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+    # dv and dk reuse the memory of the last dq.
+    mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
+    splits = context.splits
+    coord = dkdv_coord(tile, key_head(tile, splits), first_key, params.batch, splits, PACKED)
+    ADD: gl.constexpr = context.chunk.lo is not None or (splits.heads is not None and splits.rows is None)
+    store_dkdv(outputs.dv, coord, dv, dropout.keep_scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
+    store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
+    return count
 
-            # Write accumulators before any product is in flight: ptxas would insert a wait.
-            consumer_wait(rows.dout, count, STAGES)
-            dp = zeros
-            if dropout.seed is None:
-                dp = rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout).broadcast_to([MMA_M, BLOCK_M])
-            v_j = stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM)
-            dp = gemm_nt(v_j, dout_i, dp, ACCUMULATE=dropout.seed is None)
-            p, score = finish_probabilities(partial_p, rows, count, block, loaded, params, CONFIG)
-            visible = all_visible(p)
-            if masked:
-                visible = visible_rows(
-                    p, bounds, opaque(first_key), row_block * BLOCK_M, tile.shift, tile.seqlen_q, tile.seqlen_k
-                )
-                p = where_bits(visible, p, 0.0)
-            ds_weight = scores.derivative(p, score, params, SCORE_MOD)
-            if SCORE_MOD is not None and not SCORE_MOD.same:  # noqa: SIM102 - a compile-time branch
-                if masked:  # 0 * the derivative is NaN where that is
-                    ds_weight = where_bits(visible, ds_weight, 0.0)
-            dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
-            if dropout.seed is None:
-                if masked:  # 0 * dp is NaN where dp is
-                    dp = where_bits(visible, dp, 0.0)
-                ds = ds_weight * dp
-            else:
-                dp, p = both_where_kept(kept, dp, p, True)
-                p = p.to(dtype)
-                dp = dp * dropout.keep_scale + rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout)
-                ds = ds_weight * dp
-                if masked:  # 0 * dp is NaN where dp is
-                    ds = where_bits(visible, ds, 0.0)
-            if context.slope_gradient.data is not None:
-                p = p.to(dtype)  # in half of the registers
-                add_slope_gradient(context.slope_gradient, ds, block, tile, params.batch, warpgroup, PACKED, CONFIG)
-            ds = ds.to(dtype)
-            stage = stage_of(count, DS_STAGES) * NUM_WARPGROUPS
-            outputs.ds.index(stage + warpgroup).store(ds)
-            dv = gemm_rs(dv, p.to(dtype), dout_i)
-            barrier_sync(DS_BARRIER, CONSUMER_THREADS)
-            fence_async_shared()  # for both warpgroups' stores, complete since the barrier
-            dq = start_dq(outputs.ds, k, stage, warpgroup, CONFIG)
-            dv = gemm_wait(dv, NUM_WARPGROUPS)  # frees the registers of p
-            # The next block's scores; after the last block its own again, unused.
-            next_count = gl.where(steps_left > 1, count + 1, count)
-            s = start_qk(rows, k, next_count, zeros, warpgroup, CONFIG)
-            dk = gemm_rs(dk, ds, q_i)
-            dq = warpgroup_mma_wait(2 * CHUNKS, deps=(dq,))
-            mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
-            slice_columns(dq_pipeline.smem.index(warpgroup), 0, dq.shape[1]).store(swizzled(dq, CONFIG.dq_box))
-            barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
-            next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
-            next_block = block_at(lists, next_m, next_entry)
-            partial = partial_of(lists, next_entry)
-            next_coord = block_coord(tile, group, next_head, next_block, first_key, partial, CONFIG)
-            loaded = load_block(next_coord, params, CONFIG)  # before the wait
-            kept = kept_pairs(
-                dropout, stream, next_coord.b, next_coord.head, next_coord.first_row, first_key, zeros, True
-            )  # fmt: skip
-            s = warpgroup_mma_wait(CHUNKS, deps=(s,))
-            m, group_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
-            if lists.data is not None:
-                entry = next_entry
-            row_block = block_at(lists, m, entry)
-            partial = partial_of(lists, entry)
-            block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
-            loaded = with_bias(loaded, pipelines.bias, next_count, steps_left > 1, warpgroup, NUM_WARPGROUPS, CONFIG)
-            partial_p = begin_probabilities(s, rows, next_count, block, loaded, params, CONFIG)
-            dk, partial_p = gemm_wait_with(dk, partial_p)
-            consumer_release(rows.empty, count, STAGES)
-            count += 1
-        for h in gl.static_range(NUM_WARPGROUPS):
-            consumer_release(k.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
-            consumer_release(v.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
-        # dv and dk reuse the memory of the last dq.
-        mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
-        splits = context.splits
-        coord = dkdv_coord(tile, key_head(tile, splits), first_key, params.batch, splits, PACKED)
-        ADD: gl.constexpr = context.chunk.lo is not None or (splits.heads is not None and splits.rows is None)
-        store_dkdv(outputs.dv, coord, dv, dropout.keep_scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
-        store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
-        tile_count += 1
-        tile = pop_key_tile(queue, tile_count)
-    tma.store_wait(0)
+
+@gluon.jit
+def compute_tile_or_dq(
+    warpgroup: gl.constexpr, context, tile, tile_count, count, CONFIG: gl.constexpr, PACKED: gl.constexpr
+):  # fmt: skip
+    """As `compute_tile`, where this warpgroup's keys may be past the last one."""
+    if tile.first_key + warpgroup * MMA_M < tile.seqlen_k:
+        count = compute_tile(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
+    else:
+        count = compute_dq_alone(warpgroup, context, tile, tile_count, count, CONFIG)
+    return count
 
 
 @gluon.jit
@@ -325,23 +362,6 @@ def start_qk(rows, k, count, zeros, warpgroup: gl.constexpr, CONFIG: gl.constexp
     consumer_wait(rows.q, count, CONFIG.stages)
     q_i = stage_chunks(rows.q, count, CONFIG.stages, HEAD_DIM)
     return gemm_nt(stage_chunks(k, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM), q_i, zeros)
-
-
-@gluon.jit
-def start_dq(ds, k, stage, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue the warpgroup's share of `ds @ k [BLOCK_M, D]`."""
-    HEAD_DIM: gl.constexpr = CONFIG.head_dim
-    SHARE: gl.constexpr = CONFIG.dq_shares[warpgroup]
-    WIDTH: gl.constexpr = SHARE.width
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    dq = gl.zeros([MMA_M, WIDTH], gl.float32, layout)
-    zero = opaque(0)
-    for h in gl.static_range(NUM_WARPGROUPS):
-        ds_j = slice_columns(ds.index(stage + h), SHARE.row, MMA_M)
-        k_j = stage_chunks(k, zero + h, NUM_WARPGROUPS, HEAD_DIM)[SHARE.chunk]
-        k_j = slice_columns(k_j, SHARE.column - HEAD_DIM.offsets[SHARE.chunk], WIDTH)
-        dq = warpgroup_mma(ds_j.permute((1, 0)), k_j, dq, use_acc=h > 0, is_async=True)
-    return dq
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..shared.bias_tiles import load_bias_tile
-from ..shared.block_lists import block_at, load_entry
+from ..shared.block_lists import block_at, first_entry, load_entry
 from ..shared.compat import tma_load
 from ..shared.coordinates import key_coord, q_coord
 from ..shared.mma import MMA_M
@@ -98,7 +98,7 @@ def backward_producer_warp(
             load_keys(pipelines.k, descs.k, tile, splits, tile_count, BLOCK_N, HEAD_DIM, PACKED)
             load_keys(pipelines.v, descs.v, tile, splits, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
         m, group_head = first_m_block(tile, CONFIG.lpt), 0
-        entry = load_entry(lists, tile.token_q, m)
+        entry = first_entry(lists, tile)
         steps_left = steps
         while steps_left > 0:
             request_tile(queue, steps_left == REQUEST_DISTANCE)

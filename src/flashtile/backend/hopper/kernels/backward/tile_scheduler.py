@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..shared.block_lists import BlockLists, list_of
+from ..shared.block_lists import BlockLists, list_of, load_entry
 from ..shared.masking import m_block_range
 from ..shared.pipeline import stage_of
 from ..shared.tile_scheduler import (
@@ -54,8 +54,8 @@ class KeyTileScheduler(NamedTuple):
 
     num_tiles: gl.tensor  # upper bound if packed
     num_blocks: gl.tensor  # dense: blocks of keys of a head
-    total_heads: gl.tensor  # dense: key heads of all sequences
-    l2_swizzle: gl.tensor  # dense: key heads that share the L2 cache
+    total_heads: gl.tensor  # dense: key heads of all sequences, or the parts of their groups
+    l2_swizzle: gl.tensor  # dense: those that share the L2 cache
     semaphore: gl.tensor  # pointer to a zero; a dense launch resets it
     num_heads_k: gl.tensor
     group: gl.tensor  # query heads for each key head, or of a part of them
@@ -80,6 +80,7 @@ class KeyWorkTile(NamedTuple):
     seqlen_k: gl.tensor
     token_q: gl.tensor  # token of row 0; 0 if dense; with lists, the list's offset
     token_k: gl.tensor  # dense: the split
+    entry: gl.tensor  # with lists, that of the first step
 
 
 @gluon.jit
@@ -99,29 +100,31 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
     count = 0
     shift = seqlens.seqlen_k - seqlens.seqlen_q + scheduler.diagonal
     while tile_index < scheduler.num_tiles:
-        split, whole_tile = key_split_and_tile(tile_index, scheduler.splits)
+        row_split, whole_tile = split_and_tile(tile_index, scheduler.splits.rows)
         flat_head, block = key_head_and_block(scheduler, whole_tile, CONFIG.lpt)
-        b, head = flat_head // scheduler.num_heads_k, flat_head % scheduler.num_heads_k
+        head_splits = 1
+        if scheduler.splits.heads is not None:
+            head_splits = scheduler.splits.heads
+        heads = scheduler.num_heads_k * head_splits
+        b, head = flat_head // heads, flat_head % heads
         first_key = block * BLOCK_N
         last_key = gl.minimum(first_key + BLOCK_N, seqlens.seqlen_k) - 1
         m_blocks = m_block_range(bounds, first_key, last_key, shift, seqlens.seqlen_q, BLOCK_M)
         lo, hi, list_offset = m_blocks.lo, m_blocks.hi, 0
         if scheduler.lists.data is not None:
             lo = 0
-            list_offset, hi = list_of(scheduler.lists, b, head, block)
+            list_offset, hi = list_of(scheduler.lists, b, head // head_splits, block)
         if scheduler.chunk.lo is not None:
             lo = gl.maximum(lo, scheduler.chunk.lo)
             hi = gl.maximum(lo, gl.minimum(hi, scheduler.chunk.hi))
-        part = split
+        split = head % head_splits
         if scheduler.splits.rows is not None:
-            lo, hi = split_range(lo, hi, split % scheduler.splits.rows, scheduler.splits.rows)
-            part = split // scheduler.splits.rows
-        if scheduler.splits.heads is not None:
-            head = head * scheduler.splits.heads + part
-            flat_head = flat_head * scheduler.splits.heads + part
+            lo, hi = split_range(lo, hi, row_split, scheduler.splits.rows)
+            split = split * scheduler.splits.rows + row_split
         padded_row = flat_head * scheduler.group * scheduler.padded_rows
+        entry = load_entry(scheduler.lists, list_offset, hi - 1 if CONFIG.lpt else lo)
         tile = KeyWorkTile(
-            b, head, first_key, lo, hi, padded_row, shift, seqlens.seqlen_q, seqlens.seqlen_k, list_offset, split
+            b, head, first_key, lo, hi, padded_row, shift, seqlens.seqlen_q, seqlens.seqlen_k, list_offset, split, entry
         )  # fmt: skip
         tile_index = publish_tile(queue, count, tile, scheduler, False)
         count += 1
@@ -159,22 +162,14 @@ def schedule_packed_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.cons
             # Each sequence begins with a block of its own (`padded_rows`).
             padded_row = head * scheduler.group * scheduler.padded_rows + (token_q // BLOCK_M + b) * BLOCK_M
             tile = KeyWorkTile(
-                b, head, first_key, m_blocks.lo, m_blocks.hi, padded_row, shift, seqlen_q, seqlen_k, token_q, token_k
+                b, head, first_key, m_blocks.lo, m_blocks.hi, padded_row, shift, seqlen_q, seqlen_k, token_q, token_k,
+                0,
             )  # fmt: skip
             tile_index = publish_tile(queue, count, tile, scheduler, True)
             count += 1
         else:
             tile_index = scheduler.num_tiles
     push_tile(queue, count, empty_tile(-1))
-
-
-@gluon.jit
-def key_split_and_tile(tile_index, splits):
-    """The split and the tile that an index stands for."""
-    if splits.rows is None:
-        return split_and_tile(tile_index, splits.heads)
-    else:
-        return split_and_tile(tile_index, splits.heads * splits.rows)
 
 
 @gluon.jit
@@ -225,7 +220,7 @@ def pop_key_tile(queue, count):
     fields = pop_fields(queue, count)
     tile = KeyWorkTile(
         fields[0], fields[1], fields[2], fields[3], fields[4], fields[5],
-        fields[6], fields[7], fields[8], fields[9], fields[10],
+        fields[6], fields[7], fields[8], fields[9], fields[10], fields[11],
     )  # fmt: skip
     mbarrier.arrive(queue.empty.index(stage_of(count, QUEUE_STAGES)), count=1)
     return tile

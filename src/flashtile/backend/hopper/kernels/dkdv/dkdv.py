@@ -108,7 +108,7 @@ def dkdv_kernel(
     queue = make_tile_queue(3)
     fence_async_shared()
 
-    lists = BlockLists(None, None, None, None, None)
+    lists = BlockLists(None, None, None, None, None, None)
     splits = TileSplits(None, None)
     scheduler = KeyTileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,

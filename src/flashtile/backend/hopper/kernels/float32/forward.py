@@ -94,7 +94,7 @@ def float32_forward_kernel(
 
     scheduler = TileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, None,
-        BlockLists(None, None, None, None, None),
+        BlockLists(None, None, None, None, None, None),
     )  # fmt: skip
     seqlens = SeqlenInfo(
         seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, PageTable(None, None, None, None, None)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..shared import softmax
 from ..shared.bias_tiles import make_bias_tiles
-from ..shared.block_lists import BlockLists, load_entry
+from ..shared.block_lists import BlockLists, first_entry, load_entry
 from ..shared.compat import kernel
 from ..shared.coordinates import q_coord
 from ..shared.dropout import Dropout, load_stream
@@ -57,7 +57,7 @@ def forward_kernel(
     seqlen_q, seqlen_k, num_splits, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
     stride_mask_m, stride_mask_n, pair_rows, bias_desc,
-    lists, stride_lists_b, stride_lists_h, stride_lists,
+    lists, mask_bits, stride_lists_b, stride_lists_h, stride_lists,
     page_table, stride_page_table, num_pages, page_size, stride_pages,
     seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
     CONFIG: gl.constexpr, inputs,
@@ -87,7 +87,7 @@ def forward_kernel(
     fence_async_shared()
 
     pages = PageTable(page_table, stride_page_table, num_pages, page_size, stride_pages)
-    block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, None)
+    block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, None, mask_bits)
     scheduler = TileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, num_splits,
         block_lists,
@@ -127,6 +127,19 @@ def forward_kernel(
             ],
             [4, 4, 1, 1, 1],
             [CONFIG.consumer_registers] * 2 + [CONFIG.producer_registers] * 3,
+        )
+    elif CONFIG.num_warpgroups == 1:
+        gl.warp_specialize(
+            [
+                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+                (
+                    producer_warp,
+                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, CONFIG, PACKED),
+                ),
+                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+            ],
+            [1, 1],
+            [CONFIG.producer_registers] * 2,
         )
     elif CONFIG.num_warpgroups == 2:
         gl.warp_specialize(
@@ -188,7 +201,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         state = next_tile_state(state.acc, state.p, wg_tile, params, outputs, CONFIG)
         first = tile.hi - 1
         n, stop = first, first
-        entry = load_entry(lists, tile.token_k, first)
+        entry = first_entry(lists, tile)
         # The first step completes the previous tile. Two loops, as a branch in each step would cost 1 to 4%.
         while n >= tile.lo:
             while n >= stop:

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..shared import score_mod, scores, softmax
 from ..shared.bias_tiles import read_bias_tile
-from ..shared.block_lists import BlockLists, block_at, partial_of
+from ..shared.block_lists import BlockLists, block_at, is_cut, load_bits, partial_of, with_bits
 from ..shared.column_masks import where_bits
 from ..shared.distances import columns
 from ..shared.dropout import Dropout, kept_pairs, where_kept
@@ -159,6 +159,8 @@ def mainloop_step(
     s = gemm_nt(q_i, stage_chunks(k, count, STAGES, HEAD_DIM), zero_scores(CONFIG.block_n))
     acc = gemm_rs(state.acc, state.p, stage_chunks(v, count, STAGES, HEAD_DIM_V), accumulate)
     of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(context.lists, entry)
+    first_line = warpgroup * MMA_M
+    bits = load_bits(context.lists, entry, tile.token_k, n, first_line, zero_scores(CONFIG.block_n), CONFIG.block_m)
     kept = kept_pairs(
         context.dropout, stream, tile.b, tile.head, wg_tile.first_row, block * CONFIG.block_n,
         zero_scores(CONFIG.block_n), False,
@@ -169,7 +171,7 @@ def mainloop_step(
     loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pairs)
     consumer_release(k.empty, count, STAGES)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, n == tile.lo, CONFIG)
-    t = masked_scores(s, wg_tile, block, context, loaded, units, CONFIG)
+    t = masked_scores(s, wg_tile, block, entry, bits, context, loaded, units, CONFIG)
     row_max, alpha, changed, p = softmax.update(state.row_max, t, units.scale_log2, CONFIG.speculative_exps)
     l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
     p = where_kept(kept, p, False)
@@ -181,8 +183,8 @@ def mainloop_step(
 
 
 @gluon.jit
-def masked_scores(s, wg_tile, block, context, loaded, units, CONFIG: gl.constexpr):
-    """Final scores `[MMA_M, BLOCK_N]` of a block of keys, in the tile's units."""
+def masked_scores(s, wg_tile, block, entry, bits, context, loaded, units, CONFIG: gl.constexpr):
+    """Final scores `[MMA_M, BLOCK_N]` of a block of keys, in the tile's units. `bits` are those of `load_bits`."""
     BLOCK_N: gl.constexpr = s.shape[1]
     tile = wg_tile.tile
     first_key = block * BLOCK_N
@@ -195,8 +197,9 @@ def masked_scores(s, wg_tile, block, context, loaded, units, CONFIG: gl.constexp
     else:
         distance = wg_tile.first_row - first_key
         t = scores.forward(s, context.params, tile.b, tile.head, wg_tile.shift, rows, keys, distance, loaded, CONFIG).t
-    if (block >= wg_tile.full_hi) | (block < wg_tile.full_lo):
+    if is_cut((block >= wg_tile.full_hi) | (block < wg_tile.full_lo), context.lists, entry):
         visible = visible_keys(t, context.bounds, wg_tile.first_row, first_key, wg_tile.shift, tile.seqlen_k)
+        visible = with_bits(visible, bits)
         if context.pages.data is not None:  # noqa: SIM102 - a compile-time branch
             if tile.token_k != 0:
                 visible = visible & keys_in_pages(context.pages, tile, block, CONFIG)

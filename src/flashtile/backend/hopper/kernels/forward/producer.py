@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..shared.bias_tiles import load_bias_tile
-from ..shared.block_lists import block_at, load_entry
+from ..shared.block_lists import block_at, first_entry, load_entry
 from ..shared.coordinates import kv_coord, q_coord
 from ..shared.mma import MMA_M
 from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load, expect_bytes, load_boxes, stage_of, wraps_of
@@ -46,7 +46,7 @@ def producer_warp(
     tile = pop_tile(queue, 0)
     while tile.b >= 0:
         first = first_block(tile, inputs, CONFIG)
-        first_key = first_key_at(lists, tile, first, BLOCK_N)
+        first_key = block_at(lists, first, first_entry(lists, tile)) * BLOCK_N
         next_entry = load_entry(lists, tile.token_k, tile.hi - 2)
         if tile_count == 0:
             acquire_and_load(k, k_desc, kv_coord(tile, first_key, PACKED), 0, STAGES, HEAD_DIM)
@@ -68,7 +68,7 @@ def producer_warp(
         count += 1
         tile = pop_tile(queue, tile_count)
         if tile.b >= 0:
-            next_key = first_key_at(lists, tile, first_block(tile, inputs, CONFIG), BLOCK_N)
+            next_key = block_at(lists, first_block(tile, inputs, CONFIG), first_entry(lists, tile)) * BLOCK_N
             acquire_and_load(k, k_desc, kv_coord(tile, next_key, PACKED), count, STAGES, HEAD_DIM)
             if EARLY_Q:
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
@@ -78,14 +78,8 @@ def producer_warp(
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
         if bias_desc is not None:  # noqa: SIM102 - a compile-time branch
             if tile.b >= 0:
-                next_key = first_key_at(lists, tile, first_block(tile, inputs, CONFIG), BLOCK_N)
+                next_key = block_at(lists, first_block(tile, inputs, CONFIG), first_entry(lists, tile)) * BLOCK_N
                 load_bias(bias_desc, pipelines, params, tile, next_key, count, CONFIG)
-
-
-@gluon.jit
-def first_key_at(lists, tile, position, BLOCK_N: gl.constexpr):
-    """The first key of the block at a position of a tile."""
-    return block_at(lists, position, load_entry(lists, tile.token_k, position)) * BLOCK_N
 
 
 @gluon.jit

@@ -51,19 +51,31 @@ def bits_below(bound, x):
 
 
 @gluon.jit
+def bits_of(x):
+    """`[M, 4]`: for each thread of a row of the conditions `x [M, N]`, a bit for each of its columns."""
+    view = thread_view(x)
+    return gl.sum(gl.sum(gl.where(view, 1 << column_places(view), 0), 3), 1)
+
+
+@gluon.jit
+def column_places(view):
+    """The bit of each column of a `thread_view`."""
+    layout: gl.constexpr = view.type.layout
+    octet = gl.arange(0, view.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    octet = gl.expand_dims(gl.expand_dims(gl.expand_dims(octet, 0), 2), 3)
+    pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 1), 2)
+    return octet * 2 + pair
+
+
+@gluon.jit
 def where_bits(visible, x, other):
     """`x [M, N]` where the bit of its column is set, else `other`.
 
     Inline PTX keeps each test next to its select, where ptxas finds R2P; LLVM hoists the tests of a `gl.where`.
     """
     view = thread_view(x)
-    layout: gl.constexpr = view.type.layout
-    N: gl.constexpr = x.shape[1]
-    octet = gl.arange(0, N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    octet = gl.expand_dims(gl.expand_dims(gl.expand_dims(octet, 0), 2), 3)
-    pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 1), 2)
-    return from_thread_view(where_bits_at(visible, octet * 2 + pair, view, other), x)
+    return from_thread_view(where_bits_at(visible, column_places(view), view, other), x)
 
 
 @gluon.jit

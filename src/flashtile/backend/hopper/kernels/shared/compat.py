@@ -16,8 +16,8 @@ from .....call.call import HEAD_TERMS
 POINTERS = {
     "lse", "sinks", "tile_count_semaphore", "tile_count_semaphore_dq", "dq_semaphore", "cu_seqlens_q", "cu_seqlens_k",
     "seqused_k", "partial_out", "partial_lse", "out", "dout", "dlse", "neg_lse_log2", "neg_delta", "dq_accum", "dq",
-    "dk", "dv", "splits", "dx", "lists", "table", "states", "bias", "mask", "distance_table", "page_table", "seed",
-    "dslopes",
+    "dk", "dv", "splits", "dx", "lists", "table", "states", "bias", "mask", "mask_bits", "distance_table", "page_table",
+    "seed", "dslopes",
     *HEAD_TERMS,
 }  # fmt: skip
 

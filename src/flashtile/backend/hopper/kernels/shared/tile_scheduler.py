@@ -15,13 +15,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .block_lists import BlockLists, list_of
+from .block_lists import BlockLists, list_of, load_entry
 from .masking import n_block_range
 from .pages import PageTable, lacks_pages
 from .pipeline import make_mbarriers, stage_of, wraps_of
 
 QUEUE_STAGES = gl.constexpr(2)
-TILE_FIELDS = gl.constexpr(11)  # of WorkTile and of backward's KeyWorkTile
+TILE_FIELDS = gl.constexpr(12)  # of WorkTile and of backward's KeyWorkTile
 REQUEST_DISTANCE = gl.constexpr(2)  # blocks before the end of a tile at which the next one is requested
 
 
@@ -66,6 +66,7 @@ class WorkTile(NamedTuple):
     seqlen_k: gl.tensor
     token_q: gl.tensor  # token of row 0; 0 if dense
     token_k: gl.tensor  # with lists, the list's offset; with pages, whether some do not exist
+    entry: gl.tensor  # with lists, that of the first step: loaded by the consumers, it would delay each tile
 
 
 class TileQueue(NamedTuple):
@@ -107,10 +108,11 @@ def schedule_dense_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constexp
         first_row = block * BLOCK_M
         token_k, seqlen_k = key_range(seqlens, b)
         blocks = tile_n_blocks(first_row, seqlens.seqlen_q, seqlen_k, scheduler, bounds, BLOCK_M, BLOCK_N)
-        lse_head, lo, hi = flat_head, blocks.lo, blocks.hi
+        lse_head, lo, hi, entry = flat_head, blocks.lo, blocks.hi, 0
         if scheduler.lists.data is not None:
             lo = 0
             token_k, hi = list_of(scheduler.lists, b, head, block)
+            entry = load_entry(scheduler.lists, token_k, hi - 1)
         elif scheduler.num_splits is not None:
             lse_head += split * scheduler.total_heads
             end = gl.cdiv(seqlen_k, BLOCK_N)
@@ -119,7 +121,7 @@ def schedule_dense_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constexp
             token_k = lacks_pages(seqlens.pages, b, lo * BLOCK_N, gl.minimum(hi * BLOCK_N, seqlen_k))
         tile = WorkTile(
             b, head, head // scheduler.group, lse_head, first_row, lo, hi,
-            seqlens.seqlen_q, seqlen_k, 0, token_k,
+            seqlens.seqlen_q, seqlen_k, 0, token_k, entry,
         )  # fmt: skip
         tile_index = publish_tile(queue, count, tile, scheduler, False)
         count += 1
@@ -151,7 +153,7 @@ def schedule_packed_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constex
                 token_k = lacks_pages(seqlens.pages, b, blocks.lo * BLOCK_N, stop_key)
             tile = WorkTile(
                 b, head, head // scheduler.group, head, first_row, blocks.lo, blocks.hi,
-                seqlen_q, seqlen_k, token_q, token_k,
+                seqlen_q, seqlen_k, token_q, token_k, 0,
             )  # fmt: skip
             tile_index = publish_tile(queue, count, tile, scheduler, True)
             count += 1
@@ -190,7 +192,7 @@ def split_of(lo, hi, split, end, num_splits):
 @gluon.jit
 def empty_tile(b):
     """A tile without rows and with one block of keys. With b = -1 it ends the queue, in backward too."""
-    return WorkTile(b, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0)
+    return WorkTile(b, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0)
 
 
 @gluon.jit
@@ -275,7 +277,7 @@ def pop_tile(queue, count):
     fields = pop_fields(queue, count)
     tile = WorkTile(
         fields[0], fields[1], fields[2], fields[3], fields[4], fields[5],
-        fields[6], fields[7], fields[8], fields[9], fields[10],
+        fields[6], fields[7], fields[8], fields[9], fields[10], fields[11],
     )  # fmt: skip
     mbarrier.arrive(queue.empty.index(stage_of(count, QUEUE_STAGES)), count=1)
     return tile
@@ -300,4 +302,5 @@ def pop_fields(queue, count):
         gl.max(queue.data.index(first + 8).load(layout), 0),
         gl.max(queue.data.index(first + 9).load(layout), 0),
         gl.max(queue.data.index(first + 10).load(layout), 0),
+        gl.max(queue.data.index(first + 11).load(layout), 0),
     )

@@ -1,0 +1,131 @@
+"""GPU kernels under `compute-sanitizer`: `python benchmarks/kernel_sanitizer.py --tool memcheck --out FILE`.
+
+Each group of calls runs in a process of its own, once before, so that its kernels are compiled. memcheck looks for
+accesses outside of memory, racecheck for shared memory without order. Of Hopper's kernels racecheck does not see the
+order that the copy engine makes (docs/journal/2026-11-22-hopper-checks.md). No tile divides the lengths.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtile
+
+FOUND = 9  # exit status where a tool finds something
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+
+
+def rows(batch: int, heads: int, seqlen: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(batch, heads, seqlen, width, device="cuda", dtype=dtype, requires_grad=True)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    out = flashtile.attention(q, k, v, **options)
+    out.backward(torch.randn_like(out))
+
+
+def widths() -> None:
+    for d, d_v in ((24, 24), (32, 32), (72, 72), (88, 88), (160, 160), (192, 128)):
+        attend(rows(1, 2, 300, d), rows(1, 2, 333, d), rows(1, 2, 333, d_v), backend="hopper")
+
+
+def groups() -> None:
+    """Programs that share heads or rows of a group, in any order and in one."""
+    for d, heads in ((64, 7), (128, 8)):
+        for deterministic in (False, True):
+            q, k, v = rows(1, heads, 2300, d), rows(1, 1, 2300, d), rows(1, 1, 2300, d)
+            attend(q, k, v, causal=True, deterministic=deterministic, backend="hopper")
+
+
+def features() -> None:
+    """A bias by tiles, a mask tensor by lists, slopes with their gradient, a softcap, sinks, dropout."""
+    for d in (32, 64, 128):
+        q, k, v = (rows(1, 2, n, d) for n in (300, 333, 333))
+        bias = torch.randn(1, 2, 300, 336, device="cuda", dtype=torch.bfloat16)[..., :333]
+        mask = torch.rand(1, 1, 300, 333, device="cuda") > 0.3
+        slopes, sinks = (torch.rand(2, device="cuda", requires_grad=True) for _ in range(2))
+        options: list[dict[str, Any]] = [{"bias": bias}, {"mask": mask}, {"alibi_slopes": slopes}]
+        options += [{"sinks": sinks, "dropout_p": 0.1}, *[{"softcap": 20.0}] * (d == 128)]
+        for some in options:
+            attend(q, k, v, backend="hopper", **some)
+
+
+def pages() -> None:
+    for size in (8, 16, 64):
+        count = -(-700 // size)
+        k, v = (torch.randn(2 * count, size, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        table = torch.randperm(2 * count, device="cuda").view(2, count).int()
+        lengths = torch.tensor([700, 333], device="cuda", dtype=torch.int32)
+        for n in (1, 5, 300):
+            q = torch.randn(2, 8, n, 64, device="cuda", dtype=torch.bfloat16)
+            flashtile.attention_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, causal=True)
+
+
+def few_rows() -> None:
+    """One kernel for all gradients: single tiles, and blocks that keep all rows or all keys."""
+    shapes = ((7, 700, 16), (300, 7, 16), (49, 49, 32), (100, 333, 32), (200, 200, 32), (32, 257, 64), (16, 16, 72))
+    for n, m, d in shapes:
+        attend(rows(2, 3, n, d), rows(2, 3, m, d), rows(2, 3, m, d), backend="triton")
+    bias = torch.randn(1, 3, 49, 49, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    attend(*(rows(4, 3, 49, 32) for _ in range(3)), bias=bias, backend="triton")
+    with torch.no_grad():
+        flashtile.attention(rows(1, 8, 3, 64), rows(1, 2, 4000, 64), rows(1, 2, 4000, 64), backend="triton")
+
+
+def float32() -> None:
+    """Products of parts by kernels and by PyTorch, and one TF32 product."""
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        attend(*(rows(1, 17, 1100, 40, torch.float32) for _ in range(3)))
+        attend(*(rows(1, 2, 1100, 512, torch.float32) for _ in range(3)))
+
+
+GROUPS: dict[str, Callable[[], None]] = {x.__name__: x for x in (widths, groups, features, pages, few_rows, float32)}
+
+
+def checked(tool: str, group: str, sanitizer: str) -> dict[str, Any]:
+    """Errors that a tool reports for a group, `None` where it did not finish; its words unless there are none."""
+    run = [sys.executable, __file__, "--run", group]
+    subprocess.run(run, capture_output=True)
+    done = subprocess.run(
+        [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *run], capture_output=True, text=True
+    )
+    text = done.stdout + done.stderr
+    found = SUMMARY.findall(text)
+    errors = int(found[-1]) if found and done.returncode in (0, FOUND) else None
+    return {"tool": tool, "group": group, "errors": errors, "words": "" if errors == 0 else text[:1500] + text[-1500:]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sanitizer", default="compute-sanitizer", help="the tool's command")
+    parser.add_argument("--tool", choices=("memcheck", "racecheck"), default="memcheck")
+    parser.add_argument("--group", action="append", choices=GROUPS, help="may be repeated; all of them by default")
+    parser.add_argument("--out", type=Path, help="a JSON file for the findings")
+    parser.add_argument("--run", choices=GROUPS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        GROUPS[options.run]()
+        torch.cuda.synchronize()
+        return 0
+    found = []
+    with ThreadPoolExecutor() as pool:
+        for x in pool.map(lambda group: checked(options.tool, group, options.sanitizer), options.group or GROUPS):
+            found.append(x)
+            print(", ".join(f"{name} {value}" for name, value in x.items()), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if all(x["errors"] == 0 for x in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Bits of the pairs that a mask shows in partly visible blocks (`kernels.pair_bits`), made on the device."""
+
+import torch
+from torch import Tensor
+
+from ...call.call import Call
+from ...call.formulas import mask_formula
+from ..gpu.captured import needs_wide_offsets
+from ..gpu.kernel import Kernel
+from ..gpu.pointers import Described, Pointers
+from ..gpu.replay import Recorder
+from .formulas import launch_with, pair_function
+from .tile_config import MMA_M, PairBitsConfig
+
+WORDS = 4  # of a line and a block
+MOST_PROGRAMS = 4  # of a list: all of a call's are resident together
+PAIR_BITS = Kernel(f"{__package__}.kernels.pair_bits", "pair_bits_kernel")
+NO_STRIDES = dict.fromkeys(("stride_mask_b", "stride_mask_m", "stride_mask_n"))
+
+
+def pair_bits(recorder: Recorder, call: Call, lists: Tensor, config: PairBitsConfig) -> Tensor:
+    """Launch the kernel for the bits of these lists `[1 | 2, B | 1, 1, tiles, entries]`."""
+    _, batch, _, tiles, entries = lists.shape
+    t, formula = call.tensors, mask_formula(call)
+    bits = recorder.new(lists.new_empty((batch, tiles, entries, config.lines, WORDS)))
+    programs = min(MOST_PROGRAMS, entries - 2)
+    grid = batch * tiles * programs * (config.lines // MMA_M)
+    scalars = {
+        "stride_lists": entries,
+        "num_tiles": tiles,
+        "num_programs": programs,
+        "seqlen_q": t.q.shape[2],
+        "seqlen_k": t.k.shape[2],
+        "CONFIG": config,
+        "num_warps": 8,
+    }
+    pointers: Pointers = {"lists": lists, "mask_bits": bits}
+    if formula is None:
+        assert t.mask is not None
+        mask = Described(t.mask, Tensor.view, torch.uint8)
+        scalars |= strides_of(t.mask)
+        recorder.launch(PAIR_BITS, pointers | {"mask": mask}, grid, scalars | {"inputs": None})
+    else:
+        function = pair_function(formula, any(needs_wide_offsets(x) for x in t.score_mod_tensors))
+        launch_with(recorder, call, PAIR_BITS, pointers | {"mask": None}, grid, scalars | NO_STRIDES, function)
+    return bits
+
+
+def strides_of(mask: Tensor) -> dict[str, int]:
+    """Strides in elements, 0 of broadcast dimensions."""
+    b, _, m, n = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+    return {"stride_mask_b": b, "stride_mask_m": m, "stride_mask_n": n}

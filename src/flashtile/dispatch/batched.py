@@ -1,0 +1,40 @@
+"""Cotangents that autograd batches (`torch.autograd.grad(..., is_grads_batched=True)`, vectorized jacobians): one
+backward pass for each of them.
+
+They are batched by an older mechanism than torch.func's, for which neither operators nor an autograd.Function have
+rules.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import private_torch
+
+Gradients = Sequence[Tensor | None]
+
+
+def is_batched(x: Tensor | None) -> bool:
+    return x is not None and bool(private_torch.is_legacy_batchedtensor(x))
+
+
+def one_by_one(
+    gradients: Callable[[Tensor | None, Tensor | None], Gradients], dout: Tensor | None, dlse: Tensor | None
+) -> list[Tensor | None]:
+    """`gradients(dout, dlse)` of batched cotangents."""
+    level = next((n for n in private_torch.BATCH_LEVELS if any(is_batched_at(x, n) for x in (dout, dlse))), None)
+    if level is None:
+        raise NotImplementedError("cotangents of attention that are batched twice")
+    examples = [[x] if not is_batched(x) else private_torch.remove_batch_dim(x, level, 1, 0) for x in (dout, dlse)]
+    size = max(map(len, examples))
+    found = [gradients(*(x[n % len(x)] for x in examples)) for n in range(size)]
+    return [
+        None if parts[0] is None else private_torch.add_batch_dim(torch.stack(parts), 0, level)  # type: ignore[arg-type]
+        for parts in zip(*found, strict=True)
+    ]
+
+
+def is_batched_at(x: Tensor | None, level: int) -> bool:
+    """Whether a tensor is batched at a level alone."""
+    return x is not None and is_batched(x) and not is_batched(private_torch.remove_batch_dim(x, level, 1, 0))

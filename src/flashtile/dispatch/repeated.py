@@ -1,0 +1,225 @@
+"""Repeated calls: a call of a public function that is written as an earlier one, with tensors of the same layouts.
+
+`fast_path` finds a call by its normalized arguments. Here it is found by its arguments as they are written, and none of
+them is looked at again. Scalars are compared as objects, and tensors by one guard of compiled programs, in C: types,
+shapes, strides, dtypes, devices, `requires_grad` and dispatch keys, which also tell modes, autocast and transforms.
+Only calls all of whose tensors are arguments are repeated: none with a seed that is drawn, or a tensor that is cast.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import private_torch
+from ..backend.gpu.replay import BackwardReplay, ForwardReplay
+from ..call import sharding
+from ..call.call import Call, Tensors, differentiable_positions
+from ..call.eager import is_plain_eager
+from ..call.memory import Layouts
+from ..call.window import ExactWindow
+from ..dynamo import untraced
+from ..remember import remember
+from . import autograd, fast_path, forking, operators
+
+MOST_KEYS = 2048
+MOST_OF_A_KEY = 16
+SCALARS = (type(None), bool, int, float, str)
+NAMED = Tensors._fields.index("score_mod_tensors")  # fields of one tensor
+POSITIONS = differentiable_positions(NAMED)
+
+
+class Gradients(NamedTuple):
+    """The recorded backward passes of a call for some of its gradients, and what takes those of its tensors out of all
+    gradients, to which `None` is appended.
+    """
+
+    passes: list[fast_path.Pass]
+    requested: Callable[..., Sequence[Tensor | None]]
+
+
+class Repeated:
+    """A recorded call as it was written. Its tensors are in the order of `Tensors`."""
+
+    __slots__ = (
+        "backward", "entry", "flat", "layouts", "places", "recording", "requires_grad", "return_lse", "scalars",
+        "settings", "state", "tensors",
+    )  # fmt: skip
+
+    def __init__(self, call: Call, values: Sequence[Any], indices: dict[int, int], *, return_lse: bool):
+        """`indices` has the index in `values`, the arguments, of each tensor by its place in `Tensors`."""
+        self.settings, self.entry, self.return_lse = call.settings, call.entry, return_lse
+        self.scalars = [(n, x) for n, x in enumerate(values) if n not in indices.values()]
+        self.tensors = itemgetter(*indices.values())
+        self.places = tuple(indices)
+        orders = {place: n for n, place in enumerate(indices)}
+        self.flat = itemgetter(*(orders.get(n, len(indices)) for n in range(NAMED)))  # of (*tensors, None)
+        tensors = self.tensors(values)
+        self.layouts, self.state = Layouts(tensors), state_of(tensors[0])
+        self.requires_grad = torch.is_grad_enabled() and autograd.requires_grad(tensors)
+        replay = call.entry.forward.replay
+        direct = isinstance(replay, ForwardReplay) and not private_torch.is_any_autocast_enabled()
+        self.recording = replay.recording if direct else None
+        self.backward: dict[Hashable, Gradients] = {}
+
+    def match(self, values: Sequence[Any]) -> tuple[Tensor, ...] | None:
+        """The tensors of arguments that are those of this call but for their tensors' values."""
+        for n, x in self.scalars:
+            if values[n] is not x and not equal(values[n], x):
+                return None
+        tensors: tuple[Tensor, ...] = self.tensors(values)
+        return tensors if self.layouts.match_plain(tensors) and state_of(tensors[0]) == self.state else None
+
+    def call(self, tensors: Sequence[Tensor], *, is_plain_eager: bool) -> Call:
+        return Call(Tensors(*self.flat((*tensors, None))), self.settings, self.entry, is_plain_eager=is_plain_eager)
+
+    def backward_call(self, tensors: Sequence[Tensor], kept: Tensor | None) -> Call:
+        """The call of saved tensors, which may have been replaced, or freed."""
+        call = self.call(tensors, is_plain_eager=False)
+        call.kept = kept
+        return call
+
+    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """`out` and `lse`, and perhaps what is kept for backward."""
+        if self.recording is not None:
+            return self.recording(self.flat((*tensors, None)))
+        call = self.call(tensors, is_plain_eager=True)
+        results = fast_path.forward(call, operators.inside_operator)
+        return results if call.kept is None else (*results, call.kept)
+
+    def replayed_backward(
+        self, key: Hashable, results: autograd.Results, tensors: Sequence[Tensor], kept: Tensor | None
+    ) -> Sequence[Tensor | None] | None:
+        """The gradients of the tensors, if they have been recorded."""
+        known = self.backward.get(key)
+        if known is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain_eager():
+            return None
+        present = [x for x in results if x is not None]
+        present += tensors
+        for one in known.passes:
+            if one.replay is not None and one.layouts is not None and one.layouts.match_plain(present):
+                if isinstance(one.replay, BackwardReplay) and not private_torch.is_any_autocast_enabled():
+                    found = one.replay.recording((*self.flat((*tensors, None)), *results, kept))
+                else:
+                    call = self.backward_call(tensors, kept)
+                    with operators.inside_operator(call):
+                        found = one.replay(call, *results)
+                return [
+                    gradient if gradient is None or gradient.dtype is x.dtype else gradient.to(x.dtype)
+                    for gradient, x in zip(known.requested((*found, None)), tensors, strict=True)
+                ]
+        return None
+
+    def new_backward(
+        self,
+        key: Hashable,
+        results: autograd.Results,
+        tensors: Sequence[Tensor],
+        kept: Tensor | None,
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """The gradients of the tensors, planned or recorded."""
+        call = self.backward_call(tensors, kept)
+        by_place = dict(zip(self.places, needed, strict=True))
+        gradients = autograd.input_gradients(call, results, [by_place.get(n, False) for n in range(NAMED)])
+        needs = [by_place.get(n, False) for n in POSITIONS]
+        passes = self.entry.backward.get(fast_path.backward_key(call, needs, results))
+        if passes is not None:
+            requested = (POSITIONS.index(n) if by_place[n] else -1 for n in self.places)
+            self.backward[key] = Gradients(passes, itemgetter(*requested))
+        return [gradients[n] for n in self.places]
+
+
+def equal(x: Any, y: Any) -> bool:
+    """Whether scalars are the same, with their types."""
+    if type(x) is not type(y) or x != y:
+        return False
+    return not isinstance(x, tuple) or all(type(n) is type(m) for n, m in zip(x, y, strict=True))
+
+
+def is_scalar(x: Any) -> bool:
+    return type(x) in SCALARS or (type(x) in (tuple, ExactWindow) and all(type(n) in SCALARS for n in x))
+
+
+def state_of(q: Tensor) -> Hashable:
+    """All outside of the arguments that a call depends on, but for what dispatch keys tell."""
+    dtype = torch.get_autocast_dtype(q.device.type) if private_torch.is_any_autocast_enabled() else None
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return fast_path.state_of_process(q), deterministic, torch.is_grad_enabled(), dtype
+
+
+def key_of(function: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
+    """What few calls share, and takes little time; `None` if the first two arguments are not tensors."""
+    try:
+        return function, values[0].shape, values[1].shape, *kwargs
+    except (AttributeError, IndexError, RuntimeError):  # the last one of nested tensors
+        return None
+
+
+@untraced
+def attend(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of a repeated call, `NotImplemented` of another one."""
+    values = (*args, *kwargs.values())
+    try:
+        calls = fast_path.repeated.get(key_of(function, values, kwargs))
+    except TypeError:  # sizes that are symbols
+        return NotImplemented
+    if calls is None or sharding.contexts_open or forking.forked or not is_plain_eager():
+        return NotImplemented
+    for known in calls:
+        tensors = known.match(values)
+        if tensors is not None:
+            if known.requires_grad:
+                return apply(known, *tensors)
+            out, lse, *_ = known.forward(tensors)
+            return (out, lse) if known.return_lse else out
+    return NotImplemented
+
+
+@untraced
+def remember_call(function: str, args: Sequence[Any], kwargs: dict[str, Any], call: Call, *, return_lse: bool) -> None:
+    """Keep a recorded call as it was written, if it can be repeated."""
+    entry = call.entry
+    if not call.is_plain_eager or entry.written >= MOST_OF_A_KEY or entry.forward.replay is None:
+        return
+    entry.written += 1
+    values = (*args, *kwargs.values())
+    arguments = {id(x): n for n, x in enumerate(values) if isinstance(x, Tensor)}
+    indices = {place: arguments.get(id(x), -1) for place, x in enumerate(call.tensors[:NAMED]) if x is not None}
+    scalars = [x for n, x in enumerate(values) if n not in indices.values()]
+    if -1 in indices.values() or call.tensors.score_mod_tensors or not all(map(is_scalar, scalars)):
+        return
+    key, known = key_of(function, values, kwargs), Repeated(call, values, indices, return_lse=return_lse)
+    if key is not None and known.layouts.same is not None:
+        others = fast_path.repeated.get(key, [])
+        remember(fast_path.repeated, key, [known, *others[: MOST_OF_A_KEY - 1]], MOST_KEYS)
+
+
+class RepeatedAttention(torch.autograd.Function):
+    """`autograd.EagerAttention` of the tensors that are there. lse is a result only where it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, known: Repeated, *tensors: Tensor) -> Any:
+        out, lse, *kept = known.forward(tensors)
+        ctx.known, ctx.kept = known, kept[0] if kept else None
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.set_materialize_grads(False)
+        return (out, lse) if known.return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        known, (_, *needed), kept = ctx.known, ctx.needs_input_grad, ctx.kept
+        if dout is None and dlse is None:  # a second derivative passes here without a gradient of the results
+            return None, *[None for _ in tensors]
+        results = out, lse, dout, dlse
+        key = ctx.needs_input_grad, dout is None, dlse is None, fast_path.state_of_process(tensors[0])
+        gradients = known.replayed_backward(key, results, tensors, kept)
+        if gradients is None:
+            gradients = known.new_backward(key, results, tensors, kept, needed)
+        return None, *gradients
+
+
+apply = private_torch.apply_at_one_level(RepeatedAttention)

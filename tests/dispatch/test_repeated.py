@@ -1,0 +1,176 @@
+"""Repeated calls: nothing is looked at again, and everything that makes a call another one is seen."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtile
+from flashtile.dispatch import fast_path
+from flashtile.errors import ArgumentError
+
+OPTIONS: dict[str, Any] = {"scale": 0.5, "window": (5, 2)}
+SLOPES = torch.rand(2)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    fast_path.forget()
+    yield
+    fast_path.forget()
+
+
+def inputs(**options: Any) -> list[Tensor]:
+    return [torch.randn(1, 2, 24, 16, **options) for _ in range(3)]
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    return flashtile.attention(q, k, v, backend="reference", **OPTIONS | options)
+
+
+def known(**options: Any) -> None:
+    """Make a call until it is repeated."""
+    for _ in range(3):
+        flashtile.attention(*inputs(**options), **OPTIONS)
+
+
+@contextmanager
+def not_normalized() -> Iterator[None]:
+    with mock.patch("flashtile.api.attention.normalize", side_effect=AssertionError("looked at")):
+        yield
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+def test_scalars_are_the_same_if_they_are_equal() -> None:
+    known()
+    q, k, v = inputs()
+    with not_normalized():
+        out = flashtile.attention(q, k, v, scale=float("0.5"), window=tuple([5, 2]))  # noqa: C409 - other objects
+    torch.testing.assert_close(out, reference(q, k, v))
+
+
+@pytest.mark.parametrize("options", [{"window": (5, True)}, {"window": (5.0, 2)}, {"scale": True}])
+def test_equal_scalars_of_other_types(options: dict[str, Any]) -> None:
+    for _ in range(3):
+        flashtile.attention(*inputs(), scale=1, window=(5, 1 if options.get("window") == (5, True) else 2))
+    with pytest.raises(ArgumentError, match=next(iter(options))):
+        flashtile.attention(*inputs(), **{"scale": 1, "window": (5, 2)} | options)
+
+
+OTHERS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "strides": lambda x: [x[0], x[1].mT.contiguous().mT, x[2]],
+    "rows": lambda x: [x[0][:, :, :7], *x[1:]],
+    "address": lambda x: [torch.randn(1, 2, 24, 17)[..., 1:], *x[1:]],
+    "dtype": lambda x: [y.double() for y in x],
+    "one tensor": lambda x: [x[0], x[0], x[0]],
+    "negative": lambda x: [torch.complex(x[0], x[0]).conj().imag, *x[1:]],
+    "parameter": lambda x: [torch.nn.Parameter(x[0]), *x[1:]],
+}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_other_tensors(change: str) -> None:
+    known()
+    for _ in range(4):
+        q, k, v = OTHERS[change](inputs())
+        torch.testing.assert_close(flashtile.attention(q, k, v, **OPTIONS), reference(q, k, v))
+
+
+AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "mode": Mode,
+    "profiler": torch.autograd.profiler.profile,
+    "forward mode": torch.autograd.forward_ad.dual_level,
+    "variable": lambda: mock.patch.dict("os.environ", FLASHTILE_BACKEND="tiled"),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_around_a_call(name: str) -> None:
+    known()
+    q, k, v = inputs()
+    with AROUND[name](), not_normalized(), pytest.raises(AssertionError, match="looked at"):
+        flashtile.attention(q, k, v, **OPTIONS)
+    tolerance = {"rtol": 0.05, "atol": 0.05} if name == "autocast" else {}
+    for around in (AROUND[name], nullcontext, AROUND[name]):
+        for _ in range(3):
+            with around():
+                out = flashtile.attention(q, k, v, **OPTIONS)
+            torch.testing.assert_close(out.float(), reference(q, k, v), **tolerance)
+
+
+def test_autocast_of_another_dtype() -> None:
+    for dtype in (torch.bfloat16, torch.float16) * 2:
+        with torch.autocast("cpu", dtype):
+            for _ in range(4):
+                assert flashtile.attention(*inputs(dtype=torch.bfloat16), **OPTIONS).dtype == dtype
+
+
+def test_determinism_is_asked_for() -> None:
+    known()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with not_normalized(), pytest.raises(AssertionError, match="looked at"):
+            flashtile.attention(*inputs(), **OPTIONS)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"return_lse": True}, {"alibi_slopes": SLOPES}], ids=lambda x: " ".join(x) or "plain"
+)
+@pytest.mark.parametrize("requested", ["q", "kv", "qkv"])
+def test_gradients(requested: str, options: dict[str, Any]) -> None:
+    """Of some inputs, through both results or one, and with the graph of a second derivative."""
+    options = {name: x.clone().requires_grad_() if isinstance(x, Tensor) else x for name, x in options.items()}
+
+    def gradients(attend: Callable[..., Any], used: slice, *, twice: bool = False) -> list[Tensor]:
+        results = attend(*tensors.values(), **options)
+        results = results if isinstance(results, tuple) else (results,)
+        found = torch.autograd.grad(sum(x.square().sum() for x in results[used]), leaves, create_graph=twice)
+        return [*found, *torch.autograd.grad(sum(x.square().sum() for x in found), leaves)] if twice else [*found]
+
+    def repeated(*x: Tensor, **options: Any) -> Any:
+        with not_normalized():
+            return flashtile.attention(*x, **OPTIONS, **options)
+
+    for n in range(6):
+        tensors = dict(zip("qkv", inputs(dtype=torch.float64), strict=True))
+        leaves = [tensors[name].requires_grad_() for name in requested]
+        leaves += [x for x in options.values() if isinstance(x, Tensor)]
+        for _ in range(3 * (n == 0)):
+            with torch.no_grad():
+                flashtile.attention(*tensors.values(), **OPTIONS, **options)
+        attend = repeated if n > 2 else lambda *x, **options: flashtile.attention(*x, **OPTIONS, **options)
+        for used in (slice(None), slice(1), *[slice(1, 2)] * ("return_lse" in options and requested != "kv")):
+            torch.testing.assert_close(gradients(attend, used), gradients(reference, used))
+        with torch.no_grad():
+            results = flashtile.attention(*tensors.values(), **OPTIONS, **options)
+        assert not (results[0] if isinstance(results, tuple) else results).requires_grad
+    torch.testing.assert_close(gradients(repeated, slice(1), twice=True), gradients(reference, slice(1), twice=True))
+
+
+def test_a_seed_is_drawn_for_each_call() -> None:
+    q, k, v = inputs()
+    outs = [flashtile.attention(q, k, v, dropout_p=0.5) for _ in range(5)]
+    assert all(not torch.equal(outs[0], x) for x in outs[1:])
+
+
+def test_nothing_is_kept_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls that are written in ever new ways."""
+    monkeypatch.setattr("flashtile.dispatch.repeated.MOST_KEYS", 4)
+    for n in range(1, 40):
+        for rows in (n, 8):
+            for _ in range(3):
+                flashtile.attention(*inputs()[:1], *[x[:, :, :rows] for x in inputs()[1:]], window=(n, 0))
+    assert len(fast_path.repeated) <= 5
+    assert max(map(len, fast_path.repeated.values())) <= 16
