@@ -44,12 +44,13 @@ SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("causal", 160, SHORT), ("packe
 BACKWARD_SPILL, FORWARD_SPILL = 150, 4  # most bytes of a thread
 MORE_FORWARD_SPILL = {("packed everything 64", 64, SHORT): 8, ("causal", 96, LONG): 16, ("causal", 160, SHORT): 16}
 SPLIT_BACKWARD_SPILL = {("causal", 160, SHORT): 4}  # others: 0
-FLOAT32_SPILL = 32
+# Measured, with Triton 3.6 and with 3.9: numbers of the tile, which a step reads few of (docs/design/hopper-float32.md).
+FLOAT32_SPILL = {"float32_forward": (320, 850), "dq": (64, 200), "dkdv": (32, 500)}
 NEWER_TRITON_SPILL = 32  # most bytes of a thread in forward
 ONE_OF_EACH = (  # problem, kernel, most spilled bytes of a thread
     (("full", 64, SHORT), "forward", NEWER_TRITON_SPILL), (("full", 64, SHORT), "backward", BACKWARD_SPILL),
     (("full", (192, 128), SHORT), "dq", 0), (("full", (192, 128), SHORT), "dkdv", 0),
-    (("float32 causal 128", 128, SHORT), "float32_forward", FLOAT32_SPILL),
+    (("float32 causal 128", 128, SHORT), "float32_forward", FLOAT32_SPILL["float32_forward"][1]),
 )  # fmt: skip
 SCALED = formula_of(lambda score, b, h, q_idx, k_idx: score * 0.5)[0]
 SHOWN = formula_of(lambda b, h, q_idx, k_idx: q_idx % 8 >= k_idx % 8, role=MASK_MOD)[0]
@@ -99,6 +100,9 @@ def test_auto_defers_to_other_backends() -> None:
         assert support.defers(problem(), H200) is None
         assert reason in str(support.defers(problem(**changes), H200))
         assert "softcap" in str(support.defers(problem(softcap=True), H200))
+        float32 = {"dtype": torch.float32, "head_dim": 128, "head_dim_v": 128}
+        assert support.defers(problem(**float32), H200) is None
+        assert "launches" in str(support.defers(problem(**float32, seqlen_k=64), H200))
         narrow = {"head_dim": 32, "head_dim_v": 32, "seqlen_k": 2048}
         assert "32 and 2048 keys" in str(support.defers(problem(**narrow), H200))
         assert support.defers(problem(**narrow | {"seqlen_k": 2049}), H200) is None
@@ -379,7 +383,7 @@ def test_split_backward_compiles_for_hopper(family: tuple) -> None:
 def test_float32_compiles_for_hopper(family: tuple, name: str) -> None:
     kernel = compiled(family, name)
     assert kernel.shared <= SHARED_MEMORY
-    assert kernel.spilled <= FLOAT32_SPILL
+    assert kernel.spilled <= FLOAT32_SPILL[name][support.triton_version() != support.OLDEST]
     assert not kernel.serialized
     assert not kernel.unset
 

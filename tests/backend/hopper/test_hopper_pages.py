@@ -120,7 +120,7 @@ def test_random_calls(seed: int) -> None:
     [
         (Paged(20), "multiples of 8"),
         (Paged(4), "multiples of 8"),
-        (replace(Paged(203, dense_cache=True), dtype=torch.float32), "bfloat16"),
+        (replace(Paged(203, dense_cache=True), dtype=torch.float32), "in float32"),
     ],
 )
 def test_declined_pages(call: Paged, reason: str) -> None:

@@ -27,27 +27,22 @@ class SplitRows(Constexpr):
     align: int = ALIGN
 
 
-D32, D64, D128 = (HeadDim((width,), width, PARTS) for width in (32, 64, 128))
-D80, D96 = HeadDim((64, 16), 16, PARTS), HeadDim((64, 32), 32, PARTS)
+D80, D96, D128 = HeadDim((64, 16), 16, PARTS), HeadDim((64, 32), 32, PARTS), HeadDim((128,), 128, PARTS)
 
 
-def configs(head_dim: HeadDim, forward: tuple[int, int], dq: tuple[int, int, int], dkdv: tuple[int, int]) -> TileConfig:
-    """Keys and stages of forward; keys, stages and warpgroups of dq; rows and stages of the kernel for dk and dv."""
-    keys, stages, warpgroups = dq
-    rows, row_stages = dkdv
+def configs(head_dim: HeadDim, forward: int, dq: tuple[int, int], dkdv: int) -> TileConfig:
+    """Stages of forward, stages and warpgroups of dq, stages of the kernel for dk and dv, of 64 keys or rows each."""
+    stages, warpgroups = dq
     backward = SplitBackwardConfig(
-        DqConfig(head_dim, head_dim, stages, keys, warpgroups, padding=rows),
-        DkdvConfig(head_dim, head_dim, row_stages, rows),
+        DqConfig(head_dim, head_dim, stages, num_warpgroups=warpgroups), DkdvConfig(head_dim, head_dim, dkdv)
     )
-    return TileConfig(Float32Forward(head_dim, *forward), backward)
+    return TileConfig(Float32Forward(head_dim, forward), backward)
 
 
-CONFIGS = {  # by width of the kernels
-    32: configs(D32, (64, 6), (64, 6, 2), (64, 3)),
-    64: configs(D64, (64, 4), (64, 4, 2), (64, 2)),
-    80: configs(D80, (64, 4), (64, 3, 2), (64, 2)),
-    96: configs(D96, (64, 4), (64, 2, 2), (64, 1)),
-    128: configs(D128, (64, 2), (64, 2, 1), (64, 1)),
+CONFIGS = {  # by width of the kernels: 128 measured on an H100, the others derived from memory and registers
+    80: configs(D80, forward=4, dq=(3, 2), dkdv=2),
+    96: configs(D96, forward=4, dq=(2, 2), dkdv=1),
+    128: configs(D128, forward=2, dq=(2, 1), dkdv=1),
 }
 
 

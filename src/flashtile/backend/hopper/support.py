@@ -27,6 +27,7 @@ PAGE_STEP = 8  # keys: rows that shared memory swizzles together
 # which they read more slowly in backward (docs/journal/2026-11-24-masks.md, 2026-11-25-short-rows.md).
 NARROWEST, NARROW = 16, 32
 NARROWEST_FLOAT32 = 64  # up to here, Triton's kernels
+SHORT_FLOAT32 = 64  # rows or keys up to which splitting rows is not worth a launch (counted, not measured)
 SHORT, SHORT_BIASED = 256, 128  # rows or keys; with a bias, which TMA loads here
 TILE_ROWS = 128
 FEW_KEYS, FEW_TILES = 2048, 4  # tiles of rows for each core
@@ -175,6 +176,8 @@ def defers(problem: Problem, device: Device, needs: Needs | None = None) -> str 
         return f"up to head dimension {NARROWEST}, narrower kernels are faster"
     if head_dim <= NARROW and problem.features.mask is None and wants_smaller_tiles(problem, device, needs):
         return f"up to head dimension {NARROW} and {FEW_KEYS} keys, smaller tiles are faster"
+    if problem.dtype is torch.float32 and min(problem.seqlen_q, problem.seqlen_k) <= SHORT_FLOAT32:
+        return f"in float32 with up to {SHORT_FLOAT32} rows or keys, kernels that split no rows take fewer launches"
     if is_decoding(problem):
         return "decoding a few rows is faster with keys split among programs"
     return None

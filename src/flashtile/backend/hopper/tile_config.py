@@ -152,8 +152,8 @@ class Float32Forward(Constexpr):
     """Forward kernel: tiles of 128 rows; keys and values alternate in `kv_stages` of `block_n` keys."""
 
     head_dim: HeadDim
-    block_n: int
     kv_stages: int
+    block_n: int = MMA_M
     block_m: int = NUM_WARPGROUPS * MMA_M
     consumer_registers: int = 240
     producer_registers: int = 24
@@ -249,7 +249,6 @@ class DqConfig(Constexpr):
     kv_stages: int
     block_n: int = MMA_M
     num_warpgroups: int = 2
-    padding: int = MMA_M  # rows of a block of the row statistics: those of the kernel for dk and dv
     consumer_registers: int = 240
     producer_registers: int = 24
     score_mod: Any = None

@@ -162,7 +162,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         first_row = tile.first_row + warpgroup * MMA_M
         shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
         blocks = n_block_range(bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
-        neg_lse_log2, neg_delta = load_row_stats(context.row_stats, tile, first_row, s_layout, CONFIG.padding, PACKED)
+        neg_lse_log2, neg_delta = load_row_stats(context.row_stats, tile, first_row, s_layout, PACKED)
         row = gl.expand_dims(first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, s_layout)), 1)
         sequence = gl.minimum(tile.b, params.batch - 1)
         of_head = load_head(params, tile.b, tile.head, SCORE_MOD)
@@ -220,12 +220,12 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
 
 
 @gluon.jit
-def load_row_stats(row_stats, tile, first_row, s_layout: gl.constexpr, PADDING: gl.constexpr, PACKED: gl.constexpr):
+def load_row_stats(row_stats, tile, first_row, s_layout: gl.constexpr, PACKED: gl.constexpr):
     """Load neg_lse_log2 and neg_delta `[MMA_M]`; rows past the sequence's end get -inf and 0, so that p is 0."""
     row = first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, s_layout))
     base = tile.lse_head.to(gl.int64) * row_stats.padded_rows
     if PACKED:  # each sequence begins with a block of its own
-        base += (tile.token_q // PADDING + tile.b) * PADDING
+        base += (tile.token_q // MMA_M + tile.b) * MMA_M
     exists = row < tile.seqlen_q
     neg_lse_log2 = gl.load(row_stats.neg_lse_log2 + base + row, mask=exists, other=-INFINITY)
     return neg_lse_log2, gl.load(row_stats.neg_delta + base + row, mask=exists, other=0.0)
