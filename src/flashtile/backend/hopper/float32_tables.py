@@ -31,7 +31,7 @@ D80, D96, D128 = HeadDim((64, 16), 16, PARTS), HeadDim((64, 32), 32, PARTS), Hea
 
 
 def configs(head_dim: HeadDim, forward: int, dq: tuple[int, int], dkdv: int) -> TileConfig:
-    """Stages of forward, stages and warpgroups of dq, stages of the kernel for dk and dv, of 64 keys or rows each."""
+    """Stages of forward, of dq and of the kernel for dk and dv, 64 keys or rows each, and dq's warpgroups."""
     stages, warpgroups = dq
     backward = SplitBackwardConfig(
         DqConfig(head_dim, head_dim, stages, num_warpgroups=warpgroups), DkdvConfig(head_dim, head_dim, dkdv)
