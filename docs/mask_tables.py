@@ -6,7 +6,7 @@ from typing import Any
 
 from cells import RESULTS, figure, listed, markdown, paragraph
 
-STORED = "h200-masks.jsonl"
+STORED = "h100-masks.jsonl"
 PASSES = "forward", "backward"
 OTHERS = "flex", "fa3", "efficient", "cudnn"  # with the same call
 Times = dict[tuple[str, str], float]

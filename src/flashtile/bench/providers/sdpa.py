@@ -74,14 +74,14 @@ class Sdpa(Provider):
 
 
 def first_call(run: Callable[[], Tensor]) -> None:
-    """Turn PyTorch's "No available kernel" error into `Declined`, with the reasons from its warnings."""
+    """Turn PyTorch's error of a call that a backend does not take into `Declined`, with the reasons from warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             run()
         except RuntimeError as error:
             words = str(error).splitlines()[0]
-            if not words.startswith(("No available kernel", "No viable backend")):
+            if not words.startswith(("No available kernel", "No viable backend", "Invalid backend")):
                 raise
             reasons = [str(warning.message).split(" (Triggered")[0] for warning in caught]
             raise Declined(" ".join([words.split(". ")[0] + ".", *reasons])) from error
