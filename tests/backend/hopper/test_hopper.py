@@ -44,7 +44,7 @@ SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("causal", 160, SHORT), ("packe
 BACKWARD_SPILL, FORWARD_SPILL = 150, 4  # most bytes of a thread
 MORE_FORWARD_SPILL = {("packed everything 64", 64, SHORT): 8, ("causal", 96, LONG): 16, ("causal", 160, SHORT): 16}
 SPLIT_BACKWARD_SPILL = {("causal", 160, SHORT): 4}  # others: 0
-# Measured, with Triton 3.6 and with 3.9: numbers of the tile, which a step reads few of (docs/design/hopper-float32.md).
+# Measured, with Triton 3.6 and with 3.9: mostly numbers of the tile (docs/design/hopper-float32.md).
 FLOAT32_SPILL = {"float32_forward": (320, 850), "dq": (64, 200), "dkdv": (32, 500)}
 NEWER_TRITON_SPILL = 32  # most bytes of a thread in forward
 ONE_OF_EACH = (  # problem, kernel, most spilled bytes of a thread
