@@ -224,12 +224,12 @@ def current_device_of(x: Tensor | None) -> Any:
 def allocation(x: Tensor) -> Step:
     """Build the step that allocates a tensor with the layout of `x` on the current device."""
     shape, strides, dtype, device = tuple(x.shape), x.stride(), x.dtype, x.device
-    allocate = private_torch.allocator(device.type)
+    allocators, name = private_torch.guards, f"_empty_strided_{device.type}"
 
     def quick(known: list[Tensor | None]) -> None:
-        known.append(allocate(shape, strides, dtype))
+        known.append(getattr(allocators, name)(shape, strides, dtype))  # found now: tests poison it
 
     def usual(known: list[Tensor | None]) -> None:
         known.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
-    return usual if allocate is None else quick
+    return usual if private_torch.allocator(device.type) is None else quick
