@@ -21,6 +21,7 @@ from offline.launches import Launch, hopper_launches_of
 from flashtile import MaskMod
 from flashtile.api.explain import described_call
 from flashtile.backend.hopper import float32, listed, support, tables
+from flashtile.backend.hopper.bias_tiles import forward_tiles
 from flashtile.backend.hopper.tables import ONE_WARPGROUP, THREE_WARPGROUPS, TWO_WARPGROUPS
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
@@ -248,6 +249,17 @@ def test_factors_and_padding_take_three_warpgroups() -> None:
     others = ({"score_mod": ADDED}, {"mask_mod": SHOWN}, {"mask_mod": OF_HEADS})
     for functions in (*others, {"score_mod": SCALED, "mask_mod": PADDED}, {"mask_mod": PADDED, "seqlen_q": 1}):
         assert chosen(**functions) is TWO_WARPGROUPS[64, 64]
+
+
+def test_padding_without_bits_takes_two_warpgroups() -> None:
+    """A plan of several lengths expects bits of some calls that are too small for them, or whose keys are split."""
+    q, mask = torch.empty(3, 2, 300, 64, dtype=torch.bfloat16), torch.ones(3, 1, 1, 300, dtype=torch.bool)
+    call = described_call(q, q, q, None, None, {"mask": mask})
+    three, two = THREE_WARPGROUPS[64, 64], TWO_WARPGROUPS[64, 64]
+    assert forward_tiles(call, three)[0] is two
+    with mock.patch.object(listed, "LEAST_MASK_PAIRS", 0):
+        assert forward_tiles(call, three)[0] is three
+        assert forward_tiles(call, three.with_splits(2))[0] == two.with_splits(2)
 
 
 def test_splits_fill_the_device() -> None:
