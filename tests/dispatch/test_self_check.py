@@ -28,6 +28,7 @@ from flashtile.dispatch import compare_with_tiled, passes, planner, self_check
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 FORWARD, BACKWARD = KernelClass(False, 64, 64, False, 1), KernelClass(True, 64, 64, False, 2)
+FLOAT32 = KernelClass(True, 96, 80, False, 2, float32=True)
 RIGHT, WRONG, UNKNOWN = (True, None), (True, "out is wrong in 3 of 4 elements"), (False, "it did not end")
 
 
@@ -109,21 +110,25 @@ def test_known_versions_are_not_checked() -> None:
 
 
 @contextmanager
-def kernels_on_a_cpu(mistake: Any = lambda out, call: out) -> Iterator[None]:
-    """`hopper` on the emulation, with a mistake in its forward pass; every other backend as it is."""
+def kernels_on_a_cpu(mistake: Any = lambda out, call: out) -> Iterator[list[str]]:
+    """`hopper` on the emulation, with a mistake in its forward pass; every other backend as it is. Yields the names of
+    the kernels launched.
+    """
     real = passes.entry_of
-    with emulated():
+    with emulated() as launched:
         entry = passes.entry_of("hopper")
         wrong = mock.Mock(wraps=entry)
         wrong.forward = lambda plan, call: mistake(entry.forward(plan, call), call)
         with mock.patch.object(passes, "entry_of", lambda name: wrong if name == "hopper" else real(name)):
-            yield
+            yield launched
 
 
-@pytest.mark.parametrize("kernels", [FORWARD, BACKWARD, FORWARD._replace(packed=True), BACKWARD._replace(packed=True)])
-def test_right_kernels_pass(kernels: KernelClass) -> None:
-    with kernels_on_a_cpu():
-        assert compare_with_tiled.examine("hopper", kernels, torch.device("cpu")) is None
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kernels", [FORWARD, BACKWARD, FLOAT32])
+def test_right_kernels_pass(kernels: KernelClass, packed: bool) -> None:
+    with kernels_on_a_cpu() as launched:
+        assert compare_with_tiled.examine("hopper", kernels._replace(packed=packed), torch.device("cpu")) is None
+    assert ("float32_forward_kernel" in launched) == kernels.float32
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])

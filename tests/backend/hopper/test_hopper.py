@@ -20,7 +20,8 @@ from offline.launches import Launch, hopper_launches_of
 
 from flashtile import MaskMod
 from flashtile.api.explain import described_call
-from flashtile.backend.hopper import float32, support, tables
+from flashtile.backend.hopper import float32, listed, support, tables
+from flashtile.backend.hopper.bias_tiles import forward_tiles
 from flashtile.backend.hopper.tables import ONE_WARPGROUP, THREE_WARPGROUPS, TWO_WARPGROUPS
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
@@ -254,6 +255,17 @@ def test_factors_and_padding_take_three_warpgroups() -> None:
         assert chosen(**functions) is TWO_WARPGROUPS[64, 64]
 
 
+def test_padding_without_bits_takes_two_warpgroups() -> None:
+    """A plan of several lengths expects bits of some calls that are too small for them, or whose keys are split."""
+    q, mask = torch.empty(3, 2, 300, 64, dtype=torch.bfloat16), torch.ones(3, 1, 1, 300, dtype=torch.bool)
+    call = described_call(q, q, q, None, None, {"mask": mask})
+    three, two = THREE_WARPGROUPS[64, 64], TWO_WARPGROUPS[64, 64]
+    assert forward_tiles(call, three)[0] is two
+    with mock.patch.object(listed, "LEAST_MASK_PAIRS", 0):
+        assert forward_tiles(call, three)[0] is three
+        assert forward_tiles(call, three.with_splits(2))[0] == two.with_splits(2)
+
+
 def test_splits_fill_the_device() -> None:
     """Few rows or keys, and grouped heads whose diagonal makes tiles uneven; not what fills the device anyway."""
 
@@ -280,6 +292,16 @@ def test_splits_fill_the_device() -> None:
     assert [chosen(*long, (32, 8), 128)[1], chosen(*long, (8, 1), 128)[1], chosen(*long, (28, 4), 128)[1]] == [2, 8, 7]
     assert chosen(*long, (32, 8), 128, window=(4095, 0))[1] == 4
     assert chosen(*long, (32, 32), 128)[1] == chosen(*long, (32, 8), 128, deterministic=True)[1] == 1
+
+
+def test_heads_at_once_are_at_most_those_of_the_call() -> None:
+    """Times a head's blocks of keys they have to fit 32 bits, and of few rows the L2 cache holds thousands."""
+    q, k = (torch.empty(1, 2, n, 64, dtype=torch.bfloat16) for n in (1, 300))
+    call = described_call(q, k, k, None, None, {"mask": MaskMod(lambda b, h, i, j: i >= j)})
+    with mock.patch.object(listed, "LEAST_PAIRS", 0):
+        backward = next(x for x in hopper_launches_of(call) if x.name == "backward")
+    assert backward.arguments["lists"] is not None
+    assert backward.arguments["l2_swizzle"] == 2
 
 
 def test_long_rows_are_visited_in_chunks() -> None:

@@ -163,7 +163,7 @@ def test_one_block_of_keys(name: str, row_splits: int, rows: int, keys: int) -> 
 
 @pytest.mark.parametrize(("name", "head_splits", "row_splits"), [
     ("grouped heads 64", 3, 1), ("deterministic grouped heads 128", 2, 3),
-        ("deterministic grouped heads 128", 4, 1), ("slopes and window 96", 4, 1),
+    ("deterministic grouped heads 128", 4, 1), ("slopes and window 96", 4, 1),
 ])  # fmt: skip
 def test_split_heads(name: str, head_splits: int, row_splits: int) -> None:
     """Heads of a group, alone and with split rows."""

@@ -212,7 +212,7 @@ class BackwardLaunches:
         bytes_per_head = self.group * self.seqlen_q * bytes_per_row
         any_order = isinstance(self.config, FusedBackwardConfig) and not self.config.in_order
         if has_lists(self.call) and any_order:
-            return max(1, LISTED_BYTES // bytes_per_head)
+            return min(self.heads, max(1, LISTED_BYTES // bytes_per_head))  # times blocks of keys, it has to fit int32
         if self.call.settings.window.unlimited:
             narrow = self.config.head_dim.width <= NARROW
             long = narrow and any_order and min(self.seqlen_q, self.seqlen_k) >= LONG

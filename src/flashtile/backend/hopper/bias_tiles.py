@@ -17,14 +17,24 @@ def forward_tiles(call: Call, config: ForwardConfig) -> tuple[ForwardConfig, dic
     """The configuration and the pointer for a bias in tiles of a warpgroup's rows and a block of keys. Their memory is
     that of stages of keys and values.
     """
-    stages, bias = FORWARD_BIAS_STAGES.get((config.num_warpgroups, config.head_dim.width)), call.tensors.bias
-    if bias is not None and config.num_warpgroups == 1 and not fits(call):
-        # A warpgroup that reads the bias itself needs more registers.
-        config = TWO_WARPGROUPS[config.head_dim.width, config.head_dim_v.width].with_splits(config.splits)
+    config, bias = with_room(call, config), call.tensors.bias
+    stages = FORWARD_BIAS_STAGES.get((config.num_warpgroups, config.head_dim.width))
     if stages is None or bias is None or not fits(call):
         return config, {"bias_desc": None}
     config = replace(config, bias_stages=stages.bias, stages=stages.keys, q_stages=stages.queries)
     return config, {"bias_desc": Described(bias, dense_descriptor, (MMA_M, config.block_n))}
+
+
+def with_room(call: Call, config: ForwardConfig) -> ForwardConfig:
+    """The configuration, or that of two warpgroups where a bias has no tiles or a mask no bits, unlike what the plan of
+    several lengths expects: warpgroups that read these themselves need more registers.
+    """
+    masked = call.tensors.mask is not None or call.settings.mask_mod is not None
+    reads_bias = call.tensors.bias is not None and not fits(call)
+    reads_mask = masked and (config.splits > 1 or not has_pair_bits(call))
+    if (config.num_warpgroups == 1 and reads_bias) or (config.num_warpgroups == 3 and reads_mask):
+        return TWO_WARPGROUPS[config.head_dim.width, config.head_dim_v.width].with_splits(config.splits)
+    return config
 
 
 def backward_tiles(call: Call, config: FusedBackwardConfig) -> tuple[FusedBackwardConfig, dict[str, Any]]:

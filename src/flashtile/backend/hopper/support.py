@@ -221,12 +221,14 @@ def tile(problem: Problem, device: Device) -> "TileConfig":
 
 
 def tile_of(kernels: KernelClass, problem: Problem, device: Device) -> "TileConfig":
-    """The problem's configurations, with the class's number of warpgroups."""
+    """The problem's configurations, with the class's number of warpgroups, of which float32 has no choice."""
     from . import tables
 
-    width = widths(problem)
+    config, width = tile(problem, device), widths(problem)
     assert width is not None
-    return tile(problem, device)._replace(forward=tables.forward_config(width, kernels.num_warpgroups))
+    if kernels.float32:
+        return config
+    return config._replace(forward=tables.forward_config(width, kernels.num_warpgroups))
 
 
 def num_splits(problem: Problem, device: Device) -> int:

@@ -124,10 +124,8 @@ def backward_kernel(
         make_pipeline(v_desc, NUM_WARPGROUPS, NamedBarriers(V_BARRIER, PIPELINE_THREADS), HEAD_DIM),
         make_bias_tiles(bias_desc, NUM_WARPGROUPS, CONFIG),
     )
-    if dq_accum_desc is None:
-        dq_smem = allocate_boxes(
-            dq_desc, NUM_WARPGROUPS, 2 * DQ_COLUMNS
-        )  # 16-bit numbers, with as much room for dk and dv
+    if dq_accum_desc is None:  # 16-bit numbers, with as much room for dk and dv
+        dq_smem = allocate_boxes(dq_desc, NUM_WARPGROUPS, 2 * DQ_COLUMNS)
     else:
         dq_smem = allocate_boxes(dq_accum_desc, NUM_WARPGROUPS, DQ_COLUMNS)
     dq_pipeline = DqPipeline(dq_smem, NamedBarriers(DQ_BARRIER, 128 + 32), make_mbarriers(NUM_WARPGROUPS, 1))
@@ -164,18 +162,9 @@ def backward_kernel(
     # Dense calls alone have several parts or splits.
     part_rows = None if dq_parts is None else batch * num_heads * padded_rows
     dq_writer = DqWriter(
-        dq_desc,
-        dq_accum_desc,
-        dq_pipeline,
-        queue,
-        dq_semaphore,
-        bounds,
-        group,
-        padded_rows,
-        dq_parts,
-        part_rows,
+        dq_desc, dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, dq_parts, part_rows,
         block_lists,
-    )
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (consumer_warpgroup, (0, context, CONFIG, PACKED)),
