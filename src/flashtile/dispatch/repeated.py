@@ -161,8 +161,8 @@ def state_of(q: Tensor) -> Hashable:
 
 
 def key_of(function: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-    """What few calls share, and takes little time; `None` if the first two arguments are not tensors. It tells how many
-    arguments have no name: more than the function takes are an error.
+    """A key that few calls share and that is quick to make; `None` if the first two arguments are not tensors. It tells
+    how many arguments have no name: more than the function takes are an error.
     """
     try:
         return function, len(values), values[0].shape, values[1].shape, *kwargs
