@@ -115,6 +115,18 @@ def test_autocast_of_another_dtype() -> None:
                 assert flashtile.attention(*inputs(dtype=torch.bfloat16), **OPTIONS).dtype == dtype
 
 
+def test_arguments_by_position() -> None:
+    """More of them, or fewer, than the function takes."""
+    known()
+    q, k, v = inputs()
+    with pytest.raises(ArgumentError, match="argument 4"):
+        flashtile.attention(q, k, v, torch.ones(1, 2, 24, 24, dtype=torch.bool), **OPTIONS)  # type: ignore[call-overload]
+    for _ in range(3):
+        flashtile.attention(q, k, v)
+    with pytest.raises(TypeError, match="'v'"):
+        flashtile.attention(q, k)  # type: ignore[call-overload]
+
+
 def test_determinism_is_asked_for() -> None:
     known()
     torch.use_deterministic_algorithms(True)

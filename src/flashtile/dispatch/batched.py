@@ -16,7 +16,8 @@ Gradients = Sequence[Tensor | None]
 
 
 def is_batched(x: Tensor | None) -> bool:
-    return x is not None and bool(private_torch.is_legacy_batchedtensor(x))
+    """Whether autograd batches a cotangent. No compiler does, and Dynamo warns of the question."""
+    return x is not None and not torch.compiler.is_compiling() and bool(private_torch.is_legacy_batchedtensor(x))
 
 
 def one_by_one(

@@ -89,6 +89,16 @@ class Repeated:
         results = fast_path.forward(call, operators.inside_operator)
         return results if call.kept is None else (*results, call.kept)
 
+    @untraced
+    def gradients(
+        self, requested: Sequence[bool], results: autograd.Results, tensors: Sequence[Tensor], kept: Tensor | None
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the tensors; the first flag of `requested` is that of the call itself."""
+        _, _, dout, dlse = results
+        key = requested, dout is None, dlse is None, fast_path.state_of_process(tensors[0])
+        found = self.replayed_backward(key, results, tensors, kept)
+        return self.new_backward(key, results, tensors, kept, requested[1:]) if found is None else found
+
     def replayed_backward(
         self, key: Hashable, results: autograd.Results, tensors: Sequence[Tensor], kept: Tensor | None
     ) -> Sequence[Tensor | None] | None:
@@ -151,9 +161,11 @@ def state_of(q: Tensor) -> Hashable:
 
 
 def key_of(function: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-    """What few calls share, and takes little time; `None` if the first two arguments are not tensors."""
+    """A key that few calls share and that is quick to make; `None` if the first two arguments are not tensors. It tells
+    how many arguments have no name: more than the function takes are an error.
+    """
     try:
-        return function, values[0].shape, values[1].shape, *kwargs
+        return function, len(values), values[0].shape, values[1].shape, *kwargs
     except (AttributeError, IndexError, RuntimeError):  # the last one of nested tensors
         return None
 
@@ -211,15 +223,9 @@ class RepeatedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        known, (_, *needed), kept = ctx.known, ctx.needs_input_grad, ctx.kept
         if dout is None and dlse is None:  # a second derivative passes here without a gradient of the results
             return None, *[None for _ in tensors]
-        results = out, lse, dout, dlse
-        key = ctx.needs_input_grad, dout is None, dlse is None, fast_path.state_of_process(tensors[0])
-        gradients = known.replayed_backward(key, results, tensors, kept)
-        if gradients is None:
-            gradients = known.new_backward(key, results, tensors, kept, needed)
-        return None, *gradients
+        return None, *ctx.known.gradients(ctx.needs_input_grad, (out, lse, dout, dlse), tensors, ctx.kept)
 
 
 apply = private_torch.apply_at_one_level(RepeatedAttention)

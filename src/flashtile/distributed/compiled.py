@@ -112,7 +112,7 @@ def fixed(numbers: Sequence[int]) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=64)
 def name_of(mesh: DeviceMesh) -> str:
     groups = [mesh.get_group(n).group_name for n in range(mesh.ndim)]
-    return f"{mesh.device_type} {mesh.mesh.tolist()} {groups}"
+    return f"{mesh.device_type} {mesh.mesh.tolist()} {mesh.mesh_dim_names} {groups}"
 
 
 @private_torch.constant_result
