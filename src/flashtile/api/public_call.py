@@ -45,7 +45,7 @@ def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
     @functools.wraps(function)
     def public(*args: Any, **kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
-        modes = private_torch.len_torch_function_stack() > 0
+        modes = not compiling and private_torch.len_torch_function_stack() > 0
         if not compiling and not modes:
             result = repeated.attend(name, args, kwargs)
             if result is not NotImplemented:
@@ -56,7 +56,7 @@ def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
                 results = sharding.run_sharded(function, args, kwargs)
             if results is not NotImplemented:
                 return results
-        if compiling or not modes or not only_default_devices():
+        if not modes or not only_default_devices():
             return result_of(args, kwargs)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         switched_off = private_torch.DisableTorchFunction
