@@ -8,7 +8,7 @@ import pytest
 import torch
 from float32_cases import case_of
 
-from flashtile.backend.triton import configs, entry, host_backward, host_products, launches
+from flashtile.backend.triton import configs, host_backward, host_products, launches, score_blocks
 from flashtile.backend.triton.configs import KernelConfig, WidthConfigs
 from flashtile.backend.triton.split_rows import split_rows
 from flashtile.backend.triton.support import interpreted
@@ -64,8 +64,8 @@ def test_rows_are_split_ahead_of_backward(case: Case) -> None:
 )
 def test_pytorch_multiplies_parts(case: Case, scores: int) -> None:
     with (
-        mock.patch.object(host_products, "CHUNK", 64),
-        mock.patch.object(host_products, "SCORES", scores),
+        mock.patch.object(score_blocks, "CHUNK", 64),
+        mock.patch.object(score_blocks, "SCORES", scores),
         mock.patch.object(configs, "takes_products", return_value=True),
         mock.patch.object(torch, "bmm", bmm(torch.bmm)),
         mock.patch.object(torch, "baddbmm", baddbmm(torch.baddbmm)),
@@ -81,10 +81,10 @@ def test_pytorch_multiplies_parts(case: Case, scores: int) -> None:
 def test_pytorch_multiplies_whole_numbers(case: Case) -> None:
     """Where one TF32 product is allowed, which on a CPU is exact; in blocks of two heads and 64 rows."""
     with (
-        mock.patch.object(host_products, "CHUNK", 64),
-        mock.patch.object(host_products, "SCORES", 2 * 64 * 128),
+        mock.patch.object(score_blocks, "CHUNK", 64),
+        mock.patch.object(score_blocks, "SCORES", 2 * 64 * 128),
         mock.patch.object(configs, "takes_products", return_value=True),
-        mock.patch.object(entry, "allows_tf32", return_value=True),
+        mock.patch.object(host_products, "allows_tf32", return_value=True),
         mock.patch.object(host_backward, "allows_tf32", return_value=True),
     ):
         assert failures(case) == []

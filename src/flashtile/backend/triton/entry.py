@@ -15,11 +15,10 @@ from ..gpu import replay
 from ..gpu.block_lists import block_lists, summary
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_contiguous_keys
-from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
-from . import host_products, host_tf32
+from . import host_products
 from .formulas import launch
 from .host_append import append_and_rotate
 from .semaphores import new_semaphores
@@ -41,8 +40,7 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
     call = call._replace(tensors=Tensors.from_flat(recorder.inputs))
     if plan.tile.products is not None:
-        by = host_tf32 if allows_tf32() else host_products
-        return by.launch_forward(recorder, call)
+        return host_products.launch_forward(recorder, call)
     return launch_attention(recorder, plan, call)
 
 

@@ -13,7 +13,7 @@ from ..gpu.pairs import with_contiguous_keys
 from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder, Results
 from ..scalars import rows_last
-from . import host_products, host_tf32
+from . import host_products
 from .configs import by_tf32
 from .gradients import (
     from_row_stats,
@@ -52,8 +52,7 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     tile = by_tf32(plan.tile) if allows_tf32() else plan.tile
     launches = BackwardLaunches(recorder, call, dout, mask_states)
     if tile.products is not None:
-        by = host_tf32 if allows_tf32() else host_products
-        return by.launch_backward(launches, needs, out, lse, dlse).flat()
+        return host_products.launch_backward(launches, needs, out, lse, dlse).flat()
     fused = tile.fused
     if fused is not None and takes(fused, launches, needs, out):
         return launch_fused(launches, fused, needs, out, lse, dlse).flat()
