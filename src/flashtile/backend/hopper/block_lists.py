@@ -21,7 +21,7 @@ from ..gpu.replay import Recorder
 from ..scalars import window_numbers
 from .formulas import DeviceFunction, launch_with, visibility_function
 from .listed import has_lists, has_pair_bits
-from .pair_bits import pair_bits
+from .pair_bits import broadcast_strides, pair_bits
 from .tile_config import PairBitsConfig, VisibleBlocksConfig
 
 POSITIONS = 8192  # of keys that a program looks at together
@@ -196,10 +196,6 @@ def visible_blocks(
     else:
         launch_with(recorder, call, VISIBLE_BLOCKS, pointers, programs, scalars, function)
     return lists
-
-
-def broadcast_strides(x: Tensor) -> list[int]:
-    return [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
 
 
 def of_table(recorder: Recorder, table: Tensor, grid: Grid, first_key_first: bool) -> Tensor:

@@ -38,7 +38,8 @@ def pair_bits(recorder: Recorder, call: Call, lists: Tensor, config: PairBitsCon
     if formula is None:
         assert t.mask is not None
         mask = Described(t.mask, Tensor.view, torch.uint8)
-        scalars |= strides_of(t.mask)
+        b, _, m, n = broadcast_strides(t.mask)
+        scalars |= {"stride_mask_b": b, "stride_mask_m": m, "stride_mask_n": n}
         recorder.launch(PAIR_BITS, pointers | {"mask": mask}, grid, scalars | {"inputs": None})
     else:
         function = pair_function(formula, any(needs_wide_offsets(x) for x in t.score_mod_tensors))
@@ -46,7 +47,6 @@ def pair_bits(recorder: Recorder, call: Call, lists: Tensor, config: PairBitsCon
     return bits
 
 
-def strides_of(mask: Tensor) -> dict[str, int]:
+def broadcast_strides(x: Tensor) -> list[int]:
     """Strides in elements, 0 of broadcast dimensions."""
-    b, _, m, n = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-    return {"stride_mask_b": b, "stride_mask_m": m, "stride_mask_n": n}
+    return [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
