@@ -47,7 +47,7 @@ def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
         compiling = torch.compiler.is_compiling()
         modes = not compiling and private_torch.len_torch_function_stack() > 0
         if not compiling and not modes:
-            result = repeated.attend(name, args, kwargs)
+            result = repeated.run_repeated(name, args, kwargs)
             if result is not NotImplemented:
                 return result
         if sharding.contexts_open or ((not args or type(args[0]) not in PLAIN) and not compiling):  # a DTensor, perhaps
@@ -63,7 +63,7 @@ def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
         if switched_off is None or any(type(x) not in PLAIN for x in tensors):  # which may have a function of their own
             return result_of(args, kwargs)
         with switched_off():
-            result = repeated.attend(name, args, kwargs)
+            result = repeated.run_repeated(name, args, kwargs)
             return result_of(args, kwargs) if result is NotImplemented else result
 
     return public

@@ -63,7 +63,7 @@ class Pass:
 class Entry:
     """Everything kept for the calls with one key."""
 
-    __slots__ = ("apart", "backward", "forward", "paged", "rooms", "settings", "written")
+    __slots__ = ("apart", "backward", "forward", "num_repeated", "paged", "rooms", "settings")
 
     def __init__(self) -> None:
         self.settings: Settings | None = None  # normalized; present once the arguments have been checked
@@ -72,14 +72,14 @@ class Entry:
         self.paged: Settings | None = None  # of a KV-cache call whose cache has been checked
         self.rooms: set[int] = set()  # positions in sharded caches for which the call was accepted
         self.apart: set[int] = set()  # distances in bytes between caches that do not overlap
-        self.written = 0  # how often `repeated` was asked to keep the call as it was written
+        self.num_repeated = 0  # sets of arguments that `repeated.py` keeps for this call
 
 
 # Least recently used entries go first: a full generation becomes the older one, whose unused entries are dropped.
 # There is no lock, which a forked process could inherit locked.
 _recent: dict[Hashable, Entry] = {}
 _older: dict[Hashable, Entry] = {}
-repeated: dict[Hashable, list[Any]] = {}  # calls as they were written (`repeated.py`)
+repeated: dict[Hashable, list[Any]] = {}  # calls by their arguments (`repeated.py`)
 
 
 def entry(key: Hashable) -> Entry:

@@ -1,9 +1,9 @@
-"""Repeated calls: a call of a public function that is written as an earlier one, with tensors of the same layouts.
+"""Skip normalization for a public call with the same arguments as an earlier one, and tensors of the same layouts.
 
-`fast_path` finds a call by its normalized arguments. Here it is found by its arguments as they are written, and none of
-them is looked at again. Scalars are compared as objects, and tensors by one guard of compiled programs, in C: types,
-shapes, strides, dtypes, devices, `requires_grad` and dispatch keys, which also tell modes, autocast and transforms.
-Only calls all of whose tensors are arguments are repeated: none with a seed that is drawn, or a tensor that is cast.
+`fast_path` looks a call up by its normalized arguments; this module by the arguments as the caller passed them. Scalars
+are compared by value and type, tensors by one guard of compiled programs, in C: type, shape, strides, dtype, device,
+`requires_grad` and dispatch keys, which include modes, autocast and transforms. A call is repeated only if all its
+tensors are arguments: a drawn seed or a cast tensor rules it out.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -41,10 +41,10 @@ class Gradients(NamedTuple):
 
 
 class Repeated:
-    """A recorded call as it was written. Its tensors are in the order of `Tensors`."""
+    """A recorded call and its guard. `tensors` picks them from the arguments, in the order of `Tensors`."""
 
     __slots__ = (
-        "backward", "entry", "flat", "layouts", "places", "recording", "requires_grad", "return_lse", "scalars",
+        "backward", "entry", "flat", "guard", "places", "recording", "requires_grad", "return_lse", "scalars",
         "settings", "state", "tensors",
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ class Repeated:
         orders = {place: n for n, place in enumerate(indices)}
         self.flat = itemgetter(*(orders.get(n, len(indices)) for n in range(NAMED)))  # of (*tensors, None)
         tensors = self.tensors(values)
-        self.layouts, self.state = Layouts(tensors), state_of(tensors[0])
+        self.guard, self.state = Layouts(tensors), state_of(tensors[0])
         self.requires_grad = torch.is_grad_enabled() and autograd.requires_grad(tensors)
         replay = call.entry.forward.replay
         direct = isinstance(replay, ForwardReplay) and not private_torch.is_any_autocast_enabled()
@@ -65,12 +65,12 @@ class Repeated:
         self.backward: dict[Hashable, Gradients] = {}
 
     def match(self, values: Sequence[Any]) -> tuple[Tensor, ...] | None:
-        """The tensors of arguments that are those of this call but for their tensors' values."""
+        """The tensors of the arguments, `None` if they are not this call's."""
         for n, x in self.scalars:
             if values[n] is not x and not equal(values[n], x):
                 return None
         tensors: tuple[Tensor, ...] = self.tensors(values)
-        return tensors if self.layouts.match_plain(tensors) and state_of(tensors[0]) == self.state else None
+        return tensors if self.guard.match_plain(tensors) and state_of(tensors[0]) == self.state else None
 
     def call(self, tensors: Sequence[Tensor], *, is_plain_eager: bool) -> Call:
         return Call(Tensors(*self.flat((*tensors, None))), self.settings, self.entry, is_plain_eager=is_plain_eager)
@@ -154,15 +154,15 @@ def is_scalar(x: Any) -> bool:
 
 
 def state_of(q: Tensor) -> Hashable:
-    """All outside of the arguments that a call depends on, but for what dispatch keys tell."""
+    """The global state that a call depends on and that no dispatch key shows."""
     dtype = torch.get_autocast_dtype(q.device.type) if private_torch.is_any_autocast_enabled() else None
     deterministic = torch.are_deterministic_algorithms_enabled()
     return fast_path.state_of_process(q), deterministic, torch.is_grad_enabled(), dtype
 
 
 def key_of(function: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-    """A key that few calls share and that is quick to make; `None` if the first two arguments are not tensors. It tells
-    how many arguments have no name: more than the function takes are an error.
+    """A coarse, cheap key; `None` if the first two arguments are not tensors. It has the number of arguments without a
+    name, since more than the function takes are an error.
     """
     try:
         return function, len(values), values[0].shape, values[1].shape, *kwargs
@@ -171,8 +171,8 @@ def key_of(function: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Hash
 
 
 @untraced
-def attend(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of a repeated call, `NotImplemented` of another one."""
+def run_repeated(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result if the call is a repeated one, else `NotImplemented`."""
     values = (*args, *kwargs.values())
     try:
         calls = fast_path.repeated.get(key_of(function, values, kwargs))
@@ -192,11 +192,11 @@ def attend(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @untraced
 def remember_call(function: str, args: Sequence[Any], kwargs: dict[str, Any], call: Call, *, return_lse: bool) -> None:
-    """Keep a recorded call as it was written, if it can be repeated."""
+    """Keep a recorded call under its arguments, if it can be repeated."""
     entry = call.entry
-    if not call.is_plain_eager or entry.written >= MOST_OF_A_KEY or entry.forward.replay is None:
+    if not call.is_plain_eager or entry.num_repeated >= MOST_OF_A_KEY or entry.forward.replay is None:
         return
-    entry.written += 1
+    entry.num_repeated += 1
     values = (*args, *kwargs.values())
     arguments = {id(x): n for n, x in enumerate(values) if isinstance(x, Tensor)}
     indices = {place: arguments.get(id(x), -1) for place, x in enumerate(call.tensors[:NAMED]) if x is not None}
@@ -204,13 +204,13 @@ def remember_call(function: str, args: Sequence[Any], kwargs: dict[str, Any], ca
     if -1 in indices.values() or call.tensors.score_mod_tensors or not all(map(is_scalar, scalars)):
         return
     key, known = key_of(function, values, kwargs), Repeated(call, values, indices, return_lse=return_lse)
-    if key is not None and known.layouts.same is not None:
+    if key is not None and known.guard.same is not None:
         others = fast_path.repeated.get(key, [])
         remember(fast_path.repeated, key, [known, *others[: MOST_OF_A_KEY - 1]], MOST_KEYS)
 
 
 class RepeatedAttention(torch.autograd.Function):
-    """`autograd.EagerAttention` of the tensors that are there. lse is a result only where it is asked for."""
+    """`autograd.EagerAttention` without absent tensors; lse is an output only if requested."""
 
     @staticmethod
     def forward(ctx: Any, known: Repeated, *tensors: Tensor) -> Any:
