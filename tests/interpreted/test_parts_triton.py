@@ -1,4 +1,4 @@
-"""Float32 products of bfloat16 parts, in Triton's interpreter: by kernels of backward and by PyTorch."""
+"""Products that kernels of backward compute of bfloat16 parts, and those of PyTorch, in Triton's interpreter."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -86,8 +86,34 @@ def test_pytorch_multiplies_whole_numbers(case: Case) -> None:
         mock.patch.object(configs, "takes_products", return_value=True),
         mock.patch.object(host_products, "allows_tf32", return_value=True),
         mock.patch.object(host_backward, "allows_tf32", return_value=True),
+        mock.patch.object(torch, "bmm", bmm(torch.bmm)),
+        mock.patch.object(torch, "baddbmm", baddbmm(torch.baddbmm)),
     ):
         assert failures(case) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (case_of((2, 2, 2, 150, 100, 24, 40), transposed=True, values="infinite"), torch.bfloat16),
+        (case_of((1, 3, 3, 70, 150, 40, 24), scale=-0.2), torch.float16),
+        (case_of((1, 1, 1, 16, 600, 16, 16), values="equal"), torch.float16),
+    ],
+    ids=lambda x: getattr(x, "description", str(x)),
+)
+def test_pytorch_multiplies_half(case: Case, dtype: torch.dtype) -> None:
+    """In blocks of two heads and 64 rows, rows in blocks of 128 keys."""
+    arguments = {name: x.to(dtype) if isinstance(x, torch.Tensor) else x for name, x in case.arguments.items()}
+    assert case.dout is not None
+    with (
+        mock.patch.object(score_blocks, "CHUNK", 64),
+        mock.patch.object(score_blocks, "SCORES", 2 * 64 * 128),
+        mock.patch.object(host_products, "MOST_IN_REGISTERS", 128),
+        mock.patch.object(configs, "takes_products", return_value=True),
+        mock.patch.object(torch, "bmm", bmm(torch.bmm)),
+        mock.patch.object(torch, "baddbmm", baddbmm(torch.baddbmm)),
+    ):
+        assert failures(Case("attention", arguments, case.dout.to(dtype), case.dlse)) == []
 
 
 def bmm(multiply: Any) -> Any:

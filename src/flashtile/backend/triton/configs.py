@@ -15,7 +15,7 @@ from . import decoding, tuned
 from .decoding import SHORT
 from .families import MOST_SHARED_MEMORY, has_most, has_pairs, memory_of, misaligned, needs_room, reads_pairs
 from .tile_config import FusedConfig, KernelConfig, TileConfig, WidthConfigs
-from .wide_float32 import takes_products
+from .wide import takes_products
 
 
 class Walk(NamedTuple):
@@ -81,7 +81,7 @@ ALIGNED = 16  # bytes of one asynchronous copy
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair, measured on an H200
     32, KernelConfig(64, 64, 4, 3), KernelConfig(32, 128, 4, 3), KernelConfig(128, 32, 4, 3)
 )
-BY_PYTORCH = "PyTorch's, of bfloat16 parts"
+BY_PYTORCH = {False: "PyTorch's", True: "PyTorch's, of bfloat16 parts"}  # of float32
 INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
 WALKS = (  # 16-bit inputs, measured on an H200; the first that fits
     Walk("keys", 16, 128, 4, 3, programs=4, width=32),
@@ -106,7 +106,7 @@ SHORT_LENGTH = 128  # of its rows and of its keys: longer and narrower ones spil
 def tile(problem: Problem, device: Device) -> TileConfig:
     tiles = pass_tiles(problem, device)
     if takes_products(problem, device):
-        return tiles._replace(products=BY_PYTORCH)
+        return tiles._replace(products=BY_PYTORCH[problem.dtype is torch.float32])
     return tiles._replace(dbias=dbias_tile(tiles.dq, problem, device), fused=fused_tile(problem, device))
 
 

@@ -46,13 +46,13 @@ def summands(recorder: Recorder, x: Tensor) -> Tensor:
     return operand(recorder, x, REVERSED, chunk_of(x.shape[2]))
 
 
-def new_probabilities(recorder: Recorder, s: Tensor, sizes: Sizes) -> Tensor:
+def new_probabilities(recorder: Recorder, s: Tensor, sizes: Sizes, dtype: torch.dtype) -> Tensor:
     """Memory for the probabilities of a block in forward."""
     return recorder.new(new_parts(s, sizes, sizes.block[1], sizes.padded_keys))
 
 
 def new_weights(
-    recorder: Recorder, s: Tensor, dp: Tensor, sizes: Sizes, needs: Needs
+    recorder: Recorder, s: Tensor, dp: Tensor, sizes: Sizes, dtype: torch.dtype, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Memory for probabilities and gradients of scores in backward: those for sums over rows, and gradients for sums
     over keys.

@@ -1,8 +1,8 @@
-"""Both passes of float32 above 128 features: PyTorch's matrix products, and kernels for what lies between them
-(`kernels.signed_split`). Scores of a block of heads and rows are in memory at a time (`score_blocks`).
+"""Both passes of wide heads: PyTorch's matrix products, and kernels for what lies between them
+(`kernels.between_products`). Scores of a block of heads and rows are in memory at a time (`score_blocks`).
 
-Products are those of bfloat16 parts (`host_parts`), or of the inputs as they are where one TF32 product is allowed
-(`host_tf32`).
+Products are those of float32 in bfloat16 parts (`host_parts`), or of the inputs as they are (`host_unsplit`): 16-bit
+ones, and float32 where one TF32 product is allowed.
 """
 
 from functools import partial
@@ -18,30 +18,34 @@ from ..gpu.kernel import Kernel
 from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder, Results
 from ..scalars import LOG2E
-from . import host_parts, host_tf32
+from . import host_parts, host_unsplit
 from .launches import BackwardLaunches
 from .score_blocks import UNIT, Block, Sizes, chunk_of, new_scores, round_up, sizes_of
 
 SOFTMAX, GRADIENT = (
-    Kernel(f"{__package__}.kernels.signed_split", f"{name}_kernel") for name in ("softmax", "gradient")
+    Kernel(f"{__package__}.kernels.between_products", f"{name}_kernel") for name in ("softmax", "gradient")
 )
 NUM_WARPS = 8
+MOST_IN_REGISTERS = 8192  # scores of a row
 
 
-def products() -> ModuleType:
+def products(dtype: torch.dtype) -> ModuleType:
     """The products that are allowed now."""
-    return host_tf32 if allows_tf32() else host_parts
+    return host_parts if dtype is torch.float32 and not allows_tf32() else host_unsplit
 
 
 def launch_forward(recorder: Recorder, call: Call) -> Results:
     """`out` and `lse`."""
-    by, t, sizes = products(), call.tensors, sizes_of(call)
+    t, sizes = call.tensors, sizes_of(call)
+    by, dtype = products(t.q.dtype), t.q.dtype
     q, k, v = (by.prepared(recorder, x) for x in t[:3])
     lse = recorder.new(q.new_empty(lse_shape(t.q), dtype=torch.float32))
+    # Probabilities of 16 bits are at most 1 and divided by their sum at the end, so that none are subnormal numbers.
+    divisors = None if dtype is torch.float32 else recorder.new(torch.empty_like(lse))
     out, sums = new_sums(recorder, t.q, t.q.shape[1], t.v.shape[-1], t.out)
     q_rows, k_rows, v_rows = by.left(recorder, q), by.right(recorder, k), by.summands(recorder, v)
     s = recorder.new(new_scores(q, sizes))
-    p = by.new_probabilities(recorder, s, sizes)
+    p = by.new_probabilities(recorder, s, sizes, dtype)
     for block in sizes.blocks():
         recorder.effect(partial(by.multiply_rows, sizes, block), s, q_rows, k_rows)
         scalars = {
@@ -49,9 +53,13 @@ def launch_forward(recorder: Recorder, call: Call) -> Results:
             "first": block.head * sizes.rows + block.row,
             "stride_lse": sizes.rows,
         }
-        recorder.launch(SOFTMAX, {"s": s, "p": p, "lse": lse}, block.num_heads * block.num_rows, scalars)
+        pointers = {"s": s, "p": p, "lse": lse, "divisors": divisors}
+        recorder.launch(SOFTMAX, pointers, block.num_heads * block.num_rows, scalars)
         recorder.effect(partial(by.add_over_keys, sizes, block, 1.0), sums, p, v_rows)
-    stored(recorder, out, sums)
+    if divisors is None:
+        stored(recorder, out, sums)
+    else:
+        recorder.effect(divide, out, sums, divisors)
     return out, lse
 
 
@@ -60,14 +68,15 @@ def launch_backward(
 ) -> Gradients:
     """The gradients of q, k and v that are needed."""
     recorder, call = launches.recorder, launches.call
-    by, sizes, scale, t = products(), sizes_of(call), call.settings.scale, call.tensors
+    sizes, scale, t = sizes_of(call), call.settings.scale, call.tensors
+    by = products(t.q.dtype)
     q, k, v, dout = (by.prepared(recorder, x) for x in (launches.q, launches.k, launches.v, launches.dout))
     launches.preprocess(out, lse, dlse)
     stats_rows, row_chunk = launches.row_stats.shape[-2], by.row_chunk(sizes)
     q_rows, dout_rows = (by.left(recorder, x) for x in (q, dout))
     k_rows, v_rows = (by.right(recorder, x) for x in (k, v))
     s, dp = (recorder.new(new_scores(q, sizes)) for _ in range(2))
-    p_t, ds_t, ds = by.new_weights(recorder, s, dp, sizes, needs)
+    p_t, ds_t, ds = by.new_weights(recorder, s, dp, sizes, t.q.dtype, needs)
     (dq, dq_sums), (dk, dk_sums), (dv, dv_sums) = (
         new_sums(recorder, x, x.shape[1], x.shape[-1]) if needed else (None, None)
         for x, needed in zip((t.q, t.k, t.v), (needs.q, needs.k, needs.v), strict=True)
@@ -104,12 +113,14 @@ def launch_backward(
 def new_sums(
     recorder: Recorder, like: Tensor, heads: int, width: int, result: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A result with the rows of `like`, unless it is given, and the memory in which it is summed: the same one, if
-    heads follow each other there.
+    """A result with the rows of `like`, unless it is given, and the memory in which it is summed: the same one, if that
+    is float32 and heads follow each other there.
     """
     if result is None:
-        result = recorder.new(new_rows(like, heads, width, torch.float32))
-    return result, result if result.is_contiguous() else recorder.new(result.new_empty(result.shape))
+        result = recorder.new(new_rows(like, heads, width, like.dtype))
+    if result.dtype is torch.float32 and result.is_contiguous():
+        return result, result
+    return result, recorder.new(result.new_empty(result.shape, dtype=torch.float32))
 
 
 def stored(recorder: Recorder, result: Tensor, sums: Tensor | None) -> None:
@@ -117,8 +128,13 @@ def stored(recorder: Recorder, result: Tensor, sums: Tensor | None) -> None:
         recorder.effect(Tensor.copy_, result, sums)
 
 
+def divide(out: Tensor, sums: Tensor, divisors: Tensor) -> None:
+    torch.div(sums, divisors[..., None], out=out)
+
+
 def block_scalars(call: Call, sizes: Sizes, block: Block, *, parts: bool) -> dict[str, Any]:
     """Scalars of both kernels between products."""
+    stored = sizes.padded_keys if parts else sizes.pitch
     return {
         "factor": call.settings.scale * LOG2E,
         "rows": block.num_rows,
@@ -126,7 +142,8 @@ def block_scalars(call: Call, sizes: Sizes, block: Block, *, parts: bool) -> dic
         "stride_s": sizes.pitch // UNIT,
         "padded_keys": sizes.padded_keys // UNIT,
         "CHUNK": chunk_of(sizes.keys),
-        "WIDTH": power_of_two(sizes.padded_keys if parts else sizes.pitch),
+        "WIDTH": min(power_of_two(stored), MOST_IN_REGISTERS),
+        "NUM_BLOCKS": -(-stored // MOST_IN_REGISTERS),
         "PARTS": parts,
         "num_warps": NUM_WARPS,
     }

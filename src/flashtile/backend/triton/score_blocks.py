@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...call.call import Call
@@ -75,7 +76,7 @@ def sizes_of(call: Call) -> Sizes:
 
 def new_scores(like: Tensor, sizes: Sizes) -> Tensor:
     heads, rows = sizes.block
-    return like.new_empty(heads * rows * sizes.pitch)
+    return like.new_empty(heads * rows * sizes.pitch, dtype=torch.float32)
 
 
 def scores_of(sizes: Sizes, block: Block, s: Tensor) -> Tensor:

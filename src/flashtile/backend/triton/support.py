@@ -13,7 +13,7 @@ from ...call.problem import Problem, too_long
 from ...expression import Formula
 from ..gpu.formula import unsupported
 from ..gpu.installed import triton_version
-from .wide_float32 import WIDE_FLOAT32, prefers_products, takes_products
+from .wide import WIDE_FLOAT32, is_wide, takes_products
 
 if TYPE_CHECKING:
     from .tile_config import TileConfig
@@ -70,7 +70,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
 
 def defers(problem: Problem, device: Device, needs: Needs | None = None) -> str | None:
     """Why `auto` leaves a supported problem to the next backend; with `needs`, its backward pass."""
-    if device.type == "cuda" and prefers_products(problem) and not takes_products(problem, device):
+    float32 = device.type == "cuda" and problem.dtype is torch.float32
+    if float32 and is_wide(problem) and not takes_products(problem, device):
         return f"float32 above head dimension {WIDE_FLOAT32} is faster by PyTorch's matrix products"
     return None
 

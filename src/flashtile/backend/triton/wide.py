@@ -1,4 +1,4 @@
-"""Which calls of float32 leave their matrix products to PyTorch."""
+"""Which calls of wide heads leave their matrix products to PyTorch."""
 
 import torch
 
@@ -6,20 +6,21 @@ from ...call.call import NO_FEATURES
 from ...call.device import Device
 from ...call.problem import Problem
 
-# Head dimension of float32 above which tiles are too small to be fast, and the pairs times features of a call from
-# which PyTorch's matrix products need less time, launches included (H200: docs/journal/2026-11-25-few-rows.md).
-WIDE_FLOAT32, MANY_PRODUCTS = 128, 2**30
-MOST_KEYS = 8192  # of a row that one program holds in registers
+# Head dimensions above which tiles are too small to be fast, and the pairs times features of a call from which
+# PyTorch's matrix products need less time, launches included (docs/journal/2026-11-25-few-rows.md, -wide-heads.md).
+WIDE_FLOAT32, MANY_FLOAT32 = 128, 2**30
+WIDE_HALF, MANY_HALF = 256, 2**32
+MOST_KEYS = 2**16  # of a row, which one program reads
 
 
-def prefers_products(problem: Problem) -> bool:
+def is_wide(problem: Problem) -> bool:
     """Whether PyTorch's matrix products are faster than kernels of one program for each tile."""
     p = problem
     width = max(p.head_dim, p.head_dim_v)
-    wide = p.dtype is torch.float32 and width > WIDE_FLOAT32
-    many = p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k * width >= MANY_PRODUCTS
+    wide, many = (WIDE_FLOAT32, MANY_FLOAT32) if p.dtype is torch.float32 else (WIDE_HALF, MANY_HALF)
+    products = p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k * width
     # PyTorch's products on a GPU are not deterministic without settings in the environment.
-    return p.layout == "dense" and wide and many and not p.deterministic
+    return p.layout == "dense" and width > wide and products >= many and not p.deterministic
 
 
 def takes_products(problem: Problem, device: Device) -> bool:
@@ -33,4 +34,4 @@ def takes_products(problem: Problem, device: Device) -> bool:
     functions = p.score_mod is not None or p.mask_mod is not None
     whole_vectors = p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0
     heads = p.num_heads_q == p.num_heads_kv and p.seqlen_k <= MOST_KEYS
-    return device.arch == "sm_90" and prefers_products(p) and plain and not functions and whole_vectors and heads
+    return device.arch == "sm_90" and is_wide(p) and plain and not functions and whole_vectors and heads
