@@ -81,15 +81,16 @@ def few_rows() -> None:
         flashtile.attention(rows(1, 8, 3, 64), rows(1, 2, 4000, 64), rows(1, 2, 4000, 64), backend="triton")
 
 
-def float32() -> None:
-    """Products of parts by kernels and by PyTorch, and one TF32 product."""
+def products() -> None:
+    """Products of parts by kernels and by PyTorch, one TF32 product, and wide heads of 16 bits."""
     for precision in ("highest", "high"):
         torch.set_float32_matmul_precision(precision)
         attend(*(rows(1, 17, 1100, 40, torch.float32) for _ in range(3)))
         attend(*(rows(1, 2, 1100, 512, torch.float32) for _ in range(3)))
+    attend(*(rows(1, 2, 2300, 512) for _ in range(3)))
 
 
-GROUPS: dict[str, Callable[[], None]] = {x.__name__: x for x in (widths, groups, features, pages, few_rows, float32)}
+GROUPS: dict[str, Callable[[], None]] = {x.__name__: x for x in (widths, groups, features, pages, few_rows, products)}
 
 
 def checked(tool: str, group: str, sanitizer: str) -> dict[str, Any]:

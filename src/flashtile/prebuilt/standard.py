@@ -5,7 +5,7 @@ the same: the calls here stand for all others like them.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ RARER = ((32, 32), (72, 72), (80, 80), (160, 160))  # of vision and diffusion mo
 COMMON = tuple(dims for dims in WIDTHS if dims not in RARER)
 SMALL_DIMS = (16, 32, 48, 64, 96, 128)  # of short sequences, for which Triton's kernels are faster
 FLOAT32_DIMS = (32, 64, 128)
-WIDE_FLOAT32_DIMS = (160, 256, 512)  # of calls without features, whose products PyTorch computes
+WIDE_FLOAT32_DIMS, WIDE_DIMS = (160, 256, 512), (512,)  # of calls whose products PyTorch computes
 DECODE_HEADS = ((8, 8), (32, 8), (64, 8), (16, 2), (71, 1))  # query and key heads: groups of 1, 4, 8 and more
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # with different splits of the keys
 PAGE_SIZES = (16, 256)
@@ -52,7 +52,9 @@ def standard_calls() -> Iterator[StandardCall]:
         yield from with_features(dtype)
         yield from decoding(dtype)
         yield from paged_prefill(dtype)
+        yield from wide(WIDE_DIMS, dtype)
     yield from float32()
+    yield from wide(WIDE_FLOAT32_DIMS, torch.float32)
 
 
 def plain(dtype: torch.dtype) -> Iterator[StandardCall]:
@@ -106,8 +108,12 @@ def float32() -> Iterator[StandardCall]:
     for dim, seqlen, causal in itertools.product(FLOAT32_DIMS, (TINY, SHORT, LONG), (False, True)):
         q, k, v = dense(FILLING, seqlen, seqlen, (dim, dim), torch.float32)
         yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, backward=True)
-    for dim, seqlen in itertools.product(WIDE_FLOAT32_DIMS, (MIDDLE, 4 * MIDDLE, LONG)):
-        q, k, v = dense(FILLING, seqlen, seqlen, (dim, dim), torch.float32)
+
+
+def wide(dims: Iterable[int], dtype: torch.dtype) -> Iterator[StandardCall]:
+    """Dense calls without features of wide heads."""
+    for dim, seqlen in itertools.product(dims, (MIDDLE, 4 * MIDDLE, LONG, 2 * LONG)):
+        q, k, v = dense(FILLING, seqlen, seqlen, (dim, dim), dtype)
         yield StandardCall("attention", {"q": q, "k": k, "v": v}, backward=True)
 
 
