@@ -9,7 +9,7 @@ from ...call.problem import Problem
 # Head dimensions above which tiles are too small to be fast, and the pairs times features of a call from which
 # PyTorch's matrix products need less time, launches included (docs/journal/2026-11-25-few-rows.md, -wide-heads.md).
 WIDE_FLOAT32, MANY_FLOAT32 = 128, 2**30
-WIDE_HALF, MANY_HALF = 256, 2**32
+WIDE_HALF, MANY_HALF = 256, 2**31
 MOST_KEYS = 2**16  # of a row, which one program reads
 
 
