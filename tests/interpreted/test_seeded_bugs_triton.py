@@ -58,7 +58,7 @@ BUGS = (
     Bug("heads interleaved", "dkdv.dkdv_kernel", "head * group + g", "head + g * lengths.num_heads_k", "causal"),
     Bug("splits without weights", "combine.combine_splits", "tl.exp2((x - m) * LOG2E)", "1.0", "splits"),
     Bug("keys between splits forgotten", "forward.split_of", "tl.cdiv(count, SPLITS)", "count // SPLITS", "splits"),
-    Bug("page off by one", "keys.load_pages", "+ position // PAGE_SIZE", "+ (position + 1) // PAGE_SIZE", "pages"),
+    Bug("page off by one", "keys.load_pages", "kv.table + n,", "kv.table + n + 1,", "pages"),
     Bug("dropout words in another order", "rng.keep_mask", "<< (8 * n + 2 * w)", "<< (8 * n + 6 - 2 * w)", "dropout"),
     Bug("dropout not in dp", "score_gradient.score_gradient", "tl.where(keep, dp *", "tl.where(True, dp *", "dropout"),
     Bug("l not rescaled", "softmax.add_row_sums", "state.l, alpha,", "state.l, 1.0,", "causal"),

@@ -19,7 +19,7 @@ class KeyValueHead(NamedTuple):
     seqlen: SeqlenInfo
     table: tl.tensor  # pointer to the sequence's first entry
     num_pages: tl.tensor
-    page_stride_k: tl.tensor  # elements from page to page
+    page_stride_k: tl.tensor  # from page to page, in units of ALIGN elements
     page_stride_v: tl.tensor
 
 
@@ -44,7 +44,7 @@ def key_value_head(k, v, lengths, b, head, seqlen, CONFIG: tl.constexpr):
     if CONFIG.PAGE_SIZE > 0:
         table = lengths.page_table.data + b * elements(lengths.page_table.stride_b, 1)
         k_rows, v_rows = HeadRows(k_head, stride_k_n), HeadRows(v_head, stride_v_n)
-        return KeyValueHead(k_rows, v_rows, seqlen, table, lengths.num_pages, stride_k_b, stride_v_b)
+        return KeyValueHead(k_rows, v_rows, seqlen, table, lengths.num_pages, k.stride_b, v.stride_b)
     else:
         page = b
         if lengths.page_table.data is not None:
@@ -76,45 +76,79 @@ def key_tile(kv, start, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def in_range(x, n):
+    """Whether `0 <= x < n`, by one comparison."""
+    UNSIGNED: tl.constexpr = tl.uint64 if x.dtype == tl.int64 else tl.uint32
+    return x.to(UNSIGNED, bitcast=True) < n.to(UNSIGNED)
+
+
+@triton.jit
 def load_pages(kv, start, CONFIG: tl.constexpr):
-    """Entries of the page table for the block of keys from position `start` on: `[N]`, or one where the block lies in
-    one page. Entries outside the pages become -1.
+    """Entries of the page table for the block of keys from position `start` on: one where the block lies in one page,
+    one for each page where it begins with a page, else `[N]`.
     """
     PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
-    if PAGE_SIZE % CONFIG.BLOCK_N == 0:
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    if PAGE_SIZE % BLOCK_N == 0:
         nearest = tl.maximum(tl.minimum(start, kv.seqlen.end - 1), 0)
         page = tl.load(kv.table + nearest // PAGE_SIZE)
     else:
-        position = start + tl.arange(0, CONFIG.BLOCK_N)
-        exists = (position >= kv.seqlen.begin) & (position < kv.seqlen.end)
-        page = tl.load(kv.table + position // PAGE_SIZE, mask=exists, other=-1)
-    return tl.where((page >= 0) & (page < kv.num_pages), page, -1).to(tl.int32)
+        if BLOCK_N % PAGE_SIZE == 0:
+            n = start // PAGE_SIZE + tl.arange(0, BLOCK_N // PAGE_SIZE)
+            exists = n * PAGE_SIZE < kv.seqlen.end
+        else:
+            n = (start + tl.arange(0, BLOCK_N)) // PAGE_SIZE
+            exists = keys_exist(start + tl.arange(0, BLOCK_N), kv.seqlen.begin, kv.seqlen.end)
+        page = tl.load(kv.table + n, mask=exists, other=-1)
+    if page.dtype == tl.int64:
+        page = tl.where(in_range(page, kv.num_pages), page, -1).to(tl.int32)
+    return page
+
+
+@triton.jit
+def of_keys(x, CONFIG: tl.constexpr):
+    """Values of the keys of a block, `[N]`, from those of its pages."""
+    PAGES: tl.constexpr = x.shape[0]
+    if PAGES == CONFIG.BLOCK_N:
+        return x
+    else:
+        return tl.broadcast_to(x[:, None], [PAGES, CONFIG.BLOCK_N // PAGES]).reshape([CONFIG.BLOCK_N])
+
+
+@triton.jit
+def keys_exist(position, begin, end):
+    return in_range(position - begin, tl.maximum(end - begin, 0))
 
 
 @triton.jit
 def tile_in_pages(kv, start, page, CONFIG: tl.constexpr):
     """The block of keys from position `start` on, whose pages are given. Pages that do not exist hold no keys."""
     PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
-    position = start + tl.arange(0, CONFIG.BLOCK_N)
-    exists = (position >= kv.seqlen.begin) & (position < kv.seqlen.end)
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    position = start + tl.arange(0, BLOCK_N)
+    begin, end = kv.seqlen.begin, kv.seqlen.end
     if PAGE_SIZE == 0:
-        return KeyTile(start, 0, 0, exists)
-    elif PAGE_SIZE % CONFIG.BLOCK_N == 0:
-        end = tl.where(page < 0, 0, kv.seqlen.end)
-        return KeyTile(start, tl.maximum(page, 0).to(tl.int64), start % PAGE_SIZE, exists & (position < end))
+        return KeyTile(start, 0, 0, keys_exist(position, begin, end))
+    elif PAGE_SIZE % BLOCK_N == 0:
+        end = tl.where(in_range(page, kv.num_pages), end, begin)
+        return KeyTile(start, page, start % PAGE_SIZE, keys_exist(position, begin, end))
     else:
-        return KeyTile(start, tl.maximum(page, 0).to(tl.int64), position % PAGE_SIZE, exists & (page >= 0))
+        slot = (tl.arange(0, BLOCK_N) if BLOCK_N % PAGE_SIZE == 0 else position) % PAGE_SIZE
+        exists = keys_exist(position, begin, end) & in_range(of_keys(page, CONFIG), kv.num_pages)
+        return KeyTile(start, page, slot, exists)
 
 
 @triton.jit
 def key_pointers(x, page_stride, tile, CONFIG: tl.constexpr):
-    """Pointers `[N, 1]` to a block of rows of k or v."""
+    """Pointers `[N, 1]` to a block of rows of k or v. Those of pages that do not exist are arbitrary."""
     if CONFIG.PAGE_SIZE == 0:
         return row_pointers(x, tile.start, CONFIG.BLOCK_N)
-    elif CONFIG.PAGE_SIZE % CONFIG.BLOCK_N == 0:
-        return row_pointers(HeadRows(x.data + tile.page * page_stride, x.stride), tile.slot, CONFIG.BLOCK_N)
     else:
-        return (x.data + (tile.page * page_stride + tile.slot * x.stride))[:, None]
+        page = tile.page.to(tl.uint32, bitcast=True).to(tl.int64) * page_stride.to(tl.int64)
+        if CONFIG.PAGE_SIZE % CONFIG.BLOCK_N == 0:
+            return row_pointers(HeadRows(x.data + page * CONFIG.ALIGN, x.stride), tile.slot, CONFIG.BLOCK_N)
+        else:
+            return ((x.data + tile.slot * x.stride) + of_keys(page, CONFIG) * CONFIG.ALIGN)[:, None]
 
 
 @triton.jit
