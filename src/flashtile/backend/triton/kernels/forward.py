@@ -63,7 +63,9 @@ def forward_kernel(
         row = work.start + tl.arange(0, BLOCK_M)
         position, head = row // PACK_GQA, work.head * PACK_GQA + row % PACK_GQA  # [M]
         exists = position < work.seqlen
-        head_k = work.head if PACK_GQA > 1 else work.head // (lengths.num_heads_q // lengths.num_heads_k)
+        head_k = work.head
+        if PACK_GQA == 1 and lengths.num_heads_q != lengths.num_heads_k:
+            head_k = work.head // (lengths.num_heads_q // lengths.num_heads_k)
         b = batch_index(params, work)
         token = work.offset + position
         q_rows = head_pointer(q, b, head, ALIGN) + token * elements(q.stride_m, ALIGN)

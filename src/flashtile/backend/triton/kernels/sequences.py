@@ -37,7 +37,9 @@ def work_tile(
 
     Packed: `num_tiles` counts the blocks of all sequences. Tokens that belong to no sequence are one more sequence.
     """
-    tile, head = program % num_tiles, program // num_tiles
+    tile, head = 0, program
+    if num_tiles > 1:
+        tile, head = program % num_tiles, program // num_tiles
     if cu_seqlens is None:
         return WorkTile(head // num_heads, head % num_heads, origin + (num_tiles - 1 - tile) * BLOCK, 0, total)
     else:
