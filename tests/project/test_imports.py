@@ -28,7 +28,7 @@ LONGEST_IMPORT = 0.06  # of the time of `import torch`
 
 # Each line may import from the lines above it and from itself: a folder with its files, or a module.
 LAYERS = (
-    ("dynamo", "errors", "private_torch", "remember", "processes", "supported"),
+    ("dynamo", "errors", "private_torch", "remember", "persistent", "processes", "supported"),
     ("iomodel",),
     ("expression",),
     ("score_mods", "mask_mods", "block_mask"),

@@ -12,11 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..persistent import persistent
+from ..private_torch import is_capturing
 from . import device
 from .cache_tensors import CACHE_INDICES, CacheTensors, RotarySettings, appended, count, held, new_offsets
 from .call import INDICES, Call, new_rows, with_copies
 from .check_cache import check_apart, check_cache, check_values
-from .problem import accumulation_dtype
+from .problem import accumulation_dtype, power_of_two
 
 
 class NewTokens(NamedTuple):
@@ -134,15 +136,24 @@ def rows_of_table(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def rows_in_order(batch: int, device: torch.device) -> Tensor:
-    """`0 .. batch - 1`, int32 `[B, 1]`. Made once, unless that would be in the memory of a graph under capture."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    """`0 .. batch - 1`, int32 `[B, 1]`. Only a capture with no call before it launches a kernel for them each time."""
+    if device.type == "cuda" and (power_of_two(batch), device) not in _numbers and is_capturing():
         return torch.arange(batch, device=device, dtype=torch.int32)[:, None]
     return _rows_in_order(batch, device)
 
 
+_numbers: dict[tuple[int, torch.device], Tensor] = {}  # kept for good: captured graphs read them
+
+
 @functools.lru_cache(maxsize=64)
 def _rows_in_order(batch: int, device: torch.device) -> Tensor:
-    return torch.arange(batch, device=device, dtype=torch.int32)[:, None]
+    count = power_of_two(batch)
+    if (count, device) not in _numbers:
+        made = persistent(device, lambda: torch.arange(count, device=device, dtype=torch.int32))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # a graph may run on any stream
+        _numbers[count, device] = made
+    return _numbers[count, device][:batch, None]
 
 
 def new_tokens(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> NewTokens:

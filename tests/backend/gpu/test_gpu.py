@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.call.cache import rows_in_order
 from flashtile.dispatch import fast_path
 from flashtile.testing.generate import random_case
 from flashtile.testing.oracle import solve
@@ -111,6 +112,21 @@ def test_a_captured_decode_step_replays_with_new_lengths() -> None:
         lengths.fill_(n)
         graph.replay()
         torch.testing.assert_close(out, step(*caches))
+
+
+def test_a_capture_launches_nothing_for_the_rows_of_a_dense_cache() -> None:
+    """It reads numbers that a call before it has made, which stay when other batches follow."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    known = rows_in_order(3, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = rows_in_order(4, device)
+        copy = captured.clone()
+    assert captured.data_ptr() == known.data_ptr()
+    for batch in range(5, 100):  # more than are remembered
+        rows_in_order(batch, device)
+    graph.replay()
+    assert copy.flatten().tolist() == captured.flatten().tolist() == [0, 1, 2, 3]
 
 
 def test_a_seed_on_the_device_changes_a_captured_graph() -> None:

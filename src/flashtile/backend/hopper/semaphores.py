@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from ...persistent import persistent_zeros
 from ...private_torch import current_device, current_raw_stream, is_capturing
 from ...remember import remember
-from ..gpu.persistent import persistent_zeros
 
 MAX_SEMAPHORES = 256
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...call.problem import power_of_two
+from ...persistent import persistent_zeros
 from ...private_torch import current_device, current_raw_stream, is_capturing
 from ...remember import remember
-from ..gpu.persistent import persistent_zeros
 
 MAX_STREAMS = 256
 ALIGNMENT = 4  # semaphores in 16 bytes, the alignment that a kernel may be compiled for
