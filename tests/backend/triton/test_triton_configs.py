@@ -161,8 +161,8 @@ def test_decoding_with_given_splits_has_one_tile_whatever_is_in_the_batch() -> N
     ("call", "expected", "splits"),
     [
         ((1, 14, 2, 4096, 64), (16, 128, 4, 4), 16),  # a program alone on its core
-        ((16, 12, 12, 1024, 64), (16, 64, 2, 3), 2),  # several of a core
-        ((5, 20, 20, 2048, 64), (16, 64, 2, 3), 4),
+        ((16, 12, 12, 1024, 64), (16, 64, 2, 3), 1),  # more tiles than cores
+        ((5, 20, 20, 2048, 64), (16, 64, 2, 4), 2),  # two programs of a core
         ((64, 12, 12, 1024, 64), (16, 128, 4, 4), 1),
         ((8, 32, 32, 2048, 80), (16, 32, 1, 4), 1),  # two chunks of features
         ((1, 32, 32, 2048, 80), (16, 64, 4, 4), 4),

@@ -75,7 +75,8 @@ def for_programs(chosen: KernelConfig, problem: Problem, device: Device) -> Kern
         return KernelConfig(FEW, 128, 4, 3) if larger else chosen
     if width in TWO_CHUNKS:
         return KernelConfig(FEW, 32, 1, 4)
-    return KernelConfig(FEW, 64, 2, 3) if width <= 64 and programs <= 2 * device.cores else chosen
+    stages = 4 if programs < device.cores else 3  # H100: 2% each way
+    return KernelConfig(FEW, 64, 2, stages) if width <= 64 and programs <= 2 * device.cores else chosen
 
 
 def loads_ahead(problem: Problem, device: Device) -> bool:
@@ -106,6 +107,4 @@ def programs_of_core(config: KernelConfig, problem: Problem, device: Device) -> 
     """The programs of few rows that a core should run at once."""
     if not is_decoding(problem) or not loads_ahead(problem, device):
         return 1
-    if config.block_m > FEW:
-        return 2 if config.block_m <= MAX_ROWS else 1
-    return 4 if config.num_warps == 2 else 1
+    return 2 if FEW < config.block_m <= MAX_ROWS or config.num_warps == 2 else 1
