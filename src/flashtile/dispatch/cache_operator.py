@@ -49,17 +49,17 @@ def arguments(
     return [q, *cache, *optional, list(features.score_mod_tensors), *rotary, *scalars]
 
 
-def attend_with_cache(call: Call, cache: CacheTensors, rotary: RotarySettings) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a normalised call, whose k and v are the caches."""
-    refuse_derivatives(call.tensors[:-1], call.tensors.score_mod_tensors, cache)
-    q = call.tensors.q
+def attend_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a normalized call."""
+    cache, q = call.cache, call.tensors.q
+    refuse_derivatives(call.inputs)
     if call.is_plain_eager:
-        return run_with_cache(CacheCall(call, cache, rotary))
+        return run_with_cache(call)
     if cache.k is not None and torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
         cache = cache._replace(k=k, v=v)
     operator = torch.ops.flashtile.attention_with_kvcache.default
-    return operator(*arguments(q, cache, call.tensors, call.settings, rotary))
+    return operator(*arguments(q, cache, call.tensors, call.settings, call.rotary))
 
 
 def refuse_derivatives(*tensors: Iterable[Any]) -> None:
