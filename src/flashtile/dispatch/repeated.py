@@ -19,6 +19,7 @@ from ..call import sharding
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
 from ..call.call import Call, Tensors, differentiable_positions
+from ..call.check_cache import check_apart
 from ..call.eager import is_plain_eager
 from ..call.memory import Layouts
 from ..call.window import ExactWindow
@@ -79,15 +80,7 @@ class Repeated:
             if values[n] is not x and not equal(values[n], x):
                 return None
         tensors: tuple[Tensor, ...] = self.tensors(values)
-        if not self.guard.match_plain(tensors) or state_of(tensors[0]) != self.state:
-            return None
-        return tensors if not self.appends or self.known_apart(tensors) else None
-
-    def known_apart(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether caches as far from each other have been found not to overlap."""
-        inputs = self.flat((*tensors, None))
-        k_cache, v_cache = (inputs[n] for n in CACHES)
-        return v_cache.data_ptr() - k_cache.data_ptr() in self.entry.apart
+        return tensors if self.guard.match_plain(tensors) and state_of(tensors[0]) == self.state else None
 
     def call(self, tensors: Sequence[Tensor], *, is_plain_eager: bool) -> Call:
         inputs = self.flat((*tensors, None))
@@ -102,6 +95,9 @@ class Repeated:
 
     def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """`out` and `lse`, and perhaps what is kept for backward."""
+        if self.appends:
+            inputs = self.flat((*tensors, None))
+            check_apart(self.entry.apart, *(inputs[n] for n in CACHES))
         if self.recording is not None:
             return self.recording(self.flat((*tensors, None)))
         call = self.call(tensors, is_plain_eager=True)
