@@ -2,12 +2,12 @@
 
 from __future__ import annotations  # not evaluated at `import flashtile`
 
-from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
 from ..call.advice import public, refuse
+from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
 from ..call.window import ExactWindow as ExactWindow  # part of the interface, as the functions are
 from ..dispatch.cache_operator import attend_with_cache
@@ -431,4 +431,4 @@ def attention_with_kvcache(
         cache=cache,
         rotary=rotary,
     )
-    return Request(call, return_lse, out, direct, partial(attend_with_cache, cache=cache, rotary=rotary))
+    return Request(CacheCall(call, cache, rotary), return_lse, out, direct, attend_with_cache)

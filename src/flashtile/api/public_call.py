@@ -23,7 +23,7 @@ class Request(NamedTuple):
     return_lse: bool
     out: Tensor | None  # the caller's
     direct: Tensor | None  # the same, if kernels may write into it
-    attend: Callable[[Call], tuple[Tensor, Tensor]] = attend
+    run: Callable[[Any], tuple[Tensor, Tensor]] = attend
 
 
 def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
@@ -38,7 +38,7 @@ def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
         result, lse = run(call)
         if out is not None:
             result = filled(out, direct, result)
-        elif run is attend and not torch.compiler.is_compiling():
+        elif not torch.compiler.is_compiling():
             repeated.remember_call(name, args, kwargs, call, return_lse=return_lse)
         return (result, lse) if return_lse else result
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from .cache_tensors import EXAMPLE, CacheTensors, appended, count
-from .call import Call, Tensors
+from .call import Tensors
 from .check import memory, offsets, pages
 from .features import INDEX_DTYPES
 from .overlap import overlap, overlaps_itself
@@ -63,10 +63,10 @@ def check_positions(cache: CacheTensors, features: Tensors, lengths: list[int]) 
         raise ArgumentError("rotary_cos", cache.rotary_cos, accepted, EXAMPLE)
 
 
-def check_apart(call: Call, cache: CacheTensors) -> None:
-    """Whether new keys and values can be written without changing others."""
-    k, v = cache.k_cache, cache.v_cache
-    apart: set[int] = set() if call.entry is None else call.entry.apart
+def check_apart(apart: set[int], k: Tensor, v: Tensor) -> None:
+    """Whether new keys and values can be written into the caches without changing others. `apart` has distances between
+    caches of these layouts that do not overlap.
+    """
     distance = v.data_ptr() - k.data_ptr()
     if distance in apart:
         return

@@ -49,17 +49,17 @@ def arguments(
     return [q, *cache, *optional, list(features.score_mod_tensors), *rotary, *scalars]
 
 
-def attend_with_cache(call: Call, cache: CacheTensors, rotary: RotarySettings) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a normalised call, whose k and v are the caches."""
-    refuse_derivatives(call.tensors[:-1], call.tensors.score_mod_tensors, cache)
-    q = call.tensors.q
+def attend_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a normalized call."""
+    cache, q = call.cache, call.tensors.q
+    refuse_derivatives(call.inputs)
     if call.is_plain_eager:
-        return run_with_cache(CacheCall(call, cache, rotary))
+        return run_with_cache(call)
     if cache.k is not None and torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
         cache = cache._replace(k=k, v=v)
     operator = torch.ops.flashtile.attention_with_kvcache.default
-    return operator(*arguments(q, cache, call.tensors, call.settings, rotary))
+    return operator(*arguments(q, cache, call.tensors, call.settings, call.rotary))
 
 
 def refuse_derivatives(*tensors: Iterable[Any]) -> None:
@@ -97,7 +97,7 @@ def run_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
     """The operator's own work."""
     call.entry = call.entry or fast_path.find_call(call)
     if call.entry is not None and call.entry.paged is not None and call.cache.k is not None:
-        check_apart(call, call.cache)  # else the checks of a new layout do
+        check_apart(call.entry.apart, call.cache.k_cache, call.cache.v_cache)  # else the checks of a new layout do
     return run_forward(call)
 
 

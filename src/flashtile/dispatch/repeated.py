@@ -16,7 +16,10 @@ from torch import Tensor
 from .. import private_torch
 from ..backend.gpu.replay import BackwardReplay, ForwardReplay
 from ..call import sharding
+from ..call.cache import CacheCall
+from ..call.cache_tensors import CacheTensors
 from ..call.call import Call, Tensors, differentiable_positions
+from ..call.check_cache import check_apart
 from ..call.eager import is_plain_eager
 from ..call.memory import Layouts
 from ..call.window import ExactWindow
@@ -28,6 +31,9 @@ MOST_KEYS = 2048
 MOST_OF_A_KEY = 16
 SCALARS = (type(None), bool, int, float, str)
 NAMED = Tensors._fields.index("score_mod_tensors")  # fields of one tensor
+NAMED_WITH_CACHE = NAMED + len(CacheTensors._fields)
+CACHES = NAMED + CacheTensors._fields.index("k_cache"), NAMED + CacheTensors._fields.index("v_cache")
+APPENDED = NAMED + CacheTensors._fields.index("k")
 POSITIONS = differentiable_positions(NAMED)
 
 
@@ -41,21 +47,25 @@ class Gradients(NamedTuple):
 
 
 class Repeated:
-    """A recorded call and its guard. `tensors` picks them from the arguments, in the order of `Tensors`."""
+    """A recorded call and its guard. `tensors` picks them from the arguments, in the order of the call's inputs, and
+    `flat` makes the inputs of them.
+    """
 
     __slots__ = (
-        "backward", "entry", "flat", "guard", "places", "recording", "requires_grad", "return_lse", "scalars",
-        "settings", "state", "tensors",
+        "appends", "backward", "entry", "flat", "guard", "places", "recording", "requires_grad", "return_lse", "rotary",
+        "scalars", "settings", "state", "tensors",
     )  # fmt: skip
 
     def __init__(self, call: Call, values: Sequence[Any], indices: dict[int, int], *, return_lse: bool):
-        """`indices` has the index in `values`, the arguments, of each tensor by its place in `Tensors`."""
+        """`indices` has the index in `values`, the arguments, of each tensor by its place in the call's inputs."""
         self.settings, self.entry, self.return_lse = call.settings, call.entry, return_lse
+        self.rotary, self.appends = (call.rotary if isinstance(call, CacheCall) else None), APPENDED in indices
         self.scalars = [(n, x) for n, x in enumerate(values) if n not in indices.values()]
-        self.tensors = itemgetter(*indices.values())
+        used = [*dict.fromkeys(indices.values())]  # a cache is two inputs
+        self.tensors = itemgetter(*used)
         self.places = tuple(indices)
-        orders = {place: n for n, place in enumerate(indices)}
-        self.flat = itemgetter(*(orders.get(n, len(indices)) for n in range(NAMED)))  # of (*tensors, None)
+        orders = {place: used.index(n) for place, n in indices.items()}
+        self.flat = itemgetter(*(orders.get(n, len(used)) for n in range(num_inputs(call))))  # of (*tensors, None)
         tensors = self.tensors(values)
         self.guard, self.state = Layouts(tensors), state_of(tensors[0])
         self.requires_grad = torch.is_grad_enabled() and autograd.requires_grad(tensors)
@@ -73,7 +83,9 @@ class Repeated:
         return tensors if self.guard.match_plain(tensors) and state_of(tensors[0]) == self.state else None
 
     def call(self, tensors: Sequence[Tensor], *, is_plain_eager: bool) -> Call:
-        return Call(Tensors(*self.flat((*tensors, None))), self.settings, self.entry, is_plain_eager=is_plain_eager)
+        inputs = self.flat((*tensors, None))
+        call = Call(Tensors(*inputs[:NAMED]), self.settings, self.entry, is_plain_eager=is_plain_eager)
+        return call if self.rotary is None else CacheCall(call, CacheTensors(*inputs[NAMED:]), self.rotary)
 
     def backward_call(self, tensors: Sequence[Tensor], kept: Tensor | None) -> Call:
         """The call of saved tensors, which may have been replaced, or freed."""
@@ -83,6 +95,9 @@ class Repeated:
 
     def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """`out` and `lse`, and perhaps what is kept for backward."""
+        if self.appends:
+            inputs = self.flat((*tensors, None))
+            check_apart(self.entry.apart, *(inputs[n] for n in CACHES))
         if self.recording is not None:
             return self.recording(self.flat((*tensors, None)))
         call = self.call(tensors, is_plain_eager=True)
@@ -142,6 +157,11 @@ class Repeated:
         return [gradients[n] for n in self.places]
 
 
+def num_inputs(call: Call) -> int:
+    """Inputs of one tensor."""
+    return NAMED_WITH_CACHE if isinstance(call, CacheCall) else NAMED
+
+
 def equal(x: Any, y: Any) -> bool:
     """Whether scalars are the same, with their types."""
     if type(x) is not type(y) or x != y:
@@ -194,12 +214,13 @@ def run_repeated(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 def remember_call(function: str, args: Sequence[Any], kwargs: dict[str, Any], call: Call, *, return_lse: bool) -> None:
     """Keep a recorded call under its arguments, if it can be repeated."""
     entry = call.entry
-    if not call.is_plain_eager or entry.num_repeated >= MOST_OF_A_KEY or entry.forward.replay is None:
+    if not call.is_plain_eager or entry is None or entry.num_repeated >= MOST_OF_A_KEY or entry.forward.replay is None:
         return
     entry.num_repeated += 1
     values = (*args, *kwargs.values())
     arguments = {id(x): n for n, x in enumerate(values) if isinstance(x, Tensor)}
-    indices = {place: arguments.get(id(x), -1) for place, x in enumerate(call.tensors[:NAMED]) if x is not None}
+    inputs = call.inputs[: num_inputs(call)]
+    indices = {place: arguments.get(id(x), -1) for place, x in enumerate(inputs) if x is not None}
     scalars = [x for n, x in enumerate(values) if n not in indices.values()]
     if -1 in indices.values() or call.tensors.score_mod_tensors or not all(map(is_scalar, scalars)):
         return

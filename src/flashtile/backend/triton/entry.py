@@ -116,7 +116,7 @@ def record_attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, tuple[Te
         repeat, results = record_forward(plan, in_operations(call))
         return lambda call: repeat(in_operations(call)), results
     recording, (out, lse) = replay.record(call.inputs, launch_with_cache, plan, call)
-    return lambda call: recording(call.inputs), (out, lse)  # type: ignore[return-value]
+    return replay.ForwardReplay(recording), (out, lse)  # type: ignore[return-value]
 
 
 def appendable(cache: CacheTensors, cu_seqlens_q: Tensor | None) -> bool:
