@@ -12,7 +12,7 @@ from .memory import address
 from .window import Window
 
 OCTET = 8  # keys of a row that share a counter of dropout's random numbers
-SHORT_ROWS = range(17, 1025)  # of calls whose time depends on how their lengths divide into tiles
+SHORT_ROWS = range(17, 2049)  # of calls whose time depends on how their lengths divide into tiles
 FINE = 64  # rows and keys of these calls that one plan serves: a warpgroup's rows on Hopper
 FINER = 32  # the same up to twice as many
 LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be

@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 from ...call.device import Device
 from ...call.problem import Problem
-from .tile_config import ForwardConfig
+from .tile_config import MMA_M, ForwardConfig
 
 MIN_SPLIT_KEYS = 2048  # from which programs share the keys of few rows
 COUNTED = 64  # tiles of a head; of more, every second, third, ...
 MASKED = 0.55  # of a pair in a block at an edge of the window, besides its time
+IDLE = 0.26  # of a warpgroup without rows, in units of one with rows
 BYTES = 0.89  # of a byte of q, k, v and the results on each core
+REQUEST = 14.5  # of a request to the L2 cache for each core
+REQUEST_BYTES = 64
 
 
 class TimedConfig(NamedTuple):
@@ -39,17 +42,43 @@ def time(problem: Problem, device: Device, timed: TimedConfig) -> float:
     config, (rows, keys) = timed.config, problem.fine_lengths or (problem.seqlen_q, problem.seqlen_k)
     blocks = -(-rows // config.block_m)
     tiles = blocks * problem.num_heads_q * problem.batch / device.cores
-    times = []
-    for n in range(0, blocks, -(-blocks // COUNTED)):
-        visited, masked = key_blocks(problem, config, n * config.block_m, rows, keys)
-        pairs = config.block_n * (visited * timed.pair + masked * MASKED)
+    times, requests = [], []
+    for n in range(blocks - 1, -1, -blocks // COUNTED):
+        first = n * config.block_m
+        visited, masked = key_blocks(problem, config, first, rows, keys)
+        share = share_of_time(min(config.num_warpgroups, -(-(rows - first) // MMA_M)), config)
+        pairs = config.block_n * ((1 + (visited - 1) * share) * timed.pair + masked * MASKED)
         times.append(config.block_m * (pairs + timed.ends))
-    mean = sum(times) / len(times)
-    if problem.window.unlimited:  # all tiles are alike, and the last ones leave cores idle
-        busiest = mean * (tiles if tiles < 1 and keys >= MIN_SPLIT_KEYS else ceil(tiles))
+        requests.append(tile_requests(problem, config, visited))
+    total = sum(times) / len(times) * tiles
+    if problem.window.unlimited:  # tiles are nearly alike, and the last ones leave cores idle
+        longest = max(times)
+        waves = total / longest if tiles < 1 and keys >= MIN_SPLIT_KEYS else ceil(total / longest)
+        busiest = min(waves * longest, total + min(times))
     else:
-        busiest = max(mean * tiles, max(times) * max(1, min(config.programs_per_core, tiles)))
-    return max(busiest, BYTES * bytes_per_core(problem, device, rows, keys))
+        busiest = max(total, max(times) * max(1, min(config.programs_per_core, tiles)))
+    loads = REQUEST * sum(requests) / len(requests) * tiles
+    return max(busiest, loads, BYTES * bytes_per_core(problem, device, rows, keys))
+
+
+def share_of_time(active: int, config: ForwardConfig) -> float:
+    """Time of a step in which some warpgroups have rows, in units of a step in which all have."""
+    return IDLE + (1 - IDLE) * active / config.num_warpgroups
+
+
+def tile_requests(problem: Problem, config: ForwardConfig, visited: int) -> float:
+    """Requests to the L2 cache for a tile's rows of q, and of keys and values in the blocks that it visits."""
+    q, v = (row_requests(d * problem.dtype.itemsize) for d in (problem.head_dim, problem.head_dim_v))
+    return config.block_m * q + visited * config.block_n * (q + v)
+
+
+def row_requests(size: int) -> float:
+    """Requests of TMA for a row of `size` bytes, on the mean of heads that lie side by side: a piece that begins within
+    a line of 64 bytes takes two, and within a sector of 32 bytes three.
+    """
+    alignment = size & -size
+    more = 0.0 if alignment >= REQUEST_BYTES else 0.5 if alignment == REQUEST_BYTES // 2 else 1.1
+    return -(-size // REQUEST_BYTES) * (1 + more)
 
 
 def key_blocks(problem: Problem, config: ForwardConfig, first: int, rows: int, keys: int) -> KeyBlocks:

@@ -43,6 +43,7 @@ from .mainloop import (
     load_tile,
     mainloop_step,
     next_tile_state,
+    skip_steps,
     tile_units,
     warpgroup_tile,
 )
@@ -218,6 +219,11 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             if (stop == first) & (tile_count > 0):
                 store_out(outputs, state.acc, inv_l, out_coord, warpgroup, CONFIG)
             stop = tile.lo
+            if len(pipelines.bias) == 0:
+                skipped = gl.where(wg_tile.first_row < tile.seqlen_q, 0, n - tile.lo + 1)
+                skip_steps(pipelines, tile_count, count, skipped, warpgroup, CONFIG)
+                n -= skipped
+                count += skipped
         out_coord = result_coord(tile, wg_tile.first_row, outputs, PACKED)
         inv_l = finalize(outputs, state, wg_tile)
         if context.dropout.seed is not None:
