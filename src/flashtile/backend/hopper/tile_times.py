@@ -11,10 +11,12 @@ from .tile_config import MMA_M, ForwardConfig
 MIN_SPLIT_KEYS = 2048  # from which programs share the keys of few rows
 COUNTED = 64  # tiles of a head; of more, every second, third, ...
 MASKED = 0.55  # of a pair in a block at an edge of the window, besides its time
-IDLE = 0.26  # of a warpgroup without rows, in units of one with rows
-BYTES = 0.89  # of a byte of q, k, v and the results on each core
-REQUEST = 14.5  # of a request to the L2 cache for each core
-REQUEST_BYTES = 64
+IDLE = 0.5  # of a step, besides the share of warpgroups that have rows
+ALONE, SHARED = 1.1, 0.63  # of a tile of several programs a core with few tiles: of it, and of each tile
+BYTES = 0.89  # of a byte of q, k, v and the results on each core, at 64 features
+REQUEST = 18.7  # of a request to the L2 cache of each core, at 64 features
+SECTOR, LINE = 32, 128  # bytes of the L2 cache
+PAIRS = {32: 0.88, 64: 1.0, 80: 1.16, 96: 1.26, 128: 1.29}  # time of a pair by width, in units of that at 64
 
 
 class TimedConfig(NamedTuple):
@@ -42,28 +44,36 @@ def time(problem: Problem, device: Device, timed: TimedConfig) -> float:
     config, (rows, keys) = timed.config, problem.fine_lengths or (problem.seqlen_q, problem.seqlen_k)
     blocks = -(-rows // config.block_m)
     tiles = blocks * problem.num_heads_q * problem.batch / device.cores
-    times, requests = [], []
-    for n in range(blocks - 1, -1, -blocks // COUNTED):
-        first = n * config.block_m
-        visited, masked = key_blocks(problem, config, first, rows, keys)
-        share = share_of_time(min(config.num_warpgroups, -(-(rows - first) // MMA_M)), config)
-        pairs = config.block_n * ((1 + (visited - 1) * share) * timed.pair + masked * MASKED)
-        times.append(config.block_m * (pairs + timed.ends))
-        requests.append(tile_requests(problem, config, visited))
-    total = sum(times) / len(times) * tiles
-    if problem.window.unlimited:  # tiles are nearly alike, and the last ones leave cores idle
-        longest = max(times)
-        waves = total / longest if tiles < 1 and keys >= MIN_SPLIT_KEYS else ceil(total / longest)
-        busiest = min(waves * longest, total + min(times))
-    else:
-        busiest = max(total, max(times) * max(1, min(config.programs_per_core, tiles)))
-    loads = REQUEST * sum(requests) / len(requests) * tiles
-    return max(busiest, loads, BYTES * bytes_per_core(problem, device, rows, keys))
+    times = [
+        tile_time(problem, timed, n * config.block_m, rows, keys) for n in range(blocks - 1, -1, -blocks // COUNTED)
+    ]
+    total, longest = sum(times) / len(times) * tiles, max(times)
+    if not problem.window.unlimited:
+        busiest = max(total, longest * waves(min(config.programs_per_core, tiles), config))
+    elif tiles < 1 and keys >= MIN_SPLIT_KEYS:
+        busiest = total
+    else:  # tiles are nearly alike, and the last ones leave cores idle
+        busiest = min(waves(total / longest, config) * longest, total + min(times))
+    return max(busiest, BYTES / PAIRS[config.head_dim.width] * bytes_per_core(problem, device, rows, keys))
 
 
-def share_of_time(active: int, config: ForwardConfig) -> float:
-    """Time of a step in which some warpgroups have rows, in units of a step in which all have."""
-    return IDLE + (1 - IDLE) * active / config.num_warpgroups
+def tile_time(problem: Problem, timed: TimedConfig, first: int, rows: int, keys: int) -> float:
+    """Time of the tile of rows from the `first` one on."""
+    config = timed.config
+    blocks = key_blocks(problem, config, first, rows, keys)
+    active = min(config.num_warpgroups, -(-(rows - first) // MMA_M))
+    share = IDLE + (1 - IDLE) * active / config.num_warpgroups  # of all steps but the first
+    pairs = config.block_n * ((1 + (blocks.visited - 1) * share) * timed.pair + blocks.masked * MASKED)
+    loads = REQUEST / PAIRS[config.head_dim.width] * tile_requests(problem, config, blocks.visited)
+    return max(config.block_m * pairs, loads) + config.block_m * timed.ends
+
+
+def waves(tiles: float, config: ForwardConfig) -> float:
+    """Time of a core's tiles, in units of one of them while others run."""
+    whole, rest = divmod(ceil(tiles), config.programs_per_core)
+    if config.programs_per_core == 1 or rest == 0:
+        return ceil(tiles)
+    return whole * config.programs_per_core + ALONE + SHARED * rest
 
 
 def tile_requests(problem: Problem, config: ForwardConfig, visited: int) -> float:
@@ -73,12 +83,12 @@ def tile_requests(problem: Problem, config: ForwardConfig, visited: int) -> floa
 
 
 def row_requests(size: int) -> float:
-    """Requests of TMA for a row of `size` bytes, on the mean of heads that lie side by side: a piece that begins within
-    a line of 64 bytes takes two, and within a sector of 32 bytes three.
+    """Requests of TMA for a row of `size` bytes, where heads or rows lie side by side: more if those begin in the middle
+    of a sector of 32 bytes, and if they begin in the middle of a line of 128 bytes.
     """
-    alignment = size & -size
-    more = 0.0 if alignment >= REQUEST_BYTES else 0.5 if alignment == REQUEST_BYTES // 2 else 1.1
-    return -(-size // REQUEST_BYTES) * (1 + more)
+    if size % SECTOR:
+        return 2.2 * (size // LINE) + 3.3
+    return 1.25 * -(-size // LINE) if size % LINE else 0.5 * size / LINE
 
 
 def key_blocks(problem: Problem, config: ForwardConfig, first: int, rows: int, keys: int) -> KeyBlocks:

@@ -184,12 +184,12 @@ def mainloop_step(
 
 @gluon.jit
 def skip_steps(pipelines, tile_count, count, steps, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
-    """Release the keys and values of a tile's last `steps` steps, from number `count` on, for a warpgroup without rows."""
+    """Release the stages of a tile's last `steps` steps, from number `count` on, for a warpgroup without rows."""
     k, v = pipelines.k, pipelines.v
     for step in range(steps):
         consumer_wait(k, count + step, CONFIG.stages)
-        consumer_release(k.empty, count + step, CONFIG.stages)
         consumer_wait(v, count + step, CONFIG.stages)
+        consumer_release(k.empty, count + step, CONFIG.stages)
         consumer_release(v.empty, count + step, CONFIG.stages)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, steps > 0, CONFIG)
 
