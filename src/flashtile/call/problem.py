@@ -12,9 +12,9 @@ from .memory import address
 from .window import Window
 
 OCTET = 8  # keys of a row that share a counter of dropout's random numbers
-SHORT_ROWS = range(17, 1025)  # of calls whose time depends on how their lengths divide into tiles
+SHORT_ROWS = range(17, 2049)  # of calls whose time depends on how their lengths divide into tiles
 FINE = 64  # rows and keys of these calls that one plan serves: a warpgroup's rows on Hopper
-FINER = 32  # the same up to twice as many
+FINER = 32  # the same up to eight times as many
 LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be
 
 
@@ -169,7 +169,7 @@ def power_of_two(n: int | None) -> int | None:
 
 def fine_length(n: int) -> int:
     """`n` rounded up to a multiple of FINE or FINER, or where that is a small part of it, to a power of two."""
-    step = FINE if n > 2 * FINE else FINER
+    step = FINE if n > 8 * FINE else FINER
     return -(-n // step) * step if n in SHORT_ROWS else power_of_two(n)
 
 

@@ -28,7 +28,8 @@ PAGE_STEP = 8  # keys: rows that shared memory swizzles together
 NARROWEST, NARROW = 16, 32
 NARROWEST_FLOAT32 = 64  # up to here, Triton's kernels
 SHORT_FLOAT32 = 64  # rows or keys up to which splitting rows is not worth a launch (counted, not measured)
-SHORT, SHORT_BIASED = 256, 128  # rows or keys; with a bias, which TMA loads here
+SHORT, SHORT_BIASED = 256, 128  # rows; with a bias, which TMA loads here, rows or keys
+MIN_ROWS, MOST_KEYS, MIN_HEADS = 32, 512, 5  # of calls of up to 64 rows that run here; heads for each core
 TILE_ROWS = 128
 FEW_KEYS, FEW_TILES = 2048, 4  # tiles of rows for each core
 LISTED = 128  # head dimension up to which backward visits lists of blocks
@@ -178,7 +179,7 @@ def defers(problem: Problem, device: Device, needs: Needs | None = None) -> str 
         return f"up to head dimension {NARROW} and {FEW_KEYS} keys, smaller tiles are faster"
     if problem.dtype is torch.float32 and min(problem.seqlen_q, problem.seqlen_k) <= SHORT_FLOAT32:
         return f"in float32 with up to {SHORT_FLOAT32} rows or keys, kernels that split no rows take fewer launches"
-    if is_decoding(problem):
+    if is_decoding(problem) and not fills_device(problem, device, needs):
         return "decoding a few rows is faster with keys split among programs"
     return None
 
@@ -189,10 +190,33 @@ def wants_smaller_tiles(problem: Problem, device: Device, needs: Needs | None) -
     """
     p = problem
     others = p.features._replace(bias=None) != NO_FEATURES or p.dropout or p.score_mod or p.mask_mod
-    shortest = min(p.seqlen_q, p.seqlen_k)
-    short = needs is not None and shortest <= SHORT if p.features.bias is None else shortest <= SHORT_BIASED
+    rows = (p.fine_lengths or (p.seqlen_q,))[0]
+    if p.features.bias is None:
+        short = needs is not None and rows < SHORT
+    else:
+        short = min(p.seqlen_q, p.seqlen_k) <= SHORT_BIASED
     few = p.batch * p.num_heads_q * -(-p.seqlen_q // TILE_ROWS) < FEW_TILES * device.cores
     return p.seqlen_k <= FEW_KEYS and bool(short or few or others or p.layout != "dense")
+
+
+def fills_device(problem: Problem, device: Device, needs: Needs | None) -> bool:
+    """Whether heads of up to 64 rows are enough to fill the device without splits of their keys, and were measured to be
+    faster here (docs/journal/2026-11-25-requests.md).
+    """
+    p = problem
+    plain = (
+        p.layout == "dense" and p.features == NO_FEATURES and not (p.dropout or p.score_mod or p.mask_mod or p.softcap)
+    )
+    if not plain or p.num_heads_q != p.num_heads_kv or widths(p) not in FUSED:
+        return False
+    heads, rows = p.batch * p.num_heads_q, (p.fine_lengths or (p.seqlen_q,))[0]
+    if needs is not None:
+        return (
+            max(p.head_dim, p.head_dim_v) > ONE_BOX[-1][0]
+            and heads >= device.cores
+            and max(rows, p.seqlen_k) > MIN_ROWS
+        )
+    return rows >= MIN_ROWS and p.seqlen_k <= MOST_KEYS and heads >= MIN_HEADS * device.cores
 
 
 def is_faster_with_lists(problem: Problem) -> bool:

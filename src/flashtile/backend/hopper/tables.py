@@ -25,7 +25,7 @@ from .tile_times import TimedConfig, fastest
 from .widths import ONE_BOX, WIDTHS, widths
 
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster with masks, and in packed calls
-KEYS_1WG = 2048  # keys per row from which programs of one warpgroup, which read keys most often, were not measured
+KEYS_1WG = 2048  # keys per row from which programs of one warpgroup, which read keys most often, are slower if packed
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups are 4 to 7% slower at head dimension 96
 IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
 IN_ORDER_MIN_ROWS_64 = 2**15  # the same up to head dimension 64: of fewer rows, several heads share the L2 cache
@@ -59,13 +59,14 @@ THREE_WARPGROUPS = {
 ONE_WARPGROUP = {
     (32, 32): ForwardConfig(D32, D32, 32, 64, 1, 3, speculative_exps=0, programs_per_core=4),
     (64, 64): ForwardConfig(D64, D64, 64, 64, 1, 3, speculative_exps=0, programs_per_core=3),
+    (128, 128): ForwardConfig(D128, D128, 64, 64, 1, 2, speculative_exps=0, programs_per_core=2),
 }
 # Three warpgroups with 64 keys, of which short calls waste fewer.
 SHORT_3WG = {
     (64, 64): replace(THREE_WARPGROUPS[64, 64], block_n=64),
     (128, 128): ForwardConfig(D128, D128, 64, 64, 3, 4, 160, 32, q_stages=1, speculative_exps=0),
 }
-# Tiles of dense calls, measured on an H100 (docs/journal/2026-11-25-short-rows.md, 2026-11-25-programs.md).
+# Tiles of dense calls, measured on an H100 (docs/journal/2026-11-25-short-rows.md, -programs.md, -requests.md).
 TIMED = {
     (32, 32): (
         TimedConfig(TWO_WARPGROUPS[32, 32]),
@@ -80,7 +81,11 @@ TIMED = {
     ),
     (80, 80): (TimedConfig(TWO_WARPGROUPS[80, 80]), TimedConfig(THREE_WARPGROUPS[80, 80], 0.91)),
     (96, 96): (TimedConfig(TWO_WARPGROUPS[96, 96]), TimedConfig(THREE_WARPGROUPS[96, 96], 0.91)),
-    (128, 128): (TimedConfig(TWO_WARPGROUPS[128, 128]), TimedConfig(SHORT_3WG[128, 128])),
+    (128, 128): (
+        TimedConfig(TWO_WARPGROUPS[128, 128]),
+        TimedConfig(SHORT_3WG[128, 128]),
+        TimedConfig(ONE_WARPGROUP[128, 128], 1.5, 200),
+    ),
 }
 FUSED_BACKWARD = {
     32: FusedBackwardConfig(D32, 128, 2, 240, 24, early_half_exps=True),
@@ -124,9 +129,10 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     width = widths(problem)
     assert width is not None  # `support` declines others
     warpgroups = warpgroups_with_room(problem, device, width)
-    counted = problem.window.unlimited or width in ONE_BOX
-    if problem.layout == "dense" and width in TIMED and counted and not is_masked(problem):
+    if problem.layout == "dense" and width in TIMED and not is_masked(problem):
         forward = fastest(problem, device, [x for x in TIMED[width] if x.config.num_warpgroups in warpgroups])
+    elif 1 in warpgroups and width in ONE_BOX and problem.pages is None and keys_per_row(problem) < KEYS_1WG:
+        forward = ONE_WARPGROUP[width]
     else:
         three = 3 in warpgroups and width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem)
         forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
@@ -151,9 +157,11 @@ def warpgroups_with_room(problem: Problem, device: Device, width: tuple[int, int
     # Three warpgroups take 0.92 of the time with padding, 0.97 to 1.05 with documents, 1.23 with a narrow window.
     other_mask = masked and not (hides_keys(problem) and expects_pair_bits(problem))
     other_terms = problem.features._replace(bias=None).score_terms
-    if problem.softcap or other_terms or costly or other_mask or problem.dropout:
+    if problem.softcap or costly or other_mask:
         return (2,)
-    one = (1,) if not masked and keys_per_row(problem) < KEYS_1WG else ()
+    one = () if masked else (1,)
+    if other_terms or problem.dropout:
+        return (*one, 2) if width in ONE_BOX else (2,)
     if problem.features.bias is not None:
         return (*one, 2) if width == WIDTHS[0] else (2,)
     if masked:  # with lists, wider ones spill registers

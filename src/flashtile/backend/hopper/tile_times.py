@@ -6,12 +6,17 @@ from typing import NamedTuple
 
 from ...call.device import Device
 from ...call.problem import Problem
-from .tile_config import ForwardConfig
+from .tile_config import MMA_M, ForwardConfig
 
 MIN_SPLIT_KEYS = 2048  # from which programs share the keys of few rows
 COUNTED = 64  # tiles of a head; of more, every second, third, ...
 MASKED = 0.55  # of a pair in a block at an edge of the window, besides its time
-BYTES = 0.89  # of a byte of q, k, v and the results on each core
+IDLE = 0.5  # of a step, besides the share of warpgroups that have rows
+ALONE, SHARED = 1.1, 0.63  # of a tile of several programs a core with few tiles: of it, and of each tile
+BYTES = 0.89  # of a byte of q, k, v and the results on each core, at 64 features
+REQUEST = 18.7  # of a request to the L2 cache of each core, at 64 features
+SECTOR, LINE = 32, 128  # bytes of the L2 cache
+PAIRS = {32: 0.88, 64: 1.0, 80: 1.16, 96: 1.26, 128: 1.29}  # time of a pair by width, in units of that at 64
 
 
 class TimedConfig(NamedTuple):
@@ -39,17 +44,51 @@ def time(problem: Problem, device: Device, timed: TimedConfig) -> float:
     config, (rows, keys) = timed.config, problem.fine_lengths or (problem.seqlen_q, problem.seqlen_k)
     blocks = -(-rows // config.block_m)
     tiles = blocks * problem.num_heads_q * problem.batch / device.cores
-    times = []
-    for n in range(0, blocks, -(-blocks // COUNTED)):
-        visited, masked = key_blocks(problem, config, n * config.block_m, rows, keys)
-        pairs = config.block_n * (visited * timed.pair + masked * MASKED)
-        times.append(config.block_m * (pairs + timed.ends))
-    mean = sum(times) / len(times)
-    if problem.window.unlimited:  # all tiles are alike, and the last ones leave cores idle
-        busiest = mean * (tiles if tiles < 1 and keys >= MIN_SPLIT_KEYS else ceil(tiles))
-    else:
-        busiest = max(mean * tiles, max(times) * max(1, min(config.programs_per_core, tiles)))
-    return max(busiest, BYTES * bytes_per_core(problem, device, rows, keys))
+    times = [
+        tile_time(problem, timed, n * config.block_m, rows, keys) for n in range(blocks - 1, -1, -blocks // COUNTED)
+    ]
+    total, longest = sum(times) / len(times) * tiles, max(times)
+    if not problem.window.unlimited:
+        busiest = max(total, longest * waves(min(config.programs_per_core, tiles), config))
+    elif tiles < 1 and keys >= MIN_SPLIT_KEYS:
+        busiest = total
+    else:  # tiles are nearly alike, and the last ones leave cores idle
+        busiest = min(waves(total / longest, config) * longest, total + min(times))
+    return max(busiest, BYTES / PAIRS[config.head_dim.width] * bytes_per_core(problem, device, rows, keys))
+
+
+def tile_time(problem: Problem, timed: TimedConfig, first: int, rows: int, keys: int) -> float:
+    """Time of the tile of rows from the `first` one on."""
+    config = timed.config
+    blocks = key_blocks(problem, config, first, rows, keys)
+    active = min(config.num_warpgroups, -(-(rows - first) // MMA_M))
+    share = IDLE + (1 - IDLE) * active / config.num_warpgroups  # of all steps but the first
+    pairs = config.block_n * ((1 + (blocks.visited - 1) * share) * timed.pair + blocks.masked * MASKED)
+    loads = REQUEST / PAIRS[config.head_dim.width] * tile_requests(problem, config, blocks.visited)
+    return max(config.block_m * pairs, loads) + config.block_m * timed.ends
+
+
+def waves(tiles: float, config: ForwardConfig) -> float:
+    """Time of a core's tiles, in units of one of them while others run."""
+    whole, rest = divmod(ceil(tiles), config.programs_per_core)
+    if config.programs_per_core == 1 or rest == 0:
+        return ceil(tiles)
+    return whole * config.programs_per_core + ALONE + SHARED * rest
+
+
+def tile_requests(problem: Problem, config: ForwardConfig, visited: int) -> float:
+    """Requests to the L2 cache for a tile's rows of q, and of keys and values in the blocks that it visits."""
+    q, v = (row_requests(d * problem.dtype.itemsize) for d in (problem.head_dim, problem.head_dim_v))
+    return config.block_m * q + visited * config.block_n * (q + v)
+
+
+def row_requests(size: int) -> float:
+    """Requests of TMA for a row of `size` bytes, where heads or rows lie side by side: more if those begin in the middle
+    of a sector of 32 bytes, and if they begin in the middle of a line of 128 bytes.
+    """
+    if size % SECTOR:
+        return 2.2 * (size // LINE) + 3.3
+    return 1.25 * -(-size // LINE) if size % LINE else 0.5 * size / LINE
 
 
 def key_blocks(problem: Problem, config: ForwardConfig, first: int, rows: int, keys: int) -> KeyBlocks:

@@ -43,6 +43,7 @@ from .mainloop import (
     load_tile,
     mainloop_step,
     next_tile_state,
+    skip_steps,
     tile_units,
     warpgroup_tile,
 )
@@ -180,6 +181,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     STAGES: gl.constexpr = CONFIG.stages
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
+    SKIPS: gl.constexpr = CONFIG.num_warpgroups > 1 and CONFIG.bias_stages == 0
     pipelines, outputs, queue, params = context.pipelines, context.outputs, context.queue, context.params
     lists, stream = context.lists, load_stream(context.dropout)
     q, v = pipelines.q, pipelines.v
@@ -200,10 +202,12 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         units = tile_units(params, wg_tile, loaded, CONFIG)
         state = next_tile_state(state.acc, state.p, wg_tile, params, outputs, CONFIG)
         first = tile.hi - 1
-        n, stop = first, first
+        n, stop, last = first, first, tile.lo
+        if SKIPS:
+            last = gl.where(wg_tile.first_row < tile.seqlen_q, tile.lo, first)
         entry = first_entry(lists, tile)
         # The first step completes the previous tile. Two loops, as a branch in each step would cost 1 to 4%.
-        while n >= tile.lo:
+        while n >= last:
             while n >= stop:
                 next_entry = load_entry(lists, tile.token_k, n - 1)
                 state = mainloop_step(
@@ -217,7 +221,10 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
                 count += 1
             if (stop == first) & (tile_count > 0):
                 store_out(outputs, state.acc, inv_l, out_coord, warpgroup, CONFIG)
-            stop = tile.lo
+            stop = last
+        if SKIPS:
+            skip_steps(pipelines, tile_count, count, last - tile.lo, warpgroup, CONFIG)
+            count += last - tile.lo
         out_coord = result_coord(tile, wg_tile.first_row, outputs, PACKED)
         inv_l = finalize(outputs, state, wg_tile)
         if context.dropout.seed is not None:

@@ -183,6 +183,18 @@ def mainloop_step(
 
 
 @gluon.jit
+def skip_steps(pipelines, tile_count, count, steps, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
+    """Release the stages of a tile's last `steps` steps, from number `count` on, for a warpgroup without rows."""
+    k, v = pipelines.k, pipelines.v
+    for step in range(steps):
+        consumer_wait(k, count + step, CONFIG.stages)
+        consumer_wait(v, count + step, CONFIG.stages)
+        consumer_release(k.empty, count + step, CONFIG.stages)
+        consumer_release(v.empty, count + step, CONFIG.stages)
+    release_q_early(pipelines.q_empty, tile_count, warpgroup, steps > 0, CONFIG)
+
+
+@gluon.jit
 def masked_scores(s, wg_tile, block, entry, bits, context, loaded, units, CONFIG: gl.constexpr):
     """Final scores `[MMA_M, BLOCK_N]` of a block of keys, in the tile's units. `bits` are those of `load_bits`."""
     BLOCK_N: gl.constexpr = s.shape[1]
