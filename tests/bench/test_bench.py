@@ -264,6 +264,10 @@ class Ticks:
 
     def __init__(self) -> None:
         self.order: list[str] = []
+        self.rests: list[float] = []
+
+    def rest(self, seconds: float) -> None:
+        self.rests.append(seconds)
 
     def seconds(self, run: Callable[[], Any], calls: int) -> float:
         self.order.append(run())
@@ -282,14 +286,12 @@ class Ticks:
         return {}
 
 
-def test_rounds_interleave_and_rotate_with_equal_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    rests: list[float] = []
-    monkeypatch.setattr("flashtile.bench.rounds.time.sleep", rests.append)
+def test_rounds_interleave_and_rotate_with_equal_rests() -> None:
     clock = Ticks()
     entrants = [Entrant(name, lambda name=name: name) for name in "abc"]
     interleave(clock, entrants, Timing(rounds=4, rest_seconds=0.25), str)
     assert "".join(clock.order[-12:]) == "abcbcacababc"
-    assert rests == [0.25] * 12
+    assert clock.rests == [0.25] * 15
     assert [len(entrant.seconds) for entrant in entrants] == [4, 4, 4]
 
 
@@ -326,6 +328,21 @@ def test_the_cpu_clock_counts_every_call() -> None:
     assert clock.seconds(lambda: calls.append(1), 5) > 0
     assert len(calls) == 5
     assert clock.cache_bytes >= 2**18
+
+
+def test_a_rest_on_a_cpu_lasts_until_threads_stop_spinning() -> None:
+    """As those of thread pools do after a call."""
+    end = time.perf_counter() + 0.1
+
+    def spin() -> None:
+        while time.perf_counter() < end:
+            pass
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    clock_of(CPU).rest(0.005)
+    assert time.perf_counter() > end - 0.01
+    thread.join()
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------

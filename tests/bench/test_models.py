@@ -124,6 +124,8 @@ class GraphClock:
     def __init__(self, call_seconds: float, failing: int | None = None) -> None:
         self.call_seconds, self.failing, self.captures = call_seconds, failing, 0
 
+    def rest(self, seconds: float) -> None: ...
+
     def seconds(self, run: Callable[[], Any], calls: int) -> float:
         run()
         return self.call_seconds * (20 if getattr(run, "graph", False) else 1)

@@ -59,6 +59,7 @@ def interleave(clock: Clock, entrants: Sequence[Entrant], timing: Timing, failed
     """
     for entrant in entrants:
         if entrant.failure is None:
+            clock.rest(timing.rest_seconds)
             try:
                 calibrate(clock, entrant, timing.sample_seconds)
             except Exception as error:
@@ -73,7 +74,7 @@ def interleave(clock: Clock, entrants: Sequence[Entrant], timing: Timing, failed
             hopeless = entrant.seconds_of_call > max(LONG_SECONDS, HOPELESS * fastest)
             if entrant.failure is not None or (turn > 0 and hopeless):
                 continue
-            time.sleep(timing.rest_seconds)
+            clock.rest(timing.rest_seconds)
             try:
                 seconds = timed(clock, entrant, entrant.calls)
             except Exception as error:

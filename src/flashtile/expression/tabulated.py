@@ -14,7 +14,6 @@ from .program import REAL, Instruction, Program, TensorType, used
 from .ranges import Range
 from .sides import LONGEST_REACH, PAIR, Linear, difference, linear_form, on_side, operations_of_pairs
 
-TABLE = TensorType("float32", 2)
 LEAST_SAVING = 2  # operations of the formula for each of those with a table
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
@@ -30,8 +29,8 @@ class Tabulated(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def tabulated(formula: Formula) -> Tabulated | None:
-    """The formula with a table; `None` if it has no such term, or would not become much shorter."""
+def tabulated(formula: Formula, dtype: str = "float32") -> Tabulated | None:
+    """The formula with a table of this dtype; `None` if it has no such term, or would not become much shorter."""
     terms = terms_of_distance(formula.program)
     if len(terms) != 1:
         return None
@@ -40,7 +39,7 @@ def tabulated(formula: Formula) -> Tabulated | None:
     reach = reach_of_constant(term)
     if reach is None:
         return None
-    shorter = with_table(formula, n, reach)
+    shorter = with_table(formula, n, reach, TensorType(dtype, 2))
     if operations_of_pairs(formula) < LEAST_SAVING * operations_of_pairs(shorter):
         return None
     return Tabulated(shorter, term, reach)
@@ -92,9 +91,9 @@ def reach_of_constant(term: Formula) -> int | None:
     return None
 
 
-def with_table(formula: Formula, term: int, reach: int) -> Formula:
+def with_table(formula: Formula, term: int, reach: int, table: TensorType) -> Formula:
     """The formula that reads a part of it from a table."""
-    builder = Builder((*formula.tensors, TABLE))
+    builder = Builder((*formula.tensors, table))
     nodes: list[Node] = []
     for n, x in enumerate(formula.program.instructions):
         if n == term:

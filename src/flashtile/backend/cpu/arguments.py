@@ -55,7 +55,7 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
         mask=t.mask is not None,
         formula=score_formula(call),
         mask_mod=mask_formula(call),
-        wide=any(extent(x) > LARGEST_OFFSET for x in t.score_mod_tensors),
+        wide=needs_wide_offsets(t.score_mod_tensors),
         dropout=s.dropout_p > 0,
         chunk=s.attention_chunk is not None,
     )
@@ -83,6 +83,11 @@ def with_derivative(variant: Variant, call: Call, needs: Needs) -> Variant:
 def wanted_gradients(call: Call, needs: Needs) -> list[int]:
     """The numbers of the score_mod's tensors whose gradients are requested."""
     return [n for n, needed in enumerate(needs.score_mod_tensors) if needed]
+
+
+def needs_wide_offsets(tensors: Sequence[Tensor]) -> bool:
+    """Whether an element of a tensor has an offset of more than 32 bits."""
+    return any(extent(x) > LARGEST_OFFSET for x in tensors)
 
 
 def extent(x: Tensor) -> int:

@@ -17,6 +17,7 @@ from . import arguments as args
 from . import targets, threads, workspace
 from .blocks import BlockTable, table_strides, table_tensors
 from .captured_gradients import CapturedGradients, captured_gradients
+from .distance_table import needs_with_table, with_distance_table, without_table
 from .epilogue import gather_pages, scatter_to_pages, slope_gradient, without_padding
 from .jit import function_address
 from .kernels import sums
@@ -107,22 +108,24 @@ def record_backward(
         grads = backward(plan, packed, needs, out, lse, dout, dlse)
         dk, dv = (scatter_to_pages(dx, token, x) for dx, x in ((grads.k, call.tensors.k), (grads.v, call.tensors.v)))
         return None, grads._replace(k=dk, v=dv)
+    of_call, call, needs = call, with_distance_table(call), needs_with_table(call, needs)
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     rows, tasks = row_tensors(out, lse, dout, dlse), backward_tasks(plan, call, needs)
     buffers = allocate_gradients(call, needs, rows.lse, tasks.lengths, tasks.split.splits)
     launch = backward_launch(call, tasks, (q, k, v, rows.out, rows.dout), rows.lse, buffers)
     specs = {name: TensorSpec.of(x) for name, x in buffers._asdict().items() if x is not None}
     step = BackwardStep(launch, needs, tasks.captured, specs)
-    grads = run_backward(step, call, (q, k, v), rows, buffers)
+    grads = without_table(of_call, needs, run_backward(step, call, (q, k, v), rows, buffers))
     return functools.partial(replay_backward, step) if call.layout == "dense" else None, grads
 
 
 def replay_backward(
     step: BackwardStep, call: Call, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Sequence[Tensor | None]:
+    of_call, call = call, with_distance_table(call)
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     rows = row_tensors(out, lse, dout, dlse)
-    return run_backward(step, call, (q, k, v), rows, step.new_buffers()).flat()
+    return without_table(of_call, step.needs, run_backward(step, call, (q, k, v), rows, step.new_buffers())).flat()
 
 
 def row_tensors(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> RowTensors:

@@ -13,6 +13,7 @@ from ..scalars import rows_last
 from . import arguments as args
 from . import targets, threads, workspace
 from .blocks import BlockTable, table_strides, table_tensors
+from .distance_table import with_distance_table
 from .jit import function_address
 from .launch import KernelLaunch, TensorSpec, run
 from .lengths import chunk, lengths, max_threads
@@ -41,6 +42,7 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, with the function that repeats it for calls of the same layout: `None` for packed calls, whose
     launches depend on the values of their lengths.
     """
+    call = with_distance_table(call)
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     out = call.tensors.out
     out = new_rows(call.tensors.q, q.shape[1], v.shape[-1], q.dtype) if out is None else out
@@ -51,6 +53,7 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 
 
 def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
+    call = with_distance_table(call)
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     of_out, of_lse = launch.results
     out = of_out.new() if call.tensors.out is None else call.tensors.out

@@ -19,6 +19,10 @@ class Clock(Protocol):
         """Size of the last level of cache. Inputs that are to be read from memory must be several times larger."""
         ...
 
+    def rest(self, seconds: float) -> None:
+        """Let the device come to rest before a sample, for `seconds` at least."""
+        ...
+
     def seconds(self, run: Run, calls: int) -> float:
         """Seconds of one call: the mean of `calls` back to back, without the host's time to launch them."""
         ...

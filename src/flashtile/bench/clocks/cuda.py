@@ -24,6 +24,9 @@ class CudaClock:
     def cache_bytes(self) -> int:
         return torch.cuda.get_device_properties(self.device).L2_cache_size
 
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def seconds(self, run: Run, calls: int) -> float:
         """Seconds of one call. The device spins while the host queues all calls; then they run back to back."""
         with torch.cuda.device(self.device):

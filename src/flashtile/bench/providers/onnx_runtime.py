@@ -1,5 +1,6 @@
 """ONNX Runtime on a CPU: the operator `MultiHeadAttention` of `com.microsoft`, as a model with one node."""
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -39,7 +40,9 @@ class OnnxRuntime(Provider):
         inputs = {name: tokens_first(x) for name, x in (("q", q), ("k", k), ("v", v))}
         if case.arguments.get("bias") is not None:
             inputs["bias"] = case.arguments["bias"]
-        session, heads = session_of(case, inputs), q.shape[1]
+        heads, causal = q.shape[1], bool(case.arguments.get("causal"))
+        shapes = tuple((name, tuple(x.shape)) for name, x in inputs.items())
+        session = new_session(heads, softmax_scale(case), causal, shapes, torch.get_num_threads())
         feeds = {name: x.detach().numpy() for name, x in inputs.items()}
 
         def forward() -> Tensor:
@@ -54,21 +57,26 @@ def tokens_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def session_of(case: Case, inputs: dict[str, Tensor]) -> Any:
-    """A session for the node with these inputs, with PyTorch's number of threads."""
+@functools.lru_cache(maxsize=1)
+def new_session(
+    heads: int, scale: float, causal: bool, shapes: tuple[tuple[str, tuple[int, ...]], ...], threads: int
+) -> Any:
+    """A session for the node with inputs of these shapes. Each has threads of its own, which spin after a call, so that
+    the caches of decoding share one.
+    """
     import onnxruntime  # pyright: ignore[reportMissingImports]
     from onnx import TensorProto, helper  # pyright: ignore[reportMissingImports]
 
+    inputs = dict(shapes)
     names = ["q", "k", "v", *(["", "", "bias"] if "bias" in inputs else [])]  # key_value bias and padding between
-    causal, q = int(bool(case.arguments.get("causal"))), case.arguments["q"]
-    settings = {"num_heads": q.shape[1], "scale": softmax_scale(case), "unidirectional": causal}
+    settings = {"num_heads": heads, "scale": scale, "unidirectional": int(causal)}
     node = helper.make_node("MultiHeadAttention", names, ["out"], domain="com.microsoft", **settings)
-    given = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list(x.shape)) for name, x in inputs.items()]
+    given = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape)) for name, shape in inputs.items()]
     graph = helper.make_graph(
         [node], "attention", given, [helper.make_tensor_value_info("out", TensorProto.FLOAT, None)]
     )
     operators = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=operators, ir_version=IR)
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
+    options.intra_op_num_threads = threads
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
