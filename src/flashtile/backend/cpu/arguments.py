@@ -98,8 +98,12 @@ def extent(x: Tensor) -> int:
 def fits_decode(call: Call, variant: Variant, target: Target, rows: int) -> bool:
     """Whether the decode kernel applies: rows fill at most half of a vector, features a whole number of vectors."""
     lanes = target.vector_bytes // ITEM_SIZES[variant.real_dtype]
-    widths = (call.tensors.q.shape[-1], call.tensors.v.shape[-1])
-    return variant.vectors == 1 and 2 * rows <= lanes and all(n % lanes == 0 for n in widths)
+    return variant.vectors == 1 and 2 * rows <= lanes and all(whole_vectors(call, x) for x in call.tensors[:3:2])
+
+
+def whole_vectors(call: Call, x: Tensor) -> bool:
+    """Whether a row of `x` is a whole number of vectors, in the accumulation dtype."""
+    return x.shape[-1] % vector_lanes(call) == 0
 
 
 def vector_lanes(call: Call) -> int:

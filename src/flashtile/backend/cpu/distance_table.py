@@ -36,7 +36,7 @@ class DistanceTable(NamedTuple):
 
 
 def with_distance_table(call: Call) -> Call:
-    """The call whose score_mod reads a table, behind its own tensors; the call itself if it has no term of distances."""
+    """The call whose score_mod reads a table, behind its own tensors; the call itself without a term of distances."""
     found = distance_table_of(call)
     if found is None:
         return call
@@ -63,7 +63,7 @@ def needs_with_table(call: Call, needs: Needs) -> Needs:
 
 
 def without_table(call: Call, needs: Needs, grads: Gradients) -> Gradients:
-    """The gradients of a call from those of `with_distance_table(call)`: tensors that the term reads get the table's."""
+    """The gradients of a call from those of `with_distance_table(call)`: the table's is one of the tensors it is of."""
     found = distance_table_of(call)
     if found is None:
         return grads

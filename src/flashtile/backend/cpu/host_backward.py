@@ -168,6 +168,7 @@ def backward_tasks(plan: Plan, call: Call, needs: Needs) -> BackwardTasks:
     """Choose the variant and split the work."""
     variant = args.variant_of(call, targets.host(), plan.tile.rows)
     variant = variant._replace(bias_gradient=needs.bias, slope_gradient=needs.alibi_slopes)
+    variant = variant._replace(row_values=args.whole_vectors(call, call.tensors.q))
     variant = args.with_derivative(variant, call, needs)
     heads_kv = args.heads_kv(call)
     groups = call.tensors.q.shape[1] // heads_kv

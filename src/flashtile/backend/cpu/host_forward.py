@@ -26,9 +26,10 @@ def forward_address(variant: Variant, target: Target) -> int:
     """The address of the compiled kernel; its generator is imported only if it has to be compiled."""
 
     def source() -> str:
-        from .kernels import decode, forward
+        from .kernels import decode, forward, row_values
 
-        return forward.source(variant, target, decode.DecodeKernel if variant.decode else forward.ForwardKernel)
+        kernel = row_values.RowValuesKernel if variant.row_values else forward.ForwardKernel
+        return forward.source(variant, target, decode.DecodeKernel if variant.decode else kernel)
 
     return function_address(FORWARD, variant, target, source)
 
@@ -91,7 +92,9 @@ def forward_launch(
     q, k, v = inputs
     target = targets.host()
     variant = args.variant_of(call, target, plan.tile.rows)
-    variant = variant._replace(decode=args.fits_decode(call, variant, target, plan.tile.rows))
+    variant = variant._replace(
+        row_values=args.whole_vectors(call, v), decode=args.fits_decode(call, variant, target, plan.tile.rows)
+    )
     values = args.call_scalars(call, variant, q, k, v)
     rows = variant.vectors * args.vector_lanes(call)
     panels = -(-plan.tile.rows // rows)

@@ -32,6 +32,7 @@ class Variant(NamedTuple):
     loads: tuple[Load, ...] = ()  # of the formula's tensors that have a gradient; backward only
     bias_gradient: bool = False
     slope_gradient: bool = False
+    row_values: bool = False  # whether lanes of products with V, and with K in backward, run over features
     decode: bool = False  # forward only
 
     @property

@@ -33,8 +33,8 @@ class CpuClock:
             torch.accelerator.synchronize(self.device)
 
     def rest(self, seconds: float) -> None:
-        """Sleep until the process is idle. The threads of a pool spin after a call, those of ONNX Runtime for 40 ms, and
-        would share their cores with the threads of the next library.
+        """Sleep until the process is idle. The threads of a pool spin after a call, those of ONNX Runtime for 40 ms,
+        and would share their cores with the threads of the next library.
         """
         end = time.perf_counter() + LONGEST_REST
         while True:

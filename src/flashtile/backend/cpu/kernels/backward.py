@@ -25,8 +25,17 @@ from .formats import load, load_vector, sum_lanes
 from .kernel import Kernel, task_loop, thread_workspace
 from .masking import in_mask, in_window
 from .operands import ADDRESS, Pointer, Value
-from .products import Panel, emit_accumulate, emit_scores, emit_values, score_product, value_product
+from .products import (
+    ACCUMULATOR_ROWS,
+    Panel,
+    emit_accumulate,
+    emit_scores,
+    emit_values,
+    score_product,
+    value_product,
+)
 from .rng import apply_dropout
+from .row_values import emit_row_values, row_value_product, store_rows
 from .scores import distance, final_score, product_gradient
 from .sums import ROWS_PER_CARRY, carry, carry_due, needs_totals
 from .tiles import (
@@ -48,7 +57,10 @@ def source(variant: Variant, target: Target) -> str:
     code = Code(target, variant.real_type)
     panel = Panel(code, variant.vectors)
     emit_scores(code, panel)
-    emit_values(code, panel)
+    if variant.row_values:
+        emit_row_values(code, variant.real_dtype, ACCUMULATOR_ROWS)
+    else:
+        emit_values(code, panel)
     emit_accumulate(code, panel)
     with code.function(BACKWARD, ADDRESS, public=True) as (block,):
         a = Arguments(code, block)
@@ -97,7 +109,8 @@ class BackwardKernel(Kernel):
                         load_keys(code, a, self.variant, self.task, side, first, last, scratch)
                         for side, scratch in (("k", w.k), ("v", w.v))
                     )
-                    self.process_block(first, last - first, state, k, v)
+                    block_of_keys = (first, last - first, state, k, v)
+                    self.with_narrow_panels(code.index(0), lambda kernel: kernel.process_block(*block_of_keys))
                     touched.add(first, last)
             with code.if_then(many_keys & carry_due(block)):
                 self.carry(last=False)
@@ -214,7 +227,12 @@ class BackwardKernel(Kernel):
         accumulate_key_gradient(self, "dv", first, count, w.scores, w.dout_rows, width)
         accumulate_key_gradient(self, "dk", first, count, w.dscores, w.q_rows, depth)
         with code.if_then(a.pointer("dq").is_null().equals(0)):
-            value_product(code, panel, w.dscores, k.first, k.stride, count, w.dq, depth, w.alpha)
+            if self.variant.row_values:
+                num_valid = num_valid_rows(code, panel, self.task, code.index(0))
+                args = (w.dscores, panel.rows, k, count, w.dq, depth, w.alpha)
+                row_value_product(code, ACCUMULATOR_ROWS, num_valid, *args)
+            else:
+                value_product(code, panel, w.dscores, k.first, k.stride, count, w.dq, depth, w.alpha)
 
     def softmax_of_block(self, first: Value, count: Value, edge: Value) -> None:
         self.with_and_without_window(edge, lambda edge: self.softmax_backward(first, count, edge))
@@ -278,9 +296,11 @@ class BackwardKernel(Kernel):
         num_valid = num_valid_rows(code, panel, task, code.index(0))
         dq = a.pointer("dq")
         with code.if_then(dq.is_null().equals(0)):
-            store_transposed(
-                code, panel, w.dq, a.integer("head_dim"), self.variant.real_dtype, dq, w.dq_offsets, num_valid
-            )
+            depth, dtype = a.integer("head_dim"), self.variant.real_dtype
+            if self.variant.row_values:
+                store_rows(code, num_valid, w.dq, depth, dtype, dq, w.dq_offsets)
+            else:
+                store_transposed(code, panel, w.dq, depth, dtype, dq, w.dq_offsets, num_valid)
         if self.variant.slope_gradient:
             dslopes = a.pointer("dslopes") + task.split * a.integer("seqlen_total")
             with code.loop(0, num_valid) as r:

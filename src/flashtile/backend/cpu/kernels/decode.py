@@ -6,18 +6,17 @@ scores of up to four rows, they are packed for the softmax; else all between the
 `forward`.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 
 from ..variant import Variant
 from .codegen import Code
-from .formats import STORAGE_TYPES, load_vector, store_vector, sum_lanes
-from .forward import BlockKind, ForwardKernel
-from .operands import ADDRESS, INT, LONG, Pointer, Value
-from .products import Panel, strip_sizes, tiled_loop
-from .softmax import exponentiate, normalize
-from .sums import carry
+from .formats import STORAGE_TYPES, load_vector, sum_lanes
+from .forward import BlockKind
+from .operands import ADDRESS, INT, LONG, Value
+from .products import Panel, tiled_loop
+from .row_values import RowValuesKernel, emit_row_values, values_of_group
+from .softmax import exponentiate
 from .tiles import KeyBlock, copy_rows, load_keys, num_valid_rows
 
 ROW_GROUPS = (4, 2, 1)  # query rows that share each vector of K or V
@@ -69,40 +68,17 @@ def emit_scores(code: Code, panel: Panel, dtype: str) -> None:
                             s.store(part, (j + n) * pitch)
 
 
-def emit_values(code: Code, panel: Panel, dtype: str) -> None:
-    """`decode_values_R_N(p, pitch, v, stride, count, out, width, alpha)`: `out[r] = alpha[r] out[r] + sum_j p[j, r]
-    v[j]` for R rows and N vectors of features. `pitch` is the distance between keys in `p`.
-    """
-    for rows, strip in itertools.product(row_group_sizes(code), strip_sizes(code)):
-        kinds = (ADDRESS, LONG, ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS)
-        with code.function(f"decode_values_{rows}_{strip}", *kinds) as args:
-            p, out, alpha = (code.pointer(args[n]) for n in (0, 5, 7))
-            v, pitch, stride, count, width = (
-                code.pointer(args[2], STORAGE_TYPES[dtype]),
-                *(args[n] for n in (1, 3, 4, 6)),
-            )
-            lanes = [n * code.lanes for n in range(strip)]
-            total = [[code.variable(code.full()) for _ in lanes] for _ in range(rows)]
-            with code.loop(0, count) as j:
-                v_j = v + stride * j
-                vectors = [load_vector(code, v_j, n, dtype) for n in lanes]
-                for r in range(rows):
-                    p_jr = code.splat(p[j * pitch + r])
-                    for x, sum_of_row in zip(vectors, total[r], strict=True):
-                        sum_of_row.set(code.multiply_add(x, p_jr, sum_of_row.get()))
-            for r in range(rows):
-                out_r = out + width * r
-                for n, sum_of_row in zip(lanes, total[r], strict=True):
-                    out_r.store(code.multiply_add(out_r.vector(n), alpha[r], sum_of_row.get()), n)
-
-
-class DecodeKernel(ForwardKernel):
+class DecodeKernel(RowValuesKernel):
     """Emits the code of one task: a single panel, whose head dimensions are whole vectors."""
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        return row_group_sizes(self.code)
 
     @staticmethod
     def emit_products(code: Code, panel: Panel, variant: Variant) -> None:
         emit_scores(code, panel, variant.dtype)
-        emit_values(code, panel, variant.dtype)
+        emit_row_values(code, variant.dtype, row_group_sizes(code))
 
     def load_queries(self, p: Value) -> None:
         code, a, w, depth, rows = self.code, self.a, self.w, self.a.integer("head_dim"), self.panel.rows
@@ -151,24 +127,13 @@ class DecodeKernel(ForwardKernel):
         (total,) = exponentiate(code, self.variant, panel, w.scores, num_vectors, w, m)
         total = over_keys(code, total, rows, lambda x, y: x + y)
         l.store(code.multiply_add(old_l, w.alpha.vector(0), total))
-        self.values_of_rows(rows, code.index(0), count, v, pitch)
+        values_of_group(code, rows, w.scores, pitch, v, count, w.out, self.a.integer("head_dim_v"), w.alpha)
 
     def scores_of_rows(self, rows: int, first: Value, count: Value, k: KeyBlock, pitch: Value) -> None:
         """The scores of `rows` rows, a size of `row_group_sizes`, from `first` on."""
         w, depth = self.w, self.a.integer("head_dim")
         q, s = w.q + first * depth, w.scores + first
         self.code.call(f"decode_scores_{rows}", k.first, k.stride, count, q, depth, s, pitch)
-
-    def values_of_rows(self, rows: int, first: Value, count: Value, v: KeyBlock, pitch: Value) -> None:
-        """Update the accumulators of `rows` rows, from `first` on."""
-        code, w, width = self.code, self.w, self.a.integer("head_dim_v")
-
-        def features(n: Value, strip: int) -> None:
-            d, out = n * code.lanes, w.out + first * width
-            args = (w.scores + first, pitch, v.first + d, v.stride, count, out + d, width, w.alpha + first)
-            code.call(f"decode_values_{rows}_{strip}", *args)
-
-        tiled_loop(code, width // code.lanes, features, strip_sizes(code))
 
     def score_product(self, p: Value, k: KeyBlock, count: Value) -> None:
         code, w, panel = self.code, self.w, self.panel
@@ -182,26 +147,3 @@ class DecodeKernel(ForwardKernel):
             for s, top in zip(panel.load(w.scores, j), largest, strict=True):
                 top.set(code.maximum(s, top.get()))
         panel.store([x.get() for x in largest], w.new_m)
-
-    def value_product(self, p: Value, v: KeyBlock, count: Value) -> None:
-        code, panel = self.code, self.panel
-        pitch = code.index(panel.rows)
-        num_valid = num_valid_rows(code, panel, self.task, p)
-        tiled_loop(
-            code, num_valid, lambda r, rows: self.values_of_rows(rows, r, count, v, pitch), row_group_sizes(code)
-        )
-
-    def carry_output(self, p: Value, last: bool) -> None:
-        code, w, width = self.code, self.w, self.a.integer("head_dim_v")
-        with code.loop(0, num_valid_rows(code, self.panel, self.task, p)) as r:
-            factor = w.alpha[r]
-            with code.loop(0, width, code.lanes) as d:
-                carry(code, w.out, w.total_out, r * width + d, last, factor)
-
-    def store_output(self, p: Value, dtype: str, to: Pointer, row_offsets: Pointer) -> None:
-        code, w, width = self.code, self.w, self.a.integer("head_dim_v")
-        with code.loop(0, num_valid_rows(code, self.panel, self.task, p)) as r:
-            out = w.out + r * width
-            with code.loop(0, width, code.lanes) as d:
-                x = normalize(code, out.vector(d), w.alpha[r], w.l[r])
-                store_vector(code, x, to, row_offsets[r] + d, dtype)

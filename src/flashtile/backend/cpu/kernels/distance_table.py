@@ -28,8 +28,8 @@ class TableVariant(NamedTuple):
 
 
 def source(variant: TableVariant, target: Target) -> str:
-    """The LLVM module of `distance_table(captured, table, heads, width, reach)`: element `[h, d + reach]` of a table with
-    rows of `width` elements, whole vectors, is the term of head `h` and distance `d`.
+    """The LLVM module of `distance_table(captured, table, heads, width, reach)`: element `[h, d + reach]` of a table
+    with rows of `width` elements, whole vectors, is the term of head `h` and distance `d`.
     """
     code = Code(target, variant.real_type)
     with code.function(NAME, ADDRESS, ADDRESS, LONG, LONG, LONG, public=True) as args:

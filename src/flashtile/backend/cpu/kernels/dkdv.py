@@ -9,7 +9,7 @@ from .kernel import Kernel
 from .operands import LONG, Pointer, Value
 from .products import accumulate
 from .sums import carry
-from .tiles import Task
+from .tiles import Task, num_valid_rows
 
 VectorLoop = Iterator[tuple[Pointer, Pointer, Value]]
 
@@ -21,18 +21,18 @@ def accumulate_key_gradient(
     code, a, w, panel = kernel.code, kernel.a, kernel.w, kernel.panel
     with code.if_then(a.pointer(name).is_null().equals(0)):
         at, step = key_gradient_row(a, kernel.task, name, first), a.integer(f"{name}_s")
-        from_row = code.variable(code.index(0))
+        num_rows, from_row = num_valid_rows(code, panel, kernel.task, code.index(0)), code.variable(code.index(0))
 
         def first_row(j: Value) -> Value:
             """The first row that sees key `j`. Later rows see at least as far, so the search goes on from there."""
             with code.loop_forever() as done:
                 row = from_row.get()
                 sees = code.convert(w.high[row], LONG) >= first + j
-                code.break_if(sees | row.equals(panel.rows - 1), done)
+                code.break_if(sees | row.equals(num_rows - 1), done)
                 from_row.set(row + 1)
             return from_row.get()
 
-        accumulate(code, panel, p, count, x, round_up(width, code.lanes), at, step, first_row)
+        accumulate(code, panel, p, count, x, round_up(width, code.lanes), at, step, first_row, num_rows)
 
 
 def key_gradient_row(a: Arguments, task: Task, name: str, key: Value) -> Pointer:

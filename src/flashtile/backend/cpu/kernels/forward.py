@@ -151,7 +151,8 @@ class ForwardKernel(Kernel):
                 k = k._replace(first=k.first + k.stride * skipped)
                 v = v._replace(first=v.first + v.stride * skipped)
                 edge = (first < full_lo) | (last > full_hi)
-                self.process_block(p, first, count, BlockKind(edge, state), k, v)
+                kind = BlockKind(edge, state)
+                self.with_narrow_panels(p, lambda kernel: kernel.process_block(p, first, count, kind, k, v))
 
     def process_block(self, p: Value, first: Value, count: Value, kind: BlockKind, k: KeyBlock, v: KeyBlock) -> None:
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant

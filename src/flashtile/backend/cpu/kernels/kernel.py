@@ -17,7 +17,7 @@ from .operands import BYTE, INT, LONG, Pointer, Value
 from .products import Panel
 from .scores import ScoreTables
 from .stages import StagedCode, staged
-from .tiles import Task, load_transposed
+from .tiles import Task, load_transposed, num_valid_rows
 
 COUNTER_STRIDE = 64  # bytes between the counters of tasks and of threads: a cache line each, since all threads add
 
@@ -68,6 +68,23 @@ class Kernel:
                 at = a.pointer(name, STORAGE_TYPES[dtype]) + first * stride
                 load_transposed(code, panel, at, offsets, count, stride, dtype, getattr(w, name), code.real(1))
         return state
+
+    def with_narrow_panels(self, p: Value, emit: Callable[[Self], None]) -> None:
+        """Emit code for panel `p`, and for narrower ones, which the last rows of a sequence fill."""
+        num_valid = num_valid_rows(self.code, self.panel, self.task, p)
+
+        def choose(panels: list[Panel]) -> None:
+            panel, *wider = panels
+            if not wider:
+                emit(self)
+                return
+            with self.code.if_else(num_valid <= panel.vectors * self.code.lanes) as (then, otherwise):
+                with then:
+                    emit(type(self)(self.code, self.a, self.variant, panel, self.w, self.task))
+                with otherwise:
+                    choose(wider)
+
+        choose(self.panel.widths())
 
     def with_and_without_window(self, edge: Value, emit: Callable[[bool], None]) -> None:
         """Emit a block's code with the test of the window, for blocks at its edge, and without it for others; with a

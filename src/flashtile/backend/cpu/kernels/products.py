@@ -4,6 +4,7 @@ Lanes run over query rows; a panel is a few vectors of them. Each step multiplie
 elements of the other matrix, each broadcast to all lanes: keys in the product with K, features in the product with V.
 """
 
+import itertools
 from collections.abc import Callable
 
 from .codegen import Code
@@ -16,10 +17,16 @@ ACCUMULATOR_ROWS = (6, 4, 2, 1)  # heights of the microkernels; every number of 
 
 
 class Panel:
-    """A group of query rows as `vectors` vectors: one lane for each row."""
+    """A group of query rows as `vectors` vectors: one lane for each row. The first vectors of a panel are a narrower
+    one, with as many `rows` in memory.
+    """
 
-    def __init__(self, code: Code, vectors: int):
-        self.code, self.vectors, self.rows = code, vectors, vectors * code.lanes
+    def __init__(self, code: Code, vectors: int, rows: int | None = None):
+        self.code, self.vectors, self.rows = code, vectors, vectors * code.lanes if rows is None else rows
+
+    def widths(self) -> "list[Panel]":
+        """The panels that kernels have code for, narrowest first."""
+        return [Panel(self.code, n, self.rows) for n in (1, 2) if n < self.vectors] + [self]
 
     def load(self, p: Pointer, i: Value | int = 0) -> list[Value]:
         """Load the vectors of panel `i` of an array of panels."""
@@ -32,10 +39,13 @@ class Panel:
             at.store(vector, n * self.code.lanes)
 
 
-def emit_scores(code: Code, panel: Panel) -> None:
-    """`scores_R(k, stride, q, s, depth, m)`: `s[j] = sum_d k[j, d] q[d]` for R keys, and `m` grows to their maximum."""
-    for rows in ACCUMULATOR_ROWS:
-        with code.function(f"scores_{rows}", ADDRESS, LONG, ADDRESS, ADDRESS, LONG, ADDRESS) as args:
+def emit_scores(code: Code, widest: Panel) -> None:
+    """`scores_R_V(k, stride, q, s, depth, m)`: `s[j] = sum_d k[j, d] q[d]` for R keys and V vectors of rows, and `m`
+    grows to their maximum.
+    """
+    for panel, rows in itertools.product(widest.widths(), ACCUMULATOR_ROWS):
+        name = f"scores_{rows}_{panel.vectors}"
+        with code.function(name, ADDRESS, LONG, ADDRESS, ADDRESS, LONG, ADDRESS) as args:
             k, q, s, m = (code.pointer(args[n]) for n in (0, 2, 3, 5))
             stride, depth = args[1], args[4]
             keys = [k + stride * j for j in range(rows)]
@@ -71,10 +81,13 @@ def emit_scores(code: Code, panel: Panel) -> None:
             panel.store(largest, m)
 
 
-def emit_values(code: Code, panel: Panel) -> None:
-    """`values_R(p, v, stride, count, o, alpha)`: `o[d] = alpha o[d] + sum_j p[j] v[j, d]` for R features."""
-    for rows in ACCUMULATOR_ROWS:
-        with code.function(f"values_{rows}", ADDRESS, ADDRESS, LONG, LONG, ADDRESS, ADDRESS) as args:
+def emit_values(code: Code, widest: Panel) -> None:
+    """`values_R_V(p, v, stride, count, o, alpha)`: `o[d] = alpha o[d] + sum_j p[j] v[j, d]` for R features and V
+    vectors of rows.
+    """
+    for panel, rows in itertools.product(widest.widths(), ACCUMULATOR_ROWS):
+        name = f"values_{rows}_{panel.vectors}"
+        with code.function(name, ADDRESS, ADDRESS, LONG, LONG, ADDRESS, ADDRESS) as args:
             p, v, o, alpha = (code.pointer(args[n]) for n in (0, 1, 4, 5))
             stride, count = args[2], args[3]
             total = [[code.variable(code.full()) for _ in range(panel.vectors)] for _ in range(rows)]
@@ -97,18 +110,19 @@ def strip_sizes(code: Code) -> tuple[int, ...]:
 
 
 def emit_accumulate(code: Code, panel: Panel) -> None:
-    """`accumulate_R_N(p, x, x_stride, y, y_stride, first)`: `y[j] += sum_r p[j, r] x[r]` over the panel's rows from
-    `first` on, for R keys and N vectors of features. Here lanes run over features; rows of `x [panel, ...]` and `y` are
-    padded to whole vectors.
+    """`accumulate_R_N(p, x, x_stride, y, y_stride, first, last)`: `y[j] += sum_r p[j, r] x[r]` over the panel's rows
+    from `first` to `last`, exclusive, for R keys and N vectors of features. Here lanes run over features; rows of
+    `x [panel, ...]` and `y` are padded to whole vectors.
     """
     for rows in ACCUMULATOR_ROWS:
         for strip in strip_sizes(code):
-            with code.function(f"accumulate_{rows}_{strip}", ADDRESS, ADDRESS, LONG, ADDRESS, LONG, LONG) as args:
+            kinds = (ADDRESS, ADDRESS, LONG, ADDRESS, LONG, LONG, LONG)
+            with code.function(f"accumulate_{rows}_{strip}", *kinds) as args:
                 p, x, y = (code.pointer(args[n]) for n in (0, 1, 3))
-                x_stride, y_stride, first = args[2], args[4], args[5]
+                x_stride, y_stride, first, last = args[2], args[4], args[5], args[6]
                 lanes = [n * code.lanes for n in range(strip)]
                 total = [[code.variable(code.full()) for _ in lanes] for _ in range(rows)]
-                with code.loop(first, panel.rows) as r:
+                with code.loop(first, last) as r:
                     x_r = x + x_stride * r
                     vectors = [x_r.vector(n) for n in lanes]
                     for j in range(rows):
@@ -131,9 +145,10 @@ def accumulate(
     y: Pointer,
     y_stride: Value,
     first_row: Callable[[Value], Value],
+    num_rows: Value,
 ) -> None:
-    """`y [count, width] += p [count, panel] @ x [panel, width]`, with `width` a multiple of the lanes. Rows before
-    `first_row(j)` have p = 0 for the keys from `j` on, and are skipped.
+    """`y [count, width] += p [count, panel] @ x [panel, width]` over `num_rows` rows, with `width` a multiple of the
+    lanes. Rows before `first_row(j)` have p = 0 for the keys from `j` on, and are skipped.
     """
 
     def keys(j: Value, rows: int) -> None:
@@ -142,7 +157,7 @@ def accumulate(
         def features(n: Value, strip: int) -> None:
             d = n * code.lanes
             at = y + y_stride * j + d
-            code.call(f"accumulate_{rows}_{strip}", p + j * panel.rows, x + d, width, at, y_stride, first)
+            code.call(f"accumulate_{rows}_{strip}", p + j * panel.rows, x + d, width, at, y_stride, first, num_rows)
 
         tiled_loop(code, width // code.lanes, features, strip_sizes(code))
 
@@ -155,7 +170,7 @@ def score_product(
     """The scores `s [count, panel]` of `count` keys, and their maximum `m`."""
 
     def body(j: Value, rows: int) -> None:
-        code.call(f"scores_{rows}", k + stride * j, stride, q, s + j * panel.rows, depth, m)
+        code.call(f"scores_{rows}_{panel.vectors}", k + stride * j, stride, q, s + j * panel.rows, depth, m)
 
     tiled_loop(code, count, body, ACCUMULATOR_ROWS)
 
@@ -174,7 +189,7 @@ def value_product(
     """`o [width, panel] = alpha o + sum_j p[j] v[j]` over `count` keys."""
 
     def body(d: Value, rows: int) -> None:
-        code.call(f"values_{rows}", p, v + d, stride, count, o + d * panel.rows, alpha)
+        code.call(f"values_{rows}_{panel.vectors}", p, v + d, stride, count, o + d * panel.rows, alpha)
 
     tiled_loop(code, width, body, ACCUMULATOR_ROWS)
 
