@@ -24,7 +24,7 @@ from .elementary import exp2
 from .formats import load, load_vector, sum_lanes
 from .kernel import Kernel, task_loop, thread_workspace
 from .masking import in_mask, in_window
-from .operands import ADDRESS, Pointer, Value
+from .operands import ADDRESS, BIT, Pointer, Value
 from .products import (
     ACCUMULATOR_ROWS,
     Panel,
@@ -46,8 +46,7 @@ from .tiles import (
     load_transposed,
     make_task,
     num_valid_rows,
-    packed_row,
-    position_and_head,
+    panel_rows,
     store_transposed,
 )
 
@@ -97,8 +96,8 @@ class BackwardKernel(Kernel):
         fill_row_tables(code, a, self.variant, self.panel, self.task, w, code.index(0))
         narrow_bounds(self, code.index(0))
         lo, hi = w.bounds[0], w.bounds[3]
-        self.prologue()
         many_keys = needs_totals(lo, hi)
+        self.prologue(many_keys)
         with code.loop(lo // BLOCK_N * BLOCK_N, hi, BLOCK_N) as block:
             first, last = code.maximum(block, lo), code.minimum(block + BLOCK_N, hi)
             state, first, last = visible_keys(self, code.index(0), first, last)
@@ -118,16 +117,18 @@ class BackwardKernel(Kernel):
             self.carry(last=True)
         self.epilogue()
 
-    def prologue(self) -> None:
+    def prologue(self, many_keys: Value) -> None:
         """Zero the sums, and load the rows if they see any key. The first split always loads them: it stores delta."""
         code, w, panel = self.code, self.w, self.panel
         with code.if_then((w.bounds[0] < w.bounds[3]) | self.task.split.equals(0)):
             self.load_rows()
             self.compute_delta()
             self.load_row_stats()
-        for recent, total, n in self.row_sums():
+        for recent, _, n in self.row_sums():
             recent.store(code.full(), n)
-            total.store(code.full(), n)
+        with code.if_then(many_keys):
+            for _, total, n in self.row_sums():
+                total.store(code.full(), n)
         panel.store([code.full(1.0)] * panel.vectors, w.alpha)
         self.fill_row_offsets("dq", w.dq_offsets)
 
@@ -176,18 +177,19 @@ class BackwardKernel(Kernel):
         """Fill `to` with the offsets of the panel's rows in the tensor `name`."""
         code, a, task = self.code, self.a, self.task
         split = task.split * a.integer("dq_split") if name == "dq" else code.index(0)
-        with code.loop(0, self.panel.rows) as r:
-            i, h = position_and_head(a, task, packed_row(code, self.panel, task, code.index(0), r))
+        with panel_rows(code, a, self.panel, task, code.index(0)) as (r, i, h):
             within = h * a.integer(f"{name}_h") + (task.q_first + i) * a.integer(f"{name}_s")
             to[r] = split + task.b * a.integer(f"{name}_b") + within
 
     def load_row_stats(self) -> None:
         """Load `lse`, converted to score units, and complete `delta`. For rows that see no key, and for padding rows,
-        `lse = inf` makes all probabilities `exp(s - inf) = 0`; their dout is cleared, since `0 * NaN` would be NaN.
+        `lse = inf` makes all probabilities `exp(s - inf) = 0`; their dout is cleared, since `0 * NaN` would be NaN, but
+        for padding rows only where a bias's gradient adds them up.
         """
         code, a, w, panel = self.code, self.a, self.w, self.panel
         num_valid, infinity = num_valid_rows(code, panel, self.task, code.index(0)), code.real(math.inf)
         lse, dlse, delta = (a.pointer(name) for name in ("lse", "dlse", "delta"))
+        cleared = code.constant(int(self.variant.bias_gradient), BIT)
         with code.loop(0, panel.rows) as r:
             at = w.lse_offsets[r]
             row_lse = lse[at]
@@ -196,7 +198,8 @@ class BackwardKernel(Kernel):
                 w.delta[r] = w.delta[r] - dlse[at]
             with code.if_then((r >= num_valid) | row_lse.equals(-math.inf)):
                 w.lse[r], w.delta[r] = infinity, code.real(0)
-                self.clear_row(r)
+                with code.if_then(cleared | row_lse.equals(-math.inf)):
+                    self.clear_row(r)
             with code.if_then((r < num_valid) & self.task.split.equals(0)):
                 delta[at] = w.delta[r]
 

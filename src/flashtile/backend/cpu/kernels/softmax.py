@@ -12,20 +12,20 @@ from .codegen import Code
 from .elementary import LN2, exp2, log2
 from .operands import Pointer, Value
 from .products import Panel
-from .tiles import Task, packed_row, position_and_head
+from .tiles import Task, panel_rows
 
 
 def initialize(code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, w: Workspace, p: Value) -> None:
     """Set `m` and `l` before the first key. Only the first split counts the sink."""
-    minus_infinity = code.real(-math.inf)
     sinks = a.pointer("sinks")
-    with code.loop(0, panel.rows) as r:
-        at = p * panel.rows + r
-        w.m[at], w.l[at] = minus_infinity, code.real(0)
-        with code.if_then(sinks.is_null().equals(0) & task.split.equals(0)):
-            _, h = position_and_head(a, task, packed_row(code, panel, task, p, r))
-            sink = sinks[h] * variant.score_unit
-            w.m[at], w.l[at] = sink, code.select(sink.equals(-math.inf), code.real(0), 1)
+    panel.store([code.full(-math.inf)] * panel.vectors, w.m, p)
+    panel.store([code.full()] * panel.vectors, w.l, p)
+    with (
+        code.if_then(sinks.is_null().equals(0) & task.split.equals(0)),
+        panel_rows(code, a, panel, task, p) as (r, _, h),
+    ):
+        at, sink = p * panel.rows + r, sinks[h] * variant.score_unit
+        w.m[at], w.l[at] = sink, code.select(sink.equals(-math.inf), code.real(0), 1)
 
 
 def update(

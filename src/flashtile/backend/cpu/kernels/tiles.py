@@ -6,6 +6,8 @@ address and visible keys, so the code after them does not depend on sequences, h
 end of a panel are copies of the last row and are never stored.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..variant import Arguments, Variant
@@ -86,9 +88,7 @@ def fill_row_tables(
     """
     lo, full_lo = code.variable(code.index(UNLIMITED)), code.variable(code.index(0))
     full_hi, hi = code.variable(code.index(UNLIMITED)), code.variable(code.index(0))
-    with code.loop(0, panel.rows) as r:
-        row = packed_row(code, panel, task, p, r)
-        i, h = position_and_head(a, task, row)
+    with panel_rows(code, a, panel, task, p) as (r, i, h):
         at = p * panel.rows + r
         token = task.q_first + i
         lse_offset = task.b * a.integer("lse_b") + h * a.integer("lse_h") + token * a.integer("lse_s")
@@ -154,6 +154,23 @@ def packed_row(code: Code, panel: Panel, task: Task, p: Value, r: Value) -> Valu
 def position_and_head(a: Arguments, task: Task, row: Value) -> tuple[Value, Value]:
     groups = a.integer("groups")
     return row // groups, task.kv_head * groups + row % groups
+
+
+@contextmanager
+def panel_rows(code: Code, a: Arguments, panel: Panel, task: Task, p: Value) -> Iterator[tuple[Value, Value, Value]]:
+    """Loop over the rows of panel `p`: the row's number in the panel, its position and its head. Only the first one is
+    found by a division, which would take longer than all else of a row.
+    """
+    first, groups = task.first_row + p * panel.rows, a.integer("groups")
+    start, first_head = position_and_head(a, task, first)
+    i, h = code.variable(start), code.variable(first_head)
+    last_head = task.kv_head * groups + (groups - 1)
+    with code.loop(0, panel.rows) as r:
+        yield r, i.get(), h.get()
+        with code.if_then(first + r + 1 < task.num_rows):  # else padding
+            is_last = h.get().equals(last_head)
+            i.set(i.get() + code.select(is_last, code.index(1), 0))
+            h.set(code.select(is_last, last_head - (groups - 1), h.get() + 1))
 
 
 def load_transposed(
