@@ -7,8 +7,9 @@ elements of the other matrix, each broadcast to all lanes: keys in the product w
 import itertools
 from collections.abc import Callable
 
+from ..workspace import CACHE_LINE
 from .codegen import Code
-from .operands import ADDRESS, LONG, Pointer, Value
+from .operands import ADDRESS, LONG, SIZES, Pointer, Value
 
 # Terms that a score's sum adds one by one. Where all terms are alike, the roundings of a longer sum point one way, and
 # those of forward and backward, whose orders differ, do not cancel.
@@ -50,6 +51,9 @@ def emit_scores(code: Code, widest: Panel) -> None:
             stride, depth = args[1], args[4]
             keys = [k + stride * j for j in range(rows)]
             total = [[code.variable(code.full()) for _ in range(panel.vectors)] for _ in range(rows)]
+            with code.loop(0, depth, CACHE_LINE // SIZES[code.real_type]) as d:
+                for key in keys:  # of the next call
+                    code.prefetch(key + stride * rows + d)
             several = depth > FEATURES_OF_A_SUM
             with code.if_then(several):
                 for j in range(rows):
