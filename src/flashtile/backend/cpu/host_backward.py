@@ -56,7 +56,7 @@ class GradientBuffers(NamedTuple):
     """The tensors that a backward kernel writes; `None` for a gradient that was not requested."""
 
     delta: Tensor
-    dq: Tensor | None = None  # [splits, ...]
+    dq: Tensor | None = None  # [splits, ...], or that of the one split
     dk: Tensor | None = None  # rows padded to whole vectors
     dv: Tensor | None = None
     dbias: Tensor | None = None
@@ -64,7 +64,12 @@ class GradientBuffers(NamedTuple):
     dslopes: Tensor | None = None  # [splits, *lse.shape]
 
 
-UNINITIALIZED = ("dq", "dk", "dv")  # the kernel stores every element of them in dense calls; others begin with zeros
+UNINITIALIZED = (
+    "delta",
+    "dq",
+    "dk",
+    "dv",
+)  # the kernel stores every element of them in dense calls; others begin with zeros
 
 
 class BackwardStep(NamedTuple):
@@ -73,12 +78,15 @@ class BackwardStep(NamedTuple):
     launch: KernelLaunch
     needs: Needs
     captured: CapturedGradients
-    buffers: dict[str, TensorSpec]  # those of `GradientBuffers` that are not `None`
+    buffers: tuple[TensorSpec | None, ...]  # of `GradientBuffers`
 
     def new_buffers(self) -> GradientBuffers:
         """The buffers of a dense call, allocated again."""
-        new = {name: spec.new() if name in UNINITIALIZED else spec.new().zero_() for name, spec in self.buffers.items()}
-        return GradientBuffers(**new)
+        buffers = [None if spec is None else spec.new() for spec in self.buffers]
+        for x in buffers[len(UNINITIALIZED) :]:
+            if x is not None:
+                x.zero_()
+        return GradientBuffers(*buffers)  # type: ignore[arg-type]
 
 
 class RowTensors(NamedTuple):
@@ -113,7 +121,7 @@ def record_backward(
     rows, tasks = row_tensors(out, lse, dout, dlse), backward_tasks(plan, call, needs)
     buffers = allocate_gradients(call, needs, rows.lse, tasks.lengths, tasks.split.splits)
     launch = backward_launch(call, tasks, (q, k, v, rows.out, rows.dout), rows.lse, buffers)
-    specs = {name: TensorSpec.of(x) for name, x in buffers._asdict().items() if x is not None}
+    specs = tuple(None if x is None else TensorSpec.of(x) for x in buffers)
     step = BackwardStep(launch, needs, tasks.captured, specs)
     grads = without_table(of_call, needs, run_backward(step, call, (q, k, v), rows, buffers))
     return functools.partial(replay_backward, step) if call.layout == "dense" else None, grads
@@ -143,13 +151,17 @@ def run_backward(
 ) -> Gradients:
     t, (q, k, v), launch = call.tensors, inputs, step.launch
     captured, dcaptured = args.captured_tensors(call), step.captured.allocate(rows.lse.dtype)
-    tensors = {**rows._asdict(), **buffers._asdict(), **args.captured_table([*captured, *dcaptured])}
-    tensors |= table_tensors(launch.blocks, call)
-    run(launch, args.input_tensors(call, q, k, v) | {name: x for name, x in tensors.items() if x is not None})
+    tensors = args.input_tensors(call, q, k, v)
+    for fields in (rows, buffers):
+        tensors.update([(name, x) for name, x in zip(fields._fields, fields, strict=True) if x is not None])
+    tensors.update(args.captured_table([*captured, *dcaptured]))
+    tensors.update(table_tensors(launch.blocks, call))
+    run(launch, tensors)
     del captured
     dq, dslopes = buffers.dq, buffers.dslopes
     if dq is not None:
-        dq = dq[0] if launch.splits == 1 else torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))
+        if launch.splits > 1:
+            dq = torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))
         for tokens in launch.lengths.unused:
             dq[tokens] = 0
     stats = RowStats(t.sinks, rows.lse, buffers.delta, rows.lse, rows.dlse)
@@ -216,7 +228,7 @@ def allocate_gradients(call: Call, needs: Needs, lse: Tensor, lengths: Lengths, 
             if x is not None:
                 x.zero_()
     return GradientBuffers(
-        delta=torch.zeros_like(lse),
+        delta=torch.empty_like(lse) if call.layout == "dense" else torch.zeros_like(lse),
         dq=allocate_dq(t.q, real, splits) if needs.q else None,
         dk=dk,
         dv=dv,
@@ -229,7 +241,7 @@ def allocate_gradients(call: Call, needs: Needs, lse: Tensor, lengths: Lengths, 
 def allocate_dq(q: Tensor, real: torch.dtype, splits: int) -> Tensor:
     """`[splits, ...]`; with one split `dq` itself, in the layout of q."""
     if splits == 1:
-        return new_rows(q, q.shape[1], q.shape[-1], real)[None]
+        return new_rows(q, q.shape[1], q.shape[-1], real)
     return q.new_empty((splits, *q.shape), dtype=real)
 
 
@@ -249,7 +261,13 @@ def backward_launch(
     variant, lengths, split, _ = tasks
     values = args.call_scalars(call, variant, q, k, v)
     dq, dbias = buffers.dq, buffers.dbias
-    of_rows = {"out": out, "dout": dout, "dk": buffers.dk, "dv": buffers.dv, "dq": None if dq is None else dq[0]}
+    of_rows = {
+        "out": out,
+        "dout": dout,
+        "dk": buffers.dk,
+        "dv": buffers.dv,
+        "dq": dq if dq is None or split.splits == 1 else dq[0],
+    }
     for name, x in of_rows.items():
         values |= {} if x is None else args.strides(name, x)
     lanes, widths = args.vector_lanes(call), (q.shape[-1], v.shape[-1])
@@ -262,7 +280,7 @@ def backward_launch(
         **args.lse_strides(lse),
         **table_strides(table),
         **({} if dbias is None else args.pair_strides("dbias", dbias)),
-        "dq_split": 0 if dq is None else dq.stride(0),
+        "dq_split": 0 if dq is None or split.splits == 1 else dq.stride(0),
         "sequences": lengths.table.ctypes.data,
         "tasks": split.tasks,
         "batch": lengths.batch,
