@@ -4,6 +4,8 @@ import csv
 import json
 import math
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

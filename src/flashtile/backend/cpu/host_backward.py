@@ -64,12 +64,7 @@ class GradientBuffers(NamedTuple):
     dslopes: Tensor | None = None  # [splits, *lse.shape]
 
 
-UNINITIALIZED = (
-    "delta",
-    "dq",
-    "dk",
-    "dv",
-)  # the kernel stores every element of them in dense calls; others begin with zeros
+UNINITIALIZED = ("delta", "dq", "dk", "dv")  # of dense calls: the kernel stores all elements. Others begin with zeros
 
 
 class BackwardStep(NamedTuple):
@@ -261,13 +256,8 @@ def backward_launch(
     variant, lengths, split, _ = tasks
     values = args.call_scalars(call, variant, q, k, v)
     dq, dbias = buffers.dq, buffers.dbias
-    of_rows = {
-        "out": out,
-        "dout": dout,
-        "dk": buffers.dk,
-        "dv": buffers.dv,
-        "dq": dq if dq is None or split.splits == 1 else dq[0],
-    }
+    of_split = dq if dq is None or split.splits == 1 else dq[0]
+    of_rows = {"out": out, "dout": dout, "dk": buffers.dk, "dv": buffers.dv, "dq": of_split}
     for name, x in of_rows.items():
         values |= {} if x is None else args.strides(name, x)
     lanes, widths = args.vector_lanes(call), (q.shape[-1], v.shape[-1])
