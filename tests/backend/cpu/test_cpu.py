@@ -131,6 +131,16 @@ def test_tails(visibility: dict[str, Any]) -> None:
         right(dense_case(batch=1, seqlen_q=n, seqlen_k=97 + n, head_dim=n, head_dim_v=34 - n, **visibility))
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 32), (24, 48), (32, 24)])
+def test_panels_of_every_width(head_dim: int, head_dim_v: int) -> None:
+    """The last rows of a sequence in one vector, in two and in more, beside none, one and two full panels of 64 rows;
+    products with lanes of features and of rows; a bias whose gradient is a sum over rows.
+    """
+    for rows, bias in ((3, True), (17, False), (33, True), (80, False), (97, True), (131, True)):
+        given = {"bias": torch.randn(1, 1, 1, 99)} if bias else {"causal": True}
+        right(dense_case(num_heads_kv=2, seqlen_q=rows, seqlen_k=99, head_dim=head_dim, head_dim_v=head_dim_v, **given))
+
+
 def test_head_dimensions() -> None:
     for head_dim, head_dim_v in ((1, 512), (512, 1), (256, 128)):
         right(dense_case(seqlen_q=70, seqlen_k=100, head_dim=head_dim, head_dim_v=head_dim_v, causal=True))
@@ -260,6 +270,7 @@ def test_results_do_not_depend_on_what_memory_held() -> None:
         {"seqlen_q": 7, "seqlen_k": 9} | FEATURES["mask"],
         {"seqlen_q": 0},
         {"seqlen_q": 300, "head_dim": 13},
+        {"seqlen_q": 69, "head_dim": 32, "bias": torch.randn(1, 1, 1, 1100)},
     ):
         case = dense_case(**{"seqlen_k": 1100} | given | sizes)
         clean = case.run("cpu")
