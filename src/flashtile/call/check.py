@@ -152,11 +152,16 @@ def varlen_bounds(call: Call) -> tuple[int, int, int]:
             accepted = f"first dimension {length}, for the {batch} sequences of cu_seqlens_q"
             raise ArgumentError(name, x, accepted, example)
     total_k = t.k.shape[0] if t.page_table is None else t.page_table.shape[1] * t.k.shape[1]
-    if device.host_readable(t.q):
-        varlen_values(call)
+    values(call)
     max_q = total_q if settings.max_seqlen_q is None else settings.max_seqlen_q
     max_k = total_k if settings.max_seqlen_k is None else settings.max_seqlen_k
     return batch, max_q, max_k
+
+
+def values(call: Call) -> None:
+    """What calls of one signature differ in: the values of index tensors on a CPU."""
+    if call.layout != "dense" and device.host_readable(call.tensors.q):
+        varlen_values(call)
 
 
 def varlen_values(call: Call) -> None:

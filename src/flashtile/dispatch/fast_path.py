@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import private_torch
 from ..backend.cpu.support import VECTORS_VARIABLE
-from ..call import device
+from ..call import check, device
 from ..call.call import Call, Needs, Settings
 from ..call.memory import Layouts, layout_key
 from ..call.plan import Plan
@@ -47,17 +47,27 @@ class Pass:
 
     def run(self, call: Call, kind: str, inside: Callable[[Call], Any], needs: Needs | None, *rest: Any) -> Any:
         """Run the `kind` function of the planned backend, or record it at the second call."""
-        call = call.with_own_indices()
-        seen = self.plan is not None
-        plan = self.plan if self.plan is not None else plan_call(call, needs=needs)
-        if call.layout == "dense" or not device.host_readable(call.tensors.q):  # else lengths decide, which may change
-            self.plan = plan
-        record = recorder_of(plan, kind) if seen else None
+        if self.plan is None:
+            call, record = call.with_own_indices(), None
+            self.plan = plan_call(call, needs=needs)
+        else:
+            call, record = checked(call), recorder_of(self.plan, kind)
         with inside(call):
             if record is None:
-                return function_of(plan, kind)(plan, call, *rest)
-            self.replay, results = record(plan, call, *rest)
-            return results
+                return function_of(self.plan, kind)(self.plan, call, *rest)
+            replay, results = record(self.plan, call, *rest)
+        if replay is not None and call.layout != "dense" and device.host_readable(call.tensors.q):
+            self.replay = lambda call, *rest: replay(checked(call), *rest)
+        else:
+            self.replay = replay
+        return results
+
+
+def checked(call: Call) -> Call:
+    """A call of a known signature with indices of its own, whose values are checked."""
+    call = call.with_own_indices()
+    check.values(call.attention())
+    return call
 
 
 class Entry:

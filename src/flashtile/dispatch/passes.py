@@ -49,7 +49,7 @@ def append_of(plan: Plan, call: CacheCall) -> Callable[[CacheCall], Call]:
 def recorder_of(plan: Plan, kind: str) -> Callable[..., Any] | None:
     """As `function_of`, the function that also returns one which repeats the pass; `None` if there is none."""
     record = getattr(entry_of(plan.backend), f"record_{kind}", None)
-    if record is None and kind == CacheCall.kind and appending_entry(plan) is not None:
+    if record is None and kind == CacheCall.kind and hasattr(entry_of(plan.backend), "record_forward"):
         record = record_with_cache
     if plan.rest is None or record is None:
         return record
@@ -57,14 +57,14 @@ def recorder_of(plan: Plan, kind: str) -> Callable[..., Any] | None:
 
 
 def record_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, Any]:
-    """A KV-cache call of a backend for which another one's kernel appends, and the function that repeats it."""
+    """A KV-cache call of a backend without a function for them, and the function that repeats it."""
     append, entry = append_of(plan, call), appending_entry(plan)
     if entry is None or append is append_and_rotate:
         attention = append(call)
     else:
         append, attention = entry.record_append(call)
     repeat, results = entry_of(plan.backend).record_forward(plan, attention)
-    return lambda call: repeat(append(call)), results
+    return None if repeat is None else lambda call: repeat(append(call)), results
 
 
 def shared_backward(plan: Plan, call: Call, _: Needs, *rows: Rows) -> Gradients:

@@ -219,6 +219,14 @@ def pack(values: dict[str, Any]) -> Any:
     return ArgumentBlock(*values.values())
 
 
+def with_fields(block: Any, values: dict[str, int]) -> Any:
+    """A copy of the block with other values of some fields."""
+    copy = ArgumentBlock.from_buffer_copy(block)
+    for name, x in values.items():
+        copy[FIELD_INDEX[name]] = x
+    return copy
+
+
 def bind(block: Any, tensors: dict[str, Tensor]) -> Any:
     """A copy of the block for one launch, with the tensors' addresses and its own counters."""
     copy = ArgumentBlock.from_buffer_copy(block)

@@ -40,8 +40,8 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
-    """As `forward`, with the function that repeats it for calls of the same layout: `None` for packed calls, whose
-    launches depend on the values of their lengths.
+    """As `forward`, with the function that repeats it for calls of the same layout: `None` for packed calls with a
+    mask function, whose blocks depend on the values of their lengths.
     """
     call = with_distance_table(call)
     q, k, v = (rows_last(x) for x in call.tensors[:3])
@@ -50,7 +50,8 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
     launch = forward_launch(plan, call, (q, k, v), out, lse)
     results = run_forward(launch, call, (q, k, v), out, lse)
-    return functools.partial(replay_forward, launch) if call.layout == "dense" else None, results
+    repeats = call.layout == "dense" or launch.blocks is None
+    return functools.partial(replay_forward, launch) if repeats else None, results
 
 
 def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
@@ -59,6 +60,7 @@ def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
     of_out, of_lse = launch.results
     out = of_out.new() if call.tensors.out is None else call.tensors.out
     lse = of_lse.new()
+    launch = launch if call.layout == "dense" else with_lengths(launch, call)
     return run_forward(launch, call, (q, k, v), out, lse)
 
 
@@ -98,7 +100,8 @@ def forward_launch(
     values = args.call_scalars(call, variant, q, k, v)
     rows = variant.vectors * args.vector_lanes(call)
     panels = -(-plan.tile.rows // rows)
-    of_call = lengths(call, values["num_heads_kv"], values["groups"], panels * rows)
+    task_rows = panels * rows, min(plan.tile.rows, panels * rows)
+    of_call = lengths(call, values["num_heads_kv"], values["groups"], task_rows[0])
     splits = call.settings.num_splits or plan.num_splits
     if out.dtype != q.dtype:  # which the kernel writes as partial results alone
         splits = max(splits, 2)
@@ -108,23 +111,39 @@ def forward_launch(
         **table_strides(table),
         **args.strides("out", out),
         **args.lse_strides(lse),
-        "sequences": of_call.table.ctypes.data,
-        "tasks": of_call.tasks * splits,
-        "batch": of_call.batch,
         "panels": panels,
         "splits": splits,
-        "chunk": chunk(of_call.max_seqlen_k, splits),
         "work_size": workspace.num_bytes(workspace.forward_layout, variant.real_type, rows, panels, *widths),
     }
-    return KernelLaunch(
+    launch = KernelLaunch(
         threads.WORKER(forward_address(variant, target)),
         args.pack(values),
-        min(values["tasks"], max_threads(call, of_call, min(plan.tile.rows, panels * rows))),
+        0,
         values["work_size"],
         of_call,
         splits,
         (TensorSpec.of(out), TensorSpec.of(lse)),
         table,
+        task_rows,
+    )
+    return with_lengths(launch, call)
+
+
+def with_lengths(launch: KernelLaunch, call: Call) -> KernelLaunch:
+    """The launch with the tasks of a call's lengths."""
+    (rows, rows_in_use), heads_kv = launch.task_rows, args.heads_kv(call)
+    of_call = lengths(call, heads_kv, call.tensors.q.shape[1] // heads_kv, rows)
+    tasks = of_call.tasks * launch.splits
+    fields = {
+        "sequences": of_call.table.ctypes.data,
+        "tasks": tasks,
+        "batch": of_call.batch,
+        "chunk": chunk(of_call.max_seqlen_k, launch.splits),
+    }
+    return launch._replace(
+        block=args.with_fields(launch.block, fields),
+        max_threads=min(tasks, max_threads(call, of_call, rows_in_use)),
+        lengths=of_call,
     )
 
 

@@ -47,6 +47,7 @@ class KernelLaunch(NamedTuple):
     splits: int = 1
     results: tuple[TensorSpec, ...] = ()
     blocks: BlockTable | None = None
+    task_rows: tuple[int, int] = (0, 0)  # query rows of a task in forward, and those of them that may be in use
 
 
 def run(launch: KernelLaunch, tensors: dict[str, Tensor]) -> None:

@@ -29,6 +29,8 @@ def lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
     if call.layout == "dense":
         q, k = call.tensors.q, call.tensors.k
         return dense_lengths(q.shape[0], q.shape[2], k.shape[2], heads_kv, groups, rows)
+    if call.tensors.cu_seqlens_q is None:
+        return cache_lengths(call, heads_kv, groups, rows)
     return packed_lengths(call, heads_kv, groups, rows)
 
 
@@ -43,26 +45,35 @@ def dense_lengths(batch: int, seqlen_q: int, seqlen_k: int, heads_kv: int, group
     return Lengths(table, batch, batch * tiles * heads_kv, seqlen_k, seqlen_q * groups, ())
 
 
-def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
-    """The table of packed or paged sequences. `cu_seqlens` and the other lengths are on the host and validated."""
+def cache_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
+    """The table of dense queries over pages. All lengths are on the host and validated."""
     t = call.tensors
+    of_queries = dense_lengths(t.q.shape[0], t.q.shape[2], 0, heads_kv, groups, rows)
+    table = of_queries.table.copy()
+    assert t.seqused_k is not None or t.cu_seqlens_k is not None
+    seqlen_k = t.cu_seqlens_k.diff() if t.seqused_k is None else t.seqused_k  # type: ignore[union-attr]
+    for name, column in (("seqlen_k", seqlen_k), ("leftpad", t.leftpad_k)):
+        if column is not None:
+            table[:-1, SEQUENCE_FIELDS.index(name)] = column.numpy()
+    return of_queries._replace(table=table, max_seqlen_k=int(seqlen_k.numpy().max(initial=0)))
+
+
+def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
+    """The table of packed sequences, over packed keys or pages. All lengths are on the host and validated."""
+    t = call.tensors
+    assert t.cu_seqlens_q is not None
 
     def to_numpy(x: Tensor) -> np.ndarray:
         return x.numpy().astype(np.int64)
 
-    if t.cu_seqlens_q is None:  # a KV cache with dense queries
-        batch = t.q.shape[0]
-        q_first, seqlen_q = np.zeros(batch, dtype=np.int64), np.full(batch, t.q.shape[2], dtype=np.int64)
-        unused: tuple[slice, ...] = ()
-    else:
-        bounds = to_numpy(t.cu_seqlens_q)
-        q_first, seqlen_q = bounds[:-1], np.diff(bounds)
-        batch = len(q_first)
-        starts, stops = [int(bounds[-1])], [t.q.shape[0]]
-        if t.seqused_q is not None:
-            seqlen_q = np.minimum(seqlen_q, to_numpy(t.seqused_q))
-            starts, stops = starts + (q_first + seqlen_q).tolist(), stops + bounds[1:].tolist()
-        unused = tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
+    bounds = to_numpy(t.cu_seqlens_q)
+    q_first, seqlen_q = bounds[:-1], np.diff(bounds)
+    batch = len(q_first)
+    starts, stops = [int(bounds[-1])], [t.q.shape[0]]
+    if t.seqused_q is not None:
+        seqlen_q = np.minimum(seqlen_q, to_numpy(t.seqused_q))
+        starts, stops = starts + (q_first + seqlen_q).tolist(), stops + bounds[1:].tolist()
+    unused = tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
     k_first = np.zeros(batch, dtype=np.int64)
     seqlen_k = None if t.seqused_k is None else to_numpy(t.seqused_k)
     if t.cu_seqlens_k is not None and t.page_table is None:
