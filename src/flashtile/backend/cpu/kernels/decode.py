@@ -78,7 +78,7 @@ class DecodeKernel(RowValuesKernel):
     @staticmethod
     def emit_products(code: Code, panel: Panel, variant: Variant) -> None:
         emit_scores(code, panel, variant.dtype)
-        emit_row_values(code, variant.dtype, row_group_sizes(code))
+        emit_row_values(code, variant.dtype, row_group_sizes(code), KEYS_AHEAD)
 
     def load_queries(self, p: Value) -> None:
         code, a, w, depth, rows = self.code, self.a, self.w, self.a.integer("head_dim"), self.panel.rows

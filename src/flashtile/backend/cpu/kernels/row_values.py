@@ -16,9 +16,10 @@ from .sums import carry
 from .tiles import KeyBlock, num_valid_rows
 
 
-def emit_row_values(code: Code, dtype: str, group_sizes: tuple[int, ...]) -> None:
+def emit_row_values(code: Code, dtype: str, group_sizes: tuple[int, ...], keys_ahead: int = 0) -> None:
     """`row_values_R_N(p, pitch, v, stride, count, out, width, alpha)`: `out[r] = alpha[r] out[r] + sum_j p[j, r] v[j]`
     for R rows and N vectors of features. `pitch` is the distance between keys in `p`.
+    Values are prefetched `keys_ahead` keys ahead, or not at all.
     """
     for rows, strip in itertools.product(group_sizes, strip_sizes(code)):
         kinds = (ADDRESS, LONG, ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS)
@@ -32,6 +33,8 @@ def emit_row_values(code: Code, dtype: str, group_sizes: tuple[int, ...]) -> Non
             total = [[code.variable(code.full()) for _ in lanes] for _ in range(rows)]
             with code.loop(0, count) as j:
                 v_j = v + stride * j
+                for n in lanes if keys_ahead else ():
+                    code.prefetch(v_j + stride * keys_ahead + n)
                 vectors = [load_vector(code, v_j, n, dtype) for n in lanes]
                 for r in range(rows):
                     p_jr = code.splat(p[j * pitch + r])
