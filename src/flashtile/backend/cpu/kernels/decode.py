@@ -21,7 +21,7 @@ from .tiles import KeyBlock, copy_rows, load_keys, num_valid_rows
 
 ROW_GROUPS = (4, 2, 1)  # query rows that share each vector of K or V
 # K is read a vector of several keys at a time, an order in which processors do not foresee the next pages.
-KEYS_AHEAD = 32
+KEYS_AHEAD = 16
 
 
 def row_group_sizes(code: Code) -> tuple[int, ...]:
