@@ -331,6 +331,30 @@ def test_functions_of_a_kv_cache() -> None:
         assert all(torch.equal(out(), right) for _ in range(3))
 
 
+@pytest.mark.parametrize("which", ["cache", "packed", "pages"])
+def test_lengths_may_change_between_replays_on_a_cpu(which: str) -> None:
+    """Recorded calls read their own lengths, and refuse wrong ones as the first call does."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=g) for shape in ((3, 4, 2, 16), (3, 2, 900, 16), (3, 2, 900, 16)))
+
+    def call(lengths: tuple[int, int, int], backend: str) -> Tensor:
+        used = torch.tensor(lengths, dtype=torch.int32)
+        if which == "cache":
+            return flashtile.attention_with_kvcache(q, k, v, cache_seqlens=used, causal=True, backend=backend)
+        if which == "pages":
+            table = torch.arange(12, dtype=torch.int32).view(3, 4).flip(0)
+            pages = (x.unflatten(2, (4, 225)).permute(0, 2, 3, 1, 4).flatten(0, 1) for x in (k, v))
+            return flashtile.attention_with_kvcache(q, *pages, cache_seqlens=used, page_table=table, backend=backend)
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int32), used.cumsum(0, dtype=torch.int32)])
+        packed = (x.transpose(1, 2).flatten(0, 1) for x in (q.repeat(1, 1, 450, 1), k, v))
+        return flashtile.attention_varlen(*packed, bounds, bounds, causal=True, backend=backend)
+
+    for lengths in ((5, 700, 31), (0, 12, 900), (900, 900, 900), (1, 2, 3), (800, 97, 0), (5, 700, 31)):
+        torch.testing.assert_close(call(lengths, "cpu"), call(lengths, "tiled"), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ArgumentError):
+        call((5, 2800, 31), "cpu")
+
+
 def test_rotary_conventions_do_not_share_a_recording() -> None:
     """Lengths are not read, as on a GPU, so that calls with a cache are kept."""
     q, k, v = (torch.randn(1, 2, 1, 16) for _ in range(3))
