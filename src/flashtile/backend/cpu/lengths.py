@@ -55,7 +55,7 @@ def cache_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
     for name, column in (("seqlen_k", seqlen_k), ("leftpad", t.leftpad_k)):
         if column is not None:
             table[:-1, SEQUENCE_FIELDS.index(name)] = column.numpy()
-    return of_queries._replace(table=table, max_seqlen_k=int(seqlen_k.numpy().max(initial=0)))
+    return of_queries._replace(table=table, max_seqlen_k=max(seqlen_k.tolist(), default=0))
 
 
 def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths:
@@ -101,6 +101,6 @@ def chunk(max_seqlen_k: int, splits: int) -> int:
 
 
 def max_threads(call: Call, lengths: Lengths, rows: int) -> int:
-    """The largest number of threads that still have enough work to be worth waking."""
+    """The largest number of threads that each have enough work to be worth waking."""
     width = call.tensors.q.shape[-1] + call.tensors.v.shape[-1]
-    return 1 + lengths.tasks * rows * lengths.max_seqlen_k * width // WORK_PER_THREAD
+    return max(1, lengths.tasks * rows * lengths.max_seqlen_k * width // WORK_PER_THREAD)
