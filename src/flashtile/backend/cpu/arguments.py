@@ -98,7 +98,8 @@ def extent(x: Tensor) -> int:
 def fits_decode(call: Call, variant: Variant, target: Target, rows: int) -> bool:
     """Whether the decode kernel applies: rows fill at most half of a vector, features a whole number of vectors."""
     lanes = target.vector_bytes // ITEM_SIZES[variant.real_dtype]
-    return variant.vectors == 1 and 2 * rows <= lanes and all(whole_vectors(call, x) for x in call.tensors[:3:2])
+    whole = all(whole_vectors(call, x) for x in (call.tensors.q, call.tensors.v))
+    return variant.vectors == 1 and 2 * rows <= lanes and whole
 
 
 def whole_vectors(call: Call, x: Tensor) -> bool:

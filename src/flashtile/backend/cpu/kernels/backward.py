@@ -20,35 +20,23 @@ from .codegen import Code
 from .dbias import accumulate_dbias
 from .dcaptured import ElementGradients
 from .dkdv import Touched, accumulate_key_gradient, carry_key_gradients, clear_key_gradients
+from .dq import accumulate_dq, emit_dq, store_dq
 from .elementary import exp2
 from .formats import load, load_vector, sum_lanes
 from .kernel import Kernel, task_loop, thread_workspace
+from .keys import KeyBlock, load_keys
 from .masking import in_mask, in_window
 from .operands import ADDRESS, BIT, Pointer, Value
 from .products import (
-    ACCUMULATOR_ROWS,
     Panel,
     emit_accumulate,
     emit_scores,
-    emit_values,
     score_product,
-    value_product,
 )
 from .rng import apply_dropout
-from .row_values import emit_row_values, row_value_product, store_rows
 from .scores import distance, final_score, product_gradient
 from .sums import ROWS_PER_CARRY, carry, carry_due, needs_totals
-from .tiles import (
-    KeyBlock,
-    copy_rows,
-    fill_row_tables,
-    load_keys,
-    load_transposed,
-    make_task,
-    num_valid_rows,
-    panel_rows,
-    store_transposed,
-)
+from .tiles import copy_rows, fill_row_tables, load_transposed, make_task, num_valid_rows, panel_rows
 
 
 def source(variant: Variant, target: Target) -> str:
@@ -56,10 +44,7 @@ def source(variant: Variant, target: Target) -> str:
     code = Code(target, variant.real_type)
     panel = Panel(code, variant.vectors)
     emit_scores(code, panel)
-    if variant.row_values:
-        emit_row_values(code, variant.real_dtype, ACCUMULATOR_ROWS)
-    else:
-        emit_values(code, panel)
+    emit_dq(code, panel, variant)
     emit_accumulate(code, panel)
     with code.function(BACKWARD, ADDRESS, public=True) as (block,):
         a = Arguments(code, block)
@@ -230,12 +215,7 @@ class BackwardKernel(Kernel):
         accumulate_key_gradient(self, "dv", first, count, w.scores, w.dout_rows, width)
         accumulate_key_gradient(self, "dk", first, count, w.dscores, w.q_rows, depth)
         with code.if_then(a.pointer("dq").is_null().equals(0)):
-            if self.variant.row_values:
-                num_valid = num_valid_rows(code, panel, self.task, code.index(0))
-                args = (w.dscores, panel.rows, k, count, w.dq, depth, w.alpha)
-                row_value_product(code, ACCUMULATOR_ROWS, num_valid, *args)
-            else:
-                value_product(code, panel, w.dscores, k.first, k.stride, count, w.dq, depth, w.alpha)
+            accumulate_dq(self, k, count)
 
     def softmax_of_block(self, first: Value, count: Value, edge: Value) -> None:
         self.with_and_without_window(edge, lambda edge: self.softmax_backward(first, count, edge))
@@ -299,11 +279,7 @@ class BackwardKernel(Kernel):
         num_valid = num_valid_rows(code, panel, task, code.index(0))
         dq = a.pointer("dq")
         with code.if_then(dq.is_null().equals(0)):
-            depth, dtype = a.integer("head_dim"), self.variant.real_dtype
-            if self.variant.row_values:
-                store_rows(code, num_valid, w.dq, depth, dtype, dq, w.dq_offsets)
-            else:
-                store_transposed(code, panel, w.dq, depth, dtype, dq, w.dq_offsets, num_valid)
+            store_dq(self, num_valid)
         if self.variant.slope_gradient:
             dslopes = a.pointer("dslopes") + task.split * a.integer("seqlen_total")
             with code.loop(0, num_valid) as r:

@@ -125,12 +125,12 @@ class Code:
         function = self.module.declare_intrinsic(f"{name}.{suffix(kind)}", (), llvm.FunctionType(kind, kinds))
         return Value(self, self.ir.call(function, [x.ir for x in operands]))
 
-    def prefetch(self, to: Pointer) -> None:
-        """Load the cache line of an address, which need not be readable, into all caches."""
+    def prefetch(self, to: Pointer, level: int = 1) -> None:
+        """Load the cache line of an address, which need not be readable, into the caches from this level on."""
         kinds = [to.ir.type, INT, INT, INT]
         function = self.module.declare_intrinsic("llvm.prefetch.p0", (), llvm.FunctionType(llvm.VoidType(), kinds))
-        read, all_caches, data = (llvm.Constant(INT, n) for n in (0, 3, 1))
-        self.ir.call(function, [to.ir, read, all_caches, data])
+        read, locality, data = (llvm.Constant(INT, n) for n in (0, 4 - level, 1))
+        self.ir.call(function, [to.ir, read, locality, data])
 
     def masked_gather(self, addresses: Value, kind: llvm.Type) -> Value:
         """Elements of type `kind` at a vector of addresses, all of which are readable."""

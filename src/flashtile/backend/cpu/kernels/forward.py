@@ -13,6 +13,7 @@ from ..workspace import BLOCK_N, Workspace, forward_layout
 from .blocks import narrow_bounds, panels_see, visible_keys
 from .codegen import Code
 from .kernel import Kernel, store_rows, task_loop, thread_workspace
+from .keys import KeyBlock, load_keys
 from .masking import in_mask, in_window, mask_fill
 from .operands import ADDRESS, Pointer, Value
 from .products import Panel, emit_scores, emit_values, score_product, value_product
@@ -20,7 +21,7 @@ from .rng import apply_dropout
 from .scores import final_score
 from .softmax import finalize, initialize, normalize, rescale, update
 from .sums import carry, carry_due, needs_totals
-from .tiles import KeyBlock, fill_row_tables, find_task, load_keys, load_transposed, num_valid_rows, store_transposed
+from .tiles import fill_row_tables, find_task, load_transposed, num_valid_rows, store_transposed
 
 
 class BlockKind(NamedTuple):

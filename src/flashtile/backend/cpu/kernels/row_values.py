@@ -9,11 +9,12 @@ from ..variant import Variant
 from .codegen import Code
 from .formats import STORAGE_TYPES, load_vector, store_vector
 from .forward import ForwardKernel
+from .keys import KeyBlock
 from .operands import ADDRESS, LONG, Pointer, Value
 from .products import ACCUMULATOR_ROWS, Panel, emit_scores, strip_sizes, tiled_loop
 from .softmax import normalize
 from .sums import carry
-from .tiles import KeyBlock, num_valid_rows
+from .tiles import num_valid_rows
 
 
 def emit_row_values(code: Code, dtype: str, group_sizes: tuple[int, ...], keys_ahead: int = 0) -> None:
@@ -34,7 +35,7 @@ def emit_row_values(code: Code, dtype: str, group_sizes: tuple[int, ...], keys_a
             with code.loop(0, count) as j:
                 v_j = v + stride * j
                 for n in lanes if keys_ahead else ():
-                    code.prefetch(v_j + stride * keys_ahead + n)
+                    code.prefetch(v_j + stride * keys_ahead + n, level=2)
                 vectors = [load_vector(code, v_j, n, dtype) for n in lanes]
                 for r in range(rows):
                     p_jr = code.splat(p[j * pitch + r])
@@ -46,47 +47,33 @@ def emit_row_values(code: Code, dtype: str, group_sizes: tuple[int, ...], keys_a
                     out_r.store(code.multiply_add(out_r.vector(n), alpha[r], sum_of_row.get()), n)
 
 
-def values_of_group(
+def row_value_product(
     code: Code,
-    rows: int,
+    group_sizes: tuple[int, ...],
+    num_rows: Value | int,
     p: Pointer,
-    pitch: Value,
+    pitch: Value | int,
     v: KeyBlock,
     count: Value,
     out: Pointer,
     width: Value,
     alpha: Pointer,
 ) -> None:
-    """`out [R, width] = alpha out + sum_j p[j] v[j]` for one group of rows."""
+    """`out [num_rows, width] = alpha out + sum_j p[j] v[j]`."""
 
     def features(n: Value, strip: int) -> None:
         d = n * code.lanes
-        code.call(f"row_values_{rows}_{strip}", p, pitch, v.first + d, v.stride, count, out + d, width, alpha)
+
+        def group(r: Value, rows: int) -> None:
+            args = (p + r, code.index(pitch), v.first + d, v.stride, count, out + r * width + d, width, alpha + r)
+            code.call(f"row_values_{rows}_{strip}", *args)
+
+        tiled_loop(code, code.index(num_rows), group, group_sizes)
 
     tiled_loop(code, width // code.lanes, features, strip_sizes(code))
 
 
-def row_value_product(
-    code: Code,
-    group_sizes: tuple[int, ...],
-    num_rows: Value,
-    p: Pointer,
-    pitch: int,
-    v: KeyBlock,
-    count: Value,
-    out: Pointer,
-    width: Value,
-    alpha: Pointer,
-) -> None:
-    """The same for `num_rows` rows."""
-
-    def group(r: Value, rows: int) -> None:
-        values_of_group(code, rows, p + r, code.index(pitch), v, count, out + r * width, width, alpha + r)
-
-    tiled_loop(code, num_rows, group, group_sizes)
-
-
-def store_rows(
+def store_row_vectors(
     code: Code,
     num_rows: Value,
     source: Pointer,
@@ -134,7 +121,7 @@ class RowValuesKernel(ForwardKernel):
 
     def store_output(self, p: Value, dtype: str, to: Pointer, row_offsets: Pointer) -> None:
         code, w, lse = self.code, self.w, self.w.l + p * self.panel.rows
-        store_rows(
+        store_row_vectors(
             code,
             self.num_valid(p),
             self.accumulators(p),

@@ -1,0 +1,72 @@
+"""Blocks of keys and values, where they lie in memory or copied to the workspace."""
+
+from typing import NamedTuple
+
+from ..variant import Arguments, Variant
+from .codegen import Code
+from .formats import STORAGE_TYPES, load, load_vector
+from .operands import LONG, Pointer, Value
+from .tiles import Task
+
+
+class KeyBlock(NamedTuple):
+    """The first row of a block of keys or values in memory, and the stride between rows."""
+
+    first: Pointer
+    stride: Value
+
+
+def load_keys(
+    code: Code,
+    a: Arguments,
+    variant: Variant,
+    task: Task,
+    side: str,
+    first: Value,
+    last: Value,
+    scratch: Pointer,
+    dtype: str | None = None,
+) -> KeyBlock:
+    """Rows `first` to `last`, exclusive, of k or v (`side`), in `dtype` or else as reals. No copy is made if they have
+    that dtype and one stride; otherwise, as at the border of two pages, they are copied to `scratch`.
+    """
+    target_dtype = variant.real_dtype if dtype is None else dtype
+    kind = STORAGE_TYPES[target_dtype]
+    source, table = a.pointer(side, kind), a.pointer("page_table", LONG)
+    page_size, step = a.integer("page_size"), a.integer(f"{side}_s")
+    width = a.integer("head_dim" if side == "k" else "head_dim_v")
+    head_offset, scratch = task.kv_head * a.integer(f"{side}_h"), scratch.cast(kind)
+
+    def offset(j: Value) -> Value:
+        at = code.variable(task.b * a.integer(f"{side}_b") + head_offset + (task.k_first + j) * step)
+        with code.if_then(table.is_null().equals(0)):
+            page = table[task.b * a.integer("page_columns") + j // page_size]
+            at.set(page * a.integer(f"{side}_b") + head_offset + j % page_size * step)
+        return at.get()
+
+    def copy() -> None:
+        full = width // code.lanes * code.lanes
+        with code.loop(first, last) as j:
+            at, to = offset(j), scratch + (j - first) * width
+            with code.loop(0, full, code.lanes) as d:
+                x = (
+                    source.vector(at + d)
+                    if target_dtype == variant.dtype
+                    else load_vector(code, source, at + d, variant.dtype)
+                )
+                to.store(x, d)
+            with code.loop(full, width) as d:
+                to[d] = source[at + d] if target_dtype == variant.dtype else load(code, source, at + d, variant.dtype)
+
+    if target_dtype != variant.dtype:
+        copy()
+        return KeyBlock(scratch, width)
+    address, row_stride = code.variable(Value(code, scratch.ir)), code.variable(width)
+    contiguous = table.is_null() | (first // page_size).equals((last - 1) // page_size)
+    with code.if_else(contiguous) as (then, otherwise):
+        with then:
+            address.set(Value(code, (source + offset(first)).ir))
+            row_stride.set(step)
+        with otherwise:
+            copy()
+    return KeyBlock(code.pointer(address.get(), kind), row_stride.get())
