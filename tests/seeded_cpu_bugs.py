@@ -157,7 +157,7 @@ CPU_BUGS = (
     CpuBug(
         Bug(
             "page off by one",
-            "kernels.tiles",
+            "kernels.keys",
             "+ j // page_size]",
             '+ (j + 1) // page_size % a.integer("page_columns")]',
         ),
@@ -240,6 +240,15 @@ CPU_BUGS = (
             "                run.element",
         ),
         SCORE_MOD,
+    ),
+    CpuBug(
+        Bug(
+            "last row of a narrow panel",
+            "kernels.kernel",
+            "(num_valid <= panel.vectors",
+            "(num_valid - 1 <= panel.vectors",
+        ),
+        call(forward_case, num_heads_kv=2, seqlen_q=17),
     ),
     CpuBug(
         Bug("dbias overwritten", "kernels.dbias", "dbias[at] = dbias[at] + x", "dbias[at] = x"),
