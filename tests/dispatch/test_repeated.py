@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile.dispatch import fast_path
-from flashtile.errors import ArgumentError
+from flashtile.errors import ArgumentError, AttentionError
 
 OPTIONS: dict[str, Any] = {"scale": 0.5, "window": (5, 2)}
 SLOPES = torch.rand(2)
@@ -186,3 +186,51 @@ def test_nothing_is_kept_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
                 flashtile.attention(*inputs()[:1], *[x[:, :, :rows] for x in inputs()[1:]], window=(n, 0))
     assert len(fast_path.repeated) <= 5
     assert max(map(len, fast_path.repeated.values())) <= 16
+
+
+def cache_call(**new: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+    q, k_cache, v_cache = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
+    return [q, k_cache, v_cache], {"cache_seqlens": torch.tensor([5, 30], dtype=torch.int32), "causal": True, **new}
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_a_cache(appends: bool) -> None:
+    def one(lengths: tuple[int, int]) -> tuple[list[Tensor], dict[str, Any]]:
+        tensors, options = cache_call(**{name: torch.randn(2, 2, 1, 16) for name in ("k", "v") if appends})
+        return tensors, options | {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32)}
+
+    for _ in range(3):
+        tensors, options = one((5, 30))
+        flashtile.attention_with_kvcache(*tensors, **options)
+    for lengths in ((0 if appends else 1, 39), (17, 3)):
+        tensors, options = one(lengths)
+        expected = [x.clone() for x in tensors]
+        with not_normalized():
+            out = flashtile.attention_with_kvcache(*tensors, **options)
+        result = flashtile.attention_with_kvcache(*expected, **options, backend="reference")
+        torch.testing.assert_close(out, result)
+        assert all(map(torch.equal, tensors, expected))
+    assert sum(map(len, fast_path.repeated.values())) == 1
+    tensors, options = one((41, 3))
+    with pytest.raises(ArgumentError, match="cache_seqlens|k_cache"):
+        flashtile.attention_with_kvcache(*tensors, **options)
+
+
+def test_caches_that_overlap() -> None:
+    """After a call with caches of the same layouts that do not."""
+    new = {"k": torch.randn(2, 2, 1, 16), "v": torch.randn(2, 2, 1, 16)}
+    for _ in range(3):
+        tensors, options = cache_call(**new)
+        flashtile.attention_with_kvcache(*tensors, **options)
+    memory = torch.randn(2, 2, 41, 16).flatten()
+    k_cache, v_cache = (memory[n * 16 :][: 2 * 2 * 40 * 16].view(2, 2, 40, 16) for n in (0, 1))
+    with pytest.raises(ArgumentError, match="shares no element"):
+        flashtile.attention_with_kvcache(tensors[0], k_cache, v_cache, **options)
+
+
+def test_a_cache_has_no_derivative() -> None:
+    for _ in range(3):
+        tensors, options = cache_call()
+        flashtile.attention_with_kvcache(*tensors, **options)
+    with pytest.raises(AttentionError, match="no derivatives"):
+        flashtile.attention_with_kvcache(tensors[0].requires_grad_(), *tensors[1:], **options)
