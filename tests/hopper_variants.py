@@ -203,4 +203,4 @@ def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> C
 
 def with_tiles(configs: dict[tuple[int, int], ForwardConfig]) -> Any:
     """A patch by which forward takes these tiles for their widths, whatever the call."""
-    return mock.patch.multiple(tables, TWO_WARPGROUPS=tables.TWO_WARPGROUPS | configs, TIMED={})
+    return mock.patch.multiple(tables, TWO_WARPGROUPS=tables.TWO_WARPGROUPS | configs, TIMED={}, KEYS_1WG=0)

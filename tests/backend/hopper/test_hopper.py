@@ -96,6 +96,7 @@ def test_declines(changes: dict, reason: str) -> None:
 
 def test_auto_defers_to_other_backends() -> None:
     changes, reason = {"seqlen_q": 16, "num_heads_q": 4, "num_heads_kv": 1}, "decoding"
+    qkv = Needs(True, True, True)
     with mock.patch.multiple(support, unusable=lambda: None, triton_version=lambda: (3, 6)):
         assert support.declines(problem(**changes), H200) is None
         assert support.defers(problem(), H200) is None
@@ -107,13 +108,17 @@ def test_auto_defers_to_other_backends() -> None:
         narrow = {"head_dim": 32, "head_dim_v": 32, "seqlen_k": 2048}
         assert "32 and 2048 keys" in str(support.defers(problem(**narrow), H200))
         assert support.defers(problem(**narrow | {"seqlen_k": 2049}), H200) is None
+        many = {"batch": 390, "num_heads_q": 8, "num_heads_kv": 8, "seqlen_q": 64, "seqlen_k": 64}
+        for head_dim, needs, here in ((64, None, True), (96, None, False), (64, qkv, False), (128, qkv, True)):
+            short = problem(**many | {"head_dim": head_dim, "head_dim_v": head_dim})
+            assert (support.defers(short, H200, needs) is None) == here
+            assert reason in str(support.defers(replace(short, batch=8), H200, needs))
         filling = narrow | {"batch": 128, "num_heads_q": 8, "seqlen_q": 256, "seqlen_k": 256}
         biased = Features(bias=(False, True, True, True))
         assert support.defers(problem(**filling | {"seqlen_q": 512, "seqlen_k": 512}), H200) is None
         assert support.defers(problem(**filling, features=biased), H200) is None
         for changes_of_filling in ({"features": biased, "seqlen_q": 128}, {"features": biased, "batch": 16}):
             assert "smaller tiles" in str(support.defers(problem(**filling | changes_of_filling), H200))
-        qkv = Needs(True, True, True)
         for needs in (None, qkv):
             assert support.defers(problem(**filling), H200, needs) is None
             assert support.defers(problem(**filling | {"seqlen_k": 77}), H200, needs) is None
@@ -228,6 +233,14 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
         (80, (32, 16, 512, 512), False, (128, 128)),
         (80, (32, 16, 577, 577), False, (128, 128)),
         (80, (2, 16, 4096, 4096), False, (128, 128)),  # fewer whole waves
+        (88, (2, 16, 4096, 4096), False, (192, 64)),  # fewer requests to the L2 cache
+        (88, (2, 16, 2048, 2048), True, (192, 64)),
+        (96, (2, 64, 2048, 2048), True, (128, 128)),
+        (104, (2, 16, 4096, 4096), True, (192, 64)),
+        (40, (8, 16, 1024, 1024), False, (192, 128)),
+        (32, (4, 16, 2048, 2048), False, (64, 64)),
+        (128, (8, 25, 1025, 1025), False, (192, 64)),
+        (128, (2, 32, 4096, 4096), True, (128, 128)),
         (128, (32, 16, 576, 576), False, (192, 64)),
         (128, (32, 16, 577, 577), False, (128, 128)),
     ],
@@ -235,7 +248,7 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
 def test_dense_calls_take_the_fastest_tiles(
     head_dim: int, shape: tuple[int, int, int, int], causal: bool, tile: tuple[int, int]
 ) -> None:
-    """Measured on an H100 (docs/journal/2026-11-25-short-rows.md, 2026-11-25-programs.md)."""
+    """Measured on an H100 (docs/journal/2026-11-25-short-rows.md, -programs.md, -requests.md)."""
     batch, heads, rows, keys = shape
     q, k = (torch.empty(batch, heads, n, head_dim, dtype=torch.bfloat16, device="meta") for n in (rows, keys))
     call = described_call(q, k, k, None, None, {"causal": causal})

@@ -200,23 +200,18 @@ def wants_smaller_tiles(problem: Problem, device: Device, needs: Needs | None) -
 
 
 def fills_device(problem: Problem, device: Device, needs: Needs | None) -> bool:
-    """Whether heads of up to 64 rows are enough to fill the device without splits of their keys, and were measured to be
+    """Whether heads of up to 64 rows fill the device without splits of their keys, in calls that were measured to be
     faster here (docs/journal/2026-11-25-requests.md).
     """
     p = problem
-    plain = (
-        p.layout == "dense" and p.features == NO_FEATURES and not (p.dropout or p.score_mod or p.mask_mod or p.softcap)
-    )
-    if not plain or p.num_heads_q != p.num_heads_kv or widths(p) not in FUSED:
+    modified = p.softcap or p.dropout or p.score_mod or p.mask_mod or p.features != NO_FEATURES
+    if modified or p.layout != "dense" or p.num_heads_q != p.num_heads_kv:
         return False
     heads, rows = p.batch * p.num_heads_q, (p.fine_lengths or (p.seqlen_q,))[0]
     if needs is not None:
-        return (
-            max(p.head_dim, p.head_dim_v) > ONE_BOX[-1][0]
-            and heads >= device.cores
-            and max(rows, p.seqlen_k) > MIN_ROWS
-        )
-    return rows >= MIN_ROWS and p.seqlen_k <= MOST_KEYS and heads >= MIN_HEADS * device.cores
+        return widths(p) == FUSED[-1] and heads >= device.cores and max(rows, p.seqlen_k) > MIN_ROWS
+    measured = widths(p) in (*ONE_BOX, FUSED[-1])
+    return measured and rows >= MIN_ROWS and p.seqlen_k <= MOST_KEYS and heads >= MIN_HEADS * device.cores
 
 
 def is_faster_with_lists(problem: Problem) -> bool:

@@ -160,10 +160,10 @@ def warpgroups_with_room(problem: Problem, device: Device, width: tuple[int, int
     if problem.softcap or costly or other_mask:
         return (2,)
     one = () if masked else (1,)
+    if problem.features.bias is not None:
+        return (*one, 2) if width == WIDTHS[0] and not other_terms and not problem.dropout else (2,)
     if other_terms or problem.dropout:
         return (*one, 2) if width in ONE_BOX else (2,)
-    if problem.features.bias is not None:
-        return (*one, 2) if width == WIDTHS[0] else (2,)
     if masked:  # with lists, wider ones spill registers
         return (2, 3) if width in ONE_BOX else (2,)
     fits = width in ONE_BOX or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG

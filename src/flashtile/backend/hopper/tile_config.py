@@ -108,6 +108,13 @@ class ForwardConfig(Constexpr):
         return REGISTERS // (self.programs_per_core * 128 * (self.num_warpgroups + 1)) // 8 * 8
 
     @property
+    def skips_steps(self) -> bool:
+        """Whether a warpgroup without rows skips all steps of a tile but the first. Up to 64 features the code for it costs
+        all calls up to 2%, more than most gain; tiles of a bias have stages of their own.
+        """
+        return self.num_warpgroups > 1 and self.head_dim.width > MMA_M and self.bias_stages == 0
+
+    @property
     def num_producers(self) -> int:
         """Warps that load q, k and v."""
         return 2 if self.page_rows else 1

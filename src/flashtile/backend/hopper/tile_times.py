@@ -61,7 +61,7 @@ def tile_time(problem: Problem, timed: TimedConfig, first: int, rows: int, keys:
     """Time of the tile of rows from the `first` one on."""
     config = timed.config
     blocks = key_blocks(problem, config, first, rows, keys)
-    active = min(config.num_warpgroups, -(-(rows - first) // MMA_M))
+    active = min(config.num_warpgroups, -(-(rows - first) // MMA_M)) if config.skips_steps else config.num_warpgroups
     share = IDLE + (1 - IDLE) * active / config.num_warpgroups  # of all steps but the first
     pairs = config.block_n * ((1 + (blocks.visited - 1) * share) * timed.pair + blocks.masked * MASKED)
     loads = REQUEST / PAIRS[config.head_dim.width] * tile_requests(problem, config, blocks.visited)
@@ -83,7 +83,7 @@ def tile_requests(problem: Problem, config: ForwardConfig, visited: int) -> floa
 
 
 def row_requests(size: int) -> float:
-    """Requests of TMA for a row of `size` bytes, where heads or rows lie side by side: more if those begin in the middle
+    """Requests of TMA for a row of `size` bytes, where heads or rows lie side by side: more if some begin in the middle
     of a sector of 32 bytes, and if they begin in the middle of a line of 128 bytes.
     """
     if size % SECTOR:

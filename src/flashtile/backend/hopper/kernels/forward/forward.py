@@ -181,7 +181,6 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     STAGES: gl.constexpr = CONFIG.stages
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
-    SKIPS: gl.constexpr = CONFIG.num_warpgroups > 1 and CONFIG.bias_stages == 0
     pipelines, outputs, queue, params = context.pipelines, context.outputs, context.queue, context.params
     lists, stream = context.lists, load_stream(context.dropout)
     q, v = pipelines.q, pipelines.v
@@ -202,12 +201,10 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         units = tile_units(params, wg_tile, loaded, CONFIG)
         state = next_tile_state(state.acc, state.p, wg_tile, params, outputs, CONFIG)
         first = tile.hi - 1
-        n, stop, last = first, first, tile.lo
-        if SKIPS:
-            last = gl.where(wg_tile.first_row < tile.seqlen_q, tile.lo, first)
+        n, stop = first, first
         entry = first_entry(lists, tile)
         # The first step completes the previous tile. Two loops, as a branch in each step would cost 1 to 4%.
-        while n >= last:
+        while n >= tile.lo:
             while n >= stop:
                 next_entry = load_entry(lists, tile.token_k, n - 1)
                 state = mainloop_step(
@@ -221,10 +218,12 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
                 count += 1
             if (stop == first) & (tile_count > 0):
                 store_out(outputs, state.acc, inv_l, out_coord, warpgroup, CONFIG)
-            stop = last
-        if SKIPS:
-            skip_steps(pipelines, tile_count, count, last - tile.lo, warpgroup, CONFIG)
-            count += last - tile.lo
+            stop = tile.lo
+            if CONFIG.skips_steps:
+                skipped = gl.where(wg_tile.first_row < tile.seqlen_q, 0, n - tile.lo + 1)
+                skip_steps(pipelines, tile_count, count, skipped, warpgroup, CONFIG)
+                n -= skipped
+                count += skipped
         out_coord = result_coord(tile, wg_tile.first_row, outputs, PACKED)
         inv_l = finalize(outputs, state, wg_tile)
         if context.dropout.seed is not None:
