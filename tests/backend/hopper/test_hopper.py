@@ -295,6 +295,7 @@ def test_splits_fill_the_device() -> None:
     assert [chosen(*long, (32, 8), 128)[1], chosen(*long, (8, 1), 128)[1], chosen(*long, (28, 4), 128)[1]] == [2, 8, 7]
     assert chosen(*long, (32, 8), 128, window=(4095, 0))[1] == 4
     assert chosen(*long, (32, 32), 128)[1] == chosen(*long, (32, 8), 128, deterministic=True)[1] == 1
+    assert chosen(2**17, 2**17, False, (32, 8), 128)[1] == 1  # splits save 1% by count, and lose the L2 cache
 
 
 def test_heads_at_once_are_at_most_those_of_the_call() -> None:
